@@ -1,0 +1,79 @@
+/* The C interface of trirun's kernels: raw pointers, integers, a stream; integer return codes.
+ *
+ * Two libraries implement it: libtrirun_cpu.so (csrc/cpu) and libtrirun_cuda.so (csrc/cuda). Neither knows
+ * Python or torch. The caller checks shapes, dtypes, devices and contiguity; these functions re-check what
+ * would corrupt memory. n = out_features, k = in_features, m = rows of x. The weight layout (tile64) is
+ * defined in kernels/README.md and in trirun_kernels/layout.py.
+ */
+#ifndef TRIRUN_H
+#define TRIRUN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised whenever a signature or a struct below changes; the loader refuses a library of another version. */
+#define TRIRUN_ABI_VERSION 1
+
+/* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
+enum {
+  TRIRUN_OK = 0,
+  TRIRUN_BAD_SHAPE = -1,     /* a size is negative, unpadded, or does not fit the group size */
+  TRIRUN_BAD_POINTER = -2,   /* null or misaligned */
+  TRIRUN_UNSUPPORTED = -3,   /* dtype, group size or activation width this library has no kernel for */
+  TRIRUN_NO_WORKSPACE = -4   /* the workspace is smaller than the function asks for */
+};
+
+/* Element types of x, y and bias. */
+enum { TRIRUN_F32 = 0, TRIRUN_F16 = 1, TRIRUN_BF16 = 2 };
+
+/* One packed weight, w[n][k] = scale * (code - zero), code in 0..3. */
+typedef struct {
+  const uint32_t* words;   /* [n/64][k/32][32 lanes][4], 16-byte aligned */
+  const uint16_t* scales;  /* fp16 [k/group_size][n] in strip order; one row when group_size is -1 */
+  const uint16_t* zeros;   /* fp16, shaped as scales: one real zero point per group; NULL when `zero` holds for all */
+  int64_t n;               /* padded to a multiple of 64 */
+  int64_t k;               /* padded to a multiple of 128 */
+  int32_t group_size;      /* -1, 32, 64 or 128 */
+  float zero;              /* zero point of the grid; ignored when zeros is not NULL */
+} trirun_int2;
+
+/* Activation width: 16 runs two signed 8-bit digits per value, scaled per row and 128 columns (matches a float
+ * reference); 8 runs one digit scaled per row by amax/127 (exact for models trained with 8-bit activations). */
+enum { TRIRUN_ACT8 = 8, TRIRUN_ACT16 = 16 };
+
+/* ---- libtrirun_cpu.so ---------------------------------------------------------------------------------- */
+
+int trirun_cpu_abi_version(void);
+
+/* Name of the instruction set the dispatcher chose: "avx512vnni", "avx2", "portable". */
+const char* trirun_cpu_isa(void);
+
+/* y[m][n] = x[m][k] . w^T + bias, with `threads` threads of the library's own pool. k here is the true k of x
+ * (at most w->k), n the true n of y and bias (at most w->n); ldx and ldy are row strides in elements. */
+int trirun_cpu_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,
+                         const void* bias, void* y, int64_t ldy, int act_bits, int threads);
+
+/* ---- libtrirun_cuda.so --------------------------------------------------------------------------------- */
+
+int trirun_cuda_abi_version(void);
+
+/* Text for any return code of this library, cudaError_t included. */
+const char* trirun_cuda_error(int code);
+
+/* Bytes of device memory trirun_cuda_int2_gemm needs beside its arguments for m rows of x on the current device. */
+size_t trirun_cuda_int2_workspace(const trirun_int2* w, int64_t m, int dtype, int act_bits);
+
+/* As trirun_cpu_int2_gemm, on the current device and the given cudaStream_t. Nothing is allocated; the workspace
+ * belongs to the stream. */
+int trirun_cuda_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,
+                          const void* bias, void* y, int64_t ldy, int act_bits, void* workspace,
+                          size_t workspace_bytes, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
