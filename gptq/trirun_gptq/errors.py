@@ -1,0 +1,10 @@
+"""The one exception of this library."""
+
+from __future__ import annotations
+
+
+class QuantizationError(ValueError):
+    """Weights, activations, data or a recipe that cannot be quantized as asked.
+
+    The message names the module and the numbers; nothing falls back silently to a weaker method.
+    """
