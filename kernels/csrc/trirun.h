@@ -15,6 +15,9 @@
 extern "C" {
 #endif
 
+/* The libraries are built with -fvisibility=hidden: what this header declares is all they export. */
+#pragma GCC visibility push(default)
+
 /* Raised whenever a signature or a struct below changes; the loader refuses a library of another version. */
 #define TRIRUN_ABI_VERSION 1
 
@@ -72,6 +75,8 @@ size_t trirun_cuda_int2_workspace(const trirun_int2* w, int64_t m, int dtype, in
 int trirun_cuda_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,
                           const void* bias, void* y, int64_t ldy, int act_bits, void* workspace,
                           size_t workspace_bytes, void* stream);
+
+#pragma GCC visibility pop
 
 #ifdef __cplusplus
 }
