@@ -1,0 +1,214 @@
+"""What to do to a model: every choice of a run in one frozen record, read strictly from YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trirun_kernels import QuantSpec
+
+from .errors import QuantizationError
+
+# The zero point of each named grid; None is one real zero per group.
+GRIDS: dict[str, float | None] = {"signed": 1.0, "midrise": 1.5, "zero": None, "ternary": 1.0}
+ENGINES = ("ste", "round")
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """What differs for the modules one pattern matches. ``keep`` leaves them unquantized."""
+
+    group_size: int | None = None
+    grid: str | None = None
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Every choice of a quantization run. The defaults are the ``fast`` preset.
+
+    Attributes:
+        name: shown to the user and stored with the result.
+        wbits: 2; nothing else has kernels.
+        group_size: input features per scale: 128, 64, 32, or -1 for one scale per output channel.
+        grid: ``signed`` ({-1..2}·s, s of either sign), ``zero`` (one real zero per group), ``midrise`` ({±½, ±1½}·s) or
+            ``ternary`` ({-1, 0, 1}·s).
+        samples, seqlen: calibration sequences and their length in tokens.
+        held_out: sequences beside those that only decide what is kept.
+        seed: of every random choice.
+        damp: dampening, as a fraction of mean(diag H).
+        clip: search each group's scale for the least error weighted by 1/U²; off takes the extreme value.
+        act_order: columns in the order of descending diag(H), on static groups.
+        sweeps: coordinate-descent passes over the final codes.
+        refit: closed-form least-squares scales for the final codes.
+        correction: strength in 0..1 of the correction of the target for the error of the layers before; 0 is off.
+        sequential: quantize a block's layers in stages (q|k|v, o, gate|up, down), each seeing the ones before it
+            quantized; off collects all Hessians in one pass.
+        refine_steps: optimizer steps of block refinement; 0 is off.
+        refine_engine: ``ste`` (weights and scales, straight-through) or ``round`` (rounding offsets and scales).
+        refine_batch: sequences per step. refine_lr, refine_scale_lr: of weights (or offsets), and of scales.
+        ignore: patterns (``re.search`` on the module path) of linear layers to leave as they are.
+        overrides: pattern → :class:`Override`; the last match wins.
+
+    Raises:
+        QuantizationError: a value is out of range; the message names the key.
+    """
+
+    name: str = "fast"
+    wbits: int = 2
+    group_size: int = 128
+    grid: str = "signed"
+    samples: int = 128
+    seqlen: int = 512
+    held_out: int = 8
+    seed: int = 0
+    damp: float = 0.05
+    clip: bool = True
+    act_order: bool = True
+    sweeps: int = 2
+    refit: bool = True
+    correction: float = 0.5
+    sequential: bool = True
+    refine_steps: int = 0
+    refine_engine: str = "ste"
+    refine_batch: int = 8
+    refine_lr: float = 1e-4
+    refine_scale_lr: float = 1e-4
+    ignore: tuple[str, ...] = ()
+    overrides: Mapping[str, Override] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require(self.wbits == 2, f"wbits={self.wbits}: only 2 is supported")
+        _require(self.grid in GRIDS, _suggest("grid", self.grid, GRIDS))
+        _require(self.refine_engine in ENGINES, _suggest("refine_engine", self.refine_engine, ENGINES))
+        _spec(self.group_size, self.grid)
+        for key, least in (("samples", 1), ("seqlen", 2), ("held_out", 0), ("sweeps", 0), ("refine_steps", 0)):
+            value = getattr(self, key)
+            _require(value >= least, f"{key}={value}: at least {least} is needed")
+        _require(self.refine_batch >= 1, f"refine_batch={self.refine_batch}: at least 1 is needed")
+        _require(0 < self.damp <= 1, f"damp={self.damp}: a fraction in (0, 1] is needed")
+        _require(0 <= self.correction <= 1, f"correction={self.correction}: a strength in [0, 1] is needed")
+        _require(self.refine_steps == 0 or self.held_out > 0, "refine_steps needs held_out > 0, which decides")
+        for pattern in (*self.ignore, *self.overrides):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise QuantizationError(f"recipe: {pattern!r} is not a regular expression: {error}") from None
+        for pattern, override in self.overrides.items():
+            grid = override.grid or self.grid
+            _require(grid in GRIDS, f"overrides[{pattern!r}]: {_suggest('grid', grid, GRIDS)}")
+            _spec(override.group_size or self.group_size, grid)
+
+    def choice(self, module: str) -> tuple[QuantSpec, bool] | None:
+        """The grid of one module and whether it is ternary; None when the module is left as it is."""
+        if any(re.search(pattern, module) for pattern in self.ignore):
+            return None
+        group_size, grid = self.group_size, self.grid
+        for pattern, override in self.overrides.items():
+            if re.search(pattern, module):
+                if override.keep:
+                    return None
+                group_size, grid = override.group_size or group_size, override.grid or grid
+        return _spec(group_size, grid), grid == "ternary"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as :meth:`from_dict` reads them: what is written beside the result."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["ignore"] = list(self.ignore)
+        values["overrides"] = {
+            pattern: {key: value for key, value in dataclasses.asdict(override).items() if value not in (None, False)}
+            for pattern, override in self.overrides.items()
+        }
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """A recipe from plain values.
+
+        Raises:
+            QuantizationError: an unknown key (with the nearest known one), or a value of the wrong type or range.
+        """
+        known = _known(cls, values, "recipe")
+        overrides = known.pop("overrides", {})
+        _require(isinstance(overrides, Mapping), f"overrides must map patterns to settings, got {overrides!r}")
+        parsed = {}
+        for pattern, entry in overrides.items():
+            _require(isinstance(entry, Mapping), f"overrides[{pattern!r}] must be a mapping, got {entry!r}")
+            parsed[str(pattern)] = Override(**_known(Override, entry, f"recipe: overrides[{pattern!r}]"))
+        ignore = known.pop("ignore", ())
+        _require(
+            isinstance(ignore, list | tuple) and all(isinstance(pattern, str) for pattern in ignore),
+            f"ignore must be a list of patterns, got {ignore!r}",
+        )
+        return cls(**known, ignore=tuple(ignore), overrides=parsed)
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read a recipe from a YAML file; keys left out keep the defaults of :class:`Recipe`.
+
+    Raises:
+        QuantizationError: the file is missing, is not YAML, or has an unknown key or a bad value.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise QuantizationError(f"recipe {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise QuantizationError(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, Mapping):
+        raise QuantizationError(f"recipe {path}: a mapping of keys to values is needed, got {type(values).__name__}")
+    try:
+        return Recipe.from_dict(values)
+    except QuantizationError as error:
+        raise QuantizationError(f"{path}: {error}") from None
+
+
+def _known(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values, once every key is a field of ``cls`` and every scalar has the field's type."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    checked = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise QuantizationError(f"{where}: {_suggest('key', key, fields)}")
+        declared = str(fields[key].type).split(" | ")
+        expected = {"int": int, "float": float, "str": str, "bool": bool}.get(declared[0])
+        if expected is None or (value is None and "None" in declared):
+            checked[key] = value
+            continue
+        if expected is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        elif expected is float and isinstance(value, str):
+            # YAML 1.1 reads 1e-4 as a string.
+            try:
+                value = float(value)
+            except ValueError:
+                raise QuantizationError(f"{where}: {key} must be a float, got {value!r}") from None
+        if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+            raise QuantizationError(f"{where}: {key} must be {expected.__name__}, got {value!r}")
+        checked[key] = value
+    return checked
+
+
+def _spec(group_size: int, grid: str) -> QuantSpec:
+    try:
+        return QuantSpec(group_size, GRIDS[grid])
+    except ValueError as error:
+        raise QuantizationError(f"recipe: {error}") from None
+
+
+def _suggest(what: str, value: object, known: Any) -> str:
+    near = difflib.get_close_matches(str(value), list(known), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"unknown {what} {value!r}; {hint}"
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise QuantizationError(f"recipe: {message}")
