@@ -1,0 +1,269 @@
+"""Compiles kernels/csrc into the two libraries of trirun_kernels. Needs a C++ compiler, for CUDA also nvcc, and of
+Python only the standard library.
+
+Objects are kept in build/native under a hash of all that went into them (source, headers, flags, compiler), so a
+build that changes nothing compiles nothing. Beside the libraries, build.json says how they were made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trirun_toolchain import (
+    ALL_ARCHS,
+    BASELINE_FLAGS,
+    CXX_FLAGS,
+    ISA_FLAGS,
+    ISAS,
+    NVCC_FLAGS,
+    BuildError,
+    accepts,
+    cxx_compiler,
+    gencode,
+    require_nvcc,
+    static_runtime,
+    version,
+)
+
+KEPT_OBJECTS = 4  # of one source file, so that builds with other flags can alternate
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A compiler call.
+
+    Attributes:
+        compiler: command words.
+        made_by: name and version of every compiler that takes part.
+        flags: what the output depends on.
+        local: flags that name places on this machine or a number of processes; the output does not depend on them.
+    """
+
+    compiler: tuple[str, ...]
+    made_by: str
+    flags: tuple[str, ...]
+    local: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return (*self.compiler, *self.local, *self.flags)
+
+    def digest(self, *inputs: str) -> str:
+        """16 hex digits that change whenever the output could."""
+        return hashlib.sha256("\0".join((self.made_by, *self.flags, *inputs)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Where sources, objects and libraries lie, and how much is said about building them."""
+
+    root: Path = Path(__file__).resolve().parent.parent
+    verbose: bool = False
+    extra_flags: tuple[str, ...] = ()
+
+    @property
+    def csrc(self) -> Path:
+        return self.root / "kernels" / "csrc"
+
+    @property
+    def objects(self) -> Path:
+        return self.root / "build" / "native"
+
+    @property
+    def libraries(self) -> Path:
+        return self.root / "kernels" / "trirun_kernels" / "_lib"
+
+    @property
+    def exports(self) -> str:
+        """The linker's flag that hides all but the C interface."""
+        return f"--version-script={(self.csrc / 'exports.map').relative_to(self.root)}"
+
+    @property
+    def report(self) -> dict:
+        """What build.json says: compiler, instruction sets or architectures, and objects of each library."""
+        path = self.libraries / "build.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def sources(self, device: str, suffix: str) -> list[Path]:
+        found = sorted((self.csrc / device).glob(f"*{suffix}"))
+        if not found:
+            raise BuildError(f"no {suffix} files in {self.csrc / device}: the source tree is incomplete")
+        return found
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def run(self, command: Sequence[str], failure: str) -> str:
+        """Standard error of a command run in the root: what it makes does not depend on where the tree lies."""
+        if self.verbose:
+            self.say(shlex.join(command))
+        done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"{failure}\n{done.stdout}{done.stderr}".rstrip())
+        return done.stderr
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One build at a time in one tree."""
+        self.objects.mkdir(parents=True, exist_ok=True)
+        with open(self.objects / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def build_cpu(tree: Tree) -> Path:
+    """Build libtrirun_cpu.so for every instruction set the compiler knows.
+
+    Raises:
+        BuildError: no compiler, or one that rejects a source file.
+    """
+    cxx, machine = cxx_compiler(), platform.machine()
+    isa_flags = ISA_FLAGS.get(machine, {})
+    baseline, wide, skipped = [], [], {}
+    for source in tree.sources("cpu", ".cpp"):
+        isa = source.stem.rpartition("_")[2]
+        if isa not in ISAS:
+            baseline.append(source)
+        elif isa not in isa_flags:
+            skipped[isa] = f"not an instruction set of {machine}"
+        elif not accepts(cxx, isa_flags[isa]):
+            skipped[isa] = f"{version(cxx)} does not know all of {' '.join(isa_flags[isa])}"
+        else:
+            wide.append((isa, source))
+    # The linker keeps the first copy of an inline function, so those compiled for every processor come first.
+    wide.sort(key=lambda item: len(isa_flags[item[0]]))
+    built = list(dict.fromkeys(isa for isa, _ in wide))
+    for isa, reason in skipped.items():
+        tree.say(f"trirun: {isa} is left out: {reason}")
+    made_by, common = version(cxx), (*CXX_FLAGS, *(f"-DTRIRUN_WITH_{isa.upper()}" for isa in built), *_tree_flags(tree))
+    steps = {source: Step(cxx, made_by, (*common, *BASELINE_FLAGS.get(machine, ()))) for source in baseline}
+    steps |= {source: Step(cxx, made_by, (*common, *isa_flags[isa])) for isa, source in wide}
+    link = Step(cxx, made_by, ("-shared", "-pthread", *static_runtime(cxx), f"-Wl,{tree.exports}", "-Wl,-z,defs"))
+    return _build(tree, "cpu", steps, link, {"machine": machine, "isas": built, "skipped": skipped})
+
+
+def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS) -> Path:
+    """Build libtrirun_cuda.so: machine code for these architectures and PTX of the newest.
+
+    name_sm<arch>.cu is compiled for that architecture alone, whichever are asked for.
+
+    Raises:
+        BuildError: no nvcc, one too old, or one that rejects a source file.
+    """
+    sources, nvcc, cxx = tree.sources("cuda", ".cu"), require_nvcc(), cxx_compiler()
+    made_by, host = f"{version((nvcc,))}, {version(cxx)}", ("-ccbin", cxx[0])
+    # Some more processes than cores, so that the last and longest file does not end on a single one.
+    cores = os.cpu_count() or 1
+    threads = ("--threads", str(max(2, cores // len(sources))))
+    steps = {}
+    # The longest first, so that the last to finish is a short one.
+    for source in sorted(sources, key=lambda path: -path.stat().st_size):
+        only = re.search(r"_sm(\d+[af]?)$", source.stem)
+        target = gencode([only[1]], ptx=False) if only else gencode(archs, ptx=True)
+        steps[source] = Step((nvcc,), made_by, (*NVCC_FLAGS, *target, *_tree_flags(tree)), (*host, *threads))
+    flags = ["-shared", "-cudart", "static", "-Xlinker", tree.exports, "-Xlinker", "-z,defs"]
+    if runtime := static_runtime(cxx):
+        flags += ["-Xcompiler", ",".join(runtime)]
+    # NVIDIA's wheels keep libcudart_static.a in lib, where their nvcc does not look.
+    wheel_lib = Path(nvcc).resolve().parent.parent / "lib"
+    link = Step((nvcc,), made_by, tuple(flags), (*host, *(("-L", str(wheel_lib)) if wheel_lib.is_dir() else ())))
+    return _build(tree, "cuda", steps, link, {"archs": list(archs)})
+
+
+def compiler_logs(tree: Tree, device: str) -> dict[Path, str]:
+    """What the compiler said about each source file of a library that was built."""
+    objects = tree.report[device]["objects"]
+    return {
+        tree.csrc / device / name: (tree.objects / obj).with_suffix(".log").read_text() for name, obj in objects.items()
+    }
+
+
+def included(tree: Tree, source: Path) -> list[Path]:
+    """The source and every file of csrc it includes, directly or not; conditional includes count."""
+    seen: set[Path] = set()
+    waiting = [source.resolve()]
+    while waiting:
+        path = waiting.pop()
+        seen.add(path)
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
+            found = next((p.resolve() for p in (path.parent / name, tree.csrc / name) if p.is_file()), None)
+            if found and found not in seen:
+                waiting.append(found)
+    return sorted(seen)
+
+
+def _build(tree: Tree, device: str, steps: dict[Path, Step], link: Step, facts: dict) -> Path:
+    library = tree.libraries / f"libtrirun_{device}.so"
+    with tree.locked():
+        objects = _compile_all(tree, steps)
+        names = {source.name: obj.name for source, obj in objects.items()}
+        key = link.digest(*names.values(), (tree.csrc / "exports.map").read_text())
+        if tree.report.get(device, {}).get("key") == key and library.exists():
+            tree.say(f"trirun: {library.name} is up to date")
+            return library
+        tree.libraries.mkdir(parents=True, exist_ok=True)
+        # Replaced in one step: a process that has the old library loaded keeps it whole.
+        fresh = library.with_suffix(".partial")
+        inputs = [str(obj.relative_to(tree.root)) for obj in objects.values()]
+        tree.run((*link.command, *inputs, "-o", str(fresh)), f"{library.name} does not link")
+        fresh.replace(library)
+        entry = {"compiler": link.made_by, **facts, "key": key, "objects": names}
+        (tree.libraries / "build.json").write_text(json.dumps({**tree.report, device: entry}, indent=1) + "\n")
+        tree.say(f"trirun: built {library.name}, {library.stat().st_size / 2**20:.1f} MiB")
+    return library
+
+
+def _compile_all(tree: Tree, steps: dict[Path, Step]) -> dict[Path, Path]:
+    """Each source file's object, compiled where it is not there yet, as many at once as there are cores."""
+    objects, missing = {}, {}
+    for source, step in steps.items():
+        texts = [text for path in included(tree, source) for text in (path.name, path.read_text())]
+        obj = tree.objects / f"{source.stem}-{step.digest(*texts)}.o"
+        objects[source] = obj
+        if obj.exists():
+            os.utime(obj)
+        else:
+            missing[source] = obj
+    if missing:
+        made_by = next(iter(steps.values())).made_by
+        tree.say(f"trirun: compiling {len(missing)} of {len(steps)} files with {made_by}")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        running = [pool.submit(_compile, tree, source, steps[source], obj) for source, obj in missing.items()]
+        try:
+            for job in running:
+                job.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return objects
+
+
+def _compile(tree: Tree, source: Path, step: Step, obj: Path) -> None:
+    name = source.relative_to(tree.root)
+    partial = obj.with_suffix(".partial.o")
+    command = (*step.command, "-c", str(name), "-o", str(partial.relative_to(tree.root)))
+    log = tree.run(command, f"{name} does not compile with {step.made_by}")
+    if "warning" in log:
+        tree.say(log)
+    obj.with_suffix(".log").write_text(log)
+    partial.replace(obj)
+    others = [path for path in tree.objects.glob("*.o") if path.stem.rpartition("-")[0] == source.stem]
+    for stale in sorted(others, key=lambda path: path.stat().st_mtime)[:-KEPT_OBJECTS]:
+        stale.unlink()
+        stale.with_suffix(".log").unlink(missing_ok=True)
+
+
+def _tree_flags(tree: Tree) -> tuple[str, ...]:
+    return (*tree.extra_flags, "-I", str(tree.csrc.relative_to(tree.root)))
