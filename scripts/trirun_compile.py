@@ -2,7 +2,7 @@
 Python only the standard library.
 
 Objects are kept in build/native under a hash of all that went into them (source, headers, flags, compiler), so a
-build that changes nothing compiles nothing. Beside the libraries, build.json says how they were made.
+build that changes nothing compiles nothing. Beside each library, build_<device>.json says how it was made.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trirun_toolchain import (
     ALL_ARCHS,
@@ -91,10 +92,9 @@ class Tree:
         """The linker's flag that hides all but the C interface."""
         return f"--version-script={(self.csrc / 'exports.map').relative_to(self.root)}"
 
-    @property
-    def report(self) -> dict:
-        """What build.json says: compiler, instruction sets or architectures, and objects of each library."""
-        path = self.libraries / "build.json"
+    def report(self, device: str) -> dict[str, Any]:
+        """How a library was built: compiler, instruction sets or architectures, objects. Empty before that."""
+        path = self.libraries / f"build_{device}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
     def sources(self, device: str, suffix: str) -> list[Path]:
@@ -131,26 +131,26 @@ def build_cpu(tree: Tree) -> Path:
         BuildError: no compiler, or one that rejects a source file.
     """
     cxx, machine = cxx_compiler(), platform.machine()
-    isa_flags = ISA_FLAGS.get(machine, {})
-    baseline, wide, skipped = [], [], {}
+    isa_flags, baseline = ISA_FLAGS.get(machine, {}), BASELINE_FLAGS.get(machine, ())
+    flags: dict[Path, tuple[str, ...]] = {}
+    built, skipped = [], {}
     for source in tree.sources("cpu", ".cpp"):
         isa = source.stem.rpartition("_")[2]
+        flags[source] = baseline
         if isa not in ISAS:
-            baseline.append(source)
-        elif isa not in isa_flags:
+            continue
+        if isa not in isa_flags:
             skipped[isa] = f"not an instruction set of {machine}"
         elif not accepts(cxx, isa_flags[isa]):
             skipped[isa] = f"{version(cxx)} does not know all of {' '.join(isa_flags[isa])}"
+            tree.say(f"trirun: {isa} is left out: {skipped[isa]}")
         else:
-            wide.append((isa, source))
+            flags[source] = isa_flags[isa]
+            built.append(isa)
+    made_by, common = version(cxx), (*CXX_FLAGS, *_tree_flags(tree))
     # The linker keeps the first copy of an inline function, so those compiled for every processor come first.
-    wide.sort(key=lambda item: len(isa_flags[item[0]]))
-    built = list(dict.fromkeys(isa for isa, _ in wide))
-    for isa, reason in skipped.items():
-        tree.say(f"trirun: {isa} is left out: {reason}")
-    made_by, common = version(cxx), (*CXX_FLAGS, *(f"-DTRIRUN_WITH_{isa.upper()}" for isa in built), *_tree_flags(tree))
-    steps = {source: Step(cxx, made_by, (*common, *BASELINE_FLAGS.get(machine, ()))) for source in baseline}
-    steps |= {source: Step(cxx, made_by, (*common, *isa_flags[isa])) for isa, source in wide}
+    ordered = sorted(flags, key=lambda source: len(flags[source]))
+    steps = {source: Step(cxx, made_by, (*common, *flags[source])) for source in ordered}
     link = Step(cxx, made_by, ("-shared", "-pthread", *static_runtime(cxx), f"-Wl,{tree.exports}", "-Wl,-z,defs"))
     return _build(tree, "cpu", steps, link, {"machine": machine, "isas": built, "skipped": skipped})
 
@@ -185,7 +185,7 @@ def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS) -> Path:
 
 def compiler_logs(tree: Tree, device: str) -> dict[Path, str]:
     """What the compiler said about each source file of a library that was built."""
-    objects = tree.report[device]["objects"]
+    objects = tree.report(device)["objects"]
     return {
         tree.csrc / device / name: (tree.objects / obj).with_suffix(".log").read_text() for name, obj in objects.items()
     }
@@ -205,13 +205,13 @@ def included(tree: Tree, source: Path) -> list[Path]:
     return sorted(seen)
 
 
-def _build(tree: Tree, device: str, steps: dict[Path, Step], link: Step, facts: dict) -> Path:
+def _build(tree: Tree, device: str, steps: dict[Path, Step], link: Step, facts: dict[str, Any]) -> Path:
     library = tree.libraries / f"libtrirun_{device}.so"
     with tree.locked():
         objects = _compile_all(tree, steps)
         names = {source.name: obj.name for source, obj in objects.items()}
         key = link.digest(*names.values(), (tree.csrc / "exports.map").read_text())
-        if tree.report.get(device, {}).get("key") == key and library.exists():
+        if tree.report(device).get("key") == key and library.exists():
             tree.say(f"trirun: {library.name} is up to date")
             return library
         tree.libraries.mkdir(parents=True, exist_ok=True)
@@ -220,8 +220,8 @@ def _build(tree: Tree, device: str, steps: dict[Path, Step], link: Step, facts: 
         inputs = [str(obj.relative_to(tree.root)) for obj in objects.values()]
         tree.run((*link.command, *inputs, "-o", str(fresh)), f"{library.name} does not link")
         fresh.replace(library)
-        entry = {"compiler": link.made_by, **facts, "key": key, "objects": names}
-        (tree.libraries / "build.json").write_text(json.dumps({**tree.report, device: entry}, indent=1) + "\n")
+        report = {"compiler": link.made_by, **facts, "key": key, "objects": names}
+        (tree.libraries / f"build_{device}.json").write_text(json.dumps(report, indent=1) + "\n")
         tree.say(f"trirun: built {library.name}, {library.stat().st_size / 2**20:.1f} MiB")
     return library
 

@@ -21,7 +21,8 @@ BASELINE_FLAGS = {"x86_64": ("-march=x86-64",)}
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512VNNI = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni", "vbmi")))
 # name_<isa>.cpp is compiled with these flags, any other name for the baseline. The dispatcher must have checked every
-# feature listed before it calls into such a file. TRIRUN_WITH_<ISA> is defined in all files when <isa> is built.
+# feature listed before it calls into such a file. Where the processor or the compiler does not know <isa>, the file is
+# compiled for the baseline too: it must ask for __AVX2__ and its like, and then say that it has nothing to offer.
 ISA_FLAGS = {
     "x86_64": {
         "avx2": _AVX2,
@@ -34,9 +35,7 @@ ISAS = frozenset(isa for table in ISA_FLAGS.values() for isa in table)
 ALL_ARCHS = ("80", "86", "89", "90a", "100", "120")
 MIN_CUDA = (12, 8)  # the first to know sm_100 and sm_120
 # NVIDIA's compiler as wheels, for machines without a CUDA toolkit: nvcc is then in nvidia/cu13/bin of site-packages.
-CUDA_WHEELS = tuple(
-    f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")
-)
+CUDA_WHEELS = tuple(f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl"))
 
 
 class BuildError(Exception):

@@ -41,7 +41,7 @@ class BuildPy(build_py):
 
     def find_data_files(self, package: str, src_dir: str) -> list[str]:
         files = super().find_data_files(package, src_dir)
-        return files if cuda_archs() else [name for name in files if not name.endswith("libtrirun_cuda.so")]
+        return files if cuda_archs() else [name for name in files if not name.endswith(("_cuda.so", "_cuda.json"))]
 
 
 class SourceArchive(sdist):
