@@ -52,11 +52,41 @@ enum { TRIRUN_ACT8 = 8, TRIRUN_ACT16 = 16 };
 
 int trirun_cpu_abi_version(void);
 
-/* Name of the instruction set the dispatcher chose: "avx512vnni", "avx2", "portable". */
+/* Name of the instruction set the dispatcher chose: "amx", "avx512vnni", "avx2", "portable". All of them give
+ * bitwise the same results. */
 const char* trirun_cpu_isa(void);
 
-/* y[m][n] = x[m][k] . w^T + bias, with `threads` threads of the library's own pool. k here is the true k of x
- * (at most w->k), n the true n of y and bias (at most w->n); ldx and ldy are row strides in elements. */
+/* Chooses an instruction set by name, NULL or "" for the best this machine has, for every later call of the process;
+ * TRIRUN_UNSUPPORTED where the machine lacks it. The environment variable TRIRUN_CPU_ISA sets the first choice. */
+int trirun_cpu_set_isa(const char* name);
+
+/* Activations quantized once and read by every linear on them. Rows are independent of each other: a row has the
+ * same digits alone and in a batch. A row that holds a NaN or an infinity has a NaN scale and makes NaN outputs. */
+typedef struct {
+  int8_t* digits;    /* [m][act_bits/8][k]: every 32 columns in tile64's order (t, c, b); 16 bits: row hi, then row lo */
+  float* scales;     /* act_bits 8: [m], 16: [m][k/128]; x = scale * digit, or scale * (256 hi + lo) */
+  int32_t* sums;     /* [m][k/32]: the sum of the 32 digits (256 hi + lo) of each block, for the zero point */
+  int64_t m;
+  int64_t k;         /* padded to a multiple of 128, as the weight's; the padding is zero */
+  int32_t act_bits;
+} trirun_act;
+
+/* Bytes of memory (64-byte aligned) that trirun_cpu_act_init divides among a trirun_act's arrays; 0 for bad sizes. */
+size_t trirun_cpu_act_bytes(int64_t m, int64_t k, int act_bits);
+int trirun_cpu_act_init(trirun_act* act, void* memory, size_t bytes, int64_t m, int64_t k, int act_bits);
+
+/* Quantizes x[m][k], k the true one, into an initialised act. act_bits 8: digit = round(x / (amax/127)), half to even,
+ * in fp32 with amax at least 1e-5: the digits of BitNet b1.58. act_bits 16: per 128 columns,
+ * 256 hi + lo = round(x * 32639/amax), with hi and lo in -128..127. */
+int trirun_cpu_quantize(trirun_act* act, const void* x, int dtype, int64_t k, int64_t ldx, int threads);
+
+/* y[m][n] = act . w^T + bias; dtype is that of bias and y. */
+int trirun_cpu_int2_gemm_act(const trirun_int2* w, int64_t n, const trirun_act* act, int dtype, const void* bias,
+                             void* y, int64_t ldy, int threads);
+
+/* y[m][n] = x[m][k] . w^T + bias, with `threads` threads of the library's own pool: trirun_cpu_quantize and
+ * trirun_cpu_int2_gemm_act in one call, in memory of the library. k here is the true k of x (at most w->k), n the
+ * true n of y and bias (at most w->n); ldx and ldy are row strides in elements. */
 int trirun_cpu_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,
                          const void* bias, void* y, int64_t ldy, int act_bits, int threads);
 

@@ -1,0 +1,216 @@
+#include "threads.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace trirun {
+namespace {
+
+constexpr int kMaxThreads = 512;
+
+/* Long enough to bridge the serial parts between two kernels of a decode step, short enough not to hold a core that
+ * another thread could use. */
+constexpr int64_t kSpinNanoseconds = 40'000;
+
+void pause_core() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int64_t now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
+}
+
+void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+/* Returns once *word differs from `old`: spins, then sleeps. `sleepers` counts the threads that may be asleep on the
+ * word; publish() reads it after its store, both sequentially consistent, so no wake-up is lost. */
+void wait_while(std::atomic<uint32_t>* word, uint32_t old, std::atomic<int>* sleepers) {
+  for (int i = 0; i < 64; ++i) {
+    if (word->load(std::memory_order_acquire) != old) return;
+    pause_core();
+  }
+  int64_t deadline = now() + kSpinNanoseconds;
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (word->load(std::memory_order_acquire) != old) return;
+      pause_core();
+    }
+  } while (now() < deadline);
+  sleepers->fetch_add(1);
+  while (word->load() == old) futex_wait(word, old);
+  sleepers->fetch_sub(1);
+}
+
+/* To be called after the word was changed with a sequentially consistent store. */
+void publish(std::atomic<uint32_t>* word, std::atomic<int>* sleepers) {
+  if (sleepers->load() > 0) futex_wake_all(word);
+}
+
+struct alignas(64) Barrier {
+  /* state[0]: generation, the word waited on; state[1]: arrivals of the current generation. */
+  std::atomic<uint32_t> state[2] = {};
+  std::atomic<int> sleepers{0};
+};
+
+thread_local bool inside_region = false;
+
+struct Pool {
+  std::mutex one_region;
+  int workers = 0;
+  pid_t owner = getpid();
+
+  alignas(64) std::atomic<uint32_t> epoch{0};
+  std::atomic<int> epoch_sleepers{0};
+  void (*body)(void*, Team&) = nullptr;
+  void* context = nullptr;
+  int size = 0;
+  uint32_t start_epoch[kMaxThreads] = {};
+
+  /* Workers of the running region that have not finished; the caller waits for 0. */
+  alignas(64) std::atomic<uint32_t> unfinished{0};
+  std::atomic<int> caller_asleep{0};
+  Barrier barrier;
+
+  void work(int rank) {
+    inside_region = true;
+    uint32_t seen = start_epoch[rank];
+    for (;;) {
+      wait_while(&epoch, seen, &epoch_sleepers);
+      /* Regions are separated by the wait for `unfinished` of those who took part; a worker that did not may have
+       * slept through several epochs, and only the current one matters to it. */
+      seen = epoch.load(std::memory_order_acquire);
+      const int size = static_cast<int>(seen & 0x3ff);
+      if (rank >= size) continue;
+      Team team(rank, size, barrier.state);
+      body(context, team);
+      if (unfinished.fetch_sub(1) == 1) publish(&unfinished, &caller_asleep);
+    }
+  }
+
+  void grow(int threads) {
+    while (workers < threads - 1) {
+      int rank = workers + 1;
+      start_epoch[rank] = epoch.load();
+      try {
+        std::thread(&Pool::work, this, rank).detach();
+      } catch (const std::system_error&) {
+        return;
+      }
+      workers = rank;
+    }
+  }
+
+  void run(int threads, void (*task)(void*, Team&), void* task_context) {
+    std::lock_guard<std::mutex> lock(one_region);
+    grow(threads);
+    if (threads > workers + 1) threads = workers + 1;
+    body = task;
+    context = task_context;
+    unfinished.store(static_cast<uint32_t>(threads - 1));
+    /* The team's size travels in the epoch's low bits, so that a worker reads both in one load. */
+    epoch.store(((epoch.load(std::memory_order_relaxed) >> 10) + 1) << 10 | static_cast<uint32_t>(threads));
+    publish(&epoch, &epoch_sleepers);
+
+    inside_region = true;
+    Team team(0, threads, barrier.state);
+    task(task_context, team);
+    inside_region = false;
+    for (uint32_t left; (left = unfinished.load(std::memory_order_acquire)) != 0;)
+      wait_while(&unfinished, left, &caller_asleep);
+  }
+};
+
+std::atomic<Pool*> pool{nullptr};
+
+/* The child of a fork has none of the pool's threads, and the pool's lock may be held by one of them: it is left
+ * behind and a new one is made on demand. */
+void forget_pool() { pool.store(nullptr); }
+
+Pool* get_pool() {
+  Pool* current = pool.load(std::memory_order_acquire);
+  if (current) return current;
+  static std::once_flag fork_handler;
+  std::call_once(fork_handler, [] { pthread_atfork(nullptr, nullptr, forget_pool); });
+  Pool* fresh = new (std::nothrow) Pool;
+  if (!fresh) return nullptr;
+  if (!pool.compare_exchange_strong(current, fresh)) {
+    delete fresh;
+    return current;
+  }
+  return fresh;
+}
+
+struct Scratch {
+  void* memory = nullptr;
+  int64_t size = 0;
+  ~Scratch() { free(memory); }
+};
+thread_local Scratch thread_scratch[kScratchSlots];
+
+}  // namespace
+
+void Team::wait_for_all() {
+  Barrier* barrier = reinterpret_cast<Barrier*>(state_);
+  std::atomic<uint32_t>& generation = barrier->state[0];
+  std::atomic<uint32_t>& arrived = barrier->state[1];
+  uint32_t current = generation.load(std::memory_order_acquire);
+  if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(size_)) {
+    arrived.store(0, std::memory_order_relaxed);
+    generation.store(current + 1);
+    publish(&generation, &barrier->sleepers);
+  } else {
+    wait_while(&generation, current, &barrier->sleepers);
+  }
+}
+
+void parallel_raw(int threads, void (*body)(void*, Team&), void* context) {
+  if (threads > kMaxThreads) threads = kMaxThreads;
+  Pool* shared = threads > 1 && !inside_region ? get_pool() : nullptr;
+  if (shared) return shared->run(threads, body, context);
+  Team alone(0, 1, nullptr);
+  body(context, alone);
+}
+
+void* scratch(ScratchSlot slot, int64_t bytes) {
+  Scratch& own = thread_scratch[slot];
+  if (bytes > own.size) {
+    free(own.memory);
+    own.size = 0;
+    /* Whole 2 MiB pages where the buffer is large: activations are read many times at a stride. */
+    int64_t unit = bytes >= (1 << 21) ? 1 << 21 : 4096;
+    bytes = (bytes + unit - 1) / unit * unit;
+    own.memory = aligned_alloc(static_cast<size_t>(unit), static_cast<size_t>(bytes));
+    if (!own.memory) return nullptr;
+    if (unit > 4096) madvise(own.memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+    own.size = bytes;
+  }
+  return own.memory;
+}
+
+}  // namespace trirun
