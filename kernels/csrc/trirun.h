@@ -97,16 +97,53 @@ int trirun_cuda_abi_version(void);
 /* Text for any return code of this library, cudaError_t included. */
 const char* trirun_cuda_error(int code);
 
-/* Bytes of device memory trirun_cuda_int2_gemm needs beside its arguments for m rows of x on the current device. */
-size_t trirun_cuda_int2_workspace(const trirun_int2* w, int64_t m, int dtype, int act_bits);
+/* Kernel families of the CUDA library. */
+enum {
+  TRIRUN_KERNEL_STREAM = 1,        /* decode, mma.sync u8.s8, weights by bulk copies, K split over a cluster: sm_90 */
+  TRIRUN_KERNEL_STREAM_SM80 = 2,   /* decode, mma.sync u8.s8, weights by cp.async: sm_80 and newer */
+  TRIRUN_KERNEL_COLUMNS = 3,       /* decode of many rows, wgmma u8.s8 with the weights in registers: sm_90a */
+  TRIRUN_KERNEL_PREFILL_WGMMA = 4, /* prefill, wgmma fp16/bf16 with the weights in registers: sm_90a */
+  TRIRUN_KERNEL_PREFILL_SM80 = 5,  /* prefill, mma.sync fp16/bf16: sm_80 and newer */
+  TRIRUN_KERNEL_PREFILL_W2A8 = 6,  /* prefill on 8-bit activations, wgmma u8.s8: sm_90a */
+  TRIRUN_KERNEL_DEQUANTIZE = 7     /* writes the dense weight [n][k] to y in its dtype; x is not read */
+};
+
+/* How a product is computed: the kernel and its tile, chosen by trirun_kernels/select.py. A field that a family does
+ * not use is 0. Every value is checked; one without a compiled instance returns TRIRUN_UNSUPPORTED. */
+typedef struct {
+  int32_t kernel;       /* TRIRUN_KERNEL_... */
+  int32_t tile_m;       /* rows of x of one CTA (prefill), or tensor-core columns that hold them (decode) */
+  int32_t tile_n;       /* out_features of one CTA */
+  int32_t warps;        /* of one CTA */
+  int32_t warp_split;   /* warps of a CTA that share a strip along k */
+  int32_t cta_split;    /* CTAs that share a strip along k: a cluster on sm_90, through the workspace elsewhere */
+  int32_t stages;       /* of the shared-memory ring */
+  int32_t ctas;         /* grid of a persistent kernel; 0: one CTA per tile */
+  int32_t fused;        /* 1: x is quantized in the kernel's prologue; 0: by a kernel of its own before */
+  int32_t reserved;
+} trirun_cuda_plan;
+
+/* Bytes of device memory trirun_cuda_int2_gemm needs beside its arguments for m rows of x under a plan. */
+size_t trirun_cuda_int2_workspace(const trirun_int2* w, int64_t m, int dtype, int act_bits,
+                                  const trirun_cuda_plan* plan);
 
 /* As trirun_cpu_int2_gemm, on the current device and the given cudaStream_t. Nothing is allocated; the workspace
- * belongs to the stream. */
+ * (256-byte aligned; its first 64 KiB zero before the first use, kept so afterwards) belongs to the stream.
+ * The kernels read words, scales, zeros and bias before the stream's previous kernel has ended (programmatic
+ * dependent launch): these must not be written by that very kernel. x and the workspace may be. */
 int trirun_cuda_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,
-                          const void* bias, void* y, int64_t ldy, int act_bits, void* workspace,
-                          size_t workspace_bytes, void* stream);
+                          const void* bias, void* y, int64_t ldy, int act_bits, const trirun_cuda_plan* plan,
+                          void* workspace, size_t workspace_bytes, void* stream);
 
-#pragma GCC visibility pop
+/* The two halves of a decode product, for an engine that quantizes x once for several weights: bytes of the quantized
+ * form of m rows (layout: csrc/cuda/quantize.cu), the quantization, and the product on it. */
+size_t trirun_cuda_activation_bytes(int64_t m, int64_t k_pad, int act_bits);
+int trirun_cuda_quantize(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, int64_t k_pad, int act_bits,
+                         void* activations, size_t activation_bytes, void* stream);
+int trirun_cuda_int2_gemm_quantized(const trirun_int2* w, int64_t n, const void* activations, int64_t m,
+                                    const void* bias, void* y, int dtype, int64_t ldy, int act_bits,
+                                    const trirun_cuda_plan* plan, void* workspace, size_t workspace_bytes,
+                                    void* stream);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,51 @@
+// What the CUDA kernels of this folder share on the host side: one description of a product, one launch function per
+// kernel family. api.cu fills a Problem from the C interface, checks it, and dispatches on plan.kernel.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../trirun.h"
+
+namespace trirun {
+
+// One product y[m][n] = x[m][k] . w^T + bias on the current device. Padded sizes are those of the stored weight.
+struct Problem {
+  trirun_int2 w;           // words, scales, zeros (or null), w.n = n_pad, w.k = k_pad, group_size, zero
+  int64_t n, k, m;         // true sizes
+  const void* x;           // [m][ldx] of dtype; null where `activations` holds x already quantized
+  int64_t ldx;             // elements
+  const void* bias;        // [n] of dtype, or null
+  void* y;                 // [m][ldy] of dtype
+  int64_t ldy;             // elements
+  int dtype;               // TRIRUN_F32, _F16, _BF16
+  int act_bits;            // TRIRUN_ACT8 or _ACT16
+  trirun_cuda_plan plan;   // which kernel, with which tile
+  const void* activations; // x quantized by trirun_cuda_quantize, or null
+  void* workspace;
+  size_t workspace_bytes;
+  cudaStream_t stream;
+  int device;
+  int arch;                // compute capability, 10 * major + minor
+  int sms;                 // multiprocessors
+};
+
+// Each family answers two questions: how much workspace (bytes) this problem needs under its plan, and the launch.
+// A launch returns TRIRUN_OK, a negative TRIRUN_ code, or a cudaError_t. It must refuse (TRIRUN_UNSUPPORTED) an
+// architecture for which its body was not compiled, and a plan it has no instance for.
+size_t workspace_stream(const Problem& p);
+int launch_stream(const Problem& p);         // decode.cu: mma.sync, bulk copies, clusters (sm_90)
+
+size_t workspace_stream_sm80(const Problem& p);
+int launch_stream_sm80(const Problem& p);    // decode_sm80.cu: mma.sync, cp.async, any sm_80 or newer
+
+size_t workspace_columns(const Problem& p);
+int launch_columns(const Problem& p);        // decode_wgmma.cu: wgmma u8.s8, A in registers (sm_90a)
+
+size_t workspace_prefill(const Problem& p);
+int launch_prefill(const Problem& p);        // prefill*.cu: every plan.kernel from TRIRUN_KERNEL_PREFILL_WGMMA on
+
+// The quantized form of m rows of x (see quantize.cu for the layout): its bytes, and the kernel that writes it.
+size_t activation_bytes(int64_t m, int64_t k_pad, int act_bits);
+int launch_quantize(const Problem& p, void* activations);
+
+}  // namespace trirun
