@@ -1,0 +1,5 @@
+"""``python -m trirun_cli``."""
+
+from .app import main
+
+main()

@@ -1,0 +1,51 @@
+"""The command line: one Typer app, one module per command, one place where exceptions become messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import typer
+
+from .commands import doctor, evaluate, generate, inspect, pack, quantize, verify, version
+from .console import Console
+from .errors import TrirunError, explain
+
+app = typer.Typer(
+    name="trirun",
+    help="Quantize language models to 2 bits or ternary, and run them at the speed of memory.",
+    epilog="Start with: trirun quantize MODEL --wbits 2, then trirun generate --checkpoint DIR",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command("quantize", rich_help_panel="Make a checkpoint")(quantize.command)
+app.command("pack", rich_help_panel="Make a checkpoint")(pack.command)
+app.command("generate", rich_help_panel="Run it")(generate.command)
+app.command("eval", rich_help_panel="Run it")(evaluate.command)
+app.command("inspect", rich_help_panel="Look inside")(inspect.command)
+app.command("verify", rich_help_panel="Look inside")(verify.command)
+app.command("doctor", rich_help_panel="Look inside")(doctor.command)
+app.command("version", rich_help_panel="Look inside")(version.command)
+
+
+def main() -> None:
+    """Entry point of the ``trirun`` script. Exit codes are those of :mod:`trirun_cli.errors`; 130 after Ctrl-C."""
+    # A supervisor's polite stop unwinds the same way as Ctrl-C, so that partial outputs are cleaned up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if os.environ.get("TRIRUN_DEBUG"):
+            raise
+        known = explain(error)
+        if known is None:
+            message = f"{type(error).__name__}: {error}"
+            known = TrirunError(f"internal error: {message}", "TRIRUN_DEBUG=1 shows where; please report it")
+        Console().error(known)
+        sys.exit(known.exit_code)

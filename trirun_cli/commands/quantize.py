@@ -1,0 +1,86 @@
+"""``trirun quantize``: a model to 2 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..console import Console, bytes_text
+from ..errors import UsageError
+from .options import Device, Json, Overwrite, Quiet
+
+PRESETS = ("fast", "default", "best")
+
+
+def command(
+    model: Annotated[Path, typer.Argument(help="Model directory: config.json, safetensors, tokenizer.")],
+    out: Annotated[Path | None, typer.Option(help="Checkpoint directory to write. Default: ./MODEL-2bit.")] = None,
+    wbits: Annotated[int, typer.Option(help="Bits per weight; 2.")] = 2,
+    group_size: Annotated[
+        int | None, typer.Option(help="Input features per scale: 128, 64, 32, or -1 for one scale per output channel.")
+    ] = None,
+    grid: Annotated[
+        str | None, typer.Option(help="signed {-1,0,1,2}·±s, zero (a real zero per group), midrise, or ternary.")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="A recipe that ships with trirun; see configs/.")] = "fast",
+    recipe: Annotated[Path | None, typer.Option(help="A recipe of your own (YAML); replaces --preset.")] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="Text, jsonl or parquet file, or hf:REPO:SPLIT:COLUMN. Default: a short excerpt.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Calibration sequences.")] = None,
+    seqlen: Annotated[int | None, typer.Option(help="Tokens per calibration sequence.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of every random choice.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(help="REGEX=keep, REGEX=g64, REGEX=zero, ...: other settings for some layers.")
+    ] = None,
+    overwrite: Overwrite = False,
+    resume: Annotated[bool, typer.Option(help="Keep finished blocks, so that a stopped run continues.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop.")] = False,
+    device: Device = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Quantize a model's linear layers to 2 bits with GPTQ, one decoder block at a time.
+
+    Examples:
+
+      trirun quantize MODEL --wbits 2
+
+      trirun quantize MODEL --group-size 64 --calibration corpus.jsonl --samples 256 --out model-2bit-g64
+
+      trirun quantize MODEL --override "down_proj=g64" --override "layers\\.0\\.=keep"
+    """
+    if wbits != 2:
+        raise UsageError(f"--wbits {wbits}: only 2 has kernels", "--grid ternary stores {-1, 0, 1} in the same 2 bits")
+    if preset not in PRESETS:
+        raise UsageError(f"--preset {preset}: one of {', '.join(PRESETS)}")
+    console = Console(as_json=json, quiet=quiet)
+    out = out or Path(f"{model.resolve().name}-2bit")
+    settings = {"group_size": group_size, "grid": grid, "samples": samples, "seqlen": seqlen, "seed": seed}
+
+    from ..quantize_model import plan_run, run
+    from .quantize_view import QuantizeView, show_plan, show_report
+
+    plan = plan_run(
+        model,
+        out,
+        preset=preset,
+        recipe_file=recipe,
+        settings={key: value for key, value in settings.items() if value is not None},
+        overrides=override or [],
+        calibration=calibration,
+        device=device,
+        overwrite=overwrite,
+        warn=console.warn,
+    )
+    show_plan(console, plan)
+    if dry_run:
+        console.json("quantize-plan/1", plan.to_dict())
+        return
+    with QuantizeView(console) as view:
+        result = run(plan, view, resume=resume)
+    show_report(console, plan, result)
+    console.note(f"{out}: weight files {bytes_text(result.bytes_before)} → {bytes_text(result.bytes_after)}")
+    console.note(f"next: trirun generate --checkpoint {out}")

@@ -1,0 +1,113 @@
+"""What ``trirun quantize`` shows: the plan, progress while it works, the report."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from trirun_gptq.observer import BlockReport, ModuleReport, Observer
+
+from ..console import Console, bytes_text
+
+if TYPE_CHECKING:
+    from ..quantize_model import Plan, Result
+
+STAGES = {
+    "embed": "embedding",
+    "hessian": "calibrating",
+    "solve": "solving",
+    "refine": "refining",
+    "replay": "replaying",
+}
+
+
+class QuantizeView(Observer):
+    """One progress bar over all blocks, its text saying what the current block is doing."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._stack = console, ExitStack()
+        self._warned: set[str] = set()
+
+    def __enter__(self) -> QuantizeView:
+        self._bar = self._stack.enter_context(self._console.progress("preparing"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def plan(self, blocks: int, modules: int, tokens: int) -> None:
+        self._bar.reset(blocks)
+        self._console.note(f"{modules} matrices in {blocks} blocks, {tokens} calibration tokens")
+
+    def block_started(self, index: int, total: int, name: str) -> None:
+        self._bar.describe(f"block {index + 1}/{total}")
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        self._bar.describe(f"{STAGES.get(name, name)} {done}/{total}")
+
+    def module_finished(self, report: ModuleReport) -> None:
+        pass
+
+    def block_finished(self, report: BlockReport) -> None:
+        self._bar.advance()
+        taken = "taken from the stopped run" if report.resumed else f"{report.seconds:.1f} s"
+        self._console.note(f"{report.name}: output error {report.error:.3%} of its energy, {taken}")
+
+    def warning(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._console.warn(message)
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """What is about to happen, in one note."""
+    recipe = plan.recipe
+    size = "output channel" if recipe.group_size == -1 else f"{recipe.group_size} inputs"
+    console.note(
+        f"{plan.model} → {plan.out}: {plan.weights / 1e6:.1f} M weights to 2 bits ({recipe.grid} grid, one scale per "
+        f"{size}), recipe {recipe.name!r}, {recipe.samples} × {recipe.seqlen} tokens of {plan.calibration}, "
+        f"on {plan.device}"
+    )
+
+
+def show_report(console: Console, plan: Plan, result: Result) -> None:
+    """The losses of every module, the errors of every block, time by stage."""
+    report = result.report
+    console.json(
+        "quantize/1",
+        plan.to_dict()
+        | {
+            "out": str(plan.out),
+            "bits_per_weight": report.bits_per_weight,
+            "bytes_before": result.bytes_before,
+            "bytes_after": result.bytes_after,
+            "peak_memory_bytes": report.peak_bytes,
+            "stage_seconds": report.stage_seconds,
+            "blocks": [{"name": block.name, "error": block.error, "seconds": block.seconds} for block in report.blocks],
+            "modules": [
+                {
+                    "name": module.name,
+                    "n": module.n,
+                    "k": module.k,
+                    "group_size": module.spec.group_size,
+                    "loss": module.loss,
+                    "damp": module.damp,
+                    "seconds": module.seconds,
+                }
+                for module in report.modules
+            ],
+        },
+    )
+    worst = sorted(report.modules, key=lambda module: module.loss, reverse=True)
+    shown = worst if len(worst) <= 16 else worst[:8]
+    console.table(
+        "relative output error of the matrices"
+        + ("" if shown is worst else f", the worst {len(shown)} of {len(worst)}"),
+        ("module", "n × k", "bits/weight", "error"),
+        [(m.name, f"{m.n} × {m.k}", f"{m.bits_per_weight:.3f}", f"{m.loss:.2%}") for m in shown],
+    )
+    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stage_seconds.items())
+    console.note(f"{report.bits_per_weight:.3f} bits per weight; {stages}; peak memory {bytes_text(report.peak_bytes)}")

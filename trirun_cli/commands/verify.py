@@ -1,0 +1,56 @@
+"""``trirun verify``: is a checkpoint whole?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..console import Console
+from ..errors import CheckFailed
+from .options import Json
+
+
+def command(
+    checkpoint: Annotated[Path, typer.Argument(help="Packed checkpoint directory.")],
+    against: Annotated[
+        Path | None, typer.Option(help="Original model: every packed matrix must decode to its weight bit for bit.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check a checkpoint: file checksums, shapes against the model, finite scales, and a lossless round trip.
+
+    Exit code 6 when a check fails, 3 when the directory cannot be read as a checkpoint at all.
+
+    Example: trirun verify T --against TriLM_1.1B_Unpacked
+    """
+    console = Console(as_json=json)
+    from ..checkpoint import Checkpoint
+    from ..checkpoint_facts import verify_files, verify_modules
+    from ..model_dir import ModelDir
+
+    opened = Checkpoint(checkpoint)
+    original = None if against is None else ModelDir(against)
+    checks = list(verify_files(opened))
+    with console.progress("verifying", len(opened.modules)) as bar:
+        for check in verify_modules(opened, original):
+            checks.append(check)
+            bar.advance()
+    problems = [{"where": where, "problem": problem} for where, problem in checks if problem is not None]
+    console.json(
+        "verify/1",
+        {
+            "checkpoint": str(checkpoint),
+            "against": None if against is None else str(against),
+            "checks": len(checks),
+            "ok": not problems,
+            "problems": problems,
+        },
+    )
+    if problems:
+        if not json:
+            console.table("failed checks", ("where", "problem"), [tuple(problem.values()) for problem in problems])
+        raise CheckFailed(f"{checkpoint}: {len(problems)} of {len(checks)} checks failed")
+    lossless = "" if against is None else f", every matrix equal to {against} bit for bit"
+    console.text(f"{checkpoint}: all {len(checks)} checks passed{lossless}")

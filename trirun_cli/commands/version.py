@@ -1,0 +1,26 @@
+"""``trirun version``."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from .. import __version__
+from ..console import Console
+from .options import Json
+
+PACKAGES = ("torch", "transformers", "safetensors", "datasets", "accelerate", "typer", "rich")
+
+
+def command(json: Json = False) -> None:
+    """Print the versions of trirun and of what it stands on. Imports none of them."""
+    console = Console(as_json=json)
+    versions = {"trirun": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    console.json("version/1", versions)
+    for name, version in versions.items():
+        console.text(f"{name} {version}")

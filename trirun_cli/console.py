@@ -1,0 +1,108 @@
+"""The one place that writes to the terminal: results to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .errors import TrirunError
+
+
+class Console:
+    """Output of one command.
+
+    Args:
+        as_json: stdout carries one JSON document and nothing else; tables and notes are not printed.
+        quiet: no notes and no progress; warnings and errors still appear.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json, self.quiet = as_json, quiet
+        # Into a pipe or a file, tables take the room they need.
+        self._out = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+        self._err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+
+    def json(self, schema: str, document: dict[str, Any]) -> None:
+        """Print the command's JSON document when --json was given; ``schema`` names its kind and version."""
+        if self.as_json:
+            json.dump({"schema": f"trirun.{schema}", **document}, sys.stdout, indent=2, default=str)
+            sys.stdout.write("\n")
+
+    def text(self, text: str, end: str = "\n") -> None:
+        """Result text exactly as it is (generated tokens, for instance), flushed at once."""
+        if not self.as_json:
+            sys.stdout.write(text + end)
+            sys.stdout.flush()
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """A result table; all columns but the first are right-aligned."""
+        if self.as_json:
+            return
+        table = Table(title=escape(title), title_justify="left")
+        for index, column in enumerate(columns):
+            table.add_column(escape(column), justify="right" if index else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*(escape(str(cell)) for cell in row))
+        self._out.print(table)
+
+    def note(self, message: str) -> None:
+        """What is going on, for a person watching."""
+        if not self.quiet:
+            self._err.print(escape(message), style="dim")
+
+    def warn(self, message: str) -> None:
+        self._err.print(f"[yellow]warning:[/yellow] {escape(message)}")
+
+    def error(self, error: TrirunError) -> None:
+        self._err.print(f"[red]error:[/red] {escape(str(error))}")
+        if error.fix:
+            self._err.print(f"  [dim]{escape(error.fix)}[/dim]")
+
+    @contextmanager
+    def progress(self, description: str, total: int | None = None) -> Iterator[ProgressBar]:
+        """A progress bar with elapsed and remaining time on stderr, shown only on a terminal."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("elapsed"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        hidden = self.quiet or self.as_json or not self._err.is_terminal
+        with Progress(*columns, console=self._err, disable=hidden, transient=True) as bars:
+            yield ProgressBar(bars, bars.add_task(escape(description), total=total))
+
+
+class ProgressBar:
+    """One bar of :meth:`Console.progress`."""
+
+    def __init__(self, bars: Progress, task: Any) -> None:
+        self._bars, self._task = bars, task
+
+    def advance(self, steps: int = 1) -> None:
+        self._bars.advance(self._task, steps)
+
+    def describe(self, description: str) -> None:
+        self._bars.update(self._task, description=escape(description))
+
+    def reset(self, total: int) -> None:
+        self._bars.reset(self._task, total=total)
+
+
+def bytes_text(count: int | float) -> str:
+    """A byte count for people: 1024-based, with its unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"

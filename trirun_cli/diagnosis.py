@@ -1,0 +1,129 @@
+"""The checks behind ``trirun doctor``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+# What this version was tested with: the lower bound included, the upper excluded.
+TESTED = {"torch": ("2.10", "3"), "transformers": ("5.16.1", "6")}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the diagnosis. ``status``: "ok", "note" (works, but worth knowing) or "fail"."""
+
+    name: str
+    status: str
+    detail: str
+
+
+def diagnose() -> Iterator[Finding]:
+    """Every finding, cheap ones first; the self-tests of the kernels last."""
+    yield _machine()
+    for package, (low, high) in TESTED.items():
+        yield _version(package, low, high)
+    yield _kernels_package()
+    yield _cpu_library()
+    yield _cuda()
+    yield _guarded("int2_gemm on cpu", lambda: self_test("cpu"))
+    if _cuda_devices():
+        yield _guarded("int2_gemm on cuda", lambda: self_test("cuda"))
+
+
+def self_test(device: str) -> Finding:
+    """int2_gemm against its reference twin on random data, one token and many, 8- and 16-bit activations."""
+    import torch
+    from trirun_kernels import QuantSpec, pack, reference
+    from trirun_kernels.ops import int2_gemm
+
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 4, (192, 384), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(192, 3, generator=generator).half()
+    w = pack(codes, scales, QuantSpec(128)).to(device)
+    worst = 0.0
+    for m in (1, 33):
+        for act_bits in (8, 16):
+            x = torch.randn(m, 384, generator=generator).to(device)
+            want = reference.int2_gemm(x, w, act_bits=act_bits)
+            error = (int2_gemm(x, w, act_bits=act_bits) - want).norm() / want.norm()
+            worst = max(worst, error.item())
+    # 16-bit fixed-point activations resolve 1.5e-5 of each row's largest value.
+    status = "ok" if worst < 1e-3 else "fail"
+    return Finding(f"int2_gemm on {device}", status, f"relative error {worst:.1e} against the reference")
+
+
+def _machine() -> Finding:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    free = shutil.disk_usage(Path.cwd()).free / 1024**3
+    system = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    return Finding("machine", "ok", f"{system}, {cores} cores, {memory:.1f} GiB memory, {free:.0f} GiB disk free")
+
+
+def _version(package: str, low: str, high: str) -> Finding:
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return Finding(package, "fail", "not installed")
+    inside = _numbers(low) <= _numbers(version) < _numbers(high)
+    return Finding(package, "ok" if inside else "note", f"{version} (tested: {low} up to, not including, {high})")
+
+
+def _kernels_package() -> Finding:
+    # A folder named `kernels` with an __init__.py shadows the package that transformers imports under that name.
+    spec = importlib.util.find_spec("kernels")
+    if spec is None or spec.origin is None:
+        return Finding("name `kernels`", "ok", "no package shadows it")
+    try:
+        return Finding("name `kernels`", "ok", f"Hugging Face kernels {metadata.version('kernels')}")
+    except metadata.PackageNotFoundError:
+        return Finding("name `kernels`", "fail", f"{spec.origin} shadows a name that transformers imports; remove it")
+
+
+def _cpu_library() -> Finding:
+    from trirun_kernels import cpu
+
+    backend = cpu.backend()
+    if backend == "reference":
+        return Finding("CPU kernel", "fail", "not built, a dense reference serves: reinstall with a C++ compiler")
+    return Finding("CPU kernel", "ok", f"instruction set {backend}")
+
+
+def _cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _cuda() -> Finding:
+    import torch
+    from trirun_kernels import native
+
+    built = native.library_path("cuda").exists()
+    library = "built" if built else "not built"
+    if not _cuda_devices():
+        return Finding("CUDA kernel", "note", f"torch {torch.__version__} sees no CUDA device; library {library}")
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(_cuda_devices()))
+    if not built:
+        return Finding("CUDA kernel", "fail", f"{names}, but the library is not built: reinstall with nvcc on PATH")
+    return _guarded("CUDA kernel", lambda: Finding("CUDA kernel", "ok", f"{names}; {native.load('cuda')._name}"))
+
+
+def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    # A diagnosis must survive whatever it diagnoses.
+    try:
+        return check()
+    except Exception as error:
+        return Finding(name, "fail", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")
+    return tuple(int("".join(c for c in part if c.isdecimal()) or 0) for part in parts[:3])

@@ -1,0 +1,65 @@
+"""What can go wrong for a user, and the exit code each kind ends with."""
+
+from __future__ import annotations
+
+
+class TrirunError(Exception):
+    """One clear line for the user. ``fix``, where given, says what to do about it."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, fix: str | None = None) -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+class UsageError(TrirunError):
+    """An option's value makes no sense, or options contradict each other."""
+
+    exit_code = 2
+
+
+class InputError(TrirunError):
+    """A model, checkpoint, recipe or data file is missing, damaged or not of a kind trirun knows."""
+
+    exit_code = 3
+
+
+class MissingError(TrirunError):
+    """A device or an optional dependency is not there."""
+
+    exit_code = 4
+
+
+class OutOfMemoryError(TrirunError):
+    """The device or the machine has too little memory."""
+
+    exit_code = 5
+
+
+class CheckFailed(TrirunError):
+    """A check that the user asked for did not hold (verify, doctor, eval --max-ppl)."""
+
+    exit_code = 6
+
+
+def explain(error: BaseException) -> TrirunError | None:
+    """The user's view of an exception that libraries raise, or None when it is a defect of trirun itself.
+
+    The libraries are recognised by name so that nothing heavy is imported to report, say, a missing file.
+    """
+    if isinstance(error, TrirunError):
+        return error
+    names = {kind.__name__ for kind in type(error).__mro__}
+    text = " ".join(str(error).split())
+    if "OutOfMemoryError" in names or isinstance(error, MemoryError):
+        return OutOfMemoryError(f"out of memory: {text}", "use a smaller batch, a shorter context, or another --device")
+    if "SafetensorError" in names:
+        return InputError(f"unreadable safetensors file: {text}")
+    if names & {"QuantizationError", "PackError"}:
+        return InputError(text)
+    if "NativeError" in names:
+        return MissingError(text)
+    if isinstance(error, OSError) and error.filename:
+        return InputError(f"{error.filename}: {error.strerror}")
+    return None

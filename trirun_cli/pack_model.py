@@ -1,0 +1,107 @@
+"""Lossless packing of a model whose linear weights are ternary already."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from trirun_gptq.errors import QuantizationError
+from trirun_gptq.ternary import scale_structure, ternarize
+from trirun_kernels import QuantSpec, dequantize
+
+from . import __version__
+from .checkpoint import WEIGHT
+from .checkpoint_writer import CheckpointWriter
+from .errors import InputError
+from .model_dir import ModelDir
+from .skeleton import build, linear_modules
+
+
+@dataclass(frozen=True, slots=True)
+class PackedReport:
+    """One packed module.
+
+    Attributes:
+        name, n, k, spec: what it is. structure: what one scale covers: "tensor", "row", or a number of columns.
+        exact: the packed weight decodes to the source bit for bit.
+        zeros: fraction of weights that are 0. source_bytes, packed_bytes: stored size before and after.
+    """
+
+    name: str
+    n: int
+    k: int
+    spec: QuantSpec
+    structure: str
+    exact: bool
+    zeros: float
+    source_bytes: int
+    packed_bytes: int
+
+
+def pack_model(
+    model: str | Path,
+    out: str | Path,
+    *,
+    keep: str | None = None,
+    activation_bits: int = 16,
+    overwrite: bool = False,
+    on_module: Callable[[int, str], None] = lambda total, name: None,
+) -> list[PackedReport]:
+    """Pack every linear layer but the output head, proving each decodes to its source.
+
+    Args:
+        model: an unquantized Hugging Face directory. out: the checkpoint to write.
+        keep: pattern (``re.search`` on the module name) of linear layers to leave as they are.
+        activation_bits: recorded as the checkpoint's default; 8 for models trained with int8 activations.
+        overwrite: replace a non-empty ``out``.
+        on_module: called with the number of modules and the name of the next one.
+
+    Raises:
+        InputError: not an unquantized model directory, or nothing in it is left to pack.
+        QuantizationError: a weight is not ternary; the message names the worst offender. Nothing is written.
+    """
+    source = ModelDir(model)
+    if source.quant_method is not None:
+        raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
+    skeleton = build(source)
+    linears = linear_modules(skeleton)
+    head = skeleton.get_output_embeddings()
+    chosen = {name for name in linears if skeleton.get_submodule(name) is not head}
+    if keep is not None:
+        chosen = {name for name in chosen if not re.search(keep, name)}
+    if not chosen:
+        raise InputError(f"{model} has no linear layer to pack")
+
+    reports = []
+    with CheckpointWriter(out, source, overwrite=overwrite) as writer:
+        for tensor_name in source.names:
+            name = tensor_name.removesuffix(WEIGHT)
+            if name not in chosen or not tensor_name.endswith(WEIGHT):
+                writer.add(tensor_name, source.tensor(tensor_name))
+                continue
+            on_module(len(chosen), name)
+            reports.append(_pack_module(writer, name, source.tensor(tensor_name), linears[name]))
+        missing = chosen - {report.name for report in reports}
+        if missing:
+            raise InputError(f"{model}: there is no tensor {min(missing)}{WEIGHT}")
+        recipe: dict[str, Any] = {"trirun": __version__, "command": "pack", "model": str(model), "keep": keep}
+        writer.finish(reports, linears, recipe, activation_bits)
+    return reports
+
+
+def _pack_module(writer: CheckpointWriter, name: str, weight: torch.Tensor, shape: tuple[int, int]) -> PackedReport:
+    if tuple(weight.shape) != shape:
+        raise InputError(f"{name}{WEIGHT} has shape {list(weight.shape)}, the model's config says {list(shape)}")
+    ternary = ternarize(weight, name)
+    packed = ternary.pack()
+    exact = torch.equal(dequantize(packed, weight.dtype), weight)
+    if not exact:
+        raise QuantizationError(f"{name} does not decode to its source after packing")
+    writer.add_packed(name, packed)
+    zeros = float((ternary.codes == 1).float().mean())
+    structure = scale_structure(ternary)
+    return PackedReport(name, *shape, ternary.spec, structure, exact, zeros, weight.nbytes, packed.nbytes)

@@ -1,0 +1,160 @@
+"""``trirun quantize`` without its terminal: plan, run, publish."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trirun_gptq import calibration as calibration_data
+from trirun_gptq.model import quantize_model
+from trirun_gptq.observer import Observer, Report
+from trirun_gptq.recipe import Override, Recipe, load_recipe
+
+from . import __version__
+from .checkpoint_writer import CheckpointWriter
+from .errors import InputError, UsageError
+from .model_dir import ModelDir
+from .resources import configs_dir
+from .runtime.model import pick_device
+from .runtime.text import load_tokenizer
+from .skeleton import build, linear_modules
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run that was checked but not started.
+
+    Attributes:
+        model, out: the two directories. recipe: fully resolved. calibration: where its text comes from.
+        device: a torch device. linears: every linear module of the model, name to (n, k).
+        overwrite: replace a non-empty ``out``.
+    """
+
+    model: Path
+    out: Path
+    recipe: Recipe
+    calibration: str
+    device: str
+    linears: dict[str, tuple[int, int]]
+    overwrite: bool
+
+    @property
+    def weights(self) -> int:
+        """Weights in the linear modules that the recipe does not keep; the output head is always kept."""
+        return sum(n * k for name, (n, k) in self.linears.items() if self.recipe.choice(name) and name != "lm_head")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON and for the recipe file."""
+        return {
+            "trirun": __version__,
+            "command": "quantize",
+            "model": str(self.model),
+            "calibration": self.calibration,
+            "device": self.device,
+            "recipe": self.recipe.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished run: the library's report, and bytes of weight files before and after."""
+
+    report: Report
+    bytes_before: int
+    bytes_after: int
+
+
+def plan_run(
+    model: Path,
+    out: Path,
+    *,
+    preset: str,
+    recipe_file: Path | None,
+    settings: Mapping[str, Any],
+    overrides: list[str],
+    calibration: str | None,
+    device: str,
+    overwrite: bool,
+    warn: Callable[[str], None],
+) -> Plan:
+    """Resolve and check everything that can be checked before the long part.
+
+    Args:
+        settings: recipe keys given on the command line; they win over the recipe.
+        overrides: ``REGEX=keep``, ``REGEX=g64``, ``REGEX=zero``, in the order given; the last match wins.
+        calibration: see :func:`trirun_gptq.calibration.load`; None takes the excerpt that ships with the demo model.
+        warn: receives what the user should know before the run.
+
+    Raises:
+        UsageError, InputError, QuantizationError: an option, the model, the recipe or the output does not fit.
+    """
+    source = ModelDir(model)
+    if source.quant_method is not None:
+        raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
+    recipe = load_recipe(recipe_file or configs_dir() / f"{preset}.yaml")
+    recipe = dataclasses.replace(
+        recipe, **settings, overrides={**recipe.overrides, **dict(map(parse_override, overrides))}
+    )
+    if calibration is None:
+        calibration = str(configs_dir() / "demo-model" / "calibration.txt")
+        warn(
+            "calibrating on the short prose excerpt that ships with trirun; "
+            "--calibration with text like the model's own use gives a better model"
+        )
+    # Refuses a non-empty output before the long part.
+    CheckpointWriter(out, source, overwrite=overwrite)
+    linears = linear_modules(build(source))
+    for name, (_, k) in linears.items():
+        choice = recipe.choice(name) if name != "lm_head" else None
+        if choice is not None and choice[0].group_size > 0 and k % choice[0].group_size:
+            fits = next(size for size in (64, 32, -1) if size == -1 or k % size == 0)
+            raise UsageError(
+                f"{name} has k={k} input features, not a multiple of group size {choice[0].group_size}",
+                f"--group-size {fits}, or for these layers alone: --override '{name.rsplit('.', 1)[-1]}=g{fits}'",
+            )
+    return Plan(model, out, recipe, calibration, pick_device(device), linears, overwrite)
+
+
+def run(plan: Plan, observer: Observer, *, resume: bool) -> Result:
+    """Quantize as planned and publish the checkpoint; on any exception nothing appears at ``plan.out``.
+
+    With ``resume``, finished blocks are kept in ``OUT.state`` until the checkpoint is complete.
+    """
+    source = ModelDir(plan.model)
+    sequences = calibration_data.load(plan.calibration, load_tokenizer(plan.model), plan.recipe)
+    state = plan.out.with_name(plan.out.name + ".state")
+    with CheckpointWriter(plan.out, source, overwrite=plan.overwrite) as writer:
+        report = quantize_model(
+            plan.model,
+            plan.recipe,
+            sequences,
+            writer,
+            observer,
+            device=plan.device,
+            state_dir=state if resume else None,
+        )
+        writer.finish(report.modules, plan.linears, plan.to_dict())
+    shutil.rmtree(state, ignore_errors=True)
+    before = sum(file.stat().st_size for file in source.files)
+    after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
+    return Result(report, before, after)
+
+
+def parse_override(text: str) -> tuple[str, Override]:
+    """``REGEX=keep``, ``REGEX=g64`` (``g-1``: per output channel) or ``REGEX=GRID`` as a recipe holds it.
+
+    Raises:
+        UsageError: there is no ``=``, or what follows it is not known.
+    """
+    pattern, found, setting = text.rpartition("=")
+    if not found or not pattern:
+        raise UsageError(f"--override {text}: the form is REGEX=keep, REGEX=g64 or REGEX=zero")
+    if setting == "keep":
+        return pattern, Override(keep=True)
+    if setting[:1] == "g" and setting[1:].lstrip("-").isdecimal():
+        return pattern, Override(group_size=int(setting[1:]))
+    return pattern, Override(grid=setting)

@@ -1,0 +1,83 @@
+"""Writing text with a model, one token at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import InputError
+from ..model_dir import ModelDir, read_json
+from .model import CausalLM
+from .sampling import SamplingParams, sample
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """Times of one generation: seconds to the first token (prefill included), seconds of all later ones."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+    finish_reason: str = "length"
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens per second after the first; 0 when there was only one."""
+        return (self.generated_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+def generate_tokens(
+    model: CausalLM, prompt: list[int], params: SamplingParams, stop_ids: Collection[int], stats: GenerationStats
+) -> Iterator[int]:
+    """Generate token ids after a prompt until a stop id, the token limit, or the end of the context.
+
+    Args:
+        model: is reset first. prompt: token ids, at least one.
+        stop_ids: end-of-text ids; the one met is not yielded.
+        stats: filled in as the generation goes.
+
+    Raises:
+        InputError: the prompt is longer than the context, or holds an id the model does not have.
+    """
+    if len(prompt) > model.max_positions:
+        raise InputError(f"the prompt has {len(prompt)} tokens, the model's context is {model.max_positions}")
+    if max(prompt) >= model.vocab_size:
+        raise InputError(f"token id {max(prompt)} is outside the model's vocabulary of {model.vocab_size}")
+    stats.prompt_tokens = len(prompt)
+    limit = min(params.max_tokens, model.max_positions - len(prompt))
+    if limit == 0:
+        return
+    model.reset()
+    generator = params.generator()
+    started = time.perf_counter()
+    logits = model.forward(torch.tensor(prompt))
+    for step in range(limit):
+        token = sample(logits[-1], params, generator)
+        now = time.perf_counter()
+        if step == 0:
+            stats.first_token_s = now - started
+        else:
+            stats.decode_s = now - started - stats.first_token_s
+        if token in stop_ids:
+            stats.finish_reason = "stop"
+            return
+        stats.generated_tokens += 1
+        yield token
+        if step + 1 < limit:
+            logits = model.forward(torch.tensor([token]))
+
+
+def stop_ids(source: ModelDir) -> set[int]:
+    """End-of-text ids, from generation_config.json or else config.json."""
+    ids = generation_defaults(source).get("eos_token_id", source.config.get("eos_token_id"))
+    return set(ids) if isinstance(ids, list) else {ids} if ids is not None else set()
+
+
+def generation_defaults(source: ModelDir) -> dict:
+    """The model's generation_config.json, or nothing."""
+    path = source.path / "generation_config.json"
+    return read_json(path) if path.is_file() else {}

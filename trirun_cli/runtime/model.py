@@ -1,0 +1,123 @@
+"""One interface to every runnable model, packed or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import QUANT_METHOD, load_checkpoint
+from ..errors import InputError, MissingError
+from ..model_dir import ModelDir
+
+
+class CausalLM(Protocol):
+    """A model with one sequence in its cache."""
+
+    vocab_size: int
+    max_positions: int
+    # What runs it, for people: "transformers on cpu", ...
+    engine: str
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+
+    def forward(self, tokens: Tensor, *, last_only: bool = True) -> Tensor:
+        """Append tokens (int64 [m]) to the sequence.
+
+        Returns:
+            float32 logits [1, vocab] after the last of them, or [m, vocab] after each when not ``last_only``.
+        """
+
+
+class TransformersLM:
+    """Any decoder that transformers can model, with its own cache."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._cache: Any = None
+        text = model.config.get_text_config()
+        self.vocab_size = int(text.vocab_size)
+        self.max_positions = int(getattr(text, "max_position_embeddings", 2**31))
+        self.engine = f"transformers on {model.device}"
+
+    def reset(self) -> None:
+        self._cache = None
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, *, last_only: bool = True) -> Tensor:
+        output = self._model(
+            input_ids=tokens.to(self._model.device).unsqueeze(0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1 if last_only else 0,
+        )
+        self._cache = output.past_key_values
+        return output.logits[0].float()
+
+
+def open_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", act_bits: int | None = None) -> CausalLM:
+    """A model directory ready to run: a packed checkpoint on trirun's kernels, anything else as it is.
+
+    Args:
+        path: a packed checkpoint or an ordinary Hugging Face directory.
+        device: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
+        dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
+        act_bits: 8 or 16 overrides the checkpoint's activation width.
+
+    Raises:
+        InputError: the directory cannot be loaded. MissingError: the device is not there.
+    """
+    source = ModelDir(path)
+    target = pick_device(device)
+    kind = None if dtype == "auto" else getattr(torch, dtype)
+    if source.quant_method == QUANT_METHOD:
+        model = load_checkpoint(path, target, kind)
+        if act_bits is not None:
+            _set_act_bits(model, act_bits)
+    elif source.quant_method is not None:
+        raise InputError(f"{path} is quantized by {source.quant_method!r}; trirun runs its own format and plain models")
+    else:
+        model = _load_plain(source, target, kind)
+    return TransformersLM(model)
+
+
+def pick_device(device: str) -> str:
+    """The torch device that a --device option means.
+
+    Raises:
+        MissingError: it is a GPU that is not there.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda"):
+        index = int(device[5:] or 0) if device[4:5] in ("", ":") and device[5:].isdecimal() | (not device[5:]) else -1
+        if not 0 <= index < torch.cuda.device_count():
+            raise MissingError(f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    elif device != "cpu":
+        raise MissingError(f"--device {device}: not one of auto, cpu, cuda, cuda:N")
+    return device
+
+
+def _load_plain(source: ModelDir, device: str, dtype: torch.dtype | None) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if dtype is None:
+        dtype = torch.float32 if device == "cpu" else "auto"
+    try:
+        return AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, device_map=device).eval()
+    except (ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{source.path} cannot be loaded as a causal language model: {reason[:300]}") from error
+
+
+def _set_act_bits(model: Any, act_bits: int) -> None:
+    from trirun_kernels.linear import Int2Linear
+
+    for module in model.modules():
+        if isinstance(module, Int2Linear):
+            module.act_bits = act_bits

@@ -1,0 +1,117 @@
+"""Between text and tokens: the model's tokenizer, chat templates, streaming detokenization, stop strings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..resources import configs_dir
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer that lies in a model directory, as transformers loads it.
+
+    Raises:
+        InputError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: no usable tokenizer ({reason[:200]})") from error
+
+
+def read_text(path: Path | None) -> tuple[str, str]:
+    """A UTF-8 text file and its name, or the held-out excerpt that ships with the demo model.
+
+    Raises:
+        InputError: it is missing or not UTF-8.
+    """
+    file = path or configs_dir() / "demo-model" / "valid.txt"
+    try:
+        return file.read_text(encoding="utf-8"), file.name
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text: {error}") from error
+
+
+def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+    """Token ids of a prompt, as one user message through the chat template when ``chat``.
+
+    Raises:
+        InputError: chat is wanted and the tokenizer has no template, or the prompt has no tokens at all.
+    """
+    if chat:
+        if not getattr(tokenizer, "chat_template", None):
+            raise InputError("this model's tokenizer has no chat template", "leave out --chat for a plain prompt")
+        messages = [{"role": "user", "content": prompt}]
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    ids = list(tokenizer(prompt)["input_ids"])
+    if not ids and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id]
+    if not ids:
+        raise InputError("the prompt is empty and the tokenizer has no beginning-of-text token")
+    return ids
+
+
+class TextStream:
+    """Turns a stream of token ids into a stream of text, whole characters only, cut before a stop string.
+
+    Args:
+        tokenizer: of the model. prompt: the ids before the first generated one, which leading spaces depend on.
+        stop: strings that end the text. They are found across token borders and never shown.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: list[int], stop: tuple[str, ...] = ()) -> None:
+        self._tokenizer = tokenizer
+        # A few ids of context settle how the first piece is spaced; the whole prompt would be decoded at every step.
+        self._ids = list(prompt[-8:])
+        self._shown = len(self._decode(self._ids))
+        self._held = ""
+        self._stop = stop
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Text that is certain after one more token; may be empty."""
+        if self.stopped:
+            return ""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        # A character cut in the middle of its bytes decodes to U+FFFD: wait for the rest.
+        if text.endswith("\ufffd") and len(self._ids) < 1 << 20:
+            return ""
+        new, self._shown = text[self._shown :], len(text)
+        if len(self._ids) > 64:
+            self._ids = self._ids[-16:]
+            self._shown = len(self._decode(self._ids))
+        return self._release(new)
+
+    def flush(self) -> str:
+        """What is still held back when generation ends."""
+        if self.stopped:
+            return ""
+        rest = self._release(self._decode(self._ids)[self._shown :]) + ("" if self.stopped else self._held)
+        self._held = ""
+        return rest
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``: it may still become one."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,39 @@
+"""The shape of a model without its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import InputError
+from .model_dir import ModelDir
+
+
+def build(source: ModelDir) -> Any:
+    """The transformers model of a directory's config, on the meta device: modules and shapes, no memory.
+
+    Raises:
+        InputError: transformers knows no causal language model of this kind.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    section = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    try:
+        config = AutoConfig.for_model(**section)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        kind = source.config.get("model_type", "without a model_type")
+        reason = " ".join(str(error).split())
+        raise InputError(f"{source.path}: no causal language model for type {kind!r} ({reason[:200]})") from error
+
+
+def linear_modules(model: Any) -> dict[str, tuple[int, int]]:
+    """Every ``nn.Linear`` of a model: module name to (n, k)."""
+    from torch import nn
+
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
