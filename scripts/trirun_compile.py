@@ -152,7 +152,7 @@ def build_cpu(tree: Tree) -> Path:
     ordered = sorted(flags, key=lambda source: len(flags[source]))
     steps = {source: Step(cxx, made_by, (*common, *flags[source])) for source in ordered}
     link = Step(cxx, made_by, ("-shared", "-pthread", *static_runtime(cxx), f"-Wl,{tree.exports}", "-Wl,-z,defs"))
-    return _build(tree, "cpu", steps, link, {"machine": machine, "isas": built, "skipped": skipped})
+    return _build(tree, "cpu", steps, link, {"machine": machine, "isas": sorted({*built}), "skipped": skipped})
 
 
 def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS) -> Path:
