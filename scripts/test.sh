@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Sets up and runs all the tests: needs Python 3.11 or newer and a C++ compiler. Arguments go to pytest.
+#
+# Installs trirun and its development tools into .venv, lints, compiles every kernel for every processor (and, where
+# nvcc is, for every GPU architecture: no GPU is needed for that) and runs pytest. Exits non-zero on any failure.
+#
+# PYTHON=python3.12 chooses the interpreter, CXX=clang++ the compiler, TRIRUN_CUDA=0 leaves CUDA out and
+# TRIRUN_CUDA=90a,120 builds for those architectures only.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+phases=()
+started=$SECONDS
+phase_done() { phases+=("$1 $((SECONDS - started)) s"); started=$SECONDS; }
+
+cuda=${TRIRUN_CUDA-}
+export TRIRUN_CUDA=0  # for the packages built below; the CUDA library gets a step of its own
+install dev
+phase_done install
+
+step "Linting"
+"$venv/bin/ruff" check .
+phase_done lint
+
+if [ "$cuda" = 0 ]; then
+  step "CUDA is left out (TRIRUN_CUDA=0)"
+elif ! command -v nvcc >/dev/null; then
+  step "CUDA is left out: no nvcc on PATH"
+else
+  step "Compiling the CUDA kernels for ${cuda:-every architecture}; kernels marked no-spill must not spill"
+  "$venv/bin/python" scripts/trirun_build.py cuda ${cuda:+--arch "$cuda"} --spills
+fi
+phase_done cuda
+
+step "Testing (so far: $(printf '%s, ' "${phases[@]}" | sed 's/, $//'))"
+"$venv/bin/python" -m pytest -q "$@"
