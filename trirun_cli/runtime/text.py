@@ -71,6 +71,7 @@ class TextStream:
         # A few ids of context settle how the first piece is spaced; the whole prompt would be decoded at every step.
         self._ids = list(prompt[-8:])
         self._shown = len(self._decode(self._ids))
+        self._waiting = 0
         self._held = ""
         self._stop = stop
         self.stopped = False
@@ -81,8 +82,9 @@ class TextStream:
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
-        # A character cut in the middle of its bytes decodes to U+FFFD: wait for the rest.
-        if text.endswith("\ufffd") and len(self._ids) < 1 << 20:
+        # A character cut in the middle of its bytes decodes to U+FFFD: wait for the rest, which is three tokens at most.
+        self._waiting = self._waiting + 1 if text.endswith("\ufffd") else 0
+        if 0 < self._waiting < 4:
             return ""
         new, self._shown = text[self._shown :], len(text)
         if len(self._ids) > 64:

@@ -1,0 +1,118 @@
+"""A tiny random model on disk, and the command line in this process."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+PROJECT_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.fixture
+def trirun(capsys, monkeypatch):
+    """Run the command line: ``trirun("pack", path)`` → (exit code, stdout, stderr)."""
+    from trirun_cli.app import main
+
+    def run(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["trirun", *map(str, arguments)])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", stdin)
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer(pytestconfig):
+    return [pytestconfig.rootpath / "configs" / "demo-model" / name for name in PROJECT_TOKENIZER]
+
+
+@pytest.fixture(scope="session")
+def save_llama(tmp_path_factory, demo_tokenizer):
+    """Save a random Llama with the demo tokenizer: ``save_llama(change=...)`` → its directory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def save(change=None, shard_size="5GB", **config):
+        shape = {
+            "vocab_size": 8192,
+            "hidden_size": 128,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "tie_word_embeddings": True,
+        }
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**(shape | config))).half()
+        if change is not None:
+            change(model)
+        directory = tmp_path_factory.mktemp("model") / "llama"
+        model.save_pretrained(directory, max_shard_size=shard_size)
+        for file in demo_tokenizer:
+            shutil.copy(file, directory)
+        return directory
+
+    return save
+
+
+def make_ternary(model):
+    """Every decoder matrix to {−s, 0, s}, one scale per matrix."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for module in layer.modules():
+                if isinstance(module, torch.nn.Linear):
+                    scale = module.weight.abs().mean()
+                    module.weight.copy_((module.weight / scale).round().clamp(-1, 1) * scale)
+
+
+@pytest.fixture(scope="session")
+def to_ternary():
+    return make_ternary
+
+
+@pytest.fixture(scope="session")
+def plain_model(save_llama):
+    return save_llama()
+
+
+@pytest.fixture(scope="session")
+def ternary_model(save_llama):
+    return save_llama(make_ternary)
+
+
+@pytest.fixture(scope="session")
+def packed(ternary_model, tmp_path_factory):
+    """The ternary model as a packed checkpoint. Read only: copy it before damaging it."""
+    from trirun_cli.pack_model import pack_model
+
+    out = tmp_path_factory.mktemp("packed") / "checkpoint"
+    pack_model(ternary_model, out)
+    return out
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """A private copy of a directory, optionally with its config.json's quantization section changed."""
+
+    def copy(directory, **quantization):
+        target = tmp_path / "copy"
+        shutil.copytree(directory, target)
+        if quantization:
+            config = json.loads((target / "config.json").read_text())
+            config["quantization_config"] |= quantization
+            (target / "config.json").write_text(json.dumps(config))
+        return target
+
+    return copy

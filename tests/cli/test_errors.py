@@ -1,0 +1,180 @@
+"""Bad input: one clear line, the right exit code, nothing half-written."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def one_line(err):
+    return [line for line in err.splitlines() if line.startswith("error:")]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "pack", "quantize"])
+def test_missing_directory(trirun, tmp_path, command):
+    code, out, err = trirun(command, tmp_path / "nowhere")
+    assert code == 3 and out == "" and len(one_line(err)) == 1 and "no such directory" in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "pack", "quantize"])
+def test_not_a_model(trirun, tmp_path, command):
+    (tmp_path / "folder").mkdir()
+    code, _, err = trirun(command, tmp_path / "folder")
+    assert code == 3 and len(one_line(err)) == 1 and "no config.json" in err
+
+
+def test_a_file_is_not_a_model(trirun, tmp_path):
+    (tmp_path / "file").write_text("x")
+    code, _, err = trirun("generate", "--checkpoint", tmp_path / "file", "--prompt", "x")
+    assert code == 3 and "a model is a directory" in err
+
+
+def test_broken_config(trirun, packed, copy_of):
+    damaged = copy_of(packed)
+    (damaged / "config.json").write_text("{")
+    code, _, err = trirun("inspect", damaged)
+    assert code == 3 and "not valid JSON" in err
+
+
+def test_unknown_architecture(trirun, plain_model, copy_of, tmp_path):
+    damaged = copy_of(plain_model)
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(config | {"model_type": "nonesuch"}))
+    code, _, err = trirun("pack", damaged, "--out", tmp_path / "T")
+    assert code == 3 and len(one_line(err)) == 1 and "nonesuch" in err
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.999, 4 / 1e6])
+@pytest.mark.parametrize("command", ["inspect", "generate"])
+def test_truncated_safetensors(trirun, packed, copy_of, command, keep):
+    damaged = copy_of(packed)
+    file = damaged / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * keep)])
+    arguments = [damaged] if command == "inspect" else ["--checkpoint", damaged, "--prompt", "x"]
+    code, _, err = trirun(command, *arguments)
+    assert code == 3 and len(one_line(err)) == 1 and "truncated or not a safetensors file" in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_newer_format_version(trirun, packed, copy_of, command):
+    code, _, err = trirun(command, copy_of(packed, format_version=2))
+    assert code == 3 and "format version 2" in err and "upgrade trirun" in err
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"format_version": "1"}, "format_version is '1'"),
+        ({"layout": "rows"}, "is not 2-bit tile64"),
+        ({"bits": 4}, "is not 2-bit tile64"),
+        ({"group_size": 48}, "group_size=48"),
+        ({"group_size": 64}, "model.layers.0.mlp.down_proj.weight_scale is F16"),
+        ({"zero": None}, "weight_zero is missing"),
+        ({"activation_bits": 4}, "activation_bits is 4"),
+        ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+        ({"padded": {"model.layers.0.mlp.down_proj": [1, 2]}}, "model.layers.0.mlp.down_proj"),
+    ],
+)
+def test_contradicting_format(trirun, packed, copy_of, section, message):
+    code, _, err = trirun("inspect", copy_of(packed, **section))
+    assert code == 3 and len(one_line(err)) == 1 and message in err
+
+
+def test_tampered_shapes(trirun, packed, copy_of):
+    damaged = copy_of(packed)
+    tensors = load_file(damaged / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors[name] = tensors[name][:, :2].contiguous()
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    for arguments in (("inspect", damaged), ("generate", "--checkpoint", damaged, "--prompt", "x")):
+        code, _, err = trirun(*arguments)
+        assert code == 3 and name in err
+
+
+def test_a_flipped_bit_fails_verification(trirun, packed, copy_of):
+    damaged = copy_of(packed)
+    file = damaged / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    code, out, err = trirun("verify", damaged, "--json")
+    document = json.loads(out)
+    assert code == 6 and not document["ok"] and "SHA-256 differs" in document["problems"][0]["problem"]
+    assert "checks failed" in err
+
+
+def test_verify_against_another_model_names_the_difference(trirun, packed, plain_model, ternary_model):
+    assert trirun("verify", packed, "--against", ternary_model)[0] == 0
+    code, out, _ = trirun("verify", packed, "--against", plain_model)
+    assert code == 6 and "differ from the original, the first at" in out
+
+
+def test_infinite_scales_fail_verification(trirun, packed, copy_of):
+    damaged = copy_of(packed)
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_scale"][0, 0] = float("inf")
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    code, out, _ = trirun("verify", damaged)
+    assert code == 6 and "1 values that are not finite" in out
+
+
+def test_output_directory_that_is_not_empty(trirun, ternary_model, tmp_path):
+    (tmp_path / "T").mkdir()
+    (tmp_path / "T" / "precious.txt").write_text("keep me")
+    for command in ("pack", "quantize"):
+        code, _, err = trirun(command, ternary_model, "--out", tmp_path / "T")
+        assert code == 3 and "is not empty" in err and "--overwrite" in err
+    assert (tmp_path / "T" / "precious.txt").read_text() == "keep me"
+
+
+def test_output_must_not_be_the_model(trirun, ternary_model):
+    code, _, err = trirun("pack", ternary_model, "--out", ternary_model, "--overwrite")
+    assert code == 3 and "is the model itself" in err
+
+
+def test_packing_what_is_packed(trirun, packed, tmp_path):
+    code, _, err = trirun("pack", packed, "--out", tmp_path / "T")
+    assert code == 3 and "quantized already" in err
+
+
+def test_inspecting_what_is_not_packed(trirun, plain_model):
+    code, _, err = trirun("inspect", plain_model)
+    assert code == 3 and "is not quantized" in err
+
+
+def test_quantize_rejects_what_has_no_kernel(trirun, plain_model, tmp_path):
+    code, _, err = trirun("quantize", plain_model, "--wbits", "3", "--out", tmp_path / "Q")
+    assert code == 2 and "--wbits 3" in err
+    code, _, err = trirun("quantize", plain_model, "--group-size", "48", "--out", tmp_path / "Q")
+    assert code == 3 and "group_size=48" in err
+    code, _, err = trirun("quantize", plain_model, "--group-size", "128", "--out", tmp_path / "Q")
+    assert code == 2 and "k=192" in err and "--group-size 64" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_make_no_sense(trirun, packed):
+    for arguments, message in [
+        (("generate", "-c", packed, "-p", "x", "--temperature", "-1"), "temperature must be"),
+        (("generate", "-c", packed, "-p", "x", "--top-p", "0"), "top_p must be"),
+        (("generate", "-c", packed, "-p", "x", "--act-bits", "4"), "--act-bits 4"),
+        (("generate", "-c", packed, "-p", "x", "-f", "y"), "one is enough"),
+        (("generate", "-c", packed, "-p", "x", "--dtype", "int8"), "--dtype int8"),
+        (("eval", "-c", packed, "--tasks", "nonsense"), "known tasks are"),
+        (("eval",), "give --checkpoint"),
+        (("nonsense",), "No such command"),
+    ]:
+        code, out, err = trirun(*arguments)
+        assert code == 2 and out == "" and message in err
+
+
+def test_missing_gpu(trirun, packed):
+    if torch.cuda.device_count() > 7:
+        pytest.skip("this machine has that many GPUs")
+    code, _, err = trirun("generate", "-c", packed, "-p", "x", "--device", "cuda:7")
+    assert code == 4 and "CUDA devices" in err
+
+
+def test_chat_without_a_template(trirun, packed):
+    code, _, err = trirun("generate", "-c", packed, "-p", "x", "--chat")
+    assert code == 3 and "no chat template" in err

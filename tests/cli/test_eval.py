@@ -1,0 +1,61 @@
+"""``trirun eval``: perplexity against an independent computation, and bounds that fail."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TEXT = "The sea was calm, and the ship lay still. Nobody spoke for a long time. " * 40
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def independent_perplexity(path, window):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(path)(TEXT, return_tensors="pt")["input_ids"][0]
+    total, count = 0.0, 0
+    for start in range(0, len(ids) - window + 1, window):
+        part = ids[start : start + window].unsqueeze(0)
+        with torch.inference_mode():
+            total += model(part, labels=part).loss.item() * (window - 1)
+        count += window - 1
+    return math.exp(total / count), count
+
+
+def test_both_models_against_an_independent_computation(trirun, packed, ternary_model, text):
+    arguments = ("-c", packed, "-m", ternary_model, "--text", text, "--window", "64", "--json")
+    code, out, _ = trirun("eval", *arguments)
+    model, checkpoint = json.loads(out)["results"]
+    want, tokens = independent_perplexity(ternary_model, 64)
+    assert code == 0 and model["tokens"] == checkpoint["tokens"] == tokens
+    assert model["perplexity"] == pytest.approx(want, rel=1e-5)
+    assert checkpoint["perplexity"] == pytest.approx(want, rel=1e-3)
+    assert checkpoint["ratio"] == pytest.approx(1, rel=1e-3)
+
+
+def test_a_bound_that_does_not_hold_fails(trirun, packed, ternary_model, text):
+    arguments = ("eval", "-c", packed, "-m", ternary_model, "--text", text, "--window", "64", "--limit", "2")
+    assert trirun(*arguments, "--max-ratio", "1.01")[0] == 0
+    code, out, err = trirun(*arguments, "--max-ratio", "0.5")
+    assert code == 6 and "above --max-ratio 0.5" in err and "perplexity" in out
+
+
+def test_texts_that_cannot_be_used(trirun, packed, text, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "short.txt").write_text("Too short.")
+    for arguments, message in [
+        (("--text", tmp_path / "nowhere.txt"), "No such file"),
+        (("--text", tmp_path / "binary"), "is not UTF-8"),
+        (("--text", tmp_path / "short.txt"), "less than one window"),
+        (("--text", text, "--window", "4096"), "less than one window"),
+        (("--text", text, "--window", "1"), "does not fit a context of 2..128"),
+        (("--text", text, "--window", "200"), "does not fit a context of 2..128"),
+    ]:
+        code, _, err = trirun("eval", "-c", packed, *arguments)
+        assert code == 3 and message in err

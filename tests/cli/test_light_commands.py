@@ -1,0 +1,59 @@
+"""Commands that must not wait for torch, and the machine's diagnosis."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(*arguments):
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "trirun_cli", *arguments], cwd=ROOT, capture_output=True
+    )
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("version",), ("quantize", "--help"), ("generate", "--help")])
+def test_nothing_heavy_is_imported(arguments):
+    done = start(*arguments)
+    assert done.returncode == 0
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.decode().splitlines()}
+    heavy = {"torch", "transformers", "safetensors", "datasets", "numpy", "yaml"}
+    assert not heavy & {name.split(".")[0] for name in imported}
+
+
+def test_help_and_version_start_fast():
+    best = 9.0
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "trirun_cli", "version"], cwd=ROOT, capture_output=True, check=True)
+        best = min(best, time.perf_counter() - started)
+    # 0.3 s on an idle machine; twice that where other work shares it.
+    assert best < 0.6
+
+
+def test_version_as_json(trirun):
+    code, out, _ = trirun("version", "--json")
+    assert code == 0 and json.loads(out)["schema"] == "trirun.version/1" and json.loads(out)["trirun"]
+
+
+def test_doctor_runs_every_check(trirun):
+    code, out, _ = trirun("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)["findings"]}
+    assert {"machine", "torch", "transformers", "CPU kernel", "CUDA kernel", "int2_gemm on cpu"} <= set(findings)
+    assert findings["int2_gemm on cpu"]["status"] == "ok"
+    assert code == (0 if json.loads(out)["ok"] else 6)
+
+
+def test_inspect_adds_up(trirun, packed):
+    code, out, _ = trirun("inspect", packed, "--json")
+    document = json.loads(out)
+    assert code == 0 and len(document["modules"]) == 14
+    assert document["packed_weights"] == sum(module["n"] * module["k"] for module in document["modules"])
+    for module in document["modules"]:
+        assert sum(module["code_shares"]) == pytest.approx(1, abs=1e-3) and module["code_shares"][3] == 0
+    assert document["packed_bytes"] + document["other_bytes"] == (packed / "model.safetensors").stat().st_size
