@@ -24,8 +24,8 @@ phase_done lint
 
 if [ "$cuda" = 0 ]; then
   step "CUDA is left out (TRIRUN_CUDA=0)"
-elif ! command -v nvcc >/dev/null; then
-  step "CUDA is left out: no nvcc on PATH"
+elif ! PYTHONPATH=scripts "$venv/bin/python" -c 'import sys, trirun_toolchain as t; sys.exit(not t.find_nvcc())'; then
+  step "CUDA is left out: no nvcc of a recent CUDA toolkit"
 else
   step "Compiling the CUDA kernels for ${cuda:-every architecture}; kernels marked no-spill must not spill"
   "$venv/bin/python" scripts/trirun_build.py cuda ${cuda:+--arch "$cuda"} --spills

@@ -32,6 +32,7 @@ from trirun_toolchain import (
     NVCC_FLAGS,
     BuildError,
     accepts,
+    arch_of,
     cxx_compiler,
     gencode,
     require_nvcc,
@@ -158,7 +159,7 @@ def build_cpu(tree: Tree) -> Path:
 def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS) -> Path:
     """Build libtrirun_cuda.so: machine code for these architectures and PTX of the newest.
 
-    name_sm<arch>.cu is compiled for that architecture alone, whichever are asked for.
+    name_sm<arch>.cu is compiled for that architecture alone, whichever are asked for; sm90 means 90a.
 
     Raises:
         BuildError: no nvcc, one too old, or one that rejects a source file.
@@ -171,8 +172,8 @@ def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS) -> Path:
     steps = {}
     # The longest first, so that the last to finish is a short one.
     for source in sorted(sources, key=lambda path: -path.stat().st_size):
-        only = re.search(r"_sm(\d+[af]?)$", source.stem)
-        target = gencode([only[1]], ptx=False) if only else gencode(archs, ptx=True)
+        only = arch_of(source)
+        target = gencode([only], ptx=False) if only else gencode(archs, ptx=True)
         steps[source] = Step((nvcc,), made_by, (*NVCC_FLAGS, *target, *_tree_flags(tree)), (*host, *threads))
     flags = ["-shared", "-cudart", "static", "-Xlinker", tree.exports, "-Xlinker", "-z,defs"]
     if runtime := static_runtime(cxx):

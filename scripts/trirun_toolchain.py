@@ -13,8 +13,10 @@ from functools import cache
 from pathlib import Path
 
 # -ffp-contract=off: a product and a sum become one rounding only where the source says so, on every instruction set.
-CXX_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off")
-CXX_FLAGS += ("-pthread", "-Wall")
+CXX_FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-pthread", "-Wall"),
+    *("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off"),
+)
 NVCC_FLAGS = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread", "-Xptxas", "-v")
 
 # Never -march=native: a library built here must run on any machine of the same architecture.
@@ -112,6 +114,14 @@ def gencode(archs: Sequence[str], *, ptx: bool) -> tuple[str, ...]:
         code = f"[sm_{arch},compute_{arch}]" if ptx and arch == newest else f"sm_{arch}"
         flags += ["-gencode", f"arch=compute_{arch},code={code}"]
     return tuple(flags)
+
+
+def arch_of(source: Path) -> str | None:
+    """The one architecture a source file is named for, in the form :data:`ALL_ARCHS` gives it."""
+    found = re.search(r"_sm(\d+[af]?)$", source.stem)
+    if not found:
+        return None
+    return next((arch for arch in ALL_ARCHS if arch.rstrip("af") == found[1]), found[1])
 
 
 def parse_archs(text: str) -> tuple[str, ...]:
