@@ -9,7 +9,7 @@ import typer
 
 from ..console import Console
 from ..errors import CheckFailed
-from .options import Json
+from .options import Json, Quiet
 
 
 def command(
@@ -18,6 +18,7 @@ def command(
         Path | None, typer.Option(help="Original model: every packed matrix must decode to its weight bit for bit.")
     ] = None,
     json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check a checkpoint: file checksums, shapes against the model, finite scales, and a lossless round trip.
 
@@ -25,7 +26,7 @@ def command(
 
     Example: trirun verify T --against TriLM_1.1B_Unpacked
     """
-    console = Console(as_json=json)
+    console = Console(as_json=json, quiet=quiet)
     from ..checkpoint import Checkpoint
     from ..checkpoint_facts import verify_files, verify_modules
     from ..model_dir import ModelDir
@@ -52,5 +53,7 @@ def command(
         if not json:
             console.table("failed checks", ("where", "problem"), [tuple(problem.values()) for problem in problems])
         raise CheckFailed(f"{checkpoint}: {len(problems)} of {len(checks)} checks failed")
+    if quiet:
+        return
     lossless = "" if against is None else f", every matrix equal to {against} bit for bit"
     console.text(f"{checkpoint}: all {len(checks)} checks passed{lossless}")

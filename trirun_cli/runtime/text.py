@@ -82,7 +82,7 @@ class TextStream:
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
-        # A character cut in the middle of its bytes decodes to U+FFFD: wait for the rest, which is three tokens at most.
+        # A character cut in the middle of its bytes decodes to U+FFFD: wait for the rest, three tokens at most.
         self._waiting = self._waiting + 1 if text.endswith("\ufffd") else 0
         if 0 < self._waiting < 4:
             return ""
