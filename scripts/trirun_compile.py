@@ -159,7 +159,7 @@ def build_cpu(tree: Tree) -> Path:
 def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS) -> Path:
     """Build libtrirun_cuda.so: machine code for these architectures and PTX of the newest.
 
-    name_sm<arch>.cu is compiled for that architecture alone, whichever are asked for; sm90 means 90a.
+    name_sm90.cu is compiled for sm_90a alone, whichever are asked for.
 
     Raises:
         BuildError: no nvcc, one too old, or one that rejects a source file.
