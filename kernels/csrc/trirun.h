@@ -90,6 +90,73 @@ int trirun_cpu_int2_gemm_act(const trirun_int2* w, int64_t n, const trirun_act* 
 int trirun_cpu_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,
                          const void* bias, void* y, int64_t ldy, int act_bits, int threads);
 
+/* ---- libtrirun_cpu.so: the lean decoder ----------------------------------------------------------------- */
+
+/* Llama-like decoders, a whole forward step in one call. What the fields below cannot say it does not run: the caller
+ * refuses such models. All activations are fp32; linears read them quantized to act_bits. */
+
+/* act of act(gate) * up. */
+enum { TRIRUN_SILU = 0, TRIRUN_RELU2 = 1 };
+
+/* y = x . w^T + bias, packed. */
+typedef struct {
+  trirun_int2 weight;
+  const float* bias; /* [n] or NULL */
+  int64_t n;         /* true sizes, at most the weight's padded ones */
+  int64_t k;
+} trirun_linear;
+
+typedef struct {
+  trirun_linear q, k, v, o, gate, up, down;
+  const float* attention_norm; /* [hidden] */
+  const float* mlp_norm;       /* [hidden] */
+  const float* q_norm;         /* [head_dim], every head by itself before the rotation, or NULL (Qwen3) */
+  const float* k_norm;
+  const float* attention_sub_norm; /* [heads * head_dim] before o, or NULL (BitNet) */
+  const float* mlp_sub_norm;       /* [ffn] before down, or NULL (BitNet) */
+} trirun_layer;
+
+typedef struct {
+  int64_t layers, hidden, ffn, heads, kv_heads, head_dim, vocab;
+  int64_t slots;       /* sequences the cache holds */
+  int64_t context;     /* positions of a slot, a multiple of 64 */
+  int64_t rotary_half; /* pairs that rotate, head_dim / 2 unless rotation is partial */
+  float norm_eps;
+  float attention_scale;
+  int32_t activation; /* TRIRUN_SILU or TRIRUN_RELU2 */
+  int32_t act_bits;   /* of every linear but the head */
+  int32_t kv_dtype;   /* TRIRUN_F16 or TRIRUN_F32 */
+  int32_t embedding_dtype;
+  const void* embedding; /* [vocab][hidden] */
+  int32_t head_dtype;
+  int32_t reserved;
+  const void* head;      /* [vocab][hidden]; the embedding where they are tied */
+  const trirun_layer* layer;
+  const float* final_norm;
+  const float* cosines;  /* [context][rotary_half], any attention factor included */
+  const float* sines;
+  void* keys;            /* trirun_cpu_decoder_cache_bytes each, contents arbitrary: [layers][slots][kv_heads][context] */
+  void* values;
+} trirun_decoder;
+
+/* `count` consecutive tokens of one slot, the first at `position`; the slot's earlier positions are in the cache. */
+typedef struct {
+  int64_t slot, position, count;
+} trirun_segment;
+
+/* Bytes of `keys`, and of `values`; 0 for sizes that the decoder cannot run. Only the sizes of d are read. */
+size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d);
+
+/* Bytes of workspace (64-byte aligned, contents arbitrary) of a step of that many rows; 0 for bad sizes. */
+size_t trirun_cpu_decoder_workspace(const trirun_decoder* d, int64_t rows);
+
+/* Runs tokens[rows], the segments' one after another, and appends them to the cache; slots ascend strictly from segment
+ * to segment. logits[i][vocab] are those of row logit_rows[i]. A row's logits are the same, bit for bit, whatever the
+ * batch, the split of its sequence into steps and the number of threads. */
+int trirun_cpu_decoder_step(const trirun_decoder* d, const trirun_segment* segments, int64_t segment_count,
+                            const int64_t* tokens, int64_t rows, const int64_t* logit_rows, int64_t logit_count,
+                            float* logits, void* workspace, size_t workspace_bytes, int threads);
+
 /* ---- libtrirun_cuda.so --------------------------------------------------------------------------------- */
 
 int trirun_cuda_abi_version(void);

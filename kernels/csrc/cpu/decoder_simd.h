@@ -14,6 +14,10 @@
 #include "numbers.h"
 
 #if defined(__AVX2__)
+/* GCC 12 sees its own headers' undefined-on-purpose registers as a mistake (GCC bug 105593). */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #endif
 
@@ -21,6 +25,11 @@ namespace trirun {
 namespace {
 
 constexpr int kLanes = 16;
+
+/* The upper half of an fp32, told apart from fp16 by its type. */
+struct Bfloat {
+  uint16_t bits;
+};
 
 #if defined(__AVX512F__)
 
@@ -31,6 +40,10 @@ inline Lanes splat(float x) { return {_mm512_set1_ps(x)}; }
 inline Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Lanes load(const uint16_t* half) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(half)))};
+}
+inline Lanes load(const Bfloat* p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 inline Lanes load_first(const float* p, int count) {
   return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p)};
@@ -73,6 +86,14 @@ inline Lanes load(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps
 inline Lanes load(const uint16_t* half) {
   const __m128i* p = reinterpret_cast<const __m128i*>(half);
   return {{_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p + 1))}};
+}
+inline Lanes load(const Bfloat* p) {
+  Lanes a;
+  for (int i = 0; i < 2; ++i) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i));
+    a.v[i] = _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+  return a;
 }
 inline void store(float* p, Lanes a) {
   _mm256_storeu_ps(p, a.v[0]);
@@ -138,6 +159,7 @@ struct Lanes {
 inline Lanes splat(float x) { TRIRUN_LANEWISE(x); }
 inline Lanes load(const float* p) { TRIRUN_LANEWISE(p[i]); }
 inline Lanes load(const uint16_t* half) { TRIRUN_LANEWISE(half_to_float(half[i])); }
+inline Lanes load(const Bfloat* p) { TRIRUN_LANEWISE(bfloat_to_float(p[i].bits)); }
 inline void store(float* p, Lanes a) { memcpy(p, a.v, sizeof a.v); }
 inline void store(uint16_t* half, Lanes a) {
   for (int i = 0; i < kLanes; ++i) half[i] = float_to_half(a.v[i]);
@@ -189,10 +211,11 @@ inline float max_of(Lanes a) {
   return lane[0];
 }
 
-/* 2^x for x <= 127, 0 below -126. Taylor's series of 2^f = e^(f ln 2) for |f| <= 1/2, to the term (f ln 2)^7 / 7!:
- * the first one left out is below 6e-9. */
+/* 2^x for x <= 127; exactly 0 for x <= -126; NaN for NaN. Taylor's series of 2^f = e^(f ln 2) for |f| <= 1/2, to the
+ * term (f ln 2)^7 / 7!: the first one left out is below 6e-9. */
 inline Lanes exp2(Lanes x) {
-  Lanes bounded = max(x, splat(-126.0f));
+  /* The second operand of max is what comes back for a NaN. */
+  Lanes bounded = max(splat(-126.0f), x);
   Lanes whole = round_even(bounded), f = bounded - whole;
   Lanes y = splat(1.5252734e-5f);
   y = fma(y, f, splat(1.5403530e-4f));
@@ -202,10 +225,8 @@ inline Lanes exp2(Lanes x) {
   y = fma(y, f, splat(2.4022651e-1f));
   y = fma(y, f, splat(6.9314718e-1f));
   y = fma(y, f, splat(1.0f));
-  y = scale_by_power(y, whole);
-  /* Where x was cut off the answer is 2^-126, which no fp32 sum of a softmax can tell from 0; a masked score of
-   * -infinity must give exactly 0 all the same. */
-  return y - splat(0x1p-126f) * splat(1.0f);
+  /* A masked score is -infinity and must weigh exactly 0, not 2^-126. */
+  return scale_by_power(y, whole) - splat(0x1p-126f);
 }
 
 }  // namespace

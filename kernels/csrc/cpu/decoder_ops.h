@@ -1,0 +1,77 @@
+/* What the decoder computes besides matrix products, one table per instruction set. Internal to libtrirun_cpu.so.
+ *
+ * Single-threaded pieces on fp32 rows; decoder.cpp shares them out. Every table gives bitwise the same results, and a
+ * row's results do not depend on which other rows are computed beside it (decoder_simd.h).
+ *
+ * Layout of the cache of one (layer, slot, kv head), context padded to kKeyBlock positions:
+ *   keys   [context/16][head_dim][16]: sixteen positions side by side, so that scores of sixteen keys accumulate over
+ *          d in one register, without a horizontal sum in decode or a transposition in prefill
+ *   values [context][value_stride], value_stride = head_dim rounded up to 16
+ */
+#ifndef TRIRUN_CPU_DECODER_OPS_H
+#define TRIRUN_CPU_DECODER_OPS_H
+
+#include <stdint.h>
+
+#include "../trirun.h"
+
+namespace trirun {
+
+constexpr int64_t kKeyBlock = 64;   /* keys per step of the online softmax, at absolute positions */
+constexpr int64_t kMaxQueries = 48; /* queries that walk the keys together */
+
+static inline int64_t value_stride_of(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+
+/* One kv head of one sequence: rows at consecutive positions times the `group` query heads that share the kv head.
+ * Query f = row * group + head reads q + row * ldq + head * head_dim and writes the same place of out. */
+struct AttentionJob {
+  const float* q;  /* scaled by the attention scale and log2(e) */
+  int64_t ldq;
+  float* out;
+  int64_t ldo;
+  const void* keys;
+  const void* values;
+  int kv_dtype;
+  int64_t head_dim;
+  int64_t group;
+  int64_t position; /* of row 0; it sees the keys 0..position */
+};
+
+/* Floats of scratch that `attend` needs. */
+static inline int64_t attention_scratch(int64_t head_dim) {
+  return kMaxQueries * (value_stride_of(head_dim) + kKeyBlock + 16 + 1);
+}
+
+struct DecoderOps {
+  /* out[n] = x of dtype, n a multiple of 16 */
+  void (*load_row)(float* out, const void* x, int dtype, int64_t n);
+  /* out = x / sqrt(mean(x^2) + eps) * weight; out may be x (Zhang & Sennrich 2019) */
+  void (*rms_norm)(float* out, const float* x, const float* weight, int64_t n, float eps);
+  /* x += y */
+  void (*add)(float* x, const float* y, int64_t n);
+  /* h = act(h) * up, act one of TRIRUN_SILU, TRIRUN_RELU2 */
+  void (*gate)(float* h, const float* up, int64_t n, int activation);
+  /* Rotates pairs (i, i + half) of x[0, 2 half) by the angles of cos and sin [half] (Su et al. 2021), then multiplies
+   * all of x[n] by scale. */
+  void (*rotate)(float* x, const float* cos, const float* sin, int64_t half, int64_t n, float scale);
+  void (*store_key)(void* keys, int kv_dtype, const float* x, int64_t head_dim, int64_t position);
+  void (*store_value)(void* values, int kv_dtype, const float* x, int64_t head_dim, int64_t position);
+  /* Queries [begin, end) of a job, at most kMaxQueries: softmax(q . keys) . values, in one pass over the keys
+   * (Milakov & Gimelshein 2018; Dao et al. 2022). */
+  void (*attend)(const AttentionJob& job, int64_t begin, int64_t end, float* scratch);
+  /* y[m][begin, end) = x[m][k] . w^T in fp32, w [.][k] of dtype, k a multiple of 16: the head as a checkpoint has it */
+  void (*dense)(const float* x, int64_t ldx, int64_t m, const void* w, int dtype, int64_t k, float* y, int64_t ldy,
+                int64_t begin, int64_t end);
+};
+
+/* The table that belongs to the instruction set in use. */
+const DecoderOps& decoder_ops();
+
+/* One table per translation unit, null where the compiler did not know the instruction set. Constants: nothing of a
+ * translation unit runs before its instruction set is known to be there. */
+extern const DecoderOps* const kDecoderPortable;
+extern const DecoderOps* const kDecoderAvx2;
+extern const DecoderOps* const kDecoderAvx512;
+
+}  // namespace trirun
+#endif
