@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import resource
+import sys
+import time
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .activations import Batch, capture, make_batches
+from .block import BlockRun
+from .errors import QuantizationError
 from .observer import Observer, Report
+from .quantized import Quantized
 from .recipe import Recipe
+from .source import Skeleton, TensorSource, linear_layers
 
 
 class Writer(Protocol):
@@ -54,4 +62,105 @@ def quantize_model(
         QuantizationError: the model has no list of decoder layers or layers this walk cannot quantize (fused experts,
             Conv1D), a tensor is missing or not finite, a group size does not divide k, or a Hessian cannot be factored.
     """
-    raise NotImplementedError
+    observer = observer or Observer()
+    device = torch.device(device)
+    started = time.perf_counter()
+    source = TensorSource(model_dir)
+    skeleton = Skeleton(source)
+    _require_calibration(calibration, recipe, skeleton)
+    _require_group_sizes(skeleton, recipe)
+    report = Report(tokens=sum(len(sequence) for sequence in calibration[: recipe.samples]))
+    modules = sum(len(linear_layers(block)) for block in skeleton.blocks)
+    observer.plan(len(skeleton.blocks), modules, report.tokens)
+
+    train, held_out = _embed(skeleton, calibration, recipe, device, observer)
+    report.stage_seconds["embed"] = time.perf_counter() - started
+    _copy_rest(source, skeleton, writer)
+    for index in range(len(skeleton.blocks)):
+        observer.block_started(index, len(skeleton.blocks), skeleton.block_name(index))
+        result = BlockRun(skeleton, index, train, held_out, recipe, device, observer).run()
+        _write_block(source, skeleton.block_name(index), result.quantized, writer)
+        report.modules += result.modules
+        report.kept += [f"{skeleton.block_name(index)}.{name}" for name in result.kept]
+        report.blocks.append(result.report)
+        observer.block_finished(result.report)
+    report.stage_seconds["blocks"] = time.perf_counter() - started - report.stage_seconds["embed"]
+    report.peak_bytes = _peak_bytes()
+    return report
+
+
+def _embed(
+    skeleton: Skeleton, calibration: list[Tensor], recipe: Recipe, device: torch.device, observer: Observer
+) -> tuple[list[Batch], list[Batch]]:
+    """Both parts of the calibration sequences, embedded."""
+    skeleton.load_rest(device)
+    parts = make_batches(calibration[: recipe.samples]), make_batches(calibration[recipe.samples :], recipe.samples)
+    total = len(parts[0]) + len(parts[1])
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        observer.stage("embed", done, total)
+
+    train, held_out = (capture(skeleton, part, device, step) for part in parts)
+    return train, held_out
+
+
+def _write_block(source: TensorSource, block: str, quantized: dict[str, Quantized], writer: Writer) -> None:
+    """A block's packed weights, and its other tensors as they are."""
+    for name, weight in quantized.items():
+        packed = weight.pack()
+        writer.add(f"{block}.{name}.weight", packed.words.cpu())
+        writer.add(f"{block}.{name}.weight_scale", packed.scales.cpu())
+        if packed.zeros is not None:
+            writer.add(f"{block}.{name}.weight_zero", packed.zeros.cpu())
+    replaced = {f"{block}.{name}.weight" for name in quantized}
+    for name in source.names:
+        if name.startswith(f"{block}.") and name not in replaced:
+            writer.add(name, source.read(name))
+
+
+def _copy_rest(source: TensorSource, skeleton: Skeleton, writer: Writer) -> None:
+    for name in source.names:
+        if not name.startswith(f"{skeleton.blocks_name}."):
+            writer.add(name, source.read(name))
+
+
+def _require_calibration(calibration: list[Tensor], recipe: Recipe, skeleton: Skeleton) -> None:
+    needed = recipe.samples + recipe.held_out
+    if len(calibration) != needed:
+        raise QuantizationError(
+            f"{len(calibration)} calibration sequences were given; the recipe asks for {recipe.samples} and "
+            f"{recipe.held_out} held out"
+        )
+    vocabulary = skeleton.model.get_input_embeddings().weight.shape[0]
+    for i, sequence in enumerate(calibration):
+        if sequence.dim() != 1 or sequence.dtype != torch.int64 or len(sequence) < 2:
+            raise QuantizationError(
+                f"calibration sequence {i} must be int64 [length ≥ 2], got {sequence.dtype} {list(sequence.shape)}"
+            )
+        low, high = int(sequence.min()), int(sequence.max())
+        if low < 0 or high >= vocabulary:
+            raise QuantizationError(
+                f"calibration sequence {i} has tokens {low}..{high}; the model's vocabulary is 0..{vocabulary - 1}"
+            )
+
+
+def _require_group_sizes(skeleton: Skeleton, recipe: Recipe) -> None:
+    """Every layer's group size divides its k: said before the first block is read, not after an hour."""
+    for index, block in enumerate(skeleton.blocks):
+        for path, layer in linear_layers(block).items():
+            name = f"{skeleton.block_name(index)}.{path}"
+            choice = recipe.choice(name)
+            try:
+                if choice is not None:
+                    choice[0].groups(layer.in_features)
+            except ValueError as error:
+                raise QuantizationError(f"{name}: {error}; choose another group size or override this one") from None
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -39,9 +39,7 @@ class Quantized:
             raise QuantizationError(f"zeros belong to a grid with zero=None, and this grid has zero={self.spec.zero}")
         for name, value in (("scales", self.scales), ("zeros", self.zeros)):
             if value is not None and (tuple(value.shape) != groups or value.dtype != torch.float16):
-                raise QuantizationError(
-                    f"{name} must be float16 {list(groups)}, got {value.dtype} {list(value.shape)}"
-                )
+                raise QuantizationError(f"{name} must be float16 {list(groups)}, got {value.dtype} {list(value.shape)}")
 
     @property
     def n(self) -> int:

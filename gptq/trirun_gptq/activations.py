@@ -1,0 +1,209 @@
+"""What flows between the blocks: captured once before the first, then carried from block to block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import QuantizationError
+from .source import Skeleton
+
+BATCH_TOKENS = 4096
+
+
+class _Stop(Exception):
+    """Everything needed has been seen; the rest of a forward pass would be wasted."""
+
+
+class _WrongStyle(Exception):
+    """A model took a block's stand-in output apart differently than expected."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Sequences of one length that travel together.
+
+    Attributes:
+        first: index of the first sequence in the calibration list, for messages.
+        tokens: int64 [b, t].
+        calls: for every block, the positional (after hidden_states) and keyword arguments the model passes it.
+        original, quantized: float32 [b, t, h], hidden states before the current block in the original model and in
+            the quantized one. The same tensor until the first quantized block.
+    """
+
+    first: int
+    tokens: Tensor
+    calls: list[tuple[tuple, dict[str, Any]]]
+    original: Tensor
+    quantized: Tensor
+
+
+def make_batches(sequences: list[Tensor], first: int = 0) -> list[tuple[int, Tensor]]:
+    """Neighbouring sequences of equal length stacked to about 4096 tokens: (index of the first, [b, t])."""
+    batches: list[tuple[int, Tensor]] = []
+    run: list[Tensor] = []
+    for i, sequence in enumerate(sequences):
+        if run and (len(sequence) != len(run[0]) or (len(run) + 1) * len(sequence) > BATCH_TOKENS):
+            batches.append((first + i - len(run), torch.stack(run)))
+            run = []
+        run.append(sequence)
+    if run:
+        batches.append((first + len(sequences) - len(run), torch.stack(run)))
+    return batches
+
+
+def capture(
+    skeleton: Skeleton, batches: list[tuple[int, Tensor]], device: torch.device, step: Callable[[], None]
+) -> list[Batch]:
+    """Run the model up to its blocks and record what each block would be called with.
+
+    The blocks are replaced by stand-ins that return their input, so embeddings, rotary tables and per-layer masks come
+    from the model's own forward. Whether a block returns a tensor or a tuple differs between models; both are tried.
+    """
+    captured: list[Batch] = []
+    for first, tokens in batches:
+        hidden, calls = _record(skeleton, tokens.to(device))
+        if not bool(torch.isfinite(hidden).all()):
+            raise QuantizationError(f"the embeddings of calibration sample {first} and following are not finite")
+        # Rotary tables and masks are equal for batches of one shape; one copy of them is enough.
+        for earlier in captured:
+            if earlier.tokens.shape == tokens.shape and _same(earlier.calls, calls):
+                calls = earlier.calls
+                break
+        captured.append(Batch(first, tokens, calls, hidden, hidden))
+        step()
+    return captured
+
+
+def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tuple, dict[str, Any]]]]:
+    blocks = skeleton.blocks
+    for as_tuple in (False, True):
+        calls: list[tuple[tuple, dict[str, Any]]] = []
+        hidden: list[Tensor] = []
+
+        def stand_in(*args: Any, as_tuple=as_tuple, calls=calls, hidden=hidden, **kwargs: Any) -> Any:
+            states = args[0] if args else kwargs.pop("hidden_states", None)
+            if not isinstance(states, Tensor) or states.shape[:2] != tokens.shape:
+                raise _WrongStyle
+            if not hidden:
+                hidden.append(states)
+            kwargs.pop("past_key_values", None)
+            calls.append((args[1:], kwargs))
+            if len(calls) == len(blocks):
+                raise _Stop
+            return (states,) if as_tuple else states
+
+        saved = [block.__dict__.get("forward") for block in blocks]
+        try:
+            for block in blocks:
+                block.forward = stand_in
+            with torch.no_grad():
+                skeleton.model(input_ids=tokens, use_cache=False)
+        except _Stop:
+            return hidden[0], calls
+        except _WrongStyle:
+            continue
+        finally:
+            for block, forward in zip(blocks, saved, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
+        break
+    raise QuantizationError(
+        f"{type(skeleton.model).__name__} does not call each of its {len(blocks)} decoder layers once with hidden "
+        f"states [batch, length, features]"
+    )
+
+
+def run_block(block: nn.Module, index: int, batch: Batch, hidden: Tensor) -> Tensor:
+    """The block's output [b, t, h] on ``hidden``, called as the model calls it."""
+    args, kwargs = batch.calls[index]
+    out = block(hidden, *args, **kwargs)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def inputs_of(
+    block: nn.Module, index: int, batch: Batch, hidden: Tensor, layers: list[nn.Module]
+) -> dict[nn.Module, Tensor]:
+    """The inputs of some layers of a block on ``hidden``; the forward pass ends as soon as all were seen."""
+    seen: dict[nn.Module, Tensor] = {}
+
+    def hook(module: nn.Module, args: tuple) -> None:
+        seen[module] = args[0]
+        if len(seen) == len(layers):
+            raise _Stop
+
+    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
+    try:
+        run_block(block, index, batch, hidden)
+    except _Stop:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def input_groups(block: nn.Module, index: int, batch: Batch, layers: dict[str, nn.Linear]) -> list[list[str]]:
+    """Layers that read the very same tensor, in the order of execution: [[q, k, v], [o], [gate, up], [down]].
+
+    Raises:
+        QuantizationError: a layer is never called, or more than once.
+    """
+    order: list[tuple[Tensor, list[str]]] = []
+    calls = dict.fromkeys(layers, 0)
+
+    def note(name: str) -> Callable[[nn.Module, tuple], None]:
+        def hook(module: nn.Module, args: tuple) -> None:
+            calls[name] += 1
+            # The tensors are kept alive here, so that identity means identity.
+            for tensor, names in order:
+                if tensor is args[0]:
+                    names.append(name)
+                    return
+            order.append((args[0], [name]))
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    try:
+        run_block(block, index, batch, batch.quantized)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, count in calls.items():
+        if count != 1:
+            raise QuantizationError(
+                f"block {index}: {name} is called {count} times in one forward pass; layers that are skipped or shared "
+                "(such as separate experts) are not supported"
+            )
+    return [names for _, names in order]
+
+
+@contextmanager
+def compute(device: torch.device, exact: bool = False) -> Iterator[None]:
+    """Matrix products in bfloat16 (sums in float32) where the device has instructions for it; ``exact`` forbids it."""
+    with nullcontext() if exact else torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
+        yield
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 products are faster than float32 ones on this device."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
+    return a == b

@@ -1,0 +1,204 @@
+"""One decoder block: statistics, solver, refinement, and the activations it hands on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .activations import Batch, compute, input_groups, inputs_of, run_block
+from .errors import QuantizationError
+from .hessian import Hessian
+from .observer import BlockReport, ModuleReport, Observer
+from .quantized import Quantized
+from .recipe import Recipe
+from .refine import block_error, refine_block
+from .solver import Solution, solve
+from .source import Skeleton, linear_layers
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """What became of one block: quantized weights by path within the block, and the reports."""
+
+    quantized: dict[str, Quantized]
+    kept: list[str]
+    modules: list[ModuleReport]
+    report: BlockReport
+
+
+class BlockRun:
+    """Quantizes one block; its methods are the steps, in order.
+
+    Two streams of activations run through the model: the original model's, which says what the block should put out,
+    and the quantized model's, which is what its layers will really read (``Batch.original``, ``Batch.quantized``).
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        index: int,
+        train: list[Batch],
+        held_out: list[Batch],
+        recipe: Recipe,
+        device: torch.device,
+        observer: Observer,
+    ) -> None:
+        self.started = time.perf_counter()
+        self.index, self.name = index, skeleton.block_name(index)
+        self.train, self.held_out = train, held_out
+        self.recipe, self.device, self.observer = recipe, device, observer
+        self.original = skeleton.load_block(index, device)
+        self.block = skeleton.load_block(index, device)
+        self.layers = linear_layers(self.block)
+        self.choices = {name: recipe.choice(f"{self.name}.{name}") for name in self.layers}
+        self.kept = [name for name, choice in self.choices.items() if choice is None]
+        self.quantized: dict[str, Quantized] = {}
+        self.modules: list[ModuleReport] = []
+
+    def run(self) -> BlockResult:
+        """All steps."""
+        chosen = {name: layer for name, layer in self.layers.items() if self.choices[name] is not None}
+        with torch.no_grad(), compute(self.device):
+            stages = input_groups(self.block, self.index, self.train[0], chosen) if chosen else []
+        targets = self._original_outputs()
+        passes = [[stage] for stage in stages] if self.recipe.sequential else [stages]
+        for done, group in enumerate(passes):
+            self.observer.stage("hessian", done, len(passes))
+            statistics = [self._statistics(stage) for stage in group]
+            self.observer.stage("solve", done, len(passes))
+            for stage, hessians in zip(group, statistics, strict=True):
+                self._solve_stage(stage, *hessians)
+        error, before = self._refine(chosen, *targets)
+        self._hand_on(*targets)
+        seconds = time.perf_counter() - self.started
+        report = BlockReport(self.index, self.name, error, before, False, seconds)
+        return BlockResult(self.quantized, self.kept, self.modules, report)
+
+    def restore(self, quantized: dict[str, Quantized], report: BlockReport) -> None:
+        """Take a finished block as it is and only carry the activations through it."""
+        for name, weight in quantized.items():
+            self.layers[name].weight = nn.Parameter(weight.dequantize().to(self.device), requires_grad=False)
+        self._hand_on(*self._original_outputs())
+
+    def _original_outputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        outputs = []
+        with torch.no_grad(), compute(self.device):
+            for batches in (self.train, self.held_out):
+                outputs.append([run_block(self.original, self.index, b, b.original).float() for b in batches])
+        return outputs[0], outputs[1]
+
+    def _statistics(self, stage: list[str]) -> tuple[Hessian, Hessian | None]:
+        """Hessians of the input that the layers of a stage share: over the training batches, and the held-out ones."""
+        k = self.layers[stage[0]].in_features
+        name = f"{self.name}.{stage[0]}"
+        wanted = self.recipe.correction > 0 and self.index + len(self.modules) > 0
+        pair = []
+        for batches in (self.train, self.held_out if wanted else []):
+            hessian = Hessian(k, name, self.device)
+            for batch in batches:
+                with torch.no_grad():
+                    seen = self._inputs(self.block, stage[0], batch, batch.quantized)
+                    original = self._inputs(self.original, stage[0], batch, batch.original) if wanted else None
+                    hessian.update(seen, original, batch.first)
+            pair.append(hessian if batches else None)
+        return pair[0], pair[1]
+
+    def _inputs(self, block: nn.Module, layer: str, batch: Batch, hidden: Tensor) -> Tensor:
+        with compute(self.device):
+            module = block.get_submodule(layer)
+            return inputs_of(block, self.index, batch, hidden, [module])[module]
+
+    def _solve_stage(self, stage: list[str], hessian: Hessian, held_out: Hessian | None) -> None:
+        """Quantize the layers of a stage, stacked along n where they share a grid, and put them into the block."""
+        for choice in dict.fromkeys(self.choices[name] for name in stage):
+            names = [name for name in stage if self.choices[name] == choice]
+            started = time.perf_counter()
+            weight = torch.cat([self.layers[name].weight for name in names])
+            solution = self._best_solution(weight, hessian, held_out, *choice)
+            if solution.damp > self.recipe.damp:
+                self.observer.warning(f"{self.name}.{names[0]}: damping raised to {solution.damp:g}")
+            seconds = (time.perf_counter() - started) / len(names)
+            rows = [self.layers[name].out_features for name in names]
+            for name, part in zip(names, split_rows(solution.quantized, rows), strict=True):
+                layer = self.layers[name]
+                layer.weight = nn.Parameter(part.dequantize(), requires_grad=False)
+                self.quantized[name] = part
+                self.modules.append(
+                    ModuleReport(
+                        f"{self.name}.{name}",
+                        part.n,
+                        part.k,
+                        part.spec,
+                        solution.loss,
+                        solution.damp,
+                        solution.dead,
+                        seconds,
+                    )
+                )
+                self.observer.module_finished(self.modules[-1])
+
+    def _best_solution(self, weight: Tensor, hessian: Hessian, held_out: Hessian | None, spec, ternary) -> Solution:
+        recipe = self.recipe
+        settings = {
+            "ternary": ternary,
+            "damp": recipe.damp,
+            "clip": recipe.clip,
+            "act_order": recipe.act_order,
+            "sweeps": recipe.sweeps,
+            "refit": recipe.refit,
+        }
+        plain = solve(weight, hessian, spec, correction=0.0, **settings)
+        if held_out is None:
+            return plain
+        corrected = solve(weight, hessian, spec, correction=recipe.correction, **settings)
+        better = stream_error(corrected, weight, held_out) < stream_error(plain, weight, held_out)
+        return corrected if better else plain
+
+    def _refine(self, chosen: dict[str, nn.Linear], train: list[Tensor], held_out: list[Tensor]) -> tuple[float, float]:
+        if not self.recipe.refine_steps or not chosen:
+            error = block_error(self.block, self.index, self.held_out, held_out, self.device)
+            return error, error
+        best, error, before = refine_block(
+            self.block,
+            self.index,
+            chosen,
+            self.quantized,
+            {name: layer.weight for name, layer in linear_layers(self.original).items() if name in chosen},
+            {name for name, choice in self.choices.items() if choice is not None and choice[1]},
+            (self.train, train),
+            (self.held_out, held_out),
+            self.recipe,
+            self.device,
+            lambda done, total: self.observer.stage("refine", done, total),
+        )
+        if best is self.quantized:
+            self.observer.warning(f"{self.name}: refinement did not lower the held-out error {before:.4g}; rolled back")
+        self.quantized = best
+        return error, before
+
+    def _hand_on(self, train: list[Tensor], held_out: list[Tensor]) -> None:
+        """Replace every batch's hidden states by this block's outputs."""
+        batches = [*self.train, *self.held_out]
+        for done, (batch, target) in enumerate(zip(batches, [*train, *held_out], strict=True)):
+            with torch.no_grad(), compute(self.device):
+                out = run_block(self.block, self.index, batch, batch.quantized).float()
+            if not bool(torch.isfinite(out).all()):
+                raise QuantizationError(f"{self.name}: its output on calibration sample {batch.first} is not finite")
+            batch.original, batch.quantized = target, out
+            self.observer.stage("replay", done + 1, len(batches))
+
+
+def split_rows(stacked: Quantized, rows: list[int]) -> list[Quantized]:
+    """A weight stacked along n, taken apart again."""
+    codes, scales = stacked.codes.split(rows), stacked.scales.split(rows)
+    zeros = [None] * len(rows) if stacked.zeros is None else stacked.zeros.split(rows)
+    return [Quantized(c, s, z, stacked.spec) for c, s, z in zip(codes, scales, zeros, strict=True)]
+
+
+def stream_error(solution: Solution, weight: Tensor, hessian: Hessian) -> float:
+    """``‖x₀Wᵀ − xŴᵀ‖²`` per token up to a constant, from the statistics of both streams."""
+    candidate = solution.quantized.dequantize()
+    return float(((candidate @ hessian.matrix - 2 * (weight.float() @ hessian.cross)) * candidate).sum())

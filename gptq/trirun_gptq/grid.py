@@ -1,0 +1,131 @@
+"""Scales (and zeros) of static groups: a search weighted by how much each column's rounding error will cost.
+
+Under GPTQ, rounding column j costs ``(w_j − ŵ_j)² / U_jj²`` after the later columns have compensated for it (U is the
+upper Cholesky factor of H⁻¹; Hassibi & Stork 1993, "Optimal Brain Surgeon"; Frantar et al. 2022, eq. 3). So the scale
+of a group minimises the squared error weighted by ``1/U_jj²``, by Lloyd's alternation (codes, then the scale in closed
+form) from a ladder of clipped ranges. The scale may be negative, which turns {-1, 0, 1, 2} into {-2, -1, 0, 1}.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from trirun_kernels import QuantSpec
+
+from .errors import QuantizationError
+
+SHRINKS = 16  # starting ranges per group
+SHORT_LLOYD = 2  # alternations for every start
+LONG_LLOYD = 6  # and for the best one
+MIN_SCALE = 2.0**-14  # the smallest normal fp16: below it a scale loses digits
+
+
+def assign(weight: Tensor, scales: Tensor, zeros: Tensor | float, levels: int) -> Tensor:
+    """The nearest code of every weight, as float. Shapes broadcast; ``levels`` is 4, or 3 for ternary."""
+    return (weight / scales + zeros).round_().clamp_(0, levels - 1)
+
+
+def search_grid(
+    weight: Tensor, importance: Tensor, spec: QuantSpec, *, levels: int = 4, clip: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Scales (and zeros, for a real-zero grid) of every group of a weight.
+
+    Args:
+        weight: float32 [n, k].
+        importance: float32 [k], the weight of each column's squared error.
+        spec: the grid. levels: 4, or 3 for ternary.
+        clip: False takes each group's extreme values instead of searching (the ``RTN`` and plain-GPTQ baselines).
+
+    Returns:
+        fp16 [n, groups] scales, never zero; fp16 zeros shaped alike, or None.
+
+    Raises:
+        QuantizationError: a scale does not fit fp16.
+    """
+    n, k = weight.shape
+    groups = spec.groups(k)
+    w = weight.view(n, groups, -1)
+    h = importance.view(1, groups, -1)
+    if not clip:
+        scales, zeros = _extremes(w, spec, levels)
+        return _stored(scales, zeros, spec)
+    best_loss = torch.full((n, groups, 1), torch.inf, device=w.device)
+    best_scale, best_zero = torch.ones_like(best_loss), torch.zeros_like(best_loss)
+    start, zero = _extremes(w, spec, levels)
+    signs = (1.0, -1.0) if spec.zero is not None and levels == 4 and spec.zero != 1.5 else (1.0,)
+    for shrink in torch.linspace(1.0, 0.3, SHRINKS).tolist():
+        for sign in signs:
+            scale, offset = start * (shrink * sign), zero
+            if spec.zero is None:
+                # Shrink around the middle of the range, which is code 1.5.
+                offset = 1.5 + (zero - 1.5) / shrink
+            for _ in range(SHORT_LLOYD):
+                scale, offset = _fit(w, h, scale, offset, spec, levels)
+            loss = _loss(w, h, scale, offset, levels)
+            better = loss < best_loss
+            best_loss = torch.where(better, loss, best_loss)
+            best_scale = torch.where(better, scale, best_scale)
+            best_zero = torch.where(better, offset, best_zero)
+    for _ in range(LONG_LLOYD):
+        best_scale, best_zero = _fit(w, h, best_scale, best_zero, spec, levels)
+    return _stored(best_scale, best_zero, spec)
+
+
+def _extremes(w: Tensor, spec: QuantSpec, levels: int) -> tuple[Tensor, Tensor]:
+    """Scales and zeros [n, groups, 1] whose grid just reaches the extreme weights."""
+    if spec.zero is None:
+        low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
+        scale = ((high - low) / (levels - 1)).clamp_min(MIN_SCALE)
+        return scale, -low / scale
+    reach = max(spec.zero, levels - 1 - spec.zero)
+    magnitude = w.abs().amax(-1, keepdim=True)
+    signed = torch.where(w.amax(-1, keepdim=True) >= magnitude, 1.0, -1.0) if levels == 4 and reach > 1.5 else 1.0
+    return (magnitude / reach).clamp_min(MIN_SCALE) * signed, torch.full_like(magnitude, spec.zero)
+
+
+def _fit(w: Tensor, h: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec, levels: int) -> tuple[Tensor, Tensor]:
+    """One Lloyd alternation: nearest codes, then the weighted least-squares scale (and zero)."""
+    q = assign(w, scale, zero, levels)
+    hq = h * q
+    if spec.zero is not None:
+        centred = q - zero
+        fitted = (h * w * centred).sum(-1, keepdim=True) / (h * centred * centred).sum(-1, keepdim=True)
+        return _usable(fitted, scale), zero
+    mass = h.sum(-1, keepdim=True)
+    mean_q, mean_w = hq.sum(-1, keepdim=True) / mass, (h * w).sum(-1, keepdim=True) / mass
+    variance = (hq * q).sum(-1, keepdim=True) - mass * mean_q * mean_q
+    fitted = _usable(((hq * w).sum(-1, keepdim=True) - mass * mean_q * mean_w) / variance, scale)
+    return fitted, mean_q - mean_w / fitted
+
+
+def _usable(fitted: Tensor, previous: Tensor) -> Tensor:
+    """The fitted scale, or the previous one where the group has a single code (no slope to fit)."""
+    return torch.where(torch.isfinite(fitted) & (fitted.abs() >= MIN_SCALE), fitted, previous)
+
+
+def _loss(w: Tensor, h: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
+    error = w - scale * (assign(w, scale, zero, levels) - zero)
+    return (h * error * error).sum(-1, keepdim=True)
+
+
+def _stored(scale: Tensor, zero: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+    return store_scales(scale.squeeze(-1)), store_zeros(zero.squeeze(-1)) if spec.zero is None else None
+
+
+def store_scales(scales: Tensor) -> Tensor:
+    """Scales as they will be stored: the nearest fp16, at least its smallest normal number in magnitude.
+
+    Raises:
+        QuantizationError: a scale is not finite in fp16.
+    """
+    away = torch.where(scales < 0, -1.0, 1.0) * scales.abs().clamp_min(MIN_SCALE)
+    half = away.to(torch.float16)
+    if not bool(torch.isfinite(half).all()):
+        raise QuantizationError(f"a scale of {float(scales.abs().max()):.4g} does not fit fp16")
+    return half
+
+
+def store_zeros(zeros: Tensor) -> Tensor:
+    """Zeros as they will be stored. A group far from zero would need a zero point that fp16 holds only coarsely, so it
+    is kept within ±1024, where fp16 still resolves a whole code."""
+    return zeros.clamp(-1024, 1024).to(torch.float16)

@@ -1,0 +1,117 @@
+"""After GPTQ: coordinate descent over the codes, and scales refitted in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from trirun_kernels import QuantSpec
+
+from .grid import assign, store_scales, store_zeros
+
+BLOCK = 128  # columns descended before the gradient of the rest is updated by one matrix product
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``min tr((Ŵ − target) H (Ŵ − target)ᵀ)`` over codes 0..levels−1 and scales.
+
+    target is [n, k], hessian [k, k], both float32.
+    """
+
+    target: Tensor
+    hessian: Tensor
+    spec: QuantSpec
+    levels: int
+
+    def dense(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """Ŵ, float32 [n, k], from codes (any dtype) and stored scales."""
+        n, k = codes.shape
+        zero = self.spec.zero if zeros is None else zeros.float().unsqueeze(-1)
+        grouped = codes.view(n, self.spec.groups(k), -1).float()
+        return (scales.float().unsqueeze(-1) * (grouped - zero)).view(n, k)
+
+    def row_losses(self, dense: Tensor) -> Tensor:
+        """The loss of each row, [n]."""
+        error = dense - self.target
+        return ((error @ self.hessian) * error).sum(1)
+
+
+def descend(problem: Problem, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """One sweep of exact coordinate descent: each column in turn takes its best codes given all others.
+
+    The loss never rises (Nair & Suggala 2024, "CDQuant"; Behdin et al. 2023, "QuantEase").
+
+    Args:
+        codes: float [n, k].
+
+    Returns:
+        Codes, float [n, k].
+    """
+    spec, levels = problem.spec, problem.levels
+    k = codes.shape[1]
+    size = k if spec.group_size == -1 else spec.group_size
+    step = scales.float().t().contiguous()
+    zero = None if zeros is None else zeros.float().t().contiguous()
+    codes = codes.t().contiguous()
+    dense = problem.dense(codes.t(), scales, zeros).t().contiguous()
+    error = dense - problem.target.t()
+    hessian = problem.hessian
+    for start in range(0, k, BLOCK):
+        end = min(start + BLOCK, k)
+        local = hessian[start:end, start:end]
+        gradient = hessian[start:end] @ error  # [columns, n], half the gradient
+        curvature = local.diagonal().tolist()
+        for j in range(end - start):
+            column = start + j
+            s, z = step[column // size], spec.zero if zero is None else zero[column // size]
+            best = assign(dense[column] - gradient[j] / curvature[j], s, z, levels)
+            value = s * (best - z)
+            change = value - dense[column]
+            gradient.addr_(local[:, j], change)
+            error[column] += change
+            codes[column], dense[column] = best, value
+    return codes.t().contiguous()
+
+
+def refit_scales(
+    problem: Problem, codes: Tensor, scales: Tensor, zeros: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Least-squares scales (and zeros) of every row for the codes at hand, kept in the rows whose loss drops.
+
+    Solves, per row, the normal equations of ``Σ_g s_g·a_g`` (``+ b_g·1_g`` for real zeros, with b = −s·z) against the
+    target under H, then rounds to fp16.
+
+    Returns:
+        Codes float [n, k] (unchanged), and the accepted scales and zeros.
+    """
+    n, k = codes.shape
+    groups = problem.spec.groups(k)
+    basis = [codes - problem.spec.zero] if zeros is None else [codes, torch.ones_like(codes)]
+    width = len(basis) * groups
+    normal = torch.empty(n, width, width, device=codes.device)
+    right = torch.empty(n, width, device=codes.device)
+    pull = problem.target @ problem.hessian
+    size = k // groups
+    for b, left in enumerate(basis):
+        right[:, b * groups : (b + 1) * groups] = (pull * left).view(n, groups, size).sum(-1)
+        for g in range(groups):
+            columns = slice(g * size, (g + 1) * size)
+            row = left[:, columns] @ problem.hessian[columns]
+            for c, other in enumerate(basis):
+                normal[:, b * groups + g, c * groups : (c + 1) * groups] = (row * other).view(n, groups, size).sum(-1)
+    # A group with one single code makes its two columns collinear; a trace of ridge keeps the solve regular.
+    normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
+    fitted, failed = torch.linalg.solve_ex(normal, right.unsqueeze(-1))
+    fitted = fitted.squeeze(-1)
+    usable = (failed == 0) & torch.isfinite(fitted).all(1) & (fitted[:, :groups].abs().amax(1) < 6e4)
+    fitted = torch.where(usable.unsqueeze(1), fitted, 1.0)
+
+    new_scales = store_scales(fitted[:, :groups])
+    new_zeros = None if zeros is None else store_zeros(-fitted[:, groups:] / new_scales.float())
+    before = problem.row_losses(problem.dense(codes, scales, zeros))
+    after = problem.row_losses(problem.dense(codes, new_scales, new_zeros))
+    better = (usable & (after < before)).unsqueeze(1)
+    kept_zeros = None if zeros is None else torch.where(better, new_zeros, zeros)
+    return codes, torch.where(better, new_scales, scales), kept_zeros

@@ -1,0 +1,188 @@
+"""A Hugging Face model directory as a lazily read set of tensors and an empty model around them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import QuantizationError
+
+
+class TensorSource:
+    """The tensors of a directory's safetensors files by name, read when asked for.
+
+    Raises:
+        QuantizationError: no safetensors, a missing or damaged shard.
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        self.directory = Path(model_dir)
+        index = self.directory / "model.safetensors.index.json"
+        single = self.directory / "model.safetensors"
+        if index.is_file():
+            try:
+                self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                raise QuantizationError(f"{index} is not a safetensors index") from None
+        elif single.is_file():
+            self._open: dict[str, Any] = {}
+            self._file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
+        else:
+            raise QuantizationError(f"{self.directory} has neither model.safetensors nor model.safetensors.index.json")
+        self._open = {}
+
+    @property
+    def names(self) -> list[str]:
+        """All tensor names, in the order of the files."""
+        return list(self._file_of)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold them."""
+        return [self.directory / name for name in sorted(set(self._file_of.values()))]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU in its stored dtype."""
+        if name not in self._file_of:
+            raise QuantizationError(f"{self.directory}: tensor {name} is missing")
+        from safetensors import SafetensorError
+
+        try:
+            return self._handle(self._file_of[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise QuantizationError(f"{self.directory / self._file_of[name]}: {name}: {error}") from None
+
+    def _handle(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.directory / file, "pt")
+            except (SafetensorError, OSError) as error:
+                raise QuantizationError(f"{self.directory / file} cannot be read: {error}") from None
+        return self._open[file]
+
+
+class Skeleton:
+    """The model without weights: its class decides what is computed, the source fills in what is needed.
+
+    Attributes:
+        model: the causal language model, parameters on the meta device, buffers real.
+        blocks_name: path of the list of decoder blocks, for example ``model.layers``.
+        blocks: the blocks themselves, in order.
+
+    Raises:
+        QuantizationError: the directory has no usable config.json, or the model has no decoder blocks.
+    """
+
+    def __init__(self, source: TensorSource) -> None:
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if not (source.directory / "config.json").is_file():
+            raise QuantizationError(f"{source.directory} has no config.json")
+        try:
+            config = AutoConfig.from_pretrained(source.directory)
+        except (ValueError, OSError, KeyError) as error:
+            raise QuantizationError(f"{source.directory}/config.json: {_first_line(error)}") from None
+        if getattr(config, "quantization_config", None):
+            raise QuantizationError(f"{source.directory} is quantized already: {config.quantization_config}")
+        try:
+            with init_empty_weights(include_buffers=False):
+                self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except (ValueError, ImportError) as error:
+            raise QuantizationError(f"{source.directory}: not a causal language model: {_first_line(error)}") from None
+        self.model.eval().requires_grad_(False)
+        self.source = source
+        self.blocks_name, self.blocks = _decoder_blocks(self.model)
+        for name, module in self.blocks.named_modules(prefix=self.blocks_name):
+            _require_supported(name, module)
+
+    def block_name(self, index: int) -> str:
+        """Path of one block."""
+        return f"{self.blocks_name}.{index}"
+
+    def load_block(self, index: int, device: torch.device) -> nn.Module:
+        """A float32 copy of one block with its weights, on ``device``."""
+        block = copy.deepcopy(self.blocks[index])
+        self._fill(block, self.block_name(index), device)
+        return block
+
+    def load_rest(self, device: torch.device) -> None:
+        """Fill in what runs before the first block (embeddings, rotary tables); the output head stays empty."""
+        head = self.model.get_output_embeddings()
+        for name, module in self.model.named_modules():
+            inside = name == self.blocks_name or name.startswith(f"{self.blocks_name}.")
+            tied = module is head and head is not None
+            if inside or tied or not (module._parameters or module._buffers):
+                continue
+            self._fill(module, name, device, recurse=False)
+
+    def _fill(self, module: nn.Module, prefix: str, device: torch.device, recurse: bool = True) -> None:
+        owners = dict(module.named_modules()) if recurse else {"": module}
+        for path, owner in owners.items():
+            base = ".".join(part for part in (prefix, path) if part)
+            for key, parameter in owner._parameters.items():
+                if parameter is None:
+                    continue
+                value = self.source.read(f"{base}.{key}")
+                if value.shape != parameter.shape:
+                    shapes = f"{list(value.shape)} in the file, {list(parameter.shape)} by config.json"
+                    raise QuantizationError(f"{base}.{key}: {shapes}")
+                value = value.to(device, torch.float32)
+                owner._parameters[key] = nn.Parameter(value, requires_grad=False)
+            for key, buffer in owner._buffers.items():
+                if buffer is not None:
+                    stored = f"{base}.{key}"
+                    persistent = key not in owner._non_persistent_buffers_set and stored in self.source
+                    owner._buffers[key] = (self.source.read(stored) if persistent else buffer).to(device)
+
+
+def linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a block by their path within it, in definition order."""
+    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+
+
+def _decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of like-built modules that holds the most parameters."""
+    best: tuple[int, str, nn.ModuleList] | None = None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and len({type(child) for child in module}) == 1:
+            size = sum(parameter.numel() for parameter in module.parameters())
+            if best is None or size > best[0]:
+                best = size, name, module
+    if best is None:
+        raise QuantizationError(f"{type(model).__name__} has no list of decoder layers")
+    return best[1], best[2]
+
+
+def _require_supported(name: str, module: nn.Module) -> None:
+    """Refuse what holds weights in the blocks in a form this walk would leave unquantized unnoticed."""
+    kind = type(module).__name__
+    if kind == "Conv1D":
+        raise QuantizationError(f"{name}: Conv1D layers (GPT-2 style, transposed weights) are not supported")
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.dim() >= 3:
+            raise QuantizationError(
+                f"{name}.{key} is one {parameter.dim()}-D tensor {list(parameter.shape)} ({kind}): fused "
+                "mixture-of-experts and convolution weights are not supported"
+            )
+        if parameter is not None and parameter.dim() == 2 and not isinstance(module, nn.Linear | nn.Embedding):
+            large = parameter.numel() > 1 << 20
+            if large:
+                raise QuantizationError(
+                    f"{name}.{key} {list(parameter.shape)} belongs to a {kind}, which is not an nn.Linear; "
+                    "such layers are not supported"
+                )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
