@@ -53,9 +53,14 @@ install() {
     step "trirun is installed in .venv, and nothing changed since"
     return
   fi
-  step "Installing torch into .venv (the CPU build is 0.2 GB, the CUDA build several: see scripts/constraints.txt)"
-  "$venv/bin/python" -m pip install --disable-pip-version-check -c scripts/constraints.txt torch==2.13.0 --quiet
+  local torch pip=("$venv/bin/python" -m pip install --disable-pip-version-check -c scripts/constraints.txt)
+  torch=$(grep '^torch==' scripts/constraints.txt)
+  if ! "$venv/bin/python" -c "import importlib.metadata as m; assert m.version('torch').split('+')[0] == '${torch#*==}'" \
+    2>/dev/null; then
+    step "Installing $torch into .venv (0.2 GB as the CPU build, several GB as the CUDA build: scripts/constraints.txt)"
+    "${pip[@]}" "$torch"
+  fi
   step "Compiling the kernels and installing trirun into .venv"
-  "$venv/bin/python" -m pip install --disable-pip-version-check -c scripts/constraints.txt -e "$spec" --quiet
+  "${pip[@]}" --quiet -e "$spec"
   fingerprint "${1:-}" >"$stamp"
 }
