@@ -4,6 +4,10 @@
 
 #include <atomic>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "kernels.h"
 #include "numbers.h"
 #include "threads.h"
@@ -15,10 +19,34 @@ namespace {
 
 std::atomic<const Isa*> chosen{nullptr};
 
+#if defined(__x86_64__)
+/* __builtin_cpu_supports knows "f16c" only from GCC 11 on. */
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+/* Whether this machine runs what scripts/trirun_toolchain.py compiles for the instruction set, the operating system's
+ * part included. */
+bool machine_has(const Isa& candidate) {
+  if (&candidate == &kPortable) return true;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+  if (&candidate == &kAvx512Vnni)
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
+#endif
+  return false;
+}
+
 const Isa* find_isa(const char* name) {
-  const Isa* candidates[] = {&kPortable};
+  const Isa* candidates[] = {&kAvx512Vnni, &kPortable};
   for (const Isa* candidate : candidates)
-    if ((!name || !*name || !strcmp(name, candidate->name))) return candidate;
+    if (candidate->name && (!name || !*name || !strcmp(name, candidate->name)) && machine_has(*candidate))
+      return candidate;
   return nullptr;
 }
 

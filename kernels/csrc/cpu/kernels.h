@@ -50,9 +50,9 @@ struct Isa {
 /* The instruction set in use. */
 const Isa& isa();
 
-/* One table per translation unit. Constants: nothing of a translation unit runs before its instruction set is known
- * to be there. */
-extern const Isa kPortable;
+/* One table per instruction set; constants, so that nothing compiled for it runs before the machine is known to have
+ * it. The name is null where the compiler or the processor's family lacks it. */
+extern const Isa kPortable, kAvx512Vnni;
 
 }  // namespace trirun
 #endif

@@ -1,0 +1,138 @@
+/* The loop nest of products with many rows of x, shared by the AVX-512 instruction sets: a piece of a strip is
+ * transposed and masked once into L1 and then meets every row of a block of x. What differs is the inner product:
+ *
+ *   struct Multiply { template <Mode mode> static void piece(const Piece& piece); };
+ */
+#ifndef TRIRUN_CPU_PANEL_H
+#define TRIRUN_CPU_PANEL_H
+
+#include <string.h>
+
+#include "avx512.h"
+#include "threads.h"
+
+namespace trirun {
+namespace {
+
+/* k columns unpacked at a time: 64 rows of them take half of a 32 KiB L1. */
+constexpr int64_t kPieceColumns = 256;
+
+/* One unpacked piece of a strip and the rows of x it meets. */
+struct Piece {
+  /* Masked codes, [columns/64][row block j][16 quads][dword 2r + h]: tiles of 1 KiB that AMX takes as they are. */
+  const uint8_t* codes;
+  int64_t columns;          /* of k in the piece */
+  int64_t step;             /* columns per step of the fp32 sum; at least `columns` for kLong8 */
+  const StepValues* values; /* [columns/step] */
+  const int8_t* digits;     /* of the first row, at the piece's first column */
+  int64_t plane;            /* bytes from one plane of digits to the next (hi to lo, or row to row) */
+  int64_t rows;
+  const float* x_sums;      /* [row][x_stride] per step, from the piece's first step on */
+  int64_t x_stride;
+  const float* x_scales;    /* 16 bits: [row][scale_stride], of the piece's first 128 columns */
+  int64_t scale_stride;
+  int32_t* dots;            /* kLong8: [row][64], sums so far; zeroed at the start of a step */
+  float* acc;               /* [row][64] */
+};
+
+/* `columns` of k from a block on, to the form of Piece::codes. */
+TRIRUN_INLINE void unpack_piece(const uint32_t* block, int64_t columns, uint8_t* codes) {
+  for (int64_t i = 0; i < columns; i += 32, block += 128) {
+    __m512i quads[8];
+    transpose_block(block, quads);
+    uint8_t* tile = codes + i / 64 * 4096 + i % 64 * 16;
+    for (int u = 0; u < 8; ++u)
+      for (int j = 0; j < 4; ++j)
+        _mm512_store_si512(tile + 1024 * j + 64 * u, _mm512_and_si512(quads[u], code_mask(j)));
+    // The strip continues in memory, and the next one follows it: a piece ahead is always worth fetching.
+    for (int line = 0; line < 8; ++line)
+      _mm_prefetch(reinterpret_cast<const char*>(block) + kPieceColumns * 16 + 64 * line, _MM_HINT_T1);
+  }
+}
+
+/* Sums of the digits per step, as exact floats, for rows [begin, begin + rows). */
+inline void sum_steps(const trirun_act& act, int64_t step, int64_t begin, int64_t rows, float* sums, int64_t steps) {
+  const int64_t blocks = act.k / 32;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int32_t* parts = act.sums + (begin + row) * blocks;
+    for (int64_t s = 0; s < steps; ++s) {
+      const int64_t last = (s + 1) * step / 32 < blocks ? (s + 1) * step / 32 : blocks;
+      int32_t sum = 0;
+      for (int64_t i = s * step / 32; i < last; ++i) sum += parts[i];
+      sums[row * steps + s] = static_cast<float>(sum);
+    }
+  }
+}
+
+/* Rows of x taken together: their digits stay in half of a 1 MiB L2 while the strips pass by. */
+inline int64_t row_block(const trirun_act& act) {
+  int64_t rows = (int64_t{1} << 19) / (act.k * (act.act_bits / 8)) / 48 * 48;
+  return rows < 48 ? 48 : rows > 240 ? 240 : rows;
+}
+
+template <class Multiply, Mode mode>
+bool panel(const Int2Job& job, int64_t begin, int64_t end) {
+  const trirun_int2& w = *job.w;
+  const trirun_act& act = *job.act;
+  const int64_t planes = act.act_bits / 8, step = step_of(w, act.act_bits), steps = (w.k + step - 1) / step;
+  const int64_t most_rows = act.m < row_block(act) ? act.m : row_block(act);
+
+  const int64_t codes_bytes = 64 * kPieceColumns, values_bytes = kPieceColumns / 32 * sizeof(StepValues);
+  const int64_t rows_bytes = (most_rows + 15) / 16 * 16 * 256;  // 64 fp32 or int32 per row
+  char* memory = static_cast<char*>(
+      scratch(kScratchKernel, codes_bytes + values_bytes + 2 * rows_bytes + most_rows * steps * 4));
+  if (!memory) return false;
+  uint8_t* codes = reinterpret_cast<uint8_t*>(memory);
+  StepValues* values = reinterpret_cast<StepValues*>(memory + codes_bytes);
+  int32_t* dots = reinterpret_cast<int32_t*>(memory + codes_bytes + values_bytes);
+  float* acc = reinterpret_cast<float*>(dots) + rows_bytes / 4;
+  float* x_sums = acc + rows_bytes / 4;
+
+  for (int64_t first = 0; first < act.m; first += most_rows) {
+    const int64_t rows = act.m - first < most_rows ? act.m - first : most_rows;
+    sum_steps(act, step, first, rows, x_sums, steps);
+    for (int64_t strip = begin; strip < end; ++strip) {
+      memset(acc, 0, static_cast<size_t>(rows) * 256);
+      if (!is_grouped(mode)) load_step(w, strip, 0, values[0]);
+      for (int64_t k = 0, columns; k < w.k; k += columns) {
+        columns = w.k - k < kPieceColumns ? w.k - k : kPieceColumns;
+        if (mode == kLong8 && k % kLongStep == 0) memset(dots, 0, static_cast<size_t>(rows) * 256);
+        unpack_piece(w.words + (strip * (w.k / 32) + k / 32) * 128, columns, codes);
+        if (is_grouped(mode))
+          for (int64_t i = 0; i < columns / step; ++i) load_step(w, strip, k / step + i, values[i]);
+        else if (mode == kChannel16 && k == 0)
+          for (int64_t i = 1; i < kPieceColumns / step; ++i) values[i] = values[0];
+        Multiply::template piece<mode>({codes, columns, step, values, act.digits + first * planes * act.k + k, act.k,
+                                        rows, x_sums + k / step, steps, act.scales + first * (act.k / 128) + k / 128,
+                                        act.k / 128, dots, acc});
+        if (mode == kLong8 && ((k + columns) % kLongStep == 0 || k + columns == w.k))
+          for (int64_t row = 0; row < rows; ++row) {
+            __m512i dot[4];
+            for (int j = 0; j < 4; ++j) dot[j] = _mm512_loadu_si512(dots + 64 * row + 16 * j);
+            add_step<mode>(acc + 64 * row, dot, values[0], x_sums[row * steps + k / step], 0);
+          }
+      }
+      for (int64_t row = 0; row < rows; ++row) finish_row<mode>(job, strip, first + row, acc + 64 * row, values[0]);
+    }
+  }
+  return true;
+}
+
+inline Mode mode_of(const Int2Job& job) {
+  const bool grouped = job.w->group_size > 0;
+  return job.act->act_bits == 8 ? (grouped ? kGroup8 : kLong8) : grouped ? kGroup16 : kChannel16;
+}
+
+template <class Multiply>
+bool panel(const Int2Job& job, int64_t begin, int64_t end) {
+  switch (mode_of(job)) {
+    case kLong8: return panel<Multiply, kLong8>(job, begin, end);
+    case kGroup8: return panel<Multiply, kGroup8>(job, begin, end);
+    case kChannel16: return panel<Multiply, kChannel16>(job, begin, end);
+    default: return panel<Multiply, kGroup16>(job, begin, end);
+  }
+}
+
+}  // namespace
+}  // namespace trirun
+#endif

@@ -1,0 +1,136 @@
+/* Activation quantization with AVX-512, digit for digit that of portable.cpp. */
+#include "kernels.h"
+
+#if defined(__AVX512VNNI__)
+#include <math.h>
+
+#include "avx512.h"
+
+namespace trirun {
+namespace {
+
+TRIRUN_INLINE __mmask16 tail_mask(int64_t i, int64_t k) {
+  const int64_t left = k - i;
+  return left >= 16 ? 0xffff : left <= 0 ? 0 : static_cast<__mmask16>((1u << left) - 1);
+}
+
+/* The largest magnitude of x[first, last) as the bits of a float; from 0x7f800000 up it is not a finite number. */
+TRIRUN_INLINE uint32_t magnitude_bits(const void* x, int dtype, int64_t first, int64_t last) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  __m512i most[4];
+  for (__m512i& m : most) m = _mm512_setzero_si512();
+  for (int64_t i = first; i < last; i += 64)
+    for (int part = 0; part < 4; ++part) {
+      const int64_t at = i + 16 * part;
+      __m512i bits = _mm512_castps_si512(load16(x, dtype, at, tail_mask(at, last)));
+      most[part] = _mm512_max_epu32(most[part], _mm512_and_si512(bits, magnitude));
+    }
+  return _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_max_epu32(most[0], most[1]),
+                                                  _mm512_max_epu32(most[2], most[3])));
+}
+
+TRIRUN_INLINE __m512i round_to_int(__m512 value) {
+  return _mm512_cvt_roundps_epi32(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* Four vectors of 16 int32, columns 0..63, to 64 digits in the order (t, c, b) of two blocks, saturated to int8. */
+TRIRUN_INLINE __m512i order_digits(const __m512i value[4]) {
+  // The packs leave, in dword 4q + i, columns 16i + 4q .. + 3; the 16-bit pair p of it is number 8q + 2i + p. Digit
+  // pair d = 0, 1 of (block, t, c) is columns 2t + 8d of i = 2 block + c: q = t / 2 + 2d, p = t % 2.
+  const __m512i packed = _mm512_packs_epi16(_mm512_packs_epi32(value[0], value[1]),
+                                            _mm512_packs_epi32(value[2], value[3]));
+#define TRIRUN_PAIRS(block, t, c)                                                       \
+  8 * ((t) / 2) + 2 * (2 * (block) + (c)) + (t) % 2, 8 * ((t) / 2 + 2) + 2 * (2 * (block) + (c)) + (t) % 2
+#define TRIRUN_BLOCK(block)                                                             \
+  TRIRUN_PAIRS(block, 0, 0), TRIRUN_PAIRS(block, 0, 1), TRIRUN_PAIRS(block, 1, 0), TRIRUN_PAIRS(block, 1, 1), \
+      TRIRUN_PAIRS(block, 2, 0), TRIRUN_PAIRS(block, 2, 1), TRIRUN_PAIRS(block, 3, 0), TRIRUN_PAIRS(block, 3, 1)
+  alignas(64) static constexpr int16_t kOrder[32] = {TRIRUN_BLOCK(0), TRIRUN_BLOCK(1)};
+#undef TRIRUN_BLOCK
+#undef TRIRUN_PAIRS
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), packed);
+}
+
+/* Sums of the four 32-digit blocks of 128 digits. */
+TRIRUN_INLINE __m128i block_sums(__m512i low, __m512i high) {
+  const __m512i flip = _mm512_set1_epi8(-128), none = _mm512_setzero_si512();
+  // Sums of eight digits + 128; four of them make a block.
+  __m512i a = _mm512_sad_epu8(_mm512_xor_si512(low, flip), none);
+  __m512i b = _mm512_sad_epu8(_mm512_xor_si512(high, flip), none);
+  __m512i sum = _mm512_add_epi64(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  sum = _mm512_add_epi64(sum, _mm512_shuffle_i64x2(sum, sum, 0xb1));
+  sum = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 0, 0, 0, 0), sum);
+  return _mm_sub_epi32(_mm256_castsi256_si128(_mm512_cvtepi64_epi32(sum)), _mm_set1_epi32(128 * 32));
+}
+
+void quantize8(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row) {
+  const uint32_t amax = magnitude_bits(x, dtype, 0, k);
+  const bool finite = amax < 0x7f800000;
+  const float scale = fmaxf(float_of(amax), 1e-5f) / 127.0f;
+  act.scales[row] = finite ? scale : NAN;
+  const __m512 divisor = _mm512_set1_ps(scale);
+  int8_t* digits = act.digits + row * act.k;
+  for (int64_t i = 0; i < act.k; i += 128) {
+    __m512i ordered[2];
+    for (int part = 0; part < 2; ++part) {
+      __m512i value[4];
+      for (int q = 0; q < 4; ++q) {
+        const int64_t at = i + 64 * part + 16 * q;
+        // A true division: the product with the reciprocal rounds differently next to a tie.
+        value[q] = round_to_int(_mm512_div_ps(load16(x, dtype, at, finite ? tail_mask(at, k) : 0), divisor));
+      }
+      ordered[part] = order_digits(value);
+      _mm512_storeu_si512(digits + i + 64 * part, ordered[part]);
+    }
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32),
+                     block_sums(ordered[0], ordered[1]));
+  }
+}
+
+void quantize16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row) {
+  const __m512i most = _mm512_set1_epi32(32639), least = _mm512_set1_epi32(-32639), half = _mm512_set1_epi32(128);
+  int8_t *high = act.digits + row * 2 * act.k, *low = high + act.k;
+  bool finite = true;
+  for (int64_t i = 0; i < act.k; i += 128) {
+    const uint32_t bits = magnitude_bits(x, dtype, i, k < i + 128 ? k : i + 128);
+    const bool here = bits < 0x7f800000;
+    finite = finite && here;
+    const float amax = here ? fmaxf(float_of(bits), 1e-30f) : 1.0f;
+    act.scales[row * (act.k / 128) + i / 128] = amax / 32639.0f;
+    const __m512 inverse = _mm512_set1_ps(32639.0f / amax);
+    __m512i upper[2], lower[2];
+    for (int part = 0; part < 2; ++part) {
+      __m512i value[4], rest[4];
+      for (int q = 0; q < 4; ++q) {
+        const int64_t at = i + 64 * part + 16 * q;
+        __m512i fixed = round_to_int(_mm512_mul_ps(load16(x, dtype, at, here ? tail_mask(at, k) : 0), inverse));
+        fixed = _mm512_max_epi32(_mm512_min_epi32(fixed, most), least);
+        value[q] = _mm512_srai_epi32(_mm512_add_epi32(fixed, half), 8);
+        rest[q] = _mm512_sub_epi32(fixed, _mm512_slli_epi32(value[q], 8));
+      }
+      upper[part] = order_digits(value);
+      lower[part] = order_digits(rest);
+      _mm512_storeu_si512(high + i + 64 * part, upper[part]);
+      _mm512_storeu_si512(low + i + 64 * part, lower[part]);
+    }
+    __m128i sums = _mm_add_epi32(_mm_slli_epi32(block_sums(upper[0], upper[1]), 8), block_sums(lower[0], lower[1]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32), sums);
+  }
+  if (!finite)
+    for (int64_t i = 0; i < act.k / 128; ++i) act.scales[row * (act.k / 128) + i] = NAN;
+}
+
+}  // namespace
+
+void quantize_avx512(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin,
+                     int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const void* start = static_cast<const char*>(x) + row * ldx * bytes_of(dtype);
+    if (act.act_bits == 8)
+      quantize8(act, start, dtype, k, row);
+    else
+      quantize16(act, start, dtype, k, row);
+  }
+}
+
+}  // namespace trirun
+#endif
