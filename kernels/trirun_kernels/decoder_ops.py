@@ -1,0 +1,213 @@
+"""The lean decoder on the CPU library: a whole forward step in one native call.
+
+:mod:`trirun_kernels.decoder_reference` is its slow twin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .decoder_weights import ACTIVATIONS, KEY_BLOCK, LINEARS, NORMS, SIZES, DecoderWeights, LayerWeights
+from .native import DTYPES, Int2Struct, NativeError, load
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``count`` consecutive tokens of one slot, the first of them at ``position``."""
+
+    slot: int
+    position: int
+    count: int
+
+
+class CpuDecoder:
+    """A model with its key-value cache and working memory, ready to run step by step.
+
+    Args:
+        weights: the model; its tensors are used in place and kept alive.
+        slots: sequences the cache holds. context: positions of each, rounded up to 64.
+        act_bits: 16 or 8, the width at which linears read activations (the head always reads float32).
+        kv_dtype: of the cache, float16 or float32.
+        max_rows: most tokens of one step; working memory grows with it.
+        threads: of the library's pool.
+
+    Raises:
+        ValueError: a tensor's shape, dtype, device or layout does not fit. NativeError: the library is missing.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        *,
+        slots: int = 1,
+        context: int,
+        act_bits: int = 16,
+        kv_dtype: torch.dtype = torch.float16,
+        max_rows: int = 256,
+        threads: int,
+    ) -> None:
+        if slots < 1 or max_rows < 1 or threads < 1 or context < 1:
+            raise ValueError(f"decoder: slots={slots}, context={context}, max_rows={max_rows}, threads={threads}")
+        context = -(-context // KEY_BLOCK) * KEY_BLOCK
+        weights.check(context)
+        if act_bits not in (8, 16) or kv_dtype not in (torch.float16, torch.float32):
+            raise ValueError(f"decoder: act_bits={act_bits}, kv_dtype={kv_dtype}")
+        self._library = _library()
+        self._weights = weights
+        self.shape, self.slots, self.context, self.max_rows = weights.shape, slots, context, max_rows
+        self.threads = threads
+        layers = (LayerStruct * weights.shape.layers)(*map(_layer_struct, weights.layers))
+        self._struct = _decoder_struct(weights, layers, slots, context, act_bits, kv_dtype)
+        size = self._library.trirun_cpu_decoder_cache_bytes(ctypes.byref(self._struct))
+        work = self._library.trirun_cpu_decoder_workspace(ctypes.byref(self._struct), max_rows)
+        if not size or not work:
+            raise ValueError(f"decoder: the CPU library cannot run {weights.shape}")
+        # Never touched before a token writes there: memory is committed as sequences grow.
+        self._cache = (torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8))
+        self._struct.keys, self._struct.values = (cache.data_ptr() for cache in self._cache)
+        self._workspace = torch.empty(work + 64, dtype=torch.uint8)
+        self._workspace_at = -(-self._workspace.data_ptr() // 64) * 64
+        self._workspace_bytes = work
+        self._segments = (SegmentStruct * slots)()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes reserved for keys and values of all slots."""
+        return sum(cache.nbytes for cache in self._cache)
+
+    def step(self, segments: Sequence[Segment], tokens: Tensor, logit_rows: Tensor) -> Tensor:
+        """Run tokens and append them to the cache.
+
+        Args:
+            segments: whose tokens they are, in order of ascending slots, each slot at most once.
+            tokens: int64 [m], the segments' one after another; m at most ``max_rows``.
+            logit_rows: int64 [l], which of the m rows to return logits of.
+
+        Returns:
+            float32 logits [l, vocab]. A row's logits are the same bit for bit whatever else is in the batch, however
+            its sequence is split into steps, and for any number of threads.
+
+        Raises:
+            ValueError: tokens, slots or positions are out of range. NativeError: memory has run out.
+        """
+        rows, wanted = tokens.numel(), logit_rows.numel()
+        if rows > self.max_rows or len(segments) > self.slots:
+            raise ValueError(
+                f"decoder step: {rows} rows in {len(segments)} segments, made for {self.max_rows} and {self.slots}"
+            )
+        if tokens.dtype != torch.int64 or logit_rows.dtype != torch.int64:
+            raise ValueError(f"decoder step: tokens are {tokens.dtype}, logit_rows {logit_rows.dtype}, not int64")
+        tokens, logit_rows = tokens.contiguous(), logit_rows.contiguous()
+        for struct, segment in zip(self._segments, segments, strict=False):
+            struct.slot, struct.position, struct.count = segment.slot, segment.position, segment.count
+        logits = torch.empty(wanted, self.shape.vocab)
+        code = self._library.trirun_cpu_decoder_step(
+            ctypes.byref(self._struct),
+            self._segments,
+            len(segments),
+            tokens.data_ptr(),
+            rows,
+            logit_rows.data_ptr(),
+            wanted,
+            logits.data_ptr(),
+            self._workspace_at,
+            self._workspace_bytes,
+            self.threads,
+        )
+        if code == 0:
+            return logits
+        if code == -1:
+            raise ValueError(
+                f"decoder step: tokens, rows or {list(segments)} are out of range for a vocabulary of "
+                f"{self.shape.vocab}, {self.slots} slots of {self.context} positions"
+            )
+        raise NativeError(f"decoder step of {rows} rows failed with code {code}")
+
+
+class LinearStruct(ctypes.Structure):
+    """``trirun_linear``."""
+
+    _fields_ = (("weight", Int2Struct), ("bias", ctypes.c_void_p), ("n", ctypes.c_int64), ("k", ctypes.c_int64))
+
+
+class LayerStruct(ctypes.Structure):
+    """``trirun_layer``."""
+
+    _fields_ = (*((name, LinearStruct) for name in LINEARS), *((name, ctypes.c_void_p) for name in NORMS))
+
+
+class DecoderStruct(ctypes.Structure):
+    """``trirun_decoder``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in (*SIZES, "slots", "context", "rotary_half")),
+        ("norm_eps", ctypes.c_float),
+        ("attention_scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("activation", "act_bits", "kv_dtype", "embedding_dtype")),
+        ("embedding", ctypes.c_void_p),
+        ("head_dtype", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("head", ctypes.c_void_p),
+        ("layer", ctypes.POINTER(LayerStruct)),
+        *((name, ctypes.c_void_p) for name in ("final_norm", "cosines", "sines", "keys", "values")),
+    )
+
+
+class SegmentStruct(ctypes.Structure):
+    """``trirun_segment``."""
+
+    _fields_ = (("slot", ctypes.c_int64), ("position", ctypes.c_int64), ("count", ctypes.c_int64))
+
+
+def _library() -> Any:
+    library = load("cpu")
+    size, pointer, whole = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
+    library.trirun_cpu_decoder_cache_bytes.restype = size
+    library.trirun_cpu_decoder_workspace.restype = size
+    library.trirun_cpu_decoder_workspace.argtypes = [pointer, whole]
+    library.trirun_cpu_decoder_step.argtypes = [
+        *(pointer, pointer, whole, pointer, whole, pointer, whole, pointer, pointer, size, ctypes.c_int)
+    ]
+    return library
+
+
+def _layer_struct(layer: LayerWeights) -> LayerStruct:
+    struct = LayerStruct()
+    for name in LINEARS:
+        linear = getattr(layer, name)
+        bias = None if linear.bias is None else linear.bias.data_ptr()
+        setattr(struct, name, LinearStruct(Int2Struct.of(linear.weight), bias, linear.weight.n, linear.weight.k))
+    for name in NORMS:
+        norm = getattr(layer, name)
+        setattr(struct, name, None if norm is None else norm.data_ptr())
+    return struct
+
+
+def _decoder_struct(
+    weights: DecoderWeights, layers: Any, slots: int, context: int, act_bits: int, kv_dtype: torch.dtype
+) -> DecoderStruct:
+    shape = weights.shape
+    return DecoderStruct(
+        *(getattr(shape, name) for name in SIZES),
+        slots,
+        context,
+        shape.rotary_half,
+        shape.norm_eps,
+        shape.attention_scale,
+        ACTIVATIONS[shape.activation],
+        act_bits,
+        DTYPES[str(kv_dtype)],
+        DTYPES[str(weights.embedding.dtype)],
+        weights.embedding.data_ptr(),
+        DTYPES[str(weights.head.dtype)],
+        0,
+        weights.head.data_ptr(),
+        layers,
+        *(tensor.data_ptr() for tensor in (weights.final_norm, weights.cosines, weights.sines)),
+    )

@@ -1,0 +1,150 @@
+"""What a Llama-like decoder is made of: sizes, packed linears, norms, rotary angles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from .packing import PackedWeight
+
+ACTIVATIONS = {"silu": 0, "relu2": 1}  # TRIRUN_SILU, TRIRUN_RELU2
+KEY_BLOCK = 64  # a slot's context is a multiple of this
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes and constants of a Llama-like decoder.
+
+    Attributes:
+        layers, hidden, ffn, heads, kv_heads, head_dim, vocab: sizes; heads is a multiple of kv_heads.
+        rotary_half: pairs that rotate, head_dim / 2 unless the rotation is partial.
+        norm_eps: of every RMS norm. attention_scale: of q · k.
+        activation: "silu" or "relu2", of ``act(gate) * up``.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    rotary_half: int
+    norm_eps: float
+    attention_scale: float
+    activation: str = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``y = x @ weight.T + bias``, bias float32 [n] or None."""
+
+    weight: PackedWeight
+    bias: Tensor | None = None
+
+    def check(self, name: str, shape: tuple[int, int]) -> None:
+        """Raise ValueError unless this is an [n, k] linear in contiguous CPU memory."""
+        w = self.weight
+        if (w.n, w.k) != shape:
+            raise ValueError(f"decoder: {name} must be packed {list(shape)}, got {[w.n, w.k]}")
+        for part in (w.words, w.scales, *(() if w.zeros is None else (w.zeros,))):
+            if part.device.type != "cpu" or not part.is_contiguous():
+                raise ValueError(f"decoder: {name} must be contiguous on the CPU, got {part.device}")
+        if w.words.data_ptr() % 16:
+            raise ValueError(f"decoder: {name} is not aligned to 16 bytes")
+        if self.bias is not None:
+            _expect(f"{name} bias", self.bias, shape[:1])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Norms are float32: [hidden]; q_norm and k_norm [head_dim], of every head by itself before the
+    rotation (Qwen3); attention_sub_norm [heads·head_dim] before o and mlp_sub_norm [ffn] before down (BitNet)."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    attention_sub_norm: Tensor | None = None
+    mlp_sub_norm: Tensor | None = None
+
+
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+NORMS = tuple(field.name for field in fields(LayerWeights) if field.name not in LINEARS)
+SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A whole model.
+
+    Attributes:
+        embedding: [vocab, hidden], float16, bfloat16 or float32; rows are read one by one, so a mapped file serves.
+        head: [vocab, hidden] likewise; the embedding itself where the two are tied.
+        final_norm: float32 [hidden].
+        cosines, sines: float32 [positions, rotary_half] of the rotary angles, any attention factor included.
+    """
+
+    shape: DecoderShape
+    layers: Sequence[LayerWeights]
+    embedding: Tensor
+    head: Tensor
+    final_norm: Tensor
+    cosines: Tensor
+    sines: Tensor
+
+    def check(self, positions: int) -> None:
+        """Raise unless every tensor is what native code will take it for.
+
+        Args:
+            positions: how many the rotary angles must cover.
+
+        Raises:
+            ValueError: a shape, dtype, device or memory layout does not fit the sizes; the message has the numbers.
+        """
+        s = self.shape
+        if s.activation not in ACTIVATIONS:
+            raise ValueError(f"decoder: activation {s.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        if len(self.layers) != s.layers:
+            raise ValueError(f"decoder: {len(self.layers)} layers given, the shape says {s.layers}")
+        if self.cosines.shape[0] < positions:
+            raise ValueError(f"decoder: rotary angles of {self.cosines.shape[0]} positions, {positions} are needed")
+        for name in ("cosines", "sines"):
+            _expect(name, getattr(self, name), (self.cosines.shape[0], s.rotary_half))
+        _expect("final_norm", self.final_norm, (s.hidden,))
+        for name in ("embedding", "head"):
+            _expect(name, getattr(self, name), (s.vocab, s.hidden), FLOATS)
+        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        shapes = dict(zip(LINEARS, ((q, s.hidden), (kv, s.hidden), (kv, s.hidden), (s.hidden, q)), strict=False))
+        shapes |= {"gate": (s.ffn, s.hidden), "up": (s.ffn, s.hidden), "down": (s.hidden, s.ffn)}
+        lengths = {name: s.hidden for name in ("attention_norm", "mlp_norm")} | {"q_norm": s.head_dim}
+        lengths |= {"k_norm": s.head_dim, "attention_sub_norm": q, "mlp_sub_norm": s.ffn}
+        for index, layer in enumerate(self.layers):
+            for name, shape in shapes.items():
+                getattr(layer, name).check(f"layer {index} {name}", shape)
+            for name, length in lengths.items():
+                if (norm := getattr(layer, name)) is not None:
+                    _expect(f"layer {index} {name}", norm, (length,))
+
+
+def _expect(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        kinds = " or ".join(map(str, dtypes))
+        raise ValueError(f"decoder: {name} must be {kinds} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"decoder: {name} must be contiguous on the CPU, got {tensor.device}, stride {tensor.stride()}"
+        )
