@@ -44,7 +44,10 @@ class Batch:
 
 
 def make_batches(sequences: list[Tensor], first: int = 0) -> list[tuple[int, Tensor]]:
-    """Neighbouring sequences of equal length stacked to about 4096 tokens: (index of the first, [b, t])."""
+    """Neighbouring sequences of equal length stacked to about 4096 tokens: (index of the first, [b, t]).
+
+    Sequences of natural length mostly travel alone: padding them would put padding into the statistics.
+    """
     batches: list[tuple[int, Tensor]] = []
     run: list[Tensor] = []
     for i, sequence in enumerate(sequences):

@@ -39,6 +39,7 @@ class Recipe:
         grid: ``signed`` ({-1..2}·s, s of either sign), ``zero`` (one real zero per group), ``midrise`` ({±½, ±1½}·s) or
             ``ternary`` ({-1, 0, 1}·s).
         samples, seqlen: calibration sequences and their length in tokens.
+        natural_length: one sequence per document, as long as the document is, up to seqlen.
         held_out: sequences beside those that only decide what is kept.
         seed: of every random choice.
         damp: dampening, as a fraction of mean(diag H).
@@ -65,6 +66,7 @@ class Recipe:
     grid: str = "signed"
     samples: int = 128
     seqlen: int = 512
+    natural_length: bool = False
     held_out: int = 8
     seed: int = 0
     damp: float = 0.05
