@@ -1,6 +1,7 @@
 """tile64: the one packed layout of every kernel, as a formula and its inverse.
 
-Row ``n`` and column ``k`` of a padded matrix live in word ``(s, kb, 4·(4r + t) + 2c + h)``, byte ``b``, bits ``2j..2j+1``:
+Row ``n`` and column ``k`` of a padded matrix live in word ``(s, kb, 4·(4r + t) + 2c + h)``, byte ``b``, bits ``2j`` and
+``2j+1``:
 
 =========  ==========================  ===================================================
 strip      ``s = n // 64``             64 rows stream together along k

@@ -47,7 +47,8 @@ def int2_gemm(x: Tensor, w: PackedWeight, bias: Tensor | None = None, *, act_bit
         raise ValueError(f"int2_gemm: x is on {x.device}, the weight on {w.words.device}")
     if bias is not None and (tuple(bias.shape) != (w.n,) or bias.dtype != x.dtype or bias.device != x.device):
         raise ValueError(
-            f"int2_gemm: bias must be {x.dtype} [{w.n}] on {x.device}, got {bias.dtype} {list(bias.shape)} on {bias.device}"
+            f"int2_gemm: bias must be {x.dtype} [{w.n}] on {x.device}, "
+            f"got {bias.dtype} {list(bias.shape)} on {bias.device}"
         )
     zero = 0.0 if w.spec.zero is None else w.spec.zero
     return torch.ops.trirun.int2_gemm(

@@ -28,7 +28,8 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         if self.group_size not in GROUP_SIZES:
-            raise ValueError(f"QuantSpec: group_size={self.group_size} is not one of {', '.join(map(str, GROUP_SIZES))}")
+            known = ", ".join(map(str, GROUP_SIZES))
+            raise ValueError(f"QuantSpec: group_size={self.group_size} is not one of {known}")
         if self.zero is not None and not math.isfinite(self.zero):
             raise ValueError(f"QuantSpec: zero={self.zero} is not finite")
 
