@@ -11,16 +11,21 @@ set -euo pipefail
 
 phases=()
 started=$SECONDS
-phase_done() { phases+=("$1 $((SECONDS - started)) s"); started=$SECONDS; }
+failed=
+# phase NAME COMMAND...: a failure is remembered, and the rest still runs.
+phase() {
+  "${@:2}" || failed+=" $1"
+  phases+=("$1 $((SECONDS - started)) s")
+  started=$SECONDS
+}
 
 cuda=${TRIRUN_CUDA-}
 export TRIRUN_CUDA=0  # for the packages built below; the CUDA library gets a step of its own
 install dev
-phase_done install
+phase install true
 
 step "Linting"
-"$venv/bin/ruff" check .
-phase_done lint
+phase lint "$venv/bin/ruff" check .
 
 if [ "$cuda" = 0 ]; then
   step "CUDA is left out (TRIRUN_CUDA=0)"
@@ -28,9 +33,9 @@ elif ! PYTHONPATH=scripts "$venv/bin/python" -c 'import sys, trirun_toolchain as
   step "CUDA is left out: no nvcc of a recent CUDA toolkit"
 else
   step "Compiling the CUDA kernels for ${cuda:-every architecture}; kernels marked no-spill must not spill"
-  "$venv/bin/python" scripts/trirun_build.py cuda ${cuda:+--arch "$cuda"} --spills
+  phase cuda "$venv/bin/python" scripts/trirun_build.py cuda ${cuda:+--arch "$cuda"} --spills
 fi
-phase_done cuda
 
-step "Testing (so far: $(printf '%s, ' "${phases[@]}" | sed 's/, $//'))"
-"$venv/bin/python" -m pytest -q "$@"
+step "Testing (so far: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')${failed:+; FAILED:$failed})"
+"$venv/bin/python" -m pytest -q "$@" || exit
+[ -z "$failed" ]
