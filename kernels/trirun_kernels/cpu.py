@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import byref, c_int, c_int64, c_void_p
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def backend() -> str:
     return name().decode()
 
 
-def function(name: str, *argtypes: type) -> Callable[..., int]:
+def function(name: str, *argtypes: type) -> Any:
     """A function of the library that returns a code, with its argument types."""
     found = getattr(native.load("cpu"), name)
     found.argtypes, found.restype = argtypes, c_int
@@ -80,12 +80,12 @@ def int2_gemm(
     zeros = None if zeros is None else zeros.contiguous()
     bias = None if bias is None else bias.contiguous()
     strips, blocks, _ = words.shape
-    w = native.Int2Struct(
+    struct = native.Int2Struct(
         words.data_ptr(), scales.data_ptr(), None if zeros is None else zeros.data_ptr(),
         strips * 64, blocks * 32, group_size, zero,
     )  # fmt: skip
     code = run(
-        byref(w), n, k, flat.data_ptr(), DTYPES[x.dtype], m, stride,
+        byref(struct), n, k, flat.data_ptr(), DTYPES[x.dtype], m, stride,
         None if bias is None else bias.data_ptr(), y.data_ptr(), n, act_bits, torch.get_num_threads(),
     )  # fmt: skip
     if code:
@@ -94,7 +94,7 @@ def int2_gemm(
 
 
 @cache
-def _int2_gemm() -> Callable[..., int] | None:
+def _int2_gemm() -> Any | None:
     if backend() == "reference":
         return None
     return function(

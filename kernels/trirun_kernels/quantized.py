@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ def int2_gemm_quantized(act: QuantizedActivations, w: PackedWeight, bias: Tensor
 
 
 @cache
-def _functions() -> tuple[Callable[..., int], ...]:
+def _functions() -> tuple[Any, ...]:
     act_bytes = cpu.function("trirun_cpu_act_bytes", c_int64, c_int64, c_int)
     act_bytes.restype = c_size_t
     return (

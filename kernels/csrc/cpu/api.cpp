@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "kernels.h"
@@ -20,6 +22,14 @@ namespace {
 std::atomic<const Isa*> chosen{nullptr};
 
 #if defined(__x86_64__)
+/* AMX, and leave to use it: Linux grants the tile registers to a process on request. */
+bool has_amx() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
 /* __builtin_cpu_supports knows "f16c" only from GCC 11 on. */
 bool has_f16c() {
   unsigned a, b, c, d;
@@ -34,16 +44,17 @@ bool machine_has(const Isa& candidate) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-  if (&candidate == &kAvx512Vnni)
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
+  const bool avx512vnni =
+      avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  if (&candidate == &kAvx512Vnni) return avx512vnni;
+  if (&candidate == &kAmx) return avx512vnni && has_amx();
 #endif
   return false;
 }
 
 const Isa* find_isa(const char* name) {
-  const Isa* candidates[] = {&kAvx512Vnni, &kPortable};
+  const Isa* candidates[] = {&kAmx, &kAvx512Vnni, &kPortable};
   for (const Isa* candidate : candidates)
     if (candidate->name && (!name || !*name || !strcmp(name, candidate->name)) && machine_has(*candidate))
       return candidate;

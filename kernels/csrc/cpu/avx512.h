@@ -115,19 +115,24 @@ TRIRUN_INLINE void load_step(const trirun_int2& w, int64_t strip, int64_t group,
   }
 }
 
-/* acc[64] takes in the step's integer sums of one row of x: dot[j] = 4^j * sum(q * digit), x_sum = float(sum(digit)),
- * x_scale the 128 columns' scale (16 bits). */
+/* 16 sums of acc take in those of one step, of one row of x and one row block: dot = 4^j * sum(q * digit),
+ * x_sum = float(sum(digit)), x_scale the 128 columns' scale (16 bits). */
+template <Mode mode>
+TRIRUN_INLINE void add_row_block(float* acc, __m512i dot, __m512 scale, __m512 zero, float x_sum, float x_scale) {
+  const __m512 t = _mm512_fmadd_ps(zero, _mm512_set1_ps(x_sum), _mm512_cvtepi32_ps(dot));
+  __m512 sum = _mm512_loadu_ps(acc);
+  if (mode == kLong8) sum = _mm512_add_ps(sum, t);
+  if (mode == kGroup8) sum = _mm512_fmadd_ps(t, scale, sum);
+  if (mode == kChannel16) sum = _mm512_fmadd_ps(t, _mm512_set1_ps(x_scale), sum);
+  if (mode == kGroup16) sum = _mm512_fmadd_ps(_mm512_mul_ps(t, _mm512_set1_ps(x_scale)), scale, sum);
+  _mm512_storeu_ps(acc, sum);
+}
+
+/* All four row blocks. */
 template <Mode mode>
 TRIRUN_INLINE void add_step(float* acc, const __m512i dot[4], const StepValues& w, float x_sum, float x_scale) {
-  for (int j = 0; j < 4; ++j) {
-    __m512 t = _mm512_fmadd_ps(w.zero[j], _mm512_set1_ps(x_sum), _mm512_cvtepi32_ps(dot[j]));
-    __m512 old = _mm512_loadu_ps(acc + 16 * j);
-    if (mode == kLong8) old = _mm512_add_ps(old, t);
-    if (mode == kGroup8) old = _mm512_fmadd_ps(t, w.scale[j], old);
-    if (mode == kChannel16) old = _mm512_fmadd_ps(t, _mm512_set1_ps(x_scale), old);
-    if (mode == kGroup16) old = _mm512_fmadd_ps(_mm512_mul_ps(t, _mm512_set1_ps(x_scale)), w.scale[j], old);
-    _mm512_storeu_ps(acc + 16 * j, old);
-  }
+  TRIRUN_UNROLL
+  for (int j = 0; j < 4; ++j) add_row_block<mode>(acc + 16 * j, dot[j], w.scale[j], w.zero[j], x_sum, x_scale);
 }
 
 /* The end of the sum: acc[64] to columns 64 * strip .. of y's row. */

@@ -131,13 +131,21 @@ bool decode(const Int2Job& job, int64_t begin, int64_t end) {
 /* ---- many rows: prefill -------------------------------------------------------------------------------- */
 
 struct MultiplyVnni {
+  /* 64 rows of them take half of a 32 KiB L1. */
+  static constexpr int64_t kColumns = 256;
+
+  static int64_t prepared_bytes(int64_t, int64_t) { return 0; }
+  static void prepare(const int8_t*, int64_t, int64_t, int8_t*) {}
+  static void begin(int64_t, int64_t) {}
+  static void end() {}
+
   /* `rows` rows of x: every step of the piece. */
   template <Mode mode, int rows>
   static TRIRUN_INLINE void rows_of(const Piece& p, int64_t row) {
     constexpr int planes = is_wide(mode) ? 2 : 1, columns = rows * planes;
     const int8_t* digits[columns];
     TRIRUN_UNROLL
-    for (int c = 0; c < columns; ++c) digits[c] = p.digits + (row * planes + c) * p.plane;
+    for (int c = 0; c < columns; ++c) digits[c] = p.digits + (row * planes + c) * p.k;
     const int64_t span = mode == kLong8 ? p.columns : p.step;
     for (int64_t k = 0, s = 0; k < p.columns; k += span, ++s) {
       __m512i dot[columns][4];

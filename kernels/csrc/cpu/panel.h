@@ -1,7 +1,15 @@
 /* The loop nest of products with many rows of x, shared by the AVX-512 instruction sets: a piece of a strip is
  * transposed and masked once into L1 and then meets every row of a block of x. What differs is the inner product:
  *
- *   struct Multiply { template <Mode mode> static void piece(const Piece& piece); };
+ *   struct Multiply {
+ *     static constexpr int64_t kColumns;                     // of k, unpacked at a time: a multiple of 128
+ *     // Memory for, and the making of, a copy of the digits in an order of its own; planes = rows * digits per value.
+ *     static int64_t prepared_bytes(int64_t planes, int64_t k);
+ *     static void prepare(const int8_t* digits, int64_t planes, int64_t k, int8_t* prepared);
+ *     static void begin(int64_t planes, int64_t step);       // before the pieces of a block of rows
+ *     template <Mode mode> static void piece(const Piece& piece);
+ *     static void end();
+ *   };
  */
 #ifndef TRIRUN_CPU_PANEL_H
 #define TRIRUN_CPU_PANEL_H
@@ -14,9 +22,6 @@
 namespace trirun {
 namespace {
 
-/* k columns unpacked at a time: 64 rows of them take half of a 32 KiB L1. */
-constexpr int64_t kPieceColumns = 256;
-
 /* One unpacked piece of a strip and the rows of x it meets. */
 struct Piece {
   /* Masked codes, [columns/64][row block j][16 quads][dword 2r + h]: tiles of 1 KiB that AMX takes as they are. */
@@ -25,7 +30,8 @@ struct Piece {
   int64_t step;             /* columns per step of the fp32 sum; at least `columns` for kLong8 */
   const StepValues* values; /* [columns/step] */
   const int8_t* digits;     /* of the first row, at the piece's first column */
-  int64_t plane;            /* bytes from one plane of digits to the next (hi to lo, or row to row) */
+  const int8_t* prepared;   /* the digits as Multiply::prepare left them, from the piece's first column on */
+  int64_t k;                /* bytes from one plane of digits to the next (hi to lo, or row to row) */
   int64_t rows;
   const float* x_sums;      /* [row][x_stride] per step, from the piece's first step on */
   int64_t x_stride;
@@ -34,6 +40,9 @@ struct Piece {
   int32_t* dots;            /* kLong8: [row][64], sums so far; zeroed at the start of a step */
   float* acc;               /* [row][64] */
 };
+
+/* Bytes the weight is fetched ahead of its unpacking. */
+constexpr int64_t kPieceAhead = 4096;
 
 /* `columns` of k from a block on, to the form of Piece::codes. */
 TRIRUN_INLINE void unpack_piece(const uint32_t* block, int64_t columns, uint8_t* codes) {
@@ -46,7 +55,7 @@ TRIRUN_INLINE void unpack_piece(const uint32_t* block, int64_t columns, uint8_t*
         _mm512_store_si512(tile + 1024 * j + 64 * u, _mm512_and_si512(quads[u], code_mask(j)));
     // The strip continues in memory, and the next one follows it: a piece ahead is always worth fetching.
     for (int line = 0; line < 8; ++line)
-      _mm_prefetch(reinterpret_cast<const char*>(block) + kPieceColumns * 16 + 64 * line, _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(block) + kPieceAhead + 64 * line, _MM_HINT_T1);
   }
 }
 
@@ -77,33 +86,39 @@ bool panel(const Int2Job& job, int64_t begin, int64_t end) {
   const int64_t planes = act.act_bits / 8, step = step_of(w, act.act_bits), steps = (w.k + step - 1) / step;
   const int64_t most_rows = act.m < row_block(act) ? act.m : row_block(act);
 
-  const int64_t codes_bytes = 64 * kPieceColumns, values_bytes = kPieceColumns / 32 * sizeof(StepValues);
+  constexpr int64_t kColumns = Multiply::kColumns;
+  const int64_t codes_bytes = 64 * kColumns, values_bytes = kColumns / 32 * sizeof(StepValues);
   const int64_t rows_bytes = (most_rows + 15) / 16 * 16 * 256;  // 64 fp32 or int32 per row
-  char* memory = static_cast<char*>(
-      scratch(kScratchKernel, codes_bytes + values_bytes + 2 * rows_bytes + most_rows * steps * 4));
+  const int64_t prepared_bytes = Multiply::prepared_bytes(most_rows * planes, w.k);
+  char* memory = static_cast<char*>(scratch(
+      kScratchKernel, codes_bytes + values_bytes + 2 * rows_bytes + prepared_bytes + most_rows * steps * 4));
   if (!memory) return false;
   uint8_t* codes = reinterpret_cast<uint8_t*>(memory);
   StepValues* values = reinterpret_cast<StepValues*>(memory + codes_bytes);
   int32_t* dots = reinterpret_cast<int32_t*>(memory + codes_bytes + values_bytes);
   float* acc = reinterpret_cast<float*>(dots) + rows_bytes / 4;
-  float* x_sums = acc + rows_bytes / 4;
+  int8_t* prepared = reinterpret_cast<int8_t*>(acc + rows_bytes / 4);
+  float* x_sums = reinterpret_cast<float*>(prepared + prepared_bytes);
 
   for (int64_t first = 0; first < act.m; first += most_rows) {
     const int64_t rows = act.m - first < most_rows ? act.m - first : most_rows;
+    const int8_t* digits = act.digits + first * planes * act.k;
     sum_steps(act, step, first, rows, x_sums, steps);
+    Multiply::prepare(digits, rows * planes, act.k, prepared);
+    Multiply::begin(rows * planes, step);
     for (int64_t strip = begin; strip < end; ++strip) {
       memset(acc, 0, static_cast<size_t>(rows) * 256);
       if (!is_grouped(mode)) load_step(w, strip, 0, values[0]);
       for (int64_t k = 0, columns; k < w.k; k += columns) {
-        columns = w.k - k < kPieceColumns ? w.k - k : kPieceColumns;
+        columns = w.k - k < kColumns ? w.k - k : kColumns;
         if (mode == kLong8 && k % kLongStep == 0) memset(dots, 0, static_cast<size_t>(rows) * 256);
         unpack_piece(w.words + (strip * (w.k / 32) + k / 32) * 128, columns, codes);
         if (is_grouped(mode))
           for (int64_t i = 0; i < columns / step; ++i) load_step(w, strip, k / step + i, values[i]);
         else if (mode == kChannel16 && k == 0)
-          for (int64_t i = 1; i < kPieceColumns / step; ++i) values[i] = values[0];
-        Multiply::template piece<mode>({codes, columns, step, values, act.digits + first * planes * act.k + k, act.k,
-                                        rows, x_sums + k / step, steps, act.scales + first * (act.k / 128) + k / 128,
+          for (int64_t i = 1; i < kColumns / step; ++i) values[i] = values[0];
+        Multiply::template piece<mode>({codes, columns, step, values, digits + k, prepared + 16 * k, act.k, rows,
+                                        x_sums + k / step, steps, act.scales + first * (act.k / 128) + k / 128,
                                         act.k / 128, dots, acc});
         if (mode == kLong8 && ((k + columns) % kLongStep == 0 || k + columns == w.k))
           for (int64_t row = 0; row < rows; ++row) {
@@ -114,6 +129,7 @@ bool panel(const Int2Job& job, int64_t begin, int64_t end) {
       }
       for (int64_t row = 0; row < rows; ++row) finish_row<mode>(job, strip, first + row, acc + 64 * row, values[0]);
     }
+    Multiply::end();
   }
   return true;
 }
