@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -65,8 +64,7 @@ def checkout(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def unpacked_sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(call_backend("build_sdist", checkout, out)) as archive:
-        archive.extractall(out, filter="data")
+    shutil.unpack_archive(call_backend("build_sdist", checkout, out), out)
     unpacked = out / f"trirun-{__version__}"
     shutil.copytree(checkout / "build" / "native", unpacked / "build" / "native")
     return unpacked
@@ -126,9 +124,9 @@ def test_installed_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Pat
         "from trirun_cli.resources import configs_dir\n"
         "assert native.load('cpu').trirun_cpu_abi_version() == native.ABI_VERSION\n"
         "assert (configs_dir() / 'demo-model' / 'model.safetensors').is_file()\n"
-        "print(native.LIBRARY_DIR, configs_dir(), trirun_gptq.__file__)"
+        "print(native.LIBRARY_DIR, configs_dir(), trirun_gptq.__file__, sep='\\n')"
     )
-    assert all(place.startswith(str(site)) for place in in_isolation(code, tmp_path, site).split())
+    assert all(place.startswith(str(site)) for place in in_isolation(code, tmp_path, site).splitlines())
 
 
 def test_editable_install_finds_the_packages_and_keeps_the_root_off_the_path(checkout: Path, tmp_path: Path) -> None:
@@ -138,16 +136,17 @@ def test_editable_install_finds_the_packages_and_keeps_the_root_off_the_path(che
     code = (
         "import site, sys\n"
         f"site.addsitedir({str(site)!r})\n"
-        "import trirun_cli.resources, trirun_kernels.native, trirun_gptq\n"
+        "import trirun_cli, trirun_kernels.native, trirun_gptq\n"
+        "from trirun_cli.resources import configs_dir\n"
         "from importlib.util import find_spec\n"
         f"assert {str(checkout)!r} not in sys.path, sys.path\n"
         "assert not any(find_spec(name) for name in ('configs', 'scripts', 'tests', 'gptq'))\n"
         "assert trirun_kernels.native.load('cpu').trirun_cpu_abi_version() == trirun_kernels.native.ABI_VERSION\n"
-        "print(trirun_cli.__file__, trirun_kernels.__file__, trirun_gptq.__file__, trirun_cli.resources.configs_dir())"
+        "print(trirun_cli.__file__, trirun_kernels.__file__, trirun_gptq.__file__, configs_dir(), sep='\\n')"
     )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    assert all(place.startswith(str(checkout)) for place in in_isolation(code, elsewhere).split())
+    assert all(place.startswith(str(checkout)) for place in in_isolation(code, elsewhere).splitlines())
 
 
 FAKE_KERNELS = """
@@ -184,9 +183,9 @@ def test_transformers_imports_in_the_checkout(repo_root: Path, tmp_path: Path, p
         "from transformers.utils.import_utils import is_kernels_available\n"
         "LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,\n"
         "    num_attention_heads=1))\n"
-        "import kernels; print(is_kernels_available(), kernels.__file__)"
+        "import kernels; print(is_kernels_available(), kernels.__file__, sep='\\n')"
     )
-    available, place = in_isolation(code, repo_root, *([tmp_path] if present else [])).split()[-2:]
+    available, place = in_isolation(code, repo_root, *([tmp_path] if present else [])).splitlines()[-2:]
     assert available == str(present)
     assert place == (str(tmp_path / "kernels" / "__init__.py") if present else "None")
 
