@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,15 +20,32 @@ class CausalLM(Protocol):
     max_positions: int
     # What runs it, for people: "transformers on cpu", ...
     engine: str
+    # Whether rewind works: not where a sliding window or a recurrent state has forgotten what it would go back to.
+    can_rewind: bool
 
     def reset(self) -> None:
         """Forget the sequence."""
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens of the sequence, which has at least that many."""
 
     def forward(self, tokens: Tensor, *, last_only: bool = True) -> Tensor:
         """Append tokens (int64 [m]) to the sequence.
 
         Returns:
             float32 logits [1, vocab] after the last of them, or [m, vocab] after each when not ``last_only``.
+        """
+
+
+@runtime_checkable
+class BatchLM(Protocol):
+    """A model that also runs several whole sequences at once, apart from the one in its cache."""
+
+    def forward_batch(self, sequences: list[Tensor], keep: list[int]) -> list[Tensor]:
+        """Run sequences (int64 [m_i], of any lengths).
+
+        Returns:
+            for each, float32 logits [keep_i, vocab] after its last ``keep_i`` tokens.
         """
 
 
@@ -39,6 +56,7 @@ class TransformersLM:
         self._model = model
         self._cache: Any = None
         text = model.config.get_text_config()
+        self.can_rewind = _keeps_every_token(model)
         self.vocab_size = int(text.vocab_size)
         self.max_positions = int(getattr(text, "max_position_embeddings", 2**31))
         self.engine = f"transformers on {model.device}"
@@ -56,6 +74,28 @@ class TransformersLM:
         )
         self._cache = output.past_key_values
         return output.logits[0].float()
+
+    def rewind(self, length: int) -> None:
+        if length == 0:
+            return self.reset()
+        for layer in self._cache.layers:
+            # Layers that share another layer's keys hold none of their own.
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+
+    @torch.inference_mode()
+    def forward_batch(self, sequences: list[Tensor], keep: list[int]) -> list[Tensor]:
+        longest = max(map(len, sequences))
+        # Padded on the right, where causal attention never looks.
+        tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
+        for row, sequence in zip(tokens, sequences, strict=True):
+            row[: len(sequence)] = sequence
+        first = min(len(sequence) - count for sequence, count in zip(sequences, keep, strict=True))
+        wanted = torch.arange(first, longest, device=self._model.device)
+        inputs = tokens.to(self._model.device)
+        logits = self._model(input_ids=inputs, use_cache=False, logits_to_keep=wanted).logits
+        ends = [len(sequence) - first for sequence in sequences]
+        return [row[end - count : end].float() for row, end, count in zip(logits, ends, keep, strict=True)]
 
 
 def open_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", act_bits: int | None = None) -> CausalLM:
@@ -113,6 +153,14 @@ def _load_plain(source: ModelDir, device: str, dtype: torch.dtype | None) -> Any
     except (ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{source.path} cannot be loaded as a causal language model: {reason[:300]}") from error
+
+
+def _keeps_every_token(model: Any) -> bool:
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    if getattr(model, "_is_stateful", False):
+        return False
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
 def _set_act_bits(model: Any, act_bits: int) -> None:
