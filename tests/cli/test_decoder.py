@@ -1,0 +1,202 @@
+"""The lean decoder against transformers' own modelling, for every family it runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from trirun_kernels.decoder_ops import Segment
+
+from trirun_cli.errors import InputError
+from trirun_cli.pack_model import pack_model
+from trirun_cli.runtime.decoder import LeanDecoder, LeanLM
+from trirun_cli.runtime.llama_config import NotLean, decoder_shape, longest_context, rotary_angles
+from trirun_cli.runtime.model import BatchLM
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama, mha, tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, own head_dim": ("llama", {"head_dim": 40}),
+    "llama, llama3 rotation": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, linear rotation": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama, yarn rotation": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "bitnet": ("bitnet", {}),
+}
+
+
+def save_packed(family, change, out):
+    """A random ternary model of a family: itself, and its packed checkpoint in ``out``."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | change))).eval()
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module is not head:
+                module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-3)
+        model.get_input_embeddings().weight.normal_()
+    model.save_pretrained(out / "model")
+    pack_model(out / "model", out / "packed")
+    return model, out / "packed"
+
+
+def error(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_transformers(name, tmp_path):
+    model, packed = save_packed(*FAMILIES[name], tmp_path)
+    tokens = torch.randint(3, 96, (200,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens.unsqueeze(0)).logits[0]
+    decoder = LeanDecoder(packed, kv_dtype=torch.float32, threads=2)
+    found = decoder.forward(tokens, keep=200)
+    assert error(found, expected) < 1e-3
+    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.97
+    half = LeanDecoder(packed, threads=2, max_rows=48)
+    every = half.forward(tokens, keep=200)
+    assert error(every, expected) < 3e-3
+    for keep in (1, 8, 9, 60, 104, 105):
+        assert torch.equal(half.forward(tokens, keep=keep), every[-keep:])
+
+
+def test_one_token_at_a_time(tmp_path):
+    _, packed = save_packed("llama", {}, tmp_path)
+    tokens = torch.randint(3, 96, (90,), generator=torch.Generator().manual_seed(1))
+    every, lm = LeanDecoder(packed, threads=2).forward(tokens, keep=90), LeanLM(packed)
+    assert isinstance(lm, BatchLM) and lm.vocab_size == 96 and lm.max_positions == 256
+    for _ in range(2):
+        lm.reset()
+        found = torch.cat([lm.forward(tokens[:40]), *(lm.forward(token.view(1)) for token in tokens[40:])])
+        assert torch.equal(found, every[39:])
+    lm.rewind(50)
+    batch = lm.forward_batch([tokens[:30], tokens[:77]], [3, 1])
+    assert torch.equal(batch[0], every[27:30]) and torch.equal(batch[1], every[76:77])
+    assert torch.equal(lm.forward(tokens[50:60], last_only=False), every[50:60])
+
+
+def test_slots_are_independent_sequences(tmp_path):
+    _, packed = save_packed("llama", {}, tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randint(3, 96, (length,), generator=generator) for length in (50, 20))
+    decoder = LeanDecoder(packed, slots=3, threads=2)
+    alone = [LeanDecoder(packed, threads=2).forward(tokens) for tokens in (first, second)]
+    decoder.forward(first[:-1], slot=0)
+    decoder.forward(second[:-1], slot=2)
+    batch = decoder.step([Segment(0, 49, 1), Segment(2, 19, 1)], torch.stack([first[-1], second[-1]]), torch.arange(2))
+    assert torch.equal(batch, torch.cat(alone))
+
+
+def test_ternary_model_keeps_its_logits(shared, tmp_path):
+    source = shared / "models" / "bookshelf-28m-ternary"
+    pack_model(source, tmp_path / "packed")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    tokens = torch.randint(3, 8192, (300,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens.unsqueeze(0)).logits[0]
+    found = LeanDecoder(tmp_path / "packed").forward(tokens, keep=300)
+    assert error(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_rotary_angles_equal_transformers(kind):
+    parameters = {"linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}, "llama3": LLAMA3, "yarn": YARN}
+    change = {"rope_parameters": parameters[kind]} if kind in parameters else {}
+    config = AutoConfig.for_model("llama", **(SMALL | change))
+    if kind == "default":
+        expected, scaling = 1.0 / 1e4 ** (torch.arange(0, 16, 2) / 16), 1.0
+    else:
+        expected, scaling = ROPE_INIT_FUNCTIONS[kind](config)
+    cosines, sines = rotary_angles(config.to_dict(), 64)
+    angles = torch.arange(64).unsqueeze(1) * expected
+    assert torch.allclose(cosines, angles.cos() * scaling, atol=2e-5)
+    assert torch.allclose(sines, angles.sin() * scaling, atol=2e-5)
+
+
+def test_old_rotary_settings_are_read():
+    base = SMALL | {"model_type": "llama"}
+    old = {name: value for name, value in LLAMA3.items() if name not in ("rope_theta", "rope_type")}
+    old_config = base | {"rope_theta": 500000.0, "rope_scaling": old | {"type": "llama3"}}
+    new, found = rotary_angles(base | {"rope_parameters": LLAMA3}, 64), rotary_angles(old_config, 64)
+    assert torch.equal(new[0], found[0]) and torch.equal(new[1], found[1])
+    assert not torch.equal(new[0], rotary_angles(base, 64)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt_neox"}, "not gpt_neox"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"num_key_value_heads": 3}, "4 heads over 3"),
+    ],
+)
+def test_other_models_are_refused(change, message):
+    with pytest.raises(NotLean, match=message):
+        decoder_shape(SMALL | {"model_type": "llama"} | change)
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, 32768),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 32768),
+        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention"]}, 32768),
+        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+    ],
+)
+def test_context_stays_within_a_sliding_window(config, longest):
+    assert longest_context(config | {"max_position_embeddings": 32768}) == longest
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    _, packed = save_packed("llama", {}, tmp_path)
+    with pytest.raises(NotLean, match="300 positions; the model attends to 256"):
+        LeanDecoder(packed, context=300)
+    decoder = LeanDecoder(packed, context=100)
+    with pytest.raises(ValueError, match="5 tokens at position 96 of a context of 100"):
+        decoder.forward(torch.arange(5), position=96)
+    with pytest.raises(ValueError, match="0 tokens"):
+        decoder.forward(torch.arange(0))
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    _, packed = save_packed("llama", {}, tmp_path)
+    config = json.loads((packed / "config.json").read_text())
+    file = next(packed.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(InputError):
+        LeanDecoder(packed)
+    assert config["quantization_config"]["quant_method"] == "trirun"

@@ -1,0 +1,141 @@
+"""Which models the lean decoder runs, and their sizes and rotary angles, read from config.json."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trirun_kernels.decoder_weights import DecoderShape
+
+# Model type to what differs from Llama when config.json does not say it.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "bitnet": {"hidden_act": "relu2", "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
+}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu2": "relu2"}
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class NotLean(ValueError):
+    """Why a model cannot run on the lean decoder; transformers' own modelling can run it."""
+
+
+def decoder_shape(config: dict[str, Any]) -> DecoderShape:
+    """The sizes of a model from its config.json.
+
+    Raises:
+        NotLean: the model is of another family, or uses something that the lean decoder does not have.
+    """
+    from trirun_kernels.decoder_weights import DecoderShape
+
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise NotLean(f"the lean decoder runs {', '.join(FAMILIES)}, not {family}")
+    config = FAMILIES[family] | config
+    activation = config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise NotLean(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    if heads % kv_heads or hidden % 16:
+        raise NotLean(f"{heads} heads over {kv_heads} key-value heads, hidden size {hidden}")
+    rotary = rotary_parameters(config)
+    if rotary["rope_type"] not in ROTARY_TYPES:
+        raise NotLean(f"rotary type {rotary['rope_type']!r} is not one of {', '.join(ROTARY_TYPES)}")
+    return DecoderShape(
+        layers=config["num_hidden_layers"],
+        hidden=hidden,
+        ffn=config["intermediate_size"],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=config["vocab_size"],
+        rotary_half=int(head_dim * rotary["partial_rotary_factor"]) // 2,
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        attention_scale=head_dim**-0.5,
+        activation=ACTIVATIONS[activation],
+    )
+
+
+def longest_context(config: dict[str, Any]) -> int:
+    """Positions the model can attend to at once: its trained length, or its sliding window where that is shorter,
+    because within one window sliding attention is plain attention."""
+    config = FAMILIES.get(config.get("model_type", ""), {}) | config
+    longest, window = config.get("max_position_embeddings", 2048), config.get("sliding_window")
+    if "layer_types" in config:
+        slides = "sliding_attention" in (config["layer_types"] or ())
+    else:
+        slides = config.get("use_sliding_window", config.get("model_type") != "qwen2")
+    return min(longest, window) if window and slides else longest
+
+
+def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings of a config.json of any age: ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``."""
+    config = FAMILIES.get(config.get("model_type", ""), {}) | config
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    found["rope_type"] = found.get("rope_type", found.pop("type", None)) or "default"
+    found.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    found.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    return found
+
+
+def rotary_angles(config: dict[str, Any], positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines float32 [positions, rotary_half] of a model's rotary embedding, attention factor included.
+
+    Types: default (Su et al. 2021), linear (Chen et al. 2023, "Extending Context Window of LLMs via Positional
+    Interpolation"), yarn (Peng et al. 2023, §3), and the frequency bands of Llama 3.1.
+    """
+    shape, rotary = decoder_shape(config), rotary_parameters(config)
+    half, theta = shape.rotary_half, rotary["rope_theta"]
+    frequencies = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    kind, factor, attention = rotary["rope_type"], rotary.get("factor", 1.0), 1.0
+    if kind == "linear":
+        frequencies = frequencies / factor
+    elif kind == "llama3":
+        frequencies = _llama3(frequencies, rotary)
+    elif kind == "yarn":
+        frequencies, attention = _yarn(frequencies, rotary, config)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    return (angles.cos() * attention).float(), (angles.sin() * attention).float()
+
+
+def _llama3(frequencies: Tensor, rotary: dict[str, Any]) -> Tensor:
+    """Frequencies that turn seldom in the trained context are divided by ``factor``, fast ones kept, others blended."""
+    low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
+    turns = rotary["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rotary["factor"])
+
+
+def _yarn(frequencies: Tensor, rotary: dict[str, Any], config: dict[str, Any]) -> tuple[Tensor, float]:
+    """Dimensions that turn often in the trained context are kept, those that turn seldom interpolated, with a linear
+    ramp between; the attention factor grows with the logarithm of the stretch (eq. 17-22)."""
+    half, theta = frequencies.numel(), rotary["rope_theta"]
+    trained = rotary.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor = rotary.get("factor") or config["max_position_embeddings"] / trained
+
+    def dimension(turns: float) -> float:
+        return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = dimension(rotary.get("beta_fast") or 32), dimension(rotary.get("beta_slow") or 1)
+    if rotary.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    ramp = ((torch.arange(half, dtype=torch.float64) - first) / max(last - first, 1e-3)).clamp(0, 1)
+    attention = rotary.get("attention_factor")
+    if attention is None:
+        scale, all_dimensions = rotary.get("mscale"), rotary.get("mscale_all_dim")
+
+        def growth(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+        attention = growth(scale) / growth(all_dimensions) if scale and all_dimensions else growth(1.0)
+    return frequencies * ((1 - ramp) + ramp / factor), attention
