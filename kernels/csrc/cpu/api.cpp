@@ -47,6 +47,7 @@ bool machine_has(const Isa& candidate) {
   const bool avx512vnni =
       avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  if (&candidate == &kAvx2) return avx2;
   if (&candidate == &kAvx512Vnni) return avx512vnni;
   if (&candidate == &kAmx) return avx512vnni && has_amx();
 #endif
@@ -54,7 +55,7 @@ bool machine_has(const Isa& candidate) {
 }
 
 const Isa* find_isa(const char* name) {
-  const Isa* candidates[] = {&kAmx, &kAvx512Vnni, &kPortable};
+  const Isa* candidates[] = {&kAmx, &kAvx512Vnni, &kAvx2, &kPortable};
   for (const Isa* candidate : candidates)
     if (candidate->name && (!name || !*name || !strcmp(name, candidate->name)) && machine_has(*candidate))
       return candidate;

@@ -52,7 +52,7 @@ const Isa& isa();
 
 /* One table per instruction set; constants, so that nothing compiled for it runs before the machine is known to have
  * it. The name is null where the compiler or the processor's family lacks it. */
-extern const Isa kPortable, kAvx512Vnni, kAmx;
+extern const Isa kPortable, kAvx2, kAvx512Vnni, kAmx;
 
 }  // namespace trirun
 #endif
