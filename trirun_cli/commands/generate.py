@@ -10,7 +10,7 @@ import typer
 
 from ..console import Console
 from ..errors import InputError, UsageError
-from .options import Device, Json, Quiet
+from .options import ActBits, Device, DType, Engine, Json, Quiet, check_machine
 
 
 def command(
@@ -34,10 +34,9 @@ def command(
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed at the end, on standard error.")] = False,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or auto.", rich_help_panel="Machine")] = "auto",
-    act_bits: Annotated[
-        int | None, typer.Option(help="Activation bits, 8 or 16. Default: the checkpoint's.", rich_help_panel="Machine")
-    ] = None,
+    dtype: DType = "auto",
+    act_bits: ActBits = None,
+    engine: Engine = "auto",
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -53,10 +52,7 @@ def command(
 
       echo "The sea was" | trirun generate -c DIR --max-tokens 64 --stats
     """
-    if act_bits not in (None, 8, 16):
-        raise UsageError(f"--act-bits {act_bits}: 8 or 16")
-    if dtype not in ("auto", "float32", "float16", "bfloat16"):
-        raise UsageError(f"--dtype {dtype}: auto, float32, float16 or bfloat16")
+    check_machine(dtype, act_bits, engine)
     console = Console(as_json=json, quiet=quiet)
 
     from ..model_dir import ModelDir
@@ -82,7 +78,7 @@ def command(
 
     from ..runtime.model import open_model
 
-    model = open_model(checkpoint, device=device, dtype=dtype, act_bits=act_bits)
+    model = open_model(checkpoint, device=device, dtype=dtype, act_bits=act_bits, engine=engine)
     console.note(f"{checkpoint} on {model.engine}")
     measured = GenerationStats()
     stream = TextStream(tokenizer, ids, params.stop)

@@ -6,9 +6,32 @@ from typing import Annotated
 
 import typer
 
+from ..errors import UsageError
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no progress bars.")]
 Device = Annotated[
     str, typer.Option(help="auto (first GPU, else CPU), cpu, cuda or cuda:N.", rich_help_panel="Machine")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output directory if it is not empty.")]
+DType = Annotated[str, typer.Option(help="float32, float16, bfloat16 or auto.", rich_help_panel="Machine")]
+ActBits = Annotated[
+    int | None, typer.Option(help="Activation bits, 8 or 16. Default: the checkpoint's.", rich_help_panel="Machine")
+]
+Engine = Annotated[
+    str, typer.Option(help="lean, transformers, or auto: lean where it runs.", rich_help_panel="Machine")
+]
+
+
+def check_machine(dtype: str, act_bits: int | None, engine: str) -> None:
+    """Refuse values that the machine options do not have.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if dtype not in ("auto", "float32", "float16", "bfloat16"):
+        raise UsageError(f"--dtype {dtype}: auto, float32, float16 or bfloat16")
+    if act_bits not in (None, 8, 16):
+        raise UsageError(f"--act-bits {act_bits}: 8 or 16")
+    if engine not in ("auto", "lean", "transformers"):
+        raise UsageError(f"--engine {engine}: auto, lean or transformers")

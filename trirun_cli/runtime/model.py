@@ -98,7 +98,9 @@ class TransformersLM:
         return [row[end - count : end].float() for row, end, count in zip(logits, ends, keep, strict=True)]
 
 
-def open_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", act_bits: int | None = None) -> CausalLM:
+def open_model(
+    path: str | Path, *, device: str = "auto", dtype: str = "auto", act_bits: int | None = None, engine: str = "auto"
+) -> CausalLM:
     """A model directory ready to run: a packed checkpoint on trirun's kernels, anything else as it is.
 
     Args:
@@ -106,14 +108,27 @@ def open_model(path: str | Path, *, device: str = "auto", dtype: str = "auto", a
         device: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
         act_bits: 8 or 16 overrides the checkpoint's activation width.
+        engine: "lean" (packed Llama-like checkpoints on the CPU), "transformers", or "auto": lean where it can.
 
     Raises:
-        InputError: the directory cannot be loaded. MissingError: the device is not there.
+        InputError: the directory cannot be loaded, or not on that engine. MissingError: the device is not there.
     """
     source = ModelDir(path)
     target = pick_device(device)
     kind = None if dtype == "auto" else getattr(torch, dtype)
-    if source.quant_method == QUANT_METHOD:
+    packed = source.quant_method == QUANT_METHOD
+    if engine == "lean" and not (packed and target == "cpu"):
+        raise InputError(f"{path}: the lean engine runs packed checkpoints on the CPU")
+    if packed and target == "cpu" and kind in (None, torch.float32) and engine != "transformers":
+        from .decoder import LeanLM
+        from .llama_config import NotLean
+
+        try:
+            return LeanLM(path, act_bits=act_bits)
+        except NotLean as error:
+            if engine == "lean":
+                raise InputError(f"{path}: {error}") from None
+    if packed:
         model = load_checkpoint(path, target, kind)
         if act_bits is not None:
             _set_act_bits(model, act_bits)
