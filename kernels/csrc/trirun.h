@@ -98,6 +98,9 @@ int trirun_cpu_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void*
 /* act of act(gate) * up. */
 enum { TRIRUN_SILU = 0, TRIRUN_RELU2 = 1 };
 
+/* head_dtype of a head that trirun_cpu_head_int8 made. */
+enum { TRIRUN_HEAD_INT8 = 16 };
+
 /* y = x . w^T + bias, packed. */
 typedef struct {
   trirun_int2 weight;
@@ -130,7 +133,9 @@ typedef struct {
   const void* embedding; /* [vocab][hidden] */
   int32_t head_dtype;
   int32_t reserved;
-  const void* head;      /* [vocab][hidden]; the embedding where they are tied */
+  const void* head;      /* [vocab][hidden]; the embedding where they are tied. TRIRUN_HEAD_INT8: [vocab][hidden
+                            rounded up to 64] bytes, weight = scale * (byte - 128) */
+  const float* head_scales; /* [vocab] for TRIRUN_HEAD_INT8 */
   const trirun_layer* layer;
   const float* final_norm;
   const float* cosines;  /* [context][rotary_half], any attention factor included */
@@ -143,6 +148,9 @@ typedef struct {
 typedef struct {
   int64_t slot, position, count;
 } trirun_segment;
+
+/* Makes rows of an 8-bit head, and their scales, from x[n][k] of dtype, k a multiple of 16. */
+int trirun_cpu_head_int8(const void* x, int dtype, int64_t n, int64_t k, uint8_t* rows, float* scales, int threads);
 
 /* Bytes of `keys`, and of `values`; 0 for sizes that the decoder cannot run. Only the sizes of d are read. */
 size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d);
@@ -166,8 +174,8 @@ const char* trirun_cuda_error(int code);
 
 /* Kernel families of the CUDA library. */
 enum {
-  TRIRUN_KERNEL_STREAM = 1,        /* decode, mma.sync u8.s8, weights by bulk copies, K split over a cluster: sm_90 */
-  TRIRUN_KERNEL_STREAM_SM80 = 2,   /* decode, mma.sync u8.s8, weights by cp.async: sm_80 and newer */
+  TRIRUN_KERNEL_STREAM = 1,        /* decode, mma.sync u8.s8, k split over the CTAs of a cluster: sm_90 and newer */
+  TRIRUN_KERNEL_STREAM_SM80 = 2,   /* the same kernel, k split through the workspace: sm_80 and newer */
   TRIRUN_KERNEL_COLUMNS = 3,       /* decode of many rows, wgmma u8.s8 with the weights in registers: sm_90a */
   TRIRUN_KERNEL_PREFILL_WGMMA = 4, /* prefill, wgmma fp16/bf16 with the weights in registers: sm_90a */
   TRIRUN_KERNEL_PREFILL_SM80 = 5,  /* prefill, mma.sync fp16/bf16: sm_80 and newer */

@@ -13,8 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decoder_weights import ACTIVATIONS, KEY_BLOCK, LINEARS, NORMS, SIZES, DecoderWeights, LayerWeights
+from .decoder_weights import (
+    ACTIVATIONS,
+    KEY_BLOCK,
+    LINEARS,
+    NORMS,
+    SIZES,
+    DecoderWeights,
+    Int8Head,
+    LayerWeights,
+)
 from .native import DTYPES, Int2Struct, NativeError, load
+
+HEAD_INT8 = 16  # TRIRUN_HEAD_INT8
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +141,28 @@ class CpuDecoder:
         raise NativeError(f"decoder step of {rows} rows failed with code {code}")
 
 
+def quantize_head(head: Tensor, threads: int, out: Int8Head | None = None) -> Int8Head:
+    """A head [vocab, hidden] in 8 bits: the nearest of 255 levels between a row's ±max.
+
+    Args:
+        head: float16, bfloat16 or float32, contiguous, hidden a multiple of 16.
+        out: where to put it; allocated when None.
+
+    Raises:
+        ValueError: the head's shape, dtype or layout does not fit.
+    """
+    n, k = head.shape
+    if str(head.dtype) not in DTYPES or not head.is_contiguous() or k % 16:
+        raise ValueError(f"quantize_head: {head.dtype} {list(head.shape)}, stride {head.stride()}")
+    out = out or Int8Head(torch.empty(n, Int8Head.stride(k), dtype=torch.uint8), torch.empty(n), k)
+    code = _library().trirun_cpu_head_int8(
+        head.data_ptr(), DTYPES[str(head.dtype)], n, k, out.rows.data_ptr(), out.scales.data_ptr(), threads
+    )
+    if code:
+        raise NativeError(f"quantize_head of {list(head.shape)} failed with code {code}")
+    return out
+
+
 class LinearStruct(ctypes.Structure):
     """``trirun_linear``."""
 
@@ -154,6 +187,7 @@ class DecoderStruct(ctypes.Structure):
         ("head_dtype", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
         ("head", ctypes.c_void_p),
+        ("head_scales", ctypes.c_void_p),
         ("layer", ctypes.POINTER(LayerStruct)),
         *((name, ctypes.c_void_p) for name in ("final_norm", "cosines", "sines", "keys", "values")),
     )
@@ -174,6 +208,7 @@ def _library() -> Any:
     library.trirun_cpu_decoder_step.argtypes = [
         *(pointer, pointer, whole, pointer, whole, pointer, whole, pointer, pointer, size, ctypes.c_int)
     ]
+    library.trirun_cpu_head_int8.argtypes = [pointer, ctypes.c_int, whole, whole, pointer, pointer, ctypes.c_int]
     return library
 
 
@@ -187,6 +222,10 @@ def _layer_struct(layer: LayerWeights) -> LayerStruct:
         norm = getattr(layer, name)
         setattr(struct, name, None if norm is None else norm.data_ptr())
     return struct
+
+
+def _head_pointers(head: Tensor | Int8Head) -> tuple[int, int | None]:
+    return (head.rows.data_ptr(), head.scales.data_ptr()) if isinstance(head, Int8Head) else (head.data_ptr(), None)
 
 
 def _decoder_struct(
@@ -205,9 +244,9 @@ def _decoder_struct(
         DTYPES[str(kv_dtype)],
         DTYPES[str(weights.embedding.dtype)],
         weights.embedding.data_ptr(),
-        DTYPES[str(weights.head.dtype)],
+        HEAD_INT8 if isinstance(weights.head, Int8Head) else DTYPES[str(weights.head.dtype)],
         0,
-        weights.head.data_ptr(),
+        *_head_pointers(weights.head),
         layers,
         *(tensor.data_ptr() for tensor in (weights.final_norm, weights.cosines, weights.sines)),
     )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .decoder_weights import DecoderWeights, LayerWeights, Linear
+from .decoder_weights import DecoderWeights, Int8Head, LayerWeights, Linear
 
 
 def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16) -> Tensor:
@@ -26,7 +26,8 @@ def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16) -> T
     for layer in weights.layers:
         x = x + _attention(weights, layer, rms_norm(x, layer.attention_norm, weights.shape.norm_eps), act_bits)
         x = x + _mlp(weights, layer, rms_norm(x, layer.mlp_norm, weights.shape.norm_eps), act_bits)
-    return F.linear(rms_norm(x, weights.final_norm, weights.shape.norm_eps), weights.head.float())
+    head = weights.head.dequantize() if isinstance(weights.head, Int8Head) else weights.head.float()
+    return F.linear(rms_norm(x, weights.final_norm, weights.shape.norm_eps), head)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

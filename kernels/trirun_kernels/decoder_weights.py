@@ -80,6 +80,33 @@ class LayerWeights:
     mlp_sub_norm: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Int8Head:
+    """An output head in 8 bits, ``weight = scale · (byte − 128)``.
+
+    Attributes:
+        rows: uint8 [vocab, hidden rounded up to 64]. scales: float32 [vocab]. hidden: the true k.
+    """
+
+    rows: Tensor
+    scales: Tensor
+    hidden: int
+
+    @staticmethod
+    def stride(hidden: int) -> int:
+        """Bytes of one row."""
+        return -(-hidden // 64) * 64
+
+    def dequantize(self) -> Tensor:
+        """The head as float32 [vocab, hidden]."""
+        return (self.rows[:, : self.hidden].float() - 128) * self.scales.unsqueeze(1)
+
+    def check(self, vocab: int, hidden: int) -> None:
+        """Raise ValueError unless this is a head of that size in contiguous CPU memory."""
+        _expect("8-bit head", self.rows, (vocab, self.stride(hidden)), (torch.uint8,))
+        _expect("8-bit head's scales", self.scales, (vocab,))
+
+
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 NORMS = tuple(field.name for field in fields(LayerWeights) if field.name not in LINEARS)
 SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
@@ -91,7 +118,7 @@ class DecoderWeights:
 
     Attributes:
         embedding: [vocab, hidden], float16, bfloat16 or float32; rows are read one by one, so a mapped file serves.
-        head: [vocab, hidden] likewise; the embedding itself where the two are tied.
+        head: [vocab, hidden] likewise, the embedding itself where the two are tied; or in 8 bits.
         final_norm: float32 [hidden].
         cosines, sines: float32 [positions, rotary_half] of the rotary angles, any attention factor included.
     """
@@ -99,7 +126,7 @@ class DecoderWeights:
     shape: DecoderShape
     layers: Sequence[LayerWeights]
     embedding: Tensor
-    head: Tensor
+    head: Tensor | Int8Head
     final_norm: Tensor
     cosines: Tensor
     sines: Tensor
@@ -123,8 +150,11 @@ class DecoderWeights:
         for name in ("cosines", "sines"):
             _expect(name, getattr(self, name), (self.cosines.shape[0], s.rotary_half))
         _expect("final_norm", self.final_norm, (s.hidden,))
-        for name in ("embedding", "head"):
-            _expect(name, getattr(self, name), (s.vocab, s.hidden), FLOATS)
+        _expect("embedding", self.embedding, (s.vocab, s.hidden), FLOATS)
+        if isinstance(self.head, Int8Head):
+            self.head.check(s.vocab, s.hidden)
+        else:
+            _expect("head", self.head, (s.vocab, s.hidden), FLOATS)
         q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
         shapes = dict(zip(LINEARS, ((q, s.hidden), (kv, s.hidden), (kv, s.hidden), (s.hidden, q)), strict=False))
         shapes |= {"gate": (s.ffn, s.hidden), "up": (s.ffn, s.hidden), "down": (s.hidden, s.ffn)}

@@ -80,13 +80,13 @@ def test_logits_equal_transformers(name, tmp_path):
     tokens = torch.randint(3, 96, (200,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(tokens.unsqueeze(0)).logits[0]
-    decoder = LeanDecoder(packed, kv_dtype=torch.float32, threads=2)
+    decoder = LeanDecoder(packed, kv_dtype=torch.float32, int8_head=False, threads=2)
     found = decoder.forward(tokens, keep=200)
     assert error(found, expected) < 1e-3
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.97
     half = LeanDecoder(packed, threads=2, max_rows=48)
     every = half.forward(tokens, keep=200)
-    assert error(every, expected) < 3e-3
+    assert error(every, expected) < 1e-2
     for keep in (1, 8, 9, 60, 104, 105):
         assert torch.equal(half.forward(tokens, keep=keep), every[-keep:])
 
@@ -125,7 +125,7 @@ def test_ternary_model_keeps_its_logits(shared, tmp_path):
     tokens = torch.randint(3, 8192, (300,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(tokens.unsqueeze(0)).logits[0]
-    found = LeanDecoder(tmp_path / "packed").forward(tokens, keep=300)
+    found = LeanDecoder(tmp_path / "packed", int8_head=False).forward(tokens, keep=300)
     assert error(found, expected) < 2e-3
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from trirun_kernels import QuantSpec, decoder_reference, pack
-from trirun_kernels.decoder_ops import CpuDecoder, Segment
-from trirun_kernels.decoder_weights import DecoderShape, DecoderWeights, LayerWeights, Linear
+from trirun_kernels.decoder_ops import CpuDecoder, Segment, quantize_head
+from trirun_kernels.decoder_weights import DecoderShape, DecoderWeights, Int8Head, LayerWeights, Linear
 from trirun_kernels.native import load
 
 VOCAB, CONTEXT = 203, 192
@@ -28,9 +29,7 @@ def random_model(
     generator = torch.Generator().manual_seed(seed)
     spec = spec or QuantSpec(32, 1.0)
     half = head_dim // 2 if half is None else half
-    shape = DecoderShape(
-        layers, hidden, ffn, heads, kv_heads, head_dim, VOCAB, half, 1e-5, head_dim**-0.5, activation
-    )
+    shape = DecoderShape(layers, hidden, ffn, heads, kv_heads, head_dim, VOCAB, half, 1e-5, head_dim**-0.5, activation)
 
     def norm(size, wanted=True):
         return torch.rand(size, generator=generator) + 0.5 if wanted else None
@@ -47,6 +46,11 @@ def random_model(
     angles = torch.arange(CONTEXT).unsqueeze(1) * 10000.0 ** -(torch.arange(half) / max(half, 1))
     layers = [layer() for _ in range(layers)]
     return DecoderWeights(shape, layers, embedding, head, norm(hidden), angles.cos(), angles.sin())
+
+
+def zeroed(linear):
+    weight = dataclasses.replace(linear.weight, scales=torch.zeros_like(linear.weight.scales))
+    return Linear(weight, linear.bias)
 
 
 def all_logits(decoder, tokens, chunks=None, slot=0):
@@ -127,8 +131,39 @@ def test_chunks_threads_and_batches_change_no_bit(name, act_bits):
             assert torch.equal(row, whole[i][done[i] + offset])
 
 
-def test_every_instruction_set_gives_the_same_bits():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_eight_bit_head(dtype):
+    weights = random_model(dtype=dtype)
+    head = quantize_head(weights.head, threads=2)
+    step = weights.head.float().abs().amax(1, keepdim=True) / 127
+    assert ((head.dequantize() - weights.head.float()).abs() <= step * 0.5001).all()
+    weights = dataclasses.replace(weights, head=head)
+    tokens = torch.randint(0, VOCAB, (50,), generator=torch.Generator().manual_seed(1))
+    found = all_logits(CpuDecoder(weights, context=64, kv_dtype=torch.float32, threads=2), tokens)
+    assert relative_error(found, decoder_reference.forward(weights, tokens)) < 5e-4
+
+
+def test_eight_bit_head_is_exact_at_the_extremes():
+    """Every byte 0 or 255 against digits of ±full range: sums of k = 8,192 that 16-bit accumulators would lose."""
+    hidden = 8192
+    weights = random_model(hidden=hidden, heads=1, kv_heads=1, ffn=32, layers=1)
+    rows = torch.full((VOCAB, hidden), 255, dtype=torch.uint8)
+    rows[::2] = 0
+    head = Int8Head(rows, torch.ones(VOCAB), hidden)
+    weights = dataclasses.replace(weights, head=head, final_norm=torch.ones(hidden))
+    # The residual stream is the embedding plus what one layer adds: make that nothing.
+    silent = dataclasses.replace(weights.layers[0], o=zeroed(weights.layers[0].o), down=zeroed(weights.layers[0].down))
+    weights = dataclasses.replace(weights, layers=[silent], embedding=torch.ones(VOCAB, hidden).half())
+    found = all_logits(CpuDecoder(weights, context=64, threads=2), torch.arange(3))
+    assert torch.allclose(found, decoder_reference.forward(weights, torch.arange(3)), rtol=1e-4)
+    assert found.min() < -1e6 and found.max() > 1e6
+
+
+@pytest.mark.parametrize("int8_head", [False, True])
+def test_every_instruction_set_gives_the_same_bits(int8_head):
     weights = random_model(head_dim=24, bias=True, qk_norm=True)
+    if int8_head:
+        weights = dataclasses.replace(weights, head=quantize_head(weights.head, threads=1))
     tokens = torch.randint(0, VOCAB, (90,), generator=torch.Generator().manual_seed(3))
     library, results = load("cpu"), {}
     try:

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class WeightMemory:
     """One block of large pages, filled with tensors in the order they are read.
 
     Args:
-        stored: where the tensors come from. capacity: bytes, alignment of each tensor to 256 included.
+        stored: where the tensors come from. capacity: bytes; the sum of what :meth:`size` says of each tensor.
     """
 
     def __init__(self, stored: StoredTensors, capacity: int) -> None:
@@ -94,17 +94,22 @@ class WeightMemory:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
 
     @staticmethod
-    def capacity(stored: StoredTensors, names: Iterable[str]) -> int:
-        """Bytes that these tensors will take."""
-        return sum(-(-stored.nbytes(name) // ALIGNMENT) * ALIGNMENT for name in names)
+    def size(nbytes: int) -> int:
+        """What a tensor of that many bytes takes."""
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the checkpoint, read into this memory."""
-        size, start = self._stored.nbytes(name), self._used
-        self._used += -(-size // ALIGNMENT) * ALIGNMENT
-        self._stored.read_into(name, memoryview(self._memory)[start : start + size])
-        shape, dtype = self._stored.shape(name), self._stored.dtype(name)
-        return torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+        start = self._used
+        made = self.empty(self._stored.shape(name), self._stored.dtype(name))
+        self._stored.read_into(name, memoryview(self._memory)[start : start + made.nbytes])
+        return made
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros in this memory."""
+        start, count = self._used, math.prod(shape)
+        self._used += self.size(count * dtype.itemsize)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(*shape)
 
 
 def _data_start(path: Path) -> int:

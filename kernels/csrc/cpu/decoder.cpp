@@ -21,6 +21,8 @@ namespace {
 
 constexpr float kLog2e = 1.44269504f;
 constexpr int kMaxTeam = 512;
+/* Hidden size up to which the 8-bit head's int32 sums are exact. */
+constexpr int64_t kLongestHead = 65536;
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 int64_t strips_of(int64_t n) { return (n + 63) / 64; }
@@ -62,6 +64,7 @@ struct Shared {
   int32_t* slot;     // [rows]
   int32_t* position; // [rows]
   char* act;
+  HeadInput head;    // of the 8-bit head
   Queues queues;
 };
 
@@ -90,6 +93,10 @@ int64_t lay_out(const trirun_decoder& d, int64_t rows, char* memory, Shared* sha
   out.slot = reinterpret_cast<int32_t*>(take(rows * 4));
   out.position = reinterpret_cast<int32_t*>(take(rows * 4));
   out.act = take(act_bytes(d, rows));
+  out.head.stride = round_up(d.hidden, 64);
+  out.head.digits = reinterpret_cast<int8_t*>(take(rows * 2 * out.head.stride));
+  out.head.sums = reinterpret_cast<int32_t*>(take(rows * 8));
+  out.head.scales = reinterpret_cast<float*>(take(rows * 4));
   out.queues.cursors = reinterpret_cast<Cursor*>(take(2 * kMaxTeam * static_cast<int64_t>(sizeof(Cursor))));
   if (shared) *shared = out;
   return used;
@@ -138,13 +145,15 @@ class Step {
     int64_t phase = 0;
     char* memory;
     float* row;        // [widest_input]
-    float* tile;       // [rows][tile_strips * 64]
+    float* tile;       // [rows][columns of one helping]
     float* attention;  // attention_scratch
     char* act;         // for a single row
     trirun_act current;
 
     Thread(Team& team, const Step& step) : team(team) {
-      const int64_t row_bytes = widest_input(step.d) * 4, tile_bytes = step.rows_ * step.tile_strips() * 256;
+      const int64_t widest_output = larger(strips_of(step.d.ffn), strips_of(step.d.hidden));
+      const int64_t row_bytes = widest_input(step.d) * 4;
+      const int64_t tile_bytes = step.rows_ * step.chunk_of(team.size(), widest_output) * 256;
       const int64_t attention_bytes = round_up(attention_scratch(step.d.head_dim) * 4, 64);
       memory = static_cast<char*>(
           scratch(kScratchDecoder, row_bytes + tile_bytes + attention_bytes + act_bytes(step.d, 1)));
@@ -156,14 +165,9 @@ class Step {
     }
   };
 
-  /* Strips of one tile: enough work between two looks at the queue, few enough columns to stay in the core's cache. */
-  int64_t tile_strips() const { return rows_ == 1 ? 16 : rows_ <= 16 ? 4 : 1; }
-
-  /* Strips taken from a queue at once: four helpings per thread, at most a tile. */
-  int64_t chunk_of(const Thread& t, int64_t strips) const {
-    const int64_t chunk = strips / (4 * t.team.size());
-    return chunk < 1 ? 1 : chunk < tile_strips() ? chunk : tile_strips();
-  }
+  /* Strips taken from a queue at once. A kernel prepares all rows on every call, which many rows make dear, so they get
+   * two helpings per thread; few rows get four, for a better balance. */
+  int64_t chunk_of(int threads, int64_t strips) const { return larger(1, strips / ((rows_ > 16 ? 2 : 4) * threads)); }
 
   template <class Body>
   void each(Thread& t, int64_t total, int64_t chunk, Body&& body) {
@@ -223,7 +227,7 @@ class Step {
     float* outputs[] = {s.qkv, s.qkv + d.heads * d.head_dim, s.qkv + (d.heads + d.kv_heads) * d.head_dim};
     int64_t firsts[4] = {0};
     for (int i = 0; i < 3; ++i) firsts[i + 1] = firsts[i] + strips_of(parts[i]->n);
-    each(t, firsts[3], chunk_of(t, firsts[3]), [&](int64_t begin, int64_t end) {
+    each(t, firsts[3], chunk_of(t.team.size(), firsts[3]), [&](int64_t begin, int64_t end) {
       for (int i = 0; i < 3; ++i) {
         const int64_t from = larger(begin, firsts[i]), to = end < firsts[i + 1] ? end : firsts[i + 1];
         if (from < to) product(t, *parts[i], outputs[i], qkv_width_, from - firsts[i], to - firsts[i]);
@@ -233,7 +237,7 @@ class Step {
 
   void add_to_residual(Thread& t, const trirun_linear& linear) {
     const int64_t strips = strips_of(linear.n);
-    each(t, strips, chunk_of(t, strips), [&](int64_t begin, int64_t end) {
+    each(t, strips, chunk_of(t.team.size(), strips), [&](int64_t begin, int64_t end) {
       const int64_t columns = product_tile(t, linear, begin, end);
       for (int64_t r = 0; r < rows_; ++r) ops_.add(s.x + r * d.hidden + begin * 64, t.tile + r * columns, columns);
     });
@@ -241,7 +245,7 @@ class Step {
 
   void gate_up(Thread& t, const trirun_layer& l) {
     const int64_t strips = strips_of(d.ffn);
-    each(t, strips, chunk_of(t, strips), [&](int64_t begin, int64_t end) {
+    each(t, strips, chunk_of(t.team.size(), strips), [&](int64_t begin, int64_t end) {
       product(t, l.gate, s.h, d.ffn, begin, end);
       const int64_t columns = product_tile(t, l.up, begin, end);
       for (int64_t r = 0; r < rows_; ++r)
@@ -319,14 +323,22 @@ class Step {
   }
 
   void head(Thread& t) {
+    const bool int8 = d.head_dtype == TRIRUN_HEAD_INT8;
     const Range mine = t.team.share(logit_count_);
-    for (int64_t i = mine.begin; i < mine.end; ++i)
-      ops_.rms_norm(s.attention + i * d.hidden, s.x + logit_rows_[i] * d.hidden, d.final_norm, d.hidden, d.norm_eps);
+    for (int64_t i = mine.begin; i < mine.end; ++i) {
+      float* row = s.attention + i * d.hidden;
+      ops_.rms_norm(row, s.x + logit_rows_[i] * d.hidden, d.final_norm, d.hidden, d.norm_eps);
+      if (int8) ops_.head_digits(s.head, i, row, d.hidden);
+    }
     t.team.barrier();
     const int64_t strips = strips_of(d.vocab);
     each(t, strips, larger(1, strips / (8 * t.team.size())), [&](int64_t begin, int64_t end) {
-      ops_.dense(s.attention, d.hidden, logit_count_, d.head, d.head_dtype, d.hidden, logits_, d.vocab, begin * 64,
-                 end * 64 < d.vocab ? end * 64 : d.vocab);
+      const int64_t first = begin * 64, last = end * 64 < d.vocab ? end * 64 : d.vocab;
+      if (int8)
+        ops_.head_int8(s.head, logit_count_, static_cast<const uint8_t*>(d.head), d.head_scales, logits_, d.vocab, first,
+                       last);
+      else
+        ops_.dense(s.attention, d.hidden, logit_count_, d.head, d.head_dtype, d.hidden, logits_, d.vocab, first, last);
     });
   }
 
@@ -373,7 +385,8 @@ int check_sizes(const trirun_decoder* d) {
   if (d->heads % d->kv_heads || d->hidden % 16 || d->context % kKeyBlock) return TRIRUN_BAD_SHAPE;
   if (d->rotary_half < 0 || 2 * d->rotary_half > d->head_dim) return TRIRUN_BAD_SHAPE;
   if (d->kv_dtype != TRIRUN_F16 && d->kv_dtype != TRIRUN_F32) return TRIRUN_UNSUPPORTED;
-  if (bad_float(d->embedding_dtype) || bad_float(d->head_dtype)) return TRIRUN_UNSUPPORTED;
+  if (bad_float(d->embedding_dtype)) return TRIRUN_UNSUPPORTED;
+  if (d->head_dtype == TRIRUN_HEAD_INT8 ? d->hidden > kLongestHead : bad_float(d->head_dtype)) return TRIRUN_UNSUPPORTED;
   if (d->activation != TRIRUN_SILU && d->activation != TRIRUN_RELU2) return TRIRUN_UNSUPPORTED;
   return d->act_bits == TRIRUN_ACT8 || d->act_bits == TRIRUN_ACT16 ? TRIRUN_OK : TRIRUN_UNSUPPORTED;
 }
@@ -410,6 +423,29 @@ const DecoderOps& decoder_ops() {
 
 using namespace trirun;
 
+TRIRUN_EXPORT int trirun_cpu_head_int8(const void* x, int dtype, int64_t n, int64_t k, uint8_t* rows, float* scales,
+                                       int threads) {
+  if (!x || !rows || !scales) return TRIRUN_BAD_POINTER;
+  if (n <= 0 || k <= 0 || k % 16 || k > kLongestHead || threads < 1) return TRIRUN_BAD_SHAPE;
+  if (bad_float(dtype)) return TRIRUN_UNSUPPORTED;
+  const DecoderOps& ops = decoder_ops();
+  const int64_t stride = round_up(k, 64), width = dtype == TRIRUN_F32 ? 4 : 2;
+  std::atomic<bool> failed{false};
+  parallel(threads < kMaxTeam ? threads : kMaxTeam, [&](Team& team) {
+    float* row = static_cast<float*>(scratch(kScratchDecoder, k * 4));
+    if (!row) {
+      failed = true;
+      return;
+    }
+    const Range mine = team.share(n);
+    for (int64_t i = mine.begin; i < mine.end; ++i) {
+      ops.load_row(row, static_cast<const char*>(x) + i * k * width, dtype, k);
+      ops.head_bytes(rows + i * stride, scales + i, row, k, stride);
+    }
+  });
+  return failed ? TRIRUN_NO_WORKSPACE : TRIRUN_OK;
+}
+
 TRIRUN_EXPORT size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d) {
   if (check_sizes(d)) return 0;
   const int64_t heads = d->layers * d->slots * d->kv_heads, width = d->kv_dtype == TRIRUN_F16 ? 2 : 4;
@@ -428,6 +464,7 @@ TRIRUN_EXPORT int trirun_cpu_decoder_step(const trirun_decoder* d, const trirun_
   if (int error = check_sizes(d)) return error;
   if (!d->layer || !d->embedding || !d->head || !d->final_norm || !d->cosines || !d->sines || !d->keys || !d->values)
     return TRIRUN_BAD_POINTER;
+  if (d->head_dtype == TRIRUN_HEAD_INT8 && !d->head_scales) return TRIRUN_BAD_POINTER;
   for (int64_t i = 0; i < d->layers; ++i)
     if (int error = check_layer(*d, d->layer[i])) return error;
   if (rows <= 0 || segment_count <= 0 || threads < 1) return TRIRUN_BAD_SHAPE;

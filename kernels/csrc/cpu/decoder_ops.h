@@ -42,6 +42,14 @@ static inline int64_t attention_scratch(int64_t head_dim) {
   return kMaxQueries * (value_stride_of(head_dim) + kKeyBlock + 16 + 1);
 }
 
+/* Rows of x for the 8-bit head, as two signed digits per value (decoder_head_impl.h). */
+struct HeadInput {
+  int8_t* digits; /* [m][hi, lo][stride] */
+  int32_t* sums;  /* [m][hi, lo] */
+  float* scales;  /* [m] */
+  int64_t stride; /* k rounded up to 64 */
+};
+
 struct DecoderOps {
   /* out[n] = x of dtype, n a multiple of 16 */
   void (*load_row)(float* out, const void* x, int dtype, int64_t n);
@@ -62,6 +70,13 @@ struct DecoderOps {
   /* y[m][begin, end) = x[m][k] . w^T in fp32, w [.][k] of dtype, k a multiple of 16: the head as a checkpoint has it */
   void (*dense)(const float* x, int64_t ldx, int64_t m, const void* w, int dtype, int64_t k, float* y, int64_t ldy,
                 int64_t begin, int64_t end);
+  /* Row r of the input from x[k], k a multiple of 16. */
+  void (*head_digits)(const HeadInput& input, int64_t r, const float* x, int64_t k);
+  /* One row of the 8-bit head from x[k], and its scale. */
+  void (*head_bytes)(uint8_t* out, float* scale, const float* x, int64_t k, int64_t stride);
+  /* y[m][begin, end) from the 8-bit head w [.][stride] */
+  void (*head_int8)(const HeadInput& input, int64_t m, const uint8_t* w, const float* scales, float* y, int64_t ldy,
+                    int64_t begin, int64_t end);
 };
 
 /* The table that belongs to the instruction set in use. */

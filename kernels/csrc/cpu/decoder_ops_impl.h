@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "decoder_head_impl.h"
 #include "decoder_ops.h"
 #include "decoder_simd.h"
 
@@ -356,7 +357,8 @@ void dense(const float* x, int64_t ldx, int64_t m, const void* w, int dtype, int
 }  // namespace
 
 #define TRIRUN_DECODER_TABLE \
-  { load_row, rms_norm, add, gate, rotate, store_key, store_value, attend, dense }
+  { load_row, rms_norm, add, gate, rotate, store_key, store_value, attend, dense, head_digits, head_bytes, \
+    head_int8 }
 
 }  // namespace trirun
 #endif

@@ -17,6 +17,7 @@
 /* GCC 12 sees its own headers' undefined-on-purpose registers as a mistake (GCC bug 105593). */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 #endif

@@ -1,0 +1,179 @@
+/* The output head in 8 bits: w ~ scale * (byte - 128) with a scale per row, x in two signed digits with one scale.
+ *
+ * x = scale * (256 hi + lo). All sums of products are exact in int32 (255 * 128 * k < 2^31 up to k = 65,536), so the one
+ * rounding of a logit is the same on every instruction set, in any order. Included by decoder_ops_impl.h. */
+#ifndef TRIRUN_CPU_DECODER_HEAD_IMPL_H
+#define TRIRUN_CPU_DECODER_HEAD_IMPL_H
+
+#include "decoder_ops.h"
+#include "decoder_simd.h"
+
+namespace trirun {
+namespace {
+
+constexpr int64_t kHeadUnit = 64;  // bytes of a row taken at a time
+
+float amax_of(const float* x, int64_t k) {
+  Lanes top = splat(0);
+  for (int64_t i = 0; i < k; i += kLanes) {
+    Lanes a = load(x + i);
+    top = max(top, max(a, splat(0) - a));
+  }
+  return max_of(top);
+}
+
+void head_digits(const HeadInput& input, int64_t r, const float* x, int64_t k) {
+  int8_t* hi = input.digits + r * 2 * input.stride;
+  int8_t* lo = hi + input.stride;
+  /* The floor keeps the inverse finite. */
+  const float amax = amax_of(x, k), range = amax > 1e-30f ? amax : 1e-30f;
+  const Lanes inverse = splat(32639.0f / range);
+  int32_t hi_sum = 0, lo_sum = 0;
+  for (int64_t i = 0; i < k; i += kLanes) {
+    float rounded[kLanes];
+    store(rounded, round_even(load(x + i) * inverse));
+    for (int j = 0; j < kLanes; ++j) {
+      const int32_t value = static_cast<int32_t>(rounded[j]), high = (value + 128) >> 8, low = value - 256 * high;
+      hi[i + j] = static_cast<int8_t>(high);
+      lo[i + j] = static_cast<int8_t>(low);
+      hi_sum += high;
+      lo_sum += low;
+    }
+  }
+  memset(hi + k, 0, static_cast<size_t>(input.stride - k));
+  memset(lo + k, 0, static_cast<size_t>(input.stride - k));
+  input.sums[2 * r] = hi_sum;
+  input.sums[2 * r + 1] = lo_sum;
+  /* A NaN or an infinity in x makes every logit a NaN. */
+  const float total = amax - amax;
+  input.scales[r] = total == 0 ? range / 32639.0f : total;
+}
+
+void head_bytes(uint8_t* out, float* scale, const float* x, int64_t k, int64_t stride) {
+  const float amax = amax_of(x, k), range = amax > 1e-30f ? amax : 1e-30f;
+  const Lanes inverse = splat(127.0f / range);
+  for (int64_t i = 0; i < k; i += kLanes) {
+    float rounded[kLanes];
+    store(rounded, round_even(load(x + i) * inverse));
+    for (int j = 0; j < kLanes; ++j) out[i + j] = static_cast<uint8_t>(static_cast<int32_t>(rounded[j]) + 128);
+  }
+  memset(out + k, 128, static_cast<size_t>(stride - k));
+  *scale = range / 127.0f;
+}
+
+/* The sums of bytes * digits over a row, for R rows of x and O outputs, hi and lo apart. */
+template <int R, int O>
+struct Products {
+#if defined(__AVX512VNNI__)
+  __m512i sum[R][O][2];
+  inline void clear() {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int o = 0; o < O; ++o) sum[r][o][0] = sum[r][o][1] = _mm512_setzero_si512();
+  }
+  inline void add(const uint8_t* w, int64_t stride, const int8_t* digits) {
+    __m512i weight[O];
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) weight[o] = _mm512_loadu_si512(w + o * stride);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int plane = 0; plane < 2; ++plane) {
+        const __m512i digit = _mm512_loadu_si512(digits + (2 * r + plane) * stride);
+#pragma GCC unroll 8
+        for (int o = 0; o < O; ++o) sum[r][o][plane] = _mm512_dpbusd_epi32(sum[r][o][plane], weight[o], digit);
+      }
+  }
+  inline int32_t total(int r, int o, int plane) const { return _mm512_reduce_add_epi32(sum[r][o][plane]); }
+#elif defined(__AVX2__)
+  __m256i sum[R][O][2];
+  inline void clear() {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int o = 0; o < O; ++o) sum[r][o][0] = sum[r][o][1] = _mm256_setzero_si256();
+  }
+  inline void add(const uint8_t* w, int64_t stride, const int8_t* digits) {
+    for (int64_t part = 0; part < kHeadUnit; part += 16) {
+      __m256i weight[O];
+#pragma GCC unroll 8
+      for (int o = 0; o < O; ++o)
+        weight[o] = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + o * stride + part)));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int plane = 0; plane < 2; ++plane) {
+          const int8_t* from = digits + (2 * r + plane) * stride + part;
+          /* Sixteen-bit products: the eight-bit instruction would saturate. */
+          const __m256i digit = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#pragma GCC unroll 8
+          for (int o = 0; o < O; ++o)
+            sum[r][o][plane] = _mm256_add_epi32(sum[r][o][plane], _mm256_madd_epi16(weight[o], digit));
+        }
+    }
+  }
+  inline int32_t total(int r, int o, int plane) const {
+    int32_t lane[8], all = 0;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lane), sum[r][o][plane]);
+    for (int i = 0; i < 8; ++i) all += lane[i];
+    return all;
+  }
+#else
+  int32_t sum[R][O][2];
+  inline void clear() { memset(sum, 0, sizeof sum); }
+  inline void add(const uint8_t* w, int64_t stride, const int8_t* digits) {
+    for (int r = 0; r < R; ++r)
+      for (int plane = 0; plane < 2; ++plane)
+        for (int o = 0; o < O; ++o) {
+          const uint8_t* weight = w + o * stride;
+          const int8_t* digit = digits + (2 * r + plane) * stride;
+          for (int i = 0; i < kHeadUnit; ++i) sum[r][o][plane] += weight[i] * digit[i];
+        }
+  }
+  inline int32_t total(int r, int o, int plane) const { return sum[r][o][plane]; }
+#endif
+};
+
+template <int R, int O>
+void head_tile(const HeadInput& input, int64_t r, const uint8_t* w, const float* scales, float* y, int64_t ldy) {
+  Products<R, O> products;
+  products.clear();
+  const int8_t* digits = input.digits + r * 2 * input.stride;
+  for (int64_t i = 0; i < input.stride; i += kHeadUnit) {
+    products.add(w + i, input.stride, digits + i);
+    /* The rows that come next, while these are multiplied. */
+    for (int o = 0; o < O; ++o) __builtin_prefetch(w + (O + o) * input.stride + i, 0, 2);
+  }
+  for (int i = 0; i < R; ++i)
+    for (int o = 0; o < O; ++o) {
+      /* byte = weight + 128 */
+      const int64_t hi = products.total(i, o, 0) - int64_t{128} * input.sums[2 * (r + i)];
+      const int64_t lo = products.total(i, o, 1) - int64_t{128} * input.sums[2 * (r + i) + 1];
+      y[(r + i) * ldy + o] = static_cast<float>(256 * hi + lo) * (scales[o] * input.scales[r + i]);
+    }
+}
+
+template <int O>
+void head_columns(const HeadInput& input, int64_t m, const uint8_t* w, const float* scales, float* y, int64_t ldy) {
+  int64_t r = 0;
+  for (; r + 3 <= m; r += 3) head_tile<3, O>(input, r, w, scales, y, ldy);
+  for (; r < m; ++r) head_tile<1, O>(input, r, w, scales, y, ldy);
+}
+
+void head_int8(const HeadInput& input, int64_t m, const uint8_t* w, const float* scales, float* y, int64_t ldy,
+               int64_t begin, int64_t end) {
+#if defined(__AVX512F__)
+  constexpr int kOutputs = 4;
+#else
+  constexpr int kOutputs = 2;
+#endif
+  int64_t o = begin;
+  for (; o + kOutputs <= end; o += kOutputs)
+    head_columns<kOutputs>(input, m, w + o * input.stride, scales + o, y + o, ldy);
+  for (; o < end; ++o) head_columns<1>(input, m, w + o * input.stride, scales + o, y + o, ldy);
+}
+
+}  // namespace
+}  // namespace trirun
+#endif
