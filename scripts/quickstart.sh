@@ -31,7 +31,7 @@ packed=build/quickstart/demo-model-2bit
 if [ -d "$packed" ] && "$trirun" verify "$packed" --quiet; then
   step "The demo model is quantized already (delete $packed to do it again)"
 else
-  step "Quantizing $model to 2 bits"
+  step "Quantizing $model to 2 bits (a minute or two)"
   mkdir -p "$(dirname "$packed")"
   "$trirun" quantize "$model" --wbits 2 --out "$packed" --calibration "$model/calibration.txt" --overwrite
 fi
@@ -40,8 +40,8 @@ step "Perplexity on held-out text, before and after"
 "$trirun" eval --model "$model" --checkpoint "$packed" --text "$model/valid.txt" --window 512 --limit 16
 
 step "The 2-bit model continues a story"
-"$trirun" generate --checkpoint "$packed" --prompt "It was a dark night, and the old captain" \
-  --max-tokens 120 --temperature 0.7 --top-p 0.9 --seed 7
+"$trirun" generate --checkpoint "$packed" --prompt "The old house stood alone upon the hill, and" \
+  --max-tokens 140 --temperature 0.7 --top-p 0.9 --seed 3
 
 step "Done. Next:"
 cat <<TEXT
