@@ -10,106 +10,126 @@ namespace {
 
 /* ---- few rows: decode ---------------------------------------------------------------------------------- */
 
-/* Bytes the weight is fetched ahead of its use. */
-constexpr int64_t kAhead = 2048;
+/* Strips are read side by side, one block of each in turn, and fetched some way ahead: a single stream, however far it
+ * is fetched ahead, leaves a fifth of the memory's bandwidth unused. */
+constexpr int kStreams = 4;
+constexpr int64_t kAhead = 2048, kAheadGrouped = 1024;  // bytes of each stream; scales take their part of the queue
 
-/* dot[column][j] += the products of `blocks` blocks of the weight with the digits of each column. */
-template <int columns>
-TRIRUN_INLINE void add_blocks(const uint32_t* block, int64_t blocks, const int8_t* const digits[columns],
-                              __m512i dot[columns][4]) {
-  // The whole byte stands for j = 0, which saves its mask: q0 + 4 q1 + 16 q2 + 64 q3, and the rest is taken off at
-  // the end. One column alone has too few sums to hide vpdpbusd's latency, so its quads alternate between two sets.
-  constexpr int sets = columns == 1 ? 2 : 1;
-  __m512i sum[sets][columns][4];
+/* One strip on its way. */
+template <Mode mode, int rows>
+struct Strip {
+  static constexpr int planes = is_wide(mode) ? 2 : 1, columns = rows * planes;
+
+  alignas(64) int32_t sums[columns][4][16];  // of the step so far, of whole bytes for j = 0
+  alignas(64) float acc[rows][64];
+  const uint32_t* words;
+  int64_t index;
+};
+
+/* One block of the weight meets every column of digits. The whole byte q0 + 4 q1 + 16 q2 + 64 q3 stands in for row
+ * block 0, which saves its mask; the rest is taken off at the end of the step. */
+template <Mode mode, int rows>
+TRIRUN_INLINE void add_block(Strip<mode, rows>& strip, int64_t ahead, const int8_t* digits, int64_t stride) {
+  constexpr int columns = Strip<mode, rows>::columns;
   TRIRUN_UNROLL
-  for (int s = 0; s < sets; ++s)
+  for (int line = 0; line < 8; ++line)
+    _mm_prefetch(reinterpret_cast<const char*>(strip.words) + ahead + 64 * line, _MM_HINT_T0);
+  __m512i quads[8], sum[columns][4];
+  TRIRUN_UNROLL
+  for (int c = 0; c < columns; ++c)
     TRIRUN_UNROLL
-    for (int c = 0; c < columns; ++c)
-      TRIRUN_UNROLL
-      for (int j = 0; j < 4; ++j) sum[s][c][j] = _mm512_setzero_si512();
-  for (int64_t i = 0; i < blocks; ++i, block += 128) {
+    for (int j = 0; j < 4; ++j) sum[c][j] = _mm512_load_si512(strip.sums[c][j]);
+  transpose_block(strip.words, quads);
+  TRIRUN_UNROLL
+  for (int u = 0; u < 8; ++u) {
+    __m512i masked[4] = {quads[u]};
     TRIRUN_UNROLL
-    for (int line = 0; line < 8; ++line)
-      _mm_prefetch(reinterpret_cast<const char*>(block) + kAhead + 64 * line, _MM_HINT_T0);
-    __m512i quads[8];
-    transpose_block(block, quads);
+    for (int j = 1; j < 4; ++j) masked[j] = _mm512_and_si512(quads[u], code_mask(j));
     TRIRUN_UNROLL
-    for (int u = 0; u < 8; ++u) {
-      __m512i masked[4] = {quads[u]};
+    for (int c = 0; c < columns; ++c) {
+      int32_t four;
+      memcpy(&four, digits + c * stride + 4 * u, 4);
+      const __m512i x = _mm512_set1_epi32(four);
       TRIRUN_UNROLL
-      for (int j = 1; j < 4; ++j) masked[j] = _mm512_and_si512(quads[u], code_mask(j));
-      TRIRUN_UNROLL
-      for (int c = 0; c < columns; ++c) {
-        int32_t four;
-        memcpy(&four, digits[c] + 32 * i + 4 * u, 4);
-        const __m512i x = _mm512_set1_epi32(four);
-        TRIRUN_UNROLL
-        for (int j = 0; j < 4; ++j) sum[u % sets][c][j] = _mm512_dpbusd_epi32(sum[u % sets][c][j], masked[j], x);
-      }
+      for (int j = 0; j < 4; ++j) sum[c][j] = _mm512_dpbusd_epi32(sum[c][j], masked[j], x);
     }
   }
   TRIRUN_UNROLL
-  for (int c = 0; c < columns; ++c) {
-    __m512i rest = _mm512_setzero_si512();
+  for (int c = 0; c < columns; ++c)
     TRIRUN_UNROLL
-    for (int j = 1; j < 4; ++j) {
-      __m512i part = sets == 2 ? _mm512_add_epi32(sum[0][c][j], sum[sets - 1][c][j]) : sum[0][c][j];
-      dot[c][j] = part;
-      rest = _mm512_add_epi32(rest, part);
-    }
-    __m512i all = sets == 2 ? _mm512_add_epi32(sum[0][c][0], sum[sets - 1][c][0]) : sum[0][c][0];
-    dot[c][0] = _mm512_sub_epi32(all, rest);
-  }
+    for (int j = 0; j < 4; ++j) _mm512_store_si512(strip.sums[c][j], sum[c][j]);
+  strip.words += 128;
 }
 
-/* `rows` rows of x from `row` on, one strip. x_sums: [rows][steps]. */
+/* The sums of a step leave for fp32. */
 template <Mode mode, int rows>
-TRIRUN_INLINE void decode_strip(const Int2Job& job, int64_t strip, int64_t row, const float* x_sums, int64_t steps) {
-  const trirun_int2& w = *job.w;
+TRIRUN_INLINE void end_step(const Int2Job& job, Strip<mode, rows>& strip, int64_t step, int64_t k, const float* x_sums,
+                            int64_t steps) {
   const trirun_act& act = *job.act;
-  constexpr int planes = is_wide(mode) ? 2 : 1, columns = rows * planes;
-  const int64_t step = step_of(w, act.act_bits);
-  const uint32_t* words = w.words + strip * (w.k / 32) * 128;
-  const int8_t* digits[columns];
-  TRIRUN_UNROLL
-  for (int c = 0; c < columns; ++c) digits[c] = act.digits + (row * planes + c) * act.k;
-  alignas(64) float acc[rows][64] = {};
+  constexpr int planes = Strip<mode, rows>::planes;
   StepValues values;
-  if (!is_grouped(mode)) load_step(w, strip, 0, values);
-
-  for (int64_t s = 0; s < steps; ++s) {
-    const int64_t k = s * step, blocks = (w.k - k < step ? w.k - k : step) / 32;
-    __m512i dot[columns][4];
-    add_blocks<columns>(words + k * 4, blocks, digits, dot);
-    if (is_grouped(mode)) {
-      load_step(w, strip, s, values);
-      // Scales of one strip lie a whole row apart, out of reach of the hardware's prefetch.
-      const uint16_t* next = w.scales + (s + kAhead / (4 * step) + 1) * w.n + 64 * strip;
-      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(next + 32), _MM_HINT_T0);
-    }
-    for (int i = 0; i < rows; ++i) {
-      if (is_wide(mode))
-        TRIRUN_UNROLL
-        for (int j = 0; j < 4; ++j)
-          dot[i * planes][j] =
-              _mm512_add_epi32(_mm512_slli_epi32(dot[i * planes][j], 8), dot[i * planes + planes - 1][j]);
-      const float x_scale = is_wide(mode) ? act.scales[(row + i) * (act.k / 128) + k / 128] : 0;
-      add_step<mode>(acc[i], dot[i * planes], values, x_sums[i * steps + s], x_scale);
-    }
+  load_step(*job.w, strip.index, is_grouped(mode) ? step : 0, values);
+  TRIRUN_UNROLL
+  for (int i = 0; i < rows; ++i) {
+    __m512i dot[planes][4];
     TRIRUN_UNROLL
-    for (int c = 0; c < columns; ++c) digits[c] += step;
+    for (int c = 0; c < planes; ++c) {
+      TRIRUN_UNROLL
+      for (int j = 0; j < 4; ++j) dot[c][j] = _mm512_load_si512(strip.sums[i * planes + c][j]);
+      TRIRUN_UNROLL
+      for (int j = 1; j < 4; ++j) dot[c][0] = _mm512_sub_epi32(dot[c][0], dot[c][j]);
+    }
+    if (is_wide(mode)) {
+      TRIRUN_UNROLL
+      for (int j = 0; j < 4; ++j)
+        dot[0][j] = _mm512_add_epi32(_mm512_slli_epi32(dot[0][j], 8), dot[planes - 1][j]);
+    }
+    const float x_scale = is_wide(mode) ? act.scales[i * (act.k / 128) + k / 128] : 0;
+    add_step<mode>(strip.acc[i], dot[0], values, x_sums[i * steps + step], x_scale);
   }
-  for (int i = 0; i < rows; ++i) finish_row<mode>(job, strip, row + i, acc[i], values);
+  memset(strip.sums, 0, sizeof strip.sums);
+  if (is_grouped(mode)) {
+    // Scales of one strip lie a whole row apart, out of reach of the hardware's prefetch.
+    const int64_t ahead = step + 1 + kAheadGrouped / (16 * job.w->group_size);
+    const char* scales = reinterpret_cast<const char*>(job.w->scales + ahead * job.w->n + 64 * strip.index);
+    _mm_prefetch(scales, _MM_HINT_T0);
+    _mm_prefetch(scales + 64, _MM_HINT_T0);
+  }
 }
 
 template <Mode mode, int rows>
 bool decode(const Int2Job& job, int64_t begin, int64_t end) {
-  const int64_t step = step_of(*job.w, job.act->act_bits), steps = (job.w->k + step - 1) / step;
-  float* x_sums = static_cast<float*>(scratch(kScratchKernel, rows * steps * 4));
-  if (!x_sums) return false;
-  sum_steps(*job.act, step, 0, rows, x_sums, steps);
-  for (int64_t strip = begin; strip < end; ++strip) decode_strip<mode, rows>(job, strip, 0, x_sums, steps);
+  const trirun_int2& w = *job.w;
+  const trirun_act& act = *job.act;
+  const int64_t step = step_of(w, act.act_bits), steps = (w.k + step - 1) / step;
+  using OneStrip = Strip<mode, rows>;
+  char* memory = static_cast<char*>(scratch(kScratchKernel, kStreams * sizeof(OneStrip) + rows * steps * 4));
+  if (!memory) return false;
+  OneStrip* strips = reinterpret_cast<OneStrip*>(memory);
+  float* x_sums = reinterpret_cast<float*>(strips + kStreams);
+  sum_steps(act, step, 0, rows, x_sums, steps);
+  // Neighbouring strips run together: their scales lie side by side.
+  for (int64_t first = begin; first < end; first += kStreams) {
+    const int streams = static_cast<int>(end - first < kStreams ? end - first : kStreams);
+    for (int s = 0; s < streams; ++s) {
+      memset(&strips[s], 0, sizeof strips[s]);
+      strips[s].index = first + s;
+      strips[s].words = w.words + (first + s) * (w.k / 32) * 128;
+    }
+    for (int64_t k = 0; k < w.k; k += 32) {
+      // What is fetched beyond the end of a strip belongs to the one that follows it in this stream.
+      const int64_t near = is_grouped(mode) ? kAheadGrouped : kAhead;
+      const int64_t ahead = near + (16 * k + near < 16 * w.k ? 0 : (kStreams - 1) * 16 * w.k);
+      for (int s = 0; s < streams; ++s) add_block(strips[s], ahead, act.digits + k, act.k);
+      if ((k + 32) % step == 0 || k + 32 == w.k)
+        for (int s = 0; s < streams; ++s) end_step(job, strips[s], k / step, k, x_sums, steps);
+    }
+    for (int s = 0; s < streams; ++s) {
+      StepValues values;
+      load_step(w, strips[s].index, 0, values);
+      for (int row = 0; row < rows; ++row) finish_row<mode>(job, strips[s].index, row, strips[s].acc[row], values);
+    }
+  }
   return true;
 }
 
