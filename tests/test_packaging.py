@@ -24,10 +24,16 @@ CHECKOUT = ("pyproject.toml", "README.md", "LICENSE", *FOLDERS)
 
 
 def in_isolation(code: str, cwd: Path, *paths: Path, **environment: str) -> str:
-    """Standard output of a fresh interpreter in ``cwd`` (which it puts on sys.path, as ``python -c`` does)."""
+    """Standard output of a fresh interpreter in ``cwd`` (which it puts on sys.path, as ``python -c`` does).
+
+    It sees the installed packages, but no trirun that may be installed beside them: editable installs hook in through
+    .pth files, which -S leaves unread.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRIRUN"))}
-    clean |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1", **environment}
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=clean, capture_output=True, text=True, check=False)
+    places = map(str, (*paths, sysconfig.get_path("purelib")))
+    clean |= {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1", **environment}
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -146,7 +152,7 @@ def test_editable_install_finds_the_packages_and_keeps_the_root_off_the_path(che
     )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    assert all(place.startswith(str(checkout)) for place in in_isolation(code, elsewhere).splitlines())
+    assert all(place.startswith(str(checkout)) for place in in_isolation(code, elsewhere, site).splitlines())
 
 
 FAKE_KERNELS = """
