@@ -90,6 +90,10 @@ int trirun_cpu_int2_gemm_act(const trirun_int2* w, int64_t n, const trirun_act* 
 int trirun_cpu_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,
                          const void* bias, void* y, int64_t ldy, int act_bits, int threads);
 
+/* Reads `bytes` of memory (64-byte aligned) once, as fast as this machine can, and adds its 64-bit words, up to the last
+ * few hundred bytes, into *sum. Timing it over more memory than the caches hold gives the bandwidth decoding lives on. */
+int trirun_cpu_read(const void* memory, int64_t bytes, int threads, uint64_t* sum);
+
 /* ---- libtrirun_cpu.so: the lean decoder ----------------------------------------------------------------- */
 
 /* Llama-like decoders, a whole forward step in one call. What the fields below cannot say it does not run: the caller

@@ -165,8 +165,8 @@ class Step {
     }
   };
 
-  /* Strips taken from a queue at once. A kernel prepares all rows on every call, which many rows make dear, so they get
-   * two helpings per thread; few rows get four, for a better balance. */
+  /* Strips taken from a queue at once: four helpings per thread, for balance; two where there are many rows, which a
+   * kernel brings into an order of its own on every call. */
   int64_t chunk_of(int threads, int64_t strips) const { return larger(1, strips / ((rows_ > 16 ? 2 : 4) * threads)); }
 
   template <class Body>
@@ -298,9 +298,11 @@ class Step {
       });
       return;
     }
-    each(t, rows_ * d.kv_heads, 4, [&](int64_t begin, int64_t end) {
-      for (int64_t item = begin; item < end; ++item)
-        rotate_and_store(l, layer, item / d.kv_heads, item % d.kv_heads);
+    /* Sixteen rows of one kv head, whose keys lie interleaved, while the block they go to is in the nearest cache. */
+    const int64_t blocks = (rows_ + 15) / 16;
+    each(t, blocks * d.kv_heads, 1, [&](int64_t item, int64_t) {
+      const int64_t first = item % blocks * 16, last = first + 16 < rows_ ? first + 16 : rows_;
+      for (int64_t r = first; r < last; ++r) rotate_and_store(l, layer, r, item / blocks);
     });
     int64_t tiles = 0;
     for (int64_t i = 0; i < segment_count_; ++i) tiles += tiles_of(segments_[i]);

@@ -195,22 +195,40 @@ inline void store_first(float* p, Lanes a, int count) {
 }
 #endif
 
-/* The lanes added as a tree whose shape does not depend on the instruction set. */
+/* The lanes added as a tree, (i, i + 8), (i, i + 4), (i, i + 2), (0, 1), on every instruction set; likewise max_of. */
+#if defined(__AVX2__)
+inline __m128 halves_of(Lanes a, __m256 (*join)(__m256, __m256), __m128 (*join_quads)(__m128, __m128)) {
+#if defined(__AVX512F__)
+  const __m256 low = _mm512_castps512_ps256(a.v);
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+#else
+  const __m256 low = a.v[0], high = a.v[1];
+#endif
+  const __m256 eight = join(low, high);
+  const __m128 four = join_quads(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = join_quads(four, _mm_movehl_ps(four, four));
+  return join_quads(two, _mm_movehdup_ps(two));
+}
 inline float sum_of(Lanes a) {
-  float lane[kLanes];
-  store(lane, a);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  return _mm_cvtss_f32(halves_of(
+      a, [](__m256 x, __m256 y) { return _mm256_add_ps(x, y); }, [](__m128 x, __m128 y) { return _mm_add_ps(x, y); }));
 }
-
 inline float max_of(Lanes a) {
-  float lane[kLanes];
-  store(lane, a);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  return lane[0];
+  return _mm_cvtss_f32(halves_of(
+      a, [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); }, [](__m128 x, __m128 y) { return _mm_max_ps(x, y); }));
 }
+#else
+inline float sum_of(Lanes a) {
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+  return a.v[0];
+}
+inline float max_of(Lanes a) {
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
+  return a.v[0];
+}
+#endif
 
 /* 2^x for x <= 127; exactly 0 for x <= -126; NaN for NaN. Taylor's series of 2^f = e^(f ln 2) for |f| <= 1/2, to the
  * term (f ln 2)^7 / 7!: the first one left out is below 6e-9. */
