@@ -256,8 +256,10 @@ def _compile(tree: Tree, source: Path, step: Step, obj: Path) -> None:
     partial = obj.with_suffix(".partial.o")
     command = (*step.command, "-c", str(name), "-o", str(partial.relative_to(tree.root)))
     log = tree.run(command, f"{name} does not compile with {step.made_by}")
-    if "warning" in log:
-        tree.say(log)
+    # Without the statistics of ptxas -v, and once: nvcc repeats a warning for every architecture.
+    told = dict.fromkeys(line for line in log.splitlines() if not re.match(r"ptxas info|    \d+ bytes stack", line))
+    if any("warning" in line for line in told):
+        tree.say("\n".join(line for line in told if line))
     obj.with_suffix(".log").write_text(log)
     partial.replace(obj)
     others = [path for path in tree.objects.glob("*.o") if path.stem.rpartition("-")[0] == source.stem]

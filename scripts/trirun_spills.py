@@ -103,4 +103,4 @@ def demangle(names: list[str]) -> list[str]:
     if shutil.which("c++filt") is None:
         raise BuildError("c++filt is not on PATH; it comes with binutils")
     done = subprocess.run(["c++filt", "-p"], input="\n".join(names), capture_output=True, text=True, check=True)
-    return [line.removeprefix("void ") for line in done.stdout.splitlines()]
+    return [line.removeprefix("void ").replace("(anonymous namespace)::", "") for line in done.stdout.splitlines()]
