@@ -17,7 +17,11 @@ CXX_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-pthread", "-Wall"),
     *("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffp-contract=off"),
 )
-NVCC_FLAGS = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread", "-Xptxas", "-v")
+NVCC_FLAGS = (
+    *("-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-pthread", "-Xptxas", "-v"),
+    # What only one architecture's code uses is unused, and no mistake, when the others are compiled.
+    *("-diag-suppress", "177"),
+)
 
 # Never -march=native: a library built here must run on any machine of the same architecture.
 BASELINE_FLAGS = {"x86_64": ("-march=x86-64",)}
