@@ -8,6 +8,8 @@
 
 namespace trirun {
 
+constexpr int COUNTERS = 16384;
+
 // One product y[m][n] = x[m][k] . w^T + bias on the current device. Padded sizes are those of the stored weight.
 struct Problem {
   trirun_int2 w;           // words, scales, zeros (or null), w.n = n_pad, w.k = k_pad, group_size, zero
@@ -21,7 +23,8 @@ struct Problem {
   int act_bits;            // TRIRUN_ACT8 or _ACT16
   trirun_cuda_plan plan;   // which kernel, with which tile
   const void* activations; // x quantized by trirun_cuda_quantize, or null
-  void* workspace;
+  unsigned* counters;      // COUNTERS zeros at the start of the workspace, left zero by every kernel that uses them
+  void* workspace;         // what follows them
   size_t workspace_bytes;
   cudaStream_t stream;
   int device;
@@ -33,10 +36,7 @@ struct Problem {
 // A launch returns TRIRUN_OK, a negative TRIRUN_ code, or a cudaError_t. It must refuse (TRIRUN_UNSUPPORTED) an
 // architecture for which its body was not compiled, and a plan it has no instance for.
 size_t workspace_stream(const Problem& p);
-int launch_stream(const Problem& p);         // decode.cu: mma.sync, bulk copies, clusters (sm_90)
-
-size_t workspace_stream_sm80(const Problem& p);
-int launch_stream_sm80(const Problem& p);    // decode_sm80.cu: mma.sync, cp.async, any sm_80 or newer
+int launch_stream(const Problem& p);         // decode.cu: mma.sync; TRIRUN_KERNEL_STREAM and _STREAM_SM80
 
 size_t workspace_columns(const Problem& p);
 int launch_columns(const Problem& p);        // decode_wgmma.cu: wgmma u8.s8, A in registers (sm_90a)

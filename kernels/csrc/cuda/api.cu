@@ -1,0 +1,166 @@
+// The C interface of libtrirun_cuda.so: checks what would corrupt memory, fills a Problem, dispatches on plan.kernel.
+#include "kernels.cuh"
+
+#include "activations.cuh"
+
+using trirun::Problem;
+
+namespace {
+
+constexpr int MAX_TOKENS = 128;  // of one quantized buffer: more than any decode kernel takes
+
+constexpr size_t COUNTERS_BYTES = trirun::COUNTERS * sizeof(unsigned);
+
+bool aligned(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+bool known_dtype(int dtype) { return dtype == TRIRUN_F32 || dtype == TRIRUN_F16 || dtype == TRIRUN_BF16; }
+
+// What a device is never changes, and the attribute queries cost more than a small product's launch.
+int describe_device(Problem& p) {
+  constexpr int DEVICES = 64;
+  struct Facts {
+    int arch, sms;
+  };
+  static Facts known[DEVICES];  // written whole and with the same values by every thread that gets there
+  if (const cudaError_t e = cudaGetDevice(&p.device)) return e;
+  if (p.device < DEVICES && known[p.device].sms != 0) {
+    p.arch = known[p.device].arch, p.sms = known[p.device].sms;
+    return TRIRUN_OK;
+  }
+  int major = 0, minor = 0;
+  if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, p.device)) return e;
+  if (const cudaError_t e = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, p.device)) return e;
+  if (const cudaError_t e = cudaDeviceGetAttribute(&p.sms, cudaDevAttrMultiProcessorCount, p.device)) return e;
+  p.arch = 10 * major + minor;
+  if (p.device < DEVICES) known[p.device].arch = p.arch, known[p.device].sms = p.sms;
+  return TRIRUN_OK;
+}
+
+int check_weight(const trirun_int2& w, int64_t n, int64_t k) {
+  if (w.n <= 0 || w.k <= 0 || w.n % 64 || w.k % 128 || w.n > INT32_MAX || w.k > (1 << 20)) return TRIRUN_BAD_SHAPE;
+  if (n <= 0 || n > w.n || k <= 0 || k > w.k) return TRIRUN_BAD_SHAPE;
+  if (w.group_size != -1 && w.group_size != 32 && w.group_size != 64 && w.group_size != 128) return TRIRUN_UNSUPPORTED;
+  if (w.words == nullptr || w.scales == nullptr) return TRIRUN_BAD_POINTER;
+  if (!aligned(w.words, 16) || !aligned(w.scales, 16) || !aligned(w.zeros, 16)) return TRIRUN_BAD_POINTER;
+  return TRIRUN_OK;
+}
+
+size_t workspace_of(const Problem& p) {
+  switch (p.plan.kernel) {
+    case TRIRUN_KERNEL_STREAM:
+    case TRIRUN_KERNEL_STREAM_SM80: return trirun::workspace_stream(p);
+    case TRIRUN_KERNEL_COLUMNS: return trirun::workspace_columns(p);
+    default: return trirun::workspace_prefill(p);
+  }
+}
+
+bool is_decode(const trirun_cuda_plan& plan) {
+  return plan.kernel >= TRIRUN_KERNEL_STREAM && plan.kernel <= TRIRUN_KERNEL_COLUMNS;
+}
+
+int dispatch(Problem& p) {
+  if (is_decode(p.plan) && p.m > MAX_TOKENS) return TRIRUN_UNSUPPORTED;
+  const size_t needed = workspace_of(p);
+  if (needed > 0 && (p.workspace == nullptr || needed + COUNTERS_BYTES > p.workspace_bytes)) return TRIRUN_NO_WORKSPACE;
+  if (!aligned(p.workspace, 256)) return TRIRUN_BAD_POINTER;
+  if (needed > 0) {
+    p.counters = static_cast<unsigned*>(p.workspace);
+    p.workspace = static_cast<uint8_t*>(p.workspace) + COUNTERS_BYTES;
+    p.workspace_bytes -= COUNTERS_BYTES;
+  }
+  switch (p.plan.kernel) {
+    case TRIRUN_KERNEL_STREAM:
+    case TRIRUN_KERNEL_STREAM_SM80: return trirun::launch_stream(p);
+    case TRIRUN_KERNEL_COLUMNS: return trirun::launch_columns(p);
+    case TRIRUN_KERNEL_PREFILL_WGMMA:
+    case TRIRUN_KERNEL_PREFILL_SM80:
+    case TRIRUN_KERNEL_PREFILL_W2A8:
+    case TRIRUN_KERNEL_DEQUANTIZE: return trirun::launch_prefill(p);
+    default: return TRIRUN_UNSUPPORTED;
+  }
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int trirun_cuda_abi_version(void) { return TRIRUN_ABI_VERSION; }
+
+EXPORT const char* trirun_cuda_error(int code) {
+  switch (code) {
+    case TRIRUN_OK: return "success";
+    case TRIRUN_BAD_SHAPE: return "a size is negative, unpadded, or does not fit";
+    case TRIRUN_BAD_POINTER: return "a pointer is null or misaligned";
+    case TRIRUN_UNSUPPORTED: return "no kernel for this plan, type or device";
+    case TRIRUN_NO_WORKSPACE: return "the workspace is too small";
+    default: return code > 0 ? cudaGetErrorString(static_cast<cudaError_t>(code)) : "unknown code";
+  }
+}
+
+EXPORT size_t trirun_cuda_int2_workspace(const trirun_int2* w, int64_t m, int dtype, int act_bits,
+                                         const trirun_cuda_plan* plan) {
+  Problem p{};
+  p.w = *w, p.n = w->n, p.k = w->k, p.m = m, p.dtype = dtype, p.act_bits = act_bits, p.plan = *plan;
+  if (describe_device(p)) return 0;
+  const size_t bytes = workspace_of(p);
+  return bytes > 0 ? bytes + COUNTERS_BYTES : 0;
+}
+
+EXPORT int trirun_cuda_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m,
+                                 int64_t ldx, const void* bias, void* y, int64_t ldy, int act_bits,
+                                 const trirun_cuda_plan* plan, void* workspace, size_t workspace_bytes, void* stream) {
+  if (w == nullptr || plan == nullptr) return TRIRUN_BAD_POINTER;
+  if (const int code = check_weight(*w, n, k)) return code;
+  if (m == 0) return TRIRUN_OK;
+  const bool reads_x = plan->kernel != TRIRUN_KERNEL_DEQUANTIZE;
+  if (m < 0 || (reads_x && ldx < k) || ldy < (reads_x ? n : k)) return TRIRUN_BAD_SHAPE;
+  if (!known_dtype(dtype) || (act_bits != TRIRUN_ACT8 && act_bits != TRIRUN_ACT16)) return TRIRUN_UNSUPPORTED;
+  const size_t element = dtype == TRIRUN_F32 ? 4 : 2;
+  if ((reads_x && x == nullptr) || y == nullptr) return TRIRUN_BAD_POINTER;
+  if (!aligned(x, element) || !aligned(y, element) || !aligned(bias, element)) return TRIRUN_BAD_POINTER;
+  Problem p{};
+  p.w = *w, p.n = n, p.k = k, p.m = m, p.x = x, p.ldx = ldx, p.bias = bias, p.y = y, p.ldy = ldy;
+  p.dtype = dtype, p.act_bits = act_bits, p.plan = *plan;
+  p.workspace = workspace, p.workspace_bytes = workspace_bytes, p.stream = static_cast<cudaStream_t>(stream);
+  if (const int code = describe_device(p)) return code;
+  return dispatch(p);
+}
+
+EXPORT size_t trirun_cuda_activation_bytes(int64_t m, int64_t k_pad, int act_bits) {
+  return trirun::activation_bytes(m, k_pad, act_bits);
+}
+
+EXPORT int trirun_cuda_quantize(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, int64_t k_pad, int act_bits,
+                                void* activations, size_t activation_bytes, void* stream) {
+  if (m <= 0 || m > MAX_TOKENS || k <= 0 || k > k_pad || k_pad % 128 || k_pad > (1 << 20) || ldx < k) return TRIRUN_BAD_SHAPE;
+  if (!known_dtype(dtype) || (act_bits != TRIRUN_ACT8 && act_bits != TRIRUN_ACT16)) return TRIRUN_UNSUPPORTED;
+  if (x == nullptr || activations == nullptr || !aligned(x, dtype == TRIRUN_F32 ? 4 : 2) || !aligned(activations, 256))
+    return TRIRUN_BAD_POINTER;
+  if (activation_bytes < trirun::activation_bytes(m, k_pad, act_bits)) return TRIRUN_NO_WORKSPACE;
+  Problem p{};
+  p.w.k = k_pad, p.k = k, p.m = m, p.x = x, p.ldx = ldx, p.dtype = dtype, p.act_bits = act_bits;
+  p.stream = static_cast<cudaStream_t>(stream);
+  if (const int code = describe_device(p)) return code;
+  return trirun::launch_quantize(p, activations);
+}
+
+EXPORT int trirun_cuda_int2_gemm_quantized(const trirun_int2* w, int64_t n, const void* activations, int64_t m,
+                                           const void* bias, void* y, int dtype, int64_t ldy, int act_bits,
+                                           const trirun_cuda_plan* plan, void* workspace, size_t workspace_bytes,
+                                           void* stream) {
+  if (w == nullptr || plan == nullptr) return TRIRUN_BAD_POINTER;
+  if (const int code = check_weight(*w, n, w->k)) return code;
+  if (m == 0) return TRIRUN_OK;
+  if (m < 0 || ldy < n) return TRIRUN_BAD_SHAPE;
+  if (!known_dtype(dtype) || (act_bits != TRIRUN_ACT8 && act_bits != TRIRUN_ACT16) || !is_decode(*plan))
+    return TRIRUN_UNSUPPORTED;
+  const size_t element = dtype == TRIRUN_F32 ? 4 : 2;
+  if (activations == nullptr || y == nullptr || !aligned(activations, 256) || !aligned(y, element) || !aligned(bias, element))
+    return TRIRUN_BAD_POINTER;
+  Problem p{};
+  p.w = *w, p.n = n, p.k = w->k, p.m = m, p.bias = bias, p.y = y, p.ldy = ldy, p.dtype = dtype, p.act_bits = act_bits;
+  p.plan = *plan, p.plan.fused = 0, p.activations = activations;
+  p.workspace = workspace, p.workspace_bytes = workspace_bytes, p.stream = static_cast<cudaStream_t>(stream);
+  if (const int code = describe_device(p)) return code;
+  return dispatch(p);
+}
