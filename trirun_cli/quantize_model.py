@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from trirun_gptq import calibration as calibration_data
 from trirun_gptq.model import quantize_model
 from trirun_gptq.observer import Observer, Report
 from trirun_gptq.recipe import Override, Recipe, load_recipe
+from trirun_gptq.source import decoder_blocks
+from trirun_kernels import QuantSpec
 
 from . import __version__
 from .checkpoint_writer import CheckpointWriter
@@ -31,6 +34,7 @@ class Plan:
     Attributes:
         model, out: the two directories. recipe: fully resolved. calibration: where its text comes from.
         device: a torch device. linears: every linear module of the model, name to (n, k).
+        blocks: what the names of those inside the decoder blocks begin with; the others are kept.
         overwrite: replace a non-empty ``out``.
     """
 
@@ -40,12 +44,24 @@ class Plan:
     calibration: str
     device: str
     linears: dict[str, tuple[int, int]]
+    blocks: str
     overwrite: bool
 
     @property
     def weights(self) -> int:
-        """Weights in the linear modules that the recipe does not keep; the output head is always kept."""
-        return sum(n * k for name, (n, k) in self.linears.items() if self.recipe.choice(name) and name != "lm_head")
+        """Weights that will be quantized."""
+        return sum(n * k for n, k, _ in self._chosen())
+
+    @property
+    def packed_bytes(self) -> int:
+        """What they will take, scales included."""
+        return round(sum(n * k * spec.bits_per_weight(k) / 8 for n, k, spec in self._chosen()))
+
+    def _chosen(self) -> Iterator[tuple[int, int, QuantSpec]]:
+        for name, (n, k) in self.linears.items():
+            choice = self.recipe.choice(name) if name.startswith(self.blocks) else None
+            if choice is not None:
+                yield n, k, choice[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and for the recipe file."""
@@ -55,6 +71,8 @@ class Plan:
             "model": str(self.model),
             "calibration": self.calibration,
             "device": self.device,
+            "weights": self.weights,
+            "packed_bytes": self.packed_bytes,
             "recipe": self.recipe.to_dict(),
         }
 
@@ -107,16 +125,27 @@ def plan_run(
         )
     # Refuses a non-empty output before the long part.
     CheckpointWriter(out, source, overwrite=overwrite)
-    linears = linear_modules(build(source))
+    skeleton = build(source)
+    linears = linear_modules(skeleton)
+    blocks = f"{decoder_blocks(skeleton)[0]}."
     for name, (_, k) in linears.items():
-        choice = recipe.choice(name) if name != "lm_head" else None
+        choice = recipe.choice(name) if name.startswith(blocks) else None
         if choice is not None and choice[0].group_size > 0 and k % choice[0].group_size:
             fits = next(size for size in (64, 32, -1) if size == -1 or k % size == 0)
             raise UsageError(
                 f"{name} has k={k} input features, not a multiple of group size {choice[0].group_size}",
                 f"--group-size {fits}, or for these layers alone: --override '{name.rsplit('.', 1)[-1]}=g{fits}'",
             )
-    return Plan(model, out, recipe, calibration, pick_device(device), linears, overwrite)
+    return Plan(model, out, recipe, calibration, pick_device(device), linears, blocks, overwrite)
+
+
+def load_calibration(plan: Plan) -> list[Tensor]:
+    """The token sequences of a run, int64 [length] each.
+
+    Raises:
+        InputError: the model's tokenizer is missing. QuantizationError: the text is missing, malformed or too short.
+    """
+    return calibration_data.load(plan.calibration, load_tokenizer(plan.model), plan.recipe)
 
 
 def run(plan: Plan, observer: Observer, *, resume: bool) -> Result:
@@ -125,7 +154,7 @@ def run(plan: Plan, observer: Observer, *, resume: bool) -> Result:
     With ``resume``, finished blocks are kept in ``OUT.state`` until the checkpoint is complete.
     """
     source = ModelDir(plan.model)
-    sequences = calibration_data.load(plan.calibration, load_tokenizer(plan.model), plan.recipe)
+    sequences = load_calibration(plan)
     state = plan.out.with_name(plan.out.name + ".state")
     with CheckpointWriter(plan.out, source, overwrite=plan.overwrite) as writer:
         report = quantize_model(

@@ -102,7 +102,7 @@ class Skeleton:
             raise QuantizationError(f"{source.directory}: not a causal language model: {_first_line(error)}") from None
         self.model.eval().requires_grad_(False)
         self.source = source
-        self.blocks_name, self.blocks = _decoder_blocks(self.model)
+        self.blocks_name, self.blocks = decoder_blocks(self.model)
         for name, module in self.blocks.named_modules(prefix=self.blocks_name):
             _require_supported(name, module)
 
@@ -151,7 +151,7 @@ def linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
 
 
-def _decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of like-built modules that holds the most parameters."""
     best: tuple[int, str, nn.ModuleList] | None = None
     for name, module in model.named_modules():

@@ -11,7 +11,7 @@ from ..console import Console
 from ..errors import CheckFailed, UsageError
 from .options import Device, Json, Quiet
 
-TASKS = ("perplexity",)
+_MACHINE, _LONG, _OUTPUT = "Machine", "Long runs", "Output"
 
 
 def command(
@@ -21,92 +21,118 @@ def command(
     model: Annotated[
         Path | None, typer.Option("--model", "-m", help="Unquantized model; with --checkpoint, both side by side.")
     ] = None,
-    tasks: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(TASKS)}.")] = "perplexity",
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text for perplexity. Default: a held-out excerpt.")] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks", "-t", help="Comma-separated: perplexity, wikitext2, kl, or any task of lm-eval: mmlu, piqa, ..."
+        ),
+    ] = "perplexity",
+    data_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="Local files of the tasks, instead of a hub's: a folder or a file. Repeatable."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text for perplexity and kl. Default: a held-out excerpt.")
+    ] = None,
     window: Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048 or the model's context.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use only the first N windows.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N windows, or questions of each task.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples in each prompt. Default: the task's own (MMLU's papers use 5).")
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Put prompts into the tokenizer's chat template.")
+    ] = False,
     max_ratio: Annotated[
         float | None, typer.Option(help="Fail (exit 6) when checkpoint / model perplexity exceeds this.")
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Folder for finished requests; name it again to continue.", rich_help_panel=_LONG),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Sequences per batch. Default: found by itself.", rich_help_panel=_LONG)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of examples and sampling. Default: lm-eval's seeds.", rich_help_panel=_LONG)
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the tables as markdown to FILE.", rich_help_panel=_OUTPUT)
+    ] = None,
+    log_samples: Annotated[
+        Path | None, typer.Option(help="Write each question's prompt and scores below DIR.", rich_help_panel=_OUTPUT)
+    ] = None,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or auto.", rich_help_panel="Machine")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or auto.", rich_help_panel=_MACHINE)] = "auto",
     act_bits: Annotated[
-        int | None, typer.Option(help="Activation bits, 8 or 16. Default: the checkpoint's.", rich_help_panel="Machine")
+        int | None, typer.Option(help="Activation bits, 8 or 16. Default: the checkpoint's.", rich_help_panel=_MACHINE)
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure perplexity: non-overlapping windows of one token stream, as in the GPTQ paper.
+    """Measure perplexity, divergence from the original, and accuracy on lm-eval's tasks.
 
-    Example: trirun eval --checkpoint DIR --model ORIGINAL --text valid.txt --window 512
+    [b]perplexity[/b]: non-overlapping windows of --text, as in the GPTQ paper. [b]wikitext2[/b]: the same of
+    WikiText-2's raw test split, the number that papers give (lm-eval's [b]wikitext[/b] is another one: per word).
+    [b]kl[/b]: divergence and top-1 agreement between --checkpoint and --model.
+
+    Example: trirun eval -c DIR -m ORIGINAL --tasks mmlu,piqa --data-dir data/mmlu --data-dir data/piqa.jsonl
     """
-    wanted = [task.strip() for task in tasks.split(",") if task.strip()]
-    unknown = [task for task in wanted if task not in TASKS]
-    if unknown or not wanted:
-        raise UsageError(f"--tasks {tasks}: known tasks are {', '.join(TASKS)}")
+    wanted = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
+    if not wanted:
+        raise UsageError(f"--tasks {tasks!r}: names no task")
     if act_bits not in (None, 8, 16):
         raise UsageError(f"--act-bits {act_bits}: 8 or 16")
-    if limit is not None and limit < 1:
-        raise UsageError(f"--limit {limit}: at least 1")
+    if dtype not in ("auto", "float32", "float16", "bfloat16"):
+        raise UsageError(f"--dtype {dtype}: float32, float16, bfloat16 or auto")
+    for option, value, least in (("limit", limit, 1), ("batch-size", batch_size, 1), ("num-fewshot", num_fewshot, 0)):
+        if value is not None and value < least:
+            raise UsageError(f"--{option} {value}: at least {least}")
     if checkpoint is None and model is None:
         raise UsageError("give --checkpoint DIR, --model DIR, or both")
-    if max_ratio is not None and (checkpoint is None or model is None):
-        raise UsageError("--max-ratio compares --checkpoint with --model; give both")
+    if checkpoint is None or model is None:
+        if max_ratio is not None:
+            raise UsageError("--max-ratio compares --checkpoint with --model; give both")
+        if "kl" in wanted:
+            raise UsageError("--tasks kl compares --checkpoint with --model; give both")
+    if max_ratio is not None and not {"perplexity", "wikitext2"} & set(wanted):
+        raise UsageError("--max-ratio bounds a perplexity; add perplexity or wikitext2 to --tasks")
+    for directory in data_dir or ():
+        if not directory.exists():
+            raise UsageError(f"--data-dir {directory}: no such file or directory")
     console = Console(as_json=json, quiet=quiet)
 
-    from ..runtime.model import open_model
-    from ..runtime.perplexity import cut_windows, perplexity
-    from ..runtime.text import load_tokenizer, read_text
+    from ..eval.session import Settings, run
 
-    corpus, name = read_text(text)
-    results = []
-    for role, path in (("model", model), ("checkpoint", checkpoint)):
-        if path is None:
-            continue
-        runner = open_model(path, device=device, dtype=dtype, act_bits=act_bits)
-        length = window or min(2048, runner.max_positions)
-        tokenizer = load_tokenizer(path)
-        windows = cut_windows(tokenizer(corpus, verbose=False)["input_ids"], length, limit)
-        console.note(f"{role} {path} on {runner.engine}: {len(windows)} windows of {length} tokens of {name}")
-        with console.progress(role, len(windows)) as bar:
-            results.append((role, path, runner.engine, perplexity(runner, windows, bar.advance)))
-        del runner
+    settings = Settings(
+        wanted,
+        text,
+        window,
+        limit,
+        num_fewshot,
+        tuple(data_dir or ()),
+        chat_template,
+        seed,
+        batch_size,
+        device,
+        dtype,
+        act_bits,
+        resume,
+    )
+    roles = [(role, path) for role, path in (("model", model), ("checkpoint", checkpoint)) if path is not None]
+    evaluation = run(settings, roles, console)
 
-    base = next((found.value for role, _, _, found in results if role == "model"), None)
-    console.json(
-        "eval/1",
-        {
-            "text": name,
-            "results": [
-                {
-                    "role": role,
-                    "path": str(path),
-                    "engine": engine,
-                    "perplexity": found.value,
-                    "nll": found.nll,
-                    "nll_stderr": found.stderr,
-                    "windows": found.windows,
-                    "window": found.window,
-                    "tokens": found.tokens,
-                    "ratio": None if base is None else found.value / base,
-                }
-                for role, path, engine, found in results
-            ],
-        },
-    )
-    console.table(
-        f"perplexity of {name}",
-        ("model", "perplexity", "± (1 s.e.)", "ratio", "tokens"),
-        [
-            (
-                path,
-                f"{found.value:.3f}",
-                f"{found.value * found.stderr:.3f}",
-                "" if base is None else f"{found.value / base:.4f}",
-                found.tokens,
-            )
-            for _, path, _, found in results
-        ],
-    )
-    if max_ratio is not None and base is not None and results[-1][3].value / base > max_ratio:
-        raise CheckFailed(f"perplexity ratio {results[-1][3].value / base:.4f} is above --max-ratio {max_ratio}")
+    from ..eval.report import SCHEMA, Report, write_text
+
+    report = Report(evaluation)
+    console.json(SCHEMA, report.document())
+    for table in report.tables():
+        console.table(table.title, table.columns, table.brief)
+        if table.detail:
+            console.note(f"{len(table.detail)} more rows in --json and --markdown")
+    if markdown is not None:
+        write_text(markdown, report.markdown())
+    if log_samples is not None:
+        report.write_samples(log_samples)
+    for name, (ratio, _) in report.ratios.items():
+        if max_ratio is not None and ratio > max_ratio:
+            raise CheckFailed(f"{name} ratio {ratio:.4f} is above --max-ratio {max_ratio}")

@@ -60,7 +60,7 @@ def command(
     out = out or Path(f"{model.resolve().name}-2bit")
     settings = {"group_size": group_size, "grid": grid, "samples": samples, "seqlen": seqlen, "seed": seed}
 
-    from ..quantize_model import plan_run, run
+    from ..quantize_model import load_calibration, plan_run, run
     from .quantize_view import QuantizeView, show_plan, show_report
 
     plan = plan_run(
@@ -77,6 +77,7 @@ def command(
     )
     show_plan(console, plan)
     if dry_run:
+        load_calibration(plan)
         console.json("quantize-plan/1", plan.to_dict())
         return
     with QuantizeView(console) as view:

@@ -67,8 +67,8 @@ def show_plan(console: Console, plan: Plan) -> None:
     recipe = plan.recipe
     size = "output channel" if recipe.group_size == -1 else f"{recipe.group_size} inputs"
     console.note(
-        f"{plan.model} → {plan.out}: {plan.weights / 1e6:.1f} M weights to 2 bits ({recipe.grid} grid, one scale per "
-        f"{size}), recipe {recipe.name!r}, {recipe.samples} × {recipe.seqlen} tokens of {plan.calibration}, "
+        f"{plan.model} → {plan.out}: {plan.weights / 1e6:.1f} M weights to {bytes_text(plan.packed_bytes)} "
+        f"({recipe.grid} grid, one scale per {size}), recipe {recipe.name!r}, {recipe.samples} × {recipe.seqlen} tokens of {plan.calibration}, "
         f"on {plan.device}"
     )
 
