@@ -66,10 +66,10 @@ def show_plan(console: Console, plan: Plan) -> None:
     """What is about to happen, in one note."""
     recipe = plan.recipe
     size = "output channel" if recipe.group_size == -1 else f"{recipe.group_size} inputs"
+    grid = f"{recipe.grid} grid, one scale per {size}"
     console.note(
-        f"{plan.model} → {plan.out}: {plan.weights / 1e6:.1f} M weights to {bytes_text(plan.packed_bytes)} "
-        f"({recipe.grid} grid, one scale per {size}), recipe {recipe.name!r}, {recipe.samples} × {recipe.seqlen} tokens of {plan.calibration}, "
-        f"on {plan.device}"
+        f"{plan.model} → {plan.out}: {plan.weights / 1e6:.1f} M weights to {bytes_text(plan.packed_bytes)} ({grid}), "
+        f"recipe {recipe.name!r}, {recipe.samples} × {recipe.seqlen} tokens of {plan.calibration}, on {plan.device}"
     )
 
 
