@@ -89,7 +89,7 @@ class ProgressBar:
     def __init__(self, bars: Progress, task: Any) -> None:
         self._bars, self._task = bars, task
 
-    def advance(self, steps: int = 1) -> None:
+    def advance(self, steps: float = 1) -> None:
         self._bars.advance(self._task, steps)
 
     def describe(self, description: str) -> None:

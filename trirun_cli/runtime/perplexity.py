@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ class Perplexity:
         value: the perplexity.
         nll: mean negative log-likelihood in nats per token; stderr: its standard error over windows.
         windows, window, tokens: how many windows, their length, and the tokens predicted.
+        losses: mean negative log-likelihood of each window.
     """
 
     value: float
@@ -30,6 +31,7 @@ class Perplexity:
     windows: int
     window: int
     tokens: int
+    losses: tuple[float, ...]
 
 
 def cut_windows(ids: list[int], window: int, limit: int | None = None) -> Tensor:
@@ -46,21 +48,37 @@ def cut_windows(ids: list[int], window: int, limit: int | None = None) -> Tensor
     return torch.tensor(ids[: count * window]).view(count, window)
 
 
+def check_window(model: CausalLM, window: int) -> None:
+    """Raises InputError when a window is longer than the model's context or has fewer than two tokens."""
+    if not 2 <= window <= model.max_positions:
+        raise InputError(f"a window of {window} tokens does not fit a context of 2..{model.max_positions}")
+
+
+def window_loss(model: CausalLM, tokens: Tensor) -> float:
+    """Mean negative log-likelihood, in nats, of a window int64 [window] without its first token."""
+    model.reset()
+    logits = model.forward(tokens, last_only=False)
+    return F.cross_entropy(logits[:-1], tokens[1:].to(logits.device)).item()
+
+
+def perplexity_of(losses: Iterable[float], window: int) -> Perplexity:
+    """The perplexity that the losses of windows of equal length make up (Frantar et al. 2023, "GPTQ", §4)."""
+    losses = tuple(losses)
+    count = len(losses)
+    nll = sum(losses) / count
+    spread = math.sqrt(sum((loss - nll) ** 2 for loss in losses) / max(count - 1, 1) / count)
+    return Perplexity(math.exp(nll), nll, spread, count, window, count * (window - 1), losses)
+
+
 def perplexity(model: CausalLM, windows: Tensor, on_window: Callable[[], None] = lambda: None) -> Perplexity:
-    """Perplexity of a model over windows int64 [windows, window] (Frantar et al. 2023, "GPTQ", §4).
+    """Perplexity of a model over windows int64 [windows, window].
 
     Raises:
         InputError: a window is longer than the model's context or has fewer than two tokens.
     """
-    count, window = windows.shape
-    if not 2 <= window <= model.max_positions:
-        raise InputError(f"a window of {window} tokens does not fit a context of 2..{model.max_positions}")
+    check_window(model, windows.shape[1])
     losses = []
     for tokens in windows:
-        model.reset()
-        logits = model.forward(tokens, last_only=False)
-        losses.append(F.cross_entropy(logits[:-1], tokens[1:].to(logits.device)).item())
+        losses.append(window_loss(model, tokens))
         on_window()
-    nll = sum(losses) / count
-    spread = math.sqrt(sum((loss - nll) ** 2 for loss in losses) / max(count - 1, 1) / count)
-    return Perplexity(math.exp(nll), nll, spread, count, window, count * (window - 1))
+    return perplexity_of(losses, windows.shape[1])

@@ -1,0 +1,1 @@
+"""Evaluation: scoring, lm-eval's tasks from the hub or from local files, divergence, and the results document."""

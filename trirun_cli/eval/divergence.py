@@ -1,0 +1,117 @@
+"""How far a checkpoint's predictions are from its original's, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..runtime.model import CausalLM
+from ..runtime.perplexity import check_window
+from .request_cache import RequestCache
+from .statistics import stderr_of_mean
+
+PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+# Rows of logits compared at a time: 64 of a vocabulary of 128 k are 64 MiB in float64.
+ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Kullback-Leibler divergence of the checkpoint's next-token distributions from the model's, in nats.
+
+    Attributes:
+        mean, stderr: over all tokens; the standard error is over windows, whose tokens belong together.
+        percentiles: of the tokens, by percentage. maximum: of them.
+        same_top, same_top_stderr: share of tokens for which both hold the same next token most likely.
+        rms_probability: root mean square of the change in the true next token's probability.
+        tokens, windows, window: how many were compared.
+    """
+
+    mean: float
+    stderr: float | None
+    percentiles: dict[float, float]
+    maximum: float
+    same_top: float
+    same_top_stderr: float | None
+    rms_probability: float
+    tokens: int
+    windows: int
+    window: int
+
+
+def divergence(
+    model: CausalLM,
+    checkpoint: CausalLM,
+    windows: Tensor,
+    *,
+    cache: RequestCache | None = None,
+    on_window: Callable[[], None] = lambda: None,
+) -> Divergence:
+    """Compare two models over windows int64 [windows, window], predicting every token but each window's first.
+
+    Raises:
+        InputError: a window does not fit a context, or the vocabularies differ.
+    """
+    count, window = windows.shape
+    check_window(model, window)
+    check_window(checkpoint, window)
+    if model.vocab_size != checkpoint.vocab_size:
+        raise InputError(f"vocabularies of {model.vocab_size} and {checkpoint.vocab_size} tokens cannot be compared")
+    divergences, same, squares = [], [], []
+    for tokens in windows:
+        key = tokens.tolist()
+        found = cache.get("divergence", key) if cache else None
+        if found is None:
+            found = _window(model, checkpoint, tokens)
+            if cache:
+                cache.put("divergence", key, value=found)
+        divergences.append(found[0])
+        same.append(found[1])
+        squares.append(found[2])
+        on_window()
+    every = torch.tensor(divergences, dtype=torch.float64).flatten()
+    # Unlike numpy's, torch's quantile takes at most 16 million values.
+    quantiles = numpy.quantile(every.numpy(), [level / 100 for level in PERCENTILES])
+    return Divergence(
+        float(every.mean()),
+        stderr_of_mean([fmean(values) for values in divergences]),
+        dict(zip(PERCENTILES, quantiles.tolist(), strict=True)),
+        float(every.max()),
+        fmean(same),
+        stderr_of_mean(same),
+        math.sqrt(fmean(squares)),
+        every.numel(),
+        count,
+        window,
+    )
+
+
+def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
+    """KL(reference ‖ other) of next-token distributions, float64 [m] nats, from logits [m, vocab]; never below 0."""
+    p, q = (logits.double().log_softmax(-1) for logits in (reference, other))
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
+
+
+def _window(model: CausalLM, checkpoint: CausalLM, tokens: Tensor) -> tuple[list[float], float, float]:
+    """Divergence at each token, share of equal top tokens, mean squared change of the true token's probability."""
+    sides = []
+    for side in (model, checkpoint):
+        side.reset()
+        sides.append(side.forward(tokens, last_only=False)[:-1])
+    reference, other = sides[0], sides[1].to(sides[0].device)
+    truth = tokens[1:].to(reference.device).unsqueeze(1)
+    values, same, squares = [], 0, 0.0
+    for start in range(0, len(reference), ROWS):
+        a, b, right = (part[start : start + ROWS] for part in (reference, other, truth))
+        values += kl_divergence(a, b).tolist()
+        same += int((a.argmax(-1) == b.argmax(-1)).sum())
+        change = b.softmax(-1).gather(1, right) - a.softmax(-1).gather(1, right)
+        squares += float(change.double().square().sum())
+    return [float(f"{value:.6g}") for value in values], same / len(values), squares / len(values)
