@@ -83,13 +83,11 @@ def worker(arguments: list[str]) -> None:
 
 def run_trirun(arguments: list[str]) -> None:
     """Prefill and decode: checkpoint, threads, act_bits, prompt and decode lengths."""
-    import torch
-
     from trirun_cli.runtime.decoder import LeanDecoder
 
     checkpoint, threads, act_bits, prompt, length = arguments[0], *map(int, arguments[1:])
     decoder = LeanDecoder(checkpoint, threads=threads, act_bits=act_bits, context=2048)
-    tokens = torch.randint(0, decoder.shape.vocab, (max(prompt, length),))
+    tokens = [17 * i % decoder.shape.vocab for i in range(max(prompt, length))]
 
     def decode(count: int) -> float:
         started = time.perf_counter()
@@ -125,7 +123,7 @@ def read_llama_bench(text: str) -> tuple[float, float]:
 
 
 def bandwidth(threads: int, size: int) -> float:
-    """GB/s of reading `size` bytes again and again from 2 MiB pages with the library's own probe, median of nine.
+    """GB/s of reading `size` bytes again and again from 2 MiB pages with the library's own probe, median of sixty.
 
     The size is that of a token's weights: what a large cache keeps from one pass to the next, it keeps in decoding too.
     """
@@ -139,7 +137,7 @@ def bandwidth(threads: int, size: int) -> float:
         memory[start] = 1
     buffer = (ctypes.c_char * size).from_buffer(memory)
     seconds = []
-    for _ in range(9):
+    for _ in range(60):
         started = time.perf_counter()
         load("cpu").trirun_cpu_read(buffer, ctypes.c_int64(size), threads, ctypes.byref(ctypes.c_uint64()))
         seconds.append(time.perf_counter() - started)

@@ -1,6 +1,19 @@
 """2-bit weights: the grid, the tile64 layout, packing, and matrix products on CPU and CUDA kernels."""
 
-from .packing import PackedWeight, PackError, dequantize, pack, unpack
-from .spec import QuantSpec
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .packing import PackedWeight, PackError, dequantize, pack, unpack
+    from .spec import QuantSpec
 
 __all__ = ["PackError", "PackedWeight", "QuantSpec", "dequantize", "pack", "unpack"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use, so that the grid and the native decoder are there without torch, whose import takes seconds.
+    if name in __all__:
+        return getattr(import_module(".spec" if name == "QuantSpec" else ".packing", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from .arrays import Array
 from .decoder_weights import (
     ACTIVATIONS,
     KEY_BLOCK,
@@ -23,8 +22,12 @@ from .decoder_weights import (
     Int8Head,
     LayerWeights,
 )
-from .native import DTYPES, Int2Struct, NativeError, load
+from .native import Int2Struct, NativeError, load
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # TRIRUN_F32, _F16, _BF16
 HEAD_INT8 = 16  # TRIRUN_HEAD_INT8
 
 
@@ -44,7 +47,7 @@ class CpuDecoder:
         weights: the model; its tensors are used in place and kept alive.
         slots: sequences the cache holds. context: positions of each, rounded up to 64.
         act_bits: 16 or 8, the width at which linears read activations (the head always reads float32).
-        kv_dtype: of the cache, float16 or float32.
+        kv_dtype: of the cache, "float16" or "float32".
         max_rows: most tokens of one step; working memory grows with it.
         threads: of the library's pool.
 
@@ -59,7 +62,7 @@ class CpuDecoder:
         slots: int = 1,
         context: int,
         act_bits: int = 16,
-        kv_dtype: torch.dtype = torch.float16,
+        kv_dtype: str = "float16",
         max_rows: int = 256,
         threads: int,
     ) -> None:
@@ -67,7 +70,7 @@ class CpuDecoder:
             raise ValueError(f"decoder: slots={slots}, context={context}, max_rows={max_rows}, threads={threads}")
         context = -(-context // KEY_BLOCK) * KEY_BLOCK
         weights.check(context)
-        if act_bits not in (8, 16) or kv_dtype not in (torch.float16, torch.float32):
+        if act_bits not in (8, 16) or kv_dtype not in ("float16", "float32"):
             raise ValueError(f"decoder: act_bits={act_bits}, kv_dtype={kv_dtype}")
         self._library = _library()
         self._weights = weights
@@ -79,12 +82,10 @@ class CpuDecoder:
         work = self._library.trirun_cpu_decoder_workspace(ctypes.byref(self._struct), max_rows)
         if not size or not work:
             raise ValueError(f"decoder: the CPU library cannot run {weights.shape}")
-        # Never touched before a token writes there: memory is committed as sequences grow.
-        self._cache = (torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8))
-        self._struct.keys, self._struct.values = (cache.data_ptr() for cache in self._cache)
-        self._workspace = torch.empty(work + 64, dtype=torch.uint8)
-        self._workspace_at = -(-self._workspace.data_ptr() // 64) * 64
-        self._workspace_bytes = work
+        # Small pages: a cache for many long sequences costs what the sequences that are there need.
+        self._cache = tuple(_memory(size, "MADV_NOHUGEPAGE") for _ in range(2))
+        self._struct.keys, self._struct.values = (cache.address for cache in self._cache)
+        self._workspace = _memory(work, "MADV_HUGEPAGE")
         self._segments = (SegmentStruct * slots)()
 
     @property
@@ -93,74 +94,87 @@ class CpuDecoder:
         return sum(cache.nbytes for cache in self._cache)
 
     def step(self, segments: Sequence[Segment], tokens: Tensor, logit_rows: Tensor) -> Tensor:
+        """:meth:`run` on torch tensors: tokens int64 [m], logit_rows int64 [l] → float32 [l, vocab]."""
+        import torch
+
+        logits = torch.empty(logit_rows.numel(), self.shape.vocab)
+        self.run(segments, Array.of(tokens), Array.of(logit_rows), Array.of(logits))
+        return logits
+
+    def run(self, segments: Sequence[Segment], tokens: Array, logit_rows: Array, logits: Array) -> None:
         """Run tokens and append them to the cache.
 
         Args:
             segments: whose tokens they are, in order of ascending slots, each slot at most once.
             tokens: int64 [m], the segments' one after another; m at most ``max_rows``.
             logit_rows: int64 [l], which of the m rows to return logits of.
-
-        Returns:
-            float32 logits [l, vocab]. A row's logits are the same bit for bit whatever else is in the batch, however
-            its sequence is split into steps, and for any number of threads.
+            logits: float32 [l, vocab], written. A row's logits are the same bit for bit whatever else is in the batch,
+                however its sequence is split into steps, and for any number of threads.
 
         Raises:
             ValueError: tokens, slots or positions are out of range. NativeError: memory has run out.
         """
-        rows, wanted = tokens.numel(), logit_rows.numel()
+        (rows,), (wanted,) = tokens.shape, logit_rows.shape
         if rows > self.max_rows or len(segments) > self.slots:
             raise ValueError(
                 f"decoder step: {rows} rows in {len(segments)} segments, made for {self.max_rows} and {self.slots}"
             )
-        if tokens.dtype != torch.int64 or logit_rows.dtype != torch.int64:
+        if tokens.dtype != "int64" or logit_rows.dtype != "int64":
             raise ValueError(f"decoder step: tokens are {tokens.dtype}, logit_rows {logit_rows.dtype}, not int64")
-        tokens, logit_rows = tokens.contiguous(), logit_rows.contiguous()
+        if logits.dtype != "float32" or logits.shape != (wanted, self.shape.vocab):
+            raise ValueError(f"decoder step: logits are {logits.dtype} {list(logits.shape)}")
         for struct, segment in zip(self._segments, segments, strict=False):
             struct.slot, struct.position, struct.count = segment.slot, segment.position, segment.count
-        logits = torch.empty(wanted, self.shape.vocab)
         code = self._library.trirun_cpu_decoder_step(
             ctypes.byref(self._struct),
             self._segments,
             len(segments),
-            tokens.data_ptr(),
+            tokens.address,
             rows,
-            logit_rows.data_ptr(),
+            logit_rows.address,
             wanted,
-            logits.data_ptr(),
-            self._workspace_at,
-            self._workspace_bytes,
+            logits.address,
+            self._workspace.address,
+            self._workspace.nbytes,
             self.threads,
         )
-        if code == 0:
-            return logits
         if code == -1:
             raise ValueError(
                 f"decoder step: tokens, rows or {list(segments)} are out of range for a vocabulary of "
                 f"{self.shape.vocab}, {self.slots} slots of {self.context} positions"
             )
-        raise NativeError(f"decoder step of {rows} rows failed with code {code}")
+        if code:
+            raise NativeError(f"decoder step of {rows} rows failed with code {code}")
 
 
-def quantize_head(head: Tensor, threads: int, out: Int8Head | None = None) -> Int8Head:
+def quantize_head(head: Any, out: Int8Head, threads: int) -> Int8Head:
     """A head [vocab, hidden] in 8 bits: the nearest of 255 levels between a row's ±max.
 
     Args:
-        head: float16, bfloat16 or float32, contiguous, hidden a multiple of 16.
-        out: where to put it; allocated when None.
+        head: float16, bfloat16 or float32, contiguous, hidden a multiple of 16. out: where to put it.
 
     Raises:
-        ValueError: the head's shape, dtype or layout does not fit.
+        ValueError: a shape or dtype does not fit.
     """
-    n, k = head.shape
-    if str(head.dtype) not in DTYPES or not head.is_contiguous() or k % 16:
-        raise ValueError(f"quantize_head: {head.dtype} {list(head.shape)}, stride {head.stride()}")
-    out = out or Int8Head(torch.empty(n, Int8Head.stride(k), dtype=torch.uint8), torch.empty(n), k)
+    source = Array.of(head)
+    n, k = source.shape
+    if source.dtype not in DTYPES or k % 16:
+        raise ValueError(f"quantize_head: {source.dtype} {[n, k]}")
+    out.check(n, k)
     code = _library().trirun_cpu_head_int8(
-        head.data_ptr(), DTYPES[str(head.dtype)], n, k, out.rows.data_ptr(), out.scales.data_ptr(), threads
+        source.address, DTYPES[source.dtype], n, k, out.rows.data_ptr(), out.scales.data_ptr(), threads
     )
     if code:
-        raise NativeError(f"quantize_head of {list(head.shape)} failed with code {code}")
+        raise NativeError(f"quantize_head of {[n, k]} failed with code {code}")
     return out
+
+
+def _memory(size: int, advice: str) -> Array:
+    """Zeroed memory that is committed as it is written, in pages that ``mmap``'s advice of that name says."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, advice):
+        memory.madvise(getattr(mmap, advice))
+    return Array.within(memory, "uint8", (size,))
 
 
 class LinearStruct(ctypes.Structure):
@@ -216,22 +230,22 @@ def _layer_struct(layer: LayerWeights) -> LayerStruct:
     struct = LayerStruct()
     for name in LINEARS:
         linear = getattr(layer, name)
-        bias = None if linear.bias is None else linear.bias.data_ptr()
+        bias = None if linear.bias is None else _address(linear.bias)
         setattr(struct, name, LinearStruct(Int2Struct.of(linear.weight), bias, linear.weight.n, linear.weight.k))
     for name in NORMS:
         norm = getattr(layer, name)
-        setattr(struct, name, None if norm is None else norm.data_ptr())
+        setattr(struct, name, None if norm is None else _address(norm))
     return struct
 
 
-def _head_pointers(head: Tensor | Int8Head) -> tuple[int, int | None]:
-    return (head.rows.data_ptr(), head.scales.data_ptr()) if isinstance(head, Int8Head) else (head.data_ptr(), None)
+def _address(x: Any) -> int:
+    return Array.of(x).address
 
 
 def _decoder_struct(
-    weights: DecoderWeights, layers: Any, slots: int, context: int, act_bits: int, kv_dtype: torch.dtype
+    weights: DecoderWeights, layers: Any, slots: int, context: int, act_bits: int, kv_dtype: str
 ) -> DecoderStruct:
-    shape = weights.shape
+    shape, int8 = weights.shape, isinstance(weights.head, Int8Head)
     return DecoderStruct(
         *(getattr(shape, name) for name in SIZES),
         slots,
@@ -241,12 +255,13 @@ def _decoder_struct(
         shape.attention_scale,
         ACTIVATIONS[shape.activation],
         act_bits,
-        DTYPES[str(kv_dtype)],
-        DTYPES[str(weights.embedding.dtype)],
-        weights.embedding.data_ptr(),
-        HEAD_INT8 if isinstance(weights.head, Int8Head) else DTYPES[str(weights.head.dtype)],
+        DTYPES[kv_dtype],
+        DTYPES[Array.of(weights.embedding).dtype],
+        _address(weights.embedding),
+        HEAD_INT8 if int8 else DTYPES[Array.of(weights.head).dtype],
         0,
-        *_head_pointers(weights.head),
+        _address(weights.head.rows if int8 else weights.head),
+        _address(weights.head.scales) if int8 else None,
         layers,
-        *(tensor.data_ptr() for tensor in (weights.final_norm, weights.cosines, weights.sines)),
+        *(_address(array) for array in (weights.final_norm, weights.cosines, weights.sines)),
     )

@@ -1,18 +1,25 @@
-"""What a Llama-like decoder is made of: sizes, packed linears, norms, rotary angles."""
+"""What a Llama-like decoder is made of: sizes, packed linears, norms, rotary angles.
+
+Fields typed Any hold arrays: torch tensors, numpy arrays, or :class:`~trirun_kernels.arrays.Array`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from .arrays import Array
+from .spec import QuantSpec
 
-from .packing import PackedWeight
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .packing import PackedWeight
 
 ACTIVATIONS = {"silu": 0, "relu2": 1}  # TRIRUN_SILU, TRIRUN_RELU2
 KEY_BLOCK = 64  # a slot's context is a multiple of this
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOATS = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +47,35 @@ class DecoderShape:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedArrays:
+    """:class:`~trirun_kernels.packing.PackedWeight` without torch: the same fields, arrays of any kind."""
+
+    words: Any
+    scales: Any
+    zeros: Any | None
+    n: int
+    k: int
+    spec: QuantSpec
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """``y = x @ weight.T + bias``, bias float32 [n] or None."""
 
-    weight: PackedWeight
-    bias: Tensor | None = None
+    weight: PackedWeight | PackedArrays
+    bias: Any | None = None
 
     def check(self, name: str, shape: tuple[int, int]) -> None:
         """Raise ValueError unless this is an [n, k] linear in contiguous CPU memory."""
         w = self.weight
         if (w.n, w.k) != shape:
             raise ValueError(f"decoder: {name} must be packed {list(shape)}, got {[w.n, w.k]}")
-        for part in (w.words, w.scales, *(() if w.zeros is None else (w.zeros,))):
-            if part.device.type != "cpu" or not part.is_contiguous():
-                raise ValueError(f"decoder: {name} must be contiguous on the CPU, got {part.device}")
+        n, k = -(-w.n // 64) * 64, -(-w.k // 128) * 128
+        w.spec.groups(w.k)
+        _expect(f"{name} words", w.words, (n // 64, k // 32, 128), ("int32",))
+        groups = {"scales": w.scales} | ({"zeros": w.zeros} if w.spec.zero is None else {})
+        for part, values in groups.items():
+            _expect(f"{name} {part}", values, (w.spec.groups(k), n), ("float16",))
         if w.words.data_ptr() % 16:
             raise ValueError(f"decoder: {name} is not aligned to 16 bytes")
         if self.bias is not None:
@@ -72,24 +94,24 @@ class LayerWeights:
     gate: Linear
     up: Linear
     down: Linear
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    attention_sub_norm: Tensor | None = None
-    mlp_sub_norm: Tensor | None = None
+    attention_norm: Any
+    mlp_norm: Any
+    q_norm: Any | None = None
+    k_norm: Any | None = None
+    attention_sub_norm: Any | None = None
+    mlp_sub_norm: Any | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Head:
-    """An output head in 8 bits, ``weight = scale · (byte − 128)``.
+    """An output head [vocab, hidden] in 8 bits, ``weight = scale · (byte − 128)``.
 
     Attributes:
         rows: uint8 [vocab, hidden rounded up to 64]. scales: float32 [vocab]. hidden: the true k.
     """
 
-    rows: Tensor
-    scales: Tensor
+    rows: Any
+    scales: Any
     hidden: int
 
     @staticmethod
@@ -98,12 +120,12 @@ class Int8Head:
         return -(-hidden // 64) * 64
 
     def dequantize(self) -> Tensor:
-        """The head as float32 [vocab, hidden]."""
+        """The head as a float32 tensor [vocab, hidden]; rows and scales must be tensors."""
         return (self.rows[:, : self.hidden].float() - 128) * self.scales.unsqueeze(1)
 
     def check(self, vocab: int, hidden: int) -> None:
         """Raise ValueError unless this is a head of that size in contiguous CPU memory."""
-        _expect("8-bit head", self.rows, (vocab, self.stride(hidden)), (torch.uint8,))
+        _expect("8-bit head", self.rows, (vocab, self.stride(hidden)), ("uint8",))
         _expect("8-bit head's scales", self.scales, (vocab,))
 
 
@@ -125,11 +147,11 @@ class DecoderWeights:
 
     shape: DecoderShape
     layers: Sequence[LayerWeights]
-    embedding: Tensor
-    head: Tensor | Int8Head
-    final_norm: Tensor
-    cosines: Tensor
-    sines: Tensor
+    embedding: Any
+    head: Any
+    final_norm: Any
+    cosines: Any
+    sines: Any
 
     def check(self, positions: int) -> None:
         """Raise unless every tensor is what native code will take it for.
@@ -168,13 +190,12 @@ class DecoderWeights:
                     _expect(f"layer {index} {name}", norm, (length,))
 
 
-def _expect(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-        kinds = " or ".join(map(str, dtypes))
-        raise ValueError(f"decoder: {name} must be {kinds} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+def _expect(name: str, x: Any, shape: tuple[int, ...], dtypes: tuple[str, ...] = ("float32",)) -> None:
+    try:
+        array = Array.of(x)
+    except ValueError as error:
+        raise ValueError(f"decoder: {name}: {error}") from None
+    if array.shape != shape or array.dtype not in dtypes:
         raise ValueError(
-            f"decoder: {name} must be contiguous on the CPU, got {tensor.device}, stride {tensor.stride()}"
+            f"decoder: {name} must be {' or '.join(dtypes)} {list(shape)}, got {array.dtype} {list(array.shape)}"
         )

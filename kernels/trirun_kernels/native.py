@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .packing import PackedWeight
+if TYPE_CHECKING:
+    from .packing import PackedWeight
 
 ABI_VERSION = 1  # TRIRUN_ABI_VERSION of csrc/trirun.h
 LIBRARY_DIR = Path(__file__).resolve().parent / "_lib"

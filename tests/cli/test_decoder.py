@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trirun_kernels.decoder_ops import Segment
@@ -74,27 +79,31 @@ def error(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
+def logits_of(decoder, tokens, **options):
+    return torch.from_numpy(decoder.forward(tokens, **options))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_transformers(name, tmp_path):
     model, packed = save_packed(*FAMILIES[name], tmp_path)
     tokens = torch.randint(3, 96, (200,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(tokens.unsqueeze(0)).logits[0]
-    decoder = LeanDecoder(packed, kv_dtype=torch.float32, int8_head=False, threads=2)
-    found = decoder.forward(tokens, keep=200)
+    decoder = LeanDecoder(packed, kv_dtype="float32", int8_head=False, threads=2)
+    found = logits_of(decoder, tokens, keep=200)
     assert error(found, expected) < 1e-3
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.97
     half = LeanDecoder(packed, threads=2, max_rows=48)
-    every = half.forward(tokens, keep=200)
+    every = logits_of(half, tokens, keep=200)
     assert error(every, expected) < 1e-2
     for keep in (1, 8, 9, 60, 104, 105):
-        assert torch.equal(half.forward(tokens, keep=keep), every[-keep:])
+        assert torch.equal(logits_of(half, tokens, keep=keep), every[-keep:])
 
 
 def test_one_token_at_a_time(tmp_path):
     _, packed = save_packed("llama", {}, tmp_path)
     tokens = torch.randint(3, 96, (90,), generator=torch.Generator().manual_seed(1))
-    every, lm = LeanDecoder(packed, threads=2).forward(tokens, keep=90), LeanLM(packed)
+    every, lm = logits_of(LeanDecoder(packed, threads=2), tokens, keep=90), LeanLM(packed)
     assert isinstance(lm, BatchLM) and lm.vocab_size == 96 and lm.max_positions == 256
     for _ in range(2):
         lm.reset()
@@ -111,11 +120,11 @@ def test_slots_are_independent_sequences(tmp_path):
     generator = torch.Generator().manual_seed(1)
     first, second = (torch.randint(3, 96, (length,), generator=generator) for length in (50, 20))
     decoder = LeanDecoder(packed, slots=3, threads=2)
-    alone = [LeanDecoder(packed, threads=2).forward(tokens) for tokens in (first, second)]
+    alone = [logits_of(LeanDecoder(packed, threads=2), tokens) for tokens in (first, second)]
     decoder.forward(first[:-1], slot=0)
     decoder.forward(second[:-1], slot=2)
-    batch = decoder.step([Segment(0, 49, 1), Segment(2, 19, 1)], torch.stack([first[-1], second[-1]]), torch.arange(2))
-    assert torch.equal(batch, torch.cat(alone))
+    batch = decoder.step([Segment(0, 49, 1), Segment(2, 19, 1)], [first[-1], second[-1]], [0, 1])
+    assert torch.equal(torch.from_numpy(batch), torch.cat(alone))
 
 
 def test_ternary_model_keeps_its_logits(shared, tmp_path):
@@ -125,7 +134,7 @@ def test_ternary_model_keeps_its_logits(shared, tmp_path):
     tokens = torch.randint(3, 8192, (300,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(tokens.unsqueeze(0)).logits[0]
-    found = LeanDecoder(tmp_path / "packed", int8_head=False).forward(tokens, keep=300)
+    found = logits_of(LeanDecoder(tmp_path / "packed", int8_head=False), tokens, keep=300)
     assert error(found, expected) < 2e-3
 
 
@@ -138,7 +147,7 @@ def test_rotary_angles_equal_transformers(kind):
         expected, scaling = 1.0 / 1e4 ** (torch.arange(0, 16, 2) / 16), 1.0
     else:
         expected, scaling = ROPE_INIT_FUNCTIONS[kind](config)
-    cosines, sines = rotary_angles(config.to_dict(), 64)
+    cosines, sines = map(torch.from_numpy, rotary_angles(config.to_dict(), 64))
     angles = torch.arange(64).unsqueeze(1) * expected
     assert torch.allclose(cosines, angles.cos() * scaling, atol=2e-5)
     assert torch.allclose(sines, angles.sin() * scaling, atol=2e-5)
@@ -149,8 +158,8 @@ def test_old_rotary_settings_are_read():
     old = {name: value for name, value in LLAMA3.items() if name not in ("rope_theta", "rope_type")}
     old_config = base | {"rope_theta": 500000.0, "rope_scaling": old | {"type": "llama3"}}
     new, found = rotary_angles(base | {"rope_parameters": LLAMA3}, 64), rotary_angles(old_config, 64)
-    assert torch.equal(new[0], found[0]) and torch.equal(new[1], found[1])
-    assert not torch.equal(new[0], rotary_angles(base, 64)[0])
+    assert np.array_equal(new[0], found[0]) and np.array_equal(new[1], found[1])
+    assert not np.array_equal(new[0], rotary_angles(base, 64)[0])
 
 
 @pytest.mark.parametrize(
@@ -190,6 +199,41 @@ def test_what_does_not_fit_is_refused(tmp_path):
         decoder.forward(torch.arange(5), position=96)
     with pytest.raises(ValueError, match="0 tokens"):
         decoder.forward(torch.arange(0))
+
+
+def test_no_torch_is_needed(tmp_path):
+    _, packed = save_packed("llama", {}, tmp_path)
+    code = (
+        "import sys; from trirun_cli.runtime.decoder import LeanDecoder; "
+        "logits = LeanDecoder(sys.argv[1], threads=2).forward([3, 4, 5]); "
+        "assert 'torch' not in sys.modules; print(int(logits.argmax()))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, packed], capture_output=True, text=True, check=True, env=environment
+    )
+    assert int(done.stdout) == LeanDecoder(packed, threads=2).forward([3, 4, 5]).argmax()
+
+
+@pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_missing_tensor_is_refused(lost, tmp_path):
+    _, packed = save_packed("llama", {}, tmp_path)
+    file = packed / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[lost]
+    save_file(tensors, file)
+    with pytest.raises(InputError, match=lost):
+        LeanDecoder(packed)
+
+
+def test_a_tampered_shape_is_refused(tmp_path):
+    _, packed = save_packed("llama", {}, tmp_path)
+    file = packed / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:1].clone()
+    save_file(tensors, file)
+    with pytest.raises(InputError, match="layer 1 up"):
+        LeanDecoder(packed)
 
 
 def test_a_truncated_file_is_refused(tmp_path):

@@ -1,23 +1,37 @@
-"""The lean decoder: packed checkpoints of the Llama family on the CPU, a whole step in one native call."""
+"""The lean decoder: packed checkpoints of the Llama family on the CPU, a whole step in one native call.
+
+Importing and running it takes numpy but not torch, whose import costs seconds and 200 MB; only :class:`LeanLM`, which
+speaks torch tensors, needs that.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from trirun_kernels.arrays import Array
+from trirun_kernels.decoder_ops import CpuDecoder, Segment, quantize_head
+from trirun_kernels.decoder_weights import (
+    KEY_BLOCK,
+    DecoderShape,
+    DecoderWeights,
+    Int8Head,
+    LayerWeights,
+    Linear,
+    PackedArrays,
+)
 
-from ..checkpoint import SCALE, WEIGHT, ZERO, Checkpoint
+from ..checkpoint import SCALE, WEIGHT, ZERO, Format
 from ..errors import InputError
+from ..model_dir import INDEX, SINGLE, read_json
 from .llama_config import NotLean, decoder_shape, longest_context, rotary_angles
 from .weight_memory import StoredTensors, WeightMemory
 
 if TYPE_CHECKING:
-    from trirun_kernels.decoder_ops import Segment
-    from trirun_kernels.decoder_weights import DecoderShape, DecoderWeights, Int8Head, LayerWeights
+    from torch import Tensor
 
 # The module of each linear and the tensor of each norm within model.layers.<i>.
 LINEARS = {
@@ -41,17 +55,17 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 # Longer contexts are for the asking; a cache of this length is at hand without a thought.
 DEFAULT_CONTEXT = 8192
 # Rows of the head that are converted at a time.
-HEAD_ROWS = 1024
+HEAD_ROWS = 256
 
 
 class LeanDecoder:
     """A packed checkpoint of a Llama-like model with a static cache of sequences.
 
     Args:
-        source: the checkpoint, opened or its path.
+        path: the checkpoint directory.
         slots: sequences the cache holds. context: positions of each; None takes the model's, at most 8192.
         act_bits: 8 or 16; None takes the checkpoint's.
-        kv_dtype: of the cache, float16 or float32.
+        kv_dtype: of the cache, "float16" or "float32".
         max_rows: tokens of one native step; longer prompts are run in pieces of this size.
         threads: None takes one per processor this process may use.
         int8_head: hold the output head in 8 bits, a scale per row: half the bytes, and on the reference model 0.02 %
@@ -64,35 +78,38 @@ class LeanDecoder:
 
     def __init__(
         self,
-        source: Checkpoint | str | Path,
+        path: str | Path,
         *,
         slots: int = 1,
         context: int | None = None,
         act_bits: int | None = None,
-        kv_dtype: torch.dtype = torch.float16,
+        kv_dtype: str = "float16",
         max_rows: int = 256,
         threads: int | None = None,
         int8_head: bool = True,
     ) -> None:
-        from trirun_kernels.decoder_ops import CpuDecoder, Segment
-
-        checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
-        longest = longest_context(checkpoint.config)
+        path = Path(path)
+        config = read_json(path / "config.json")
+        form = Format.from_dict(config.get("quantization_config") or {}, path)
+        longest = longest_context(config)
         if context is not None and context > longest:
             raise NotLean(f"a context of {context} positions; the model attends to {longest} at once")
         self.context = min(longest, DEFAULT_CONTEXT) if context is None else context
         self.threads = threads or len(os.sched_getaffinity(0))
-        self.act_bits = act_bits or checkpoint.format.activation_bits
-        self._segment = Segment
-        self._native = CpuDecoder(
-            decoder_weights(checkpoint, self.context, int8_head=int8_head, threads=self.threads),
-            slots=slots,
-            context=self.context,
-            act_bits=self.act_bits,
-            kv_dtype=kv_dtype,
-            max_rows=max_rows,
-            threads=self.threads,
-        )
+        self.act_bits = act_bits or form.activation_bits
+        weights = decoder_weights(path, config, form, self.context, int8_head=int8_head, threads=self.threads)
+        try:
+            self._native = CpuDecoder(
+                weights,
+                slots=slots,
+                context=self.context,
+                act_bits=self.act_bits,
+                kv_dtype=kv_dtype,
+                max_rows=max_rows,
+                threads=self.threads,
+            )
+        except ValueError as error:
+            raise InputError(f"{path}: {error}") from None
 
     @property
     def shape(self) -> DecoderShape:
@@ -109,12 +126,27 @@ class LeanDecoder:
         """Most tokens of one :meth:`step`."""
         return self._native.max_rows
 
-    def step(self, segments: Sequence[Segment], tokens: Tensor, logit_rows: Tensor) -> Tensor:
-        """One native step over a batch; see :meth:`trirun_kernels.decoder_ops.CpuDecoder.step`."""
-        return self._native.step(segments, tokens, logit_rows)
+    def step(self, segments: Sequence[Segment], tokens: Any, logit_rows: Any) -> np.ndarray:
+        """One native step over a batch.
 
-    def forward(self, tokens: Tensor, *, slot: int = 0, position: int = 0, keep: int = 1) -> Tensor:
-        """Append tokens int64 [m] to a slot that holds ``position`` tokens, and forget what was there beyond them.
+        Args:
+            segments: whose tokens they are, in order of ascending slots, each slot at most once.
+            tokens: integers [m], the segments' one after another; m at most ``max_rows``.
+            logit_rows: integers [l], which of the m rows to return logits of.
+
+        Returns:
+            float32 logits [l, vocab]. A row's logits are the same bit for bit whatever else is in the batch.
+
+        Raises:
+            ValueError: tokens, slots or positions are out of range.
+        """
+        tokens, logit_rows = (np.ascontiguousarray(values, dtype=np.int64) for values in (tokens, logit_rows))
+        logits = np.empty((logit_rows.size, self.shape.vocab), np.float32)
+        self._native.run(segments, Array.of(tokens), Array.of(logit_rows), Array.of(logits))
+        return logits
+
+    def forward(self, tokens: Any, *, slot: int = 0, position: int = 0, keep: int = 1) -> np.ndarray:
+        """Append tokens, integers [m], to a slot that holds ``position`` tokens, and forget what was beyond them.
 
         Returns:
             float32 logits [keep, vocab] after the last ``keep`` of them.
@@ -122,16 +154,16 @@ class LeanDecoder:
         Raises:
             ValueError: there is no token, a token is not in the vocabulary, or the slot is too short.
         """
-        count = tokens.numel()
+        count = len(tokens)
         if not 0 < count <= self.context - position or not 0 < keep <= count:
             raise ValueError(f"{count} tokens at position {position} of a context of {self.context}, {keep} to keep")
         outputs = []
         for start in range(0, count, self.max_rows):
             piece = tokens[start : start + self.max_rows]
-            rows = piece.numel()
-            wanted = torch.arange(min(max(count - keep - start, 0), rows), rows)
-            outputs.append(self.step([self._segment(slot, position + start, rows)], piece, wanted))
-        return outputs[-1] if len(outputs) == 1 else torch.cat(outputs)
+            rows = len(piece)
+            wanted = np.arange(min(max(count - keep - start, 0), rows), rows)
+            outputs.append(self.step([Segment(slot, position + start, rows)], piece, wanted))
+        return outputs[-1] if len(outputs) == 1 else np.concatenate(outputs)
 
 
 class LeanLM:
@@ -139,8 +171,8 @@ class LeanLM:
 
     can_rewind = True
 
-    def __init__(self, source: Checkpoint | str | Path, *, act_bits: int | None = None) -> None:
-        self._decoder = LeanDecoder(source, slots=2, act_bits=act_bits)
+    def __init__(self, path: str | Path, *, act_bits: int | None = None) -> None:
+        self._decoder = LeanDecoder(path, slots=2, act_bits=act_bits)
         self._length = 0
         self.vocab_size, self.max_positions = self._decoder.shape.vocab, self._decoder.context
         self.engine = f"lean decoder on cpu, {self._decoder.threads} threads"
@@ -155,91 +187,98 @@ class LeanLM:
 
     def forward(self, tokens: Tensor, *, last_only: bool = True) -> Tensor:
         """Append tokens int64 [m]; float32 logits [1, vocab] after the last, or [m, vocab] when not ``last_only``."""
+        import torch
+
         keep = 1 if last_only else tokens.numel()
         logits = self._decoder.forward(tokens, position=self._length, keep=keep)
         self._length += tokens.numel()
-        return logits
+        return torch.from_numpy(logits)
 
     def forward_batch(self, sequences: list[Tensor], keep: list[int]) -> list[Tensor]:
         """Run sequences int64 [m_i] from their start; for each, logits [keep_i, vocab] after its last ``keep_i``."""
+        import torch
+
         return [
-            self._decoder.forward(tokens, slot=1, keep=count) for tokens, count in zip(sequences, keep, strict=True)
+            torch.from_numpy(self._decoder.forward(tokens, slot=1, keep=count))
+            for tokens, count in zip(sequences, keep, strict=True)
         ]
 
 
 def decoder_weights(
-    checkpoint: Checkpoint, context: int, *, int8_head: bool = True, threads: int = 1
+    path: Path, config: dict[str, Any], form: Format, context: int, *, int8_head: bool = True, threads: int = 1
 ) -> DecoderWeights:
     """The weights of a packed checkpoint as the native decoder takes them: packed tensors and an 8-bit head in large
     pages, the embedding in the mapped file, where only the rows of tokens that occur are ever read.
 
     Args:
-        checkpoint: opened. context: positions that the rotary angles cover, rounded up to the decoder's key block.
+        path: the checkpoint directory; config: its config.json; form: its quantization section.
+        context: positions that the rotary angles cover, rounded up to the decoder's key block.
         int8_head: quantize the output head, with ``threads`` threads.
 
     Raises:
-        NotLean: see :class:`LeanDecoder`.
+        NotLean, InputError: see :class:`LeanDecoder`.
     """
-    from trirun_kernels.decoder_weights import KEY_BLOCK, DecoderWeights, Int8Head
-
-    shape = decoder_shape(checkpoint.config)
+    shape, stored = decoder_shape(config), StoredTensors(weight_files(path))
     bare = [f"model.layers.{i}.{name}" for i in range(shape.layers) for name in LINEARS.values()]
-    if missing := [module for module in bare if module + SCALE not in checkpoint]:
+    if missing := [module for module in bare if module + SCALE not in stored]:
         raise NotLean(f"{missing[0]} is not packed ({len(missing)} of {len(bare)} linear layers are not)")
-    names = [module + part for module in bare for part in (WEIGHT, SCALE, ZERO) if module + part in checkpoint]
-    head = EMBEDDING if checkpoint.config.get("tie_word_embeddings", False) or HEAD not in checkpoint else HEAD
-    stored = StoredTensors(checkpoint.files)
+    head = EMBEDDING if config.get("tie_word_embeddings", False) or HEAD not in stored else HEAD
+    needed = [module + WEIGHT for module in bare] + [EMBEDDING, FINAL_NORM]
+    if lost := [name for name in needed if name not in stored]:
+        raise InputError(f"{path} holds no {lost[0]}")
+    names = [module + part for module in bare for part in (WEIGHT, SCALE, ZERO) if module + part in stored]
     capacity = sum(WeightMemory.size(stored.nbytes(name)) for name in names)
     if int8_head:
         capacity += WeightMemory.size(shape.vocab * Int8Head.stride(shape.hidden))
     memory = WeightMemory(stored, capacity)
-    cosines, sines = rotary_angles(checkpoint.config, -(-context // KEY_BLOCK) * KEY_BLOCK)
+    cosines, sines = rotary_angles(config, -(-context // KEY_BLOCK) * KEY_BLOCK)
     return DecoderWeights(
         shape,
-        [_layer(checkpoint, f"model.layers.{i}.", memory.tensor) for i in range(shape.layers)],
-        checkpoint.tensor(EMBEDDING),
-        _int8_head(stored, head, memory, shape, threads) if int8_head else checkpoint.tensor(head),
-        checkpoint.tensor(FINAL_NORM).float(),
+        [_layer(stored, form, f"model.layers.{i}.", memory.tensor) for i in range(shape.layers)],
+        stored.mapped(EMBEDDING),
+        _int8_head(stored, head, memory, shape, threads) if int8_head else stored.mapped(head),
+        stored.floats(FINAL_NORM),
         cosines,
         sines,
     )
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory, single or sharded."""
+    if not (path / INDEX).is_file():
+        return [path / SINGLE]
+    places = read_json(path / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise InputError(f"{path / INDEX} has no weight_map")
+    return [path / name for name in sorted(set(places.values()))]
+
+
 def _int8_head(stored: StoredTensors, name: str, memory: WeightMemory, shape: DecoderShape, threads: int) -> Int8Head:
     """The head in 8 bits, converted a few rows at a time so that it is never in memory as it is in the file."""
-    from trirun_kernels.decoder_ops import quantize_head
-    from trirun_kernels.decoder_weights import Int8Head
-
-    if stored.shape(name) != [shape.vocab, shape.hidden]:
-        raise InputError(f"{name} has shape {stored.shape(name)}, config.json says {[shape.vocab, shape.hidden]}")
-    rows = memory.empty((shape.vocab, Int8Head.stride(shape.hidden)), torch.uint8)
-    whole = Int8Head(rows, torch.empty(shape.vocab), shape.hidden)
-    piece = torch.empty(min(HEAD_ROWS, shape.vocab), shape.hidden, dtype=stored.dtype(name))
-    buffer = memoryview(piece.view(torch.uint8).numpy()).cast("B")
+    if stored.shape(name) != (shape.vocab, shape.hidden):
+        raise InputError(f"{name} has shape {stored.shape(name)}, config.json says {(shape.vocab, shape.hidden)}")
+    rows = memory.empty((shape.vocab, Int8Head.stride(shape.hidden)), "uint8")
+    scales = Array.of(np.empty(shape.vocab, np.float32))
+    row_bytes = stored.nbytes(name) // shape.vocab
+    buffer = bytearray(min(HEAD_ROWS, shape.vocab) * row_bytes)
     for start in range(0, shape.vocab, HEAD_ROWS):
         count = min(HEAD_ROWS, shape.vocab - start)
-        row_bytes = shape.hidden * piece.itemsize
-        stored.read_into(name, buffer[: count * row_bytes], start * row_bytes)
-        part = Int8Head(whole.rows[start : start + count], whole.scales[start : start + count], shape.hidden)
-        quantize_head(piece[:count], threads, part)
-    return whole
+        stored.read_into(name, memoryview(buffer)[: count * row_bytes], start * row_bytes)
+        piece = Array.within(buffer, stored.dtype(name), (count, shape.hidden))
+        quantize_head(piece, Int8Head(rows.rows(start, count), scales.rows(start, count), shape.hidden), threads)
+    return Int8Head(rows, scales, shape.hidden)
 
 
-def _layer(checkpoint: Checkpoint, prefix: str, read: Callable[[str], Tensor]) -> LayerWeights:
-    from trirun_kernels import PackedWeight
-    from trirun_kernels.decoder_weights import LayerWeights, Linear
-
+def _layer(stored: StoredTensors, form: Format, prefix: str, read: Callable[[str], Array]) -> LayerWeights:
     def linear(name: str) -> Linear:
         module = prefix + name
-        zeros = read(module + ZERO) if module + ZERO in checkpoint else None
-        n, k = checkpoint.shape(module)
-        weight = PackedWeight(read(module + WEIGHT), read(module + SCALE), zeros, n, k, checkpoint.format.spec(module))
+        words = read(module + WEIGHT)
+        n, k = form.padded.get(module) or (words.shape[0] * 64, words.shape[1] * 32)
+        zeros = read(module + ZERO) if module + ZERO in stored else None
+        weight = PackedArrays(words, read(module + SCALE), zeros, n, k, form.spec(module))
         bias = f"{module}.bias"
-        return Linear(weight, checkpoint.tensor(bias).float() if bias in checkpoint else None)
+        return Linear(weight, stored.floats(bias) if bias in stored else None)
 
-    norms = {
-        name: checkpoint.tensor(prefix + tensor).float()
-        for name, tensor in NORMS.items()
-        if prefix + tensor in checkpoint
-    }
-    return LayerWeights(**{name: linear(module) for name, module in LINEARS.items()}, **norms)
+    parts: dict[str, Any] = {name: linear(module) for name, module in LINEARS.items()}
+    parts |= {name: stored.floats(prefix + tensor) for name, tensor in NORMS.items() if prefix + tensor in stored}
+    return LayerWeights(**parts)

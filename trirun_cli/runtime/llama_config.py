@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 if TYPE_CHECKING:
     from trirun_kernels.decoder_weights import DecoderShape
@@ -87,7 +86,7 @@ def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def rotary_angles(config: dict[str, Any], positions: int) -> tuple[Tensor, Tensor]:
+def rotary_angles(config: dict[str, Any], positions: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines float32 [positions, rotary_half] of a model's rotary embedding, attention factor included.
 
     Types: default (Su et al. 2021), linear (Chen et al. 2023, "Extending Context Window of LLMs via Positional
@@ -95,7 +94,7 @@ def rotary_angles(config: dict[str, Any], positions: int) -> tuple[Tensor, Tenso
     """
     shape, rotary = decoder_shape(config), rotary_parameters(config)
     half, theta = shape.rotary_half, rotary["rope_theta"]
-    frequencies = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    frequencies = theta ** -(np.arange(half) / max(half, 1))
     kind, factor, attention = rotary["rope_type"], rotary.get("factor", 1.0), 1.0
     if kind == "linear":
         frequencies = frequencies / factor
@@ -103,22 +102,22 @@ def rotary_angles(config: dict[str, Any], positions: int) -> tuple[Tensor, Tenso
         frequencies = _llama3(frequencies, rotary)
     elif kind == "yarn":
         frequencies, attention = _yarn(frequencies, rotary, config)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
-    return (angles.cos() * attention).float(), (angles.sin() * attention).float()
+    angles = np.outer(np.arange(positions), frequencies)
+    return (np.cos(angles) * attention).astype(np.float32), (np.sin(angles) * attention).astype(np.float32)
 
 
-def _llama3(frequencies: Tensor, rotary: dict[str, Any]) -> Tensor:
+def _llama3(frequencies: np.ndarray, rotary: dict[str, Any]) -> np.ndarray:
     """Frequencies that turn seldom in the trained context are divided by ``factor``, fast ones kept, others blended."""
     low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
     turns = rotary["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
     return frequencies * (kept + (1 - kept) / rotary["factor"])
 
 
-def _yarn(frequencies: Tensor, rotary: dict[str, Any], config: dict[str, Any]) -> tuple[Tensor, float]:
+def _yarn(frequencies: np.ndarray, rotary: dict[str, Any], config: dict[str, Any]) -> tuple[np.ndarray, float]:
     """Dimensions that turn often in the trained context are kept, those that turn seldom interpolated, with a linear
     ramp between; the attention factor grows with the logarithm of the stretch (eq. 17-22)."""
-    half, theta = frequencies.numel(), rotary["rope_theta"]
+    half, theta = frequencies.size, rotary["rope_theta"]
     trained = rotary.get("original_max_position_embeddings") or config["max_position_embeddings"]
     factor = rotary.get("factor") or config["max_position_embeddings"] / trained
 
@@ -129,7 +128,7 @@ def _yarn(frequencies: Tensor, rotary: dict[str, Any], config: dict[str, Any]) -
     if rotary.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
-    ramp = ((torch.arange(half, dtype=torch.float64) - first) / max(last - first, 1e-3)).clamp(0, 1)
+    ramp = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
     attention = rotary.get("attention_factor")
     if attention is None:
         scale, all_dimensions = rotary.get("mscale"), rotary.get("mscale_all_dim")

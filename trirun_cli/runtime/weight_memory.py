@@ -2,7 +2,7 @@
 
 A token reads every weight once, in order, so decoding runs at the speed of memory. Pages of 4 KiB, which a mapped file
 has, cost a part of that speed in address translation; here a checkpoint's tensors are read straight from its files into
-2 MiB pages, without passing through a mapping, so that a process never holds them twice.
+2 MiB pages, without passing through a mapping, so that a process never holds them twice. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -11,23 +11,17 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from trirun_kernels.arrays import ITEM_BYTES, Array
 
 from ..errors import InputError
 
-DTYPES = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-}
+# safetensors' names of the types a decoder reads.
+DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "I32": "int32"}
 ALIGNMENT = 256
 
 
@@ -56,13 +50,46 @@ class StoredTensors:
         start, end = self._where[name][2]["data_offsets"]
         return end - start
 
-    def shape(self, name: str) -> list[int]:
+    def shape(self, name: str) -> tuple[int, ...]:
         """Its shape."""
-        return self._where[name][2]["shape"]
+        return tuple(self._where[name][2]["shape"])
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Its torch dtype."""
-        return DTYPES[self._where[name][2]["dtype"]]
+    def dtype(self, name: str) -> str:
+        """Its dtype, by numpy's name.
+
+        Raises:
+            InputError: one that no decoder reads.
+        """
+        path, _, facts = self._where[name]
+        if facts["dtype"] not in DTYPES:
+            raise InputError(f"{path}: {name} is {facts['dtype']}, not one of {', '.join(DTYPES)}")
+        return DTYPES[facts["dtype"]]
+
+    def floats(self, name: str) -> np.ndarray:
+        """A small tensor, a norm or a bias, as float32."""
+        stored = np.empty(self.nbytes(name), np.uint8)
+        self.read_into(name, stored.data)
+        dtype = self.dtype(name)
+        if dtype == "bfloat16":
+            wide = (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            wide = stored.view(dtype).astype(np.float32)
+        return wide.reshape(self.shape(name))
+
+    def mapped(self, name: str) -> Array:
+        """A tensor in the mapped file: pages are read when they are touched.
+
+        Raises:
+            InputError: the file ends before the tensor does.
+        """
+        path, base, facts = self._where[name]
+        start, end = facts["data_offsets"]
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < base + end:
+                raise InputError(f"{path} is truncated: it ends inside {name}")
+            # Private rather than read-only: Python gives out the address of writable buffers alone.
+            memory = mmap.mmap(file.fileno(), base + end, access=mmap.ACCESS_COPY)
+        return Array.within(memory, self.dtype(name), self.shape(name), base + start)
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> None:
         """Fill a buffer with a tensor's bytes from ``offset`` on.
@@ -98,18 +125,18 @@ class WeightMemory:
         """What a tensor of that many bytes takes."""
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Array:
         """A tensor of the checkpoint, read into this memory."""
         start = self._used
         made = self.empty(self._stored.shape(name), self._stored.dtype(name))
         self._stored.read_into(name, memoryview(self._memory)[start : start + made.nbytes])
         return made
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros in this memory."""
-        start, count = self._used, math.prod(shape)
-        self._used += self.size(count * dtype.itemsize)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(*shape)
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """An array of zeros in this memory."""
+        made = Array.within(self._memory, dtype, shape, self._used)
+        self._used += self.size(math.prod(shape) * ITEM_BYTES[dtype])
+        return made
 
 
 def _data_start(path: Path) -> int:
