@@ -77,7 +77,7 @@ class BlockRun:
         report = BlockReport(self.index, self.name, error, before, False, seconds)
         return BlockResult(self.quantized, self.kept, self.modules, report)
 
-    def restore(self, quantized: dict[str, Quantized], report: BlockReport) -> None:
+    def restore(self, quantized: dict[str, Quantized]) -> None:
         """Take a finished block as it is and only carry the activations through it."""
         for name, weight in quantized.items():
             self.layers[name].weight = nn.Parameter(weight.dequantize().to(self.device), requires_grad=False)

@@ -17,6 +17,7 @@ from .errors import QuantizationError
 SHRINKS = 16  # starting ranges per group
 SHORT_LLOYD = 2  # alternations for every start
 LONG_LLOYD = 6  # and for the best one
+CACHED = 1 << 14  # weights searched at a time on a CPU: below the size at which torch starts threads
 MIN_SCALE = 2.0**-14  # the smallest normal fp16: below it a scale loses digits
 
 
@@ -44,12 +45,20 @@ def search_grid(
     """
     n, k = weight.shape
     groups = spec.groups(k)
-    w = weight.view(n, groups, -1)
-    h = importance.view(1, groups, -1)
-    if not clip:
-        scales, zeros = _extremes(w, spec, levels)
-        return _stored(scales, zeros, spec)
-    best_loss = torch.full((n, groups, 1), torch.inf, device=w.device)
+    importance = importance.view(1, groups, -1)
+    # On a CPU the hundreds of passes run on a few rows at a time, which stay in the cache.
+    rows = max(1, CACHED // k) if weight.device.type == "cpu" else n
+    parts = []
+    for part in weight.split(rows):
+        w = part.reshape(len(part), groups, -1)
+        parts.append(_search(w, importance, spec, levels) if clip else _extremes(w, spec, levels))
+    scales, zeros = (torch.cat([part[i] for part in parts]).squeeze(-1) for i in (0, 1))
+    return store_scales(scales), store_zeros(zeros) if spec.zero is None else None
+
+
+def _search(w: Tensor, h: Tensor, spec: QuantSpec, levels: int) -> tuple[Tensor, Tensor]:
+    """The best scales and zeros [n, groups, 1] for w [n, groups, size] under importance h [1, groups, size]."""
+    best_loss = torch.full((*w.shape[:2], 1), torch.inf, device=w.device)
     best_scale, best_zero = torch.ones_like(best_loss), torch.zeros_like(best_loss)
     start, zero = _extremes(w, spec, levels)
     signs = (1.0, -1.0) if spec.zero is not None and levels == 4 and spec.zero != 1.5 else (1.0,)
@@ -68,7 +77,7 @@ def search_grid(
             best_zero = torch.where(better, offset, best_zero)
     for _ in range(LONG_LLOYD):
         best_scale, best_zero = _fit(w, h, best_scale, best_zero, spec, levels)
-    return _stored(best_scale, best_zero, spec)
+    return best_scale, best_zero
 
 
 def _extremes(w: Tensor, spec: QuantSpec, levels: int) -> tuple[Tensor, Tensor]:
@@ -106,10 +115,6 @@ def _usable(fitted: Tensor, previous: Tensor) -> Tensor:
 def _loss(w: Tensor, h: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
     error = w - scale * (assign(w, scale, zero, levels) - zero)
     return (h * error * error).sum(-1, keepdim=True)
-
-
-def _stored(scale: Tensor, zero: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
-    return store_scales(scale.squeeze(-1)), store_zeros(zero.squeeze(-1)) if spec.zero is None else None
 
 
 def store_scales(scales: Tensor) -> Tensor:

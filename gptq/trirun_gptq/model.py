@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from .activations import Batch, capture, make_batches
-from .block import BlockRun
+from .block import BlockResult, BlockRun
 from .errors import QuantizationError
 from .observer import Observer, Report
 from .quantized import Quantized
 from .recipe import Recipe
 from .source import Skeleton, TensorSource, linear_layers
+from .state import RunState, fingerprint
 
 
 class Writer(Protocol):
@@ -73,12 +74,13 @@ def quantize_model(
     modules = sum(len(linear_layers(block)) for block in skeleton.blocks)
     observer.plan(len(skeleton.blocks), modules, report.tokens)
 
+    state = RunState(state_dir, fingerprint(source, recipe, calibration, device)) if state_dir is not None else None
     train, held_out = _embed(skeleton, calibration, recipe, device, observer)
     report.stage_seconds["embed"] = time.perf_counter() - started
     _copy_rest(source, skeleton, writer)
     for index in range(len(skeleton.blocks)):
         observer.block_started(index, len(skeleton.blocks), skeleton.block_name(index))
-        result = BlockRun(skeleton, index, train, held_out, recipe, device, observer).run()
+        result = _block(skeleton, index, train, held_out, recipe, device, observer, state)
         _write_block(source, skeleton.block_name(index), result.quantized, writer)
         report.modules += result.modules
         report.kept += [f"{skeleton.block_name(index)}.{name}" for name in result.kept]
@@ -87,6 +89,30 @@ def quantize_model(
     report.stage_seconds["blocks"] = time.perf_counter() - started - report.stage_seconds["embed"]
     report.peak_bytes = _peak_bytes()
     return report
+
+
+def _block(
+    skeleton: Skeleton,
+    index: int,
+    train: list[Batch],
+    held_out: list[Batch],
+    recipe: Recipe,
+    device: torch.device,
+    observer: Observer,
+    state: RunState | None,
+) -> BlockResult:
+    """One block quantized, or taken from the state of a run that was stopped; the activations move on either way."""
+    run = BlockRun(skeleton, index, train, held_out, recipe, device, observer)
+    finished = state.load(index) if state is not None else None
+    if finished is not None:
+        run.restore(finished.quantized)
+        for module in finished.modules:
+            observer.module_finished(module)
+        return finished
+    result = run.run()
+    if state is not None:
+        state.save(index, result)
+    return result
 
 
 def _embed(

@@ -10,7 +10,7 @@ from trirun_kernels import QuantSpec
 
 from .grid import assign, store_scales, store_zeros
 
-BLOCK = 128  # columns descended before the gradient of the rest is updated by one matrix product
+BLOCK = 32  # columns descended between two matrix products; small for the reason given in solver.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from .quantized import Quantized
 from .recipe import Recipe
 
 EVALUATIONS = 8  # times per run that the held-out error is measured
+WARMUP = 0.1  # fraction of the steps over which learning rates rise: the first Adam steps know nothing but signs
 MARGIN = 0.49  # how far from its code a latent may start: nearer to the original weight, but not across the boundary
 
 
@@ -135,9 +136,9 @@ def refine_block(
     steps = recipe.refine_steps
     interval = max(1, steps // EVALUATIONS)
     for step in range(steps):
-        factor = 0.5 * (1 + math.cos(math.pi * step / steps))
+        factor = min(1.0, (step + 1) / (WARMUP * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * max(factor, 0.02)
+            group["lr"] = rate * factor
         b = order[step]
         batch, target = train[0][b], train[1][b]
         with compute(device):

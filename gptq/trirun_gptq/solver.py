@@ -18,7 +18,9 @@ from .hessian import Factor, Hessian
 from .polish import Problem, descend, refit_scales
 from .quantized import Quantized
 
-BLOCK = 128  # columns solved before the update of the rest is one matrix product
+# Columns solved before the update of the rest is one matrix product. Small, so that a step's rank-one update stays in
+# the first cache and below the size at which torch starts threads for it.
+BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def test_a_weight_on_the_grid_is_found_exactly():
     torch.testing.assert_close(quantized.dequantize(), weight.view(64, 256), rtol=2e-3, atol=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 1000), grid=st.sampled_from(list(GRIDS)), group_size=st.sampled_from([-1, 32, 64]))
 def test_polish_never_raises_the_loss(seed, grid, group_size):
     zero, ternary = GRIDS[grid]

@@ -1,0 +1,137 @@
+"""Finished blocks on disk, so that a stopped run continues where it was, and only if it is the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from trirun_kernels import PackedWeight, QuantSpec, unpack
+
+from .activations import has_bfloat16
+from .block import BlockResult
+from .errors import QuantizationError
+from .observer import BlockReport, ModuleReport
+from .quantized import Quantized
+from .recipe import Recipe
+from .source import TensorSource
+
+FORMAT = 1
+EDGE = 1 << 20  # bytes hashed at either end of a weight file, beside its size
+
+
+class RunState:
+    """A directory with one file per finished block and ``state.json``, which says what run they belong to.
+
+    Every file is written beside its name and renamed, so a file that exists is complete. Activations are not stored:
+    a resumed run replays them through the finished blocks, which is exact and costs a forward pass each.
+
+    Raises:
+        QuantizationError: the directory holds the state of another run; what differs is named, nothing is changed.
+    """
+
+    def __init__(self, directory: str | Path, fingerprint: dict[str, str]) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        record = self.directory / "state.json"
+        if record.exists():
+            try:
+                stored = json.loads(record.read_text(encoding="utf-8"))
+            except json.JSONDecodeError:
+                raise QuantizationError(f"{record} is damaged; remove {self.directory} to start over") from None
+            differing = sorted(key for key in {*fingerprint, *stored} if fingerprint.get(key) != stored.get(key))
+            if differing:
+                raise QuantizationError(
+                    f"{self.directory} is the state of another run (different {', '.join(differing)}); remove it to "
+                    "start over, or repeat the run that left it"
+                )
+        else:
+            _write(record, json.dumps(fingerprint, indent=2).encode())
+
+    def load(self, index: int) -> BlockResult | None:
+        """A finished block, its report marked as resumed; None when it is not there."""
+        from safetensors import SafetensorError, safe_open
+
+        path = self._path(index)
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                facts = json.loads(file.metadata()["facts"])
+                tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise QuantizationError(f"{path} is damaged ({error}); remove {self.directory} to start over") from None
+        modules = [ModuleReport(**{**entry, "spec": QuantSpec(**entry["spec"])}) for entry in facts["modules"]]
+        prefix = f"{facts['report']['name']}."
+        quantized = {}
+        for module in modules:
+            name = module.name.removeprefix(prefix)
+            parts = (tensors[f"{name}.words"], tensors[f"{name}.scales"], tensors.get(f"{name}.zeros"))
+            quantized[name] = Quantized(*unpack(PackedWeight(*parts, module.n, module.k, module.spec)), module.spec)
+        report = BlockReport(**{**facts["report"], "resumed": True})
+        return BlockResult(quantized, facts["kept"], modules, report)
+
+    def save(self, index: int, result: BlockResult) -> None:
+        """Record a finished block."""
+        from safetensors.torch import save
+
+        tensors: dict[str, Tensor] = {}
+        for name, weight in result.quantized.items():
+            packed = weight.pack()
+            for key in ("words", "scales", "zeros"):
+                value = getattr(packed, key)
+                if value is not None:
+                    tensors[f"{name}.{key}"] = value.cpu()
+        facts = {
+            "modules": [dataclasses.asdict(module) for module in result.modules],
+            "kept": result.kept,
+            "report": dataclasses.asdict(result.report),
+        }
+        _write(self._path(index), save(tensors, {"facts": json.dumps(facts)}))
+
+    def _path(self, index: int) -> Path:
+        return self.directory / f"block-{index:04d}.safetensors"
+
+
+def fingerprint(
+    source: TensorSource, recipe: Recipe, calibration: list[Tensor], device: torch.device
+) -> dict[str, str]:
+    """What must be equal for two runs to give the same bytes, each part under its own name."""
+    files = hashlib.sha256()
+    for path in source.files:
+        size = path.stat().st_size
+        files.update(f"{path.name}:{size}:".encode())
+        with path.open("rb") as file:
+            files.update(file.read(EDGE))
+            file.seek(max(0, size - EDGE))
+            files.update(file.read(EDGE))
+    tokens = hashlib.sha256()
+    for sequence in calibration:
+        tokens.update(f"{len(sequence)}:".encode() + sequence.numpy().tobytes())
+    return {
+        "format": str(FORMAT),
+        "weights": files.hexdigest(),
+        "config": _hash((source.directory / "config.json").read_bytes()),
+        "recipe": _hash(json.dumps(recipe.to_dict(), sort_keys=True).encode()),
+        "calibration": tokens.hexdigest(),
+        "device": f"{device.type}, bfloat16 {'on' if has_bfloat16(device) else 'off'}",
+        "torch": torch.__version__,
+    }
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write(path: Path, data: Any) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,277 @@
+"""The walk over a whole model: what is written, families, resuming, and refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from trirun_gptq.errors import QuantizationError
+from trirun_gptq.model import quantize_model
+from trirun_gptq.observer import Observer
+from trirun_gptq.recipe import Override, Recipe
+from trirun_kernels import PackedWeight, dequantize
+
+RECIPE = Recipe(group_size=32, samples=6, held_out=2, seqlen=24, sweeps=1)
+SIZES = {
+    "vocab_size": 120,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Tensors(dict):
+    """A writer that remembers, and refuses a name given twice."""
+
+    def add(self, name, tensor):
+        assert name not in self and tensor.device.type == "cpu"
+        self[name] = tensor.clone()
+
+
+class Log(Observer):
+    def __init__(self):
+        self.blocks, self.modules, self.stages = [], [], set()
+
+    def block_finished(self, report):
+        self.blocks.append(report)
+
+    def module_finished(self, report):
+        self.modules.append(report)
+
+    def stage(self, name, done, total):
+        assert 0 <= done <= total
+        self.stages.add(name)
+
+
+def make_model(directory, family="Llama", dtype=torch.float16, **extra):
+    """A small random model of a family, saved as a checkpoint, with weights large enough to matter."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **extra})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(4)
+    model.save_pretrained(directory)
+    return directory
+
+
+def calibration(count=8, length=24, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 120, (length,), generator=generator) for _ in range(count)]
+
+
+def run(directory, recipe=RECIPE, sequences=None, **kwargs):
+    written, log = Tensors(), Log()
+    report = quantize_model(directory, recipe, sequences or calibration(), written, log, **kwargs)
+    return written, report, log
+
+
+def load_result(directory, written, report):
+    """The quantized model as a dense float32 one."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for module in report.modules:
+        parts = (written[f"{module.name}.{key}"] for key in ("weight", "weight_scale"))
+        packed = PackedWeight(*parts, written.get(f"{module.name}.weight_zero"), module.n, module.k, module.spec)
+        model.get_submodule(module.name).weight.data.copy_(dequantize(packed))
+    return model
+
+
+def true_error(original, quantized, sequences, index):
+    """Relative squared error of the hidden states after a block, both models run whole on the held-out sequences."""
+    held_out = torch.stack(sequences[RECIPE.samples :])
+    with torch.no_grad():
+        states = [
+            m.model(held_out, output_hidden_states=True, use_cache=False).hidden_states for m in (original, quantized)
+        ]
+    before, after = (state[index + 1] for state in states)
+    return float((after - before).square().sum() / before.square().sum())
+
+
+def test_everything_of_the_source_is_written_once(tmp_path):
+    source = transformers.LlamaForCausalLM.from_pretrained(make_model(tmp_path), dtype=torch.float16).state_dict()
+    written, report, log = run(tmp_path)
+    names = {module.name for module in report.modules}
+    assert len(names) == 2 * 7
+    assert written.keys() == source.keys() | {f"{name}.weight_scale" for name in names}
+    for name, tensor in source.items():
+        if name.removesuffix(".weight") not in names:
+            assert torch.equal(written[name], tensor) and written[name].dtype == tensor.dtype
+    assert [block.name for block in report.blocks] == ["model.layers.0", "model.layers.1"]
+    assert report.blocks == log.blocks and report.modules == log.modules
+    assert {"embed", "hessian", "solve", "replay"} <= log.stages
+    assert report.tokens == 6 * 24
+    assert all(0 < module.loss < 0.6 for module in report.modules)
+    assert report.bits_per_weight == 2 + 16 / 32
+
+
+def test_reported_block_error_is_that_of_the_written_model(tmp_path):
+    """The activations carried from block to block are the ones the finished model really has."""
+    sequences = calibration()
+    written, report, _ = run(make_model(tmp_path, num_hidden_layers=3), sequences=sequences)
+    original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    quantized = load_result(tmp_path, written, report)
+    for index in (0, 1):
+        # Products may run in bfloat16 during quantization.
+        assert true_error(original, quantized, sequences, index) == pytest.approx(report.blocks[index].error, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "layers"),
+    [
+        ("Llama", {"attention_bias": True, "tie_word_embeddings": True}, 7),
+        ("Mistral", {"sliding_window": 8}, 7),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, 7),
+        ("Qwen3", {"head_dim": 16}, 7),
+        ("Gemma2", {"head_dim": 16, "sliding_window": 8}, 7),
+        ("Gemma3Text", {"head_dim": 16, "sliding_window": 8}, 7),
+        ("Phi3", {}, 4),
+        ("Phi", {}, 6),
+        ("Olmo2", {}, 7),
+        ("StableLm", {}, 7),
+    ],
+)
+def test_families(tmp_path, family, extra, layers):
+    if family == "Gemma3Text":
+        torch.manual_seed(0)
+        config = transformers.Gemma3TextConfig(**{**SIZES, **extra})
+        transformers.Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    else:
+        make_model(tmp_path, family, torch.float32, **extra)
+    sequences = calibration()
+    written, report, _ = run(tmp_path, sequences=sequences)
+    assert len(report.modules) == 2 * layers
+    original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    quantized = load_result(tmp_path, written, report)
+    assert true_error(original, quantized, sequences, 0) == pytest.approx(report.blocks[0].error, rel=0.05)
+
+
+def test_overrides_and_ignore(tmp_path):
+    make_model(tmp_path)
+    recipe = replace(
+        RECIPE,
+        ignore=("o_proj",),
+        overrides={"down_proj": Override(grid="zero"), r"k_proj": Override(group_size=-1)},
+    )
+    written, report, _ = run(tmp_path, recipe)
+    assert report.kept == ["model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj"]
+    assert written["model.layers.0.self_attn.o_proj.weight"].dtype == torch.float16
+    assert "model.layers.0.mlp.down_proj.weight_zero" in written
+    specs = {module.name: module.spec for module in report.modules}
+    assert specs["model.layers.1.self_attn.k_proj"].group_size == -1
+    assert specs["model.layers.1.mlp.down_proj"].zero is None
+    assert specs["model.layers.1.self_attn.q_proj"].group_size == 32
+
+
+def test_refinement_lowers_the_held_out_error_or_is_rolled_back(tmp_path):
+    make_model(tmp_path)
+    recipe = replace(RECIPE, refine_steps=40, refine_lr=2e-3, refine_scale_lr=2e-3)
+    _, report, log = run(tmp_path, recipe)
+    assert all(block.error <= block.error_before_refine for block in report.blocks)
+    assert report.blocks[0].error < report.blocks[0].error_before_refine
+    assert "refine" in log.stages
+    written, report, _ = run(tmp_path, replace(recipe, refine_lr=10.0))
+    assert [block.error for block in report.blocks] == [block.error_before_refine for block in report.blocks]
+    plain, _, _ = run(tmp_path)
+    assert all(torch.equal(written[name], plain[name]) for name in plain)
+
+
+def test_sequences_of_different_lengths(tmp_path):
+    make_model(tmp_path)
+    sequences = [sequence[: 24 - 2 * (i % 3)] for i, sequence in enumerate(calibration())]
+    _, report, _ = run(tmp_path, sequences=sequences)
+    assert report.tokens == sum(len(sequence) for sequence in sequences[:6])
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
+    model, state = make_model(tmp_path / "model", num_hidden_layers=3), tmp_path / "state"
+    whole, report, _ = run(model)
+
+    class Kill(Observer):
+        def block_started(self, index, total, name):
+            if index == 2:
+                raise Killed
+
+    with pytest.raises(Killed):
+        quantize_model(model, RECIPE, calibration(), Tensors(), Kill(), state_dir=state)
+    resumed, second, log = run(model, state_dir=state)
+    assert [block.resumed for block in log.blocks] == [True, True, False]
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert [module.loss for module in second.modules] == [module.loss for module in report.modules]
+    assert not list(state.glob("*.partial"))
+
+
+def test_the_state_of_another_run_is_refused(tmp_path):
+    model, state = make_model(tmp_path / "model"), tmp_path / "state"
+    run(model, state_dir=state)
+    with pytest.raises(QuantizationError, match=r"state of another run \(different recipe\)"):
+        run(model, replace(RECIPE, damp=0.1), state_dir=state)
+    with pytest.raises(QuantizationError, match=r"different calibration"):
+        run(model, sequences=calibration(seed=1), state_dir=state)
+    block = state / "block-0000.safetensors"
+    block.write_bytes(block.read_bytes()[:-10])
+    with pytest.raises(QuantizationError, match=r"block-0000.safetensors is damaged"):
+        run(model, state_dir=state)
+    (state / "state.json").write_text("{")
+    with pytest.raises(QuantizationError, match=r"state.json is damaged"):
+        run(model, state_dir=state)
+
+
+def test_defects_are_named(tmp_path):
+    make_model(tmp_path / "m")
+    with pytest.raises(QuantizationError, match="7 calibration sequences were given; the recipe asks for 6 and 2 held"):
+        run(tmp_path / "m", sequences=calibration(7))
+    with pytest.raises(QuantizationError, match=r"sequence 0 has tokens 3\.\.500; the model's vocabulary is 0\.\.119"):
+        run(tmp_path / "m", sequences=[torch.tensor([3, 500])] * 8)
+    with pytest.raises(
+        QuantizationError, match=r"layers\.0\.self_attn\.q_proj: k=64 is not a multiple of group_size=128"
+    ):
+        run(tmp_path / "m", replace(RECIPE, group_size=128))
+    with pytest.raises(QuantizationError, match=r"has neither model\.safetensors nor"):
+        run(tmp_path)
+    (tmp_path / "m" / "config.json").unlink()
+    with pytest.raises(QuantizationError, match=r"has no config\.json"):
+        run(tmp_path / "m")
+
+
+def test_broken_weights_are_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    make_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    broken = {**tensors, "model.layers.1.mlp.up_proj.weight": tensors["model.layers.1.mlp.up_proj.weight"].clone()}
+    broken["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(broken, file, {"format": "pt"})
+    with pytest.raises(QuantizationError, match=r"layers\.1.*NaN"):
+        run(tmp_path)
+    save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}, file, {"format": "pt"})
+    with pytest.raises(QuantizationError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        run(tmp_path)
+    save_file(tensors, file, {"format": "pt"})
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(QuantizationError, match="cannot be read"):
+        run(tmp_path)
+
+
+def test_unsupported_architectures_are_refused(tmp_path):
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=120)
+    ).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(QuantizationError, match="Conv1D layers"):
+        run(tmp_path / "gpt2")
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    make_model(tmp_path / "moe", "Qwen3Moe", **moe)
+    with pytest.raises(QuantizationError, match="fused mixture-of-experts"):
+        run(tmp_path / "moe")
