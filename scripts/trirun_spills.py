@@ -44,6 +44,10 @@ class Usage:
     def clean(self) -> bool:
         return self.stack == self.spills == 0
 
+    @property
+    def cell(self) -> str:
+        return f"{self.registers}" if self.clean else f"{self.registers}+{self.stack}+{self.spills}"
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -65,11 +69,14 @@ def spill_report(tree: Tree) -> tuple[str, bool]:
         usages += parse_usage(log)
         for path in included(tree, source):
             marks += parse_marks(path)
-    lines = [f"{'arch':>5} {'regs':>4} {'stack':>6} {'spills':>6}  kernel"]
-    for usage in sorted(usages, key=lambda u: (u.name, u.arch)):
-        marked = any(mark.covers(usage) for mark in marks)
-        state = ("  no-spill: BROKEN" if not usage.clean else "  no-spill: ok") if marked else ""
-        lines.append(f"{usage.arch:>5} {usage.registers:>4} {usage.stack:>6} {usage.spills:>6}  {usage.name}{state}")
+    archs = sorted({usage.arch for usage in usages}, key=lambda arch: int(arch.rstrip("af")))
+    lines = ["registers per thread, + bytes of stack and spills where there are any"]
+    lines.append("".join(f"{'sm_' + arch:>13}" for arch in archs) + "  kernel")
+    for name in sorted({usage.name for usage in usages}):
+        cells = {usage.arch: usage for usage in usages if usage.name == name}
+        marked = any(mark.covers(usage) for mark in marks for usage in cells.values())
+        row = "".join(f"{cells[arch].cell if arch in cells else '-':>13}" for arch in archs)
+        lines.append(f"{row}  {name}{'  (no-spill)' if marked else ''}")
     built = {usage.arch for usage in usages}
     broken = [u for u in usages if not u.clean and any(mark.covers(u) for mark in marks)]
     stale = [
@@ -78,7 +85,8 @@ def spill_report(tree: Tree) -> tuple[str, bool]:
         # A mark for an architecture that was not built now says nothing.
         if (not mark.archs or built & set(mark.archs)) and not any(mark.covers(usage) for usage in usages)
     ]
-    lines += [f"no-spill: {mark.pattern}: names no kernel" for mark in stale]
+    lines += [f"BROKEN: {u.name} on sm_{u.arch}: {u.stack} bytes of stack, {u.spills} of spills" for u in broken]
+    lines += [f"STALE: no-spill: {mark.pattern}: names no kernel" for mark in stale]
     lines.append(f"{len(usages)} kernels, {len(set(marks))} no-spill lines, {len(broken)} broken, {len(stale)} stale")
     return "\n".join(lines), bool(broken or stale)
 

@@ -224,6 +224,8 @@ def test_no_spill_marks(tree: Tree, mark: str, fails: bool, says: str) -> None:
     text, bad = spill_report(tree)
     assert bad is fails
     assert text.endswith(says)
+    assert ("BROKEN: scaled<8> on sm_90a: 1200 bytes of stack, 12 of spills" in text) is ("1 broken" in says)
+    assert "48+1200+12" in text
 
 
 def test_which_files_belong_to_one_architecture() -> None:
