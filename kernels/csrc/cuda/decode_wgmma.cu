@@ -2,9 +2,10 @@
 //
 // The words of four strips, masked, are the A registers of a warpgroup: warp w holds rows of strip w, row block j of
 // each. The digits of x are the B operand, in shared memory exactly as quantize.cu wrote them. A producer warp keeps a
-// ring of stages full with bulk copies, weights before the previous kernel has ended and x after; two warpgroups
-// multiply, on strips of their own or, where one row block's sums already fill the registers, on two row blocks each
-// of the same four strips. k is split over a cluster, whose CTAs exchange row slices through distributed shared memory.
+// ring of stages full with bulk copies, weights before the previous kernel has ended and x after. Four warpgroups
+// multiply, each on row blocks of its own: a short wgmma is mostly latency, so what fills the tensor cores is many
+// independent ones (two warpgroups with long chains ran at a third of the rate). k is split over a cluster, whose CTAs
+// exchange row slices through distributed shared memory.
 #include "activations.cuh"
 #include "decode_unit.cuh"
 #include "kernels.cuh"
@@ -14,10 +15,12 @@ namespace trirun {
 namespace {
 
 constexpr int UNIT_BYTES = 2048;           // one strip x 128 k
-constexpr int CONSUMERS = 256;             // two warpgroups
-constexpr int THREADS = CONSUMERS + 128;   // a third warpgroup: one warp copies, one sums x
-// Registers of a copying and of a multiplying thread: (40 + 2 * 232) * 128 is what an SM has.
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int CONSUMERS = 512;             // four warpgroups
+constexpr int THREADS = CONSUMERS + 128;   // and one that copies
+// Registers of a copying and of a multiplying thread. The launch takes 96 for each of the 640; what the first give up
+// must cover what the others add: (32 + 4 * 112) * 128 <= 96 * 640, or the kernel waits forever.
+constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 112;
+static_assert((PRODUCER_REGISTERS + 4 * CONSUMER_REGISTERS) * 128 <= 96 * THREADS);
 constexpr int MAX_STAGES = 12;
 
 struct ColumnsArgs {
@@ -43,10 +46,12 @@ struct ColumnsArgs {
 
 template <int DIGITS, int N, int SCALE>
 struct Shape {
-  static constexpr bool SHARED_STRIPS = N * (3 - DIGITS) > 64;  // both warpgroups on the same four strips
-  static constexpr int J = SHARED_STRIPS ? 2 : 4;           // row blocks of one warpgroup
-  static constexpr int STRIPS = SHARED_STRIPS ? 4 : 8;      // of one CTA
+  static constexpr int GROUPS = N <= 32 ? 2 : 1;              // of four strips, in one CTA
+  static constexpr int STRIPS = 4 * GROUPS;
+  static constexpr int J = GROUPS;                            // row blocks of one warpgroup
   static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
+  // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
+  static constexpr bool EXACT = DIGITS == 1 && SCALE == PER_CHANNEL;
 };
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
@@ -78,81 +83,91 @@ __global__ void __launch_bounds__(THREADS, 1) columns(const __grid_constant__ Co
 
   if (warp >= CONSUMERS / 32) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    if (warp == CONSUMERS / 32 && lane == 0) {
-      const uint64_t policy = evict_first_policy();
-      const int scale_rows = a.group_rows * (real_zeros ? 2 : 1), x_bytes = UNIT * a.columns;
-      const int weight_bytes = strips * (UNIT_BYTES + scale_rows * 128);
-      const int stage_tx = weight_bytes + x_bytes + a.tokens * (SCALE == PER_BLOCK ? 24 : 8);
-      const auto load_weights = [&](int unit, int stage) {
-        const uint32_t base = shared + stage * a.stage_bytes, barrier = full + stage * 8;
-        barrier_expect(barrier, stage_tx);
-#pragma unroll 1
-        for (int s = 0; s < strips; s++) {
-          const int64_t strip = strip0 + s;
-          bulk_load_once(base + s * UNIT_BYTES, a.words + (strip * a.units + unit) * UNIT_BYTES, UNIT_BYTES, barrier, policy);
-          if constexpr (SCALE != PER_CHANNEL) {
-            for (int g = 0; g < a.group_rows; g++) {
-              const int64_t at = (static_cast<int64_t>(unit) * a.group_rows + g) * a.n_pad + strip * 64;
-              const uint32_t to = base + a.scales_at + (s * scale_rows + g) * 128;
-              bulk_load_once(to, a.scales + at, 128, barrier, policy);
-              if (real_zeros) bulk_load_once(to + a.group_rows * 128, a.zeros + at, 128, barrier, policy);
-            }
-          }
+    // Issuing a bulk copy takes its thread about 200 cycles, so four threads share them: each two strips (or one) of a
+    // stage, and one of the pieces of x. The bytes are announced by the first; the order does not matter.
+    const int helper = warp - CONSUMERS / 32, x_bytes = UNIT * a.columns;
+    const int scale_rows = a.group_rows * (real_zeros ? 2 : 1);
+    const uint32_t stage_tx = strips * (UNIT_BYTES + scale_rows * 128) + x_bytes + a.tokens * (SCALE == PER_BLOCK ? 24 : 8);
+    const uint64_t policy = evict_first_policy();
+    const int64_t strip_stride = static_cast<int64_t>(a.units) * UNIT_BYTES;
+    const uint8_t* words = a.words + (strip0 + helper) * strip_stride + static_cast<int64_t>(unit0) * UNIT_BYTES;
+    const auto load_weights = [&](int u, int stage) {
+      const uint32_t base = shared + stage * a.stage_bytes, barrier = full + stage * 8;
+      if (helper == 0) barrier_expect(barrier, stage_tx);
+#pragma unroll
+      for (int i = 0; i < S::GROUPS; i++)
+        if (helper + i * 4 < strips)
+          bulk_load_once(base + (helper + i * 4) * UNIT_BYTES, words + i * 4 * strip_stride + u * UNIT_BYTES, UNIT_BYTES,
+                         barrier, policy);
+      if constexpr (SCALE != PER_CHANNEL) {
+        // The tile's scales of one group row are contiguous.
+        for (int g = helper; g < scale_rows; g += 4) {
+          const bool is_zero = g >= a.group_rows;
+          const int64_t row = static_cast<int64_t>(unit0 + u) * a.group_rows + (is_zero ? g - a.group_rows : g);
+          bulk_load_once(base + a.scales_at + g * S::STRIPS * 128, (is_zero ? a.zeros : a.scales) + row * a.n_pad + strip0 * 64,
+                         strips * 128, barrier, policy);
         }
-      };
-      const auto load_x = [&](int unit, int stage) {
-        const uint32_t base = shared + stage * a.stage_bytes, barrier = full + stage * 8;
-        bulk_load(base + a.x_at, a.digits + static_cast<int64_t>(unit) * x_bytes, x_bytes, barrier);
-        bulk_load(base + a.x_scales_at, a.x_scales + static_cast<int64_t>(unit) * a.tokens, a.tokens * 8, barrier);
-        if constexpr (SCALE == PER_BLOCK)
-          bulk_load(base + a.x_sums_at, a.x_sums + static_cast<int64_t>(unit) * a.tokens, a.tokens * 16, barrier);
-      };
-      const int first = min(a.stages, units);
-      for (int u = 0; u < first; u++) load_weights(unit0 + u, u);
-      dependency_wait();
-      for (int u = 0; u < first; u++) load_x(unit0 + u, u);
-      int stage = 0;
-      uint32_t phase = 0;
-      for (int u = first; u < units; u++) {
-        barrier_wait(empty + stage * 8, phase);
-        load_weights(unit0 + u, stage);
-        load_x(unit0 + u, stage);
-        if (++stage == a.stages) stage = 0, phase ^= 1;
       }
-    }
-    if (SCALE == PER_CHANNEL && warp == CONSUMERS / 32 + 1) {
+    };
+    const auto load_x = [&](int u, int stage) {
+      const uint32_t base = shared + stage * a.stage_bytes, barrier = full + stage * 8;
+      const int64_t unit = unit0 + u;
+      if (helper == 1) bulk_load(base + a.x_at, a.digits + unit * x_bytes, x_bytes, barrier);
+      if (helper == 2) bulk_load(base + a.x_scales_at, a.x_scales + unit * a.tokens, a.tokens * 8, barrier);
+      if (SCALE == PER_BLOCK && helper == 3) bulk_load(base + a.x_sums_at, a.x_sums + unit * a.tokens, a.tokens * 16, barrier);
+    };
+    const int first = min(a.stages, units);
+    if (lane == 0)
+      for (int u = 0; u < first; u++) load_weights(u, u);
+    __syncwarp();
+    dependency_wait();
+    if (lane == 0)
+      for (int u = 0; u < first; u++) load_x(u, u);
+    __syncwarp();
+    if (SCALE == PER_CHANNEL && helper == 3) {
       // What the zero point multiplies: every token's sum over this CTA's k.
-      dependency_wait();
       for (int token = lane; token < a.tokens; token += 32) {
         float total = 0.f;
 #pragma unroll 8
         for (int u = 0; u < units; u++) total += __ldcg(&a.x_scales[static_cast<int64_t>(unit0 + u) * a.tokens + token].y);
         totals[token] = total;
+        if (S::EXACT) totals[a.tokens + token] = __ldcg(&a.x_scales[static_cast<int64_t>(unit0) * a.tokens + token].x);
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(totals_ready);
     }
+    // A thread with nothing to copy must not follow the stages either: not being waited for, it could fall behind by
+    // two rounds, and a parity does not tell those apart.
+    const bool needed = helper < 3 || strips > 3 || SCALE == PER_BLOCK || scale_rows > 3;
+    if (lane == 0 && needed) {
+      int stage = 0;
+      uint32_t phase = 0;
+      for (int u = first; u < units; u++) {
+        barrier_wait(empty + stage * 8, phase);
+        load_weights(u, stage);
+        load_x(u, stage);
+        if (++stage == a.stages) stage = 0, phase ^= 1;
+      }
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    const int group = warp / 4, strip_in_tile = group % S::GROUPS * 4 + warp % 4, j0 = group / S::GROUPS * S::J;
     float sum[S::J][S::TOKENS][2];
+    int c[S::J][N / 2];
 #pragma unroll
     for (int j = 0; j < S::J; j++)
 #pragma unroll
       for (int t = 0; t < S::TOKENS; t++) sum[j][t][0] = sum[j][t][1] = 0.f;
-    const int group = warp / 4, strip_in_tile = S::SHARED_STRIPS ? warp % 4 : warp % 8, j0 = S::SHARED_STRIPS ? group * 2 : 0;
     int stage = 0;
     uint32_t phase = 0;
 #pragma unroll 1
     for (int u = 0; u < units; u++) {
       barrier_wait(full + stage * 8, phase);
       const uint32_t base = shared + stage * a.stage_bytes;
-      uint4 w[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) w[i] = load_shared4(base + strip_in_tile * UNIT_BYTES + i * 512 + lane * 16);
       const uint64_t digits = wgmma_descriptor(base + a.x_at, a.columns * 16, 128);
       const uint32_t x_scales = base + a.x_scales_at + (lane & 3) * (DIGITS == 2 ? 8 : 16);
       const uint32_t row_scales_at =
-          base + a.scales_at + strip_in_tile * a.group_rows * (real_zeros ? 256 : 128) + lane / 4 * 16;
+          base + a.scales_at + strip_in_tile * 128 + lane / 4 * 16;
 
       // One group's (128 k, or one block of 32) sums of row block j to floats. half_sums: sum of x over those k.
       const auto convert = [&](const int(&c)[N / 2], int j, int block, const uint4& row_scales, const uint4& row_zeros) {
@@ -182,75 +197,53 @@ __global__ void __launch_bounds__(THREADS, 1) columns(const __grid_constant__ Co
             }
           }
       };
-      const auto mask = [&](uint32_t(&r)[4], const uint4& v, int j) {
-        const uint32_t m = 0x03030303u << (2 * (j0 + j));
-        r[0] = v.x & m, r[1] = v.y & m, r[2] = v.z & m, r[3] = v.w & m;
+      // The words of this lane, block by block, masked for every row block of this warpgroup.
+      const auto load_words = [&](uint32_t(&r)[S::J][4], int block) {
+        const uint4 w = load_shared4(base + strip_in_tile * UNIT_BYTES + block * 512 + lane * 16);
+#pragma unroll
+        for (int j = 0; j < S::J; j++) {
+          const uint32_t m = 0x03030303u << (2 * (j0 + j));
+          r[j][0] = w.x & m, r[j][1] = w.y & m, r[j][2] = w.z & m, r[j][3] = w.w & m;
+        }
       };
+      const uint64_t block_step = a.columns * 32 >> 4;
 
       if constexpr (SCALE == PER_BLOCK) {
 #pragma unroll 1
         for (int block = 0; block < 4; block++) {
-          const uint4 wb = block == 0 ? w[0] : block == 1 ? w[1] : block == 2 ? w[2] : w[3];
-          const uint32_t at = row_scales_at + (block * a.group_rows >> 2) * 128;
-          const uint4 row_scales = load_shared4(at);
-          const uint4 row_zeros = real_zeros ? load_shared4(at + a.group_rows * 128) : uint4{};
+          const uint32_t at = row_scales_at + (block * a.group_rows >> 2) * S::STRIPS * 128;
+          const uint4 row_scales = load_shared4(at), row_zeros = load_shared4(at + (real_zeros ? a.group_rows * S::STRIPS * 128 : 0));
+          uint32_t r[S::J][4];
+          load_words(r, block);
+          wgmma_fence();
 #pragma unroll
-          for (int j = 0; j < S::J; j++) {
-            int c[N / 2];
-            uint32_t r[4];
-            mask(r, wb, j);
-            wgmma_fence();
-            wgmma_u8s8(c, r, digits + block * (a.columns * 32 >> 4), 0);
-            wgmma_commit();
-            wgmma_wait<0>();
-            convert(c, j, block, row_scales, row_zeros);
-          }
+          for (int j = 0; j < S::J; j++) wgmma_u8s8(c[j], r[j], digits + block * block_step, 0);
+          wgmma_commit();
+          wgmma_wait<0>();
+#pragma unroll
+          for (int j = 0; j < S::J; j++) convert(c[j], j, block, row_scales, row_zeros);
         }
       } else {
         uint4 row_scales{}, row_zeros{};
         if constexpr (SCALE == PER_UNIT) {
-          row_scales = load_shared4(row_scales_at);
           // No branch here: between wgmma groups it would serialize them. Without zeros the scales stand in, unused.
-          row_zeros = load_shared4(row_scales_at + (real_zeros ? 128 : 0));
+          row_scales = load_shared4(row_scales_at);
+          row_zeros = load_shared4(row_scales_at + (real_zeros ? S::STRIPS * 128 : 0));
         }
-        if constexpr (N <= 64) {
-          // Two accumulators: one row block is converted while the tensor cores work on the next.
-          int c[2][N / 2];
-          uint32_t r[2][4][4];
+        uint32_t r[4][S::J][4];
 #pragma unroll
-          for (int j = 0; j <= S::J; j++) {
-            if (j < S::J) {
+        for (int block = 0; block < 4; block++) load_words(r[block], block);
+        wgmma_fence();
 #pragma unroll
-              for (int block = 0; block < 4; block++) mask(r[j & 1][block], w[block], j);
-              wgmma_fence();
+        for (int block = 0; block < 4; block++)
 #pragma unroll
-              for (int block = 0; block < 4; block++)
-                wgmma_u8s8(c[j & 1], r[j & 1][block], digits + block * (a.columns * 32 >> 4), block > 0);
-              wgmma_commit();
-            }
-            if (j > 0) {
-              if (j < S::J)
-                wgmma_wait<1>();
-              else
-                wgmma_wait<0>();
-              convert(c[(j - 1) & 1], j - 1, 0, row_scales, row_zeros);
-            }
-          }
-        } else {
+          for (int j = 0; j < S::J; j++)
+            wgmma_u8s8(c[j], r[block][j], digits + block * block_step, S::EXACT ? u > 0 || block > 0 : block > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if constexpr (!S::EXACT) {
 #pragma unroll
-          for (int j = 0; j < S::J; j++) {
-            int c[N / 2];
-            uint32_t r[4][4];
-#pragma unroll
-            for (int block = 0; block < 4; block++) mask(r[block], w[block], j);
-            wgmma_fence();
-#pragma unroll
-            for (int block = 0; block < 4; block++)
-              wgmma_u8s8(c, r[block], digits + block * (a.columns * 32 >> 4), block > 0);
-            wgmma_commit();
-            wgmma_wait<0>();
-            convert(c, j, 0, row_scales, row_zeros);
-          }
+          for (int j = 0; j < S::J; j++) convert(c[j], j, 0, row_scales, row_zeros);
         }
       }
       __syncwarp();
@@ -289,6 +282,7 @@ __global__ void __launch_bounds__(THREADS, 1) columns(const __grid_constant__ Co
             const int token = DIGITS == 2 ? t * 4 + lane % 4 : t / 2 * 8 + lane % 4 * 2 + t % 2;
             if (token >= a.m) continue;
             float v = sum[j][t][h];
+            if constexpr (S::EXACT) v = static_cast<float>(c[j][t / 2 * 4 + 2 * h + t % 2]) * totals[a.tokens + token];
             if constexpr (SCALE == PER_CHANNEL) v = v * quarter - z * totals[token];
             if (a.cta_split > 1)
               store_peer(to + token * a.slot_rows * 4, v);
@@ -387,7 +381,7 @@ int launch_columns(const Problem& p) {
   a.slot_rows = 64 * instance->tile_strips / plan.cta_split + 8;
   const int slots = plan.cta_split * a.slot_rows * layout.tokens * 4, ring = plan.stages * a.stage_bytes;
   a.totals_at = align(slots > ring ? slots : ring);
-  a.barriers_at = a.totals_at + align(layout.tokens * 4);
+  a.barriers_at = a.totals_at + align(layout.tokens * 8);
   const int bytes = a.barriers_at + 2 * MAX_STAGES * 8 + 16;
   if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
   if (p.activations == nullptr)
