@@ -19,6 +19,10 @@ constexpr int kTileQueries = 6, kTileLanes = 4;
 constexpr int kTileQueries = 4, kTileLanes = 1;
 #endif
 
+/* Up to so many queries a tile waits for memory, and fetches the next block of keys while it works on this one: one
+ * block of a head is a few pages, each too short for the processor's own prefetching. */
+constexpr int kFewQueries = 2;
+
 constexpr float kLog2e = 1.44269504f;
 
 template <class X>
@@ -148,6 +152,9 @@ void scores_tile(const float* const* q, const KV* keys, int64_t head_dim, float*
     Lanes key[K];
 #pragma GCC unroll 8
     for (int j = 0; j < K; ++j) key[j] = load(keys + (j * head_dim + d) * kLanes);
+    if (Q <= kFewQueries)
+#pragma GCC unroll 8
+      for (int j = 0; j < K; ++j) __builtin_prefetch(keys + (j * head_dim + d + kKeyBlock / kLanes * head_dim) * kLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < Q; ++i) {
       Lanes value = splat(q[i][d]);
@@ -173,6 +180,9 @@ void weigh_tile(float* out, int64_t ldo, const float* p, const KV* values, int64
     Lanes value[D];
 #pragma GCC unroll 8
     for (int j = 0; j < D; ++j) value[j] = load(values + key * stride + j * kLanes);
+    if (Q <= kFewQueries)
+#pragma GCC unroll 8
+      for (int j = 0; j < D; ++j) __builtin_prefetch(values + (key + kKeyBlock) * stride + j * kLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < Q; ++i) {
       Lanes weight = splat(p[i * kKeyBlock + key]);
