@@ -44,12 +44,10 @@ struct MultiplyAmx {
   static int64_t prepared_bytes(int64_t planes, int64_t k) { return (planes + 15) / 16 * 16 * k; }
 
   static void prepare(const int8_t* digits, int64_t planes, int64_t k, int8_t* tiles) {
-    for (int64_t row = 0; row < (planes + 15) / 16 * 16; ++row) {
-      int8_t* to = tiles + row / 16 * 16 * k + row % 16 * 64;
-      for (int64_t i = 0; i < k / 64; ++i)
-        _mm512_store_si512(to + i * kTile,
-                           row < planes ? _mm512_loadu_si512(digits + row * k + 64 * i) : _mm512_setzero_si512());
-    }
+    for (int64_t row = 0; row < planes; row += 16)
+      for (int64_t i = 0; i < k; i += 64)
+        for (int64_t r = row; r < row + 16; ++r, tiles += 64)
+          _mm512_store_si512(tiles, r < planes ? _mm512_loadu_si512(digits + r * k + i) : _mm512_setzero_si512());
   }
 
   static void begin(int64_t planes, int64_t step) {
@@ -124,23 +122,40 @@ struct MultiplyAmx {
     int j, across;
   };
 
-  template <Mode mode>
+  template <Mode mode, int across>
   static TRIRUN_INLINE void take_in(const Piece& p, const Stage& stage) {
     constexpr int planes = is_wide(mode) ? 2 : 1, rows_per_tile = 16 / planes;
-    const StepValues& w = p.values[stage.step];
-    for (int64_t i = 0; i < stage.rows; ++i) {
-      const int64_t row = stage.row + i;
-      const float x_sum = p.x_sums[row * p.x_stride + stage.step];
-      const float x_scale = is_wide(mode) ? p.x_scales[row * p.scale_stride + stage.step * p.step / 128] : 0;
-      for (int a = 0; a < stage.across; ++a) {
-        const int32_t(*tile)[16] = stage.tiles[i / rows_per_tile * stage.across + a];
-        __m512i dot = _mm512_load_si512(tile[i % rows_per_tile * planes]);
-        if (is_wide(mode))
-          dot = _mm512_add_epi32(_mm512_slli_epi32(dot, 8), _mm512_load_si512(tile[i % rows_per_tile * planes + 1]));
-        add_row_block<mode>(p.acc + 64 * row + 16 * (stage.j + a), dot, w.scale[stage.j + a], w.zero[stage.j + a],
-                            x_sum, x_scale);
+    const StepValues& values = p.values[stage.step];
+    __m512 scale[across], zero[across];
+    TRIRUN_UNROLL
+    for (int a = 0; a < across; ++a) {
+      scale[a] = values.scale[stage.j + a];
+      zero[a] = values.zero[stage.j + a];
+    }
+    const float* x_sums = p.x_sums + stage.step * p.x_stride + stage.row;
+    const float* x_scales = p.x_scales + stage.step * p.x_stride + stage.row;
+    float* acc = p.acc + 64 * stage.row + 16 * stage.j;
+    for (int64_t first = 0, tile = 0; first < stage.rows; first += rows_per_tile, tile += across) {
+      const int64_t last = stage.rows - first < rows_per_tile ? stage.rows - first : rows_per_tile;
+      for (int64_t i = 0; i < last; ++i, acc += 64) {
+        const float x_sum = *x_sums++, x_scale = *x_scales++;
+        TRIRUN_UNROLL
+        for (int a = 0; a < across; ++a) {
+          const int32_t* row = stage.tiles[tile + a][i * planes];
+          __m512i dot = _mm512_load_si512(row);
+          if (is_wide(mode)) dot = _mm512_add_epi32(_mm512_slli_epi32(dot, 8), _mm512_load_si512(row + 16));
+          add_row_block<mode>(acc + 16 * a, dot, scale[a], zero[a], x_sum, x_scale);
+        }
       }
     }
+  }
+
+  template <Mode mode>
+  static TRIRUN_INLINE void take_in(const Piece& p, const Stage& stage) {
+    if (stage.across == 2)
+      take_in<mode, 2>(p, stage);
+    else
+      take_in<mode, 4>(p, stage);
   }
 
   /* Short steps: every sum leaves for fp32. The tiles of one step are multiplied while those of the step before are

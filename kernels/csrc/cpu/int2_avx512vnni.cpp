@@ -63,9 +63,8 @@ TRIRUN_INLINE void add_block(Strip<mode, rows>& strip, int64_t ahead, const int8
 
 /* The sums of a step leave for fp32. */
 template <Mode mode, int rows>
-TRIRUN_INLINE void end_step(const Int2Job& job, Strip<mode, rows>& strip, int64_t step, int64_t k, const float* x_sums,
-                            int64_t steps) {
-  const trirun_act& act = *job.act;
+TRIRUN_INLINE void end_step(const Int2Job& job, Strip<mode, rows>& strip, int64_t step, const float* x_sums,
+                            const float* x_scales) {
   constexpr int planes = Strip<mode, rows>::planes;
   StepValues values;
   load_step(*job.w, strip.index, is_grouped(mode) ? step : 0, values);
@@ -84,8 +83,7 @@ TRIRUN_INLINE void end_step(const Int2Job& job, Strip<mode, rows>& strip, int64_
       for (int j = 0; j < 4; ++j)
         dot[0][j] = _mm512_add_epi32(_mm512_slli_epi32(dot[0][j], 8), dot[planes - 1][j]);
     }
-    const float x_scale = is_wide(mode) ? act.scales[i * (act.k / 128) + k / 128] : 0;
-    add_step<mode>(strip.acc[i], dot[0], values, x_sums[i * steps + step], x_scale);
+    add_step<mode>(strip.acc[i], dot[0], values, x_sums[step * rows + i], x_scales[step * rows + i]);
   }
   memset(strip.sums, 0, sizeof strip.sums);
   if (is_grouped(mode)) {
@@ -103,11 +101,12 @@ bool decode(const Int2Job& job, int64_t begin, int64_t end) {
   const trirun_act& act = *job.act;
   const int64_t step = step_of(w, act.act_bits), steps = (w.k + step - 1) / step;
   using OneStrip = Strip<mode, rows>;
-  char* memory = static_cast<char*>(scratch(kScratchKernel, kStreams * sizeof(OneStrip) + rows * steps * 4));
+  char* memory = static_cast<char*>(scratch(kScratchKernel, kStreams * sizeof(OneStrip) + 2 * rows * steps * 4));
   if (!memory) return false;
   OneStrip* strips = reinterpret_cast<OneStrip*>(memory);
   float* x_sums = reinterpret_cast<float*>(strips + kStreams);
-  sum_steps(act, step, 0, rows, x_sums, steps);
+  float* x_scales = x_sums + rows * steps;
+  gather_steps(act, step, 0, rows, rows, x_sums, x_scales);
   // Neighbouring strips run together: their scales lie side by side.
   for (int64_t first = begin; first < end; first += kStreams) {
     const int streams = static_cast<int>(end - first < kStreams ? end - first : kStreams);
@@ -122,7 +121,7 @@ bool decode(const Int2Job& job, int64_t begin, int64_t end) {
       const int64_t ahead = near + (16 * k + near < 16 * w.k ? 0 : (kStreams - 1) * 16 * w.k);
       for (int s = 0; s < streams; ++s) add_block(strips[s], ahead, act.digits + k, act.k);
       if ((k + 32) % step == 0 || k + 32 == w.k)
-        for (int s = 0; s < streams; ++s) end_step(job, strips[s], k / step, k, x_sums, steps);
+        for (int s = 0; s < streams; ++s) end_step(job, strips[s], k / step, x_sums, x_scales);
     }
     for (int s = 0; s < streams; ++s) {
       StepValues values;
@@ -202,9 +201,9 @@ struct MultiplyVnni {
           for (int j = 0; j < 4; ++j)
             dot[i * planes][j] =
                 _mm512_add_epi32(_mm512_slli_epi32(dot[i * planes][j], 8), dot[i * planes + planes - 1][j]);
-        const float x_scale = is_wide(mode) ? p.x_scales[(row + i) * p.scale_stride + k / 128] : 0;
-        add_step<mode>(p.acc + 64 * (row + i), dot[i * planes], p.values[s], p.x_sums[(row + i) * p.x_stride + s],
-                       x_scale);
+        const int64_t at = s * p.x_stride + row + i;
+        add_step<mode>(p.acc + 64 * (row + i), dot[i * planes], p.values[s], p.x_sums[at],
+                       is_wide(mode) ? p.x_scales[at] : 0);
       }
     }
   }

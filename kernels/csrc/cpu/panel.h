@@ -33,10 +33,9 @@ struct Piece {
   const int8_t* prepared;   /* the digits as Multiply::prepare left them, from the piece's first column on */
   int64_t k;                /* bytes from one plane of digits to the next (hi to lo, or row to row) */
   int64_t rows;
-  const float* x_sums;      /* [row][x_stride] per step, from the piece's first step on */
+  const float* x_sums;      /* [step][x_stride] of each row, from the piece's first step on */
+  const float* x_scales;    /* the same of the 128 columns that the step is part of (16 bits) */
   int64_t x_stride;
-  const float* x_scales;    /* 16 bits: [row][scale_stride], of the piece's first 128 columns */
-  int64_t scale_stride;
   int32_t* dots;            /* kLong8: [row][64], sums so far; zeroed at the start of a step */
   float* acc;               /* [row][64] */
 };
@@ -59,16 +58,18 @@ TRIRUN_INLINE void unpack_piece(const uint32_t* block, int64_t columns, uint8_t*
   }
 }
 
-/* Sums of the digits per step, as exact floats, for rows [begin, begin + rows). */
-inline void sum_steps(const trirun_act& act, int64_t step, int64_t begin, int64_t rows, float* sums, int64_t steps) {
-  const int64_t blocks = act.k / 32;
+/* Per step and row, rows [begin, begin + rows): the sum of the digits, an exact float, to sums[step * stride + row],
+ * and for 16 bits the scale of its columns to scales, likewise. */
+inline void gather_steps(const trirun_act& act, int64_t step, int64_t begin, int64_t rows, int64_t stride, float* sums,
+                         float* scales) {
+  const int64_t blocks = act.k / 32, per_step = step / 32;
   for (int64_t row = 0; row < rows; ++row) {
     const int32_t* parts = act.sums + (begin + row) * blocks;
-    for (int64_t s = 0; s < steps; ++s) {
-      const int64_t last = (s + 1) * step / 32 < blocks ? (s + 1) * step / 32 : blocks;
+    for (int64_t first = 0, s = 0; first < blocks; first += per_step, ++s) {
       int32_t sum = 0;
-      for (int64_t i = s * step / 32; i < last; ++i) sum += parts[i];
-      sums[row * steps + s] = static_cast<float>(sum);
+      for (int64_t i = first; i < first + per_step && i < blocks; ++i) sum += parts[i];
+      sums[s * stride + row] = static_cast<float>(sum);
+      if (act.act_bits == 16) scales[s * stride + row] = act.scales[(begin + row) * (blocks / 4) + first / 4];
     }
   }
 }
@@ -91,7 +92,7 @@ bool panel(const Int2Job& job, int64_t begin, int64_t end) {
   const int64_t rows_bytes = (most_rows + 15) / 16 * 16 * 256;  // 64 fp32 or int32 per row
   const int64_t prepared_bytes = Multiply::prepared_bytes(most_rows * planes, w.k);
   char* memory = static_cast<char*>(scratch(
-      kScratchKernel, codes_bytes + values_bytes + 2 * rows_bytes + prepared_bytes + most_rows * steps * 4));
+      kScratchKernel, codes_bytes + values_bytes + 2 * rows_bytes + prepared_bytes + 2 * most_rows * steps * 4));
   if (!memory) return false;
   uint8_t* codes = reinterpret_cast<uint8_t*>(memory);
   StepValues* values = reinterpret_cast<StepValues*>(memory + codes_bytes);
@@ -99,11 +100,12 @@ bool panel(const Int2Job& job, int64_t begin, int64_t end) {
   float* acc = reinterpret_cast<float*>(dots) + rows_bytes / 4;
   int8_t* prepared = reinterpret_cast<int8_t*>(acc + rows_bytes / 4);
   float* x_sums = reinterpret_cast<float*>(prepared + prepared_bytes);
+  float* x_scales = x_sums + most_rows * steps;
 
   for (int64_t first = 0; first < act.m; first += most_rows) {
     const int64_t rows = act.m - first < most_rows ? act.m - first : most_rows;
     const int8_t* digits = act.digits + first * planes * act.k;
-    sum_steps(act, step, first, rows, x_sums, steps);
+    gather_steps(act, step, first, rows, most_rows, x_sums, x_scales);
     Multiply::prepare(digits, rows * planes, act.k, prepared);
     Multiply::begin(rows * planes, step);
     for (int64_t strip = begin; strip < end; ++strip) {
@@ -117,14 +119,14 @@ bool panel(const Int2Job& job, int64_t begin, int64_t end) {
           for (int64_t i = 0; i < columns / step; ++i) load_step(w, strip, k / step + i, values[i]);
         else if (mode == kChannel16 && k == 0)
           for (int64_t i = 1; i < kColumns / step; ++i) values[i] = values[0];
+        const int64_t at = k / step * most_rows;
         Multiply::template piece<mode>({codes, columns, step, values, digits + k, prepared + 16 * k, act.k, rows,
-                                        x_sums + k / step, steps, act.scales + first * (act.k / 128) + k / 128,
-                                        act.k / 128, dots, acc});
+                                        x_sums + at, x_scales + at, most_rows, dots, acc});
         if (mode == kLong8 && ((k + columns) % kLongStep == 0 || k + columns == w.k))
           for (int64_t row = 0; row < rows; ++row) {
             __m512i dot[4];
             for (int j = 0; j < 4; ++j) dot[j] = _mm512_loadu_si512(dots + 64 * row + 16 * j);
-            add_step<mode>(acc + 64 * row, dot, values[0], x_sums[row * steps + k / step], 0);
+            add_step<mode>(acc + 64 * row, dot, values[0], x_sums[at + row], 0);
           }
       }
       for (int64_t row = 0; row < rows; ++row) finish_row<mode>(job, strip, first + row, acc + 64 * row, values[0]);
