@@ -66,6 +66,14 @@ def command(
     act_bits: Annotated[
         int | None, typer.Option(help="Activation bits, 8 or 16. Default: the checkpoint's.", rich_help_panel=_MACHINE)
     ] = None,
+    as_served: Annotated[
+        bool,
+        typer.Option(
+            "--as-served",
+            help="With the engine's own shortcuts (8-bit head, 16-bit cache), as generate runs the checkpoint.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -116,6 +124,7 @@ def command(
         device,
         dtype,
         act_bits,
+        as_served,
         resume,
     )
     roles = [(role, path) for role, path in (("model", model), ("checkpoint", checkpoint)) if path is not None]

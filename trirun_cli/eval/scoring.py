@@ -122,15 +122,15 @@ class Scorer:
             # At least one token has to run for there to be logits.
             shared = min(common_prefix(held, context), len(context) - 1)
             self.model.rewind(shared)
-            first = self._forward(context[shared:], last_only=True)
+            first = self._forward(context[shared:], last_only=True).log_softmax(-1)
             on_tokens(len(context) - shared)
             for continuation in groups[context]:
-                logits = first
+                found = first
                 if len(continuation) > 1:
                     self.model.rewind(len(context))
-                    logits = torch.cat([first, self._forward(continuation[:-1], last_only=False)])
+                    found = torch.cat([first, self._forward(continuation[:-1], last_only=False).log_softmax(-1)])
                     on_tokens(len(continuation) - 1)
-                yield (context, continuation), _likelihood(logits, continuation)
+                yield (context, continuation), _likelihood(found, continuation)
             held = context
 
     def _batches(
@@ -151,8 +151,9 @@ class Scorer:
                 self.batch_size = self.batch_size and len(batch) // 2
                 continue
             for sequence, logits in zip(batch, outputs, strict=True):
+                found = logits.log_softmax(-1)
                 for request in sequences[sequence]:
-                    yield request, _likelihood(logits[-len(request[1]) :], request[1])
+                    yield request, _likelihood(found[-len(request[1]) :], request[1])
             on_tokens(sum(map(len, batch)))
             start += len(batch)
 
@@ -221,8 +222,8 @@ def _walk_tokens(order: list[Tokens], groups: dict[Tokens, list[Tokens]]) -> int
     return total
 
 
-def _likelihood(logits: Tensor, continuation: Tokens) -> Likelihood:
-    """Of the continuation whose tokens logits [len(continuation), vocab] predict."""
-    targets = torch.tensor(continuation, device=logits.device)
-    log_probabilities = logits.log_softmax(-1).gather(1, targets.unsqueeze(1))
-    return float(log_probabilities.sum()), bool((logits.argmax(-1) == targets).all())
+def _likelihood(log_probabilities: Tensor, continuation: Tokens) -> Likelihood:
+    """Of the continuation, from the log-probabilities [len(continuation), vocab] of what follows before each token."""
+    targets = torch.tensor(continuation, device=log_probabilities.device)
+    chosen = log_probabilities.gather(1, targets.unsqueeze(1))
+    return float(chosen.sum()), bool((log_probabilities.argmax(-1) == targets).all())

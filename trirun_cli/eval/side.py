@@ -60,7 +60,9 @@ def open_side(role: str, path: Path, settings: Settings, console: Console) -> Si
             another model. MissingError: the device is not there.
     """
     device = pick_device(settings.device)
-    runner = open_model(path, device=device, dtype=settings.dtype, act_bits=settings.act_bits)
+    runner = open_model(
+        path, device=device, dtype=settings.dtype, act_bits=settings.act_bits, exact=not settings.as_served
+    )
     tokenizer = load_tokenizer(path)
     if settings.chat_template and not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{path}: its tokenizer has no chat template", "leave out --chat-template")

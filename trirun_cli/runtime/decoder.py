@@ -167,15 +167,20 @@ class LeanDecoder:
 
 
 class LeanLM:
-    """A :class:`LeanDecoder` as ``generate`` and ``eval`` use models: one sequence in slot 0, and slot 1 for others."""
+    """A :class:`LeanDecoder` as ``generate`` and ``eval`` use models: one sequence in slot 0, and slot 1 for others.
+
+    ``exact`` leaves out what costs a little precision: the head stays as the checkpoint has it, the cache is float32.
+    """
 
     can_rewind = True
 
-    def __init__(self, path: str | Path, *, act_bits: int | None = None) -> None:
-        self._decoder = LeanDecoder(path, slots=2, act_bits=act_bits)
+    def __init__(self, path: str | Path, *, act_bits: int | None = None, exact: bool = False) -> None:
+        kv_dtype = "float32" if exact else "float16"
+        self._decoder = LeanDecoder(path, slots=2, act_bits=act_bits, kv_dtype=kv_dtype, int8_head=not exact)
         self._length = 0
         self.vocab_size, self.max_positions = self._decoder.shape.vocab, self._decoder.context
-        self.engine = f"lean decoder on cpu, {self._decoder.threads} threads"
+        precision = "head and cache unquantized" if exact else "8-bit head, 16-bit cache"
+        self.engine = f"lean decoder on cpu, {self._decoder.threads} threads, {precision}"
 
     def reset(self) -> None:
         """Forget the sequence."""

@@ -99,7 +99,13 @@ class TransformersLM:
 
 
 def open_model(
-    path: str | Path, *, device: str = "auto", dtype: str = "auto", act_bits: int | None = None, engine: str = "auto"
+    path: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    act_bits: int | None = None,
+    engine: str = "auto",
+    exact: bool = False,
 ) -> CausalLM:
     """A model directory ready to run: a packed checkpoint on trirun's kernels, anything else as it is.
 
@@ -109,6 +115,7 @@ def open_model(
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
         act_bits: 8 or 16 overrides the checkpoint's activation width.
         engine: "lean" (packed Llama-like checkpoints on the CPU), "transformers", or "auto": lean where it can.
+        exact: none of an engine's own shortcuts in precision, to measure the checkpoint and not the engine.
 
     Raises:
         InputError: the directory cannot be loaded, or not on that engine. MissingError: the device is not there.
@@ -124,7 +131,7 @@ def open_model(
         from .llama_config import NotLean
 
         try:
-            return LeanLM(path, act_bits=act_bits)
+            return LeanLM(path, act_bits=act_bits, exact=exact)
         except NotLean as error:
             if engine == "lean":
                 raise InputError(f"{path}: {error}") from None
