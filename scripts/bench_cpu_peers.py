@@ -66,7 +66,7 @@ def run_process(command: list[str]) -> tuple[str, float]:
         output.seek(0)
         errors.seek(0)
         if process.returncode:
-            sys.exit(f"{' '.join(command)} failed:\n{errors.read()}")
+            sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{errors.read()}")
         return output.read(), usage.ru_maxrss / 1024
 
 
@@ -166,7 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", type=Path, help="the peer's folder, see above")
     parser.add_argument("--models", type=Path, help="where the model files go, 2.5 GB [PEER/models]")
-    parser.add_argument("--types", default="TQ2_0", help="GGUF types, comma-separated: TQ2_0,TQ1_0,Q4_0")
+    parser.add_argument(
+        "--types", default="TQ2_0", help="GGUF types, comma-separated, the first to compare with: TQ2_0,TQ1_0"
+    )
     parser.add_argument("--act-bits", default="8,16", help="trirun's activation widths, comma-separated")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=128)
