@@ -1,0 +1,40 @@
+// Prefill: what a plan needs, and the way from the caller's rows to the kernel.
+#include "prefill.cuh"
+
+namespace trirun {
+namespace {
+
+RowFormat row_format(const Problem& p) {
+  if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8) return kRowsInt8;
+  if (p.act_bits == TRIRUN_ACT8) return kRowsInt8InHalf;
+  return p.dtype == TRIRUN_F32 ? kRowsHalf : kRowsAsGiven;
+}
+
+}  // namespace
+
+size_t workspace_prefill(const Problem& p) {
+  return p.plan.kernel == TRIRUN_KERNEL_DEQUANTIZE ? 0 : prepared_bytes(p.m, p.w.k, row_format(p));
+}
+
+int launch_prefill(const Problem& p) {
+  if (p.plan.kernel == TRIRUN_KERNEL_DEQUANTIZE) return launch_dequantize(p);
+  const bool hopper = p.plan.kernel != TRIRUN_KERNEL_PREFILL_SM80;
+  if (hopper && p.arch != 90) return TRIRUN_UNSUPPORTED;
+  if (p.arch < 80 || p.activations) return TRIRUN_UNSUPPORTED;
+  if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8) {
+    // Scales inside the sum would need a second set of sums; a code shifted by 6 bits must not overflow int32.
+    if (p.act_bits != TRIRUN_ACT8 || p.w.group_size > 0 || p.w.k > 87040) return TRIRUN_UNSUPPORTED;
+  }
+  PreparedRows rows = {p.x, p.ldx, p.k, p.dtype, nullptr, nullptr};
+  const RowFormat format = row_format(p);
+  if (format == kRowsAsGiven) {
+    if (reinterpret_cast<uintptr_t>(p.x) % 16 || p.ldx % 8) return TRIRUN_BAD_POINTER;
+  } else {
+    if (p.workspace_bytes < workspace_prefill(p)) return TRIRUN_NO_WORKSPACE;
+    const int status = launch_prepare(p, format, p.workspace, &rows);
+    if (status != TRIRUN_OK) return status;
+  }
+  return hopper ? launch_prefill_sm90(p, rows) : launch_prefill_sm80(p, rows);
+}
+
+}  // namespace trirun

@@ -1,0 +1,209 @@
+// Rows of x in the form the prefill kernels read, where the caller's own form will not do: int8 codes for models
+// trained with 8-bit activations, and fp16 with a power of two per row for float32. And the dense weight, for products
+// that a library computes.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "prefill.cuh"
+
+namespace trirun {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVector = 16;  // columns of one thread at a time: the span that int8 codes are reordered in
+
+struct RowArguments {
+  const void* x;
+  int64_t ldx, k, k_pad;
+  int dtype;
+  RowFormat format;
+  bool aligned;  // rows can be read 16 bytes at a time
+  void* out;
+  float* scale;
+  int* sum;
+};
+
+template <typename T>
+__device__ float as_float(T v) {
+  return static_cast<float>(v);
+}
+
+template <typename T>
+__device__ void read_columns(const RowArguments& a, const T* row, int64_t column, float (&v)[kVector]) {
+  if (a.aligned && column + kVector <= a.k) {
+    uint4 raw[kVector * sizeof(T) / 16];
+#pragma unroll
+    for (int i = 0; i < int(kVector * sizeof(T) / 16); ++i) raw[i] = reinterpret_cast<const uint4*>(row + column)[i];
+    const T* values = reinterpret_cast<const T*>(raw);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) v[i] = as_float(values[i]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) v[i] = column + i < a.k ? as_float(row[column + i]) : 0.f;
+}
+
+__device__ float block_max(float v, float* shared) {
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = shared[threadIdx.x % (kThreads / 32)];
+  for (int o = kThreads / 64; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
+
+// One CTA per row: its largest magnitude, then the codes. The second read of the row comes from L1 or L2.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) prepare_rows(RowArguments a) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  __shared__ float shared[kThreads / 32];
+  __shared__ int sums[kThreads / 32];
+  const int64_t m = blockIdx.x;
+  const T* row = static_cast<const T*>(a.x) + m * a.ldx;
+  float v[kVector], largest = 0.f;
+  bool finite = true;
+  for (int64_t column = threadIdx.x * kVector; column < a.k; column += kThreads * kVector) {
+    read_columns(a, row, column, v);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      largest = fmaxf(largest, fabsf(v[i]));
+      finite = finite && isfinite(v[i]);
+    }
+  }
+  // fmaxf drops NaN: a row that holds one, or an infinity, must not come out as numbers.
+  const bool poisoned = __syncthreads_or(!finite);
+  largest = block_max(largest, shared);
+  float scale;
+  if (a.format == kRowsHalf) {
+    // The largest value lands in [2^13, 2^14): far from fp16's overflow, and 2^27 above its smallest number.
+    int exponent = 0;
+    if (largest > 0.f) frexpf(largest, &exponent);
+    scale = ldexpf(1.f, max(exponent - 14, -126));
+  } else {
+    scale = fmaxf(largest, 1e-5f) / 127.f;
+  }
+  const float inverse = 1.f / scale;  // exact for a power of two; the codes divide, as their definition does
+  int sum = 0;
+  for (int64_t column = threadIdx.x * kVector; column < a.k_pad; column += kThreads * kVector) {
+    read_columns(a, row, column, v);
+    if (a.format == kRowsInt8) {
+      uint32_t packed[4] = {};
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const int code = max(-128, min(127, __float2int_rn(__fdiv_rn(v[i], scale))));
+        sum += code;
+        packed[i % 8 / 2] |= uint32_t(code & 255) << 8 * (i % 2 + 2 * (i / 8));
+      }
+      reinterpret_cast<uint4*>(static_cast<int8_t*>(a.out) + m * a.k_pad + column)[0] =
+          make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    } else {
+      __half2 packed[kVector / 2];
+#pragma unroll
+      for (int i = 0; i < kVector; i += 2) {
+        const float lo = a.format == kRowsHalf ? v[i] * inverse : fminf(fmaxf(rintf(__fdiv_rn(v[i], scale)), -128.f), 127.f);
+        const float hi =
+            a.format == kRowsHalf ? v[i + 1] * inverse : fminf(fmaxf(rintf(__fdiv_rn(v[i + 1], scale)), -128.f), 127.f);
+        packed[i / 2] = __floats2half2_rn(lo, hi);
+      }
+      uint4* to = reinterpret_cast<uint4*>(static_cast<__half*>(a.out) + m * a.k_pad + column);
+      to[0] = reinterpret_cast<uint4*>(packed)[0];
+      to[1] = reinterpret_cast<uint4*>(packed)[1];
+    }
+  }
+  sum = __reduce_add_sync(~0u, sum);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int total = 0;
+    for (int i = 0; i < kThreads / 32; ++i) total += sums[i];
+    a.scale[m] = poisoned ? __int_as_float(0x7fffffff) : scale;
+    a.sum[m] = total;
+  }
+}
+
+struct DenseArguments {
+  trirun_int2 w;
+  int64_t n, k, ldy;
+  void* y;
+};
+
+// One warp writes 64 rows by 32 columns, transposed through shared memory so that every row leaves as whole sectors.
+template <typename T>
+__global__ void __launch_bounds__(128) dequantize(DenseArguments a) {
+  constexpr int kPitch = 33;  // odd: the eight rows of a lane column start in different banks
+  __shared__ float shared[4][64 * kPitch];
+  float* tile = shared[threadIdx.x / 32];
+  const int lane = threadIdx.x % 32;
+  const int64_t block = blockIdx.x * 4 + threadIdx.x / 32, blocks = a.w.k / 32, strip = blockIdx.y;
+  if (block >= blocks) return;
+  const uint4 raw = reinterpret_cast<const uint4*>(a.w.words)[(strip * blocks + block) * 32 + lane];
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+  const int64_t group = a.w.group_size > 0 ? block * 32 / a.w.group_size : 0, at = group * a.w.n + strip * 64 + lane / 4 * 8;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int j = i / 2, h = i % 2;
+    const float scale = __half2float(__ushort_as_half(a.w.scales[at + i]));
+    const float zero = a.w.zeros ? __half2float(__ushort_as_half(a.w.zeros[at + i])) : a.w.zero;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int c = e / 4, b = e % 4, column = 16 * c + 2 * (lane % 4) + b % 2 + 8 * (b / 2);
+      const int code = words[2 * c + h] >> (8 * b + 2 * j) & 3;
+      tile[(16 * j + 8 * h + lane / 4) * kPitch + column] = scale * (float(code) - zero);
+    }
+  }
+  __syncwarp();
+  const int64_t column = block * 32 + lane;
+  if (column >= a.k) return;
+  for (int row = 0; row < 64 && strip * 64 + row < a.n; ++row)
+    static_cast<T*>(a.y)[(strip * 64 + row) * a.ldy + column] = T(tile[row * kPitch + lane]);
+}
+
+size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+}  // namespace
+
+size_t prepared_bytes(int64_t m, int64_t k_pad, RowFormat format) {
+  if (format == kRowsAsGiven) return 0;
+  return aligned(size_t(m) * k_pad * (format == kRowsInt8 ? 1 : 2)) + 2 * aligned(size_t(m) * 4);
+}
+
+int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRows* rows) {
+  uint8_t* at = static_cast<uint8_t*>(memory);
+  RowArguments a = {p.x, p.ldx, p.k, p.w.k, p.dtype, format};
+  const size_t element = p.dtype == TRIRUN_F32 ? 4 : 2;
+  a.aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.ldx * element % 16 == 0;
+  a.out = at;
+  at += aligned(size_t(p.m) * p.w.k * (format == kRowsInt8 ? 1 : 2));
+  a.scale = reinterpret_cast<float*>(at);
+  a.sum = reinterpret_cast<int*>(at + aligned(size_t(p.m) * 4));
+  *rows = {a.out, p.w.k, p.w.k, TRIRUN_F16, a.scale, a.sum};
+
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(p.m));
+  config.blockDim = dim3(kThreads);
+  config.stream = p.stream;
+  config.attrs = &attribute;
+  config.numAttrs = p.arch >= 90 ? 1 : 0;
+  if (p.dtype == TRIRUN_F32) return cudaLaunchKernelEx(&config, prepare_rows<float>, a);
+  if (p.dtype == TRIRUN_F16) return cudaLaunchKernelEx(&config, prepare_rows<__half>, a);
+  return cudaLaunchKernelEx(&config, prepare_rows<__nv_bfloat16>, a);
+}
+
+int launch_dequantize(const Problem& p) {
+  const DenseArguments a = {p.w, p.n, p.k, p.ldy, p.y};
+  const int64_t strips = (p.n + 63) / 64;
+  if (strips > 65535) return TRIRUN_BAD_SHAPE;
+  const dim3 grid(unsigned((p.w.k / 32 + 3) / 4), unsigned(strips));
+  if (p.dtype == TRIRUN_F32) dequantize<float><<<grid, 128, 0, p.stream>>>(a);
+  if (p.dtype == TRIRUN_F16) dequantize<__half><<<grid, 128, 0, p.stream>>>(a);
+  if (p.dtype == TRIRUN_BF16) dequantize<__nv_bfloat16><<<grid, 128, 0, p.stream>>>(a);
+  return cudaGetLastError();
+}
+
+}  // namespace trirun

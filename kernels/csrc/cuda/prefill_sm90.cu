@@ -1,0 +1,157 @@
+// Hopper prefill on the host: tensor maps, grid, and the list of compiled instances.
+#include "kernels.cuh"
+#include "prefill.cuh"
+#include "prefill_sm90.cuh"
+
+namespace trirun {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's own function, found at run time: the library links no libcuda and loads on machines without one.
+Encode tensor_map_encoder() {
+  static const Encode encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
+  }();
+  return encode;
+}
+
+// Scales and odd zero points that enter the fragments take instructions: per-channel scales wait for the sums.
+bool plain(const trirun_int2& w) { return w.group_size < 0 && !w.zeros && quarters(w.zero); }
+
+// The most CTAs of a cluster with which `rest` tiles still run at once. Clusters do not cross the borders of a GPC: of
+// 132 SMs, 39 clusters of 3 fit, 30 of 4 and 15 of 8 (cudaOccupancyMaxActiveClusters on an H200).
+int tail_splits(int rest, int sms) {
+  if (rest == 0) return 1;
+  for (int splits : {8, 6, 4, 3, 2})
+    if (rest * splits * (splits == 2 ? 32 : 36) <= sms * 32) return splits;
+  return 1;
+}
+
+struct Box {
+  CUtensorMapDataType type;
+  CUtensorMapSwizzle swizzle;
+  uint32_t rank;
+  cuuint64_t size[3], stride[2];  // elements; bytes
+  cuuint32_t box[3];
+};
+
+int encode(CUtensorMap* map, const void* data, const Box& b) {
+  const cuuint32_t step[3] = {1, 1, 1};
+  const CUresult result = tensor_map_encoder()(map, b.type, b.rank, const_cast<void*>(data), b.size, b.stride, b.box, step,
+                                               CU_TENSOR_MAP_INTERLEAVE_NONE, b.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? TRIRUN_OK : TRIRUN_BAD_POINTER;
+}
+
+template <typename T, int Tokens, bool Grouped>
+int launch(const Problem& p, const PreparedRows& rows) {
+  using Shape = PrefillShape<T, Tokens, Grouped>;
+  if (!tensor_map_encoder()) return TRIRUN_UNSUPPORTED;
+  const cuuint64_t n = p.w.n, k = p.w.k, m = p.m, columns = rows.columns;
+  const auto type = sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  PrefillArguments a = {};
+  int status = encode(&a.x, rows.x,
+                      {type, CU_TENSOR_MAP_SWIZZLE_128B, 2, {columns, m, 1}, {rows.ldx * sizeof(T), 0},
+                       {Shape::kColumns, Tokens, 1}});
+  if (status == TRIRUN_OK)
+    status = encode(&a.words, p.w.words,
+                    {CU_TENSOR_MAP_DATA_TYPE_UINT32, CU_TENSOR_MAP_SWIZZLE_NONE, 3, {128, k / 32, n / 64},
+                     {512, k / 32 * 512}, {128, Shape::kBlocks, 4}});
+  const bool grouped = Grouped && p.w.group_size > 0;
+  if (grouped) {
+    const cuuint64_t groups = k / p.w.group_size;
+    const Box box = {CU_TENSOR_MAP_DATA_TYPE_UINT16, CU_TENSOR_MAP_SWIZZLE_NONE, 2, {n, groups, 1}, {n * 2, 0},
+                     {kRowTile, p.w.group_size == 32 ? 2u : 1u, 1}};
+    if (status == TRIRUN_OK) status = encode(&a.scales, p.w.scales, box);
+    if (status == TRIRUN_OK && p.w.zeros) status = encode(&a.zeros, p.w.zeros, box);
+  } else {
+    a.channel_scales = reinterpret_cast<const __half*>(p.w.scales);
+    a.channel_zeros = reinterpret_cast<const __half*>(p.w.zeros);
+  }
+  if (status != TRIRUN_OK) return status;
+  a.row_scale = rows.scale;
+  a.row_sum = rows.sum;
+  a.bias = p.bias;
+  a.y = p.y;
+  a.ldy = p.ldy;
+  a.m = int(p.m);
+  a.n = int(p.n);
+  a.padded_n = int(p.w.n);
+  a.k_stages = int(k / Shape::kColumns);
+  a.row_tiles = int((n + kRowTile - 1) / kRowTile);
+  a.token_tiles = int((p.m + Tokens - 1) / Tokens);
+  a.raster = a.token_tiles < 8 ? a.token_tiles : 8;
+  a.group_size = p.w.group_size;
+  a.has_zeros = grouped && p.w.zeros;
+  a.zero = p.w.zero;
+  a.split_zero = p.w.zeros || !quarters(p.w.zero);
+  a.y_dtype = p.dtype;
+  a.tensor_stores = p.dtype != TRIRUN_F32 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0 && p.ldy % 8 == 0;
+
+  const auto kernel = prefill_kernel<T, Tokens, Grouped>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes);
+  if (error != cudaSuccess) return error;
+  const auto run = [&](int first, int last, int splits, bool remainder) {
+    a.first_tile = first;
+    a.last_tile = last;
+    a.splits = splits;
+    a.remainder = remainder;
+    if (a.tensor_stores) {
+      const int encoded = encode(&a.outputs, p.y,
+                                 {CU_TENSOR_MAP_DATA_TYPE_UINT16, CU_TENSOR_MAP_SWIZZLE_64B, 2, {cuuint64_t(p.n), m, 1},
+                                  {cuuint64_t(p.ldy) * 2, 0}, {32, splits > 1 ? 8u : Tokens, 1}});
+      if (encoded != TRIRUN_OK) return encoded;
+    }
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {unsigned(splits), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(splits > 1 || last - first < p.sms ? (last - first) * splits : p.sms));
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = Shape::kBytes;
+    config.stream = p.stream;
+    config.attrs = attributes;
+    config.numAttrs = splits > 1 ? 2 : 1;
+    return int(cudaLaunchKernelEx(&config, kernel, a));
+  };
+  const int64_t tiles = int64_t(a.row_tiles) * a.token_tiles;
+  if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
+  const int splits = p.plan.cta_split > 1 ? p.plan.cta_split : 1;
+  const auto fits = [&](int s) {
+    return s <= 8 && s * Shape::kTurns <= a.k_stages && Shape::received(s) <= Shape::kStages * Shape::kStage;
+  };
+  if (!fits(splits)) return TRIRUN_UNSUPPORTED;
+  // Tiles that would leave most CTAs idle in a last round are shared by clusters of several CTAs each, in a second launch
+  // that starts as the first one's CTAs finish.
+  const int rest = int(tiles % p.sms), tail = splits == 1 && tiles > p.sms ? tail_splits(rest, p.sms) : 1;
+  if (tail == 1 || !fits(tail) || p.w.k < 1024) return run(0, int(tiles), splits, false);
+  status = run(0, int(tiles) - rest, 1, false);
+  return status != TRIRUN_OK ? status : run(int(tiles) - rest, int(tiles), tail, true);
+}
+
+template <typename T, bool Grouped>
+int launch_tokens(const Problem& p, const PreparedRows& rows) {
+  // 64 tokens keep twice the row blocks in registers, which leaves no room for scales of groups.
+  if constexpr (!Grouped)
+    if (p.plan.tile_m == 64) return launch<T, 64, Grouped>(p, rows);
+  if (p.plan.tile_m == 128) return launch<T, 128, Grouped>(p, rows);
+  return TRIRUN_UNSUPPORTED;
+}
+
+}  // namespace
+
+int launch_prefill_sm90(const Problem& p, const PreparedRows& rows) {
+  if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8) return launch_tokens<int8_t, false>(p, rows);
+  if (rows.dtype == TRIRUN_BF16)
+    return plain(p.w) ? launch_tokens<__nv_bfloat16, false>(p, rows) : launch_tokens<__nv_bfloat16, true>(p, rows);
+  return plain(p.w) ? launch_tokens<__half, false>(p, rows) : launch_tokens<__half, true>(p, rows);
+}
+
+}  // namespace trirun
