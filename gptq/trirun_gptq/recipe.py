@@ -16,7 +16,6 @@ from .errors import QuantizationError
 
 # The zero point of each named grid; None is one real zero per group.
 GRIDS: dict[str, float | None] = {"signed": 1.0, "midrise": 1.5, "zero": None, "ternary": 1.0}
-ENGINES = ("ste", "round")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ class Recipe:
         correction: strength in 0..1 of the correction of the target for the error of the layers before; 0 is off.
         sequential: quantize a block's layers in stages (q|k|v, o, gate|up, down), each seeing the ones before it
             quantized; off collects all Hessians in one pass.
-        refine_steps: optimizer steps of block refinement; 0 is off.
-        refine_engine: ``ste`` (weights and scales, straight-through) or ``round`` (rounding offsets and scales).
-        refine_batch: sequences per step. refine_lr, refine_scale_lr: of weights (or offsets), and of scales.
+        refine_steps: optimizer steps of block refinement, about 4096 tokens each; 0 is off.
+        refine_lr: Adam's peak learning rate of the latent codes, in steps of the grid. refine_scale_lr: of the scales,
+            as a fraction of them.
         ignore: patterns (``re.search`` on the module path) of linear layers to leave as they are.
         overrides: pattern → :class:`Override`; the last match wins.
 
@@ -77,22 +76,18 @@ class Recipe:
     correction: float = 0.5
     sequential: bool = True
     refine_steps: int = 0
-    refine_engine: str = "ste"
-    refine_batch: int = 8
-    refine_lr: float = 1e-4
-    refine_scale_lr: float = 1e-4
+    refine_lr: float = 2e-3
+    refine_scale_lr: float = 1e-3
     ignore: tuple[str, ...] = ()
     overrides: Mapping[str, Override] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require(self.wbits == 2, f"wbits={self.wbits}: only 2 is supported")
         _require(self.grid in GRIDS, _suggest("grid", self.grid, GRIDS))
-        _require(self.refine_engine in ENGINES, _suggest("refine_engine", self.refine_engine, ENGINES))
         _spec(self.group_size, self.grid)
         for key, least in (("samples", 1), ("seqlen", 2), ("held_out", 0), ("sweeps", 0), ("refine_steps", 0)):
             value = getattr(self, key)
             _require(value >= least, f"{key}={value}: at least {least} is needed")
-        _require(self.refine_batch >= 1, f"refine_batch={self.refine_batch}: at least 1 is needed")
         _require(0 < self.damp <= 1, f"damp={self.damp}: a fraction in (0, 1] is needed")
         _require(0 <= self.correction <= 1, f"correction={self.correction}: a strength in [0, 1] is needed")
         _require(self.refine_steps == 0 or self.held_out > 0, "refine_steps needs held_out > 0, which decides")
