@@ -165,6 +165,23 @@ def test_eight_bit_head_is_exact_at_the_extremes():
     assert found.min() < -1e6 and found.max() > 1e6
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("int8_head", [False, True])
+def test_a_number_that_is_none_spoils_its_own_sequence_only(value, int8_head):
+    weights = random_model()
+    if int8_head:
+        weights = dataclasses.replace(weights, head=int8_head_of(weights))
+    clean = CpuDecoder(weights, slots=2, context=64, threads=2)
+    segments, tokens, rows = [Segment(0, 0, 20), Segment(1, 0, 20)], torch.arange(40), torch.arange(40)
+    expected = clean.step(segments, tokens, rows)
+    embedding = weights.embedding.clone()
+    embedding[5, 7] = value
+    spoilt = CpuDecoder(dataclasses.replace(weights, embedding=embedding), slots=2, context=64, threads=2)
+    found = spoilt.step(segments, tokens, rows)
+    assert torch.equal(found[:5], expected[:5]) and torch.equal(found[20:], expected[20:])
+    assert found[5].isnan().all()
+
+
 @pytest.mark.parametrize("int8_head", [False, True])
 def test_every_instruction_set_gives_the_same_bits(int8_head):
     weights = random_model(head_dim=24, bias=True, qk_norm=True)

@@ -5,6 +5,8 @@
 #ifndef TRIRUN_CPU_DECODER_HEAD_IMPL_H
 #define TRIRUN_CPU_DECODER_HEAD_IMPL_H
 
+#include <math.h>
+
 #include "decoder_ops.h"
 #include "decoder_simd.h"
 
@@ -22,9 +24,23 @@ float amax_of(const float* x, int64_t k) {
   return max_of(top);
 }
 
+/* Whether a number of x is a NaN or infinite: zero times it is then a NaN. */
+bool has_non_finite(const float* x, int64_t k) {
+  Lanes zeros = splat(0);
+  for (int64_t i = 0; i < k; i += kLanes) zeros = fma(load(x + i), splat(0), zeros);
+  return sum_of(zeros) != 0;
+}
+
 void head_digits(const HeadInput& input, int64_t r, const float* x, int64_t k) {
   int8_t* hi = input.digits + r * 2 * input.stride;
   int8_t* lo = hi + input.stride;
+  if (has_non_finite(x, k)) {
+    /* Every logit shall be a NaN. */
+    memset(hi, 0, static_cast<size_t>(2 * input.stride));
+    input.sums[2 * r] = input.sums[2 * r + 1] = 0;
+    input.scales[r] = NAN;
+    return;
+  }
   /* The floor keeps the inverse finite. */
   const float amax = amax_of(x, k), range = amax > 1e-30f ? amax : 1e-30f;
   const Lanes inverse = splat(32639.0f / range);
@@ -44,9 +60,7 @@ void head_digits(const HeadInput& input, int64_t r, const float* x, int64_t k) {
   memset(lo + k, 0, static_cast<size_t>(input.stride - k));
   input.sums[2 * r] = hi_sum;
   input.sums[2 * r + 1] = lo_sum;
-  /* A NaN or an infinity in x makes every logit a NaN. */
-  const float total = amax - amax;
-  input.scales[r] = total == 0 ? range / 32639.0f : total;
+  input.scales[r] = range / 32639.0f;
 }
 
 void head_bytes(uint8_t* out, float* scale, const float* x, int64_t k, int64_t stride) {

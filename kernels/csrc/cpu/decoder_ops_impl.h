@@ -270,7 +270,13 @@ void block_step(const AttentionJob& job, const Walk& walk, int64_t begin, int64_
   scores_of<Q>(q, static_cast<const KV*>(job.keys) + base * job.head_dim, job.head_dim, sixteens, p);
   for (int i = 0; i < Q; ++i) softmax_step(walk, first + i, seen[i], sixteens);
   const KV* values = static_cast<const KV*>(job.values) + base * walk.stride;
-  weigh<Q>(walk.out + first * walk.stride, walk.stride, p, values, most);
+  float* out = walk.out + first * walk.stride;
+  weigh<Q>(out, walk.stride, p, values, seen[0]);
+  /* What only later queries see: a weight of 0 would not keep a NaN of the future out of the past. */
+  for (int i = 1; i < Q; ++i)
+    if (seen[i] > seen[0])
+      weigh<1>(out + i * walk.stride, walk.stride, p + i * kKeyBlock + seen[0], values + seen[0] * walk.stride,
+               seen[i] - seen[0]);
 }
 
 template <class KV>
