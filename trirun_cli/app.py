@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from .commands import doctor, evaluate, generate, inspect, pack, quantize, verify, version
+from .commands import bench, doctor, evaluate, generate, inspect, pack, quantize, verify, version
 from .console import Console
 from .errors import TrirunError, explain
 
@@ -26,6 +26,7 @@ app.command("quantize", rich_help_panel="Make a checkpoint")(quantize.command)
 app.command("pack", rich_help_panel="Make a checkpoint")(pack.command)
 app.command("generate", rich_help_panel="Run it")(generate.command)
 app.command("eval", rich_help_panel="Run it")(evaluate.command)
+app.add_typer(bench.app, name="bench", rich_help_panel="Look inside")
 app.command("inspect", rich_help_panel="Look inside")(inspect.command)
 app.command("verify", rich_help_panel="Look inside")(verify.command)
 app.command("doctor", rich_help_panel="Look inside")(doctor.command)

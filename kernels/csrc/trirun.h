@@ -224,6 +224,9 @@ int trirun_cuda_int2_gemm_quantized(const trirun_int2* w, int64_t n, const void*
                                     const trirun_cuda_plan* plan, void* workspace, size_t workspace_bytes,
                                     void* stream);
 
+/* Reads `bytes` (a multiple of 16) and adds a checksum of them to *sink: the floor under any kernel that must read them. */
+int trirun_cuda_read_probe(const void* data, size_t bytes, void* sink, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

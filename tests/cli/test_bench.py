@@ -1,0 +1,131 @@
+"""trirun bench: shapes, checks before timings, the table, the JSON document and the plot."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from trirun_cli.errors import CheckFailed, UsageError
+from trirun_cli.runtime import kernel_bench
+from trirun_cli.runtime.bench_shapes import load_shapes, parse_rows, parse_shapes
+from trirun_cli.runtime.bench_timing import copies, interleaved
+from trirun_kernels.packing import unpack
+from trirun_kernels.spec import QuantSpec
+
+CPU = torch.device("cpu")
+QUICK = ("--shapes", "128x256,70x200", "--seconds", "0.001", "--device", "cpu", "-q")
+
+
+def test_every_listed_shape_can_be_grouped():
+    for name, shapes in load_shapes().items():
+        assert shapes, name
+        assert all(shape.n % 64 == 0 and shape.k % 128 == 0 for shape in shapes), name
+
+
+def test_shapes_mix_lists_and_sizes_without_repeats():
+    chosen = parse_shapes("llama-2-7b,4096x4096,64x128", "cpu")
+    assert [(s.n, s.k) for s in chosen] == [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (64, 128)]
+    assert parse_shapes(None, "cpu") == load_shapes()["cpu"]
+    assert parse_rows("16,1, 4,1") == [1, 4, 16]
+
+
+@pytest.mark.parametrize("word", ["llama-9", "64x", "0x128", ""])
+def test_unknown_shapes_are_named(word):
+    with pytest.raises(UsageError, match="neither NxK nor one of default"):
+        parse_shapes(f"64x128,{word}", "cpu")
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "two"])
+def test_rows_must_be_positive(word):
+    with pytest.raises(UsageError, match=f"--m {word}"):
+        parse_rows(f"1,{word}")
+
+
+def test_table_has_units_and_every_cell(trirun):
+    code, out, _ = trirun("bench", "kernels", *QUICK, "--m", "1,3")
+    assert code == 0
+    assert "GB/s" in out and "TFLOP/s" in out and "µs" in out
+    assert out.count("128 × 256") == 2 and out.count("70 × 200") == 2
+
+
+def test_json_document(trirun):
+    code, out, _ = trirun("bench", "kernels", *QUICK, "--m", "2", "--act-bits", "8", "--json")
+    document = json.loads(out)
+    assert code == 0 and document["schema"] == "trirun.bench.kernels/1"
+    assert document["machine"]["read_gbps"] > 0 and document["machine"]["peak_tflops"] > 0
+    assert [(r["n"], r["k"], r["m"]) for r in document["results"]] == [(128, 256, 2), (70, 200, 2)]
+    for result in document["results"]:
+        assert result["relative_error"] <= result["allowed_error"]
+        assert result["us"] > 0 and result["floor_us"] > 0
+        assert result["speedup_torch"] == pytest.approx(min(result["peers_us"].values()) / result["us"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--group-size", "48"), ("--act-bits", "4"), ("--dtype", "int8"), ("--group-size", "128"), ("--device", "tpu")],
+)
+def test_bad_options_are_refused(trirun, arguments):
+    code, out, err = trirun("bench", "kernels", *QUICK, "--m", "1", *arguments)
+    assert code == 2 and arguments[0] in err and not out
+
+
+def test_nothing_is_timed_while_the_check_is_red(monkeypatch):
+    from trirun_kernels import ops
+
+    right = ops.int2_gemm
+    monkeypatch.setattr(ops, "int2_gemm", lambda x, w, **options: right(x, w, **options) * 1.01)
+    monkeypatch.setattr(kernel_bench, "interleaved", lambda *_: pytest.fail("timed a wrong product"))
+    machine = kernel_bench.Machine("cpu", "", "", 1.0, 1.0)
+    with pytest.raises(CheckFailed, match="64x128 m=2"):
+        list(
+            kernel_bench.run(
+                parse_shapes("64x128", "cpu"), [2], device=CPU, dtype=torch.float32, group_size=-1, act_bits=16,
+                machine=machine, seconds=0.001,
+            )
+        )  # fmt: skip
+
+
+def test_an_output_that_is_not_finite_is_an_error(monkeypatch):
+    from trirun_kernels import ops
+
+    monkeypatch.setattr(ops, "int2_gemm", lambda x, w, **_: torch.full((x.shape[0], w.n), float("nan")))
+    w = kernel_bench.random_weight(64, 128, QuantSpec(-1, 1.0), CPU)
+    error, allowed = kernel_bench.checked_error(torch.ones(1, 128), w, 16)
+    assert error > allowed
+
+
+def test_random_weights_are_ternary():
+    w = kernel_bench.random_weight(130, 300, QuantSpec(-1, 1.0), CPU)
+    codes, scales, _ = unpack(w)
+    assert codes.shape == (130, 300) and codes.unique().tolist() == [0, 1, 2]
+    assert scales.min() > 0
+
+
+def test_every_weight_copy_is_called_every_round():
+    seen = []
+    timings = interleaved({"a": [lambda: seen.append(0), lambda: seen.append(1)], "b": [lambda: None]}, CPU, 0.001)
+    assert timings["a"].rounds == timings["b"].rounds >= 5
+    assert seen.count(1) == timings["a"].rounds and timings["a"].median > 0
+
+
+def test_copies_outlast_the_cache():
+    assert copies(1 << 30, CPU) == 2
+    assert copies(1, CPU) == 64
+
+
+def test_plot(trirun, tmp_path):
+    path = tmp_path / "bench.png"
+    code, _, err = trirun("bench", "kernels", *QUICK, "--m", "1,2", "--plot", path)
+    if find_spec("matplotlib") is None:
+        assert code == 4 and "trirun[plot]" in err and not path.exists()
+    else:
+        assert code == 0 and path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bare_bench_measures_this_machine(trirun, monkeypatch):
+    from trirun_cli.runtime import bench_shapes
+
+    lists = {"cpu": parse_shapes("64x128", "cpu")}
+    monkeypatch.setattr(bench_shapes, "load_shapes", lambda: lists)
+    code, out, _ = trirun("bench", "--device", "cpu", "-q")
+    assert code == 0 and "64 × 128" in out

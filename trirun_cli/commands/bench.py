@@ -1,0 +1,130 @@
+"""``trirun bench``: how fast this machine is, and its kernels beside their peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..console import Console
+from ..errors import MissingError, UsageError
+from .options import Device, DType, Json, Quiet
+
+app = typer.Typer(help="Measure this machine and its kernels.", invoke_without_command=True)
+
+_QUICK_ROWS = "1,16"
+
+
+@app.callback()
+def machine(context: typer.Context, device: Device = "auto", json: Json = False, quiet: Quiet = False) -> None:
+    """Measure this machine: memory, arithmetic, and the kernels on a few shapes. See also: trirun bench kernels."""
+    if context.invoked_subcommand is None:
+        kernels(shapes=None, m=_QUICK_ROWS, device=device, json=json, quiet=quiet)
+
+
+@app.command("kernels")
+def kernels(
+    shapes: Annotated[
+        str | None, typer.Option(help="Comma-separated: NxK, or lists such as llama-2-7b, bitnet-2b, trirun.")
+    ] = None,
+    m: Annotated[str, typer.Option(help="Comma-separated numbers of rows of x.")] = "1,4,16,64,256,1024",
+    group_size: Annotated[int, typer.Option(help="Weights per scale: 32, 64, 128, or -1 for a whole row.")] = -1,
+    act_bits: Annotated[int, typer.Option(help="Activation bits, 16 or 8.")] = 16,
+    seconds: Annotated[float, typer.Option(help="Measuring time per contestant and cell.")] = 0.2,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG: roofline, and speed-up over m.")] = None,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time int2_gemm beside torch's dense product, Humming where installed, and the pure reading of its weights.
+
+    Every product is checked against float64 first; a wrong one ends the run with exit code 6. Weights rotate past the
+    caches; on CUDA, calls run in graphs. Times are medians in microseconds.
+
+    Example: trirun bench kernels --shapes llama-2-7b,8192x8192 --m 1,16,256 --plot bench.png
+    """
+    from ..runtime.bench_shapes import parse_rows, parse_shapes
+
+    rows = parse_rows(m)
+    if group_size not in (-1, 32, 64, 128):
+        raise UsageError(f"--group-size {group_size}: -1, 32, 64 or 128")
+    if act_bits not in (8, 16):
+        raise UsageError(f"--act-bits {act_bits}: 8 or 16")
+    if dtype not in ("auto", "float32", "float16", "bfloat16"):
+        raise UsageError(f"--dtype {dtype}: auto, float32, float16 or bfloat16")
+    if not seconds > 0:
+        raise UsageError(f"--seconds {seconds}: more than 0")
+    console = Console(as_json=json, quiet=quiet)
+    import torch
+
+    try:
+        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    except RuntimeError as error:
+        raise UsageError(f"--device {device}: auto, cpu, cuda or cuda:N") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise MissingError("no usable CUDA device", "use --device cpu")
+    chosen = parse_shapes(shapes, "cpu" if place.type == "cpu" else "default")
+    for shape in chosen:
+        if group_size > 0 and shape.k % group_size:
+            raise UsageError(f"--group-size {group_size} does not divide k of {shape}")
+    if plot is not None:
+        from ..runtime.bench_plot import require_matplotlib
+
+        require_matplotlib()
+    from ..runtime.kernel_bench import measure_machine, run
+
+    kind = ("float32" if place.type == "cpu" else "float16") if dtype == "auto" else dtype
+    console.note("measuring memory and arithmetic")
+    limits = measure_machine(place)
+    with console.progress("kernels", len(chosen) * len(rows)) as bar:
+        results = []
+        for result in run(
+            chosen,
+            rows,
+            device=place,
+            dtype=getattr(torch, kind),
+            group_size=group_size,
+            act_bits=act_bits,
+            machine=limits,
+            seconds=seconds,
+            progress=bar.describe,
+        ):
+            results.append(result)
+            bar.advance()
+    from dataclasses import asdict
+
+    console.json(
+        "bench.kernels/1", {"machine": asdict(limits), "results": [result.document(limits) for result in results]}
+    )
+    _print(console, limits, results)
+    if plot is not None:
+        from ..runtime.bench_plot import save_plot
+
+        save_plot(plot, limits, results)
+        console.note(f"wrote {plot}")
+
+
+def _print(console: Console, limits, results) -> None:
+    peers = list(results[0].peers_us)
+    columns = ["n × k", "m", "trirun µs", "± µs", *(f"{name} µs" for name in peers), "read floor µs", "of read rate"]
+    columns += ["of matrix peak", "× torch"] + (["× best peer"] if len(peers) > 1 else [])
+    table = []
+    for result in results:
+        derived = result.derived(limits)
+        line = [f"{result.n} × {result.k}", str(result.m), f"{result.us:.1f}", f"{result.spread_us:.1f}"]
+        line += [f"{result.peers_us[name]:.1f}" for name in peers]
+        line += [f"{result.floor_us:.1f}", f"{derived['read_share']:.0%}", f"{derived['peak_share']:.0%}"]
+        fastest = min(result.peers_us.values()) / result.us
+        line += [f"{derived['speedup_torch']:.2f}"] + ([f"{fastest:.2f}"] if len(peers) > 1 else [])
+        table.append(line)
+    first = results[0]
+    grid = "per channel" if first.group_size == -1 else f"groups of {first.group_size}"
+    console.table(
+        f"{limits.name}, torch {limits.torch}: reads {limits.read_gbps:.0f} GB/s, "
+        f"multiplies {limits.peak_tflops:.3g} TFLOP/s (both measured)\n"
+        f"INT2 {grid}, {first.act_bits}-bit activations, {first.dtype}; medians, weights from memory",
+        columns,
+        table,
+    )

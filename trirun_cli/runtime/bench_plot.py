@@ -1,0 +1,56 @@
+"""The picture of a benchmark: a roofline, and the speed-up over torch for every number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import MissingError
+from .kernel_bench import Machine, Result
+
+
+def require_matplotlib() -> None:
+    """Raises MissingError, with what to install, where matplotlib is not there."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise MissingError("--plot needs matplotlib", "pip install 'trirun[plot]'")
+
+
+def save_plot(path: Path, machine: Machine, results: Sequence[Result]) -> None:
+    """Write a PNG: left, operations per second over operations per byte of weight, under the measured limits; right,
+    speed-up over torch's dense product over m."""
+    require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (roof, speed) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    shapes = sorted({(result.n, result.k) for result in results})
+    for index, (n, k) in enumerate(shapes):
+        ours = sorted((r for r in results if (r.n, r.k) == (n, k)), key=lambda r: r.m)
+        color = f"C{index % 10}"
+        roof.plot(
+            [r.flops / r.weight_bytes for r in ours], [r.flops / r.us / 1e6 for r in ours], "o-", color=color,
+            label=f"{n} × {k}",
+        )  # fmt: skip
+        against = [(r.m, r.derived(machine)["speedup_torch"]) for r in ours]
+        speed.plot(*zip(*((m, s) for m, s in against if s is not None), strict=True), "o-", color=color)
+    intensities = [result.flops / result.weight_bytes for result in results]
+    low, high = min(intensities) / 2, max(intensities) * 2
+    points = [low * (high / low) ** (i / 200) for i in range(201)]
+    limit = [min(point * machine.read_gbps / 1e3, machine.peak_tflops) for point in points]
+    roof.plot(points, limit, "k--", linewidth=1, label="measured limits")
+    roof.set(
+        xscale="log", yscale="log", xlabel="operations per byte of weight", ylabel="10¹² operations per second",
+        title=f"{machine.name}",
+    )  # fmt: skip
+    roof.legend(fontsize="small")
+    speed.axhline(1, color="k", linewidth=0.8)
+    speed.set(xscale="log", xlabel="rows of x (m)", ylabel="times faster than torch's dense product")
+    speed.set(title=f"group size {results[0].group_size}, {results[0].act_bits}-bit activations")
+    speed.grid(alpha=0.3)
+    roof.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
