@@ -56,6 +56,7 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 DEFAULT_CONTEXT = 8192
 # Rows of the head that are converted at a time.
 HEAD_ROWS = 256
+_FIRST_ROW = np.zeros(1, np.int64)
 
 
 class LeanDecoder:
@@ -155,6 +156,8 @@ class LeanDecoder:
             ValueError: there is no token, a token is not in the vocabulary, or the slot is too short.
         """
         count = len(tokens)
+        if count == 1 and keep == 1 and 0 <= position < self.context:
+            return self.step((Segment(slot, position, 1),), tokens, _FIRST_ROW)
         if not 0 < count <= self.context - position or not 0 < keep <= count:
             raise ValueError(f"{count} tokens at position {position} of a context of {self.context}, {keep} to keep")
         outputs = []

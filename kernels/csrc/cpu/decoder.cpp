@@ -165,9 +165,15 @@ class Step {
     }
   };
 
-  /* Strips taken from a queue at once: four helpings per thread, for balance; two where there are many rows, which a
-   * kernel brings into an order of its own on every call. */
-  int64_t chunk_of(int threads, int64_t strips) const { return larger(1, strips / ((rows_ > 16 ? 2 : 4) * threads)); }
+  /* Strips taken from a queue at once. Few rows: four helpings per thread, for balance, but four strips, which kernels
+   * read side by side, where a thread gets so many. Many rows: two helpings, because a kernel brings the rows into an
+   * order of its own on every call. */
+  int64_t chunk_of(int threads, int64_t strips) const {
+    const int64_t share = (strips + threads - 1) / threads;
+    if (rows_ > 16) return larger(1, share / 2);
+    const int64_t helping = larger(4, share / 16 * 4);
+    return helping < share ? helping : share;
+  }
 
   template <class Body>
   void each(Thread& t, int64_t total, int64_t chunk, Body&& body) {
