@@ -62,7 +62,10 @@ def rows() -> list[tuple[str, Recipe | None]]:
     table.append(("fast, damp 0.01", dataclasses.replace(fast, damp=0.01)))
     table.append(("fast, 512 samples", dataclasses.replace(fast, samples=512)))
     table.append(("fast, natural length", dataclasses.replace(fast, natural_length=True)))
-    table.append(("default, grid zero", dataclasses.replace(default, grid="zero")))
+    for grid in ("zero", "midrise"):
+        table.append((f"default, grid {grid}", dataclasses.replace(default, grid=grid)))
+    table.append(("best, grid midrise", dataclasses.replace(best, grid="midrise")))
+    table.append(("fast, seed 1", dataclasses.replace(fast, seed=1)))
     return table
 
 
@@ -155,14 +158,13 @@ def main() -> None:
         elif label == "round to nearest":
             model, bits = bench.nearest(recipe), 2 + 16 / recipe.group_size
         else:
-            recipe = dataclasses.replace(recipe, seed=options.seed)
+            recipe = dataclasses.replace(recipe, seed=recipe.seed + options.seed)
             model, bits = bench.quantized(recipe, options.calibration)
         seconds = time.perf_counter() - started
         perplexity, divergence = bench.score(model)
-        results.append({
-            "row": label, "perplexity": perplexity, "kl": divergence, "bits": bits, "seconds": seconds,
-            "seed": options.seed, "device": options.device, "recipe": recipe.to_dict() if recipe else None,
-        })  # fmt: skip
+        facts = {"bits": bits, "seconds": seconds, "device": options.device, "seed": recipe.seed if recipe else 0}
+        entry = {"row": label, "perplexity": perplexity, "kl": divergence, **facts}
+        results.append({**entry, "recipe": recipe.to_dict() if recipe else None})
         print(f"{label:32s} {perplexity:9.3f} {divergence:8.4f} {bits:6.3f} {seconds:7.1f} s", flush=True)
         options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         lines = ["| | perplexity | KL | bits per weight | seconds |", "|---|--:|--:|--:|--:|"]
