@@ -149,6 +149,12 @@ bool decode(const Int2Job& job, int64_t begin, int64_t end) {
 
 /* ---- many rows: prefill -------------------------------------------------------------------------------- */
 
+/* vpdpbusd in place. With the intrinsic, GCC moves two dozen sums from register to register in every turn of the
+ * loop, which takes a tenth of its time. */
+TRIRUN_INLINE void dot_add(__m512i& sum, __m512i codes, __m512i digits) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(digits));
+}
+
 struct MultiplyVnni {
   /* 64 rows of them take half of a 32 KiB L1. */
   static constexpr int64_t kColumns = 256;
@@ -186,7 +192,7 @@ struct MultiplyVnni {
             memcpy(&four, digits[c] + i + 4 * u, 4);
             const __m512i x = _mm512_set1_epi32(four);
             TRIRUN_UNROLL
-            for (int j = 0; j < 4; ++j) dot[c][j] = _mm512_dpbusd_epi32(dot[c][j], masked[j], x);
+            for (int j = 0; j < 4; ++j) dot_add(dot[c][j], masked[j], x);
           }
         }
       }

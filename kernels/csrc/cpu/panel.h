@@ -80,6 +80,14 @@ inline int64_t row_block(const trirun_act& act) {
   return rows < 48 ? 48 : rows > 240 ? 240 : rows;
 }
 
+/* The integer sums of a long step into fp32. */
+TRIRUN_INLINE void add_long_step(float* acc, const int32_t* dots, const StepValues& values, float x_sum) {
+  __m512i dot[4];
+  TRIRUN_UNROLL
+  for (int j = 0; j < 4; ++j) dot[j] = _mm512_load_si512(dots + 16 * j);
+  add_step<kLong8>(acc, dot, values, x_sum, 0);
+}
+
 template <class Multiply, Mode mode>
 bool panel(const Int2Job& job, int64_t begin, int64_t end) {
   const trirun_int2& w = *job.w;
@@ -109,7 +117,9 @@ bool panel(const Int2Job& job, int64_t begin, int64_t end) {
     Multiply::prepare(digits, rows * planes, act.k, prepared);
     Multiply::begin(rows * planes, step);
     for (int64_t strip = begin; strip < end; ++strip) {
-      memset(acc, 0, static_cast<size_t>(rows) * 256);
+      // A single long step goes from its integers to y without a stop in memory.
+      const bool straight = mode == kLong8 && steps == 1;
+      if (!straight) memset(acc, 0, static_cast<size_t>(rows) * 256);
       if (!is_grouped(mode)) load_step(w, strip, 0, values[0]);
       for (int64_t k = 0, columns; k < w.k; k += columns) {
         columns = w.k - k < kColumns ? w.k - k : kColumns;
@@ -122,14 +132,15 @@ bool panel(const Int2Job& job, int64_t begin, int64_t end) {
         const int64_t at = k / step * most_rows;
         Multiply::template piece<mode>({codes, columns, step, values, digits + k, prepared + 16 * k, act.k, rows,
                                         x_sums + at, x_scales + at, most_rows, dots, acc});
-        if (mode == kLong8 && ((k + columns) % kLongStep == 0 || k + columns == w.k))
-          for (int64_t row = 0; row < rows; ++row) {
-            __m512i dot[4];
-            for (int j = 0; j < 4; ++j) dot[j] = _mm512_loadu_si512(dots + 64 * row + 16 * j);
-            add_step<mode>(acc + 64 * row, dot, values[0], x_sums[at + row], 0);
-          }
+        if (mode == kLong8 && !straight && ((k + columns) % kLongStep == 0 || k + columns == w.k))
+          for (int64_t row = 0; row < rows; ++row)
+            add_long_step(acc + 64 * row, dots + 64 * row, values[0], x_sums[at + row]);
       }
-      for (int64_t row = 0; row < rows; ++row) finish_row<mode>(job, strip, first + row, acc + 64 * row, values[0]);
+      for (int64_t row = 0; row < rows; ++row) {
+        alignas(64) float sum[64] = {};
+        if (straight) add_long_step(sum, dots + 64 * row, values[0], x_sums[row]);
+        finish_row<mode>(job, strip, first + row, straight ? sum : acc + 64 * row, values[0]);
+      }
     }
     Multiply::end();
   }

@@ -2,6 +2,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -99,6 +100,9 @@ struct Pool {
 
   void work(int rank) {
     inside_region = true;
+    char name[16] = "trirun-";
+    snprintf(name + 7, sizeof name - 7, "%d", rank);
+    pthread_setname_np(pthread_self(), name);
     uint32_t seen = start_epoch[rank];
     for (;;) {
       wait_while(&epoch, seen, &epoch_sleepers);
@@ -202,8 +206,8 @@ void* scratch(ScratchSlot slot, int64_t bytes) {
   if (bytes > own.size) {
     free(own.memory);
     own.size = 0;
-    /* Whole 2 MiB pages where the buffer is large: activations are read many times at a stride. */
-    int64_t unit = bytes >= (1 << 21) ? 1 << 21 : 4096;
+    /* Whole 2 MiB pages for all but small buffers: they are read many times over, at strides of many pages. */
+    int64_t unit = bytes >= (1 << 17) ? 1 << 21 : 4096;
     bytes = (bytes + unit - 1) / unit * unit;
     own.memory = aligned_alloc(static_cast<size_t>(unit), static_cast<size_t>(bytes));
     if (!own.memory) return nullptr;
