@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import reference
 from .decoder_weights import DecoderWeights, Int8Head, LayerWeights, Linear
+from .packing import PackedWeight
 
 
 def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16) -> Tensor:
@@ -70,4 +71,6 @@ def _mlp(weights: DecoderWeights, layer: LayerWeights, x: Tensor, act_bits: int)
 
 
 def _linear(linear: Linear, x: Tensor, act_bits: int) -> Tensor:
+    if not isinstance(linear.weight, PackedWeight):
+        raise TypeError("the twin computes with torch tensors: weights must be PackedWeight")
     return reference.int2_gemm(x, linear.weight, linear.bias, act_bits=act_bits)
