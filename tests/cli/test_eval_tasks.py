@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -102,6 +105,7 @@ def test_original_and_packed_side_by_side(trirun, ternary_model, packed, data, t
     code, out, err = trirun(*arguments, "--markdown", tmp_path / "table.md", "--json")
     document = json.loads(out)
     assert code == 0 and document["schema"] == "trirun.eval/2"
+    assert document["seeds"] == {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
     assert document["versions"].keys() >= {"trirun", "torch", "transformers", "lm_eval"}
     assert document["models"]["checkpoint"]["act_bits"] == 16 and document["models"]["checkpoint"]["kernel"]
     assert "not added" in document["models"]["model"]["bos"] and "BOS <|endoftext|> (0): not added" in err
@@ -177,6 +181,10 @@ def test_prompts_are_those_of_the_papers(trirun, plain_model, data, tmp_path):
         "The sea hit the rock because he",
     ]
     assert samples(tmp_path, "model", "sayings")[0]["prompt"] == "The sea is"
+    # Flat rows of a task whose own columns cannot be told from them.
+    (tmp_path / "hellaswag.jsonl").write_text((data / "sayings.jsonl").read_text())
+    code, _, err = trirun("eval", "-m", plain_model, "--tasks", "hellaswag", "--data-dir", tmp_path, "--limit", "1")
+    assert code == 0 and "prompts as written in hellaswag.jsonl, not lm-eval's" in err
 
 
 def test_examples_come_from_the_dev_split_in_order(trirun, plain_model, data, tmp_path):
@@ -189,7 +197,11 @@ def test_examples_come_from_the_dev_split_in_order(trirun, plain_model, data, tm
         for word, letter in zip(WORDS, "ABC", strict=False)
     ]
     assert "\n\n".join(shots) + "\n\nWhat, is a sea?" in prompt
-    code, _, err = trirun("eval", *arguments[:4], "--data-dir", data, "--tasks", "piqa", "--num-fewshot", "2")
+    code, _, err = trirun("eval", *arguments, "--num-fewshot", "9")
+    assert code == 2 and "mmlu_virology has 8 examples" in err
+    code, _, err = trirun("eval", "-m", plain_model, "--data-dir", data, "--tasks", "sayings", "--num-fewshot", "8")
+    assert code == 2 and "sayings has 7 examples" in err
+    code, _, err = trirun("eval", "-m", plain_model, "--data-dir", data, "--tasks", "piqa", "--num-fewshot", "2")
     assert code == 2 and "its 2 examples come from its train split" in err and "piqa_train.jsonl" in err
 
 
@@ -220,53 +232,19 @@ def test_a_resumed_run_computes_nothing_twice_and_another_model_is_refused(triru
     assert code == 3 and "was written for another sha256" in err
 
 
-def test_tasks_and_files_that_are_wrong_are_named_in_a_line(trirun, plain_model, data, tmp_path):
-    write_rows(tmp_path / "piqa.jsonl", [{"query": "Question: a\n", "choices": ["x", "y"], "gold": 0}] * 2)
-    with (tmp_path / "piqa.jsonl").open("a") as stream:
-        stream.write('{"query": "Question: b\\n", "choices": ["x", "y"], "gold": 2}\n')
-    (tmp_path / "arc_easy.jsonl").write_text('{"query": "Question: a", \n')
-    (tmp_path / "boolq.jsonl").write_text("\n")
-    (tmp_path / "gsm8k.jsonl").write_text('["no", "object"]\n')
-    (tmp_path / "openbookqa.jsonl").write_bytes(b'{"query": "\xff"}\n')
-    write_rows(tmp_path / "winogrande.jsonl", [{"something": "else"}])
-    write_csv(tmp_path / "anatomy_test.csv", [("q", "a", "b", "c", "d", "A"), ("q", "a", "b", "c", "d", "E")])
-    write_csv(tmp_path / "virology_test.csv", [("question", "choice0", "choice3", "answer"), ("q", "a", "b")])
-    for name, code, message in [
-        ("piqa", 3, "piqa.jsonl:3: 'gold' must be a number from 0 to 1, got 2"),
-        ("arc_easy", 3, "arc_easy.jsonl:1: not valid JSON"),
-        ("boolq", 3, "boolq.jsonl has no rows"),
-        ("gsm8k", 3, "gsm8k.jsonl:1: an object is wanted"),
-        ("openbookqa", 3, "openbookqa.jsonl is not UTF-8"),
-        ("winogrande", 3, "winogrande.jsonl: its columns are something"),
-        ("mmlu_anatomy", 3, "anatomy_test.csv:2: 'answer' must be a letter from A to D, got 'E'"),
-        ("mmlu_virology", 3, "virology_test.csv:2: 3 fields where 4 are wanted"),
-        ("hellaswag", 3, f"hellaswag: no file of its validation split in {tmp_path}"),
-        ("mmlu", 3, "mmlu: 55 of 57 subjects missing"),
-        ("wikitext2", 3, "wikitext2: no wiki.test.raw in"),
-        ("mmlu_anatomi", 2, "no task of that name (close: mmlu_anatomy"),
-        ("piqqa", 2, "no task of that name (close: piqa"),
-        ("mmlu_stem,mmlu_virology", 3, "mmlu_stem: "),
-    ]:
-        found, out, err = trirun("eval", "-m", plain_model, "--tasks", name, "--data-dir", tmp_path)
-        assert (found, out) == (code, "") and message in err
-        assert len(err.strip().splitlines()) <= 2
-    code, _, err = trirun(
-        "eval", "-m", plain_model, "--tasks", "mmlu_virology,piqa", "--data-dir", tmp_path / "nowhere"
-    )
-    assert code == 2 and "no such file or directory" in err
+def test_without_lm_eval_its_tasks_are_refused_and_the_others_run(plain_model, data, repo_root):
+    program = "import sys; sys.modules['lm_eval'] = None; from trirun_cli.app import main; main()"
+    paths = os.pathsep.join(str(repo_root / part) for part in ("", "kernels", "gptq"))
 
+    def trirun(*arguments):
+        command = [sys.executable, "-c", program, "eval", "-m", plain_model, *arguments]
+        return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
 
-def test_lm_eval_missing_is_said(trirun, plain_model, data, monkeypatch):
-    import sys
-
-    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for name in ("adapter", "harness", "tasks"):
-        monkeypatch.delitem(sys.modules, f"trirun_cli.eval.{name}", raising=False)
-    code, _, err = trirun("eval", "-m", plain_model, "--tasks", "piqa", "--data-dir", data)
-    assert code == 4 and "needs lm-eval, which is not installed" in err and "pip install 'trirun[eval]'" in err
-    assert trirun("eval", "-m", plain_model, "--window", "32", "--limit", "1")[0] == 0
+    done = trirun("--tasks", "piqa", "--data-dir", data)
+    assert done.returncode == 4 and "needs lm-eval, which is not installed" in done.stderr
+    assert "pip install 'trirun[eval]'" in done.stderr
+    done = trirun("--window", "32", "--limit", "1", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["results"][0]["windows"] == 1
 
 
 def test_lm_eval_finds_the_model_class_by_name(packed, data):

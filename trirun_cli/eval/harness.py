@@ -10,13 +10,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import statistics
-from .adapter import TrirunLM
-from .tasks import HarnessTask
 
-# lm-eval's own seeds, which --seed replaces all at once.
+if TYPE_CHECKING:
+    from .adapter import TrirunLM
+    from .tasks import HarnessTask
+
+# lm-eval's own seeds, which --seed replaces all at once: Python's, and numpy's, torch's and the examples'.
 PYTHON_SEED, OTHER_SEED = 0, 1234
 # Of lm-eval's warnings, those that say nothing about the results.
 NOISE = ("Custom kwargs can be passed", "is defined, but aggregation is not", "is defined, but higher_is_better is not")
@@ -95,8 +97,8 @@ def run_task(
     """
     from lm_eval.evaluator import evaluate
 
-    other = OTHER_SEED if seed is None else seed
-    _seed_everything(PYTHON_SEED if seed is None else seed, other)
+    python, other = seeds(seed)
+    _seed_everything(python, other)
     for leaf in task.leaves.values():
         leaf.set_fewshot_seed(seed=other)
     scorer, started = lm.scorer, time.perf_counter()
@@ -123,6 +125,11 @@ def run_task(
         scorer.plan,
         warnings,
     )
+
+
+def seeds(seed: int | None) -> tuple[int, int]:
+    """Python's seed, and the one of everything else, for a value of ``--seed``."""
+    return (PYTHON_SEED, OTHER_SEED) if seed is None else (seed, seed)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import InputError
 from .comparison import Difference, compare, perplexity_ratio
-from .harness import TaskScore
+from .harness import TaskScore, seeds
 from .session import Evaluation, Side
 
 SCHEMA = "eval/2"
@@ -56,9 +56,11 @@ class Report:
         ``<metric>_stderr``; ``differences`` has one for each task and metric when there are two models.
         """
         settings = asdict(self.evaluation.settings)
+        python, other = seeds(self.evaluation.settings.seed)
         return {
             "versions": self.evaluation.versions,
             "settings": {name: _plain(value) for name, value in settings.items()},
+            "seeds": {"python": python, "numpy": other, "torch": other, "fewshot": other},
             "models": {side.role: side.facts | {"time": _times(side)} for side in self.evaluation.sides},
             "data": {
                 **{name: {"name": c.name, "sha256": c.sha256} for name, c in self.evaluation.corpora.items()},

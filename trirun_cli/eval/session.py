@@ -167,7 +167,7 @@ def _run_text(side: Side, name: str, corpus: Corpus, settings: Settings, console
 
 def _run_harness(side: Side, task: HarnessTask, settings: Settings, console: Console) -> None:
     from .adapter import TrirunLM
-    from .harness import OTHER_SEED, run_task
+    from .harness import run_task, seeds
 
     assert side.runner is not None
     terminal = sys.stderr
@@ -183,12 +183,12 @@ def _run_harness(side: Side, task: HarnessTask, settings: Settings, console: Con
         device=side.facts["device"],
         batch_size=settings.batch_size,
         stop_ids=stop_ids(ModelDir(side.path)),
-        seed=OTHER_SEED if settings.seed is None else settings.seed,
+        seed=seeds(settings.seed)[1],
         cache=side.cache,
         watch=watch,
     )
-    if not side.runs:
-        console.note(f"{side.role}: {task.prompts} prompts" + (", chat template" if settings.chat_template else ""))
+    if task.prompts != "lm-eval":
+        console.note(f"{task.name}: prompts {task.prompts}, not lm-eval's")
     found = run_task(lm, task, limit=settings.limit, chat_template=settings.chat_template, seed=settings.seed)
     side.runs[task.name] = found
     side.wall_s[task.name], side.model_s[task.name] = found.wall_s, found.model_s

@@ -183,6 +183,12 @@ class Loader:
             where = f"come from its {pack.shots} split, which is not in --data-dir" if pack.shots else "are not defined"
             fix = "give --num-fewshot 0" + (f", or add {leaf.task_name}_{pack.shots}.jsonl" if pack.shots else "")
             raise UsageError(f"{leaf.task_name}: its {count} examples {where}", fix)
+        if count:
+            # A question is never its own example.
+            own_split = leaf.get_config("fewshot_split") == leaf.get_config("test_split")
+            there = len(list(leaf.fewshot_docs())) - own_split
+            if count > there:
+                raise UsageError(f"--num-fewshot {count}: {leaf.task_name} has {there} examples")
 
 
 @contextmanager
