@@ -1,0 +1,40 @@
+"""Which tile a Hopper prefill runs with: a pure function of the problem, from cycle counts taken on an H200."""
+
+from __future__ import annotations
+
+# Clusters of so many CTAs that run at once, as a share of the multiprocessors: they do not cross the borders of a GPC
+# (132, 66, 39, 30, 17 and 15 of them on an H200's 132, by cudaOccupancyMaxActiveClusters).
+CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 6: 17 / 132, 8: 15 / 132}
+ROW_TILE = 256  # out_features of one CTA
+# Clock cycles per column of k of a tile with fp16 codes: 64 tokens do not keep the tensor cores as busy as 128.
+CYCLES = {64: 11.3, 128: 16.2}
+LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
+
+
+def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool) -> tuple[int, int]:
+    """Rows of x of one CTA (64 or 128), and the CTAs of a cluster that share a tile along k.
+
+    Args:
+        n, k: padded sizes of the stored weight. m: rows of x. sms: multiprocessors.
+        plain: one scale per output channel and a zero point in quarters; only such weights have a kernel for 64 rows.
+        int8: 8-bit activations on integer tensor cores, twice the rate.
+    """
+    return min(
+        (_cycles(n, k, m, sms, tokens, split, int8), tokens, split)
+        for tokens in ((64, 128) if plain or int8 else (128,))
+        for split in CLUSTERS
+        if split == 1 or k // (128 if int8 else 64) >= 4 * split
+    )[1:]
+
+
+def _cycles(n: int, k: int, m: int, sms: int, tokens: int, split: int, int8: bool) -> float:
+    tiles = -(-n // ROW_TILE) * -(-m // tokens)
+    per_tile = k * CYCLES[tokens] / (2 if int8 else 1)
+    if split > 1:
+        # Sums of other CTAs travel through shared memory; the more CTAs, the more of them.
+        reduction = 6000 + 1000 * split if tokens == 64 else 9000 + 1400 * split
+        return LAUNCH + -(-tiles // int(sms * CLUSTERS[split])) * (per_tile / split + reduction)
+    whole, rest = divmod(tiles, sms)
+    # The kernel itself shares the tiles of a last, mostly empty round among clusters.
+    last = next((s for s in (8, 6, 4, 3, 2) if whole and rest * s * (32 if s == 2 else 36) <= sms * 32), 1)
+    return LAUNCH + whole * per_tile + (rest > 0) * (per_tile / last + (8000 if last > 1 else 0))

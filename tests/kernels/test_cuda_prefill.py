@@ -1,0 +1,237 @@
+"""CUDA prefill: the tile choice everywhere; on a GPU, every product against float64 and against torch's own error."""
+
+import itertools
+
+import pytest
+import torch
+from trirun_kernels.cuda_prefill import CLUSTERS, ROW_TILE, prefill_tile
+from trirun_kernels.packing import dequantize, pack
+from trirun_kernels.reference import int8_round_trip
+from trirun_kernels.select import DEQUANTIZE, PREFILL_SM80, PREFILL_W2A8, PREFILL_WGMMA, Plan
+from trirun_kernels.spec import QuantSpec
+
+SMS = 132
+
+
+def test_tiles_have_instances():
+    shapes = itertools.product((64, 320, 4096, 22016, 57344), (128, 512, 4096, 28672), (17, 65, 129, 256, 1000, 16384))
+    for (n, k, m), plain, int8 in itertools.product(shapes, (True, False), (True, False)):
+        tokens, split = prefill_tile(n, k, m, SMS, plain=plain, int8=int8)
+        assert tokens == 128 or (tokens == 64 and (plain or int8))
+        assert split in CLUSTERS
+        # Every CTA of a cluster has work, and both warpgroups of a 64-token tile.
+        assert split == 1 or k // (128 if int8 else 64) >= 2 * split
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "m", "expected"),
+    [
+        # Measured side by side on an H200: microseconds of the choice, then of the runner-up.
+        (8192, 8192, 128, (64, 2)),  # 31.5, 34.0
+        (8192, 8192, 256, (128, 2)),  # 45.5, 67.5
+        (4096, 4096, 128, (64, 3)),  # 14.9, 17.3
+        (8192, 28672, 256, (128, 2)),  # 140, 195
+        (22016, 4096, 128, (128, 1)),  # 41.7, 47.4
+        (57344, 8192, 128, (128, 1)),  # 179, 217
+        (8192, 8192, 4096, (128, 1)),
+    ],
+)
+def test_tile_is_the_measured_best(n, k, m, expected):
+    assert prefill_tile(n, k, m, SMS, plain=True, int8=False) == expected
+
+
+def test_small_products_share_a_tile_only_when_clusters_fit():
+    for n, m in itertools.product((1024, 4096, 8192, 16384), (65, 128, 256, 512)):
+        tokens, split = prefill_tile(n, 4096, m, SMS, plain=True, int8=False)
+        assert -(-n // ROW_TILE) * -(-m // tokens) <= SMS * CLUSTERS[split] or split == 1
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+
+
+def weight(n, k, group, zero, seed=0):
+    """Codes 0..3, scales of either sign, zeros where the grid stores them."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 4, (n, k), generator=generator, dtype=torch.uint8)
+    groups = 1 if group == -1 else k // group
+    scales = (torch.rand(n, groups, generator=generator) * 0.02 + 0.01).half()
+    scales *= 1 - 2 * (torch.rand(n, groups, generator=generator) < 0.2)
+    zeros = (torch.rand(n, groups, generator=generator) * 3).half() if zero is None else None
+    return pack(codes, scales, QuantSpec(group, zero), zeros).to("cuda")
+
+
+def rows(m, k, dtype, seed=1):
+    """Normal rows with a few columns 30 times larger, as language models have them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=generator)
+    x[:, torch.randperm(k, generator=generator)[: max(1, k // 200)]] *= 30
+    return x.to(dtype).cuda()
+
+
+def run(x, w, plan, act_bits=16, bias=None, pitch=0):
+    from trirun_kernels.cuda import run_plan
+
+    # NaN where the kernel must write, and beside it where it must not.
+    out = torch.full((x.shape[0], w.n + pitch), float("nan"), dtype=x.dtype, device="cuda")
+    run_plan(x, w, bias, out[:, : w.n], act_bits, plan)
+    assert out[:, w.n :].isnan().all()
+    return out[:, : w.n]
+
+
+def check(x, w, y, act_bits=16, bias=None):
+    """Relative error against float64 at most 1.5 times that of torch in 16 bits on the dense weight."""
+    exact = x.double() if act_bits == 16 else int8_round_trip(x.float()).double()
+    dense = dequantize(w, torch.float64)
+    expected = exact @ dense.t() + (0 if bias is None else bias.double())
+    kind = torch.float16 if x.dtype == torch.float32 else x.dtype
+    theirs = torch.nn.functional.linear(exact.to(kind), dense.to(kind), None if bias is None else bias.to(kind))
+    assert not y.isnan().any()
+    error, allowed = ((v.double() - expected).norm() / expected.norm() for v in (y, theirs))
+    assert error <= 1.5 * allowed, f"{error:.2e} against torch's {allowed:.2e}"
+
+
+def plans():
+    return [
+        *(Plan(PREFILL_WGMMA, tile_m=128, tile_n=256, cta_split=split) for split in (1, 2, 3, 8)),
+        *(Plan(PREFILL_WGMMA, tile_m=64, tile_n=256, cta_split=split) for split in (1, 2, 4)),
+        Plan(PREFILL_SM80, tile_m=128),
+    ]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("group", [-1, 32, 64, 128])
+@pytest.mark.parametrize("zero", [1.0, 2.0, 1.5, 1.3, None])
+def test_every_grid(hopper, dtype, group, zero):
+    w, x = weight(320, 1152, group, zero), rows(129, 1152, dtype)
+    bias = torch.randn(320, device="cuda").to(dtype)
+    for kernel, split in ((PREFILL_WGMMA, 1), (PREFILL_WGMMA, 3), (PREFILL_SM80, 1)):
+        y = run(x, w, Plan(kernel, tile_m=128, tile_n=256, cta_split=split), bias=bias, pitch=8)
+        check(x, w, y, bias=bias)
+
+
+@gpu
+@pytest.mark.parametrize("plan", plans(), ids=lambda p: f"{p.kernel}-{p.tile_m}-{p.cta_split}")
+def test_every_row_count(hopper, plan):
+    w = weight(200, 2048, -1, 1.0)
+    for m in (*range(1, 258, 9), 64, 65, 128, 129, 255, 256, 257):
+        x = rows(m, 2048, torch.float16)
+        check(x, w, run(x, w, plan))
+
+
+@gpu
+@pytest.mark.parametrize("plan", plans(), ids=lambda p: f"{p.kernel}-{p.tile_m}-{p.cta_split}")
+@pytest.mark.parametrize(("n", "k"), [(1, 2048), (63, 2040), (1001, 2056), (257, 2176)])
+def test_tails_of_n_and_k(hopper, plan, n, k):
+    w, wide = weight(n, k, -1, 1.0), rows(70, k + 8, torch.float16)
+    check(wide[:, :k], w, run(wide[:, :k], w, plan))
+
+
+@gpu
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [64, 128])
+@pytest.mark.parametrize("zero", [1.0, 1.5, 1.3, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_int8_activations(hopper, split, tokens, zero, dtype):
+    w, x = weight(576, 1536, -1, zero), rows(150, 1536, dtype)
+    bias = torch.randn(576, device="cuda").to(dtype)
+    plan = Plan(PREFILL_W2A8, tile_m=tokens, tile_n=256, cta_split=split)
+    check(x, w, run(x, w, plan, act_bits=8, bias=bias), act_bits=8, bias=bias)
+
+
+@gpu
+def test_int8_activations_with_groups_run_in_fp16(hopper):
+    w, x = weight(576, 1536, 64, 1.0), rows(150, 1536, torch.float16)
+    for kernel in (PREFILL_WGMMA, PREFILL_SM80):
+        check(x, w, run(x, w, Plan(kernel, tile_m=128, tile_n=256), act_bits=8), act_bits=8)
+
+
+@gpu
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_identity_reads_every_code_back(hopper, code):
+    codes = torch.full((256, 256), code, dtype=torch.uint8)
+    codes[::3, 1::5] = 3 - code
+    w = pack(codes, torch.ones(256, 1), QuantSpec(-1, 1.0)).to("cuda")
+    x = torch.eye(256, dtype=torch.float16, device="cuda")
+    for plan in (p for p in plans() if p.cta_split <= 2):
+        assert torch.equal(run(x, w, plan), (codes.half() - 1).t().cuda())
+
+
+@gpu
+def test_last_round_of_tiles_is_shared(hopper):
+    # 140 tiles: eight more than an H200 has multiprocessors, which a second launch shares among clusters.
+    w, x = weight(8960, 1024, -1, 1.0), rows(512, 1024, torch.float16)
+    check(x, w, run(x, w, Plan(PREFILL_WGMMA, tile_m=128, tile_n=256, cta_split=1)))
+
+
+@gpu
+def test_repeats_are_bitwise_equal(hopper):
+    w, x = weight(1024, 4096, 128, 1.0), rows(300, 4096, torch.float16)
+    plan = Plan(PREFILL_WGMMA, tile_m=128, tile_n=256, cta_split=4)
+    first = run(x, w, plan)
+    assert all(torch.equal(run(x, w, plan), first) for _ in range(100))
+
+
+@gpu
+def test_streams_do_not_disturb_each_other(hopper):
+    w = weight(512, 2048, -1, 1.0)
+    xs = [rows(200, 2048, torch.float32, seed) for seed in range(4)]
+    expected = [run(x, w, Plan(PREFILL_WGMMA, tile_m=128, tile_n=256)) for x in xs]
+    streams = [torch.cuda.Stream() for _ in xs]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        got = []
+        for x, stream in zip(xs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(run(x, w, Plan(PREFILL_WGMMA, tile_m=128, tile_n=256)))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("row", [0, 77])
+def test_a_row_with_nan_or_infinity_spoils_only_itself(hopper, row):
+    w, x = weight(128, 512, -1, 1.0), rows(130, 512, torch.float32)
+    clean = run(x, w, Plan(PREFILL_W2A8, tile_m=128, tile_n=256), act_bits=8)
+    x[row, 5] = float("nan")
+    y = run(x, w, Plan(PREFILL_W2A8, tile_m=128, tile_n=256), act_bits=8)
+    assert y[row].isnan().all()
+    rest = torch.arange(130, device="cuda") != row
+    assert torch.equal(y[rest], clean[rest])
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("group", "zero"), [(-1, 1.0), (64, None)])
+def test_dense_weight(dtype, group, zero):
+    from trirun_kernels.cuda import run_plan
+
+    w = weight(200, 320, group, zero)
+    y = torch.full((200, 328), float("nan"), dtype=dtype, device="cuda")
+    run_plan(torch.empty(200, 320, dtype=dtype, device="cuda"), w, None, y[:, :320], 16, Plan(DEQUANTIZE))
+    assert torch.equal(y[:, :320], dequantize(w, dtype)) and y[:, 320:].isnan().all()
+
+
+@gpu
+def test_a_plan_without_an_instance_is_refused(hopper):
+    from trirun_kernels.native import NativeError
+
+    w, x = weight(256, 512, 128, 1.0), rows(70, 512, torch.float16)
+    for plan in (Plan(PREFILL_WGMMA, tile_m=64), Plan(PREFILL_WGMMA, tile_m=96), Plan(PREFILL_W2A8, tile_m=128)):
+        with pytest.raises(NativeError, match="no kernel"):
+            run(x, w, plan)
+
+
+@gpu
+def test_rows_off_16_bytes_are_refused(hopper):
+    from trirun_kernels.native import NativeError
+
+    w, wide = weight(256, 512, -1, 1.0), rows(70, 520, torch.float16)
+    with pytest.raises(NativeError, match="misaligned"):
+        run(wide[:, 1:513], w, Plan(PREFILL_WGMMA, tile_m=128, tile_n=256))
