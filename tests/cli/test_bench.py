@@ -5,12 +5,13 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from trirun_kernels.packing import unpack
+from trirun_kernels.spec import QuantSpec
+
 from trirun_cli.errors import CheckFailed, UsageError
 from trirun_cli.runtime import kernel_bench
 from trirun_cli.runtime.bench_shapes import load_shapes, parse_rows, parse_shapes
 from trirun_cli.runtime.bench_timing import copies, interleaved
-from trirun_kernels.packing import unpack
-from trirun_kernels.spec import QuantSpec
 
 CPU = torch.device("cpu")
 QUICK = ("--shapes", "128x256,70x200", "--seconds", "0.001", "--device", "cpu", "-q")

@@ -108,8 +108,18 @@ def kernels(
 
 def _print(console: Console, limits, results) -> None:
     peers = list(results[0].peers_us)
-    columns = ["n × k", "m", "trirun µs", "± µs", *(f"{name} µs" for name in peers), "read floor µs", "of read rate"]
-    columns += ["of matrix peak", "× torch"] + (["× best peer"] if len(peers) > 1 else [])
+    columns = [
+        "n × k",
+        "m",
+        "trirun µs",
+        "± µs",
+        *(f"{name} µs" for name in peers),
+        "floor µs",
+        "read %",
+        "peak %",
+        "× torch",
+    ]
+    columns += ["× best"] if len(peers) > 1 else []
     table = []
     for result in results:
         derived = result.derived(limits)
@@ -124,7 +134,8 @@ def _print(console: Console, limits, results) -> None:
     console.table(
         f"{limits.name}, torch {limits.torch}: reads {limits.read_gbps:.0f} GB/s, "
         f"multiplies {limits.peak_tflops:.3g} TFLOP/s (both measured)\n"
-        f"INT2 {grid}, {first.act_bits}-bit activations, {first.dtype}; medians, weights from memory",
+        f"INT2 {grid}, {first.act_bits}-bit activations, {first.dtype}; medians, weights from memory\n"
+        "floor: reading the weights and nothing else; read %, peak %: of the above; × best: than the fastest other",
         columns,
         table,
     )

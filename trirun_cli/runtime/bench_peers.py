@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -38,7 +39,7 @@ def _dense(n: int, k: int, dtype: torch.dtype, device: torch.device) -> Peer:
 
     def calls(x: Tensor) -> list[Call]:
         inputs = x.to(dtype)
-        return [lambda w=w: nn.functional.linear(inputs, w) for w in weights]
+        return [partial(nn.functional.linear, inputs, w) for w in weights]
 
     short = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     return Peer(f"torch {short}", calls)
@@ -62,6 +63,6 @@ def _humming(n: int, k: int, dtype: torch.dtype, device: torch.device, group_siz
 
     def calls(x: Tensor) -> list[Call]:
         inputs = x.to(kind)
-        return [lambda layer=layer: layer(inputs) for layer in layers]
+        return [partial(layer, inputs) for layer in layers]
 
     return Peer(f"humming W2A{act_bits}", calls)

@@ -41,7 +41,7 @@ def save_plot(path: Path, machine: Machine, results: Sequence[Result]) -> None:
     low, high = min(intensities) / 2, max(intensities) * 2
     points = [low * (high / low) ** (i / 200) for i in range(201)]
     limit = [min(point * machine.read_gbps / 1e3, machine.peak_tflops) for point in points]
-    roof.plot(points, limit, "k--", linewidth=1, label="measured limits")
+    roof.plot(points, limit, "k--", linewidth=1, label="measured: reading, torch's matrix product")
     roof.set(
         xscale="log", yscale="log", xlabel="operations per byte of weight", ylabel="10¹² operations per second",
         title=f"{machine.name}",

@@ -10,18 +10,19 @@ from torch import Tensor
 from ..errors import MissingError
 
 
-def read_stream(data: Tensor) -> Tensor:
-    """Read every byte of a contiguous CUDA tensor (aligned to 16 bytes, a multiple of them); returns a checksum.
+def read_stream(data: Tensor, sink: Tensor) -> None:
+    """Read every byte of a contiguous CUDA tensor (aligned to 16 bytes, a multiple of them).
+
+    Args:
+        sink: int32 [1] on the same device; a checksum of the data is added to it.
 
     Raises:
         MissingError: the CUDA library refused the call.
     """
     from trirun_kernels.native import load
 
-    library = load("cuda")
-    sink = torch.zeros(1, dtype=torch.int32, device=data.device)
     with torch.cuda.device(data.device):
-        code = library.trirun_cuda_read_probe(
+        code = load("cuda").trirun_cuda_read_probe(
             ctypes.c_void_p(data.data_ptr()),
             ctypes.c_size_t(data.numel() * data.element_size()),
             ctypes.c_void_p(sink.data_ptr()),
@@ -29,4 +30,3 @@ def read_stream(data: Tensor) -> Tensor:
         )
     if code:
         raise MissingError(f"the read probe failed with code {code} on {list(data.shape)} {data.dtype}")
-    return sink

@@ -19,10 +19,11 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds per call: median, and the distance between the quartiles."""
+    """Seconds per call: median, the distance between the quartiles, and the fastest round."""
 
     median: float
     spread: float
+    best: float
     rounds: int
 
 
@@ -80,7 +81,7 @@ def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 def _summary(times: list[float]) -> Timing:
     low, _, high = statistics.quantiles(times, n=4)
-    return Timing(statistics.median(times), high - low, len(times))
+    return Timing(statistics.median(times), high - low, min(times), len(times))
 
 
 def copies(bytes_each: int, device: torch.device, most: int = 64) -> int:
@@ -102,24 +103,26 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def read_bandwidth(device: torch.device, seconds: float = 0.3) -> float:
-    """Bytes per second that this device reads from memory: the best of several plain streaming readers."""
+    """Bytes per second that this device reads from memory: the fastest round of plain streaming readers."""
     size = 1 << 30 if device.type == "cuda" else 512 << 20
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     readers: dict[str, Sequence[Call]]
     if device.type == "cuda":
         from .bench_probe import read_stream
 
-        readers = {"stream": [lambda: read_stream(data)]}
+        sink = torch.zeros(1, dtype=torch.int32, device=device)
+        readers = {"stream": [lambda: read_stream(data, sink)]}
     else:
         half = data.numel() // 2
         readers = {"sum": [lambda: data.sum()], "dot": [lambda: torch.dot(data[:half], data[half:])]}
-    best = min(timing.median for timing in interleaved(readers, device, seconds).values())
+    best = min(timing.best for timing in interleaved(readers, device, seconds).values())
     return size / best
 
 
 def matrix_peak(device: torch.device, seconds: float = 0.3) -> float:
-    """Floating-point operations per second of torch's own large matrix product (fp16 on CUDA, float32 on a CPU)."""
+    """Operations per second of torch's own large matrix product (fp16 on CUDA, float32 on a CPU), in its fastest round:
+    a GPU at its power limit soon runs slower, and how much slower depends on what ran before."""
     side, dtype = (8192, torch.float16) if device.type == "cuda" else (1536, torch.float32)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     timing = interleaved({"matmul": [lambda: a @ b.t()]}, device, seconds)["matmul"]
-    return 2 * side**3 / timing.median
+    return 2 * side**3 / timing.best

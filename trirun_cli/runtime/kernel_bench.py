@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -131,15 +132,14 @@ def _time(
 ) -> Result:
     from trirun_kernels.ops import int2_gemm
 
-    contestants: dict[str, Sequence[Call]] = {
-        "trirun": [lambda w=w: int2_gemm(x, w, act_bits=act_bits) for w in weights]
-    }
+    contestants: dict[str, Sequence[Call]] = {"trirun": [partial(int2_gemm, x, w, act_bits=act_bits) for w in weights]}
     for peer in peers:
         contestants[peer.name] = peer.calls(x)
     if x.device.type == "cuda":
         from .bench_probe import read_stream
 
-        contestants["floor"] = [lambda w=w: read_stream(w.words) for w in weights]
+        sink = torch.zeros(1, dtype=torch.int32, device=x.device)
+        contestants["floor"] = [partial(read_stream, w.words, sink) for w in weights]
     timings: dict[str, Timing] = interleaved(contestants, x.device, seconds)
     nbytes = weights[0].nbytes
     floor = timings.pop("floor").median if "floor" in timings else nbytes / (machine.read_gbps * 1e9)
