@@ -67,17 +67,30 @@ void quantize8(const trirun_act& act, const void* x, int dtype, int64_t k, int64
   const bool finite = amax < 0x7f800000;
   const float scale = fmaxf(float_of(amax), 1e-5f) / 127.0f;
   act.scales[row] = finite ? scale : NAN;
-  const __m512 divisor = _mm512_set1_ps(scale);
+  const __m512 divisor = _mm512_set1_ps(scale), inverse = _mm512_set1_ps(1.0f / scale);
   int8_t* digits = act.digits + row * act.k;
   for (int64_t i = 0; i < act.k; i += 128) {
     __m512i ordered[2];
     for (int part = 0; part < 2; ++part) {
-      __m512i value[4];
+      // The digit is that of a true division. The product with the reciprocal is off by less than 3e-5 where quotients
+      // reach 127: it gives another digit only if it lies that near to a tie, and only then there is a division.
+      __m512 quotient[4], furthest = _mm512_setzero_ps();
+      TRIRUN_UNROLL
       for (int q = 0; q < 4; ++q) {
         const int64_t at = i + 64 * part + 16 * q;
-        // A true division: the product with the reciprocal rounds differently next to a tie.
-        value[q] = round_to_int(_mm512_div_ps(load16(x, dtype, at, finite ? tail_mask(at, k) : 0), divisor));
+        quotient[q] = _mm512_mul_ps(load16(x, dtype, at, finite ? tail_mask(at, k) : 0), inverse);
+        const __m512 whole = _mm512_roundscale_ps(quotient[q], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        furthest = _mm512_max_ps(furthest, _mm512_abs_ps(_mm512_sub_ps(quotient[q], whole)));
       }
+      if (_mm512_cmp_ps_mask(furthest, _mm512_set1_ps(0.4999f), _CMP_GT_OQ)) {
+        for (int q = 0; q < 4; ++q) {
+          const int64_t at = i + 64 * part + 16 * q;
+          quotient[q] = _mm512_div_ps(load16(x, dtype, at, finite ? tail_mask(at, k) : 0), divisor);
+        }
+      }
+      __m512i value[4];
+      TRIRUN_UNROLL
+      for (int q = 0; q < 4; ++q) value[q] = round_to_int(quotient[q]);
       ordered[part] = order_digits(value);
       _mm512_storeu_si512(digits + i + 64 * part, ordered[part]);
     }
