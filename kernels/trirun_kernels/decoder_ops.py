@@ -63,7 +63,7 @@ class CpuDecoder:
         context: int,
         act_bits: int = 16,
         kv_dtype: str = "float16",
-        max_rows: int = 256,
+        max_rows: int = 192,
         threads: int,
     ) -> None:
         if slots < 1 or max_rows < 1 or threads < 1 or context < 1:

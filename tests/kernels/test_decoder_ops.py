@@ -115,7 +115,7 @@ def test_chunks_threads_and_batches_change_no_bit(name, act_bits):
     sequences = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (150, 70, 1, 33)]
 
     def decoder(threads=2, slots=1):
-        return CpuDecoder(weights, slots=slots, context=CONTEXT, act_bits=act_bits, threads=threads)
+        return CpuDecoder(weights, slots=slots, context=CONTEXT, act_bits=act_bits, max_rows=256, threads=threads)
 
     whole = [all_logits(decoder(), tokens) for tokens in sequences]
     for chunks in ([1] * 150, [100, 1, 48, 1], [64, 64, 22]):

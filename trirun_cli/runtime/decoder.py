@@ -67,7 +67,8 @@ class LeanDecoder:
         slots: sequences the cache holds. context: positions of each; None takes the model's, at most 8192.
         act_bits: 8 or 16; None takes the checkpoint's.
         kv_dtype: of the cache, "float16" or "float32".
-        max_rows: tokens of one native step; longer prompts are run in pieces of this size.
+        max_rows: tokens of one native step; longer prompts are run in pieces of this size. Kernels take rows in blocks
+            that are multiples of 48.
         threads: None takes one per processor this process may use.
         int8_head: hold the output head in 8 bits, a scale per row: half the bytes, and on the reference model 0.02 %
             of perplexity; otherwise it stays as the checkpoint has it.
@@ -85,7 +86,7 @@ class LeanDecoder:
         context: int | None = None,
         act_bits: int | None = None,
         kv_dtype: str = "float16",
-        max_rows: int = 256,
+        max_rows: int = 192,
         threads: int | None = None,
         int8_head: bool = True,
     ) -> None:
