@@ -2,8 +2,6 @@
 
 import csv
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -232,19 +230,15 @@ def test_a_resumed_run_computes_nothing_twice_and_another_model_is_refused(triru
     assert code == 3 and "was written for another sha256" in err
 
 
-def test_without_lm_eval_its_tasks_are_refused_and_the_others_run(plain_model, data, repo_root):
-    program = "import sys; sys.modules['lm_eval'] = None; from trirun_cli.app import main; main()"
-    paths = os.pathsep.join(str(repo_root / part) for part in ("", "kernels", "gptq"))
-
-    def trirun(*arguments):
-        command = [sys.executable, "-c", program, "eval", "-m", plain_model, *arguments]
-        return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
-
-    done = trirun("--tasks", "piqa", "--data-dir", data)
-    assert done.returncode == 4 and "needs lm-eval, which is not installed" in done.stderr
-    assert "pip install 'trirun[eval]'" in done.stderr
-    done = trirun("--window", "32", "--limit", "1", "--json")
-    assert done.returncode == 0 and json.loads(done.stdout)["results"][0]["windows"] == 1
+def test_without_lm_eval_its_tasks_are_refused_and_the_others_run(trirun, plain_model, data, monkeypatch):
+    for name in list(sys.modules):
+        if name.startswith(("lm_eval", "trirun_cli.eval")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, _, err = trirun("eval", "-m", plain_model, "--tasks", "piqa", "--data-dir", data)
+    assert code == 4 and "needs lm-eval, which is not installed" in err and "pip install 'trirun[eval]'" in err
+    code, out, _ = trirun("eval", "-m", plain_model, "--window", "32", "--limit", "1", "--json")
+    assert code == 0 and json.loads(out)["results"][0]["windows"] == 1
 
 
 def test_lm_eval_finds_the_model_class_by_name(packed, data):
