@@ -398,7 +398,8 @@ bool uses_workspace(const trirun_cuda_plan& plan) { return plan.kernel == TRIRUN
 }  // namespace
 
 size_t workspace_stream(const Problem& p) {
-  size_t bytes = p.activations != nullptr || p.plan.fused && fuses(p) ? 0 : activation_bytes(p.m, p.w.k, p.act_bits);
+  // Also for a fused plan: whether x can be read that way is known only when x is.
+  size_t bytes = p.activations != nullptr ? 0 : activation_bytes(p.m, p.w.k, p.act_bits);
   if (uses_workspace(p.plan)) bytes += p.w.n * p.plan.cta_split * p.m * sizeof(float);
   return bytes;
 }
@@ -418,6 +419,9 @@ int launch_stream(const Problem& p) {
       plan.cta_split > 8 || plan.warp_split * plan.cta_split > 64 || plan.warp_split * plan.cta_split > p.w.k / UNIT ||
       (plan.fused && p.m > MAX_FUSED))
     return TRIRUN_UNSUPPORTED;
+  // int32 holds the sum of so many products of a code shifted by six bits and a digit.
+  const int64_t units = p.w.k / UNIT, part = (units + plan.warp_split * plan.cta_split - 1) / (plan.warp_split * plan.cta_split);
+  if (digits == 1 && scale == PER_CHANNEL && part * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
 
   // The prologue reads pairs of 16-bit values; any other x takes the kernel of its own.
   const bool fused = fuses(p);

@@ -13,6 +13,9 @@ namespace trirun {
 // Where weight scales enter: never inside the loop, per 128 k, or per 32 k (groups of 32 and 64).
 enum { PER_CHANNEL = 0, PER_UNIT = 1, PER_BLOCK = 2 };
 
+// k whose int32 sum of one-digit products cannot overflow: 2^31 / (3 * 64 * 128), rounded down to whole units.
+constexpr int64_t EXACT_SUM = 87296;
+
 __device__ __forceinline__ constexpr float quarter_power(int j) { return 1.f / static_cast<float>(1 << (2 * j)); }
 
 // The unit's activations in shared memory, as one lane addresses them.

@@ -3,9 +3,8 @@
 // The words of four strips, masked, are the A registers of a warpgroup: warp w holds rows of strip w, row block j of
 // each. The digits of x are the B operand, in shared memory exactly as quantize.cu wrote them. A producer warp keeps a
 // ring of stages full with bulk copies, weights before the previous kernel has ended and x after. Four warpgroups
-// multiply, each on row blocks of its own: a short wgmma is mostly latency, so what fills the tensor cores is many
-// independent ones (two warpgroups with long chains ran at a third of the rate). k is split over a cluster, whose CTAs
-// exchange row slices through distributed shared memory.
+// an SM multiply, each on row blocks of its own. k is split over a cluster, whose CTAs exchange row slices through
+// distributed shared memory.
 #include "activations.cuh"
 #include "decode_unit.cuh"
 #include "kernels.cuh"
@@ -15,12 +14,6 @@ namespace trirun {
 namespace {
 
 constexpr int UNIT_BYTES = 2048;           // one strip x 128 k
-constexpr int CONSUMERS = 512;             // four warpgroups
-constexpr int THREADS = CONSUMERS + 128;   // and one that copies
-// Registers of a copying and of a multiplying thread. The launch takes 96 for each of the 640; what the first give up
-// must cover what the others add: (32 + 4 * 112) * 128 <= 96 * 640, or the kernel waits forever.
-constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 112;
-static_assert((PRODUCER_REGISTERS + 4 * CONSUMER_REGISTERS) * 128 <= 96 * THREADS);
 constexpr int MAX_STAGES = 12;
 
 struct ColumnsArgs {
@@ -46,18 +39,29 @@ struct ColumnsArgs {
 
 template <int DIGITS, int N, int SCALE>
 struct Shape {
-  static constexpr int GROUPS = N <= 32 ? 2 : 1;              // of four strips, in one CTA
-  static constexpr int STRIPS = 4 * GROUPS;
-  static constexpr int J = GROUPS;                            // row blocks of one warpgroup
-  static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
+  // Few columns leave room for two CTAs on an SM, which do not fall into step with each other as warpgroups of one do.
+  [[maybe_unused]] static constexpr int CTAS = N <= 32 ? 2 : 1;
+  [[maybe_unused]] static constexpr int WARPGROUPS = 4 / CTAS, CONSUMERS = WARPGROUPS * 128;
+  [[maybe_unused]] static constexpr int THREADS = CONSUMERS + 128;             // and a warpgroup that copies
+  [[maybe_unused]] static constexpr int STRIPS = 4;                            // of one CTA
+  [[maybe_unused]] static constexpr int J = 4 / WARPGROUPS;                    // row blocks of one warpgroup
+  [[maybe_unused]] static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
   // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
-  static constexpr bool EXACT = DIGITS == 1 && SCALE == PER_CHANNEL;
+  [[maybe_unused]] static constexpr bool EXACT = DIGITS == 1 && SCALE == PER_CHANNEL;
+  // Registers of a thread at launch, of a copying and of a multiplying one: what the first give up must cover what the
+  // others add, or the kernel waits forever.
+  [[maybe_unused]] static constexpr int LAUNCH_REGISTERS = CTAS == 2 ? 80 : 96, PRODUCER_REGISTERS = 32;
+  [[maybe_unused]] static constexpr int CONSUMER_REGISTERS = CTAS == 2 ? 104 : 112;
+  static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= LAUNCH_REGISTERS * (WARPGROUPS + 1));
 };
 
-__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+template <int THREADS>
+__device__ __forceinline__ void consumers_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
 
 template <int DIGITS, int N, int SCALE>
-__global__ void __launch_bounds__(THREADS, 1) columns(const __grid_constant__ ColumnsArgs a) {
+__global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS, N, SCALE>::CTAS) columns(const __grid_constant__ ColumnsArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using S = Shape<DIGITS, N, SCALE>;
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -73,7 +77,7 @@ __global__ void __launch_bounds__(THREADS, 1) columns(const __grid_constant__ Co
   if (threadIdx.x == 0) {
     for (int i = 0; i < a.stages; i++) {
       barrier_init(full + i * 8, 1);
-      barrier_init(empty + i * 8, CONSUMERS / 32);
+      barrier_init(empty + i * 8, S::CONSUMERS / 32);
     }
     barrier_init(totals_ready, 1);
     barrier_init_fence();
@@ -81,24 +85,22 @@ __global__ void __launch_bounds__(THREADS, 1) columns(const __grid_constant__ Co
   __syncthreads();
   dependency_launch();
 
-  if (warp >= CONSUMERS / 32) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    // Issuing a bulk copy takes its thread about 200 cycles, so four threads share them: each two strips (or one) of a
-    // stage, and one of the pieces of x. The bytes are announced by the first; the order does not matter.
-    const int helper = warp - CONSUMERS / 32, x_bytes = UNIT * a.columns;
+  if (warp >= S::CONSUMERS / 32) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
+    // Issuing a bulk copy takes its thread about 200 cycles, so four threads share them: a strip each, and the
+    // pieces of x. The bytes are announced by the first; the order does not matter.
+    const int helper = warp - S::CONSUMERS / 32, x_bytes = UNIT * a.columns;
     const int scale_rows = a.group_rows * (real_zeros ? 2 : 1);
     const uint32_t stage_tx = strips * (UNIT_BYTES + scale_rows * 128) + x_bytes + a.tokens * (SCALE == PER_BLOCK ? 24 : 8);
     const uint64_t policy = evict_first_policy();
     const int64_t strip_stride = static_cast<int64_t>(a.units) * UNIT_BYTES;
-    const uint8_t* words = a.words + (strip0 + helper) * strip_stride + static_cast<int64_t>(unit0) * UNIT_BYTES;
+    const uint8_t* words = a.words + (strip0 + helper) * strip_stride;
     const auto load_weights = [&](int u, int stage) {
       const uint32_t base = shared + stage * a.stage_bytes, barrier = full + stage * 8;
       if (helper == 0) barrier_expect(barrier, stage_tx);
-#pragma unroll
-      for (int i = 0; i < S::GROUPS; i++)
-        if (helper + i * 4 < strips)
-          bulk_load_once(base + (helper + i * 4) * UNIT_BYTES, words + i * 4 * strip_stride + u * UNIT_BYTES, UNIT_BYTES,
-                         barrier, policy);
+      if (helper < strips)
+        bulk_load_once(base + helper * UNIT_BYTES, words + static_cast<int64_t>(unit0 + u) * UNIT_BYTES, UNIT_BYTES, barrier,
+                       policy);
       if constexpr (SCALE != PER_CHANNEL) {
         // The tile's scales of one group row are contiguous.
         for (int g = helper; g < scale_rows; g += 4) {
@@ -150,8 +152,8 @@ __global__ void __launch_bounds__(THREADS, 1) columns(const __grid_constant__ Co
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-    const int group = warp / 4, strip_in_tile = group % S::GROUPS * 4 + warp % 4, j0 = group / S::GROUPS * S::J;
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
+    const int strip_in_tile = warp % 4, j0 = warp / 4 * S::J;
     float sum[S::J][S::TOKENS][2];
     int c[S::J][N / 2];
 #pragma unroll
@@ -258,7 +260,7 @@ __global__ void __launch_bounds__(THREADS, 1) columns(const __grid_constant__ Co
       cluster_arrive();
       cluster_wait();
     } else {
-      consumers_sync();
+      consumers_sync<S::CONSUMERS>();
     }
     const int rows_log = __ffs(64 * S::STRIPS / a.cta_split) - 1, rows = 1 << rows_log;
     const int slot_floats = a.slot_rows * a.tokens;
@@ -295,11 +297,11 @@ __global__ void __launch_bounds__(THREADS, 1) columns(const __grid_constant__ Co
       cluster_arrive();
       cluster_wait();
     } else {
-      consumers_sync();
+      consumers_sync<S::CONSUMERS>();
     }
     const float* slots = reinterpret_cast<const float*>(memory);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < a.m << rows_log; i += CONSUMERS) {
+    for (int i = threadIdx.x; i < a.m << rows_log; i += S::CONSUMERS) {
       const int local = i & (rows - 1), token = i >> rows_log, row = rank * rows + local, n = strip0 * 64 + row;
       if (n >= a.n) continue;
       float v = 0.f;
@@ -318,11 +320,11 @@ __global__ void __launch_bounds__(THREADS, 1) columns(const __grid_constant__ Co
 using Kernel = void (*)(ColumnsArgs);
 
 struct Instance {
-  int digits, columns, scale, tile_strips;
+  int digits, columns, scale, tile_strips, threads;
   Kernel kernel;
 };
 
-#define TRIRUN_COLUMNS(D, N, S) {D, N, S, Shape<D, N, S>::STRIPS, columns<D, N, S>}
+#define TRIRUN_COLUMNS(D, N, S) {D, N, S, Shape<D, N, S>::STRIPS, Shape<D, N, S>::THREADS, columns<D, N, S>}
 // digits of x, columns (digits * rows of x, at most), where weight scales enter
 constexpr Instance INSTANCES[] = {
     TRIRUN_COLUMNS(2, 32, PER_CHANNEL),  TRIRUN_COLUMNS(2, 32, PER_UNIT),  TRIRUN_COLUMNS(2, 32, PER_BLOCK),
@@ -355,6 +357,8 @@ int launch_columns(const Problem& p) {
   if (instance == nullptr || layout.columns % 8 || !split || plan.cta_split > p.w.k / UNIT || plan.stages < 2 ||
       plan.stages > MAX_STAGES)
     return TRIRUN_UNSUPPORTED;
+  const int64_t part = (p.w.k / UNIT + plan.cta_split - 1) / plan.cta_split;
+  if (layout.digits == 1 && scale == PER_CHANNEL && part * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
 
   ColumnsArgs a{};
   a.words = reinterpret_cast<const uint8_t*>(p.w.words);
@@ -396,7 +400,7 @@ int launch_columns(const Problem& p) {
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>((a.strips + instance->tile_strips - 1) / instance->tile_strips * plan.cta_split));
-  config.blockDim = dim3(THREADS);
+  config.blockDim = dim3(instance->threads);
   config.dynamicSmemBytes = bytes;
   config.stream = p.stream;
   config.attrs = attributes;

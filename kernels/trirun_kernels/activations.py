@@ -1,0 +1,78 @@
+"""Quantizing activations apart from the product: once per layer input, for every weight that reads it.
+
+``quantize_activations`` turns x into the digits that the CUDA decode kernels multiply, ``int2_gemm_quantized`` takes
+them. An engine quantizes once for q|k|v and once for gate|up, or writes the same layout from its own norm kernel
+(csrc/cuda/activations.cuh defines it).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import cuda
+from .packing import PackedWeight
+
+_library = torch.library.Library("trirun", "FRAGMENT")
+_library.define("quantize_activations(Tensor x, int act_bits) -> Tensor")
+_library.define(
+    "int2_gemm_quantized(Tensor activations, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, int n, int k, "
+    "int m, int group_size, float zero, int act_bits, ScalarType dtype) -> Tensor"
+)
+_library.impl("quantize_activations", cuda.quantize_activations, "CUDA")
+_library.impl("int2_gemm_quantized", cuda.int2_gemm_quantized, "CUDA")
+
+
+def quantize_activations(x: Tensor, act_bits: int = 16) -> Tensor:
+    """x [m, k] (m at most 64; float32, float16 or bfloat16, on CUDA) to its digits, a uint8 buffer.
+
+    Raises:
+        ValueError: x is not a matrix of 1 to 64 rows, or act_bits is not 8 or 16.
+    """
+    if act_bits not in (8, 16):
+        raise ValueError(f"quantize_activations: act_bits={act_bits} is not 8 or 16")
+    if x.dim() != 2 or not 0 < x.shape[0] <= cuda.DECODE_ROWS:
+        raise ValueError(
+            f"quantize_activations: x has shape {list(x.shape)}; 1 to {cuda.DECODE_ROWS} rows are supported"
+        )
+    return torch.ops.trirun.quantize_activations(x, act_bits)
+
+
+def int2_gemm_quantized(
+    activations: Tensor,
+    m: int,
+    w: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    act_bits: int = 16,
+    dtype: torch.dtype = torch.float16,
+) -> Tensor:
+    """``int2_gemm`` on what :func:`quantize_activations` made of m rows: [m, n] in ``dtype``, the bias's dtype.
+
+    Raises:
+        ValueError: the buffer is not one of m rows and k columns, or the bias does not fit.
+    """
+    if bias is not None and (tuple(bias.shape) != (w.n,) or bias.dtype != dtype):
+        raise ValueError(f"int2_gemm_quantized: bias must be {dtype} [{w.n}], got {bias.dtype} {list(bias.shape)}")
+    zero = 0.0 if w.spec.zero is None else w.spec.zero
+    return torch.ops.trirun.int2_gemm_quantized(
+        activations, w.words, w.scales, w.zeros, bias, w.n, w.k, m, w.spec.group_size, zero, act_bits, dtype
+    )
+
+
+def activation_bytes(m: int, k_pad: int, act_bits: int) -> int:
+    """Bytes of the quantized form of m rows; the formula of ``ActivationLayout`` in csrc/cuda/activations.cuh."""
+    tokens = -(-m // 16) * 16 if m > 16 else max(2, 1 << (m - 1).bit_length())
+    digits = 2 if act_bits == 16 else 1
+    return -(-(k_pad * tokens * digits + k_pad // 128 * tokens * 24) // 256) * 256
+
+
+@torch.library.register_fake("trirun::quantize_activations", lib=_library)
+def _quantize_activations_fake(x, act_bits):
+    m, k = x.shape
+    return x.new_empty(activation_bytes(int(m), -(-int(k) // 128) * 128, act_bits), dtype=torch.uint8)
+
+
+@torch.library.register_fake("trirun::int2_gemm_quantized", lib=_library)
+def _int2_gemm_quantized_fake(activations, words, scales, zeros, bias, n, k, m, group_size, zero, act_bits, dtype):
+    return activations.new_empty((m, n), dtype=dtype)

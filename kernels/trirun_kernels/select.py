@@ -1,0 +1,168 @@
+"""Which CUDA kernel computes a product, with which tile: a pure function of the problem and the device.
+
+Every number in here was measured on an H200 (kernels/README.md has the tables); other devices get the same shape of
+decision scaled by their multiprocessors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .cuda_prefill import ROW_TILE, prefill_tile
+
+STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANTIZE = range(1, 8)  # TRIRUN_KERNEL_*
+UNIT = 128  # k of one pipeline stage, K_PAD of the layout
+STRIP = 64  # out_features that stream together
+DECODE_ROWS = 64  # rows of x a decode kernel takes at most
+SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB one CTA may have; 99 elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the choice depends on: ``arch``, 10 · major + minor of the compute capability, and its multiprocessors."""
+
+    arch: int
+    sms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``trirun_cuda_plan`` of csrc/trirun.h, field by field; 0 where a kernel does not use one."""
+
+    kernel: int
+    tile_m: int = 0
+    tile_n: int = 0
+    warps: int = 0
+    warp_split: int = 0
+    cta_split: int = 0
+    stages: int = 0
+    ctas: int = 0
+    fused: int = 0
+    reserved: int = 0
+
+
+def select(
+    n: int,
+    k: int,
+    m: int,
+    group_size: int,
+    act_bits: int,
+    device: Device,
+    *,
+    quantized: bool = False,
+    wide: bool = False,
+    plain: bool = True,
+) -> Plan:
+    """The kernel for y[m, n] = x[m, k] · wᵀ.
+
+    Args:
+        n, k: padded sizes of the stored weight (multiples of 64 and 128).
+        m: rows of x, at least 1.
+        group_size: -1, 32, 64 or 128. act_bits: 8 or 16.
+        quantized: x comes from ``trirun::quantize_activations``; such a product stays on the decode kernels.
+        plain: the zero point is one number in quarters, which is exact beside the codes (prefill).
+        wide: x is float32, which only the decode kernels keep exact (more rows than they take run in pieces).
+
+    Raises:
+        ValueError: the device is older than any kernel, or x must stay on the decode kernels and is too large for them.
+    """
+    if device.arch < 80:
+        raise ValueError(f"the CUDA kernels need compute capability 8.0 or newer, this device has {device.arch / 10}")
+    if quantized and m > DECODE_ROWS:
+        raise ValueError(f"quantized activations of {m} rows: the decode kernels take at most {DECODE_ROWS}")
+    # From 17 rows on a prefill tile of 64 is faster (H200); without wgmma, from three tensor-core tiles of columns on.
+    limit = 16 if device.arch == 90 or act_bits == 8 else 8
+    if device.arch == 90 and (quantized or wide):
+        limit = DECODE_ROWS
+    if m <= limit or quantized or wide:
+        plan = _decode(n, k, m, group_size, act_bits, device, quantized) if m <= limit else None
+        if plan is not None:
+            return plan
+        if quantized or wide:
+            raise ValueError(f"{m} rows of k={k} do not fit a decode kernel of compute capability {device.arch / 10}")
+    return _prefill(n, k, m, group_size, act_bits, device, plain)
+
+
+def _decode(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool) -> Plan | None:
+    columns = m * (2 if act_bits == 16 else 1)
+    if device.arch == 90 and columns > 16:
+        return _columns(n, k, columns, device)
+    for warps, warp_split, cta_split, stages, per_sm, fused in _stream_candidates(n, k, m, device):
+        warp_split = min(warp_split, _floor_power(k // UNIT // cta_split))
+        plan = Plan(
+            STREAM if device.arch >= 90 else STREAM_SM80,
+            warps=warps,
+            warp_split=warp_split,
+            cta_split=cta_split,
+            stages=stages,
+            ctas=device.sms * per_sm,
+            fused=int(fused and not quantized),
+        )
+        if shared_bytes(n, k, m, group_size, act_bits, plan) * per_sm <= SHARED_MEMORY.get(device.arch, 99) * 1024:
+            return plan
+    return None
+
+
+def _stream_candidates(n: int, k: int, m: int, device: Device) -> list[tuple[int, int, int, int, int, bool]]:
+    """(warps, warp_split, cta_split, stages, CTAs per SM, fused), best first; the first that fits is taken.
+
+    A strip is shared by so many warps that one wave has work for every SM; quantizing in the prologue saves a launch
+    and pays while x is small. The last ones are for x too large for the others' shared memory.
+    """
+    strips, wide_k = n // STRIP, k >= 16384
+    if strips * 2 <= device.sms:
+        best = [(8, 2, 4, 4, 1, True)] if m <= 4 and k >= 1024 else [(8, 8, 1, 2, 1, m <= 2)]
+    elif strips <= device.sms:
+        if m <= 2:
+            best = [(8, 8, 1, 6, 1, False)] if wide_k else [(16, 16, 1, 2, 1, True)]
+        else:
+            best = [(8, 4, 2, 6, 1, False)] if wide_k else [(8, 8, 1, 3 if m <= 4 else 2, 1, False)]
+    elif m <= 2:
+        best = [(8, 2, 2, 6, 2, True), (8, 2, 2, 4, 2, True)] if k >= 8192 else [(8, 4, 1, 3, 2, True)]
+    elif m <= 4:
+        best = [(16, 4, 1, 4, 1, False)]
+    else:
+        best = [(16, 2, 2, 2, 1, False)] if k >= 8192 else [(8, 2, 2, 2, 2, False)]
+    smaller = [(8, 8, 1, 2, 1, False), (8, 4, 2, 2, 1, False), (8, 2, 4, 2, 1, False), (8, 1, 8, 2, 1, False)]
+    smaller += [(4, 4, 1, 2, 1, False), (4, 2, 4, 2, 1, False), (4, 1, 8, 2, 1, False)]
+    return [plan for plan in best + smaller if plan[2] <= max(1, k // UNIT)]
+
+
+def shared_bytes(n: int, k: int, m: int, group_size: int, act_bits: int, plan: Plan) -> int:
+    """Shared memory of one CTA of the stream kernel: x's digits and scales, exchange slots, ring, barriers. At least
+    what launch_stream in csrc/cuda/decode.cu asks for (real zeros are assumed)."""
+    tokens = 1 if m == 1 and plan.fused else max(2, 1 << (m - 1).bit_length())
+    digits, groups = (2 if act_bits == 16 else 1), 0 if group_size == -1 else UNIT // group_size
+    units = -(-(k // UNIT) // plan.cta_split)
+    x = units * tokens * (UNIT * digits + (24 if groups > 1 else 8))
+    # A CTA that has more than one tile of strips receives the next one's sums while it still reads the last one's.
+    tiles = -(-n // (STRIP * (plan.warps // plan.warp_split)))
+    sets = 1 if tiles <= plan.ctas // plan.cta_split else 2
+    slots = plan.warps * sets * STRIP * tokens * 4
+    ring = plan.warps * plan.stages * (2048 + 256 * groups)
+    return x + slots + ring + (1536 if act_bits == 8 else 1024)
+
+
+def _columns(n: int, k: int, columns: int, device: Device) -> Plan:
+    """wgmma on columns of digits, four strips a CTA; k is split until the CTAs fill the device, two on an SM up to 32
+    columns, but not so far that exchanging the parts costs more than it saves."""
+    tiles, units, per_sm = -(-n // (STRIP * 4)), k // UNIT, 2 if columns <= 32 else 1
+    split = 1
+    while split < 8 and tiles * split * 2 <= device.sms * per_sm:
+        fewest = 8 if tiles * split * 4 <= device.sms * per_sm else 16
+        if units // (split * 2) < fewest:
+            break
+        split *= 2
+    return Plan(COLUMNS, cta_split=split, stages=6 if columns > 32 else 4 if units // split <= 16 else 8)
+
+
+def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:
+    if device.arch != 90:
+        return Plan(PREFILL_SM80, tile_m=128)
+    int8 = act_bits == 8 and group_size == -1 and k <= 87040
+    tokens, split = prefill_tile(n, k, m, device.sms, plain=plain and group_size == -1, int8=int8)
+    return Plan(PREFILL_W2A8 if int8 else PREFILL_WGMMA, tile_m=tokens, tile_n=ROW_TILE, cta_split=split)
+
+
+def _floor_power(v: int) -> int:
+    return 1 << max(v, 1).bit_length() - 1

@@ -1,0 +1,82 @@
+"""select: every plan is one the C side has an instance for, on every device and shape."""
+
+from itertools import product
+
+import pytest
+from trirun_kernels.select import (
+    COLUMNS,
+    PREFILL_SM80,
+    PREFILL_W2A8,
+    PREFILL_WGMMA,
+    SHARED_MEMORY,
+    STREAM,
+    STREAM_SM80,
+    Device,
+    select,
+    shared_bytes,
+)
+
+H200, A100, RTX4090, B200 = Device(90, 132), Device(80, 108), Device(89, 128), Device(100, 148)
+SHAPES = [
+    (64, 128),
+    (64, 1024),
+    (128, 256),
+    (192, 14336),
+    (4096, 4096),
+    (13824, 2560),
+    (22016, 4096),
+    (8192, 28672),
+    (57344, 8192),
+]
+
+
+@pytest.mark.parametrize("device", [H200, A100, RTX4090, B200], ids=lambda d: str(d.arch))
+def test_every_plan_is_launchable(device):
+    for (n, k), m, group, bits in product(SHAPES, range(1, 66), (-1, 32, 64, 128), (8, 16)):
+        plan = select(n, k, m, group, bits, device)
+        where = f"{n}x{k} m={m} g={group} a{bits}: {plan}"
+        if plan.kernel in (STREAM, STREAM_SM80):
+            assert (plan.kernel == STREAM) == (device.arch >= 90), where
+            assert m * (2 if bits == 16 else 1) <= 16, where
+            assert plan.warps in (4, 8, 16) and plan.warps % plan.warp_split == 0, where
+            assert plan.warp_split * plan.cta_split <= min(64, k // 128), where
+            assert plan.stages in (2, 3, 4, 6), where
+            assert shared_bytes(n, k, m, group, bits, plan) <= SHARED_MEMORY.get(device.arch, 99) * 1024, where
+            assert plan.fused in (0, 1) and m <= 8 * (1 + (bits == 8)), where
+        elif plan.kernel == COLUMNS:
+            assert device.arch == 90 and m <= 64, where
+            assert plan.cta_split in (1, 2, 4, 8) and plan.cta_split <= k // 128, where
+        else:
+            assert plan.kernel == (PREFILL_SM80 if device.arch != 90 else plan.kernel), where
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(ValueError, match="do not fit"):
+        select(4096, 1 << 20, 8, -1, 16, H200, wide=True)
+    assert select(4096, 1 << 20, 8, -1, 16, H200).kernel == PREFILL_WGMMA
+
+
+def test_many_rows_prefill():
+    assert select(4096, 4096, 65, 128, 16, H200).kernel == PREFILL_WGMMA
+    assert select(4096, 4096, 65, -1, 8, H200).kernel == PREFILL_W2A8
+    assert select(4096, 4096, 65, 128, 8, H200).kernel == PREFILL_WGMMA
+    assert select(4096, 4096, 16, -1, 16, H200).kernel == COLUMNS
+    assert select(4096, 4096, 17, -1, 16, H200).kernel == PREFILL_WGMMA
+    assert select(4096, 4096, 17, 128, 16, A100).kernel == PREFILL_SM80
+
+
+def test_quantized_activations_stay_on_decode_kernels():
+    for m in range(1, 65):
+        assert select(4096, 4096, m, -1, 16, H200, quantized=True).fused == 0
+    with pytest.raises(ValueError, match="65 rows"):
+        select(4096, 4096, 65, -1, 16, H200, quantized=True)
+
+
+def test_float32_rows_stay_on_decode_kernels():
+    assert select(4096, 4096, 64, -1, 16, H200, wide=True).kernel == COLUMNS
+    assert select(4096, 4096, 8, -1, 16, A100, wide=True).kernel == STREAM_SM80
+
+
+def test_old_devices_are_refused():
+    with pytest.raises(ValueError, match=r"8\.0"):
+        select(4096, 4096, 1, -1, 16, Device(75, 40))
