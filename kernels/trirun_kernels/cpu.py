@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import byref, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any
@@ -23,12 +24,19 @@ def backend() -> str:
     library is not built. The environment variable TRIRUN_CPU_ISA names one to use instead of the best.
 
     Raises:
-        NativeError: a library exists, but cannot be loaded or belongs to another version.
+        NativeError: a library exists, but cannot be loaded or belongs to another version; or TRIRUN_CPU_ISA names
+            what this machine does not have.
     """
     if not native.library_path("cpu").exists():
         return "reference"
-    name = native.load("cpu").trirun_cpu_isa
+    library = native.load("cpu")
+    name = library.trirun_cpu_isa
     name.restype = ctypes.c_char_p
+    wanted = os.environ.get("TRIRUN_CPU_ISA", "")
+    if wanted and library.trirun_cpu_set_isa(wanted.encode()):
+        raise native.NativeError(
+            f"TRIRUN_CPU_ISA={wanted}: not an instruction set that this machine and this library have"
+        )
     return name().decode()
 
 

@@ -270,6 +270,9 @@ def test_environment_chooses_the_instruction_set():
         environment = os.environ | {"TRIRUN_CPU_ISA": name, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
         assert done.stdout.strip() == name, done.stderr
+    environment["TRIRUN_CPU_ISA"] = "sse9"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode and "TRIRUN_CPU_ISA=sse9" in done.stderr
 
 
 def test_pool_survives_fork_and_serves_concurrent_callers():
