@@ -45,7 +45,9 @@ struct Dequantize<__nv_bfloat16> {
     return reinterpret_cast<uint32_t&>(h);
   }
   static __device__ __forceinline__ float first(uint32_t pair) { return __uint_as_float(pair << 16); }
-  static __device__ __forceinline__ uint32_t broadcast(uint32_t halves, int high) { return pair(half_bits(halves, high)); }
+  static __device__ __forceinline__ uint32_t broadcast(uint32_t halves, int high) {
+    return pair(half_bits(halves, high));
+  }
   static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
@@ -62,8 +64,9 @@ __device__ __forceinline__ uint32_t mask_or(uint32_t value, uint32_t magic) {
 }
 
 template <typename T>
-__device__ __forceinline__ void load_fragments(uint32_t (&a0)[4], uint32_t (&a1)[4], const uint4& words, int half, int turn,
-                                               uint32_t magic, const uint32_t (&unit)[2], const uint32_t (&offset)[2]) {
+__device__ __forceinline__ void load_fragments(uint32_t (&a0)[4], uint32_t (&a1)[4], const uint4& words, int half,
+                                               int turn, uint32_t magic, const uint32_t (&unit)[2],
+                                               const uint32_t (&offset)[2]) {
   using D = Dequantize<T>;
   // Bytes 0, 1 of a word are k = 2t, 2t + 1 and bytes 2, 3 are k + 8: registers {0, 1} and {2, 3} of the fragment.
   uint32_t low = half ? words.z : words.x, high = half ? words.w : words.y;

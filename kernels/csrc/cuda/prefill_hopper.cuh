@@ -39,22 +39,24 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
       "@done bra ready;\n"
       "bra again;\n"
       "ready:\n"
-      "}\n" ::"r"(bar), "r"(parity)
+      "}\n" ::"r"(bar),
+      "r"(parity)
       : "memory");
 }
 
 // A box of a 2-D or 3-D tensor into shared memory; out-of-range elements arrive as zeros and still count as bytes.
 __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, uint32_t bar, int c0, int c1) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          dst),
       "l"(map), "r"(bar), "r"(c0), "r"(c1)
       : "memory");
 }
 
 __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, uint32_t bar, int c0, int c1, int c2) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          dst),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(dst),
       "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2)
       : "memory");
 }
@@ -64,7 +66,9 @@ __device__ __forceinline__ void prefetch_map(const void* map) {
 }
 
 __device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void grid_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -98,7 +102,8 @@ __device__ __forceinline__ uint2 shared_load_pair(uint32_t address) {
 }
 
 __device__ __forceinline__ void shared_store(uint32_t address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 __device__ __forceinline__ void shared_store_pair(uint32_t address, uint32_t a, uint32_t b) {
@@ -107,8 +112,8 @@ __device__ __forceinline__ void shared_store_pair(uint32_t address, uint32_t a, 
 
 // A box of shared memory to a 2-D tensor, asynchronously; elements out of range are not written.
 __device__ __forceinline__ void tensor_store(const void* map, uint32_t from, int c0, int c1) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from), "r"(c0),
-               "r"(c1)
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+               "r"(c0), "r"(c1)
                : "memory");
 }
 // What threads wrote to shared memory becomes visible to the copy engine.
@@ -150,7 +155,8 @@ struct Wgmma;
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "  \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "  \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-#define TRIRUN_R8(c, o) c(d[o]), c(d[o + 1]), c(d[o + 2]), c(d[o + 3]), c(d[o + 4]), c(d[o + 5]), c(d[o + 6]), c(d[o + 7])
+#define TRIRUN_R4(c, o) c(d[o]), c(d[o + 1]), c(d[o + 2]), c(d[o + 3])
+#define TRIRUN_R8(c, o) TRIRUN_R4(c, o), TRIRUN_R4(c, o + 4)
 #define TRIRUN_R32(c, o) TRIRUN_R8(c, o), TRIRUN_R8(c, o + 8), TRIRUN_R8(c, o + 16), TRIRUN_R8(c, o + 24)
 #define TRIRUN_R64(c, o) TRIRUN_R32(c, o), TRIRUN_R32(c, o + 32)
 

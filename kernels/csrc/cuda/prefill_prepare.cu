@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kThreads) prepare_rows(RowArguments a) {
       __half2 packed[kVector / 2];
 #pragma unroll
       for (int i = 0; i < kVector; i += 2) {
-        const float lo = a.format == kRowsHalf ? v[i] * inverse : fminf(fmaxf(rintf(__fdiv_rn(v[i], scale)), -128.f), 127.f);
+        const float lo =
+            a.format == kRowsHalf ? v[i] * inverse : fminf(fmaxf(rintf(__fdiv_rn(v[i], scale)), -128.f), 127.f);
         const float hi =
             a.format == kRowsHalf ? v[i + 1] * inverse : fminf(fmaxf(rintf(__fdiv_rn(v[i + 1], scale)), -128.f), 127.f);
         packed[i / 2] = __floats2half2_rn(lo, hi);
@@ -141,7 +142,8 @@ __global__ void __launch_bounds__(128) dequantize(DenseArguments a) {
   if (block >= blocks) return;
   const uint4 raw = reinterpret_cast<const uint4*>(a.w.words)[(strip * blocks + block) * 32 + lane];
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-  const int64_t group = a.w.group_size > 0 ? block * 32 / a.w.group_size : 0, at = group * a.w.n + strip * 64 + lane / 4 * 8;
+  const int64_t group = a.w.group_size > 0 ? block * 32 / a.w.group_size : 0,
+                at = group * a.w.n + strip * 64 + lane / 4 * 8;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int j = i / 2, h = i % 2;

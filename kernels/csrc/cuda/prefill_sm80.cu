@@ -3,6 +3,7 @@
 // One CTA computes 128 rows of w (two strips) by 128 rows of x with 8 warps, each one strip by 32 tokens. A stage holds
 // 64 columns of x, its 16-byte parts permuted within a row so that ldmatrix meets no bank conflict, and 2 x 2 blocks of
 // tile64. Four stages are in flight.
+// no-spill: prefill_sm80_kernel<*>
 #include "prefill.cuh"
 #include "prefill_dequantize.cuh"
 
@@ -41,15 +42,20 @@ template <typename T>
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
 __device__ __forceinline__ void multiply<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <>
-__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                        uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // An 8x8 tile of 16-bit values, transposed among the lanes: rows of w become neighbours in a lane.
@@ -79,7 +85,8 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
   using D = Dequantize<T>;
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, strip = warp % kStrips, tokens = warp / kStrips * 32;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, strip = warp % kStrips,
+            tokens = warp / kStrips * 32;
   // Token tiles are the fast index: CTAs that run together share rows of w.
   const int64_t token0 = int64_t(blockIdx.x) * kTokens;
   const int strip0 = blockIdx.y * kStrips, last_strip = int(a.padded_n / 64) - 1;
@@ -112,8 +119,10 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
   // [row block][row half], as pairs: scale, and the zero point in two parts, the second multiplied by the scale.
   uint32_t scale[4][2], zero[4][2], rest[4][2];
   const auto set_groups = [&](int64_t group) {
-    const uint4 s = grouped ? *reinterpret_cast<const uint4*>(a.scales + group * a.padded_n + stored) : make_uint4(0, 0, 0, 0);
-    const uint4 z = a.zeros ? *reinterpret_cast<const uint4*>(a.zeros + group * a.padded_n + stored) : make_uint4(0, 0, 0, 0);
+    const uint4 s =
+        grouped ? *reinterpret_cast<const uint4*>(a.scales + group * a.padded_n + stored) : make_uint4(0, 0, 0, 0);
+    const uint4 z =
+        a.zeros ? *reinterpret_cast<const uint4*>(a.zeros + group * a.padded_n + stored) : make_uint4(0, 0, 0, 0);
     const uint32_t sj[4] = {s.x, s.y, s.z, s.w}, zj[4] = {z.x, z.y, z.z, z.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -189,15 +198,18 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int j = i / 2, h = i % 2, r = row0 + 16 * j + 8 * h + lane / 4;
-      const float s = grouped ? 1.f : half_bits(channel[j], h), bias = a.bias && r < a.n ? read_value(a.bias, r, a.y_dtype) : 0.f;
-      const float lo = fmaf(sum[j][t][2 * h], s * factor[0], bias), hi = fmaf(sum[j][t][2 * h + 1], s * factor[1], bias);
+      const float s = grouped ? 1.f : half_bits(channel[j], h),
+                  bias = a.bias && r < a.n ? read_value(a.bias, r, a.y_dtype) : 0.f;
+      const float lo = fmaf(sum[j][t][2 * h], s * factor[0], bias),
+                  hi = fmaf(sum[j][t][2 * h + 1], s * factor[1], bias);
       if (a.y_dtype == TRIRUN_F32) {
         if (r < a.n && token < a.m) static_cast<float*>(a.y)[token * a.ldy + r] = lo;
         if (r < a.n && token + 1 < a.m) static_cast<float*>(a.y)[(token + 1) * a.ldy + r] = hi;
       } else {
         const uint32_t v = transposed(packed(lo, hi, a.y_dtype));
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(staged + (8 * t + lane / 4) * 144 + 32 * j + 16 * h + lane % 4 * 4), "r"(v)
-                     : "memory");
+        asm volatile(
+            "st.shared.u32 [%0], %1;" ::"r"(staged + (8 * t + lane / 4) * 144 + 32 * j + 16 * h + lane % 4 * 4), "r"(v)
+            : "memory");
       }
     }
   }

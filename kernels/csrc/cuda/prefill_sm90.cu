@@ -1,4 +1,5 @@
 // Hopper prefill on the host: tensor maps, grid, and the list of compiled instances.
+// no-spill(90a): prefill_kernel<*>
 #include "kernels.cuh"
 #include "prefill.cuh"
 #include "prefill_sm90.cuh"
@@ -42,9 +43,9 @@ struct Box {
 
 int encode(CUtensorMap* map, const void* data, const Box& b) {
   const cuuint32_t step[3] = {1, 1, 1};
-  const CUresult result = tensor_map_encoder()(map, b.type, b.rank, const_cast<void*>(data), b.size, b.stride, b.box, step,
-                                               CU_TENSOR_MAP_INTERLEAVE_NONE, b.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = tensor_map_encoder()(map, b.type, b.rank, const_cast<void*>(data), b.size, b.stride, b.box,
+                                               step, CU_TENSOR_MAP_INTERLEAVE_NONE, b.swizzle,
+                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? TRIRUN_OK : TRIRUN_BAD_POINTER;
 }
 
@@ -55,17 +56,25 @@ int launch(const Problem& p, const PreparedRows& rows) {
   const cuuint64_t n = p.w.n, k = p.w.k, m = p.m, columns = rows.columns;
   const auto type = sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   PrefillArguments a = {};
-  int status = encode(&a.x, rows.x,
-                      {type, CU_TENSOR_MAP_SWIZZLE_128B, 2, {columns, m, 1}, {rows.ldx * sizeof(T), 0},
-                       {Shape::kColumns, Tokens, 1}});
+  int status = encode(
+      &a.x, rows.x,
+      {type, CU_TENSOR_MAP_SWIZZLE_128B, 2, {columns, m, 1}, {rows.ldx * sizeof(T), 0}, {Shape::kColumns, Tokens, 1}});
   if (status == TRIRUN_OK)
     status = encode(&a.words, p.w.words,
-                    {CU_TENSOR_MAP_DATA_TYPE_UINT32, CU_TENSOR_MAP_SWIZZLE_NONE, 3, {128, k / 32, n / 64},
-                     {512, k / 32 * 512}, {128, Shape::kBlocks, 4}});
+                    {CU_TENSOR_MAP_DATA_TYPE_UINT32,
+                     CU_TENSOR_MAP_SWIZZLE_NONE,
+                     3,
+                     {128, k / 32, n / 64},
+                     {512, k / 32 * 512},
+                     {128, Shape::kBlocks, 4}});
   const bool grouped = Grouped && p.w.group_size > 0;
   if (grouped) {
     const cuuint64_t groups = k / p.w.group_size;
-    const Box box = {CU_TENSOR_MAP_DATA_TYPE_UINT16, CU_TENSOR_MAP_SWIZZLE_NONE, 2, {n, groups, 1}, {n * 2, 0},
+    const Box box = {CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                     CU_TENSOR_MAP_SWIZZLE_NONE,
+                     2,
+                     {n, groups, 1},
+                     {n * 2, 0},
                      {kRowTile, p.w.group_size == 32 ? 2u : 1u, 1}};
     if (status == TRIRUN_OK) status = encode(&a.scales, p.w.scales, box);
     if (status == TRIRUN_OK && p.w.zeros) status = encode(&a.zeros, p.w.zeros, box);
@@ -103,8 +112,12 @@ int launch(const Problem& p, const PreparedRows& rows) {
     a.remainder = remainder;
     if (a.tensor_stores) {
       const int encoded = encode(&a.outputs, p.y,
-                                 {CU_TENSOR_MAP_DATA_TYPE_UINT16, CU_TENSOR_MAP_SWIZZLE_64B, 2, {cuuint64_t(p.n), m, 1},
-                                  {cuuint64_t(p.ldy) * 2, 0}, {32, splits > 1 ? 8u : Tokens, 1}});
+                                 {CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                                  CU_TENSOR_MAP_SWIZZLE_64B,
+                                  2,
+                                  {cuuint64_t(p.n), m, 1},
+                                  {cuuint64_t(p.ldy) * 2, 0},
+                                  {32, splits > 1 ? 8u : Tokens, 1}});
       if (encoded != TRIRUN_OK) return encoded;
     }
     cudaLaunchAttribute attributes[2];
@@ -128,8 +141,8 @@ int launch(const Problem& p, const PreparedRows& rows) {
     return s <= 8 && s * Shape::kTurns <= a.k_stages && Shape::received(s) <= Shape::kStages * Shape::kStage;
   };
   if (!fits(splits)) return TRIRUN_UNSUPPORTED;
-  // Tiles that would leave most CTAs idle in a last round are shared by clusters of several CTAs each, in a second launch
-  // that starts as the first one's CTAs finish.
+  // Tiles that would leave most CTAs idle in a last round are shared by clusters of several CTAs each, in a second
+  // launch that starts as the first one's CTAs finish.
   const int rest = int(tiles % p.sms), tail = splits == 1 && tiles > p.sms ? tail_splits(rest, p.sms) : 1;
   if (tail == 1 || !fits(tail) || p.w.k < 1024) return run(0, int(tiles), splits, false);
   status = run(0, int(tiles) - rest, 1, false);

@@ -6,279 +6,14 @@
 // ever passes through shared memory a second time. w is the M side of the product: tokens are its N.
 #pragma once
 
-#include <cuda.h>
-
-#include <type_traits>
-
-#include "../trirun.h"
-#include "prefill_dequantize.cuh"
-#include "prefill_hopper.cuh"
+#include "prefill_outputs.cuh"
 
 namespace trirun {
 
-struct PrefillArguments {
-  CUtensorMap x;       // [m][k], boxes of Tokens x 128 bytes, 128-byte swizzle
-  CUtensorMap words;   // [n/64][k/32][128]
-  CUtensorMap scales;  // [k/g][n] in strip order; grouped kernels only
-  CUtensorMap zeros;
-  CUtensorMap outputs;  // [m][n], boxes of 32 columns (64-byte swizzle) by 8 tokens, or by Tokens where splits is 1
-  const __half* channel_scales;  // one row of scales, or null when scales enter the fragments
-  const __half* channel_zeros;   // one row of real zeros (group size -1), or null
-  const float* row_scale;        // [m] factor of every row of x, or null
-  const int* row_sum;            // [m] sum of the int8 codes of every row of x; int8 kernels only
-  const void* bias;              // [n] in the type of y, or null
-  void* y;
-  int64_t ldy;
-  int m, n, padded_n;       // true sizes of y; rows of w as stored
-  int k_stages;             // stages along k
-  int row_tiles, token_tiles;  // of 256 rows of w, of Tokens rows of x
-  int raster;               // token tiles that run side by side
-  int splits;               // CTAs of the cluster that share one tile along k
-  int first_tile, last_tile;
-  bool remainder;           // launched behind the tiles before first_tile, to fill the CTAs that those leave idle
-  int group_size;
-  bool has_zeros;           // zeros come with every group
-  bool split_zero;          // zero points that q - zero is not exact for: subtracted in two parts
-  float zero;
-  int y_dtype;
-  bool tensor_stores;       // y's rows start at multiples of 16 bytes and hold 16-bit values
-};
-
-constexpr int kRowTile = 256;
-constexpr int kConsumers = 256;
-constexpr int kThreads = kConsumers + 128;
-constexpr int kStageBytesOfX = 128;  // per row: one swizzle span
-
-template <typename T, int Tokens, bool Grouped>
-struct PrefillShape {
-  // Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens
-  // a warpgroup takes all four row blocks of a strip, and the two warpgroups take turns at the stages.
-  static constexpr int kRowBlocks = Tokens == 64 ? 4 : 2;
-  static constexpr int kTurns = kRowBlocks / 2;
-  static constexpr int kColumns = kStageBytesOfX / int(sizeof(T));  // of k in a stage
-  static constexpr int kBlocks = kColumns / 32;
-  static constexpr int kTokens = Tokens;
-  static constexpr int kX = Tokens * kStageBytesOfX;
-  static constexpr int kWords = 4 * kBlocks * 512;
-  static constexpr int kGroups = Grouped ? 2 * 512 : 0;  // two groups of 256 scales; as much again for zeros
-  static constexpr int kStage = kX + kWords + 2 * kGroups;
-  static constexpr int kOutput = 8 * Tokens * 64;   // per warp: 32 values of 16 bits for every token
-  static constexpr int kRows = 2 * Tokens * 8;      // per warpgroup: factor and sum of every token
-  static constexpr int kExchange = kTurns == 2 ? 8 * Tokens * 128 : 0;  // sums that one warpgroup hands to the other
-  static constexpr int kBarriers = 256;
-  static constexpr int kFixed = kOutput + kExchange + kRows + kBarriers;
-  static constexpr int kRoom = (227 * 1024 - kFixed) / kStage;
-  static constexpr int kStages = kRoom < 12 ? kRoom : 12;
-  static constexpr int kBytes = kStages * kStage + kFixed;
-  // What other CTAs of a cluster send takes the place of the stages once all are consumed.
-  static constexpr int received(int splits) { return (splits - 1) * ((Tokens / 8 + splits - 1) / splits) * 8192; }
-};
-
 #ifdef TRIRUN_HOPPER
 
-// The four sums of a row block that belong to one block of 8 tokens.
-template <typename A, int Count>
-__device__ __forceinline__ A (&four(A (&sum)[Count], int block))[4] {
-  return *reinterpret_cast<A(*)[4]>(&sum[4 * block]);
-}
-
-// Pins sums to this place in the program: without it the compiler copies them before the wait that makes them complete,
-// since it takes a wgmma's results to be there at once.
-template <int Count>
-__device__ __forceinline__ void hold(float (&sum)[Count]) {
-#pragma unroll
-  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sum[i])::"memory");
-}
-template <int Count>
-__device__ __forceinline__ void hold(int (&sum)[Count]) {
-#pragma unroll
-  for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(sum[i])::"memory");
-}
-
-// What a consumer warp does with its sums: 32 rows of w (one strip's two row blocks) by Tokens rows of x.
-template <typename T, int Tokens, bool Grouped>
-struct Consumer {
-  static constexpr bool kInt8 = sizeof(T) == 1;
-  using Accumulator = typename std::conditional<kInt8, int, float>::type;
-  static constexpr int kBlocks = Tokens / 8;
-
-  const PrefillArguments& args;
-  const uint32_t output, rows;  // shared memory: this warp's staged outputs, this warpgroup's row factors
-  int lane;
-  const int warp, group;        // warp = strip of the tile; group = warpgroup, owner of row blocks 2 group, 2 group + 1
-  int row0, token0;             // first row of w and first token of the tile
-  // Of this lane's four rows, [row block][row half]. What `begin` asks for is converted only when it is used, so that no
-  // multiplication waits for it.
-  uint2 raw_scale;
-  uint32_t raw_bias[2][2];
-  float scale[2][2], bias[2][2], zero[2][2];
-
-  __device__ Consumer(const PrefillArguments& a, uint32_t out, uint32_t factors, int l, int w, int g)
-      : args(a), output(out), rows(factors), lane(l), warp(w), group(g) {}
-
-  __device__ __forceinline__ int first_row() const { return row0 + 64 * warp + 32 * group; }
-  __device__ __forceinline__ int row(int j, int h) const { return first_row() + 16 * j + 8 * h + lane / 4; }
-
-  // Where the stored (strip) order keeps this lane's row.
-  __device__ __forceinline__ int stored(int j, int h) const {
-    return row0 + 64 * warp + 8 * (lane / 4) + 4 * group + 2 * j + h;
-  }
-
-  // Zero point of a row, given by its row block in the strip.
-  __device__ __forceinline__ float channel_zero(int block, int h) const {
-    const int at = row0 + 64 * warp + 8 * (lane / 4) + 2 * block + h;
-    if (!args.channel_zeros) return args.zero;
-    return at < args.padded_n ? __half2float(args.channel_zeros[at]) : 0.f;
-  }
-
-  __device__ __forceinline__ float bias_value(uint32_t raw) const {
-    if (args.y_dtype == TRIRUN_F32) return __uint_as_float(raw);
-    if (args.y_dtype == TRIRUN_BF16) return __uint_as_float(raw << 16);
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(raw)));
-  }
-
-  __device__ __forceinline__ void warpgroup_sync() const {
-    asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
-  }
-
-  // Everything the outputs need beside the sums, asked for before the sums are computed.
-  __device__ __forceinline__ void begin(int row_tile, int token_tile) {
-    row0 = row_tile * kRowTile, token0 = token_tile * Tokens;
-    raw_scale = make_uint2(0, 0);
-    if (args.channel_scales && stored(0, 0) < args.padded_n)
-      raw_scale = *reinterpret_cast<const uint2*>(args.channel_scales + stored(0, 0));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = row(i / 2, i % 2);
-      raw_bias[i / 2][i % 2] = 0;
-      if (args.bias && r < args.n)
-        raw_bias[i / 2][i % 2] = args.y_dtype == TRIRUN_F32 ? static_cast<const uint32_t*>(args.bias)[r]
-                                                            : static_cast<const uint16_t*>(args.bias)[r];
-    }
-    if (args.row_scale) {
-      warpgroup_sync();
-      const int local = threadIdx.x % 128, token = token0 + local;
-      if (local < Tokens) {
-        const float s = token < args.m ? args.row_scale[token] : 0.f;
-        const float sum = token < args.m ? float(args.row_sum[token]) : 0.f;
-        hopper::shared_store_pair(rows + 8 * local, __float_as_uint(s), __float_as_uint(sum));
-      }
-    }
-  }
-
-  // Before the first staged output: the stores of the tile before have read their staging memory.
-  __device__ __forceinline__ void begin_outputs() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = i / 2, h = i % 2;
-      scale[j][h] = args.channel_scales ? half_bits(j ? raw_scale.y : raw_scale.x, h) : 1.f;
-      bias[j][h] = bias_value(raw_bias[j][h]);
-      if (kInt8) zero[j][h] = channel_zero(2 * group + j, h);
-    }
-    if (args.row_scale) warpgroup_sync();
-    if (lane == 0) hopper::store_wait_read();
-    __syncwarp();
-  }
-
-  __device__ __forceinline__ uint32_t packed(float lo, float hi) const {
-    if (args.y_dtype == TRIRUN_BF16) {
-      __nv_bfloat162 h = __floats2bfloat162_rn(lo, hi);
-      return reinterpret_cast<uint32_t&>(h);
-    }
-    __half2 h = __floats2half2_rn(lo, hi);
-    return reinterpret_cast<uint32_t&>(h);
-  }
-
-  // Whether the outputs take the short way: 16 bits, and factors per row of x exactly where the type of x implies them.
-  // A kernel runs through its outputs once or twice, so that every instruction on the way is fetched for the first time
-  // and costs more than it computes.
-  __device__ __forceinline__ bool is_plain() const {
-    if (kInt8) return args.y_dtype != TRIRUN_F32;
-    return !args.row_scale && args.y_dtype == (std::is_same<T, __half>::value ? TRIRUN_F16 : TRIRUN_BF16);
-  }
-
-  // A staged row is 64 bytes, its four 16-byte parts permuted as the 64-byte swizzle of the copy engine has it.
-  __device__ __forceinline__ uint32_t staged(int token, int part) const {
-    return output + token * 64 + ((part ^ (token >> 1 & 3)) << 4);
-  }
-
-  // The sums of eight tokens from 8 block on: staged transposed for 16-bit outputs, written at once for float32.
-  template <bool Plain>
-  __device__ __forceinline__ void put(const Accumulator (&s0)[4], const Accumulator (&s1)[4], int block) const {
-    const int local = 8 * block + 2 * (lane % 4);
-    float v[2][4];
-    // Factor and sum of the codes of tokens 2t and 2t + 1.
-    uint4 factors = make_uint4(0x3f800000, 0, 0x3f800000, 0);
-    if (kInt8 || (!Plain && args.row_scale)) factors = hopper::shared_load(rows + 8 * local);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int j = i / 4, e = i % 4, h = e / 2;
-      const Accumulator sum = j ? s1[e] : s0[e];
-      const float factor = __uint_as_float(e % 2 ? factors.z : factors.x);
-      if constexpr (kInt8) {
-        // The codes were shifted up by their place in the byte: the sums shift down exactly.
-        const float codes = __uint_as_float(e % 2 ? factors.w : factors.y);
-        v[j][e] = fmaf(fmaf(-zero[j][h], codes, float(sum >> (4 * group + 2 * j))), scale[j][h] * factor, bias[j][h]);
-      } else {
-        v[j][e] = fmaf(sum, Plain ? scale[j][h] : scale[j][h] * factor, bias[j][h]);
-      }
-    }
-    if (Plain || args.y_dtype != TRIRUN_F32) {
-      uint32_t r[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float lo = v[i / 2][i % 2 * 2], hi = v[i / 2][i % 2 * 2 + 1];
-        if constexpr (kInt8 || !Plain) {
-          r[i] = packed(lo, hi);
-        } else if constexpr (std::is_same<T, __half>::value) {
-          const __half2 p = __floats2half2_rn(lo, hi);
-          r[i] = reinterpret_cast<const uint32_t&>(p);
-        } else {
-          const __nv_bfloat162 p = __floats2bfloat162_rn(lo, hi);
-          r[i] = reinterpret_cast<const uint32_t&>(p);
-        }
-      }
-      hopper::store_transposed(staged(lane % 8, lane / 8) + 512 * block, r[0], r[1], r[2], r[3]);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const int r = row(e / 4, e / 2 % 2), token = token0 + local + e % 2;
-        if (r < args.n && token < args.m) static_cast<float*>(args.y)[token * args.ldy + r] = v[e / 4][e % 4];
-      }
-    }
-  }
-
-  // Staged tokens [8 first, 8 last) to y. `whole` stands for the box of a full tile.
-  __device__ __forceinline__ void end_outputs(int first, int last, bool whole) const {
-    if (args.y_dtype == TRIRUN_F32) return;
-    const int n = first_row();
-    if (args.tensor_stores) {
-      hopper::fence_async();
-      __syncwarp();
-      if (lane == 0 && n < args.n) {
-        for (int block = first; block < last; block += whole ? kBlocks : 1)
-          hopper::tensor_store(&args.outputs, output + block * 512, n, token0 + 8 * block);
-        hopper::store_commit();
-      }
-      return;
-    }
-    __syncwarp();
-    for (int local = 8 * first + lane / 4; local < 8 * last; local += 8) {
-      const int token = token0 + local, column = n + lane % 4 * 8;
-      if (token >= args.m || column >= args.n) continue;
-      const uint4 v = hopper::shared_load(staged(local, lane % 4));
-      const uint32_t part[4] = {v.x, v.y, v.z, v.w};
-      uint16_t* to = static_cast<uint16_t*>(args.y) + token * args.ldy + column;
-#pragma unroll
-      for (int e = 0; e < 8; ++e)
-        if (column + e < args.n) to[e] = static_cast<uint16_t>(part[e / 2] >> 16 * (e % 2));
-    }
-    __syncwarp();
-  }
-};
-
-// Where a tile lies. Token tiles are taken `raster` at a time, so that the CTAs running together share rows of w and of x
-// in L2.
+// Where a tile lies. Token tiles are taken `raster` at a time, so that the CTAs running together share rows of w and of
+// x in L2.
 __device__ __forceinline__ void place(const PrefillArguments& a, int tile, int& row_tile, int& token_tile) {
   const int band = tile / (a.raster * a.row_tiles), inside = tile - band * a.raster * a.row_tiles;
   const int width = min(a.raster, a.token_tiles - band * a.raster);
@@ -288,8 +23,9 @@ __device__ __forceinline__ void place(const PrefillArguments& a, int tile, int& 
 
 // One thread that keeps the stages full.
 template <typename Shape, bool Grouped>
-__device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at, uint32_t groups_at,
-                                        uint32_t full, uint32_t empty, int tile, int tile_step, int first, int last) {
+__device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at,
+                                        uint32_t groups_at, uint32_t full, uint32_t empty, int tile, int tile_step,
+                                        int first, int last) {
   using namespace hopper;
   const bool grouped = Grouped && args.group_size > 0;
   const int group_rows = args.group_size == 32 ? 2 : 1;
@@ -342,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   using Half = typename std::conditional<Part::kInt8, __half, T>::type;
   using D = Dequantize<Half>;
   constexpr int kStages = Shape::kStages, kTurns = Shape::kTurns, kRowBlocks = Shape::kRowBlocks;
-  constexpr int kSteps = 4;                    // wgmma steps along k in a stage
+  constexpr int kSteps = 4;  // wgmma steps along k in a stage
   // Fragments are made this many steps ahead; those of the step in flight and of the one before may still be read.
   constexpr int kAhead = Grouped ? 2 : 1;
 
@@ -372,7 +108,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int thread = threadIdx.x - 128, lane = thread % 32;
-    // Read from a lane, so that the compiler knows it is the same for the warp and keeps what follows in uniform registers.
+    // Read from a lane, so that the compiler knows it is the same for the warp and keeps what follows in uniform
+    // registers.
     const int group = __shfl_sync(~0u, thread / 128, 0);
     Part part(args, output_at + thread / 32 * Tokens * 64, rows_at + group * Tokens * 8, lane, thread / 32 % 4, group);
     // A remainder starts when every CTA of the launch before it has passed this wait: the rows of x are there. It waits
@@ -410,8 +147,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       const auto read_groups = [&](int stage, int index) {
         const uint32_t at = groups_at + stage * 2 * Shape::kGroups + index * 512 + part.warp * 128 + lane / 4 * 16;
         // Eight values of 16 bits, two per row block; this warpgroup's own row blocks first.
-        const uint2 s2 = shared_load_pair(at + 8 * group), z2 = args.has_zeros ? shared_load_pair(at + Shape::kGroups + 8 * group)
-                                                                               : make_uint2(0, 0);
+        const uint2 s2 = shared_load_pair(at + 8 * group),
+                    z2 = args.has_zeros ? shared_load_pair(at + Shape::kGroups + 8 * group) : make_uint2(0, 0);
         static_assert(!Grouped || kRowBlocks == 2);
         const uint32_t s[2] = {s2.x, s2.y}, z[2] = {z2.x, z2.y};
 #pragma unroll
@@ -433,20 +170,21 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         if (Grouped && new_group) read_groups(stage, 0);
       };
       const auto make_fragments = [&](int stage, int step) {
-        uint32_t(&a)[kRowBlocks][4] = fragment[step];
+        uint32_t (&a)[kRowBlocks][4] = fragment[step];
         if constexpr (Part::kInt8) {
-          const uint4 w = shared_load(words_at + stage * Shape::kWords + (part.warp * Shape::kBlocks + step) * 512 + lane * 16);
+          const uint4 w =
+              shared_load(words_at + stage * Shape::kWords + (part.warp * Shape::kBlocks + step) * 512 + lane * 16);
           const uint32_t raw[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
           for (int i = 0; i < 4 * kRowBlocks; ++i)  // volatile: stays ahead of the fence that hands over the registers
             asm volatile("and.b32 %0, %1, %2;" : "=r"(a[i / 4][i % 4]) : "r"(raw[i % 4]), "r"(int8_mask[i / 4]));
         } else {
-          // Codes of two row blocks move to bits 2..5 of every byte: higher ones would leave the mantissa of bf16, lower
-          // ones would leave no room for zero points in quarters.
+          // Codes of two row blocks move to bits 2..5 of every byte: higher ones would leave the mantissa of bf16,
+          // lower ones would leave no room for zero points in quarters.
 #pragma unroll
           for (int pair = 0; pair < kRowBlocks / 2; ++pair)
-            load_fragments<Half>(a[2 * pair], a[2 * pair + 1], words[step / 2], step % 2,
-                                 pair != group ? 2 : 30, magic, unit, offset);
+            load_fragments<Half>(a[2 * pair], a[2 * pair + 1], words[step / 2], step % 2, pair != group ? 2 : 30, magic,
+                                 unit, offset);
           if constexpr (Grouped) {
             if (step == 2 && args.group_size == 32) read_groups(stage, 1);
 #pragma unroll
@@ -479,8 +217,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         for (int step = 0; step < kSteps; ++step) {
           wgmma_fence();
 #pragma unroll
-          for (int j = 0; j < kRowBlocks; ++j)
-            Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
+          for (int j = 0; j < kRowBlocks; ++j) Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
           wgmma_commit();
           // While the tensor cores work: the fragments of `kAhead` steps from here.
           if (step + kAhead < kSteps) {
@@ -489,7 +226,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
             if (step + kAhead == kSteps) {
               ring += kTurns;
               stage = ring % kStages;
-              if (next_k < last) read_words(stage, args.group_size > 0 && (next_k * Shape::kColumns & (args.group_size - 1)) == 0);
+              if (next_k < last)
+                read_words(stage, args.group_size > 0 && (next_k * Shape::kColumns & (args.group_size - 1)) == 0);
             }
             if (next_k < last) make_fragments(stage, step + kAhead - kSteps);
           }
@@ -534,7 +272,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         }
       } else {
 #pragma unroll
-        for (int i = 0; i < Tokens; ++i) total[i / (Tokens / 2)][i % (Tokens / 2)] = sum[i / (Tokens / 2)][i % (Tokens / 2)];
+        for (int i = 0; i < Tokens; ++i)
+          total[i / (Tokens / 2)][i % (Tokens / 2)] = sum[i / (Tokens / 2)][i % (Tokens / 2)];
       }
       if (splits == 1) {
         part.begin_outputs();
@@ -549,8 +288,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         }
         part.end_outputs(0, Part::kBlocks, true);
       } else {
-        // Every CTA of the cluster owns a share of the tokens and is sent the others' sums of them, which land where the
-        // stages were. Own sums first, then by rank: the order is fixed.
+        // Every CTA of the cluster owns a share of the tokens and is sent the others' sums of them, which land where
+        // the stages were. Own sums first, then by rank: the order is fixed.
         const int share = (Part::kBlocks + splits - 1) / splits, own = Part::kBlocks * rank / splits;
         const int end = Part::kBlocks * (rank + 1) / splits;
         cluster_sync();

@@ -12,7 +12,8 @@ constexpr int kThreads = 256, kLoads = 8;
 // without reading everything, which keeps the compiler from leaving a load out.
 __global__ void __launch_bounds__(kThreads) read_probe(const uint4* __restrict__ data, size_t count, uint32_t* sink) {
   uint32_t sum = 0;
-  for (size_t first = size_t(blockIdx.x) * kThreads * kLoads; first < count; first += size_t(gridDim.x) * kThreads * kLoads) {
+  for (size_t first = size_t(blockIdx.x) * kThreads * kLoads; first < count;
+       first += size_t(gridDim.x) * kThreads * kLoads) {
     uint4 v[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -35,14 +36,16 @@ __global__ void __launch_bounds__(kThreads) read_probe(const uint4* __restrict__
 
 extern "C" __attribute__((visibility("default"))) int trirun_cuda_read_probe(const void* data, size_t bytes, void* sink,
                                                                              void* stream) {
-  if (data == nullptr || sink == nullptr || reinterpret_cast<uintptr_t>(data) % 16 || bytes % 16) return TRIRUN_BAD_POINTER;
+  if (data == nullptr || sink == nullptr || reinterpret_cast<uintptr_t>(data) % 16 || bytes % 16)
+    return TRIRUN_BAD_POINTER;
   int device = 0, sms = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
   if (const cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return error;
-  const size_t count = bytes / 16, spans = (count + trirun::kThreads * trirun::kLoads - 1) / (trirun::kThreads * trirun::kLoads);
+  const size_t count = bytes / 16,
+               spans = (count + trirun::kThreads * trirun::kLoads - 1) / (trirun::kThreads * trirun::kLoads);
   const unsigned grid = unsigned(spans < size_t(sms) * 8 ? spans : size_t(sms) * 8);
   if (grid == 0) return TRIRUN_OK;
-  trirun::read_probe<<<grid, trirun::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<const uint4*>(data), count,
-                                                                                     static_cast<uint32_t*>(sink));
+  trirun::read_probe<<<grid, trirun::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const uint4*>(data), count, static_cast<uint32_t*>(sink));
   return cudaGetLastError();
 }

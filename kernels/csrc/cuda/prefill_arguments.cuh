@@ -1,0 +1,68 @@
+// What one launch of the Hopper prefill kernel is told, and the shared memory of its instances.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace trirun {
+
+struct PrefillArguments {
+  CUtensorMap x;       // [m][k], boxes of Tokens x 128 bytes, 128-byte swizzle
+  CUtensorMap words;   // [n/64][k/32][128]
+  CUtensorMap scales;  // [k/g][n] in strip order; grouped kernels only
+  CUtensorMap zeros;
+  CUtensorMap outputs;  // [m][n], boxes of 32 columns (64-byte swizzle) by 8 tokens, or by Tokens where splits is 1
+  const __half* channel_scales;  // one row of scales, or null when scales enter the fragments
+  const __half* channel_zeros;   // one row of real zeros (group size -1), or null
+  const float* row_scale;        // [m] factor of every row of x, or null
+  const int* row_sum;            // [m] sum of the int8 codes of every row of x; int8 kernels only
+  const void* bias;              // [n] in the type of y, or null
+  void* y;
+  int64_t ldy;
+  int m, n, padded_n;          // true sizes of y; rows of w as stored
+  int k_stages;                // stages along k
+  int row_tiles, token_tiles;  // of 256 rows of w, of Tokens rows of x
+  int raster;                  // token tiles that run side by side
+  int splits;                  // CTAs of the cluster that share one tile along k
+  int first_tile, last_tile;
+  bool remainder;  // launched behind the tiles before first_tile, to fill the CTAs that those leave idle
+  int group_size;
+  bool has_zeros;   // zeros come with every group
+  bool split_zero;  // zero points that q - zero is not exact for: subtracted in two parts
+  float zero;
+  int y_dtype;
+  bool tensor_stores;  // y's rows start at multiples of 16 bytes and hold 16-bit values
+};
+
+constexpr int kRowTile = 256;
+constexpr int kConsumers = 256;
+constexpr int kThreads = kConsumers + 128;
+constexpr int kStageBytesOfX = 128;  // per row: one swizzle span
+
+template <typename T, int Tokens, bool Grouped>
+struct PrefillShape {
+  // Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens
+  // a warpgroup takes all four row blocks of a strip, and the two warpgroups take turns at the stages.
+  static constexpr int kRowBlocks = Tokens == 64 ? 4 : 2;
+  static constexpr int kTurns = kRowBlocks / 2;
+  static constexpr int kColumns = kStageBytesOfX / int(sizeof(T));  // of k in a stage
+  static constexpr int kBlocks = kColumns / 32;
+  static constexpr int kTokens = Tokens;
+  static constexpr int kX = Tokens * kStageBytesOfX;
+  static constexpr int kWords = 4 * kBlocks * 512;
+  static constexpr int kGroups = Grouped ? 2 * 512 : 0;  // two groups of 256 scales; as much again for zeros
+  static constexpr int kStage = kX + kWords + 2 * kGroups;
+  static constexpr int kOutput = 8 * Tokens * 64;  // per warp: 32 values of 16 bits for every token
+  static constexpr int kRows = 2 * Tokens * 8;     // per warpgroup: factor and sum of every token
+  static constexpr int kExchange = kTurns == 2 ? 8 * Tokens * 128 : 0;  // sums that one warpgroup hands to the other
+  static constexpr int kBarriers = 256;
+  static constexpr int kFixed = kOutput + kExchange + kRows + kBarriers;
+  static constexpr int kRoom = (227 * 1024 - kFixed) / kStage;
+  static constexpr int kStages = kRoom < 12 ? kRoom : 12;
+  static constexpr int kBytes = kStages * kStage + kFixed;
+  // What other CTAs of a cluster send takes the place of the stages once all are consumed.
+  static constexpr int received(int splits) { return (splits - 1) * ((Tokens / 8 + splits - 1) / splits) * 8192; }
+};
+
+}  // namespace trirun

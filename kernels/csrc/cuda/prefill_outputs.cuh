@@ -1,0 +1,218 @@
+// From sums to outputs: scales, bias, transposition through shared memory, and the way to global memory.
+#pragma once
+
+#include <type_traits>
+
+#include "../trirun.h"
+#include "prefill_arguments.cuh"
+#include "prefill_dequantize.cuh"
+#include "prefill_hopper.cuh"
+
+namespace trirun {
+
+#ifdef TRIRUN_HOPPER
+
+// The four sums of a row block that belong to one block of 8 tokens.
+template <typename A, int Count>
+__device__ __forceinline__ A (&four(A (&sum)[Count], int block))[4] {
+  return *reinterpret_cast<A(*)[4]>(&sum[4 * block]);
+}
+
+// Pins sums to this place in the program: without it the compiler copies them before the wait that makes them complete,
+// since it takes a wgmma's results to be there at once.
+template <int Count>
+__device__ __forceinline__ void hold(float (&sum)[Count]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+}
+template <int Count>
+__device__ __forceinline__ void hold(int (&sum)[Count]) {
+#pragma unroll
+  for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(sum[i])::"memory");
+}
+
+// What a consumer warp does with its sums: 32 rows of w (one strip's two row blocks) by Tokens rows of x.
+template <typename T, int Tokens, bool Grouped>
+struct Consumer {
+  static constexpr bool kInt8 = sizeof(T) == 1;
+  using Accumulator = typename std::conditional<kInt8, int, float>::type;
+  static constexpr int kBlocks = Tokens / 8;
+
+  const PrefillArguments& args;
+  const uint32_t output, rows;  // shared memory: this warp's staged outputs, this warpgroup's row factors
+  int lane;
+  const int warp, group;  // warp = strip of the tile; group = warpgroup, owner of row blocks 2 group, 2 group + 1
+  int row0, token0;       // first row of w and first token of the tile
+  // Of this lane's four rows, [row block][row half]. What `begin` asks for is converted only when it is used, so that
+  // no multiplication waits for it.
+  uint2 raw_scale;
+  uint32_t raw_bias[2][2];
+  float scale[2][2], bias[2][2], zero[2][2];
+
+  __device__ Consumer(const PrefillArguments& a, uint32_t out, uint32_t factors, int l, int w, int g)
+      : args(a), output(out), rows(factors), lane(l), warp(w), group(g) {}
+
+  __device__ __forceinline__ int first_row() const { return row0 + 64 * warp + 32 * group; }
+  __device__ __forceinline__ int row(int j, int h) const { return first_row() + 16 * j + 8 * h + lane / 4; }
+
+  // Where the stored (strip) order keeps this lane's row.
+  __device__ __forceinline__ int stored(int j, int h) const {
+    return row0 + 64 * warp + 8 * (lane / 4) + 4 * group + 2 * j + h;
+  }
+
+  // Zero point of a row, given by its row block in the strip.
+  __device__ __forceinline__ float channel_zero(int block, int h) const {
+    const int at = row0 + 64 * warp + 8 * (lane / 4) + 2 * block + h;
+    if (!args.channel_zeros) return args.zero;
+    return at < args.padded_n ? __half2float(args.channel_zeros[at]) : 0.f;
+  }
+
+  __device__ __forceinline__ float bias_value(uint32_t raw) const {
+    if (args.y_dtype == TRIRUN_F32) return __uint_as_float(raw);
+    if (args.y_dtype == TRIRUN_BF16) return __uint_as_float(raw << 16);
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(raw)));
+  }
+
+  __device__ __forceinline__ void warpgroup_sync() const {
+    asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
+  }
+
+  // Everything the outputs need beside the sums, asked for before the sums are computed.
+  __device__ __forceinline__ void begin(int row_tile, int token_tile) {
+    row0 = row_tile * kRowTile, token0 = token_tile * Tokens;
+    raw_scale = make_uint2(0, 0);
+    if (args.channel_scales && stored(0, 0) < args.padded_n)
+      raw_scale = *reinterpret_cast<const uint2*>(args.channel_scales + stored(0, 0));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = row(i / 2, i % 2);
+      raw_bias[i / 2][i % 2] = 0;
+      if (args.bias && r < args.n)
+        raw_bias[i / 2][i % 2] = args.y_dtype == TRIRUN_F32 ? static_cast<const uint32_t*>(args.bias)[r]
+                                                            : static_cast<const uint16_t*>(args.bias)[r];
+    }
+    if (args.row_scale) {
+      warpgroup_sync();
+      const int local = threadIdx.x % 128, token = token0 + local;
+      if (local < Tokens) {
+        const float s = token < args.m ? args.row_scale[token] : 0.f;
+        const float sum = token < args.m ? float(args.row_sum[token]) : 0.f;
+        hopper::shared_store_pair(rows + 8 * local, __float_as_uint(s), __float_as_uint(sum));
+      }
+    }
+  }
+
+  // Before the first staged output: the stores of the tile before have read their staging memory.
+  __device__ __forceinline__ void begin_outputs() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = i / 2, h = i % 2;
+      scale[j][h] = args.channel_scales ? half_bits(j ? raw_scale.y : raw_scale.x, h) : 1.f;
+      bias[j][h] = bias_value(raw_bias[j][h]);
+      if (kInt8) zero[j][h] = channel_zero(2 * group + j, h);
+    }
+    if (args.row_scale) warpgroup_sync();
+    if (lane == 0) hopper::store_wait_read();
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ uint32_t packed(float lo, float hi) const {
+    if (args.y_dtype == TRIRUN_BF16) {
+      __nv_bfloat162 h = __floats2bfloat162_rn(lo, hi);
+      return reinterpret_cast<uint32_t&>(h);
+    }
+    __half2 h = __floats2half2_rn(lo, hi);
+    return reinterpret_cast<uint32_t&>(h);
+  }
+
+  // Whether the outputs take the short way: 16 bits, and factors per row of x exactly where the type of x implies them.
+  // A kernel runs through its outputs once or twice, so that every instruction on the way is fetched for the first time
+  // and costs more than it computes.
+  __device__ __forceinline__ bool is_plain() const {
+    if (kInt8) return args.y_dtype != TRIRUN_F32;
+    return !args.row_scale && args.y_dtype == (std::is_same<T, __half>::value ? TRIRUN_F16 : TRIRUN_BF16);
+  }
+
+  // A staged row is 64 bytes, its four 16-byte parts permuted as the 64-byte swizzle of the copy engine has it.
+  __device__ __forceinline__ uint32_t staged(int token, int part) const {
+    return output + token * 64 + ((part ^ (token >> 1 & 3)) << 4);
+  }
+
+  // The sums of eight tokens from 8 block on: staged transposed for 16-bit outputs, written at once for float32.
+  template <bool Plain>
+  __device__ __forceinline__ void put(const Accumulator (&s0)[4], const Accumulator (&s1)[4], int block) const {
+    const int local = 8 * block + 2 * (lane % 4);
+    float v[2][4];
+    // Factor and sum of the codes of tokens 2t and 2t + 1.
+    uint4 factors = make_uint4(0x3f800000, 0, 0x3f800000, 0);
+    if (kInt8 || (!Plain && args.row_scale)) factors = hopper::shared_load(rows + 8 * local);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int j = i / 4, e = i % 4, h = e / 2;
+      const Accumulator sum = j ? s1[e] : s0[e];
+      const float factor = __uint_as_float(e % 2 ? factors.z : factors.x);
+      if constexpr (kInt8) {
+        // The codes were shifted up by their place in the byte: the sums shift down exactly.
+        const float codes = __uint_as_float(e % 2 ? factors.w : factors.y);
+        v[j][e] = fmaf(fmaf(-zero[j][h], codes, float(sum >> (4 * group + 2 * j))), scale[j][h] * factor, bias[j][h]);
+      } else {
+        v[j][e] = fmaf(sum, Plain ? scale[j][h] : scale[j][h] * factor, bias[j][h]);
+      }
+    }
+    if (Plain || args.y_dtype != TRIRUN_F32) {
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float lo = v[i / 2][i % 2 * 2], hi = v[i / 2][i % 2 * 2 + 1];
+        if constexpr (kInt8 || !Plain) {
+          r[i] = packed(lo, hi);
+        } else if constexpr (std::is_same<T, __half>::value) {
+          const __half2 p = __floats2half2_rn(lo, hi);
+          r[i] = reinterpret_cast<const uint32_t&>(p);
+        } else {
+          const __nv_bfloat162 p = __floats2bfloat162_rn(lo, hi);
+          r[i] = reinterpret_cast<const uint32_t&>(p);
+        }
+      }
+      hopper::store_transposed(staged(lane % 8, lane / 8) + 512 * block, r[0], r[1], r[2], r[3]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const int r = row(e / 4, e / 2 % 2), token = token0 + local + e % 2;
+        if (r < args.n && token < args.m) static_cast<float*>(args.y)[token * args.ldy + r] = v[e / 4][e % 4];
+      }
+    }
+  }
+
+  // Staged tokens [8 first, 8 last) to y. `whole` stands for the box of a full tile.
+  __device__ __forceinline__ void end_outputs(int first, int last, bool whole) const {
+    if (args.y_dtype == TRIRUN_F32) return;
+    const int n = first_row();
+    if (args.tensor_stores) {
+      hopper::fence_async();
+      __syncwarp();
+      if (lane == 0 && n < args.n) {
+        for (int block = first; block < last; block += whole ? kBlocks : 1)
+          hopper::tensor_store(&args.outputs, output + block * 512, n, token0 + 8 * block);
+        hopper::store_commit();
+      }
+      return;
+    }
+    __syncwarp();
+    for (int local = 8 * first + lane / 4; local < 8 * last; local += 8) {
+      const int token = token0 + local, column = n + lane % 4 * 8;
+      if (token >= args.m || column >= args.n) continue;
+      const uint4 v = hopper::shared_load(staged(local, lane % 4));
+      const uint32_t part[4] = {v.x, v.y, v.z, v.w};
+      uint16_t* to = static_cast<uint16_t*>(args.y) + token * args.ldy + column;
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        if (column + e < args.n) to[e] = static_cast<uint16_t>(part[e / 2] >> 16 * (e % 2));
+    }
+    __syncwarp();
+  }
+};
+
+#endif  // TRIRUN_HOPPER
+
+}  // namespace trirun
