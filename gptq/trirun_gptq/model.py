@@ -161,10 +161,15 @@ def _require_calibration(calibration: list[Tensor], recipe: Recipe, skeleton: Sk
             f"{recipe.held_out} held out"
         )
     vocabulary = skeleton.model.get_input_embeddings().weight.shape[0]
+    context = getattr(skeleton.model.config.get_text_config(), "max_position_embeddings", None)
     for i, sequence in enumerate(calibration):
         if sequence.dim() != 1 or sequence.dtype != torch.int64 or len(sequence) < 2:
             raise QuantizationError(
                 f"calibration sequence {i} must be int64 [length ≥ 2], got {sequence.dtype} {list(sequence.shape)}"
+            )
+        if context is not None and len(sequence) > context:
+            raise QuantizationError(
+                f"calibration sequence {i} has {len(sequence)} tokens; the model's context ends at {context}"
             )
         low, high = int(sequence.min()), int(sequence.max())
         if low < 0 or high >= vocabulary:

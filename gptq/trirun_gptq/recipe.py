@@ -90,7 +90,9 @@ class Recipe:
             _require(value >= least, f"{key}={value}: at least {least} is needed")
         _require(0 < self.damp <= 1, f"damp={self.damp}: a fraction in (0, 1] is needed")
         _require(0 <= self.correction <= 1, f"correction={self.correction}: a strength in [0, 1] is needed")
-        _require(self.refine_steps == 0 or self.held_out > 0, "refine_steps needs held_out > 0, which decides")
+        for key in ("refine_steps", "correction"):
+            decided = getattr(self, key) == 0 or self.held_out > 0
+            _require(decided, f"{key} needs held_out > 0: held-out sequences decide what is kept")
         for pattern in (*self.ignore, *self.overrides):
             try:
                 re.compile(pattern)

@@ -231,6 +231,8 @@ def test_defects_are_named(tmp_path):
     make_model(tmp_path / "m")
     with pytest.raises(QuantizationError, match="7 calibration sequences were given; the recipe asks for 6 and 2 held"):
         run(tmp_path / "m", sequences=calibration(7))
+    with pytest.raises(QuantizationError, match="sequence 0 has 65 tokens; the model's context ends at 64"):
+        run(tmp_path / "m", sequences=[torch.zeros(65, dtype=torch.int64)] * 8)
     with pytest.raises(QuantizationError, match=r"sequence 0 has tokens 3\.\.500; the model's vocabulary is 0\.\.119"):
         run(tmp_path / "m", sequences=[torch.tensor([3, 500])] * 8)
     with pytest.raises(

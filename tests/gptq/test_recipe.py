@@ -20,6 +20,7 @@ from trirun_kernels import QuantSpec
         ({"damp": 0}, r"damp=0.0: a fraction in \(0, 1\]"),
         ({"samples": 0}, "samples=0: at least 1"),
         ({"refine_steps": 5, "held_out": 0}, "refine_steps needs held_out > 0"),
+        ({"correction": 0.5, "held_out": 0}, "correction needs held_out > 0"),
         ({"ignore": "lm_head"}, "ignore must be a list of patterns"),
         ({"ignore": ["("]}, r"'\(' is not a regular expression"),
         ({"overrides": {"down": {"grop_size": 64}}}, "unknown key 'grop_size'; did you mean 'group_size'"),
