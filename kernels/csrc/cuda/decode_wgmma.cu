@@ -37,23 +37,28 @@ struct ColumnsArgs {
   int totals_at, barriers_at;                                         // offsets in shared memory; stages at 0
 };
 
+}  // namespace
+
+// Not in the unnamed namespace, where an architecture without this kernel would warn of every unused member.
 template <int DIGITS, int N, int SCALE>
 struct Shape {
   // Few columns leave room for two CTAs on an SM, which do not fall into step with each other as warpgroups of one do.
-  [[maybe_unused]] static constexpr int CTAS = N <= 32 ? 2 : 1;
-  [[maybe_unused]] static constexpr int WARPGROUPS = 4 / CTAS, CONSUMERS = WARPGROUPS * 128;
-  [[maybe_unused]] static constexpr int THREADS = CONSUMERS + 128;             // and a warpgroup that copies
-  [[maybe_unused]] static constexpr int STRIPS = 4;                            // of one CTA
-  [[maybe_unused]] static constexpr int J = 4 / WARPGROUPS;                    // row blocks of one warpgroup
-  [[maybe_unused]] static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
+  static constexpr int CTAS = N <= 32 ? 2 : 1;
+  static constexpr int WARPGROUPS = 4 / CTAS, CONSUMERS = WARPGROUPS * 128;
+  static constexpr int THREADS = CONSUMERS + 128;             // and a warpgroup that copies
+  static constexpr int STRIPS = 4;                            // of one CTA
+  static constexpr int J = 4 / WARPGROUPS;                    // row blocks of one warpgroup
+  static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
   // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
-  [[maybe_unused]] static constexpr bool EXACT = DIGITS == 1 && SCALE == PER_CHANNEL;
+  static constexpr bool EXACT = DIGITS == 1 && SCALE == PER_CHANNEL;
   // Registers of a thread at launch, of a copying and of a multiplying one: what the first give up must cover what the
   // others add, or the kernel waits forever.
-  [[maybe_unused]] static constexpr int LAUNCH_REGISTERS = CTAS == 2 ? 80 : 96, PRODUCER_REGISTERS = 32;
-  [[maybe_unused]] static constexpr int CONSUMER_REGISTERS = CTAS == 2 ? 104 : 112;
+  static constexpr int LAUNCH_REGISTERS = 65536 / (THREADS * CTAS) / 8 * 8, PRODUCER_REGISTERS = 32;
+  static constexpr int CONSUMER_REGISTERS = CTAS == 2 ? 104 : 112;
   static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= LAUNCH_REGISTERS * (WARPGROUPS + 1));
 };
+
+namespace {
 
 template <int THREADS>
 __device__ __forceinline__ void consumers_sync() {
@@ -320,11 +325,12 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS
 using Kernel = void (*)(ColumnsArgs);
 
 struct Instance {
-  int digits, columns, scale, tile_strips, threads;
+  int digits, columns, scale, tile_strips, threads, registers;
   Kernel kernel;
 };
 
-#define TRIRUN_COLUMNS(D, N, S) {D, N, S, Shape<D, N, S>::STRIPS, Shape<D, N, S>::THREADS, columns<D, N, S>}
+#define TRIRUN_COLUMNS(D, N, S) \
+  {D, N, S, Shape<D, N, S>::STRIPS, Shape<D, N, S>::THREADS, Shape<D, N, S>::LAUNCH_REGISTERS, columns<D, N, S>}
 // digits of x, columns (digits * rows of x, at most), where weight scales enter
 constexpr Instance INSTANCES[] = {
     TRIRUN_COLUMNS(2, 32, PER_CHANNEL),  TRIRUN_COLUMNS(2, 32, PER_UNIT),  TRIRUN_COLUMNS(2, 32, PER_BLOCK),
@@ -336,6 +342,17 @@ constexpr Instance INSTANCES[] = {
 };
 
 int align(int v) { return (v + 127) / 128 * 128; }
+
+// Whether this binary's kernel starts with the registers that its warpgroups redistribute: a compiler that had given
+// it fewer would have made a kernel that never ends.
+bool starts_whole(const Instance& instance) {
+  static bool known[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
+  bool& whole = known[&instance - INSTANCES];
+  cudaFuncAttributes attributes;
+  if (!whole && cudaFuncGetAttributes(&attributes, instance.kernel) == cudaSuccess)
+    whole = attributes.numRegs >= instance.registers;
+  return whole;
+}
 
 }  // namespace
 
@@ -355,7 +372,7 @@ int launch_columns(const Problem& p) {
       instance = &i;
   const bool split = plan.cta_split == 1 || plan.cta_split == 2 || plan.cta_split == 4 || plan.cta_split == 8;
   if (instance == nullptr || layout.columns % 8 || !split || plan.cta_split > p.w.k / UNIT || plan.stages < 2 ||
-      plan.stages > MAX_STAGES)
+      plan.stages > MAX_STAGES || !starts_whole(*instance))
     return TRIRUN_UNSUPPORTED;
   const int64_t part = (p.w.k / UNIT + plan.cta_split - 1) / plan.cta_split;
   if (layout.digits == 1 && scale == PER_CHANNEL && part * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
