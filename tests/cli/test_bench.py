@@ -130,3 +130,12 @@ def test_bare_bench_measures_this_machine(trirun, monkeypatch):
     monkeypatch.setattr(bench_shapes, "load_shapes", lambda: lists)
     code, out, _ = trirun("bench", "--device", "cpu", "-q")
     assert code == 0 and "64 × 128" in out
+
+
+@pytest.mark.parametrize(("load", "cores", "said"), [(16.2, 2, "load average 16.2 on 2 cores"), (0.5, 2, None)])
+def test_a_busy_machine_is_named(monkeypatch, load, cores, said):
+    from trirun_cli.commands.bench import busy
+
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert busy() == said

@@ -75,6 +75,9 @@ def kernels(
         require_matplotlib()
     from ..runtime.kernel_bench import measure_machine, run
 
+    crowd = busy()
+    if place.type == "cpu" and crowd:
+        console.warn(f"{crowd}: other work takes part in these timings")
     kind = ("float32" if place.type == "cpu" else "float16") if dtype == "auto" else dtype
     console.note("measuring memory and arithmetic")
     limits = measure_machine(place)
@@ -106,8 +109,18 @@ def kernels(
         console.note(f"wrote {plot}")
 
 
+def busy() -> str | None:
+    """What says that other programs use this machine's processors now, or None."""
+    import os
+
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"load average {load:.1f} on {cores} cores" if load > max(1.0, 0.75 * cores) else None
+
+
 def _print(console: Console, limits, results) -> None:
     peers = list(results[0].peers_us)
+    # Beside torch alone, the fastest other is the torch column again.
+    rivals = any(not name.startswith("torch") for name in peers)
     columns = [
         "n × k",
         "m",
@@ -119,7 +132,7 @@ def _print(console: Console, limits, results) -> None:
         "peak %",
         "× torch",
     ]
-    columns += ["× best"] if len(peers) > 1 else []
+    columns += ["× best"] if rivals else []
     table = []
     for result in results:
         derived = result.derived(limits)
@@ -127,7 +140,7 @@ def _print(console: Console, limits, results) -> None:
         line += [f"{result.peers_us[name]:.1f}" for name in peers]
         line += [f"{result.floor_us:.1f}", f"{derived['read_share']:.0%}", f"{derived['peak_share']:.0%}"]
         fastest = min(result.peers_us.values()) / result.us
-        line += [f"{derived['speedup_torch']:.2f}"] + ([f"{fastest:.2f}"] if len(peers) > 1 else [])
+        line += [f"{derived['speedup_torch']:.2f}"] + ([f"{fastest:.2f}"] if rivals else [])
         table.append(line)
     first = results[0]
     grid = "per channel" if first.group_size == -1 else f"groups of {first.group_size}"
