@@ -31,7 +31,10 @@ struct ActivationLayout {
   int64_t units, scales_offset, sums_offset, bytes;  // offsets from the start of the buffer
 
   __host__ __device__ ActivationLayout(int64_t m, int64_t k_pad, int act_bits)
-      : tokens(padded_tokens(m)), digits(act_bits == TRIRUN_ACT16 ? 2 : 1), columns(tokens * digits), units(k_pad / UNIT) {
+      : tokens(padded_tokens(m)),
+        digits(act_bits == TRIRUN_ACT16 ? 2 : 1),
+        columns(tokens * digits),
+        units(k_pad / UNIT) {
     scales_offset = k_pad * columns;
     sums_offset = scales_offset + units * tokens * 8;
     bytes = (sums_offset + units * tokens * 16 + 255) / 256 * 256;
@@ -64,7 +67,8 @@ __device__ __forceinline__ float4 load_unit(const void* row, int64_t k0, int64_t
     return make_float4(a.x, a.y, b.x, b.y);
   }
   return make_float4(i < k ? load_element(row, i, dtype) : 0.f, i + 1 < k ? load_element(row, i + 1, dtype) : 0.f,
-                     i + 8 < k ? load_element(row, i + 8, dtype) : 0.f, i + 9 < k ? load_element(row, i + 9, dtype) : 0.f);
+                     i + 8 < k ? load_element(row, i + 8, dtype) : 0.f,
+                     i + 9 < k ? load_element(row, i + 9, dtype) : 0.f);
 }
 
 // The same four values of a 16-bit row as two words, k even and the row 4-byte aligned. at: the lane's first column.

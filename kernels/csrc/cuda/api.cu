@@ -1,7 +1,6 @@
 // The C interface of libtrirun_cuda.so: checks what would corrupt memory, fills a Problem, dispatches on plan.kernel.
-#include "kernels.cuh"
-
 #include "activations.cuh"
+#include "kernels.cuh"
 
 using trirun::Problem;
 
@@ -130,9 +129,10 @@ EXPORT size_t trirun_cuda_activation_bytes(int64_t m, int64_t k_pad, int act_bit
   return trirun::activation_bytes(m, k_pad, act_bits);
 }
 
-EXPORT int trirun_cuda_quantize(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, int64_t k_pad, int act_bits,
-                                void* activations, size_t activation_bytes, void* stream) {
-  if (m <= 0 || m > MAX_TOKENS || k <= 0 || k > k_pad || k_pad % 128 || k_pad > (1 << 20) || ldx < k) return TRIRUN_BAD_SHAPE;
+EXPORT int trirun_cuda_quantize(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, int64_t k_pad,
+                                int act_bits, void* activations, size_t activation_bytes, void* stream) {
+  if (m <= 0 || m > MAX_TOKENS || k <= 0 || k > k_pad || k_pad % 128 || k_pad > (1 << 20) || ldx < k)
+    return TRIRUN_BAD_SHAPE;
   if (!known_dtype(dtype) || (act_bits != TRIRUN_ACT8 && act_bits != TRIRUN_ACT16)) return TRIRUN_UNSUPPORTED;
   if (x == nullptr || activations == nullptr || !aligned(x, dtype == TRIRUN_F32 ? 4 : 2) || !aligned(activations, 256))
     return TRIRUN_BAD_POINTER;
@@ -155,7 +155,8 @@ EXPORT int trirun_cuda_int2_gemm_quantized(const trirun_int2* w, int64_t n, cons
   if (!known_dtype(dtype) || (act_bits != TRIRUN_ACT8 && act_bits != TRIRUN_ACT16) || !is_decode(*plan))
     return TRIRUN_UNSUPPORTED;
   const size_t element = dtype == TRIRUN_F32 ? 4 : 2;
-  if (activations == nullptr || y == nullptr || !aligned(activations, 256) || !aligned(y, element) || !aligned(bias, element))
+  if (activations == nullptr || y == nullptr || !aligned(activations, 256) || !aligned(y, element) ||
+      !aligned(bias, element))
     return TRIRUN_BAD_POINTER;
   Problem p{};
   p.w = *w, p.n = n, p.k = w->k, p.m = m, p.bias = bias, p.y = y, p.ldy = ldy, p.dtype = dtype, p.act_bits = act_bits;

@@ -15,8 +15,8 @@ namespace {
 
 constexpr int UNIT_BYTES = 2048;  // 64 rows x 128 k of 2-bit codes
 constexpr int MAX_WARPS = 16;
-constexpr int MAX_FUSED = 8;      // rows of x that a prologue quantizes
-constexpr int FUSED_BATCH = 4;    // activation groups one warp has in flight while quantizing in the prologue
+constexpr int MAX_FUSED = 8;    // rows of x that a prologue quantizes
+constexpr int FUSED_BATCH = 4;  // activation groups one warp has in flight while quantizing in the prologue
 
 struct StreamArgs {
   const uint8_t* words;
@@ -82,7 +82,8 @@ __device__ __forceinline__ RowConstants load_constants(const StreamArgs& a, int 
 // Quantizes this CTA's units of every row into shared memory. `k` is a.k, or 0 to read nothing. Compact on purpose:
 // a launch runs this code once, and every line of it is fetched anew.
 template <int DIGITS, int SCALE>
-__device__ __forceinline__ void quantize_here(const StreamArgs& a, uint8_t* memory, int cta_unit0, int cta_units, int k) {
+__device__ __forceinline__ void quantize_here(const StreamArgs& a, uint8_t* memory, int cta_unit0, int cta_units,
+                                              int k) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const uint16_t* lane_x = static_cast<const uint16_t*>(a.x) + (lane >> 2) * 16 + lane % 4 * 2;
   const auto load = [&](int token, int unit) {
@@ -96,7 +97,8 @@ __device__ __forceinline__ void quantize_here(const StreamArgs& a, uint8_t* memo
     for (int token = 0; token < a.m; token++) {
       uint32_t bits = 0;
 #pragma unroll 4
-      for (int unit = warp; unit < a.units; unit += warps) bits = max(bits, magnitude_bits(widen(load(token, unit), bf16)));
+      for (int unit = warp; unit < a.units; unit += warps)
+        bits = max(bits, magnitude_bits(widen(load(token, unit), bf16)));
       bits = __reduce_max_sync(~0u, bits);
       if (lane == 0) amax[token * MAX_WARPS + warp] = bits;
     }
@@ -246,8 +248,8 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
 #endif
 
   const uint32_t half = a.columns * 16;
-  const uint32_t x_digits = shared + (NT == 1 ? (lane / 4 & (a.columns - 1)) : lane / 4) * 16 + lane % 4 * 4 +
-                            (unit0 - cta_unit0) * 8 * half;
+  const uint32_t x_digits =
+      shared + (NT == 1 ? (lane / 4 & (a.columns - 1)) : lane / 4) * 16 + lane % 4 * 4 + (unit0 - cta_unit0) * 8 * half;
   const uint32_t x_scales = shared + a.scales_at + (unit0 - cta_unit0) * a.tokens * 8;
   const uint32_t x_sums = shared + a.sums_at + (unit0 - cta_unit0) * a.tokens * 16;
   int stage = 0, round = 0;
@@ -297,7 +299,8 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
           for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int e = 0; e < partial.TOKENS; e++) {
-              const float x_scale = partial.EXACT ? load_shared_float(x_scales + partial.token(n, e, a.tokens) * 8) : 0.f;
+              const float x_scale =
+                  partial.EXACT ? load_shared_float(x_scales + partial.token(n, e, a.tokens) * 8) : 0.f;
               const float v = partial.value(j, n, h, e, x_scale, constants.zeros, real_zeros, a.zero);
               const int token = n * (8 / DIGITS) + e;
               if (NT == 1 ? stored[e] : token + (DIGITS == 2 ? lane % 4 : lane % 4 * 2) < a.m)
@@ -315,7 +318,8 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
       barrier_wait(my_barrier, parity);
     } else {
 #if __CUDA_ARCH__ >= 900
-      push([](uint32_t to, float v) { store_peer(to, v); }, [](uint32_t to, int rank) { return peer_address(to, rank); });
+      push([](uint32_t to, float v) { store_peer(to, v); },
+           [](uint32_t to, int rank) { return peer_address(to, rank); });
       __syncwarp();
       if (lane < 1 << a.parts_log) barrier_arrive_peer(peer_address(peer_barrier, lane >> a.warp_split_log));
       barrier_wait_cluster(my_barrier, parity);
@@ -393,7 +397,9 @@ bool fuses(const Problem& p) {
          reinterpret_cast<uintptr_t>(p.x) % 4 == 0;
 }
 
-bool uses_workspace(const trirun_cuda_plan& plan) { return plan.kernel == TRIRUN_KERNEL_STREAM_SM80 && plan.cta_split > 1; }
+bool uses_workspace(const trirun_cuda_plan& plan) {
+  return plan.kernel == TRIRUN_KERNEL_STREAM_SM80 && plan.cta_split > 1;
+}
 
 }  // namespace
 
@@ -420,7 +426,8 @@ int launch_stream(const Problem& p) {
       (plan.fused && p.m > MAX_FUSED))
     return TRIRUN_UNSUPPORTED;
   // int32 holds the sum of so many products of a code shifted by six bits and a digit.
-  const int64_t units = p.w.k / UNIT, part = (units + plan.warp_split * plan.cta_split - 1) / (plan.warp_split * plan.cta_split);
+  const int64_t units = p.w.k / UNIT,
+                part = (units + plan.warp_split * plan.cta_split - 1) / (plan.warp_split * plan.cta_split);
   if (digits == 1 && scale == PER_CHANNEL && part * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
 
   // The prologue reads pairs of 16-bit values; any other x takes the kernel of its own.
@@ -478,7 +485,8 @@ int launch_stream(const Problem& p) {
   a.ring_at = align(a.amax_at + (digits == 1 && fused ? MAX_FUSED * MAX_WARPS * 4 : 0));
   const int bytes = a.ring_at + plan.warps * plan.stages * a.stage_bytes;
   if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
-  if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+  if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+    return e;
 
   cudaLaunchAttribute attributes[2]{};
   int used = 0;

@@ -20,10 +20,10 @@ __device__ __forceinline__ constexpr float quarter_power(int j) { return 1.f / s
 
 // The unit's activations in shared memory, as one lane addresses them.
 struct UnitActivations {
-  uint32_t digits;   // this lane's column and bytes in block 0, half 0, tile 0
-  uint32_t half;     // bytes from half 0 to half 1 of a block: columns * 16; a block is twice that
-  uint32_t scales;   // float2 of token 0
-  uint32_t sums;     // float4 of token 0 (PER_BLOCK only)
+  uint32_t digits;  // this lane's column and bytes in block 0, half 0, tile 0
+  uint32_t half;    // bytes from half 0 to half 1 of a block: columns * 16; a block is twice that
+  uint32_t scales;  // float2 of token 0
+  uint32_t sums;    // float4 of token 0 (PER_BLOCK only)
 };
 
 template <int DIGITS, int NT, int SCALE>
@@ -106,7 +106,7 @@ struct Partial {
 #pragma unroll
           for (int n = 0; n < NT; n++) {
             if constexpr (EXACT) {
-              int(&d)[4] = reinterpret_cast<int(&)[4]>(sum[j][n]);
+              int (&d)[4] = reinterpret_cast<int (&)[4]>(sum[j][n]);
               mma_u8s8(d, a, b[block][n][0], b[block][n][1], d);
             } else if (block == 0) {
               mma_u8s8(c[n], a, b[block][n][0], b[block][n][1], {0, 0, 0, 0});
@@ -149,7 +149,8 @@ struct Partial {
 
   // Groups of 32 or 64: every 32-k block is converted for itself; `groups` (4 or 2) scale rows cover the unit.
   __device__ __forceinline__ void add_blocks(const uint4 (&w)[4], const UnitActivations& x, int tokens, uint32_t scales,
-                                             bool real_zeros, float zero, int groups, const float (&scale)[NT][TOKENS]) {
+                                             bool real_zeros, float zero, int groups,
+                                             const float (&scale)[NT][TOKENS]) {
     const uint32_t lane_offset = threadIdx.x % 32 / 4 * 16;
 #pragma unroll
     for (int block = 0; block < 4; block++) {
@@ -162,7 +163,8 @@ struct Partial {
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int e = 0; e < TOKENS; e++) zero_sum[n][e] = load_shared_float(x.sums + token(n, e, tokens) * 16 + block * 4);
+        for (int e = 0; e < TOKENS; e++)
+          zero_sum[n][e] = load_shared_float(x.sums + token(n, e, tokens) * 16 + block * 4);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         uint32_t a[4];

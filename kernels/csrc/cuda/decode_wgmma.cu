@@ -13,7 +13,7 @@
 namespace trirun {
 namespace {
 
-constexpr int UNIT_BYTES = 2048;           // one strip x 128 k
+constexpr int UNIT_BYTES = 2048;  // one strip x 128 k
 constexpr int MAX_STAGES = 12;
 
 struct ColumnsArgs {
@@ -33,8 +33,8 @@ struct ColumnsArgs {
   int64_t ldy;
   int dtype;
   int stages, stage_bytes, scales_at, x_at, x_scales_at, x_sums_at;  // offsets within a stage; words at 0
-  int slot_rows;                                                      // rows of a slot, padded against bank conflicts
-  int totals_at, barriers_at;                                         // offsets in shared memory; stages at 0
+  int slot_rows;                                                     // rows of a slot, padded against bank conflicts
+  int totals_at, barriers_at;                                        // offsets in shared memory; stages at 0
 };
 
 }  // namespace
@@ -66,7 +66,8 @@ __device__ __forceinline__ void consumers_sync() {
 }
 
 template <int DIGITS, int N, int SCALE>
-__global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS, N, SCALE>::CTAS) columns(const __grid_constant__ ColumnsArgs a) {
+__global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS, N, SCALE>::CTAS)
+    columns(const __grid_constant__ ColumnsArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using S = Shape<DIGITS, N, SCALE>;
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -96,7 +97,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS
     // pieces of x. The bytes are announced by the first; the order does not matter.
     const int helper = warp - S::CONSUMERS / 32, x_bytes = UNIT * a.columns;
     const int scale_rows = a.group_rows * (real_zeros ? 2 : 1);
-    const uint32_t stage_tx = strips * (UNIT_BYTES + scale_rows * 128) + x_bytes + a.tokens * (SCALE == PER_BLOCK ? 24 : 8);
+    const uint32_t stage_tx =
+        strips * (UNIT_BYTES + scale_rows * 128) + x_bytes + a.tokens * (SCALE == PER_BLOCK ? 24 : 8);
     const uint64_t policy = evict_first_policy();
     const int64_t strip_stride = static_cast<int64_t>(a.units) * UNIT_BYTES;
     const uint8_t* words = a.words + (strip0 + helper) * strip_stride;
@@ -104,15 +106,15 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS
       const uint32_t base = shared + stage * a.stage_bytes, barrier = full + stage * 8;
       if (helper == 0) barrier_expect(barrier, stage_tx);
       if (helper < strips)
-        bulk_load_once(base + helper * UNIT_BYTES, words + static_cast<int64_t>(unit0 + u) * UNIT_BYTES, UNIT_BYTES, barrier,
-                       policy);
+        bulk_load_once(base + helper * UNIT_BYTES, words + static_cast<int64_t>(unit0 + u) * UNIT_BYTES, UNIT_BYTES,
+                       barrier, policy);
       if constexpr (SCALE != PER_CHANNEL) {
         // The tile's scales of one group row are contiguous.
         for (int g = helper; g < scale_rows; g += 4) {
           const bool is_zero = g >= a.group_rows;
           const int64_t row = static_cast<int64_t>(unit0 + u) * a.group_rows + (is_zero ? g - a.group_rows : g);
-          bulk_load_once(base + a.scales_at + g * S::STRIPS * 128, (is_zero ? a.zeros : a.scales) + row * a.n_pad + strip0 * 64,
-                         strips * 128, barrier, policy);
+          bulk_load_once(base + a.scales_at + g * S::STRIPS * 128,
+                         (is_zero ? a.zeros : a.scales) + row * a.n_pad + strip0 * 64, strips * 128, barrier, policy);
         }
       }
     };
@@ -121,7 +123,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS
       const int64_t unit = unit0 + u;
       if (helper == 1) bulk_load(base + a.x_at, a.digits + unit * x_bytes, x_bytes, barrier);
       if (helper == 2) bulk_load(base + a.x_scales_at, a.x_scales + unit * a.tokens, a.tokens * 8, barrier);
-      if (SCALE == PER_BLOCK && helper == 3) bulk_load(base + a.x_sums_at, a.x_sums + unit * a.tokens, a.tokens * 16, barrier);
+      if (SCALE == PER_BLOCK && helper == 3)
+        bulk_load(base + a.x_sums_at, a.x_sums + unit * a.tokens, a.tokens * 16, barrier);
     };
     const int first = min(a.stages, units);
     if (lane == 0)
@@ -136,7 +139,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS
       for (int token = lane; token < a.tokens; token += 32) {
         float total = 0.f;
 #pragma unroll 8
-        for (int u = 0; u < units; u++) total += __ldcg(&a.x_scales[static_cast<int64_t>(unit0 + u) * a.tokens + token].y);
+        for (int u = 0; u < units; u++)
+          total += __ldcg(&a.x_scales[static_cast<int64_t>(unit0 + u) * a.tokens + token].y);
         totals[token] = total;
         if (S::EXACT) totals[a.tokens + token] = __ldcg(&a.x_scales[static_cast<int64_t>(unit0) * a.tokens + token].x);
       }
@@ -173,11 +177,11 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS
       const uint32_t base = shared + stage * a.stage_bytes;
       const uint64_t digits = wgmma_descriptor(base + a.x_at, a.columns * 16, 128);
       const uint32_t x_scales = base + a.x_scales_at + (lane & 3) * (DIGITS == 2 ? 8 : 16);
-      const uint32_t row_scales_at =
-          base + a.scales_at + strip_in_tile * 128 + lane / 4 * 16;
+      const uint32_t row_scales_at = base + a.scales_at + strip_in_tile * 128 + lane / 4 * 16;
 
       // One group's (128 k, or one block of 32) sums of row block j to floats. half_sums: sum of x over those k.
-      const auto convert = [&](const int(&c)[N / 2], int j, int block, const uint4& row_scales, const uint4& row_zeros) {
+      const auto convert = [&](const int (&c)[N / 2], int j, int block, const uint4& row_scales,
+                               const uint4& row_zeros) {
 #pragma unroll
         for (int n = 0; n < N / 8; n++)
 #pragma unroll
@@ -186,15 +190,20 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS
             const float2 s = load_shared_float2(x_scales + n * (DIGITS == 2 ? 32 : 64) + e * 8);
             float zero_sum = s.y;
             if constexpr (SCALE == PER_BLOCK)
-              zero_sum = load_shared_float(base + a.x_sums_at + ((lane & 3) * (2 / DIGITS) + e + n * (8 / DIGITS)) * 16 + block * 4);
+              zero_sum = load_shared_float(base + a.x_sums_at +
+                                           ((lane & 3) * (2 / DIGITS) + e + n * (8 / DIGITS)) * 16 + block * 4);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-              const float v = static_cast<float>(DIGITS == 2 ? c[n * 4 + 2 * h] * 256 + c[n * 4 + 2 * h + 1] : c[n * 4 + 2 * h + e]);
+              const float v = static_cast<float>(DIGITS == 2 ? c[n * 4 + 2 * h] * 256 + c[n * 4 + 2 * h + 1]
+                                                             : c[n * 4 + 2 * h + e]);
               if constexpr (SCALE == PER_CHANNEL) {
                 sum[j][t][h] += s.x * v;
               } else {
                 const int jj = j0 + j;
-                const uint32_t sw = jj == 0 ? row_scales.x : jj == 1 ? row_scales.y : jj == 2 ? row_scales.z : row_scales.w;
+                const uint32_t sw = jj == 0   ? row_scales.x
+                                    : jj == 1 ? row_scales.y
+                                    : jj == 2 ? row_scales.z
+                                              : row_scales.w;
                 const uint32_t zw = jj == 0 ? row_zeros.x : jj == 1 ? row_zeros.y : jj == 2 ? row_zeros.z : row_zeros.w;
                 const __half2 sp = *reinterpret_cast<const __half2*>(&sw), zp = *reinterpret_cast<const __half2*>(&zw);
                 const float quarter = __uint_as_float((127 - 2 * jj) << 23);
@@ -205,7 +214,7 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS
           }
       };
       // The words of this lane, block by block, masked for every row block of this warpgroup.
-      const auto load_words = [&](uint32_t(&r)[S::J][4], int block) {
+      const auto load_words = [&](uint32_t (&r)[S::J][4], int block) {
         const uint4 w = load_shared4(base + strip_in_tile * UNIT_BYTES + block * 512 + lane * 16);
 #pragma unroll
         for (int j = 0; j < S::J; j++) {
@@ -219,7 +228,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS
 #pragma unroll 1
         for (int block = 0; block < 4; block++) {
           const uint32_t at = row_scales_at + (block * a.group_rows >> 2) * S::STRIPS * 128;
-          const uint4 row_scales = load_shared4(at), row_zeros = load_shared4(at + (real_zeros ? a.group_rows * S::STRIPS * 128 : 0));
+          const uint4 row_scales = load_shared4(at),
+                      row_zeros = load_shared4(at + (real_zeros ? a.group_rows * S::STRIPS * 128 : 0));
           uint32_t r[S::J][4];
           load_words(r, block);
           wgmma_fence();
@@ -310,7 +320,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, Shape<DIGITS
       const int local = i & (rows - 1), token = i >> rows_log, row = rank * rows + local, n = strip0 * 64 + row;
       if (n >= a.n) continue;
       float v = 0.f;
-      for (int source = 0; source < a.cta_split; source++) v += slots[source * slot_floats + token * a.slot_rows + local];
+      for (int source = 0; source < a.cta_split; source++)
+        v += slots[source * slot_floats + token * a.slot_rows + local];
       if (SCALE == PER_CHANNEL) {
         const int in_strip = row % 64, stored = in_strip % 8 * 8 + in_strip / 16 * 2 + in_strip / 8 % 2;
         v *= __half2float(a.scales[n / 64 * 64 + stored]);
@@ -407,7 +418,8 @@ int launch_columns(const Problem& p) {
   if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
   if (p.activations == nullptr)
     if (const int code = launch_quantize(p, p.workspace)) return code;
-  if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+  if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+    return e;
 
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -416,7 +428,8 @@ int launch_columns(const Problem& p) {
   attributes[1].val.clusterDim.x = plan.cta_split;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((a.strips + instance->tile_strips - 1) / instance->tile_strips * plan.cta_split));
+  config.gridDim =
+      dim3(static_cast<unsigned>((a.strips + instance->tile_strips - 1) / instance->tile_strips * plan.cta_split));
   config.blockDim = dim3(instance->threads);
   config.dynamicSmemBytes = bytes;
   config.stream = p.stream;

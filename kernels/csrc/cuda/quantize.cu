@@ -19,7 +19,8 @@ struct QuantizeArgs {
 __device__ __forceinline__ void store_unit(const QuantizeArgs& a, const QuantizedUnit& q, int token, int unit,
                                            int digits) {
   const int lane = threadIdx.x % 32;
-  uint8_t* block = a.digits + (static_cast<int64_t>(unit * 8 + lane / 4) * a.columns + token * digits) * 16 + lane % 4 * 4;
+  uint8_t* block =
+      a.digits + (static_cast<int64_t>(unit * 8 + lane / 4) * a.columns + token * digits) * 16 + lane % 4 * 4;
   *reinterpret_cast<uint32_t*>(block) = q.digit[0];
   if (digits == 2) *reinterpret_cast<uint32_t*>(block + 16) = q.digit[1];
   const int64_t row = static_cast<int64_t>(unit) * a.tokens + token;
@@ -37,8 +38,8 @@ __global__ void __launch_bounds__(128) quantize16(const __grid_constant__ Quanti
   float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
   if (token < a.m) {
     const int64_t bytes = a.dtype == TRIRUN_F32 ? 4 : 2;
-    v = load_unit(static_cast<const char*>(a.x) + token * a.ldx * bytes, static_cast<int64_t>(unit) * UNIT, a.k, a.dtype,
-                  a.paired);
+    v = load_unit(static_cast<const char*>(a.x) + token * a.ldx * bytes, static_cast<int64_t>(unit) * UNIT, a.k,
+                  a.dtype, a.paired);
   }
   store_unit(a, quantize_unit16(v), token, unit, 2);
 }

@@ -21,15 +21,17 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-#define TRIRUN_D8(d, i) \
-  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
+#define TRIRUN_D8(d, i)                                                                                       \
+  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
+      "+r"(d[i + 7])
 #define TRIRUN_D16(d, i) TRIRUN_D8(d, i), TRIRUN_D8(d, i + 8)
 #define TRIRUN_D32(d, i) TRIRUN_D16(d, i), TRIRUN_D16(d, i + 16)
-#define TRIRUN_WGMMA(N, LIST, A0, A1, A2, A3, B, P, ...)                                                              \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" P ", 0;\n\t"                                                 \
-               "wgmma.mma_async.sync.aligned.m64n" N "k32.s32.u8.s8 {" LIST "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B \
-               ", p;\n\t}"                                                                                           \
-               : __VA_ARGS__                                                                                                  \
+#define TRIRUN_WGMMA(N, LIST, A0, A1, A2, A3, B, P, ...)                                                       \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" P                                                      \
+               ", 0;\n\t"                                                                                      \
+               "wgmma.mma_async.sync.aligned.m64n" N "k32.s32.u8.s8 {" LIST "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 \
+               "}, %" B ", p;\n\t}"                                                                            \
+               : __VA_ARGS__                                                                                   \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 #define TRIRUN_L16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define TRIRUN_L32 TRIRUN_L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
