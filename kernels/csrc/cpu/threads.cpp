@@ -23,9 +23,9 @@ namespace {
 
 constexpr int kMaxThreads = 512;
 
-/* Long enough to bridge the serial parts between two kernels of a decode step, short enough not to hold a core that
- * another thread could use. */
-constexpr int64_t kSpinNanoseconds = 40'000;
+/* Long enough to bridge what lies between two tokens (sampling and detokenizing in Python: 50 to 250 us), short enough
+ * not to hold a core that another thread could use. */
+constexpr int64_t kSpinNanoseconds = 300'000;
 
 void pause_core() {
 #if defined(__x86_64__)
