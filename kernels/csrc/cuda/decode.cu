@@ -379,6 +379,10 @@ struct Instance {
 };
 
 // digits of x, 8-column tiles (digits * rows of x <= 8 * tiles), where weight scales enter
+// no-spill(90a): stream<2, 1, *>
+// no-spill(90a): stream<2, 2, 0>
+// no-spill(90a): stream<2, 2, 1>
+// no-spill(90a): stream<1, 1, 0>
 constexpr Instance INSTANCES[] = {
     {2, 1, PER_CHANNEL, stream<2, 1, PER_CHANNEL>}, {2, 1, PER_UNIT, stream<2, 1, PER_UNIT>},
     {2, 1, PER_BLOCK, stream<2, 1, PER_BLOCK>},     {2, 2, PER_CHANNEL, stream<2, 2, PER_CHANNEL>},

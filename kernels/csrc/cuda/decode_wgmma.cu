@@ -343,6 +343,8 @@ struct Instance {
 #define TRIRUN_COLUMNS(D, N, S) \
   {D, N, S, Shape<D, N, S>::STRIPS, Shape<D, N, S>::THREADS, Shape<D, N, S>::LAUNCH_REGISTERS, columns<D, N, S>}
 // digits of x, columns (digits * rows of x, at most), where weight scales enter
+// no-spill(90a): columns<2, 32, 0>
+// no-spill(90a): columns<1, 32, 0>
 constexpr Instance INSTANCES[] = {
     TRIRUN_COLUMNS(2, 32, PER_CHANNEL),  TRIRUN_COLUMNS(2, 32, PER_UNIT),  TRIRUN_COLUMNS(2, 32, PER_BLOCK),
     TRIRUN_COLUMNS(2, 64, PER_CHANNEL),  TRIRUN_COLUMNS(2, 64, PER_UNIT),  TRIRUN_COLUMNS(2, 64, PER_BLOCK),
