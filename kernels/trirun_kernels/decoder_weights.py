@@ -73,7 +73,9 @@ class Linear:
         n, k = -(-w.n // 64) * 64, -(-w.k // 128) * 128
         w.spec.groups(w.k)
         _expect(f"{name} words", w.words, (n // 64, k // 32, 128), ("int32",))
-        groups = {"scales": w.scales} | ({"zeros": w.zeros} if w.spec.zero is None else {})
+        if (w.zeros is None) != (w.spec.zero is not None):
+            raise ValueError(f"decoder: {name}: zeros belong to a grid without a zero, this one's is {w.spec.zero}")
+        groups = {"scales": w.scales} | ({} if w.zeros is None else {"zeros": w.zeros})
         for part, values in groups.items():
             _expect(f"{name} {part}", values, (w.spec.groups(k), n), ("float16",))
         if w.words.data_ptr() % 16:

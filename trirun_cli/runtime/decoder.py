@@ -99,8 +99,8 @@ class LeanDecoder:
         self.context = min(longest, DEFAULT_CONTEXT) if context is None else context
         self.threads = threads or len(os.sched_getaffinity(0))
         self.act_bits = act_bits or form.activation_bits
-        weights = decoder_weights(path, config, form, self.context, int8_head=int8_head, threads=self.threads)
         try:
+            weights = decoder_weights(path, config, form, self.context, int8_head=int8_head, threads=self.threads)
             self._native = CpuDecoder(
                 weights,
                 slots=slots,
@@ -110,6 +110,8 @@ class LeanDecoder:
                 max_rows=max_rows,
                 threads=self.threads,
             )
+        except NotLean:
+            raise
         except ValueError as error:
             raise InputError(f"{path}: {error}") from None
 
