@@ -1,8 +1,8 @@
 """Quantizing activations apart from the product: once per layer input, for every weight that reads it.
 
-``quantize_activations`` turns x into the digits that the CUDA decode kernels multiply, ``int2_gemm_quantized`` takes
+``quantize_activations`` turns x into the digits that the kernels of its device multiply, ``int2_gemm_quantized`` takes
 them. An engine quantizes once for q|k|v and once for gate|up, or writes the same layout from its own norm kernel
-(csrc/cuda/activations.cuh defines it).
+(csrc/cuda/activations.cuh and ``trirun_act`` of csrc/trirun.h define it).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cuda
+from . import cpu_activations, cuda
 from .packing import PackedWeight
 
 _library = torch.library.Library("trirun", "FRAGMENT")
@@ -19,22 +19,23 @@ _library.define(
     "int2_gemm_quantized(Tensor activations, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, int n, int k, "
     "int m, int group_size, float zero, int act_bits, ScalarType dtype) -> Tensor"
 )
+_library.impl("quantize_activations", cpu_activations.quantize_activations, "CPU")
+_library.impl("int2_gemm_quantized", cpu_activations.int2_gemm_quantized, "CPU")
 _library.impl("quantize_activations", cuda.quantize_activations, "CUDA")
 _library.impl("int2_gemm_quantized", cuda.int2_gemm_quantized, "CUDA")
 
 
 def quantize_activations(x: Tensor, act_bits: int = 16) -> Tensor:
-    """x [m, k] (m at most 64; float32, float16 or bfloat16, on CUDA) to its digits, a uint8 buffer.
+    """x [m, k] (float32, float16 or bfloat16; on CUDA at most 64 rows) to its digits, a uint8 buffer.
 
     Raises:
-        ValueError: x is not a matrix of 1 to 64 rows, or act_bits is not 8 or 16.
+        ValueError: x is not such a matrix, or act_bits is not 8 or 16.
     """
     if act_bits not in (8, 16):
         raise ValueError(f"quantize_activations: act_bits={act_bits} is not 8 or 16")
-    if x.dim() != 2 or not 0 < x.shape[0] <= cuda.DECODE_ROWS:
-        raise ValueError(
-            f"quantize_activations: x has shape {list(x.shape)}; 1 to {cuda.DECODE_ROWS} rows are supported"
-        )
+    most = cuda.DECODE_ROWS if x.is_cuda else x.shape[0]
+    if x.dim() != 2 or not 0 < x.shape[0] <= most:
+        raise ValueError(f"quantize_activations: x has shape {list(x.shape)}; a matrix of 1 to {most} rows is needed")
     return torch.ops.trirun.quantize_activations(x, act_bits)
 
 
@@ -61,7 +62,7 @@ def int2_gemm_quantized(
 
 
 def activation_bytes(m: int, k_pad: int, act_bits: int) -> int:
-    """Bytes of the quantized form of m rows; the formula of ``ActivationLayout`` in csrc/cuda/activations.cuh."""
+    """Bytes of the quantized form of m rows on CUDA: ``ActivationLayout`` of csrc/cuda/activations.cuh."""
     tokens = -(-m // 16) * 16 if m > 16 else max(2, 1 << (m - 1).bit_length())
     digits = 2 if act_bits == 16 else 1
     return -(-(k_pad * tokens * digits + k_pad // 128 * tokens * 24) // 256) * 256
@@ -70,7 +71,8 @@ def activation_bytes(m: int, k_pad: int, act_bits: int) -> int:
 @torch.library.register_fake("trirun::quantize_activations", lib=_library)
 def _quantize_activations_fake(x, act_bits):
     m, k = x.shape
-    return x.new_empty(activation_bytes(int(m), -(-int(k) // 128) * 128, act_bits), dtype=torch.uint8)
+    size = activation_bytes if x.is_cuda else cpu_activations.activation_bytes
+    return x.new_empty(size(int(m), -(-int(k) // 128) * 128, act_bits), dtype=torch.uint8)
 
 
 @torch.library.register_fake("trirun::int2_gemm_quantized", lib=_library)

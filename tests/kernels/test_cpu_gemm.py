@@ -14,7 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trirun_kernels import cpu, native, quantized, reference
+from trirun_kernels import cpu, native, reference
+from trirun_kernels.activations import int2_gemm_quantized, quantize_activations
+from trirun_kernels.cpu_activations import digit_scales, digits
 from trirun_kernels.ops import int2_gemm
 from trirun_kernels.packing import PackedWeight, dequantize, pack
 from trirun_kernels.spec import QuantSpec
@@ -164,9 +166,10 @@ def test_minus_128_is_summed_exactly(isa):
     """A digit of -128 cannot come from quantize, but the interface allows it."""
     w = pack(torch.full((64, 28672), 3, dtype=torch.uint8), torch.ones(64, 1), QuantSpec(-1, 0.0))
     for m in (1, 6, 33):
-        act = quantized.quantize(torch.ones(m, 28672), 8)
-        act._memory[: m * 28672] = -128
-        assert torch.equal(quantized.int2_gemm_quantized(act, w), torch.full((m, 64), -3 * 128.0 * 28672) / 127)
+        act = quantize_activations(torch.ones(m, 28672), 8)
+        act[: m * 28672] = 0x80
+        y = int2_gemm_quantized(act, m, w, act_bits=8, dtype=torch.float32)
+        assert torch.equal(y, torch.full((m, 64), -3 * 128.0 * 28672) / 127)
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
@@ -182,19 +185,21 @@ def test_digits_are_those_of_the_reference(isa, k, dtype):
     x[21] *= 1e-9
     x[22] *= 1e4 if dtype == torch.float16 else 1e30
     x = x.to(dtype)
-    act = quantized.quantize(x, 8)
+    act = quantize_activations(x, 8)
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
-    assert torch.equal(act.scales(), scale)
-    assert torch.equal(act.digits(), (x.float() / scale).round().clamp(-128, 127).int())
-    assert torch.equal(act.digits() * act.scales(), reference.int8_round_trip(x.float()))
+    found = digits(act, 40, k, 8)
+    assert torch.equal(digit_scales(act, 40, k, 8), scale)
+    assert torch.equal(found, (x.float() / scale).round().clamp(-128, 127).int())
+    assert torch.equal(found * scale, reference.int8_round_trip(x.float()))
 
 
 def test_two_digits_hold_15_bits(isa):
     x = torch.randn(9, 700, generator=seeded(3)) * 10.0 ** torch.arange(-20, 16, 4).unsqueeze(1)
-    act = quantized.quantize(x, 16)
-    scales = act.scales().repeat_interleave(128, dim=1)[:, :700]
-    assert ((act.digits().double() * scales - x.double()).abs() <= scales.double() * 0.51).all()
-    assert act.digits().abs().max() == 32639
+    act = quantize_activations(x, 16)
+    found = digits(act, 9, 700, 16)
+    scales = digit_scales(act, 9, 700, 16).repeat_interleave(128, dim=1)[:, :700]
+    assert ((found.double() * scales - x.double()).abs() <= scales.double() * 0.51).all()
+    assert found.abs().max() == 32639
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -216,14 +221,16 @@ def test_not_a_number_spoils_its_row_and_no_other(isa, act_bits, dtype, bad):
 
 def test_quantized_once_is_the_same(isa):
     generator = seeded(6)
-    x = torch.randn(2, 5, 200, generator=generator).half()
+    x = torch.randn(10, 200, generator=generator).half()
     for act_bits in (8, 16):
-        act = quantized.quantize(x, act_bits)
+        act = quantize_activations(x, act_bits)
+        torch.library.opcheck(
+            torch.ops.trirun.quantize_activations, (x, act_bits), test_utils=("test_schema", "test_faketensor")
+        )
         for n in (64, 130):
             w = random_weight(n, 200, QuantSpec(-1, 1.0), generator)
             bias = torch.randn(n, generator=generator).half()
-            y = quantized.int2_gemm_quantized(act, w, bias)
-            assert y.shape == (2, 5, n)
+            y = int2_gemm_quantized(act, 10, w, bias, act_bits=act_bits)
             assert torch.equal(y, int2_gemm(x, w, bias, act_bits=act_bits))
 
 
