@@ -33,7 +33,7 @@ if [ -d "$packed" ] && "$trirun" verify "$packed" --quiet; then
 else
   step "Quantizing $model to 2 bits (a minute or two)"
   mkdir -p "$(dirname "$packed")"
-  "$trirun" quantize "$model" --wbits 2 --out "$packed" --calibration "$model/calibration.txt" --overwrite
+  "$trirun" quantize "$model" --wbits 2 --preset fast --out "$packed" --calibration "$model/calibration.txt" --overwrite
 fi
 
 step "Perplexity on held-out text, before and after"

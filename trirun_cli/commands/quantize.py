@@ -24,7 +24,9 @@ def command(
     grid: Annotated[
         str | None, typer.Option(help="signed {-1,0,1,2}·±s, zero (a real zero per group), midrise, or ternary.")
     ] = None,
-    preset: Annotated[str, typer.Option(help="A recipe that ships with trirun; see configs/.")] = "fast",
+    preset: Annotated[
+        str, typer.Option(help="fast: GPTQ. default: also trains each block. best: trains it long, on more text.")
+    ] = "default",
     recipe: Annotated[Path | None, typer.Option(help="A recipe of your own (YAML); replaces --preset.")] = None,
     calibration: Annotated[
         str | None, typer.Option(help="Text, jsonl or parquet file, or hf:REPO:SPLIT:COLUMN. Default: a short excerpt.")
@@ -44,9 +46,13 @@ def command(
 ) -> None:
     """Quantize a model's linear layers to 2 bits with GPTQ, one decoder block at a time.
 
+    A stopped run continues where it was when the same command is given again.
+
     Examples:
 
       trirun quantize MODEL --wbits 2
+
+      trirun quantize MODEL --preset fast --calibration corpus.txt --device cuda
 
       trirun quantize MODEL --group-size 64 --calibration corpus.jsonl --samples 256 --out model-2bit-g64
 

@@ -172,11 +172,11 @@ class Report:
         kl = self.evaluation.divergence
         assert kl is not None
         rows = [
-            ("KL divergence, mean", _with_error(kl.mean, kl.stderr, digits=6)),
-            *((f"  {level:g} % of tokens below", f"{value:.6f}") for level, value in kl.percentiles.items()),
-            ("  maximum", f"{kl.maximum:.6f}"),
+            ("KL divergence, mean", f"{kl.mean:.3g}" + ("" if kl.stderr is None else f" ± {kl.stderr:.2g}")),
+            *((f"  {level:g} % of tokens below", f"{value:.3g}") for level, value in kl.percentiles.items()),
+            ("  maximum", f"{kl.maximum:.3g}"),
             ("same top token", _with_error(kl.same_top, kl.same_top_stderr)),
-            ("RMS change of the true token's probability", f"{kl.rms_probability:.6f}"),
+            ("RMS change of the true token's probability", f"{kl.rms_probability:.3g}"),
             ("tokens", f"{kl.tokens:,}"),
         ]
         return Table(f"checkpoint against model, {self.evaluation.corpora['kl'].name}, nats", ("", "value"), rows)
@@ -267,14 +267,12 @@ def _shots(score: TaskScore) -> str:
     return "" if score.num_fewshot is None else str(score.num_fewshot)
 
 
-def _number(value: float | None, digits: int = 4, sign: bool = False) -> str:
-    if value is None:
-        return "–"
-    return f"{value:{'+' if sign else ''}.{digits}f}"
+def _number(value: float | None, sign: bool = False) -> str:
+    return "–" if value is None else f"{value:{'+' if sign else ''}.4f}"
 
 
-def _with_error(value: float, stderr: float | None, *, digits: int = 4, sign: bool = False) -> str:
-    return _number(value, digits, sign) + ("" if stderr is None else f" ± {stderr:.{digits}f}")
+def _with_error(value: float, stderr: float | None, *, sign: bool = False) -> str:
+    return _number(value, sign) + ("" if stderr is None else f" ± {stderr:.4f}")
 
 
 def _row(cells: Sequence[str]) -> str:

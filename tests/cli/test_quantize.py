@@ -1,0 +1,110 @@
+"""``trirun quantize`` from the command line: a model in, a checkpoint out, whole or not at all."""
+
+import hashlib
+import json
+
+import pytest
+from trirun_gptq.block import BlockRun
+
+from trirun_cli.checkpoint import Checkpoint
+
+OPTIONS = ("--preset", "fast", "--group-size", "64", "--samples", "4", "--seqlen", "64")
+
+
+def digest(directory):
+    return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def quantized(plain_model, tmp_path_factory):
+    """What the command makes of the plain model, and its JSON document."""
+    import contextlib
+    import io
+
+    from trirun_cli.commands import quantize
+
+    out, document = tmp_path_factory.mktemp("quantized") / "Q", io.StringIO()
+    with contextlib.redirect_stdout(document):
+        quantize.command(plain_model, out, preset="fast", group_size=64, samples=4, seqlen=64, json=True)
+    return out, json.loads(document.getvalue())
+
+
+def test_the_report_and_the_checkpoint_agree(trirun, quantized):
+    out, document = quantized
+    assert document["schema"] == "trirun.quantize/1" and document["recipe"]["group_size"] == 64
+    assert len(document["modules"]) == 14 and len(document["blocks"]) == 2
+    assert all(0 < module["loss"] < 1 for module in document["modules"])
+    assert document["bits_per_weight"] == 2.25 and document["bytes_after"] < document["bytes_before"]
+    assert trirun("verify", out)[0] == 0
+    opened = Checkpoint(out)
+    assert sorted(module["name"] for module in document["modules"]) == opened.modules
+    assert opened.format.group_size == 64 and opened.format.modules_to_not_convert == ["lm_head"]
+    assert not out.with_name("Q.partial").exists() and not out.with_name("Q.state").exists()
+
+
+def test_it_generates_and_stays_near_the_original(trirun, quantized, plain_model):
+    out, _ = quantized
+    code, text, _ = trirun("generate", "-c", out, "-p", "The sea", "-n", "8")
+    assert code == 0 and text.startswith("The sea")
+    _, text, _ = trirun("eval", "-c", out, "-m", plain_model, "--window", "64", "--limit", "4", "--json")
+    # A random model predicts nothing, before or after: both sit near the vocabulary's 8192.
+    results = json.loads(text)["results"]
+    assert 4000 < results[0]["perplexity"] < 20000
+
+
+def test_overrides_reach_the_checkpoint(trirun, plain_model, tmp_path):
+    overrides = ("--override", "down_proj=g32", "--override", "o_proj=zero", "--override", r"layers\.1\.mlp\.up=keep")
+    code, _, _ = trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS, *overrides, "--json")
+    assert code == 0
+    opened = Checkpoint(tmp_path / "Q")
+    assert opened.format.spec("model.layers.0.mlp.down_proj").group_size == 32
+    assert opened.format.spec("model.layers.0.self_attn.o_proj").zero is None
+    assert "model.layers.1.mlp.up_proj" in opened.format.modules_to_not_convert
+    assert trirun("verify", tmp_path / "Q")[0] == 0
+    # A layer that is not packed keeps the model off the lean decoder, not from running.
+    assert trirun("generate", "-c", tmp_path / "Q", "-p", "The sea", "-n", "4")[0] == 0
+
+
+def test_a_stopped_run_continues_to_the_same_bytes(trirun, quantized, plain_model, tmp_path, monkeypatch):
+    command = ("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS)
+    run, finished = BlockRun.run, []
+
+    def stop_at_the_second(self):
+        if self.index == 1:
+            raise KeyboardInterrupt
+        return run(self)
+
+    monkeypatch.setattr(BlockRun, "run", stop_at_the_second)
+    assert trirun(*command)[0] == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Q.state"]
+
+    def count(self):
+        finished.append(self.index)
+        return run(self)
+
+    monkeypatch.setattr(BlockRun, "run", count)
+    code, _, err = trirun(*command)
+    assert code == 0 and finished == [1] and "taken from the stopped run" in err
+    assert digest(tmp_path / "Q") == digest(quantized[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["Q"]
+
+
+def test_another_recipe_does_not_continue_a_stopped_run(trirun, plain_model, tmp_path, monkeypatch):
+    command = ("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS)
+
+    def stop(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockRun, "run", stop)
+        assert trirun(*command)[0] == 130
+    code, _, err = trirun(*command, "--seed", "5")
+    assert code == 3 and "Q.state" in err and not (tmp_path / "Q").exists()
+
+
+def test_nan_weights_are_an_error_that_names_them(trirun, save_llama, tmp_path):
+    def change(model):
+        model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+
+    code, _, err = trirun("quantize", save_llama(change), "--out", tmp_path / "Q", *OPTIONS, "--no-resume")
+    assert code == 3 and "model.layers.1.mlp" in err and list(tmp_path.iterdir()) == []
