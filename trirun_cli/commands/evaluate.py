@@ -109,6 +109,7 @@ def command(
             raise UsageError(f"--data-dir {directory}: no such file or directory")
     console = Console(as_json=json, quiet=quiet)
 
+    from ..eval.report import SCHEMA, Report, write_text
     from ..eval.session import Settings, run
 
     settings = Settings(
@@ -128,11 +129,7 @@ def command(
         resume,
     )
     roles = [(role, path) for role, path in (("model", model), ("checkpoint", checkpoint)) if path is not None]
-    evaluation = run(settings, roles, console)
-
-    from ..eval.report import SCHEMA, Report, write_text
-
-    report = Report(evaluation)
+    report = Report(run(settings, roles, console))
     console.json(SCHEMA, report.document())
     for table in report.tables():
         console.table(table.title, table.columns, table.brief)
