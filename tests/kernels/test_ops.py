@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from trirun_kernels import QuantSpec, dequantize, pack, reference
+from trirun_kernels import QuantSpec, cpu, dequantize, native, pack, reference
+from trirun_kernels.activations import int2_gemm_quantized, quantize_activations
 from trirun_kernels.linear import Int2Linear
 from trirun_kernels.ops import int2_gemm
 
@@ -43,6 +44,23 @@ def test_opcheck(act_bits):
     x, bias = torch.randn(3, 160, requires_grad=True), torch.randn(70, requires_grad=True)
     arguments = (x, w.words, w.scales, None, bias, w.n, w.k, 32, 1.0, act_bits)
     torch.library.opcheck(torch.ops.trirun.int2_gemm, arguments)
+
+
+@pytest.mark.parametrize("act_bits", [8, 16])
+def test_activations_quantized_apart(act_bits):
+    if cpu.backend() == "reference":
+        pytest.skip("libtrirun_cpu is not built: python scripts/trirun_build.py cpu")
+    w, x, checks = make(), torch.randn(3, 160), ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.trirun.quantize_activations, (x, act_bits), test_utils=checks)
+    act = quantize_activations(x, act_bits)
+    arguments = (act, w.words, w.scales, None, None, w.n, w.k, 3, 32, 1.0, act_bits, torch.float32)
+    torch.library.opcheck(torch.ops.trirun.int2_gemm_quantized, arguments, test_utils=checks)
+    y = int2_gemm_quantized(act, 3, w, act_bits=act_bits, dtype=torch.float32)
+    assert torch.equal(y, int2_gemm(x, w, act_bits=act_bits))
+    with pytest.raises(native.NativeError, match="activations of 4 rows"):
+        int2_gemm_quantized(act, 4, w, act_bits=act_bits, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"x has shape \[2, 3, 160\]"):
+        quantize_activations(x.expand(2, 3, 160), act_bits)
 
 
 def test_gradients_are_those_of_the_dense_layer():
