@@ -3,7 +3,6 @@ of int32 and of the buffers they are given."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import subprocess

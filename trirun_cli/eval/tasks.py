@@ -28,7 +28,7 @@ class HarnessTask:
 
     Attributes:
         name: as lm-eval knows it. loaded: what ``lm_eval.evaluator.evaluate`` takes.
-        files: the local files it reads, relative to nothing; empty when its data came from a hub.
+        files: the local files it reads; empty when its data came from a hub.
         prompts: where its prompts come from, for people.
     """
 
