@@ -15,7 +15,7 @@ from . import native, reference
 from .packing import PackedWeight
 from .spec import QuantSpec
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # TRIRUN_F32, _F16, _BF16
+DTYPES = {getattr(torch, name): code for name, code in native.DTYPES.items()}
 _CODES = {-1: "BAD_SHAPE", -2: "BAD_POINTER", -3: "UNSUPPORTED", -4: "NO_WORKSPACE (out of memory)"}
 
 

@@ -8,7 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .native import DTYPES, Int2Struct, NativeError, load
+from .cpu import DTYPES
+from .native import Int2Struct, NativeError, load
 from .packing import PackedWeight
 from .select import COLUMNS, DECODE_ROWS, STREAM_SM80, Device, Plan, select
 from .spec import QuantSpec
@@ -61,7 +62,7 @@ def quantize_activations(x: Tensor, act_bits: int) -> Tensor:
         size = _library().trirun_cuda_activation_bytes(m, k_pad, act_bits)
         out = torch.empty(size, dtype=torch.uint8, device=x.device)
         code = _library().trirun_cuda_quantize(
-            x.data_ptr(), DTYPES[str(x.dtype)], m, k, x.stride(0), k_pad, act_bits, out.data_ptr(), size, _stream()
+            x.data_ptr(), DTYPES[x.dtype], m, k, x.stride(0), k_pad, act_bits, out.data_ptr(), size, _stream()
         )
     _check(code, f"quantize_activations: x {x.dtype} {list(x.shape)}, act_bits={act_bits}")
     return out
@@ -93,7 +94,7 @@ def int2_gemm_quantized(
         workspace = _workspace(struct, m, dtype, act_bits, plan, y.device)
         code = _library().trirun_cuda_int2_gemm_quantized(
             ctypes.byref(struct), n, activations.data_ptr(), m, None if bias is None else bias.data_ptr(), y.data_ptr(),
-            DTYPES[str(dtype)], n, act_bits, ctypes.byref(plan), *_span(workspace), _stream(),
+            DTYPES[dtype], n, act_bits, ctypes.byref(plan), *_span(workspace), _stream(),
         )  # fmt: skip
     _check(code, f"int2_gemm_quantized: m={m}, n={n}, k={k}, group_size={group_size}, act_bits={act_bits}")
     return y
@@ -108,7 +109,7 @@ def run_plan(x: Tensor, w: PackedWeight, bias: Tensor | None, y: Tensor, act_bit
     m = x.shape[0]
     workspace = _workspace(struct, m, x.dtype, act_bits, plan_struct, x.device)
     code = _library().trirun_cuda_int2_gemm(
-        ctypes.byref(struct), w.n, w.k, x.data_ptr(), DTYPES[str(x.dtype)], m, x.stride(0),
+        ctypes.byref(struct), w.n, w.k, x.data_ptr(), DTYPES[x.dtype], m, x.stride(0),
         None if bias is None else bias.data_ptr(), y.data_ptr(), y.stride(0), act_bits, ctypes.byref(plan_struct),
         *_span(workspace), _stream(),
     )  # fmt: skip
@@ -158,7 +159,7 @@ def _workspace(
     struct: Int2Struct, m: int, dtype: torch.dtype, act_bits: int, plan: PlanStruct, device: torch.device
 ) -> Tensor | None:
     size = _library().trirun_cuda_int2_workspace(
-        ctypes.byref(struct), m, DTYPES[str(dtype)], act_bits, ctypes.byref(plan)
+        ctypes.byref(struct), m, DTYPES[dtype], act_bits, ctypes.byref(plan)
     )
     if size == 0:
         return None

@@ -22,12 +22,11 @@ from .decoder_weights import (
     Int8Head,
     LayerWeights,
 )
-from .native import Int2Struct, NativeError, load
+from .native import DTYPES, Int2Struct, NativeError, load
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # TRIRUN_F32, _F16, _BF16
 HEAD_INT8 = 16  # TRIRUN_HEAD_INT8
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 ABI_VERSION = 1  # TRIRUN_ABI_VERSION of csrc/trirun.h
 LIBRARY_DIR = Path(__file__).resolve().parent / "_lib"
-DTYPES = {"torch.float32": 0, "torch.float16": 1, "torch.bfloat16": 2}  # TRIRUN_F32, _F16, _BF16
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # TRIRUN_F32, _F16, _BF16
 
 
 class NativeError(RuntimeError):

@@ -9,7 +9,7 @@ import typer
 
 from ..console import Console
 from ..errors import CheckFailed, UsageError
-from .options import Device, Json, Quiet
+from .options import ActBits, Device, DType, Json, Quiet, check_machine
 
 _MACHINE, _LONG, _OUTPUT = "Machine", "Long runs", "Output"
 
@@ -62,10 +62,8 @@ def command(
         Path | None, typer.Option(help="Write each question's prompt and scores below DIR.", rich_help_panel=_OUTPUT)
     ] = None,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or auto.", rich_help_panel=_MACHINE)] = "auto",
-    act_bits: Annotated[
-        int | None, typer.Option(help="Activation bits, 8 or 16. Default: the checkpoint's.", rich_help_panel=_MACHINE)
-    ] = None,
+    dtype: DType = "auto",
+    act_bits: ActBits = None,
     as_served: Annotated[
         bool,
         typer.Option(
@@ -88,10 +86,7 @@ def command(
     wanted = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
     if not wanted:
         raise UsageError(f"--tasks {tasks!r}: names no task")
-    if act_bits not in (None, 8, 16):
-        raise UsageError(f"--act-bits {act_bits}: 8 or 16")
-    if dtype not in ("auto", "float32", "float16", "bfloat16"):
-        raise UsageError(f"--dtype {dtype}: float32, float16, bfloat16 or auto")
+    check_machine(dtype, act_bits)
     for option, value, least in (("limit", limit, 1), ("batch-size", batch_size, 1), ("num-fewshot", num_fewshot, 0)):
         if value is not None and value < least:
             raise UsageError(f"--{option} {value}: at least {least}")

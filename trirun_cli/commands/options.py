@@ -23,7 +23,7 @@ Engine = Annotated[
 ]
 
 
-def check_machine(dtype: str, act_bits: int | None, engine: str) -> None:
+def check_machine(dtype: str, act_bits: int | None, engine: str = "auto") -> None:
     """Refuse values that the machine options do not have.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -155,7 +156,8 @@ def pick_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda"):
-        index = int(device[5:] or 0) if device[4:5] in ("", ":") and device[5:].isdecimal() | (not device[5:]) else -1
+        named = re.fullmatch(r"cuda(?::(\d+))?", device)
+        index = int(named[1] or 0) if named else -1
         if not 0 <= index < torch.cuda.device_count():
             raise MissingError(f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices here")
     elif device != "cpu":
