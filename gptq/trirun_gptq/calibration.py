@@ -46,6 +46,20 @@ def load(source: str, tokenizer: Any, recipe: Recipe) -> list[Tensor]:
     return collect(documents, tokenizer, count, seqlen, source)
 
 
+def load_stream(source: str, tokenizer: Any, seed: int, most: int | None = None) -> Tensor:
+    """All documents of a source (see :func:`load`), in an order seeded by ``seed``, joined: int64 [tokens].
+
+    Raises:
+        QuantizationError: as :func:`load`; reading stops once there are ``most`` tokens.
+    """
+    ids: list[int] = []
+    for document in _documents(source, seed):
+        ids += _tokens(_text(document, tokenizer, source), tokenizer)
+        if most is not None and len(ids) >= most:
+            return torch.tensor(ids[:most])
+    return torch.tensor(ids)
+
+
 def _joined(texts: Iterable[str], tokenizer: Any, count: int, seqlen: int, source: str) -> list[Tensor]:
     sequences: list[Tensor] = []
     buffer: list[int] = []

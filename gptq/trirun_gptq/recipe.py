@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 from trirun_kernels import QuantSpec
 
 from .errors import QuantizationError
+from .strict import checked_fields, read_mapping, suggest
 
 # The zero point of each named grid; None is one real zero per group.
 GRIDS: dict[str, float | None] = {"signed": 1.0, "midrise": 1.5, "zero": None, "ternary": 1.0}
@@ -83,7 +83,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _require(self.wbits == 2, f"wbits={self.wbits}: only 2 is supported")
-        _require(self.grid in GRIDS, _suggest("grid", self.grid, GRIDS))
+        _require(self.grid in GRIDS, suggest("grid", self.grid, GRIDS))
         _spec(self.group_size, self.grid)
         for key, least in (("samples", 1), ("seqlen", 2), ("held_out", 0), ("sweeps", 0), ("refine_steps", 0)):
             value = getattr(self, key)
@@ -100,7 +100,7 @@ class Recipe:
                 raise QuantizationError(f"recipe: {pattern!r} is not a regular expression: {error}") from None
         for pattern, override in self.overrides.items():
             grid = override.grid or self.grid
-            _require(grid in GRIDS, f"overrides[{pattern!r}]: {_suggest('grid', grid, GRIDS)}")
+            _require(grid in GRIDS, f"overrides[{pattern!r}]: {suggest('grid', grid, GRIDS)}")
             _spec(override.group_size or self.group_size, grid)
 
     def choice(self, module: str) -> tuple[QuantSpec, bool] | None:
@@ -132,13 +132,13 @@ class Recipe:
         Raises:
             QuantizationError: an unknown key (with the nearest known one), or a value of the wrong type or range.
         """
-        known = _known(cls, values, "recipe")
+        known = checked_fields(cls, values, "recipe")
         overrides = known.pop("overrides", {})
         _require(isinstance(overrides, Mapping), f"overrides must map patterns to settings, got {overrides!r}")
         parsed = {}
         for pattern, entry in overrides.items():
             _require(isinstance(entry, Mapping), f"overrides[{pattern!r}] must be a mapping, got {entry!r}")
-            parsed[str(pattern)] = Override(**_known(Override, entry, f"recipe: overrides[{pattern!r}]"))
+            parsed[str(pattern)] = Override(**checked_fields(Override, entry, f"recipe: overrides[{pattern!r}]"))
         ignore = known.pop("ignore", ())
         _require(
             isinstance(ignore, list | tuple) and all(isinstance(pattern, str) for pattern in ignore),
@@ -153,46 +153,11 @@ def load_recipe(path: str | Path) -> Recipe:
     Raises:
         QuantizationError: the file is missing, is not YAML, or has an unknown key or a bad value.
     """
-    import yaml
-
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise QuantizationError(f"recipe {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise QuantizationError(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, Mapping):
-        raise QuantizationError(f"recipe {path}: a mapping of keys to values is needed, got {type(values).__name__}")
+    values = read_mapping(path)
     try:
         return Recipe.from_dict(values)
     except QuantizationError as error:
         raise QuantizationError(f"{path}: {error}") from None
-
-
-def _known(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values, once every key is a field of ``cls`` and every scalar has the field's type."""
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    checked = {}
-    for key, value in values.items():
-        if key not in fields:
-            raise QuantizationError(f"{where}: {_suggest('key', key, fields)}")
-        declared = str(fields[key].type).split(" | ")
-        expected = {"int": int, "float": float, "str": str, "bool": bool}.get(declared[0])
-        if expected is None or (value is None and "None" in declared):
-            checked[key] = value
-            continue
-        if expected is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        elif expected is float and isinstance(value, str):
-            # YAML 1.1 reads 1e-4 as a string.
-            try:
-                value = float(value)
-            except ValueError:
-                raise QuantizationError(f"{where}: {key} must be a float, got {value!r}") from None
-        if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-            raise QuantizationError(f"{where}: {key} must be {expected.__name__}, got {value!r}")
-        checked[key] = value
-    return checked
 
 
 def _spec(group_size: int, grid: str) -> QuantSpec:
@@ -200,12 +165,6 @@ def _spec(group_size: int, grid: str) -> QuantSpec:
         return QuantSpec(group_size, GRIDS[grid])
     except ValueError as error:
         raise QuantizationError(f"recipe: {error}") from None
-
-
-def _suggest(what: str, value: object, known: Any) -> str:
-    near = difflib.get_close_matches(str(value), list(known), n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return f"unknown {what} {value!r}; {hint}"
 
 
 def _require(condition: bool, message: str) -> None:
