@@ -163,11 +163,21 @@ size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d);
 size_t trirun_cpu_decoder_workspace(const trirun_decoder* d, int64_t rows);
 
 /* Runs tokens[rows], the segments' one after another, and appends them to the cache; slots ascend strictly from segment
- * to segment. logits[i][vocab] are those of row logit_rows[i]. A row's logits are the same, bit for bit, whatever the
+ * to segment. logits[i][vocab] are those of row logit_rows[i], or of row i where that is NULL. A row's logits are the same, bit for bit, whatever the
  * batch, the split of its sequence into steps and the number of threads. */
 int trirun_cpu_decoder_step(const trirun_decoder* d, const trirun_segment* segments, int64_t segment_count,
                             const int64_t* tokens, int64_t rows, const int64_t* logit_rows, int64_t logit_count,
                             float* logits, void* workspace, size_t workspace_bytes, int threads);
+
+/* Greedy decoding, `steps` steps in one call: segments have a count of 1, tokens[segment_count] are the first step's, and
+ * every later step's are those of the largest logits (of equals the first) of the step before, which go to
+ * out[step][segment_count]: -1 where no logit is a number. Ends early after a step that brought such a -1 or one of
+ * `stop`; *done steps were made. logits [segment_count][vocab] are those of the last one. As in decoder_step, results do
+ * not depend on the batch, the number of threads, or how many steps a call makes. */
+int trirun_cpu_decoder_greedy(const trirun_decoder* d, const trirun_segment* segments, int64_t segment_count,
+                              const int64_t* tokens, int64_t steps, const int64_t* stop, int64_t stop_count,
+                              int64_t* out, int64_t* done, float* logits, void* workspace, size_t workspace_bytes,
+                              int threads);
 
 /* ---- libtrirun_cuda.so --------------------------------------------------------------------------------- */
 

@@ -12,22 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .arrays import Array
-from .decoder_weights import (
-    ACTIVATIONS,
-    KEY_BLOCK,
-    LINEARS,
-    NORMS,
-    SIZES,
-    DecoderWeights,
-    Int8Head,
-    LayerWeights,
-)
-from .native import DTYPES, Int2Struct, NativeError, load
+from .decoder_structs import LayerStruct, SegmentStruct, decoder_struct, layer_struct
+from .decoder_weights import KEY_BLOCK, DecoderWeights, Int8Head
+from .native import DTYPES, NativeError, load
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-HEAD_INT8 = 16  # TRIRUN_HEAD_INT8
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +65,8 @@ class CpuDecoder:
         self._weights = weights
         self.shape, self.slots, self.context, self.max_rows = weights.shape, slots, context, max_rows
         self.threads = threads
-        layers = (LayerStruct * weights.shape.layers)(*map(_layer_struct, weights.layers))
-        self._struct = _decoder_struct(weights, layers, slots, context, act_bits, kv_dtype)
+        layers = (LayerStruct * weights.shape.layers)(*map(layer_struct, weights.layers))
+        self._struct = decoder_struct(weights, layers, slots, context, act_bits, kv_dtype)
         size = self._library.trirun_cpu_decoder_cache_bytes(ctypes.byref(self._struct))
         work = self._library.trirun_cpu_decoder_workspace(ctypes.byref(self._struct), max_rows)
         if not size or not work:
@@ -137,13 +127,67 @@ class CpuDecoder:
             self._workspace.nbytes,
             self.threads,
         )
+        self._check(code, f"step of {rows} rows, {list(segments)}")
+
+    def greedy(
+        self,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        tokens: Sequence[int],
+        steps: int,
+        stop: Sequence[int],
+        out: Array,
+        logits: Array,
+    ) -> int:
+        """Decode greedily in one native call: every step's tokens are those of the largest logits of the one before.
+
+        Args:
+            slots, positions, tokens: of each sequence the slot, ascending, the next position and the token there.
+            steps: most steps to make; a step that brings a token of ``stop`` is the last.
+            out: int64 [steps, sequences], written; the first of equally large logits wins, -1 says that a row of logits
+                held no number, and ends the call too.
+            logits: float32 [sequences, vocab], those of the last step, written.
+
+        Returns:
+            how many steps were made.
+
+        Raises:
+            ValueError: tokens, slots or positions are out of range. NativeError: memory has run out.
+        """
+        count = len(slots)
+        if not 0 < count <= min(self.slots, self.max_rows) or steps < 1:
+            raise ValueError(f"decoder greedy: {count} sequences, {steps} steps, made for {self.slots} slots")
+        if out.dtype != "int64" or out.shape != (steps, count) or logits.shape != (count, self.shape.vocab):
+            raise ValueError(f"decoder greedy: out is {out.dtype} {list(out.shape)}, logits {list(logits.shape)}")
+        for struct, slot, position in zip(self._segments, slots, positions, strict=False):
+            struct.slot, struct.position, struct.count = slot, position, 1
+        done = ctypes.c_int64(0)
+        code = self._library.trirun_cpu_decoder_greedy(
+            ctypes.byref(self._struct),
+            self._segments,
+            count,
+            (ctypes.c_int64 * count)(*tokens),
+            steps,
+            (ctypes.c_int64 * len(stop))(*stop),
+            len(stop),
+            out.address,
+            ctypes.byref(done),
+            logits.address,
+            self._workspace.address,
+            self._workspace.nbytes,
+            self.threads,
+        )
+        self._check(code, f"greedy: {count} sequences at {list(positions)}, {steps} steps")
+        return done.value
+
+    def _check(self, code: int, what: str) -> None:
         if code == -1:
             raise ValueError(
-                f"decoder step: tokens, rows or {list(segments)} are out of range for a vocabulary of "
-                f"{self.shape.vocab}, {self.slots} slots of {self.context} positions"
+                f"decoder {what}: out of range for a vocabulary of {self.shape.vocab}, {self.slots} slots of "
+                f"{self.context} positions"
             )
         if code:
-            raise NativeError(f"decoder step of {rows} rows failed with code {code}")
+            raise NativeError(f"decoder {what}: failed with code {code}")
 
 
 def quantize_head(head: Any, out: Int8Head, threads: int) -> Int8Head:
@@ -176,42 +220,6 @@ def _memory(size: int, advice: str) -> Array:
     return Array.within(memory, "uint8", (size,))
 
 
-class LinearStruct(ctypes.Structure):
-    """``trirun_linear``."""
-
-    _fields_ = (("weight", Int2Struct), ("bias", ctypes.c_void_p), ("n", ctypes.c_int64), ("k", ctypes.c_int64))
-
-
-class LayerStruct(ctypes.Structure):
-    """``trirun_layer``."""
-
-    _fields_ = (*((name, LinearStruct) for name in LINEARS), *((name, ctypes.c_void_p) for name in NORMS))
-
-
-class DecoderStruct(ctypes.Structure):
-    """``trirun_decoder``."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in (*SIZES, "slots", "context", "rotary_half")),
-        ("norm_eps", ctypes.c_float),
-        ("attention_scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("activation", "act_bits", "kv_dtype", "embedding_dtype")),
-        ("embedding", ctypes.c_void_p),
-        ("head_dtype", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("head", ctypes.c_void_p),
-        ("head_scales", ctypes.c_void_p),
-        ("layer", ctypes.POINTER(LayerStruct)),
-        *((name, ctypes.c_void_p) for name in ("final_norm", "cosines", "sines", "keys", "values")),
-    )
-
-
-class SegmentStruct(ctypes.Structure):
-    """``trirun_segment``."""
-
-    _fields_ = (("slot", ctypes.c_int64), ("position", ctypes.c_int64), ("count", ctypes.c_int64))
-
-
 def _library() -> Any:
     library = load("cpu")
     size, pointer, whole = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
@@ -221,46 +229,9 @@ def _library() -> Any:
     library.trirun_cpu_decoder_step.argtypes = [
         *(pointer, pointer, whole, pointer, whole, pointer, whole, pointer, pointer, size, ctypes.c_int)
     ]
+    library.trirun_cpu_decoder_greedy.argtypes = [
+        *(pointer, pointer, whole, pointer, whole, pointer, whole, pointer, pointer, pointer, pointer, size),
+        ctypes.c_int,
+    ]
     library.trirun_cpu_head_int8.argtypes = [pointer, ctypes.c_int, whole, whole, pointer, pointer, ctypes.c_int]
     return library
-
-
-def _layer_struct(layer: LayerWeights) -> LayerStruct:
-    struct = LayerStruct()
-    for name in LINEARS:
-        linear = getattr(layer, name)
-        bias = None if linear.bias is None else _address(linear.bias)
-        setattr(struct, name, LinearStruct(Int2Struct.of(linear.weight), bias, linear.weight.n, linear.weight.k))
-    for name in NORMS:
-        norm = getattr(layer, name)
-        setattr(struct, name, None if norm is None else _address(norm))
-    return struct
-
-
-def _address(x: Any) -> int:
-    return Array.of(x).address
-
-
-def _decoder_struct(
-    weights: DecoderWeights, layers: Any, slots: int, context: int, act_bits: int, kv_dtype: str
-) -> DecoderStruct:
-    shape, int8 = weights.shape, isinstance(weights.head, Int8Head)
-    return DecoderStruct(
-        *(getattr(shape, name) for name in SIZES),
-        slots,
-        context,
-        shape.rotary_half,
-        shape.norm_eps,
-        shape.attention_scale,
-        ACTIVATIONS[shape.activation],
-        act_bits,
-        DTYPES[kv_dtype],
-        DTYPES[Array.of(weights.embedding).dtype],
-        _address(weights.embedding),
-        HEAD_INT8 if int8 else DTYPES[Array.of(weights.head).dtype],
-        0,
-        _address(weights.head.rows if int8 else weights.head),
-        _address(weights.head.scales) if int8 else None,
-        layers,
-        *(_address(array) for array in (weights.final_norm, weights.cosines, weights.sines)),
-    )

@@ -55,6 +55,30 @@ struct Queues {
   }
 };
 
+/* The largest of some logits. */
+struct Best {
+  float value;
+  int64_t index; // -1: none is a number
+};
+
+/* What trirun_cpu_decoder_greedy adds to a step. */
+struct Greedy {
+  int64_t steps;
+  const int64_t* stop;
+  int64_t stop_count;
+  int64_t* out; // [steps][rows]
+  int64_t* done;
+
+  bool ends(const int64_t* chosen, int64_t rows) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      if (chosen[r] < 0) return true;
+      for (int64_t i = 0; i < stop_count; ++i)
+        if (chosen[r] == stop[i]) return true;
+    }
+    return false;
+  }
+};
+
 /* The shared arrays of one step, in the caller's workspace. */
 struct Shared {
   float* x;          // [rows][hidden], the residual stream
@@ -65,6 +89,7 @@ struct Shared {
   int32_t* position; // [rows]
   char* act;
   HeadInput head;    // of the 8-bit head
+  Best* best;        // [rows][kMaxTeam]: of each thread's share of the logits
   Queues queues;
 };
 
@@ -97,6 +122,7 @@ int64_t lay_out(const trirun_decoder& d, int64_t rows, char* memory, Shared* sha
   out.head.digits = reinterpret_cast<int8_t*>(take(rows * 2 * out.head.stride));
   out.head.sums = reinterpret_cast<int32_t*>(take(rows * 8));
   out.head.scales = reinterpret_cast<float*>(take(rows * 4));
+  out.best = reinterpret_cast<Best*>(take(rows * kMaxTeam * static_cast<int64_t>(sizeof(Best))));
   out.queues.cursors = reinterpret_cast<Cursor*>(take(2 * kMaxTeam * static_cast<int64_t>(sizeof(Cursor))));
   if (shared) *shared = out;
   return used;
@@ -105,9 +131,10 @@ int64_t lay_out(const trirun_decoder& d, int64_t rows, char* memory, Shared* sha
 class Step {
  public:
   Step(const trirun_decoder& decoder, const trirun_segment* segments, int64_t segment_count, const int64_t* tokens,
-       int64_t rows, const int64_t* logit_rows, int64_t logit_count, float* logits, const Shared& shared)
+       int64_t rows, const int64_t* logit_rows, int64_t logit_count, float* logits, const Shared& shared,
+       const Greedy* greedy = nullptr)
       : d(decoder), segments_(segments), segment_count_(segment_count), tokens_(tokens), rows_(rows),
-        logit_rows_(logit_rows), logit_count_(logit_count), logits_(logits), s(shared), isa_(isa()),
+        logit_rows_(logit_rows), logit_count_(logit_count), logits_(logits), s(shared), greedy_(greedy), isa_(isa()),
         ops_(decoder_ops()), group_(d.heads / d.kv_heads), qkv_width_((d.heads + 2 * d.kv_heads) * d.head_dim),
         head_elements_(d.context * value_stride_of(d.head_dim)) {
     single_positions_ = segment_count == rows;
@@ -126,14 +153,10 @@ class Step {
     team.barrier();
     if (failed) return;
     const Range mine = team.share(rows_);
-    const int64_t width = d.embedding_dtype == TRIRUN_F32 ? 4 : 2;
-    for (int64_t r = mine.begin; r < mine.end; ++r) {
-      const char* row = static_cast<const char*>(d.embedding) + tokens_[r] * d.hidden * width;
-      ops_.load_row(s.x + r * d.hidden, row, d.embedding_dtype, d.hidden);
-    }
+    for (int64_t r = mine.begin; r < mine.end; ++r) embed(r, tokens_[r]);
     team.barrier();
-    for (int64_t i = 0; i < d.layers; ++i) layer(t, i);
-    if (logit_count_) head(t);
+    forward(t);
+    if (greedy_) decode(t, *greedy_);
   }
 
   std::atomic<bool> failed{false};
@@ -164,6 +187,49 @@ class Step {
       act = memory + row_bytes + tile_bytes + attention_bytes;
     }
   };
+
+  void forward(Thread& t) {
+    for (int64_t i = 0; i < d.layers; ++i) layer(t, i);
+    if (logit_count_) head(t);
+  }
+
+  /* After a step: its tokens, and further steps on them. */
+  void decode(Thread& t, const Greedy& greedy) {
+    const Range mine = t.team.share(rows_), columns = t.team.share(d.vocab);
+    for (int64_t step = 0;; ++step) {
+      for (int64_t r = 0; r < rows_; ++r) {
+        Best& best = s.best[r * kMaxTeam + t.team.rank()];
+        const float* share = logits_ + r * d.vocab + columns.begin;
+        best.index = ops_.largest(share, columns.end - columns.begin, &best.value);
+        if (best.index >= 0) best.index += columns.begin;
+      }
+      t.team.barrier();
+      int64_t* chosen = greedy.out + step * rows_;
+      for (int64_t r = mine.begin; r < mine.end; ++r) {
+        chosen[r] = winner(s.best + r * kMaxTeam, t.team.size());
+        ++s.position[r];
+        if (chosen[r] >= 0) embed(r, chosen[r]);
+      }
+      t.team.barrier();
+      if (t.team.rank() == 0) *greedy.done = step + 1;
+      if (step + 1 == greedy.steps || greedy.ends(chosen, rows_)) return;
+      forward(t);
+    }
+  }
+
+  void embed(int64_t r, int64_t token) {
+    const int64_t width = d.embedding_dtype == TRIRUN_F32 ? 4 : 2;
+    const char* row = static_cast<const char*>(d.embedding) + token * d.hidden * width;
+    ops_.load_row(s.x + r * d.hidden, row, d.embedding_dtype, d.hidden);
+  }
+
+  /* Of equals the first: a share that comes earlier has the smaller indices. */
+  static int64_t winner(const Best* parts, int count) {
+    Best best = parts[0];
+    for (int i = 1; i < count; ++i)
+      if (parts[i].index >= 0 && (best.index < 0 || parts[i].value > best.value)) best = parts[i];
+    return best.index;
+  }
 
   /* Strips taken from a queue at once. Few rows: four helpings per thread, for balance, but four strips, which kernels
    * read side by side, where a thread gets so many. Many rows: two helpings, because a kernel brings the rows into an
@@ -284,12 +350,13 @@ class Step {
     ops_.store_value(cache(d.values, layer, s.slot[r], kv_head), d.kv_dtype, value, n, position);
   }
 
-  AttentionJob job_of(const trirun_segment& segment, int64_t layer, int64_t first_row, int64_t kv_head) const {
+  /* Of rows from first_row on, which lie at consecutive positions of one slot. */
+  AttentionJob job_of(int64_t layer, int64_t first_row, int64_t kv_head) const {
     const int64_t column = kv_head * group_ * d.head_dim, attended = d.heads * d.head_dim;
     return {s.qkv + first_row * qkv_width_ + column, qkv_width_,
             s.attention + first_row * attended + column, attended,
-            cache(d.keys, layer, segment.slot, kv_head), cache(d.values, layer, segment.slot, kv_head),
-            d.kv_dtype, d.head_dim, group_, segment.position};
+            cache(d.keys, layer, s.slot[first_row], kv_head), cache(d.values, layer, s.slot[first_row], kv_head),
+            d.kv_dtype, d.head_dim, group_, s.position[first_row]};
   }
 
   void attend(Thread& t, const trirun_layer& l, int64_t layer) {
@@ -298,7 +365,7 @@ class Step {
       each(t, rows_ * d.kv_heads, 1, [&](int64_t item, int64_t) {
         const int64_t r = item / d.kv_heads, kv_head = item % d.kv_heads;
         rotate_and_store(l, layer, r, kv_head);
-        const AttentionJob job = job_of(segments_[r], layer, r, kv_head);
+        const AttentionJob job = job_of(layer, r, kv_head);
         for (int64_t f = 0; f < group_; f += kMaxQueries)
           ops_.attend(job, f, f + kMaxQueries < group_ ? f + kMaxQueries : group_, t.attention);
       });
@@ -322,7 +389,7 @@ class Step {
       }
       const int64_t begin = tile * kMaxQueries, queries = segments_[i].count * group_;
       const int64_t end = begin + kMaxQueries < queries ? begin + kMaxQueries : queries;
-      ops_.attend(job_of(segments_[i], layer, first_row, kv_head), begin, end, t.attention);
+      ops_.attend(job_of(layer, first_row, kv_head), begin, end, t.attention);
     });
   }
 
@@ -335,7 +402,7 @@ class Step {
     const Range mine = t.team.share(logit_count_);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       float* row = s.attention + i * d.hidden;
-      ops_.rms_norm(row, s.x + logit_rows_[i] * d.hidden, d.final_norm, d.hidden, d.norm_eps);
+      ops_.rms_norm(row, s.x + (logit_rows_ ? logit_rows_[i] : i) * d.hidden, d.final_norm, d.hidden, d.norm_eps);
       if (int8) ops_.head_digits(s.head, i, row, d.hidden);
     }
     t.team.barrier();
@@ -355,10 +422,11 @@ class Step {
   int64_t segment_count_;
   const int64_t* tokens_;
   int64_t rows_;
-  const int64_t* logit_rows_;
+  const int64_t* logit_rows_;  // null: all rows
   int64_t logit_count_;
   float* logits_;
   Shared s;
+  const Greedy* greedy_;
   const Isa& isa_;
   const DecoderOps& ops_;
   int64_t group_;          // query heads per kv head
@@ -401,7 +469,7 @@ int check_sizes(const trirun_decoder* d) {
 
 int check_batch(const trirun_decoder& d, const trirun_segment* segments, int64_t segment_count, const int64_t* tokens,
                 int64_t rows, const int64_t* logit_rows, int64_t logit_count, const float* logits) {
-  if (!segments || !tokens || (logit_count && (!logit_rows || !logits))) return TRIRUN_BAD_POINTER;
+  if (!segments || !tokens || (logit_count && !logits)) return TRIRUN_BAD_POINTER;
   int64_t total = 0;
   for (int64_t i = 0; i < segment_count; ++i) {
     const trirun_segment& segment = segments[i];
@@ -413,9 +481,30 @@ int check_batch(const trirun_decoder& d, const trirun_segment* segments, int64_t
   if (total != rows || logit_count < 0 || logit_count > rows) return TRIRUN_BAD_SHAPE;
   for (int64_t r = 0; r < rows; ++r)
     if (tokens[r] < 0 || tokens[r] >= d.vocab) return TRIRUN_BAD_SHAPE;
-  for (int64_t i = 0; i < logit_count; ++i)
+  for (int64_t i = 0; logit_rows && i < logit_count; ++i)
     if (logit_rows[i] < 0 || logit_rows[i] >= rows) return TRIRUN_BAD_SHAPE;
   return TRIRUN_OK;
+}
+
+int check_decoder(const trirun_decoder* d) {
+  if (int error = check_sizes(d)) return error;
+  if (!d->layer || !d->embedding || !d->head || !d->final_norm || !d->cosines || !d->sines || !d->keys || !d->values)
+    return TRIRUN_BAD_POINTER;
+  if (d->head_dtype == TRIRUN_HEAD_INT8 && !d->head_scales) return TRIRUN_BAD_POINTER;
+  for (int64_t i = 0; i < d->layers; ++i)
+    if (int error = check_layer(*d, d->layer[i])) return error;
+  return TRIRUN_OK;
+}
+
+int place(const trirun_decoder& d, int64_t rows, void* workspace, size_t bytes, Shared* shared) {
+  if (!workspace || (reinterpret_cast<uintptr_t>(workspace) & 63)) return TRIRUN_BAD_POINTER;
+  const int64_t needed = lay_out(d, rows, static_cast<char*>(workspace), shared);
+  return needed > static_cast<int64_t>(bytes) ? TRIRUN_NO_WORKSPACE : TRIRUN_OK;
+}
+
+int run(Step& step, int threads) {
+  parallel(threads < kMaxTeam ? threads : kMaxTeam, [&](Team& team) { step.run(team); });
+  return step.failed ? TRIRUN_NO_WORKSPACE : TRIRUN_OK;
 }
 
 }  // namespace
@@ -469,19 +558,30 @@ TRIRUN_EXPORT int trirun_cpu_decoder_step(const trirun_decoder* d, const trirun_
                                           int64_t segment_count, const int64_t* tokens, int64_t rows,
                                           const int64_t* logit_rows, int64_t logit_count, float* logits,
                                           void* workspace, size_t workspace_bytes, int threads) {
-  if (int error = check_sizes(d)) return error;
-  if (!d->layer || !d->embedding || !d->head || !d->final_norm || !d->cosines || !d->sines || !d->keys || !d->values)
-    return TRIRUN_BAD_POINTER;
-  if (d->head_dtype == TRIRUN_HEAD_INT8 && !d->head_scales) return TRIRUN_BAD_POINTER;
-  for (int64_t i = 0; i < d->layers; ++i)
-    if (int error = check_layer(*d, d->layer[i])) return error;
+  if (int error = check_decoder(d)) return error;
   if (rows <= 0 || segment_count <= 0 || threads < 1) return TRIRUN_BAD_SHAPE;
   if (int error = check_batch(*d, segments, segment_count, tokens, rows, logit_rows, logit_count, logits)) return error;
-  if (!workspace || (reinterpret_cast<uintptr_t>(workspace) & 63)) return TRIRUN_BAD_POINTER;
   Shared shared;
-  if (lay_out(*d, rows, static_cast<char*>(workspace), &shared) > static_cast<int64_t>(workspace_bytes))
-    return TRIRUN_NO_WORKSPACE;
+  if (int error = place(*d, rows, workspace, workspace_bytes, &shared)) return error;
   Step step(*d, segments, segment_count, tokens, rows, logit_rows, logit_count, logits, shared);
-  parallel(threads < kMaxTeam ? threads : kMaxTeam, [&](Team& team) { step.run(team); });
-  return step.failed ? TRIRUN_NO_WORKSPACE : TRIRUN_OK;
+  return run(step, threads);
+}
+
+TRIRUN_EXPORT int trirun_cpu_decoder_greedy(const trirun_decoder* d, const trirun_segment* segments,
+                                            int64_t segment_count, const int64_t* tokens, int64_t steps,
+                                            const int64_t* stop, int64_t stop_count, int64_t* out, int64_t* done,
+                                            float* logits, void* workspace, size_t workspace_bytes, int threads) {
+  if (int error = check_decoder(d)) return error;
+  if (segment_count <= 0 || steps <= 0 || stop_count < 0 || threads < 1) return TRIRUN_BAD_SHAPE;
+  if (!segments || !out || !done || (stop_count && !stop)) return TRIRUN_BAD_POINTER;
+  for (int64_t i = 0; i < segment_count; ++i)
+    if (segments[i].count != 1 || segments[i].position > d->context - steps) return TRIRUN_BAD_SHAPE;
+  if (int error = check_batch(*d, segments, segment_count, tokens, segment_count, nullptr, segment_count, logits))
+    return error;
+  Shared shared;
+  if (int error = place(*d, segment_count, workspace, workspace_bytes, &shared)) return error;
+  const Greedy greedy = {steps, stop, stop_count, out, done};
+  *done = 0;
+  Step step(*d, segments, segment_count, tokens, segment_count, nullptr, segment_count, logits, shared, &greedy);
+  return run(step, threads);
 }

@@ -77,6 +77,8 @@ struct DecoderOps {
   /* y[m][begin, end) from the 8-bit head w [.][stride] */
   void (*head_int8)(const HeadInput& input, int64_t m, const uint8_t* w, const float* scales, float* y, int64_t ldy,
                     int64_t begin, int64_t end);
+  /* Index of the largest of x[n], the first of equals, NaNs left out, and its value; -1 where none is above -infinity. */
+  int64_t (*largest)(const float* x, int64_t n, float* value);
 };
 
 /* The table that belongs to the instruction set in use. */

@@ -370,11 +370,36 @@ void dense(const float* x, int64_t ldx, int64_t m, const void* w, int dtype, int
     dense_as(x, ldx, m, static_cast<const Bfloat*>(w), k, y, ldy, begin, end);
 }
 
+int64_t largest(const float* x, int64_t n, float* value) {
+  /* The best block is remembered, and searched in the end. */
+  constexpr int64_t kBlock = 16 * kLanes;
+  float best = -INFINITY;
+  int64_t from = 0;
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t end = i + kBlock < n ? i + kBlock : n;
+    Lanes lanes[2] = {splat(-INFINITY), splat(-INFINITY)};
+    int64_t j = i;
+    /* The second operand of max is what comes back for a NaN. */
+    for (; j + 2 * kLanes <= end; j += 2 * kLanes)
+      for (int half = 0; half < 2; ++half) lanes[half] = max(load(x + j + half * kLanes), lanes[half]);
+    float top = max_of(max(lanes[0], lanes[1]));
+    for (; j < end; ++j) top = x[j] > top ? x[j] : top;
+    if (top > best) {
+      best = top;
+      from = i;
+    }
+  }
+  *value = best;
+  if (best == -INFINITY) return -1;
+  while (x[from] != best) ++from;
+  return from;
+}
+
 }  // namespace
 
 #define TRIRUN_DECODER_TABLE \
   { load_row, rms_norm, add, gate, rotate, store_key, store_value, attend, dense, head_digits, head_bytes, \
-    head_int8 }
+    head_int8, largest }
 
 }  // namespace trirun
 #endif
