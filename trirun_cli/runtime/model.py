@@ -12,6 +12,7 @@ from torch import Tensor
 from ..checkpoint import QUANT_METHOD, load_checkpoint
 from ..errors import InputError, MissingError
 from ..model_dir import ModelDir
+from .dense import matmul_precision, pad_dense
 
 
 class CausalLM(Protocol):
@@ -51,10 +52,15 @@ class BatchLM(Protocol):
 
 
 class TransformersLM:
-    """Any decoder that transformers can model, with its own cache."""
+    """Any decoder that transformers can model, with its own cache.
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    ``tf32`` allows that precision for float32 products on a GPU. There, odd sizes are padded first (``pad_dense``).
+    """
+
+    def __init__(self, model: Any, *, tf32: bool = False) -> None:
+        self._model, self._tf32 = model, tf32
+        if model.device.type == "cuda":
+            pad_dense(model)
         self._cache: Any = None
         text = model.config.get_text_config()
         self.can_rewind = _keeps_every_token(model)
@@ -67,14 +73,15 @@ class TransformersLM:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, *, last_only: bool = True) -> Tensor:
-        output = self._model(
-            input_ids=tokens.to(self._model.device).unsqueeze(0),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1 if last_only else 0,
-        )
+        with matmul_precision(self._tf32):
+            output = self._model(
+                input_ids=tokens.to(self._model.device).unsqueeze(0),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+            )
         self._cache = output.past_key_values
-        return output.logits[0].float()
+        return output.logits[0, :, : self.vocab_size].float()
 
     def rewind(self, length: int) -> None:
         if length == 0:
@@ -94,7 +101,9 @@ class TransformersLM:
         first = min(len(sequence) - count for sequence, count in zip(sequences, keep, strict=True))
         wanted = torch.arange(first, longest, device=self._model.device)
         inputs = tokens.to(self._model.device)
-        logits = self._model(input_ids=inputs, use_cache=False, logits_to_keep=wanted).logits
+        with matmul_precision(self._tf32):
+            logits = self._model(input_ids=inputs, use_cache=False, logits_to_keep=wanted).logits
+        logits = logits[..., : self.vocab_size]
         ends = [len(sequence) - first for sequence in sequences]
         return [row[end - count : end].float() for row, end, count in zip(logits, ends, keep, strict=True)]
 
@@ -107,6 +116,7 @@ def open_model(
     act_bits: int | None = None,
     engine: str = "auto",
     exact: bool = False,
+    tf32: bool = False,
 ) -> CausalLM:
     """A model directory ready to run: a packed checkpoint on trirun's kernels, anything else as it is.
 
@@ -116,6 +126,7 @@ def open_model(
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
         act_bits: 8 or 16 overrides the checkpoint's activation width.
         engine: "lean" (packed Llama-like checkpoints on the CPU), "transformers", or "auto": lean where it can.
+        tf32: allow TF32 for float32 products on a GPU.
         exact: none of an engine's own shortcuts in precision, to measure the checkpoint and not the engine.
 
     Raises:
@@ -144,7 +155,7 @@ def open_model(
         raise InputError(f"{path} is quantized by {source.quant_method!r}; trirun runs its own format and plain models")
     else:
         model = _load_plain(source, target, kind)
-    return TransformersLM(model)
+    return TransformersLM(model, tf32=tf32)
 
 
 def pick_device(device: str) -> str:
