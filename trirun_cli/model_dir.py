@@ -21,13 +21,7 @@ class ModelDir:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.exists():
-            raise InputError(f"{self.path}: no such directory")
-        if not self.path.is_dir():
-            raise InputError(f"{self.path} is a file; a model is a directory with config.json and safetensors files")
-        if not (self.path / "config.json").is_file():
-            raise InputError(f"{self.path} is not a model directory: it has no config.json")
-        self.config: dict[str, Any] = read_json(self.path / "config.json")
+        self.config: dict[str, Any] = read_config(self.path)
         self._files: dict[str, Any] = {}
         self._where = self._locate()
 
@@ -85,6 +79,21 @@ class ModelDir:
             if lost is not None:
                 raise InputError(f"{self.path / file} does not hold {lost}, which the index says it does")
         return where
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of a model directory.
+
+    Raises:
+        InputError: there is no such directory, or it is not one of a model.
+    """
+    if not path.exists():
+        raise InputError(f"{path}: no such directory")
+    if not path.is_dir():
+        raise InputError(f"{path} is a file; a model is a directory with config.json and safetensors files")
+    if not (path / "config.json").is_file():
+        raise InputError(f"{path} is not a model directory: it has no config.json")
+    return read_json(path / "config.json")
 
 
 def open_safetensors(path: Path) -> Any:

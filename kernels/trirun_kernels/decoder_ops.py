@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .arrays import Array
 from .decoder_structs import LayerStruct, SegmentStruct, decoder_struct, layer_struct
 from .decoder_weights import KEY_BLOCK, DecoderWeights, Int8Head
@@ -188,6 +190,22 @@ class CpuDecoder:
             )
         if code:
             raise NativeError(f"decoder {what}: failed with code {code}")
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the keys and values of a slot's first ``length`` positions to another slot.
+
+        Raises:
+            ValueError: a slot or the length is out of range.
+        """
+        if not (0 <= source < self.slots and 0 <= target < self.slots and 0 <= length <= self.context):
+            raise ValueError(f"decoder: {length} positions of slot {source} to {target}, of {self.slots} slots")
+        shape, blocks = self.shape, self.context // KEY_BLOCK
+        whole = -(-length // KEY_BLOCK)
+        for cache in self._cache:
+            # [layers, slots, kv_heads, blocks, bytes]: a block's positions lie together whatever their order.
+            memory = np.frombuffer(cache.owner, np.uint8)
+            parts = memory.reshape(shape.layers, self.slots, shape.kv_heads, blocks, -1)
+            parts[:, target, :, :whole] = parts[:, source, :, :whole]
 
 
 def quantize_head(head: Any, out: Int8Head, threads: int) -> Int8Head:

@@ -98,6 +98,9 @@ class LeanDecoder:
             raise NotLean(f"a context of {context} positions; the model attends to {longest} at once")
         self.context = min(longest, DEFAULT_CONTEXT) if context is None else context
         self.threads = threads or len(os.sched_getaffinity(0))
+        precision = "8-bit head" if int8_head else "head unquantized"
+        cache = {"float16": "16-bit cache", "float32": "cache unquantized"}[kv_dtype]
+        self.name = f"lean decoder on cpu, {self.threads} threads, {precision}, {cache}"
         self.act_bits = act_bits or form.activation_bits
         try:
             weights = decoder_weights(path, config, form, self.context, int8_head=int8_head, threads=self.threads)
@@ -149,6 +152,10 @@ class LeanDecoder:
         self._native.run(segments, Array.of(tokens), Array.of(logit_rows), Array.of(logits))
         return logits
 
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the keys and values of a slot's first ``length`` positions to another slot."""
+        self._native.copy_prefix(source, target, length)
+
     def forward(self, tokens: Any, *, slot: int = 0, position: int = 0, keep: int = 1) -> np.ndarray:
         """Append tokens, integers [m], to a slot that holds ``position`` tokens, and forget what was beyond them.
 
@@ -185,8 +192,7 @@ class LeanLM:
         self._decoder = LeanDecoder(path, slots=2, act_bits=act_bits, kv_dtype=kv_dtype, int8_head=not exact)
         self._length = 0
         self.vocab_size, self.max_positions = self._decoder.shape.vocab, self._decoder.context
-        precision = "head and cache unquantized" if exact else "8-bit head, 16-bit cache"
-        self.engine = f"lean decoder on cpu, {self._decoder.threads} threads, {precision}"
+        self.engine = self._decoder.name
 
     def reset(self) -> None:
         """Forget the sequence."""

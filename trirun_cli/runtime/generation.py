@@ -10,8 +10,9 @@ import torch
 
 from ..errors import InputError
 from ..model_dir import ModelDir, read_json
+from .host_sampling import HostSampler
 from .model import CausalLM
-from .sampling import SamplingParams, sample
+from .sampling import SamplingParams
 
 
 @dataclass(slots=True)
@@ -52,11 +53,13 @@ def generate_tokens(
     if limit == 0:
         return
     model.reset()
-    generator = params.generator()
+    sampler = HostSampler(1, model.vocab_size)
+    sampler.bind(0, params, prompt)
     started = time.perf_counter()
     logits = model.forward(torch.tensor(prompt))
     for step in range(limit):
-        token = sample(logits[-1], params, generator)
+        (chosen,) = sampler.sample(logits[-1:].float().cpu().numpy(), (0,))
+        token = chosen.id
         now = time.perf_counter()
         if step == 0:
             stats.first_token_s = now - started

@@ -63,7 +63,7 @@ class TransformersLM:
             pad_dense(model)
         self._cache: Any = None
         text = model.config.get_text_config()
-        self.can_rewind = _keeps_every_token(model)
+        self.can_rewind = keeps_every_token(model)
         self.vocab_size = int(text.vocab_size)
         self.max_positions = int(getattr(text, "max_position_embeddings", 2**31))
         self.engine = f"transformers on {model.device}"
@@ -84,12 +84,7 @@ class TransformersLM:
         return output.logits[0, :, : self.vocab_size].float()
 
     def rewind(self, length: int) -> None:
-        if length == 0:
-            return self.reset()
-        for layer in self._cache.layers:
-            # Layers that share another layer's keys hold none of their own.
-            if layer.is_initialized:
-                layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+        self._cache = first_positions(self._cache, length)
 
     @torch.inference_mode()
     def forward_batch(self, sequences: list[Tensor], keep: list[int]) -> list[Tensor]:
@@ -147,15 +142,44 @@ def open_model(
         except NotLean as error:
             if engine == "lean":
                 raise InputError(f"{path}: {error}") from None
-    if packed:
-        model = load_checkpoint(path, target, kind)
-        if act_bits is not None:
-            _set_act_bits(model, act_bits)
-    elif source.quant_method is not None:
-        raise InputError(f"{path} is quantized by {source.quant_method!r}; trirun runs its own format and plain models")
-    else:
-        model = _load_plain(source, target, kind)
-    return TransformersLM(model, tf32=tf32)
+    return TransformersLM(load_transformers(source, target, kind, act_bits), tf32=tf32)
+
+
+def load_transformers(source: ModelDir, device: str, dtype: torch.dtype | None, act_bits: int | None) -> Any:
+    """A model directory, packed or not, in transformers' own modelling.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    if source.quant_method not in (QUANT_METHOD, None):
+        reason = f"is quantized by {source.quant_method!r}; trirun runs its own format and plain models"
+        raise InputError(f"{source.path} {reason}")
+    if source.quant_method is None:
+        return _load_plain(source, device, dtype)
+    model = load_checkpoint(source.path, device, dtype)
+    if act_bits is not None:
+        _set_act_bits(model, act_bits)
+    return model
+
+
+def first_positions(cache: Any, length: int) -> Any:
+    """A transformers cache that keeps every token, cut to its first ``length`` positions; None for none."""
+    if length == 0:
+        return None
+    for layer in cache.layers:
+        # Layers that share another layer's keys hold none of their own.
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+    return cache
+
+
+def keeps_every_token(model: Any) -> bool:
+    """Whether the cache of a transformers model can go back to any of its tokens."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    if getattr(model, "_is_stateful", False):
+        return False
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
 def pick_device(device: str) -> str:
@@ -188,14 +212,6 @@ def _load_plain(source: ModelDir, device: str, dtype: torch.dtype | None) -> Any
     except (ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{source.path} cannot be loaded as a causal language model: {reason[:300]}") from error
-
-
-def _keeps_every_token(model: Any) -> bool:
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    if getattr(model, "_is_stateful", False):
-        return False
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
 def _set_act_bits(model: Any, act_bits: int) -> None:

@@ -1,18 +1,28 @@
-"""From logits to the next token."""
+"""From logits to the next token: what may be asked for.
+
+:mod:`.host_sampling` does it in numpy, :mod:`.device_sampling` in torch for a whole batch on a GPU. Both draw by
+inverting the cumulative distribution over ascending token ids at one number per token, which depends on the seed and
+the token's index alone: a request's text is the same whatever else is in its batch, and goes on the same after a pause.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
 
 from ..errors import UsageError
+
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen.
+
+    Penalties and bias change the logits first; then temperature, top-k, top-p and min-p, in this order, each on what
+    the one before has left.
 
     Attributes:
         max_tokens: the most tokens to generate, at least 0.
@@ -20,8 +30,17 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probabilities add up to at least p (nucleus sampling,
             Holtzman et al. 2020); 1 keeps all.
-        seed: of the random generator; None draws a fresh one.
-        stop: strings that end the text; they are not part of it.
+        min_p: keep tokens at least this likely relative to the likeliest (Nguyen et al. 2024); 0 keeps all.
+        seed: of the random numbers; None draws a fresh one.
+        stop: strings that end the text; they are not part of it. Whoever turns tokens into text looks for them.
+        presence_penalty: subtracted from the logits of tokens generated before; frequency_penalty: that many times as
+            often as they were (both as in OpenAI's interface).
+        repetition_penalty: logits of tokens in the prompt or generated before are divided by it where positive,
+            multiplied where negative (Keskar et al. 2019); 1 is none.
+        logit_bias: added to the logits of these token ids.
+        logprobs: report each token's log-probability, and those of this many likeliest tokens, under the model's own
+            distribution, before anything above; None reports nothing. prompt_logprobs: the same of the prompt's tokens.
+        ignore_stop_ids: generate on after a stop id.
 
     Raises:
         UsageError: a value is out of range.
@@ -31,50 +50,70 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    ignore_stop_ids: bool = False
 
     def __post_init__(self) -> None:
         limits = (
             ("max_tokens", self.max_tokens >= 0, "at least 0"),
-            ("temperature", 0 <= self.temperature < float("inf"), "a finite number of at least 0"),
+            ("temperature", 0 <= self.temperature < inf, "a finite number of at least 0"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("seed", self.seed is None or 0 <= self.seed <= _MASK, "from 0 to 2**64 - 1"),
             ("stop", all(self.stop), "without empty strings"),
+            ("presence_penalty", -inf < self.presence_penalty < inf, "a finite number"),
+            ("frequency_penalty", -inf < self.frequency_penalty < inf, "a finite number"),
+            ("repetition_penalty", 0 < self.repetition_penalty < inf, "a finite number above 0"),
+            ("logit_bias", all(-inf < bias < inf for bias in self.logit_bias.values()), "finite numbers"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
+            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0"),
         )
         for name, holds, rule in limits:
             if not holds:
                 raise UsageError(f"{name} must be {rule}, got {getattr(self, name)!r}")
 
-    def generator(self) -> torch.Generator:
-        """The random state of one generation."""
-        state = torch.Generator()
-        if self.seed is None:
-            state.seed()
-        else:
-            state.manual_seed(self.seed)
-        return state
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties or a bias apply."""
+        return self.penalizes or bool(self.logit_bias)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a penalty applies."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
-def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    """One token id from float logits [vocab]."""
-    if params.temperature == 0:
-        return int(logits.argmax())
-    probabilities = token_probabilities(logits, params)
-    return int(torch.multinomial(probabilities.cpu(), 1, generator=generator))
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token, its log-probability where asked for, and the likeliest ones (id, log-probability), likeliest first."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
-def token_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution that is sampled from: temperature, then top-k, then top-p, renormalised. [vocab] float32."""
-    scaled = logits.float() / params.temperature
-    if 0 < params.top_k < scaled.numel():
-        threshold = scaled.topk(params.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < threshold, float("-inf"))
-    probabilities = scaled.softmax(-1)
-    if params.top_p < 1:
-        ordered, order = probabilities.sort(descending=True)
-        # A token stays while the mass before it is below p, so that the first token always stays.
-        outside = ordered.cumsum(-1) - ordered >= params.top_p
-        probabilities[order[outside]] = 0
-        probabilities /= probabilities.sum()
-    return probabilities
+def stream_of(seed: int | None) -> int:
+    """Where the random numbers of a seed begin; None begins anywhere."""
+    return secrets.randbits(64) if seed is None else _mix(seed)
+
+
+def uniform(stream: int, index: int) -> float:
+    """The number in [0, 1) that chooses token ``index`` of a generation: SplitMix64 (Steele et al. 2014), which gives
+    any number of its sequence without those before it."""
+    return (_mix(stream + (index + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z &= _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

@@ -1,0 +1,68 @@
+"""The engine on real decoders: what concurrent requests get is what each would get alone."""
+
+import random
+
+import pytest
+
+from trirun_cli.errors import InputError
+from trirun_cli.runtime.engine.opening import open_engine
+from trirun_cli.runtime.engine.request import FinishReason, Request
+from trirun_cli.runtime.sampling import SamplingParams
+
+
+def random_requests(count, vocab, longest, seed=0):
+    rng = random.Random(seed)
+    return [
+        Request(
+            str(i),
+            tuple(rng.randrange(3, vocab) for _ in range(rng.randrange(1, longest))),
+            SamplingParams(
+                max_tokens=rng.randrange(0, 20),
+                temperature=rng.choice((0, 0.8)),
+                top_p=rng.choice((1, 0.9)),
+                seed=i,
+                logprobs=rng.choice((None, 2)),
+                prompt_logprobs=rng.choice((None, None, 1)),
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+def run(engine, requests):
+    """Per request: its tokens, its prompt's log-probabilities, why it ended."""
+    found = {request.id: ([], [], []) for request in requests}
+    for event in engine.generate(requests):
+        tokens, scores, ends = found[event.request_id]
+        tokens.extend(event.tokens)
+        scores.extend(event.prompt_logprobs or ())
+        if event.finish is not None:
+            ends.append(event.finish)
+    return found
+
+
+def test_many_at_once_equal_each_alone(packed):
+    requests = random_requests(24, 8192, 100)
+    together = open_engine(packed, device="cpu", slots=8)
+    found = run(together, requests)
+    assert "lean" in together.name and together.stats.running == together.stats.waiting == 0
+    alone = open_engine(packed, device="cpu", slots=1)
+    assert found == run(alone, requests)
+    for request in requests:
+        tokens, scores, ends = found[request.id]
+        assert ends == [FinishReason.LENGTH] and len(tokens) == min(
+            request.params.max_tokens, 128 - len(request.prompt)
+        )
+        assert len(scores) == (0 if request.params.prompt_logprobs is None else len(request.prompt))
+    together.start()
+    assert run(together, requests) == found
+    together.close()
+
+
+def test_bad_prompts_are_refused(packed):
+    engine = open_engine(packed, device="cpu", slots=1)
+    for prompt, reason in (((), "empty"), ((1,) * 129, "129 tokens"), ((8192,), "token id 8192"), ((-1,), "id -1")):
+        with pytest.raises(InputError, match=reason):
+            engine.submit(Request("a", prompt, SamplingParams()), print)
+    with pytest.raises(InputError, match="logit_bias: token id 9000"):
+        engine.submit(Request("a", (1,), SamplingParams(logit_bias={9000: 1.0})), print)

@@ -1,0 +1,83 @@
+"""The lean decoder of the CPU as a runner: decode rows and prompt chunks of all slots in one native step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from trirun_kernels.decoder_ops import Segment
+
+from ..decoder import LeanDecoder
+from ..host_sampling import HostSampler, token_logprobs
+from .request import Request
+from .runner import Done, Outcome, Work
+from .slot_cache import SlotCache
+
+
+class LeanRunner:
+    """Runs a :class:`LeanDecoder`; greedy tokens of a request are the same whatever else is in the batch."""
+
+    lookahead = 0
+
+    def __init__(self, decoder: LeanDecoder) -> None:
+        self._decoder = decoder
+        self.name = decoder.name
+        self.slots, self.context = decoder.slots, decoder.context
+        self.max_rows, self.vocab_size = decoder.max_rows, decoder.shape.vocab
+        self.cache = SlotCache(self.slots, self.context, copy=decoder.copy_prefix)
+        self._sampler = HostSampler(self.slots, self.vocab_size)
+        self._last = [0] * self.slots
+        self._alternatives = [0] * self.slots
+
+    def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
+        """See :class:`~.runner.Runner`."""
+        self._sampler.bind(slot, request.params, request.prompt, generated)
+        self._alternatives[slot] = request.params.prompt_logprobs or 0
+
+    def launch(self, work: Sequence[Work]) -> Done:
+        """See :class:`~.runner.Runner`; it is over when this returns."""
+        order = sorted(range(len(work)), key=lambda i: work[i].slot) if len(work) > 1 else (0,)
+        segments, tokens, wanted, sampled = [], [], [], []
+        for i in order:
+            slot, position, piece, sample, targets = work[i]
+            first = len(tokens)
+            if piece is None:
+                tokens.append(self._last[slot])
+            else:
+                tokens.extend(piece)
+            segments.append(Segment(slot, position, len(tokens) - first))
+            wanted.extend(range(first, first + len(targets)))
+            if sample:
+                wanted.append(len(tokens) - 1)
+                sampled.append(slot)
+        logits = self._decoder.step(segments, tokens, wanted)
+        if len(wanted) == len(sampled) == len(work):
+            chosen = self._choose(logits, sampled)
+            outcomes = [Outcome(token) for token in chosen]
+        else:
+            outcomes = self._outcomes(logits, [work[i] for i in order], sampled)
+        if len(work) == 1:
+            return Done(outcomes)
+        placed = sorted(zip(order, outcomes, strict=True))
+        return Done([outcome for _, outcome in placed])
+
+    def close(self) -> None:
+        """See :class:`~.runner.Runner`."""
+
+    def _choose(self, logits: np.ndarray, slots: Sequence[int]) -> list:
+        chosen = self._sampler.sample(logits, slots)
+        for slot, token in zip(slots, chosen, strict=True):
+            self._last[slot] = token.id
+        return chosen
+
+    def _outcomes(self, logits: np.ndarray, work: Sequence[Work], slots: Sequence[int]) -> list[Outcome]:
+        """Of a step in which some prompts are scored, or end without a token to sample."""
+        scores, rows, first = [], [], 0
+        for slot, _, _, sample, targets in work:
+            last = first + len(targets)
+            scores.append(token_logprobs(logits[first:last], targets, self._alternatives[slot]))
+            if sample:
+                rows.append(last)
+            first = last + sample
+        chosen = iter(self._choose(logits[rows], slots) if rows else ())
+        return [Outcome(next(chosen) if item.sample else None, score) for item, score in zip(work, scores, strict=True)]

@@ -1,0 +1,104 @@
+"""From a model directory to an engine: which runner takes which model."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from ...errors import InputError
+from ...model_dir import read_config
+from .engine import Engine
+from .runner import Runner
+
+
+def open_engine(
+    path: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    act_bits: int | None = None,
+    engine: str = "auto",
+    slots: int = 16,
+    context: int | None = None,
+    max_waiting: int | None = None,
+) -> Engine:
+    """An engine on a model directory: packed Llama-like checkpoints on the lean decoder, the rest in transformers.
+
+    Args:
+        path: a packed checkpoint or an ordinary Hugging Face directory.
+        device: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
+        dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
+        act_bits: 8 or 16 overrides the checkpoint's activation width.
+        engine: "lean", "transformers", or "auto": lean where it can.
+        slots: requests that run at once. context: most tokens of one; None is the runner's own choice.
+        max_waiting: requests that wait beyond those; None is no limit.
+
+    Raises:
+        InputError: the directory cannot be loaded, or not on that engine. MissingError: the device is not there.
+    """
+    options = {"device": device, "dtype": dtype, "act_bits": act_bits, "slots": slots, "context": context}
+    runner = None if engine == "transformers" else _lean_runner(Path(path), required=engine == "lean", **options)
+    return Engine(runner or _transformers_runner(Path(path), **options), max_waiting=max_waiting)
+
+
+def _lean_runner(
+    path: Path, *, required: bool, device: str, dtype: str, act_bits: int | None, slots: int, context: int | None
+) -> Runner | None:
+    """The lean decoder of the device, or None where it does not run the model. On a CPU nothing here imports torch."""
+    config = read_config(path)
+    from ...checkpoint import QUANT_METHOD
+    from ..llama_config import NotLean
+
+    section = config.get("quantization_config")
+    packed = isinstance(section, dict) and section.get("quant_method") == QUANT_METHOD
+    try:
+        if not on_cpu(device):
+            raise NotLean("the lean decoder runs on the CPU")
+        if not packed:
+            raise NotLean("the lean decoder runs packed checkpoints")
+        if dtype not in ("auto", "float32"):
+            raise NotLean(f"the lean decoder computes in float32, not {dtype}")
+        from ..decoder import LeanDecoder
+        from .lean_runner import LeanRunner
+
+        rows = max(192, -(-slots // 48) * 48)
+        return LeanRunner(LeanDecoder(path, slots=slots, context=context, act_bits=act_bits, max_rows=rows))
+    except NotLean as error:
+        if required:
+            raise InputError(f"{path}: {error}") from None
+        return None
+
+
+def _transformers_runner(
+    path: Path, *, device: str, dtype: str, act_bits: int | None, slots: int, context: int | None
+) -> Runner:
+    import torch
+
+    from ...model_dir import ModelDir
+    from ..model import load_transformers, pick_device
+    from .transformers_runner import TransformersRunner
+
+    kind = None if dtype == "auto" else getattr(torch, dtype)
+    model = load_transformers(ModelDir(path), pick_device(device), kind, act_bits)
+    return TransformersRunner(model, slots=slots, context=context)
+
+
+def on_cpu(device: str) -> bool:
+    """Whether a --device option means the CPU. torch is asked only where there is a driver that it could use.
+
+    Raises:
+        MissingError: it is a device that is not there.
+    """
+    if device == "cpu" or (device == "auto" and not _has_driver()):
+        return True
+    from ..model import pick_device
+
+    return pick_device(device) == "cpu"
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,125 @@
+"""Which requests run next, and how much of each.
+
+First come, first served, with continuous batching: every step advances each running request by one token and gives the
+rows that are left to prompts, oldest first, in chunks of whatever fits (chunked prefill, Agrawal et al. 2023,
+"SARATHI"), so that a long prompt never holds up those who are reading. A request is admitted when its prompt fits the
+cache. Nothing is reserved for what it will generate: when the cache is full the youngest running request is put aside,
+to be continued, from what it has by then, before any other that waits (preemption by recomputation, Kwon et al. 2023,
+"PagedAttention"). The oldest request is never put aside, so there is always progress.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+from .runner import Runner, Work
+from .sequence import Sequence
+
+
+class Share(NamedTuple):
+    """A sequence's share of a step, in the turn that it has then."""
+
+    sequence: Sequence
+    turn: int
+    work: Work
+
+
+class Scheduler:
+    """The waiting line and the running requests of one runner."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._cache = runner, runner.cache
+        self.waiting: deque[Sequence] = deque()
+        # In the order of their admission.
+        self.running: list[Sequence] = []
+        self.preemptions = self.prompt_tokens = self.reused_tokens = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new request at the end of the line."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a request that has ended, wherever it is, and free its slot."""
+        if sequence.slot < 0:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self._free(sequence)
+
+    def schedule(self) -> list[Share]:
+        """The next step's shares, in admission order with decoding first; empty when nothing can run."""
+        put_aside = self.preemptions
+        shares = self._decode()
+        budget = self._runner.max_rows - len(shares)
+        for sequence in self.running:
+            if budget and sequence.computed < sequence.needed:
+                shares.append(self._prefill(sequence, budget))
+                budget -= shares[-1].work.rows
+        while budget and self.waiting and self.preemptions == put_aside and self._admit(self.waiting[0]):
+            shares.append(self._prefill(self.waiting.popleft(), budget))
+            budget -= shares[-1].work.rows
+        return shares
+
+    def launched(self, shares: list[Share]) -> None:
+        """The shares have been launched: what they compute may be built upon."""
+        for sequence, _, work in shares:
+            if work.tokens is not None:
+                self._cache.computed(sequence.slot, sequence.computed)
+
+    def _decode(self) -> list[Share]:
+        shares = []
+        # From the oldest: whoever is put aside for room has no share yet.
+        for sequence in tuple(self.running):
+            if sequence.slot < 0 or sequence.computed < sequence.needed or sequence.sampled == sequence.limit:
+                continue
+            if not self._make_room(sequence):
+                break
+            work = Work(sequence.slot, sequence.computed, None, True)
+            sequence.computed += 1
+            sequence.sampled += 1
+            shares.append(Share(sequence, sequence.turn, work))
+        return shares
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Room for one more token, others put aside if need be; False when it was the youngest itself."""
+        while not self._cache.grow(sequence.slot, sequence.computed + 1):
+            youngest = self.running.pop()
+            self._free(youngest)
+            self.waiting.appendleft(youngest)
+            self.preemptions += 1
+            if youngest is sequence:
+                return False
+        return True
+
+    def _admit(self, sequence: Sequence) -> bool:
+        admission = self._cache.admit(sequence.tokens, reuse=not sequence.wants_scores)
+        if admission is None:
+            return False
+        sequence.slot, sequence.sampled = admission.slot, sequence.generated
+        sequence.prefill, sequence.computed = len(sequence.tokens), admission.reused
+        sequence.scores.clear()
+        if not sequence.started:
+            sequence.started, sequence.reused = time.perf_counter(), admission.reused
+            self.prompt_tokens += len(sequence.tokens)
+            self.reused_tokens += admission.reused
+        self._runner.bind(sequence.slot, sequence.request, sequence.tokens[len(sequence.request.prompt) :])
+        self.running.append(sequence)
+        return True
+
+    def _prefill(self, sequence: Sequence, budget: int) -> Share:
+        first = sequence.computed
+        last = min(first + budget, sequence.needed)
+        sample = last == sequence.prefill
+        targets = sequence.tokens[first + 1 : last + 1] if sequence.wants_scores else ()
+        work = Work(sequence.slot, first, sequence.tokens[first:last], sample, targets)
+        sequence.computed = last
+        sequence.sampled += sample
+        return Share(sequence, sequence.turn, work)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._cache.release(sequence.slot, sequence.tokens[: sequence.computed])
+        sequence.slot = -1
+        sequence.turn += 1

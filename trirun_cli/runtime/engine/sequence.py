@@ -1,0 +1,62 @@
+"""A request inside the engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from ..sampling import Token
+from .request import Request, Sink, Usage
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way through the engine.
+
+    Attributes:
+        tokens: the prompt and what was generated and collected. limit: most tokens to generate.
+        slot: where it runs, −1 while it waits.
+        turn: counts its slots; a step launched in an earlier turn is of no account any more.
+        prefill: tokens known when it was given its slot; these are run before anything is sampled.
+        computed: tokens that launched steps have run; sampled: tokens that launched steps sample.
+        wants_scores: log-probabilities of the prompt are still to be computed; scores: those known.
+    """
+
+    request: Request
+    sink: Sink
+    limit: int
+    submitted: float
+    tokens: list[int]
+    wants_scores: bool
+    slot: int = -1
+    turn: int = 0
+    prefill: int = 0
+    computed: int = 0
+    sampled: int = 0
+    reused: int = 0
+    started: float = 0.0
+    first_token: float = 0.0
+    scores: list[Token] = field(default_factory=list)
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated and collected."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def needed(self) -> int:
+        """Tokens to run before the first one is sampled; without one to sample, the prompt's last is not run."""
+        return self.prefill if self.limit else self.prefill - 1
+
+    def usage(self) -> Usage:
+        """What it took until now."""
+        now = time.perf_counter()
+        started, first = self.started or now, self.first_token or now
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            generated_tokens=self.generated,
+            reused_tokens=self.reused,
+            queued_s=started - self.submitted,
+            first_token_s=first - self.submitted,
+            total_s=now - self.submitted,
+        )

@@ -1,0 +1,99 @@
+"""The cache of a runner that holds one contiguous region per slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .runner import Admission
+
+# Copying a shorter prefix than this is not worth losing what the copy overwrites.
+COPY_LEAST = 32
+
+
+class SlotCache:
+    """One region of ``context`` positions per slot; freed ones keep their tokens until someone else needs them.
+
+    A new request takes the free slot that shares the longest prefix with its prompt; where a running slot, or a free
+    one that holds much more than what is shared, has a longer one, that is copied.
+
+    Args:
+        slots, context: of the cache.
+        copy: copy(source, target, length): the first ``length`` positions of a slot to another; None: it cannot.
+        rewind: whether a slot can forget its last tokens; otherwise it is reused only by what continues all of it.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        context: int,
+        *,
+        copy: Callable[[int, int, int], None] | None = None,
+        rewind: bool = True,
+    ) -> None:
+        self._context, self._copy, self._rewind = context, copy, rewind
+        # What each slot holds: all tokens of a free one, the computed part of the prompt of a running one.
+        self._held = [np.empty(0, np.int32) for _ in range(slots)]
+        self._prompts: dict[int, np.ndarray] = {}
+        self._lengths: dict[int, int] = {}
+        # Free slots; those free for longest come first, so that the rest is found when its owner comes back.
+        self._free = list(range(slots))
+
+    def admit(self, prompt: Sequence[int], *, reuse: bool = True) -> Admission | None:
+        """See :class:`~.runner.KvCache`."""
+        if not self._free:
+            return None
+        tokens = np.asarray(prompt, np.int32)
+        slot, reused = self._place(tokens) if reuse else (self._victim(), 0)
+        self._free.remove(slot)
+        self._prompts[slot], self._lengths[slot] = tokens, len(tokens)
+        self._held[slot] = tokens[:reused]
+        return Admission(slot, reused)
+
+    def grow(self, slot: int, length: int) -> bool:
+        """See :class:`~.runner.KvCache`."""
+        self._lengths[slot] = length
+        return length <= self._context
+
+    def computed(self, slot: int, length: int) -> None:
+        """See :class:`~.runner.KvCache`."""
+        self._held[slot] = self._prompts[slot][:length]
+
+    def release(self, slot: int, tokens: Sequence[int]) -> None:
+        """See :class:`~.runner.KvCache`."""
+        del self._prompts[slot], self._lengths[slot]
+        self._held[slot] = np.asarray(tokens, np.int32)
+        self._free.append(slot)
+
+    @property
+    def usage(self) -> float:
+        """See :class:`~.runner.KvCache`."""
+        return sum(self._lengths.copy().values()) / (len(self._held) * self._context)
+
+    def _place(self, tokens: np.ndarray) -> tuple[int, int]:
+        """The slot for a prompt and the tokens it will hold of it. One token at least is left to compute."""
+        shared = [self._shared(held, tokens[:-1]) for held in self._held]
+        nearest = max(self._free, key=lambda slot: shared[slot])
+        if self._copy is not None:
+            source = max(range(len(shared)), key=shared.__getitem__)
+            target = self._victim(spared=source)
+            kept = len(self._held[nearest]) <= 2 * shared[nearest] and shared[source] - shared[nearest] < COPY_LEAST
+            if not kept and target is not None and shared[source] >= COPY_LEAST:
+                self._copy(source, target, shared[source])
+                return target, shared[source]
+        return (nearest, shared[nearest]) if shared[nearest] else (self._victim(), 0)
+
+    def _shared(self, held: np.ndarray, tokens: np.ndarray) -> int:
+        length = min(len(held), len(tokens))
+        # Most slots begin differently; that is seen for less than a comparison of arrays.
+        if not length or held[0] != tokens[0]:
+            return 0
+        differing = np.flatnonzero(held[:length] != tokens[:length])
+        shared = int(differing[0]) if differing.size else length
+        return shared if self._rewind or shared == len(held) else 0
+
+    def _victim(self, spared: int = -1) -> int | None:
+        """The free slot whose tokens are missed least: an empty one, or else the one free for longest."""
+        others = [slot for slot in self._free if slot != spared]
+        return min(others, key=lambda slot: len(self._held[slot]) > 0, default=None)

@@ -1,0 +1,75 @@
+"""transformers' own modelling as a runner: any decoder, packed or not, on any device, one slot after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..dense import pad_dense
+from ..host_sampling import HostSampler, token_logprobs
+from ..model import first_positions, keeps_every_token
+from .request import Request
+from .runner import Done, Outcome, Work
+from .slot_cache import SlotCache
+
+# Tokens of one step: what a prompt may hold up the others for.
+MAX_ROWS = 512
+
+
+class TransformersRunner:
+    """Runs a model that transformers has loaded; a cache per slot."""
+
+    lookahead = 0
+
+    def __init__(self, model: Any, *, slots: int, context: int | None = None) -> None:
+        text = model.config.get_text_config()
+        longest = int(getattr(text, "max_position_embeddings", 2**31))
+        if model.device.type == "cuda":
+            pad_dense(model)
+        self._model, self._caches = model, [None] * slots
+        self.name = f"transformers on {model.device}"
+        self.slots, self.context = slots, min(context or longest, longest)
+        self.max_rows, self.vocab_size = max(MAX_ROWS, slots), int(text.vocab_size)
+        self.cache = SlotCache(slots, self.context, rewind=keeps_every_token(model))
+        self._lengths = [0] * slots
+        self._sampler = HostSampler(slots, self.vocab_size)
+        self._last = [0] * slots
+        self._alternatives = [0] * slots
+
+    def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
+        """See :class:`~.runner.Runner`."""
+        self._sampler.bind(slot, request.params, request.prompt, generated)
+        self._alternatives[slot] = request.params.prompt_logprobs or 0
+
+    @torch.inference_mode()
+    def launch(self, work: Sequence[Work]) -> Done:
+        """See :class:`~.runner.Runner`; it is over when this returns."""
+        return Done([self._run(item) for item in work])
+
+    def close(self) -> None:
+        """See :class:`~.runner.Runner`."""
+        self._caches = [None] * self.slots
+
+    def _run(self, work: Work) -> Outcome:
+        slot, position, tokens, sample, targets = work
+        if self._lengths[slot] != position:
+            self._caches[slot] = first_positions(self._caches[slot], position)
+        piece = torch.tensor([self._last[slot]] if tokens is None else list(tokens), device=self._model.device)
+        output = self._model(
+            input_ids=piece.unsqueeze(0),
+            past_key_values=self._caches[slot],
+            use_cache=True,
+            logits_to_keep=0 if targets else 1,
+        )
+        self._caches[slot], self._lengths[slot] = output.past_key_values, position + len(piece)
+        if not sample and not targets:
+            return Outcome(None)
+        logits = output.logits[0, :, : self.vocab_size].float().cpu().numpy()
+        scores = token_logprobs(logits[: len(targets)], targets, self._alternatives[slot])
+        if not sample:
+            return Outcome(None, scores)
+        (token,) = self._sampler.sample(logits[-1:], (slot,))
+        self._last[slot] = token.id
+        return Outcome(token, scores)

@@ -1,0 +1,146 @@
+"""Sampling in numpy, a row at a time: on a CPU a token costs microseconds, and torch's calls alone would cost more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .sampling import SamplingParams, Token, stream_of, uniform
+
+# Rows are searched for this many likeliest tokens first where a nucleus is wanted; most nuclei are smaller.
+_CANDIDATES = 256
+
+
+@dataclass(slots=True)
+class _State:
+    """Of one slot: its stream of random numbers, how many tokens it has, and what it saw where penalties need it."""
+
+    params: SamplingParams
+    stream: int
+    index: int
+    counts: np.ndarray | None  # int32 [vocab], of generated tokens
+    seen: np.ndarray | None  # bool [vocab], in the prompt or generated
+    biased: tuple[np.ndarray, np.ndarray] | None  # ids int64 [b], biases float32 [b]
+    plain: bool  # greedy, nothing to report, nothing changed
+
+
+class HostSampler:
+    """Chooses tokens for the slots of a runner.
+
+    Args:
+        slots: their number. vocab: size of the vocabulary.
+    """
+
+    def __init__(self, slots: int, vocab: int) -> None:
+        self._states: list[_State | None] = [None] * slots
+        self._vocab = vocab
+
+    def bind(self, slot: int, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
+        """Begin a slot's request, after the tokens that it has generated already."""
+        counts = seen = biased = None
+        if params.penalizes:
+            counts = np.bincount(np.asarray(generated, np.int64), minlength=self._vocab).astype(np.int32)
+            seen = counts > 0
+            seen[np.asarray(prompt, np.int64)] = True
+        if params.logit_bias:
+            biased = np.fromiter(params.logit_bias, np.int64), np.fromiter(params.logit_bias.values(), np.float32)
+        plain = params.temperature == 0 and params.logprobs is None and not params.changes_logits
+        self._states[slot] = _State(params, stream_of(params.seed), len(generated), counts, seen, biased, plain)
+
+    def sample(self, logits: np.ndarray, slots: Sequence[int]) -> list[Token]:
+        """The next token of each slot.
+
+        Args:
+            logits: float32 [len(slots), vocab], a row per slot; not written.
+        """
+        states = [self._states[slot] for slot in slots]
+        tokens = [Token(id) for id in logits.argmax(1).tolist()]
+        for row, state in enumerate(states):
+            if not state.plain:
+                tokens[row] = _choose(logits[row], state)
+            state.index += 1
+        return tokens
+
+
+def token_logprobs(logits: np.ndarray, ids: Sequence[int], alternatives: int) -> tuple[Token, ...]:
+    """Tokens with their log-probabilities, and those of the likeliest ``alternatives``, from logits [rows, vocab]."""
+    return tuple(_report(row, id, alternatives) for row, id in zip(logits, ids, strict=True))
+
+
+def token_probabilities(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """What is sampled from, where the temperature is not 0: ids ascending, and their probabilities up to a factor."""
+    vocab = logits.size
+    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    ids = None
+    if top_k < vocab:
+        # Ties with the last one stay: which of equals a partition keeps is nobody's choice.
+        ids = np.flatnonzero(logits >= np.partition(logits, vocab - top_k)[vocab - top_k])
+        logits = logits[ids]
+    weights = np.exp((logits - logits.max()) * (1 / params.temperature), dtype=np.float32)
+    if params.top_p < 1:
+        kept = _nucleus(weights, params.top_p)
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    if params.min_p > 0:
+        kept = np.flatnonzero(weights >= params.min_p * weights.max())
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    return np.arange(vocab) if ids is None else ids, weights
+
+
+def _nucleus(weights: np.ndarray, p: float) -> np.ndarray:
+    """Indices, ascending, of the fewest largest weights that make up a share ``p`` of their sum."""
+    wanted, count = p * weights.sum(dtype=np.float64), min(_CANDIDATES, weights.size)
+    while True:
+        largest = np.argpartition(weights, weights.size - count)[weights.size - count :]
+        largest = largest[np.lexsort((largest, -weights[largest]))]
+        mass = weights[largest].cumsum(dtype=np.float64)
+        if mass[-1] >= wanted or count == weights.size:
+            # A token stays while the mass before it is below p, so that the first one always stays.
+            return np.sort(largest[: np.searchsorted(mass, wanted) + 1])
+        count = min(count * 8, weights.size)
+
+
+def _choose(logits: np.ndarray, state: _State) -> Token:
+    params, original = state.params, logits
+    if params.changes_logits:
+        logits = _changed(logits, state)
+    if params.temperature == 0:
+        id = int(logits.argmax())
+    else:
+        ids, weights = token_probabilities(logits, params)
+        mass = weights.cumsum(dtype=np.float64)
+        at = np.searchsorted(mass, uniform(state.stream, state.index) * mass[-1], side="right")
+        id = int(ids[min(at, ids.size - 1)])
+    if state.counts is not None:
+        state.counts[id] += 1
+        state.seen[id] = True
+    return Token(id) if params.logprobs is None else _report(original, id, params.logprobs)
+
+
+def _changed(logits: np.ndarray, state: _State) -> np.ndarray:
+    params, logits = state.params, logits.copy()
+    if state.counts is not None:
+        if params.repetition_penalty != 1:
+            seen = logits[state.seen]
+            factor = np.float32(params.repetition_penalty)
+            logits[state.seen] = np.where(seen > 0, seen / factor, seen * factor)
+        if params.presence_penalty or params.frequency_penalty:
+            logits -= np.float32(params.frequency_penalty) * state.counts
+            logits -= np.float32(params.presence_penalty) * (state.counts > 0)
+    if state.biased is not None:
+        ids, biases = state.biased
+        logits[ids] += biases
+    return logits
+
+
+def _report(logits: np.ndarray, id: int, alternatives: int) -> Token:
+    highest = logits.max()
+    norm = float(highest) + float(np.log(np.exp(logits - highest).sum(dtype=np.float64)))
+    top: tuple[tuple[int, float], ...] = ()
+    if alternatives:
+        count = min(alternatives, logits.size)
+        likeliest = np.argpartition(logits, logits.size - count)[logits.size - count :]
+        likeliest = likeliest[np.lexsort((likeliest, -logits[likeliest]))]
+        top = tuple((int(i), float(logits[i]) - norm) for i in likeliest)
+    return Token(id, float(logits[id]) - norm, top)
