@@ -1,0 +1,124 @@
+"""f16acc_gemm on CUDA tensors: choose a plan, hand pointers to libtrirun_cuda.so, turn its codes into exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .cuda import device_of
+from .native import NativeError, load
+from .select import Device
+
+MMA, WGMMA = 1, 2  # TRIRUN_F16ACC_*
+TILE_M = 128  # rows of a of one CTA
+# Cycles per column of k of a tile of 128 x tile_n at the tensor cores' full rate, and what a tile costs beside them:
+# the first loads, the sums' way out. Rows of a CTA pair share b's columns, so wgmma tiles come in twos.
+FIXED = 3000
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class F16AccPlan:
+    """``trirun_f16acc_plan`` of csrc/trirun.h, field by field."""
+
+    kernel: int
+    tile_n: int
+    chunk: int
+    parts: int
+
+
+class PlanStruct(ctypes.Structure):
+    """The same as C sees it."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in F16AccPlan.__slots__)
+
+
+def select_f16acc(m: int, n: int, k: int, chunk: int, device: Device) -> F16AccPlan:
+    """The kernel and tile for y[m, n] = a[m, k] · b[n, k]ᵀ with fp16 sums over ``chunk`` columns.
+
+    Hopper's wgmma where rows of y start on 16 bytes, mma.sync elsewhere. Of tiles of 128 x 128 and 128 x 256, and of
+    numbers of CTAs that share one along k (they add up through memory), those that end first.
+
+    Raises:
+        ValueError: the device is older than any kernel.
+    """
+    if device.arch < 80:
+        raise ValueError(f"the CUDA kernels need compute capability 8.0 or newer, this device has {device.arch / 10}")
+    kernel = WGMMA if device.arch == 90 and n % 8 == 0 else MMA
+    chunks = max(1, -(-k // chunk))
+
+    def cycles(tile_n: int, parts: int) -> float:
+        tiles = -(-m // TILE_M) * -(-n // tile_n)
+        if kernel == WGMMA:
+            tiles = -(-m // (2 * TILE_M)) * 2 * -(-n // tile_n)
+        rounds = -(-tiles * parts // device.sms)
+        # Exchanging parts: each writes and reads fp32 sums, a few bytes per cycle and multiprocessor.
+        exchange = 0 if parts == 1 else FIXED + 8 * m * n * parts / (device.sms * 16)
+        return rounds * (-(-chunks // parts) * chunk * tile_n / 16 + FIXED) + exchange
+
+    tiles = (128, 256) if kernel == WGMMA else (128,)
+    _, parts, tile_n = min((cycles(t, p), p, -t) for t in tiles for p in SPLITS if p <= chunks)
+    return F16AccPlan(kernel, -tile_n, chunk, parts)
+
+
+def f16acc_gemm(a: Tensor, b: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
+    """The CUDA implementation of ``trirun::f16acc_gemm``; arguments as in :mod:`trirun_kernels.f16acc_reference`.
+
+    Raises:
+        NativeError: the library is missing, or refused the call; the message has the shapes.
+    """
+    m, (n, k) = prod(a.shape[:-1]), b.shape
+    y = a.new_empty((m, n))
+    if k == 0:
+        y.copy_(a.new_zeros(()) if bias is None else bias)
+    elif m and n:
+        with torch.cuda.device(a.device):
+            run_plan(a.reshape(m, k), b, bias, y, select_f16acc(m, n, k, chunk, device_of(a.device.index)))
+    return y.view(*a.shape[:-1], n)
+
+
+def run_plan(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, plan: F16AccPlan) -> None:
+    """One product under a given plan, on the current device and stream: a [m, k], b [n, k], y [m, n], none empty.
+
+    Tests and tuning sweeps call this; everything else leaves the plan to :func:`select_f16acc`.
+    """
+    a, b = _aligned_rows(a), _aligned_rows(b)
+    (m, n), k, struct = y.shape, a.shape[1], PlanStruct(*(getattr(plan, name) for name in F16AccPlan.__slots__))
+    size = _library().trirun_cuda_f16acc_workspace(m, n, ctypes.byref(struct))
+    workspace = a.new_empty(size, dtype=torch.uint8) if size else None
+    code = _library().trirun_cuda_f16acc_gemm(
+        a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), None if bias is None else bias.contiguous().data_ptr(),
+        y.data_ptr(), y.stride(0), m, n, k, ctypes.byref(struct), None if workspace is None else workspace.data_ptr(),
+        size, torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+    if code:
+        reason = _library().trirun_cuda_error(code).decode()
+        raise NativeError(f"f16acc_gemm: m={m}, n={n}, k={k}, {plan}: {reason} (code {code})")
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """x [rows, k] as the copy engines read it: unit column stride, rows that start on 16 bytes."""
+    k = x.shape[1]
+    if x.stride(1) == 1 and x.stride(0) >= k and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    held = x.new_empty(x.shape[0], -(-k // 8) * 8)
+    held[:, :k] = x
+    return held[:, :k]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = load("cuda")
+    pointer, long, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
+    library.trirun_cuda_error.restype = ctypes.c_char_p
+    library.trirun_cuda_f16acc_workspace.restype = size
+    library.trirun_cuda_f16acc_workspace.argtypes = [long, long, pointer]
+    library.trirun_cuda_f16acc_gemm.argtypes = [
+        pointer, long, pointer, long, pointer, pointer, long, long, long, long, pointer, pointer, size, pointer
+    ]  # fmt: skip
+    return library
