@@ -238,6 +238,32 @@ int trirun_cuda_int2_gemm_quantized(const trirun_int2* w, int64_t n, const void*
 /* Reads `bytes` (a multiple of 16) and adds a checksum of them to *sink: the floor under any kernel that must read them. */
 int trirun_cuda_read_probe(const void* data, size_t bytes, void* sink, void* stream);
 
+/* ---- libtrirun_cuda.so: fp16 accumulation ---------------------------------------------------------------- */
+
+/* Kernels of trirun_cuda_f16acc_gemm. */
+enum {
+  TRIRUN_F16ACC_MMA = 1,   /* mma.sync with fp16 sums, tiles of 128 x 128: sm_80 and newer */
+  TRIRUN_F16ACC_WGMMA = 2  /* wgmma with fp16 sums, tiles of 128 x 128 and 128 x 256; y on 16 bytes, ldy and n
+                              multiples of 8: sm_90a */
+};
+
+/* How such a product is computed, chosen by trirun_kernels/f16acc_cuda.py. */
+typedef struct {
+  int32_t kernel; /* TRIRUN_F16ACC_... */
+  int32_t tile_n; /* columns of y of one CTA */
+  int32_t chunk;  /* columns of k summed in fp16, a multiple of 64; sums of chunks are added in fp32 */
+  int32_t parts;  /* CTAs that share a tile along k and add up through the workspace */
+} trirun_f16acc_plan;
+
+/* Bytes of device memory (16-byte aligned, contents arbitrary) that the product needs under a plan. */
+size_t trirun_cuda_f16acc_workspace(int64_t m, int64_t n, const trirun_f16acc_plan* plan);
+
+/* y[m][n] = a[m][k] . b[n][k]^T + bias[n], all fp16, on the current device and the given cudaStream_t; a and b on 16
+ * bytes, lda and ldb multiples of 8; bias may be NULL. fp16 sums that leave their range are computed again in fp32. */
+int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t ldb, const void* bias, void* y,
+                            int64_t ldy, int64_t m, int64_t n, int64_t k, const trirun_f16acc_plan* plan,
+                            void* workspace, size_t workspace_bytes, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

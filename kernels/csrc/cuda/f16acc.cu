@@ -1,0 +1,240 @@
+// The fp16-accumulating product on every GPU since Ampere: mma.sync with fp16 sums, which GeForce GPUs run at twice the
+// rate of fp32 sums; and the C interface of both kernels.
+//
+// A CTA computes 128 x 128 with 8 warps of 64 x 32. Stages of 32 columns are copied by cp.async, their 16-byte parts
+// permuted so that ldmatrix meets no bank conflict.
+// no-spill: f16acc_mma_kernel
+// no-spill: f16acc_reduce_kernel
+#include "f16acc.cuh"
+
+namespace trirun::f16acc {
+namespace {
+
+constexpr int kThreads = 256, kTileN = 128, kColumns = 32, kStages = 4;
+constexpr int kOperand = 128 * kColumns * 2, kBytes = kStages * 2 * kOperand;
+constexpr int kStaged = kTileN * 2 + 16;  // bytes of a row of outputs in shared memory: no two rows on the same banks
+static_assert(kTileM * kStaged <= kBytes);
+
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void multiply(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+      : "+r"(d[0]), "+r"(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 16-byte part `part` of a row of 64 bytes: eight rows that ldmatrix reads together meet all banks once.
+__device__ __forceinline__ uint32_t position(int row, int part) { return row * 64 + ((part ^ row >> 1 & 3) << 4); }
+
+// One tile's share of k. Half: sums in fp16, promoted every chunk; otherwise in fp32 throughout.
+template <bool Half>
+__device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base, int m0, int n0, int first, int last,
+                                           float (&total)[4][4][4]) {
+  const int thread = threadIdx.x, lane = thread % 32, row0 = thread / 32 % 2 * 64, column0 = thread / 64 * 32;
+  // Rows beyond the end are the last one again, whose sums nobody stores; columns beyond the end are zeros.
+  const int a_row = min(m0 + thread / 4, args.m - 1), b_row = min(n0 + thread / 4, args.n - 1);
+  const __half* a_from = args.a + a_row * args.lda + int64_t(first) * kColumns + thread % 4 * 8;
+  const __half* b_from = args.b + b_row * args.ldb + int64_t(first) * kColumns + thread % 4 * 8;
+  const uint32_t to = base + position(thread / 4, thread % 4);  // 64 rows further down parts lie in the same order
+  // What this lane names to ldmatrix, of the first 16 rows and columns; the next 16 columns differ in one bit.
+  const uint32_t a_lane = position(row0 + lane % 16, lane / 16);
+  const uint32_t b_lane = position(column0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  int left = args.k - first * kColumns - thread % 4 * 8;
+  const auto load_stage = [&](int stage) {
+    const int bytes = left >= 8 ? 16 : left > 0 ? left * 2 : 0;
+    const uint32_t at = to + 2 * stage * kOperand;
+    copy_async(at, bytes ? a_from : args.a, bytes);
+    copy_async(at + 64 * 64, bytes ? a_from + min(64, args.m - 1 - a_row) * args.lda : args.a, bytes);
+    copy_async(at + kOperand, bytes ? b_from : args.b, bytes);
+    copy_async(at + kOperand + 64 * 64, bytes ? b_from + min(64, args.n - 1 - b_row) * args.ldb : args.b, bytes);
+    a_from += kColumns, b_from += kColumns, left -= kColumns;
+  };
+  uint32_t half[4][4][2] = {};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) total[i / 16][i / 4 % 4][i % 4] = 0.f;
+  const int per_chunk = args.chunk / kColumns;
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (first + i < last) load_stage(i);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  int stage = 0, until = per_chunk;
+  for (int step = first; step < last; ++step) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    __syncthreads();
+    // Everyone is past the stage that this one replaces.
+    if (step + kStages - 1 < last) load_stage(stage == 0 ? kStages - 1 : stage - 1);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    const uint32_t a_at = base + 2 * stage * kOperand, b_at = a_at + kOperand;
+#pragma unroll
+    for (int k16 = 0; k16 < kColumns / 16; ++k16) {
+      uint32_t b[2][4];
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        load_matrices(b[j], b_at + (b_lane ^ k16 * 32) + j * 16 * 64);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t a[4];
+        load_matrices(a, a_at + (a_lane ^ k16 * 32) + i * 16 * 64);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if constexpr (Half)
+            multiply(half[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+          else
+            f16acc::multiply(total[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+      }
+    }
+    if (++stage == kStages) stage = 0;
+    if (Half && (--until == 0 || step + 1 == last)) {
+      until = per_chunk;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        uint32_t& sums = half[i / 8][i / 2 % 4][i % 2];
+        promote(total[i / 8][i / 2 % 4][i % 2 * 2], total[i / 8][i / 2 % 4][i % 2 * 2 + 1], sums);
+        sums = 0;
+      }
+    }
+  }
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+
+__global__ void __launch_bounds__(kThreads) f16acc_mma_kernel(const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int thread = threadIdx.x, lane = thread % 32, row0 = thread / 32 % 2 * 64, column0 = thread / 64 * 32;
+  const int part = blockIdx.x % args.parts;
+  int m_tile, n_tile;
+  place(args, blockIdx.x / args.parts, m_tile, n_tile);
+  const int m0 = m_tile * kTileM, n0 = n_tile * kTileN;
+  const int first = args.first_stage(part) * (kStage / kColumns);
+  const int last = min(args.first_stage(part + 1) * (kStage / kColumns), (args.k + kColumns - 1) / kColumns);
+
+  float total[4][4][4];
+  accumulate<true>(args, base, m0, n0, first, last, total);
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < 64; ++i) finite = finite && is_finite(total[i / 16][i / 4 % 4][i % 4]);
+  // The barrier also says that nobody reads the stages any more.
+  if (__syncthreads_or(!finite)) {
+    accumulate<false>(args, base, m0, n0, first, last, total);
+    __syncthreads();
+  }
+
+  const int column = n0 + column0 + lane % 4 * 2;
+  if (args.parts > 1) {
+    float* sums = args.sums + int64_t(part) * args.m * args.n;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const int64_t row = m0 + row0 + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
+      const int at = column + i / 4 % 4 * 8 + i % 2;
+      if (row < args.m && at < args.n) sums[row * args.n + at] = total[i / 16][i / 4 % 4][i % 4];
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int at = column + j * 8;
+    const float lo = args.bias && at < args.n ? __half2float(args.bias[at]) : 0.f;
+    const float hi = args.bias && at + 1 < args.n ? __half2float(args.bias[at + 1]) : 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = row0 + i * 8 + lane / 4;
+      const float(&v)[4] = total[i / 2][j];
+      *reinterpret_cast<__half2*>(shared + row * kStaged + (column0 + j * 8 + lane % 4 * 2) * 2) =
+          __floats2half2_rn(v[i % 2 * 2] + lo, v[i % 2 * 2 + 1] + hi);
+    }
+  }
+  __syncthreads();
+  const bool whole = args.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(args.y) % 16 == 0;
+  for (int i = thread; i < kTileM * kTileN / 8; i += kThreads) {
+    const int row = i / (kTileN / 8), at = i % (kTileN / 8) * 8;
+    if (m0 + row >= args.m) break;
+    __half* to = args.y + (m0 + row) * args.ldy + n0 + at;
+    const uint8_t* from = shared + row * kStaged + at * 2;
+    if (whole && n0 + at + 8 <= args.n) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    } else {
+      for (int c = 0; c < 8 && n0 + at + c < args.n; ++c) to[c] = reinterpret_cast<const __half*>(from)[c];
+    }
+  }
+}
+
+// y = the parts' sums, added in order, + bias.
+__global__ void __launch_bounds__(kThreads) f16acc_reduce_kernel(const __grid_constant__ Arguments args) {
+  const int64_t size = int64_t(args.m) * args.n, step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < size; i += step) {
+    const int64_t row = i / args.n;
+    const int column = int(i - row * args.n);
+    float sum = 0.f;
+    for (int part = 0; part < args.parts; ++part) sum += args.sums[part * size + i];
+    if (args.bias) sum += __half2float(args.bias[column]);
+    args.y[row * args.ldy + column] = __float2half_rn(sum);
+  }
+}
+
+}  // namespace
+
+int launch_mma(const Arguments& args, int sms, cudaStream_t stream) {
+  const int64_t ctas = int64_t(args.m_tiles) * args.n_tiles * args.parts;
+  if (ctas > INT32_MAX) return TRIRUN_BAD_SHAPE;
+  if (const cudaError_t e = cudaFuncSetAttribute(f16acc_mma_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
+    return e;
+  f16acc_mma_kernel<<<unsigned(ctas), kThreads, kBytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace trirun::f16acc
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT size_t trirun_cuda_f16acc_workspace(int64_t m, int64_t n, const trirun_f16acc_plan* plan) {
+  return plan && plan->parts > 1 && m > 0 && n > 0 ? size_t(plan->parts) * m * n * sizeof(float) : 0;
+}
+
+EXPORT int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t ldb, const void* bias, void* y,
+                                   int64_t ldy, int64_t m, int64_t n, int64_t k, const trirun_f16acc_plan* plan,
+                                   void* workspace, size_t workspace_bytes, void* stream) {
+  using namespace trirun::f16acc;
+  const auto aligned = [](const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; };
+  if (!plan || !a || !b || !y || !aligned(a, 16) || !aligned(b, 16) || !aligned(bias, 2) || !aligned(y, 2))
+    return TRIRUN_BAD_POINTER;
+  constexpr int64_t most = INT32_MAX - 256;  // tiles may reach past the end
+  if (m <= 0 || n <= 0 || k <= 0 || m > most || n > most || k > most) return TRIRUN_BAD_SHAPE;
+  if (lda < k || ldb < k || ldy < n || lda % 8 || ldb % 8) return TRIRUN_BAD_SHAPE;
+  if (plan->tile_n != 128 && plan->tile_n != 256) return TRIRUN_UNSUPPORTED;
+  if (plan->chunk <= 0 || plan->chunk % kStage || plan->parts < 1 || plan->parts > 64) return TRIRUN_UNSUPPORTED;
+  if (workspace_bytes < trirun_cuda_f16acc_workspace(m, n, plan)) return TRIRUN_NO_WORKSPACE;
+  if (plan->parts > 1 && (!workspace || !aligned(workspace, 16))) return TRIRUN_BAD_POINTER;
+  int device = 0, sms = 0, major = 0;
+  if (const cudaError_t e = cudaGetDevice(&device)) return e;
+  if (const cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return e;
+  if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
+  if (major < 8) return TRIRUN_UNSUPPORTED;
+
+  Arguments args = {};
+  args.a = static_cast<const __half*>(a), args.b = static_cast<const __half*>(b);
+  args.bias = static_cast<const __half*>(bias), args.y = static_cast<__half*>(y);
+  args.sums = static_cast<float*>(workspace);
+  args.lda = lda, args.ldb = ldb, args.ldy = ldy, args.m = int(m), args.n = int(n), args.k = int(k);
+  args.chunk = plan->chunk, args.parts = plan->parts;
+  args.m_tiles = int((m + kTileM - 1) / kTileM), args.n_tiles = int((n + plan->tile_n - 1) / plan->tile_n);
+  args.raster = 16;
+  const auto on = static_cast<cudaStream_t>(stream);
+  int code = TRIRUN_UNSUPPORTED;
+  if (plan->kernel == TRIRUN_F16ACC_MMA && plan->tile_n == kTileN) code = launch_mma(args, sms, on);
+  if (plan->kernel == TRIRUN_F16ACC_WGMMA && major == 9) code = launch_wgmma(args, plan->tile_n, sms, on);
+  if (code != TRIRUN_OK || plan->parts == 1) return code;
+  const int64_t blocks = (m * n + kThreads - 1) / kThreads;
+  f16acc_reduce_kernel<<<unsigned(blocks < 8 * sms ? blocks : 8 * sms), kThreads, 0, on>>>(args);
+  return cudaGetLastError();
+}
