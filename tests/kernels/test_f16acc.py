@@ -1,14 +1,20 @@
 """f16acc_gemm: the twin's accuracy, the operator contract, Fp16AccLinear, the plan choice; on a GPU, both kernels."""
 
 import itertools
+import re
+import shutil
+import subprocess
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from trirun_kernels import f16acc_reference
 from trirun_kernels.f16acc import CHUNK, STAGE, chunk_length, f16acc_gemm
-from trirun_kernels.f16acc_cuda import MMA, WGMMA, select_f16acc
+from trirun_kernels.f16acc_cuda import MMA, WGMMA, F16AccPlan, run_plan, select_f16acc
 from trirun_kernels.f16acc_linear import Fp16AccLinear
 from trirun_kernels.select import Device
+from trirun_spills import parse_usage
+from trirun_toolchain import NVCC_FLAGS, find_nvcc
 
 H200 = Device(90, 132)
 
@@ -143,3 +149,113 @@ def test_large_products_take_large_tiles_and_small_ones_share_k():
     assert select_f16acc(8192, 8192, 8192, CHUNK, H200).tile_n == 256
     assert select_f16acc(8192, 8192, 8192, CHUNK, H200).parts == 1
     assert select_f16acc(128, 256, 14336, CHUNK, H200).parts > 4
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+KERNELS = [(MMA, 128), (WGMMA, 128), (WGMMA, 256)]
+
+
+def run(a, b, bias, plan):
+    """One product under a plan; an output that is not written stays NaN."""
+    y = torch.full((a.shape[0], b.shape[0]), torch.nan, dtype=torch.half, device="cuda")
+    run_plan(a, b, bias, y, plan)
+    return y
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernel: f"{'mma' if kernel[0] == MMA else 'wgmma'}{kernel[1]}")
+def kernel(request):
+    if request.param[0] == WGMMA and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    return request.param
+
+
+# Tails of every tile size, one row, fewer columns of k than a stage, more than one round of CTAs.
+SIZES = [(1, 8, 8), (3, 16, 72), (128, 128, 192), (129, 264, 1000), (300, 520, 2056), (257, 8, 4096), (2100, 4104, 648)]
+
+
+@gpu
+@pytest.mark.parametrize("m,n,k", SIZES)
+@pytest.mark.parametrize("chunk,parts", [(64, 1), (CHUNK, 1), (CHUNK, 3), (512, 2), (1 << 20, 1)])
+def test_every_plan_on_every_tail(kernel, m, n, k, chunk, parts):
+    if parts > -(-k // chunk):
+        pytest.skip("a part without a chunk")
+    a, b, bias = operands(m, n, k, device="cuda")
+    plan = F16AccPlan(*kernel, chunk, parts)
+    y = run(a, b, bias, plan)
+    # The distribution of the twin's errors, with room for the warpgroup that rounds at other columns.
+    expected, few = exact(a, b, bias), slice(max(0, m - 16), m)
+    twin = f16acc_reference.f16acc_gemm(a[few].cpu(), b.cpu(), bias.cpu(), chunk).cuda()
+    bound = 2 * rms(twin, expected[few]) + 1e-3
+    assert y.isfinite().all() and rms(y, expected) < bound
+    assert (y.double() - expected).abs().max() < 12 * bound
+    assert torch.equal(y, run(a, b, bias, plan)), "bitwise the same twice"
+    assert rms(run(a, b, None, plan), exact(a, b)) < bound
+
+
+@gpu
+def test_overflowing_sums_are_computed_again_on_the_gpu(kernel):
+    m, n, k = 300, 264, 400
+    a, b, _ = operands(m, n, k, device="cuda")
+    # 200 · 1000 passes 65504 on the way to 0, in one row of a only.
+    a[131, :200], a[131, 200:], b[17] = 200, -200, 5
+    b[18] = 60000
+    for parts in (1, 2):
+        plan = F16AccPlan(*kernel, CHUNK, parts)
+        y = run(a, b, None, plan)
+        assert y[131, 17] == 0
+        expected = exact(a, b)
+        torch.testing.assert_close(y, expected.half(), rtol=4e-3, atol=2e-2)
+        assert y[:, 18].isinf().float().mean() > 0.9, "results beyond fp16 are infinite"
+    a[5, 7] = torch.nan
+    y = run(a, b, None, F16AccPlan(*kernel, CHUNK, 1))
+    assert y[5].isnan().all() and not y[6].isnan().any()
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(37,), (1, 37), (2, 5, 37), (0, 37), (4, 0), (130, 1021)])
+@pytest.mark.parametrize("n", [0, 1, 9, 136])
+def test_operator_on_any_shape(shape, n):
+    a, b = torch.randn(shape, device="cuda").half(), torch.randn(n, shape[-1], device="cuda").half()
+    bias = torch.randn(n + 1, device="cuda").half()[1:]
+    y = f16acc_gemm(a, b, bias)
+    assert y.shape == (*shape[:-1], n)
+    torch.testing.assert_close(y.double(), exact(a, b, bias), rtol=4e-3, atol=0.1)
+    strided = f16acc_gemm(a, torch.cat([b, b], 1)[:, : shape[-1]], bias)
+    assert torch.equal(strided, y)
+
+
+@gpu
+def test_operator_contract_on_the_gpu():
+    a, b, bias = (x.requires_grad_() for x in operands(48, 40, 72, device="cuda"))
+    torch.library.opcheck(torch.ops.trirun.f16acc_gemm, (a, b, bias, CHUNK))
+    upstream = torch.randn(48, 40, device="cuda").half()
+    f16acc_gemm(a, b, bias).backward(upstream)
+    torch.testing.assert_close(a.grad, upstream @ b, rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(b.grad, upstream.t() @ a, rtol=4e-3, atol=4e-2)
+    torch.testing.assert_close(bias.grad, upstream.sum(0), rtol=4e-3, atol=4e-2)
+    layer = Fp16AccLinear(72, 40, device="cuda", dtype=torch.half)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(layer, fullgraph=True)(a), layer(a))
+
+
+@gpu
+def test_accuracy_of_the_default_on_the_gpu():
+    a, b, _ = operands(512, 4096, 14336, device="cuda")
+    error = f16acc_gemm(a, b)[0].double() - exact(a[:1], b)[0]
+    assert error.square().mean().sqrt() <= 0.0075 and error.abs().max() <= 0.035
+
+
+@pytest.mark.parametrize("arch", ["86", "89", "120"])
+def test_sass_adds_in_fp16(arch, repo_root, tmp_path):
+    """GeForce GPUs gain from fp16 sums alone: the instructions are there, and nothing spills."""
+    nvcc, cuobjdump = find_nvcc(), shutil.which("cuobjdump")
+    if nvcc is None or cuobjdump is None:
+        pytest.skip("no nvcc, or no cuobjdump")
+    out = tmp_path / "f16acc.cubin"
+    source = repo_root / "kernels" / "csrc" / "cuda" / "f16acc.cu"
+    target = ["-gencode", f"arch=compute_{arch},code=sm_{arch}", "-cubin"]
+    command = [nvcc, *NVCC_FLAGS, *target, str(source), "-o", str(out)]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert all(usage.clean for usage in parse_usage(log))
+    sass = subprocess.run([cuobjdump, "-sass", str(out)], capture_output=True, text=True, check=True).stdout
+    assert len(re.findall(r"HMMA\.16816\.F16\b", sass)) >= 32

@@ -187,8 +187,8 @@ __global__ void __launch_bounds__(kThreads) f16acc_reduce_kernel(const __grid_co
 int launch_mma(const Arguments& args, int sms, cudaStream_t stream) {
   const int64_t ctas = int64_t(args.m_tiles) * args.n_tiles * args.parts;
   if (ctas > INT32_MAX) return TRIRUN_BAD_SHAPE;
-  if (const cudaError_t e = cudaFuncSetAttribute(f16acc_mma_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
-    return e;
+  const auto bytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  if (const cudaError_t e = cudaFuncSetAttribute(f16acc_mma_kernel, bytes, kBytes)) return e;
   f16acc_mma_kernel<<<unsigned(ctas), kThreads, kBytes, stream>>>(args);
   return cudaGetLastError();
 }

@@ -1,9 +1,9 @@
 // The fp16-accumulating product on Hopper: y[m][n] = a[m][k] . b[n][k]^T.
 //
-// Two CTAs of a cluster compute 256 x TileN: each 128 rows of a, both the same rows of b, of which each fetches half for
-// both. A producer warp keeps a ring of stages of 64 columns full; two consumer warpgroups multiply 64 rows each, in
-// fp16, and add what a chunk of k gave to their fp32 sums. They end their chunks at different stages, so that the
-// tensor cores always have one warpgroup's products while the other one adds.
+// Two CTAs of a cluster compute 256 x TileN: each 128 rows of a, both the same rows of b, of which each fetches half
+// for both. A producer warp keeps a ring of stages of 64 columns full; two consumer warpgroups multiply 64 rows each in
+// fp16, and add what a chunk of k gave to their fp32 sums. They end their chunks at different stages, so that the tensor
+// cores always have one warpgroup's products while the other one adds.
 // no-spill(90a): f16acc_wgmma_kernel<*>
 #include <cuda.h>
 
@@ -35,7 +35,6 @@ __device__ __forceinline__ void recompute(const Arguments& args, int row, int co
                                           float (&total)[Tiles][4]) {
   const int lane = threadIdx.x % 32, quad = lane % 4 * 2;
   const auto load = [&](const __half* matrix, int64_t stride, int64_t at, int rows, int64_t k) {
-    // k is a multiple of two elements beyond every pair that starts before it, or its second one is padding.
     if (at >= rows || k >= args.k) return 0u;
     const uint32_t lo = __half_as_ushort(matrix[at * stride + k]);
     const uint32_t hi = k + 1 < args.k ? __half_as_ushort(matrix[at * stride + k + 1]) : 0u;
@@ -111,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t staging = base + S::kStaging + warp * 2 * kBox;
     const int chunk = args.chunk / kStage;
     // Lane 0 tells this CTA's producer that a stage is free, lane 1 the other's: its half of b comes here too.
-    const uint32_t peer = cluster_address(empty, rank ^ uint32_t(lane));
+    const uint32_t peer = cluster_address(empty, rank ^ (lane & 1));
     const auto release = [&](int stage) {
       if (lane < kCluster) barrier_arrive_cluster(peer + 8 * stage);
     };
@@ -200,6 +199,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     if (lane == 0) store_wait();
+    __syncwarp();
   }
   // The other CTA may still write here and count on these barriers.
   cluster_sync();
