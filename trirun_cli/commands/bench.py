@@ -9,9 +9,11 @@ import typer
 
 from ..console import Console
 from ..errors import MissingError, UsageError
+from . import bench_f16acc
 from .options import Device, DType, Json, Quiet
 
 app = typer.Typer(help="Measure this machine and its kernels.", invoke_without_command=True)
+app.command("f16acc")(bench_f16acc.command)
 
 _QUICK_ROWS = "1,16"
 
