@@ -35,6 +35,7 @@ def diagnose() -> Iterator[Finding]:
     yield _guarded("int2_gemm on cpu", lambda: self_test("cpu"))
     if _cuda_devices():
         yield _guarded("int2_gemm on cuda", lambda: self_test("cuda"))
+        yield _guarded("fp16 sums", _fp16_sums)
 
 
 def self_test(device: str) -> Finding:
@@ -114,6 +115,27 @@ def _cuda() -> Finding:
     if not built:
         return Finding("CUDA kernel", "fail", f"{names}, but the library is not built: reinstall with nvcc on PATH")
     return _guarded("CUDA kernel", lambda: Finding("CUDA kernel", "ok", f"{names}; {native.load('cuda')._name}"))
+
+
+def _fp16_sums() -> Finding:
+    """Whether fp16 accumulation pays, and whether it is as accurate here as its reference twin."""
+    import torch
+    from trirun_kernels.f16acc import f16acc_gemm
+    from trirun_kernels.f16acc_cuda import gain
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(64, 2048, generator=generator).half(), torch.randn(192, 2048, generator=generator).half()
+    exact = a.double() @ b.double().t()
+    ours, twin = (
+        (y.double() - exact).norm() / exact.norm() for y in (f16acc_gemm(a.cuda(), b.cuda()).cpu(), f16acc_gemm(a, b))
+    )
+    accuracy = f"relative error {ours:.1e}, the reference twin's {twin:.1e}"
+    if not ours <= 1.5 * twin:
+        return Finding("fp16 sums", "fail", accuracy)
+    major, minor = torch.cuda.get_device_capability()
+    times = gain(torch.cuda.get_device_name(), 10 * major + minor)
+    pays = f"{times:g} times the rate of fp32 sums" if times > 1 else "no gain on this GPU, fp32 sums run as fast"
+    return Finding("fp16 sums", "ok", f"{pays}; {accuracy}")
 
 
 def _guarded(name: str, check: Callable[[], Finding]) -> Finding:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import cpu, cuda
+from .f16acc import f16acc_gemm
 from .packing import PackedWeight, dequantize
 from .spec import QuantSpec
 
@@ -21,7 +22,9 @@ _library.impl("int2_gemm", cpu.int2_gemm, "CPU")
 _library.impl("int2_gemm", cuda.int2_gemm, "CUDA")
 
 
-def int2_gemm(x: Tensor, w: PackedWeight, bias: Tensor | None = None, *, act_bits: int = 16) -> Tensor:
+def int2_gemm(
+    x: Tensor, w: PackedWeight, bias: Tensor | None = None, *, act_bits: int = 16, acc: str = "fp32"
+) -> Tensor:
     """``x @ dequantize(w).T + bias`` without ever forming the dense weight.
 
     Args:
@@ -30,6 +33,8 @@ def int2_gemm(x: Tensor, w: PackedWeight, bias: Tensor | None = None, *, act_bit
         bias: [n] in x's dtype.
         act_bits: 16 computes on two 8-bit digits per activation (within 1e-3 of float32); 8 on one digit per
             activation scaled per row, which is what models trained with int8 activations expect.
+        acc: "fp32", or "fp16" for :func:`trirun_kernels.f16acc.f16acc_gemm` on the weight made dense for this call:
+            float16 x, 16-bit activations. It pays for many rows on GPUs whose fp16 sums are faster (`trirun doctor`).
 
     Returns:
         [..., n] in x's dtype.
@@ -39,6 +44,10 @@ def int2_gemm(x: Tensor, w: PackedWeight, bias: Tensor | None = None, *, act_bit
     """
     if act_bits not in ACT_BITS:
         raise ValueError(f"int2_gemm: act_bits={act_bits} is not one of {ACT_BITS}")
+    if acc not in ("fp32", "fp16"):
+        raise ValueError(f"int2_gemm: acc={acc!r} is neither 'fp32' nor 'fp16'")
+    if acc == "fp16" and (act_bits != 16 or x.dtype != torch.float16):
+        raise ValueError(f"int2_gemm: acc='fp16' needs float16 x and act_bits=16, got {x.dtype} and {act_bits}")
     if x.dim() == 0 or x.shape[-1] != w.k:
         raise ValueError(f"int2_gemm: x has shape {list(x.shape)}, the weight has k={w.k}")
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -50,10 +59,10 @@ def int2_gemm(x: Tensor, w: PackedWeight, bias: Tensor | None = None, *, act_bit
             f"int2_gemm: bias must be {x.dtype} [{w.n}] on {x.device}, "
             f"got {bias.dtype} {list(bias.shape)} on {bias.device}"
         )
+    if acc == "fp16":
+        return f16acc_gemm(x, dequantize(w, torch.float16), bias)
     zero = 0.0 if w.spec.zero is None else w.spec.zero
-    return torch.ops.trirun.int2_gemm(
-        x, w.words, w.scales, w.zeros, bias, w.n, w.k, w.spec.group_size, zero, act_bits
-    )
+    return torch.ops.trirun.int2_gemm(x, w.words, w.scales, w.zeros, bias, w.n, w.k, w.spec.group_size, zero, act_bits)
 
 
 @torch.library.register_fake("trirun::int2_gemm", lib=_library)

@@ -8,10 +8,11 @@ import subprocess
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from trirun_kernels import f16acc_reference
+from trirun_kernels import QuantSpec, dequantize, f16acc_reference, pack
 from trirun_kernels.f16acc import CHUNK, STAGE, chunk_length, f16acc_gemm
-from trirun_kernels.f16acc_cuda import MMA, WGMMA, F16AccPlan, run_plan, select_f16acc
+from trirun_kernels.f16acc_cuda import MMA, WGMMA, F16AccPlan, gain, run_plan, select_f16acc
 from trirun_kernels.f16acc_linear import Fp16AccLinear
+from trirun_kernels.ops import int2_gemm
 from trirun_kernels.select import Device
 from trirun_spills import parse_usage
 from trirun_toolchain import NVCC_FLAGS, find_nvcc
@@ -149,6 +150,29 @@ def test_large_products_take_large_tiles_and_small_ones_share_k():
     assert select_f16acc(8192, 8192, 8192, CHUNK, H200).tile_n == 256
     assert select_f16acc(8192, 8192, 8192, CHUNK, H200).parts == 1
     assert select_f16acc(128, 256, 14336, CHUNK, H200).parts > 4
+
+
+def test_int2_gemm_with_fp16_sums():
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 3, (70, 256), dtype=torch.uint8, generator=generator)
+    w = pack(codes, torch.rand(70, 2, generator=generator).half(), QuantSpec(128, 1.0))
+    x, bias = torch.randn(5, 256, generator=generator).half(), torch.ones(70).half()
+    y = int2_gemm(x, w, bias, acc="fp16")
+    assert torch.equal(y, f16acc_gemm(x, dequantize(w, torch.float16), bias))
+    torch.testing.assert_close(y, int2_gemm(x, w, bias), rtol=5e-3, atol=2e-2)
+    for wrong in (dict(acc="fp8"), dict(acc="fp16", act_bits=8)):
+        with pytest.raises(ValueError, match="acc="):
+            int2_gemm(x, w, **wrong)
+    with pytest.raises(ValueError, match=r"torch\.float32"):
+        int2_gemm(x.float(), w, acc="fp16")
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "times"),
+    [("NVIDIA GeForce RTX 4090", 89, 2), ("NVIDIA GeForce RTX 3060", 86, 2), ("NVIDIA L40S", 89, 1), ("H200", 90, 1)],
+)
+def test_who_gains_from_fp16_sums(name, arch, times):
+    assert gain(name, arch) == times
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
