@@ -1,0 +1,131 @@
+"""``trirun serve``: OpenAI's API over the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..console import Console
+from ..errors import InputError, MissingError, UsageError
+from .options import ActBits, Device, DType, Engine, Json, Quiet, check_machine
+
+if TYPE_CHECKING:
+    from ..server.service import Model
+
+
+def command(
+    checkpoint: Annotated[
+        Path, typer.Option("--checkpoint", "--model", "-c", help="Packed checkpoint, or an unquantized model.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 is any free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name in the API; may be given several times. Default: the directory's.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
+    ctx: Annotated[int | None, typer.Option(help="Tokens of a request, prompt included. Default: the model's.")] = None,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a place; more get status 429.")] = 256,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file that replaces the tokenizer's chat template.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Required of clients as a Bearer token.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Read the key from a file, where the process list does not show it.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Web origin that may call; * is any. May be given several times.")
+    ] = None,
+    drain: Annotated[float, typer.Option(help="Seconds that running requests get when the server is stopped.")] = 30,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line per request.")] = False,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    act_bits: ActBits = None,
+    engine: Engine = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API.
+
+    /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize; /health, /version and /metrics need no
+    key. SIGTERM or Ctrl-C lets running requests end, then exits with code 0. --json prints one document when requests
+    are taken.
+
+    Examples:
+
+      trirun serve --checkpoint DIR
+
+      trirun serve -c DIR --host 0.0.0.0 --port 8080 --api-key-file key.txt --max-batch 64
+
+      curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "Once upon a time"}'
+    """
+    check_machine(dtype, act_bits, engine)
+    for name, value, least in (("--max-batch", max_batch, 1), ("--ctx", ctx, 1), ("--max-waiting", max_waiting, 0)):
+        if value is not None and value < least:
+            raise UsageError(f"{name} {value}: at least {least}")
+    if not 0 <= drain < 86_400:
+        raise UsageError(f"--drain {drain:g}: seconds from 0 to a day")
+    if not 0 <= port < 65_536:
+        raise UsageError(f"--port {port}: from 0 to 65535")
+    key = _key(api_key, api_key_file)
+    template = None if chat_template is None else _text(chat_template)
+    console = Console(as_json=json, quiet=quiet)
+
+    from ..model_dir import ModelDir
+
+    source = ModelDir(checkpoint)
+    names = served_model_name or [checkpoint.resolve().name]
+    try:
+        from ..server.app import create_app
+        from ..server.run import listen, serve, url_of
+    except ModuleNotFoundError as error:
+        raise MissingError(f"serving needs {error.name}", "pip install 'trirun[serve]'") from error
+    from ..server.service import Service
+
+    listener = listen(host, port)
+    url = url_of(listener)
+    service = Service(names, max_waiting=max_waiting)
+    app = create_app(service, api_key=key, cors_origins=cors_origin or ())
+
+    def load() -> Model:
+        from ..runtime.engine.opening import open_engine
+        from ..server.loading import make_model
+
+        opened = open_engine(
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            act_bits=act_bits,
+            engine=engine,
+            slots=max_batch,
+            context=ctx,
+            max_waiting=max_waiting,
+        )
+        return make_model(source, opened, template)
+
+    def ready(model: Model) -> None:
+        running = model.engine
+        console.note(f"{names[0]} on {running.name}: {running.slots} at once, {running.context} tokens each")
+        console.note(f"serving at {url}/v1; Ctrl-C stops")
+        facts = {"url": url, "models": names, "engine": running.name, "slots": running.slots}
+        console.json("serve/1", {**facts, "context": running.context})
+
+    console.note(f"loading {checkpoint}")
+    serve(app, service, listener, load, ready=ready, drain_s=drain, log_requests=log_requests)
+
+
+def _key(given: str | None, file: Path | None) -> str | None:
+    if given is not None and file is not None:
+        raise UsageError("--api-key and --api-key-file are both given; one is enough")
+    key = given if file is None else _text(file).strip()
+    if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
+        raise UsageError("the API key must be printable ASCII characters without spaces")
+    return key
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error}") from error

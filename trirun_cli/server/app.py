@@ -1,0 +1,200 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
+
+from .. import __version__
+from . import errors, metrics, sse
+from .errors import ApiError
+from .guard import Guard
+from .job import Job
+from .replies import ChatReply, CompletionReply, Reply
+from .schema import ChatBody, CompletionBody, SamplingFields
+from .service import Service
+
+# A context of 128k tokens is about 0.6 MB of text; many of them make a batch of prompts.
+MAX_BODY_BYTES = 8 * 2**20
+
+
+class TokenizeBody(BaseModel):
+    """The body of POST /tokenize."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(BaseModel):
+    """The body of POST /detokenize."""
+
+    model_config = ConfigDict(strict=True)
+
+    tokens: list[int]
+
+
+def create_app(
+    service: Service,
+    *,
+    api_key: str | None = None,
+    cors_origins: Sequence[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """The ASGI application over a service, which may still be loading.
+
+    Args:
+        api_key: the Bearer token that every path but /health, /version and /metrics requires; None requires none.
+        cors_origins: origins whose pages may call it from a browser; "*" is any.
+        max_body_bytes: larger requests are refused.
+    """
+    app = FastAPI(title="trirun", version=__version__, description="OpenAI's API over trirun's engine.")
+    errors.install(app)
+    # The one added last is outermost: a browser's preflight carries no key and must be answered before the guard.
+    app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    _add_completions(app, service)
+    _add_information(app, service)
+    return app
+
+
+def _add_completions(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", response_model=None)
+    async def completions(request: Request, body: CompletionBody) -> Response:
+        """Continue prompts: strings or token ids, one or several."""
+        arrived = time.perf_counter()
+        body.check_fields()
+        name, model = service.check_model(body.model), service.model
+        job, echoes = await service.complete(body, arrived)
+        reply = CompletionReply(
+            name,
+            model.vocabulary,
+            logprobs=body.logprobs is not None,
+            token_ids=bool(body.return_token_ids),
+            usage=body.wants_usage,
+            echoes=echoes,
+        )
+        return await _answer(request, service, job, reply, body)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(request: Request, body: ChatBody) -> Response:
+        """Answer a conversation through the model's chat template."""
+        arrived = time.perf_counter()
+        body.check_fields()
+        name, model = service.check_model(body.model), service.model
+        job = await service.chat(body, arrived)
+        reply = ChatReply(
+            name,
+            model.vocabulary,
+            logprobs=bool(body.logprobs),
+            token_ids=bool(body.return_token_ids),
+            usage=body.wants_usage,
+        )
+        return await _answer(request, service, job, reply, body)
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    def card(name: str) -> dict:
+        engine = service.model.engine
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "trirun",
+            "root": service.names[0],
+            "max_model_len": engine.context,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict:
+        """The model, under each of its names."""
+        return {"object": "list", "data": [card(name) for name in service.names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict:
+        """The model under one of its names."""
+        return card(service.check_model(name))
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        """200 when requests are taken; 503 while the model loads, when the engine has failed, and at the end."""
+        status = service.status
+        if status != "ok":
+            return ApiError(503, f"not ready: {status}", code=status).response()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> dict:
+        """trirun's version."""
+        return {"version": __version__}
+
+    @app.get("/metrics", response_model=None)
+    async def prometheus() -> Response:
+        """Metrics in Prometheus's text format."""
+        return Response(service.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict:
+        """Token ids of a text."""
+        vocabulary = service.model.vocabulary
+        ids = await vocabulary.encode(body.prompt, special=body.add_special_tokens, param="prompt")
+        return {"tokens": ids, "count": len(ids), "max_model_len": vocabulary.context}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict:
+        """The text of token ids."""
+        vocabulary = service.model.vocabulary
+        vocabulary.check_ids(body.tokens, "tokens")
+        return {"prompt": vocabulary.decode(body.tokens)}
+
+
+async def _answer(request: Request, service: Service, job: Job, reply: Reply, body: SamplingFields) -> Response:
+    if body.stream:
+        return sse.EventStream(_events(job, reply), lambda: service.forget(job))
+    # Only a receive() that nobody answers shows that the client is still there.
+    gone = asyncio.ensure_future(_disconnected(request))
+    done = asyncio.ensure_future(job.whole())
+    try:
+        await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            return Response(status_code=499)
+        return Response(sse.dumps(reply.whole(job, done.result())), media_type="application/json")
+    finally:
+        gone.cancel()
+        done.cancel()
+        service.forget(job)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(job: Job, reply: Reply) -> AsyncIterator[bytes]:
+    for document in reply.opening(job):
+        yield sse.event(document)
+    try:
+        async for delta in job.deltas():
+            if reply.shows(delta):
+                yield sse.event(reply.chunk(delta))
+    except ApiError as error:
+        # The status has long been sent; clients know this form too.
+        yield sse.event(error.body)
+    else:
+        if reply.with_usage:
+            yield sse.event(reply.usage_chunk(job))
+    yield sse.DONE

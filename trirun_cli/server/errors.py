@@ -1,0 +1,87 @@
+"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``, whatever went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+# OpenAI's ``type`` of each status; other 4xx are invalid requests, other 5xx the server's fault.
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """Ends a request with an HTTP status and OpenAI's error body.
+
+    Args:
+        status: the HTTP status. message: one sentence for a person.
+        param: the field at fault, as ``messages[0].content``. code: a word for programs.
+        headers: to send along, such as Retry-After.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON document."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of an application an :class:`ApiError`'s answer: its own, the router's and the validator's."""
+
+    @app.exception_handler(ApiError)
+    async def known(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def routed(request: Request, error: HTTPException) -> JSONResponse:
+        where = f"{request.method} {request.url.path}"
+        message = {404: f"there is no {where}", 405: f"{where} is not allowed"}.get(error.status_code, error.detail)
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _validation_error(request, error.errors()).response()
+
+
+def _validation_error(request: Request, errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    first = errors[0]
+    path = list(first["loc"][1:])
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {path[0]}")
+    if not path:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            return ApiError(415, "the body must be JSON, sent with Content-Type: application/json")
+        return ApiError(400, "the body must be a JSON object")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is required", param=param, code="missing_required_parameter")
+    # pydantic puts this before the message of a ValueError.
+    reason = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {reason[:1].lower() + reason[1:]}", param=param, code="invalid_value")

@@ -1,0 +1,113 @@
+"""What stands between the socket and the application: request ids, the key, the size limit, and a last resort."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError
+
+log = logging.getLogger("trirun.server")
+
+# Anyone may ask whether the server lives and what it measures; everything else needs the key.
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+# Ids come back in headers and logs: nothing in them but what is harmless there.
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# Of a body that is too large, this much is read and dropped so that its sender, who reads only after writing, gets
+# the answer and not a reset connection.
+_DROPPED_BYTES = 64 * 2**20
+
+
+class Guard:
+    """ASGI middleware around the whole application.
+
+    Args:
+        app: what it guards.
+        api_key: the Bearer token that every path but :data:`OPEN_PATHS` requires; None requires none.
+        max_body_bytes: a larger body is answered with 413 before it is parsed.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None = None, max_body_bytes: int) -> None:
+        self._app, self._max_body = app, max_body_bytes
+        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        request_id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            self._check_key(scope["path"], headers)
+            body = await self._read(headers, receive)
+        except ApiError as error:
+            return await error.response()(scope, receive, send_with_id)
+        if body is None:
+            return None
+        unread = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive_body() -> Message:
+            return next(unread, None) or await receive()
+
+        try:
+            await self._app(scope, receive_body, send_with_id)
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if not started:
+                error = ApiError(500, "internal error; the server's log has more", code="internal_error")
+                await error.response()(scope, receive, send_with_id)
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        if self._key is None or path in OPEN_PATHS:
+            return
+        given = headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        # The scheme's name may be written in any case; the key may not, and is compared in constant time.
+        scheme, _, token = given.partition(b" ")
+        if not hmac.compare_digest(scheme.title() + b" " + token.strip(), self._key):
+            message = "wrong API key" if given else "an API key is required: Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The body; None when the client went away before its end."""
+        pieces: list[bytes] = []
+        size = 0
+        declared = int(headers.get("content-length", "0"))
+        if declared > self._max_body and (declared > _DROPPED_BYTES or "expect" in headers):
+            raise self._too_large()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size <= self._max_body:
+                pieces.append(piece)
+            else:
+                pieces.clear()
+            if not message.get("more_body", False):
+                break
+            if size > _DROPPED_BYTES:
+                break
+        if size > self._max_body:
+            raise self._too_large()
+        return b"".join(pieces)
+
+    def _too_large(self) -> ApiError:
+        # What is left of the body would be taken for the next request, so the connection ends here.
+        message = f"the body is larger than {self._max_body / 2**20:g} MiB"
+        return ApiError(413, message, headers={"Connection": "close"})

@@ -1,0 +1,34 @@
+"""From a model directory and its engine to what the server serves."""
+
+from __future__ import annotations
+
+from ..model_dir import ModelDir
+from ..runtime.engine.engine import Engine
+from ..runtime.generation import generation_defaults, stop_ids
+from ..runtime.text import load_tokenizer
+from .service import Model
+from .vocabulary import Vocabulary
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def make_model(source: ModelDir, engine: Engine, chat_template: str | None = None) -> Model:
+    """A model ready to serve; its engine is started.
+
+    Requests that say nothing about sampling get what generation_config.json says, where it samples at all; otherwise
+    OpenAI's defaults, temperature 1 among them.
+
+    Args:
+        chat_template: Jinja source that replaces the tokenizer's.
+
+    Raises:
+        InputError: the tokenizer is missing or damaged.
+    """
+    vocabulary = Vocabulary(
+        load_tokenizer(source.path), size=engine.vocab_size, context=engine.context, chat_template=chat_template
+    )
+    settings = generation_defaults(source)
+    sampled = bool(settings.get("do_sample"))
+    defaults = {name: settings[name] for name in _DEFAULTS if sampled and settings.get(name) is not None}
+    engine.start()
+    return Model(engine, vocabulary, frozenset(stop_ids(source)), defaults)

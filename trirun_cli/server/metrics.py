@@ -1,0 +1,94 @@
+"""What Prometheus may ask: vLLM's metrics by vLLM's names, with trirun's prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from ..runtime.engine.engine import Engine
+    from .job import Choice
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MILLISECONDS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_COUNTS = tuple(2**power for power in range(18))
+
+
+class Metrics:
+    """The metrics of one server.
+
+    Args:
+        model: the served name, a label of every metric.
+        engine: gives the engine, or None while it is loading; asked when the metrics are.
+    """
+
+    def __init__(self, model: str, engine: Callable[[], Engine | None]) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(_Gauges(model, engine))
+
+        def metric(kind: Any, name: str, text: str, **options: Any) -> Any:
+            labels = ["model_name", *options.pop("labels", ())]
+            made = kind(f"trirun:{name}", text, labels, registry=self.registry, **options)
+            return made if len(labels) > 1 else made.labels(model)
+
+        self._model = model
+        self._prompt = metric(Counter, "prompt_tokens", "Prompt tokens processed.")
+        self._cached = metric(Counter, "prompt_tokens_cached", "Prompt tokens found in the cache.")
+        self._generated = metric(Counter, "generation_tokens", "Tokens generated.")
+        self._ended = metric(Counter, "request_success", "Choices ended, by reason.", labels=["finished_reason"])
+        self._first = metric(Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS)
+        fine = tuple(ms / 1e3 for ms in _MILLISECONDS)
+        self._between = metric(Histogram, "inter_token_latency_seconds", "Token to next token.", buckets=fine)
+        self._whole = metric(Histogram, "e2e_request_latency_seconds", "Arrival to end.", buckets=_SECONDS)
+        self._queued = metric(Histogram, "request_queue_time_seconds", "Arrival to slot.", buckets=_SECONDS)
+        self._prompts = metric(Histogram, "request_prompt_tokens", "Prompt tokens of a choice.", buckets=_COUNTS)
+        self._lengths = metric(Histogram, "request_generation_tokens", "Tokens of a choice.", buckets=_COUNTS)
+
+    def tokens(self, count: int, seconds: float, *, first: bool) -> None:
+        """New tokens of a choice, and the seconds since its last ones, or since its arrival for the ``first``."""
+        self._generated.inc(count)
+        if first:
+            self._first.observe(seconds)
+        else:
+            self._between.observe(seconds / count)
+
+    def ended(self, reason: str, seconds: float, choice: Choice | None = None) -> None:
+        """A choice ended, ``seconds`` after its arrival; ``choice`` where it did by itself."""
+        self._ended.labels(self._model, reason).inc()
+        if choice is None:
+            return
+        self._whole.observe(seconds)
+        self._lengths.observe(choice.generated)
+        self._prompts.observe(len(choice.request.prompt))
+        self._prompt.inc(len(choice.request.prompt))
+        if choice.usage is not None:
+            self._cached.inc(choice.usage.reused_tokens)
+            self._queued.observe(choice.usage.queued_s)
+
+    def render(self) -> bytes:
+        """All of them in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class _Gauges:
+    """What the engine knows, read when it is asked for."""
+
+    def __init__(self, model: str, engine: Callable[[], Engine | None]) -> None:
+        self._model, self._engine = model, engine
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        engine = self._engine()
+        stats = None if engine is None else engine.stats
+        values = (
+            ("num_requests_running", "Choices in a slot.", stats and stats.running),
+            ("num_requests_waiting", "Choices waiting for a slot.", stats and stats.waiting),
+            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", stats and stats.cache_usage),
+        )
+        for name, text, value in values:
+            gauge = GaugeMetricFamily(f"trirun:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model], float(value or 0))
+            yield gauge
