@@ -145,6 +145,19 @@ def site(tokenizer):
 
 
 @pytest.fixture(scope="session")
+def check_error():
+    """Check that an answer is an error in OpenAI's form with this status and param; its body's inside."""
+
+    def check(answer, status, param=None):
+        error = answer.json()["error"]
+        assert answer.status_code == status and set(error) == {"message", "type", "param", "code"}
+        assert error["message"] and error["param"] == param
+        return error
+
+    return check
+
+
+@pytest.fixture(scope="session")
 def checkpoint(pytestconfig, tmp_path_factory):
     """A packed checkpoint: the ternary model of ../shared, or else the demo model rounded to ternary."""
     from trirun_cli.pack_model import pack_model

@@ -8,10 +8,6 @@ PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def run(coroutine):
-    return asyncio.run(coroutine)
-
-
 def test_a_conversation_goes_through_the_template(site, tokenizer):
     async def scenario():
         async with site("Good day") as demo:
@@ -29,7 +25,7 @@ def test_a_conversation_goes_through_the_template(site, tokenizer):
             # Without a limit, whatever fits.
             assert demo.runner.bound[0].params.max_tokens == 64 - len(demo.runner.bound[0].prompt)
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_streamed(site):
@@ -46,7 +42,7 @@ def test_streamed(site):
                 assert [c["finish_reason"] for c in mine][-1] == "stop"
                 assert all(c["finish_reason"] is None for c in mine[:-1])
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_logprobs(site, tokenizer):
@@ -63,7 +59,7 @@ def test_logprobs(site, tokenizer):
             _, bare = await demo.post(PATH, {"messages": HELLO, "logprobs": True})
             assert all(entry["top_logprobs"] == [] for entry in bare["choices"][0]["logprobs"]["content"])
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_max_completion_tokens_and_its_older_name(site):
@@ -73,7 +69,7 @@ def test_max_completion_tokens_and_its_older_name(site):
             await demo.post(PATH, {"messages": HELLO, "max_completion_tokens": 3, "max_tokens": 2})
             assert [request.params.max_tokens for request in demo.runner.bound] == [2, 3]
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_the_templates_own_options(site, tokenizer):
@@ -87,7 +83,7 @@ def test_the_templates_own_options(site, tokenizer):
             seen = [tokenizer.decode(list(request.prompt)) for request in demo.runner.bound]
             assert seen == ["kind:Hello!", "kind:Hello", "kind:Hello"]
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -117,7 +113,7 @@ def test_refusals_name_the_field(site, change, param, words):
             assert status == 400 and answer["error"]["param"] == param
             assert words in answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_a_model_without_a_template_says_what_to_do(site):
@@ -126,4 +122,4 @@ def test_a_model_without_a_template_says_what_to_do(site):
             status, answer = await demo.post(PATH, {"messages": HELLO})
             assert status == 400 and "/v1/completions" in answer["error"]["message"]
 
-    run(scenario())
+    asyncio.run(scenario())

@@ -7,10 +7,6 @@ import pytest
 PATH = "/v1/completions"
 
 
-def run(coroutine):
-    return asyncio.run(coroutine)
-
-
 def test_a_completion(site):
     async def scenario():
         async with site(" was calm") as demo:
@@ -23,7 +19,7 @@ def test_a_completion(site):
             assert answer["usage"]["prompt_tokens"] == count
             assert answer["usage"]["total_tokens"] == count + answer["usage"]["completion_tokens"]
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("prompt", ["The sea", ["The sea"], "ids", "list of ids"])
@@ -36,7 +32,7 @@ def test_every_form_of_a_prompt(site, tokenizer, prompt):
             status, _ = await demo.post(PATH, {"prompt": given})
             assert status == 200 and [request.prompt for request in demo.runner.bound] == [tuple(ids)]
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_prompts_and_choices_keep_their_order(site, tokenizer):
@@ -54,7 +50,7 @@ def test_prompts_and_choices_keep_their_order(site, tokenizer):
             # A prompt counts once, however many choices it has.
             assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer(str(i))["input_ids"]) for i in range(3))
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_every_sampling_field_reaches_the_engine(site):
@@ -82,7 +78,7 @@ def test_every_sampling_field_reaches_the_engine(site):
             await demo.post(PATH, {"prompt": "x", "ignore_eos": True, "top_k": -1})
             assert demo.runner.bound[1].stop_ids == frozenset() and demo.runner.bound[1].params.top_k == 0
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_defaults_are_openais_or_the_models(site):
@@ -97,10 +93,12 @@ def test_defaults_are_openais_or_the_models(site):
             first, second = (request.params for request in demo.runner.bound)
             assert (first.temperature, first.top_k, second.temperature) == (0.6, 20, 0.0)
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("limit", "text", "reason"), [(0, "", "length"), (1, " one", "length"), (5, " one two", "stop")])
+@pytest.mark.parametrize(
+    ("limit", "text", "reason"), [(0, "", "length"), (1, " one", "length"), (5, " one two", "stop")]
+)
 def test_max_tokens(site, limit, text, reason):
     async def scenario():
         async with site(" one two") as demo:
@@ -110,7 +108,7 @@ def test_max_tokens(site, limit, text, reason):
             assert "".join(c["choices"][0]["text"] for c in chunks) == text
             assert [c["choices"][0]["finish_reason"] for c in chunks][-1] == reason
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_echo_and_logprobs(site, tokenizer):
@@ -146,7 +144,7 @@ def test_echo_and_logprobs(site, tokenizer):
             _, plain = await demo.post(PATH, {"prompt": "naïve", "echo": True, "max_tokens": 3})
             assert plain["choices"][0]["text"] == "naïve é" and plain["choices"][0]["logprobs"] is None
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def as_bytes(token):
@@ -160,7 +158,9 @@ def test_streams_whole_characters_and_ends_with_usage(site, tokenizer):
 
     async def scenario():
         async with site(text) as demo:
-            chunks = await demo.stream(PATH, {"prompt": "x", "max_tokens": 60, "stream_options": {"include_usage": True}})
+            chunks = await demo.stream(
+                PATH, {"prompt": "x", "max_tokens": 60, "stream_options": {"include_usage": True}}
+            )
             *parts, last = chunks
             assert "".join(part["choices"][0]["text"] for part in parts) == text
             assert not any("\ufffd" in part["choices"][0]["text"] for part in parts)
@@ -170,13 +170,15 @@ def test_streams_whole_characters_and_ends_with_usage(site, tokenizer):
             assert all("usage" not in part for part in plain)
             assert [part["choices"][0]["finish_reason"] for part in plain][-1] == "stop"
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("stop", ["still", "l", "ship lay st", ["nothing", "the ship"], ["ll.", "st"]])
 def test_stop_strings_are_never_seen_and_free_their_place(site, stop):
     text = " The sea was calm, and the ship lay still. And on and on it went"
-    wanted = min((text[: text.index(one)] for one in ([stop] if isinstance(stop, str) else stop) if one in text), key=len)
+    wanted = min(
+        (text[: text.index(one)] for one in ([stop] if isinstance(stop, str) else stop) if one in text), key=len
+    )
 
     async def scenario():
         async with site(text) as demo:
@@ -187,7 +189,7 @@ def test_stop_strings_are_never_seen_and_free_their_place(site, stop):
             assert "".join(chunk["text"] for chunk in chunks) == wanted and chunks[-1]["finish_reason"] == "stop"
             await demo.idle()
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_token_ids_on_request(site, tokenizer):
@@ -201,7 +203,7 @@ def test_token_ids_on_request(site, tokenizer):
             chunks = await demo.stream(PATH, body)
             assert [id for chunk in chunks for id in chunk["choices"][0]["token_ids"]] == ids
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 def test_an_empty_prompt_begins_with_the_beginning_of_text(site):
@@ -210,4 +212,4 @@ def test_an_empty_prompt_begins_with_the_beginning_of_text(site):
             status, _ = await demo.post(PATH, {"prompt": ""})
             assert status == 200 and demo.runner.bound[0].prompt == (0,)
 
-    run(scenario())
+    asyncio.run(scenario())

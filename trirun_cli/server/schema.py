@@ -156,12 +156,16 @@ class SamplingFields(BaseModel):
 def _prompts(value: Any) -> list[str] | list[list[int]]:
     """Every form a prompt may have, as a list of prompts."""
     if isinstance(value, str):
-        return [value]
+        value = [value]
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
     if _all_ids(value):
         return [value]
     if all(isinstance(prompt, str) for prompt in value):
+        for prompt in value:
+            # JSON can write half of a surrogate pair, which is no text.
+            if not prompt.isascii() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+                raise ValueError("is not valid Unicode")
         return value
     if all(isinstance(prompt, list) and _all_ids(prompt) for prompt in value):
         return value

@@ -1,0 +1,94 @@
+"""Before the application: bodies, keys, request ids, origins."""
+
+import asyncio
+
+import pytest
+
+PATH = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"", "application/json", 400),
+        (b"{", "application/json", 400),
+        (b'{"prompt": NaN}', "application/json", 400),
+        (b"\xff\xfe\x00", "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "application/json", 400),
+        (b'{"prompt": "\\ud800"}', "application/json", 400),
+        (b"[1, 2]", "application/json", 400),
+        (b'"prompt"', "application/json", 400),
+        (b'{"prompt": "x"}', "text/plain", 415),
+        (b'{"prompt": "x"}', "nonsense", 415),
+        (b'{"prompt": "' + b"x" * 3_000_000 + b'"}', "application/json", 413),
+    ],
+)
+def test_bad_bodies(site, content, kind, status):
+    async def scenario():
+        async with site(max_body_bytes=2**20) as demo:
+            answer = await demo.client.post(PATH, content=content, headers={"Content-Type": kind})
+            assert answer.status_code == status, answer.text
+            assert answer.json()["error"]["message"]
+            assert (await demo.client.post(PATH, json={"prompt": "x"})).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_the_key_guards_all_but_health_version_and_metrics(site, check_error):
+    async def scenario():
+        async with site(api_key="s3cret") as demo:
+            for path in ("/health", "/version", "/metrics"):
+                assert (await demo.client.get(path)).status_code == 200
+            tries = [
+                None,
+                "s3cret",
+                "Bearer",
+                "Bearer wrong",
+                "Bearer s3cret2",
+                "Basic s3cret",
+                "Bearer é",
+                "Bearer S3CRET",
+            ]
+            for given in tries:
+                headers = {} if given is None else {"Authorization": given.encode()}
+                for path in ("/v1/models", "/v1/nothing", "/docs"):
+                    answer = await demo.client.get(path, headers=headers)
+                    assert check_error(answer, 401)["type"] == "authentication_error"
+                    assert answer.headers["www-authenticate"] == "Bearer" and "x-request-id" in answer.headers
+                answer = await demo.client.post("/tokenize", json={"prompt": "x"}, headers=headers)
+                check_error(answer, 401)
+            for given in ("Bearer s3cret", "bearer s3cret", "Bearer  s3cret"):
+                answer = await demo.client.get("/v1/models", headers={"Authorization": given})
+                assert answer.status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_request_ids(site):
+    async def scenario():
+        async with site() as demo:
+            given = await demo.client.get("/health", headers={"X-Request-Id": "abc-1"})
+            assert given.headers["x-request-id"] == "abc-1"
+            for bad in ("", "x" * 200, "with space"):
+                answer = await demo.client.get("/nothing", headers={"X-Request-Id": bad})
+                assert answer.headers["x-request-id"] != bad and len(answer.headers["x-request-id"]) == 32
+
+    asyncio.run(scenario())
+
+
+def test_browsers_of_named_origins_only(site):
+    async def scenario():
+        ask = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+        async with site(api_key="k", cors_origins=["https://app.example"]) as demo:
+            preflight = await demo.client.options(PATH, headers=ask)
+            assert preflight.status_code == 200
+            assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+            other = await demo.client.options(PATH, headers=ask | {"Origin": "https://evil.example"})
+            assert "access-control-allow-origin" not in other.headers
+            refused = await demo.client.post(PATH, json={}, headers={"Origin": "https://app.example"})
+            assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
+        async with site() as demo:
+            assert (await demo.client.options(PATH, headers=ask)).status_code == 405
+
+    asyncio.run(scenario())

@@ -1,0 +1,226 @@
+"""``trirun serve`` as a process: real sockets, real clients, clients that vanish, and the ways it ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs trirun[dev]")
+
+STORY = "The old house stood alone upon the hill, and"
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def generated(checkpoint):
+    """What ``trirun generate`` continues the story with, greedily: 24 tokens."""
+    command = [sys.executable, "-m", "trirun_cli", "generate", "-c", checkpoint, "-p", STORY, "-n", "24", "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["text"]
+
+
+def name_of(client):
+    return client.models.list().data[0].id
+
+
+def test_openais_client_gets_what_generate_writes(client, generated):
+    options = {"model": name_of(client), "prompt": STORY, "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**options)
+    assert whole.choices[0].text == generated and whole.usage.completion_tokens == 24
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == generated
+    assert chunks[-1].usage.completion_tokens == 24
+
+
+def test_openais_client_understands_every_error(client):
+    name = name_of(client)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model=name, prompt="x", temperature=-1)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-5", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        client.chat.completions.create(model=name, messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(openai.APIStatusError) as large:
+        client.completions.create(model=name, prompt="x" * 10_000_000)
+    assert large.value.status_code == 413
+
+
+def test_many_at_once_each_as_if_alone(server, client):
+    name = name_of(client)
+    prompts = [f"{STORY} number {i}" for i in range(10)]
+
+    def ask(prompt):
+        stream = client.completions.create(model=name, prompt=prompt, max_tokens=20, temperature=0, stream=True)
+        return "".join(chunk.choices[0].text for chunk in stream)
+
+    alone = [ask(prompt) for prompt in prompts]
+    together = [None] * len(prompts)
+    threads = [
+        threading.Thread(target=lambda i=i: together.__setitem__(i, ask(prompts[i]))) for i in range(len(prompts))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone and len(set(alone)) > 1
+
+
+def test_a_seed_repeats(client):
+    options = {"model": name_of(client), "prompt": STORY, "max_tokens": 12, "temperature": 1.5}
+    first, again, other = (client.completions.create(**options, seed=seed).choices[0].text for seed in (1, 1, 2))
+    assert first == again != other
+    pair = client.completions.create(**options, seed=1, n=2).choices
+    assert pair[0].text == first and pair[1].text == other
+
+
+def test_lm_eval_gets_the_likelihoods_of_trirun_eval(server, checkpoint):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from trirun_cli.eval.adapter import TrirunLM
+
+    pairs = [
+        (STORY, " the wind was cold."),
+        ("It was", " a dark night; naïve 日本 followed."),
+        ("", "The sea was calm."),
+        ("one two three four", " five"),
+    ]
+    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    remote = LocalCompletionsAPI(
+        base_url=f"{server.url}/v1/completions",
+        model=os.path.basename(checkpoint),
+        tokenizer=str(checkpoint),
+        tokenizer_backend="huggingface",
+        tokenized_requests=True,
+        batch_size=4,
+    )
+    own = TrirunLM(str(checkpoint))
+    got, want = remote.loglikelihood(requests), own.loglikelihood(requests)
+    for (likelihood, greedy), (wanted, wanted_greedy) in zip(got, want, strict=True):
+        assert likelihood == pytest.approx(wanted, abs=2e-4) and greedy == wanted_greedy
+    text = "The sea was calm, and the ship lay still. " * 40
+    rolling = [Instance("loglikelihood_rolling", {}, (text,), 0)]
+    assert remote.loglikelihood_rolling(rolling)[0] == pytest.approx(own.loglikelihood_rolling(rolling)[0], rel=1e-4)
+
+
+# A client that reads one event and is killed while the rest is coming.
+VICTIM = """
+import http.client, os, signal, sys, json
+connection = http.client.HTTPConnection(sys.argv[1])
+body = {"prompt": "The old house", "max_tokens": 900, "ignore_eos": True, "stream": sys.argv[2] == "stream"}
+connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+print("sent", flush=True)
+if body["stream"]:
+    connection.getresponse().read1(10)
+    os.kill(os.getpid(), signal.SIGKILL)
+connection.getresponse()
+"""
+
+
+@pytest.mark.parametrize("mode", ["stream", "whole"])
+def test_a_killed_client_frees_its_place(server, client, mode):
+    ended = server.metric("request_success_total")
+    address = server.url.removeprefix("http://")
+    victim = subprocess.Popen([sys.executable, "-c", VICTIM, address, mode], stdout=subprocess.PIPE)
+    assert victim.stdout.readline() == b"sent\n"
+    if mode == "whole":
+        time.sleep(0.2)
+        victim.kill()
+    assert victim.wait(20) == -signal.SIGKILL
+    victim.stdout.close()
+    assert server.idle()
+    assert server.metric("request_success_total") == ended + 1
+    aborted = [line for line in httpx.get(f"{server.url}/metrics").text.splitlines() if '"abort"' in line]
+    assert aborted and float(aborted[0].rsplit(" ", 1)[1]) >= 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 200_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: \xff\xfe\r\nConnection: close\r\n\r\n",
+        b"GET /%00%ff/../v1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_broken_http_ends_one_connection_only(server, sent):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        try:
+            while piece := connection.recv(65536):
+                answer += piece
+        except ConnectionError:
+            pass
+    assert not answer or answer.startswith(b"HTTP/1.1 ")
+    assert b" 500 " not in answer[:20]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_term_lets_running_answers_end(start_server):
+    server = start_server("--drain", "20", "--ctx", "256")
+    body = {"prompt": STORY, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+    code, err = server.process.wait(30), server.process.stderr.read()
+    assert code == 0 and "Traceback" not in err
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def test_answers_that_outlast_the_draining_are_ended_properly(start_server):
+    server = start_server("--drain", "0")
+    body = {"prompt": "x", "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "stream": True, "n": 16}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    code, err = server.process.wait(30), server.process.stderr.read()
+    assert code == 0 and "Traceback" not in err
+
+
+def test_a_taken_port_and_a_damaged_checkpoint_are_one_clear_line(server, checkpoint, tmp_path):
+    import shutil
+
+    def start(directory, port):
+        command = [sys.executable, "-m", "trirun_cli", "serve", "-c", str(directory), "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stderr
+
+    code, err = start(checkpoint, server.url.rsplit(":", 1)[1])
+    assert code == 2 and "Address already in use" in err
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    (broken / "model.safetensors").write_bytes(b"short")
+    code, err = start(broken, 0)
+    assert code == 3 and "model.safetensors" in err
+    code, err = start(tmp_path / "nothing", 0)
+    assert code == 3 and "no such directory" in err

@@ -1,0 +1,86 @@
+"""Fields that are wrong, unsupported or unknown."""
+
+import asyncio
+
+import pytest
+
+PATH = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 10**9),
+        ("n", True),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("temperature", 10**400),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("seed", 2**80),
+        ("stop", ""),
+        ("stop", ["a", "b", "c", "d", "e"]),
+        ("stop", 5),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"cat": 1}),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"999999999": 1}),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("stop_token_ids", [-1]),
+        ("best_of", 3),
+        ("suffix", "the end"),
+        ("min_tokens", 5),
+        ("stream_options", {"include_usage": True}),
+        ("prompt", None),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", [1, "a"]),
+        ("prompt", [True]),
+        ("prompt", [-1]),
+        ("prompt", [10**30]),
+        ("prompt", {"text": "x"}),
+    ],
+)
+def test_bad_fields_are_named(site, check_error, field, value):
+    async def scenario():
+        async with site() as demo:
+            answer = await demo.client.post(PATH, json={"prompt": "x"} | {field: value})
+            assert check_error(answer, 400, field)["type"] == "invalid_request_error"
+            assert demo.runner.bound == []
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_fit_is_refused(site, check_error):
+    async def scenario():
+        async with site() as demo:
+            long = await demo.client.post(PATH, json={"prompt": [5] * 64, "max_tokens": 1})
+            assert check_error(long, 400, "prompt")["code"] == "context_length_exceeded"
+            both = await demo.client.post(PATH, json={"prompt": [5] * 40, "max_tokens": 30})
+            assert "64 tokens; the request needs 70" in check_error(both, 400, "max_tokens")["message"]
+            text = await demo.client.post(PATH, json={"prompt": "word " * 1_000_000})
+            assert check_error(text, 400, "prompt")["code"] == "context_length_exceeded"
+            fits = await demo.client.post(PATH, json={"prompt": [5] * 60})
+            assert fits.status_code == 200 and demo.runner.bound[0].params.max_tokens == 4
+
+    asyncio.run(scenario())
+
+
+def test_unknown_fields_are_ignored_with_one_warning(site, caplog):
+    async def scenario():
+        async with site() as demo:
+            for _ in range(2):
+                status, _ = await demo.post(PATH, {"prompt": "x", "frobnicate": 1, "user": "me", "suffix": None})
+                assert status == 200
+
+    with caplog.at_level("WARNING", "trirun.server"):
+        asyncio.run(scenario())
+    assert [record.getMessage().count("'frobnicate'") for record in caplog.records] == [1]
