@@ -1,5 +1,6 @@
 """``trirun serve`` as a process: real sockets, real clients, clients that vanish, and the ways it ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -163,15 +164,13 @@ def test_a_killed_client_frees_its_place(server, client, mode):
 )
 def test_broken_http_ends_one_connection_only(server, sent):
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    answer = b""
+    # The server may hang up before all of it is sent.
+    with socket.create_connection((host, int(port)), timeout=5) as connection, contextlib.suppress(OSError):
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
-        answer = b""
-        try:
-            while piece := connection.recv(65536):
-                answer += piece
-        except ConnectionError:
-            pass
+        while piece := connection.recv(65536):
+            answer += piece
     assert not answer or answer.startswith(b"HTTP/1.1 ")
     assert b" 500 " not in answer[:20]
     assert httpx.get(f"{server.url}/health").status_code == 200
