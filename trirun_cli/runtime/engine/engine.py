@@ -166,22 +166,23 @@ class Engine:
 
     def close(self, drain_s: float = 0) -> None:
         """Take no more requests, give those inside ``drain_s`` seconds to end, abort the rest, free the model."""
+        until = time.perf_counter() + drain_s
         with self._changed:
             self._open = False
             self._changed.notify_all()
-            if self._thread is not None and self._thread.is_alive():
+            if self._thread is not None:
                 self._changed.wait_for(lambda: not self._live, timeout=drain_s)
-            for request_id in self._live:
-                self._inbox.append((request_id, None))
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        else:
-            until = time.perf_counter() + drain_s
-            while self._live and time.perf_counter() < until and self.step():
-                pass
+        try:
+            while self._thread is None and self._live and time.perf_counter() < until:
+                self.step()
+            with self._changed:
+                self._inbox.extend((request_id, None) for request_id in self._live)
+                self._changed.notify_all()
+            if self._thread is not None:
+                self._thread.join()
             self._take_inbox()
-        self._runner.close()
+        finally:
+            self._runner.close()
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Run requests and give their events as they come; abort() what should not go on, between two of them.
@@ -256,16 +257,18 @@ class Engine:
 
     def _deliver(self, share: Share, outcome: Outcome) -> None:
         sequence, token, scores = share.sequence, outcome.token, None
+        request = sequence.request
         if sequence.wants_scores:
             sequence.scores.extend(outcome.prompt)
-            if len(sequence.scores) == len(sequence.request.prompt) - 1:
-                scores = (Token(sequence.request.prompt[0]), *sequence.scores)
+            if len(sequence.scores) == len(request.prompt) - 1:
+                scores = (Token(request.prompt[0]), *sequence.scores)
                 sequence.wants_scores = False
         if token is None:
             if scores is not None and sequence.limit == 0:
                 self._end(sequence, FinishReason.LENGTH, scores=scores)
+            elif scores is not None:
+                self._tell(sequence, Event(request.id, prompt_logprobs=scores))
             return
-        request = sequence.request
         if not sequence.first_token:
             sequence.first_token = time.perf_counter()
         if token.id in request.stop_ids and not request.params.ignore_stop_ids:

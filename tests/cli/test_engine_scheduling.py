@@ -1,0 +1,345 @@
+"""The engine's loop on a runner without a model: who runs when, and who gets what."""
+
+import random
+import threading
+import time
+
+import pytest
+
+from tests.cli.mock_runner import VOCAB, MockRunner, continuation, token_after
+from trirun_cli.runtime.engine.engine import Engine
+from trirun_cli.runtime.engine.request import EngineStopped, FinishReason, QueueFull, Request
+from trirun_cli.runtime.sampling import SamplingParams
+
+RUNNERS = {
+    "slots": {},
+    "pages": {"pages": 40},
+    "few pages": {"pages": 10},
+    "pages, looking ahead": {"pages": 40, "lookahead": 1},
+    "few pages, looking ahead": {"pages": 10, "lookahead": 1},
+    "slots, looking ahead": {"lookahead": 1},
+}
+
+
+def request(id, prompt, most=5, stop_ids=(), **params):
+    return Request(str(id), tuple(prompt), SamplingParams(max_tokens=most, **params), frozenset(stop_ids))
+
+
+class Inbox:
+    """A sink that keeps what it is told."""
+
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, event):
+        assert not self.events or self.events[-1].finish is None, "nothing comes after the last event"
+        self.events.append(event)
+
+    @property
+    def tokens(self):
+        return [token.id for event in self.events for token in event.tokens]
+
+    @property
+    def finish(self):
+        return self.events[-1].finish if self.events else None
+
+
+def submit(engine, *args, **params):
+    inbox = Inbox()
+    engine.submit(request(*args, **params), inbox)
+    return inbox
+
+
+def run_all(engine):
+    for _ in range(10_000):
+        if not engine.step():
+            return
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_everyone_gets_their_own_continuation(name):
+    rng, runner = random.Random(1), MockRunner(**RUNNERS[name])
+    engine, expected = Engine(runner), {}
+    shared = [rng.randrange(VOCAB) for _ in range(12)]
+    for i in range(150):
+        prompt = shared[: rng.randrange(13)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 14))]
+        most, stop_ids = rng.randrange(20), [rng.randrange(VOCAB) for _ in range(2)]
+        inbox = submit(engine, i, prompt, most, stop_ids)
+        expected[i] = inbox, continuation(prompt, min(most, 32 - len(prompt)), stop_ids)
+        for _ in range(rng.randrange(4)):
+            engine.step()
+    run_all(engine)
+    for inbox, tokens in expected.values():
+        assert inbox.tokens == tokens
+        usage = inbox.events[-1].usage
+        assert usage.generated_tokens == len(tokens) and 0 <= usage.queued_s <= usage.first_token_s <= usage.total_s
+    stats = engine.stats
+    assert stats.running == stats.waiting == stats.cache_usage == 0 and stats.reused_tokens > 0
+    assert stats.finished[FinishReason.STOP] + stats.finished[FinishReason.LENGTH] == 150
+    assert stats.generated_tokens == sum(len(tokens) for _, tokens in expected.values())
+    assert (stats.preemptions > 0) == ("few" in name)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_why_requests_end(lookahead):
+    engine = Engine(MockRunner(lookahead=lookahead))
+    first = token_after([1, 2])
+    assert (inbox := submit(engine, "stop", [1, 2], 9, [first])) and (other := submit(engine, "go", [3], 3))
+    ignoring = submit(engine, "ignore", [1, 2], 3, [first], ignore_stop_ids=True)
+    none, long = submit(engine, "none", [1], 0), submit(engine, "long", [5] * 30, 9)
+    full = submit(engine, "full", [5] * 32, 9)
+    run_all(engine)
+    assert inbox.tokens == [] and inbox.finish == FinishReason.STOP
+    assert other.tokens == continuation([3], 3) and other.finish == FinishReason.LENGTH
+    assert ignoring.tokens == continuation([1, 2], 3) and ignoring.tokens[0] == first
+    assert none.tokens == full.tokens == [] and none.finish == full.finish == FinishReason.LENGTH
+    assert long.tokens == continuation([5] * 30, 2) and long.finish == FinishReason.LENGTH
+
+
+def test_a_prompt_is_run_in_chunks_beside_those_who_decode():
+    runner = MockRunner(slots=3, max_rows=6)
+    engine = Engine(runner)
+    submit(engine, "a", [1], 20)
+    submit(engine, "b", [2], 20)
+    engine.step()
+    long = submit(engine, "long", range(20), 4)
+    submit(engine, "last", [3], 1)
+    run_all(engine)
+    shares = [[(item.slot, item.rows) for item in step] for step in runner.steps[1:6]]
+    assert shares == [[(0, 1), (1, 1), (2, 4)]] * 5
+    assert [item.sample for step in runner.steps[1:6] for item in step if item.slot == 2] == [False] * 4 + [True]
+    assert long.tokens == continuation(range(20), 4)
+
+
+def test_a_budget_is_shared_first_come_first_served():
+    runner = MockRunner(slots=4, max_rows=8)
+    engine = Engine(runner)
+    for i in range(4):
+        submit(engine, i, [i] * 5, 3)
+    run_all(engine)
+    assert [(item.slot, item.rows) for item in runner.steps[0]] == [(0, 5), (1, 3)]
+    # One row decodes, two finish the second prompt, five are left for the third.
+    assert [(item.slot, item.rows) for item in runner.steps[1]] == [(0, 1), (1, 2), (2, 5)]
+
+
+def test_looking_ahead_one_step_is_always_in_flight():
+    runner = MockRunner(lookahead=1)
+    engine = Engine(runner)
+    inbox = submit(engine, "a", [1, 2], 4)
+    counts = []
+    while engine.step():
+        counts.append((len(runner.in_flight), len(inbox.tokens)))
+    assert counts == [(1, 0), (1, 1), (1, 2), (1, 3)] and inbox.tokens == continuation([1, 2], 4)
+    # Nothing is launched past max_tokens; past a stop id one step is.
+    assert len(runner.steps) == 4
+    stop = continuation([9], 3)[2]
+    inbox = submit(engine, "b", [9], 30, [stop])
+    run_all(engine)
+    assert inbox.tokens == continuation([9], 2) and len(runner.steps) == 4 + 4
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_freed_slot_is_used_at_once(lookahead):
+    runner = MockRunner(slots=1, lookahead=lookahead)
+    engine = Engine(runner)
+    boxes = [submit(engine, i, [i, i + 1], 3) for i in range(5)]
+    run_all(engine)
+    assert [box.tokens for box in boxes] == [continuation([i, i + 1], 3) for i in range(5)]
+    assert len(runner.steps) == 15 or lookahead
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_aborts(lookahead):
+    runner = MockRunner(slots=2, lookahead=lookahead)
+    engine = Engine(runner)
+    running, other, waiting = (submit(engine, name, [1, 2, 3], 20) for name in "abc")
+    for _ in range(3):
+        engine.step()
+    for name in ("a", "c", "a", "nobody"):
+        engine.abort(name)
+    engine.step()
+    assert running.finish == waiting.finish == FinishReason.ABORT and waiting.tokens == []
+    assert running.tokens == continuation([1, 2, 3], 20)[: len(running.tokens)] and len(running.tokens) >= 2
+    later = submit(engine, "a", [4], 3)
+    run_all(engine)
+    assert other.tokens == continuation([1, 2, 3], 20) and later.tokens == continuation([4], 3)
+    assert engine.stats.finished[FinishReason.ABORT] == 2
+
+
+def test_a_sink_may_abort_its_own_and_other_requests():
+    engine = Engine(MockRunner())
+    other, mine = submit(engine, "other", [1], 20), []
+
+    def sink(event):
+        mine.append(event)
+        if len(mine) == 3:
+            engine.abort("mine")
+            engine.abort("other")
+
+    engine.submit(request("mine", [2], 20), sink)
+    run_all(engine)
+    assert [event.finish for event in mine] == [None, None, None, FinishReason.ABORT]
+    assert other.finish == FinishReason.ABORT
+
+
+def test_a_failing_sink_ends_its_request_and_no_other(caplog):
+    engine = Engine(MockRunner())
+    other = submit(engine, "other", [1], 6)
+
+    def sink(event):
+        raise OSError("gone")
+
+    engine.submit(request("bad", [2], 6), sink)
+    run_all(engine)
+    assert other.tokens == continuation([1], 6) and engine.stats.finished[FinishReason.ABORT] == 1
+    assert "request bad" in caplog.text
+
+
+def test_the_queue_is_limited():
+    engine = Engine(MockRunner(slots=1), max_waiting=1)
+    first, second = submit(engine, 1, [1], 2), submit(engine, 2, [2], 2)
+    with pytest.raises(QueueFull, match="2 requests are running or waiting"):
+        submit(engine, 3, [3])
+    with pytest.raises(ValueError, match="'2' is in the engine already"):
+        Engine.submit(engine, request(2, [2]), print)
+    run_all(engine)
+    assert first.finish == second.finish == FinishReason.LENGTH
+    assert submit(engine, 3, [3], 0) is not None
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_prompt_scores(name):
+    rng, engine = random.Random(3), Engine(MockRunner(**RUNNERS[name]))
+    boxes = []
+    for i in range(40):
+        prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 25))]
+        boxes.append((prompt, submit(engine, i, prompt, most := rng.randrange(6), prompt_logprobs=0), most))
+        engine.step()
+    run_all(engine)
+    for prompt, inbox, most in boxes:
+        (event,) = (event for event in inbox.events if event.prompt_logprobs is not None)
+        assert inbox.events[0] is event
+        assert [token.id for token in event.prompt_logprobs] == prompt
+        expected = [None] + [float(token_after(prompt[:i])) for i in range(1, len(prompt))]
+        assert [token.logprob for token in event.prompt_logprobs] == expected
+        assert inbox.tokens == continuation(prompt, most)
+
+
+def test_the_youngest_is_put_aside_and_comes_back_first():
+    runner = MockRunner(slots=4, pages=10, context=32)
+    engine = Engine(runner)
+    boxes = [submit(engine, i, [i + 1] * 7, 20) for i in range(4)]
+    run_all(engine)
+    assert [box.tokens for box in boxes] == [continuation([i + 1] * 7, 20) for i in range(4)]
+    aside = [(id, done) for id, _, done in runner.bound if done]
+    assert engine.stats.preemptions == len(aside) > 0 and "0" not in {id for id, _ in aside}
+    # Tokens are told once, and the prompt counts once.
+    assert engine.stats.prompt_tokens == 28
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_failing_runner_ends_every_request(lookahead):
+    runner = MockRunner(slots=1, lookahead=lookahead)
+    engine = Engine(runner)
+    boxes = [submit(engine, i, [1], 9) for i in range(3)]
+    engine.step()
+    runner.failure = RuntimeError("device lost")
+    with pytest.raises(RuntimeError, match="device lost"):
+        run_all(engine)
+    assert not engine.alive
+    assert all(box.finish == FinishReason.ERROR and "device lost" in box.events[-1].error for box in boxes)
+    with pytest.raises(EngineStopped, match="device lost"):
+        submit(engine, 9, [1])
+    engine.abort("1")
+    engine.close()
+
+
+def test_a_failure_on_the_engines_thread():
+    runner = MockRunner()
+    runner.failure = RuntimeError("device lost")
+    engine = Engine(runner)
+    engine.start()
+    inbox = submit(engine, 1, [1])
+    for _ in range(500):
+        if inbox.finish:
+            break
+        time.sleep(0.01)
+    assert inbox.finish == FinishReason.ERROR and not engine.alive
+    engine.close(drain_s=5)
+    assert runner.closed
+
+
+def test_many_threads_submit_to_a_running_engine():
+    engine, boxes = Engine(MockRunner(slots=4, pages=20, lookahead=1)), []
+    engine.start()
+
+    def client(number):
+        for i in range(20):
+            boxes.append((number, submit(engine, f"{number}/{i}", [number, i], 6)))
+            if i % 7 == 0:
+                engine.abort(f"{number}/{i}")
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.close(drain_s=30)
+    assert len(boxes) == 100 and all(inbox.finish is not None for _, inbox in boxes)
+    done = [inbox for _, inbox in boxes if inbox.finish == FinishReason.LENGTH]
+    assert len(done) >= 85
+    for inbox in done:
+        number, i = map(int, inbox.events[-1].request_id.split("/"))
+        assert inbox.tokens == continuation([number, i], 6)
+    with pytest.raises(EngineStopped, match="closed"):
+        submit(engine, "late", [1])
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_closing_drains_or_aborts(threaded):
+    engine = Engine(MockRunner())
+    if threaded:
+        engine.start()
+    inbox = submit(engine, 1, [1], 20)
+    engine.close(drain_s=30)
+    assert inbox.tokens == continuation([1], 20)
+    engine = Engine(MockRunner())
+    inbox = submit(engine, 1, [1], 20)
+    engine.step()
+    engine.close()
+    assert inbox.finish == FinishReason.ABORT
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_generate_takes_requests_as_there_is_room(threaded):
+    engine, taken = Engine(MockRunner(slots=2), max_waiting=1), []
+    if threaded:
+        engine.start()
+
+    def requests():
+        for i in range(30):
+            taken.append(i)
+            yield request(i, [i, 1], 4)
+
+    tokens = {str(i): [] for i in range(30)}
+    events = engine.generate(requests())
+    first = next(events)
+    assert len(taken) <= 4
+    for event in (first, *events):
+        tokens[event.request_id] += [token.id for token in event.tokens]
+    assert tokens == {str(i): continuation([i, 1], 4) for i in range(30)}
+
+
+def test_leaving_generate_frees_the_slots():
+    engine = Engine(MockRunner(slots=2))
+    for event in engine.generate(request(i, [i], 20) for i in range(9)):
+        if event.tokens:
+            break
+    assert engine.stats.running == engine.stats.waiting == 0
+    assert {e.request_id: e.finish for e in engine.generate([request(0, [7], 1)])} == {"0": FinishReason.LENGTH}
+
+
+def test_rows_for_every_slot_are_needed():
+    with pytest.raises(ValueError, match="2 rows per step for 4 slots"):
+        Engine(MockRunner(slots=4, max_rows=2))
