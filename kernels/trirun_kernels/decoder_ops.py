@@ -9,7 +9,7 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -129,7 +129,8 @@ class CpuDecoder:
             self._workspace.nbytes,
             self.threads,
         )
-        self._check(code, f"step of {rows} rows, {list(segments)}")
+        if code:
+            self._fail(code, f"step of {rows} rows, {list(segments)}")
 
     def greedy(
         self,
@@ -179,17 +180,17 @@ class CpuDecoder:
             self._workspace.nbytes,
             self.threads,
         )
-        self._check(code, f"greedy: {count} sequences at {list(positions)}, {steps} steps")
+        if code:
+            self._fail(code, f"greedy: {count} sequences at {list(positions)}, {steps} steps")
         return done.value
 
-    def _check(self, code: int, what: str) -> None:
+    def _fail(self, code: int, what: str) -> NoReturn:
         if code == -1:
             raise ValueError(
                 f"decoder {what}: out of range for a vocabulary of {self.shape.vocab}, {self.slots} slots of "
                 f"{self.context} positions"
             )
-        if code:
-            raise NativeError(f"decoder {what}: failed with code {code}")
+        raise NativeError(f"decoder {what}: failed with code {code}")
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the keys and values of a slot's first ``length`` positions to another slot.

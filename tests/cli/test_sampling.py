@@ -19,6 +19,7 @@ def softmax(logits):
 def distribution(logits, **params):
     """The probabilities [vocab] that tokens are drawn with."""
     ids, weights = token_probabilities(logits, SamplingParams(temperature=params.pop("temperature", 1.0), **params))
+    ids = np.arange(logits.size) if ids is None else ids
     assert (np.diff(ids) > 0).all()
     dense = np.zeros(logits.size)
     dense[ids] = weights / weights.sum()
@@ -54,6 +55,14 @@ def test_a_nucleus_larger_than_the_first_search(p=0.9):
     kept = set(order[: np.searchsorted(mass, p) + 1].tolist())
     assert len(kept) > 2048
     assert set(np.flatnonzero(distribution(logits, top_p=p)).tolist()) == kept
+
+
+def test_of_equal_tokens_the_first_are_in_the_nucleus():
+    logits = np.zeros(1000, np.float32)
+    logits[[3, 700, 999]] = 5, 5, 1
+    kept = np.flatnonzero(distribution(logits, top_p=0.35))
+    assert kept[0] == 0 and 700 in kept and (np.diff(kept[kept < 400]) == 1).all()
+    assert np.flatnonzero(distribution(np.zeros(8, np.float32), top_p=0.5)).tolist() == [0, 1, 2, 3]
 
 
 def test_draws_follow_the_distribution_and_the_seed():

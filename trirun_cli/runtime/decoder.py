@@ -147,8 +147,11 @@ class LeanDecoder:
         Raises:
             ValueError: tokens, slots or positions are out of range.
         """
-        tokens, logit_rows = (np.ascontiguousarray(values, dtype=np.int64) for values in (tokens, logit_rows))
-        logits = np.empty((logit_rows.size, self.shape.vocab), np.float32)
+        return self.step_into(np.empty((len(logit_rows), self.shape.vocab), np.float32), segments, tokens, logit_rows)
+
+    def step_into(self, logits: np.ndarray, segments: Sequence[Segment], tokens: Any, logit_rows: Any) -> np.ndarray:
+        """:meth:`step` into float32 logits [l, vocab] of the caller's: fresh memory costs more than small steps do."""
+        tokens, logit_rows = np.ascontiguousarray(tokens, np.int64), np.ascontiguousarray(logit_rows, np.int64)
         self._native.run(segments, Array.of(tokens), Array.of(logit_rows), Array.of(logits))
         return logits
 

@@ -11,6 +11,7 @@ from .sampling import SamplingParams, Token, stream_of, uniform
 
 # Rows are searched for this many likeliest tokens first where a nucleus is wanted; most nuclei are smaller.
 _CANDIDATES = 256
+_BLOCK = 64
 
 
 @dataclass(slots=True)
@@ -55,12 +56,12 @@ class HostSampler:
         Args:
             logits: float32 [len(slots), vocab], a row per slot; not written.
         """
-        states = [self._states[slot] for slot in slots]
         tokens = [Token(id) for id in logits.argmax(1).tolist()]
-        for row, state in enumerate(states):
+        for row, slot in enumerate(slots):
+            state = self._states[slot]
             if not state.plain:
                 tokens[row] = _choose(logits[row], state)
-            state.index += 1
+                state.index += 1
         return tokens
 
 
@@ -69,8 +70,9 @@ def token_logprobs(logits: np.ndarray, ids: Sequence[int], alternatives: int) ->
     return tuple(_report(row, id, alternatives) for row, id in zip(logits, ids, strict=True))
 
 
-def token_probabilities(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """What is sampled from, where the temperature is not 0: ids ascending, and their probabilities up to a factor."""
+def token_probabilities(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray | None, np.ndarray]:
+    """What is sampled from, where the temperature is not 0: ids ascending, None for all, and their probabilities up to
+    a factor."""
     vocab = logits.size
     top_k = params.top_k if 0 < params.top_k < vocab else vocab
     ids = None
@@ -85,20 +87,40 @@ def token_probabilities(logits: np.ndarray, params: SamplingParams) -> tuple[np.
     if params.min_p > 0:
         kept = np.flatnonzero(weights >= params.min_p * weights.max())
         ids, weights = kept if ids is None else ids[kept], weights[kept]
-    return np.arange(vocab) if ids is None else ids, weights
+    return ids, weights
 
 
 def _nucleus(weights: np.ndarray, p: float) -> np.ndarray:
-    """Indices, ascending, of the fewest largest weights that make up a share ``p`` of their sum."""
-    wanted, count = p * weights.sum(dtype=np.float64), min(_CANDIDATES, weights.size)
+    """Indices, ascending, of the fewest largest weights that make up a share ``p`` of their sum; of equal ones the
+    first."""
+    size, count = weights.size, _CANDIDATES
+    wanted = p * float(weights.sum(dtype=np.float64))
     while True:
-        largest = np.argpartition(weights, weights.size - count)[weights.size - count :]
-        largest = largest[np.lexsort((largest, -weights[largest]))]
-        mass = weights[largest].cumsum(dtype=np.float64)
-        if mass[-1] >= wanted or count == weights.size:
-            # A token stays while the mass before it is below p, so that the first one always stays.
-            return np.sort(largest[: np.searchsorted(mass, wanted) + 1])
-        count = min(count * 8, weights.size)
+        # Sorting values is many times cheaper than finding their order.
+        largest = weights if count >= size else np.partition(weights, size - count)[size - count :]
+        largest = np.sort(largest)[::-1]
+        mass = largest.astype(np.float64).cumsum()
+        if mass[-1] >= wanted or count >= size:
+            break
+        count *= 8
+    # A token stays while the mass before it is below p, so that the first one always stays.
+    last = min(int(np.searchsorted(mass, wanted)), largest.size - 1)
+    kept = np.flatnonzero(weights >= largest[last])
+    if surplus := kept.size - last - 1:
+        tied = np.flatnonzero(weights[kept] == largest[last])
+        kept = np.delete(kept, tied[tied.size - surplus :])
+    return kept
+
+
+def _drawn(weights: np.ndarray, number: float) -> int:
+    """Where the cumulative weights reach ``number``, in [0, 1), of their sum. Whole blocks are added up first: adding
+    one after another is slow, and needed in one block alone."""
+    blocks = np.add.reduceat(weights, np.arange(0, weights.size, _BLOCK), dtype=np.float64).cumsum()
+    target = number * blocks[-1]
+    block = min(int(np.searchsorted(blocks, target, side="right")), blocks.size - 1)
+    before = blocks[block - 1] if block else 0.0
+    mass = weights[block * _BLOCK : (block + 1) * _BLOCK].astype(np.float64).cumsum() + before
+    return block * _BLOCK + min(int(np.searchsorted(mass, target, side="right")), mass.size - 1)
 
 
 def _choose(logits: np.ndarray, state: _State) -> Token:
@@ -109,9 +131,8 @@ def _choose(logits: np.ndarray, state: _State) -> Token:
         id = int(logits.argmax())
     else:
         ids, weights = token_probabilities(logits, params)
-        mass = weights.cumsum(dtype=np.float64)
-        at = np.searchsorted(mass, uniform(state.stream, state.index) * mass[-1], side="right")
-        id = int(ids[min(at, ids.size - 1)])
+        at = _drawn(weights, uniform(state.stream, state.index))
+        id = at if ids is None else int(ids[at])
     if state.counts is not None:
         state.counts[id] += 1
         state.seen[id] = True

@@ -275,7 +275,7 @@ class Engine:
             return self._end(sequence, FinishReason.STOP, scores=scores)
         sequence.tokens.append(token.id)
         self._generated_tokens += 1
-        if sequence.generated == sequence.limit:
+        if len(sequence.tokens) == len(request.prompt) + sequence.limit:
             return self._end(sequence, FinishReason.LENGTH, (token,), scores)
         self._tell(sequence, Event(request.id, (token,), prompt_logprobs=scores))
 

@@ -9,6 +9,7 @@ from trirun_kernels.decoder_ops import Segment
 
 from ..decoder import LeanDecoder
 from ..host_sampling import HostSampler, token_logprobs
+from ..sampling import Token
 from .request import Request
 from .runner import Done, Outcome, Work
 from .slot_cache import SlotCache
@@ -26,6 +27,8 @@ class LeanRunner:
         self.max_rows, self.vocab_size = decoder.max_rows, decoder.shape.vocab
         self.cache = SlotCache(self.slots, self.context, copy=decoder.copy_prefix)
         self._sampler = HostSampler(self.slots, self.vocab_size)
+        # Committed as far as it is used.
+        self._logits = np.empty((self.max_rows, self.vocab_size), np.float32)
         self._last = [0] * self.slots
         self._alternatives = [0] * self.slots
 
@@ -36,48 +39,42 @@ class LeanRunner:
 
     def launch(self, work: Sequence[Work]) -> Done:
         """See :class:`~.runner.Runner`; it is over when this returns."""
-        order = sorted(range(len(work)), key=lambda i: work[i].slot) if len(work) > 1 else (0,)
-        segments, tokens, wanted, sampled = [], [], [], []
-        for i in order:
-            slot, position, piece, sample, targets = work[i]
+        tokens: list[int] = []
+        segments, wanted, sampled = [], [], []
+        for slot, position, piece, sample, targets in work:
             first = len(tokens)
             if piece is None:
                 tokens.append(self._last[slot])
             else:
-                tokens.extend(piece)
-            segments.append(Segment(slot, position, len(tokens) - first))
-            wanted.extend(range(first, first + len(targets)))
+                tokens += piece
+            last = len(tokens)
+            segments.append(Segment(slot, position, last - first))
+            wanted += range(first, first + len(targets))
             if sample:
-                wanted.append(len(tokens) - 1)
+                wanted.append(last - 1)
                 sampled.append(slot)
-        logits = self._decoder.step(segments, tokens, wanted)
+        logits = self._decoder.step_into(self._logits[: len(wanted)], segments, tokens, wanted)
         if len(wanted) == len(sampled) == len(work):
-            chosen = self._choose(logits, sampled)
-            outcomes = [Outcome(token) for token in chosen]
-        else:
-            outcomes = self._outcomes(logits, [work[i] for i in order], sampled)
-        if len(work) == 1:
-            return Done(outcomes)
-        placed = sorted(zip(order, outcomes, strict=True))
-        return Done([outcome for _, outcome in placed])
+            return Done([Outcome(token) for token in self._choose(logits, sampled)])
+        return Done(self._outcomes(logits, work, sampled))
 
     def close(self) -> None:
         """See :class:`~.runner.Runner`."""
 
-    def _choose(self, logits: np.ndarray, slots: Sequence[int]) -> list:
-        chosen = self._sampler.sample(logits, slots)
+    def _choose(self, logits: np.ndarray, slots: Sequence[int]) -> list[Token]:
+        chosen, last = self._sampler.sample(logits, slots), self._last
         for slot, token in zip(slots, chosen, strict=True):
-            self._last[slot] = token.id
+            last[slot] = token.id
         return chosen
 
     def _outcomes(self, logits: np.ndarray, work: Sequence[Work], slots: Sequence[int]) -> list[Outcome]:
         """Of a step in which some prompts are scored, or end without a token to sample."""
         scores, rows, first = [], [], 0
-        for slot, _, _, sample, targets in work:
-            last = first + len(targets)
-            scores.append(token_logprobs(logits[first:last], targets, self._alternatives[slot]))
-            if sample:
+        for item in work:
+            last = first + len(item.targets)
+            scores.append(token_logprobs(logits[first:last], item.targets, self._alternatives[item.slot]))
+            if item.sample:
                 rows.append(last)
-            first = last + sample
+            first = last + item.sample
         chosen = iter(self._choose(logits[rows], slots) if rows else ())
         return [Outcome(next(chosen) if item.sample else None, score) for item, score in zip(work, scores, strict=True)]

@@ -119,7 +119,7 @@ class Runner(Protocol):
         after the tokens ``generated``, which are not empty where a request comes back after it was put aside."""
 
     def launch(self, work: Sequence[Work]) -> Pending:
-        """Start a step: each slot at most once, at most ``max_rows`` tokens in all."""
+        """Start a step: slots in ascending order, each at most once, and at most ``max_rows`` tokens in all."""
 
     def close(self) -> None:
         """Give memory and devices back."""

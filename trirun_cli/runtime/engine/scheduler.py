@@ -50,7 +50,7 @@ class Scheduler:
         self._free(sequence)
 
     def schedule(self) -> list[Share]:
-        """The next step's shares, in admission order with decoding first; empty when nothing can run."""
+        """The next step's shares in order of slots; empty when nothing can run."""
         put_aside = self.preemptions
         shares = self._decode()
         budget = self._runner.max_rows - len(shares)
@@ -61,6 +61,7 @@ class Scheduler:
         while budget and self.waiting and self.preemptions == put_aside and self._admit(self.waiting[0]):
             shares.append(self._prefill(self.waiting.popleft(), budget))
             budget -= shares[-1].work.rows
+        shares.sort(key=_slot_of)
         return shares
 
     def launched(self, shares: list[Share]) -> None:
@@ -70,17 +71,17 @@ class Scheduler:
                 self._cache.computed(sequence.slot, sequence.computed)
 
     def _decode(self) -> list[Share]:
-        shares = []
+        shares, grow = [], self._cache.grow
         # From the oldest: whoever is put aside for room has no share yet.
         for sequence in tuple(self.running):
-            if sequence.slot < 0 or sequence.computed < sequence.needed or sequence.sampled == sequence.limit:
+            slot, position = sequence.slot, sequence.computed
+            if slot < 0 or position < sequence.needed or sequence.sampled == sequence.limit:
                 continue
-            if not self._make_room(sequence):
+            if not grow(slot, position + 1) and not self._make_room(sequence):
                 break
-            work = Work(sequence.slot, sequence.computed, None, True)
-            sequence.computed += 1
+            shares.append(Share(sequence, sequence.turn, Work(slot, position, None, True)))
+            sequence.computed = position + 1
             sequence.sampled += 1
-            shares.append(Share(sequence, sequence.turn, work))
         return shares
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -100,6 +101,8 @@ class Scheduler:
             return False
         sequence.slot, sequence.sampled = admission.slot, sequence.generated
         sequence.prefill, sequence.computed = len(sequence.tokens), admission.reused
+        # Without a token to sample, the prompt's last one has nothing to say.
+        sequence.needed = sequence.prefill - (sequence.limit == 0)
         sequence.scores.clear()
         if not sequence.started:
             sequence.started, sequence.reused = time.perf_counter(), admission.reused
@@ -123,3 +126,7 @@ class Scheduler:
         self._cache.release(sequence.slot, sequence.tokens[: sequence.computed])
         sequence.slot = -1
         sequence.turn += 1
+
+
+def _slot_of(share: Share) -> int:
+    return share.work.slot

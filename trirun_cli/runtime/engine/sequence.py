@@ -17,7 +17,7 @@ class Sequence:
         tokens: the prompt and what was generated and collected. limit: most tokens to generate.
         slot: where it runs, −1 while it waits.
         turn: counts its slots; a step launched in an earlier turn is of no account any more.
-        prefill: tokens known when it was given its slot; these are run before anything is sampled.
+        prefill: tokens known when it was given its slot; needed: those of them to run before decoding begins.
         computed: tokens that launched steps have run; sampled: tokens that launched steps sample.
         wants_scores: log-probabilities of the prompt are still to be computed; scores: those known.
     """
@@ -31,6 +31,7 @@ class Sequence:
     slot: int = -1
     turn: int = 0
     prefill: int = 0
+    needed: int = 0
     computed: int = 0
     sampled: int = 0
     reused: int = 0
@@ -42,11 +43,6 @@ class Sequence:
     def generated(self) -> int:
         """Tokens generated and collected."""
         return len(self.tokens) - len(self.request.prompt)
-
-    @property
-    def needed(self) -> int:
-        """Tokens to run before the first one is sampled; without one to sample, the prompt's last is not run."""
-        return self.prefill if self.limit else self.prefill - 1
 
     def usage(self) -> Usage:
         """What it took until now."""
