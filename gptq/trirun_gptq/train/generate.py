@@ -1,0 +1,59 @@
+"""Text that the original model writes itself, to be distilled on.
+
+Its own samples are what a model's predictions should be matched on, and there is no end of them (LLM-QAT, Liu et al.
+2023). Each begins with a few tokens of real text and is sampled at temperature 1 without any truncation: the
+distribution itself is the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOM = 1 << 34  # bytes of keys and values that exist at a time
+
+
+@torch.no_grad()
+def sample(
+    model: Any, prompts: Tensor, length: int, seed: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Tensor:
+    """Continue prompts int64 [s, p] to int64 [s, length].
+
+    Args:
+        model: a transformers causal language model. seed: of the sampling.
+        progress: called with (sequences done, sequences).
+    """
+    device = model.device
+    generator = torch.Generator(device).manual_seed(seed)
+    batch = max(1, ROOM // (_bytes_per_token(model) * length))
+    done = []
+    for part in prompts.split(batch):
+        done.append(_continue(model, part.to(device), length, generator).cpu())
+        progress(sum(map(len, done)), len(prompts))
+    return torch.cat(done)
+
+
+def _continue(model: Any, tokens: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    written, new = [tokens], tokens
+    for _ in range(length - tokens.shape[1]):
+        output = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        chances = output.logits[:, -1].float().softmax(-1)
+        # The largest of p / Exp(1) is a sample of p; torch.multinomial is slower and limited to 2²⁴ categories.
+        noise = torch.empty_like(chances).exponential_(generator=generator)
+        new = (chances / noise).argmax(-1, keepdim=True)
+        written.append(new)
+    return torch.cat(written, 1)
+
+
+def _bytes_per_token(model: Any) -> int:
+    """Of keys and values over all layers, from the shapes of the key and value projections where they are known."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize

@@ -1,0 +1,24 @@
+"""What a training run reports while it works. Rendering belongs to the caller."""
+
+from __future__ import annotations
+
+from .state import Evaluation
+
+
+class TrainObserver:
+    """Callbacks of a run, all no-ops; subclass and override what you render. Called from the calling thread only."""
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """Progress of what comes before training: ``name`` is ``"start"`` (blocks) or ``"generate"`` (sequences)."""
+
+    def resumed(self, step: int, steps: int) -> None:
+        """A stopped run continues after ``step`` of ``steps``."""
+
+    def step(self, step: int, steps: int, kl: float, ce: float, tokens_per_second: float) -> None:
+        """``step`` of ``steps`` are done; losses are means over the steps since the last call, in nats per token."""
+
+    def evaluated(self, evaluation: Evaluation, best: bool) -> None:
+        """The held-out loss was measured; ``best``: it is the lowest so far."""
+
+    def saved(self, step: int) -> None:
+        """The run's state is on disk."""

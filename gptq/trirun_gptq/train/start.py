@@ -1,0 +1,123 @@
+"""Where training on a grid begins: at the nearest codes, or where GPTQ got to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trirun_kernels import PackedWeight, QuantSpec, unpack
+
+from ..errors import QuantizationError
+from ..grid import assign, search_grid
+from ..model import quantize_model
+from ..observer import BlockReport, Observer
+from ..quantized import Quantized
+from ..source import TensorSource, decoder_blocks
+from .recipe import TrainRecipe
+
+# Module name to its grid and whether it is ternary (code 3 unused).
+Grids = dict[str, tuple[QuantSpec, bool]]
+
+
+def recipe_grids(model: Any, recipe: TrainRecipe) -> Grids:
+    """The linear layers of a model's decoder blocks that a recipe trains.
+
+    Raises:
+        QuantizationError: none is left, or a group size does not divide a layer's inputs.
+    """
+    choices, blocks = recipe.quantization(), f"{decoder_blocks(model)[0]}."
+    grids: Grids = {}
+    for name, layer in model.named_modules():
+        choice = choices.choice(name) if name.startswith(blocks) and isinstance(layer, nn.Linear) else None
+        if choice is None:
+            continue
+        try:
+            choice[0].groups(layer.in_features)
+        except ValueError as error:
+            raise QuantizationError(f"{name}: {error}; choose another group size") from None
+        grids[name] = choice
+    if not grids:
+        raise QuantizationError("no linear layer of the decoder blocks is left to train")
+    return grids
+
+
+def nearest(source: TensorSource, grids: Grids, device: torch.device) -> dict[str, Quantized]:
+    """Every weight rounded to the nearest code, with the scales of least squared error."""
+    start = {}
+    for name, (spec, ternary) in grids.items():
+        weight = source.read(f"{name}.weight").to(device, torch.float32)
+        levels = 3 if ternary else 4
+        scales, zeros = search_grid(weight, torch.ones_like(weight[0]), spec, levels=levels)
+        grouped = weight.view(weight.shape[0], scales.shape[1], -1)
+        zero = spec.zero if zeros is None else zeros.float().unsqueeze(-1)
+        codes = assign(grouped, scales.float().unsqueeze(-1), zero, levels).to(torch.uint8).view(weight.shape)
+        start[name] = Quantized(codes, scales, zeros, spec)
+    return start
+
+
+class _Collect(dict):
+    """A writer that keeps the packed tensors."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self[name] = tensor
+
+
+class _Blocks(Observer):
+    """Passes on how many blocks are done."""
+
+    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
+        self._progress, self._total = progress, 0
+
+    def plan(self, blocks: int, modules: int, tokens: int) -> None:
+        self._total = blocks
+        self._progress("start", 0, blocks)
+
+    def block_finished(self, report: BlockReport) -> None:
+        self._progress("start", report.index + 1, self._total)
+
+
+def gptq(
+    model_dir: str | Path,
+    recipe: TrainRecipe,
+    stream: Tensor,
+    device: torch.device,
+    state_dir: Path | None,
+    progress: Callable[[str, int, int], None],
+) -> dict[str, Quantized]:
+    """The solution of the ``fast`` preset on the first tokens of the training text.
+
+    Args:
+        stream: int64 [tokens]. state_dir: keeps finished blocks, so that a stopped run need not repeat them.
+        progress: called with ("start", blocks done, blocks).
+
+    Raises:
+        QuantizationError: the text is too short, or see :func:`trirun_gptq.model.quantize_model`.
+    """
+    settings = recipe.quantization()
+    settings = dataclasses.replace(settings, samples=min(settings.samples, len(stream) // recipe.seqlen - 2))
+    held_out = min(settings.held_out, len(stream) // recipe.seqlen - settings.samples)
+    if settings.samples < 1:
+        raise QuantizationError(
+            f"start: gptq needs three sequences of {recipe.seqlen}, and there are {len(stream)} tokens"
+        )
+    settings = dataclasses.replace(settings, held_out=held_out)
+    sequences = list(stream[: (settings.samples + held_out) * recipe.seqlen].view(-1, recipe.seqlen))
+    written = _Collect()
+    report = quantize_model(
+        model_dir, settings, sequences, written, _Blocks(progress), device=device, state_dir=state_dir
+    )
+    shapes = ((module.name, module.n, module.k, module.spec) for module in report.modules)
+    return collected(written, shapes)
+
+
+def collected(tensors: dict[str, Tensor], modules: Iterable[tuple[str, int, int, QuantSpec]]) -> dict[str, Quantized]:
+    """Weights (name, n, k, grid) unpacked from tensors named as in a checkpoint."""
+    start = {}
+    for name, n, k, spec in modules:
+        parts = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], tensors.get(f"{name}.weight_zero")
+        start[name] = Quantized(*unpack(PackedWeight(*parts, n, k, spec)), spec)
+    return start
