@@ -1,0 +1,129 @@
+"""``trirun finetune``: quantization-aware training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..console import Console, bytes_text
+from ..errors import UsageError
+from .options import Device, Json, Overwrite, Quiet
+
+METHODS = ("learned", "trilm", "bitnet")
+
+
+def command(
+    model: Annotated[Path, typer.Argument(help="The original model: config.json, safetensors, tokenizer.")],
+    out: Annotated[Path | None, typer.Option(help="Checkpoint directory to write. Default: ./MODEL-METHOD.")] = None,
+    method: Annotated[
+        str, typer.Option(help="learned: a scale per group. trilm: one per matrix. bitnet: trilm, int8 activations.")
+    ] = "learned",
+    recipe: Annotated[Path | None, typer.Option(help="A recipe of your own (YAML); replaces --method.")] = None,
+    start: Annotated[
+        str | None, typer.Option(help="gptq, nearest, or a 2-bit checkpoint of this model to heal (learned only).")
+    ] = None,
+    grid: Annotated[str | None, typer.Option(help="ternary, signed, midrise or zero (learned only).")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Inputs per scale: 128, 64, 32, or -1 for all.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text, jsonl or parquet file, or hf:REPO:SPLIT:COLUMN; repeatable. Default: an excerpt."),
+    ] = None,
+    generated: Annotated[int | None, typer.Option(help="Sequences the original model writes as further text.")] = None,
+    text_share: Annotated[
+        float | None, typer.Option(help="Fraction of a batch that is real text, beside those.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per step, over all devices.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences in memory at a time; 0 is all.")] = None,
+    seqlen: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate of the weights, in steps of the grid.")] = None,
+    rest_lr: Annotated[float | None, typer.Option(help="The same of norms and embeddings; 0 leaves them.")] = None,
+    kl: Annotated[float | None, typer.Option(help="Weight of the divergence from the original model.")] = None,
+    ce: Annotated[float | None, typer.Option(help="Weight of the cross-entropy with the text.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.", rich_help_panel="Machine")] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option(help="Less memory, a third more time.", rich_help_panel="Machine")
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option(help="Fuse with torch.compile. Default: on a GPU.", rich_help_panel="Machine")
+    ] = None,
+    held_out: Annotated[int | None, typer.Option(help="Sequences that only decide which state is kept.")] = None,
+    evaluations: Annotated[int | None, typer.Option(help="Times per run that these are looked at.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of every random choice.")] = None,
+    overwrite: Overwrite = False,
+    resume: Annotated[bool, typer.Option(help="Keep the run's state, so that a stopped run continues.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop.")] = False,
+    device: Device = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model on its 2-bit or ternary grid, to predict what the original predicts.
+
+    Makes a model ternary, or heals a 2-bit checkpoint. The state that does best on held-out text is packed, checked
+    against the trained weights, and written. A stopped run (Ctrl-C) continues when the same command is given again.
+    Several GPUs: accelerate launch -m trirun_cli finetune ...
+
+    Examples:
+
+      trirun finetune MODEL --data corpus.txt
+
+      trirun finetune MODEL --data corpus.txt --generated 16384 --steps 6000 --batch 64
+
+      trirun finetune MODEL --start MODEL-2bit --data corpus.jsonl --lr 1e-3 --out MODEL-2bit-healed
+
+      trirun finetune MODEL --method bitnet --data corpus.txt --ce 0.5
+    """
+    if method not in METHODS:
+        raise UsageError(f"--method {method}: one of {', '.join(METHODS)}")
+    console = Console(as_json=json, quiet=quiet)
+    out = out or Path(f"{model.resolve().name}-{method}")
+    settings = {
+        "start": start,
+        "grid": grid,
+        "group_size": group_size,
+        "generated": generated,
+        "text_share": text_share,
+        "steps": steps,
+        "batch": batch,
+        "micro_batch": micro_batch,
+        "seqlen": seqlen,
+        "lr": lr,
+        "rest_lr": rest_lr,
+        "kl": kl,
+        "ce": ce,
+        "precision": precision,
+        "gradient_checkpointing": gradient_checkpointing,
+        "held_out": held_out,
+        "evaluations": evaluations,
+        "seed": seed,
+    }
+
+    from ..finetune_model import plan_run, run
+    from .finetune_view import FinetuneView, show_plan, show_report
+
+    plan = plan_run(
+        model,
+        out,
+        method=method,
+        recipe_file=recipe,
+        settings={key: value for key, value in settings.items() if value is not None},
+        data=data or [],
+        device=device,
+        compiled=compile,
+        overwrite=overwrite,
+    )
+    if not data:
+        console.warn("training on the short prose excerpt that ships with trirun; give --data with much more text")
+    show_plan(console, plan)
+    if dry_run:
+        console.json("finetune-plan/1", plan.to_dict())
+        return
+    with FinetuneView(console) as view:
+        result = run(plan, view, resume=resume)
+    if result is None:
+        return
+    show_report(console, plan, result)
+    console.note(f"{out}: weight files {bytes_text(result.bytes_before)} → {bytes_text(result.bytes_after)}")
+    console.note(f"next: trirun eval --checkpoint {out} --model {model}")

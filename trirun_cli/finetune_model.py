@@ -1,0 +1,288 @@
+"""``trirun finetune`` without its terminal: plan, train, publish, check."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from trirun_gptq.quantized import Quantized
+from trirun_gptq.source import TensorSource
+from trirun_gptq.state import fingerprint
+from trirun_gptq.train import start as starts
+from trirun_gptq.train.data import load_text
+from trirun_gptq.train.model import Trained, compute_dtype, hardened, train_model
+from trirun_gptq.train.observer import TrainObserver
+from trirun_gptq.train.recipe import STARTS, TrainRecipe, load_train_recipe
+from trirun_gptq.train.state import TrainState
+from trirun_gptq.train.student import Student
+from trirun_gptq.train.workers import Workers
+from trirun_kernels import QuantSpec, unpack
+
+from . import __version__
+from .checkpoint import WEIGHT, Checkpoint
+from .checkpoint_writer import CheckpointWriter, file_hash
+from .errors import CheckFailed, InputError, UsageError
+from .model_dir import ModelDir
+from .resources import configs_dir
+from .runtime.model import TransformersLM, open_model, pick_device
+from .runtime.perplexity import perplexity
+from .runtime.text import load_tokenizer
+from .skeleton import build, linear_modules
+
+AGREEMENT = 2e-3  # nats per token by which the kernels' arithmetic may move the packed model from the trained one
+CHECK_WINDOWS = 16  # held-out windows on which the two are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run that was checked but not started.
+
+    Attributes:
+        model, out: the two directories. recipe: fully resolved, ``precision`` included. data: where text comes from.
+        device: a torch device. compiled: fuse with ``torch.compile``.
+        grids: the layers to train. linears: every linear module of the model, name to (n, k).
+        overwrite: replace a non-empty ``out``.
+    """
+
+    model: Path
+    out: Path
+    recipe: TrainRecipe
+    data: list[str]
+    device: str
+    compiled: bool
+    grids: dict[str, tuple[QuantSpec, bool]]
+    linears: dict[str, tuple[int, int]]
+    overwrite: bool
+
+    @property
+    def weights(self) -> int:
+        """Weights that will be trained on their grid."""
+        return sum(math.prod(self.linears[name]) for name in self.grids)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of each of them, scales included."""
+        sizes = [(math.prod(self.linears[name]), spec, self.linears[name][1]) for name, (spec, _) in self.grids.items()]
+        return sum(size * spec.bits_per_weight(k) for size, spec, k in sizes) / self.weights
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON and for the recipe file."""
+        return {
+            "trirun": __version__,
+            "command": "finetune",
+            "model": str(self.model),
+            "data": self.data,
+            "device": self.device,
+            "compiled": self.compiled,
+            "weights": self.weights,
+            "bits_per_weight": self.bits_per_weight,
+            "recipe": self.recipe.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished run.
+
+    Attributes:
+        trained: the library's outcome.
+        bytes_before, bytes_after: of weight files.
+        trained_ppl, packed_ppl: perplexity of the trained weights in float32 and of the packed checkpoint on trirun's
+            kernels, on the same held-out windows.
+    """
+
+    trained: Trained
+    bytes_before: int
+    bytes_after: int
+    trained_ppl: float
+    packed_ppl: float
+
+
+def plan_run(
+    model: Path,
+    out: Path,
+    *,
+    method: str,
+    recipe_file: Path | None,
+    settings: Mapping[str, Any],
+    data: list[str],
+    device: str,
+    compiled: bool | None,
+    overwrite: bool,
+) -> Plan:
+    """Resolve and check everything that can be checked before the long part.
+
+    Args:
+        method: names ``configs/finetune-METHOD.yaml``. recipe_file: replaces it.
+        settings: recipe keys given on the command line; they win over the recipe.
+        data: sources of text, see :func:`trirun_gptq.calibration.load`; none takes the demo model's excerpt.
+        compiled: None compiles on a GPU.
+
+    Raises:
+        UsageError, InputError, QuantizationError: an option, the model, the recipe or the output does not fit.
+    """
+    source = ModelDir(model)
+    if source.quant_method is not None:
+        raise InputError(
+            f"{model} is quantized already (quant_method {source.quant_method!r})",
+            "give the original model, and the checkpoint to begin from as --start",
+        )
+    recipe = load_train_recipe(recipe_file or configs_dir() / f"finetune-{method}.yaml")
+    recipe = dataclasses.replace(recipe, **settings)
+    target = pick_device(device)
+    dtype = compute_dtype(recipe.precision, torch.device(target))
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    recipe = dataclasses.replace(recipe, precision=names[dtype])
+    compiled = target != "cpu" if compiled is None else compiled
+    # Refuses a non-empty output before the long part.
+    CheckpointWriter(out, source, overwrite=overwrite)
+    skeleton = build(source)
+    context = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and recipe.seqlen > context:
+        raise UsageError(f"--seqlen {recipe.seqlen}: the model's context ends at {context} tokens")
+    linears = linear_modules(skeleton)
+    if _from_checkpoint(recipe):
+        grids = _checkpoint_grids(Path(recipe.start), linears)
+    else:
+        grids = starts.recipe_grids(skeleton, recipe)
+    data = data or [str(configs_dir() / "demo-model" / "calibration.txt")]
+    return Plan(model, out, recipe, data, target, compiled, grids, linears, overwrite)
+
+
+def run(plan: Plan, observer: TrainObserver, *, resume: bool) -> Result | None:
+    """Train as planned and publish the checkpoint; on any exception before that nothing appears at ``plan.out``.
+
+    With ``resume``, the state of the run is kept in ``OUT.state`` until the checkpoint is complete.
+
+    Returns:
+        the outcome; None in all but the first of several processes.
+
+    Raises:
+        CheckFailed: the packed checkpoint does not answer as the trained weights do.
+    """
+    recipe, source = plan.recipe, TensorSource(plan.model)
+    workers = Workers(torch.device(plan.device))
+    tokenizer = load_tokenizer(plan.model)
+    stream, held_out = load_text(plan.data, tokenizer, recipe.seqlen, recipe.held_out, recipe.seed)
+    directory = plan.out.with_name(plan.out.name + ".state")
+    state = TrainState(directory, _fingerprint(plan, source, stream, workers)) if resume else None
+
+    def begin(student: Student) -> None:
+        if _from_checkpoint(recipe):
+            start = _load_start(Path(recipe.start), student)
+        elif recipe.method == "absmean":
+            start = {}
+        elif recipe.start == "gptq":
+            kept = directory / "start" if resume and workers.first else None
+            start = starts.gptq(plan.model, recipe, stream, workers.device, kept, observer.stage)
+        else:
+            start = starts.nearest(source, plan.grids, workers.device)
+        student.begin(source, start)
+
+    trained = train_model(
+        plan.model,
+        recipe,
+        plan.grids,
+        begin,
+        stream,
+        held_out,
+        observer,
+        workers=workers,
+        compiled=plan.compiled,
+        state=state,
+    )
+    if not workers.first:
+        return None
+    weights = hardened(trained.student)
+    _publish(plan, trained, weights)
+    result = _check(plan, trained, held_out[:CHECK_WINDOWS])
+    shutil.rmtree(directory, ignore_errors=True)
+    return result
+
+
+def _publish(plan: Plan, trained: Trained, weights: dict[str, Quantized]) -> None:
+    source = ModelDir(plan.model)
+    rest = trained.student.trained()
+    modules = []
+    with CheckpointWriter(plan.out, source, overwrite=plan.overwrite) as writer:
+        for tensor_name in source.names:
+            name = tensor_name.removesuffix(WEIGHT)
+            if name in weights and tensor_name.endswith(WEIGHT):
+                # pack() proves that the packed form unpacks to these very codes and scales.
+                writer.add_packed(name, weights[name].pack().to("cpu"))
+                modules.append(_Module(name, *plan.linears[name], weights[name].spec))
+                continue
+            stored = source.tensor(tensor_name)
+            if tensor_name in rest:
+                stored = rest[tensor_name].detach().to("cpu", stored.dtype)
+                if not bool(torch.isfinite(stored).all()):
+                    raise CheckFailed(f"{tensor_name} does not fit {stored.dtype} after training", "lower rest_lr")
+                # From here on the trained model is the one that is stored.
+                rest[tensor_name].data.copy_(stored)
+            writer.add(tensor_name, stored)
+        writer.finish(modules, plan.linears, plan.to_dict(), plan.recipe.activation_bits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    name: str
+    n: int
+    k: int
+    spec: QuantSpec
+
+
+def _check(plan: Plan, trained: Trained, windows: Tensor) -> Result:
+    """Perplexity of the packed checkpoint beside that of the trained weights, both in float32."""
+    packed = open_model(plan.out, device=plan.device, dtype="float32", exact=True)
+    first, second = (perplexity(model, windows) for model in (TransformersLM(trained.student.model.eval()), packed))
+    if not abs(first.nll - second.nll) <= AGREEMENT:
+        raise CheckFailed(
+            f"{plan.out} has perplexity {second.value:.4f} on {len(windows)} held-out windows, the trained weights "
+            f"{first.value:.4f}",
+            f"the state of the run is kept in {plan.out}.state",
+        )
+    before = sum(file.stat().st_size for file in ModelDir(plan.model).files)
+    after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
+    return Result(trained, before, after, first.value, second.value)
+
+
+def _from_checkpoint(recipe: TrainRecipe) -> bool:
+    return recipe.method == "learned" and recipe.start not in STARTS
+
+
+def _checkpoint_grids(path: Path, linears: dict[str, tuple[int, int]]) -> starts.Grids:
+    """The grids of a packed checkpoint's modules; ternary if none of them uses code 3."""
+    opened = Checkpoint(path)
+    for name in opened.modules:
+        if linears.get(name) != opened.shape(name):
+            raise InputError(f"{path} holds {name} {list(opened.shape(name))}, which the model does not have")
+    ternary = all(bool((unpack(opened.packed(name))[0] < 3).all()) for name in opened.modules)
+    return {name: (opened.format.spec(name), ternary and opened.format.spec(name).zero == 1) for name in opened.modules}
+
+
+@torch.no_grad()
+def _load_start(path: Path, student: Student) -> dict[str, Quantized]:
+    """Codes and scales of a packed checkpoint; everything else it holds goes straight into the student."""
+    opened = Checkpoint(path)
+    rest = dict(student.model.named_parameters())
+    for name in opened.names:
+        if name in rest and name.removesuffix(WEIGHT) not in opened.modules:
+            rest[name].copy_(opened.tensor(name))
+    return {name: Quantized(*unpack(opened.packed(name)), opened.format.spec(name)) for name in opened.modules}
+
+
+def _fingerprint(plan: Plan, source: TensorSource, stream: Tensor, workers: Workers) -> dict[str, str]:
+    """What must be equal for a stopped run to be continued."""
+    recipe = plan.recipe
+    begin = "".join(map(file_hash, Checkpoint(recipe.start).files)) if _from_checkpoint(recipe) else ""
+    return fingerprint(source, recipe, [stream], workers.device) | {
+        "start": begin,
+        "compute": f"{'compiled' if plan.compiled else 'eager'}, {workers.count} processes",
+    }
