@@ -19,7 +19,7 @@ from trirun_gptq.train import start as starts
 from trirun_gptq.train.data import load_text
 from trirun_gptq.train.model import Trained, compute_dtype, hardened, train_model
 from trirun_gptq.train.observer import TrainObserver
-from trirun_gptq.train.recipe import STARTS, TrainRecipe, load_train_recipe
+from trirun_gptq.train.recipe import INITS, TrainRecipe, load_train_recipe
 from trirun_gptq.train.state import TrainState
 from trirun_gptq.train.student import Student
 from trirun_gptq.train.workers import Workers
@@ -132,7 +132,7 @@ def plan_run(
     if source.quant_method is not None:
         raise InputError(
             f"{model} is quantized already (quant_method {source.quant_method!r})",
-            "give the original model, and the checkpoint to begin from as --start",
+            "give the original model, and the checkpoint to begin from as --init",
         )
     recipe = load_train_recipe(recipe_file or configs_dir() / f"finetune-{method}.yaml")
     recipe = dataclasses.replace(recipe, **settings)
@@ -149,7 +149,7 @@ def plan_run(
         raise UsageError(f"--seqlen {recipe.seqlen}: the model's context ends at {context} tokens")
     linears = linear_modules(skeleton)
     if _from_checkpoint(recipe):
-        grids = _checkpoint_grids(Path(recipe.start), linears)
+        grids = _checkpoint_grids(Path(recipe.init), linears)
     else:
         grids = starts.recipe_grids(skeleton, recipe)
     data = data or [str(configs_dir() / "demo-model" / "calibration.txt")]
@@ -176,10 +176,10 @@ def run(plan: Plan, observer: TrainObserver, *, resume: bool) -> Result | None:
 
     def begin(student: Student) -> None:
         if _from_checkpoint(recipe):
-            start = _load_start(Path(recipe.start), student)
+            start = _load_start(Path(recipe.init), student)
         elif recipe.method == "absmean":
             start = {}
-        elif recipe.start == "gptq":
+        elif recipe.init == "gptq":
             kept = directory / "start" if resume and workers.first else None
             start = starts.gptq(plan.model, recipe, stream, workers.device, kept, observer.stage)
         else:
@@ -254,7 +254,7 @@ def _check(plan: Plan, trained: Trained, windows: Tensor) -> Result:
 
 
 def _from_checkpoint(recipe: TrainRecipe) -> bool:
-    return recipe.method == "learned" and recipe.start not in STARTS
+    return recipe.method == "learned" and recipe.init not in INITS
 
 
 def _checkpoint_grids(path: Path, linears: dict[str, tuple[int, int]]) -> starts.Grids:
@@ -281,7 +281,7 @@ def _load_start(path: Path, student: Student) -> dict[str, Quantized]:
 def _fingerprint(plan: Plan, source: TensorSource, stream: Tensor, workers: Workers) -> dict[str, str]:
     """What must be equal for a stopped run to be continued."""
     recipe = plan.recipe
-    begin = "".join(map(file_hash, Checkpoint(recipe.start).files)) if _from_checkpoint(recipe) else ""
+    begin = "".join(map(file_hash, Checkpoint(recipe.init).files)) if _from_checkpoint(recipe) else ""
     return fingerprint(source, recipe, [stream], workers.device) | {
         "start": begin,
         "compute": f"{'compiled' if plan.compiled else 'eager'}, {workers.count} processes",

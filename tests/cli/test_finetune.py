@@ -12,7 +12,7 @@ import torch
 from trirun_cli.checkpoint import Checkpoint
 
 SMALL = ("--group-size", "64", "--seqlen", "64", "--batch", "4", "--held-out", "4", "--precision", "fp32")
-OPTIONS = (*SMALL, "--start", "nearest", "--steps", "12", "--evaluations", "3")
+OPTIONS = (*SMALL, "--init", "nearest", "--steps", "12", "--evaluations", "3")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,8 +100,8 @@ def test_a_two_bit_checkpoint_is_healed(trirun, plain_model, tmp_path):
         "o_proj=zero",
     )
     assert trirun("quantize", plain_model, "--out", tmp_path / "Q", *quantize)[0] == 0
-    command = ("finetune", plain_model, "--out", tmp_path / "F", "--start", tmp_path / "Q", *OPTIONS[:-6], "--json")
-    code, text, _ = trirun(*command, "--steps", "10", "--evaluations", "2")
+    command = ("finetune", plain_model, "--out", tmp_path / "F", "--init", tmp_path / "Q", *OPTIONS[:-6], "--json")
+    code, text, _ = trirun(*command, "--steps", "10", "--evaluations", "2", "--lr", "3e-4")
     assert code == 0
     document = json.loads(text)
     assert document["evaluations"][-1]["kl"] < document["evaluations"][0]["kl"]
@@ -138,7 +138,7 @@ def test_memory_savers_change_nothing(trirun, plain_model, tmp_path):
 
 
 def test_the_demo_model_heals_within_a_minute(trirun, demo_model, tmp_path):
-    options = ("--start", "nearest", "--steps", "10", "--batch", "4", "--seqlen", "64", "--held-out", "8")
+    options = ("--init", "nearest", "--steps", "10", "--batch", "4", "--seqlen", "64", "--held-out", "8")
     code, text, _ = trirun("finetune", demo_model, "--out", tmp_path / "F", *options, "--evaluations", "1", "--json")
     assert code == 0
     document = json.loads(text)
@@ -177,7 +177,7 @@ def test_two_processes_train_as_one(trirun, plain_model, tmp_path):
         (("--grid", "ternery"), 3, "did you mean 'ternary'"),
         (("--seqlen", "4096"), 2, "context ends at 128"),
         (("--data", "nowhere.txt"), 3, "nowhere.txt: no such file"),
-        (("--start", "nowhere"), 3, "nowhere: no such directory"),
+        (("--init", "nowhere"), 3, "nowhere: no such directory"),
         (("--held-out", "100000"), 3, "held-out sequences"),
         (("--group-size", "128"), 3, "k=192 is not a multiple"),
     ],
@@ -198,7 +198,7 @@ def test_a_loss_that_diverges_is_an_error(trirun, plain_model, tmp_path):
 
 def test_a_packed_model_is_not_trained_further_by_itself(trirun, packed, tmp_path):
     code, _, err = trirun("finetune", packed, "--out", tmp_path / "F", *OPTIONS)
-    assert code == 3 and "--start" in err
+    assert code == 3 and "--init" in err
 
 
 def test_a_damaged_state_is_an_error(trirun, plain_model, tmp_path, stop_after):

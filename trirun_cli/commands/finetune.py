@@ -21,7 +21,7 @@ def command(
         str, typer.Option(help="learned: a scale per group. trilm: one per matrix. bitnet: trilm, int8 activations.")
     ] = "learned",
     recipe: Annotated[Path | None, typer.Option(help="A recipe of your own (YAML); replaces --method.")] = None,
-    start: Annotated[
+    init: Annotated[
         str | None, typer.Option(help="gptq, nearest, or a 2-bit checkpoint of this model to heal (learned only).")
     ] = None,
     grid: Annotated[str | None, typer.Option(help="ternary, signed, midrise or zero (learned only).")] = None,
@@ -71,7 +71,7 @@ def command(
 
       trirun finetune MODEL --data corpus.txt --generated 16384 --steps 6000 --batch 64
 
-      trirun finetune MODEL --start MODEL-2bit --data corpus.jsonl --lr 1e-3 --out MODEL-2bit-healed
+      trirun finetune MODEL --init MODEL-2bit --data corpus.jsonl --lr 1e-3 --out MODEL-2bit-healed
 
       trirun finetune MODEL --method bitnet --data corpus.txt --ce 0.5
     """
@@ -80,7 +80,7 @@ def command(
     console = Console(as_json=json, quiet=quiet)
     out = out or Path(f"{model.resolve().name}-{method}")
     settings = {
-        "start": start,
+        "init": init,
         "grid": grid,
         "group_size": group_size,
         "generated": generated,

@@ -14,7 +14,7 @@ from ..recipe import Recipe
 from ..strict import checked_fields, read_mapping, suggest
 
 METHODS = ("learned", "absmean")
-STARTS = ("gptq", "nearest")
+INITS = ("gptq", "nearest")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 
 
@@ -28,10 +28,10 @@ class TrainRecipe:
             scale per matrix, the mean magnitude of its latent weights, ternary (BitNet b1.58, Ma et al. 2024; TriLM,
             Kaushal et al. 2024).
         grid, group_size: as in :class:`~trirun_gptq.recipe.Recipe`; ``absmean`` has the ternary grid and group size -1.
-        start: where ``learned`` begins: ``gptq`` (the ``fast`` preset on ``start_samples`` sequences), ``nearest``
+        init: where ``learned`` begins: ``gptq`` (the ``fast`` preset on ``init_samples`` sequences), ``nearest``
             (rounding, with searched scales), or the directory of a packed checkpoint of the same model, whose grid
             then counts. ``absmean`` begins at the original weights and ignores it.
-        start_samples: calibration sequences of the ``gptq`` start.
+        init_samples: calibration sequences of the ``gptq`` beginning.
         activation_bits: 16, or 8 to train with int8 activations per token, as BitNet b1.58 does.
         steps: optimizer steps. batch: sequences per step over all devices. micro_batch: sequences in memory at a time
             on each device; 0 is all of them.
@@ -59,8 +59,8 @@ class TrainRecipe:
     method: str = "learned"
     grid: str = "ternary"
     group_size: int = 128
-    start: str = "gptq"
-    start_samples: int = 128
+    init: str = "gptq"
+    init_samples: int = 128
     activation_bits: int = 16
     steps: int = 2000
     batch: int = 32
@@ -94,7 +94,7 @@ class TrainRecipe:
             fits = self.grid == "ternary" and self.group_size == -1
             _require(fits, "method absmean is ternary with one scale per matrix: grid: ternary, group_size: -1")
         for key, least in (
-            ("start_samples", 1),
+            ("init_samples", 1),
             ("steps", 1),
             ("batch", 1),
             ("micro_batch", 0),
@@ -119,11 +119,11 @@ class TrainRecipe:
         _require(self.micro_batch == 0 or self.batch % self.micro_batch == 0, parts)
 
     def quantization(self) -> Recipe:
-        """The recipe of the ``gptq`` start, which also says which module has which grid."""
+        """The recipe of the ``gptq`` beginning, which also says which module has which grid."""
         return Recipe(
             grid=self.grid,
             group_size=self.group_size,
-            samples=self.start_samples,
+            samples=self.init_samples,
             seqlen=self.seqlen,
             seed=self.seed,
             ignore=self.ignore,

@@ -102,7 +102,7 @@ def gptq(
     held_out = min(settings.held_out, len(stream) // recipe.seqlen - settings.samples)
     if settings.samples < 1:
         raise QuantizationError(
-            f"start: gptq needs three sequences of {recipe.seqlen}, and there are {len(stream)} tokens"
+            f"init: gptq needs three sequences of {recipe.seqlen}, and there are {len(stream)} tokens"
         )
     settings = dataclasses.replace(settings, held_out=held_out)
     sequences = list(stream[: (settings.samples + held_out) * recipe.seqlen].view(-1, recipe.seqlen))
