@@ -28,6 +28,9 @@ class ModelDir:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @property
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""

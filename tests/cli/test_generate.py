@@ -2,14 +2,19 @@
 
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from trirun_cli.errors import InputError
 from trirun_cli.runtime.generation import GenerationStats, generate_tokens
+from trirun_cli.runtime.light_tokenizer import LightTokenizer, light_tokenizer
 from trirun_cli.runtime.sampling import SamplingParams
-from trirun_cli.runtime.text import TextStream, load_tokenizer
+from trirun_cli.runtime.text import TextStream, load_tokenizer, quick_tokenizer
 
 
 class ScriptedModel:
@@ -130,3 +135,88 @@ def test_a_seed_repeats_and_stats_are_printed(trirun, packed):
 def test_prompt_longer_than_the_context(trirun, packed):
     code, _, err = trirun("generate", "-c", packed, "-p", "word " * 300)
     assert code == 3 and "the model's context is 128" in err
+
+
+def test_no_tokens_and_one_token(trirun, packed):
+    for count in (0, 1):
+        code, out, _ = trirun("generate", "-c", packed, "-p", "The", "-n", count, "--json")
+        document = json.loads(out)
+        assert code == 0 and document["generated_tokens"] == count and document["finish_reason"] == "length"
+        assert bool(document["text"]) == bool(count)
+
+
+def test_a_stop_string_ends_the_text(trirun, packed):
+    whole = json.loads(trirun("generate", "-c", packed, "-p", "The", "-n", 12, "--json")[1])["text"]
+    stop = whole[len(whole) // 2 :][:5]
+    document = json.loads(trirun("generate", "-c", packed, "-p", "The", "-n", 12, "--stop", stop, "--json")[1])
+    assert document["finish_reason"] == "stop" and document["text"] == whole[: whole.index(stop)]
+
+
+def test_ctrl_c_ends_with_the_text_so_far(trirun, packed, monkeypatch):
+    from trirun_cli.runtime.engine.lean_runner import LeanRunner
+
+    launch, steps = LeanRunner.launch, []
+
+    def launch_and_interrupt(self, work):
+        steps.append(work)
+        if len(steps) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return launch(self, work)
+
+    options = ("generate", "-c", packed, "-p", "The", "-n", 20)
+    whole = trirun(*options)[1].rstrip("\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(LeanRunner, "launch", launch_and_interrupt)
+        code, out, err = trirun(*options, "--stats")
+    assert code == 130 and whole.startswith(out.rstrip("\n")) and len(steps) == 4 and "4 generated" in err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sampling_defaults_come_from_the_model(trirun, copy_of, packed):
+    model = copy_of(packed)
+    (model / "generation_config.json").write_text('{"do_sample": true, "top_k": 1, "eos_token_id": 0}')
+    options = ("-p", "The", "-n", "6")
+    assert trirun("generate", "-c", model, *options)[1] == trirun("generate", "-c", packed, *options)[1]
+    code, _, err = trirun("generate", "-c", model, *options, "--min-p", "3")
+    assert code == 2 and "min_p must be from 0 to 1" in err
+
+
+LIGHT = """
+import sys
+from trirun_cli.app import main
+sys.argv = ["trirun", "generate", "--checkpoint", sys.argv[1], "--prompt", "The", "-n", "3", "--device", "cpu"]
+try:
+    main()
+finally:
+    assert not {"torch", "transformers", "datasets"} & set(sys.modules)
+"""
+
+
+def test_a_lean_model_needs_neither_torch_nor_transformers(packed):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", LIGHT, packed], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith("The"), done.stderr
+
+
+def test_light_tokenizer_is_transformers_own(plain_model):
+    light, full = light_tokenizer(plain_model), load_tokenizer(plain_model)
+    texts = ["The sea, and  the ship.", "naïve 日本語 🙂", " <|endoftext|> a<|endoftext|>b\n", "", "\t x"]
+    for text in texts:
+        ids = full(text)["input_ids"]
+        assert light(text)["input_ids"] == ids
+        for skip in (False, True):
+            assert light.decode(ids, skip_special_tokens=skip) == full.decode(ids, skip_special_tokens=skip)
+    assert (light.bos_token_id, light.eos_token_id) == (full.bos_token_id, full.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokenizer_class": "LlamaTokenizer"}, {"add_bos_token": True}, {"bos_token": "<new>"}, {"auto_map": {}}]
+)
+def test_other_tokenizers_are_left_to_transformers(copy_of, plain_model, change):
+    model = copy_of(plain_model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    assert isinstance(quick_tokenizer(model), LightTokenizer)
+    (model / "tokenizer_config.json").write_text(json.dumps(config | change))
+    assert light_tokenizer(model) is None
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages }}"}))
+    assert light_tokenizer(model) is None and light_tokenizer(model, chat=False) is not None

@@ -10,29 +10,57 @@ import typer
 
 from ..console import Console
 from ..errors import InputError, UsageError
+from .generation_options import (
+    Checkpoint,
+    Context,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Stats,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    sampling_params,
+)
 from .options import ActBits, Device, DType, Engine, Json, Quiet, check_machine
+
+_MANY = "Many prompts"
 
 
 def command(
-    checkpoint: Annotated[
-        Path, typer.Option("--checkpoint", "--model", "-c", help="Packed checkpoint, or an unquantized model.")
-    ],
+    checkpoint: Checkpoint,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", "-f", help="Read the prompt from a file; - is standard input.")
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 128,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy. Default: the model's generation_config, else 0.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; 0 is all of them.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this total mass.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    stop: Stop = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: when there is one.")
     ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Print speed at the end, on standard error.")] = False,
+    stats: Stats = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(help='A prompt per line; in a .jsonl file, {"prompt": ...}.', rich_help_panel=_MANY),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSONL file for the answers. Default: standard output.", rich_help_panel=_MANY)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue --out where it was interrupted.", rich_help_panel=_MANY)
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace --out if it is there.", rich_help_panel=_MANY)
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Prompts that run at once.", rich_help_panel=_MANY)] = 16,
+    context: Context = None,
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
@@ -40,9 +68,9 @@ def command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Continue a prompt, streaming to the terminal.
+    """Continue a prompt, streaming to the terminal; or a whole file of prompts, many at once.
 
-    Without a prompt it asks for one, or reads standard input when that is a pipe.
+    Without a prompt it asks for one, or reads standard input when that is a pipe. Ctrl-C ends with the text so far.
 
     Examples:
 
@@ -51,70 +79,89 @@ def command(
       trirun generate -c DIR -f story.txt --temperature 0.8 --top-p 0.95 --seed 1
 
       echo "The sea was" | trirun generate -c DIR --max-tokens 64 --stats
+
+      trirun generate -c DIR --prompts-file prompts.jsonl --out answers.jsonl --batch 32
     """
     check_machine(dtype, act_bits, engine)
     console = Console(as_json=json, quiet=quiet)
-
-    from ..model_dir import ModelDir
-    from ..runtime.generation import GenerationStats, generate_tokens, generation_defaults, stop_ids
-    from ..runtime.sampling import SamplingParams
-    from ..runtime.text import TextStream, encode_prompt, load_tokenizer
-
-    source = ModelDir(checkpoint)
-    defaults = generation_defaults(source)
-    sampled = bool(defaults.get("do_sample"))
-    params = SamplingParams(
+    params = sampling_params(
+        checkpoint,
         max_tokens=max_tokens,
-        temperature=_first(temperature, defaults.get("temperature", 1.0) if sampled else None, 0.0),
-        top_k=_first(top_k, defaults.get("top_k") if sampled else None, 0),
-        top_p=_first(top_p, defaults.get("top_p") if sampled else None, 1.0),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
-        stop=tuple(stop or ()),
+        stop=stop,
     )
+    machine = {"device": device, "dtype": dtype, "act_bits": act_bits, "engine": engine, "context": context}
+    if prompts_file is not None:
+        if prompt is not None or prompt_file is not None:
+            raise UsageError("--prompts-file and a single prompt are both given; one is enough")
+        from .generate_many import generate_many
+
+        return generate_many(
+            console,
+            checkpoint,
+            prompts_file,
+            params,
+            chat=chat,
+            stats=stats,
+            machine=machine,
+            out=out,
+            batch=batch,
+            resume=resume,
+            overwrite=overwrite,
+        )
+    if out is not None or resume:
+        raise UsageError("--out and --resume belong to --prompts-file")
+
+    from ..runtime.completion import Prompt, complete, interruptions
+    from ..runtime.engine.opening import open_engine
+    from ..runtime.engine.request import FinishReason
+    from ..runtime.generation import stop_ids
+    from ..runtime.text import encode_prompt, quick_tokenizer
+
     text = _read_prompt(prompt, prompt_file)
-    tokenizer = load_tokenizer(checkpoint)
-    use_chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
+    tokenizer = quick_tokenizer(checkpoint, chat=chat is not False)
+    use_chat = bool(tokenizer.chat_template) if chat is None else chat
     ids = encode_prompt(tokenizer, text, chat=use_chat)
-
-    from ..runtime.model import open_model
-
-    model = open_model(checkpoint, device=device, dtype=dtype, act_bits=act_bits, engine=engine)
-    console.note(f"{checkpoint} on {model.engine}")
-    measured = GenerationStats()
-    stream = TextStream(tokenizer, ids, params.stop)
-    pieces = []
-
-    def show(piece: str) -> None:
-        pieces.append(piece)
-        console.text(piece, end="")
-
+    model = open_engine(checkpoint, slots=1, **machine)
+    console.note(f"{checkpoint} on {model.name}")
     if not use_chat:
         console.text(text, end="")
-    for token in generate_tokens(model, ids, params, stop_ids(source), measured):
-        show(stream.push(token))
-        if stream.stopped:
-            measured.finish_reason = "stop"
-            break
-    show(stream.flush())
+    with interruptions() as interrupted:
+        (done,) = complete(
+            model,
+            tokenizer,
+            [Prompt("0", ids, params)],
+            stop_ids(checkpoint),
+            on_text=lambda _, piece: console.text(piece, end=""),
+            interrupted=interrupted,
+        )
     console.text("")
+    usage = done.usage
     console.json(
         "generate/1",
         {
             "prompt": text,
-            "text": "".join(pieces),
-            "finish_reason": measured.finish_reason,
-            "prompt_tokens": measured.prompt_tokens,
-            "generated_tokens": measured.generated_tokens,
-            "time_to_first_token_s": measured.first_token_s,
-            "decode_tokens_per_s": measured.decode_tokens_per_s,
-            "engine": model.engine,
+            "text": done.text,
+            "finish_reason": done.finish,
+            "prompt_tokens": usage.prompt_tokens,
+            "generated_tokens": usage.generated_tokens,
+            "time_to_first_token_s": usage.first_token_s,
+            "decode_tokens_per_s": usage.decode_tokens_per_s,
+            "engine": model.name,
         },
     )
     if stats:
         console.note(
-            f"{measured.prompt_tokens} prompt tokens, first token after {measured.first_token_s * 1e3:.0f} ms; "
-            f"{measured.generated_tokens} generated, {measured.decode_tokens_per_s:.1f} tokens/s"
+            f"{usage.prompt_tokens} prompt tokens, first token after {usage.first_token_s * 1e3:.0f} ms; "
+            f"{usage.generated_tokens} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
         )
+    if done.finish == FinishReason.ABORT:
+        raise KeyboardInterrupt
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -130,7 +177,3 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         return prompt_file.read_text(encoding="utf-8").rstrip("\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{prompt_file or 'standard input'} is not UTF-8 text: {error}") from error
-
-
-def _first(*values):
-    return next(value for value in values if value is not None)

@@ -1,18 +1,21 @@
-"""Writing text with a model, one token at a time."""
+"""Writing with a model that has one sequence in its cache, one token at a time; and what models say of generation."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..model_dir import ModelDir, read_json
+from ..model_dir import read_config, read_json
 from .host_sampling import HostSampler
-from .model import CausalLM
 from .sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from .model import CausalLM
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ def generate_tokens(
     Raises:
         InputError: the prompt is longer than the context, or holds an id the model does not have.
     """
+    import torch
+
     if len(prompt) > model.max_positions:
         raise InputError(f"the prompt has {len(prompt)} tokens, the model's context is {model.max_positions}")
     if max(prompt) >= model.vocab_size:
@@ -74,13 +79,14 @@ def generate_tokens(
             logits = model.forward(torch.tensor([token]))
 
 
-def stop_ids(source: ModelDir) -> set[int]:
-    """End-of-text ids, from generation_config.json or else config.json."""
-    ids = generation_defaults(source).get("eos_token_id", source.config.get("eos_token_id"))
+def stop_ids(path: str | os.PathLike[str]) -> set[int]:
+    """End-of-text ids of a model directory, from generation_config.json or else config.json."""
+    path = Path(path)
+    ids = generation_defaults(path).get("eos_token_id", read_config(path).get("eos_token_id"))
     return set(ids) if isinstance(ids, list) else {ids} if ids is not None else set()
 
 
-def generation_defaults(source: ModelDir) -> dict:
-    """The model's generation_config.json, or nothing."""
-    path = source.path / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
+def generation_defaults(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The generation_config.json of a model directory, or nothing."""
+    file = Path(path) / "generation_config.json"
+    return read_json(file) if file.is_file() else {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..resources import configs_dir
+from .light_tokenizer import light_tokenizer
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -22,6 +24,12 @@ def load_tokenizer(path: str | Path) -> Any:
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: no usable tokenizer ({reason[:200]})") from error
+
+
+def quick_tokenizer(path: str | Path, *, chat: bool = True) -> Any:
+    """:func:`load_tokenizer` for those who encode and decode text and nothing else: transformers is not imported where
+    it has nothing to add. ``chat`` False says that a chat template, if there is one, will not be asked for."""
+    return light_tokenizer(path, chat=chat) or load_tokenizer(path)
 
 
 def read_text(path: Path | None) -> tuple[str, str]:
@@ -46,16 +54,32 @@ def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
         InputError: chat is wanted and the tokenizer has no template, or the prompt has no tokens at all.
     """
     if chat:
-        if not getattr(tokenizer, "chat_template", None):
-            raise InputError("this model's tokenizer has no chat template", "leave out --chat for a plain prompt")
-        messages = [{"role": "user", "content": prompt}]
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+        return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
     ids = list(tokenizer(prompt)["input_ids"])
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
         raise InputError("the prompt is empty and the tokenizer has no beginning-of-text token")
     return ids
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation, up to where the model's answer begins.
+
+    Args:
+        messages: of "role" (system, user or assistant) and "content".
+
+    Raises:
+        InputError: the tokenizer has no chat template, or its template refuses the conversation.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError("this model's tokenizer has no chat template", "trirun generate continues plain text")
+    from jinja2 import TemplateError
+
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    except TemplateError as error:
+        raise InputError(f"the model's chat template refuses the conversation: {error}") from error
 
 
 class TextStream:

@@ -7,39 +7,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from queue import SimpleQueue
 
 from ...errors import InputError
 from ..sampling import Token
-from .request import EngineStopped, Event, FinishReason, QueueFull, Request, Sink
+from .request import EngineStats, EngineStopped, Event, FinishReason, QueueFull, Request, Sink
 from .runner import Outcome, Pending, Runner
 from .scheduler import Scheduler, Share
 from .sequence import Sequence
 
 logger = logging.getLogger("trirun")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Where the engine stands, and its totals since it was made.
-
-    Attributes:
-        running, waiting: requests now. cache_usage: share of the cache that running requests use, 0 to 1.
-        prompt_tokens: of requests that have a slot or had one; reused_tokens of them were in the cache.
-        generated_tokens: delivered. steps: run. preemptions: requests put aside for lack of room.
-        finished: requests that ended, by reason.
-    """
-
-    running: int
-    waiting: int
-    cache_usage: float
-    prompt_tokens: int
-    reused_tokens: int
-    generated_tokens: int
-    steps: int
-    preemptions: int
-    finished: dict[FinishReason, int]
 
 
 class Engine:
@@ -96,10 +73,10 @@ class Engine:
                 ends its request and no other.
 
         Raises:
-            InputError: the prompt is empty, longer than the context, or holds an id that the model does not have.
+            InputError: see :meth:`check`.
             QueueFull: too many requests wait. EngineStopped: it takes none any more. ValueError: the id is taken.
         """
-        self._check(request)
+        self.check(request)
         room = self.context - len(request.prompt)
         sequence = Sequence(
             request,
@@ -119,6 +96,22 @@ class Engine:
             self._live[request.id] = sequence
             self._inbox.append((request.id, sequence))
             self._changed.notify()
+
+    def check(self, request: Request) -> None:
+        """Whether a prompt fits the model.
+
+        Raises:
+            InputError: it is empty, longer than the context, or holds an id that the model does not have.
+        """
+        prompt = request.prompt
+        if not prompt:
+            raise InputError("the prompt is empty")
+        if len(prompt) > self.context:
+            raise InputError(f"the prompt has {len(prompt)} tokens, the model's context is {self.context}")
+        for ids, what in ((prompt, "token id"), (request.params.logit_bias, "logit_bias: token id")):
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+                bad = next(id for id in ids if not 0 <= id < self.vocab_size)
+                raise InputError(f"{what} {bad} is outside the model's vocabulary of {self.vocab_size}")
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; of any thread. Nothing happens where there is none of that id."""
@@ -216,17 +209,6 @@ class Engine:
                 self.abort(request_id)
             if self._thread is None:
                 self._take_inbox()
-
-    def _check(self, request: Request) -> None:
-        prompt = request.prompt
-        if not prompt:
-            raise InputError("the prompt is empty")
-        if len(prompt) > self.context:
-            raise InputError(f"the prompt has {len(prompt)} tokens, the model's context is {self.context}")
-        for ids, what in ((prompt, "token id"), (request.params.logit_bias, "logit_bias: token id")):
-            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-                bad = next(id for id in ids if not 0 <= id < self.vocab_size)
-                raise InputError(f"{what} {bad} is outside the model's vocabulary of {self.vocab_size}")
 
     def _loop(self) -> None:
         while True:

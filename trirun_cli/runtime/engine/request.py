@@ -84,4 +84,26 @@ class Event:
     usage: Usage | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Where the engine stands, and its totals since it was made.
+
+    Attributes:
+        running, waiting: requests now. cache_usage: share of the cache that running requests use, 0 to 1.
+        prompt_tokens: of requests that have a slot or had one; reused_tokens of them were in the cache.
+        generated_tokens: delivered. steps: run. preemptions: requests put aside for lack of room.
+        finished: requests that ended, by reason.
+    """
+
+    running: int
+    waiting: int
+    cache_usage: float
+    prompt_tokens: int
+    reused_tokens: int
+    generated_tokens: int
+    steps: int
+    preemptions: int
+    finished: dict[FinishReason, int]
+
+
 Sink = Callable[[Event], None]

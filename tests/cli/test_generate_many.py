@@ -1,0 +1,109 @@
+"""``trirun generate --prompts-file``: every prompt answered as if alone, and no answer lost."""
+
+import json
+import signal
+
+import pytest
+
+PROMPTS = ["Once upon a time", "The sea", "She said that", "word " * 300, "He was", "In the morning"]
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text, "id": f"p{i}"}) + "\n" for i, text in enumerate(PROMPTS)))
+    return file
+
+
+def lines(file):
+    return sorted((json.loads(line) for line in file.read_text().splitlines()), key=lambda entry: entry["index"])
+
+
+SAMPLED = ("-n", "6", "--temperature", "1", "--seed", "5")
+
+
+def test_answers_are_those_of_single_prompts(trirun, packed, prompts_file, tmp_path):
+    code, out, err = trirun("generate", "-c", packed, "--prompts-file", prompts_file, "--batch", 3, "--stats", *SAMPLED)
+    answers = sorted((json.loads(line) for line in out.splitlines()), key=lambda entry: entry["index"])
+    assert code == 1 and "1 of 6 prompts were refused" in err and "5 prompts in" in err
+    assert [entry["id"] for entry in answers] == [f"p{i}" for i in range(6)]
+    assert "context is 128" in answers[3]["error"] and "text" not in answers[3]
+    for index in (0, 4):
+        options = ("-p", PROMPTS[index], "-n", "6", "--temperature", "1", "--seed", 5 + index, "--json")
+        alone = json.loads(trirun("generate", "-c", packed, *options)[1])
+        for name in ("text", "finish_reason", "prompt_tokens", "generated_tokens"):
+            assert answers[index][name] == alone[name]
+
+
+def test_a_run_is_taken_up_where_it_stopped(trirun, packed, prompts_file, tmp_path):
+    out = tmp_path / "new" / "answers.jsonl"
+    options = ("generate", "-c", packed, "--prompts-file", prompts_file, "--out", out, *SAMPLED)
+    trirun(*options)
+    whole = lines(out)
+    assert len(whole) == 6
+    code, _, err = trirun(*options)
+    assert code == 2 and "exists" in err and lines(out) == whole
+    kept = "".join(out.read_text().splitlines(keepends=True)[:2])
+    out.write_text(kept + '{"index": 5, "prompt": "In the mor')
+    code, _, err = trirun(*options, "--resume")
+    assert "2 of 6 prompts are answered already" in err and lines(out) == whole
+    assert out.read_text().startswith(kept)
+    code, _, err = trirun(*options, "--resume", "--top-k", 3)
+    assert code == 2 and "other settings" in err and lines(out) == whole
+    prompts_file.write_text('{"prompt": "Another"}\n')
+    code, _, err = trirun(*options, "--resume")
+    assert code == 3 and "to another prompt" in err and lines(out) == whole
+    code, _, _ = trirun(*options, "--overwrite")
+    assert code == 0 and [entry["prompt"] for entry in lines(out)] == ["Another"]
+
+
+def test_one_document_of_everything(trirun, packed, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("The sea\n\n  two spaces\n")
+    code, out, _ = trirun("generate", "-c", packed, "--prompts-file", file, "-n", 4, "--json")
+    document = json.loads(out)
+    assert code == 0 and document["schema"] == "trirun.generate_many/1" and document["generated_tokens"] == 8
+    assert [answer["prompt"] for answer in document["answers"]] == ["The sea", "  two spaces"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--prompt", "a"), 2, "one is enough"),
+        (("--resume",), 2, "--resume needs the --out"),
+        (("--batch", "0"), 2, "--batch 0"),
+    ],
+)
+def test_options_that_contradict(trirun, packed, prompts_file, options, code, message):
+    found, _, err = trirun("generate", "-c", packed, "--prompts-file", prompts_file, *options)
+    assert found == code and message in err
+
+
+@pytest.mark.parametrize(("line", "message"), [("nonsense", "not JSON"), ('{"text": "a"}', 'a text under "prompt"')])
+def test_damaged_prompts(trirun, packed, tmp_path, line, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n' + line + "\n")
+    code, _, err = trirun("generate", "-c", packed, "--prompts-file", file)
+    assert code == 3 and f"{file}:2" in err.replace("\n", "") and message in err
+
+
+def test_ctrl_c_keeps_what_is_finished(trirun, packed, tmp_path, monkeypatch):
+    from trirun_cli.runtime.prompt_files import AnswerFile
+
+    file, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    file.write_text("".join(f"Prompt {i}\n" for i in range(20)))
+    add = AnswerFile.add
+
+    def add_and_interrupt(self, prompt, answer):
+        add(self, prompt, answer)
+        if len(self.answers) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    options = ("generate", "-c", packed, "--prompts-file", file, "--out", out, "--batch", 2, "-n", 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerFile, "add", add_and_interrupt)
+        code, _, err = trirun(*options)
+    done = len(lines(out))
+    assert code == 130 and 3 <= done <= 5 and f"{done} of 20 prompts are answered; --resume continues" in err
+    assert trirun(*options, "--resume")[0] == 0
+    assert [entry["prompt"] for entry in lines(out)] == [f"Prompt {i}" for i in range(20)]

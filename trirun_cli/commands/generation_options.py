@@ -1,0 +1,75 @@
+"""Options of the commands that write text, and what they amount to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..runtime.sampling import SamplingParams
+
+_SAMPLING = "Sampling"
+
+Checkpoint = Annotated[
+    Path, typer.Option("--checkpoint", "--model", "-c", help="Packed checkpoint, or an unquantized model.")
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="0 is greedy. Default: the model's generation_config, else 0.", rich_help_panel=_SAMPLING),
+]
+TopK = Annotated[
+    int | None, typer.Option(help="Sample from the k likeliest tokens; 0 is all.", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[
+    float | None, typer.Option(help="Sample from the likeliest tokens of this mass.", rich_help_panel=_SAMPLING)
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Leave out tokens less likely than this share of the likeliest.", rich_help_panel=_SAMPLING),
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1: make tokens seen before less likely.", rich_help_panel=_SAMPLING)
+]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Print speed at the end, on standard error.")]
+Context = Annotated[
+    int | None,
+    typer.Option("--ctx", help="Most tokens of prompt and answer. Default: the model's.", rich_help_panel="Machine"),
+]
+
+
+def sampling_params(
+    checkpoint: Path,
+    *,
+    max_tokens: int,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    seed: int | None,
+    stop: list[str] | None,
+) -> SamplingParams:
+    """What options say, or else the model's generation_config.json where it samples, or else greedy.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    from ..runtime.generation import generation_defaults
+    from ..runtime.sampling import SamplingParams
+
+    given = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    said = generation_defaults(checkpoint)
+    defaults = {"temperature": 1.0, **said} if said.get("do_sample") else {}
+    chosen = {name: defaults.get(name) if value is None else value for name, value in given.items()}
+    known = {name: value for name, value in chosen.items() if value is not None}
+    return SamplingParams(max_tokens=max_tokens, seed=seed, stop=tuple(stop or ()), **known)

@@ -1,0 +1,127 @@
+"""Text from the engine: prompts in, pieces of text as they become certain, and how each ended."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .engine.engine import Engine
+from .engine.request import Event, FinishReason, Request, Usage
+from .sampling import SamplingParams
+from .text import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids to continue. ``id`` is unique among those that run together."""
+
+    id: str
+    ids: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How a prompt was continued.
+
+    Attributes:
+        text: without the stop string that may have ended it.
+        finish: "stop" (a stop string or an end-of-text token), "length", or "abort" when it was interrupted.
+    """
+
+    id: str
+    text: str
+    finish: FinishReason
+    usage: Usage
+
+
+class _Writer:
+    """One prompt's text on its way."""
+
+    def __init__(self, stream: TextStream, on_text: Callable[[str, str], None]) -> None:
+        self._stream, self._on_text = stream, on_text
+        self._pieces: list[str] = []
+
+    def take(self, event: Event) -> bool:
+        """The text of new tokens; whether a stop string has been met."""
+        for token in event.tokens:
+            self._show(event.request_id, self._stream.push(token.id))
+        if event.finish is not None:
+            self._show(event.request_id, self._stream.flush())
+        return self._stream.stopped
+
+    def _show(self, id: str, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)
+            self._on_text(id, piece)
+
+    def completion(self, event: Event) -> Completion:
+        finish = FinishReason.STOP if self._stream.stopped else event.finish
+        return Completion(event.request_id, "".join(self._pieces), finish, event.usage)
+
+
+def complete(
+    engine: Engine,
+    tokenizer: Any,
+    prompts: Iterable[Prompt],
+    stop_ids: Collection[int],
+    *,
+    on_text: Callable[[str, str], None] = lambda id, piece: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[Completion]:
+    """Continue prompts, many at once; completions come in the order of their ends.
+
+    Args:
+        prompts: taken as there is room for them. stop_ids: token ids that end a text.
+        on_text: on_text(id, piece) of each piece of text, whole characters only, as soon as it is certain.
+        interrupted: asked after every step; once it says so, everything ends with what there is.
+
+    Raises:
+        InputError: a prompt does not fit the model. What the engine's runner raises.
+    """
+    ends, writers = frozenset(stop_ids), {}
+
+    def requests() -> Iterator[Request]:
+        for prompt in prompts:
+            if interrupted():
+                return
+            stream = TextStream(tokenizer, list(prompt.ids), prompt.params.stop)
+            writers[prompt.id] = _Writer(stream, on_text)
+            yield Request(prompt.id, tuple(prompt.ids), prompt.params, ends)
+
+    ending = False
+    for event in engine.generate(requests()):
+        stopped = writers[event.request_id].take(event)
+        if event.finish is not None:
+            yield writers.pop(event.request_id).completion(event)
+        elif stopped:
+            engine.abort(event.request_id)
+        if not ending and interrupted():
+            ending = True
+            for id in writers:
+                engine.abort(id)
+
+
+@contextmanager
+def interruptions() -> Iterator[Callable[[], bool]]:
+    """Within it, a first Ctrl-C only makes what it gives say True, so that a step ends as a step should; a second one
+    interrupts as ever. Elsewhere than on the main thread Ctrl-C never comes."""
+    met = False
+
+    def meet(signum: int, frame: Any) -> None:
+        nonlocal met
+        met = True
+        signal.signal(signal.SIGINT, before)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, meet)
+    try:
+        yield lambda: met
+    finally:
+        signal.signal(signal.SIGINT, before)
