@@ -2,9 +2,10 @@
 so that a page given to the wrong slot, or a step at the wrong position, gives wrong tokens."""
 
 from trirun_cli.runtime.engine.paged_cache import PagedCache
+from trirun_cli.runtime.engine.request import Request
 from trirun_cli.runtime.engine.runner import Outcome
 from trirun_cli.runtime.engine.slot_cache import SlotCache
-from trirun_cli.runtime.sampling import Token
+from trirun_cli.runtime.sampling import SamplingParams, Token
 
 VOCAB = 50
 
@@ -96,3 +97,39 @@ class MockPending:
     def collect(self):
         assert self.runner.in_flight.pop(0) is self.outcomes, "steps are collected in the order of their launch"
         return self.outcomes
+
+
+def request(id, prompt, most=5, stop_ids=(), **params):
+    return Request(str(id), tuple(prompt), SamplingParams(max_tokens=most, **params), frozenset(stop_ids))
+
+
+class Inbox:
+    """A sink that keeps what it is told."""
+
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, event):
+        assert not self.events or self.events[-1].finish is None, "nothing comes after the last event"
+        self.events.append(event)
+
+    @property
+    def tokens(self):
+        return [token.id for event in self.events for token in event.tokens]
+
+    @property
+    def finish(self):
+        return self.events[-1].finish if self.events else None
+
+
+def submit(engine, *args, **params):
+    inbox = Inbox()
+    engine.submit(request(*args, **params), inbox)
+    return inbox
+
+
+def run_all(engine):
+    for _ in range(10_000):
+        if not engine.step():
+            return
+    raise AssertionError("the engine does not come to an end")

@@ -26,9 +26,9 @@ from trirun_kernels.decoder_weights import (
 
 from ..checkpoint import SCALE, WEIGHT, ZERO, Format
 from ..errors import InputError
-from ..model_dir import INDEX, SINGLE, read_json
+from ..model_dir import read_json
 from .llama_config import NotLean, decoder_shape, longest_context, rotary_angles
-from .weight_memory import StoredTensors, WeightMemory
+from .weight_memory import StoredTensors, WeightMemory, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,13 +150,13 @@ class LeanDecoder:
         return self.step_into(np.empty((len(logit_rows), self.shape.vocab), np.float32), segments, tokens, logit_rows)
 
     def step_into(self, logits: np.ndarray, segments: Sequence[Segment], tokens: Any, logit_rows: Any) -> np.ndarray:
-        """:meth:`step` into float32 logits [l, vocab] of the caller's: fresh memory costs more than small steps do."""
-        tokens, logit_rows = np.ascontiguousarray(tokens, np.int64), np.ascontiguousarray(logit_rows, np.int64)
-        self._native.run(segments, Array.of(tokens), Array.of(logit_rows), Array.of(logits))
+        """:meth:`step` into float32 logits [l, vocab] of the caller's; fresh memory costs as much as a small step."""
+        inputs = (Array.of(np.ascontiguousarray(values, np.int64)) for values in (tokens, logit_rows))
+        self._native.run(segments, *inputs, Array.of(logits))
         return logits
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the keys and values of a slot's first ``length`` positions to another slot."""
+        """:meth:`CpuDecoder.copy_prefix`."""
         self._native.copy_prefix(source, target, length)
 
     def forward(self, tokens: Any, *, slot: int = 0, position: int = 0, keep: int = 1) -> np.ndarray:
@@ -261,16 +261,6 @@ def decoder_weights(
         cosines,
         sines,
     )
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory, single or sharded."""
-    if not (path / INDEX).is_file():
-        return [path / SINGLE]
-    places = read_json(path / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise InputError(f"{path / INDEX} has no weight_map")
-    return [path / name for name in sorted(set(places.values()))]
 
 
 def _int8_head(stored: StoredTensors, name: str, memory: WeightMemory, shape: DecoderShape, threads: int) -> Int8Head:

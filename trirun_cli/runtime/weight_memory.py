@@ -19,6 +19,7 @@ import numpy as np
 from trirun_kernels.arrays import ITEM_BYTES, Array
 
 from ..errors import InputError
+from ..model_dir import INDEX, SINGLE, read_json
 
 # safetensors' names of the types a decoder reads.
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "I32": "int32"}
@@ -137,6 +138,16 @@ class WeightMemory:
         made = Array.within(self._memory, dtype, shape, self._used)
         self._used += self.size(math.prod(shape) * ITEM_BYTES[dtype])
         return made
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory, single or sharded."""
+    if not (path / INDEX).is_file():
+        return [path / SINGLE]
+    places = read_json(path / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise InputError(f"{path / INDEX} has no weight_map")
+    return [path / name for name in sorted(set(places.values()))]
 
 
 def _data_start(path: Path) -> int:
