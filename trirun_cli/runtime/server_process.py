@@ -1,0 +1,70 @@
+"""A ``trirun serve`` of one's own, in a process beside this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import TrirunError
+
+
+class ServerProcess:
+    """Starts a server on a free port and waits until it takes requests; stops it at the end of the ``with`` block.
+
+    Args:
+        checkpoint: what it serves. options: further options of ``trirun serve``.
+
+    Raises:
+        TrirunError: it did not start; what it wrote has been shown on stderr.
+    """
+
+    def __init__(self, checkpoint: Path, options: Sequence[str] = ()) -> None:
+        command = [sys.executable, "-m", "trirun_cli", "serve", "--checkpoint", str(checkpoint)]
+        command += ["--host", "127.0.0.1", "--port", "0", "--json", "--quiet", *options]
+        # A process group of its own: Ctrl-C here must not reach it before it is told to stop.
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert self._process.stdout is not None
+        lines = []
+        for line in self._process.stdout:
+            lines.append(line)
+            if line == "}\n":
+                break
+        else:
+            raise TrirunError(f"the server did not start: exit code {self._process.wait()}")
+        self.facts: dict[str, Any] = json.loads("".join(lines))
+        self.url: str = self.facts["url"]
+        # Resident bytes over time: (seconds since the start, bytes).
+        self.memory: list[tuple[float, int]] = []
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._process.terminate()
+        try:
+            self._process.wait(60 if kind is None else 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _watch(self) -> None:
+        page, started = os.sysconf("SC_PAGE_SIZE"), time.perf_counter()
+        with suppress(OSError):
+            while not self._stop.wait(1.0):
+                pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+                self.memory.append((round(time.perf_counter() - started, 1), pages * page))
