@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
     from ..runtime.engine.engine import Engine
@@ -28,7 +28,7 @@ class Metrics:
 
     def __init__(self, model: str, engine: Callable[[], Engine | None]) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_Gauges(model, engine))
+        self.registry.register(_EngineMetrics(model, engine))
 
         def metric(kind: Any, name: str, text: str, **options: Any) -> Any:
             labels = ["model_name", *options.pop("labels", ())]
@@ -36,9 +36,6 @@ class Metrics:
             return made if len(labels) > 1 else made.labels(model)
 
         self._model = model
-        self._prompt = metric(Counter, "prompt_tokens", "Prompt tokens processed.")
-        self._cached = metric(Counter, "prompt_tokens_cached", "Prompt tokens found in the cache.")
-        self._generated = metric(Counter, "generation_tokens", "Tokens generated.")
         self._ended = metric(Counter, "request_success", "Choices ended, by reason.", labels=["finished_reason"])
         self._first = metric(Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS)
         fine = tuple(ms / 1e3 for ms in _MILLISECONDS)
@@ -50,7 +47,6 @@ class Metrics:
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """New tokens of a choice, and the seconds since its last ones, or since its arrival for the ``first``."""
-        self._generated.inc(count)
         if first:
             self._first.observe(seconds)
         else:
@@ -64,9 +60,7 @@ class Metrics:
         self._whole.observe(seconds)
         self._lengths.observe(choice.generated)
         self._prompts.observe(len(choice.request.prompt))
-        self._prompt.inc(len(choice.request.prompt))
         if choice.usage is not None:
-            self._cached.inc(choice.usage.reused_tokens)
             self._queued.observe(choice.usage.queued_s)
 
     def render(self) -> bytes:
@@ -74,21 +68,25 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _Gauges:
-    """What the engine knows, read when it is asked for."""
+class _EngineMetrics:
+    """What the engine counts itself, read when it is asked for."""
 
     def __init__(self, model: str, engine: Callable[[], Engine | None]) -> None:
         self._model, self._engine = model, engine
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         engine = self._engine()
         stats = None if engine is None else engine.stats
         values = (
-            ("num_requests_running", "Choices in a slot.", stats and stats.running),
-            ("num_requests_waiting", "Choices waiting for a slot.", stats and stats.waiting),
-            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", stats and stats.cache_usage),
+            (GaugeMetricFamily, "num_requests_running", "Choices in a slot.", "running"),
+            (GaugeMetricFamily, "num_requests_waiting", "Choices waiting for a slot.", "waiting"),
+            (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", "cache_usage"),
+            (CounterMetricFamily, "prompt_tokens", "Prompt tokens of choices that got a slot.", "prompt_tokens"),
+            (CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens found in the cache.", "reused_tokens"),
+            (CounterMetricFamily, "generation_tokens", "Tokens generated.", "generated_tokens"),
+            (CounterMetricFamily, "num_preemptions", "Choices put aside for lack of room.", "preemptions"),
         )
-        for name, text, value in values:
-            gauge = GaugeMetricFamily(f"trirun:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model], float(value or 0))
-            yield gauge
+        for kind, name, text, attribute in values:
+            family = kind(f"trirun:{name}", text, labels=["model_name"])
+            family.add_metric([self._model], float(getattr(stats, attribute, 0)))
+            yield family

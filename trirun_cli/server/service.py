@@ -160,9 +160,9 @@ class Service:
             raise ApiError(400, message, param="n", code="invalid_value")
         stop = tuple(body.stop or ())
         job = Job(model.engine, self._outbox, self.metrics, arrived)
-        tokenizer = model.vocabulary.tokenizer
+        decoder = model.vocabulary.decoder
         try:
-            job.start(requests, lambda request: TextStream(tokenizer, list(request.prompt), stop))
+            job.start(requests, lambda request: TextStream(decoder, list(request.prompt), stop))
         except EngineStopped as error:
             raise ApiError(500, str(error), code="engine_dead") from error
         except TrirunError as error:
