@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 from trirun_kernels import QuantSpec
 
+from .columns import assign, has_triton
 from .errors import QuantizationError
 
 SHRINKS = 16  # starting ranges per group
 SHORT_LLOYD = 2  # alternations for every start
 LONG_LLOYD = 6  # and for the best one
 CACHED = 1 << 14  # weights searched at a time on a CPU: below the size at which torch starts threads
+GPU_CHUNK = 1 << 26  # and on a GPU: 256 MiB for each of a handful of temporaries
+COMPILED_SIZES = (32, 64, 128)  # group sizes that fit the registers of a program
+LOWEST = 0.3  # the narrowest starting range, as a fraction of the extremes
 MIN_SCALE = 2.0**-14  # the smallest normal fp16: below it a scale loses digits
-
-
-def assign(weight: Tensor, scales: Tensor, zeros: Tensor | float, levels: int) -> Tensor:
-    """The nearest code of every weight, as float. Shapes broadcast; ``levels`` is 4, or 3 for ternary."""
-    return (weight / scales + zeros).round_().clamp_(0, levels - 1)
 
 
 def search_grid(
@@ -43,15 +42,20 @@ def search_grid(
     Raises:
         QuantizationError: a scale does not fit fp16.
     """
-    n, k = weight.shape
+    k = weight.shape[1]
     groups = spec.groups(k)
     importance = importance.view(1, groups, -1)
+    size = k // groups
     # On a CPU the hundreds of passes run on a few rows at a time, which stay in the cache.
-    rows = max(1, CACHED // k) if weight.device.type == "cpu" else n
+    rows = max(1, (CACHED if weight.device.type == "cpu" else GPU_CHUNK) // k)
+    compiled = clip and weight.device.type == "cuda" and has_triton() and size in COMPILED_SIZES
     parts = []
     for part in weight.split(rows):
         w = part.reshape(len(part), groups, -1)
-        parts.append(_search(w, importance, spec, levels) if clip else _extremes(w, spec, levels))
+        if compiled:
+            parts.append(_search_compiled(w, importance, spec, levels))
+        else:
+            parts.append(_search(w, importance, spec, levels) if clip else _extremes(w, spec, levels))
     scales, zeros = (torch.cat([part[i] for part in parts]).squeeze(-1) for i in (0, 1))
     return store_scales(scales), store_zeros(zeros) if spec.zero is None else None
 
@@ -62,7 +66,7 @@ def _search(w: Tensor, h: Tensor, spec: QuantSpec, levels: int) -> tuple[Tensor,
     best_scale, best_zero = torch.ones_like(best_loss), torch.zeros_like(best_loss)
     start, zero = _extremes(w, spec, levels)
     signs = (1.0, -1.0) if spec.zero is not None and levels == 4 and spec.zero != 1.5 else (1.0,)
-    for shrink in torch.linspace(1.0, 0.3, SHRINKS).tolist():
+    for shrink in torch.linspace(1.0, LOWEST, SHRINKS).tolist():
         for sign in signs:
             scale, offset = start * (shrink * sign), zero
             if spec.zero is None:
@@ -78,6 +82,27 @@ def _search(w: Tensor, h: Tensor, spec: QuantSpec, levels: int) -> tuple[Tensor,
     for _ in range(LONG_LLOYD):
         best_scale, best_zero = _fit(w, h, best_scale, best_zero, spec, levels)
     return best_scale, best_zero
+
+
+def _search_compiled(w: Tensor, h: Tensor, spec: QuantSpec, levels: int) -> tuple[Tensor, Tensor]:
+    """:func:`_search` as one kernel."""
+    from .columns_triton import search_groups
+
+    scales, zeros = (part.contiguous() for part in _extremes(w, spec, levels))
+    search_groups(
+        w.contiguous(),
+        h.contiguous(),
+        scales,
+        zeros,
+        spec.zero,
+        levels,
+        shrinks=SHRINKS,
+        lowest=LOWEST,
+        short=SHORT_LLOYD,
+        long=LONG_LLOYD,
+        least=MIN_SCALE,
+    )
+    return scales, zeros
 
 
 def _extremes(w: Tensor, spec: QuantSpec, levels: int) -> tuple[Tensor, Tensor]:

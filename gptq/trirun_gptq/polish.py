@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from trirun_kernels import QuantSpec
 
-from .grid import assign, store_scales, store_zeros
-
-BLOCK = 32  # columns descended between two matrix products; small for the reason given in solver.py
+from .columns import loops
+from .grid import store_scales, store_zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +57,15 @@ def descend(problem: Problem, codes: Tensor, scales: Tensor, zeros: Tensor | Non
     dense = problem.dense(codes.t(), scales, zeros).t().contiguous()
     error = dense - problem.target.t()
     hessian = problem.hessian
-    for start in range(0, k, BLOCK):
-        end = min(start + BLOCK, k)
-        local = hessian[start:end, start:end]
-        gradient = hessian[start:end] @ error  # [columns, n], half the gradient
-        curvature = local.diagonal().tolist()
-        for j in range(end - start):
-            column = start + j
-            s, z = step[column // size], spec.zero if zero is None else zero[column // size]
-            best = assign(dense[column] - gradient[j] / curvature[j], s, z, levels)
-            value = s * (best - z)
-            change = value - dense[column]
-            gradient.addr_(local[:, j], change)
-            error[column] += change
-            codes[column], dense[column] = best, value
+    backend = loops(codes.device)
+    groups = torch.arange(k, device=codes.device, dtype=torch.int32) // size
+    for start in range(0, k, backend.COLUMNS):
+        part = slice(start, min(start + backend.COLUMNS, k))
+        gradient = hessian[part] @ error  # [columns, n], half the gradient
+        local = hessian[part, part]
+        backend.descend_block(
+            gradient, codes[part], dense[part], error[part], local, groups[part], step, zero, spec.zero, levels
+        )
     return codes.t().contiguous()
 
 

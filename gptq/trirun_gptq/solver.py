@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 from trirun_kernels import QuantSpec
 
+from .columns import loops
 from .errors import QuantizationError
-from .grid import assign, search_grid
+from .grid import search_grid
 from .hessian import Factor, Hessian
 from .polish import Problem, descend, refit_scales
 from .quantized import Quantized
-
-# Columns solved before the update of the rest is one matrix product. Small, so that a step's rank-one update stays in
-# the first cache and below the size at which torch starts threads for it.
-BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,30 +88,45 @@ def solve(
     correction: float,
 ) -> Solution:
     """:func:`gptq_quantize`, with the figures of a report beside the result."""
-    _check(weight, hessian, spec, ternary)
-    levels = 3 if ternary else 4
-    matrix, dead = hessian.filled()
-    order = matrix.diagonal().argsort(descending=True, stable=True) if act_order else None
-    factor = hessian.inverse_cholesky(damp, order)
+    check(weight, hessian, spec, ternary)
+    system = System(hessian, damp, act_order)
     source = weight.float()
     target = corrected_target(source, hessian, damp, correction) if correction else source
-    target = target.masked_fill(dead, 0.0)
+    return system.solve(target, source, spec, ternary=ternary, clip=clip, sweeps=sweeps, refit=refit)
 
-    natural = torch.arange(hessian.k, device=weight.device) if order is None else order
-    importance = torch.empty_like(factor.upper.diagonal())
-    importance[natural] = factor.upper.diagonal().pow(-2)
-    scales, zeros = search_grid(target, importance, spec, levels=levels, clip=clip)
-    codes = _solve_columns(target, scales, zeros, spec, factor, natural, levels)
 
-    damped = matrix.clone()
-    damped.diagonal().add_(factor.damp * matrix.diagonal().mean())
-    problem = Problem(target, damped, spec, levels)
-    for _ in range(sweeps):
-        codes = descend(problem, codes, scales, zeros)
-        if refit:
-            codes, scales, zeros = refit_scales(problem, codes, scales, zeros)
-    quantized = Quantized(codes.to(torch.uint8), scales, zeros, spec)
-    return Solution(quantized, proxy_loss(quantized.dequantize(), source, matrix), factor.damp, int(dead.sum()))
+class System:
+    """What the solver needs of a Hessian: the factor, in the order of the columns, and H itself, damped.
+
+    Computed once for all targets and grids that share the inputs.
+    """
+
+    def __init__(self, hessian: Hessian, damp: float, act_order: bool) -> None:
+        self.matrix, dead = hessian.filled()
+        order = self.matrix.diagonal().argsort(descending=True, stable=True) if act_order else None
+        self.factor: Factor = hessian.inverse_cholesky(damp, order)
+        self.dead, self.order = dead, torch.arange(hessian.k, device=dead.device) if order is None else order
+        self.importance = torch.empty_like(self.factor.upper.diagonal())
+        self.importance[self.order] = self.factor.upper.diagonal().pow(-2)
+        self.damped = self.matrix.clone()
+        self.damped.diagonal().add_(self.factor.damp * self.matrix.diagonal().mean())
+
+    def solve(
+        self, target: Tensor, source: Tensor, spec: QuantSpec, *, ternary: bool, clip: bool, sweeps: int, refit: bool
+    ) -> Solution:
+        """Quantize ``target`` [n, k], float32; ``source`` is the weight that the reported loss compares with."""
+        levels = 3 if ternary else 4
+        target = target.masked_fill(self.dead, 0.0)
+        scales, zeros = search_grid(target, self.importance, spec, levels=levels, clip=clip)
+        codes = _solve_columns(target, scales, zeros, spec, self.factor, self.order, levels)
+        problem = Problem(target, self.damped, spec, levels)
+        for _ in range(sweeps):
+            codes = descend(problem, codes, scales, zeros)
+            if refit:
+                codes, scales, zeros = refit_scales(problem, codes, scales, zeros)
+        quantized = Quantized(codes.to(torch.uint8), scales, zeros, spec)
+        loss = proxy_loss(quantized.dequantize(), source, self.matrix)
+        return Solution(quantized, loss, self.factor.damp, int(self.dead.sum()))
 
 
 def proxy_loss(candidate: Tensor, weight: Tensor, matrix: Tensor) -> float:
@@ -139,7 +151,11 @@ def corrected_target(weight: Tensor, hessian: Hessian, damp: float, strength: fl
     matrix = hessian.matrix
     damped = matrix.clone()
     damped.diagonal().add_(damp * matrix.diagonal().mean())
-    return weight + strength * torch.linalg.solve(damped, (cross - matrix).t() @ weight.t()).t()
+    pull = (cross - matrix).t() @ weight.t()
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    # A matrix that is not positive definite in float32 can still be solved by elimination.
+    move = torch.linalg.solve(damped, pull) if int(failed) else torch.cholesky_solve(pull, lower)
+    return weight + strength * move.t()
 
 
 def _solve_columns(
@@ -147,34 +163,27 @@ def _solve_columns(
 ) -> Tensor:
     """Round column by column in ``order``, pushing each error onto the columns not yet rounded. Codes float [n, k]."""
     k = target.shape[1]
-    group_of = torch.arange(k, device=target.device) // (k if spec.group_size == -1 else spec.group_size)
-    column_group = group_of[order]
+    size = k if spec.group_size == -1 else spec.group_size
+    groups = (order // size).int()
     # Columns as rows: every step then reads and writes contiguous memory.
     work = target.t()[order].contiguous()
     step = scales.float().t().contiguous()
     zero = None if zeros is None else zeros.float().t().contiguous()
-    codes = torch.empty_like(work)
-    upper = factor.upper
-    groups = column_group.tolist()
-    for start in range(0, k, BLOCK):
-        end = min(start + BLOCK, k)
-        block, triangle = work[start:end], upper[start:end, start:end]
-        errors = torch.empty_like(block)
-        # One transfer per block instead of one per column.
-        pivots = triangle.diagonal().tolist()
-        for j in range(end - start):
-            s, z = step[groups[start + j]], spec.zero if zero is None else zero[groups[start + j]]
-            q = assign(block[j], s, z, levels)
-            codes[start + j] = q
-            errors[j] = (block[j] - s * (q - z)) / pivots[j]
-            block[j + 1 :].addr_(triangle[j, j + 1 :], errors[j], alpha=-1)
-        work[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
+    codes, upper, backend = torch.empty_like(work), factor.upper, loops(target.device)
+    for start in range(0, k, backend.COLUMNS):
+        end = min(start + backend.COLUMNS, k)
+        part = slice(start, end)
+        errors = torch.empty_like(work[part])
+        triangle = upper[part, part]
+        backend.round_block(work[part], codes[part], errors, triangle, groups[part], step, zero, spec.zero, levels)
+        work[end:].addmm_(upper[part, end:].t(), errors, alpha=-1)
     natural = torch.empty_like(codes)
     natural[order] = codes
     return natural.t().contiguous()
 
 
-def _check(weight: Tensor, hessian: Hessian, spec: QuantSpec, ternary: bool) -> None:
+def check(weight: Tensor, hessian: Hessian, spec: QuantSpec, ternary: bool) -> None:
+    """Refuse what cannot be solved, by name."""
     name = hessian.name
     if weight.dim() != 2 or weight.shape[1] != hessian.k:
         raise QuantizationError(f"{name}: weight {list(weight.shape)} does not fit a Hessian of k={hessian.k}")
