@@ -24,18 +24,46 @@ class _WrongStyle(Exception):
     """A model took a block's stand-in output apart differently than expected."""
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where activations are computed, and where and how precisely they wait between blocks.
+
+    Attributes:
+        device: of the computation. store: of the waiting; the same device, or the CPU.
+        dtype: of the waiting, float32 or bfloat16.
+    """
+
+    device: torch.device
+    store: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def keep(self, states: Tensor) -> Tensor:
+        """Hidden states as they wait."""
+        if self.store.type == "cpu" and self.device.type == "cuda":
+            # Pinned memory comes back at the full speed of the bus.
+            waiting = torch.empty(states.shape, dtype=self.dtype, pin_memory=True)
+            return waiting.copy_(states)
+        return states.to(self.store, self.dtype)
+
+    def fetch(self, states: Tensor) -> Tensor:
+        """Hidden states for the computation, float32."""
+        return states.to(self.device, torch.float32, non_blocking=True)
+
+
 @dataclass(slots=True)
 class Batch:
     """Sequences of one length that travel together.
 
     Attributes:
+        place: where its hidden states wait.
         first: index of the first sequence in the calibration list, for messages.
         tokens: int64 [b, t].
         calls: for every block, the positional (after hidden_states) and keyword arguments the model passes it.
-        original, quantized: float32 [b, t, h], hidden states before the current block in the original model and in
-            the quantized one. The same tensor until the first quantized block.
+        original, quantized: [b, t, h], hidden states before the current block in the original model and in the
+            quantized one, as ``place`` keeps them. The same tensor until the first quantized block.
     """
 
+    place: Placement
     first: int
     tokens: Tensor
     calls: list[tuple[tuple, dict[str, Any]]]
@@ -61,7 +89,7 @@ def make_batches(sequences: list[Tensor], first: int = 0) -> list[tuple[int, Ten
 
 
 def capture(
-    skeleton: Skeleton, batches: list[tuple[int, Tensor]], device: torch.device, step: Callable[[], None]
+    skeleton: Skeleton, batches: list[tuple[int, Tensor]], place: Placement, step: Callable[[], None]
 ) -> list[Batch]:
     """Run the model up to its blocks and record what each block would be called with.
 
@@ -70,7 +98,7 @@ def capture(
     """
     captured: list[Batch] = []
     for first, tokens in batches:
-        hidden, calls = _record(skeleton, tokens.to(device))
+        hidden, calls = _record(skeleton, tokens.to(place.device))
         if not bool(torch.isfinite(hidden).all()):
             raise QuantizationError(f"the embeddings of calibration sample {first} and following are not finite")
         # Rotary tables and masks are equal for batches of one shape; one copy of them is enough.
@@ -78,9 +106,25 @@ def capture(
             if earlier.tokens.shape == tokens.shape and _same(earlier.calls, calls):
                 calls = earlier.calls
                 break
-        captured.append(Batch(first, tokens, calls, hidden, hidden))
+        hidden = place.keep(hidden)
+        captured.append(Batch(place, first, tokens, calls, hidden, hidden))
         step()
     return captured
+
+
+def halve(skeleton: Skeleton, batches: list[Batch]) -> list[Batch]:
+    """The same sequences in batches half as large; what they are called with is recorded anew."""
+    halves = []
+    for batch in batches:
+        size = -(-len(batch.tokens) // 2)
+        for start in range(0, len(batch.tokens), size):
+            part = slice(start, start + size)
+            calls = _record(skeleton, batch.tokens[part].to(batch.place.device))[1]
+            if halves and halves[-1].tokens.shape == batch.tokens[part].shape and _same(halves[-1].calls, calls):
+                calls = halves[-1].calls
+            states = batch.original[part], batch.quantized[part]
+            halves.append(Batch(batch.place, batch.first + start, batch.tokens[part], calls, *states))
+    return halves
 
 
 def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tuple, dict[str, Any]]]]:
@@ -126,7 +170,7 @@ def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tupl
 def run_block(block: nn.Module, index: int, batch: Batch, hidden: Tensor) -> Tensor:
     """The block's output [b, t, h] on ``hidden``, called as the model calls it."""
     args, kwargs = batch.calls[index]
-    out = block(hidden, *args, **kwargs)
+    out = block(batch.place.fetch(hidden), *args, **kwargs)
     return out[0] if isinstance(out, tuple) else out
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from trirun_kernels import QuantSpec
 
-from .activations import Batch, compute, input_groups, inputs_of, run_block
+from .activations import Batch, compute, has_bfloat16, input_groups, inputs_of, run_block
+from .costs import Costs
 from .errors import QuantizationError
 from .hessian import Hessian
 from .observer import BlockReport, ModuleReport, Observer
 from .quantized import Quantized
 from .recipe import Recipe
-from .refine import block_error, refine_block
-from .solver import Solution, solve
+from .refine import Job, block_error, refine_block
+from .solver import Solution, System, check, corrected_target
 from .source import Skeleton, linear_layers
 
 
@@ -43,51 +46,59 @@ class BlockRun:
         train: list[Batch],
         held_out: list[Batch],
         recipe: Recipe,
-        device: torch.device,
         observer: Observer,
+        costs: Costs,
     ) -> None:
+        self.costs = costs
         self.started = time.perf_counter()
         self.index, self.name = index, skeleton.block_name(index)
         self.train, self.held_out = train, held_out
-        self.recipe, self.device, self.observer = recipe, device, observer
-        self.original = skeleton.load_block(index, device)
-        self.block = skeleton.load_block(index, device)
+        self.recipe, self.device, self.observer = recipe, train[0].place.device, observer
+        with costs.stage("load"):
+            self.original = skeleton.load_block(index, self.device)
+            self.block = copy.deepcopy(self.original)
         self.layers = linear_layers(self.block)
-        self.choices = {name: recipe.choice(f"{self.name}.{name}") for name in self.layers}
-        self.kept = [name for name, choice in self.choices.items() if choice is None]
+        self.grids = {name: recipe.candidates(f"{self.name}.{name}") for name in self.layers}
+        self.kept = [name for name, grids in self.grids.items() if not grids]
         self.quantized: dict[str, Quantized] = {}
         self.modules: list[ModuleReport] = []
 
     def run(self) -> BlockResult:
         """All steps."""
-        chosen = {name: layer for name, layer in self.layers.items() if self.choices[name] is not None}
+        chosen = {name: layer for name, layer in self.layers.items() if self.grids[name]}
         with torch.no_grad(), compute(self.device):
             stages = input_groups(self.block, self.index, self.train[0], chosen) if chosen else []
-        targets = self._original_outputs()
+        with self.costs.stage("forward"):
+            targets = self._original_outputs()
         passes = [[stage] for stage in stages] if self.recipe.sequential else [stages]
         for done, group in enumerate(passes):
             self.observer.stage("hessian", done, len(passes))
-            statistics = [self._statistics(stage) for stage in group]
+            with self.costs.stage("hessian"):
+                statistics = [self._statistics(stage) for stage in group]
             self.observer.stage("solve", done, len(passes))
-            for stage, hessians in zip(group, statistics, strict=True):
-                self._solve_stage(stage, *hessians)
-        error, before = self._refine(chosen, *targets)
-        self._hand_on(*targets)
+            with self.costs.stage("solve"):
+                for stage, hessians in zip(group, statistics, strict=True):
+                    self._solve_stage(stage, *hessians)
+        with self.costs.stage("refine" if self.recipe.refine_steps else "forward"):
+            error, before, engine = self._refine(chosen, *targets)
+        with self.costs.stage("forward"):
+            self._hand_on(*targets)
         seconds = time.perf_counter() - self.started
-        report = BlockReport(self.index, self.name, error, before, False, seconds)
+        report = BlockReport(self.index, self.name, error, before, False, seconds, engine)
         return BlockResult(self.quantized, self.kept, self.modules, report)
 
     def restore(self, quantized: dict[str, Quantized]) -> None:
         """Take a finished block as it is and only carry the activations through it."""
         for name, weight in quantized.items():
             self.layers[name].weight = nn.Parameter(weight.dequantize().to(self.device), requires_grad=False)
-        self._hand_on(*self._original_outputs())
+        with self.costs.stage("forward"):
+            self._hand_on(*self._original_outputs())
 
     def _original_outputs(self) -> tuple[list[Tensor], list[Tensor]]:
         outputs = []
         with torch.no_grad(), compute(self.device):
             for batches in (self.train, self.held_out):
-                outputs.append([run_block(self.original, self.index, b, b.original).float() for b in batches])
+                outputs.append([b.place.keep(run_block(self.original, self.index, b, b.original)) for b in batches])
         return outputs[0], outputs[1]
 
     def _statistics(self, stage: list[str]) -> tuple[Hessian, Hessian | None]:
@@ -109,86 +120,91 @@ class BlockRun:
     def _inputs(self, block: nn.Module, layer: str, batch: Batch, hidden: Tensor) -> Tensor:
         with compute(self.device):
             module = block.get_submodule(layer)
-            return inputs_of(block, self.index, batch, hidden, [module])[module]
+            seen = inputs_of(block, self.index, batch, hidden, [module])[module]
+        # On a GPU the layer's own product reads bfloat16; so do its statistics, at the speed of its matrix units.
+        return seen.bfloat16() if self.device.type == "cuda" and has_bfloat16(self.device) else seen
 
     def _solve_stage(self, stage: list[str], hessian: Hessian, held_out: Hessian | None) -> None:
         """Quantize the layers of a stage, stacked along n where they share a grid, and put them into the block."""
-        for choice in dict.fromkeys(self.choices[name] for name in stage):
-            names = [name for name in stage if self.choices[name] == choice]
+        system = System(hessian, self.recipe.damp, self.recipe.act_order)
+        if system.factor.damp > self.recipe.damp:
+            self.observer.warning(f"{self.name}.{stage[0]}: damping raised to {system.factor.damp:g}")
+        for grids in dict.fromkeys(self.grids[name] for name in stage):
+            names = [name for name in stage if self.grids[name] == grids]
             started = time.perf_counter()
             weight = torch.cat([self.layers[name].weight for name in names])
-            solution = self._best_solution(weight, hessian, held_out, *choice)
-            if solution.damp > self.recipe.damp:
-                self.observer.warning(f"{self.name}.{names[0]}: damping raised to {solution.damp:g}")
-            seconds = (time.perf_counter() - started) / len(names)
+            solution = self._best_solution(weight, system, hessian, held_out, grids)
             rows = [self.layers[name].out_features for name in names]
             for name, part in zip(names, split_rows(solution.quantized, rows), strict=True):
-                layer = self.layers[name]
-                layer.weight = nn.Parameter(part.dequantize(), requires_grad=False)
+                self.layers[name].weight = nn.Parameter(part.dequantize(), requires_grad=False)
                 self.quantized[name] = part
-                self.modules.append(
-                    ModuleReport(
-                        f"{self.name}.{name}",
-                        part.n,
-                        part.k,
-                        part.spec,
-                        solution.loss,
-                        solution.damp,
-                        solution.dead,
-                        seconds,
-                    )
-                )
+                facts = (part.n, part.k, part.spec, solution.loss, solution.damp, solution.dead)
+                seconds = (time.perf_counter() - started) / len(names)
+                self.modules.append(ModuleReport(f"{self.name}.{name}", *facts, seconds))
                 self.observer.module_finished(self.modules[-1])
 
-    def _best_solution(self, weight: Tensor, hessian: Hessian, held_out: Hessian | None, spec, ternary) -> Solution:
+    def _best_solution(
+        self,
+        weight: Tensor,
+        system: System,
+        hessian: Hessian,
+        held_out: Hessian | None,
+        grids: tuple[tuple[QuantSpec, bool], ...],
+    ) -> Solution:
+        """Of all candidate grids, with and without correction, the one with the least error on held-out sequences; by
+        the error that H predicts where the two streams are still one."""
         recipe = self.recipe
-        settings = {
-            "ternary": ternary,
-            "damp": recipe.damp,
-            "clip": recipe.clip,
-            "act_order": recipe.act_order,
-            "sweeps": recipe.sweeps,
-            "refit": recipe.refit,
-        }
-        plain = solve(weight, hessian, spec, correction=0.0, **settings)
-        if held_out is None:
-            return plain
-        corrected = solve(weight, hessian, spec, correction=recipe.correction, **settings)
-        better = stream_error(corrected, weight, held_out) < stream_error(plain, weight, held_out)
-        return corrected if better else plain
+        targets = [weight.float()]
+        if held_out is not None:
+            targets.append(corrected_target(weight.float(), hessian, recipe.damp, recipe.correction))
+        best, least = None, float("inf")
+        for spec, ternary in grids:
+            check(weight, hessian, spec, ternary)
+            for target in targets:
+                settings = {"clip": recipe.clip, "sweeps": recipe.sweeps, "refit": recipe.refit}
+                solution = system.solve(target, targets[0], spec, ternary=ternary, **settings)
+                error = solution.loss if held_out is None else stream_error(solution, weight, held_out)
+                if best is None or error < least:
+                    best, least = solution, error
+        return best
 
-    def _refine(self, chosen: dict[str, nn.Linear], train: list[Tensor], held_out: list[Tensor]) -> tuple[float, float]:
+    def _refine(
+        self, chosen: dict[str, nn.Linear], train: list[Tensor], held_out: list[Tensor]
+    ) -> tuple[float, float, str]:
+        """Held-out error after and before refinement, and the engine whose result was kept ("" for none)."""
         if not self.recipe.refine_steps or not chosen:
-            error = block_error(self.block, self.index, self.held_out, held_out, self.device)
-            return error, error
-        best, error, before = refine_block(
+            error = block_error(self.block, self.index, self.held_out, held_out)
+            return error, error, ""
+        job = Job(
             self.block,
             self.index,
             chosen,
             self.quantized,
             {name: layer.weight for name, layer in linear_layers(self.original).items() if name in chosen},
-            {name for name, choice in self.choices.items() if choice is not None and choice[1]},
+            {name for name, grids in self.grids.items() if grids and grids[0][1]},
             (self.train, train),
             (self.held_out, held_out),
-            self.recipe,
-            self.device,
-            lambda done, total: self.observer.stage("refine", done, total),
         )
-        if best is self.quantized:
+        progress = self.observer.stage
+        self.quantized, error, before, engine = refine_block(
+            job, self.recipe, lambda done, total: progress("refine", done, total)
+        )
+        if not engine:
             self.observer.warning(f"{self.name}: refinement did not lower the held-out error {before:.4g}; rolled back")
-        self.quantized = best
-        return error, before
+        return error, before, engine
 
     def _hand_on(self, train: list[Tensor], held_out: list[Tensor]) -> None:
-        """Replace every batch's hidden states by this block's outputs."""
-        batches = [*self.train, *self.held_out]
-        for done, (batch, target) in enumerate(zip(batches, [*train, *held_out], strict=True)):
+        """Replace every batch's hidden states by this block's outputs: all of them, or none when it fails."""
+        batches, outputs = [*self.train, *self.held_out], []
+        for done, batch in enumerate(batches):
             with torch.no_grad(), compute(self.device):
-                out = run_block(self.block, self.index, batch, batch.quantized).float()
+                out = run_block(self.block, self.index, batch, batch.quantized)
             if not bool(torch.isfinite(out).all()):
                 raise QuantizationError(f"{self.name}: its output on calibration sample {batch.first} is not finite")
-            batch.original, batch.quantized = target, out
+            outputs.append(batch.place.keep(out))
             self.observer.stage("replay", done + 1, len(batches))
+        for batch, target, out in zip(batches, [*train, *held_out], outputs, strict=True):
+            batch.original, batch.quantized = target, out
 
 
 def split_rows(stacked: Quantized, rows: list[int]) -> list[Quantized]:

@@ -57,15 +57,15 @@ class Hessian:
         Raises:
             QuantizationError: a value is NaN or infinite; the module and the sample are named.
         """
-        x = x.reshape(-1, self.k).float()
+        x = self._rows(x)
         if self.rows and (original is None) != (self._cross is None):
             raise QuantizationError(f"{self.name}: original inputs must be given with every update or with none")
-        product = x.t() @ x
+        product = _product(x, x)
         self._require_finite(product, x, sample)
         self._sum += product
         if original is not None:
-            original = original.reshape(-1, self.k).float()
-            cross = original.t() @ x
+            original = self._rows(original)
+            cross = _product(original, x)
             self._require_finite(cross, original, sample)
             self._cross = cross if self._cross is None else self._cross.add_(cross)
         self.rows += x.shape[0]
@@ -125,6 +125,11 @@ class Hessian:
         matrix.diagonal()[dead] = 1.0
         return matrix, dead
 
+    def _rows(self, x: Tensor) -> Tensor:
+        """[tokens, k]; bfloat16 stays so on a GPU, whose products of it are exact and sums float32."""
+        x = x.reshape(-1, self.k)
+        return x if x.dtype == torch.bfloat16 and x.device.type == "cuda" else x.float()
+
     def _require_finite(self, product: Tensor, x: Tensor, sample: int | None) -> None:
         # A NaN or an infinity anywhere in a column of x shows on the diagonal of xᵀx.
         if bool(torch.isfinite(product.diagonal()).all()):
@@ -133,6 +138,11 @@ class Hessian:
         where = "" if sample is None else f" of calibration sample {sample}"
         what = f"{bad} of {x.numel()} input values are NaN or infinite" if bad else "squared inputs overflow float32"
         raise QuantizationError(f"{self.name}: {what}{where}")
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``aᵀb`` in float32."""
+    return torch.mm(a.t(), b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else a.t() @ b
 
 
 def _inverse_upper(matrix: Tensor) -> Tensor | None:

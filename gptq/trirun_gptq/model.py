@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .activations import Batch, capture, make_batches
+from .activations import Batch, Placement, capture, halve, make_batches
 from .block import BlockResult, BlockRun
-from .errors import QuantizationError
+from .columns import has_triton
+from .costs import Costs, peak_host_bytes
+from .endtoend import Head, compare, tune_scales
+from .memory import plan_memory
 from .observer import Observer, Report
 from .quantized import Quantized
 from .recipe import Recipe
+from .requirements import require_calibration, require_group_sizes
 from .source import Skeleton, TensorSource, linear_layers
 from .state import RunState, fingerprint
+from .writing import Writer, copy_rest, write_block
 
-
-class Writer(Protocol):
-    """Receives the finished tensors in model order. It must not keep them longer than it needs."""
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Store one tensor under its checkpoint name. It lies on the CPU."""
+T = TypeVar("T")
 
 
 def quantize_model(
@@ -65,61 +63,123 @@ def quantize_model(
     """
     observer = observer or Observer()
     device = torch.device(device)
-    started = time.perf_counter()
     source = TensorSource(model_dir)
     skeleton = Skeleton(source)
-    _require_calibration(calibration, recipe, skeleton)
-    _require_group_sizes(skeleton, recipe)
-    report = Report(tokens=sum(len(sequence) for sequence in calibration[: recipe.samples]))
+    require_calibration(calibration, recipe, skeleton)
+    require_group_sizes(skeleton, recipe)
+    if device.type == "cuda" and not has_triton():
+        observer.warning("Triton is not installed: the solver runs as PyTorch calls, many times slower on a GPU")
+    costs = Costs(device)
+    report = Report(tokens=sum(len(sequence) for sequence in calibration[: recipe.samples]), stages=costs.stages)
+    report.memory = plan_memory(skeleton, recipe, sum(map(len, calibration)), device)
+    observer.memory(report.memory)
     modules = sum(len(linear_layers(block)) for block in skeleton.blocks)
     observer.plan(len(skeleton.blocks), modules, report.tokens)
 
     state = RunState(state_dir, fingerprint(source, recipe, calibration, device)) if state_dir is not None else None
-    train, held_out = _embed(skeleton, calibration, recipe, device, observer)
-    report.stage_seconds["embed"] = time.perf_counter() - started
-    _copy_rest(source, skeleton, writer)
+    with costs.stage("embed"):
+        train, held_out = _embed(skeleton, calibration, recipe, report.memory.place, observer)
+    copy_rest(source, skeleton, writer)
+    walk = _Walk(skeleton, train, held_out, recipe, observer, state, costs)
+    # Scales still change when the model is trained end to end: blocks wait, at a byte per weight.
+    waiting: list[dict[str, Quantized]] = []
     for index in range(len(skeleton.blocks)):
         observer.block_started(index, len(skeleton.blocks), skeleton.block_name(index))
-        result = _block(skeleton, index, train, held_out, recipe, device, observer, state)
-        _write_block(source, skeleton.block_name(index), result.quantized, writer)
+        result = walk.block(index)
+        if recipe.e2e_steps:
+            waiting.append({name: weight.to("cpu") for name, weight in result.quantized.items()})
+        else:
+            with costs.stage("write"):
+                write_block(source, skeleton.block_name(index), result.quantized, writer)
         report.modules += result.modules
         report.kept += [f"{skeleton.block_name(index)}.{name}" for name in result.kept]
         report.blocks.append(result.report)
         observer.block_finished(result.report)
-    report.stage_seconds["blocks"] = time.perf_counter() - started - report.stage_seconds["embed"]
-    report.peak_bytes = _peak_bytes()
+    _finish(walk, waiting, report, writer)
+    report.peak_bytes = peak_host_bytes()
     return report
 
 
-def _block(
-    skeleton: Skeleton,
-    index: int,
-    train: list[Batch],
-    held_out: list[Batch],
-    recipe: Recipe,
-    device: torch.device,
-    observer: Observer,
-    state: RunState | None,
-) -> BlockResult:
-    """One block quantized, or taken from the state of a run that was stopped; the activations move on either way."""
-    run = BlockRun(skeleton, index, train, held_out, recipe, device, observer)
-    finished = state.load(index) if state is not None else None
-    if finished is not None:
-        run.restore(finished.quantized)
-        for module in finished.modules:
-            observer.module_finished(module)
-        return finished
-    result = run.run()
-    if state is not None:
-        state.save(index, result)
-    return result
+def _finish(walk: _Walk, waiting: list[dict[str, Quantized]], report: Report, writer: Writer) -> None:
+    """End-to-end training where the recipe asks for it, and how the result predicts held-out text."""
+    skeleton, recipe, observer, costs = walk.skeleton, walk.recipe, walk.observer, walk.costs
+    if walk.held_out:
+        head = Head(skeleton, report.memory.device)
+        if waiting:
+            with costs.stage("end to end"):
+                waiting, report.before_e2e, report.predictions = walk.retrying(
+                    lambda: tune_scales(
+                        head, waiting, walk.train, walk.held_out, recipe, lambda *at: observer.stage("e2e", *at)
+                    )
+                )
+        else:
+            with costs.stage("compare"):
+                report.predictions = walk.retrying(lambda: compare(head, walk.held_out))
+    for index, quantized in enumerate(waiting):
+        with costs.stage("write"):
+            write_block(skeleton.source, skeleton.block_name(index), quantized, writer)
+
+
+class _Walk:
+    """The blocks in turn; activations move on with each, and into smaller batches when memory runs out."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        train: list[Batch],
+        held_out: list[Batch],
+        recipe: Recipe,
+        observer: Observer,
+        state: RunState | None,
+        costs: Costs,
+    ) -> None:
+        self.skeleton, self.train, self.held_out = skeleton, train, held_out
+        self.recipe, self.observer, self.state, self.costs = recipe, observer, state, costs
+
+    def block(self, index: int) -> BlockResult:
+        """One block quantized, or taken from the state of a run that was stopped."""
+        finished = self.state.load(index) if self.state is not None else None
+
+        def attempt() -> BlockResult:
+            run = BlockRun(self.skeleton, index, self.train, self.held_out, self.recipe, self.observer, self.costs)
+            if finished is None:
+                return run.run()
+            run.restore(finished.quantized)
+            return finished
+
+        result = self.retrying(attempt)
+        if finished is not None:
+            for module in finished.modules:
+                self.observer.module_finished(module)
+        elif self.state is not None:
+            with self.costs.stage("write"):
+                self.state.save(index, result)
+        return result
+
+    def retrying(self, attempt: Callable[[], T]) -> T:
+        """The attempt's result; when a GPU runs out of memory, once more with batches half as large.
+
+        An attempt changes the batches' activations at its very end or not at all.
+        """
+        while True:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError:
+                sequences = max(len(batch.tokens) for batch in [*self.train, *self.held_out])
+                if sequences == 1:
+                    raise
+            # Outside the handler, whose traceback keeps the failed attempt's tensors alive.
+            torch.cuda.empty_cache()
+            self.observer.warning(f"out of GPU memory with {sequences} sequences at a time; again with half as many")
+            self.train[:] = halve(self.skeleton, self.train)
+            self.held_out[:] = halve(self.skeleton, self.held_out)
 
 
 def _embed(
-    skeleton: Skeleton, calibration: list[Tensor], recipe: Recipe, device: torch.device, observer: Observer
+    skeleton: Skeleton, calibration: list[Tensor], recipe: Recipe, place: Placement, observer: Observer
 ) -> tuple[list[Batch], list[Batch]]:
     """Both parts of the calibration sequences, embedded."""
-    skeleton.load_rest(device)
+    skeleton.load_rest(place.device)
     parts = make_batches(calibration[: recipe.samples]), make_batches(calibration[recipe.samples :], recipe.samples)
     total = len(parts[0]) + len(parts[1])
     done = 0
@@ -129,69 +189,5 @@ def _embed(
         done += 1
         observer.stage("embed", done, total)
 
-    train, held_out = (capture(skeleton, part, device, step) for part in parts)
+    train, held_out = (capture(skeleton, part, place, step) for part in parts)
     return train, held_out
-
-
-def _write_block(source: TensorSource, block: str, quantized: dict[str, Quantized], writer: Writer) -> None:
-    """A block's packed weights, and its other tensors as they are."""
-    for name, weight in quantized.items():
-        packed = weight.pack()
-        writer.add(f"{block}.{name}.weight", packed.words.cpu())
-        writer.add(f"{block}.{name}.weight_scale", packed.scales.cpu())
-        if packed.zeros is not None:
-            writer.add(f"{block}.{name}.weight_zero", packed.zeros.cpu())
-    replaced = {f"{block}.{name}.weight" for name in quantized}
-    for name in source.names:
-        if name.startswith(f"{block}.") and name not in replaced:
-            writer.add(name, source.read(name))
-
-
-def _copy_rest(source: TensorSource, skeleton: Skeleton, writer: Writer) -> None:
-    for name in source.names:
-        if not name.startswith(f"{skeleton.blocks_name}."):
-            writer.add(name, source.read(name))
-
-
-def _require_calibration(calibration: list[Tensor], recipe: Recipe, skeleton: Skeleton) -> None:
-    needed = recipe.samples + recipe.held_out
-    if len(calibration) != needed:
-        raise QuantizationError(
-            f"{len(calibration)} calibration sequences were given; the recipe asks for {recipe.samples} and "
-            f"{recipe.held_out} held out"
-        )
-    vocabulary = skeleton.model.get_input_embeddings().weight.shape[0]
-    context = getattr(skeleton.model.config.get_text_config(), "max_position_embeddings", None)
-    for i, sequence in enumerate(calibration):
-        if sequence.dim() != 1 or sequence.dtype != torch.int64 or len(sequence) < 2:
-            raise QuantizationError(
-                f"calibration sequence {i} must be int64 [length ≥ 2], got {sequence.dtype} {list(sequence.shape)}"
-            )
-        if context is not None and len(sequence) > context:
-            raise QuantizationError(
-                f"calibration sequence {i} has {len(sequence)} tokens; the model's context ends at {context}"
-            )
-        low, high = int(sequence.min()), int(sequence.max())
-        if low < 0 or high >= vocabulary:
-            raise QuantizationError(
-                f"calibration sequence {i} has tokens {low}..{high}; the model's vocabulary is 0..{vocabulary - 1}"
-            )
-
-
-def _require_group_sizes(skeleton: Skeleton, recipe: Recipe) -> None:
-    """Every layer's group size divides its k: said before the first block is read, not after an hour."""
-    for index, block in enumerate(skeleton.blocks):
-        for path, layer in linear_layers(block).items():
-            name = f"{skeleton.block_name(index)}.{path}"
-            choice = recipe.choice(name)
-            try:
-                if choice is not None:
-                    choice[0].groups(layer.in_features)
-            except ValueError as error:
-                raise QuantizationError(f"{name}: {error}; choose another group size or override this one") from None
-
-
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes.
-    return peak if sys.platform == "darwin" else peak * 1024

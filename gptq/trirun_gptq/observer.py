@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from trirun_kernels import QuantSpec
 
+from .costs import StageCost
+from .memory import MemoryPlan
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
@@ -45,6 +48,7 @@ class BlockReport:
         error_before_refine: the same before block refinement; equal to ``error`` where it was off or rolled back.
         resumed: the block was taken from a previous run's state.
         seconds: of wall time.
+        engine: whose refinement was kept; "" for none.
     """
 
     index: int
@@ -53,6 +57,23 @@ class BlockReport:
     error_before_refine: float
     resumed: bool
     seconds: float
+    engine: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """How the quantized model predicts held-out text, beside the original.
+
+    Attributes:
+        perplexity, original_perplexity: on the held-out sequences.
+        divergence: KL(original ‖ quantized), nats per token.
+        tokens: predicted.
+    """
+
+    perplexity: float
+    original_perplexity: float
+    divergence: float
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -63,7 +84,10 @@ class Report:
         modules, blocks: in model order.
         kept: linear layers inside the decoder blocks left as they were (``ignore``, or an override that says so).
         tokens: calibration tokens used, held-out ones excluded.
-        stage_seconds: wall time by stage name.
+        stages: cost by stage name.
+        memory: what was planned.
+        predictions: of the result on the held-out sequences, beside the original; None without held-out sequences.
+        before_e2e: the same before end-to-end training; None where there was none.
         peak_bytes: peak resident memory of the process (host) over the run.
     """
 
@@ -71,7 +95,10 @@ class Report:
     blocks: list[BlockReport] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     tokens: int = 0
-    stage_seconds: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, StageCost] = field(default_factory=dict)
+    memory: MemoryPlan | None = None
+    predictions: Predictions | None = None
+    before_e2e: Predictions | None = None
     peak_bytes: int = 0
 
     @property
@@ -84,6 +111,9 @@ class Report:
 class Observer:
     """Callbacks of a run, all no-ops; subclass and override what you render. Called from the calling thread only."""
 
+    def memory(self, plan: MemoryPlan) -> None:
+        """Once, first of all: the memory the run expects to need."""
+
     def plan(self, blocks: int, modules: int, tokens: int) -> None:
         """Once, before the first block: how many blocks and modules there are, on how many calibration tokens."""
 
@@ -91,8 +121,8 @@ class Observer:
         """Block ``index`` (from 0) of ``total`` begins."""
 
     def stage(self, name: str, done: int, total: int) -> None:
-        """Progress within a block: ``name`` is ``"embed"``, ``"hessian"``, ``"solve"``, ``"refine"`` or ``"replay"``;
-        ``done`` of ``total`` steps are complete."""
+        """Progress within a block, or of ``"embed"`` before and ``"e2e"`` after all of them; a block's stages are
+        ``"hessian"``, ``"solve"``, ``"refine"`` and ``"replay"``. ``done`` of ``total`` steps are complete."""
 
     def module_finished(self, report: ModuleReport) -> None:
         """A linear layer has its codes."""

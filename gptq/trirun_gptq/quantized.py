@@ -51,6 +51,11 @@ class Quantized:
         """Input features."""
         return self.codes.shape[1]
 
+    def to(self, device: torch.device | str) -> Quantized:
+        """The same on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return Quantized(self.codes.to(device), self.scales.to(device), zeros, self.spec)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense [n, k] weight, evaluated in float32 from the stored fp16 scales, then rounded to ``dtype``."""
         return dequantize_codes(self.codes, self.scales, self.spec, self.zeros).to(dtype)

@@ -16,6 +16,10 @@ from .strict import checked_fields, read_mapping, suggest
 
 # The zero point of each named grid; None is one real zero per group.
 GRIDS: dict[str, float | None] = {"signed": 1.0, "midrise": 1.5, "zero": None, "ternary": 1.0}
+# Of equal size; each layer takes the one that serves its outputs better.
+AUTO = ("signed", "midrise")
+_GRID_NAMES = (*GRIDS, "auto")
+ENGINES = ("ste", "gumbel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,8 @@ class Recipe:
         name: shown to the user and stored with the result.
         wbits: 2; nothing else has kernels.
         group_size: input features per scale: 128, 64, 32, or -1 for one scale per output channel.
-        grid: ``signed`` ({-1..2}·s, s of either sign), ``zero`` (one real zero per group), ``midrise`` ({±½, ±1½}·s) or
-            ``ternary`` ({-1, 0, 1}·s).
+        grid: ``signed`` ({-1..2}·s, s of either sign), ``zero`` (one real zero per group), ``midrise`` ({±½, ±1½}·s),
+            ``ternary`` ({-1, 0, 1}·s), or ``auto``: signed or midrise, whichever serves a layer better.
         samples, seqlen: calibration sequences and their length in tokens.
         natural_length: one sequence per document, as long as the document is, up to seqlen.
         held_out: sequences beside those that only decide what is kept.
@@ -50,8 +54,13 @@ class Recipe:
         sequential: quantize a block's layers in stages (q|k|v, o, gate|up, down), each seeing the ones before it
             quantized; off collects all Hessians in one pass.
         refine_steps: optimizer steps of block refinement, about 4096 tokens each; 0 is off.
+        engines: how codes are trained: ``ste`` (a latent weight, straight-through), ``gumbel`` (a distribution over the
+            four codes). With both, each block is trained by either, and the better result is kept.
         refine_lr: Adam's peak learning rate of the latent codes, in steps of the grid. refine_scale_lr: of the scales,
             as a fraction of them.
+        e2e_steps: optimizer steps of end-to-end training afterwards, about 4096 tokens each: all scales of the model
+            against the original's predictions, codes fixed; 0 is off. e2e_lr: its peak learning rate, as a fraction of
+            the scales. e2e_ce: weight of the text's own cross entropy beside the divergence, in 0..1.
         ignore: patterns (``re.search`` on the module path) of linear layers to leave as they are.
         overrides: pattern → :class:`Override`; the last match wins.
 
@@ -78,19 +87,28 @@ class Recipe:
     refine_steps: int = 0
     refine_lr: float = 2e-3
     refine_scale_lr: float = 1e-3
+    engines: tuple[str, ...] = ("ste",)
+    e2e_steps: int = 0
+    e2e_lr: float = 1e-3
+    e2e_ce: float = 0.0
     ignore: tuple[str, ...] = ()
     overrides: Mapping[str, Override] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require(self.wbits == 2, f"wbits={self.wbits}: only 2 is supported")
-        _require(self.grid in GRIDS, suggest("grid", self.grid, GRIDS))
-        _spec(self.group_size, self.grid)
-        for key, least in (("samples", 1), ("seqlen", 2), ("held_out", 0), ("sweeps", 0), ("refine_steps", 0)):
+        _require(self.grid in _GRID_NAMES, suggest("grid", self.grid, _GRID_NAMES))
+        _specs(self.group_size, self.grid)
+        least_values = {"samples": 1, "seqlen": 2, "held_out": 0, "sweeps": 0, "refine_steps": 0, "e2e_steps": 0}
+        for key, least in least_values.items():
             value = getattr(self, key)
             _require(value >= least, f"{key}={value}: at least {least} is needed")
         _require(0 < self.damp <= 1, f"damp={self.damp}: a fraction in (0, 1] is needed")
         _require(0 <= self.correction <= 1, f"correction={self.correction}: a strength in [0, 1] is needed")
-        for key in ("refine_steps", "correction"):
+        _require(0 <= self.e2e_ce <= 1, f"e2e_ce={self.e2e_ce}: a weight in [0, 1] is needed")
+        _require(len(self.engines) > 0, f"engines is empty; known: {', '.join(ENGINES)}")
+        for engine in self.engines:
+            _require(engine in ENGINES, suggest("engine", engine, ENGINES))
+        for key in ("refine_steps", "correction", "e2e_steps"):
             decided = getattr(self, key) == 0 or self.held_out > 0
             _require(decided, f"{key} needs held_out > 0: held-out sequences decide what is kept")
         for pattern in (*self.ignore, *self.overrides):
@@ -100,25 +118,30 @@ class Recipe:
                 raise QuantizationError(f"recipe: {pattern!r} is not a regular expression: {error}") from None
         for pattern, override in self.overrides.items():
             grid = override.grid or self.grid
-            _require(grid in GRIDS, f"overrides[{pattern!r}]: {suggest('grid', grid, GRIDS)}")
-            _spec(override.group_size or self.group_size, grid)
+            _require(grid in _GRID_NAMES, f"overrides[{pattern!r}]: {suggest('grid', grid, _GRID_NAMES)}")
+            _specs(override.group_size or self.group_size, grid)
 
     def choice(self, module: str) -> tuple[QuantSpec, bool] | None:
-        """The grid of one module and whether it is ternary; None when the module is left as it is."""
+        """The first of a module's candidates; None when it is left as it is."""
+        candidates = self.candidates(module)
+        return candidates[0] if candidates else None
+
+    def candidates(self, module: str) -> tuple[tuple[QuantSpec, bool], ...]:
+        """The grids one module may take, each with whether it is ternary; empty when the module is left as it is."""
         if any(re.search(pattern, module) for pattern in self.ignore):
-            return None
+            return ()
         group_size, grid = self.group_size, self.grid
         for pattern, override in self.overrides.items():
             if re.search(pattern, module):
                 if override.keep:
-                    return None
+                    return ()
                 group_size, grid = override.group_size or group_size, override.grid or grid
-        return _spec(group_size, grid), grid == "ternary"
+        return _specs(group_size, grid)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as :meth:`from_dict` reads them: what is written beside the result."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["ignore"] = list(self.ignore)
+        values["ignore"], values["engines"] = list(self.ignore), list(self.engines)
         values["overrides"] = {
             pattern: {key: value for key, value in dataclasses.asdict(override).items() if value not in (None, False)}
             for pattern, override in self.overrides.items()
@@ -139,12 +162,15 @@ class Recipe:
         for pattern, entry in overrides.items():
             _require(isinstance(entry, Mapping), f"overrides[{pattern!r}] must be a mapping, got {entry!r}")
             parsed[str(pattern)] = Override(**checked_fields(Override, entry, f"recipe: overrides[{pattern!r}]"))
-        ignore = known.pop("ignore", ())
-        _require(
-            isinstance(ignore, list | tuple) and all(isinstance(pattern, str) for pattern in ignore),
-            f"ignore must be a list of patterns, got {ignore!r}",
-        )
-        return cls(**known, ignore=tuple(ignore), overrides=parsed)
+        for key in ("ignore", "engines"):
+            entries = known.get(key, [])
+            _require(
+                isinstance(entries, list | tuple) and all(isinstance(entry, str) for entry in entries),
+                f"{key} must be a list of strings, got {entries!r}",
+            )
+            if key in known:
+                known[key] = tuple(entries)
+        return cls(**known, overrides=parsed)
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -160,9 +186,36 @@ def load_recipe(path: str | Path) -> Recipe:
         raise QuantizationError(f"{path}: {error}") from None
 
 
-def _spec(group_size: int, grid: str) -> QuantSpec:
+def checked_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values, once every key is a field of ``cls`` and every scalar has the field's type."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    checked = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise QuantizationError(f"{where}: {suggest('key', key, fields)}")
+        declared = str(fields[key].type).split(" | ")
+        expected = {"int": int, "float": float, "str": str, "bool": bool}.get(declared[0])
+        if expected is None or (value is None and "None" in declared):
+            checked[key] = value
+            continue
+        if expected is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        elif expected is float and isinstance(value, str):
+            # YAML 1.1 reads 1e-4 as a string.
+            try:
+                value = float(value)
+            except ValueError:
+                raise QuantizationError(f"{where}: {key} must be a float, got {value!r}") from None
+        if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+            raise QuantizationError(f"{where}: {key} must be {expected.__name__}, got {value!r}")
+        checked[key] = value
+    return checked
+
+
+def _specs(group_size: int, grid: str) -> tuple[tuple[QuantSpec, bool], ...]:
+    names = AUTO if grid == "auto" else (grid,)
     try:
-        return QuantSpec(group_size, GRIDS[grid])
+        return tuple((QuantSpec(group_size, GRIDS[name]), name == "ternary") for name in names)
     except ValueError as error:
         raise QuantizationError(f"recipe: {error}") from None
 

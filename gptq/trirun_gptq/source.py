@@ -103,6 +103,7 @@ class Skeleton:
         self.model.eval().requires_grad_(False)
         self.source = source
         self.blocks_name, self.blocks = decoder_blocks(self.model)
+        self._empty = list(self.blocks)
         for name, module in self.blocks.named_modules(prefix=self.blocks_name):
             _require_supported(name, module)
 
@@ -125,6 +126,22 @@ class Skeleton:
             if inside or tied or not (module._parameters or module._buffers):
                 continue
             self._fill(module, name, device, recurse=False)
+
+    def load_head(self, device: torch.device) -> None:
+        """Fill in the output head; a tied one shares the embeddings that :meth:`load_rest` filled in."""
+        head = self.model.get_output_embeddings()
+        if head is None:
+            raise QuantizationError(f"{type(self.model).__name__} has no output head")
+        name = next(name for name, module in self.model.named_modules() if module is head)
+        if f"{name}.weight" in self.source:
+            self._fill(head, name, device, recurse=False)
+        else:
+            head.weight = self.model.get_input_embeddings().weight
+
+    def unload_blocks(self) -> None:
+        """Blocks without weights again, as they were before some were filled in."""
+        for index, empty in enumerate(self._empty):
+            self.blocks[index] = empty
 
     def _fill(self, module: nn.Module, prefix: str, device: torch.device, recurse: bool = True) -> None:
         owners = dict(module.named_modules()) if recurse else {"": module}

@@ -8,78 +8,9 @@ import transformers
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model import quantize_model
 from trirun_gptq.observer import Observer
-from trirun_gptq.recipe import Override, Recipe
-from trirun_kernels import PackedWeight, dequantize
+from trirun_gptq.recipe import Override
 
-RECIPE = Recipe(group_size=32, samples=6, held_out=2, seqlen=24, sweeps=1)
-SIZES = {
-    "vocab_size": 120,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-class Tensors(dict):
-    """A writer that remembers, and refuses a name given twice."""
-
-    def add(self, name, tensor):
-        assert name not in self and tensor.device.type == "cpu"
-        self[name] = tensor.clone()
-
-
-class Log(Observer):
-    def __init__(self):
-        self.blocks, self.modules, self.stages = [], [], set()
-
-    def block_finished(self, report):
-        self.blocks.append(report)
-
-    def module_finished(self, report):
-        self.modules.append(report)
-
-    def stage(self, name, done, total):
-        assert 0 <= done <= total
-        self.stages.add(name)
-
-
-def make_model(directory, family="Llama", dtype=torch.float16, **extra):
-    """A small random model of a family, saved as a checkpoint, with weights large enough to matter."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **extra})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.data.mul_(4)
-    model.save_pretrained(directory)
-    return directory
-
-
-def calibration(count=8, length=24, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 120, (length,), generator=generator) for _ in range(count)]
-
-
-def run(directory, recipe=RECIPE, sequences=None, **kwargs):
-    written, log = Tensors(), Log()
-    report = quantize_model(directory, recipe, sequences or calibration(), written, log, **kwargs)
-    return written, report, log
-
-
-def load_result(directory, written, report):
-    """The quantized model as a dense float32 one."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for module in report.modules:
-        parts = (written[f"{module.name}.{key}"] for key in ("weight", "weight_scale"))
-        packed = PackedWeight(*parts, written.get(f"{module.name}.weight_zero"), module.n, module.k, module.spec)
-        model.get_submodule(module.name).weight.data.copy_(dequantize(packed))
-    return model
+from tests.gptq.models import RECIPE, SIZES, Tensors, calibration, load_result, make_model, run
 
 
 def true_error(original, quantized, sequences, index):
@@ -168,9 +99,10 @@ def test_overrides_and_ignore(tmp_path):
     assert specs["model.layers.1.self_attn.q_proj"].group_size == 32
 
 
-def test_refinement_lowers_the_held_out_error_or_is_rolled_back(tmp_path):
+@pytest.mark.parametrize("engines", [("ste",), ("gumbel",), ("ste", "gumbel")])
+def test_refinement_lowers_the_held_out_error_or_is_rolled_back(tmp_path, engines):
     make_model(tmp_path)
-    recipe = replace(RECIPE, refine_steps=40, refine_lr=2e-3, refine_scale_lr=2e-3)
+    recipe = replace(RECIPE, refine_steps=40, refine_lr=2e-3, refine_scale_lr=2e-3, engines=engines)
     _, report, log = run(tmp_path, recipe)
     assert all(block.error <= block.error_before_refine for block in report.blocks)
     assert report.blocks[0].error < report.blocks[0].error_before_refine

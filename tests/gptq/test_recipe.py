@@ -21,7 +21,7 @@ from trirun_kernels import QuantSpec
         ({"samples": 0}, "samples=0: at least 1"),
         ({"refine_steps": 5, "held_out": 0}, "refine_steps needs held_out > 0"),
         ({"correction": 0.5, "held_out": 0}, "correction needs held_out > 0"),
-        ({"ignore": "lm_head"}, "ignore must be a list of patterns"),
+        ({"ignore": "lm_head"}, "ignore must be a list of strings"),
         ({"ignore": ["("]}, r"'\(' is not a regular expression"),
         ({"overrides": {"down": {"grop_size": 64}}}, "unknown key 'grop_size'; did you mean 'group_size'"),
         ({"overrides": {"down": {"group_size": 48}}}, "group_size=48 is not one of"),

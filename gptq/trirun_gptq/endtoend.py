@@ -1,0 +1,244 @@
+"""End-to-end training: all scales of the quantized model against the original model's predictions, codes fixed.
+
+The blocks were trained one at a time; here the whole model is run, and what is lowered is the divergence of its
+next-token distribution from the original's (Chen et al. 2024, "EfficientQAT", E2E-QP, with distillation in place of the
+text's own cross entropy, which can be mixed in). The original's predictions come from its hidden states after the last
+block, which the walk carries anyway: the original's blocks are not loaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .activations import Batch, compute
+from .errors import QuantizationError
+from .grid import store_scales, store_zeros
+from .observer import Predictions
+from .quantized import Quantized
+from .recipe import Recipe
+from .refine import rate_factor, step_batches
+from .source import Skeleton
+
+EVALUATIONS = 8  # times per run that the held-out divergence is measured
+CLIP = 1.0  # of the gradient's norm
+Blocks = list[dict[str, Quantized]]
+
+
+class Head:
+    """What follows the last block, as the model's own class computes it, in float32."""
+
+    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+        skeleton.load_head(device)
+        self.skeleton = skeleton
+        self.as_tuple = False
+
+    def logits(self, batch: Batch, states: Tensor) -> Tensor:
+        """Logits [b, t, vocabulary], float32, from hidden states after the last block, [b, t, h]."""
+        for as_tuple in (self.as_tuple, not self.as_tuple):
+            with _answering(self.skeleton.blocks, batch.place.fetch(states), as_tuple):
+                logits = predict(self.skeleton, batch.tokens.to(batch.place.device))
+            if logits.shape[:2] == batch.tokens.shape:
+                self.as_tuple = as_tuple
+                return logits
+        kind = type(self.skeleton.model).__name__
+        raise QuantizationError(f"{kind}: its head does not take hidden states [batch, length, features]")
+
+
+def predict(skeleton: Skeleton, tokens: Tensor) -> Tensor:
+    """The model's logits in float32; the head's product is exact."""
+    head = skeleton.model.get_output_embeddings()
+    plain = head.forward
+
+    def exact(states: Tensor) -> Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            return plain(states.float())
+
+    head.forward = exact
+    try:
+        return skeleton.model(input_ids=tokens, use_cache=False).logits.float()
+    finally:
+        del head.forward
+
+
+def compare(head: Head, batches: list[Batch], student: Callable[[Batch], Tensor] | None = None) -> Predictions:
+    """Both models on batches whose hidden states are those after the last block.
+
+    Args:
+        student: logits of a batch; None takes the quantized stream.
+    """
+    loss = original_loss = divergence = 0.0
+    tokens = positions = 0
+    with torch.no_grad():
+        for batch in batches:
+            teacher = head.logits(batch, batch.original).log_softmax(-1)
+            mine = (head.logits(batch, batch.quantized) if student is None else student(batch)).log_softmax(-1)
+            wanted = batch.tokens[:, 1:].to(teacher.device).flatten()
+            loss += float(F.nll_loss(mine[:, :-1].flatten(0, 1), wanted, reduction="sum"))
+            original_loss += float(F.nll_loss(teacher[:, :-1].flatten(0, 1), wanted, reduction="sum"))
+            divergence += float(F.kl_div(mine, teacher, reduction="sum", log_target=True))
+            tokens, positions = tokens + wanted.numel(), positions + batch.tokens.numel()
+    per = [torch.tensor(total / tokens).exp().item() for total in (loss, original_loss)]
+    return Predictions(*per, divergence / positions, tokens)
+
+
+def tune_scales(
+    head: Head,
+    blocks: Blocks,
+    train: list[Batch],
+    held_out: list[Batch],
+    recipe: Recipe,
+    progress: Callable[[int, int], None],
+) -> tuple[Blocks, Predictions, Predictions]:
+    """Train every scale (and real zero) of the model; the whole quantized model is on the device, a byte per weight.
+
+    Args:
+        blocks: the finished blocks. train, held_out: batches with hidden states after the last block.
+        progress: called with (steps done, steps).
+
+    Returns:
+        The blocks as they end, and the predictions on held-out text before and after; the blocks that came in, and the
+        same predictions twice, where training did not lower the divergence.
+    """
+    skeleton, device = head.skeleton, train[0].place.device
+    layers = _load_student(skeleton, blocks, device)
+    scales = [p for layer in layers.values() for p in (layer.multiplier, layer.zeros) if p.requires_grad]
+    optimizer = torch.optim.Adam(scales, lr=recipe.e2e_lr, betas=(0.9, 0.95), foreach=True)
+    steps = recipe.e2e_steps
+    order = step_batches(train, steps, recipe.seed * 1019)
+    interval = max(1, steps // EVALUATIONS)
+
+    def student(batch: Batch) -> Tensor:
+        with compute(device):
+            return predict(skeleton, batch.tokens.to(device))
+
+    before = best = compare(head, held_out, student)
+    kept = None
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = recipe.e2e_lr * rate_factor(step, steps)
+        optimizer.zero_grad(set_to_none=True)
+        for b in order[step]:
+            batch = train[b]
+            with torch.no_grad():
+                teacher = head.logits(batch, batch.original).log_softmax(-1)
+            with _checkpointing(skeleton.blocks):
+                mine = student(batch).log_softmax(-1)
+                loss = F.kl_div(mine, teacher, reduction="sum", log_target=True) / batch.tokens.numel()
+                if recipe.e2e_ce:
+                    wanted = batch.tokens[:, 1:].to(device).flatten()
+                    own = F.nll_loss(mine[:, :-1].flatten(0, 1), wanted)
+                    loss = (1 - recipe.e2e_ce) * loss + recipe.e2e_ce * own
+                (loss / len(order[step])).backward()
+        nn.utils.clip_grad_norm_(scales, CLIP, foreach=True)
+        optimizer.step()
+        if (step + 1) % interval == 0 or step + 1 == steps:
+            now = compare(head, held_out, student)
+            if now.divergence < best.divergence:
+                best, kept = now, {name: layer.harden() for name, layer in layers.items()}
+        progress(step + 1, steps)
+    skeleton.unload_blocks()
+    if kept is None:
+        return blocks, before, before
+    named = ({name: kept[f"{index}.{name}"] for name in block} for index, block in enumerate(blocks))
+    return list(named), before, best
+
+
+class ScaledLinear(nn.Module):
+    """A linear layer of fixed codes and trainable scales, weight ``s·(q − zero)``.
+
+    Keeps a byte per weight; the dense weight exists during its own product only.
+    """
+
+    def __init__(self, weight: Quantized, bias: Tensor | None, device: torch.device) -> None:
+        super().__init__()
+        self.spec, self.bias = weight.spec, bias
+        n, groups = weight.scales.shape
+        self.register_buffer("grouped", weight.codes.view(n, groups, -1).to(device), persistent=False)
+        self.register_buffer("base", weight.scales.to(device).float(), persistent=False)
+        self.multiplier = nn.Parameter(torch.ones_like(self.base))
+        zeros = torch.full_like(self.base, weight.spec.zero or 0.0) if weight.zeros is None else weight.zeros.to(device)
+        self.zeros = nn.Parameter(zeros.float(), requires_grad=weight.zeros is not None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = _ScaledProduct.apply(x, self.grouped, self.base * self.multiplier, self.zeros)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    @torch.no_grad()
+    def harden(self) -> Quantized:
+        """As it would be stored."""
+        zeros = None if self.spec.zero is not None else store_zeros(self.zeros)
+        codes = self.grouped.view(self.grouped.shape[0], -1)
+        return Quantized(codes, store_scales(self.base * self.multiplier), zeros, self.spec)
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """``x·Wᵀ`` with gradients to x, scales and zeros; the dense W is made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, grouped, scales, zeros):
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        ctx.save_for_backward(x.to(dtype), grouped, scales, zeros)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(dtype), _dense(grouped, scales, zeros, dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, grouped, scales, zeros = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        grad_x = grad @ _dense(grouped, scales, zeros, x.dtype)
+        grad_weight = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).view_as(grouped).float()
+        grad_scales = (grad_weight * (grouped - zeros.unsqueeze(-1))).sum(-1)
+        grad_zeros = -scales * grad_weight.sum(-1) if ctx.needs_input_grad[3] else None
+        return grad_x, None, grad_scales, grad_zeros
+
+
+def _dense(grouped: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
+    return ((grouped - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)).to(dtype).view(grouped.shape[0], -1)
+
+
+def _load_student(skeleton: Skeleton, blocks: Blocks, device: torch.device) -> dict[str, ScaledLinear]:
+    """The skeleton's own blocks filled in, their quantized layers replaced; the layers by ``<block>.<path>``."""
+    layers = {}
+    for index, block in enumerate(blocks):
+        loaded = skeleton.load_block(index, device)
+        for name, weight in block.items():
+            layer = ScaledLinear(weight, loaded.get_submodule(name).bias, device)
+            loaded.set_submodule(name, layer)
+            layers[f"{index}.{name}"] = layer
+        skeleton.blocks[index] = loaded
+    return layers
+
+
+@contextmanager
+def _answering(blocks: nn.ModuleList, states: Tensor, as_tuple: bool) -> Iterator[None]:
+    """Every block answers with these hidden states."""
+    answer = (states,) if as_tuple else states
+    with _forwards(blocks, [lambda *args, **kwargs: answer] * len(blocks)):
+        yield
+
+
+@contextmanager
+def _checkpointing(blocks: nn.ModuleList) -> Iterator[None]:
+    """Every block is run again in the backward pass instead of keeping what it computed."""
+
+    def recomputed(forward):
+        return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    with _forwards(blocks, [recomputed(block.forward) for block in blocks]):
+        yield
+
+
+@contextmanager
+def _forwards(blocks: nn.ModuleList, forwards: list[Callable]) -> Iterator[None]:
+    try:
+        for block, forward in zip(blocks, forwards, strict=True):
+            block.forward = forward
+        yield
+    finally:
+        for block in blocks:
+            block.__dict__.pop("forward", None)

@@ -1,0 +1,117 @@
+"""How much memory a run will take, and where its activations wait: decided before the long part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .activations import BATCH_TOKENS, Placement
+from .recipe import Recipe
+from .source import Skeleton, linear_layers
+
+STREAMS = 4  # held at the peak: inputs and outputs of a block, in the original and in the quantized model
+USABLE = 0.9  # of the free memory; the rest is fragmentation and what libraries take
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Estimated bytes.
+
+    Attributes:
+        device: of the computation. free: on it, before the run.
+        block: one block's weights twice in float32, and its share of a micro-batch's activations.
+        solve: Hessians, factor and temporaries of the layer that needs most.
+        refine: latents or logits, their gradients and Adam's moments; 0 where blocks are not refined.
+        e2e: the whole model as codes, and logits; 0 without end-to-end training.
+        streams: hidden states of all calibration tokens, at the precision of ``place``.
+        place: where they wait.
+    """
+
+    device: torch.device
+    free: int
+    block: int
+    solve: int
+    refine: int
+    e2e: int
+    streams: int
+    place: Placement
+
+    @property
+    def working(self) -> int:
+        """On the device at the worst moment, waiting activations not counted."""
+        return max(self.block + max(self.solve, self.refine), self.e2e)
+
+    @property
+    def total(self) -> int:
+        """On the device at the worst moment."""
+        return self.working + (self.streams if self.place.store == self.device else 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the estimate fits what is free; it errs on the high side."""
+        return self.total <= self.free
+
+
+def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.device) -> MemoryPlan:
+    """Estimate a run's memory and choose where activations wait: on the device in float32, else there in bfloat16, else
+    (for a GPU) in the host's memory in bfloat16.
+
+    Args:
+        tokens: of all calibration sequences, held-out ones included.
+    """
+    config = skeleton.model.config.get_text_config()
+    hidden, vocabulary = config.hidden_size, config.vocab_size
+    weights = [sum(p.numel() for p in block.parameters()) for block in skeleton.blocks]
+    widest = max(_feature_sum(block) for block in skeleton.blocks)
+    # Inputs and outputs of every linear layer, and as much again of what lies between them; kept for a backward pass.
+    activations = BATCH_TOKENS * widest * 4 * (2 if recipe.refine_steps else 1)
+    block = 2 * 4 * max(weights) + activations
+    solve = max(_solve_bytes(block) for block in skeleton.blocks)
+    refine = 0
+    if recipe.refine_steps:
+        # Parameter, gradient, two moments; and the dense weight with its gradient, or noise and shares of four codes.
+        refine = max(weights) * max({"ste": 24, "gumbel": 112}[engine] for engine in recipe.engines)
+    e2e = 0
+    if recipe.e2e_steps:
+        others = 4 * (sum(p.numel() for p in skeleton.model.parameters()) - sum(weights))
+        e2e = sum(weights) + others + BATCH_TOKENS * vocabulary * 4 * 6 + 2 * activations
+    free = free_bytes(device)
+    host = torch.device("cpu")
+    places = [Placement(device, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    if device.type == "cuda":
+        places.append(Placement(device, host, torch.bfloat16))
+    plans = [
+        MemoryPlan(device, free, block, solve, refine, e2e, STREAMS * tokens * hidden * place.dtype.itemsize, place)
+        for place in places
+    ]
+    return next((plan for plan in plans if plan.total <= USABLE * free), plans[-1])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on a device, bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _feature_sum(block: nn.Module) -> int:
+    return sum(2 * (layer.in_features + layer.out_features) for layer in linear_layers(block).values())
+
+
+def _solve_bytes(block: nn.Module) -> int:
+    """Layers of one k are stacked at most together; ten matrices of a weight's size and ten of H's at the peak."""
+    rows: dict[int, int] = defaultdict(int)
+    for layer in linear_layers(block).values():
+        rows[layer.in_features] = max(rows[layer.in_features], 0) + layer.out_features
+    return max((4 * 10 * (n * k + k * k) for k, n in rows.items()), default=0)

@@ -1,0 +1,145 @@
+"""Codes and scales of one weight as something to train: two engines, both started at the GPTQ solution.
+
+``ste``: every weight has a latent value whose rounding is its code, trained straight-through (Block-AP of EfficientQAT,
+Chen et al. 2024). ``gumbel``: every weight has a distribution over its four codes, sampled while training and more and
+more certain (Jang et al. 2017, "Gumbel-softmax"; GSQ, IST-DASLab 2026). Scales of either train as multipliers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .grid import store_scales, store_zeros
+from .quantized import Quantized
+
+MARGIN = 0.49  # how far from its code a latent may start: nearer to the original weight, but not across the boundary
+SHARPNESS = 6.0  # logits of code q for a latent v start at −½·sharpness·(v − q)²,
+CERTAINTY = 5.0  # grow by this factor until the end,
+TEMPERATURES = (1.0, 0.05)  # at temperatures that fall from the one to the other
+LOGIT_RATE = SHARPNESS  # learning rate of logits beside that of latents: what a latent's step does to its logits
+
+
+class Trainable(nn.Module):
+    """The parametrization of one linear layer's weight while it is trained; its input is ignored.
+
+    In training mode the forward pass may be soft or noisy; in evaluation mode it is what :meth:`harden` would store, up
+    to the rounding of scales to fp16.
+    """
+
+    rate = 1.0  # of the codes' parameter, beside the recipe's
+
+    def __init__(self, start: Quantized, levels: int) -> None:
+        super().__init__()
+        self.spec, self.levels = start.spec, levels
+        self.base = start.scales.float()
+        constant = torch.full_like(self.base, 0.0 if start.spec.zero is None else start.spec.zero)
+        self.zeros = nn.Parameter(constant if start.zeros is None else start.zeros.float())
+        self.zeros.requires_grad_(start.zeros is not None)
+        self.multiplier = nn.Parameter(torch.ones_like(self.base))
+
+    def codes(self) -> nn.Parameter:
+        """What decides the codes."""
+        raise NotImplementedError
+
+    def hard_codes(self) -> Tensor:
+        """The codes at present, float [n, groups, size]."""
+        raise NotImplementedError
+
+    def schedule(self, progress: float) -> None:
+        """Told before every step how much of the training is done, 0..1."""
+
+    def scale_parameters(self) -> list[nn.Parameter]:
+        """Multipliers of the scales, and the zeros where they are real."""
+        return [parameter for parameter in (self.multiplier, self.zeros) if parameter.requires_grad]
+
+    @torch.no_grad()
+    def harden(self) -> Quantized:
+        """The present state as it would be stored."""
+        scales = store_scales(self.base * self.multiplier)
+        zeros = None if self.spec.zero is not None else store_zeros(self.zeros)
+        codes = self.hard_codes()
+        return Quantized(codes.to(torch.uint8).view(codes.shape[0], -1), scales, zeros, self.spec)
+
+    def _latent(self, start: Quantized, weight: Tensor) -> Tensor:
+        """Codes [n, groups, size], each moved towards the unquantized weight as far as its rounding allows."""
+        n, groups = self.base.shape
+        codes = start.codes.view(n, groups, -1).float()
+        wanted = weight.view(n, groups, -1) / self.base.unsqueeze(-1) + self.zeros.detach().unsqueeze(-1)
+        return codes + (wanted - codes).clamp(-MARGIN, MARGIN)
+
+
+class StraightThrough(Trainable):
+    """Engine ``ste``."""
+
+    def __init__(self, start: Quantized, weight: Tensor, levels: int, noise: torch.Generator) -> None:
+        super().__init__(start, levels)
+        self.latent = nn.Parameter(self._latent(start, weight) - self.zeros.detach().unsqueeze(-1))
+
+    def codes(self) -> nn.Parameter:
+        return self.latent
+
+    def hard_codes(self) -> Tensor:
+        return (self.latent + self.zeros.unsqueeze(-1)).round().clamp(0, self.levels - 1)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return _Grid.apply(self.latent, self.base * self.multiplier, self.zeros, self.levels).view_as(weight)
+
+
+class Gumbel(Trainable):
+    """Engine ``gumbel``. Four logits per weight: four times the memory of ``ste``."""
+
+    rate = LOGIT_RATE
+
+    def __init__(self, start: Quantized, weight: Tensor, levels: int, noise: torch.Generator) -> None:
+        super().__init__(start, levels)
+        latent = self._latent(start, weight)
+        grid = torch.arange(levels, device=latent.device).view(-1, 1, 1, 1)
+        self.logits = nn.Parameter(-0.5 * SHARPNESS * (latent - grid).square())  # [levels, n, groups, size]
+        self.noise = noise
+        self.schedule(0.0)
+
+    def codes(self) -> nn.Parameter:
+        return self.logits
+
+    def hard_codes(self) -> Tensor:
+        return self.logits.argmax(0).float()
+
+    def schedule(self, progress: float) -> None:
+        first, last = TEMPERATURES
+        self.temperature = first * (last / first) ** progress
+        self.certainty = CERTAINTY**progress
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if self.training:
+            # −log of an exponential variable is a Gumbel one.
+            noise = torch.empty_like(self.logits).exponential_(generator=self.noise).clamp_min_(1e-20).log_()
+            shares = ((self.logits * self.certainty - noise) / self.temperature).softmax(0)
+            code = sum(shares[level] * level for level in range(1, self.levels))
+        else:
+            code = self.hard_codes()
+        dense = (code - self.zeros.unsqueeze(-1)) * (self.base * self.multiplier).unsqueeze(-1)
+        return dense.view_as(weight)
+
+
+ENGINES: dict[str, type[StraightThrough] | type[Gumbel]] = {"ste": StraightThrough, "gumbel": Gumbel}
+
+
+class _Grid(torch.autograd.Function):
+    """``s·(clamp(round(v + z)) − z)`` with straight-through gradients to v [n, groups, size], exact ones to s and z."""
+
+    @staticmethod
+    def forward(ctx, latent, scales, zeros, levels):
+        shifted = latent + zeros.unsqueeze(-1)
+        codes = shifted.round().clamp_(0, levels - 1)
+        inside = (shifted >= -0.5) & (shifted <= levels - 0.5)
+        centred = codes.sub_(zeros.unsqueeze(-1))
+        ctx.save_for_backward(centred, inside, scales)
+        return centred * scales.unsqueeze(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        centred, inside, scales = ctx.saved_tensors
+        grad_scales = (grad * centred).sum(-1)
+        grad_zeros = -(grad * ~inside).sum(-1) * scales if ctx.needs_input_grad[2] else None
+        return grad * inside * scales.unsqueeze(-1), grad_scales, grad_zeros, None

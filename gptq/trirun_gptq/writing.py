@@ -1,0 +1,37 @@
+"""What a finished block hands to the writer of the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from .quantized import Quantized
+from .source import Skeleton, TensorSource
+
+
+class Writer(Protocol):
+    """Receives the finished tensors in model order. It must not keep them longer than it needs."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Store one tensor under its checkpoint name. It lies on the CPU."""
+
+
+def write_block(source: TensorSource, block: str, quantized: dict[str, Quantized], writer: Writer) -> None:
+    """A block's packed weights, and its other tensors as they are."""
+    for name, weight in quantized.items():
+        packed = weight.pack()
+        writer.add(f"{block}.{name}.weight", packed.words.cpu())
+        writer.add(f"{block}.{name}.weight_scale", packed.scales.cpu())
+        if packed.zeros is not None:
+            writer.add(f"{block}.{name}.weight_zero", packed.zeros.cpu())
+    replaced = {f"{block}.{name}.weight" for name in quantized}
+    for name in source.names:
+        if name.startswith(f"{block}.") and name not in replaced:
+            writer.add(name, source.read(name))
+
+
+def copy_rest(source: TensorSource, skeleton: Skeleton, writer: Writer) -> None:
+    for name in source.names:
+        if not name.startswith(f"{skeleton.blocks_name}."):
+            writer.add(name, source.read(name))

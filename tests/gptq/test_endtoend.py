@@ -1,0 +1,45 @@
+"""End-to-end training of scales, on a model small enough to run whole."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from tests.gptq.models import RECIPE, calibration, load_result, make_model, run
+
+E2E = replace(RECIPE, e2e_steps=24, e2e_lr=5e-3)
+
+
+def divergence(original, quantized, sequences):
+    held_out = torch.stack(sequences[RECIPE.samples :])
+    with torch.no_grad():
+        before, after = (model(held_out).logits.log_softmax(-1) for model in (original, quantized))
+    return float(torch.nn.functional.kl_div(after, before, reduction="sum", log_target=True)) / held_out.numel()
+
+
+@pytest.mark.parametrize("grid", ["signed", "zero", "auto"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_scales_move_and_codes_do_not(tmp_path, grid, tied):
+    sequences = calibration()
+    make_model(tmp_path, tie_word_embeddings=tied)
+    plain, first, _ = run(tmp_path, replace(RECIPE, grid=grid), sequences)
+    written, report, log = run(tmp_path, replace(E2E, grid=grid), sequences)
+    assert "e2e" in log.stages and written.keys() == plain.keys()
+    assert report.before_e2e.divergence == pytest.approx(first.predictions.divergence, rel=0.02)
+    assert report.predictions.divergence < report.before_e2e.divergence
+    scales = [name for name in written if name.endswith("weight_scale")]
+    assert not all(torch.equal(written[name], plain[name]) for name in scales)
+    assert all(torch.equal(written[name], plain[name]) for name in written if written[name].dtype == torch.int32)
+    # The reported divergence is that of what was written.
+    original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    measured = divergence(original, load_result(tmp_path, written, report), sequences)
+    assert report.predictions.divergence == pytest.approx(measured, rel=0.05)
+
+
+def test_a_rate_too_high_changes_nothing(tmp_path):
+    make_model(tmp_path)
+    plain, _, _ = run(tmp_path)
+    written, report, _ = run(tmp_path, replace(E2E, e2e_lr=50.0))
+    assert report.predictions == report.before_e2e
+    assert all(torch.equal(written[name], plain[name]) for name in plain)
