@@ -26,8 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "gptq")]
 
 from trirun_gptq.calibration import load  # noqa: E402
-from trirun_gptq.grid import assign, search_grid  # noqa: E402
+from trirun_gptq.columns import assign  # noqa: E402
+from trirun_gptq.grid import search_grid  # noqa: E402
 from trirun_gptq.model import quantize_model  # noqa: E402
+from trirun_gptq.observer import Report  # noqa: E402
 from trirun_gptq.recipe import Recipe, load_recipe  # noqa: E402
 from trirun_kernels import PackedWeight, dequantize  # noqa: E402
 
@@ -125,13 +127,17 @@ class Bench:
         report = quantize_model(
             self.model_dir, recipe, load(calibration, self.tokenizer, recipe), written, device=self.device
         )
+        return self.dense(report, written), report.bits_per_weight
+
+    def dense(self, report: Report, written: Collect) -> torch.nn.Module:
+        """The model with what a run has written in place of its own weights."""
         model = copy.deepcopy(self.model)
         for module in report.modules:
             parts = (written[f"{module.name}.weight"], written[f"{module.name}.weight_scale"])
             zeros = written.get(f"{module.name}.weight_zero")
             dense = dequantize(PackedWeight(*parts, zeros, module.n, module.k, module.spec))
             model.get_submodule(module.name).weight.data.copy_(dense)
-        return model, report.bits_per_weight
+        return model
 
 
 def main() -> None:

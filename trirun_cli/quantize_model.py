@@ -19,12 +19,16 @@ from trirun_kernels import QuantSpec
 
 from . import __version__
 from .checkpoint_writer import CheckpointWriter
-from .errors import InputError, UsageError
+from .errors import InputError, TrirunError, UsageError
 from .model_dir import ModelDir
 from .resources import configs_dir
 from .runtime.model import pick_device
 from .runtime.text import load_tokenizer
 from .skeleton import build, linear_modules
+
+# Tokens of the sample that a finished run shows.
+SAMPLE_PROMPT = 16
+SAMPLE_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished run: the library's report, and bytes of weight files before and after."""
+    """A finished run: the library's report, bytes of weight files before and after, and a sample of the result's text
+    (``prompt``, ``text``; None where the result could not be run here, which ``warning`` then explains)."""
 
     report: Report
     bytes_before: int
     bytes_after: int
+    sample: dict[str, str] | None
+    warning: str | None = None
 
 
 def plan_run(
@@ -170,7 +177,30 @@ def run(plan: Plan, observer: Observer, *, resume: bool) -> Result:
     shutil.rmtree(state, ignore_errors=True)
     before = sum(file.stat().st_size for file in source.files)
     after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
-    return Result(report, before, after)
+    try:
+        sample, warning = write_sample(plan, sequences[-1]), None
+    except TrirunError as error:
+        # The checkpoint is published and whole; what could not be shown does not undo it.
+        sample, warning = None, f"no sample was generated: {error}"
+    return Result(report, before, after, sample, warning)
+
+
+def write_sample(plan: Plan, sequence: Tensor) -> dict[str, str]:
+    """What the finished checkpoint writes, greedily, after the beginning of a calibration sequence.
+
+    Raises:
+        TrirunError: the checkpoint cannot be run on this machine.
+    """
+    from .runtime.generation import GenerationStats, generate_tokens, stop_ids
+    from .runtime.model import open_model
+    from .runtime.sampling import SamplingParams
+
+    tokenizer = load_tokenizer(plan.model)
+    model = open_model(plan.out, device=plan.device)
+    prompt = sequence[:SAMPLE_PROMPT].tolist()
+    params = SamplingParams(max_tokens=SAMPLE_TOKENS, temperature=0.0)
+    tokens = generate_tokens(model, prompt, params, stop_ids(ModelDir(plan.out)), GenerationStats())
+    return {"prompt": tokenizer.decode(prompt), "text": tokenizer.decode(list(tokens))}
 
 
 def parse_override(text: str) -> tuple[str, Override]:

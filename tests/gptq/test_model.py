@@ -99,14 +99,16 @@ def test_overrides_and_ignore(tmp_path):
     assert specs["model.layers.1.self_attn.q_proj"].group_size == 32
 
 
-@pytest.mark.parametrize("engines", [("ste",), ("gumbel",), ("ste", "gumbel")])
+@pytest.mark.parametrize("engines", [("ste",), ("gumbel", "ste")])
 def test_refinement_lowers_the_held_out_error_or_is_rolled_back(tmp_path, engines):
     make_model(tmp_path)
-    recipe = replace(RECIPE, refine_steps=40, refine_lr=2e-3, refine_scale_lr=2e-3, engines=engines)
+    recipe = replace(RECIPE, refine_steps=24, refine_lr=2e-3, refine_scale_lr=2e-3, engines=engines)
     _, report, log = run(tmp_path, recipe)
     assert all(block.error <= block.error_before_refine for block in report.blocks)
-    assert report.blocks[0].error < report.blocks[0].error_before_refine
     assert "refine" in log.stages
+    if "ste" in engines:
+        assert report.blocks[0].error < report.blocks[0].error_before_refine
+    assert all((block.engine in engines) == (block.error < block.error_before_refine) for block in report.blocks)
     written, report, _ = run(tmp_path, replace(recipe, refine_lr=10.0))
     assert [block.error for block in report.blocks] == [block.error_before_refine for block in report.blocks]
     plain, _, _ = run(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -11,14 +12,18 @@ from trirun_gptq.observer import BlockReport, ModuleReport, Observer
 from ..console import Console, bytes_text
 
 if TYPE_CHECKING:
+    from trirun_gptq.memory import MemoryPlan
+
     from ..quantize_model import Plan, Result
 
+DIVERGED = 1.0  # nats per token above which a model's predictions have little to do with the original's
 STAGES = {
     "embed": "embedding",
     "hessian": "calibrating",
     "solve": "solving",
     "refine": "refining",
     "replay": "replaying",
+    "e2e": "training end to end",
 }
 
 
@@ -41,6 +46,16 @@ class QuantizeView(Observer):
     def plan(self, blocks: int, modules: int, tokens: int) -> None:
         self._bar.reset(blocks)
         self._console.note(f"{modules} matrices in {blocks} blocks, {tokens} calibration tokens")
+
+    def memory(self, plan: MemoryPlan) -> None:
+        where = "on the device" if plan.place.store == plan.device else "in host memory"
+        dtype = str(plan.place.dtype).removeprefix("torch.")
+        self._console.note(
+            f"memory plan: {bytes_text(plan.total)} of {bytes_text(plan.free)} free on {plan.device} (a block and what "
+            f"solves it {bytes_text(plan.working)}; activations {bytes_text(plan.streams)} as {dtype} {where})"
+        )
+        if not plan.fits:
+            self._console.warn("the memory plan exceeds what is free; batches are halved if it runs out")
 
     def block_started(self, index: int, total: int, name: str) -> None:
         self._bar.describe(f"block {index + 1}/{total}")
@@ -85,14 +100,26 @@ def show_report(console: Console, plan: Plan, result: Result) -> None:
             "bytes_before": result.bytes_before,
             "bytes_after": result.bytes_after,
             "peak_memory_bytes": report.peak_bytes,
-            "stage_seconds": report.stage_seconds,
-            "blocks": [{"name": block.name, "error": block.error, "seconds": block.seconds} for block in report.blocks],
+            "stages": {name: dataclasses.asdict(cost) for name, cost in report.stages.items()},
+            "held_out": None if report.predictions is None else dataclasses.asdict(report.predictions),
+            "sample": result.sample,
+            "blocks": [
+                {
+                    "name": block.name,
+                    "error": block.error,
+                    "error_before_refine": block.error_before_refine,
+                    "engine": block.engine,
+                    "seconds": block.seconds,
+                }
+                for block in report.blocks
+            ],
             "modules": [
                 {
                     "name": module.name,
                     "n": module.n,
                     "k": module.k,
                     "group_size": module.spec.group_size,
+                    "zero": module.spec.zero,
                     "loss": module.loss,
                     "damp": module.damp,
                     "seconds": module.seconds,
@@ -109,5 +136,35 @@ def show_report(console: Console, plan: Plan, result: Result) -> None:
         ("module", "n × k", "bits/weight", "error"),
         [(m.name, f"{m.n} × {m.k}", f"{m.bits_per_weight:.3f}", f"{m.loss:.2%}") for m in shown],
     )
-    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stage_seconds.items())
-    console.note(f"{report.bits_per_weight:.3f} bits per weight; {stages}; peak memory {bytes_text(report.peak_bytes)}")
+    console.table(
+        "time and peak memory by stage",
+        ("stage", "time", "device", "host"),
+        [
+            (
+                name,
+                f"{cost.seconds:.1f} s",
+                bytes_text(cost.device_bytes) if cost.device_bytes else "–",
+                bytes_text(cost.host_bytes),
+            )
+            for name, cost in report.stages.items()
+        ],
+    )
+    seconds = sum(cost.seconds for cost in report.stages.values())
+    console.note(
+        f"{report.bits_per_weight:.3f} bits per weight; {seconds:.1f} s; peak memory {bytes_text(report.peak_bytes)}"
+    )
+    held_out = report.predictions
+    if held_out is not None:
+        console.note(
+            f"held-out calibration text ({held_out.tokens} tokens): perplexity {held_out.original_perplexity:.3f} → "
+            f"{held_out.perplexity:.3f}, KL divergence {held_out.divergence:.4f} nats per token"
+        )
+        if held_out.divergence > DIVERGED:
+            console.warn(
+                f"the model diverged from its original (KL {held_out.divergence:.2f} per token); try --preset best, "
+                "--group-size 64, or more calibration text like the model's own use"
+            )
+    if result.warning is not None:
+        console.warn(result.warning)
+    if result.sample is not None:
+        console.note(f"a sample: {result.sample['prompt']!r} → {result.sample['text']!r}")
