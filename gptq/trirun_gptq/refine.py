@@ -166,13 +166,13 @@ def rate_factor(step: int, steps: int) -> float:
 def step_batches(batches: list[Batch], steps: int, seed: int) -> list[list[int]]:
     """Which batches each step trains on, about 4096 tokens together: seeded epochs without repetition."""
     generator = torch.Generator().manual_seed(seed)
-    order: list[list[int]] = [[]]
-    tokens = 0
-    while len(order) <= steps:
+    order: list[list[int]] = []
+    while len(order) < steps:
+        tokens = BATCH_TOKENS  # an epoch begins with a step of its own
         for b in torch.randperm(len(batches), generator=generator).tolist():
             size = batches[b].tokens.numel()
             # A step ends where the next batch would take it further past the mark than it is short of it.
-            if order[-1] and tokens + size / 2 > BATCH_TOKENS:
+            if tokens + size / 2 > BATCH_TOKENS:
                 order.append([])
                 tokens = 0
             order[-1].append(b)
