@@ -1,11 +1,11 @@
-"""Peer quantizers beside trirun's presets: one model, the same calibration tokens, the same validation windows, one run.
+"""Peer quantizers beside trirun's presets: one model, the same calibration tokens, the same windows of text, one run.
 
     python scripts/quant_peers.py MODEL --calibration calibration.txt --valid valid.txt --out peers --device cuda
 
-writes peers.json and peers.md: perplexity, its ratio to the original's, KL divergence, bits per weight, seconds and peak
-GPU memory. Every row is scored as a dense float32 model with the weights that the method stores. A peer that is not
-installed or fails is a row that says so. Rows can be chosen with --only REGEX; --quick cuts every training to two steps,
-to see whether the peers run at all.
+writes peers.json and peers.md: perplexity, its ratio to the original's, KL divergence, bits per weight, seconds and
+peak GPU memory. Every row is scored as a dense float32 model with the weights that the method stores. A peer that is
+not installed or fails is a row that says so. Rows can be chosen with --only REGEX; --quick cuts every training to two
+steps, to see whether the peers run at all.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def measure(label: str, row: Row, bench: Bench, sequences: list[Tensor], options
 def table(results: list[dict]) -> str:
     """The rows as Markdown."""
     base = next((r["perplexity"] for r in results if r["row"] == "original"), math.nan)
-    lines = ["| | perplexity | ratio | KL | bits per weight | seconds | peak GPU, MiB |", "|---|--:|--:|--:|--:|--:|--:|"]
+    lines = ["| | perplexity | ratio | KL | bits per weight | seconds | peak GPU, MiB |", "|---" + "|--:" * 6 + "|"]
     for r in results:
         if "failed" in r:
             lines.append(f"| {r['row']} | {r['failed']} | | | | | |")

@@ -186,32 +186,6 @@ def load_recipe(path: str | Path) -> Recipe:
         raise QuantizationError(f"{path}: {error}") from None
 
 
-def checked_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values, once every key is a field of ``cls`` and every scalar has the field's type."""
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    checked = {}
-    for key, value in values.items():
-        if key not in fields:
-            raise QuantizationError(f"{where}: {suggest('key', key, fields)}")
-        declared = str(fields[key].type).split(" | ")
-        expected = {"int": int, "float": float, "str": str, "bool": bool}.get(declared[0])
-        if expected is None or (value is None and "None" in declared):
-            checked[key] = value
-            continue
-        if expected is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        elif expected is float and isinstance(value, str):
-            # YAML 1.1 reads 1e-4 as a string.
-            try:
-                value = float(value)
-            except ValueError:
-                raise QuantizationError(f"{where}: {key} must be a float, got {value!r}") from None
-        if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-            raise QuantizationError(f"{where}: {key} must be {expected.__name__}, got {value!r}")
-        checked[key] = value
-    return checked
-
-
 def _specs(group_size: int, grid: str) -> tuple[tuple[QuantSpec, bool], ...]:
     names = AUTO if grid == "auto" else (grid,)
     try:
