@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from .commands import bench, doctor, evaluate, finetune, generate, inspect, pack, quantize, serve, verify, version
+from .commands import bench, chat, doctor, evaluate, finetune, generate, inspect, pack, quantize, serve, verify, version
 from .console import Console
 from .errors import TrirunError, explain
 
@@ -26,6 +26,7 @@ app.command("quantize", rich_help_panel="Make a checkpoint")(quantize.command)
 app.command("pack", rich_help_panel="Make a checkpoint")(pack.command)
 app.command("finetune", rich_help_panel="Make a checkpoint")(finetune.command)
 app.command("generate", rich_help_panel="Run it")(generate.command)
+app.command("chat", rich_help_panel="Run it")(chat.command)
 app.command("serve", rich_help_panel="Run it")(serve.command)
 app.command("eval", rich_help_panel="Run it")(evaluate.command)
 app.add_typer(bench.app, name="bench", rich_help_panel="Look inside")

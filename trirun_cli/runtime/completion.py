@@ -29,12 +29,13 @@ class Completion:
     """How a prompt was continued.
 
     Attributes:
-        text: without the stop string that may have ended it.
+        text: without the stop string that may have ended it. tokens: ids, those of a stop string among them.
         finish: "stop" (a stop string or an end-of-text token), "length", or "abort" when it was interrupted.
     """
 
     id: str
     text: str
+    tokens: tuple[int, ...]
     finish: FinishReason
     usage: Usage
 
@@ -45,10 +46,12 @@ class _Writer:
     def __init__(self, stream: TextStream, on_text: Callable[[str, str], None]) -> None:
         self._stream, self._on_text = stream, on_text
         self._pieces: list[str] = []
+        self._tokens: list[int] = []
 
     def take(self, event: Event) -> bool:
         """The text of new tokens; whether a stop string has been met."""
         for token in event.tokens:
+            self._tokens.append(token.id)
             self._show(event.request_id, self._stream.push(token.id))
         if event.finish is not None:
             self._show(event.request_id, self._stream.flush())
@@ -61,7 +64,7 @@ class _Writer:
 
     def completion(self, event: Event) -> Completion:
         finish = FinishReason.STOP if self._stream.stopped else event.finish
-        return Completion(event.request_id, "".join(self._pieces), finish, event.usage)
+        return Completion(event.request_id, "".join(self._pieces), tuple(self._tokens), finish, event.usage)
 
 
 def complete(

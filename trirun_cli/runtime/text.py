@@ -64,7 +64,12 @@ def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, up to where the model's answer begins.
+    """Token ids of :func:`render_chat`'s text."""
+    return list(tokenizer(render_chat(tokenizer, messages), add_special_tokens=False)["input_ids"])
+
+
+def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+    """A conversation as the model reads it, up to where its answer begins.
 
     Args:
         messages: of "role" (system, user or assistant) and "content".
@@ -77,7 +82,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
     from jinja2 import TemplateError
 
     try:
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except TemplateError as error:
         raise InputError(f"the model's chat template refuses the conversation: {error}") from error
 

@@ -1,0 +1,179 @@
+"""``trirun chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..console import Console
+from ..errors import InputError
+from .generation_options import (
+    Checkpoint,
+    Context,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Stats,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    sampling_params,
+)
+from .options import ActBits, Device, DType, Engine, Json, Quiet, check_machine
+
+if TYPE_CHECKING:
+    from ..runtime.completion import Completion
+    from ..runtime.conversation import Conversation
+
+HELP = "/reset forgets the conversation, /system TEXT sets the system message and begins anew, /exit leaves"
+
+
+def command(
+    checkpoint: Checkpoint,
+    system: Annotated[str | None, typer.Option("--system", "-s", help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 512,
+    stop: Stop = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help='Without a chat template: a transcript of "User:" and "Assistant:".')
+    ] = False,
+    stats: Stats = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    context: Context = None,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    act_bits: ActBits = None,
+    engine: Engine = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Talk with a model, through its chat template.
+
+    Ctrl-C stops an answer; /exit or Ctrl-D leaves; /reset forgets, /system TEXT sets the system message, /help tells.
+    From a pipe, every line is a message. Of a second turn only what is new is computed.
+
+    Examples:
+
+      trirun chat --checkpoint DIR --system "You are a librarian." --stats
+
+      printf 'Hello\\nTell me more\\n' | trirun chat -c DIR --json
+    """
+    check_machine(dtype, act_bits, engine)
+    console = Console(as_json=json, quiet=quiet)
+    params = sampling_params(
+        checkpoint,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+    )
+    from ..runtime.conversation import Conversation
+    from ..runtime.engine.opening import open_engine
+    from ..runtime.generation import stop_ids
+    from ..runtime.text import quick_tokenizer
+
+    tokenizer = quick_tokenizer(checkpoint, chat=not plain)
+    if not plain and not tokenizer.chat_template:
+        raise InputError(
+            f"{checkpoint}: the tokenizer has no chat template",
+            "trirun generate continues plain text; --plain talks to a model as in a transcript",
+        )
+    model = open_engine(
+        checkpoint, slots=1, device=device, dtype=dtype, act_bits=act_bits, engine=engine, context=context
+    )
+    ends = stop_ids(checkpoint) | ({tokenizer.eos_token_id} - {None})
+    conversation = Conversation(model, tokenizer, params, ends, system=system, plain=plain)
+    console.note(f"{checkpoint} on {model.name}; Ctrl-C stops an answer, Ctrl-D leaves, /help tells")
+    turns = []
+    for line in _messages(console):
+        if line.startswith("/"):
+            if _obey(console, conversation, line) == "exit":
+                break
+        elif line.strip():
+            try:
+                turns.append(_answer(console, conversation, line, stats))
+            except InputError as error:
+                console.error(error)
+    first = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    console.json("chat/1", {"messages": first + conversation.messages, "turns": turns, "engine": model.name})
+
+
+def _messages(console: Console) -> Iterator[str]:
+    """What the user says, line by line, until the end of the input."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+        return
+    if sys.stdout.isatty():
+        # Importing it gives input() editing and history.
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            console.note("")
+            return
+        except KeyboardInterrupt:
+            console.note("\n/exit or Ctrl-D leaves")
+
+
+def _obey(console: Console, conversation: Conversation, line: str) -> str:
+    """Do what a line that begins with / says; the name of the command."""
+    name, _, rest = line[1:].partition(" ")
+    if name in ("exit", "quit"):
+        return "exit"
+    if name == "reset":
+        conversation.reset()
+        console.note("the conversation is forgotten")
+    elif name == "system":
+        conversation.system = rest.strip() or None
+        conversation.reset()
+        console.note(f"system message: {conversation.system or 'none'}; the conversation begins anew")
+    elif name == "help":
+        console.note(HELP)
+    else:
+        console.warn(f"/{name} is no command: {HELP}")
+    return name
+
+
+def _answer(console: Console, conversation: Conversation, line: str, stats: bool) -> dict[str, Any]:
+    from ..runtime.completion import interruptions
+    from ..runtime.engine.request import FinishReason
+
+    with interruptions() as interrupted:
+        done, left_out = conversation.answer(line, lambda piece: console.text(piece, end=""), interrupted)
+    console.text("")
+    if left_out:
+        console.note(f"the oldest {left_out} messages no longer fit the context and are left out")
+    if stats:
+        console.note(_speed(done))
+    if done.finish == FinishReason.ABORT and not sys.stdin.isatty():
+        raise KeyboardInterrupt
+    usage = done.usage
+    return {
+        "finish_reason": done.finish,
+        "prompt_tokens": usage.prompt_tokens,
+        "reused_tokens": usage.reused_tokens,
+        "generated_tokens": usage.generated_tokens,
+        "time_to_first_token_s": usage.first_token_s,
+        "decode_tokens_per_s": usage.decode_tokens_per_s,
+    }
+
+
+def _speed(done: Completion) -> str:
+    usage = done.usage
+    prompt = f"{usage.prompt_tokens} prompt tokens, {usage.reused_tokens} of them reused"
+    speed = f"{usage.generated_tokens} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
+    return f"{prompt}; first token after {usage.first_token_s * 1e3:.0f} ms; {speed}"
