@@ -5,9 +5,13 @@ import random
 import pytest
 
 from trirun_cli.errors import InputError
+from trirun_cli.pack_model import pack_model
+from trirun_cli.runtime.decoder import LeanLM
 from trirun_cli.runtime.engine.opening import open_engine
 from trirun_cli.runtime.engine.request import FinishReason, Request
+from trirun_cli.runtime.generation import GenerationStats, generate_tokens, stop_ids
 from trirun_cli.runtime.sampling import SamplingParams
+from trirun_cli.runtime.text import quick_tokenizer, read_text
 
 
 def random_requests(count, vocab, longest, seed=0):
@@ -66,3 +70,31 @@ def test_bad_prompts_are_refused(packed):
             engine.submit(Request("a", prompt, SamplingParams()), print)
     with pytest.raises(InputError, match="logit_bias: token id 9000"):
         engine.submit(Request("a", (1,), SamplingParams(logit_bias={9000: 1.0})), print)
+
+
+def test_sixty_four_readers_get_what_each_would_alone(shared, tmp_path):
+    """A trained model, so that the text means something; prompts of many lengths, half of them with one beginning."""
+    source = shared / "models" / "bookshelf-28m-ternary"
+    pack_model(source, tmp_path / "packed")
+    tokenizer = quick_tokenizer(source)
+    text = tokenizer(read_text(None)[0])["input_ids"]
+    requests = [
+        Request(
+            str(i),
+            tuple(text[:70] + text[i * 9 : i * 10 + 1] if i % 2 else text[i * 11 : i * 15 + 1]),
+            SamplingParams(max_tokens=24, temperature=0.7 if i % 4 == 3 else 0, seed=i),
+            frozenset(stop_ids(source)),
+        )
+        for i in range(64)
+    ]
+    together = open_engine(tmp_path / "packed", device="cpu", slots=64)
+    together.start()
+    found = run(together, requests)
+    together.close()
+    assert together.stats.reused_tokens > 0
+    # One at a time, without the engine, nothing reused.
+    model = LeanLM(tmp_path / "packed")
+    for request in requests:
+        alone = generate_tokens(model, list(request.prompt), request.params, request.stop_ids, GenerationStats())
+        assert [token.id for token in found[request.id][0]] == list(alone)
+    assert len({tuple(token.id for token in tokens) for tokens, _, _ in found.values()}) > 50

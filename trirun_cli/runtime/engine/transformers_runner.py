@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 
+from ...errors import InputError
 from ..dense import pad_dense
 from ..host_sampling import HostSampler, token_logprobs
 from ..model import first_positions, keeps_every_token
@@ -19,11 +21,17 @@ MAX_ROWS = 512
 
 
 class TransformersRunner:
-    """Runs a model that transformers has loaded; a cache per slot."""
+    """Runs a model that transformers has loaded; a cache per slot.
+
+    Raises:
+        InputError: the model does not keep its past in a cache of keys and values.
+    """
 
     lookahead = 0
 
     def __init__(self, model: Any, *, slots: int, context: int | None = None) -> None:
+        if "past_key_values" not in signature(model.forward).parameters:
+            raise InputError(f"{type(model).__name__} has no key-value cache, by which trirun runs models")
         text = model.config.get_text_config()
         longest = int(getattr(text, "max_position_embeddings", 2**31))
         if model.device.type == "cuda":
