@@ -264,6 +264,114 @@ int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t l
                             int64_t ldy, int64_t m, int64_t n, int64_t k, const trirun_f16acc_plan* plan,
                             void* workspace, size_t workspace_bytes, void* stream);
 
+/* ---- libtrirun_cuda.so: the lean decoder ----------------------------------------------------------------- */
+
+/* What lies between the matrix products of a decoder step, on the current device and the given cudaStream_t: nothing is
+ * allocated, everything can be captured in a graph. dtype is F16 or BF16, that of x, y, keys and values; the residual
+ * stream is float32. Kernels overlap (programmatic dependent launch): each waits for the previous kernel before it
+ * touches what that one wrote, but reads weights, norms, block tables, slots, positions and the cached keys and values
+ * of earlier positions ahead of that. trirun_cuda_sample and trirun_cuda_attention_append let nothing overlap them. */
+
+/* Where a row comes from. */
+enum {
+  TRIRUN_ROWS_RESIDUAL = 0, /* residual += x (x may be NULL) */
+  TRIRUN_ROWS_EMBED = 1,    /* residual = x[token] */
+  TRIRUN_ROWS_GATE = 2,     /* act(x) * up */
+  TRIRUN_ROWS_PLAIN = 3     /* x */
+};
+
+/* Rows from a source, through an RMS norm if there is one, to 16-bit values, to quantized activations, or to both. */
+typedef struct {
+  const void* x;          /* [m][ldx]; TRIRUN_ROWS_EMBED: [vocab][ldx] */
+  const void* up;         /* [m][ldx], for TRIRUN_ROWS_GATE */
+  float* residual;        /* [m][n], for the first two sources */
+  const float* norm;      /* [n] or NULL */
+  void* y;                /* [m][ldy] or NULL */
+  void* activations;      /* as trirun_cuda_quantize makes of y in float32, or NULL; m at most 128 then */
+  size_t activation_bytes;
+  const int32_t* tokens;  /* [m], for TRIRUN_ROWS_EMBED; a negative one is latest[slots[row]] */
+  const int32_t* slots;
+  const int32_t* latest;
+  int64_t m, n, ldx, ldy, vocab; /* n a multiple of 16 */
+  float eps;
+  int32_t source, dtype, activation, act_bits; /* activation: TRIRUN_SILU or TRIRUN_RELU2 */
+} trirun_rows;
+
+int trirun_cuda_rows(const trirun_rows* rows, void* stream);
+
+/* Heads of m rows over a paged cache of one layer, [pages][kv_heads][64][head_dim]; position p of a slot is in page
+ * block_tables[slot][p / 64]. A row whose slot is negative is skipped. */
+typedef struct {
+  const void* q;            /* [m][ld_q]: heads * head_dim */
+  const void* k;            /* [m][ld_kv]: kv_heads * head_dim */
+  const void* v;
+  void* y;                  /* [m][ld_y]: heads * head_dim */
+  void* keys;
+  void* values;
+  const int32_t* block_tables; /* [slots][ld_blocks] */
+  const int32_t* slots;     /* [m] */
+  const int32_t* positions; /* [m], of the row's token */
+  const float* q_norm;      /* [head_dim] or NULL */
+  const float* k_norm;
+  const float* cosines;     /* [positions][rotary_half] */
+  const float* sines;
+  int64_t m, heads, kv_heads, ld_q, ld_kv, ld_y, ld_blocks;
+  int32_t head_dim;         /* a multiple of 8, at most 256 */
+  int32_t rotary_half;
+  int32_t splits;           /* CTAs that share a row's keys */
+  int32_t dtype;
+  float eps;
+  float scale;              /* of q . k */
+} trirun_attention;
+
+/* Bytes of workspace (256-byte aligned, zero before its first use, left fit for the next) of a decode call. */
+size_t trirun_cuda_attention_workspace(const trirun_attention* attention);
+
+/* Norms and rotates q and k, appends k and v to the cache, and attends each row to its slot's positions up to its own.
+ * Rows are of different slots. */
+int trirun_cuda_attention_decode(const trirun_attention* attention, void* workspace, size_t workspace_bytes,
+                                 void* stream);
+
+/* The first half of that for rows of prompts: y is the rotated q (which may be q itself), k and v go to the cache. */
+int trirun_cuda_attention_append(const trirun_attention* attention, void* stream);
+
+/* How a slot's tokens are chosen. */
+typedef struct {
+  float temperature;      /* 0: the likeliest token */
+  float top_p;            /* 1: all */
+  float min_p;            /* 0: all */
+  float presence, frequency; /* 0: none */
+  float repetition;       /* 1: none */
+  int32_t top_k;          /* 0: all */
+  int32_t bias_count;
+  uint64_t seed;
+  uint32_t drawn;         /* tokens drawn so far; raised by every draw */
+  int32_t wants_logprobs;
+} trirun_sampler;
+
+/* The next token of m rows. Rows are of different slots; one whose slot is negative is skipped. */
+typedef struct {
+  const void* logits;          /* [m][ld] of dtype, any */
+  const int32_t* slots;        /* [m] */
+  const int32_t* wanted;       /* [m], 0: do not sample this row; or NULL */
+  trirun_sampler* samplers;    /* [slots], 8-byte aligned */
+  int32_t* counts;             /* [slots][vocab]: occurrences in the generated text, bit 31 set for tokens of the prompt;
+                                  raised by every draw; or NULL */
+  const int32_t* bias_tokens;  /* [slots][bias_capacity] */
+  const float* bias_values;
+  float* work;                 /* [m][vocab] */
+  int32_t* sampled;            /* [m], -1 where not wanted */
+  float* logprobs;             /* [m] of the unmodified logits, where the slot wants them; or NULL */
+  int32_t* latest;             /* [slots]: becomes the sampled token */
+  int32_t* positions;          /* [m] or NULL: raised by one */
+  int32_t* tokens;             /* [m] or NULL: becomes -1 */
+  int64_t m, vocab, ld, bias_capacity;
+  int32_t dtype;
+  int32_t reserved;
+} trirun_sample;
+
+int trirun_cuda_sample(const trirun_sample* sample, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,237 @@
+"""The lean decoder on a GPU: INT2 (or dense) products with fused kernels between them, over a paged cache.
+
+:mod:`trirun_kernels.decoder_reference` is its slow twin. The residual stream is float32: a layer's output is added
+without being rounded to 16 bits 2·layers times, a stream with the huge single activations that language models have
+cannot overflow, and 16 KB more per row are nothing beside the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import cuda_decoder_ops as ops
+from .activations import activation_bytes
+from .cuda import device_of
+from .cuda_decoder_weights import DIGIT_ROWS, CudaLayer, CudaModel, Projection
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows ``first`` to ``first + count`` of a batch: consecutive tokens of one slot, the first at ``position``."""
+
+    first: int
+    count: int
+    slot: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a step reads, int32 [m] each on the device: a negative token is the one its slot sampled last, a row with a
+    negative slot is padding."""
+
+    tokens: Tensor
+    slots: Tensor
+    positions: Tensor
+
+    def rows(self, count: int) -> Inputs:
+        """The first ``count`` rows, in the same memory."""
+        return Inputs(self.tokens[:count], self.slots[:count], self.positions[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """The input of projections: 16-bit values [m, k], or the digits of m rows."""
+
+    values: Tensor | None
+    digits: Tensor | None
+
+
+class CudaDecoder:
+    """A model with its paged cache.
+
+    Args:
+        model: the weights. slots: sequences at once. context: most positions of each, rounded up to 64.
+        pages: of the cache, 64 positions each; None takes as many as all slots can need.
+        digit_rows: fewest and most rows whose activations are quantized apart from the products.
+
+    Attributes:
+        block_tables: int32 [slots, context/64] on the device, the pages of each slot; the caller keeps them.
+        latest: int32 [slots], the token each slot sampled last.
+    """
+
+    def __init__(
+        self,
+        model: CudaModel,
+        *,
+        slots: int,
+        context: int,
+        pages: int | None = None,
+        digit_rows: tuple[int, int] | None = None,
+    ) -> None:
+        s, device = model.shape, model.device
+        blocks = -(-context // ops.PAGE)
+        if slots < 1 or context < 1:
+            raise ValueError(f"decoder: slots={slots}, context={context}")
+        if s.hidden % 16 or s.ffn % 16 or s.head_dim % 8 or s.head_dim > 256:
+            raise ValueError(f"decoder: the CUDA kernels cannot run {s}")
+        if model.cosines.shape[0] < blocks * ops.PAGE:
+            raise ValueError(f"decoder: rotary angles of {model.cosines.shape[0]} positions, {context} are needed")
+        self.model, self.slots, self.context = model, slots, blocks * ops.PAGE
+        self.pages = slots * blocks if pages is None else pages
+        self._device = device_of(device.index or 0)
+        low, high = digit_rows or DIGIT_ROWS
+        if self._device.arch != 90 and model.act_bits == 16:
+            high = min(high, 8)
+        self._digit_rows = range(low, high + 1) if model.packed else range(0)
+        shape = (s.layers, 2, self.pages, s.kv_heads, ops.PAGE, s.head_dim)
+        self.cache = torch.empty(shape, dtype=model.dtype, device=device)
+        self.block_tables = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
+        self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._workspaces: dict[tuple[int, int], Tensor] = {}
+        self._heads = [
+            ops.Heads(
+                s.heads, s.kv_heads, s.head_dim, s.attention_scale, s.norm_eps, model.cosines, model.sines,
+                layer.norms.get("q_norm"), layer.norms.get("k_norm"),
+            )
+            for layer in model.layers
+        ]  # fmt: skip
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return self.cache.nbytes
+
+    def forward(
+        self, inputs: Inputs, segments: Sequence[Segment] = (), wanted: Tensor | None = None, *, splits: int = 0
+    ) -> Tensor:
+        """Run a batch and append it to the cache.
+
+        Args:
+            inputs: rows; the first ones, up to the first segment, are one new token of a slot each.
+            segments: the rows after those, one after another.
+            wanted: int64 [l], the rows to return logits of; None is all.
+            splits: CTAs that share a row's keys in attention; 0 chooses.
+
+        Returns:
+            logits [l, vocab] of the model's dtype.
+        """
+        model, eps = self.model, self.model.shape.norm_eps
+        m, first = inputs.tokens.shape[0], model.layers[0]
+        decode = segments[0].first if segments else m
+        residual = torch.empty(m, model.shape.hidden, device=model.device)
+        x = self._rows(
+            ops.EMBED, model.embedding, m, first, residual=residual, norm=first.norms["attention_norm"], eps=eps,
+            tokens=inputs.tokens, slots=inputs.slots, latest=self.latest,
+        )  # fmt: skip
+        for index, layer in enumerate(model.layers):
+            y = self._attention(index, x, inputs, decode, segments, splits)
+            delta = self._project(layer.o, self._attention_output(layer, y, m), m)
+            x = self._rows(
+                ops.RESIDUAL, delta, m, layer, residual=residual, norm=layer.norms["mlp_norm"], eps=eps
+            )
+            delta = self._mlp(layer, x, m)
+            if index + 1 < len(model.layers):
+                norm = model.layers[index + 1].norms["attention_norm"]
+                x = self._rows(ops.RESIDUAL, delta, m, layer, residual=residual, norm=norm, eps=eps)
+        if wanted is not None:
+            residual, delta = residual[wanted], delta[wanted]
+        y = torch.empty_like(delta)
+        ops.rows(ops.RESIDUAL, delta, residual=residual, norm=model.final_norm, eps=eps, y=y)
+        return torch.nn.functional.linear(y, model.head)
+
+    def default_splits(self, rows: int) -> int:
+        """CTAs that share a row's keys: so many that two per multiprocessor have work."""
+        shape = self.model.shape
+        groups = rows * shape.kv_heads * -(-(shape.heads // shape.kv_heads) // 8)
+        return max(1, min(32, -(-2 * self._device.sms // groups) if groups < 2 * self._device.sms else 1))
+
+    def _attention(
+        self, index: int, x: _Activations, inputs: Inputs, decode: int, segments: Sequence[Segment], splits: int
+    ) -> Tensor:
+        layer, heads, m = self.model.layers[index], self._heads[index], inputs.tokens.shape[0]
+        q_size, kv_size = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+        parts = [self._project(p, x, m) for p in layer.qkv]
+        if len(parts) == 1:
+            parts = list(parts[0].split((q_size, kv_size, kv_size), 1))
+        q, k, v = parts
+        y = torch.empty(m, q_size, dtype=self.model.dtype, device=q.device)
+        keys, values = self.cache[index].unbind(0)
+        cache = ops.Cache(keys, values, self.block_tables)
+        if decode:
+            splits = splits or self.default_splits(decode)
+            part = slice(0, decode)
+            ops.attention_decode(
+                q[part], k[part], v[part], y[part], heads, cache, inputs.slots[part], inputs.positions[part], splits,
+                self._workspace(decode, splits),
+            )  # fmt: skip
+        if segments:
+            part = slice(decode, m)
+            rotated = torch.empty(m - decode, q_size, dtype=self.model.dtype, device=q.device)
+            ops.attention_append(
+                q[part], k[part], v[part], rotated, heads, cache, inputs.slots[part], inputs.positions[part]
+            )
+            for segment in segments:
+                at = segment.first - decode
+                y[segment.first : segment.first + segment.count] = self._segment_attention(
+                    rotated[at : at + segment.count], cache, heads, segment
+                )
+        return y
+
+    def _segment_attention(self, q: Tensor, cache: ops.Cache, heads: ops.Heads, segment: Segment) -> Tensor:
+        """Causal attention of rotated q [count, heads·head_dim] over everything its slot has in the cache by now."""
+        length = segment.position + segment.count
+        table = cache.block_tables[segment.slot, : -(-length // ops.PAGE)]
+        keys, values = (
+            part.index_select(0, table).transpose(0, 1).flatten(1, 2)[:, :length].unsqueeze(0)
+            for part in (cache.keys, cache.values)
+        )
+        queries = q.view(1, segment.count, heads.heads, heads.head_dim).transpose(1, 2)
+        # Called directly, flash attention aligns the causal mask to the last key, and takes grouped heads.
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            queries, keys, values, 0.0, True, False, scale=heads.scale
+        )[0]
+        return out.transpose(1, 2).reshape(segment.count, -1)
+
+    def _attention_output(self, layer: CudaLayer, y: Tensor, m: int) -> _Activations:
+        norm = layer.norms.get("attention_sub_norm")
+        if norm is None and m not in self._digit_rows:
+            return _Activations(y, None)
+        return self._rows(ops.PLAIN, y, m, layer, norm=norm, eps=self.model.shape.norm_eps)
+
+    def _mlp(self, layer: CudaLayer, x: _Activations, m: int) -> Tensor:
+        parts = [self._project(p, x, m) for p in layer.gate_up]
+        gate, up = parts[0].chunk(2, 1) if len(parts) == 1 else parts
+        x = self._rows(
+            ops.GATE, gate, m, layer, up=up, norm=layer.norms.get("mlp_sub_norm"), eps=self.model.shape.norm_eps,
+            activation=self.model.shape.activation,
+        )  # fmt: skip
+        return self._project(layer.down, x, m)
+
+    def _rows(self, source: int, x: Tensor, m: int, layer: CudaLayer, **options) -> _Activations:
+        n, device = x.shape[1], self.model.device
+        if m in self._digit_rows:
+            bits = self.model.act_bits
+            size = activation_bytes(m, -(-n // 128) * 128, bits)
+            digits = torch.empty(size, dtype=torch.uint8, device=device)
+            ops.rows(source, x, digits=digits, act_bits=bits, **options)
+            return _Activations(None, digits)
+        y = torch.empty(m, n, dtype=self.model.dtype, device=device)
+        ops.rows(source, x, y=y, **options)
+        return _Activations(y, None)
+
+    def _project(self, projection: Projection, x: _Activations, m: int) -> Tensor:
+        if x.digits is not None:
+            return projection.of_digits(x.digits, m, self.model.dtype)
+        return projection(x.values)
+
+    def _workspace(self, rows: int, splits: int) -> Tensor:
+        # Left fit for the next call by every kernel, so that captured graphs and plain calls share it.
+        key = (rows, splits)
+        if key not in self._workspaces:
+            self._workspaces[key] = ops.attention_workspace(rows, self._heads[0], splits, self.model.device)
+        return self._workspaces[key]

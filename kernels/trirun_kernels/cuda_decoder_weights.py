@@ -1,0 +1,202 @@
+"""A decoder's weights on the GPU: q|k|v and gate|up fused where they can be, packed or dense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import cuda
+from .decoder_weights import LINEARS, NORMS, DecoderShape, DecoderWeights, Int8Head
+from .packing import PackedWeight
+
+# Rows from which a product reads x quantized apart rather than in its own prologue, and up to which the kernels that
+# read digits are the faster ones (kernels/README.md).
+DIGIT_ROWS = (3, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """``y = x @ weight.T + bias`` on the GPU.
+
+    Attributes:
+        weight: packed, or dense [n, k] of the activations' dtype. bias: [n] of that dtype or None.
+        act_bits: of a packed weight, 16 or 8.
+    """
+
+    weight: PackedWeight | Tensor
+    bias: Tensor | None = None
+    act_bits: int = 16
+
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.weight, PackedWeight)
+
+    @property
+    def n(self) -> int:
+        """Output features."""
+        return self.weight.n if isinstance(self.weight, PackedWeight) else self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight with its scales."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [m, k] → [m, n]."""
+        w = self.weight
+        if not isinstance(w, PackedWeight):
+            return F.linear(x, w, self.bias)
+        zero = 0.0 if w.spec.zero is None else w.spec.zero
+        return cuda.int2_gemm(
+            x, w.words, w.scales, w.zeros, self.bias, w.n, w.k, w.spec.group_size, zero, self.act_bits
+        )
+
+    def of_digits(self, digits: Tensor, m: int, dtype: torch.dtype) -> Tensor:
+        """Digits of m rows (a uint8 buffer) → [m, n] of ``dtype``."""
+        w = self.weight
+        zero = 0.0 if w.spec.zero is None else w.spec.zero
+        return cuda.int2_gemm_quantized(
+            digits, w.words, w.scales, w.zeros, self.bias, w.n, w.k, m, w.spec.group_size, zero, self.act_bits, dtype
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CudaLayer:
+    """One layer. ``qkv`` and ``gate_up`` are one fused projection, or the separate ones in this order."""
+
+    qkv: Sequence[Projection]
+    o: Projection
+    gate_up: Sequence[Projection]
+    down: Projection
+    norms: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return (*self.qkv, self.o, *self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaModel:
+    """A whole model on one device, in float16 or bfloat16.
+
+    Attributes:
+        shape: sizes. layers: from the first to the last.
+        embedding, head: [vocab, hidden], the same tensor where they are tied. final_norm: float32 [hidden].
+        cosines, sines: float32 [positions, rotary_half].
+        act_bits: of packed projections.
+    """
+
+    shape: DecoderShape
+    layers: Sequence[CudaLayer]
+    embedding: Tensor
+    head: Tensor
+    final_norm: Tensor
+    cosines: Tensor
+    sines: Tensor
+    act_bits: int = 16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def packed(self) -> bool:
+        """Whether every projection is packed."""
+        return all(p.packed for layer in self.layers for p in layer.projections)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights on the device: projections, embedding, head, norms."""
+        tensors = {t.data_ptr(): t.nbytes for t in (self.embedding, self.head, self.final_norm)}
+        total = sum(tensors.values())
+        for layer in self.layers:
+            total += sum(p.nbytes + (0 if p.bias is None else p.bias.nbytes) for p in layer.projections)
+            total += sum(norm.nbytes for norm in layer.norms.values())
+        return total
+
+    @classmethod
+    def of(
+        cls, weights: DecoderWeights, device: torch.device | str, dtype: torch.dtype, *, act_bits: int = 16
+    ) -> CudaModel:
+        """A model of torch tensors (see :class:`~trirun_kernels.decoder_weights.DecoderWeights`) copied to the GPU."""
+        layers = [
+            cuda_layer(
+                {name: getattr(layer, name).weight for name in LINEARS},
+                {name: getattr(layer, name).bias for name in LINEARS},
+                {name: getattr(layer, name) for name in NORMS},
+                device,
+                dtype,
+                act_bits,
+            )
+            for layer in weights.layers
+        ]
+        head = weights.head.dequantize() if isinstance(weights.head, Int8Head) else weights.head
+        embedding = weights.embedding.to(device, dtype)
+        tied = weights.head is weights.embedding
+        floats = (torch.as_tensor(t).to(device) for t in (weights.final_norm, weights.cosines, weights.sines))
+        return cls(weights.shape, layers, embedding, embedding if tied else head.to(device, dtype), *floats, act_bits)
+
+
+def cuda_layer(
+    weights: Mapping[str, Any],
+    biases: Mapping[str, Any],
+    norms: Mapping[str, Any],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    act_bits: int,
+) -> CudaLayer:
+    """A layer from its seven linears by name (PackedWeight or dense tensors, on any device), biases and norms (None or
+    absent where there is none)."""
+
+    def bias(*names: str) -> Tensor | None:
+        found = [biases.get(name) for name in names]
+        if all(b is None for b in found):
+            return None
+        sizes = [_rows(weights[name]) for name in names]
+        parts = [torch.zeros(size) if b is None else torch.as_tensor(b) for b, size in zip(found, sizes, strict=True)]
+        return torch.cat([part.to(device, dtype) for part in parts])
+
+    def moved(weight: Any) -> Any:
+        return weight.to(device) if isinstance(weight, PackedWeight) else weight.to(device, dtype)
+
+    def group(*names: str) -> tuple[Projection, ...]:
+        whole = fused([weights[name] for name in names])
+        if whole is not None:
+            return (Projection(moved(whole), bias(*names), act_bits),)
+        return tuple(Projection(moved(weights[name]), bias(name), act_bits) for name in names)
+
+    there = {name: torch.as_tensor(norm).to(device).float() for name, norm in norms.items() if norm is not None}
+    return CudaLayer(group("q", "k", "v"), *group("o"), group("gate", "up"), *group("down"), there)
+
+
+def fused(weights: Sequence[Any]) -> PackedWeight | Tensor | None:
+    """Weights of one input as one weight, their outputs one after another; None where they cannot be joined.
+
+    Strips of 64 rows lie one after another, so packed weights of the same grid join by concatenation wherever no
+    padding comes between them.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if all(isinstance(w, Tensor) for w in weights):
+        return torch.cat(list(weights))
+    if not all(isinstance(w, PackedWeight) and w.spec == first.spec and w.k == first.k for w in weights):
+        return None
+    if any(w.n % 64 for w in weights[:-1]):
+        return None
+    zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights], 1)
+    words, scales = torch.cat([w.words for w in weights]), torch.cat([w.scales for w in weights], 1)
+    return PackedWeight(words, scales, zeros, sum(w.n for w in weights), first.k, first.spec)
+
+
+def _rows(weight: Any) -> int:
+    return weight.n if isinstance(weight, PackedWeight) else weight.shape[0]
