@@ -344,7 +344,7 @@ typedef struct {
   float repetition;       /* 1: none */
   int32_t top_k;          /* 0: all */
   int32_t bias_count;
-  uint64_t seed;
+  uint64_t seed;          /* of SplitMix64 */
   uint32_t drawn;         /* tokens drawn so far; raised by every draw */
   int32_t wants_logprobs;
 } trirun_sampler;

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import cuda_decoder_ops as ops
@@ -142,7 +143,7 @@ class CudaDecoder:
             residual, delta = residual[wanted], delta[wanted]
         y = torch.empty_like(delta)
         ops.rows(ops.RESIDUAL, delta, residual=residual, norm=model.final_norm, eps=eps, y=y)
-        return torch.nn.functional.linear(y, model.head)
+        return F.linear(y, model.head)[:, : model.shape.vocab]
 
     def default_splits(self, rows: int) -> int:
         """CTAs that share a row's keys: so many that two per multiprocessor have work."""

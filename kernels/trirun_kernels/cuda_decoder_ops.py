@@ -1,7 +1,7 @@
 """What lies between a decoder's matrix products on CUDA: rows, attention over a paged cache, sampling.
 
-Thin wrappers of csrc/cuda/decoder_*.cu on torch tensors. They launch on the current stream, allocate nothing, and can be
-captured in CUDA graphs; :mod:`trirun_kernels.cuda_decoder_reference` holds their slow twins.
+Thin wrappers of csrc/cuda/decoder_*.cu on torch tensors. They launch on the current stream, allocate nothing, and can
+be captured in CUDA graphs; :mod:`trirun_kernels.cuda_decoder_reference` holds their slow twins.
 """
 
 from __future__ import annotations

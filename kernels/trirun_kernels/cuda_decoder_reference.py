@@ -1,4 +1,4 @@
-"""Slow twins of :mod:`trirun_kernels.cuda_decoder_ops`: plain torch in float32, on any device, returning new tensors."""
+"""Slow twins of :mod:`trirun_kernels.cuda_decoder_ops`: plain torch in float32, on any device."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def append(k: Tensor, v: Tensor, cache: Cache, slots: Tensor, positions: Tensor)
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot >= 0:
             page = cache.block_tables[slot, position // PAGE]
-            keys[page, :, position % PAGE], values[page, :, position % PAGE] = k[row].to(keys.dtype), v[row].to(keys.dtype)
+            keys[page, :, position % PAGE] = k[row].to(keys.dtype)
+            values[page, :, position % PAGE] = v[row].to(keys.dtype)
     return Cache(keys, values, cache.block_tables)
 
 
@@ -69,8 +70,10 @@ def attend(q: Tensor, heads: Heads, cache: Cache, slots: Tensor, positions: Tens
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:
             continue
-        keys, values = (gathered(part, cache.block_tables[slot], position + 1).float() for part in (cache.keys, cache.values))
-        keys, values = (part.repeat_interleave(group, 0) for part in (keys, values))
+        keys, values = (
+            gathered(part, cache.block_tables[slot], position + 1).float().repeat_interleave(group, 0)
+            for part in (cache.keys, cache.values)
+        )
         scores = torch.einsum("hd,hkd->hk", q[row].float(), keys) * heads.scale
         out[row] = torch.einsum("hk,hkd->hd", scores.softmax(-1), values).reshape(-1)
     return out
@@ -120,24 +123,17 @@ def allowed_tokens(
     return allowed
 
 
-def gumbel_noise(seed: int, drawn: int, vocab: int) -> Tensor:
-    """float32 [vocab] of Gumbel noise from Philox4x32-10 (Salmon et al. 2011), counter (token / 4, drawn)."""
-    mask = 0xFFFFFFFF
-    index = torch.arange(-(-vocab // 4), dtype=torch.int64)
-    c = [index, torch.full_like(index, drawn & mask), torch.zeros_like(index), torch.zeros_like(index)]
-    key = [seed & mask, seed >> 32 & mask]
-    for _ in range(10):
-        high0, low0 = _multiply(0xD2511F53, c[0])
-        high1, low1 = _multiply(0xCD9E8D57, c[2])
-        c = [high1 ^ c[1] ^ key[0], low1, high0 ^ c[3] ^ key[1], low0]
-        key = [key[0] + 0x9E3779B9 & mask, key[1] + 0xBB67AE85 & mask]
-    words = torch.stack(c, 1).flatten()[:vocab]
-    uniform = ((words >> 9).float() + 0.5) * 2.0**-23
-    return -(-uniform.log()).log()
+def drawn_token(logits: Tensor, allowed: Tensor, temperature: float, stream: int, drawn: int) -> tuple[int, float]:
+    """The token that draw number ``drawn`` of a stream chooses, and how far the number is from choosing a neighbour.
 
-
-def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low words of the 64-bit product of 32-bit numbers, without overflowing int64."""
-    low, high = a * (b & 0xFFFF), a * (b >> 16)
-    total = low + ((high & 0xFFFF) << 16)
-    return (high >> 16) + (total >> 32), total & 0xFFFFFFFF
+    The inverse of the cumulative distribution over ascending token ids at a number of SplitMix64 (Steele et al. 2014).
+    """
+    mask = 2**64 - 1
+    z = stream + (drawn + 1) * 0x9E3779B97F4A7C15 & mask
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    uniform = ((z ^ (z >> 31)) >> 11) * 2.0**-53
+    weights = ((logits.double() - logits.max()) / temperature).exp() * allowed
+    reached = weights.cumsum(0) / weights.sum()
+    token = int((reached <= uniform).sum().clamp(max=logits.numel() - 1))
+    return token, float((reached - uniform).abs().min())

@@ -86,7 +86,8 @@ class CudaModel:
 
     Attributes:
         shape: sizes. layers: from the first to the last.
-        embedding, head: [vocab, hidden], the same tensor where they are tied. final_norm: float32 [hidden].
+        embedding, head: [vocab, hidden], one tensor where they are tied; the head's rows are padded with zeros to a
+            multiple of 8, which 16-bit products need to be fast. final_norm: float32 [hidden].
         cosines, sines: float32 [positions, rotary_half].
         act_bits: of packed projections.
     """
@@ -141,9 +142,9 @@ class CudaModel:
         ]
         head = weights.head.dequantize() if isinstance(weights.head, Int8Head) else weights.head
         embedding = weights.embedding.to(device, dtype)
-        tied = weights.head is weights.embedding
+        head = padded_head(embedding if weights.head is weights.embedding else head.to(device, dtype))
         floats = (torch.as_tensor(t).to(device) for t in (weights.final_norm, weights.cosines, weights.sines))
-        return cls(weights.shape, layers, embedding, embedding if tied else head.to(device, dtype), *floats, act_bits)
+        return cls(weights.shape, layers, embedding, head, *floats, act_bits)
 
 
 def cuda_layer(
@@ -196,6 +197,11 @@ def fused(weights: Sequence[Any]) -> PackedWeight | Tensor | None:
     zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights], 1)
     words, scales = torch.cat([w.words for w in weights]), torch.cat([w.scales for w in weights], 1)
     return PackedWeight(words, scales, zeros, sum(w.n for w in weights), first.k, first.spec)
+
+
+def padded_head(head: Tensor) -> Tensor:
+    """An output head [vocab, hidden] with its rows padded to a multiple of 8 by zeros; itself where they are one."""
+    return head if head.shape[0] % 8 == 0 else F.pad(head, (0, 0, 0, -head.shape[0] % 8))
 
 
 def _rows(weight: Any) -> int:

@@ -1,43 +1,30 @@
 // The next token of every row, chosen on the GPU, and the inputs of the next step: one CTA per row over its logits.
 //
-// Order: bias and penalties, temperature, top-k, top-p (of what top-k left), min-p, then a draw by the Gumbel maximum
-// (Gumbel 1954; Maddison et al. 2014): the argmax of logit + noise over the tokens left is a sample of their
-// renormalised distribution, and needs no normalisation. The noise is a function of the request's seed, of how many
-// tokens it has drawn, and of the token, so a request's draws are the same in any batch. Thresholds of top-k and top-p
-// are found digit by digit (radix selection); masses are added as integers, so nothing depends on the order of atomics.
+// Order: bias and penalties, temperature, top-k, top-p (of what top-k left), min-p, then the inverse of the cumulative
+// distribution over ascending token ids at one number of SplitMix64 (Steele et al. 2014), a function of the request's
+// stream and of how many tokens it has drawn: its draws are the same in any batch. Thresholds of top-k and top-p are
+// found digit by digit (radix selection). Masses are added as integers, so nothing depends on the order of additions.
 #include "decoder_launch.cuh"
 
 namespace trirun {
 namespace {
 
 constexpr int THREADS = 1024, WARPS = THREADS / 32, BINS = 256;
-constexpr double MASS_ONE = 4294967296.0;  // fixed point of a probability relative to the likeliest token's
 
 struct SampleArgs {
   trirun_sample s;
 };
 
-// Philox4x32-10 (Salmon et al. 2011).
-__device__ __forceinline__ uint4 philox(uint64_t seed, uint32_t draw, uint32_t index) {
-  uint4 c = make_uint4(index, draw, 0, 0);
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-#pragma unroll
-  for (int i = 0; i < 10; i++) {
-    const uint32_t h0 = __umulhi(0xD2511F53u, c.x), l0 = 0xD2511F53u * c.x;
-    const uint32_t h1 = __umulhi(0xCD9E8D57u, c.z), l1 = 0xCD9E8D57u * c.z;
-    c = make_uint4(h1 ^ c.y ^ k0, l1, h0 ^ c.w ^ k1, l0);
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-  }
-  return c;
+// The number in [0, 1) that chooses token `drawn` of a stream.
+__device__ __forceinline__ double uniform(uint64_t stream, uint32_t drawn) {
+  uint64_t z = stream + (static_cast<uint64_t>(drawn) + 1) * 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return static_cast<double>((z ^ (z >> 31)) >> 11) * 0x1p-53;
 }
 
-__device__ __forceinline__ float gumbel(uint64_t seed, uint32_t draw, uint32_t token) {
-  const uint4 bits = philox(seed, draw, token / 4);
-  const uint32_t word = token % 4 == 0 ? bits.x : token % 4 == 1 ? bits.y : token % 4 == 2 ? bits.z : bits.w;
-  // 23 bits and a half: never 0, never 1.
-  const float uniform = (static_cast<float>(word >> 9) + 0.5f) * (1.f / 8388608.f);
-  return -__logf(-logf(uniform));
-}
+using Mass = unsigned long long;  // of a probability relative to the likeliest token's, times 2^32
+constexpr float MASS_ONE = 4294967296.f;
 
 struct Best {
   float value;
@@ -71,15 +58,38 @@ __device__ __forceinline__ float cta_sum(float mine, float* scratch) {
   return warp_sum(scratch[threadIdx.x % 32]);
 }
 
+// The sum over the CTA; `before` becomes that over the threads before this one.
+__device__ __forceinline__ Mass cta_scan(Mass mine, Mass& before, Mass* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Mass through = mine;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const Mass earlier = __shfl_up_sync(~0u, through, offset);
+    if (lane >= offset) through += earlier;
+  }
+  __syncthreads();
+  if (lane == 31) scratch[warp] = through;
+  __syncthreads();
+  Mass warps_through = scratch[lane];
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const Mass earlier = __shfl_up_sync(~0u, warps_through, offset);
+    if (lane >= offset) warps_through += earlier;
+  }
+  const Mass warps_before = __shfl_sync(~0u, warps_through, warp == 0 ? 0 : warp - 1);
+  before = (warp == 0 ? 0 : warps_before) + through - mine;
+  return __shfl_sync(~0u, warps_through, 31);
+}
+
 // The largest threshold t (as ordered bits) for which the measure of {x : x >= t} reaches `wanted`; measure(i, bits)
 // is what token i weighs, 0 for one that is out. Digits of eight bits, the highest first.
 template <typename Bits, typename Measure>
-__device__ uint32_t radix_threshold(int vocab, unsigned long long wanted, unsigned long long* bins, Bits bits_of,
+__device__ uint32_t radix_threshold(int vocab, Mass wanted, Mass* bins, Bits bits_of,
                                     Measure measure) {
   __shared__ uint32_t chosen;
-  __shared__ unsigned long long above;
+  __shared__ Mass above;
   uint32_t prefix = 0;
-  unsigned long long counted = 0;
+  Mass counted = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
@@ -88,24 +98,24 @@ __device__ uint32_t radix_threshold(int vocab, unsigned long long wanted, unsign
     for (int i = threadIdx.x; i < vocab; i += THREADS) {
       const uint32_t bits = bits_of(i);
       if ((bits & mask) != prefix) continue;
-      if (const unsigned long long weight = measure(i, bits)) atomicAdd(bins + (bits >> shift & 255), weight);
+      if (const Mass weight = measure(i, bits)) atomicAdd(bins + (bits >> shift & 255), weight);
     }
     __syncthreads();
     if (threadIdx.x < 32) {
       // Lane l has the l-th highest eight bins.
       constexpr int EACH = BINS / 32;
       const int lane = threadIdx.x, first = BINS - 1 - lane * EACH;
-      unsigned long long mine = 0;
+      Mass mine = 0;
       for (int i = 0; i < EACH; i++) mine += bins[first - i];
-      unsigned long long through = mine;
+      Mass through = mine;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
-        const unsigned long long before = __shfl_up_sync(~0u, through, offset);
+        const Mass before = __shfl_up_sync(~0u, through, offset);
         if (lane >= offset) through += before;
       }
       const uint32_t enough = __ballot_sync(~0u, counted + through >= wanted);
       if (lane == (enough != 0 ? __ffs(enough) - 1 : 31)) {
-        unsigned long long reached = counted + through - mine;
+        Mass reached = counted + through - mine;
         int bin = first;
         while (bin > first - EACH + 1 && reached + bins[bin] < wanted) reached += bins[bin--];
         chosen = prefix | static_cast<uint32_t>(bin) << shift;
@@ -121,7 +131,8 @@ __device__ uint32_t radix_threshold(int vocab, unsigned long long wanted, unsign
 __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ SampleArgs a) {
   __shared__ Best best_scratch[WARPS];
   __shared__ float sum_scratch[WARPS];
-  __shared__ unsigned long long bins[BINS];
+  __shared__ Mass bins[BINS], scan_scratch[WARPS];
+  __shared__ int drawn;
   const trirun_sample& s = a.s;
   const int row = blockIdx.x, vocab = static_cast<int>(s.vocab);
   // No early launch of the next kernel: what starts the next step reads positions and tokens ahead of its own wait.
@@ -175,32 +186,37 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
     uint32_t threshold = 0;
     const auto bits_of = [&](int i) { return ordered_bits(logit_at(i)); };
     if (p.top_k > 0 && p.top_k < vocab)
-      threshold = radix_threshold(vocab, p.top_k, bins, bits_of, [](int, uint32_t) { return 1ull; });
+      threshold = radix_threshold(vocab, p.top_k, bins, bits_of, [](int, uint32_t) { return Mass{1}; });
+    const auto mass = [&](int, uint32_t bits) {
+      if (bits < threshold) return Mass{0};
+      return static_cast<Mass>(MASS_ONE * __expf((from_ordered(bits) - top.value) * inverse));
+    };
     if (p.top_p < 1.f) {
-      const auto mass = [&](int, uint32_t bits) {
-        if (bits < threshold) return 0ull;
-        return static_cast<unsigned long long>(MASS_ONE * __expf((from_ordered(bits) - top.value) * inverse));
-      };
-      __shared__ unsigned long long total;
-      __syncthreads();
-      if (threadIdx.x == 0) total = 0;
-      __syncthreads();
-      unsigned long long mine = 0;
-      for (int i = threadIdx.x; i < vocab; i += THREADS) mine += mass(i, bits_of(i));
-      atomicAdd(&total, mine);
-      __syncthreads();
-      const auto wanted = static_cast<unsigned long long>(static_cast<double>(p.top_p) * static_cast<double>(total));
-      threshold = max(threshold, radix_threshold(vocab, max(wanted, 1ull), bins, bits_of, mass));
+      Mass total = 0;
+      for (int i = threadIdx.x; i < vocab; i += THREADS) total += mass(i, bits_of(i));
+      Mass before;
+      total = cta_scan(total, before, scan_scratch);
+      const auto wanted = static_cast<Mass>(static_cast<double>(p.top_p) * static_cast<double>(total));
+      threshold = max(threshold, radix_threshold(vocab, max(wanted, Mass{1}), bins, bits_of, mass));
     }
     if (p.min_p > 0.f) threshold = max(threshold, ordered_bits(top.value + __logf(p.min_p) * p.temperature));
-    Best drawn{-INFINITY, 0x7fffffff};
-    for (int i = threadIdx.x; i < vocab; i += THREADS) {
-      const float v = logit_at(i);
-      if (ordered_bits(v) >= threshold && v > -INFINITY)
-        drawn = better(drawn, {(v - top.value) * inverse + gumbel(p.seed, p.drawn, i), i});
+    // Every thread has a span of consecutive tokens; the one whose span the drawn mass falls into walks along it.
+    const int span = (vocab + THREADS - 1) / THREADS, first = min(vocab, static_cast<int>(threadIdx.x) * span);
+    const int end = min(vocab, first + span);
+    Mass mine = 0, before;
+    for (int i = first; i < end; i++) mine += mass(i, bits_of(i));
+    const Mass total = cta_scan(mine, before, scan_scratch);
+    const auto target = static_cast<Mass>(uniform(p.seed, p.drawn) * static_cast<double>(total));
+    if (threadIdx.x == 0) drawn = top.token;
+    __syncthreads();
+    if (before <= target && target < before + mine) {
+      int i = first;
+      for (Mass reached = before; i < end - 1; i++)
+        if ((reached += mass(i, bits_of(i))) > target) break;
+      drawn = i;
     }
-    drawn = cta_best(drawn, best_scratch);
-    if (drawn.token < vocab) token = drawn.token;
+    __syncthreads();
+    token = drawn;
   }
   // Logits that are not numbers leave no largest one.
   if (token >= vocab) token = 0;
