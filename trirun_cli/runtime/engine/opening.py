@@ -44,7 +44,8 @@ def open_engine(
 def _lean_runner(
     path: Path, *, required: bool, device: str, dtype: str, act_bits: int | None, slots: int, context: int | None
 ) -> Runner | None:
-    """The lean decoder of the device, or None where it does not run the model. On a CPU nothing here imports torch."""
+    """The lean decoder of the device, or None where it does not run the model: a packed checkpoint on a CPU, where
+    nothing here imports torch, a packed or a plain one on a GPU."""
     config = read_config(path)
     from ...checkpoint import QUANT_METHOD
     from ..llama_config import NotLean
@@ -53,7 +54,9 @@ def _lean_runner(
     packed = isinstance(section, dict) and section.get("quant_method") == QUANT_METHOD
     try:
         if not on_cpu(device):
-            raise NotLean("the lean decoder runs on the CPU")
+            from ..cuda_opening import cuda_runner
+
+            return cuda_runner(path, device=device, dtype=dtype, act_bits=act_bits, slots=slots, context=context)
         if not packed:
             raise NotLean("the lean decoder runs packed checkpoints")
         if dtype not in ("auto", "float32"):

@@ -1,0 +1,73 @@
+"""From a model directory to the lean decoder on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from trirun_kernels.cuda_decoder import CudaDecoder
+from trirun_kernels.cuda_decoder_ops import PAGE
+from trirun_kernels.cuda_decoder_weights import CudaModel
+from trirun_kernels.native import NativeError, load
+
+from ..errors import InputError, OutOfMemoryError
+from ..model_dir import read_config
+from .cuda_runner import CudaRunner
+from .cuda_weights import load_model
+from .llama_config import NotLean, longest_context
+from .model import pick_device
+
+DEFAULT_CONTEXT = 8192
+# Of the memory that is free once the weights are there: what activations, graphs and libraries take stays free.
+CACHE_SHARE = 0.85
+
+
+def cuda_runner(
+    path: str | Path, *, device: str, dtype: str, act_bits: int | None, slots: int, context: int | None
+) -> CudaRunner:
+    """A Llama-like model, packed or plain, on the lean decoder of a GPU.
+
+    Raises:
+        NotLean: the decoder does not run this model or this GPU. InputError: the checkpoint is damaged.
+        OutOfMemoryError: the GPU holds the weights but not one context beside them.
+    """
+    target = torch.device(pick_device(device))
+    target = torch.device("cuda", target.index or 0)
+    if torch.cuda.get_device_capability(target) < (8, 0):
+        raise NotLean("the CUDA kernels need compute capability 8.0 or newer")
+    try:
+        load("cuda")
+    except NativeError as error:
+        raise NotLean(str(error)) from None
+    config = read_config(Path(path))
+    longest = longest_context(config)
+    if context is not None and context > longest:
+        raise NotLean(f"a context of {context} positions; the model attends to {longest} at once")
+    wanted = min(longest, DEFAULT_CONTEXT) if context is None else context
+    try:
+        model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=wanted)
+        return CudaRunner(CudaDecoder(model, slots=slots, context=wanted, pages=cache_pages(model, slots, wanted)))
+    except NotLean:
+        raise
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def cache_pages(model: CudaModel, slots: int, context: int) -> int:
+    """Pages for every slot at full length, or as many as the GPU's free memory holds; and page 0.
+
+    Raises:
+        OutOfMemoryError: not one slot at full length fits.
+    """
+    shape, blocks = model.shape, -(-context // PAGE)
+    page_bytes = 2 * shape.layers * shape.kv_heads * PAGE * shape.head_dim * model.dtype.itemsize
+    free, _ = torch.cuda.mem_get_info(model.device)
+    # The sampler's tables are as long as the vocabulary.
+    fit = int((free - slots * shape.vocab * 20) * CACHE_SHARE) // page_bytes
+    if fit < blocks + 1:
+        raise OutOfMemoryError(
+            f"{free / 2**30:.1f} GiB are free on the GPU; a context of {context} takes "
+            f"{(blocks + 1) * page_bytes / 2**30:.1f} GiB",
+            "choose a shorter --context",
+        )
+    return min(fit, slots * blocks + 1)
