@@ -9,12 +9,12 @@ import typer
 
 from ..console import Console
 from ..errors import MissingError, UsageError
-from . import bench_f16acc, bench_serve
+from . import bench_f16acc, bench_model, bench_serve
 from .options import Device, DType, Json, Quiet
 
-app = typer.Typer(help="Measure this machine and its kernels.", invoke_without_command=True)
+app = typer.Typer(help="Measure this machine, its kernels, and whole models.", invoke_without_command=True)
+app.command("model")(bench_model.command)
 app.command("f16acc")(bench_f16acc.command)
-
 app.command("serve")(bench_serve.command)
 
 _QUICK_ROWS = "1,16"

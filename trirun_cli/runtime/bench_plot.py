@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import MissingError
 from .kernel_bench import Machine, Result
+from .model_bench import Cell
 
 
 def require_matplotlib() -> None:
@@ -52,5 +53,29 @@ def save_plot(path: Path, machine: Machine, results: Sequence[Result]) -> None:
     speed.set(title=f"group size {results[0].group_size}, {results[0].act_bits}-bit activations")
     speed.grid(alpha=0.3)
     roof.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def save_model_plot(path: Path, model: str, machine: str, cells: Sequence[Cell]) -> None:
+    """Write a PNG: tokens per second over the batch, a line per contestant and context."""
+    require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    for index, context in enumerate(sorted({cell.context for cell in cells})):
+        of_context = sorted((cell for cell in cells if cell.context == context), key=lambda cell: cell.batch)
+        for name, style in zip(of_context[0].speeds, ("o-", "s--"), strict=False):
+            rates = [cell.batch / cell.speeds[name].step_s for cell in of_context]
+            axes.plot(
+                [cell.batch for cell in of_context], rates, style, color=f"C{index}", label=f"{name}, context {context}"
+            )
+    axes.set(xscale="log", yscale="log", xlabel="sequences at once", ylabel="tokens per second")
+    axes.set(title=f"{model}\n{machine}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""Models of any shape made of random weights on the GPU, for measuring what a real one of that shape would do."""
+"""Models of any shape made of random weights, for measuring what a real one of that shape would do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import torch
+from torch import Tensor
 from trirun_kernels.cuda_decoder_weights import CudaLayer, CudaModel, Projection, padded_head
 from trirun_kernels.decoder_weights import DecoderShape
 from trirun_kernels.packing import PackedWeight, dequantize, stored_shapes
@@ -22,7 +23,7 @@ def random_model(
     act_bits: int = 16,
     seed: int = 0,
 ) -> CudaModel:
-    """A ternary model with random codes, scales that keep activations near one, and rotary angles of base 10,000."""
+    """A ternary model on a GPU: random codes, scales that keep activations near one, rotary angles of base 10,000."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def projection(n: int, k: int) -> Projection:
@@ -41,14 +42,18 @@ def random_model(
     embedding, head = (
         torch.randn(shape.vocab, shape.hidden, device=device, dtype=dtype, generator=generator) for _ in range(2)
     )
-    angles = torch.outer(
-        torch.arange(positions, device=device).float(),
-        10000.0 ** -(torch.arange(shape.rotary_half, device=device) / max(shape.rotary_half, 1)),
-    )
+    cosines, sines = (part.to(device) for part in angles(shape, positions))
     return CudaModel(
         shape, layers, embedding, padded_head(head / math.sqrt(shape.hidden)), torch.ones(shape.hidden, device=device),
-        angles.cos(), angles.sin(), act_bits,
+        cosines, sines, act_bits,
     )  # fmt: skip
+
+
+def angles(shape: DecoderShape, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines float32 [positions, rotary_half] of base 10,000."""
+    frequencies = 10000.0 ** -(torch.arange(shape.rotary_half) / max(shape.rotary_half, 1))
+    turned = torch.outer(torch.arange(positions).float(), frequencies)
+    return turned.cos(), turned.sin()
 
 
 def random_ternary(n: int, k: int, spec: QuantSpec, generator: torch.Generator) -> PackedWeight:

@@ -1,0 +1,124 @@
+"""``trirun bench model``: how fast a whole model reads prompts and writes text, packed beside dense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..console import Console, bytes_text
+from ..errors import MissingError, UsageError
+from .options import ActBits, Device, DType, Json, Quiet
+
+
+def command(
+    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint directory of a Llama-like model.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Random ternary weights of this shape instead: llama-2-7b, llama-3-8b, ...")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Comma-separated numbers of sequences at once.")] = "1,8,32",
+    context: Annotated[str, typer.Option(help="Comma-separated tokens that each sequence holds.")] = "1024",
+    dense: Annotated[bool, typer.Option("--dense/--no-dense", help="Measure it in 16 bits beside.")] = True,
+    group_size: Annotated[int, typer.Option(help="With --shape: weights per scale, 32, 64, 128, or -1: a row.")] = -1,
+    seconds: Annotated[float, typer.Option(help="Measuring time per contestant and cell.")] = 0.5,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG: tokens per second over the batch.")] = None,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    act_bits: ActBits = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time prefill and decoding of a whole model, in the engine that serves it.
+
+    First the packed model's logits are compared with the dense one's; a difference ends the run with exit code 6. Then
+    both are timed in turns. Prefill is one prompt of the context's length and its first token; decoding adds a token to
+    every sequence of the batch. On a GPU a step is a captured graph and times are those of the device.
+
+    Examples:
+
+      trirun bench model DIR --batch 1,16 --context 512,4096
+
+      trirun bench model --shape llama-2-7b --batch 1,32 --plot speed.png
+    """
+    from ..runtime.model_bench import check, decoder_shape_named, document, parse_counts, run
+
+    if (checkpoint is None) == (shape is None):
+        raise UsageError("give a checkpoint directory or --shape, one of them")
+    batches, contexts = parse_counts(batch, "--batch"), parse_counts(context, "--context")
+    if group_size not in (-1, 32, 64, 128):
+        raise UsageError(f"--group-size {group_size}: -1, 32, 64 or 128")
+    if dtype not in ("auto", "float16", "bfloat16"):
+        raise UsageError(f"--dtype {dtype}: auto, float16 or bfloat16")
+    if act_bits not in (None, 8, 16):
+        raise UsageError(f"--act-bits {act_bits}: 8 or 16")
+    if not seconds > 0:
+        raise UsageError(f"--seconds {seconds}: more than 0")
+    sizes = None if shape is None else decoder_shape_named(shape)
+    if plot is not None:
+        from ..runtime.bench_plot import require_matplotlib
+
+        require_matplotlib()
+    import torch
+
+    from ..runtime.bench_contestants import of_checkpoint, of_shape
+    from ..runtime.model import pick_device
+
+    place = torch.device(pick_device(device))
+    if place.type == "cuda":
+        from trirun_kernels.native import library_path
+
+        place = torch.device("cuda", place.index or 0)
+        if not library_path("cuda").exists():
+            raise MissingError("trirun was built without CUDA", "use --device cpu, or reinstall with nvcc")
+    console = Console(as_json=json, quiet=quiet)
+    console.note("loading the weights" if shape is None else "making random weights")
+    most = max(contexts) + 1
+    if sizes is not None:
+        kind = torch.bfloat16 if dtype == "bfloat16" else torch.float16
+        contestants = of_shape(
+            sizes, device=place, dtype=kind, group_size=group_size, act_bits=act_bits or 16, positions=most,
+            dense=dense,
+        )  # fmt: skip
+        vocab, name = sizes.vocab, f"{shape}, random ternary weights, group size {group_size}"
+    else:
+        contestants, vocab = of_checkpoint(
+            checkpoint, device=place, dtype=dtype, act_bits=act_bits, positions=most, dense=dense
+        )
+        name = str(checkpoint)
+    error = check(contestants, vocab)
+    with console.progress("model", len(batches) * len(contexts)) as bar:
+        cells = []
+        for cell in run(contestants, batches, contexts, seconds=seconds, progress=bar.describe):
+            cells.append(cell)
+            bar.advance()
+    machine = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
+    console.json("bench.model/1", document(contestants, cells, model=name, device=machine, error=error))
+    weights = ", ".join(f"{each.name} {bytes_text(each.weight_bytes)}" for each in contestants)
+    title = f"{name}\n{machine}; weights: {weights}; logits differ by {error:.2%}\nprefill: one prompt, first token"
+    _table(console, title, contestants, cells)
+    if plot is not None:
+        from ..runtime.bench_plot import save_model_plot
+
+        save_model_plot(plot, name, machine, cells)
+        console.note(f"wrote {plot}")
+
+
+def _table(console: Console, title: str, contestants, cells) -> None:
+    columns = ["context", "batch"]
+    for each in contestants:
+        columns += [f"{each.name} prefill ms", "tokens/s", f"{each.name} step ms", "± ms", "tokens/s"]
+    columns += ["× prefill", "× decode"] if len(contestants) > 1 else []
+    rows = []
+    for cell in cells:
+        row = [str(cell.context), str(cell.batch)]
+        for speed in cell.speeds.values():
+            facts = speed.document(cell.batch, cell.context)
+            row += [f"{facts['time_to_first_token_ms']:.2f}", f"{facts['prefill_tokens_per_s']:.0f}"]
+            row += [f"{facts['inter_token_latency_ms']:.3f}", f"{facts['inter_token_spread_ms']:.3f}"]
+            row += [f"{facts['decode_tokens_per_s']:.0f}"]
+        if len(contestants) > 1:
+            facts = cell.document()
+            row += [f"{facts['prefill_speedup']:.2f}", f"{facts['decode_speedup']:.2f}"]
+        rows.append(row)
+    console.table(title, columns, rows)

@@ -1,0 +1,111 @@
+"""Who takes part in ``trirun bench model``: a checkpoint or a shape, packed, and the same model dense."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from trirun_kernels.decoder_weights import DecoderShape
+from trirun_kernels.spec import QuantSpec
+
+from ..errors import InputError, OutOfMemoryError
+from .llama_config import NotLean
+from .model_bench import Contestant
+
+DENSE = torch.bfloat16  # of the dense model on a CPU: half the bytes, and the same products as float32
+
+
+def of_shape(
+    shape: DecoderShape,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    group_size: int,
+    act_bits: int,
+    positions: int,
+    dense: bool,
+) -> list[Contestant]:
+    """A random ternary model of a shape and, if asked for, the same one dense.
+
+    Raises:
+        OutOfMemoryError: the GPU does not hold them.
+    """
+    spec = QuantSpec(group_size, 1.0)
+    kind = str(dtype).removeprefix("torch.")
+    if device.type == "cuda":
+        from .cuda_contestant import CudaContestant
+        from .synthetic import dense_twin, random_model
+
+        try:
+            model = random_model(
+                shape, spec, positions=positions + 64, device=device, dtype=dtype, act_bits=act_bits
+            )
+            out: list[Contestant] = [CudaContestant("int2", model)]
+            if dense:
+                out.append(CudaContestant(kind, dense_twin(model)))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(" ".join(str(error).split())[:300], "try --no-dense or a smaller --shape") from None
+        return out
+    from .cpu_contestant import CpuContestant, DenseContestant, dense_llama, random_weights
+
+    weights = random_weights(shape, spec, positions=positions + 64)
+    out = [CpuContestant("int2", weights, act_bits=act_bits, threads=len(os.sched_getaffinity(0)))]
+    if dense:
+        out.append(DenseContestant(str(DENSE).removeprefix("torch."), dense_llama(weights, DENSE)))
+    return out
+
+
+def of_checkpoint(
+    path: Path, *, device: torch.device, dtype: str, act_bits: int | None, positions: int, dense: bool
+) -> tuple[list[Contestant], int]:
+    """A packed checkpoint (or a plain model, alone) and, if asked for, the same model dense; and its vocabulary.
+
+    Raises:
+        InputError: the lean decoder of the device does not run it, or not that far.
+    """
+    from .llama_config import decoder_shape, longest_context
+
+    try:
+        from ..model_dir import read_config
+
+        config = read_config(path)
+        shape, longest = decoder_shape(config), longest_context(config)
+        if positions > longest:
+            raise InputError(f"{path} attends to {longest} positions at once, the benchmark needs {positions}")
+        if device.type == "cuda":
+            return _on_gpu(path, device, dtype, act_bits, positions, dense), shape.vocab
+        return _on_cpu(path, config, act_bits, positions, dense), shape.vocab
+    except NotLean as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _on_gpu(
+    path: Path, device: torch.device, dtype: str, act_bits: int | None, positions: int, dense: bool
+) -> list[Contestant]:
+    from .cuda_contestant import CudaContestant
+    from .cuda_weights import load_model
+    from .synthetic import dense_twin
+
+    model = load_model(path, device=device, dtype=dtype, act_bits=act_bits, context=positions)
+    kind = str(model.dtype).removeprefix("torch.")
+    if not model.packed:
+        return [CudaContestant(kind, model)]
+    return [CudaContestant("int2", model)] + ([CudaContestant(kind, dense_twin(model))] if dense else [])
+
+
+def _on_cpu(path: Path, config: dict, act_bits: int | None, positions: int, dense: bool) -> list[Contestant]:
+    from ..checkpoint import QUANT_METHOD, Format
+    from .cpu_contestant import CpuContestant, DenseContestant, dense_checkpoint
+    from .decoder import decoder_weights
+
+    section = config.get("quantization_config")
+    if not isinstance(section, dict) or section.get("quant_method") != QUANT_METHOD:
+        raise InputError(f"{path} is not a packed checkpoint; on a CPU the lean decoder runs only those")
+    form, threads = Format.from_dict(section, path), len(os.sched_getaffinity(0))
+    weights = decoder_weights(path, config, form, positions, threads=threads)
+    bits = act_bits or form.activation_bits
+    out: list[Contestant] = [CpuContestant("int2", weights, act_bits=bits, threads=threads)]
+    if dense:
+        out.append(DenseContestant(str(DENSE).removeprefix("torch."), dense_checkpoint(path, DENSE)))
+    return out

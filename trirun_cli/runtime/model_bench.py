@@ -1,0 +1,213 @@
+"""``trirun bench model``: whole decoders, packed beside dense, checked first and timed in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import CheckFailed, OutOfMemoryError, UsageError
+from ..resources import configs_dir
+
+if TYPE_CHECKING:
+    from trirun_kernels.decoder_weights import DecoderShape
+
+# Of logits after a prompt, packed against dense: both compute in 16 bits, and every layer adds its roundings.
+ALLOWED_ERROR = 0.05
+CHECK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One contestant in one cell.
+
+    Attributes:
+        prefill_s: of one prompt as long as the context, the first token sampled: the time to the first token.
+        step_s: median of a step that adds a token to every sequence of the batch: the time between tokens.
+        spread_s: distance between the quartiles of that.
+    """
+
+    prefill_s: float
+    step_s: float
+    spread_s: float
+
+    def document(self, batch: int, context: int) -> dict[str, float]:
+        """With the rates that follow from the times."""
+        return {
+            "prefill_tokens_per_s": context / self.prefill_s,
+            "time_to_first_token_ms": self.prefill_s * 1e3,
+            "decode_tokens_per_s": batch / self.step_s,
+            "inter_token_latency_ms": self.step_s * 1e3,
+            "inter_token_spread_ms": self.spread_s * 1e3,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """``batch`` sequences of ``context`` tokens each, and how fast each contestant goes on with them."""
+
+    batch: int
+    context: int
+    speeds: dict[str, Speed] = field(default_factory=dict)
+
+    def document(self) -> dict:
+        """For --json; ``speedup`` is the first contestant's over the second's, where there are two."""
+        out: dict = {"batch": self.batch, "context": self.context}
+        out |= {name: speed.document(self.batch, self.context) for name, speed in self.speeds.items()}
+        if len(self.speeds) > 1:
+            ours, theirs, *_ = self.speeds.values()
+            out["decode_speedup"] = theirs.step_s / ours.step_s
+            out["prefill_speedup"] = theirs.prefill_s / ours.prefill_s
+        return out
+
+
+class Contestant(Protocol):
+    """A model that can be timed.
+
+    Attributes:
+        name: for people and for --json. weight_bytes: of all its weights where it computes.
+    """
+
+    name: str
+    weight_bytes: int
+
+    def logits(self, tokens: Sequence[int]) -> list[float]:
+        """After the last of these tokens, [vocab]."""
+
+    def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
+        """Two functions that run, and time in seconds, the prefill of one sequence and a step of the whole batch.
+
+        Raises:
+            OutOfMemoryError: there is no room.
+        """
+
+
+def load_decoder_shapes() -> dict[str, DecoderShape]:
+    """The decoders of configs/shapes.yaml by name."""
+    import yaml
+    from trirun_kernels.decoder_weights import DecoderShape
+
+    listed = yaml.safe_load((configs_dir() / "shapes.yaml").read_text())["decoders"]
+    return {
+        name: DecoderShape(
+            **sizes, rotary_half=sizes["head_dim"] // 2, norm_eps=1e-5, attention_scale=sizes["head_dim"] ** -0.5
+        )
+        for name, sizes in listed.items()
+    }
+
+
+def decoder_shape_named(name: str) -> DecoderShape:
+    """The decoder of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    shapes = load_decoder_shapes()
+    if name not in shapes:
+        raise UsageError(f"--shape {name}: not one of {', '.join(shapes)}")
+    return shapes[name]
+
+
+def parse_counts(text: str, option: str) -> list[int]:
+    """Comma-separated positive integers, ascending, without repeats.
+
+    Raises:
+        UsageError: naming the option and the word.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not word.isdigit() or int(word) == 0:
+            raise UsageError(f"{option} {word}: not a positive number")
+    return sorted({int(word) for word in words})
+
+
+def check(contestants: Sequence[Contestant], vocab: int) -> float:
+    """Relative difference between the first two contestants' logits after a short prompt; 0 where there is one.
+
+    Raises:
+        CheckFailed: a logit is not finite, or the difference is too large. Nothing was timed then.
+    """
+    tokens = [(17 * i * i + 3 * i + 1) % vocab for i in range(CHECK_TOKENS)]
+    found = [contestant.logits(tokens) for contestant in contestants[:2]]
+    for contestant, logits in zip(contestants, found, strict=False):
+        # A number that is none differs from itself.
+        if any(not abs(v) < float("inf") for v in logits):
+            raise CheckFailed(f"{contestant.name}: logits are not finite; nothing was timed")
+    if len(found) < 2:
+        return 0.0
+    difference = sum((a - b) ** 2 for a, b in zip(*found, strict=True)) ** 0.5
+    error = difference / sum(b * b for b in found[1]) ** 0.5
+    if not error <= ALLOWED_ERROR:
+        raise CheckFailed(
+            f"{contestants[0].name} and {contestants[1].name} differ by {error:.2%} in their logits, at most "
+            f"{ALLOWED_ERROR:.0%} is allowed; nothing was timed"
+        )
+    return error
+
+
+def run(
+    contestants: Sequence[Contestant],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    *,
+    seconds: float,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[Cell]:
+    """Time every cell, the contestants taking turns round by round: a GPU's clock falls under load, and whoever ran
+    second would lose.
+
+    Args:
+        seconds: measuring time per contestant and cell, at least five rounds.
+        progress: told what is being measured.
+
+    Raises:
+        OutOfMemoryError: a contestant has no room for a cell.
+    """
+    for context in contexts:
+        for batch in batches:
+            progress(f"batch {batch}, context {context}")
+            yield Cell(batch, context, _race(contestants, batch, context, seconds))
+
+
+def _race(contestants: Sequence[Contestant], batch: int, context: int, seconds: float) -> dict[str, Speed]:
+    try:
+        opened = {contestant.name: contestant.open(batch, context) for contestant in contestants}
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"batch {batch}, context {context}: {error}", "measure fewer or shorter") from None
+    prefills: dict[str, list[float]] = {name: [] for name in opened}
+    steps: dict[str, list[float]] = {name: [] for name in opened}
+    for prefill, step in opened.values():
+        prefill(), step()
+    for times, which, least in ((prefills, 0, 3), (steps, 1, 5)):
+        end = time.perf_counter() + seconds * len(opened)
+        while min(map(len, times.values())) < least or time.perf_counter() < end:
+            for name, functions in opened.items():
+                times[name].append(functions[which]())
+    speeds = {}
+    for name in opened:
+        low, middle, high = statistics.quantiles(steps[name], n=4)
+        speeds[name] = Speed(statistics.median(prefills[name]), middle, high - low)
+    return speeds
+
+
+def document(
+    contestants: Sequence[Contestant], cells: Sequence[Cell], *, model: str, device: str, error: float
+) -> dict:
+    """The whole of --json."""
+    weights = {contestant.name: contestant.weight_bytes for contestant in contestants}
+    ratio = contestants[0].weight_bytes / contestants[1].weight_bytes if len(contestants) > 1 else None
+    return {
+        "model": model,
+        "device": device,
+        "weight_bytes": weights,
+        "weight_ratio": ratio,
+        "logit_difference": error,
+        "results": [cell.document() for cell in cells],
+    }
+
+
+def shape_document(shape: DecoderShape) -> dict:
+    """A decoder's sizes, for --json."""
+    return asdict(shape)
