@@ -105,20 +105,17 @@ def command(
 
 
 def _table(console: Console, title: str, contestants, cells) -> None:
-    columns = ["context", "batch"]
-    for each in contestants:
-        columns += [f"{each.name} prefill ms", "tokens/s", f"{each.name} step ms", "± ms", "tokens/s"]
+    columns = ["context", "batch", "weights", "first token ms", "prefill tokens/s", "step ms", "± ms", "tokens/s"]
     columns += ["× prefill", "× decode"] if len(contestants) > 1 else []
     rows = []
     for cell in cells:
-        row = [str(cell.context), str(cell.batch)]
-        for speed in cell.speeds.values():
-            facts = speed.document(cell.batch, cell.context)
-            row += [f"{facts['time_to_first_token_ms']:.2f}", f"{facts['prefill_tokens_per_s']:.0f}"]
-            row += [f"{facts['inter_token_latency_ms']:.3f}", f"{facts['inter_token_spread_ms']:.3f}"]
-            row += [f"{facts['decode_tokens_per_s']:.0f}"]
-        if len(contestants) > 1:
-            facts = cell.document()
-            row += [f"{facts['prefill_speedup']:.2f}", f"{facts['decode_speedup']:.2f}"]
-        rows.append(row)
+        facts = cell.document()
+        for index, each in enumerate(contestants):
+            speed = facts[each.name]
+            row = [str(cell.context), str(cell.batch), each.name, f"{speed['time_to_first_token_ms']:.2f}"]
+            row += [f"{speed['prefill_tokens_per_s']:.0f}", f"{speed['inter_token_latency_ms']:.3f}"]
+            row += [f"{speed['inter_token_spread_ms']:.3f}", f"{speed['decode_tokens_per_s']:.0f}"]
+            if len(contestants) > 1:
+                row += [f"{facts[name]:.2f}" if index == 0 else "" for name in ("prefill_speedup", "decode_speedup")]
+            rows.append(row)
     console.table(title, columns, rows)
