@@ -323,19 +323,24 @@ def test_whole_models_against_the_twin(name, act_bits):
     weights = random_model(**MODELS[name])
     tokens = torch.randint(0, VOCAB, (100,), generator=torch.Generator().manual_seed(3))
     expected = decoder_reference.forward(weights, tokens, act_bits=act_bits)
-    # 8-bit digits amplify a rounding that falls on the other side of a tie.
-    allowed = 4e-3 if act_bits == 16 else 5e-2
+    # Of most rows: a softmax between near-equal scores, or a digit next to a tie, magnifies the last bits of a few.
+    allowed = 1e-3 if act_bits == 16 else 4e-3
+
+    def median_error(found):
+        assert error(found, expected) < 0.2
+        return ((found - expected).norm(dim=1) / expected.norm(dim=1)).median()
+
     for digit_rows in ((1, 16), (3, 16), (1, 0)):
         decoder = on_gpu(weights, act_bits=act_bits, digit_rows=digit_rows)
         ids = tokens.tolist()
         whole = run(decoder, [(1, 0, ids)])
-        assert error(whole, expected) < allowed
+        assert median_error(whole) < allowed
         # In chunks and single tokens, beside other slots.
         pieces = [run(decoder, [(2, 0, ids[:37])])]
         pieces.append(run(decoder, [(1, 50, ids[50:51]), (3, 0, ids[:9]), (2, 37, ids[37:90])])[10:])
         for position in range(90, 100):
             pieces.append(run(decoder, [(2, position, ids[position : position + 1])]))
-        assert error(torch.cat(pieces), expected) < allowed
+        assert median_error(torch.cat(pieces)) < allowed
 
 
 @gpu

@@ -85,7 +85,12 @@ def _captured(call: Callable[[], None]) -> Callable[[], None]:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         call()
-    return graph.replay
+
+    def replay(alive: Callable[[], None] = call) -> None:
+        # A graph does not keep what it reads: `call` does.
+        graph.replay()
+
+    return replay
 
 
 def _timed(call: Callable[[], None], repeats: int = 1) -> Callable[[], float]:

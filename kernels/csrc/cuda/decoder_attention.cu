@@ -110,21 +110,25 @@ __global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ Att
   };
 #pragma unroll
   for (int i = 0; i < STAGES; i++) fill(i);
+  constexpr int PER_LANE = LANES / 4;
+  const float* cosines = t.cosines + static_cast<int64_t>(length) * t.rotary_half;
+  const float* sines = t.sines + static_cast<int64_t>(length) * t.rotary_half;
+  HeadConstants<PER_LANE> query_constants, key_constants;
+  query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim);
+  key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim);
   dependency_launch();
   dependency_wait();
   if (idle) return;
 
-  const float* cosines = t.cosines + static_cast<int64_t>(length) * t.rotary_half;
-  const float* sines = t.sines + static_cast<int64_t>(length) * t.rotary_half;
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
   // The warps take the query heads and the new key in turn.
   for (int i = warp; i < heads + (newest ? 1 : 0); i += WARPS) {
     if (i < heads) {
-      prepare_head<BF16>(queries[i], q_row + (head0 + i) * head_dim, head_dim, t.q_norm, t.eps, cosines, sines,
-                         t.rotary_half, t.scale * LOG2E);
+      prepare_head<BF16>(queries[i], q_row + (head0 + i) * head_dim, query_constants, head_dim, t.q_norm != nullptr,
+                         t.eps, t.rotary_half, t.scale * LOG2E);
     } else {
-      prepare_head<BF16>(key, static_cast<const uint16_t*>(t.k) + row * t.ld_kv + kv_head * head_dim, head_dim,
-                         t.k_norm, t.eps, cosines, sines, t.rotary_half, 1.f);
+      prepare_head<BF16>(key, static_cast<const uint16_t*>(t.k) + row * t.ld_kv + kv_head * head_dim, key_constants,
+                         head_dim, t.k_norm != nullptr, t.eps, t.rotary_half, 1.f);
     }
   }
   __syncthreads();
@@ -306,9 +310,12 @@ __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ Att
   const uint16_t* x = static_cast<const uint16_t*>(query ? t.q : is_key ? t.k : t.v) +
                       row * (query ? t.ld_q : t.ld_kv) + (query ? head : kv_head) * t.head_dim;
   float* mine = values[warp];
-  prepare_head<BF16>(mine, x, t.head_dim, query ? t.q_norm : is_key ? t.k_norm : nullptr, t.eps,
-                     t.cosines + static_cast<int64_t>(position) * t.rotary_half,
-                     t.sines + static_cast<int64_t>(position) * t.rotary_half, query || is_key ? t.rotary_half : 0, 1.f);
+  const float* norm = query ? t.q_norm : is_key ? t.k_norm : nullptr;
+  const int half = query || is_key ? t.rotary_half : 0;
+  HeadConstants<MAX_HEAD_DIM / 32> constants;
+  constants.load(t.cosines + static_cast<int64_t>(position) * half, t.sines + static_cast<int64_t>(position) * half,
+                 norm, half, t.head_dim);
+  prepare_head<BF16>(mine, x, constants, t.head_dim, norm != nullptr, t.eps, half, 1.f);
   uint16_t* to;
   if (query) {
     to = static_cast<uint16_t*>(t.y) + row * t.ld_y + head * t.head_dim;

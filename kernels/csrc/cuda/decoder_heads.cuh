@@ -8,43 +8,60 @@ namespace trirun {
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int PAGE = 64;  // positions of one page of the cache
 
+// A warp's part of one head: lane l holds dimensions l, l + 32, ... The angles and the norm are constants of the step,
+// so they can be asked for before the head itself is there.
+template <int PER_LANE>
+struct HeadConstants {
+  float cosine[PER_LANE], sine[PER_LANE], weight[PER_LANE];
+
+  __device__ __forceinline__ void load(const float* cosines, const float* sines, const float* norm, int half,
+                                       int head_dim) {
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+      const int d = threadIdx.x % 32 + j * 32, pair = d < half ? d : d - half;
+      cosine[j] = 1.f, sine[j] = 0.f, weight[j] = 1.f;
+      if (d < 2 * half) cosine[j] = __ldg(cosines + pair), sine[j] = d < half ? -__ldg(sines + pair) : __ldg(sines + pair);
+      if (norm != nullptr && d < head_dim) weight[j] = __ldg(norm + d);
+    }
+  }
+};
+
 // values[head_dim] (shared memory, this warp's own) = rotate(norm(x[head_dim])) * scale. The rotation turns the pairs
-// (i, i + half) by the angle of `position`; dimensions from 2 * half on stay as they are.
-template <bool BF16>
-__device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, int head_dim, const float* norm,
-                                             float eps, const float* cosines, const float* sines, int half,
-                                             float scale) {
+// (i, i + half); dimensions from 2 * half on stay as they are.
+template <bool BF16, int PER_LANE>
+__device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, const HeadConstants<PER_LANE>& c,
+                                             int head_dim, bool normed, float eps, int half, float scale) {
   const int lane = threadIdx.x % 32;
-  constexpr int PER_LANE = MAX_HEAD_DIM / 32;
   float v[PER_LANE];
 #pragma unroll
-  for (int j = 0; j < PER_LANE; j++) {
-    const int d = lane + j * 32;
-    v[j] = d < head_dim ? widen_one<BF16>(x[d]) : 0.f;
-  }
-  if (norm != nullptr) {
+  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? widen_one<BF16>(x[lane + j * 32]) : 0.f;
+  if (normed) {
     float sum = 0.f;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) sum += v[j] * v[j];
     const float inverse = rsqrtf(warp_sum(sum) / head_dim + eps);
 #pragma unroll
+    for (int j = 0; j < PER_LANE; j++) v[j] *= inverse * c.weight[j];
+  }
+  if (PER_LANE > 1 && 2 * half == PER_LANE * 32) {
+    // The other half of every pair is in the same lane.
+    float turned[PER_LANE];
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) turned[j] = v[j] * c.cosine[j] + v[j ^ PER_LANE / 2] * c.sine[j];
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) v[j] = turned[j];
+  } else if (half > 0) {
+#pragma unroll
     for (int j = 0; j < PER_LANE; j++)
-      if (lane + j * 32 < head_dim) v[j] *= inverse * norm[lane + j * 32];
-  }
+      if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j];
+    __syncwarp();
 #pragma unroll
-  for (int j = 0; j < PER_LANE; j++)
-    if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j];
-  __syncwarp();
-#pragma unroll
-  for (int j = 0; j < PER_LANE; j++) {
-    const int d = lane + j * 32;
-    if (d < half) {
-      v[j] = v[j] * cosines[d] - values[d + half] * sines[d];
-    } else if (d < 2 * half) {
-      v[j] = v[j] * cosines[d - half] + values[d - half] * sines[d - half];
+    for (int j = 0; j < PER_LANE; j++) {
+      const int d = lane + j * 32;
+      if (d < 2 * half) v[j] = v[j] * c.cosine[j] + values[d < half ? d + half : d - half] * c.sine[j];
     }
+    __syncwarp();
   }
-  __syncwarp();
 #pragma unroll
   for (int j = 0; j < PER_LANE; j++)
     if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j] * scale;

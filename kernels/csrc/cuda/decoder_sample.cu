@@ -29,6 +29,40 @@ constexpr float MASS_ONE = 4294967296.f;
 struct Best {
   float value;
   int token;
+  // Tokens come in ascending order to a thread, so the first of equals stays. A NaN is never the largest.
+  __device__ __forceinline__ void take(float v, int i) {
+    if (v > value) value = v, token = i;
+  }
+};
+
+// One row of logits: f(token, logit) for every token of this thread, 16 bytes at a time where the row allows it.
+struct Row {
+  const void* at;
+  int dtype, vocab;
+
+  __device__ __forceinline__ float operator[](int i) const { return load_element(at, i, dtype); }
+
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+    const int per_load = dtype == TRIRUN_F32 ? 4 : 8;
+    const int vectors = reinterpret_cast<uintptr_t>(at) % 16 == 0 ? vocab / per_load : 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < vectors; i += THREADS) {
+      const uint4 v = __ldcg(static_cast<const uint4*>(at) + i);
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        if (dtype == TRIRUN_F32) {
+          f(i * 4 + j, __uint_as_float(words[j]));
+        } else {
+          const float2 pair = dtype == TRIRUN_BF16 ? widen_pair<true>(words[j]) : widen_pair<false>(words[j]);
+          f(i * 8 + j * 2, pair.x);
+          f(i * 8 + j * 2 + 1, pair.y);
+        }
+      }
+    }
+    for (int i = vectors * per_load + threadIdx.x; i < vocab; i += THREADS) f(i, (*this)[i]);
+  }
 };
 
 // The larger value; of equals the lower token.
@@ -81,11 +115,10 @@ __device__ __forceinline__ Mass cta_scan(Mass mine, Mass& before, Mass* scratch)
   return __shfl_sync(~0u, warps_through, 31);
 }
 
-// The largest threshold t (as ordered bits) for which the measure of {x : x >= t} reaches `wanted`; measure(i, bits)
-// is what token i weighs, 0 for one that is out. Digits of eight bits, the highest first.
-template <typename Bits, typename Measure>
-__device__ uint32_t radix_threshold(int vocab, Mass wanted, Mass* bins, Bits bits_of,
-                                    Measure measure) {
+// The largest threshold t (as ordered bits) for which the measure of {x : x >= t} reaches `wanted`; measure(bits) is
+// what a logit weighs, 0 for one that is out. Digits of eight bits, the highest first.
+template <typename Measure>
+__device__ uint32_t radix_threshold(const Row& row, Mass wanted, Mass* bins, Measure measure) {
   __shared__ uint32_t chosen;
   __shared__ Mass above;
   uint32_t prefix = 0;
@@ -95,11 +128,11 @@ __device__ uint32_t radix_threshold(int vocab, Mass wanted, Mass* bins, Bits bit
     for (int i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
     __syncthreads();
     const uint32_t mask = shift == 24 ? 0 : ~0u << (shift + 8);
-    for (int i = threadIdx.x; i < vocab; i += THREADS) {
-      const uint32_t bits = bits_of(i);
-      if ((bits & mask) != prefix) continue;
-      if (const Mass weight = measure(i, bits)) atomicAdd(bins + (bits >> shift & 255), weight);
-    }
+    row.each([&](int, float v) {
+      const uint32_t bits = ordered_bits(v);
+      if ((bits & mask) != prefix) return;
+      if (const Mass weight = measure(bits)) atomicAdd(bins + (bits >> shift & 255), weight);
+    });
     __syncthreads();
     if (threadIdx.x < 32) {
       // Lane l has the l-th highest eight bins.
@@ -145,19 +178,18 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
   }
   trirun_sampler& state = s.samplers[slot];
   const trirun_sampler p = state;
-  const char* raw = static_cast<const char*>(s.logits) + row * s.ld * (s.dtype == TRIRUN_F32 ? 4 : 2);
+  const Row raw{static_cast<const char*>(s.logits) + row * s.ld * (s.dtype == TRIRUN_F32 ? 4 : 2), s.dtype, vocab};
   int32_t* counts = s.counts == nullptr ? nullptr : s.counts + static_cast<int64_t>(slot) * vocab;
   const bool penalised =
       counts != nullptr && (p.repetition != 1.f || p.presence != 0.f || p.frequency != 0.f);
   const bool changed = penalised || p.bias_count > 0;
 
   float* work = s.work + static_cast<int64_t>(row) * vocab;
-  Best top{-INFINITY, 0x7fffffff}, raw_top{-INFINITY, 0x7fffffff};
-  for (int i = threadIdx.x; i < vocab; i += THREADS) {
-    const float logit = load_element(raw, i, s.dtype);
-    raw_top = better(raw_top, {logit, i});
-    if (!changed) continue;
-    float v = logit;
+  constexpr Best NOTHING{-INFINITY, 0x7fffffff};
+  Best top = NOTHING, raw_top = NOTHING;
+  raw.each([&](int i, float v) {
+    raw_top.take(v, i);
+    if (!changed) return;
     if (penalised) {
       // Bit 31 marks a token of the prompt, the others count what was generated.
       const uint32_t count = static_cast<uint32_t>(counts[i]), generated = count & 0x7fffffffu;
@@ -165,7 +197,7 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
       if (generated != 0) v -= p.presence + p.frequency * generated;
     }
     work[i] = v;
-  }
+  });
   raw_top = cta_best(raw_top, best_scratch);
   if (changed) {
     for (int i = threadIdx.x; i < p.bias_count; i += THREADS) {
@@ -173,38 +205,37 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
       if (token >= 0 && token < vocab) work[token] += s.bias_values[static_cast<int64_t>(slot) * s.bias_capacity + i];
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < vocab; i += THREADS) top = better(top, {work[i], i});
+    for (int i = threadIdx.x; i < vocab; i += THREADS) top.take(work[i], i);
     top = cta_best(top, best_scratch);
   } else {
     top = raw_top;
   }
-  const auto logit_at = [&](int i) { return changed ? work[i] : load_element(raw, i, s.dtype); };
+  const Row logits = changed ? Row{work, TRIRUN_F32, vocab} : raw;
 
   int token = top.token;
   if (p.temperature > 0.f) {
     const float inverse = 1.f / p.temperature;
     uint32_t threshold = 0;
-    const auto bits_of = [&](int i) { return ordered_bits(logit_at(i)); };
     if (p.top_k > 0 && p.top_k < vocab)
-      threshold = radix_threshold(vocab, p.top_k, bins, bits_of, [](int, uint32_t) { return Mass{1}; });
-    const auto mass = [&](int, uint32_t bits) {
+      threshold = radix_threshold(logits, p.top_k, bins, [](uint32_t) { return Mass{1}; });
+    const auto mass = [&](uint32_t bits) {
       if (bits < threshold) return Mass{0};
       return static_cast<Mass>(MASS_ONE * __expf((from_ordered(bits) - top.value) * inverse));
     };
     if (p.top_p < 1.f) {
       Mass total = 0;
-      for (int i = threadIdx.x; i < vocab; i += THREADS) total += mass(i, bits_of(i));
+      logits.each([&](int, float v) { total += mass(ordered_bits(v)); });
       Mass before;
       total = cta_scan(total, before, scan_scratch);
       const auto wanted = static_cast<Mass>(static_cast<double>(p.top_p) * static_cast<double>(total));
-      threshold = max(threshold, radix_threshold(vocab, max(wanted, Mass{1}), bins, bits_of, mass));
+      threshold = max(threshold, radix_threshold(logits, max(wanted, Mass{1}), bins, mass));
     }
     if (p.min_p > 0.f) threshold = max(threshold, ordered_bits(top.value + __logf(p.min_p) * p.temperature));
     // Every thread has a span of consecutive tokens; the one whose span the drawn mass falls into walks along it.
     const int span = (vocab + THREADS - 1) / THREADS, first = min(vocab, static_cast<int>(threadIdx.x) * span);
     const int end = min(vocab, first + span);
     Mass mine = 0, before;
-    for (int i = first; i < end; i++) mine += mass(i, bits_of(i));
+    for (int i = first; i < end; i++) mine += mass(ordered_bits(logits[i]));
     const Mass total = cta_scan(mine, before, scan_scratch);
     const auto target = static_cast<Mass>(uniform(p.seed, p.drawn) * static_cast<double>(total));
     if (threadIdx.x == 0) drawn = top.token;
@@ -212,7 +243,7 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
     if (before <= target && target < before + mine) {
       int i = first;
       for (Mass reached = before; i < end - 1; i++)
-        if ((reached += mass(i, bits_of(i))) > target) break;
+        if ((reached += mass(ordered_bits(logits[i]))) > target) break;
       drawn = i;
     }
     __syncthreads();
@@ -224,9 +255,9 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
   float logprob = 0.f;
   if (s.logprobs != nullptr && p.wants_logprobs) {
     float sum = 0.f;
-    for (int i = threadIdx.x; i < vocab; i += THREADS) sum += __expf(load_element(raw, i, s.dtype) - raw_top.value);
+    raw.each([&](int, float v) { sum += __expf(v - raw_top.value); });
     sum = cta_sum(sum, sum_scratch);
-    logprob = load_element(raw, token, s.dtype) - raw_top.value - logf(sum);
+    logprob = raw[token] - raw_top.value - logf(sum);
   }
   if (threadIdx.x == 0) {
     s.sampled[row] = token;
