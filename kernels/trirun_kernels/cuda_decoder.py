@@ -7,6 +7,7 @@ cannot overflow, and 16 KB more per row are nothing beside the weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -146,10 +147,12 @@ class CudaDecoder:
         return F.linear(y, model.head)[:, : model.shape.vocab]
 
     def default_splits(self, rows: int) -> int:
-        """CTAs that share a row's keys: so many that two per multiprocessor have work."""
-        shape = self.model.shape
+        """CTAs that share a row's keys: one per multiprocessor, or two where the rows' heads are more than half of
+        that by themselves; more only add parts to put together (measured, kernels/README.md)."""
+        shape, sms = self.model.shape, self._device.sms
         groups = rows * shape.kv_heads * -(-(shape.heads // shape.kv_heads) // 8)
-        return max(1, min(32, -(-2 * self._device.sms // groups) if groups < 2 * self._device.sms else 1))
+        wanted = 0.9 * sms if groups <= sms / 2 else 1.9 * sms
+        return max(1, min(32, math.ceil(wanted / groups)))
 
     def _attention(
         self, index: int, x: _Activations, inputs: Inputs, decode: int, segments: Sequence[Segment], splits: int

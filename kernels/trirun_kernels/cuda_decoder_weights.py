@@ -16,7 +16,7 @@ from .packing import PackedWeight
 
 # Rows from which a product reads x quantized apart rather than in its own prologue, and up to which the kernels that
 # read digits are the faster ones (kernels/README.md).
-DIGIT_ROWS = (3, 16)
+DIGIT_ROWS = (3, 32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,31 +316,41 @@ def run(decoder, parts):
     return decoder.forward(inputs, segments).float().cpu()
 
 
+def rounded_forward(weights, tokens, act_bits, monkeypatch):
+    exact = decoder_reference._linear
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            decoder_reference, "_linear", lambda linear, x, bits: exact(linear, x.half().float(), bits).half().float()
+        )
+        return decoder_reference.forward(weights, tokens, act_bits=act_bits)
+
+
 @gpu
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act_bits", [16, 8])
-def test_whole_models_against_the_twin(name, act_bits):
+def test_whole_models_against_the_twin(name, act_bits, monkeypatch):
     weights = random_model(**MODELS[name])
     tokens = torch.randint(0, VOCAB, (100,), generator=torch.Generator().manual_seed(3))
     expected = decoder_reference.forward(weights, tokens, act_bits=act_bits)
-    # Of most rows: a softmax between near-equal scores, or a digit next to a tie, magnifies the last bits of a few.
-    allowed = 1e-3 if act_bits == 16 else 4e-3
+    rounded = rounded_forward(weights, tokens, act_bits, monkeypatch)
 
-    def median_error(found):
-        assert error(found, expected) < 0.2
-        return ((found - expected).norm(dim=1) / expected.norm(dim=1)).median()
+    def close(found):
+        """As far from the twin as the twin itself, its linears' inputs and outputs rounded to 16 bits; of most rows,
+        since a softmax between near-equal scores or a digit next to a tie magnifies the last bits of a few."""
+        errors = [((x - expected).norm(dim=1) / expected.norm(dim=1)).median() for x in (found, rounded)]
+        return torch.isfinite(found).all() and errors[0] < 3 * errors[1] + 3e-4
 
-    for digit_rows in ((1, 16), (3, 16), (1, 0)):
+    for digit_rows in ((1, 32), (3, 16), (1, 0)):
         decoder = on_gpu(weights, act_bits=act_bits, digit_rows=digit_rows)
         ids = tokens.tolist()
         whole = run(decoder, [(1, 0, ids)])
-        assert median_error(whole) < allowed
+        assert close(whole)
         # In chunks and single tokens, beside other slots.
         pieces = [run(decoder, [(2, 0, ids[:37])])]
         pieces.append(run(decoder, [(1, 50, ids[50:51]), (3, 0, ids[:9]), (2, 37, ids[37:90])])[10:])
         for position in range(90, 100):
             pieces.append(run(decoder, [(2, position, ids[position : position + 1])]))
-        assert median_error(torch.cat(pieces)) < allowed
+        assert close(torch.cat(pieces))
 
 
 @gpu

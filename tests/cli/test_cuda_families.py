@@ -1,0 +1,97 @@
+"""Every family that the lean decoder runs, packed and dense, on a GPU against transformers' own modelling on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from trirun_kernels.native import library_path
+
+from trirun_cli.pack_model import pack_model
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not library_path("cuda").exists(),
+    reason="no CUDA device, or libtrirun_cuda.so is not built",
+)
+SMALL = {
+    "vocab_size": 65,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+FAMILIES = {
+    "llama": {},
+    "llama, yarn": {"rope_parameters": YARN},
+    "llama, tied": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 64},
+    "bitnet": {},
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def models(request, tmp_path):
+    """Directories of a random ternary model: as it is, and packed."""
+    torch.manual_seed(0)
+    options = SMALL | FAMILIES[request.param]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param.split(",")[0], **options))
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and module is not head:
+                module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-4)
+            if isinstance(module, torch.nn.Linear) and module.bias is not None:
+                module.bias.normal_()
+            if name.endswith("norm"):
+                module.weight.uniform_(0.5, 1.5)
+    model.save_pretrained(tmp_path / "model")
+    pack_model(tmp_path / "model", tmp_path / "packed")
+    return tmp_path / "model", tmp_path / "packed"
+
+
+def test_logits_are_those_of_transformers(models):
+    from trirun_kernels.cuda_decoder import CudaDecoder, Inputs, Segment
+
+    from trirun_cli.runtime.cuda_weights import load_model
+
+    tokens = torch.randint(3, 65, (150,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
+        expected = reference(tokens.unsqueeze(0)).logits[0]
+    for path in models:
+        model = load_model(path, device=torch.device("cuda", 0), dtype="float16", act_bits=16)
+        assert model.packed == (path is models[1])
+        decoder = CudaDecoder(model, slots=1, context=192)
+        decoder.block_tables.copy_(torch.arange(3))
+        found = []
+        # A whole prompt, a second piece of it, single tokens.
+        for first, last in ((0, 90), (90, 140), *((i, i + 1) for i in range(140, 150))):
+            rows = tokens[first:last], torch.zeros(last - first), torch.arange(first, last)
+            inputs = Inputs(*(row.to("cuda", torch.int32) for row in rows))
+            segments = [Segment(0, last - first, 0, first)] if last - first > 1 else []
+            found.append(decoder.forward(inputs, segments).float().cpu())
+        found = torch.cat(found)
+        errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        assert torch.isfinite(found).all() and errors.median() < 3e-3, path.name
+
+
+def test_engine_opens_the_lean_decoder(models):
+    from trirun_cli.runtime.engine.opening import open_engine
+    from trirun_cli.runtime.engine.request import Request
+    from trirun_cli.runtime.sampling import SamplingParams
+
+    engine = open_engine(models[1], device="cuda", slots=4)
+    assert engine.name.startswith("lean decoder on")
+    params = SamplingParams(max_tokens=5, ignore_stop_ids=True)
+    requests = [Request(str(i), tuple(range(3, 20 + i)), params) for i in range(6)]
+    tokens = [token for event in engine.generate(requests) for token in event.tokens]
+    assert len(tokens) == 30 and all(0 <= token.id < 65 for token in tokens)
+    engine.close()
