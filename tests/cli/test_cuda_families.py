@@ -1,4 +1,4 @@
-"""Every family that the lean decoder runs, packed and dense, on a GPU against transformers' own modelling on the CPU."""
+"""Every family that the lean decoder runs, packed and dense, on a GPU against transformers on the CPU."""
 
 from __future__ import annotations
 
