@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from .columns import loops
 from .grid import store_scales, store_zeros
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """``min tr((Ŵ − target) H (Ŵ − target)ᵀ)`` over codes 0..levels−1 and scales.
 
@@ -23,6 +24,11 @@ class Problem:
     hessian: Tensor
     spec: QuantSpec
     levels: int
+
+    @cached_property
+    def pull(self) -> Tensor:
+        """``target · H``, [n, k]."""
+        return self.target @ self.hessian
 
     def dense(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """Ŵ, float32 [n, k], from codes (any dtype) and stored scales."""
@@ -84,28 +90,36 @@ def refit_scales(
     groups = problem.spec.groups(k)
     basis = [codes - problem.spec.zero] if zeros is None else [codes, torch.ones_like(codes)]
     width = len(basis) * groups
-    normal = torch.empty(n, width, width, device=codes.device)
+    normal = torch.empty(n, len(basis), groups, len(basis), groups, device=codes.device)
     right = torch.empty(n, width, device=codes.device)
-    pull = problem.target @ problem.hessian
     size = k // groups
     for b, left in enumerate(basis):
-        right[:, b * groups : (b + 1) * groups] = (pull * left).view(n, groups, size).sum(-1)
+        right[:, b * groups : (b + 1) * groups] = (problem.pull * left).view(n, groups, size).sum(-1)
         for g in range(groups):
-            columns = slice(g * size, (g + 1) * size)
-            row = left[:, columns] @ problem.hessian[columns]
+            end = (g + 1) * size
+            # The matrix is symmetric: groups up to this one are enough.
+            row = left[:, g * size : end] @ problem.hessian[g * size : end, :end]
             for c, other in enumerate(basis):
-                normal[:, b * groups + g, c * groups : (c + 1) * groups] = (row * other).view(n, groups, size).sum(-1)
+                products = (row * other[:, :end]).view(n, g + 1, size).sum(-1)
+                normal[:, b, g, c, : g + 1] = products
+                normal[:, c, : g + 1, b, g] = products
+    normal = normal.view(n, width, width)
     # A group with one single code makes its two columns collinear; a trace of ridge keeps the solve regular.
-    normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
-    fitted, failed = torch.linalg.solve_ex(normal, right.unsqueeze(-1))
+    ridge = 1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30
+    fitted, failed = torch.linalg.solve_ex(normal + torch.diag_embed(ridge.expand(n, width)), right.unsqueeze(-1))
     fitted = fitted.squeeze(-1)
     usable = (failed == 0) & torch.isfinite(fitted).all(1) & (fitted[:, :groups].abs().amax(1) < 6e4)
     fitted = torch.where(usable.unsqueeze(1), fitted, 1.0)
 
     new_scales = store_scales(fitted[:, :groups])
     new_zeros = None if zeros is None else store_zeros(-fitted[:, groups:] / new_scales.float())
-    before = problem.row_losses(problem.dense(codes, scales, zeros))
-    after = problem.row_losses(problem.dense(codes, new_scales, new_zeros))
-    better = (usable & (after < before)).unsqueeze(1)
+
+    def loss(scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """Of each row up to a constant, [n], from the normal equations: no product with H is needed."""
+        parts = [scales.double()] if zeros is None else [scales.double(), -scales.double() * zeros.double()]
+        x = torch.cat(parts, 1)
+        return ((normal.double() @ x.unsqueeze(-1)).squeeze(-1) * x).sum(1) - 2 * (right.double() * x).sum(1)
+
+    better = (usable & (loss(new_scales, new_zeros) < loss(scales, zeros))).unsqueeze(1)
     kept_zeros = None if zeros is None else torch.where(better, new_zeros, zeros)
     return codes, torch.where(better, new_scales, scales), kept_zeros
