@@ -155,6 +155,20 @@ def load_calibration(plan: Plan) -> list[Tensor]:
     return calibration_data.load(plan.calibration, load_tokenizer(plan.model), plan.recipe)
 
 
+def rehearse(plan: Plan, observer: Observer) -> Report:
+    """A dry run: the memory plan, and one block quantized on one batch of the real text. Nothing is written."""
+    return quantize_model(
+        plan.model, plan.recipe, load_calibration(plan), Nothing(), observer, device=plan.device, dry_run=True
+    )
+
+
+class Nothing:
+    """A writer that keeps nothing."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Forget the tensor."""
+
+
 def run(plan: Plan, observer: Observer, *, resume: bool) -> Result:
     """Quantize as planned and publish the checkpoint; on any exception nothing appears at ``plan.out``.
 

@@ -139,6 +139,9 @@ def round_block(
 ) -> None:  # fmt: skip
     """See :func:`trirun_gptq.columns.round_block`."""
     count, n = work.shape
+    # Factors come from the GPU's solver column by column.
+    triangle = triangle.contiguous()
+    _require_contiguous(work, codes, errors, groups, steps)
     _round_block[(triton.cdiv(n, ROWS),)](
         work, codes, errors, triangle, triangle.stride(0), groups, steps, steps if zeros is None else zeros, n, count,
         0.0 if zero is None else zero, real_zero=zeros is not None, top=levels - 1, columns=COLUMNS, rows=ROWS,
@@ -151,6 +154,8 @@ def descend_block(
 ) -> None:  # fmt: skip
     """See :func:`trirun_gptq.columns.descend_block`."""
     count, n = gradient.shape
+    local = local.contiguous()
+    _require_contiguous(gradient, codes, dense, error, groups, steps)
     _descend_block[(triton.cdiv(n, ROWS),)](
         gradient, codes, dense, error, local, local.stride(0), groups, steps, steps if zeros is None else zeros, n,
         count, 0.0 if zero is None else zero, real_zero=zeros is not None, top=levels - 1, columns=COLUMNS, rows=ROWS,
@@ -167,9 +172,17 @@ def search_groups(
         weight: float32 [n, groups, size], contiguous; size a power of two. importance: float32 [groups, size].
     """
     n, groups, size = weight.shape
+    _require_contiguous(weight, importance, scales, zeros)
     tile = max(1, TILE // size)
     _search_groups[(triton.cdiv(n * groups, tile),)](
         weight, importance, scales, zeros, n * groups, groups, 0.0 if zero is None else zero, real_zero=zero is None,
         both_signs=zero is not None and levels == 4 and zero != 1.5, top=levels - 1, size=size, tile=tile,
         shrinks=shrinks, lowest=lowest, short=short, long=long, least=least,
     )  # fmt: skip
+
+
+def _require_contiguous(*tensors: Tensor) -> None:
+    """The kernels compute addresses from shapes; another layout would be read as other numbers."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a tensor {list(tensor.shape)} with strides {tensor.stride()} is not contiguous")

@@ -18,6 +18,7 @@ from .memory import plan_memory
 from .observer import Observer, Report
 from .quantized import Quantized
 from .recipe import Recipe
+from .rehearsal import rehearse
 from .requirements import require_calibration, require_group_sizes
 from .source import Skeleton, TensorSource, linear_layers
 from .state import RunState, fingerprint
@@ -35,6 +36,7 @@ def quantize_model(
     *,
     device: torch.device | str = "cpu",
     state_dir: str | Path | None = None,
+    dry_run: bool = False,
 ) -> Report:
     """Quantize the linear layers of a Hugging Face decoder model, streaming one block at a time.
 
@@ -53,6 +55,7 @@ def quantize_model(
         device: where blocks are computed.
         state_dir: where finished blocks and activations are recorded, so that a killed run resumes; None records
             nothing. A state of another model, recipe or calibration is refused, not overwritten.
+        dry_run: end after the rehearsal: one block, end to end, on one batch. Nothing is written.
 
     Returns:
         Losses, times and memory; ``report.modules`` has each quantized module's name and spec for config.json.
@@ -79,8 +82,15 @@ def quantize_model(
     state = RunState(state_dir, fingerprint(source, recipe, calibration, device)) if state_dir is not None else None
     with costs.stage("embed"):
         train, held_out = _embed(skeleton, calibration, recipe, report.memory.place, observer)
-    copy_rest(source, skeleton, writer)
     walk = _Walk(skeleton, train, held_out, recipe, observer, state, costs)
+    if dry_run or device.type == "cuda":
+        # Memory is what a GPU lacks; a CPU's time is better spent on the run itself.
+        with costs.stage("rehearse"):
+            report.rehearsal = walk.retrying(lambda: rehearse(skeleton, walk.train, walk.held_out, recipe))
+        observer.rehearsed(report.rehearsal)
+        if dry_run:
+            return report
+    copy_rest(source, skeleton, writer)
     # Scales still change when the model is trained end to end: blocks wait, at a byte per weight.
     waiting: list[dict[str, Quantized]] = []
     for index in range(len(skeleton.blocks)):

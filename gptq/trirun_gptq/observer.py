@@ -76,6 +76,15 @@ class Predictions:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What one block took: wall seconds, and the most GPU memory that was allocated (0 on a CPU). The waiting
+    activations of all batches are counted in."""
+
+    seconds: float
+    device_bytes: int
+
+
 @dataclass(slots=True)
 class Report:
     """The outcome of one :func:`~trirun_gptq.model.quantize_model` run.
@@ -85,7 +94,7 @@ class Report:
         kept: linear layers inside the decoder blocks left as they were (``ignore``, or an override that says so).
         tokens: calibration tokens used, held-out ones excluded.
         stages: cost by stage name.
-        memory: what was planned.
+        memory: what was planned. rehearsal: what one block took beforehand; None on a CPU, but for a dry run.
         predictions: of the result on the held-out sequences, beside the original; None without held-out sequences.
         before_e2e: the same before end-to-end training; None where there was none.
         peak_bytes: peak resident memory of the process (host) over the run.
@@ -97,6 +106,7 @@ class Report:
     tokens: int = 0
     stages: dict[str, StageCost] = field(default_factory=dict)
     memory: MemoryPlan | None = None
+    rehearsal: Rehearsal | None = None
     predictions: Predictions | None = None
     before_e2e: Predictions | None = None
     peak_bytes: int = 0
@@ -113,6 +123,9 @@ class Observer:
 
     def memory(self, plan: MemoryPlan) -> None:
         """Once, first of all: the memory the run expects to need."""
+
+    def rehearsed(self, rehearsal: Rehearsal) -> None:
+        """One block was quantized on one batch, to see that it goes through."""
 
     def plan(self, blocks: int, modules: int, tokens: int) -> None:
         """Once, before the first block: how many blocks and modules there are, on how many calibration tokens."""

@@ -34,6 +34,8 @@ def test_the_report_and_the_checkpoint_agree(trirun, quantized):
     assert document["schema"] == "trirun.quantize/1" and document["recipe"]["group_size"] == 64
     assert len(document["modules"]) == 14 and len(document["blocks"]) == 2
     assert all(0 < module["loss"] < 1 for module in document["modules"])
+    assert document["held_out"]["perplexity"] > 1 and document["held_out"]["divergence"] > 0
+    assert document["sample"]["prompt"] and set(document["stages"]) >= {"embed", "hessian", "solve", "forward", "write"}
     assert document["bits_per_weight"] == 2.25 and document["bytes_after"] < document["bytes_before"]
     assert trirun("verify", out)[0] == 0
     opened = Checkpoint(out)
@@ -87,6 +89,15 @@ def test_a_stopped_run_continues_to_the_same_bytes(trirun, quantized, plain_mode
     assert code == 0 and finished == [1] and "taken from the stopped run" in err
     assert digest(tmp_path / "Q") == digest(quantized[0])
     assert [path.name for path in tmp_path.iterdir()] == ["Q"]
+
+
+def test_a_dry_run_tells_the_plan_and_leaves_nothing(trirun, plain_model, tmp_path):
+    code, text, err = trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS, "--dry-run", "--json")
+    document = json.loads(text)
+    assert code == 0 and document["schema"] == "trirun.quantize-plan/1" and list(tmp_path.iterdir()) == []
+    assert document["memory"]["fits"] and document["memory"]["planned_bytes"] < document["memory"]["free_bytes"]
+    assert document["rehearsal"]["seconds"] > 0
+    assert "memory plan" in err and "rehearsal" in err
 
 
 def test_another_recipe_does_not_continue_a_stopped_run(trirun, plain_model, tmp_path, monkeypatch):

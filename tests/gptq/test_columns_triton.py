@@ -8,6 +8,8 @@ import pytest
 import torch
 from trirun_gptq import columns, grid
 from trirun_gptq.grid import store_scales
+from trirun_gptq.hessian import Hessian
+from trirun_gptq.solver import solve
 from trirun_kernels import QuantSpec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,6 +29,8 @@ def block(count, n, groups=3, seed=0):
     steps = torch.rand(groups, n, generator=generator) + 0.5
     zeros = torch.rand(groups, n, generator=generator) * 3
     which = torch.randint(0, groups, (count,), generator=generator).int()
+    # Factors lie in memory column by column on a GPU.
+    upper = upper.t().contiguous().t()
     return [x.to(DEVICE) for x in (work, upper[:count, :count], steps, zeros, which)]
 
 
@@ -56,7 +60,7 @@ def test_a_block_of_coordinate_descent(zero, levels, count, n):
     from trirun_gptq import columns_triton
 
     work, root, steps, zeros, groups = block(count, n)
-    local = (root.t() @ root).contiguous()
+    local = (root.t() @ root).t().contiguous().t()
     results = []
     for loops in (columns, columns_triton):
         codes, dense, error = torch.ones_like(work), work.clone() * 0.5, work.clone() * 0.1
@@ -67,6 +71,24 @@ def test_a_block_of_coordinate_descent(zero, levels, count, n):
     assert same.float().mean() > 0.9
     for theirs, mine in zip(*results, strict=True):
         torch.testing.assert_close(mine[:, same], theirs[:, same], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("zero", "levels"), GRIDS)
+@pytest.mark.parametrize("group_size", [-1, 32, 128])
+def test_a_layer_is_solved_as_well_as_on_the_cpu(zero, levels, group_size):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2048, 256, generator=generator) * torch.arange(1, 257).pow(-0.5)
+    x = (x @ torch.linalg.qr(torch.randn(256, 256, generator=generator))[0].t()).bfloat16()
+    weight = torch.randn(96, 256, generator=generator)
+    losses = []
+    for device in ("cpu", "cuda"):
+        hessian = Hessian(256, device=device)
+        hessian.update(x.to(device), (x * 1.1).to(device))
+        settings = {"damp": 0.05, "clip": True, "act_order": True, "sweeps": 2, "refit": True, "correction": 0.5}
+        spec = QuantSpec(group_size, zero)
+        losses.append(solve(weight.to(device), hessian, spec, ternary=levels == 3, **settings).loss)
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 @pytest.mark.parametrize(("zero", "levels"), GRIDS)

@@ -22,7 +22,8 @@ def command(
         int | None, typer.Option(help="Input features per scale: 128, 64, 32, or -1 for one scale per output channel.")
     ] = None,
     grid: Annotated[
-        str | None, typer.Option(help="signed {-1,0,1,2}·±s, zero (a real zero per group), midrise, or ternary.")
+        str | None,
+        typer.Option(help="signed {-1,0,1,2}·±s, midrise {±½,±1½}·s, auto (either), zero (real zeros), or ternary."),
     ] = None,
     preset: Annotated[
         str, typer.Option(help="fast: GPTQ. default: also trains each block. best: trains it long, on more text.")
@@ -39,7 +40,9 @@ def command(
     ] = None,
     overwrite: Overwrite = False,
     resume: Annotated[bool, typer.Option(help="Keep finished blocks, so that a stopped run continues.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan the memory, try one block on one batch, and stop.")
+    ] = False,
     device: Device = "auto",
     json: Json = False,
     quiet: Quiet = False,
@@ -66,8 +69,8 @@ def command(
     out = out or Path(f"{model.resolve().name}-2bit")
     settings = {"group_size": group_size, "grid": grid, "samples": samples, "seqlen": seqlen, "seed": seed}
 
-    from ..quantize_model import load_calibration, plan_run, run
-    from .quantize_view import QuantizeView, show_plan, show_report
+    from ..quantize_model import plan_run, rehearse, run
+    from .quantize_view import QuantizeView, show_dry_run, show_plan, show_report
 
     plan = plan_run(
         model,
@@ -83,8 +86,9 @@ def command(
     )
     show_plan(console, plan)
     if dry_run:
-        load_calibration(plan)
-        console.json("quantize-plan/1", plan.to_dict())
+        with QuantizeView(console) as view:
+            report = rehearse(plan, view)
+        show_dry_run(console, plan, report)
         return
     with QuantizeView(console) as view:
         result = run(plan, view, resume=resume)

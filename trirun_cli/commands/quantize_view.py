@@ -13,6 +13,7 @@ from ..console import Console, bytes_text
 
 if TYPE_CHECKING:
     from trirun_gptq.memory import MemoryPlan
+    from trirun_gptq.observer import Rehearsal, Report
 
     from ..quantize_model import Plan, Result
 
@@ -57,6 +58,10 @@ class QuantizeView(Observer):
         if not plan.fits:
             self._console.warn("the memory plan exceeds what is free; batches are halved if it runs out")
 
+    def rehearsed(self, rehearsal: Rehearsal) -> None:
+        peak = f", peak {bytes_text(rehearsal.device_bytes)} on the device" if rehearsal.device_bytes else ""
+        self._console.note(f"rehearsal: the largest block on one batch took {rehearsal.seconds:.1f} s{peak}")
+
     def block_started(self, index: int, total: int, name: str) -> None:
         self._bar.describe(f"block {index + 1}/{total}")
 
@@ -85,6 +90,27 @@ def show_plan(console: Console, plan: Plan) -> None:
     console.note(
         f"{plan.model} → {plan.out}: {plan.weights / 1e6:.1f} M weights to {bytes_text(plan.packed_bytes)} ({grid}), "
         f"recipe {recipe.name!r}, {recipe.samples} × {recipe.seqlen} tokens of {plan.calibration}, on {plan.device}"
+    )
+
+
+def show_dry_run(console: Console, plan: Plan, report: Report) -> None:
+    """The plan and the rehearsal as JSON; for people the notes have said it all."""
+    memory = report.memory
+    console.json(
+        "quantize-plan/1",
+        plan.to_dict()
+        | {
+            "memory": {
+                "free_bytes": memory.free,
+                "planned_bytes": memory.total,
+                "working_bytes": memory.working,
+                "activation_bytes": memory.streams,
+                "activations_on": str(memory.place.store),
+                "activation_dtype": str(memory.place.dtype).removeprefix("torch."),
+                "fits": memory.fits,
+            },
+            "rehearsal": dataclasses.asdict(report.rehearsal),
+        },
     )
 
 

@@ -1,0 +1,31 @@
+"""One block, end to end, on one batch: what would stop a run after an hour stops it in its first minute."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+from .activations import Batch
+from .block import BlockRun
+from .costs import Costs
+from .observer import Observer, Rehearsal
+from .recipe import Recipe
+from .source import Skeleton
+
+STEPS = 2  # of refinement: the second one has the optimizer's moments in memory
+
+
+def rehearse(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], recipe: Recipe) -> Rehearsal:
+    """Quantize the largest block on one batch, refine it for two steps, and forget it.
+
+    Raises:
+        QuantizationError: whatever would stop the run itself. torch.OutOfMemoryError: a batch is too large.
+    """
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
+    index = sizes.index(max(sizes))
+    short = dataclasses.replace(recipe, refine_steps=min(recipe.refine_steps, STEPS))
+    costs = Costs(train[0].place.device)
+    parts = [[copy.copy(batch) for batch in batches[:1]] for batches in (train, held_out)]
+    BlockRun(skeleton, index, *parts, short, Observer(), costs).run()
+    stages = costs.stages.values()
+    return Rehearsal(sum(stage.seconds for stage in stages), max(stage.device_bytes for stage in stages))
