@@ -9,7 +9,7 @@ block, which the walk carries anyway: the original's blocks are not loaded again
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -93,12 +93,14 @@ def tune_scales(
     train: list[Batch],
     held_out: list[Batch],
     recipe: Recipe,
+    recompute: bool,
     progress: Callable[[int, int], None],
 ) -> tuple[Blocks, Predictions, Predictions]:
     """Train every scale (and real zero) of the model; the whole quantized model is on the device, a byte per weight.
 
     Args:
         blocks: the finished blocks. train, held_out: batches with hidden states after the last block.
+        recompute: the blocks' activations in the backward pass, instead of keeping them.
         progress: called with (steps done, steps).
 
     Returns:
@@ -126,7 +128,7 @@ def tune_scales(
             batch = train[b]
             with torch.no_grad():
                 teacher = head.logits(batch, batch.original).log_softmax(-1)
-            with _checkpointing(skeleton.blocks):
+            with _checkpointing(skeleton.blocks) if recompute else nullcontext():
                 mine = student(batch).log_softmax(-1)
                 loss = F.kl_div(mine, teacher, reduction="sum", log_target=True) / batch.tokens.numel()
                 if recipe.e2e_ce:

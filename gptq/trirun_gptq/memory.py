@@ -27,6 +27,7 @@ class MemoryPlan:
         solve: Hessians, factor and temporaries of the layer that needs most.
         refine: latents or logits, their gradients and Adam's moments; 0 where blocks are not refined.
         e2e: the whole model as codes, and logits; 0 without end-to-end training.
+        e2e_kept: what end-to-end training takes more when it keeps all blocks' activations for the backward pass.
         streams: hidden states of all calibration tokens, at the precision of ``place``.
         place: where they wait.
     """
@@ -37,6 +38,7 @@ class MemoryPlan:
     solve: int
     refine: int
     e2e: int
+    e2e_kept: int
     streams: int
     place: Placement
 
@@ -49,6 +51,12 @@ class MemoryPlan:
     def total(self) -> int:
         """On the device at the worst moment."""
         return self.working + (self.streams if self.place.store == self.device else 0)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether end-to-end training computes every block's activations a second time instead of keeping them."""
+        waiting = self.streams if self.place.store == self.device else 0
+        return self.e2e + self.e2e_kept + waiting > USABLE * self.free
 
     @property
     def fits(self) -> bool:
@@ -75,17 +83,29 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
     if recipe.refine_steps:
         # Parameter, gradient, two moments; and the dense weight with its gradient, or noise and shares of four codes.
         refine = max(weights) * max({"ste": 24, "gumbel": 112}[engine] for engine in recipe.engines)
-    e2e = 0
+    e2e = e2e_kept = 0
     if recipe.e2e_steps:
         others = 4 * (sum(p.numel() for p in skeleton.model.parameters()) - sum(weights))
         e2e = sum(weights) + others + BATCH_TOKENS * vocabulary * 4 * 6 + 2 * activations
+        # Between two linear layers about twice as much lies as goes through them.
+        e2e_kept = 3 * BATCH_TOKENS * 4 * sum(_feature_sum(block) for block in skeleton.blocks)
     free = free_bytes(device)
     host = torch.device("cpu")
     places = [Placement(device, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     if device.type == "cuda":
         places.append(Placement(device, host, torch.bfloat16))
     plans = [
-        MemoryPlan(device, free, block, solve, refine, e2e, STREAMS * tokens * hidden * place.dtype.itemsize, place)
+        MemoryPlan(
+            device,
+            free,
+            block,
+            solve,
+            refine,
+            e2e,
+            e2e_kept,
+            STREAMS * tokens * hidden * place.dtype.itemsize,
+            place,
+        )
         for place in places
     ]
     return next((plan for plan in plans if plan.total <= USABLE * free), plans[-1])

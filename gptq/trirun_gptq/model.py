@@ -119,7 +119,13 @@ def _finish(walk: _Walk, waiting: list[dict[str, Quantized]], report: Report, wr
             with costs.stage("end to end"):
                 waiting, report.before_e2e, report.predictions = walk.retrying(
                     lambda: tune_scales(
-                        head, waiting, walk.train, walk.held_out, recipe, lambda *at: observer.stage("e2e", *at)
+                        head,
+                        waiting,
+                        walk.train,
+                        walk.held_out,
+                        recipe,
+                        report.memory.recomputes,
+                        lambda *at: observer.stage("e2e", *at),
                     )
                 )
         else:
