@@ -90,6 +90,35 @@ class MockRunner:
         self.closed = True
 
 
+class MockBurstRunner(MockRunner):
+    """Takes up to four steps at once, at times fewer than it may."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.bursts, self.stop_ids = [], {}
+
+    def bind(self, slot, request, generated):
+        super().bind(slot, request, generated)
+        self.stop_ids[slot] = () if request.params.ignore_stop_ids else request.stop_ids
+
+    def burst(self, slots):
+        return 1 + len(self.steps) % 4
+
+    def launch_burst(self, work, steps):
+        assert steps > 1 and all(item.tokens is None and item.sample for item in work)
+        chosen = [[] for _ in work]
+        for step in range(steps - len(self.steps) % 2):
+            outcomes = self.launch([item._replace(position=item.position + step) for item in work]).collect()
+            for tokens, outcome in zip(chosen, outcomes, strict=True):
+                tokens.append(outcome.token)
+            if any(tokens[-1].id in self.stop_ids[item.slot] for tokens, item in zip(chosen, work, strict=True)):
+                break
+        self.bursts.append(step + 1)
+        outcomes = [Outcome(tokens[0], (), tuple(tokens[1:])) for tokens in chosen]
+        self.in_flight.append(outcomes)
+        return MockPending(self, outcomes)
+
+
 class MockPending:
     def __init__(self, runner, outcomes):
         self.runner, self.outcomes = runner, outcomes

@@ -82,7 +82,7 @@ def test_sixty_four_readers_get_what_each_would_alone(shared, tmp_path):
         Request(
             str(i),
             tuple(text[:70] + text[i * 9 : i * 10 + 1] if i % 2 else text[i * 11 : i * 15 + 1]),
-            SamplingParams(max_tokens=24, temperature=0.7 if i % 4 == 3 else 0, seed=i),
+            SamplingParams(max_tokens=12, temperature=0.7 if i % 4 == 3 else 0, seed=i),
             frozenset(stop_ids(source)),
         )
         for i in range(64)

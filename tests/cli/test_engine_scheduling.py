@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.cli.mock_runner import VOCAB, MockRunner, continuation, run_all, submit, token_after
+from tests.cli.mock_runner import VOCAB, MockBurstRunner, MockRunner, continuation, run_all, submit, token_after
 from trirun_cli.runtime.engine.engine import Engine
 from trirun_cli.runtime.engine.request import FinishReason
 
@@ -15,12 +15,15 @@ RUNNERS = {
     "pages, looking ahead": {"pages": 40, "lookahead": 1},
     "few pages, looking ahead": {"pages": 10, "lookahead": 1},
     "slots, looking ahead": {"lookahead": 1},
+    "slots, in bursts": {"kind": MockBurstRunner},
+    "few pages, in bursts": {"kind": MockBurstRunner, "pages": 10},
 }
 
 
 @pytest.mark.parametrize("name", RUNNERS)
 def test_everyone_gets_their_own_continuation(name):
-    rng, runner = random.Random(1), MockRunner(**RUNNERS[name])
+    rng, options = random.Random(1), dict(RUNNERS[name])
+    runner = options.pop("kind", MockRunner)(**options)
     engine, expected = Engine(runner), {}
     shared = [rng.randrange(VOCAB) for _ in range(12)]
     for i in range(150):
@@ -40,6 +43,21 @@ def test_everyone_gets_their_own_continuation(name):
     assert stats.finished[FinishReason.STOP] + stats.finished[FinishReason.LENGTH] == 150
     assert stats.generated_tokens == sum(len(tokens) for _, tokens in expected.values())
     assert (stats.preemptions > 0) == ("few" in name)
+    assert "bursts" not in name or max(runner.bursts) > 1
+
+
+def test_bursts_end_with_the_first_to_end_and_only_while_no_one_waits():
+    runner = MockBurstRunner(slots=2)
+    engine = Engine(runner)
+    short, long, waiting = submit(engine, "short", [1], 6), submit(engine, "long", [2], 25), submit(engine, "w", [3], 2)
+    engine.step()
+    while engine.stats.waiting:
+        engine.step()
+        assert not runner.bursts
+    run_all(engine)
+    assert runner.bursts and len(runner.steps) == 25
+    for inbox, prompt, most in ((short, [1], 6), (long, [2], 25), (waiting, [3], 2)):
+        assert inbox.tokens == continuation(prompt, most)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -112,7 +130,8 @@ def test_a_freed_slot_is_used_at_once(lookahead):
 
 @pytest.mark.parametrize("name", RUNNERS)
 def test_prompt_scores(name):
-    rng, engine = random.Random(3), Engine(MockRunner(**RUNNERS[name]))
+    rng, options = random.Random(3), dict(RUNNERS[name])
+    engine = Engine(options.pop("kind", MockRunner)(**options))
     boxes = []
     for i in range(40):
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 25))]

@@ -155,9 +155,10 @@ class LeanDecoder:
         self._native.run(segments, *inputs, Array.of(logits))
         return logits
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """:meth:`CpuDecoder.copy_prefix`."""
-        self._native.copy_prefix(source, target, length)
+    @property
+    def native(self) -> CpuDecoder:
+        """The decoder of the kernel library, for what it alone has."""
+        return self._native
 
     def forward(self, tokens: Any, *, slot: int = 0, position: int = 0, keep: int = 1) -> np.ndarray:
         """Append tokens, integers [m], to a slot that holds ``position`` tokens, and forget what was beyond them.

@@ -50,6 +50,10 @@ class HostSampler:
         plain = params.temperature == 0 and params.logprobs is None and not params.changes_logits
         self._states[slot] = _State(params, stream_of(params.seed), len(generated), counts, seen, biased, plain)
 
+    def is_plain(self, slot: int) -> bool:
+        """Whether a slot's tokens are its largest logits and nothing else is asked for."""
+        return self._states[slot].plain
+
     def sample(self, logits: np.ndarray, slots: Sequence[int]) -> list[Token]:
         """The next token of each slot.
 

@@ -132,10 +132,12 @@ class Engine:
         try:
             if self._inbox:
                 self._take_inbox()
-            shares = self._scheduler.schedule()
+            shares, steps = self._scheduler.schedule()
             launched = None
             if shares:
-                launched = shares, self._runner.launch([share.work for share in shares])
+                work = [share.work for share in shares]
+                pending = self._runner.launch(work) if steps == 1 else self._runner.launch_burst(work, steps)
+                launched = shares, pending
                 self._scheduler.launched(shares)
                 self._steps += 1
             elif self._flying is None and self._live and not self._inbox:
@@ -253,13 +255,21 @@ class Engine:
             return
         if not sequence.first_token:
             sequence.first_token = time.perf_counter()
-        if token.id in request.stop_ids and not request.params.ignore_stop_ids:
-            return self._end(sequence, FinishReason.STOP, scores=scores)
-        sequence.tokens.append(token.id)
-        self._generated_tokens += 1
-        if len(sequence.tokens) == len(request.prompt) + sequence.limit:
-            return self._end(sequence, FinishReason.LENGTH, (token,), scores)
-        self._tell(sequence, Event(request.id, (token,), prompt_logprobs=scores))
+        tokens = (token, *outcome.more)
+        sequence.computed += len(outcome.more)
+        sequence.sampled += len(outcome.more)
+        # A burst takes no step after one that brings a stop id.
+        stopped = tokens[-1].id in request.stop_ids and not request.params.ignore_stop_ids
+        if stopped:
+            tokens = tokens[:-1]
+        sequence.tokens += [token.id for token in tokens]
+        self._generated_tokens += len(tokens)
+        if stopped:
+            self._end(sequence, FinishReason.STOP, tokens, scores)
+        elif len(sequence.tokens) == len(request.prompt) + sequence.limit:
+            self._end(sequence, FinishReason.LENGTH, tokens, scores)
+        else:
+            self._tell(sequence, Event(request.id, tokens, prompt_logprobs=scores))
 
     def _end(
         self,

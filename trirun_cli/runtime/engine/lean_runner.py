@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
+from time import perf_counter
 
 import numpy as np
+from trirun_kernels.arrays import Array
 from trirun_kernels.decoder_ops import Segment
 
 from ..decoder import LeanDecoder
@@ -13,6 +16,9 @@ from ..sampling import Token
 from .request import Request
 from .runner import Done, Outcome, Work
 from .slot_cache import SlotCache
+
+# Most steps of one native call, and how long it may take: who comes meanwhile has to wait for it.
+BURST_STEPS, BURST_S = 8, 0.02
 
 
 class LeanRunner:
@@ -25,20 +31,29 @@ class LeanRunner:
         self.name = decoder.name
         self.slots, self.context = decoder.slots, decoder.context
         self.max_rows, self.vocab_size = decoder.max_rows, decoder.shape.vocab
-        self.cache = SlotCache(self.slots, self.context, copy=decoder.copy_prefix)
+        self.cache = SlotCache(self.slots, self.context, copy=decoder.native.copy_prefix)
         self._sampler = HostSampler(self.slots, self.vocab_size)
         # Committed as far as it is used.
         self._logits = np.empty((self.max_rows, self.vocab_size), np.float32)
         self._last = [0] * self.slots
         self._alternatives = [0] * self.slots
+        self._stop_ids: list[frozenset[int]] = [frozenset()] * self.slots
+        self._step_s = inf
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.runner.Runner`."""
         self._sampler.bind(slot, request.params, request.prompt, generated)
         self._alternatives[slot] = request.params.prompt_logprobs or 0
+        self._stop_ids[slot] = frozenset() if request.params.ignore_stop_ids else request.stop_ids
+
+    def burst(self, slots: Sequence[int]) -> int:
+        """See :class:`~.runner.BurstRunner`: greedy tokens alone need nothing between two steps."""
+        steps = min(BURST_STEPS, int(BURST_S / self._step_s))
+        return steps if steps > 1 and all(map(self._sampler.is_plain, slots)) else 1
 
     def launch(self, work: Sequence[Work]) -> Done:
         """See :class:`~.runner.Runner`; it is over when this returns."""
+        started = perf_counter()
         tokens: list[int] = []
         segments, wanted, sampled = [], [], []
         for slot, position, piece, sample, targets in work:
@@ -54,9 +69,35 @@ class LeanRunner:
                 wanted.append(last - 1)
                 sampled.append(slot)
         logits = self._decoder.step_into(self._logits[: len(wanted)], segments, tokens, wanted)
-        if len(wanted) == len(sampled) == len(work):
+        if len(tokens) == len(wanted) == len(sampled):
+            self._step_s = perf_counter() - started
             return Done([Outcome(token) for token in self._choose(logits, sampled)])
         return Done(self._outcomes(logits, work, sampled))
+
+    def launch_burst(self, work: Sequence[Work], steps: int) -> Done:
+        """See :class:`~.runner.BurstRunner`."""
+        started = perf_counter()
+        slots = [item.slot for item in work]
+        chosen = np.empty((steps, len(work)), np.int64)
+        stop_ids = sorted(frozenset().union(*(self._stop_ids[slot] for slot in slots)))
+        done = self._decoder.native.greedy(
+            slots,
+            [item.position for item in work],
+            [self._last[slot] for slot in slots],
+            steps,
+            stop_ids,
+            Array.of(chosen),
+            Array.of(self._logits[: len(work)]),
+        )
+        self._step_s = (perf_counter() - started) / done
+        outcomes = []
+        for slot, ids in zip(slots, chosen[:done].T.tolist(), strict=True):
+            if min(ids) < 0:
+                raise FloatingPointError(f"{self.name}: logits that are not numbers")
+            self._last[slot] = ids[-1]
+            token, *more = map(Token, ids)
+            outcomes.append(Outcome(token, more=tuple(more)))
+        return Done(outcomes)
 
     def close(self) -> None:
         """See :class:`~.runner.Runner`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..sampling import Token
 from .request import Request
@@ -39,10 +39,12 @@ class Work(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one :class:`Work` gave: the sampled token, and the log-probabilities of its targets."""
+    """What one :class:`Work` gave: the sampled token, the log-probabilities of its targets, and, of a burst, the tokens
+    sampled after the first."""
 
     token: Token | None
     prompt: tuple[Token, ...] = ()
+    more: tuple[Token, ...] = ()
 
 
 class Pending(Protocol):
@@ -123,3 +125,16 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give memory and devices back."""
+
+
+@runtime_checkable
+class BurstRunner(Protocol):
+    """A runner without lookahead that can take several decoding steps in one launch, for models so small that a step
+    costs no more than asking for it."""
+
+    def burst(self, slots: Sequence[int]) -> int:
+        """Most steps that a launch of these slots should take, 1 when it should be an ordinary one."""
+
+    def launch_burst(self, work: Sequence[Work], steps: int) -> Pending:
+        """Start that many steps of work without tokens, or fewer: as many for every slot, and none after one that
+        brought a slot's stop id."""

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from .runner import Runner, Work
+from .runner import BurstRunner, Runner, Work
 from .sequence import Sequence
 
 
@@ -26,11 +26,19 @@ class Share(NamedTuple):
     work: Work
 
 
+class Step(NamedTuple):
+    """What is launched at once: one step, or, where every share decodes, a burst of several."""
+
+    shares: list[Share]
+    steps: int
+
+
 class Scheduler:
     """The waiting line and the running requests of one runner."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._cache = runner, runner.cache
+        self._burst = runner.burst if isinstance(runner, BurstRunner) else None
         self.waiting: deque[Sequence] = deque()
         # In the order of their admission.
         self.running: list[Sequence] = []
@@ -49,11 +57,12 @@ class Scheduler:
         self.running.remove(sequence)
         self._free(sequence)
 
-    def schedule(self) -> list[Share]:
-        """The next step's shares in order of slots; empty when nothing can run."""
+    def schedule(self) -> Step:
+        """What runs next, in order of slots; no shares when nothing can run."""
         put_aside = self.preemptions
         shares = self._decode()
-        budget = self._runner.max_rows - len(shares)
+        decoding = len(shares)
+        budget = self._runner.max_rows - decoding
         for sequence in self.running:
             if budget and sequence.computed < sequence.needed:
                 shares.append(self._prefill(sequence, budget))
@@ -62,7 +71,8 @@ class Scheduler:
             shares.append(self._prefill(self.waiting.popleft(), budget))
             budget -= shares[-1].work.rows
         shares.sort(key=_slot_of)
-        return shares
+        alone = self._burst is not None and shares and len(shares) == decoding and not self.waiting
+        return Step(shares, self._steps(shares) if alone else 1)
 
     def launched(self, shares: list[Share]) -> None:
         """The shares have been launched: what they compute may be built upon."""
@@ -83,6 +93,15 @@ class Scheduler:
             sequence.computed = position + 1
             sequence.sampled += 1
         return shares
+
+    def _steps(self, shares: list[Share]) -> int:
+        """How many steps a launch of shares that all decode can take."""
+        steps = self._burst([share.work.slot for share in shares])
+        for sequence, _, _ in shares:
+            # One token is counted already.
+            steps = min(steps, sequence.limit - sequence.sampled + 1)
+        roomy = steps > 1 and all(self._cache.grow(share.work.slot, share.work.position + steps) for share in shares)
+        return steps if roomy else 1
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Room for one more token, others put aside if need be; False when it was the youngest itself."""
