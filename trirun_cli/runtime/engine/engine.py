@@ -31,10 +31,10 @@ class Engine:
             raise ValueError(f"{runner.name}: {runner.max_rows} rows per step for {runner.slots} slots")
         self._runner, self._scheduler = runner, Scheduler(runner)
         self._most = None if max_waiting is None else runner.slots + max_waiting
-        # Guards the two fields that other threads touch: every live request by its id, and what they ask for.
+        # Guards the two fields that other threads touch: every live request by its id, and those that come or go.
         self._changed = threading.Condition()
         self._live: dict[str, Sequence] = {}
-        self._inbox: deque[tuple[str, Sequence | None]] = deque()
+        self._inbox: deque[tuple[Sequence, bool]] = deque()
         self._flying: tuple[list[Share], Pending] | None = None
         self._thread: threading.Thread | None = None
         self._open = True
@@ -77,15 +77,7 @@ class Engine:
             QueueFull: too many requests wait. EngineStopped: it takes none any more. ValueError: the id is taken.
         """
         self.check(request)
-        room = self.context - len(request.prompt)
-        sequence = Sequence(
-            request,
-            sink,
-            limit=min(request.params.max_tokens, room),
-            submitted=time.perf_counter(),
-            tokens=list(request.prompt),
-            wants_scores=request.params.prompt_logprobs is not None,
-        )
+        sequence = Sequence.of(request, sink, self.context)
         with self._changed:
             if not self._open:
                 raise EngineStopped(f"the engine has stopped: {self._failure or 'closed'}")
@@ -94,7 +86,7 @@ class Engine:
             if self._most is not None and len(self._live) >= self._most:
                 raise QueueFull(f"{len(self._live)} requests are running or waiting; that is the limit")
             self._live[request.id] = sequence
-            self._inbox.append((request.id, sequence))
+            self._inbox.append((sequence, True))
             self._changed.notify()
 
     def check(self, request: Request) -> None:
@@ -116,8 +108,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request before the next step; of any thread. Nothing happens where there is none of that id."""
         with self._changed:
-            if request_id in self._live:
-                self._inbox.append((request_id, None))
+            if (sequence := self._live.get(request_id)) is not None:
+                self._inbox.append((sequence, False))
                 self._changed.notify()
 
     def step(self) -> bool:
@@ -171,7 +163,7 @@ class Engine:
             while self._thread is None and self._live and time.perf_counter() < until:
                 self.step()
             with self._changed:
-                self._inbox.extend((request_id, None) for request_id in self._live)
+                self._inbox.extend((sequence, False) for sequence in self._live.values())
                 self._changed.notify_all()
             if self._thread is not None:
                 self._thread.join()
@@ -227,26 +219,19 @@ class Engine:
 
     def _take_inbox(self) -> None:
         while self._inbox:
-            request_id, sequence = self._inbox.popleft()
-            if sequence is None:
-                if (sequence := self._live.get(request_id)) is not None:
-                    self._end(sequence, FinishReason.ABORT)
-            elif request_id not in self._live:
+            sequence, comes = self._inbox.popleft()
+            if self._live.get(sequence.request.id) is not sequence:
                 continue
+            if not comes:
+                self._end(sequence, FinishReason.ABORT)
             elif sequence.limit or (sequence.wants_scores and len(sequence.tokens) > 1):
                 self._scheduler.add(sequence)
             else:
-                scores = (Token(sequence.tokens[0]),) if sequence.wants_scores else None
-                self._end(sequence, FinishReason.LENGTH, scores=scores)
+                self._end(sequence, FinishReason.LENGTH, scores=sequence.take_scores(()))
 
     def _deliver(self, share: Share, outcome: Outcome) -> None:
-        sequence, token, scores = share.sequence, outcome.token, None
-        request = sequence.request
-        if sequence.wants_scores:
-            sequence.scores.extend(outcome.prompt)
-            if len(sequence.scores) == len(request.prompt) - 1:
-                scores = (Token(request.prompt[0]), *sequence.scores)
-                sequence.wants_scores = False
+        sequence, token = share.sequence, outcome.token
+        request, scores = sequence.request, sequence.take_scores(outcome.prompt)
         if token is None:
             if scores is not None and sequence.limit == 0:
                 self._end(sequence, FinishReason.LENGTH, scores=scores)
@@ -298,6 +283,7 @@ class Engine:
             self._open, self._failure = False, error
             lost, self._live, self._flying = list(self._live.values()), {}, None
             self._inbox.clear()
+            self._scheduler.clear()
             self._changed.notify_all()
         message = f"{type(error).__name__}: {error}"
         for sequence in lost:

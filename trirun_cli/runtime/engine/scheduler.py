@@ -57,6 +57,11 @@ class Scheduler:
         self.running.remove(sequence)
         self._free(sequence)
 
+    def clear(self) -> None:
+        """Forget every request, and leave the cache as it is: what held it is lost."""
+        self.running.clear()
+        self.waiting.clear()
+
     def schedule(self) -> Step:
         """What runs next, in order of slots; no shares when nothing can run."""
         put_aside = self.preemptions

@@ -39,10 +39,28 @@ class Sequence:
     first_token: float = 0.0
     scores: list[Token] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, request: Request, sink: Sink, context: int) -> Sequence:
+        """A request that comes in now, to a model of that context."""
+        limit = min(request.params.max_tokens, context - len(request.prompt))
+        wants_scores = request.params.prompt_logprobs is not None
+        return cls(request, sink, limit, time.perf_counter(), list(request.prompt), wants_scores)
+
     @property
     def generated(self) -> int:
         """Tokens generated and collected."""
         return len(self.tokens) - len(self.request.prompt)
+
+    def take_scores(self, scores: tuple[Token, ...]) -> tuple[Token, ...] | None:
+        """Take in log-probabilities of more prompt tokens; all of them, once, when they are complete."""
+        if not self.wants_scores:
+            return None
+        self.scores.extend(scores)
+        prompt = self.request.prompt
+        if len(self.scores) < len(prompt) - 1:
+            return None
+        self.wants_scores = False
+        return (Token(prompt[0]), *self.scores)
 
     def usage(self) -> Usage:
         """What it took until now."""
