@@ -72,9 +72,9 @@ def command(
     template = None if chat_template is None else _text(chat_template)
     console = Console(as_json=json, quiet=quiet)
 
-    from ..model_dir import ModelDir
+    from ..model_dir import read_config
 
-    source = ModelDir(checkpoint)
+    read_config(checkpoint)
     names = served_model_name or [checkpoint.resolve().name]
     try:
         from ..server.app import create_app
@@ -102,7 +102,7 @@ def command(
             context=ctx,
             max_waiting=max_waiting,
         )
-        return make_model(source, opened, template)
+        return make_model(checkpoint, opened, template)
 
     def ready(model: Model) -> None:
         running = model.engine

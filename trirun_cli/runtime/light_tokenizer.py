@@ -31,17 +31,17 @@ class LightTokenizer:
     def __init__(self, backend: Any, bos: str | None, eos: str | None) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend_tokenizer = backend
         self.bos_token_id = None if bos is None else backend.token_to_id(bos)
         self.eos_token_id = None if eos is None else backend.token_to_id(eos)
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Token ids of a text, under "input_ids"."""
-        return {"input_ids": self._backend.encode(text, add_special_tokens=add_special_tokens).ids}
+        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 def light_tokenizer(path: str | Path, *, chat: bool = True) -> LightTokenizer | None:

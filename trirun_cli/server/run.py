@@ -23,6 +23,8 @@ from .service import Model, Service
 
 # Answers that are cut off at the end of draining get this long to say so.
 _FAREWELL_S = 5
+# Longer than clients keep an idle connection, so that none sends a request into one that is just being closed.
+_KEEP_ALIVE_S = 75
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -83,6 +85,7 @@ def serve(
         log_config=None,
         access_log=log_requests,
         lifespan="off",
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(drain_s) + _FAREWELL_S,
     )
     server = _Server(config, service, drain_s)

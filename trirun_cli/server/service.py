@@ -23,6 +23,8 @@ from .vocabulary import Vocabulary
 
 # Tokens of a completion that says nothing about it, as in OpenAI's interface.
 DEFAULT_COMPLETION_TOKENS = 16
+# Choices of one request, however long the queue may be.
+MOST_CHOICES = 4096
 _MASK = 2**64 - 1
 
 
@@ -104,6 +106,8 @@ class Service:
             ApiError: anything wrong with the request; 429.
         """
         vocabulary = self.model.vocabulary
+        # Before anything that takes time for each of them.
+        self._check_count(len(body.prompt) * (body.n or 1), "n" if len(body.prompt) == 1 else "prompt")
         prompts = []
         for index, prompt in enumerate(body.prompt):
             param = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
@@ -135,6 +139,7 @@ class Service:
         Raises:
             ApiError: anything wrong with the request; 429.
         """
+        self._check_count(body.n or 1, "n")
         prompt = tuple(await self.model.vocabulary.render(body))
         if not prompt:
             raise ApiError(400, "messages have no tokens", param="messages", code="invalid_value")
@@ -152,12 +157,18 @@ class Service:
         job.close()
         self._jobs.discard(job)
 
+    def _check_count(self, count: int, param: str) -> None:
+        """Refuse a request of more choices than there is room for when nothing else is running."""
+        most = MOST_CHOICES
+        if self._max_waiting is not None:
+            most = min(most, self.model.engine.slots + self._max_waiting)
+        if count > most:
+            message = f"the request asks for {count} choices; this server never takes more than {most} at once"
+            raise ApiError(400, message, param=param, code="invalid_value")
+
     def _start(self, requests: Sequence[Request], body: SamplingFields, arrived: float) -> Job:
         model = self.model
         assert self._outbox is not None
-        if self._max_waiting is not None and len(requests) > (most := model.engine.slots + self._max_waiting):
-            message = f"the request asks for {len(requests)} choices; this server never takes more than {most} at once"
-            raise ApiError(400, message, param="n", code="invalid_value")
         stop = tuple(body.stop or ())
         job = Job(model.engine, self._outbox, self.metrics, arrived)
         decoder = model.vocabulary.decoder

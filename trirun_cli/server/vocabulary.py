@@ -30,7 +30,8 @@ class Vocabulary:
     """A tokenizer and what follows from it.
 
     Args:
-        tokenizer: a transformers fast tokenizer, or one that answers the same calls.
+        tokenizer: of transformers and backed by the tokenizers library, or a
+            :class:`~trirun_cli.runtime.light_tokenizer.LightTokenizer`.
         size: token ids of the model are below it. context: most tokens of a sequence.
         chat_template: Jinja source that replaces the tokenizer's own; None keeps that.
     """
@@ -39,14 +40,16 @@ class Vocabulary:
         self.tokenizer, self.size, self.context = tokenizer, size, context
         self.decoder = Decoder(tokenizer)
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
-        pieces = tokenizer.convert_ids_to_tokens(range(min(len(tokenizer), size)))
-        self._metaspace = any(piece and piece.startswith("▁") for piece in pieces[:4096])
+        self._backend = tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self._special = frozenset(token for token, content in added.items() if content.special)
+        pieces = self._backend.get_vocab()
+        self._metaspace = any(piece.startswith("▁") for piece in pieces)
         # No token is longer than this, so a longer text cannot fit; refusing it costs nothing, tokenizing it seconds.
-        self._most_characters = context * max((len(piece) for piece in pieces if piece), default=1)
+        self._most_characters = context * max(map(len, pieces), default=1)
         # The first call settles padding and truncation, which changes the tokenizer; later ones only read it, and may
         # do so from several threads.
         tokenizer("a")
-        self._special = frozenset(tokenizer.all_special_ids)
         self.token_text = lru_cache(maxsize=65_536)(self._token_text)
         self.token_bytes = lru_cache(maxsize=65_536)(self._token_bytes)
 
@@ -60,7 +63,7 @@ class Vocabulary:
         return await _maybe_elsewhere(len(text), lambda: self._ids(text, special))
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _check_length(self, characters: int, param: str) -> None:
         if characters > self._most_characters:
@@ -113,19 +116,20 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included, as ``echo`` and /detokenize show it."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self.decoder.decode(list(ids), skip_special_tokens=False)
 
     def _token_bytes(self, token: int) -> bytes | None:
         """The bytes a token stands for, also where they are no whole character; None where nobody can tell."""
-        piece = self.tokenizer.convert_ids_to_tokens(token) if token < len(self.tokenizer) else None
+        piece = self._backend.id_to_token(token)
         if piece is None:
+            # A model's vocabulary may be padded beyond its tokenizer's.
             return b""
         if token not in self._special:
             if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
                 return bytes([int(piece[3:5], 16)])
             if self._metaspace:
                 return piece.replace("▁", " ").encode()
-        text = self.tokenizer.decode([token], skip_special_tokens=False)
+        text = self.decode([token])
         if "\ufffd" not in text:
             return text.encode()
         if all(character in _BYTE_OF for character in piece):
@@ -136,7 +140,7 @@ class Vocabulary:
         """A token for people: its text, or ``bytes:\\xe2`` for a part of a character, as OpenAI writes it."""
         raw = self.token_bytes(token)
         if raw is None:
-            return str(self.tokenizer.convert_ids_to_tokens(token))
+            return str(self._backend.id_to_token(token))
         try:
             return raw.decode()
         except UnicodeDecodeError:
