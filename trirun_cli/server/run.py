@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
@@ -107,6 +108,7 @@ async def _serve(
     try:
         if loading.done() and loading.exception() is None:
             model = loading.result()
+            _calm_collector()
             service.ready(model, Outbox(asyncio.get_running_loop()))
             if not server.should_exit:
                 ready(model)
@@ -117,6 +119,14 @@ async def _serve(
             loading.result().engine.close()
     finally:
         loading.cancel()
+
+
+def _calm_collector() -> None:
+    """Python's cyclic collector looks at every container again and again, whoever made it, and stops all threads for
+    it. What loading has left will live as long as the process; what requests bring is freed by reference counts."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 async def _on_thread(work: Callable[[], Any]) -> Any:

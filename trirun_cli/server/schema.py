@@ -50,6 +50,11 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 # They say who asks, not what is asked; there is nothing to do about them.
 HARMLESS = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
 _warned: set[str] = set()
+# Far beyond any use, and checked before the work that grows with them: one absurd request must not hold up the rest.
+MOST_PROMPTS = 4096
+MOST_MESSAGES = 4096
+MOST_BIASES = 1024
+MOST_UNKNOWN = 100
 
 
 def _strings(value: Any) -> Any:
@@ -124,7 +129,9 @@ class SamplingFields(BaseModel):
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
     repetition_penalty: Annotated[float | None, AfterValidator(_positive)] = None
-    logit_bias: Annotated[dict[str, float] | None, AfterValidator(lambda v: v and _biases(_token_bias(v)))] = None
+    logit_bias: Annotated[
+        dict[str, float] | None, Field(max_length=MOST_BIASES), AfterValidator(lambda v: v and _biases(_token_bias(v)))
+    ] = None
     return_token_ids: bool | None = None
 
     @property
@@ -143,14 +150,18 @@ class SamplingFields(BaseModel):
         if self.stream_options is not None and not self.stream:
             message = "stream_options is only for stream: true"
             raise ApiError(400, message, param="stream_options", code="invalid_value")
-        for name, value in (self.model_extra or {}).items():
-            if name in UNSUPPORTED:
-                if not any(value == neutral for neutral in UNSUPPORTED[name]):
-                    message = f"{name} is not supported by this server"
-                    raise ApiError(400, message, param=name, code="unsupported_parameter")
-            elif name not in HARMLESS and name not in _warned and len(_warned) < 1000:
-                _warned.add(name)
-                log.warning("ignored the unknown field %r of a request (said once per name)", name[:100])
+        extra = self.model_extra or {}
+        if len(extra) > MOST_UNKNOWN:
+            raise ApiError(400, f"the body has {len(extra)} unknown fields", code="invalid_value")
+        for name in extra.keys() & UNSUPPORTED.keys():
+            if not any(extra[name] == neutral for neutral in UNSUPPORTED[name]):
+                message = f"{name} is not supported by this server"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        unknown = sorted(extra.keys() - UNSUPPORTED.keys() - HARMLESS - _warned)
+        if unknown and len(_warned) < 1000:
+            _warned.update(unknown)
+            names = ", ".join(repr(name[:60]) for name in unknown)
+            log.warning("ignored fields that this server does not know: %s (said once)", names[:1000])
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
@@ -161,6 +172,8 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
     if _all_ids(value):
         return [value]
+    if len(value) > MOST_PROMPTS:
+        raise ValueError(f"has {len(value)} prompts, at most {MOST_PROMPTS} are taken")
     if all(isinstance(prompt, str) for prompt in value):
         for prompt in value:
             # JSON can write half of a surrogate pair, which is no text.
@@ -174,7 +187,7 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 def _all_ids(value: list[Any]) -> bool:
     # type(), not isinstance: True is an int, and no token.
-    return all(type(token) is int for token in value)
+    return set(map(type, value)) <= {int}
 
 
 class CompletionBody(SamplingFields):
@@ -221,7 +234,7 @@ class Message(BaseModel):
 class ChatBody(SamplingFields):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: Count = None
     max_completion_tokens: Count = None
     logprobs: bool | None = None

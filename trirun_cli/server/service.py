@@ -117,8 +117,9 @@ class Service:
                 bos = vocabulary.tokenizer.bos_token_id
                 ids = ids or ([bos] if bos is not None else [])
             else:
-                vocabulary.check_ids(prompt, param)
                 ids = prompt
+                # Only ids that can fit are worth a look at each.
+                vocabulary.check_ids(ids[: vocabulary.context + 1], param)
             if not ids:
                 raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
             prompts.append(tuple(ids))
