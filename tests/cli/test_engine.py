@@ -1,10 +1,11 @@
 """The engine on real decoders: what concurrent requests get is what each would get alone."""
 
+import errno
 import random
 
 import pytest
 
-from trirun_cli.errors import InputError
+from trirun_cli.errors import InputError, OutOfMemoryError
 from trirun_cli.pack_model import pack_model
 from trirun_cli.runtime.decoder import LeanLM
 from trirun_cli.runtime.engine.opening import open_engine
@@ -70,6 +71,17 @@ def test_bad_prompts_are_refused(packed):
             engine.submit(Request("a", prompt, SamplingParams()), print)
     with pytest.raises(InputError, match="logit_bias: token id 9000"):
         engine.submit(Request("a", (1,), SamplingParams(logit_bias={9000: 1.0})), print)
+
+
+def test_a_cache_beyond_all_memory_is_refused(packed, monkeypatch):
+    from trirun_kernels import decoder_ops
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(decoder_ops.mmap, "mmap", refuse)
+    with pytest.raises(OutOfMemoryError, match="2 sequences of 128 tokens do not fit"):
+        open_engine(packed, device="cpu", slots=2)
 
 
 def test_sixty_four_readers_get_what_each_would_alone(shared, tmp_path):

@@ -3,7 +3,10 @@
 import random
 
 import pytest
+from trirun_kernels.decoder_weights import DecoderShape
 
+from trirun_cli.errors import OutOfMemoryError
+from trirun_cli.runtime.engine.cache_memory import affordable_context, available_bytes
 from trirun_cli.runtime.engine.paged_cache import PagedCache
 from trirun_cli.runtime.engine.runner import Admission
 from trirun_cli.runtime.engine.slot_cache import COPY_LEAST, SlotCache
@@ -171,3 +174,36 @@ class TestPagedCache:
                     assert contents.setdefault(int(cache.tables[slot, index]), here) == here
             assert cache.usage == pytest.approx(len(contents) / 29)
         assert cache._references.count(0) == 30 - len(contents)
+
+
+class TestCacheMemory:
+    # 2 layers × 4 heads × 32 padded elements × 2 × 2 bytes: 1 KiB per position.
+    SHAPE = DecoderShape(
+        layers=2,
+        hidden=64,
+        ffn=64,
+        heads=4,
+        kv_heads=4,
+        head_dim=20,
+        vocab=10,
+        rotary_half=10,
+        norm_eps=1e-5,
+        attention_scale=1.0,
+        activation="silu",
+    )
+
+    def test_half_of_the_memory_is_shared_by_the_slots(self):
+        assert affordable_context(self.SHAPE, 1, 8192, available=2**30) == 8192
+        assert affordable_context(self.SHAPE, 16, 8192, available=2**26) == 2048
+        assert affordable_context(self.SHAPE, 16, 8192, available=2**26 + 2**16) == 2048
+        assert affordable_context(self.SHAPE, 1, 100, available=2**18) == 100
+
+    def test_too_little_is_said(self):
+        with pytest.raises(
+            OutOfMemoryError,
+            match=r"64 sequences of 512 tokens need 0\.03 GiB of cache, half of the free memory is 0\.02 GiB",
+        ):
+            affordable_context(self.SHAPE, 64, 8192, available=2**25)
+
+    def test_the_system_says_what_is_available(self):
+        assert 2**20 < available_bytes() < 2**50

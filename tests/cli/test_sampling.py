@@ -2,11 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 
 from trirun_cli.errors import UsageError
-from trirun_cli.runtime import device_sampling
-from trirun_cli.runtime.device_sampling import DeviceSampler, token_weights
 from trirun_cli.runtime.host_sampling import HostSampler, token_logprobs, token_probabilities
 from trirun_cli.runtime.sampling import SamplingParams, stream_of, uniform
 
@@ -129,39 +126,3 @@ def test_rows_are_sampled_by_their_own_parameters():
 def test_impossible_parameters(bad):
     with pytest.raises(UsageError, match=f"{next(iter(bad))} must be"):
         SamplingParams(**bad)
-
-
-MANY = [
-    *({}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_p": 0.8}),
-    *({"temperature": 1.0, "min_p": 0.05}, {"temperature": 2.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01}),
-    {"presence_penalty": 0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
-    {"temperature": 1.0, "repetition_penalty": 1.3, "logit_bias": {7: 2.0, 9: -100.0}},
-]
-
-
-def test_the_device_sampler_chooses_the_same_tokens():
-    vocab, slots = 400, list(range(len(MANY)))
-    host, device = HostSampler(len(MANY), vocab), DeviceSampler(len(MANY), vocab, "cpu")
-    for slot, change in enumerate(MANY):
-        for sampler in (host, device):
-            sampler.bind(slot, SamplingParams(seed=2**64 - 1 - slot, **change), [3, 7, 7], [5, 5, 8][: slot % 4])
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        rows = rng.permutation(slots)[: rng.integers(1, len(slots) + 1)].tolist()
-        logits = rng.normal(size=(len(rows), vocab), scale=2).astype(np.float32)
-        expected = [token.id for token in host.sample(logits, rows)]
-        assert device.sample(torch.from_numpy(logits), torch.tensor(rows)).tolist() == expected
-
-
-def test_the_device_sampler_draws_from_the_same_distribution():
-    logits = np.random.default_rng(1).normal(size=(1, 3000), scale=1.5).astype(np.float32)
-    everything = {"temperature": 1.0, "top_k": 3000, "top_p": 1.0, "min_p": 0.0}
-    for change in MANY:
-        params = everything | {name: value for name, value in change.items() if name in everything}
-        settings = [torch.tensor([value]) for value in params.values()]
-        weights = token_weights(torch.from_numpy(logits), *settings)[0].numpy()
-        np.testing.assert_allclose(weights / weights.sum(), distribution(logits[0], **params), rtol=1e-4, atol=1e-12)
-    streams = [stream_of(seed) for seed in (0, 1, 2**63, 2**64 - 1)]
-    signed = torch.tensor([stream - 2**64 if stream >= 2**63 else stream for stream in streams])
-    numbers = device_sampling.uniform(signed, torch.arange(4))
-    assert numbers.tolist() == [uniform(stream, index) for index, stream in enumerate(streams)]

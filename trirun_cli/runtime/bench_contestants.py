@@ -38,9 +38,7 @@ def of_shape(
         from .synthetic import dense_twin, random_model
 
         try:
-            model = random_model(
-                shape, spec, positions=positions + 64, device=device, dtype=dtype, act_bits=act_bits
-            )
+            model = random_model(shape, spec, positions=positions + 64, device=device, dtype=dtype, act_bits=act_bits)
             out: list[Contestant] = [CudaContestant("int2", model)]
             if dense:
                 out.append(CudaContestant(kind, dense_twin(model)))

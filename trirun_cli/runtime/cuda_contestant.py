@@ -107,5 +107,3 @@ def _timed(call: Callable[[], None], repeats: int = 1) -> Callable[[], float]:
         return start.elapsed_time(stop) * 1e-3 / repeats
 
     return run
-
-

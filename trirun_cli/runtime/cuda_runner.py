@@ -184,5 +184,3 @@ class CudaRunner:
         scores = [(slot, target) for _, slot, target in scored]
         reading = self._sampler.read(logits, slots, self._turn, scores)
         return CudaPending(reading, places, prompts)
-
-

@@ -114,9 +114,7 @@ class CudaSampler:
             logprobs=self._results[1].view(torch.float32)[:count], positions=positions, tokens=tokens,
         )  # fmt: skip
 
-    def read(
-        self, logits: Tensor, slots: Sequence[int], turn: int, targets: Sequence[tuple[int, int]] = ()
-    ) -> Reading:
+    def read(self, logits: Tensor, slots: Sequence[int], turn: int, targets: Sequence[tuple[int, int]] = ()) -> Reading:
         """Start bringing back what was sampled for these slots.
 
         Args:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 from pathlib import Path
 
-from ...errors import InputError
+from ...errors import InputError, OutOfMemoryError
 from ...model_dir import read_config
 from .engine import Engine
 from .runner import Runner
@@ -30,11 +31,13 @@ def open_engine(
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
         act_bits: 8 or 16 overrides the checkpoint's activation width.
         engine: "lean", "transformers", or "auto": lean where it can.
-        slots: requests that run at once. context: most tokens of one; None is the runner's own choice.
+        slots: requests that run at once. context: most tokens of one; None is the runner's own choice: the model's
+            own, at most 8192 on a CPU, less where half of the free memory does not hold that many.
         max_waiting: requests that wait beyond those; None is no limit.
 
     Raises:
         InputError: the directory cannot be loaded, or not on that engine. MissingError: the device is not there.
+        OutOfMemoryError: the cache does not fit.
     """
     options = {"device": device, "dtype": dtype, "act_bits": act_bits, "slots": slots, "context": context}
     runner = None if engine == "transformers" else _lean_runner(Path(path), required=engine == "lean", **options)
@@ -48,7 +51,8 @@ def _lean_runner(
     nothing here imports torch, a packed or a plain one on a GPU."""
     config = read_config(path)
     from ...checkpoint import QUANT_METHOD
-    from ..llama_config import NotLean
+    from ..llama_config import NotLean, decoder_shape, longest_context
+    from .cache_memory import affordable_context
 
     section = config.get("quantization_config")
     packed = isinstance(section, dict) and section.get("quant_method") == QUANT_METHOD
@@ -61,11 +65,19 @@ def _lean_runner(
             raise NotLean("the lean decoder runs packed checkpoints")
         if dtype not in ("auto", "float32"):
             raise NotLean(f"the lean decoder computes in float32, not {dtype}")
-        from ..decoder import LeanDecoder
+        from ..decoder import DEFAULT_CONTEXT, LeanDecoder
         from .lean_runner import LeanRunner
 
+        if context is None:
+            longest = min(longest_context(config), DEFAULT_CONTEXT)
+            context = affordable_context(decoder_shape(config), slots, longest)
         rows = max(192, -(-slots // 48) * 48)
         return LeanRunner(LeanDecoder(path, slots=slots, context=context, act_bits=act_bits, max_rows=rows))
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        reason = f"{slots} sequences of {context} tokens do not fit the memory"
+        raise OutOfMemoryError(reason, "run fewer at once, or shorter ones: --ctx") from error
     except NotLean as error:
         if required:
             raise InputError(f"{path}: {error}") from None
