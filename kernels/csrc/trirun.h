@@ -247,19 +247,22 @@ enum {
                               multiples of 8: sm_90a */
 };
 
+enum { TRIRUN_F16ACC_A = 1, TRIRUN_F16ACC_B = 2 };
+
 /* How such a product is computed, chosen by trirun_kernels/f16acc_cuda.py. */
 typedef struct {
   int32_t kernel; /* TRIRUN_F16ACC_... */
   int32_t tile_n; /* columns of y of one CTA */
   int32_t chunk;  /* columns of k summed in fp16, a multiple of 64; sums of chunks are added in fp32 */
   int32_t parts;  /* CTAs that share a tile along k and add up through the workspace */
+  int32_t along_rows; /* TRIRUN_F16ACC_A, _B: the operand lies in memory as [k][m] or [k][n]; WGMMA: neither, B, or both */
 } trirun_f16acc_plan;
 
 /* Bytes of device memory (16-byte aligned, contents arbitrary) that the product needs under a plan. */
 size_t trirun_cuda_f16acc_workspace(int64_t m, int64_t n, const trirun_f16acc_plan* plan);
 
 /* y[m][n] = a[m][k] . b[n][k]^T + bias[n], all fp16, on the current device and the given cudaStream_t; a and b on 16
- * bytes, lda and ldb multiples of 8; bias may be NULL. fp16 sums that leave their range are computed again in fp32. */
+ * bytes, lda and ldb, from one row in memory to the next, multiples of 8; bias may be NULL. fp16 sums that leave their range are computed again in fp32. */
 int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t ldb, const void* bias, void* y,
                             int64_t ldy, int64_t m, int64_t n, int64_t k, const trirun_f16acc_plan* plan,
                             void* workspace, size_t workspace_bytes, void* stream);

@@ -15,6 +15,7 @@ from .native import NativeError, load
 from .select import Device
 
 MMA, WGMMA = 1, 2  # TRIRUN_F16ACC_*
+A, B = 1, 2  # bits of along_rows
 TILE_M = 128  # rows of a of one CTA
 # Cycles per column of k of a tile of 128 x tile_n at the tensor cores' full rate, and what a tile costs beside them:
 # the first loads, the sums' way out. Rows of a CTA pair share b's columns, so wgmma tiles come in twos.
@@ -24,7 +25,7 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 @dataclass(frozen=True, slots=True)
 class F16AccPlan:
-    """``trirun_f16acc_plan`` of csrc/trirun.h, field by field."""
+    """``trirun_f16acc_plan`` of csrc/trirun.h, but for what the operands' places in memory decide."""
 
     kernel: int
     tile_n: int
@@ -33,9 +34,9 @@ class F16AccPlan:
 
 
 class PlanStruct(ctypes.Structure):
-    """The same as C sees it."""
+    """``trirun_f16acc_plan`` as C sees it."""
 
-    _fields_ = tuple((name, ctypes.c_int32) for name in F16AccPlan.__slots__)
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("kernel", "tile_n", "chunk", "parts", "along_rows"))
 
 
 def select_f16acc(m: int, n: int, k: int, chunk: int, device: Device) -> F16AccPlan:
@@ -97,28 +98,38 @@ def run_plan(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, plan: F16AccP
 
     Tests and tuning sweeps call this; everything else leaves the plan to :func:`select_f16acc`.
     """
-    a, b = _aligned_rows(a), _aligned_rows(b)
-    (m, n), k, struct = y.shape, a.shape[1], PlanStruct(*(getattr(plan, name) for name in F16AccPlan.__slots__))
+    (m, n), k = y.shape, a.shape[1]
+    # Gradients multiply transposed operands: wgmma takes them as they lie (b, or both), mma.sync takes copies.
+    along_b = plan.kernel == WGMMA and not _aligned(b) and _aligned(b.t())
+    along_a = along_b and not _aligned(a) and _aligned(a.t())
+    a, b = (x if along else _along_k(x) for x, along in ((a, along_a), (b, along_b)))
+    bias = None if bias is None else bias.contiguous()
+    lda, ldb = a.stride(int(along_a)), b.stride(int(along_b))
+    struct = PlanStruct(plan.kernel, plan.tile_n, plan.chunk, plan.parts, A * along_a | B * along_b)
     size = _library().trirun_cuda_f16acc_workspace(m, n, ctypes.byref(struct))
     workspace = a.new_empty(size, dtype=torch.uint8) if size else None
     code = _library().trirun_cuda_f16acc_gemm(
-        a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), None if bias is None else bias.contiguous().data_ptr(),
-        y.data_ptr(), y.stride(0), m, n, k, ctypes.byref(struct), None if workspace is None else workspace.data_ptr(),
-        size, torch.cuda.current_stream().cuda_stream,
+        a.data_ptr(), lda, b.data_ptr(), ldb, None if bias is None else bias.data_ptr(), y.data_ptr(), y.stride(0),
+        m, n, k, ctypes.byref(struct), None if workspace is None else workspace.data_ptr(), size,
+        torch.cuda.current_stream().cuda_stream,
     )  # fmt: skip
     if code:
         reason = _library().trirun_cuda_error(code).decode()
         raise NativeError(f"f16acc_gemm: m={m}, n={n}, k={k}, {plan}: {reason} (code {code})")
 
 
-def _aligned_rows(x: Tensor) -> Tensor:
-    """x [rows, k] as the copy engines read it: unit column stride, rows that start on 16 bytes."""
-    k = x.shape[1]
-    if x.stride(1) == 1 and x.stride(0) >= k and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+def _aligned(x: Tensor) -> bool:
+    """Whether x [rows, columns] lies as the copy engines read it: row by row, each on 16 bytes."""
+    return x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
+def _along_k(x: Tensor) -> Tensor:
+    """x, or a copy of it that is aligned."""
+    if _aligned(x):
         return x
-    held = x.new_empty(x.shape[0], -(-k // 8) * 8)
-    held[:, :k] = x
-    return held[:, :k]
+    held = x.new_empty(x.shape[0], -(-x.shape[1] // 8) * 8)
+    held[:, : x.shape[1]] = x
+    return held[:, : x.shape[1]]
 
 
 @cache

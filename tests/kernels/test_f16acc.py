@@ -217,6 +217,20 @@ def test_every_plan_on_every_tail(kernel, m, n, k, chunk, parts):
 
 
 @gpu
+@pytest.mark.parametrize("m,n,k", [(64, 64, 64), (300, 520, 2056), (130, 1000, 1021)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_transposed_operands(kernel, m, n, k, parts):
+    """Stored along k, or along their rows as gradients find them: [k, n] and [k, m]."""
+    if parts > -(-k // CHUNK):
+        pytest.skip("a part without a chunk")
+    a, b, bias = operands(m, n, k, device="cuda")
+    plan = F16AccPlan(*kernel, CHUNK, parts)
+    y, a_rows, b_rows = run(a, b, bias, plan), a.t().contiguous().t(), b.t().contiguous().t()
+    for first, second in ((a, b_rows), (a_rows, b_rows), (a_rows, b)):
+        assert torch.equal(run(first, second, bias, plan), y)
+
+
+@gpu
 def test_overflowing_sums_are_computed_again_on_the_gpu(kernel):
     m, n, k = 300, 264, 400
     a, b, _ = operands(m, n, k, device="cuda")
@@ -227,6 +241,7 @@ def test_overflowing_sums_are_computed_again_on_the_gpu(kernel):
         plan = F16AccPlan(*kernel, CHUNK, parts)
         y = run(a, b, None, plan)
         assert y[131, 17] == 0
+        assert torch.equal(run(a.t().contiguous().t(), b.t().contiguous().t(), None, plan), y)
         expected = exact(a, b)
         torch.testing.assert_close(y, expected.half(), rtol=4e-3, atol=2e-2)
         assert y[:, 18].isinf().float().mean() > 0.9, "results beyond fp16 are infinite"

@@ -42,9 +42,9 @@ __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base,
                                            float (&total)[4][4][4]) {
   const int thread = threadIdx.x, lane = thread % 32, row0 = thread / 32 % 2 * 64, column0 = thread / 64 * 32;
   // Rows beyond the end are the last one again, whose sums nobody stores; columns beyond the end are zeros.
-  const int a_row = min(m0 + thread / 4, args.m - 1), b_row = min(n0 + thread / 4, args.n - 1);
-  const __half* a_from = args.a + a_row * args.lda + int64_t(first) * kColumns + thread % 4 * 8;
-  const __half* b_from = args.b + b_row * args.ldb + int64_t(first) * kColumns + thread % 4 * 8;
+  const int a_first = min(m0 + thread / 4, args.m - 1), b_first = min(n0 + thread / 4, args.n - 1);
+  const __half* a_from = args.a + a_first * args.a_row + int64_t(first) * kColumns + thread % 4 * 8;
+  const __half* b_from = args.b + b_first * args.b_row + int64_t(first) * kColumns + thread % 4 * 8;
   const uint32_t to = base + position(thread / 4, thread % 4);  // 64 rows further down parts lie in the same order
   // What this lane names to ldmatrix, of the first 16 rows and columns; the next 16 columns differ in one bit.
   const uint32_t a_lane = position(row0 + lane % 16, lane / 16);
@@ -54,9 +54,9 @@ __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base,
     const int bytes = left >= 8 ? 16 : left > 0 ? left * 2 : 0;
     const uint32_t at = to + 2 * stage * kOperand;
     copy_async(at, bytes ? a_from : args.a, bytes);
-    copy_async(at + 64 * 64, bytes ? a_from + min(64, args.m - 1 - a_row) * args.lda : args.a, bytes);
+    copy_async(at + 64 * 64, bytes ? a_from + min(64, args.m - 1 - a_first) * args.a_row : args.a, bytes);
     copy_async(at + kOperand, bytes ? b_from : args.b, bytes);
-    copy_async(at + kOperand + 64 * 64, bytes ? b_from + min(64, args.n - 1 - b_row) * args.ldb : args.b, bytes);
+    copy_async(at + kOperand + 64 * 64, bytes ? b_from + min(64, args.n - 1 - b_first) * args.b_row : args.b, bytes);
     a_from += kColumns, b_from += kColumns, left -= kColumns;
   };
   uint32_t half[4][4][2] = {};
@@ -210,7 +210,8 @@ EXPORT int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, in
     return TRIRUN_BAD_POINTER;
   constexpr int64_t most = INT32_MAX - 256;  // tiles may reach past the end
   if (m <= 0 || n <= 0 || k <= 0 || m > most || n > most || k > most) return TRIRUN_BAD_SHAPE;
-  if (lda < k || ldb < k || ldy < n || lda % 8 || ldb % 8) return TRIRUN_BAD_SHAPE;
+  const bool a_rows = plan->along_rows & TRIRUN_F16ACC_A, b_rows = plan->along_rows & TRIRUN_F16ACC_B;
+  if (lda < (a_rows ? m : k) || ldb < (b_rows ? n : k) || ldy < n || lda % 8 || ldb % 8) return TRIRUN_BAD_SHAPE;
   if (plan->tile_n != 128 && plan->tile_n != 256) return TRIRUN_UNSUPPORTED;
   if (plan->chunk <= 0 || plan->chunk % kStage || plan->parts < 1 || plan->parts > 64) return TRIRUN_UNSUPPORTED;
   if (workspace_bytes < trirun_cuda_f16acc_workspace(m, n, plan)) return TRIRUN_NO_WORKSPACE;
@@ -225,14 +226,18 @@ EXPORT int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, in
   args.a = static_cast<const __half*>(a), args.b = static_cast<const __half*>(b);
   args.bias = static_cast<const __half*>(bias), args.y = static_cast<__half*>(y);
   args.sums = static_cast<float*>(workspace);
-  args.lda = lda, args.ldb = ldb, args.ldy = ldy, args.m = int(m), args.n = int(n), args.k = int(k);
+  args.a_row = a_rows ? 1 : lda, args.a_column = a_rows ? lda : 1;
+  args.b_row = b_rows ? 1 : ldb, args.b_column = b_rows ? ldb : 1;
+  args.ldy = ldy, args.m = int(m), args.n = int(n), args.k = int(k);
   args.chunk = plan->chunk, args.parts = plan->parts;
   args.m_tiles = int((m + kTileM - 1) / kTileM), args.n_tiles = int((n + plan->tile_n - 1) / plan->tile_n);
   args.raster = 16;
   const auto on = static_cast<cudaStream_t>(stream);
   int code = TRIRUN_UNSUPPORTED;
-  if (plan->kernel == TRIRUN_F16ACC_MMA && plan->tile_n == kTileN) code = launch_mma(args, sms, on);
-  if (plan->kernel == TRIRUN_F16ACC_WGMMA && major == 9) code = launch_wgmma(args, plan->tile_n, sms, on);
+  if (plan->kernel == TRIRUN_F16ACC_WGMMA && major == 9)
+    code = launch_wgmma(args, plan->tile_n, sms, on);
+  else if (plan->kernel == TRIRUN_F16ACC_MMA && plan->tile_n == kTileN && !plan->along_rows)
+    code = launch_mma(args, sms, on);
   if (code != TRIRUN_OK || plan->parts == 1) return code;
   const int64_t blocks = (m * n + kThreads - 1) / kThreads;
   f16acc_reduce_kernel<<<unsigned(blocks < 8 * sms ? blocks : 8 * sms), kThreads, 0, on>>>(args);

@@ -11,11 +11,12 @@ namespace trirun::f16acc {
 constexpr int kTileM = 128, kStage = 64;  // rows of a of one CTA; columns of k that chunks are multiples of
 
 // y[m][n] = a[m][k] . b[n][k]^T + bias, or with parts > 1 sums[parts][m][n], each part over its own chunks of k.
+// Element (row, column) of a lies at row * a_row + column * a_column; one of the two is 1.
 struct Arguments {
   const __half *a, *b, *bias;
   __half* y;
   float* sums;
-  int64_t lda, ldb, ldy;
+  int64_t a_row, a_column, b_row, b_column, ldy;
   int m, n, k;
   int chunk;  // columns of k
   int parts;

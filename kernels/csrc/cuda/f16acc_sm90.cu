@@ -1,9 +1,9 @@
 // The fp16-accumulating product on Hopper: y[m][n] = a[m][k] . b[n][k]^T.
 //
 // Two CTAs of a cluster compute 256 x TileN: each 128 rows of a, both the same rows of b, of which each fetches half
-// for both. A producer warp keeps a ring of stages of 64 columns full; two consumer warpgroups multiply 64 rows each in
-// fp16, and add what a chunk of k gave to their fp32 sums. They end their chunks at different stages, so that the tensor
-// cores always have one warpgroup's products while the other one adds.
+// for both. A producer warp keeps a ring of stages of 64 columns full; two consumer warpgroups multiply 64 rows each
+// in fp16, and add what a chunk of k gave to their fp32 sums. They end their chunks at different stages, so that the
+// tensor cores always have one warpgroup's products while the other one adds.
 // no-spill(90a): f16acc_wgmma_kernel<*>
 #include <cuda.h>
 
@@ -14,6 +14,7 @@ namespace trirun::f16acc {
 namespace {
 
 constexpr int kThreads = 384, kStages = 4, kCluster = 2, kBoxRows = 16, kBox = kBoxRows * 128;
+constexpr int kSquare = 64 * kStage * 2;  // bytes of 64 rows of an operand stored along them
 
 struct Tensors {
   CUtensorMap a, b, y;
@@ -34,30 +35,30 @@ template <int Tiles>
 __device__ __forceinline__ void recompute(const Arguments& args, int row, int column, int first, int last,
                                           float (&total)[Tiles][4]) {
   const int lane = threadIdx.x % 32, quad = lane % 4 * 2;
-  const auto load = [&](const __half* matrix, int64_t stride, int64_t at, int rows, int64_t k) {
+  const auto load = [&](const __half* matrix, int64_t row_step, int64_t column_step, int64_t at, int rows, int64_t k) {
     if (at >= rows || k >= args.k) return 0u;
-    const uint32_t lo = __half_as_ushort(matrix[at * stride + k]);
-    const uint32_t hi = k + 1 < args.k ? __half_as_ushort(matrix[at * stride + k + 1]) : 0u;
-    return lo | hi << 16;
+    const __half* from = matrix + at * row_step + k * column_step;
+    return __half_as_ushort(*from) | (k + 1 < args.k ? uint32_t(__half_as_ushort(from[column_step])) << 16 : 0u);
   };
 #pragma unroll
   for (int i = 0; i < 4 * Tiles; ++i) total[i / 4][i % 4] = 0.f;
   for (int64_t k = int64_t(first) * kStage + quad; k < int64_t(last) * kStage; k += 16) {
     uint32_t a[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = load(args.a, args.lda, row + i % 2 * 8, args.m, k + i / 2 * 8);
+    for (int i = 0; i < 4; ++i)
+      a[i] = load(args.a, args.a_row, args.a_column, row + i % 2 * 8, args.m, k + i / 2 * 8);
 #pragma unroll
     for (int j = 0; j < Tiles; ++j) {
       const int64_t at = column + j * 8 + lane / 4;
-      multiply(total[j], a, load(args.b, args.ldb, at, args.n, k),
-               load(args.b, args.ldb, at, args.n, k + 8));
+      multiply(total[j], a, load(args.b, args.b_row, args.b_column, at, args.n, k),
+               load(args.b, args.b_row, args.b_column, at, args.n, k + 8));
     }
   }
 }
 
 #endif
 
-template <int TileN>
+template <int TileN, bool TransA, bool TransB>
 __global__ void __launch_bounds__(kThreads, 1)
     f16acc_wgmma_kernel(const __grid_constant__ Arguments args, const __grid_constant__ Tensors maps) {
 #ifdef TRIRUN_HOPPER
@@ -95,8 +96,18 @@ __global__ void __launch_bounds__(kThreads, 1)
           barrier_wait(empty + 8 * stage, parity);
           const uint32_t to = base + stage * S::kBytes, bar = full + 8 * stage;
           barrier_expect(bar, S::kBytes);
-          tensor_load(to, &maps.a, bar, k * kStage, row);
-          tensor_load_multicast(to + S::kA + rank * (S::kB / 2), &maps.b, bar, k * kStage, column, 3);
+          const uint32_t b_to = to + S::kA + rank * (S::kB / 2);
+          if constexpr (TransA) {
+            for (int i = 0; i < kTileM / 64; ++i) tensor_load(to + i * kSquare, &maps.a, bar, row + i * 64, k * kStage);
+          } else {
+            tensor_load(to, &maps.a, bar, k * kStage, row);
+          }
+          if constexpr (TransB) {
+            for (int i = 0; i < TileN / 128; ++i)
+              tensor_load_multicast(b_to + i * kSquare, &maps.b, bar, column + i * 64, k * kStage, 3);
+          } else {
+            tensor_load_multicast(b_to, &maps.b, bar, k * kStage, column, 3);
+          }
           if (++stage == kStages) stage = 0, parity ^= 1;
         }
       }
@@ -129,11 +140,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         int before = -1;
         for (int accumulate = 0; k < end; ++k) {
           barrier_wait(full + 8 * stage, parity);
-          const uint64_t a = operand_descriptor(base + stage * S::kBytes + group * (S::kA / 2));
-          const uint64_t b = operand_descriptor(base + stage * S::kBytes + S::kA);
+          const uint32_t a_at = base + stage * S::kBytes + group * (S::kA / 2), b_at = base + stage * S::kBytes + S::kA;
+          const uint64_t a = TransA ? operand_descriptor_rows(a_at) : operand_descriptor(a_at);
+          const uint64_t b = TransB ? operand_descriptor_rows(b_at) : operand_descriptor(b_at);
           wgmma_fence();
 #pragma unroll
-          for (int i = 0; i < kStage / 16; ++i, accumulate = 1) wgmma_half(half, a + 2 * i, b + 2 * i, accumulate);
+          for (int i = 0; i < kStage / 16; ++i, accumulate = 1)  // 16 columns on: 32 bytes, or 16 rows of 128 bytes
+            wgmma_half<TransA, TransB>(half, a + i * (TransA ? 128 : 2), b + i * (TransB ? 128 : 2), accumulate);
           wgmma_commit();
           if (before >= 0) {
             wgmma_wait<1>();
@@ -223,7 +236,7 @@ Encode tensor_map_encoder() {
 // Boxes of box_rows x 64 of a matrix [rows][columns] of fp16.
 int encode(CUtensorMap* map, const void* data, int64_t stride, int rows, int columns, int box_rows) {
   const cuuint64_t size[2] = {cuuint64_t(columns), cuuint64_t(rows)}, bytes[1] = {cuuint64_t(stride) * 2};
-  const cuuint32_t box[2] = {kStage, cuuint32_t(box_rows)}, step[2] = {1, 1};
+  const cuuint32_t box[2] = {64, cuuint32_t(box_rows)}, step[2] = {1, 1};
   const CUresult result = tensor_map_encoder()(
       map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(data), size, bytes, box, step,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -231,15 +244,19 @@ int encode(CUtensorMap* map, const void* data, int64_t stride, int rows, int col
   return result == CUDA_SUCCESS ? TRIRUN_OK : TRIRUN_BAD_POINTER;
 }
 
-template <int TileN>
+template <int TileN, bool TransA, bool TransB>
 int launch(Arguments args, int sms, cudaStream_t stream) {
   using S = Shape<TileN>;
   Tensors maps = {};
   if (!tensor_map_encoder()) return TRIRUN_UNSUPPORTED;
-  if (const int code = encode(&maps.a, args.a, args.lda, args.m, args.k, kTileM)) return code;
-  if (const int code = encode(&maps.b, args.b, args.ldb, args.n, args.k, TileN / 2)) return code;
-  if (const int code = encode(&maps.y, args.y, args.ldy, args.m, args.n, kBoxRows)) return code;
-  const auto kernel = f16acc_wgmma_kernel<TileN>;
+  int code = TransA ? encode(&maps.a, args.a, args.a_column, args.k, args.m, kStage)
+                    : encode(&maps.a, args.a, args.a_row, args.m, args.k, kTileM);
+  if (code == TRIRUN_OK)
+    code = TransB ? encode(&maps.b, args.b, args.b_column, args.k, args.n, kStage)
+                  : encode(&maps.b, args.b, args.b_row, args.n, args.k, TileN / 2);
+  if (code == TRIRUN_OK) code = encode(&maps.y, args.y, args.ldy, args.m, args.n, kBoxRows);
+  if (code != TRIRUN_OK) return code;
+  const auto kernel = f16acc_wgmma_kernel<TileN, TransA, TransB>;
   if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared))
     return e;
   const int64_t units = int64_t((args.m_tiles + 1) / 2) * args.n_tiles * args.parts;
@@ -260,11 +277,21 @@ int launch(Arguments args, int sms, cudaStream_t stream) {
   return cudaLaunchKernelEx(&config, kernel, args, maps);
 }
 
+// What a product and its two gradients need: a . b^T, a . b, a^T . b.
+template <int TileN>
+int launch_layout(const Arguments& args, int sms, cudaStream_t stream) {
+  const bool trans_a = args.a_column != 1, trans_b = args.b_column != 1;
+  if (!trans_a && !trans_b) return launch<TileN, false, false>(args, sms, stream);
+  if (!trans_a && trans_b) return launch<TileN, false, true>(args, sms, stream);
+  if (trans_a && trans_b) return launch<TileN, true, true>(args, sms, stream);
+  return TRIRUN_UNSUPPORTED;
+}
+
 }  // namespace
 
 int launch_wgmma(const Arguments& args, int tile_n, int sms, cudaStream_t stream) {
   if (reinterpret_cast<uintptr_t>(args.y) % 16 || args.ldy % 8 || args.n % 8) return TRIRUN_UNSUPPORTED;
-  return tile_n == 256 ? launch<256>(args, sms, stream) : launch<128>(args, sms, stream);
+  return tile_n == 256 ? launch_layout<256>(args, sms, stream) : launch_layout<128>(args, sms, stream);
 }
 
 }  // namespace trirun::f16acc

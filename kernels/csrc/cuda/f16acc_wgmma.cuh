@@ -18,19 +18,27 @@ namespace trirun::hopper {
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 // clang-format on
 
-// d (+)= a . b: a 64 x 16, b 16 x N, both K-major under the 128-byte swizzle; d two neighbouring sums to a register.
-// accumulate 0 starts a new sum.
+// An operand stored along its rows (of a or b) rather than along k: 128 bytes hold 64 of them under the 128-byte
+// swizzle, one such line per k; the next 64 rows follow 8192 bytes further on.
+__device__ __forceinline__ uint64_t operand_descriptor_rows(uint32_t address) {
+  return uint64_t((address & 0x3FFFF) >> 4) | uint64_t(512) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
+}
+
+// d (+)= a . b: a 64 x 16, b 16 x N, under the 128-byte swizzle; d two neighbouring sums to a register. TransA, TransB:
+// the operand is stored along its rows. accumulate 0 starts a new sum.
+template <bool TransA, bool TransB>
 __device__ __forceinline__ void wgmma_half(uint32_t (&d)[32], uint64_t a, uint64_t b, int accumulate) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f16.f16.f16 " TRIRUN_D32 "%32, %33, p, 1, 1, 0, 0;\n}\n"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f16.f16.f16 " TRIRUN_D32 "%32, %33, p, 1, 1, %35, %36;\n}\n"
                : TRIRUN_R32("+r", 0)
-               : "l"(a), "l"(b), "r"(accumulate));
+               : "l"(a), "l"(b), "r"(accumulate), "n"(int(TransA)), "n"(int(TransB)));
 }
+template <bool TransA, bool TransB>
 __device__ __forceinline__ void wgmma_half(uint32_t (&d)[64], uint64_t a, uint64_t b, int accumulate) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n256k16.f16.f16.f16 " TRIRUN_D64 "%64, %65, p, 1, 1, 0, 0;\n}\n"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f16.f16.f16 " TRIRUN_D64 "%64, %65, p, 1, 1, %67, %68;\n}\n"
                : TRIRUN_R64("+r", 0)
-               : "l"(a), "l"(b), "r"(accumulate));
+               : "l"(a), "l"(b), "r"(accumulate), "n"(int(TransA)), "n"(int(TransB)));
 }
 
 // A box of a 2-D tensor to the same place in every CTA of the cluster that `ctas` names by bits; each one's barrier
