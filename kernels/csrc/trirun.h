@@ -243,8 +243,8 @@ int trirun_cuda_read_probe(const void* data, size_t bytes, void* sink, void* str
 /* Kernels of trirun_cuda_f16acc_gemm. */
 enum {
   TRIRUN_F16ACC_MMA = 1,   /* mma.sync with fp16 sums, tiles of 128 x 128: sm_80 and newer */
-  TRIRUN_F16ACC_WGMMA = 2  /* wgmma with fp16 sums, tiles of 128 x 128 and 128 x 256; y on 16 bytes, ldy and n
-                              multiples of 8: sm_90a */
+  TRIRUN_F16ACC_WGMMA = 2  /* wgmma with fp16 sums, tiles of 128 x 128 and 128 x 256; y and bias on 16
+                              bytes, ldy a multiple of 8, and a row's last 16 bytes are written whole: sm_90a */
 };
 
 enum { TRIRUN_F16ACC_A = 1, TRIRUN_F16ACC_B = 2 };

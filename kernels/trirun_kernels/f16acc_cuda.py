@@ -42,15 +42,15 @@ class PlanStruct(ctypes.Structure):
 def select_f16acc(m: int, n: int, k: int, chunk: int, device: Device) -> F16AccPlan:
     """The kernel and tile for y[m, n] = a[m, k] · b[n, k]ᵀ with fp16 sums over ``chunk`` columns.
 
-    Hopper's wgmma where rows of y start on 16 bytes, mma.sync elsewhere. Of tiles of 128 x 128 and 128 x 256, and of
-    numbers of CTAs that share one along k (they add up through memory), those that end first.
+    wgmma on Hopper, mma.sync elsewhere. Of tiles of 128 x 128 and 128 x 256, and of numbers of CTAs that share one
+    along k (they add up through memory), those that end first.
 
     Raises:
         ValueError: the device is older than any kernel.
     """
     if device.arch < 80:
         raise ValueError(f"the CUDA kernels need compute capability 8.0 or newer, this device has {device.arch / 10}")
-    kernel = WGMMA if device.arch == 90 and n % 8 == 0 else MMA
+    kernel = WGMMA if device.arch == 90 else MMA
     chunks = max(1, -(-k // chunk))
 
     def cycles(tile_n: int, parts: int) -> float:
@@ -84,12 +84,15 @@ def f16acc_gemm(a: Tensor, b: Tensor, bias: Tensor | None, chunk: int) -> Tensor
         NativeError: the library is missing, or refused the call; the message has the shapes.
     """
     m, (n, k) = prod(a.shape[:-1]), b.shape
-    y = a.new_empty((m, n))
-    if k == 0:
-        y.copy_(a.new_zeros(()) if bias is None else bias)
-    elif m and n:
+    if m == 0 or n == 0 or k == 0:
+        y = a.new_zeros((m, n)) if bias is None else bias.repeat(m, 1)
+    else:
+        plan = select_f16acc(m, n, k, chunk, device_of(a.device.index))
+        # wgmma's rows of y start on 16 bytes; where n does not keep them there, y is copied out of longer ones.
+        y = a.new_empty((m, -(-n // 8) * 8 if plan.kernel == WGMMA else n))[:, :n]
         with torch.cuda.device(a.device):
-            run_plan(a.reshape(m, k), b, bias, y, select_f16acc(m, n, k, chunk, device_of(a.device.index)))
+            run_plan(a.reshape(m, k), b, bias, y, plan)
+        y = y.contiguous()
     return y.view(*a.shape[:-1], n)
 
 
@@ -103,7 +106,8 @@ def run_plan(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, plan: F16AccP
     along_b = plan.kernel == WGMMA and not _aligned(b) and _aligned(b.t())
     along_a = along_b and not _aligned(a) and _aligned(a.t())
     a, b = (x if along else _along_k(x) for x, along in ((a, along_a), (b, along_b)))
-    bias = None if bias is None else bias.contiguous()
+    if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % 16):
+        bias = bias.clone(memory_format=torch.contiguous_format)
     lda, ldb = a.stride(int(along_a)), b.stride(int(along_b))
     struct = PlanStruct(plan.kernel, plan.tile_n, plan.chunk, plan.parts, A * along_a | B * along_b)
     size = _library().trirun_cuda_f16acc_workspace(m, n, ctypes.byref(struct))

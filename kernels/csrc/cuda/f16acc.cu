@@ -1,8 +1,8 @@
 // The fp16-accumulating product on every GPU since Ampere: mma.sync with fp16 sums, which GeForce GPUs run at twice the
 // rate of fp32 sums; and the C interface of both kernels.
 //
-// A CTA computes 128 x 128 with 8 warps of 64 x 32. Stages of 32 columns are copied by cp.async, their 16-byte parts
-// permuted so that ldmatrix meets no bank conflict.
+// A CTA computes 128 x 128 with 8 warps of 64 x 32. Stages of 64 columns are copied by cp.async, their 16-byte parts
+// permuted so that ldmatrix meets no bank conflict; a warp's fragments are read one step ahead of its products.
 // no-spill: f16acc_mma_kernel
 // no-spill: f16acc_reduce_kernel
 #include "f16acc.cuh"
@@ -10,8 +10,8 @@
 namespace trirun::f16acc {
 namespace {
 
-constexpr int kThreads = 256, kTileN = 128, kColumns = 32, kStages = 4;
-constexpr int kOperand = 128 * kColumns * 2, kBytes = kStages * 2 * kOperand;
+constexpr int kThreads = 256, kTileN = 128, kStages = 3, kSteps = kStage / 16;
+constexpr int kOperand = 128 * kStage * 2, kBytes = kStages * 2 * kOperand;
 constexpr int kStaged = kTileN * 2 + 16;  // bytes of a row of outputs in shared memory: no two rows on the same banks
 static_assert(kTileM * kStaged <= kBytes);
 
@@ -33,8 +33,8 @@ __device__ __forceinline__ void multiply(uint32_t (&d)[2], const uint32_t (&a)[4
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 16-byte part `part` of a row of 64 bytes: eight rows that ldmatrix reads together meet all banks once.
-__device__ __forceinline__ uint32_t position(int row, int part) { return row * 64 + ((part ^ row >> 1 & 3) << 4); }
+// 16-byte part `part` of a row of 128 bytes: eight rows that ldmatrix reads together meet all banks once.
+__device__ __forceinline__ uint32_t position(int row, int part) { return row * 128 + ((part ^ row & 7) << 4); }
 
 // One tile's share of k. Half: sums in fp16, promoted every chunk; otherwise in fp32 throughout.
 template <bool Half>
@@ -42,61 +42,74 @@ __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base,
                                            float (&total)[4][4][4]) {
   const int thread = threadIdx.x, lane = thread % 32, row0 = thread / 32 % 2 * 64, column0 = thread / 64 * 32;
   // Rows beyond the end are the last one again, whose sums nobody stores; columns beyond the end are zeros.
-  const int a_first = min(m0 + thread / 4, args.m - 1), b_first = min(n0 + thread / 4, args.n - 1);
-  const __half* a_from = args.a + a_first * args.a_row + int64_t(first) * kColumns + thread % 4 * 8;
-  const __half* b_from = args.b + b_first * args.b_row + int64_t(first) * kColumns + thread % 4 * 8;
-  const uint32_t to = base + position(thread / 4, thread % 4);  // 64 rows further down parts lie in the same order
-  // What this lane names to ldmatrix, of the first 16 rows and columns; the next 16 columns differ in one bit.
-  const uint32_t a_lane = position(row0 + lane % 16, lane / 16);
-  const uint32_t b_lane = position(column0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
-  int left = args.k - first * kColumns - thread % 4 * 8;
+  const int a_first = min(m0 + thread / 8, args.m - 1), b_first = min(n0 + thread / 8, args.n - 1);
+  const __half* a_from = args.a + a_first * args.a_row + int64_t(first) * kStage + thread % 8 * 8;
+  const __half* b_from = args.b + b_first * args.b_row + int64_t(first) * kStage + thread % 8 * 8;
+  const uint32_t to = base + position(thread / 8, thread % 8);  // 32 rows further down parts lie in the same order
+  int left = args.k - first * kStage - thread % 8 * 8;
   const auto load_stage = [&](int stage) {
     const int bytes = left >= 8 ? 16 : left > 0 ? left * 2 : 0;
     const uint32_t at = to + 2 * stage * kOperand;
-    copy_async(at, bytes ? a_from : args.a, bytes);
-    copy_async(at + 64 * 64, bytes ? a_from + min(64, args.m - 1 - a_first) * args.a_row : args.a, bytes);
-    copy_async(at + kOperand, bytes ? b_from : args.b, bytes);
-    copy_async(at + kOperand + 64 * 64, bytes ? b_from + min(64, args.n - 1 - b_first) * args.b_row : args.b, bytes);
-    a_from += kColumns, b_from += kColumns, left -= kColumns;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __half* a = a_from + min(32 * i, args.m - 1 - a_first) * args.a_row;
+      const __half* b = b_from + min(32 * i, args.n - 1 - b_first) * args.b_row;
+      copy_async(at + i * 32 * 128, bytes ? a : args.a, bytes);
+      copy_async(at + kOperand + i * 32 * 128, bytes ? b : args.b, bytes);
+    }
+    a_from += kStage, b_from += kStage, left -= kStage;
   };
+  // What this lane names to ldmatrix, of the first 16 rows and columns; further columns differ in two bits.
+  const uint32_t a_lane = base + position(row0 + lane % 16, lane / 16);
+  const uint32_t b_lane = base + kOperand + position(column0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  uint32_t a[2][4][4], b[2][2][4];
+  const auto load_fragments = [&](int stage, int step) {
+    const uint32_t at = 2 * stage * kOperand;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) load_matrices(b[step % 2][j], (b_lane ^ step * 32) + at + j * 16 * 128);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load_matrices(a[step % 2][i], (a_lane ^ step * 32) + at + i * 16 * 128);
+  };
+  const auto next_stage_arrives = [] {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    __syncthreads();
+  };
+
   uint32_t half[4][4][2] = {};
 #pragma unroll
   for (int i = 0; i < 64; ++i) total[i / 16][i / 4 % 4][i % 4] = 0.f;
-  const int per_chunk = args.chunk / kColumns;
   for (int i = 0; i < kStages - 1; ++i) {
     if (first + i < last) load_stage(i);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  int stage = 0, until = per_chunk;
-  for (int step = first; step < last; ++step) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
-    __syncthreads();
-    // Everyone is past the stage that this one replaces.
-    if (step + kStages - 1 < last) load_stage(stage == 0 ? kStages - 1 : stage - 1);
+  next_stage_arrives();
+  load_fragments(0, 0);
+  int stage = 0, until = args.chunk;
+  for (int k = first; k < last; ++k) {
+    // Everyone has read the fragments of the stage that this one replaces.
+    if (k + kStages - 1 < last) load_stage(stage == 0 ? kStages - 1 : stage - 1);
     asm volatile("cp.async.commit_group;" ::: "memory");
-    const uint32_t a_at = base + 2 * stage * kOperand, b_at = a_at + kOperand;
 #pragma unroll
-    for (int k16 = 0; k16 < kColumns / 16; ++k16) {
-      uint32_t b[2][4];
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        load_matrices(b[j], b_at + (b_lane ^ k16 * 32) + j * 16 * 64);
+    for (int step = 0; step < kSteps; ++step) {
+      if (step + 1 == kSteps) {
+        if (++stage == kStages) stage = 0;
+        next_stage_arrives();
+      }
+      load_fragments(stage, (step + 1) % kSteps);  // after the last stage: of no use, and no harm
+      const uint32_t(&x)[4][4] = a[step % 2], (&w)[2][4] = b[step % 2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        uint32_t a[4];
-        load_matrices(a, a_at + (a_lane ^ k16 * 32) + i * 16 * 64);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if constexpr (Half)
-            multiply(half[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+            multiply(half[i][j], x[i], w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]);
           else
-            f16acc::multiply(total[i][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+            f16acc::multiply(total[i][j], x[i], w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]);
         }
       }
     }
-    if (++stage == kStages) stage = 0;
-    if (Half && (--until == 0 || step + 1 == last)) {
-      until = per_chunk;
+    if (Half && (--until == 0 || k + 1 == last)) {
+      until = args.chunk;
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         uint32_t& sums = half[i / 8][i / 2 % 4][i % 2];
@@ -116,8 +129,7 @@ __global__ void __launch_bounds__(kThreads) f16acc_mma_kernel(const __grid_const
   int m_tile, n_tile;
   place(args, blockIdx.x / args.parts, m_tile, n_tile);
   const int m0 = m_tile * kTileM, n0 = n_tile * kTileN;
-  const int first = args.first_stage(part) * (kStage / kColumns);
-  const int last = min(args.first_stage(part + 1) * (kStage / kColumns), (args.k + kColumns - 1) / kColumns);
+  const int first = args.first_stage(part), last = args.first_stage(part + 1);
 
   float total[4][4][4];
   accumulate<true>(args, base, m0, n0, first, last, total);
@@ -132,12 +144,13 @@ __global__ void __launch_bounds__(kThreads) f16acc_mma_kernel(const __grid_const
 
   const int column = n0 + column0 + lane % 4 * 2;
   if (args.parts > 1) {
-    float* sums = args.sums + int64_t(part) * args.m * args.n;
+    const int64_t columns = sum_columns(args.n);
+    float* sums = args.sums + part * args.m * columns;
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
       const int64_t row = m0 + row0 + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
       const int at = column + i / 4 % 4 * 8 + i % 2;
-      if (row < args.m && at < args.n) sums[row * args.n + at] = total[i / 16][i / 4 % 4][i % 4];
+      if (row < args.m && at < args.n) sums[row * columns + at] = total[i / 16][i / 4 % 4][i % 4];
     }
     return;
   }
@@ -171,10 +184,11 @@ __global__ void __launch_bounds__(kThreads) f16acc_mma_kernel(const __grid_const
 
 // y = the parts' sums, added in order, + bias.
 __global__ void __launch_bounds__(kThreads) f16acc_reduce_kernel(const __grid_constant__ Arguments args) {
-  const int64_t size = int64_t(args.m) * args.n, step = int64_t(gridDim.x) * kThreads;
+  const int64_t columns = sum_columns(args.n), size = args.m * columns, step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < size; i += step) {
-    const int64_t row = i / args.n;
-    const int column = int(i - row * args.n);
+    const int64_t row = i / columns;
+    const int column = int(i - row * columns);
+    if (column >= args.n) continue;
     float sum = 0.f;
     for (int part = 0; part < args.parts; ++part) sum += args.sums[part * size + i];
     if (args.bias) sum += __half2float(args.bias[column]);
@@ -198,7 +212,8 @@ int launch_mma(const Arguments& args, int sms, cudaStream_t stream) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT size_t trirun_cuda_f16acc_workspace(int64_t m, int64_t n, const trirun_f16acc_plan* plan) {
-  return plan && plan->parts > 1 && m > 0 && n > 0 ? size_t(plan->parts) * m * n * sizeof(float) : 0;
+  using trirun::f16acc::sum_columns;
+  return plan && plan->parts > 1 && m > 0 && n > 0 ? size_t(plan->parts) * m * sum_columns(n) * sizeof(float) : 0;
 }
 
 EXPORT int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t ldb, const void* bias, void* y,
@@ -229,7 +244,7 @@ EXPORT int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, in
   args.a_row = a_rows ? 1 : lda, args.a_column = a_rows ? lda : 1;
   args.b_row = b_rows ? 1 : ldb, args.b_column = b_rows ? ldb : 1;
   args.ldy = ldy, args.m = int(m), args.n = int(n), args.k = int(k);
-  args.chunk = plan->chunk, args.parts = plan->parts;
+  args.chunk = plan->chunk / kStage, args.parts = plan->parts;
   args.m_tiles = int((m + kTileM - 1) / kTileM), args.n_tiles = int((n + plan->tile_n - 1) / plan->tile_n);
   args.raster = 16;
   const auto on = static_cast<cudaStream_t>(stream);

@@ -8,9 +8,12 @@
 
 namespace trirun::f16acc {
 
+// The parts' sums have rows of whole 32-byte sectors.
+__host__ __device__ constexpr int64_t sum_columns(int64_t n) { return (n + 7) / 8 * 8; }
+
 constexpr int kTileM = 128, kStage = 64;  // rows of a of one CTA; columns of k that chunks are multiples of
 
-// y[m][n] = a[m][k] . b[n][k]^T + bias, or with parts > 1 sums[parts][m][n], each part over its own chunks of k.
+// y[m][n] = a[m][k] . b[n][k]^T + bias, or with parts > 1 sums[parts][m][sum_columns(n)], each part over its own chunks of k.
 // Element (row, column) of a lies at row * a_row + column * a_column; one of the two is 1.
 struct Arguments {
   const __half *a, *b, *bias;
@@ -18,15 +21,18 @@ struct Arguments {
   float* sums;
   int64_t a_row, a_column, b_row, b_column, ldy;
   int m, n, k;
-  int chunk;  // columns of k
+  int chunk;  // stages of a chunk
   int parts;
   int m_tiles, n_tiles, raster;
 
+  __host__ __device__ int stages() const { return int((unsigned(k) + kStage - 1) / kStage); }
+
   // The stages of k that a part multiplies: whole chunks, shared out evenly.
   __host__ __device__ int first_stage(int part) const {
-    const int64_t chunks = (k + chunk - 1) / chunk;
-    const int stage = int(chunks * part / parts) * (chunk / kStage), stages = (k + kStage - 1) / kStage;
-    return stage < stages ? stage : stages;
+    if (parts == 1) return part * stages();
+    const unsigned chunks = (unsigned(stages()) + chunk - 1) / chunk;  // 2^25 at most, and 64 parts
+    const unsigned stage = chunks * part / parts * chunk;
+    return stage < unsigned(stages()) ? int(stage) : stages();
   }
 };
 
