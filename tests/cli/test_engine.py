@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from trirun_cli.errors import InputError, OutOfMemoryError
+from trirun_cli.errors import InputError, OutOfMemoryError, UsageError
 from trirun_cli.pack_model import pack_model
 from trirun_cli.runtime.decoder import LeanLM
 from trirun_cli.runtime.engine.opening import open_engine
@@ -71,6 +71,16 @@ def test_bad_prompts_are_refused(packed):
             engine.submit(Request("a", prompt, SamplingParams()), print)
     with pytest.raises(InputError, match="logit_bias: token id 9000"):
         engine.submit(Request("a", (1,), SamplingParams(logit_bias={9000: 1.0})), print)
+
+
+def test_bad_sizes_are_refused(packed, trirun):
+    with pytest.raises(InputError, match="a context of 200 tokens; the model's own is 128"):
+        open_engine(packed, device="cpu", context=200)
+    for sizes in ({"slots": 0}, {"context": 0}):
+        with pytest.raises(UsageError, match="at least 1"):
+            open_engine(packed, device="cpu", **sizes)
+    code, _, err = trirun("generate", "-c", packed / "nowhere", "-p", "a")
+    assert code == 3 and "no such directory" in err.replace("\n", " ")
 
 
 def test_a_cache_beyond_all_memory_is_refused(packed, monkeypatch):

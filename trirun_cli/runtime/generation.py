@@ -81,12 +81,16 @@ def generate_tokens(
 
 def stop_ids(path: str | os.PathLike[str]) -> set[int]:
     """End-of-text ids of a model directory, from generation_config.json or else config.json."""
-    path = Path(path)
-    ids = generation_defaults(path).get("eos_token_id", read_config(path).get("eos_token_id"))
+    ids = generation_defaults(path).get("eos_token_id", read_config(Path(path)).get("eos_token_id"))
     return set(ids) if isinstance(ids, list) else {ids} if ids is not None else set()
 
 
 def generation_defaults(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The generation_config.json of a model directory, or nothing."""
+    """The generation_config.json of a model directory, or nothing.
+
+    Raises:
+        InputError: there is no model directory, or the file is damaged.
+    """
+    read_config(Path(path))
     file = Path(path) / "generation_config.json"
     return read_json(file) if file.is_file() else {}

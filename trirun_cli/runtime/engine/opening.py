@@ -6,7 +6,7 @@ import ctypes
 import errno
 from pathlib import Path
 
-from ...errors import InputError, OutOfMemoryError
+from ...errors import InputError, OutOfMemoryError, UsageError
 from ...model_dir import read_config
 from .engine import Engine
 from .runner import Runner
@@ -36,9 +36,16 @@ def open_engine(
         max_waiting: requests that wait beyond those; None is no limit.
 
     Raises:
-        InputError: the directory cannot be loaded, or not on that engine. MissingError: the device is not there.
+        InputError: the directory cannot be loaded, or not on that engine, or the context is longer than the model's.
+        UsageError: slots or context are below 1. MissingError: the device is not there.
         OutOfMemoryError: the cache does not fit.
     """
+    config = read_config(Path(path))
+    if slots < 1 or (context is not None and context < 1):
+        raise UsageError(f"{slots} requests at once of {context} tokens: at least 1 of 1")
+    longest = config.get("max_position_embeddings")
+    if context is not None and longest is not None and context > longest:
+        raise InputError(f"{path}: a context of {context} tokens; the model's own is {longest}")
     options = {"device": device, "dtype": dtype, "act_bits": act_bits, "slots": slots, "context": context}
     runner = None if engine == "transformers" else _lean_runner(Path(path), required=engine == "lean", **options)
     return Engine(runner or _transformers_runner(Path(path), **options), max_waiting=max_waiting)
