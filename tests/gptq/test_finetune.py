@@ -156,10 +156,11 @@ def test_generated_text_follows_the_models_distribution():
 
 
 def test_the_learning_rate_rises_and_falls():
-    recipe = TrainRecipe(steps=100, warmup=0.1, final_lr=0.1)
-    rates = [recipe.rate(step) for step in range(100)]
-    assert rates[0] == pytest.approx(1 / 11) and max(rates) == rates[10] == 1.0
-    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1, abs=1e-3)
+    recipe = TrainRecipe(warmup=0.1, final_lr=0.1)
+    rates = [recipe.rate(percent / 100) for percent in range(101)]
+    assert rates[5] == pytest.approx(0.5) and max(rates) == rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1)
+    assert TrainRecipe(warmup=0.0).rate(0) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def command(
         float | None, typer.Option(help="Fraction of a batch that is real text, beside those.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Minutes of training in the place of steps.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences per step, over all devices.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences in memory at a time; 0 is all.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
@@ -86,6 +87,7 @@ def command(
         "generated": generated,
         "text_share": text_share,
         "steps": steps,
+        "minutes": minutes,
         "batch": batch,
         "micro_batch": micro_batch,
         "seqlen": seqlen,

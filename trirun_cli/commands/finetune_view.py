@@ -39,11 +39,11 @@ class FinetuneView(TrainObserver):
         self._move(done, total)
         self._bar.describe(f"{title}, {unit}")
 
-    def resumed(self, step: int, steps: int) -> None:
-        self._console.note(f"continuing a stopped run after step {step} of {steps}")
+    def resumed(self, step: int) -> None:
+        self._console.note(f"continuing a stopped run after step {step}")
 
-    def step(self, step: int, steps: int, kl: float, ce: float, tokens_per_second: float) -> None:
-        self._move(step, steps)
+    def step(self, step: int, done: float, kl: float, ce: float, tokens_per_second: float) -> None:
+        self._move(round(1000 * done), 1000)
         self._bar.describe(f"training: KL {kl:.3f}, {tokens_per_second:,.0f} tokens/s")
 
     def evaluated(self, evaluation: Evaluation, best: bool) -> None:
@@ -65,12 +65,12 @@ class FinetuneView(TrainObserver):
 def show_plan(console: Console, plan: Plan) -> None:
     """What is about to happen, in one note."""
     recipe = plan.recipe
-    tokens = recipe.steps * recipe.batch * recipe.seqlen
+    length = f"{recipe.minutes:g} minutes" if recipe.minutes else f"{recipe.steps} steps"
+    step = f"{recipe.batch} × {recipe.seqlen} tokens per step"
     text = ", ".join(plan.data) + (f" and {recipe.generated} generated sequences" if recipe.generated else "")
     console.note(
         f"{plan.model} → {plan.out}: {plan.weights / 1e6:.1f} M weights at {plan.bits_per_weight:.3f} bits, "
-        f"recipe {recipe.name!r}, {recipe.steps} steps of {recipe.batch} × {recipe.seqlen} tokens "
-        f"({tokens / 1e6:.1f} M) of {text}; on {plan.device} in {recipe.precision}"
+        f"recipe {recipe.name!r}, {length} with {step} of {text}; on {plan.device} in {recipe.precision}"
         f"{', compiled' if plan.compiled else ''}"
     )
 
@@ -78,13 +78,14 @@ def show_plan(console: Console, plan: Plan) -> None:
 def show_report(console: Console, plan: Plan, result: Result) -> None:
     """Held-out losses over the run, and the packed checkpoint beside the trained weights."""
     progress = result.trained.progress
-    tokens = plan.recipe.steps * plan.recipe.batch * plan.recipe.seqlen
+    tokens = progress.step * plan.recipe.batch * plan.recipe.seqlen
     best = next(evaluation for evaluation in progress.evaluations if evaluation.step == progress.best)
     console.json(
         "finetune/1",
         plan.to_dict()
         | {
             "out": str(plan.out),
+            "steps": progress.step,
             "tokens": tokens,
             "seconds": progress.seconds,
             "best_step": progress.best,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOM = 1 << 34  # bytes of keys and values that exist at a time
+CPU_ROOM = 1 << 30  # bytes of keys and values that exist at a time
+GPU_ROOM = 0.5  # the same, as a fraction of what is free
 
 
 @torch.no_grad()
@@ -28,7 +29,9 @@ def sample(
     """
     device = model.device
     generator = torch.Generator(device).manual_seed(seed)
-    batch = max(1, ROOM // (_bytes_per_token(model) * length))
+    # A step costs the same time for few sequences as for many, up to thousands.
+    room = CPU_ROOM if device.type == "cpu" else int(GPU_ROOM * torch.cuda.mem_get_info(device)[0])
+    batch = max(1, room // (_bytes_per_token(model) * length))
     done = []
     for part in prompts.split(batch):
         done.append(_continue(model, part.to(device), length, generator).cpu())
@@ -37,9 +40,11 @@ def sample(
 
 
 def _continue(model: Any, tokens: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    from transformers import StaticCache
+    from transformers import DynamicCache
 
-    cache = StaticCache(config=model.config, max_cache_len=length)
+    # Growing keys and values are copied at every step, which is still less traffic than attention over the whole length
+    # of a static cache, whose mask also keeps grouped queries off the fast kernels.
+    cache = DynamicCache(config=model.config)
     written, new = [tokens], tokens
     for _ in range(length - tokens.shape[1]):
         output = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -70,32 +70,31 @@ class Training:
         Raises:
             QuantizationError: the loss is not finite. KeyboardInterrupt: the run was stopped; its state is saved.
         """
-        progress, recipe = self.progress, self.recipe
+        progress = self.progress
         module = self._workers.wrap(self.distiller)
-        interval = max(1, recipe.steps // recipe.evaluations)
         if progress.step:
-            self._observer.resumed(progress.step, recipe.steps)
+            self._observer.resumed(progress.step)
         else:
             self._evaluate()
         started, before = time.perf_counter(), progress.seconds
-        saved = started
-        # The first steps compile and warm up: speed is measured from one look to the next.
-        looked, sums, count = started, torch.zeros(2, device=self._device), 0
+        saved = looked = started
+        sums, count = torch.zeros(2, device=self._device), 0
+        done = self._done()
         with _deferred_interrupt() as stopped:
-            while progress.step < recipe.steps:
-                sums += self._step(module)
+            while done < 1:
+                sums += self._step(module, done)
                 count += 1
                 progress.step += 1
-                last = progress.step == recipe.steps
-                if progress.step % REPORT == 0 or last:
-                    looked = self._report(sums, count, looked)
+                progress.seconds = before + time.perf_counter() - started
+                earlier, done = done, self._done()
+                if progress.step % REPORT == 0 or done >= 1:
+                    looked = self._report(sums, count, looked, done)
                     sums, count = torch.zeros_like(sums), 0
-                if progress.step % interval == 0 or last:
+                if int(done * self.recipe.evaluations) > int(earlier * self.recipe.evaluations):
                     self._evaluate()
                     looked = time.perf_counter()
                 stop = self._workers.any(stopped.is_set())
-                progress.seconds = before + time.perf_counter() - started
-                if stop or (time.perf_counter() - saved > SAVE_SECONDS and not last):
+                if stop or (time.perf_counter() - saved > SAVE_SECONDS and done < 1):
                     self._save()
                     saved = looked = time.perf_counter()
                 if stop:
@@ -103,10 +102,18 @@ class Training:
         self.student.restore(progress.best_weights)
         return progress
 
-    def _step(self, module: Any) -> Tensor:
+    def _done(self) -> float:
+        """How much of the run is over, the same in every process."""
+        if not self.recipe.minutes:
+            return self.progress.step / self.recipe.steps
+        seconds = self._workers.mean(torch.tensor(self.progress.seconds, device=self._device))
+        return min(1.0, float(seconds) / (60 * self.recipe.minutes))
+
+    def _step(self, module: Any, done: float) -> Tensor:
         """One optimizer step; returns [Σ KL, Σ CE] per token of this process's batch, float32 [2]."""
         progress = self.progress
-        rate = self.recipe.rate(progress.step)
+        # The rate of the middle of the step: the first one is not 0.
+        rate = self.recipe.rate(min(1.0, done + 0.5 / self.recipe.steps))
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak"] * rate
         tokens = self._batches.read(progress.step)
@@ -132,7 +139,7 @@ class Training:
         progress.updates += self._scaler.get_scale() >= scale
         return sums / tokens.numel()
 
-    def _report(self, sums: Tensor, count: int, looked: float) -> float:
+    def _report(self, sums: Tensor, count: int, looked: float, done: float) -> float:
         kl, ce = (self._workers.mean(sums) / count).tolist()
         if not (math.isfinite(kl) and math.isfinite(ce)):
             raise QuantizationError(
@@ -141,7 +148,7 @@ class Training:
             )
         now = time.perf_counter()
         speed = count * self.recipe.batch * self.recipe.seqlen / (now - looked)
-        self._observer.step(self.progress.step, self.recipe.steps, kl, ce, speed)
+        self._observer.step(self.progress.step, done, kl, ce, speed)
         return now
 
     def _evaluate(self) -> None:

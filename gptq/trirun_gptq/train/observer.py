@@ -11,11 +11,12 @@ class TrainObserver:
     def stage(self, name: str, done: int, total: int) -> None:
         """Progress of what comes before training: ``name`` is ``"start"`` (blocks) or ``"generate"`` (sequences)."""
 
-    def resumed(self, step: int, steps: int) -> None:
-        """A stopped run continues after ``step`` of ``steps``."""
+    def resumed(self, step: int) -> None:
+        """A stopped run continues after ``step``."""
 
-    def step(self, step: int, steps: int, kl: float, ce: float, tokens_per_second: float) -> None:
-        """``step`` of ``steps`` are done; losses are means over the steps since the last call, in nats per token."""
+    def step(self, step: int, done: float, kl: float, ce: float, tokens_per_second: float) -> None:
+        """``step`` steps, a fraction ``done`` of the run, are over; losses are means over the steps since the last
+        call, in nats per token."""
 
     def evaluated(self, evaluation: Evaluation, best: bool) -> None:
         """The held-out loss was measured; ``best``: it is the lowest so far."""

@@ -33,8 +33,10 @@ class TrainRecipe:
             then counts. ``absmean`` begins at the original weights and ignores it.
         init_samples: calibration sequences of the ``gptq`` beginning.
         activation_bits: 16, or 8 to train with int8 activations per token, as BitNet b1.58 does.
-        steps: optimizer steps. batch: sequences per step over all devices. micro_batch: sequences in memory at a time
-            on each device; 0 is all of them.
+        steps: optimizer steps. minutes: of training, compilation included, which take the place of ``steps`` where they
+            are not 0; such a run ends elsewhere each time.
+        batch: sequences per step over all devices. micro_batch: sequences in memory at a time on each device; 0 is all
+            of them.
         seqlen: tokens per sequence.
         generated: sequences sampled from the original model as further training text; 0 is none.
         text_share: fraction of every batch that is real text where there are generated sequences.
@@ -42,7 +44,7 @@ class TrainRecipe:
         kl: weight of KL(original ‖ trained). ce: weight of the cross-entropy with the text.
         lr: Adam's peak learning rate of latent weights, in steps of the grid. scale_lr: of scales, as a fraction of
             them. rest_lr: of everything else (norms, embeddings, biases); 0 leaves it untouched.
-        warmup: fraction of the steps over which rates rise. final_lr: fraction of the peak at which the cosine ends.
+        warmup: fraction of the run over which rates rise. final_lr: fraction of the peak at which the cosine ends.
         clip: largest norm of the gradient.
         precision: ``auto`` (bf16 where the device has it, else fp32), ``bf16``, ``fp16`` (with loss scaling), ``fp32``.
             Latent weights, scales and optimizer state are float32 always.
@@ -63,6 +65,7 @@ class TrainRecipe:
     init_samples: int = 128
     activation_bits: int = 16
     steps: int = 2000
+    minutes: float = 0.0
     batch: int = 32
     micro_batch: int = 0
     seqlen: int = 512
@@ -71,9 +74,9 @@ class TrainRecipe:
     prompt: int = 8
     kl: float = 1.0
     ce: float = 0.0
-    lr: float = 5e-3
-    scale_lr: float = 5e-4
-    rest_lr: float = 1e-4
+    lr: float = 1e-2
+    scale_lr: float = 2e-3
+    rest_lr: float = 5e-4
     warmup: float = 0.05
     final_lr: float = 0.02
     clip: float = 1.0
@@ -106,7 +109,7 @@ class TrainRecipe:
         ):
             value = getattr(self, key)
             _require(value >= least, f"{key}={value}: at least {least} is needed")
-        for key in ("kl", "ce", "lr", "scale_lr", "rest_lr"):
+        for key in ("minutes", "kl", "ce", "lr", "scale_lr", "rest_lr"):
             value = getattr(self, key)
             _require(math.isfinite(value) and value >= 0, f"{key}={value}: a number of at least 0 is needed")
         for key in ("text_share", "warmup", "final_lr"):
@@ -129,13 +132,13 @@ class TrainRecipe:
             ignore=self.ignore,
         )
 
-    def rate(self, step: int) -> float:
-        """The learning rates of a step (from 0), as a fraction of their peaks: linear warmup, then a cosine."""
-        warmup = round(self.steps * self.warmup)
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        done = (step - warmup) / max(1, self.steps - warmup)
-        return self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    def rate(self, done: float) -> float:
+        """The learning rates when a fraction ``done`` of the run is over, as a fraction of their peaks: a linear rise,
+        then a cosine."""
+        if done < self.warmup:
+            return done / self.warmup
+        falling = (done - self.warmup) / (1 - self.warmup) if self.warmup < 1 else 1.0
+        return self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * falling))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as :meth:`from_dict` reads them."""
