@@ -55,8 +55,8 @@ class Guard:
         try:
             self._check_key(scope["path"], headers)
             body = await self._read(headers, receive)
-        except ApiError as error:
-            return await error.response()(scope, receive, send_with_id)
+        except ApiError as refusal:
+            return await refusal.response()(scope, receive, send_with_id)
         if body is None:
             return None
         unread = iter([{"type": "http.request", "body": body, "more_body": False}])

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..runtime.engine.request import Event, FinishReason, QueueFull, Request, Usage
@@ -107,7 +108,7 @@ class Job:
         try:
             for index, request in enumerate(requests):
                 choice = Choice(index, request, stream(request))
-                self._engine.submit(request, self._outbox.address(lambda event, c=choice: self._receive(c, event)))
+                self._engine.submit(request, self._outbox.address(partial(self._receive, choice)))
                 self.choices.append(choice)
                 self._open[request.id] = choice
         except QueueFull as error:

@@ -107,7 +107,7 @@ class CompletionReply(Reply):
             return None
         found: dict[str, float] = {}
         for other, logprob in sorted([*token.top, (token.id, token.logprob)], key=lambda pair: -pair[1]):
-            found.setdefault(self._vocabulary.token_text(other), _finite(logprob))
+            found.setdefault(self._vocabulary.token_text(other), max(logprob, _IMPOSSIBLE))
         return found
 
 

@@ -61,8 +61,13 @@ def _strings(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _token_bias(value: dict[str, float]) -> dict[int, float]:
+def _token_bias(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MOST_BIASES:
+        raise ValueError(f"has {len(value)} tokens, at most {MOST_BIASES} are taken")
     try:
+        # JSON has no other keys than strings.
         return {int(key): bias for key, bias in value.items()}
     except ValueError:
         raise ValueError("its keys must be token ids") from None
@@ -129,9 +134,7 @@ class SamplingFields(BaseModel):
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
     repetition_penalty: Annotated[float | None, AfterValidator(_positive)] = None
-    logit_bias: Annotated[
-        dict[str, float] | None, Field(max_length=MOST_BIASES), AfterValidator(lambda v: v and _biases(_token_bias(v)))
-    ] = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_bias), AfterValidator(_biases)] = None
     return_token_ids: bool | None = None
 
     @property

@@ -57,7 +57,7 @@ class Service:
         self._max_waiting = max_waiting
         self._model: Model | None = None
         self._outbox: Outbox | None = None
-        self.metrics = Metrics(self.names[0], lambda: self._model and self._model.engine)
+        self.metrics = Metrics(self.names[0], lambda: None if self._model is None else self._model.engine)
         self._jobs: set[Job] = set()
 
     def ready(self, model: Model, outbox: Outbox) -> None:

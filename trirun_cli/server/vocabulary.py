@@ -21,9 +21,8 @@ class Decoder:
     times as much as the decoding, once per token of every stream."""
 
     def __init__(self, tokenizer: Any) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        direct = backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        self.decode: Callable[..., str] = backend.decode if direct else tokenizer.decode
+        polished = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self.decode: Callable[..., str] = tokenizer.decode if polished else tokenizer.backend_tokenizer.decode
 
 
 class Vocabulary:
