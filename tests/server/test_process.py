@@ -177,7 +177,8 @@ def test_broken_http_ends_one_connection_only(server, sent):
 
 
 def test_term_lets_running_answers_end(start_server):
-    server = start_server("--drain", "20", "--ctx", "256")
+    server = start_server("--drain", "20", "--ctx", "256", "--threads", "1")
+    assert server.facts["context"] == 256 and "1 thread" in server.facts["engine"]
     body = {"prompt": STORY, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
         lines = answer.iter_lines()

@@ -39,6 +39,14 @@ def command(
     ] = None,
     drain: Annotated[float, typer.Option(help="Seconds that running requests get when the server is stopped.")] = 30,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line per request.")] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the CPU decoder. Default: one per processor. A small model with many clients may do better with "
+            "one fewer, which is left to the connections.",
+            rich_help_panel="Machine",
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
@@ -61,7 +69,8 @@ def command(
       curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "Once upon a time"}'
     """
     check_machine(dtype, act_bits, engine)
-    for name, value, least in (("--max-batch", max_batch, 1), ("--ctx", ctx, 1), ("--max-waiting", max_waiting, 0)):
+    least_values = {"--max-batch": (max_batch, 1), "--ctx": (ctx, 1), "--threads": (threads, 1)}
+    for name, (value, least) in (least_values | {"--max-waiting": (max_waiting, 0)}).items():
         if value is not None and value < least:
             raise UsageError(f"{name} {value}: at least {least}")
     if not 0 <= drain < 86_400:
@@ -100,6 +109,7 @@ def command(
             engine=engine,
             slots=max_batch,
             context=ctx,
+            threads=threads,
             max_waiting=max_waiting,
         )
         return make_model(checkpoint, opened, template)

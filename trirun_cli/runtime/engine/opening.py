@@ -21,6 +21,7 @@ def open_engine(
     engine: str = "auto",
     slots: int = 16,
     context: int | None = None,
+    threads: int | None = None,
     max_waiting: int | None = None,
 ) -> Engine:
     """An engine on a model directory: packed Llama-like checkpoints on the lean decoder, the rest in transformers.
@@ -33,6 +34,7 @@ def open_engine(
         engine: "lean", "transformers", or "auto": lean where it can.
         slots: requests that run at once. context: most tokens of one; None is the runner's own choice: the model's
             own, at most 8192 on a CPU, less where half of the free memory does not hold that many.
+        threads: of the lean decoder on a CPU; None takes one per processor.
         max_waiting: requests that wait beyond those; None is no limit.
 
     Raises:
@@ -47,12 +49,24 @@ def open_engine(
     if context is not None and longest is not None and context > longest:
         raise InputError(f"{path}: a context of {context} tokens; the model's own is {longest}")
     options = {"device": device, "dtype": dtype, "act_bits": act_bits, "slots": slots, "context": context}
-    runner = None if engine == "transformers" else _lean_runner(Path(path), required=engine == "lean", **options)
+    runner = (
+        None
+        if engine == "transformers"
+        else _lean_runner(Path(path), required=engine == "lean", threads=threads, **options)
+    )
     return Engine(runner or _transformers_runner(Path(path), **options), max_waiting=max_waiting)
 
 
 def _lean_runner(
-    path: Path, *, required: bool, device: str, dtype: str, act_bits: int | None, slots: int, context: int | None
+    path: Path,
+    *,
+    required: bool,
+    device: str,
+    dtype: str,
+    act_bits: int | None,
+    slots: int,
+    context: int | None,
+    threads: int | None,
 ) -> Runner | None:
     """The lean decoder of the device, or None where it does not run the model: a packed checkpoint on a CPU, where
     nothing here imports torch, a packed or a plain one on a GPU."""
@@ -79,7 +93,8 @@ def _lean_runner(
             longest = min(longest_context(config), DEFAULT_CONTEXT)
             context = affordable_context(decoder_shape(config), slots, longest)
         rows = max(192, -(-slots // 48) * 48)
-        return LeanRunner(LeanDecoder(path, slots=slots, context=context, act_bits=act_bits, max_rows=rows))
+        sizes = {"slots": slots, "context": context, "max_rows": rows}
+        return LeanRunner(LeanDecoder(path, act_bits=act_bits, threads=threads, **sizes))
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
