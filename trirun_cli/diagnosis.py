@@ -120,22 +120,13 @@ def _cuda() -> Finding:
 def _fp16_sums() -> Finding:
     """Whether fp16 accumulation pays, and whether it is as accurate here as its reference twin."""
     import torch
-    from trirun_kernels.f16acc import f16acc_gemm
-    from trirun_kernels.f16acc_cuda import gain
 
-    generator = torch.Generator().manual_seed(0)
-    a, b = torch.randn(64, 2048, generator=generator).half(), torch.randn(192, 2048, generator=generator).half()
-    exact = a.double() @ b.double().t()
-    ours, twin = (
-        (y.double() - exact).norm() / exact.norm() for y in (f16acc_gemm(a.cuda(), b.cuda()).cpu(), f16acc_gemm(a, b))
-    )
-    accuracy = f"relative error {ours:.1e}, the reference twin's {twin:.1e}"
-    if not ours <= 1.5 * twin:
-        return Finding("fp16 sums", "fail", accuracy)
-    major, minor = torch.cuda.get_device_capability()
-    times = gain(torch.cuda.get_device_name(), 10 * major + minor)
-    pays = f"{times:g} times the rate of fp32 sums" if times > 1 else "no gain on this GPU, fp32 sums run as fast"
-    return Finding("fp16 sums", "ok", f"{pays}; {accuracy}")
+    from .runtime.accumulation import measure
+
+    facts = measure(torch.device("cuda"))
+    accuracy = f"relative error {facts.error:.1e}, the reference twin's {facts.twin_error:.1e}"
+    pays = f"{facts.gain:g} times the rate of fp32 sums" if facts.gain > 1 else "no gain, fp32 sums are as fast here"
+    return Finding("fp16 sums", "ok" if facts.accurate else "fail", f"{pays}; {accuracy}")
 
 
 def _guarded(name: str, check: Callable[[], Finding]) -> Finding:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import cuda
 from .decoder_weights import LINEARS, NORMS, DecoderShape, DecoderWeights, Int8Head
+from .f16acc_int2 import FEWEST_ROWS, int2_gemm_f16acc
 from .packing import PackedWeight
 
 # Rows from which a product reads x quantized apart rather than in its own prologue, and up to which the kernels that
@@ -26,11 +27,13 @@ class Projection:
     Attributes:
         weight: packed, or dense [n, k] of the activations' dtype. bias: [n] of that dtype or None.
         act_bits: of a packed weight, 16 or 8.
+        acc: of a packed weight, "fp32", or "fp16" for fp16 sums where float16 x has rows enough to gain from them.
     """
 
     weight: PackedWeight | Tensor
     bias: Tensor | None = None
     act_bits: int = 16
+    acc: str = "fp32"
 
     @property
     def packed(self) -> bool:
@@ -51,6 +54,8 @@ class Projection:
         w = self.weight
         if not isinstance(w, PackedWeight):
             return F.linear(x, w, self.bias)
+        if self.acc == "fp16" and self.act_bits == 16 and x.shape[0] >= FEWEST_ROWS:
+            return int2_gemm_f16acc(x, w, self.bias)
         zero = 0.0 if w.spec.zero is None else w.spec.zero
         return cuda.int2_gemm(
             x, w.words, w.scales, w.zeros, self.bias, w.n, w.k, w.spec.group_size, zero, self.act_bits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .f16acc_int2 import FEWEST_ROWS
 from .ops import int2_gemm
 from .packing import PackedWeight, dequantize, stored_shapes
 from .spec import QuantSpec
@@ -37,6 +38,7 @@ class Int2Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.spec, self.act_bits = spec, act_bits
+        self.acc = "fp32"  # "fp16": products with rows enough to gain may add in fp16
         words, groups = stored_shapes(out_features, in_features, spec)
 
         def buffer(shape, kind):
@@ -73,6 +75,9 @@ class Int2Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] → [..., out_features]."""
+        half = self.acc == "fp16" and self.act_bits == 16 and x.dtype == torch.float16
+        if half and x.numel() >= FEWEST_ROWS * self.in_features:
+            return int2_gemm(x, self.packed, self.bias, acc="fp16")
         return int2_gemm(x, self.packed, self.bias, act_bits=self.act_bits)
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import cpu, cuda
-from .f16acc import f16acc_gemm
+from .f16acc_int2 import int2_gemm_f16acc
 from .packing import PackedWeight, dequantize
 from .spec import QuantSpec
 
@@ -60,7 +60,7 @@ def int2_gemm(
             f"got {bias.dtype} {list(bias.shape)} on {bias.device}"
         )
     if acc == "fp16":
-        return f16acc_gemm(x, dequantize(w, torch.float16), bias)
+        return int2_gemm_f16acc(x, w, bias)
     zero = 0.0 if w.spec.zero is None else w.spec.zero
     return torch.ops.trirun.int2_gemm(x, w.words, w.scales, w.zeros, bias, w.n, w.k, w.spec.group_size, zero, act_bits)
 

@@ -18,6 +18,7 @@ from trirun_spills import parse_usage
 from trirun_toolchain import NVCC_FLAGS, find_nvcc
 
 H200 = Device(90, 132)
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def operands(m, n, k, seed=0, scale=1.0, device="cpu"):
@@ -167,6 +168,16 @@ def test_int2_gemm_with_fp16_sums():
         int2_gemm(x.float(), w, acc="fp16")
 
 
+@gpu
+@pytest.mark.parametrize("k", [256, 130])
+def test_int2_gemm_with_fp16_sums_on_the_gpu(k):
+    codes = torch.randint(0, 3, (70, k), dtype=torch.uint8)
+    w = pack(codes, torch.rand(70, 1).half(), QuantSpec(-1, 1.0)).to("cuda")
+    x, bias = torch.randn(5, k).half().cuda(), torch.ones(70).half().cuda()
+    y = int2_gemm(x, w, bias, acc="fp16")
+    assert torch.equal(y, f16acc_gemm(x, dequantize(w, torch.float16), bias))
+
+
 @pytest.mark.parametrize(
     ("name", "arch", "times"),
     [("NVIDIA GeForce RTX 4090", 89, 2), ("NVIDIA GeForce RTX 3060", 86, 2), ("NVIDIA L40S", 89, 1), ("H200", 90, 1)],
@@ -175,7 +186,6 @@ def test_who_gains_from_fp16_sums(name, arch, times):
     assert gain(name, arch) == times
 
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 KERNELS = [(MMA, 128), (WGMMA, 128), (WGMMA, 256)]
 
 

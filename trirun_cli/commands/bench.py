@@ -35,6 +35,7 @@ def kernels(
     m: Annotated[str, typer.Option(help="Comma-separated numbers of rows of x.")] = "1,4,16,64,256,1024",
     group_size: Annotated[int, typer.Option(help="Weights per scale: 32, 64, 128, or -1 for a whole row.")] = -1,
     act_bits: Annotated[int, typer.Option(help="Activation bits, 16 or 8.")] = 16,
+    accumulate: Annotated[str, typer.Option(help="Type of the sums: fp32, or fp16 for float16 x.")] = "fp32",
     seconds: Annotated[float, typer.Option(help="Measuring time per contestant and cell.")] = 0.2,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG: roofline, and speed-up over m.")] = None,
     device: Device = "auto",
@@ -60,6 +61,8 @@ def kernels(
         raise UsageError(f"--dtype {dtype}: auto, float32, float16 or bfloat16")
     if not seconds > 0:
         raise UsageError(f"--seconds {seconds}: more than 0")
+    if accumulate not in ("fp32", "fp16") or (accumulate == "fp16" and (act_bits != 16 or dtype != "float16")):
+        raise UsageError(f"--accumulate {accumulate}: fp32, or fp16 with --dtype float16 and --act-bits 16")
     console = Console(as_json=json, quiet=quiet)
     import torch
 
@@ -96,6 +99,7 @@ def kernels(
             act_bits=act_bits,
             machine=limits,
             seconds=seconds,
+            acc=accumulate,
             progress=bar.describe,
         ):
             results.append(result)

@@ -23,7 +23,7 @@ from .generation_options import (
     TopP,
     sampling_params,
 )
-from .options import ActBits, Device, DType, Engine, Json, Quiet, check_machine
+from .options import Accumulate, ActBits, Device, DType, Engine, Json, Quiet, check_machine
 
 _MANY = "Many prompts"
 
@@ -64,6 +64,7 @@ def command(
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
+    accumulate: Accumulate = "fp32",
     engine: Engine = "auto",
     json: Json = False,
     quiet: Quiet = False,
@@ -82,7 +83,7 @@ def command(
 
       trirun generate -c DIR --prompts-file prompts.jsonl --out answers.jsonl --batch 32
     """
-    check_machine(dtype, act_bits, engine)
+    check_machine(dtype, act_bits, engine, accumulate)
     console = Console(as_json=json, quiet=quiet)
     params = sampling_params(
         checkpoint,
@@ -96,6 +97,7 @@ def command(
         stop=stop,
     )
     machine = {"device": device, "dtype": dtype, "act_bits": act_bits, "engine": engine, "context": context}
+    machine["accumulate"] = accumulate
     if prompts_file is not None:
         if prompt is not None or prompt_file is not None:
             raise UsageError("--prompts-file and a single prompt are both given; one is enough")

@@ -18,12 +18,19 @@ DType = Annotated[str, typer.Option(help="float32, float16, bfloat16 or auto.", 
 ActBits = Annotated[
     int | None, typer.Option(help="Activation bits, 8 or 16. Default: the checkpoint's.", rich_help_panel="Machine")
 ]
+Accumulate = Annotated[
+    str,
+    typer.Option(
+        help="Sums: fp32, or fp16 in long prompts where the GPU gains (trirun doctor); fp16-forced: anyway.",
+        rich_help_panel="Machine",
+    ),
+]
 Engine = Annotated[
     str, typer.Option(help="lean, transformers, or auto: lean where it runs.", rich_help_panel="Machine")
 ]
 
 
-def check_machine(dtype: str, act_bits: int | None, engine: str = "auto") -> None:
+def check_machine(dtype: str, act_bits: int | None, engine: str = "auto", accumulate: str = "fp32") -> None:
     """Refuse values that the machine options do not have.
 
     Raises:
@@ -35,3 +42,5 @@ def check_machine(dtype: str, act_bits: int | None, engine: str = "auto") -> Non
         raise UsageError(f"--act-bits {act_bits}: 8 or 16")
     if engine not in ("auto", "lean", "transformers"):
         raise UsageError(f"--engine {engine}: auto, lean or transformers")
+    if accumulate not in ("fp32", "fp16", "fp16-forced"):
+        raise UsageError(f"--accumulate {accumulate}: fp32, fp16 or fp16-forced")

@@ -9,7 +9,7 @@ import typer
 
 from ..console import Console
 from ..errors import InputError, MissingError, UsageError
-from .options import ActBits, Device, DType, Engine, Json, Quiet, check_machine
+from .options import Accumulate, ActBits, Device, DType, Engine, Json, Quiet, check_machine
 
 if TYPE_CHECKING:
     from ..server.service import Model
@@ -50,6 +50,7 @@ def command(
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
+    accumulate: Accumulate = "fp32",
     engine: Engine = "auto",
     json: Json = False,
     quiet: Quiet = False,
@@ -68,7 +69,7 @@ def command(
 
       curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "Once upon a time"}'
     """
-    check_machine(dtype, act_bits, engine)
+    check_machine(dtype, act_bits, engine, accumulate)
     least_values = {"--max-batch": (max_batch, 1), "--ctx": (ctx, 1), "--threads": (threads, 1)}
     for name, (value, least) in (least_values | {"--max-waiting": (max_waiting, 0)}).items():
         if value is not None and value < least:
@@ -106,6 +107,7 @@ def command(
             device=device,
             dtype=dtype,
             act_bits=act_bits,
+            accumulate=accumulate,
             engine=engine,
             slots=max_batch,
             context=ctx,

@@ -12,6 +12,7 @@ from trirun_kernels.native import NativeError, load
 
 from ..errors import InputError, OutOfMemoryError
 from ..model_dir import read_config
+from .accumulation import use_fp16_sums
 from .cuda_runner import CudaRunner
 from .cuda_weights import load_model
 from .llama_config import NotLean, longest_context
@@ -23,7 +24,14 @@ CACHE_SHARE = 0.85
 
 
 def cuda_runner(
-    path: str | Path, *, device: str, dtype: str, act_bits: int | None, slots: int, context: int | None
+    path: str | Path,
+    *,
+    device: str,
+    dtype: str,
+    act_bits: int | None,
+    slots: int,
+    context: int | None,
+    accumulate: str = "fp32",
 ) -> CudaRunner:
     """A Llama-like model, packed or plain, on the lean decoder of a GPU.
 
@@ -46,6 +54,8 @@ def cuda_runner(
     wanted = min(longest, DEFAULT_CONTEXT) if context is None else context
     try:
         model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=wanted)
+        if accumulate != "fp32":
+            model = use_fp16_sums(model)
         return CudaRunner(CudaDecoder(model, slots=slots, context=wanted, pages=cache_pages(model, slots, wanted)))
     except NotLean:
         raise

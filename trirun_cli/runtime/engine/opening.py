@@ -18,6 +18,7 @@ def open_engine(
     device: str = "auto",
     dtype: str = "auto",
     act_bits: int | None = None,
+    accumulate: str = "fp32",
     engine: str = "auto",
     slots: int = 16,
     context: int | None = None,
@@ -31,6 +32,7 @@ def open_engine(
         device: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
         act_bits: 8 or 16 overrides the checkpoint's activation width.
+        accumulate: "fp32", or on a GPU "fp16" (see :mod:`..accumulation`) for prompts long enough to gain.
         engine: "lean", "transformers", or "auto": lean where it can.
         slots: requests that run at once. context: most tokens of one; None is the runner's own choice: the model's
             own, at most 8192 on a CPU, less where half of the free memory does not hold that many.
@@ -48,7 +50,12 @@ def open_engine(
     longest = config.get("max_position_embeddings")
     if context is not None and longest is not None and context > longest:
         raise InputError(f"{path}: a context of {context} tokens; the model's own is {longest}")
+    if accumulate != "fp32":
+        from ..accumulation import check_accumulation
+
+        check_accumulation(accumulate, device)
     options = {"device": device, "dtype": dtype, "act_bits": act_bits, "slots": slots, "context": context}
+    options["accumulate"] = accumulate
     runner = (
         None
         if engine == "transformers"
@@ -67,6 +74,7 @@ def _lean_runner(
     slots: int,
     context: int | None,
     threads: int | None,
+    accumulate: str,
 ) -> Runner | None:
     """The lean decoder of the device, or None where it does not run the model: a packed checkpoint on a CPU, where
     nothing here imports torch, a packed or a plain one on a GPU."""
@@ -81,7 +89,8 @@ def _lean_runner(
         if not on_cpu(device):
             from ..cuda_opening import cuda_runner
 
-            return cuda_runner(path, device=device, dtype=dtype, act_bits=act_bits, slots=slots, context=context)
+            options = {"device": device, "dtype": dtype, "act_bits": act_bits, "accumulate": accumulate}
+            return cuda_runner(path, slots=slots, context=context, **options)
         if not packed:
             raise NotLean("the lean decoder runs packed checkpoints")
         if dtype not in ("auto", "float32"):
@@ -107,7 +116,14 @@ def _lean_runner(
 
 
 def _transformers_runner(
-    path: Path, *, device: str, dtype: str, act_bits: int | None, slots: int, context: int | None
+    path: Path,
+    *,
+    device: str,
+    dtype: str,
+    act_bits: int | None,
+    slots: int,
+    context: int | None,
+    accumulate: str,
 ) -> Runner:
     import torch
 
@@ -117,6 +133,10 @@ def _transformers_runner(
 
     kind = None if dtype == "auto" else getattr(torch, dtype)
     model = load_transformers(ModelDir(path), pick_device(device), kind, act_bits)
+    if accumulate != "fp32":
+        from ..accumulation import use_fp16_sums
+
+        model = use_fp16_sums(model)
     return TransformersRunner(model, slots=slots, context=context)
 
 
