@@ -2,8 +2,8 @@
 
     python scripts/ablation.py MODEL --calibration calibration.txt --valid valid.txt --out ablation
 
-writes ablation.json and ablation.md. Everything is seeded; rows can be chosen with --only REGEX. The protocol: windows
-of 512 tokens spread evenly over the validation text, float32 logits of the dense model with the dequantized weights.
+writes ablation.json and ablation.md: perplexity, KL divergence, minutes and peak memory (of the GPU, or of the process on
+a CPU), over --seeds. Rows can be chosen with --only REGEX. The protocol: windows of 512 tokens spread evenly over the validation text, float32 logits of the dense model with the dequantized weights.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "gptq")]
 
 from trirun_gptq.calibration import load  # noqa: E402
 from trirun_gptq.columns import assign  # noqa: E402
+from trirun_gptq.costs import peak_host_bytes  # noqa: E402
 from trirun_gptq.grid import search_grid  # noqa: E402
 from trirun_gptq.model import quantize_model  # noqa: E402
 from trirun_gptq.observer import Report  # noqa: E402
@@ -47,27 +48,30 @@ PIECES = [
 def rows() -> list[tuple[str, Recipe | None]]:
     """Every row: a label and its recipe; None is the original model."""
     fast, default, best = (load_recipe(ROOT / "configs" / f"{name}.yaml") for name in ("fast", "default", "best"))
-    table: list[tuple[str, Recipe | None]] = [("original", None), ("round to nearest", fast)]
+    replace = dataclasses.replace
+    signed = replace(fast, grid="signed")
+    table: list[tuple[str, Recipe | None]] = [("original", None), ("round to nearest", signed)]
     settings = dict(PLAIN)
-    table.append(("plain GPTQ", dataclasses.replace(fast, **settings)))
+    table.append(("plain GPTQ", replace(signed, **settings)))
     for piece in PIECES:
         settings.update(piece)
-        label = "+ " + ", ".join(piece) + (" = fast" if piece is PIECES[-1] else "")
-        table.append((label, dataclasses.replace(fast, **settings)))
-    table.append(("default", default))
-    table.append(("best", best))
-    for grid in ("zero", "midrise", "ternary"):
-        table.append((f"fast, grid {grid}", dataclasses.replace(fast, grid=grid)))
-    for size in (64, 32, -1):
-        table.append((f"fast, group {size}", dataclasses.replace(fast, group_size=size)))
-    table.append(("fast, correction 1.0", dataclasses.replace(fast, correction=1.0)))
-    table.append(("fast, damp 0.01", dataclasses.replace(fast, damp=0.01)))
-    table.append(("fast, 512 samples", dataclasses.replace(fast, samples=512)))
-    table.append(("fast, natural length", dataclasses.replace(fast, natural_length=True)))
-    for grid in ("zero", "midrise"):
-        table.append((f"default, grid {grid}", dataclasses.replace(default, grid=grid)))
-    table.append(("best, grid midrise", dataclasses.replace(best, grid="midrise")))
-    table.append(("fast, seed 1", dataclasses.replace(fast, seed=1)))
+        table.append(("+ " + ", ".join(f"{key} {value}" for key, value in piece.items()), replace(signed, **settings)))
+    table += [("fast", fast), ("default", default), ("best", best)]
+    # The rest: other choices of one preset, grids by group sizes first.
+    for grid in ("signed", "midrise", "zero", "ternary"):
+        for size in (128, 64, 32, -1):
+            table.append((f"fast, grid {grid}, group {size}", replace(fast, grid=grid, group_size=size)))
+    for grid in ("signed", "midrise", "zero"):
+        table.append((f"default, grid {grid}", replace(default, grid=grid)))
+    table.append(("default, without end to end", replace(default, e2e_steps=0)))
+    table.append(("default, engine gumbel", replace(default, engines=("gumbel",))))
+    table.append(("default, end to end, cross entropy 0.3", replace(default, e2e_ce=0.3)))
+    for engine in ("ste", "gumbel"):
+        table.append((f"best, engine {engine}", replace(best, engines=(engine,))))
+    table.append(("fast, correction 1.0", replace(fast, correction=1.0)))
+    table.append(("fast, damp 0.01", replace(fast, damp=0.01)))
+    table.append(("fast, 512 samples", replace(fast, samples=512)))
+    table.append(("fast, natural length", replace(fast, natural_length=True)))
     return table
 
 
@@ -121,12 +125,10 @@ class Bench:
                 module.weight.data = (step * (assign(grouped, step, zero, levels) - zero)).view_as(weight)
         return model
 
-    def quantized(self, recipe: Recipe, calibration: str) -> tuple[torch.nn.Module, float]:
+    def quantized(self, recipe: Recipe, sequences: list[Tensor]) -> tuple[torch.nn.Module, float]:
         """The model quantized as the recipe says, and its stored bits per weight."""
         written = Collect()
-        report = quantize_model(
-            self.model_dir, recipe, load(calibration, self.tokenizer, recipe), written, device=self.device
-        )
+        report = quantize_model(self.model_dir, recipe, sequences, written, device=self.device)
         return self.dense(report, written), report.bits_per_weight
 
     def dense(self, report: Report, written: Collect) -> torch.nn.Module:
@@ -148,37 +150,70 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file name without suffix")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", default="0", help="comma-separated; one row each, and their mean and spread")
     parser.add_argument("--only", default="", help="regular expression on the row labels")
     options = parser.parse_args()
 
     bench = Bench(options.model, options.valid, options.windows, options.device)
+    seeds = [int(seed) for seed in options.seeds.split(",")]
     results = []
     for label, recipe in rows():
         if not re.search(options.only, label):
             continue
-        started = time.perf_counter()
-        bits = 16.0
-        if recipe is None:
-            model = bench.model
-        elif label == "round to nearest":
-            model, bits = bench.nearest(recipe), 2 + 16 / recipe.group_size
-        else:
-            recipe = dataclasses.replace(recipe, seed=recipe.seed + options.seed)
-            model, bits = bench.quantized(recipe, options.calibration)
-        seconds = time.perf_counter() - started
-        perplexity, divergence = bench.score(model)
-        facts = {"bits": bits, "seconds": seconds, "device": options.device, "seed": recipe.seed if recipe else 0}
-        entry = {"row": label, "perplexity": perplexity, "kl": divergence, **facts}
-        results.append({**entry, "recipe": recipe.to_dict() if recipe else None})
-        print(f"{label:32s} {perplexity:9.3f} {divergence:8.4f} {bits:6.3f} {seconds:7.1f} s", flush=True)
-        options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        lines = ["| | perplexity | KL | bits per weight | seconds |", "|---|--:|--:|--:|--:|"]
-        lines += [
-            f"| {r['row']} | {r['perplexity']:.2f} | {r['kl']:.3f} | {r['bits']:.3f} | {r['seconds']:.0f} |"
-            for r in results
-        ]
-        options.out.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for seed in seeds if recipe is not None and label != "round to nearest" else seeds[:1]:
+            results.append(measure(bench, label, recipe, seed, options))
+            print(
+                "{row:40s} seed {seed} {perplexity:9.3f} {kl:8.4f} {seconds:7.1f} s".format(**results[-1]), flush=True
+            )
+            options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            options.out.with_suffix(".md").write_text(table(results), encoding="utf-8")
+
+
+def measure(bench: Bench, label: str, recipe: Recipe | None, seed: int, options: argparse.Namespace) -> dict:
+    """One row with one seed."""
+    gpu = options.device.startswith("cuda")
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    started, bits = time.perf_counter(), 16.0
+    if recipe is None:
+        model = bench.model
+    elif label == "round to nearest":
+        model, bits = bench.nearest(recipe), 2 + 16 / recipe.group_size
+    else:
+        recipe = dataclasses.replace(recipe, seed=seed)
+        model, bits = bench.quantized(recipe, load(options.calibration, bench.tokenizer, recipe))
+    seconds = time.perf_counter() - started
+    peak = torch.cuda.max_memory_allocated() if gpu else peak_host_bytes()
+    perplexity, divergence = bench.score(model)
+    return {
+        "row": label,
+        "perplexity": perplexity,
+        "kl": divergence,
+        "bits": bits,
+        "seconds": seconds,
+        "peak_bytes": peak,
+        "device": options.device,
+        "seed": seed,
+        "recipe": recipe.to_dict() if recipe else None,
+    }
+
+
+def table(results: list[dict]) -> str:
+    """One line per row of the ablation, over its seeds, as Markdown: the mean, and ± half the range."""
+    base = next((r["perplexity"] for r in results if r["row"] == "original"), math.nan)
+    lines = ["| | perplexity | ratio | KL | bits per weight | minutes | peak MiB | seeds |", "|---" + "|--:" * 7 + "|"]
+    for label in dict.fromkeys(r["row"] for r in results):
+        runs = [r for r in results if r["row"] == label]
+        perplexities = [r["perplexity"] for r in runs]
+        mean, spread = sum(perplexities) / len(runs), (max(perplexities) - min(perplexities)) / 2
+        shown = f"{mean:.2f} ± {spread:.2f}" if len(runs) > 1 else f"{mean:.2f}"
+        divergence = sum(r["kl"] for r in runs) / len(runs)
+        minutes, peak = max(r["seconds"] for r in runs) / 60, max(r["peak_bytes"] for r in runs) / 2**20
+        lines.append(
+            f"| {label} | {shown} | {mean / base:.3f} | {divergence:.3f} | {runs[0]['bits']:.3f} | {minutes:.2f} | "
+            f"{peak:.0f} | {len(runs)} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

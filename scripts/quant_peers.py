@@ -92,7 +92,7 @@ def gptqmodel(group_size: int) -> Row:
     def run(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float]:
         from gptqmodel import GPTQModel, QuantizeConfig
 
-        config = QuantizeConfig(bits=2, group_size=group_size, sym=True)
+        config = QuantizeConfig(bits=2, group_size=group_size, sym=True, format="gptq_v2", offload_to_disk=False)
         loaded = GPTQModel.load(str(bench.model_dir), config)
         loaded.quantize([{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in sequences], batch_size=8)
         model = copy.deepcopy(bench.model)
