@@ -2,8 +2,9 @@
 
     python scripts/ablation.py MODEL --calibration calibration.txt --valid valid.txt --out ablation
 
-writes ablation.json and ablation.md: perplexity, KL divergence, minutes and peak memory (of the GPU, or of the process on
-a CPU), over --seeds. Rows can be chosen with --only REGEX. The protocol: windows of 512 tokens spread evenly over the validation text, float32 logits of the dense model with the dequantized weights.
+writes ablation.json and ablation.md: perplexity, KL divergence, minutes and peak memory (of the GPU, or of the process
+on a CPU), over --seeds. Rows can be chosen with --only REGEX. The protocol: windows of 512 tokens spread evenly over
+the validation text, float32 logits of the dense model with the dequantized weights.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "gptq")]
 
 from trirun_gptq.calibration import load  # noqa: E402
 from trirun_gptq.columns import assign  # noqa: E402
-from trirun_gptq.costs import peak_host_bytes  # noqa: E402
 from trirun_gptq.grid import search_grid  # noqa: E402
 from trirun_gptq.model import quantize_model  # noqa: E402
 from trirun_gptq.observer import Report  # noqa: E402
@@ -125,11 +125,11 @@ class Bench:
                 module.weight.data = (step * (assign(grouped, step, zero, levels) - zero)).view_as(weight)
         return model
 
-    def quantized(self, recipe: Recipe, sequences: list[Tensor]) -> tuple[torch.nn.Module, float]:
-        """The model quantized as the recipe says, and its stored bits per weight."""
+    def quantized(self, recipe: Recipe, sequences: list[Tensor]) -> tuple[torch.nn.Module, Report]:
+        """The model quantized as the recipe says, and the report of it."""
         written = Collect()
         report = quantize_model(self.model_dir, recipe, sequences, written, device=self.device)
-        return self.dense(report, written), report.bits_per_weight
+        return self.dense(report, written), report
 
     def dense(self, report: Report, written: Collect) -> torch.nn.Module:
         """The model with what a run has written in place of its own weights."""
@@ -171,19 +171,16 @@ def main() -> None:
 
 def measure(bench: Bench, label: str, recipe: Recipe | None, seed: int, options: argparse.Namespace) -> dict:
     """One row with one seed."""
-    gpu = options.device.startswith("cuda")
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-    started, bits = time.perf_counter(), 16.0
+    started, bits, peak = time.perf_counter(), 16.0, 0
     if recipe is None:
         model = bench.model
     elif label == "round to nearest":
         model, bits = bench.nearest(recipe), 2 + 16 / recipe.group_size
     else:
         recipe = dataclasses.replace(recipe, seed=seed)
-        model, bits = bench.quantized(recipe, load(options.calibration, bench.tokenizer, recipe))
+        model, report = bench.quantized(recipe, load(options.calibration, bench.tokenizer, recipe))
+        bits, peak = report.bits_per_weight, peak_bytes(report)
     seconds = time.perf_counter() - started
-    peak = torch.cuda.max_memory_allocated() if gpu else peak_host_bytes()
     perplexity, divergence = bench.score(model)
     return {
         "row": label,
@@ -196,6 +193,11 @@ def measure(bench: Bench, label: str, recipe: Recipe | None, seed: int, options:
         "seed": seed,
         "recipe": recipe.to_dict() if recipe else None,
     }
+
+
+def peak_bytes(report: Report) -> int:
+    """The most memory a run took: of the GPU where there is one, else of the process."""
+    return max(cost.device_bytes for cost in report.stages.values()) or report.peak_bytes
 
 
 def table(results: list[dict]) -> str:

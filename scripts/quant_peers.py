@@ -25,16 +25,17 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from ablation import PLAIN, ROOT, Bench, load, load_recipe
+from ablation import PLAIN, ROOT, Bench, load, load_recipe, peak_bytes
 
 SAMPLES, LENGTH, HELD_OUT = 128, 512, 16
-Row = Callable[[Bench, list[Tensor], argparse.Namespace], tuple[nn.Module, float]]
+# A dense model, bits per weight, and peak GPU bytes where the method resets PyTorch's own count.
+Row = Callable[[Bench, list[Tensor], argparse.Namespace], tuple[nn.Module, float, int | None]]
 
 
 def autoround(iterations: int, **settings: object) -> Row:
     """AutoRound (SignRound), W2 symmetric in groups of 128: an fp16 scale per group."""
 
-    def run(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float]:
+    def run(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float, int | None]:
         from auto_round import AutoRound
 
         # In float32, as every row is scored; AutoRound computes in mixed precision by itself.
@@ -57,7 +58,7 @@ def autoround(iterations: int, **settings: object) -> Row:
         )
         result = tuned.quantize()
         model = result[0] if isinstance(result, tuple) else model
-        return model.to(options.device).float(), 2 + 16 / 128
+        return model.to(options.device).float(), 2 + 16 / 128, None
 
     return run
 
@@ -65,7 +66,7 @@ def autoround(iterations: int, **settings: object) -> Row:
 def hqq(group_size: int) -> Row:
     """HQQ, no calibration: an fp16 scale and an fp16 zero per group."""
 
-    def run(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float]:
+    def run(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float, int | None]:
         from hqq.core.quantize import Quantizer
 
         model = copy.deepcopy(bench.model)
@@ -81,7 +82,7 @@ def hqq(group_size: int) -> Row:
                     compute_dtype=torch.float32,
                 )
                 layer.weight.data = Quantizer.dequantize(packed, meta).float().view_as(layer.weight)
-        return model, 2 + 32 / group_size
+        return model, 2 + 32 / group_size, None
 
     return run
 
@@ -89,7 +90,7 @@ def hqq(group_size: int) -> Row:
 def gptqmodel(group_size: int) -> Row:
     """GPTQModel's GPTQ with its own defaults, symmetric."""
 
-    def run(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float]:
+    def run(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float, int | None]:
         from gptqmodel import GPTQModel, QuantizeConfig
 
         config = QuantizeConfig(bits=2, group_size=group_size, sym=True, format="gptq_v2", offload_to_disk=False)
@@ -100,7 +101,7 @@ def gptqmodel(group_size: int) -> Row:
             if hasattr(layer, "qweight"):
                 dense = layer.dequantize_weight().float().t() if hasattr(layer, "dequantize_weight") else None
                 model.get_submodule(name).weight.data.copy_(dense.to(options.device))
-        return model, 2 + 16 / group_size
+        return model, 2 + 16 / group_size, None
 
     return run
 
@@ -108,7 +109,7 @@ def gptqmodel(group_size: int) -> Row:
 def trirun(preset: str, **settings: object) -> Row:
     """A preset of ours on the peers' 128 sequences, the held-out ones among them."""
 
-    def run(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float]:
+    def run(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float, int | None]:
         held_out = min(HELD_OUT, len(sequences) // 2)
         recipe = dataclasses.replace(
             load_recipe(ROOT / "configs" / f"{preset}.yaml"),
@@ -122,26 +123,28 @@ def trirun(preset: str, **settings: object) -> Row:
             recipe = dataclasses.replace(
                 recipe, refine_steps=min(2, recipe.refine_steps), e2e_steps=min(2, recipe.e2e_steps)
             )
-        return bench.quantized(recipe, sequences)
+        model, report = bench.quantized(recipe, sequences)
+        return model, report.bits_per_weight, peak_bytes(report)
 
     return run
 
 
-def original(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float]:
+def original(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float, int | None]:
     """The model itself."""
-    return bench.model, 16.0
+    return bench.model, 16.0, None
 
 
-def nearest(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float]:
+def nearest(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float, int | None]:
     """Every weight rounded to the nearest level of a grid that reaches its group's extremes."""
-    return bench.nearest(load_recipe(ROOT / "configs" / "fast.yaml")), 2 + 16 / 128
+    recipe = dataclasses.replace(load_recipe(ROOT / "configs" / "fast.yaml"), grid="signed")
+    return bench.nearest(recipe), 2 + 16 / 128, None
 
 
 ROWS: dict[str, Row] = {
     "original": original,
     "round to nearest": nearest,
     "HQQ, groups of 64": hqq(64),
-    "plain GPTQ": trirun("fast", **PLAIN, grid="signed"),
+    "plain GPTQ": trirun("fast", grid="signed", **PLAIN),
     "GPTQModel": gptqmodel(128),
     "AutoRound, 200 iterations": autoround(200),
     "AutoRound, 200, alg_ext": autoround(200, enable_alg_ext=True),
@@ -163,9 +166,10 @@ def measure(label: str, row: Row, bench: Bench, sequences: list[Tensor], options
     try:
         with torch.random.fork_rng(["cuda"] if gpu else []):
             torch.manual_seed(options.seed)
-            model, bits = row(bench, sequences, options)
+            model, bits, peak = row(bench, sequences, options)
         seconds = time.perf_counter() - started
-        peak = torch.cuda.max_memory_allocated() if gpu else 0
+        if peak is None:
+            peak = torch.cuda.max_memory_allocated() if gpu else 0
         perplexity, divergence = bench.score(model)
     except Exception as error:
         # A peer may fail in any way of its own; the others are measured all the same.
@@ -176,20 +180,20 @@ def measure(label: str, row: Row, bench: Bench, sequences: list[Tensor], options
         "kl": divergence,
         "bits": bits,
         "seconds": seconds,
-        "peak_gpu_bytes": peak,
+        "peak_bytes": peak,
     }
 
 
 def table(results: list[dict]) -> str:
     """The rows as Markdown."""
     base = next((r["perplexity"] for r in results if r["row"] == "original"), math.nan)
-    lines = ["| | perplexity | ratio | KL | bits per weight | seconds | peak GPU, MiB |", "|---" + "|--:" * 6 + "|"]
+    lines = ["| | perplexity | ratio | KL | bits per weight | seconds | peak MiB |", "|---" + "|--:" * 6 + "|"]
     for r in results:
         if "failed" in r:
             lines.append(f"| {r['row']} | {r['failed']} | | | | | |")
             continue
         figures = f"{r['perplexity']:.2f} | {r['perplexity'] / base:.3f} | {r['kl']:.3f} | {r['bits']:.3f}"
-        lines.append(f"| {r['row']} | {figures} | {r['seconds']:.0f} | {r['peak_gpu_bytes'] / 2**20:.0f} |")
+        lines.append(f"| {r['row']} | {figures} | {r['seconds']:.0f} | {r['peak_bytes'] / 2**20:.0f} |")
     return "\n".join(lines) + "\n"
 
 
