@@ -119,3 +119,15 @@ def test_nan_weights_are_an_error_that_names_them(trirun, save_llama, tmp_path):
 
     code, _, err = trirun("quantize", save_llama(change), "--out", tmp_path / "Q", *OPTIONS, "--no-resume")
     assert code == 3 and "model.layers.1.mlp" in err and list(tmp_path.iterdir()) == []
+
+
+def test_two_grids_in_one_model_run_on_the_same_engine(trirun, plain_model, tmp_path):
+    options = ("--grid", "midrise", "--override", "down_proj=signed", "--json")
+    assert trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS, *options)[0] == 0
+    opened = Checkpoint(tmp_path / "Q")
+    assert opened.format.spec("model.layers.0.mlp.down_proj").zero == 1.0
+    assert opened.format.spec("model.layers.0.mlp.up_proj").zero == 1.5
+    assert trirun("verify", tmp_path / "Q")[0] == 0
+    generate = ("generate", "-c", tmp_path / "Q", "-p", "The sea", "-n", "8", "--act-bits", "16", "--engine")
+    lean, whole = trirun(*generate, "lean"), trirun(*generate, "transformers")
+    assert lean[0] == whole[0] == 0 and lean[1] == whole[1]
