@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -96,8 +96,14 @@ def command(
         seed=seed,
         stop=stop,
     )
-    machine = {"device": device, "dtype": dtype, "act_bits": act_bits, "engine": engine, "context": context}
-    machine["accumulate"] = accumulate
+    machine: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "act_bits": act_bits,
+        "engine": engine,
+        "context": context,
+        "accumulate": accumulate,
+    }
     if prompts_file is not None:
         if prompt is not None or prompt_file is not None:
             raise UsageError("--prompts-file and a single prompt are both given; one is enough")

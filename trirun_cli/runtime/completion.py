@@ -63,6 +63,8 @@ class _Writer:
             self._on_text(id, piece)
 
     def completion(self, event: Event) -> Completion:
+        """Of the last event, which has both a reason and a usage."""
+        assert event.finish is not None and event.usage is not None
         finish = FinishReason.STOP if self._stream.stopped else event.finish
         return Completion(event.request_id, "".join(self._pieces), tuple(self._tokens), finish, event.usage)
 

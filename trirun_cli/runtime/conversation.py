@@ -48,7 +48,8 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self._answers = 0
         # The conversation up to the last answer's end, as text and as the tokens that were read and written.
-        self._text, self._ids = "", []
+        self._text = ""
+        self._ids: list[int] = []
 
     def reset(self) -> None:
         """Forget every message but the system's."""

@@ -35,7 +35,7 @@ class HostSampler:
     """
 
     def __init__(self, slots: int, vocab: int) -> None:
-        self._states: list[_State | None] = [None] * slots
+        self._states = [_State(SamplingParams(), 0, 0, None, None, None, True)] * slots
         self._vocab = vocab
 
     def bind(self, slot: int, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
@@ -137,7 +137,7 @@ def _choose(logits: np.ndarray, state: _State) -> Token:
         ids, weights = token_probabilities(logits, params)
         at = _drawn(weights, uniform(state.stream, state.index))
         id = at if ids is None else int(ids[at])
-    if state.counts is not None:
+    if state.counts is not None and state.seen is not None:
         state.counts[id] += 1
         state.seen[id] = True
     return Token(id) if params.logprobs is None else _report(original, id, params.logprobs)

@@ -76,7 +76,8 @@ class AnswerFile:
         kept_back: bool = False,
     ) -> None:
         self._kept_back = path is None and kept_back
-        self._path, self._file, self._kept = path, None, 0
+        self._path, self._kept = path, 0
+        self._file: IO[str] | None = None
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.answers: dict[int, dict[str, Any]] = {}
         if path is None or not path.exists() or path.stat().st_size == 0:
@@ -105,13 +106,13 @@ class AnswerFile:
 
     def close(self) -> None:
         """Close the file."""
-        if self._file not in (None, sys.stdout):
+        if self._file is not None:
             self._file.close()
 
     def _open(self) -> IO[str]:
-        if self._file is None and self._path is None:
-            self._file = sys.stdout
-        elif self._file is None:
+        if self._path is None:
+            return sys.stdout
+        if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (stays open while the run lasts)
             self._file.truncate(self._kept)

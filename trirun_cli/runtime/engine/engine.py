@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from ...errors import InputError
 from ..sampling import Token
 from .request import EngineStats, EngineStopped, Event, FinishReason, QueueFull, Request, Sink
-from .runner import Outcome, Pending, Runner
-from .scheduler import Scheduler, Share
+from .runner import BurstRunner, Outcome, Pending, Runner
+from .scheduler import Scheduler, Share, Step
 from .sequence import Sequence
 
 logger = logging.getLogger("trirun")
@@ -124,13 +124,10 @@ class Engine:
         try:
             if self._inbox:
                 self._take_inbox()
-            shares, steps = self._scheduler.schedule()
-            launched = None
-            if shares:
-                work = [share.work for share in shares]
-                pending = self._runner.launch(work) if steps == 1 else self._runner.launch_burst(work, steps)
-                launched = shares, pending
-                self._scheduler.launched(shares)
+            step, launched = self._scheduler.schedule(), None
+            if step.shares:
+                launched = step.shares, self._launch(step)
+                self._scheduler.launched(step.shares)
                 self._steps += 1
             elif self._flying is None and self._live and not self._inbox:
                 raise RuntimeError(f"{self.name}: the cache has no room for any request")
@@ -181,7 +178,8 @@ class Engine:
             What :meth:`submit` and :meth:`step` raise.
         """
         events: SimpleQueue[Event] = SimpleQueue()
-        source, mine, more = iter(requests), set(), True
+        source, more = iter(requests), True
+        mine: set[str] = set()
         most = self.slots * 2 if self._most is None else min(self.slots * 2, self._most)
         try:
             while True:
@@ -216,6 +214,12 @@ class Engine:
             except Exception:
                 logger.exception("the engine has stopped")
                 return
+
+    def _launch(self, step: Step) -> Pending:
+        work = [share.work for share in step.shares]
+        if step.steps > 1 and isinstance(self._runner, BurstRunner):
+            return self._runner.launch_burst(work, step.steps)
+        return self._runner.launch(work)
 
     def _take_inbox(self) -> None:
         while self._inbox:

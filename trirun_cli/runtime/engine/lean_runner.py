@@ -55,7 +55,8 @@ class LeanRunner:
         """See :class:`~.runner.Runner`; it is over when this returns."""
         started = perf_counter()
         tokens: list[int] = []
-        segments, wanted, sampled = [], [], []
+        wanted: list[int] = []
+        segments, sampled = [], []
         for slot, position, piece, sample, targets in work:
             first = len(tokens)
             if piece is None:

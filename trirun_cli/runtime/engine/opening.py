@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 from pathlib import Path
+from typing import Any
 
 from ...errors import InputError, OutOfMemoryError, UsageError
 from ...model_dir import read_config
@@ -54,13 +55,17 @@ def open_engine(
         from ..accumulation import check_accumulation
 
         check_accumulation(accumulate, device)
-    options = {"device": device, "dtype": dtype, "act_bits": act_bits, "slots": slots, "context": context}
-    options["accumulate"] = accumulate
-    runner = (
-        None
-        if engine == "transformers"
-        else _lean_runner(Path(path), required=engine == "lean", threads=threads, **options)
-    )
+    options: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "act_bits": act_bits,
+        "slots": slots,
+        "context": context,
+        "accumulate": accumulate,
+    }
+    runner = None
+    if engine != "transformers":
+        runner = _lean_runner(Path(path), required=engine == "lean", threads=threads, **options)
     return Engine(runner or _transformers_runner(Path(path), **options), max_waiting=max_waiting)
 
 

@@ -104,7 +104,6 @@ class Runner(Protocol):
         name: what runs it, for people: "lean decoder on cpu, 2 threads".
         slots: sequences that can run at once. context: most tokens of one. max_rows: most tokens of one step, at least
             ``slots``. vocab_size: token ids are below it.
-        cache: of ``slots`` slots.
         lookahead: 1: the next step may be launched, with tokens=None, before this one is collected. 0: it may not.
     """
 
@@ -113,8 +112,11 @@ class Runner(Protocol):
     context: int
     max_rows: int
     vocab_size: int
-    cache: KvCache
     lookahead: int
+
+    @property
+    def cache(self) -> KvCache:
+        """Whose slots these are."""
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """Give a slot to a request: the sampling state (random numbers, penalties, bias) is that of ``request.params``

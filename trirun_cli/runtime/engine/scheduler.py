@@ -38,7 +38,7 @@ class Scheduler:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._cache = runner, runner.cache
-        self._burst = runner.burst if isinstance(runner, BurstRunner) else None
+        self._burst = runner if isinstance(runner, BurstRunner) else None
         self.waiting: deque[Sequence] = deque()
         # In the order of their admission.
         self.running: list[Sequence] = []
@@ -76,8 +76,9 @@ class Scheduler:
             shares.append(self._prefill(self.waiting.popleft(), budget))
             budget -= shares[-1].work.rows
         shares.sort(key=_slot_of)
-        alone = self._burst is not None and shares and len(shares) == decoding and not self.waiting
-        return Step(shares, self._steps(shares) if alone else 1)
+        if self._burst is None or not shares or len(shares) > decoding or self.waiting:
+            return Step(shares, 1)
+        return Step(shares, self._steps(self._burst, shares))
 
     def launched(self, shares: list[Share]) -> None:
         """The shares have been launched: what they compute may be built upon."""
@@ -99,9 +100,9 @@ class Scheduler:
             sequence.sampled += 1
         return shares
 
-    def _steps(self, shares: list[Share]) -> int:
+    def _steps(self, runner: BurstRunner, shares: list[Share]) -> int:
         """How many steps a launch of shares that all decode can take."""
-        steps = self._burst([share.work.slot for share in shares])
+        steps = runner.burst([share.work.slot for share in shares])
         for sequence, _, _ in shares:
             # One token is counted already.
             steps = min(steps, sequence.limit - sequence.sampled + 1)

@@ -45,7 +45,7 @@ class SlotCache:
         if not self._free:
             return None
         tokens = np.asarray(prompt, np.int32)
-        slot, reused = self._place(tokens) if reuse else (self._victim(), 0)
+        slot, reused = self._place(tokens) if reuse else (self._victim(self._free), 0)
         self._free.remove(slot)
         self._prompts[slot], self._lengths[slot] = tokens, len(tokens)
         self._held[slot] = tokens[:reused]
@@ -77,12 +77,13 @@ class SlotCache:
         nearest = max(self._free, key=lambda slot: shared[slot])
         if self._copy is not None:
             source = max(range(len(shared)), key=shared.__getitem__)
-            target = self._victim(spared=source)
+            others = [slot for slot in self._free if slot != source]
             kept = len(self._held[nearest]) <= 2 * shared[nearest] and shared[source] - shared[nearest] < COPY_LEAST
-            if not kept and target is not None and shared[source] >= COPY_LEAST:
+            if not kept and others and shared[source] >= COPY_LEAST:
+                target = self._victim(others)
                 self._copy(source, target, shared[source])
                 return target, shared[source]
-        return (nearest, shared[nearest]) if shared[nearest] else (self._victim(), 0)
+        return (nearest, shared[nearest]) if shared[nearest] else (self._victim(self._free), 0)
 
     def _shared(self, held: np.ndarray, tokens: np.ndarray) -> int:
         length = min(len(held), len(tokens))
@@ -93,7 +94,6 @@ class SlotCache:
         shared = int(differing[0]) if differing.size else length
         return shared if self._rewind or shared == len(held) else 0
 
-    def _victim(self, spared: int = -1) -> int | None:
+    def _victim(self, free: list[int]) -> int:
         """The free slot whose tokens are missed least: an empty one, or else the one free for longest."""
-        others = [slot for slot in self._free if slot != spared]
-        return min(others, key=lambda slot: len(self._held[slot]) > 0, default=None)
+        return min(free, key=lambda slot: len(self._held[slot]) > 0)
