@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 
 import torch
@@ -17,8 +17,9 @@ from .select import Device
 MMA, WGMMA = 1, 2  # TRIRUN_F16ACC_*
 A, B = 1, 2  # bits of along_rows
 TILE_M = 128  # rows of a of one CTA
-# Cycles per column of k of a tile of 128 x tile_n at the tensor cores' full rate, and what a tile costs beside them:
-# the first loads, the sums' way out. Rows of a CTA pair share b's columns, so wgmma tiles come in twos.
+# Measured on an H200: cycles per column of k of a tile of 128 x tile_n (256 columns keep the tensor cores busy, 128 are
+# held up by shared memory), and what a tile costs beside them: the first loads, the sums' way out.
+CYCLES = {128: 9.3, 256: 16.2}
 FIXED = 3000
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -39,6 +40,7 @@ class PlanStruct(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int32) for name in ("kernel", "tile_n", "chunk", "parts", "along_rows"))
 
 
+@lru_cache(4096)  # a small product does not outlast the choice
 def select_f16acc(m: int, n: int, k: int, chunk: int, device: Device) -> F16AccPlan:
     """The kernel and tile for y[m, n] = a[m, k] · b[n, k]ᵀ with fp16 sums over ``chunk`` columns.
 
@@ -55,12 +57,12 @@ def select_f16acc(m: int, n: int, k: int, chunk: int, device: Device) -> F16AccP
 
     def cycles(tile_n: int, parts: int) -> float:
         tiles = -(-m // TILE_M) * -(-n // tile_n)
-        if kernel == WGMMA:
+        if kernel == WGMMA:  # in pairs, two row tiles to the same columns
             tiles = -(-m // (2 * TILE_M)) * 2 * -(-n // tile_n)
         rounds = -(-tiles * parts // device.sms)
         # Exchanging parts: each writes and reads fp32 sums, a few bytes per cycle and multiprocessor.
         exchange = 0 if parts == 1 else FIXED + 8 * m * n * parts / (device.sms * 16)
-        return rounds * (-(-chunks // parts) * chunk * tile_n / 16 + FIXED) + exchange
+        return rounds * (-(-chunks // parts) * chunk * CYCLES[tile_n] + FIXED) + exchange
 
     tiles = (128, 256) if kernel == WGMMA else (128,)
     _, parts, tile_n = min((cycles(t, p), p, -t) for t in tiles for p in SPLITS if p <= chunks)
