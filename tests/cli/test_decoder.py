@@ -127,6 +127,20 @@ def test_slots_are_independent_sequences(tmp_path):
     assert torch.equal(torch.from_numpy(batch), torch.cat(alone))
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", "float32"])
+def test_a_copied_prefix_is_the_prefix(kv_dtype, tmp_path):
+    _, packed = save_packed("llama", {"head_dim": 24}, tmp_path)
+    tokens = torch.randint(3, 96, (100,), generator=torch.Generator().manual_seed(1))
+    decoder = LeanDecoder(packed, slots=3, threads=2, kv_dtype=kv_dtype)
+    expected = logits_of(decoder, tokens, slot=0)
+    for length in (1, 63, 64, 65, 99):
+        decoder.forward(tokens.flip(0), slot=2)
+        decoder.native.copy_prefix(0, 2, length)
+        assert torch.equal(logits_of(decoder, tokens[length:], slot=2, position=length), expected)
+    with pytest.raises(ValueError, match="3 positions of slot 0 to 5"):
+        decoder.native.copy_prefix(0, 5, 3)
+
+
 def test_ternary_model_keeps_its_logits(shared, tmp_path):
     source = shared / "models" / "bookshelf-28m-ternary"
     pack_model(source, tmp_path / "packed")

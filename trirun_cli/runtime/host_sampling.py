@@ -9,8 +9,9 @@ import numpy as np
 
 from .sampling import SamplingParams, Token, stream_of, uniform
 
-# Rows are searched for this many likeliest tokens first where a nucleus is wanted; most nuclei are smaller.
-_CANDIDATES = 256
+# Likeliest tokens among which a nucleus is looked for first; most are smaller.
+_SEARCHED = 1024
+# Weights that are added up at once where one is drawn.
 _BLOCK = 64
 
 
@@ -84,7 +85,9 @@ def token_probabilities(logits: np.ndarray, params: SamplingParams) -> tuple[np.
         # Ties with the last one stay: which of equals a partition keeps is nobody's choice.
         ids = np.flatnonzero(logits >= np.partition(logits, vocab - top_k)[vocab - top_k])
         logits = logits[ids]
-    weights = np.exp((logits - logits.max()) * (1 / params.temperature), dtype=np.float32)
+    weights = logits - logits.max()
+    weights *= np.float32(1 / params.temperature)
+    np.exp(weights, out=weights)
     if params.top_p < 1:
         kept = _nucleus(weights, params.top_p)
         ids, weights = kept if ids is None else ids[kept], weights[kept]
@@ -97,16 +100,16 @@ def token_probabilities(logits: np.ndarray, params: SamplingParams) -> tuple[np.
 def _nucleus(weights: np.ndarray, p: float) -> np.ndarray:
     """Indices, ascending, of the fewest largest weights that make up a share ``p`` of their sum; of equal ones the
     first."""
-    size, count = weights.size, _CANDIDATES
+    size, searched = weights.size, _SEARCHED
     wanted = p * float(weights.sum(dtype=np.float64))
     while True:
         # Sorting values is many times cheaper than finding their order.
-        largest = weights if count >= size else np.partition(weights, size - count)[size - count :]
+        largest = weights if searched >= size else np.partition(weights, size - searched)[size - searched :]
         largest = np.sort(largest)[::-1]
         mass = largest.astype(np.float64).cumsum()
-        if mass[-1] >= wanted or count >= size:
+        if mass[-1] >= wanted or searched >= size:
             break
-        count *= 8
+        searched *= 16
     # A token stays while the mass before it is below p, so that the first one always stays.
     last = min(int(np.searchsorted(mass, wanted)), largest.size - 1)
     kept = np.flatnonzero(weights >= largest[last])
@@ -117,14 +120,17 @@ def _nucleus(weights: np.ndarray, p: float) -> np.ndarray:
 
 
 def _drawn(weights: np.ndarray, number: float) -> int:
-    """Where the cumulative weights reach ``number``, in [0, 1), of their sum. Whole blocks are added up first: adding
-    one after another is slow, and needed in one block alone."""
-    blocks = np.add.reduceat(weights, np.arange(0, weights.size, _BLOCK), dtype=np.float64).cumsum()
-    target = number * blocks[-1]
-    block = min(int(np.searchsorted(blocks, target, side="right")), blocks.size - 1)
-    before = blocks[block - 1] if block else 0.0
-    mass = weights[block * _BLOCK : (block + 1) * _BLOCK].astype(np.float64).cumsum() + before
-    return block * _BLOCK + min(int(np.searchsorted(mass, target, side="right")), mass.size - 1)
+    """Where the cumulative weights reach ``number``, in [0, 1), of their sum. Blocks are added up first: adding one
+    weight after another is slow, and needed in one block alone."""
+    whole = weights.size // _BLOCK * _BLOCK
+    blocks = np.einsum("ij->i", weights[:whole].reshape(-1, _BLOCK))
+    mass = np.append(blocks, weights[whole:].sum()).astype(np.float64).cumsum()
+    target = number * mass[-1]
+    block = min(int(np.searchsorted(mass, target, side="right")), (weights.size - 1) // _BLOCK)
+    inner = weights[block * _BLOCK : (block + 1) * _BLOCK].astype(np.float64).cumsum()
+    if block:
+        inner += mass[block - 1]
+    return block * _BLOCK + min(int(np.searchsorted(inner, target, side="right")), inner.size - 1)
 
 
 def _choose(logits: np.ndarray, state: _State) -> Token:
