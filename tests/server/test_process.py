@@ -224,3 +224,10 @@ def test_a_taken_port_and_a_damaged_checkpoint_are_one_clear_line(server, checkp
     assert code == 3 and "model.safetensors" in err
     code, err = start(tmp_path / "nothing", 0)
     assert code == 3 and "no such directory" in err
+
+
+def test_without_the_extra_it_says_what_to_install(checkpoint):
+    script = "import sys; sys.modules['fastapi'] = None; from trirun_cli.app import main; main()"
+    command = [sys.executable, "-c", script, "serve", "-c", str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 4 and "fastapi" in done.stderr and "trirun[serve]" in done.stderr
