@@ -13,6 +13,7 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
+from trirun_kernels.experts import separate_experts
 from trirun_kernels.linear import Int2Linear
 
 from .checkpoint import QUANT_METHOD, Format
@@ -39,6 +40,7 @@ class TrirunQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         layout = self.quantization_config.format
         kept = set(layout.modules_to_not_convert)
+        separate_experts(model)
         for name, module in list(model.named_modules()):
             if not isinstance(module, nn.Linear) or name in kept:
                 continue

@@ -9,19 +9,21 @@ from .model_dir import ModelDir
 
 
 def build(source: ModelDir) -> Any:
-    """The transformers model of a directory's config, on the meta device: modules and shapes, no memory.
+    """The transformers model of a directory's config, on the meta device: modules and shapes, no memory;
+    the experts of a mixture as layers of their own.
 
     Raises:
         InputError: transformers knows no causal language model of this kind.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from trirun_kernels.experts import separate_experts
 
     section = {key: value for key, value in source.config.items() if key != "quantization_config"}
     try:
         config = AutoConfig.for_model(**section)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return separate_experts(AutoModelForCausalLM.from_config(config))
     except (ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         kind = source.config.get("model_type", "without a model_type")
         reason = " ".join(str(error).split())

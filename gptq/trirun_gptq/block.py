@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from trirun_kernels import QuantSpec
 from .activations import Batch, compute, has_bfloat16, input_groups, inputs_of, run_block
 from .costs import Costs
 from .errors import QuantizationError
+from .expert_names import is_expert
 from .hessian import Hessian
 from .observer import BlockReport, ModuleReport, Observer
 from .quantized import Quantized
@@ -70,11 +72,11 @@ class BlockRun:
             stages = input_groups(self.block, self.index, self.train[0], chosen) if chosen else []
         with self.costs.stage("forward"):
             targets = self._original_outputs()
-        passes = [[stage] for stage in stages] if self.recipe.sequential else [stages]
+        passes = stages if self.recipe.sequential or not stages else [list(itertools.chain(*stages))]
         for done, group in enumerate(passes):
             self.observer.stage("hessian", done, len(passes))
             with self.costs.stage("hessian"):
-                statistics = [self._statistics(stage) for stage in group]
+                statistics = self._statistics(group)
             self.observer.stage("solve", done, len(passes))
             with self.costs.stage("solve"):
                 for stage, hessians in zip(group, statistics, strict=True):
@@ -101,28 +103,51 @@ class BlockRun:
                 outputs.append([b.place.keep(run_block(self.original, self.index, b, b.original)) for b in batches])
         return outputs[0], outputs[1]
 
-    def _statistics(self, stage: list[str]) -> tuple[Hessian, Hessian | None]:
-        """Hessians of the input that the layers of a stage share: over the training batches, and the held-out ones."""
-        k = self.layers[stage[0]].in_features
-        name = f"{self.name}.{stage[0]}"
+    def _statistics(self, stages: list[list[str]]) -> list[tuple[Hessian, Hessian | None]]:
+        """For each stage, the Hessians of the input its layers share: over the training batches, and the held-out ones
+        where a correction is to be decided. All from one pass over the batches."""
         wanted = self.recipe.correction > 0 and self.index + len(self.modules) > 0
+        # The two streams may send a token to different experts: there is nothing to correct towards.
+        compared = [stage[0] for stage in stages if wanted and not self._is_expert(stage[0])]
         pair = []
-        for batches in (self.train, self.held_out if wanted else []):
-            hessian = Hessian(k, name, self.device)
-            for batch in batches:
+        for batches, names in ((self.train, [stage[0] for stage in stages]), (self.held_out, compared)):
+            hessians = {
+                name: Hessian(self.layers[name].in_features, f"{self.name}.{name}", self.device) for name in names
+            }
+            for batch in batches if names else ():
                 with torch.no_grad():
-                    seen = self._inputs(self.block, stage[0], batch, batch.quantized)
-                    original = self._inputs(self.original, stage[0], batch, batch.original) if wanted else None
-                    hessian.update(seen, original, batch.first)
-            pair.append(hessian if batches else None)
-        return pair[0], pair[1]
+                    seen = self._inputs(self.block, names, batch, batch.quantized)
+                    original = self._inputs(self.original, compared, batch, batch.original) if compared else {}
+                    for name, x in seen.items():
+                        hessians[name].update(x, original.get(name), batch.first)
+            pair.append(hessians)
+        self._feed_starved([hessian for name, hessian in pair[0].items() if self._is_expert(name)])
+        return [(pair[0][stage[0]], pair[1].get(stage[0])) for stage in stages]
 
-    def _inputs(self, block: nn.Module, layer: str, batch: Batch, hidden: Tensor) -> Tensor:
+    def _is_expert(self, layer: str) -> bool:
+        return is_expert(f"{self.name}.{layer}.weight")
+
+    def _feed_starved(self, hessians: list[Hessian]) -> None:
+        """Mix the statistics of experts that few tokens chose with those of all experts, and say which they were."""
+        starved = [hessian for hessian in hessians if hessian.rows < hessian.k]
+        if not starved:
+            return
+        pools = {hessian.k: Hessian.sum([other for other in hessians if other.k == hessian.k]) for hessian in starved}
+        for hessian in starved:
+            hessian.mix(pools[hessian.k])
+        named = ", ".join(f"{hessian.name.removeprefix(self.name + '.')} ({hessian.rows})" for hessian in starved[:8])
+        self.observer.warning(
+            f"{self.name}: {len(starved)} of {len(hessians)} expert inputs saw fewer tokens than they have features; "
+            f"statistics of all experts are mixed in: {named}" + (", ..." if len(starved) > 8 else "")
+        )
+
+    def _inputs(self, block: nn.Module, layers: list[str], batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
+        modules = {block.get_submodule(name): name for name in layers}
         with compute(self.device):
-            module = block.get_submodule(layer)
-            seen = inputs_of(block, self.index, batch, hidden, [module])[module]
+            seen = inputs_of(block, self.index, batch, hidden, list(modules))
         # On a GPU the layer's own product reads bfloat16; so do its statistics, at the speed of its matrix units.
-        return seen.bfloat16() if self.device.type == "cuda" and has_bfloat16(self.device) else seen
+        lower = self.device.type == "cuda" and has_bfloat16(self.device)
+        return {modules[module]: x.bfloat16() if lower else x for module, x in seen.items()}
 
     def _solve_stage(self, stage: list[str], hessian: Hessian, held_out: Hessian | None) -> None:
         """Quantize the layers of a stage, stacked along n where they share a grid, and put them into the block."""
@@ -140,7 +165,7 @@ class BlockRun:
                 self.quantized[name] = part
                 facts = (part.n, part.k, part.spec, solution.loss, solution.damp, solution.dead)
                 seconds = (time.perf_counter() - started) / len(names)
-                self.modules.append(ModuleReport(f"{self.name}.{name}", *facts, seconds))
+                self.modules.append(ModuleReport(f"{self.name}.{name}", *facts, seconds, hessian.rows))
                 self.observer.module_finished(self.modules[-1])
 
     def _best_solution(

@@ -45,6 +45,7 @@ class Hessian:
         self.rows = 0
         self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
         self._cross: Tensor | None = None
+        self._pool: Tensor | None = None
 
     def update(self, x: Tensor, original: Tensor | None = None, sample: int | None = None) -> None:
         """Add inputs.
@@ -70,9 +71,27 @@ class Hessian:
             self._cross = cross if self._cross is None else self._cross.add_(cross)
         self.rows += x.shape[0]
 
+    @classmethod
+    def sum(cls, parts: list[Hessian]) -> Hessian:
+        """The statistics of several layers' inputs together, as if they were one layer's; without G."""
+        total = cls(parts[0].k, parts[0].name, parts[0]._sum.device)
+        for part in parts:
+            total._sum += part._sum
+            total.rows += part.rows
+        return total
+
+    def mix(self, pool: Hessian) -> None:
+        """Fewer tokens than features say little: fill up with the pool's statistics, as if of the missing tokens.
+
+        H per token becomes ``(rows·H + (k − rows)·H_pool) / k``; ``rows`` keeps counting the layer's own tokens.
+        """
+        self._pool = pool.matrix
+
     @property
     def matrix(self) -> Tensor:
         """H per token, float32 [k, k], symmetric."""
+        if self._pool is not None:
+            return (self._sum + (self.k - self.rows) * self._pool) / self.k
         if self.rows == 0:
             raise QuantizationError(f"{self.name}: no calibration token reached this layer")
         return self._sum / self.rows

@@ -100,7 +100,8 @@ def quantize_model(
             waiting.append({name: weight.to("cpu") for name, weight in result.quantized.items()})
         else:
             with costs.stage("write"):
-                write_block(source, skeleton.block_name(index), result.quantized, writer)
+                layers = linear_layers(skeleton.blocks[index])
+                write_block(source, skeleton.block_name(index), layers, result.quantized, writer)
         report.modules += result.modules
         report.kept += [f"{skeleton.block_name(index)}.{name}" for name in result.kept]
         report.blocks.append(result.report)
@@ -133,7 +134,8 @@ def _finish(walk: _Walk, waiting: list[dict[str, Quantized]], report: Report, wr
                 report.predictions = walk.retrying(lambda: compare(head, walk.held_out))
     for index, quantized in enumerate(waiting):
         with costs.stage("write"):
-            write_block(skeleton.source, skeleton.block_name(index), quantized, writer)
+            layers = linear_layers(skeleton.blocks[index])
+            write_block(skeleton.source, skeleton.block_name(index), layers, quantized, writer)
 
 
 class _Walk:

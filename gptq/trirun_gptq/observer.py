@@ -21,6 +21,7 @@ class ModuleReport:
         damp: the fraction of mean(diag H) that the factorization needed; above the recipe's value it was escalated.
         dead: input columns that were zero on every calibration token.
         seconds: of wall time for scale search and solver.
+        tokens: of the calibration text that reached the layer; for an expert, those that chose it.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ModuleReport:
     damp: float
     dead: int
     seconds: float
+    tokens: int = 0
 
     @property
     def bits_per_weight(self) -> float:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from trirun_kernels.experts import separate_experts
 
 from .errors import QuantizationError
+from .expert_names import stored_as
 
 
 class TensorSource:
@@ -50,15 +52,21 @@ class TensorSource:
         return name in self._file_of
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU in its stored dtype."""
-        if name not in self._file_of:
+        """One tensor, on the CPU in its stored dtype.
+
+        An expert's layer may lie in the files under another name, or as a slice of a fused tensor: see
+        :func:`~trirun_gptq.expert_names.stored_as`.
+        """
+        stored, part = stored_as(name, self._file_of)
+        if stored is None:
             raise QuantizationError(f"{self.directory}: tensor {name} is missing")
         from safetensors import SafetensorError
 
         try:
-            return self._handle(self._file_of[name]).get_tensor(name)
+            handle = self._handle(self._file_of[stored])
+            return handle.get_tensor(stored) if part is None else part(handle.get_slice(stored))
         except SafetensorError as error:
-            raise QuantizationError(f"{self.directory / self._file_of[name]}: {name}: {error}") from None
+            raise QuantizationError(f"{self.directory / self._file_of[stored]}: {stored}: {error}") from None
 
     def _handle(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -100,7 +108,7 @@ class Skeleton:
                 self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except (ValueError, ImportError) as error:
             raise QuantizationError(f"{source.directory}: not a causal language model: {_first_line(error)}") from None
-        self.model.eval().requires_grad_(False)
+        separate_experts(self.model).eval().requires_grad_(False)
         self.source = source
         self.blocks_name, self.blocks = decoder_blocks(self.model)
         self._empty = list(self.blocks)
@@ -164,8 +172,10 @@ class Skeleton:
 
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a block by their path within it, in definition order."""
-    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    """The linear layers of a block by their path within it, in definition order; those with a single output, such as
+    the gate of a shared expert, are left as they are."""
+    layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    return {name: layer for name, layer in layers.items() if layer.out_features > 1}
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -190,7 +200,7 @@ def _require_supported(name: str, module: nn.Module) -> None:
         if parameter is not None and parameter.dim() >= 3:
             raise QuantizationError(
                 f"{name}.{key} is one {parameter.dim()}-D tensor {list(parameter.shape)} ({kind}): fused "
-                "mixture-of-experts and convolution weights are not supported"
+                "mixture-of-experts weights of this kind, and convolutions, are not supported"
             )
         if parameter is not None and parameter.dim() == 2 and not isinstance(module, nn.Linear | nn.Embedding):
             large = parameter.numel() > 1 << 20

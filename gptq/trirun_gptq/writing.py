@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
 
+from .expert_names import is_expert, stored_as
 from .quantized import Quantized
 from .source import Skeleton, TensorSource
 
@@ -17,8 +19,13 @@ class Writer(Protocol):
         """Store one tensor under its checkpoint name. It lies on the CPU."""
 
 
-def write_block(source: TensorSource, block: str, quantized: dict[str, Quantized], writer: Writer) -> None:
-    """A block's packed weights, and its other tensors as they are."""
+def write_block(
+    source: TensorSource, block: str, layers: Iterable[str], quantized: dict[str, Quantized], writer: Writer
+) -> None:
+    """A block's packed weights, and its other tensors as they are.
+
+    Layers of experts go by their own names, packed or not: what a file fused is not fused again.
+    """
     for name, weight in quantized.items():
         packed = weight.pack()
         writer.add(f"{block}.{name}.weight", packed.words.cpu())
@@ -26,8 +33,13 @@ def write_block(source: TensorSource, block: str, quantized: dict[str, Quantized
         if packed.zeros is not None:
             writer.add(f"{block}.{name}.weight_zero", packed.zeros.cpu())
     replaced = {f"{block}.{name}.weight" for name in quantized}
+    experts = [f"{block}.{name}.weight" for name in layers if is_expert(f"{block}.{name}.weight")]
+    for name in experts:
+        if name not in replaced:
+            writer.add(name, source.read(name).contiguous())
+    taken = {stored_as(name, source)[0] for name in (*replaced, *experts)}
     for name in source.names:
-        if name.startswith(f"{block}.") and name not in replaced:
+        if name.startswith(f"{block}.") and name not in taken:
             writer.add(name, source.read(name))
 
 

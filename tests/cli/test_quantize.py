@@ -131,3 +131,29 @@ def test_two_grids_in_one_model_run_on_the_same_engine(trirun, plain_model, tmp_
     generate = ("generate", "-c", tmp_path / "Q", "-p", "The sea", "-n", "8", "--act-bits", "16", "--engine")
     lean, whole = trirun(*generate, "lean"), trirun(*generate, "transformers")
     assert lean[0] == whole[0] == 0 and lean[1] == whole[1]
+
+
+def test_a_mixture_of_experts_from_end_to_end(trirun, plain_model, tmp_path):
+    import shutil
+
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 8192, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
+    config = transformers.Qwen3MoeConfig(**sizes, **experts, max_position_embeddings=128, tie_word_embeddings=True)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    for file in plain_model.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "moe")
+    code, text, _ = trirun("quantize", tmp_path / "moe", "--out", tmp_path / "Q", *OPTIONS, "--json")
+    document = json.loads(text)
+    assert code == 0 and len(document["modules"]) == 2 * (4 + 4 * 3)
+    assert all(module["tokens"] > 0 for module in document["modules"] if ".experts." not in module["name"])
+    assert trirun("verify", tmp_path / "Q")[0] == 0
+    code, text, _ = trirun("generate", "-c", tmp_path / "Q", "-p", "The sea", "-n", "4", "--engine", "transformers")
+    assert code == 0 and text.startswith("The sea")
+    # A random model predicts nothing; what is compared is that both are the same nothing, near the vocabulary's size.
+    evaluate = ("eval", "-c", tmp_path / "Q", "-m", tmp_path / "moe", "--window", "64", "--limit", "2", "--json")
+    code, text, _ = trirun(*evaluate)
+    assert code == 0 and 7000 < json.loads(text)["results"][0]["perplexity"] < 9500

@@ -207,7 +207,3 @@ def test_unsupported_architectures_are_refused(tmp_path):
     ).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(QuantizationError, match="Conv1D layers"):
         run(tmp_path / "gpt2")
-    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
-    make_model(tmp_path / "moe", "Qwen3Moe", **moe)
-    with pytest.raises(QuantizationError, match="fused mixture-of-experts"):
-        run(tmp_path / "moe")

@@ -148,6 +148,7 @@ def show_report(console: Console, plan: Plan, result: Result) -> None:
                     "zero": module.spec.zero,
                     "loss": module.loss,
                     "damp": module.damp,
+                    "tokens": module.tokens,
                     "seconds": module.seconds,
                 }
                 for module in report.modules

@@ -1,0 +1,77 @@
+"""Mixture-of-experts weights as separate linear layers, one set per expert, in place of one fused tensor for all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+LAYERS = ("gate", "up", "down")
+
+
+class Expert(nn.Module):
+    """One gated feed-forward network: ``down(act(gate(x)) · up(x))``."""
+
+    def __init__(self, hidden: int, inner: int, act_fn: Callable[[Tensor], Tensor], **factory: object) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, inner, bias=False, **factory)
+        self.up = nn.Linear(hidden, inner, bias=False, **factory)
+        self.down = nn.Linear(inner, hidden, bias=False, **factory)
+        self.act_fn = act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act_fn(self.gate(x)) * self.up(x))
+
+
+class SeparateExperts(nn.Module):
+    """The experts of a layer as children ``0``, ``1``, ...; called like the fused module it replaces.
+
+    Their layers are named unlike those of any checkpoint (``gate`` for ``gate_proj`` or ``w1``), so that no loader
+    takes them for parts of a fused tensor.
+    """
+
+    def __init__(self, experts: int, hidden: int, inner: int, act_fn: Callable, **factory: object) -> None:
+        super().__init__()
+        for index in range(experts):
+            self.add_module(str(index), Expert(hidden, inner, act_fn, **factory))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum of the chosen experts' outputs.
+
+        Args:
+            hidden_states: [tokens, hidden]. top_k_index: int64 [tokens, k], the experts of each token.
+            top_k_weights: [tokens, k].
+        """
+        out = torch.zeros_like(hidden_states)
+        # Only the experts that some token chose: one transfer, then no more waiting for the device.
+        for index in top_k_index.unique().tolist():
+            if index >= len(self._modules):
+                continue  # the mark of a token without an expert
+            token, rank = torch.where(top_k_index == index)
+            part = self._modules[str(index)](hidden_states[token]) * top_k_weights[token, rank, None]
+            out.index_add_(0, token, part.to(out.dtype))
+        return out
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module holds gated experts fused as transformers 5 does: ``gate_up_proj`` [experts, 2·inner, hidden],
+    ``down_proj`` [experts, hidden, inner], no biases, called with (hidden states, indices, weights)."""
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    if parameters.keys() != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
+        return False
+    gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
+    if gate_up.dim() != 3 or down.dim() != 3 or len(inspect.signature(module.forward).parameters) != 3:
+        return False
+    return gate_up.shape == (down.shape[0], 2 * down.shape[2], down.shape[1])
+
+
+def separate_experts(model: nn.Module) -> nn.Module:
+    """Replace every fused module by a :class:`SeparateExperts` without weights: parameters on the meta device."""
+    for name, module in list(model.named_modules()):
+        if is_fused(module):
+            experts, hidden, inner = module.down_proj.shape
+            factory = {"device": "meta", "dtype": module.down_proj.dtype}
+            model.set_submodule(name, SeparateExperts(experts, hidden, inner, module.act_fn, **factory))
+    return model
