@@ -38,10 +38,10 @@ class ScriptedRunner:
     Log-probabilities are made of the token id: −(id % 7) − 0.5, the alternatives the ids after it.
     """
 
-    name, context, max_rows, lookahead = "scripted", 64, 64, 0
+    name, max_rows, lookahead = "scripted", 64, 0
 
-    def __init__(self, script, vocab_size, slots=4):
-        self.script, self.vocab_size, self.slots = script, vocab_size, slots
+    def __init__(self, script, vocab_size, slots=4, context=64):
+        self.script, self.vocab_size, self.slots, self.context = script, vocab_size, slots, context
         self.cache = SlotCache(slots, self.context)
         self.requests, self.todo, self.bound = {}, {}, []
         self.go, self.failure = threading.Event(), None
@@ -80,8 +80,10 @@ class ScriptedRunner:
 class Site:
     """A server on a scripted model, called without sockets. Use as ``async with``."""
 
-    def __init__(self, tokenizer, script, *, slots=4, max_waiting=None, template=TEMPLATE, defaults=None, **options):
-        self.runner = ScriptedRunner(script, len(tokenizer), slots)
+    def __init__(
+        self, tokenizer, script, *, slots=4, context=64, max_waiting=None, template=TEMPLATE, defaults=None, **options
+    ):
+        self.runner = ScriptedRunner(script, len(tokenizer), slots, context)
         self.engine = Engine(self.runner, max_waiting=max_waiting)
         self.service = Service(["demo", "alias"], max_waiting=max_waiting)
         vocabulary = Vocabulary(tokenizer, size=len(tokenizer), context=self.engine.context, chat_template=template)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -19,6 +20,7 @@ from .job import Job
 from .replies import ChatReply, CompletionReply, Reply
 from .schema import ChatBody, CompletionBody, SamplingFields
 from .service import Service
+from .tools import parser_for
 
 # A context of 128k tokens is about 0.6 MB of text, so this is a batch of them. JSON is parsed in one go, during which
 # nothing else is answered: a few tenths of a second for 4 MiB of the worst kind.
@@ -98,12 +100,14 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         body.check_fields()
         name, model = service.check_model(body.model), service.model
         job = await service.chat(body, arrived)
+        template = model.vocabulary.chat_template or ""
         reply = ChatReply(
             name,
             model.vocabulary,
             logprobs=bool(body.logprobs),
             token_ids=bool(body.return_token_ids),
             usage=body.wants_usage,
+            parser=partial(parser_for, template) if body.offers_tools else None,
         )
         return await _answer(request, service, job, reply, body)
 
@@ -190,8 +194,8 @@ async def _events(job: Job, reply: Reply) -> AsyncIterator[bytes]:
         yield sse.event(document)
     try:
         async for delta in job.deltas():
-            if reply.shows(delta):
-                yield sse.event(reply.chunk(delta))
+            if (chunk := reply.chunk(delta)) is not None:
+                yield sse.event(chunk)
     except ApiError as error:
         # The status has long been sent; clients know this form too.
         yield sse.event(error.body)

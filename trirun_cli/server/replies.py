@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..runtime.sampling import Token
 from .job import Choice, Delta, Job
+from .tools import ToolParser
 from .vocabulary import Offsets, Vocabulary
 
 # JSON has no −∞; this is what OpenAI and vLLM write for it.
@@ -37,13 +38,10 @@ class Reply:
         """Chunks before the first token."""
         return iter(())
 
-    def shows(self, delta: Delta) -> bool:
-        """Whether a delta is worth a chunk."""
-        seen = self._logprobs or self._token_ids
-        return bool(delta.text or delta.finish or (seen and (delta.tokens or delta.scores)))
-
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        """One chunk of a stream."""
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+        """One chunk of a stream; None where there is nothing to show."""
+        if not self._shows(delta):
+            return None
         return self._chunk({"index": delta.index, **self._part(delta), "finish_reason": delta.finish})
 
     def usage_chunk(self, job: Job) -> dict[str, Any]:
@@ -52,18 +50,19 @@ class Reply:
 
     def whole(self, job: Job, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The answer that is not streamed."""
-        choices = [{"index": d.index, **self._full(d), "finish_reason": d.finish} for d in deltas]
+        choices = [{"index": d.index, **self._part(d), "finish_reason": d.finish} for d in deltas]
         return {**self._head, "object": self.object, "choices": choices, "usage": usage(job.choices)}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         document = {**self._head, "object": self.chunk_object, "choices": [choice]}
         return document | {"usage": None} if self.with_usage else document
 
+    def _shows(self, delta: Delta) -> bool:
+        seen = self._logprobs or self._token_ids
+        return bool(delta.text or delta.finish or (seen and (delta.tokens or delta.scores)))
+
     def _part(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
-
-    def _full(self, delta: Delta) -> dict[str, Any]:
-        return self._part(delta)
 
     def _ids(self, delta: Delta) -> dict[str, Any]:
         return {"token_ids": [token.id for token in delta.tokens]} if self._token_ids else {}
@@ -84,9 +83,9 @@ class CompletionReply(Reply):
         self._offsets: dict[int, Offsets] = {}
         self._echoing = echoes is not None
 
-    def shows(self, delta: Delta) -> bool:
+    def _shows(self, delta: Delta) -> bool:
         # A choice's echo goes out with its first delta, whatever else that brings.
-        return delta.index in self._echoes or super().shows(delta)
+        return delta.index in self._echoes or super()._shows(delta)
 
     def _part(self, delta: Delta) -> dict[str, Any]:
         text = self._echoes.pop(delta.index, "") + delta.text
@@ -112,22 +111,54 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    Args:
+        parser: makes the parser of a choice's tool calls; None where there are no tools.
+    """
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, *args: Any, parser: Callable[[], ToolParser] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._parser = parser
+        self._parsers: dict[int, ToolParser] = {}
 
     def opening(self, job: Job) -> Iterator[dict[str, Any]]:
         for choice in job.choices:
             start = {"role": "assistant", "content": ""}
             yield self._chunk({"index": choice.index, "delta": start, "logprobs": None, "finish_reason": None})
 
-    def _part(self, delta: Delta) -> dict[str, Any]:
-        new = {"content": delta.text} if delta.text else {}
-        return {"delta": new, "logprobs": self._scores(delta), **self._ids(delta)}
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+        calls = self._divide(delta)
+        if not calls and not self._shows(delta):
+            return None
+        new: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if calls:
+            new["tool_calls"] = calls
+        part = {"delta": new, "logprobs": self._scores(delta), **self._ids(delta)}
+        return self._chunk({"index": delta.index, **part, "finish_reason": delta.finish})
 
-    def _full(self, delta: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+    def _part(self, delta: Delta) -> dict[str, Any]:
+        calls = self._divide(delta)
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if calls:
+            message["content"] = delta.text or None
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
         return {"message": message, "logprobs": self._scores(delta), **self._ids(delta)}
+
+    def _divide(self, delta: Delta) -> list[dict[str, Any]]:
+        """Take the tool calls out of a delta's text; one that ends with some ends because of them."""
+        if self._parser is None:
+            return []
+        parser = self._parsers.get(delta.index) or self._parsers.setdefault(delta.index, self._parser())
+        delta.text, calls = parser.feed(delta.text)
+        if delta.finish is not None:
+            rest, more = parser.flush()
+            delta.text, calls = delta.text + rest, calls + more
+            if parser.count and delta.finish == "stop":
+                delta.finish = "tool_calls"
+        return calls
 
     def _scores(self, delta: Delta) -> dict[str, Any] | None:
         if not self._logprobs:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -29,7 +29,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "min_tokens": (None, 0),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
+    "parallel_tool_calls": (None, True),
     "prediction": (None,),
     "priority": (None, 0),
     "prompt_embeds": (None,),
@@ -234,9 +234,28 @@ class Message(BaseModel):
     content: Annotated[str | None, BeforeValidator(_text_of)] = None
 
 
+class Function(BaseModel):
+    """A function that the model may call; its parameters are a JSON schema."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: Annotated[str, Field(min_length=1)]
+
+
+class Tool(BaseModel):
+    """A tool, of the only kind there is."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+
 class ChatBody(SamplingFields):
     """The body of POST /v1/chat/completions."""
 
+    tools: Annotated[list[Tool] | None, Field(max_length=MOST_MESSAGES)] = None
+    tool_choice: Any = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: Count = None
     max_completion_tokens: Count = None
@@ -246,11 +265,19 @@ class ChatBody(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the model is told of tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
     def check_fields(self) -> None:
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
             message = "top_logprobs needs logprobs: true"
             raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+        if self.tool_choice not in (None, "none", "auto"):
+            message = "tool_choice: only none and auto are supported"
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
         if self.continue_final_message and "add_generation_prompt" not in self.model_fields_set:
             self.add_generation_prompt = False
         if self.continue_final_message and self.add_generation_prompt:

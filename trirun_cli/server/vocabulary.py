@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from .errors import ApiError
 from .schema import ChatBody
+from .tools import for_template
 
 # Longer texts are tokenized on another thread, so that other answers go on meanwhile.
 _INLINE_CHARACTERS = 16_384
@@ -78,7 +79,11 @@ class Vocabulary:
         if not self.chat_template:
             message = "this model has no chat template: use /v1/completions, or serve it with --chat-template FILE"
             raise ApiError(400, message, param="messages", code="no_chat_template")
-        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if body.offers_tools else None
+        if tools and "tools" not in self.chat_template:
+            message = "this model's chat template knows nothing of tools"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        messages = for_template([message.model_dump(exclude_unset=True) for message in body.messages])
         # Of the characters of a template itself nothing is known; the messages must fit by themselves.
         characters = sum(len(message.get("content") or "") for message in messages)
         self._check_length(characters, "messages")
@@ -86,6 +91,7 @@ class Vocabulary:
         def template() -> list[int]:
             text = self.tokenizer.apply_chat_template(
                 messages,
+                tools=tools,
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=body.add_generation_prompt,

@@ -1,0 +1,145 @@
+"""Tool calls in what a model writes: Hermes' tags, which Qwen uses too, and Llama 3's bare JSON.
+
+The model is told of the tools by its chat template and answers as it was trained to; nothing forces it to.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+def parser_for(template: str) -> ToolParser:
+    """The parser of the form that a chat template teaches."""
+    return HermesParser() if _OPEN in template else JsonParser()
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: arguments of earlier calls as objects, where OpenAI has JSON in a string."""
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call
+
+
+class ToolParser:
+    """Divides a stream of text into content and calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Content and calls that are certain after more text."""
+        raise NotImplementedError
+
+    def flush(self) -> tuple[str, list[dict[str, Any]]]:
+        """What is still held back when the text ends."""
+        raise NotImplementedError
+
+    def _calls(self, text: str) -> list[dict[str, Any]] | None:
+        """The calls that a text of one or more JSON objects makes, or None where it is something else."""
+        found, decoder, at = [], json.JSONDecoder(), 0
+        text = text.strip()
+        while at < len(text):
+            try:
+                value, at = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                return None
+            name = value.get("name") if isinstance(value, dict) else None
+            arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                return None
+            found.append((name, json.dumps(arguments, ensure_ascii=False)))
+            while at < len(text) and text[at] in " \n\r\t;,":
+                at += 1
+        calls = []
+        for name, written in found:
+            function = {"name": name, "arguments": written}
+            calls.append(
+                {"index": self.count, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+            )
+            self.count += 1
+        return calls or None
+
+
+class HermesParser(ToolParser):
+    """Calls between ``<tool_call>`` and ``</tool_call>``; everything else is content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held, self._inside = "", False
+
+    def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        content, calls = "", []
+        self._held += text
+        while True:
+            tag = _CLOSE if self._inside else _OPEN
+            before, found, after = self._held.partition(tag)
+            if not found:
+                break
+            if self._inside:
+                made = self._calls(before)
+                # What is no call is shown as it was written.
+                content += "" if made else _OPEN + before + _CLOSE
+                calls += made or []
+            else:
+                content += before
+            self._held, self._inside = after, not self._inside
+        if not self._inside:
+            keep = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:n])), 0)
+            sure = len(self._held) - keep
+            content += self._held[:sure]
+            self._held = self._held[sure:]
+        if self.count:
+            # Line breaks between calls belong to neither.
+            content = content.strip("\n")
+        return content, calls
+
+    def flush(self) -> tuple[str, list[dict[str, Any]]]:
+        held, self._held = self._held, ""
+        if not self._inside:
+            return held, []
+        # The end-of-text token often stands where the closing tag should.
+        made = self._calls(held)
+        return ("", made) if made else (_OPEN + held, [])
+
+
+class JsonParser(ToolParser):
+    """An answer that is nothing but JSON objects with a name is calls; any other is content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held = ""
+        self._plain = False
+
+    def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        if self._plain:
+            return text, []
+        self._held += text
+        start = self._held.lstrip()
+        if not start or start.startswith("{"):
+            return "", []
+        self._plain = True
+        held, self._held = self._held, ""
+        return held, []
+
+    def flush(self) -> tuple[str, list[dict[str, Any]]]:
+        held, self._held = self._held, ""
+        made = self._calls(held)
+        return ("", made) if made else (held, [])
