@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from trirun_gptq import calibration as calibration_data
+from trirun_gptq import ranks
 from trirun_gptq.model import quantize_model
 from trirun_gptq.observer import Observer, Report
 from trirun_gptq.recipe import Override, Recipe, load_recipe
@@ -169,25 +170,23 @@ class Nothing:
         """Forget the tensor."""
 
 
-def run(plan: Plan, observer: Observer, *, resume: bool) -> Result:
+def run(plan: Plan, observer: Observer, *, resume: bool) -> Result | None:
     """Quantize as planned and publish the checkpoint; on any exception nothing appears at ``plan.out``.
 
-    With ``resume``, finished blocks are kept in ``OUT.state`` until the checkpoint is complete.
+    With ``resume``, finished blocks are kept in ``OUT.state`` until the checkpoint is complete. Of several processes
+    that ``torchrun`` started the first one publishes; the others return None.
     """
     source = ModelDir(plan.model)
     sequences = load_calibration(plan)
     state = plan.out.with_name(plan.out.name + ".state")
-    with CheckpointWriter(plan.out, source, overwrite=plan.overwrite) as writer:
-        report = quantize_model(
-            plan.model,
-            plan.recipe,
-            sequences,
-            writer,
-            observer,
-            device=plan.device,
-            state_dir=state if resume else None,
-        )
-        writer.finish(report.modules, plan.linears, plan.to_dict())
+    with ranks.joined(plan.device) as device:
+        settings = {"device": device, "state_dir": state if resume else None}
+        if ranks.rank() > 0:
+            quantize_model(plan.model, plan.recipe, sequences, Nothing(), **settings)
+            return None
+        with CheckpointWriter(plan.out, source, overwrite=plan.overwrite) as writer:
+            report = quantize_model(plan.model, plan.recipe, sequences, writer, observer, **settings)
+            writer.finish(report.modules, plan.linears, plan.to_dict())
     shutil.rmtree(state, ignore_errors=True)
     before = sum(file.stat().st_size for file in source.files)
     after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))

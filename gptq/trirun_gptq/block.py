@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from trirun_kernels import QuantSpec
 
+from . import ranks
 from .activations import Batch, compute, has_bfloat16, input_groups, inputs_of, run_block
 from .costs import Costs
 from .errors import QuantizationError
@@ -120,6 +121,8 @@ class BlockRun:
                     original = self._inputs(self.original, compared, batch, batch.original) if compared else {}
                     for name, x in seen.items():
                         hessians[name].update(x, original.get(name), batch.first)
+            for hessian in hessians.values():
+                hessian.total()
             pair.append(hessians)
         self._feed_starved([hessian for name, hessian in pair[0].items() if self._is_expert(name)])
         return [(pair[0][stage[0]], pair[1].get(stage[0])) for stage in stages]
@@ -159,8 +162,9 @@ class BlockRun:
             started = time.perf_counter()
             weight = torch.cat([self.layers[name].weight for name in names])
             solution = self._best_solution(weight, system, hessian, held_out, grids)
+            quantized = ranks.from_first(solution.quantized)
             rows = [self.layers[name].out_features for name in names]
-            for name, part in zip(names, split_rows(solution.quantized, rows), strict=True):
+            for name, part in zip(names, split_rows(quantized, rows), strict=True):
                 self.layers[name].weight = nn.Parameter(part.dequantize(), requires_grad=False)
                 self.quantized[name] = part
                 facts = (part.n, part.k, part.spec, solution.loss, solution.damp, solution.dead)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from . import ranks
 from .activations import Batch, compute
 from .errors import QuantizationError
 from .grid import store_scales, store_zeros
@@ -83,8 +84,11 @@ def compare(head: Head, batches: list[Batch], student: Callable[[Batch], Tensor]
             original_loss += float(F.nll_loss(teacher[:, :-1].flatten(0, 1), wanted, reduction="sum"))
             divergence += float(F.kl_div(mine, teacher, reduction="sum", log_target=True))
             tokens, positions = tokens + wanted.numel(), positions + batch.tokens.numel()
+    loss, original_loss, divergence, tokens, positions = ranks.total_of(
+        loss, original_loss, divergence, tokens, positions
+    )
     per = [torch.tensor(total / tokens).exp().item() for total in (loss, original_loss)]
-    return Predictions(*per, divergence / positions, tokens)
+    return Predictions(*per, divergence / positions, int(tokens))
 
 
 def tune_scales(
@@ -136,6 +140,7 @@ def tune_scales(
                     own = F.nll_loss(mine[:, :-1].flatten(0, 1), wanted)
                     loss = (1 - recipe.e2e_ce) * loss + recipe.e2e_ce * own
                 (loss / len(order[step])).backward()
+        ranks.average_gradients(scales)
         nn.utils.clip_grad_norm_(scales, CLIP, foreach=True)
         optimizer.step()
         if (step + 1) % interval == 0 or step + 1 == steps:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import ranks
 from .errors import QuantizationError
 
 DAMP_STEP = 10.0
@@ -79,6 +80,11 @@ class Hessian:
             total._sum += part._sum
             total.rows += part.rows
         return total
+
+    def total(self) -> None:
+        """Add up the statistics of all processes (see :mod:`trirun_gptq.ranks`)."""
+        ranks.total([self._sum] if self._cross is None else [self._sum, self._cross])
+        self.rows = int(ranks.total_of(self.rows)[0])
 
     def mix(self, pool: Hessian) -> None:
         """Fewer tokens than features say little: fill up with the pool's statistics, as if of the missing tokens.

@@ -9,11 +9,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from . import ranks
 from .activations import Batch, Placement, capture, halve, make_batches
 from .block import BlockResult, BlockRun
 from .columns import has_triton
 from .costs import Costs, peak_host_bytes
 from .endtoend import Head, compare, tune_scales
+from .errors import QuantizationError
 from .memory import plan_memory
 from .observer import Observer, Report
 from .quantized import Quantized
@@ -73,15 +75,18 @@ def quantize_model(
     if device.type == "cuda" and not has_triton():
         observer.warning("Triton is not installed: the solver runs as PyTorch calls, many times slower on a GPU")
     costs = Costs(device)
-    report = Report(tokens=sum(len(sequence) for sequence in calibration[: recipe.samples]), stages=costs.stages)
-    report.memory = plan_memory(skeleton, recipe, sum(map(len, calibration)), device)
+    parts = [ranks.share(part) for part in (calibration[: recipe.samples], calibration[recipe.samples :])]
+    if not parts[0] or (recipe.held_out and not parts[1]):
+        raise QuantizationError(f"{ranks.world()} processes need at least as many samples, and as many held out")
+    report = Report(tokens=int(ranks.total_of(sum(map(len, parts[0])))[0]), stages=costs.stages)
+    report.memory = plan_memory(skeleton, recipe, sum(map(len, parts[0] + parts[1])), device)
     observer.memory(report.memory)
     modules = sum(len(linear_layers(block)) for block in skeleton.blocks)
     observer.plan(len(skeleton.blocks), modules, report.tokens)
 
     state = RunState(state_dir, fingerprint(source, recipe, calibration, device)) if state_dir is not None else None
     with costs.stage("embed"):
-        train, held_out = _embed(skeleton, calibration, recipe, report.memory.place, observer)
+        train, held_out = _embed(skeleton, parts, recipe, report.memory.place, observer)
     walk = _Walk(skeleton, train, held_out, recipe, observer, state, costs)
     if dry_run or device.type == "cuda":
         # Memory is what a GPU lacks; a CPU's time is better spent on the run itself.
@@ -169,7 +174,7 @@ class _Walk:
         if finished is not None:
             for module in finished.modules:
                 self.observer.module_finished(module)
-        elif self.state is not None:
+        elif self.state is not None and ranks.rank() == 0:
             with self.costs.stage("write"):
                 self.state.save(index, result)
         return result
@@ -184,7 +189,8 @@ class _Walk:
                 return attempt()
             except torch.OutOfMemoryError:
                 sequences = max(len(batch.tokens) for batch in [*self.train, *self.held_out])
-                if sequences == 1:
+                # Several processes could not agree on a retry that only one of them needs.
+                if sequences == 1 or ranks.world() > 1:
                     raise
             # Outside the handler, whose traceback keeps the failed attempt's tensors alive.
             torch.cuda.empty_cache()
@@ -194,11 +200,11 @@ class _Walk:
 
 
 def _embed(
-    skeleton: Skeleton, calibration: list[Tensor], recipe: Recipe, place: Placement, observer: Observer
+    skeleton: Skeleton, sequences: list[list[Tensor]], recipe: Recipe, place: Placement, observer: Observer
 ) -> tuple[list[Batch], list[Batch]]:
     """Both parts of the calibration sequences, embedded."""
     skeleton.load_rest(place.device)
-    parts = make_batches(calibration[: recipe.samples]), make_batches(calibration[recipe.samples :], recipe.samples)
+    parts = make_batches(sequences[0]), make_batches(sequences[1], recipe.samples)
     total = len(parts[0]) + len(parts[1])
     done = 0
 

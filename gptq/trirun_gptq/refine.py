@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from . import ranks
 from .activations import BATCH_TOKENS, Batch, compute, run_block
 from .quantized import Quantized
 from .recipe import Recipe
@@ -63,6 +64,7 @@ def block_error(block: nn.Module, index: int, batches: list[Batch], targets: lis
             wanted = batch.place.fetch(target)
             wrong += float((out - wanted).square().sum())
             whole += float(wanted.square().sum())
+    wrong, whole = ranks.total_of(wrong, whole)
     return wrong / whole if whole else 0.0
 
 
@@ -139,6 +141,7 @@ def _descend(
                 out = run_block(job.block, job.index, batch, batch.quantized)
             loss = (out.float() - batch.place.fetch(target)).square().mean() / len(order[step])
             loss.backward()
+        ranks.average_gradients(parameter for group in groups for parameter in group["params"])
         optimizer.step()
         if (step + 1) % interval == 0 or step + 1 == steps:
             error = _hard_error(job, adapters)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from trirun_kernels import PackedWeight, QuantSpec, unpack
 
+from . import ranks
 from .activations import has_bfloat16
 from .block import BlockResult
 from .errors import QuantizationError
@@ -121,6 +122,7 @@ def fingerprint(
         "calibration": tokens.hexdigest(),
         "device": f"{device.type}, bfloat16 {'on' if has_bfloat16(device) else 'off'}",
         "torch": torch.__version__,
+        "processes": str(ranks.world()),
     }
 
 

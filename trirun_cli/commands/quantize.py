@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -59,13 +60,16 @@ def command(
 
       trirun quantize MODEL --group-size 64 --calibration corpus.jsonl --samples 256 --out model-2bit-g64
 
+      torchrun --nproc-per-node 4 --module trirun_cli quantize MODEL --calibration corpus.txt
+
       trirun quantize MODEL --override "down_proj=g64" --override "layers\\.0\\.=keep"
     """
     if wbits != 2:
         raise UsageError(f"--wbits {wbits}: only 2 has kernels", "--grid ternary stores {-1, 0, 1} in the same 2 bits")
     if preset not in PRESETS:
         raise UsageError(f"--preset {preset}: one of {', '.join(PRESETS)}")
-    console = Console(as_json=json, quiet=quiet)
+    # Of several processes that torchrun started the first one speaks.
+    console = Console(as_json=json, quiet=quiet or os.environ.get("RANK", "0") != "0")
     out = out or Path(f"{model.resolve().name}-2bit")
     settings = {"group_size": group_size, "grid": grid, "samples": samples, "seqlen": seqlen, "seed": seed}
 
@@ -92,6 +96,8 @@ def command(
         return
     with QuantizeView(console) as view:
         result = run(plan, view, resume=resume)
+    if result is None:
+        return
     show_report(console, plan, result)
     console.note(f"{out}: weight files {bytes_text(result.bytes_before)} → {bytes_text(result.bytes_after)}")
     console.note(f"next: trirun generate --checkpoint {out}")
