@@ -76,6 +76,16 @@ class TestSlotCache:
         # No other slot is free now.
         assert cache.admit([*range(COPY_LEAST), 901]) == Admission(0, COPY_LEAST) and len(copies) == 1
 
+    def test_a_beginning_that_all_have_costs_no_one_a_conversation(self):
+        cache = SlotCache(3, 500)
+        assert cache.admit([1, *range(100, 150)]).slot == 0
+        finish(cache, 0, [1, *range(100, 150)])
+        assert cache.admit([1, 7, 7]) == Admission(1, 0)
+        finish(cache, 1, [1, 7, 7])
+        assert cache.admit([1, 8]) == Admission(2, 0)
+        assert cache.admit([1, *range(100, 140)]) == Admission(0, 40)
+        assert cache.admit([1, 9]) == Admission(1, 1)
+
     def test_usage_and_growth(self):
         cache = SlotCache(2, 10)
         assert cache.usage == 0

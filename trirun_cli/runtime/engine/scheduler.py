@@ -3,9 +3,9 @@
 First come, first served, with continuous batching: every step advances each running request by one token and gives the
 rows that are left to prompts, oldest first, in chunks of whatever fits (chunked prefill, Agrawal et al. 2023,
 "SARATHI"), so that a long prompt never holds up those who are reading. A request is admitted when its prompt fits the
-cache. Nothing is reserved for what it will generate: when the cache is full the youngest running request is put aside,
-to be continued, from what it has by then, before any other that waits (preemption by recomputation, Kwon et al. 2023,
-"PagedAttention"). The oldest request is never put aside, so there is always progress.
+cache. Nothing is reserved for what it will generate: when the cache is full the request admitted last is put aside, to
+be continued, from what it has by then, before any other that waits (preemption by recomputation, Kwon et al. 2023,
+"PagedAttention"). The one admitted first is never put aside, so there is always progress.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Scheduler:
             shares.append(self._prefill(self.waiting.popleft(), budget))
             budget -= shares[-1].work.rows
         shares.sort(key=_slot_of)
-        if self._burst is None or not shares or len(shares) > decoding or self.waiting:
+        if self._burst is None or not shares or len(shares) > decoding:
             return Step(shares, 1)
         return Step(shares, self._steps(self._burst, shares))
 
@@ -101,10 +101,11 @@ class Scheduler:
         return shares
 
     def _steps(self, runner: BurstRunner, shares: list[Share]) -> int:
-        """How many steps a launch of shares that all decode can take."""
+        """How many steps a launch of shares that all decode can take: it ends with the first of them to end, so those
+        who wait for a slot lose nothing."""
         steps = runner.burst([share.work.slot for share in shares])
         for sequence, _, _ in shares:
-            # One token is counted already.
+            # One of them is counted already.
             steps = min(steps, sequence.limit - sequence.sampled + 1)
         roomy = steps > 1 and all(self._cache.grow(share.work.slot, share.work.position + steps) for share in shares)
         return steps if roomy else 1

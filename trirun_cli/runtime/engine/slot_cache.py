@@ -8,15 +8,15 @@ import numpy as np
 
 from .runner import Admission
 
-# Copying a shorter prefix than this is not worth losing what the copy overwrites.
+# Tokens that a copy has to save.
 COPY_LEAST = 32
 
 
 class SlotCache:
     """One region of ``context`` positions per slot; freed ones keep their tokens until someone else needs them.
 
-    A new request takes the free slot that shares the longest prefix with its prompt; where a running slot, or a free
-    one that holds much more than what is shared, has a longer one, that is copied.
+    A new request takes the free slot that shares the longest prefix with its prompt, unless more than half of that
+    slot's tokens would be lost by it; then, the slot that is missed least. A longer prefix of another slot is copied.
 
     Args:
         slots, context: of the cache.
@@ -74,16 +74,14 @@ class SlotCache:
     def _place(self, tokens: np.ndarray) -> tuple[int, int]:
         """The slot for a prompt and the tokens it will hold of it. One token at least is left to compute."""
         shared = [self._shared(held, tokens[:-1]) for held in self._held]
-        nearest = max(self._free, key=lambda slot: shared[slot])
-        if self._copy is not None:
-            source = max(range(len(shared)), key=shared.__getitem__)
-            others = [slot for slot in self._free if slot != source]
-            kept = len(self._held[nearest]) <= 2 * shared[nearest] and shared[source] - shared[nearest] < COPY_LEAST
-            if not kept and others and shared[source] >= COPY_LEAST:
-                target = self._victim(others)
-                self._copy(source, target, shared[source])
-                return target, shared[source]
-        return (nearest, shared[nearest]) if shared[nearest] else (self._victim(self._free), 0)
+        slot = max(self._free, key=shared.__getitem__)
+        if len(self._held[slot]) > 2 * shared[slot]:
+            slot = self._victim(self._free)
+        source = max(range(len(shared)), key=shared.__getitem__)
+        if self._copy is None or source == slot or shared[source] - shared[slot] < COPY_LEAST:
+            return slot, shared[slot]
+        self._copy(source, slot, shared[source])
+        return slot, shared[source]
 
     def _shared(self, held: np.ndarray, tokens: np.ndarray) -> int:
         length = min(len(held), len(tokens))
@@ -95,5 +93,5 @@ class SlotCache:
         return shared if self._rewind or shared == len(held) else 0
 
     def _victim(self, free: list[int]) -> int:
-        """The free slot whose tokens are missed least: an empty one, or else the one free for longest."""
+        """The slot whose tokens are missed least: an empty one, or else the one free for longest."""
         return min(free, key=lambda slot: len(self._held[slot]) > 0)
