@@ -98,7 +98,7 @@ def test_a_template_that_refuses(trirun, copy_of, packed):
 def test_ctrl_c_stops_the_answer_and_not_the_program(trirun, chatty, monkeypatch):
     from trirun_cli.runtime.engine.lean_runner import LeanRunner
 
-    launch, steps, said = LeanRunner.launch, [], iter(["Hello", KeyboardInterrupt(), "More", EOFError()])
+    launch, steps, said = LeanRunner.launch, [], iter(["Hello\n", KeyboardInterrupt(), "More\n", ""])
 
     def launch_and_interrupt(self, work):
         steps.append(work)
@@ -110,14 +110,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(trirun, chatty, monkeypatch
         def isatty(self):
             return True
 
-    def say(prompt):
-        line = next(said)
-        if isinstance(line, BaseException):
-            raise line
-        return line
+        def readline(self):
+            line = next(said)
+            if isinstance(line, BaseException):
+                raise line
+            return line
 
     monkeypatch.setattr(LeanRunner, "launch", launch_and_interrupt)
-    monkeypatch.setattr("builtins.input", say)
     code, out, err = trirun("chat", "-c", chatty, "-n", 5, "--stats", "--json", stdin=Terminal())
     document = json.loads(out)
     assert code == 0 and [turn["finish_reason"] for turn in document["turns"]] == ["abort", "length"]

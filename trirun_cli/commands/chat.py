@@ -116,17 +116,30 @@ def _messages(console: Console) -> Iterator[str]:
         for line in sys.stdin:
             yield line.rstrip("\n")
         return
-    if sys.stdout.isatty():
+    ask = _ask_on_stderr
+    if sys.stdout.isatty() and not console.as_json:
         # Importing it gives input() editing and history.
         import readline  # noqa: F401
+
+        ask = input
     while True:
         try:
-            yield input("> ")
+            yield ask("> ")
         except EOFError:
             console.note("")
             return
         except KeyboardInterrupt:
             console.note("\n/exit or Ctrl-D leaves")
+
+
+def _ask_on_stderr(prompt: str) -> str:
+    """input() writes its prompt to standard output, which here goes to a file or is to be a document."""
+    sys.stderr.write(prompt)
+    sys.stderr.flush()
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
 
 
 def _obey(console: Console, conversation: Conversation, line: str) -> str:
