@@ -38,6 +38,9 @@ def command(
         list[str] | None, typer.Option(help="Web origin that may call; * is any. May be given several times.")
     ] = None,
     drain: Annotated[float, typer.Option(help="Seconds that running requests get when the server is stopped.")] = 30,
+    stream_interval: Annotated[
+        float, typer.Option(help="Milliseconds that tokens of a stream may be collected for; 0 sends each by itself.")
+    ] = 25,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line per request.")] = False,
     threads: Annotated[
         int | None,
@@ -76,6 +79,8 @@ def command(
             raise UsageError(f"{name} {value}: at least {least}")
     if not 0 <= drain < 86_400:
         raise UsageError(f"--drain {drain:g}: seconds from 0 to a day")
+    if not 0 <= stream_interval <= 10_000:
+        raise UsageError(f"--stream-interval {stream_interval:g}: milliseconds from 0 to 10000")
     if not 0 <= port < 65_536:
         raise UsageError(f"--port {port}: from 0 to 65535")
     key = _key(api_key, api_key_file)
@@ -124,7 +129,16 @@ def command(
         console.json("serve/1", {**facts, "context": running.context})
 
     console.note(f"loading {checkpoint}")
-    serve(app, service, listener, load, ready=ready, drain_s=drain, log_requests=log_requests)
+    serve(
+        app,
+        service,
+        listener,
+        load,
+        ready=ready,
+        drain_s=drain,
+        stream_interval_s=stream_interval / 1e3,
+        log_requests=log_requests,
+    )
 
 
 def _key(given: str | None, file: Path | None) -> str | None:

@@ -69,13 +69,14 @@ def serve(
     *,
     ready: Callable[[Model], None],
     drain_s: float,
+    stream_interval_s: float = 0.0,
     log_requests: bool = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, which stops taking requests, gives those at work ``drain_s`` seconds, and returns.
 
     Args:
         load: makes the model, on another thread: meanwhile /health answers that it is loading.
-        ready: is told when requests are taken.
+        ready: is told when requests are taken. stream_interval_s: of :class:`.outbox.Outbox`.
 
     Raises:
         Exception: whatever ``load`` raised. KeyboardInterrupt: a second Ctrl-C cut the draining short.
@@ -90,7 +91,7 @@ def serve(
         timeout_graceful_shutdown=int(drain_s) + _FAREWELL_S,
     )
     server = _Server(config, service, drain_s)
-    asyncio.run(_serve(server, service, listener, load, ready))
+    asyncio.run(_serve(server, service, listener, load, ready, stream_interval_s))
     if server.force_exit:
         raise KeyboardInterrupt
 
@@ -101,6 +102,7 @@ async def _serve(
     listener: socket.socket,
     load: Callable[[], Model],
     ready: Callable[[Model], None],
+    stream_interval_s: float,
 ) -> None:
     loading = asyncio.ensure_future(_on_thread(load))
     serving = asyncio.ensure_future(server.serve([listener]))
@@ -109,7 +111,7 @@ async def _serve(
         if loading.done() and loading.exception() is None:
             model = loading.result()
             _calm_collector()
-            service.ready(model, Outbox(asyncio.get_running_loop()))
+            service.ready(model, Outbox(asyncio.get_running_loop(), stream_interval_s))
             if not server.should_exit:
                 ready(model)
         elif loading.done():
