@@ -153,22 +153,24 @@ def test_a_stop_string_ends_the_text(trirun, packed):
 
 
 def test_ctrl_c_ends_with_the_text_so_far(trirun, packed, monkeypatch):
-    from trirun_cli.runtime.engine.lean_runner import LeanRunner
+    from trirun_cli.runtime.engine.engine import Engine
 
-    launch, steps = LeanRunner.launch, []
+    step, steps = Engine.step, []
 
-    def launch_and_interrupt(self, work):
-        steps.append(work)
+    def step_and_interrupt(self):
+        steps.append(None)
         if len(steps) == 2:
             signal.raise_signal(signal.SIGINT)
-        return launch(self, work)
+        return step(self)
 
-    options = ("generate", "-c", packed, "-p", "The", "-n", 20)
+    options = ("generate", "-c", packed, "-p", "The", "-n", 100)
     whole = trirun(*options)[1].rstrip("\n")
     with monkeypatch.context() as patch:
-        patch.setattr(LeanRunner, "launch", launch_and_interrupt)
+        patch.setattr(Engine, "step", step_and_interrupt)
         code, out, err = trirun(*options, "--stats")
-    assert code == 130 and whole.startswith(out.rstrip("\n")) and len(steps) == 2 and "2 generated" in err
+    assert code == 130 and out.startswith("The") and whole.startswith(out.rstrip("\n")) and len(out) < len(whole)
+    # The third one only ends the request.
+    assert len(steps) == 3 and " generated" in err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

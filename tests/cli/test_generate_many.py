@@ -2,8 +2,12 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
+
+from trirun_cli.errors import InputError
+from trirun_cli.runtime.prompt_files import AnswerFile, PromptLine
 
 PROMPTS = ["Once upon a time", "The sea", "She said that", "word " * 300, "He was", "In the morning"]
 
@@ -57,6 +61,22 @@ def test_a_run_is_taken_up_where_it_stopped(trirun, packed, prompts_file, tmp_pa
     assert code == 0 and [entry["prompt"] for entry in lines(out)] == ["Another"]
 
 
+def test_a_file_that_cannot_be_written_is_known_before_anything_is_computed(tmp_path):
+    with pytest.raises(OSError):
+        AnswerFile(Path("/dev/null/answers.jsonl"), {})
+    out = tmp_path / "answers.jsonl"
+    first = AnswerFile(out, {})
+    with pytest.raises(InputError, match="in use by another run"):
+        AnswerFile(out, {}, resume=True)
+    assert out.exists()
+    first.close()
+    assert not out.exists()
+    again = AnswerFile(out, {})
+    again.add(PromptLine(0, "a\u2028b"), {"text": "é"})
+    again.close()
+    assert AnswerFile(out, {}, resume=True).answers[0]["prompt"] == "a\u2028b"
+
+
 def test_one_document_of_everything(trirun, packed, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("The sea\n\n  two spaces\n")
@@ -79,17 +99,23 @@ def test_options_that_contradict(trirun, packed, prompts_file, options, code, me
     assert found == code and message in err
 
 
-@pytest.mark.parametrize(("line", "message"), [("nonsense", "not JSON"), ('{"text": "a"}', 'a text under "prompt"')])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "not JSON"),
+        ('{"text": "a"}', 'a text under "prompt"'),
+        (r'{"prompt": "a\ud800"}', "half a character"),
+    ],
+)
 def test_damaged_prompts(trirun, packed, tmp_path, line, message):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line + "\n")
-    code, _, err = trirun("generate", "-c", packed, "--prompts-file", file)
-    assert code == 3 and f"{file}:2" in err.replace("\n", "") and message in err
+    out = tmp_path / "out.jsonl"
+    code, _, err = trirun("generate", "-c", packed, "--prompts-file", file, "--out", out)
+    assert code == 3 and not out.exists() and f"{file}:2" in err.replace("\n", "") and message in err
 
 
 def test_ctrl_c_keeps_what_is_finished(trirun, packed, tmp_path, monkeypatch):
-    from trirun_cli.runtime.prompt_files import AnswerFile
-
     file, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     file.write_text("".join(f"Prompt {i}\n" for i in range(20)))
     add = AnswerFile.add

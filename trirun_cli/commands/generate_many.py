@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -13,6 +14,7 @@ from ..console import Console
 from ..errors import InputError, TrirunError, UsageError
 
 if TYPE_CHECKING:
+    from ..runtime.completion import Completion
     from ..runtime.sampling import SamplingParams
 
 
@@ -52,54 +54,42 @@ def generate_many(
     use_chat = bool(tokenizer.chat_template) if chat is None else chat
     settings = {"checkpoint": checkpoint.name, "chat": use_chat, **asdict(params)}
     # With --json the answers are part of the one document.
-    answers = AnswerFile(out, settings, resume=resume, overwrite=overwrite, kept_back=console.as_json)
-    answers.check(prompts)
-    open_prompts = [prompt for prompt in prompts if prompt.index not in answers.answers]
-    if len(open_prompts) < len(prompts):
-        console.note(f"{out}: {len(prompts) - len(open_prompts)} of {len(prompts)} prompts are answered already")
-    if not open_prompts:
-        return _report(console, answers.answers, [], 0.0, out, stats=stats, engine="")
+    with closing(AnswerFile(out, settings, resume=resume, overwrite=overwrite, kept_back=console.as_json)) as answers:
+        answers.check(prompts)
+        open_prompts = [prompt for prompt in prompts if prompt.index not in answers.answers]
+        if len(open_prompts) < len(prompts):
+            console.note(f"{out}: {len(prompts) - len(open_prompts)} of {len(prompts)} prompts are answered already")
+        if not open_prompts:
+            return _report(console, answers.answers, [], 0.0, out, stats=stats, engine="")
 
-    engine = open_engine(checkpoint, slots=min(batch, len(open_prompts)), **machine)
-    console.note(f"{checkpoint} on {engine.name}, {engine.slots} prompts at once")
-    done = []
-    started, written = time.perf_counter(), 0
-    with interruptions() as interrupted, console.progress("prompts", total=len(open_prompts)) as bar:
+        engine = open_engine(checkpoint, slots=min(batch, len(open_prompts)), **machine)
+        console.note(f"{checkpoint} on {engine.name}, {engine.slots} prompts at once")
+        done: list[Completion] = []
+        started, written = time.perf_counter(), 0
+        with interruptions() as interrupted, console.progress("prompts", total=len(open_prompts)) as bar:
 
-        def requests() -> Iterator[Prompt]:
-            for line in open_prompts:
-                seed = None if params.seed is None else (params.seed + line.index) % 2**64
-                try:
-                    ids = encode_prompt(tokenizer, line.text, chat=use_chat)
-                    prompt = Prompt(str(line.index), ids, replace(params, seed=seed))
-                    engine.check(Request(prompt.id, tuple(ids), prompt.params))
-                except InputError as error:
-                    answers.add(line, {"error": str(error)})
-                    bar.advance()
-                else:
-                    yield prompt
+            def requests() -> Iterator[Prompt]:
+                for line in open_prompts:
+                    seed = None if params.seed is None else (params.seed + line.index) % 2**64
+                    try:
+                        ids = encode_prompt(tokenizer, line.text, chat=use_chat)
+                        prompt = Prompt(str(line.index), ids, replace(params, seed=seed))
+                        engine.check(Request(prompt.id, tuple(ids), prompt.params))
+                    except InputError as error:
+                        answers.add(line, {"error": str(error)})
+                        bar.advance()
+                    else:
+                        yield prompt
 
-        try:
             for completion in complete(engine, tokenizer, requests(), stop_ids(checkpoint), interrupted=interrupted):
                 if completion.finish == FinishReason.ABORT:
                     continue
-                usage = completion.usage
-                answers.add(
-                    prompts[int(completion.id)],
-                    {
-                        "text": completion.text,
-                        "finish_reason": completion.finish,
-                        "prompt_tokens": usage.prompt_tokens,
-                        "generated_tokens": usage.generated_tokens,
-                    },
-                )
+                answers.add(prompts[int(completion.id)], _answer(completion))
                 done.append(completion)
-                written += usage.generated_tokens
+                written += completion.usage.generated_tokens
                 bar.advance()
                 bar.describe(f"prompts, {written / (time.perf_counter() - started):.0f} tokens/s")
-        finally:
-            answers.close()
-        stopped = interrupted()
+            stopped = interrupted()
     _report(console, answers.answers, done, time.perf_counter() - started, out, stats=stats, engine=engine.name)
     if stopped:
         hint = "; --resume continues" if out is not None else ""
@@ -108,6 +98,15 @@ def generate_many(
     failed = sum("error" in answer for answer in answers.answers.values())
     if failed:
         raise TrirunError(f'{failed} of {len(prompts)} prompts were refused; their lines say why, under "error"')
+
+
+def _answer(completion: Completion) -> dict[str, Any]:
+    return {
+        "text": completion.text,
+        "finish_reason": completion.finish,
+        "prompt_tokens": completion.usage.prompt_tokens,
+        "generated_tokens": completion.usage.generated_tokens,
+    }
 
 
 def _report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import sys
@@ -48,6 +49,10 @@ def read_prompts(path: Path) -> list[PromptLine]:
             raise InputError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
             raise InputError(f'{path}:{number}: not an object with a text under "prompt"')
+        try:
+            value["prompt"].encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{path}:{number}: half a character, which is no text: {error}") from error
         prompts.append(PromptLine(index, value["prompt"], value.get("id")))
     return prompts
 
@@ -63,7 +68,7 @@ class AnswerFile:
 
     Raises:
         UsageError: the file is there and neither is asked for, or it was written with other settings.
-        InputError: it is not a file of answers.
+        InputError: it is not a file of answers, or another run is writing to it.
     """
 
     def __init__(
@@ -75,17 +80,25 @@ class AnswerFile:
         overwrite: bool = False,
         kept_back: bool = False,
     ) -> None:
-        self._kept_back = path is None and kept_back
-        self._path, self._kept = path, 0
-        self._file: IO[str] | None = None
+        self._path, self._printed = path, path is None and not kept_back
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.answers: dict[int, dict[str, Any]] = {}
-        if path is None or not path.exists() or path.stat().st_size == 0:
+        self._file: IO[bytes] | None = None
+        if path is None:
             return
-        if resume:
-            self._read(path)
-        elif not overwrite:
-            raise UsageError(f"{path} exists", "--resume continues it, --overwrite replaces it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened before anything is computed, so that a place which cannot be written to is known at once.
+        self._file = open(path, "ab")  # noqa: SIM115 (stays open while the run lasts)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise InputError(f"{path} is in use by another run") from error
+        try:
+            self._kept = self._begin(path, resume, overwrite)
+        except BaseException:
+            self.close()
+            raise
 
     def check(self, prompts: list[PromptLine]) -> None:
         """Raises InputError when an answer that is kept belongs to another prompt than this file's."""
@@ -98,31 +111,39 @@ class AnswerFile:
         named = {} if prompt.id is None else {"id": prompt.id}
         entry = {"index": prompt.index, **named, "prompt": prompt.text, **answer, "settings": self._digest}
         self.answers[prompt.index] = entry
-        if self._kept_back:
-            return
-        file = self._open()
-        file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        file.flush()
+        line = json.dumps(entry, ensure_ascii=False) + "\n"
+        if self._printed:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+        if self._file is not None:
+            if self._kept is not None:
+                self._file.truncate(self._kept)
+                self._kept = None
+            self._file.write(line.encode())
+            self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
+        """Close the file; an empty one is removed."""
+        if self._file is not None and self._path is not None:
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
             self._file.close()
 
-    def _open(self) -> IO[str]:
-        if self._path is None:
-            return sys.stdout
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (stays open while the run lasts)
-            self._file.truncate(self._kept)
-        return self._file
+    def _begin(self, path: Path, resume: bool, overwrite: bool) -> int | None:
+        """Where in the file the first answer goes, None at its end."""
+        if path.stat().st_size == 0:
+            return None
+        if resume:
+            return self._read(path)
+        if not overwrite:
+            raise UsageError(f"{path} exists", "--resume continues it, --overwrite replaces it")
+        return 0
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path) -> int:
         content = path.read_bytes()
         # A line that a killed run left half-written is no answer; the first new one takes its place.
-        self._kept = content.rfind(b"\n") + 1
-        for number, line in enumerate(content[: self._kept].splitlines(), 1):
+        kept = content.rfind(b"\n") + 1
+        for number, line in enumerate(content[:kept].split(b"\n")[:-1], 1):
             try:
                 entry = json.loads(line)
                 index, settings = entry["index"], entry["settings"]
@@ -133,3 +154,4 @@ class AnswerFile:
                     f"{path} was written with other settings", "name another --out, or use the same options"
                 )
             self.answers[index] = entry
+        return kept
