@@ -41,7 +41,7 @@ class Choice:
     """One continuation of one prompt.
 
     Attributes:
-        text, tokens: since the last :meth:`take`. finish: "stop" or "length" once it ended well.
+        finish: "stop" or "length" once it ended well. generated: tokens so far. usage: once the engine has ended it.
         stopped: a stop string was met while the engine is still at work on it.
     """
 
@@ -131,6 +131,9 @@ class Job:
             news, self._news = self._news, {}
             for choice in news.values():
                 yield choice.take()
+            # While the consumer was busy with these, more may have come.
+            if self._news:
+                continue
             if self.error is not None:
                 raise self.error
             if not self._open:

@@ -1,0 +1,120 @@
+"""Choices and jobs apart from HTTP: consumers of any speed get everything, and what is not wanted is freed."""
+
+import asyncio
+
+import pytest
+
+from trirun_cli.runtime.engine.request import Event, FinishReason, Request
+from trirun_cli.runtime.sampling import SamplingParams, Token
+from trirun_cli.runtime.text import TextStream
+from trirun_cli.server.errors import ApiError
+from trirun_cli.server.job import Job
+from trirun_cli.server.metrics import Metrics
+from trirun_cli.server.outbox import Outbox
+from trirun_cli.server.vocabulary import Decoder
+
+
+class Engine:
+    """Keeps what it is given; the test plays the engine."""
+
+    def __init__(self):
+        self.sinks, self.aborted = {}, []
+
+    def submit(self, request, sink):
+        self.sinks[request.id] = sink
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+
+
+@pytest.fixture
+def play(tokenizer):
+    """Run ``scenario(job, engine)`` on a started job of two choices, "a" and "b"."""
+
+    def run(scenario, stop=()):
+        async def main():
+            engine = Engine()
+            job = Job(engine, Outbox(asyncio.get_running_loop()), Metrics("m", lambda: None), 0.0)
+            requests = [Request(name, (1,), SamplingParams()) for name in "ab"]
+            job.start(requests, lambda request: TextStream(Decoder(tokenizer), [1], stop))
+            return await asyncio.wait_for(scenario(job, engine), 10)
+
+        return asyncio.run(main())
+
+    return run
+
+
+def tokens(tokenizer, text):
+    return tuple(Token(id) for id in tokenizer(text)["input_ids"])
+
+
+async def collect(job, pause):
+    texts, finishes = {0: "", 1: ""}, {}
+    async for delta in job.deltas():
+        texts[delta.index] += delta.text
+        if delta.finish:
+            assert delta.index not in finishes
+            finishes[delta.index] = delta.finish
+        await asyncio.sleep(pause)
+    return texts, finishes
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.03])
+def test_a_slow_consumer_loses_nothing(play, tokenizer, pause):
+    async def scenario(job, engine):
+        async def write():
+            for token in tokens(tokenizer, " the sea was calm"):
+                engine.sinks["a"](Event("a", (token,)))
+                engine.sinks["b"](Event("b", (token,)))
+                await asyncio.sleep(0.01)
+            engine.sinks["a"](Event("a", finish=FinishReason.STOP))
+            await asyncio.sleep(0.01)
+            engine.sinks["b"](Event("b", tokens(tokenizer, " and"), FinishReason.LENGTH))
+
+        writing = asyncio.ensure_future(write())
+        got = await collect(job, pause)
+        await writing
+        return got
+
+    texts, finishes = play(scenario)
+    assert texts == {0: " the sea was calm", 1: " the sea was calm and"} and finishes == {0: "stop", 1: "length"}
+
+
+def test_a_failure_comes_after_what_was_written(play, tokenizer):
+    async def scenario(job, engine):
+        engine.sinks["a"](Event("a", tokens(tokenizer, " the sea"), None))
+        engine.sinks["a"](Event("a", finish=FinishReason.ERROR, error="gone"))
+        got = []
+        with pytest.raises(ApiError, match="gone"):
+            async for delta in job.deltas():
+                got.append(delta.text)
+        job.close()
+        return got, engine.aborted
+
+    got, aborted = play(scenario)
+    assert "".join(got) == " the sea" and aborted == ["b"]
+
+
+def test_a_stop_string_frees_the_place_and_later_tokens_are_nobodys(play, tokenizer):
+    async def scenario(job, engine):
+        for name in "ab":
+            engine.sinks[name](Event(name, tokens(tokenizer, " the sea was calm")))
+            engine.sinks[name](Event(name, tokens(tokenizer, " more")))
+            engine.sinks[name](Event(name, finish=FinishReason.ABORT))
+        return await collect(job, 0), engine.aborted
+
+    (texts, finishes), aborted = play(scenario, stop=("was",))
+    assert texts == {0: " the sea ", 1: " the sea "} and finishes == {0: "stop", 1: "stop"} and aborted == ["a", "b"]
+
+
+def test_closing_frees_what_is_open_once(play, tokenizer):
+    async def scenario(job, engine):
+        engine.sinks["a"](Event("a", tokens(tokenizer, " x"), FinishReason.LENGTH))
+        await asyncio.sleep(0.01)
+        job.close()
+        job.close()
+        engine.sinks["b"](Event("b", tokens(tokenizer, " late")))
+        await asyncio.sleep(0.01)
+        return engine.aborted
+
+    assert play(scenario) == ["b"]
