@@ -9,10 +9,10 @@ import numpy as np
 
 from .sampling import SamplingParams, Token, stream_of, uniform
 
-# Likeliest tokens among which a nucleus is looked for first; most are smaller.
-_SEARCHED = 1024
-# Weights that are added up at once where one is drawn.
-_BLOCK = 64
+# A nucleus is looked for among tokens at least this likely, relative to the likeliest; the first are mostly enough.
+_LIKELY = (2.0**-8, 2.0**-16, 0.0)
+# Weights that are added up at once where one of more than 32 such blocks is drawn.
+_BLOCK = 32
 
 
 @dataclass(slots=True)
@@ -99,38 +99,42 @@ def token_probabilities(logits: np.ndarray, params: SamplingParams) -> tuple[np.
 
 def _nucleus(weights: np.ndarray, p: float) -> np.ndarray:
     """Indices, ascending, of the fewest largest weights that make up a share ``p`` of their sum; of equal ones the
-    first."""
-    size, searched = weights.size, _SEARCHED
-    wanted = p * float(weights.sum(dtype=np.float64))
-    while True:
+    first. The largest weight is 1."""
+    wanted = p * float(weights.sum())
+    for least in _LIKELY:
+        kept = np.flatnonzero(weights >= least)
+        candidates = weights[kept]
         # Sorting values is many times cheaper than finding their order.
-        largest = weights if searched >= size else np.partition(weights, size - searched)[size - searched :]
-        largest = np.sort(largest)[::-1]
+        largest = np.sort(candidates)[::-1]
         mass = largest.astype(np.float64).cumsum()
-        if mass[-1] >= wanted or searched >= size:
+        if mass[-1] >= wanted:
             break
-        searched *= 16
     # A token stays while the mass before it is below p, so that the first one always stays.
     last = min(int(np.searchsorted(mass, wanted)), largest.size - 1)
-    kept = np.flatnonzero(weights >= largest[last])
-    if surplus := kept.size - last - 1:
-        tied = np.flatnonzero(weights[kept] == largest[last])
-        kept = np.delete(kept, tied[tied.size - surplus :])
-    return kept
+    inside = candidates >= largest[last]
+    if surplus := int(np.count_nonzero(inside)) - last - 1:
+        tied = np.flatnonzero(candidates == largest[last])
+        inside[tied[tied.size - surplus :]] = False
+    return kept[inside]
 
 
 def _drawn(weights: np.ndarray, number: float) -> int:
-    """Where the cumulative weights reach ``number``, in [0, 1), of their sum. Blocks are added up first: adding one
-    weight after another is slow, and needed in one block alone."""
-    whole = weights.size // _BLOCK * _BLOCK
-    blocks = np.einsum("ij->i", weights[:whole].reshape(-1, _BLOCK))
-    mass = np.append(blocks, weights[whole:].sum()).astype(np.float64).cumsum()
-    target = number * mass[-1]
-    block = min(int(np.searchsorted(mass, target, side="right")), (weights.size - 1) // _BLOCK)
-    inner = weights[block * _BLOCK : (block + 1) * _BLOCK].astype(np.float64).cumsum()
-    if block:
-        inner += mass[block - 1]
-    return block * _BLOCK + min(int(np.searchsorted(inner, target, side="right")), inner.size - 1)
+    """Where the cumulative weights reach ``number``, in [0, 1), of their sum. Of many, blocks are added up first:
+    adding one weight after another is slow, and needed in one block alone."""
+    first = 0
+    if weights.size > 32 * _BLOCK:
+        whole = weights.size // _BLOCK * _BLOCK
+        blocks = np.einsum("ij->i", weights[:whole].reshape(-1, _BLOCK))
+        mass = np.append(blocks, weights[whole:].sum()).astype(np.float64).cumsum()
+        number *= mass[-1]
+        block = min(int(np.searchsorted(mass, number, side="right")), (weights.size - 1) // _BLOCK)
+        first = block * _BLOCK
+        number -= mass[block - 1] if block else 0.0
+        mass = weights[first : first + _BLOCK].astype(np.float64).cumsum()
+    else:
+        mass = weights.astype(np.float64).cumsum()
+        number *= mass[-1]
+    return first + min(int(np.searchsorted(mass, number, side="right")), mass.size - 1)
 
 
 def _choose(logits: np.ndarray, state: _State) -> Token:
