@@ -33,15 +33,19 @@ def test_everyone_gets_their_own_continuation(name):
         expected[i] = inbox, continuation(prompt, min(most, 32 - len(prompt)), stop_ids)
         for _ in range(rng.randrange(4)):
             engine.step()
+        if rng.random() < 0.1:
+            engine.abort(str(rng.randrange(max(i - 8, 0), i + 1)))
     run_all(engine)
     for inbox, tokens in expected.values():
-        assert inbox.tokens == tokens
+        aborted = inbox.finish == FinishReason.ABORT
+        assert inbox.tokens == (tokens[: len(inbox.tokens)] if aborted else tokens)
         usage = inbox.events[-1].usage
-        assert usage.generated_tokens == len(tokens) and 0 <= usage.queued_s <= usage.first_token_s <= usage.total_s
+        assert usage.generated_tokens == len(inbox.tokens)
+        assert 0 <= usage.queued_s <= usage.first_token_s <= usage.total_s
     stats = engine.stats
     assert stats.running == stats.waiting == stats.cache_usage == 0 and stats.reused_tokens > 0
-    assert stats.finished[FinishReason.STOP] + stats.finished[FinishReason.LENGTH] == 150
-    assert stats.generated_tokens == sum(len(tokens) for _, tokens in expected.values())
+    assert sum(stats.finished.values()) == 150 and 0 < stats.finished[FinishReason.ABORT] < 15
+    assert stats.generated_tokens == sum(len(inbox.tokens) for inbox, _ in expected.values())
     assert (stats.preemptions > 0) == ("few" in name)
     assert "bursts" not in name or max(runner.bursts) > 1
 
