@@ -94,6 +94,23 @@ def test_other_models(family, tmp_path):
     assert greedy(runner)[0] == found
 
 
+def test_compiled_models_write_the_same(tmp_path, monkeypatch):
+    """The graph is captured and run as torch's own operators: compiling them is the compiler's affair, and slow."""
+    family, compiled = next(iter(OTHERS)), []
+
+    def compiler(module, dynamic):
+        compiled.append(module)
+        return real(module, dynamic=dynamic, backend="eager")
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", compiler)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | OTHERS[family]))).save_pretrained(tmp_path)
+    plain, through = (open_engine(tmp_path, device="cpu", slots=2, compiled=way, tf32=way) for way in (False, True))
+    assert greedy(through)[0] == greedy(plain)[0]
+    assert len(compiled) == 1
+
+
 def test_models_without_a_key_value_cache_are_refused(tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **SMALL, state_size=8))
     model.save_pretrained(tmp_path / "model")

@@ -23,7 +23,7 @@ from .generation_options import (
     TopP,
     sampling_params,
 )
-from .options import ActBits, Device, DType, Engine, Json, Quiet, check_machine
+from .options import ActBits, Compile, Device, DType, Engine, Json, Quiet, Tf32, check_machine
 
 if TYPE_CHECKING:
     from ..runtime.completion import Completion
@@ -52,6 +52,8 @@ def command(
     dtype: DType = "auto",
     act_bits: ActBits = None,
     engine: Engine = "auto",
+    tf32: Tf32 = False,
+    compiled: Compile = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -91,7 +93,15 @@ def command(
             "trirun generate continues plain text; --plain talks to a model as in a transcript",
         )
     model = open_engine(
-        checkpoint, slots=1, device=device, dtype=dtype, act_bits=act_bits, engine=engine, context=context
+        checkpoint,
+        slots=1,
+        device=device,
+        dtype=dtype,
+        act_bits=act_bits,
+        engine=engine,
+        context=context,
+        tf32=tf32,
+        compiled=compiled,
     )
     ends = stop_ids(checkpoint) | ({tokenizer.eos_token_id} - {None})
     conversation = Conversation(model, tokenizer, params, ends, system=system, plain=plain)

@@ -23,7 +23,7 @@ from .generation_options import (
     TopP,
     sampling_params,
 )
-from .options import Accumulate, ActBits, Device, DType, Engine, Json, Quiet, check_machine
+from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, Quiet, Tf32, check_machine
 
 _MANY = "Many prompts"
 
@@ -66,6 +66,8 @@ def command(
     act_bits: ActBits = None,
     accumulate: Accumulate = "fp32",
     engine: Engine = "auto",
+    tf32: Tf32 = False,
+    compiled: Compile = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -103,6 +105,8 @@ def command(
         "engine": engine,
         "context": context,
         "accumulate": accumulate,
+        "tf32": tf32,
+        "compiled": compiled,
     }
     if prompts_file is not None:
         if prompt is not None or prompt_file is not None:

@@ -29,6 +29,15 @@ Engine = Annotated[
     str, typer.Option(help="lean, transformers, or auto: lean where it runs.", rich_help_panel="Machine")
 ]
 
+Tf32 = Annotated[
+    bool,
+    typer.Option("--tf32", help="Let a GPU multiply float32 in TF32, in transformers.", rich_help_panel="Machine"),
+]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="torch.compile, where transformers runs the model.", rich_help_panel="Machine"),
+]
+
 
 def check_machine(dtype: str, act_bits: int | None, engine: str = "auto", accumulate: str = "fp32") -> None:
     """Refuse values that the machine options do not have.

@@ -9,7 +9,7 @@ import typer
 
 from ..console import Console
 from ..errors import InputError, MissingError, UsageError
-from .options import Accumulate, ActBits, Device, DType, Engine, Json, Quiet, check_machine
+from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, Quiet, Tf32, check_machine
 
 if TYPE_CHECKING:
     from ..server.service import Model
@@ -55,6 +55,8 @@ def command(
     act_bits: ActBits = None,
     accumulate: Accumulate = "fp32",
     engine: Engine = "auto",
+    tf32: Tf32 = False,
+    compiled: Compile = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -114,6 +116,8 @@ def command(
             act_bits=act_bits,
             accumulate=accumulate,
             engine=engine,
+            tf32=tf32,
+            compiled=compiled,
             slots=max_batch,
             context=ctx,
             threads=threads,

@@ -24,6 +24,8 @@ def open_engine(
     slots: int = 16,
     context: int | None = None,
     threads: int | None = None,
+    tf32: bool = False,
+    compiled: bool = False,
     max_waiting: int | None = None,
 ) -> Engine:
     """An engine on a model directory: packed Llama-like checkpoints on the lean decoder, the rest in transformers.
@@ -38,6 +40,7 @@ def open_engine(
         slots: requests that run at once. context: most tokens of one; None is the runner's own choice: the model's
             own, at most 8192 on a CPU, less where half of the free memory does not hold that many.
         threads: of the lean decoder on a CPU; None takes one per processor.
+        tf32, compiled: of transformers' modelling: TF32 for float32 products on a GPU; through torch.compile.
         max_waiting: requests that wait beyond those; None is no limit.
 
     Raises:
@@ -66,7 +69,8 @@ def open_engine(
     runner = None
     if engine != "transformers":
         runner = _lean_runner(Path(path), required=engine == "lean", threads=threads, **options)
-    return Engine(runner or _transformers_runner(Path(path), **options), max_waiting=max_waiting)
+    runner = runner or _transformers_runner(Path(path), tf32=tf32, compiled=compiled, **options)
+    return Engine(runner, max_waiting=max_waiting)
 
 
 def _lean_runner(
@@ -129,6 +133,8 @@ def _transformers_runner(
     slots: int,
     context: int | None,
     accumulate: str,
+    tf32: bool,
+    compiled: bool,
 ) -> Runner:
     import torch
 
@@ -142,7 +148,7 @@ def _transformers_runner(
         from ..accumulation import use_fp16_sums
 
         model = use_fp16_sums(model)
-    return TransformersRunner(model, slots=slots, context=context)
+    return TransformersRunner(model, slots=slots, context=context, tf32=tf32, compiled=compiled)
 
 
 def on_cpu(device: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import InputError
-from ..dense import pad_dense
+from ..dense import matmul_precision, pad_dense
 from ..host_sampling import HostSampler, token_logprobs
 from ..model import first_positions, keeps_every_token
 from .request import Request
@@ -23,13 +23,18 @@ MAX_ROWS = {"cpu": 512, "cuda": 2048}
 class TransformersRunner:
     """Runs a model that transformers has loaded; a cache per slot.
 
+    Args:
+        tf32: allow it for float32 products on a GPU. compiled: run through torch.compile, with sizes left open.
+
     Raises:
         InputError: the model does not keep its past in a cache of keys and values.
     """
 
     lookahead = 0
 
-    def __init__(self, model: Any, *, slots: int, context: int | None = None) -> None:
+    def __init__(
+        self, model: Any, *, slots: int, context: int | None = None, tf32: bool = False, compiled: bool = False
+    ) -> None:
         if "past_key_values" not in signature(model.forward).parameters:
             raise InputError(f"{type(model).__name__} has no key-value cache, by which trirun runs models")
         text = model.config.get_text_config()
@@ -37,6 +42,7 @@ class TransformersRunner:
         if model.device.type == "cuda":
             pad_dense(model)
         self._model, self._caches = model, [None] * slots
+        self._forward, self._tf32 = torch.compile(model, dynamic=True) if compiled else model, tf32
         self.name = f"transformers on {model.device}"
         self.slots, self.context = slots, min(context or longest, longest)
         self.max_rows, self.vocab_size = max(MAX_ROWS[model.device.type], slots), int(text.vocab_size)
@@ -54,7 +60,8 @@ class TransformersRunner:
     @torch.inference_mode()
     def launch(self, work: Sequence[Work]) -> Done:
         """See :class:`~.runner.Runner`; it is over when this returns."""
-        return Done([self._run(item) for item in work])
+        with matmul_precision(self._tf32):
+            return Done([self._run(item) for item in work])
 
     def close(self) -> None:
         """See :class:`~.runner.Runner`."""
@@ -65,7 +72,7 @@ class TransformersRunner:
         if self._lengths[slot] != position:
             self._caches[slot] = first_positions(self._caches[slot], position)
         piece = torch.tensor([self._last[slot]] if tokens is None else list(tokens), device=self._model.device)
-        output = self._model(
+        output = self._forward(
             input_ids=piece.unsqueeze(0),
             past_key_values=self._caches[slot],
             use_cache=True,
