@@ -207,7 +207,8 @@ typedef struct {
   int32_t warp_split;   /* warps of a CTA that share a strip along k */
   int32_t cta_split;    /* CTAs that share a strip along k: a cluster on sm_90, through the workspace elsewhere */
   int32_t stages;       /* of the shared-memory ring */
-  int32_t ctas;         /* grid of a persistent kernel; 0: one CTA per tile */
+  int32_t ctas;         /* grid of a persistent kernel; 0: one CTA per tile. Of the columns kernel: equal shares of all
+                           tiles' k, at least 1 */
   int32_t fused;        /* 1: x is quantized in the kernel's prologue; 0: by a kernel of its own before */
   int32_t reserved;
 } trirun_cuda_plan;
@@ -217,8 +218,9 @@ size_t trirun_cuda_int2_workspace(const trirun_int2* w, int64_t m, int dtype, in
                                   const trirun_cuda_plan* plan);
 
 /* As trirun_cpu_int2_gemm, on the current device and the given cudaStream_t. Nothing is allocated; the workspace
- * (256-byte aligned; its first 64 KiB zero before the first plan that counts arrivals there, a split of
- * TRIRUN_KERNEL_STREAM_SM80, and kept zero by all) belongs to the stream.
+ * (256-byte aligned; its first 64 KiB zero before the first product that counts arrivals there, a split of
+ * TRIRUN_KERNEL_STREAM_SM80 or TRIRUN_KERNEL_COLUMNS on quantized activations, and kept zero by all) belongs to the
+ * stream.
  * The kernels read words, scales, zeros and bias before the stream's previous kernel has ended (programmatic
  * dependent launch): these must not be written by that very kernel. x and the workspace may be. */
 int trirun_cuda_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,

@@ -91,7 +91,7 @@ def int2_gemm_quantized(
         size = _library().trirun_cuda_activation_bytes(m, struct.k, act_bits)
         if activations.numel() != size or not activations.is_contiguous():
             raise ValueError(f"int2_gemm_quantized: {activations.numel()} bytes for m={m}, k={k}; expected {size}")
-        workspace = _workspace(struct, m, dtype, act_bits, plan, y.device)
+        workspace = _workspace(struct, m, dtype, act_bits, plan, y.device, quantized=True)
         code = _library().trirun_cuda_int2_gemm_quantized(
             ctypes.byref(struct), n, activations.data_ptr(), m, None if bias is None else bias.data_ptr(), y.data_ptr(),
             DTYPES[dtype], n, act_bits, ctypes.byref(plan), *_span(workspace), _stream(),
@@ -156,7 +156,14 @@ _workspaces: dict[tuple[int, int], Tensor] = {}
 
 
 def _workspace(
-    struct: Int2Struct, m: int, dtype: torch.dtype, act_bits: int, plan: PlanStruct, device: torch.device
+    struct: Int2Struct,
+    m: int,
+    dtype: torch.dtype,
+    act_bits: int,
+    plan: PlanStruct,
+    device: torch.device,
+    *,
+    quantized: bool = False,
 ) -> Tensor | None:
     size = _library().trirun_cuda_int2_workspace(
         ctypes.byref(struct), m, DTYPES[dtype], act_bits, ctypes.byref(plan)
@@ -166,7 +173,8 @@ def _workspace(
     if torch.cuda.is_current_stream_capturing():
         # From the graph's own pool. Only counters need zeros, and then the graph itself must write them: what was zero
         # at capture need not be at replay. Otherwise a fill would be one more kernel in every replay.
-        counts = plan.kernel == STREAM_SM80 and plan.cta_split > 1
+        # The columns kernel's are zeroed by the kernel that quantizes x, where there is one.
+        counts = plan.cta_split > 1 if plan.kernel == STREAM_SM80 else plan.kernel == COLUMNS and quantized
         return (torch.zeros if counts else torch.empty)(size, dtype=torch.uint8, device=device)
     key = (device.index, _stream())
     held = _workspaces.get(key)

@@ -14,6 +14,7 @@ STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANT
 UNIT = 128  # k of one pipeline stage, K_PAD of the layout
 STRIP = 64  # out_features that stream together
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
+EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
 SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB one CTA may have; 99 elsewhere
 
 
@@ -86,7 +87,7 @@ def select(
 def _decode(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool) -> Plan | None:
     columns = m * (2 if act_bits == 16 else 1)
     if device.arch == 90 and columns > 16:
-        return _columns(n, k, columns, device)
+        return _columns(n, k, m, group_size, act_bits, device)
     for warps, warp_split, cta_split, stages, per_sm, fused in _stream_candidates(n, k, m, device):
         warp_split = min(warp_split, _floor_power(k // UNIT // cta_split))
         plan = Plan(
@@ -143,17 +144,21 @@ def shared_bytes(n: int, k: int, m: int, group_size: int, act_bits: int, plan: P
     return x + slots + ring + (1536 if act_bits == 8 else 1024)
 
 
-def _columns(n: int, k: int, columns: int, device: Device) -> Plan:
-    """wgmma on columns of digits, four strips a CTA; k is split until the CTAs fill the device, two on an SM up to 32
-    columns, but not so far that exchanging the parts costs more than it saves."""
-    tiles, units, per_sm = -(-n // (STRIP * 4)), k // UNIT, 2 if columns <= 32 else 1
-    split = 1
-    while split < 8 and tiles * split * 2 <= device.sms * per_sm:
-        fewest = 8 if tiles * split * 4 <= device.sms * per_sm else 16
-        if units // (split * 2) < fewest:
-            break
-        split *= 2
-    return Plan(COLUMNS, cta_split=split, stages=6 if columns > 32 else 4 if units // split <= 16 else 8)
+def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device) -> Plan:
+    """wgmma on columns of digits, four strips a tile; all tiles' k is divided equally among the CTAs."""
+    tokens = max(2, 1 << (m - 1).bit_length()) if m <= 16 else -(-m // 16) * 16
+    columns = tokens * (2 if act_bits == 16 else 1)
+    width = next(c for c in (16, 32, 64, 96, 128) if c >= columns and (c != 96 or act_bits == 16))
+    groups = 0 if group_size == -1 else UNIT // group_size
+    # Words, scales with zeros, digits, their scales and sums; with few columns two CTAs share an SM.
+    stage = 4 * 2048 + groups * 1024 + UNIT * width + 128 * -(-tokens * 8 // 128) + (groups > 1) * tokens * 16
+    room = (113 if width <= 32 else 227) * 1024 - 2048
+    tiles = -(-n // (STRIP * 4))
+    ctas = min(device.sms, tiles * (k // UNIT))
+    if act_bits == 8 and group_size == -1:
+        # int32 sums over a CTA's part of a tile are exact up to so many k.
+        ctas = max(ctas, -(-tiles * (k // UNIT) // (EXACT_SUM // UNIT))) if k > EXACT_SUM else ctas
+    return Plan(COLUMNS, stages=min(16, room // (-(-stage // 128) * 128)), ctas=ctas)
 
 
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:

@@ -73,9 +73,8 @@ def plans(m, k, act_bits):
                             kernel, warps=warps, warp_split=warp_split, cta_split=cta_split, stages=stages, fused=fused
                         )
     if HOPPER and columns > 8:
-        for cta_split, stages in ((1, 4), (2, 3), (4, 2), (8, 2)):
-            if cta_split <= units:
-                yield Plan(COLUMNS, cta_split=cta_split, stages=stages)
+        for ctas, stages in ((1, 4), (3, 3), (7, 2), (132, 2)):
+            yield Plan(COLUMNS, ctas=ctas, stages=stages)
 
 
 @pytest.mark.parametrize("group_size, zero", GRIDS)
@@ -233,7 +232,8 @@ def test_plans_without_an_instance_are_refused():
     for plan in (
         Plan(99),
         Plan(STREAM, warps=8, warp_split=3, cta_split=1, stages=4),
-        Plan(COLUMNS, cta_split=1, stages=99),
+        Plan(COLUMNS, ctas=1, stages=99),
+        Plan(COLUMNS, ctas=0, stages=4),
     ):
         with pytest.raises(NativeError, match=r"x torch.float16 \[1, 256\], n=64"):
             cuda.run_plan(x, w, None, y, 16, plan)

@@ -45,7 +45,7 @@ def test_every_plan_is_launchable(device):
             assert plan.fused in (0, 1) and m <= 8 * (1 + (bits == 8)), where
         elif plan.kernel == COLUMNS:
             assert device.arch == 90 and m <= 64, where
-            assert plan.cta_split in (1, 2, 4, 8) and plan.cta_split <= k // 128, where
+            assert 1 <= plan.ctas <= 2048 and 2 <= plan.stages <= 16, where
         else:
             assert plan.kernel == (PREFILL_SM80 if device.arch != 90 else plan.kernel), where
 

@@ -148,6 +148,15 @@ __device__ __forceinline__ void bulk_load_once(uint32_t shared, const void* glob
       "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
+// A box of a three-dimensional tensor; what lies outside arrives as zeros and still counts as bytes.
+__device__ __forceinline__ void tensor_load(uint32_t shared, const void* map, uint32_t barrier, int c0, int c1, int c2,
+                                            uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, "
+      "%5}], [%2], %6;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -44,8 +44,9 @@ int launch_columns(const Problem& p);        // decode_wgmma.cu: wgmma u8.s8, A 
 size_t workspace_prefill(const Problem& p);
 int launch_prefill(const Problem& p);        // prefill*.cu: every plan.kernel from TRIRUN_KERNEL_PREFILL_WGMMA on
 
-// The quantized form of m rows of x (see quantize.cu for the layout): its bytes, and the kernel that writes it.
+// The quantized form of m rows of x (see quantize.cu for the layout): its bytes, and the kernel that writes it, and
+// zeros to `count` counters for the kernel behind it.
 size_t activation_bytes(int64_t m, int64_t k_pad, int act_bits);
-int launch_quantize(const Problem& p, void* activations);
+int launch_quantize(const Problem& p, void* activations, unsigned* counters = nullptr, int count = 0);
 
 }  // namespace trirun

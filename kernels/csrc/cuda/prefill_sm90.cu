@@ -3,23 +3,10 @@
 #include "kernels.cuh"
 #include "prefill.cuh"
 #include "prefill_sm90.cuh"
+#include "tensor_map.cuh"
 
 namespace trirun {
 namespace {
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's own function, found at run time: the library links no libcuda and loads on machines without one.
-Encode tensor_map_encoder() {
-  static const Encode encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
-  }();
-  return encode;
-}
 
 // Scales and odd zero points that enter the fragments take instructions: per-channel scales wait for the sums.
 bool plain(const trirun_int2& w) { return w.group_size < 0 && !w.zeros && quarters(w.zero); }
@@ -33,40 +20,16 @@ int tail_splits(int rest, int sms) {
   return 1;
 }
 
-struct Box {
-  CUtensorMapDataType type;
-  CUtensorMapSwizzle swizzle;
-  uint32_t rank;
-  cuuint64_t size[3], stride[2];  // elements; bytes
-  cuuint32_t box[3];
-};
-
-int encode(CUtensorMap* map, const void* data, const Box& b) {
-  const cuuint32_t step[3] = {1, 1, 1};
-  const CUresult result = tensor_map_encoder()(map, b.type, b.rank, const_cast<void*>(data), b.size, b.stride, b.box,
-                                               step, CU_TENSOR_MAP_INTERLEAVE_NONE, b.swizzle,
-                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? TRIRUN_OK : TRIRUN_BAD_POINTER;
-}
-
 template <typename T, int Tokens, bool Grouped>
 int launch(const Problem& p, const PreparedRows& rows) {
   using Shape = PrefillShape<T, Tokens, Grouped>;
-  if (!tensor_map_encoder()) return TRIRUN_UNSUPPORTED;
   const cuuint64_t n = p.w.n, k = p.w.k, m = p.m, columns = rows.columns;
   const auto type = sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   PrefillArguments a = {};
   int status = encode(
       &a.x, rows.x,
       {type, CU_TENSOR_MAP_SWIZZLE_128B, 2, {columns, m, 1}, {rows.ldx * sizeof(T), 0}, {Shape::kColumns, Tokens, 1}});
-  if (status == TRIRUN_OK)
-    status = encode(&a.words, p.w.words,
-                    {CU_TENSOR_MAP_DATA_TYPE_UINT32,
-                     CU_TENSOR_MAP_SWIZZLE_NONE,
-                     3,
-                     {128, k / 32, n / 64},
-                     {512, k / 32 * 512},
-                     {128, Shape::kBlocks, 4}});
+  if (status == TRIRUN_OK) status = encode_words(&a.words, p.w, Shape::kBlocks);
   const bool grouped = Grouped && p.w.group_size > 0;
   if (grouped) {
     const cuuint64_t groups = k / p.w.group_size;

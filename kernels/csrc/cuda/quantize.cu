@@ -14,7 +14,13 @@ struct QuantizeArgs {
   float2* scales;
   float4* sums;
   int tokens, columns, units;
+  unsigned* counters;  // to be zeroed
+  int count;
 };
+
+__device__ __forceinline__ void clear_counters(const QuantizeArgs& a) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < a.count; i += gridDim.x * blockDim.x) a.counters[i] = 0;
+}
 
 __device__ __forceinline__ void store_unit(const QuantizeArgs& a, const QuantizedUnit& q, int token, int unit,
                                            int digits) {
@@ -34,6 +40,7 @@ __global__ void __launch_bounds__(128) quantize16(const __grid_constant__ Quanti
   dependency_launch();
   const int id = blockIdx.x * 4 + threadIdx.x / 32, unit = id / a.tokens, token = id % a.tokens;
   dependency_wait();
+  clear_counters(a);
   if (unit >= a.units) return;
   float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
   if (token < a.m) {
@@ -51,6 +58,7 @@ __global__ void __launch_bounds__(512) quantize8(const __grid_constant__ Quantiz
   const int token = blockIdx.x, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const char* row = static_cast<const char*>(a.x) + token * a.ldx * (a.dtype == TRIRUN_F32 ? 4 : 2);
   dependency_wait();
+  clear_counters(a);
   uint32_t bits = 0;
   if (token < a.m)
     for (int unit = warp; unit < a.units; unit += warps)
@@ -71,7 +79,7 @@ __global__ void __launch_bounds__(512) quantize8(const __grid_constant__ Quantiz
 
 size_t activation_bytes(int64_t m, int64_t k_pad, int act_bits) { return ActivationLayout(m, k_pad, act_bits).bytes; }
 
-int launch_quantize(const Problem& p, void* activations) {
+int launch_quantize(const Problem& p, void* activations, unsigned* counters, int count) {
   const ActivationLayout layout(p.m, p.w.k, p.act_bits);
   auto* base = static_cast<uint8_t*>(activations);
   const int element = p.dtype == TRIRUN_F32 ? 4 : 2;
@@ -86,7 +94,9 @@ int launch_quantize(const Problem& p, void* activations) {
                  reinterpret_cast<float4*>(base + layout.sums_offset),
                  layout.tokens,
                  layout.columns,
-                 static_cast<int>(layout.units)};
+                 static_cast<int>(layout.units),
+                 counters,
+                 count};
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -21,6 +21,14 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Pins sums to this place in the program: without it the compiler may read them before the wait that completes them,
+// since it takes a wgmma's results to be there at once.
+template <int COUNT>
+__device__ __forceinline__ void wgmma_hold(int (&d)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(d[i])::"memory");
+}
+
 #define TRIRUN_D8(d, i)                                                                                       \
   "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
       "+r"(d[i + 7])
@@ -33,6 +41,7 @@ __device__ __forceinline__ void wgmma_wait() {
                "}, %" B ", p;\n\t}"                                                                            \
                : __VA_ARGS__                                                                                   \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+#define TRIRUN_L8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define TRIRUN_L16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define TRIRUN_L32 TRIRUN_L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define TRIRUN_L48 TRIRUN_L32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -40,6 +49,9 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // d[64 rows][N] (+)= a (64 x 32 u8: the A registers of mma m16n8k32, warp w of the group holding rows 16w..16w+15)
 // . b (32 x N s8). accumulate 0 starts a new sum.
+__device__ __forceinline__ void wgmma_u8s8(int (&d)[8], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  TRIRUN_WGMMA("16", TRIRUN_L8, "8", "9", "10", "11", "12", "13", TRIRUN_D8(d, 0));
+}
 __device__ __forceinline__ void wgmma_u8s8(int (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   TRIRUN_WGMMA("32", TRIRUN_L16, "16", "17", "18", "19", "20", "21", TRIRUN_D16(d, 0));
 }
