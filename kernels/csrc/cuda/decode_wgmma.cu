@@ -205,7 +205,8 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
     uint32_t fragment[S::AHEAD ? J : 1][BLOCKS][4];
     uint4 words[BLOCKS];
     Ring ring;
-    uint32_t base = 0;  // of the stage in hand
+    uint32_t base = 0;                 // of the stage in hand
+    float row_scale[2], row_zero[2];  // of the two rows being converted
 
     // Words of piece `piece` of the stage in hand, once they have come.
     const auto read_words = [&](int piece) {
@@ -217,8 +218,9 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
       for (int b = 0; b < BLOCKS; b++)
         words[b] = load_shared4(base + strip * UNIT_BYTES + (piece * BLOCKS + b) * 512 + lane * 16);
     };
-    // Starts the products of row block j with a piece of x, when those of the other row block are done.
-    const auto multiply = [&](auto row_block, int piece, int fresh) {
+    // Starts the products of row block j with a piece of x, when those of the other row block are done. A product holds
+    // its warp until its registers have been read, so other work stands between them: between(b) after product b.
+    const auto multiply = [&](auto row_block, int piece, int fresh, auto between) {
       constexpr int j = decltype(row_block)::value;
       uint32_t (&r)[BLOCKS][4] = fragment[S::AHEAD ? j : 0];
       if constexpr (!S::AHEAD) wgmma_wait<0>();
@@ -234,17 +236,19 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
       if constexpr (S::AHEAD) wgmma_wait<0>();
       wgmma_fence();
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++)
+      for (int b = 0; b < BLOCKS; b++) {
         wgmma_u8s8(c[j], r[b], digits + (piece * BLOCKS + b) * step, S::EXACT ? !(fresh && b == 0) : b > 0);
-      wgmma_commit();
+        if (b == BLOCKS - 1) wgmma_commit();
+        between(b);
+      }
     };
-    // The integer sums of row block j over a piece of the stage at `at` to floats.
-    const auto convert = [&](auto row_block, uint32_t at, int piece) {
+    // Of the integer sums of row block j over a piece of the stage at `at`, those that the `part`-th product of the other
+    // row block leaves time for become floats.
+    const auto convert = [&](auto row_block, uint32_t at, int piece, int part) {
       constexpr int j = decltype(row_block)::value;
-      wgmma_hold(c[j]);
+      if (part == 0) wgmma_hold(c[j]);
       if constexpr (S::EXACT) return;
-      float row_scale[2] = {1.f, 1.f}, row_zero[2] = {a.zero, a.zero};
-      if constexpr (SCALE != PER_CHANNEL) {
+      if (SCALE != PER_CHANNEL && part == 0) {
         const uint32_t from = at + a.scales_at + (piece * a.group_rows / PIECES) * STRIPS * 128 + strip * 128 +
                               lane / 4 * 16 + group * 8 + j * 4;
         // Without zeros the scales stand in, unused: no branch between wgmmas.
@@ -252,11 +256,12 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
         const float2 scales = __half22float2(reinterpret_cast<const __half2&>(s));
         const float2 zeros = __half22float2(reinterpret_cast<const __half2&>(z));
         row_scale[0] = scales.x * quarter[j], row_scale[1] = scales.y * quarter[j];
-        row_zero[0] = (real_zeros ? zeros.x : a.zero) * power[j], row_zero[1] = (real_zeros ? zeros.y : a.zero) * power[j];
+        row_zero[0] = (real_zeros ? zeros.x : a.zero) * power[j];
+        row_zero[1] = (real_zeros ? zeros.y : a.zero) * power[j];
       }
       const uint32_t x_scales = at + a.x_scales_at + (lane & 3) * (DIGITS == 2 ? 8 : 16);
 #pragma unroll
-      for (int n = 0; n < N / 8; n++)
+      for (int n = N / 8 * part / BLOCKS; n < N / 8 * (part + 1) / BLOCKS; n++)
 #pragma unroll
         for (int e = 0; e < 2 / DIGITS; e++) {
           const int t = DIGITS == 2 ? n : n * 2 + e;
@@ -330,23 +335,21 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
 #pragma unroll
       for (int i = 0; i < J * S::TOKENS * 2; i++) (&sum[0][0][0])[i] = 0.f;
       read_words(0);
-      multiply(Even{}, 0, 1);
+      multiply(Even{}, 0, 1, [](int) {});
 #pragma unroll 1
       for (int i = 0; i + 1 < pieces; i++) {
         const int piece = i % PIECES, next = (i + 1) % PIECES;
-        multiply(Odd{}, piece, i == 0);
         const uint32_t now = base, stage = ring.stage;
-        convert(Even{}, now, piece);
+        multiply(Odd{}, piece, i == 0, [&](int part) { convert(Even{}, now, piece, part); });
         if (next == 0) ring.advance(a.stages);
         read_words(next);
-        multiply(Even{}, next, 0);
-        convert(Odd{}, now, piece);
+        multiply(Even{}, next, 0, [&](int part) { convert(Odd{}, now, piece, part); });
         if (next == 0) release(stage);
       }
-      multiply(Odd{}, PIECES - 1, pieces == 1);
-      convert(Even{}, base, PIECES - 1);
+      multiply(Odd{}, PIECES - 1, pieces == 1, [&](int part) { convert(Even{}, base, PIECES - 1, part); });
       wgmma_wait<0>();
-      convert(Odd{}, base, PIECES - 1);
+#pragma unroll
+      for (int part = 0; part < BLOCKS; part++) convert(Odd{}, base, PIECES - 1, part);
       release(ring.stage);
       ring.advance(a.stages);
       if constexpr (S::EXACT) {

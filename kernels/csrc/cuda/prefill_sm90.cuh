@@ -161,30 +161,30 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         for (int i = 0; i < 2 * kRowBlocks; ++i)
           set_zero(i / 2, i % 2, args.has_zeros ? half_bits(z[i / 2], i % 2) : args.zero);
       };
+      const auto await_stage = [&](int stage) { barrier_wait(full + 8 * stage, ring / kStages & 1); };
       const auto read_words = [&](int stage, bool new_group) {
-        barrier_wait(full + 8 * stage, ring / kStages & 1);
         if (Part::kInt8) return;
         const uint32_t at = words_at + stage * Shape::kWords + part.warp * Shape::kBlocks * 512 + lane * 16;
 #pragma unroll
         for (int i = 0; i < Shape::kBlocks; ++i) words[i] = shared_load(at + i * 512);
         if (Grouped && new_group) read_groups(stage, 0);
       };
-      const auto make_fragments = [&](int stage, int step) {
+      // Fragments of two row blocks of a step.
+      const auto make_pair = [&](int stage, int step, int pair) {
         uint32_t (&a)[kRowBlocks][4] = fragment[step];
         if constexpr (Part::kInt8) {
-          const uint4 w =
-              shared_load(words_at + stage * Shape::kWords + (part.warp * Shape::kBlocks + step) * 512 + lane * 16);
-          const uint32_t raw[4] = {w.x, w.y, w.z, w.w};
+          if (pair == 0)
+            words[0] =
+                shared_load(words_at + stage * Shape::kWords + (part.warp * Shape::kBlocks + step) * 512 + lane * 16);
+          const uint32_t raw[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
 #pragma unroll
-          for (int i = 0; i < 4 * kRowBlocks; ++i)  // volatile: stays ahead of the fence that hands over the registers
+          for (int i = 8 * pair; i < 8 * pair + 8; ++i)  // volatile: stays ahead of the fence that hands them over
             asm volatile("and.b32 %0, %1, %2;" : "=r"(a[i / 4][i % 4]) : "r"(raw[i % 4]), "r"(int8_mask[i / 4]));
         } else {
           // Codes of two row blocks move to bits 2..5 of every byte: higher ones would leave the mantissa of bf16,
           // lower ones would leave no room for zero points in quarters.
-#pragma unroll
-          for (int pair = 0; pair < kRowBlocks / 2; ++pair)
-            load_fragments<Half>(a[2 * pair], a[2 * pair + 1], words[step / 2], step % 2, pair != group ? 2 : 30, magic,
-                                 unit, offset);
+          load_fragments<Half>(a[2 * pair], a[2 * pair + 1], words[step / 2], step % 2, pair != group ? 2 : 30, magic,
+                               unit, offset);
           if constexpr (Grouped) {
             if (step == 2 && args.group_size == 32) read_groups(stage, 1);
 #pragma unroll
@@ -197,6 +197,10 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
           }
         }
       };
+      const auto make_fragments = [&](int stage, int step) {
+#pragma unroll
+        for (int pair = 0; pair < kRowBlocks / 2; ++pair) make_pair(stage, step, pair);
+      };
       if constexpr (Grouped) {
 #pragma unroll
         for (int i = 0; i < 2 * kRowBlocks; ++i) {
@@ -205,8 +209,15 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         }
       }
 
+      const auto multiply = [&](int step, uint64_t b) {
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < kRowBlocks; ++j) Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
+        wgmma_commit();
+      };
       const int begin = first + (kTurns == 1 ? 0 : group);
       int stage = ring % kStages, before = 0;
+      await_stage(stage);
       read_words(stage, args.group_size > 0);
 #pragma unroll
       for (int step = 0; step < kAhead; ++step) make_fragments(stage, step);
@@ -215,21 +226,30 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         const int now = stage, next_k = k + kTurns;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          wgmma_fence();
-#pragma unroll
-          for (int j = 0; j < kRowBlocks; ++j) Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
-          wgmma_commit();
           // While the tensor cores work: the fragments of `kAhead` steps from here.
-          if (step + kAhead < kSteps) {
-            make_fragments(now, step + kAhead);
+          const int later = (step + kAhead) % kSteps;
+          const bool enters = later == 0;
+          if (enters) {
+            ring += kTurns;
+            stage = ring % kStages;
+            if (next_k < last) await_stage(stage);
+          }
+          if constexpr (Grouped) {
+            multiply(step, b);
+            if (enters && next_k < last)
+              read_words(stage, args.group_size > 0 && (next_k * Shape::kColumns & (args.group_size - 1)) == 0);
+            if (step + kAhead < kSteps || next_k < last) make_fragments(step + kAhead < kSteps ? now : stage, later);
           } else {
-            if (step + kAhead == kSteps) {
-              ring += kTurns;
-              stage = ring % kStages;
-              if (next_k < last)
-                read_words(stage, args.group_size > 0 && (next_k * Shape::kColumns & (args.group_size - 1)) == 0);
+            // A product holds its warp until its fragments have been read, so the work stands between the products.
+            // Beyond the last stage fragments are made of what is there, and not used: no branch between products.
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < kRowBlocks; ++j) {
+              Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
+              if (j == kRowBlocks - 1) wgmma_commit();
+              if (j == 0 && enters) read_words(stage, false);
+              if (j > 0 && j <= kRowBlocks / 2) make_pair(step + kAhead < kSteps ? now : stage, later, j - 1);
             }
-            if (next_k < last) make_fragments(stage, step + kAhead - kSteps);
           }
           // The step before is complete, and with it, at the first step, the stage before.
           wgmma_wait<1>();
