@@ -61,8 +61,8 @@ struct PrefillShape {
   static constexpr int kRoom = (227 * 1024 - kFixed) / kStage;
   static constexpr int kStages = kRoom < 12 ? kRoom : 12;
   static constexpr int kBytes = kStages * kStage + kFixed;
-  // What other CTAs of a cluster send takes the place of the stages once all are consumed.
-  static constexpr int received(int splits) { return (splits - 1) * ((Tokens / 8 + splits - 1) / splits) * 8192; }
+  // What the CTAs of a cluster send takes the place of the stages once all are consumed.
+  static constexpr int received(int splits) { return splits * ((Tokens / 8 + splits - 1) / splits) * 8192; }
 };
 
 }  // namespace trirun

@@ -70,8 +70,9 @@ __device__ __forceinline__ void grid_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+// Every thread of the cluster is here. Orders no memory: whoever has data to hand over uses cluster_store.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // Where a CTA of the cluster keeps what this one keeps at `address`.
@@ -81,9 +82,27 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t r
   return remote;
 }
 
-__device__ __forceinline__ void cluster_store(uint32_t remote, uint4 v) {
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+// 16 bytes into the shared memory of a CTA of the cluster, which that CTA's barrier counts as they arrive.
+__device__ __forceinline__ void cluster_store(uint32_t remote, uint4 v, uint32_t remote_barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   remote),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(remote_barrier)
                : "memory");
+}
+
+// As barrier_wait, for bytes that other CTAs of the cluster stored.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready;\n"
+      "bra again;\n"
+      "ready:\n"
+      "}\n" ::"r"(bar),
+      "r"(parity)
+      : "memory");
 }
 
 __device__ __forceinline__ uint4 shared_load(uint32_t address) {

@@ -87,17 +87,23 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   const uint32_t words_at = base + kStages * Shape::kX, groups_at = words_at + kStages * Shape::kWords;
   const uint32_t output_at = groups_at + kStages * 2 * Shape::kGroups, exchange_at = output_at + Shape::kOutput;
   const uint32_t rows_at = exchange_at + Shape::kExchange, full = rows_at + Shape::kRows, empty = full + 8 * kStages;
+  const uint32_t received = empty + 8 * kStages;
+  const int splits = args.splits, rank = splits > 1 ? blockIdx.x % splits : 0;
+  // Of a tile's blocks of 8 tokens, those that this CTA of the cluster finishes; `share` is the most that any does.
+  const int share = (Part::kBlocks + splits - 1) / splits, own = Part::kBlocks * rank / splits;
+  const int end = Part::kBlocks * (rank + 1) / splits;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, kConsumers / 32 / kTurns);
     }
+    barrier_init(received, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (splits > 1) barrier_expect(received, splits * (end - own) * 2 * kConsumers * 16);
   }
   __syncthreads();
 
-  const int splits = args.splits, rank = splits > 1 ? blockIdx.x % splits : 0;
   const int first = args.k_stages * rank / splits, last = args.k_stages * (rank + 1) / splits;
   const int tile0 = args.first_tile + blockIdx.x / splits, tile_step = gridDim.x / splits;
 
@@ -308,42 +314,37 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         }
         part.end_outputs(0, Part::kBlocks, true);
       } else {
-        // Every CTA of the cluster owns a share of the tokens and is sent the others' sums of them, which land where
-        // the stages were. Own sums first, then by rank: the order is fixed.
-        const int share = (Part::kBlocks + splits - 1) / splits, own = Part::kBlocks * rank / splits;
-        const int end = Part::kBlocks * (rank + 1) / splits;
-        cluster_sync();
+        // Every CTA of the cluster owns a share of the tokens and is sent everybody's sums of them, its own too, which
+        // land where the stages were. They are added by rank: the order is fixed. A loop over what has landed, not
+        // over registers: this code runs once, and is fetched to be run.
+        cluster_meet();
         int owner = 0, owner_end = Part::kBlocks / splits;
-        uint32_t to = cluster_address(base + ((rank - 1) * share * 2 * kConsumers + thread_now) * 16, 0);
+        const uint32_t slot = base + (rank * share * 2 * kConsumers + thread_now) * 16;
+        uint32_t to = cluster_address(slot, 0), arrived = cluster_address(received, 0);
 #pragma unroll
         for (int block = 0; block < Part::kBlocks; ++block) {
           if (block == owner_end) {
             ++owner;
             owner_end = Part::kBlocks * (owner + 1) / splits;
-            to = cluster_address(base + ((rank - (rank > owner)) * share * 2 * kConsumers + thread_now) * 16, owner);
+            to = cluster_address(slot, owner), arrived = cluster_address(received, owner);
           }
-          if (owner != rank) {
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-              cluster_store(to + j * kConsumers * 16, *reinterpret_cast<const uint4*>(&four(total[j], block)));
-            to += 2 * kConsumers * 16;
-          }
+          for (int j = 0; j < 2; ++j)
+            cluster_store(to + j * kConsumers * 16, *reinterpret_cast<const uint4*>(&four(total[j], block)), arrived);
+          to += 2 * kConsumers * 16;
         }
-        cluster_sync();
         part.begin_outputs();
-        const uint32_t from = base + thread_now * 16;
+        barrier_wait_cluster(received, 0);
         const auto finish = [&](auto plain) {
-#pragma unroll
-          for (int block = 0; block < Part::kBlocks; ++block) {
-            if (block < own || block >= end) continue;
-            Accumulator all[2][4];
-#pragma unroll
-            for (int e = 0; e < 8; ++e) all[e / 4][e % 4] = total[e / 4][4 * block + e % 4];
 #pragma unroll 1
-            for (int slot = 0; slot < splits - 1; ++slot)
+          for (int block = own; block < end; ++block) {
+            uint32_t from = base + ((block - own) * 2 * kConsumers + thread_now) * 16;
+            Accumulator all[2][4] = {};
+#pragma unroll 2
+            for (int source = 0; source < splits; ++source, from += share * 2 * kConsumers * 16)
 #pragma unroll
               for (int j = 0; j < 2; ++j) {
-                const uint4 v = shared_load(from + ((slot * share + block - own) * 2 + j) * kConsumers * 16);
+                const uint4 v = shared_load(from + j * kConsumers * 16);
                 Accumulator(&s)[4] = all[j];
                 s[0] += reinterpret_cast<const Accumulator&>(v.x), s[1] += reinterpret_cast<const Accumulator&>(v.y);
                 s[2] += reinterpret_cast<const Accumulator&>(v.z), s[3] += reinterpret_cast<const Accumulator&>(v.w);
