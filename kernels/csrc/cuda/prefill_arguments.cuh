@@ -40,8 +40,13 @@ constexpr int kConsumers = 256;
 constexpr int kThreads = kConsumers + 128;
 constexpr int kStageBytesOfX = 128;  // per row: one swizzle span
 
-template <typename T, int Tokens, bool Grouped>
+// Where weight scales enter: with the sums; in the fragments, where the zero point is exact beside the codes and a group
+// fills whole stages (groups of 64 and 128); in the fragments, whatever the group and the zero points.
+enum Scaling { kChannelScales, kGroupScales, kAnyScales };
+
+template <typename T, int Tokens, Scaling Mode>
 struct PrefillShape {
+  static constexpr bool kGrouped = Mode != kChannelScales;
   // Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens
   // a warpgroup takes all four row blocks of a strip, and the two warpgroups take turns at the stages.
   static constexpr int kRowBlocks = Tokens == 64 ? 4 : 2;
@@ -51,7 +56,7 @@ struct PrefillShape {
   static constexpr int kTokens = Tokens;
   static constexpr int kX = Tokens * kStageBytesOfX;
   static constexpr int kWords = 4 * kBlocks * 512;
-  static constexpr int kGroups = Grouped ? 2 * 512 : 0;  // two groups of 256 scales; as much again for zeros
+  static constexpr int kGroups = kGrouped ? 2 * 512 : 0;  // two groups of 256 scales; as much again for zeros
   static constexpr int kStage = kX + kWords + 2 * kGroups;
   static constexpr int kOutput = 8 * Tokens * 64;  // per warp: 32 values of 16 bits for every token
   static constexpr int kRows = 2 * Tokens * 8;     // per warpgroup: factor and sum of every token

@@ -32,7 +32,7 @@ __device__ __forceinline__ void hold(int (&sum)[Count]) {
 }
 
 // What a consumer warp does with its sums: 32 rows of w (one strip's two row blocks) by Tokens rows of x.
-template <typename T, int Tokens, bool Grouped>
+template <typename T, int Tokens>
 struct Consumer {
   static constexpr bool kInt8 = sizeof(T) == 1;
   using Accumulator = typename std::conditional<kInt8, int, float>::type;

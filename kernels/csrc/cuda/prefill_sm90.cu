@@ -8,9 +8,6 @@
 namespace trirun {
 namespace {
 
-// Scales and odd zero points that enter the fragments take instructions: per-channel scales wait for the sums.
-bool plain(const trirun_int2& w) { return w.group_size < 0 && !w.zeros && quarters(w.zero); }
-
 // The most CTAs of a cluster with which `rest` tiles still run at once. Clusters do not cross the borders of a GPC: of
 // 132 SMs, 39 clusters of 3 fit, 30 of 4 and 15 of 8 (cudaOccupancyMaxActiveClusters on an H200).
 int tail_splits(int rest, int sms) {
@@ -20,9 +17,9 @@ int tail_splits(int rest, int sms) {
   return 1;
 }
 
-template <typename T, int Tokens, bool Grouped>
+template <typename T, int Tokens, Scaling Mode>
 int launch(const Problem& p, const PreparedRows& rows) {
-  using Shape = PrefillShape<T, Tokens, Grouped>;
+  using Shape = PrefillShape<T, Tokens, Mode>;
   const cuuint64_t n = p.w.n, k = p.w.k, m = p.m, columns = rows.columns;
   const auto type = sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   PrefillArguments a = {};
@@ -30,7 +27,7 @@ int launch(const Problem& p, const PreparedRows& rows) {
       &a.x, rows.x,
       {type, CU_TENSOR_MAP_SWIZZLE_128B, 2, {columns, m, 1}, {rows.ldx * sizeof(T), 0}, {Shape::kColumns, Tokens, 1}});
   if (status == TRIRUN_OK) status = encode_words(&a.words, p.w, Shape::kBlocks);
-  const bool grouped = Grouped && p.w.group_size > 0;
+  const bool grouped = Shape::kGrouped && p.w.group_size > 0;
   if (grouped) {
     const cuuint64_t groups = k / p.w.group_size;
     const Box box = {CU_TENSOR_MAP_DATA_TYPE_UINT16,
@@ -65,7 +62,7 @@ int launch(const Problem& p, const PreparedRows& rows) {
   a.y_dtype = p.dtype;
   a.tensor_stores = p.dtype != TRIRUN_F32 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0 && p.ldy % 8 == 0;
 
-  const auto kernel = prefill_kernel<T, Tokens, Grouped>;
+  const auto kernel = prefill_kernel<T, Tokens, Mode>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes);
   if (error != cudaSuccess) return error;
   const auto run = [&](int first, int last, int splits, bool remainder) {
@@ -112,22 +109,27 @@ int launch(const Problem& p, const PreparedRows& rows) {
   return status != TRIRUN_OK ? status : run(int(tiles) - rest, int(tiles), tail, true);
 }
 
-template <typename T, bool Grouped>
+template <typename T, Scaling Mode>
 int launch_tokens(const Problem& p, const PreparedRows& rows) {
   // 64 tokens keep twice the row blocks in registers, which leaves no room for scales of groups.
-  if constexpr (!Grouped)
-    if (p.plan.tile_m == 64) return launch<T, 64, Grouped>(p, rows);
-  if (p.plan.tile_m == 128) return launch<T, 128, Grouped>(p, rows);
+  if constexpr (Mode == kChannelScales)
+    if (p.plan.tile_m == 64) return launch<T, 64, Mode>(p, rows);
+  if (p.plan.tile_m == 128) return launch<T, 128, Mode>(p, rows);
   return TRIRUN_UNSUPPORTED;
+}
+
+template <typename T>
+int launch_scaling(const Problem& p, const PreparedRows& rows) {
+  if (p.w.zeros || !quarters(p.w.zero)) return launch_tokens<T, kAnyScales>(p, rows);
+  if (p.w.group_size < 0) return launch_tokens<T, kChannelScales>(p, rows);
+  return p.w.group_size >= 64 ? launch_tokens<T, kGroupScales>(p, rows) : launch_tokens<T, kAnyScales>(p, rows);
 }
 
 }  // namespace
 
 int launch_prefill_sm90(const Problem& p, const PreparedRows& rows) {
-  if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8) return launch_tokens<int8_t, false>(p, rows);
-  if (rows.dtype == TRIRUN_BF16)
-    return plain(p.w) ? launch_tokens<__nv_bfloat16, false>(p, rows) : launch_tokens<__nv_bfloat16, true>(p, rows);
-  return plain(p.w) ? launch_tokens<__half, false>(p, rows) : launch_tokens<__half, true>(p, rows);
+  if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8) return launch_tokens<int8_t, kChannelScales>(p, rows);
+  return rows.dtype == TRIRUN_BF16 ? launch_scaling<__nv_bfloat16>(p, rows) : launch_scaling<__half>(p, rows);
 }
 
 }  // namespace trirun

@@ -22,12 +22,12 @@ __device__ __forceinline__ void place(const PrefillArguments& a, int tile, int& 
 }
 
 // One thread that keeps the stages full.
-template <typename Shape, bool Grouped>
+template <typename Shape>
 __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at,
                                         uint32_t groups_at, uint32_t full, uint32_t empty, int tile, int tile_step,
                                         int first, int last) {
   using namespace hopper;
-  const bool grouped = Grouped && args.group_size > 0;
+  const bool grouped = Shape::kGrouped && args.group_size > 0;
   const int group_rows = args.group_size == 32 ? 2 : 1;
   const uint32_t bytes = Shape::kX + Shape::kWords + (grouped ? group_rows * 512 * (args.has_zeros ? 2 : 1) : 0);
   const auto load_weights = [&](int stage, int k, int row_tile) {
@@ -68,19 +68,20 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
 
 #endif  // TRIRUN_HOPPER
 
-template <typename T, int Tokens, bool Grouped>
+template <typename T, int Tokens, Scaling Mode>
 __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ PrefillArguments args) {
 #ifdef TRIRUN_HOPPER
   using namespace hopper;
-  using Shape = PrefillShape<T, Tokens, Grouped>;
-  using Part = Consumer<T, Tokens, Grouped>;
+  using Shape = PrefillShape<T, Tokens, Mode>;
+  using Part = Consumer<T, Tokens>;
   using Accumulator = typename Part::Accumulator;
   using Half = typename std::conditional<Part::kInt8, __half, T>::type;
   using D = Dequantize<Half>;
   constexpr int kStages = Shape::kStages, kTurns = Shape::kTurns, kRowBlocks = Shape::kRowBlocks;
   constexpr int kSteps = 4;  // wgmma steps along k in a stage
   // Fragments are made this many steps ahead; those of the step in flight and of the one before may still be read.
-  constexpr int kAhead = Grouped ? 2 : 1;
+  constexpr bool kAny = Mode == kAnyScales;
+  constexpr int kAhead = kAny ? 2 : 1;
 
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = smem_address(shared);
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0)
-      produce<Shape, Grouped>(args, base, words_at, groups_at, full, empty, tile0, tile_step, first, last);
+      produce<Shape>(args, base, words_at, groups_at, full, empty, tile0, tile_step, first, last);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int thread = threadIdx.x - 128, lane = thread % 32;
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     grid_launch_dependents();
 
     uint32_t magic, unit[2], offset[2];
-    const float whole_zero = Grouped && args.split_zero ? 0.f : args.zero;
+    const float whole_zero = kAny && args.split_zero ? 0.f : args.zero;
     asm volatile("mov.b32 %0, %1;" : "=r"(magic) : "n"(D::kMagic));
     unit[0] = D::pair(0.25f), unit[1] = D::pair(0.0625f);
     offset[0] = D::pair(-D::kBase * 0.25f - whole_zero), offset[1] = D::pair(-D::kBase * 0.0625f - whole_zero);
@@ -154,18 +155,20 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         const uint32_t at = groups_at + stage * 2 * Shape::kGroups + index * 512 + part.warp * 128 + lane / 4 * 16;
         // Eight values of 16 bits, two per row block; this warpgroup's own row blocks first.
         const uint2 s2 = shared_load_pair(at + 8 * group),
-                    z2 = args.has_zeros ? shared_load_pair(at + Shape::kGroups + 8 * group) : make_uint2(0, 0);
-        static_assert(!Grouped || kRowBlocks == 2);
+                    z2 = kAny && args.has_zeros ? shared_load_pair(at + Shape::kGroups + 8 * group) : make_uint2(0, 0);
+        static_assert(!Shape::kGrouped || kRowBlocks == 2);
         const uint32_t s[2] = {s2.x, s2.y}, z[2] = {z2.x, z2.y};
 #pragma unroll
         for (int i = 0; i < 2 * kRowBlocks; ++i) {
           const int j = i / 2, h = i % 2;
           group_scale[j][h] = D::broadcast(s[j], h);
         }
-        if (!args.split_zero) return;
+        if constexpr (kAny) {
+          if (!args.split_zero) return;
 #pragma unroll
-        for (int i = 0; i < 2 * kRowBlocks; ++i)
-          set_zero(i / 2, i % 2, args.has_zeros ? half_bits(z[i / 2], i % 2) : args.zero);
+          for (int i = 0; i < 2 * kRowBlocks; ++i)
+            set_zero(i / 2, i % 2, args.has_zeros ? half_bits(z[i / 2], i % 2) : args.zero);
+        }
       };
       const auto await_stage = [&](int stage) { barrier_wait(full + 8 * stage, ring / kStages & 1); };
       const auto read_words = [&](int stage, bool new_group) {
@@ -173,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         const uint32_t at = words_at + stage * Shape::kWords + part.warp * Shape::kBlocks * 512 + lane * 16;
 #pragma unroll
         for (int i = 0; i < Shape::kBlocks; ++i) words[i] = shared_load(at + i * 512);
-        if (Grouped && new_group) read_groups(stage, 0);
+        if (Mode == kGroupScales || (kAny && new_group)) read_groups(stage, 0);
       };
       // Fragments of two row blocks of a step.
       const auto make_pair = [&](int stage, int step, int pair) {
@@ -191,7 +194,11 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
           // lower ones would leave no room for zero points in quarters.
           load_fragments<Half>(a[2 * pair], a[2 * pair + 1], words[step / 2], step % 2, pair != group ? 2 : 30, magic,
                                unit, offset);
-          if constexpr (Grouped) {
+          if constexpr (Mode == kGroupScales) {
+#pragma unroll
+            for (int i = 0; i < 4 * kRowBlocks; ++i) a[i / 4][i % 4] = D::fma(a[i / 4][i % 4], group_scale[i / 4][i % 2], 0);
+          }
+          if constexpr (kAny) {
             if (step == 2 && args.group_size == 32) read_groups(stage, 1);
 #pragma unroll
             for (int i = 0; i < 4 * kRowBlocks; ++i) {
@@ -207,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
 #pragma unroll
         for (int pair = 0; pair < kRowBlocks / 2; ++pair) make_pair(stage, step, pair);
       };
-      if constexpr (Grouped) {
+      if constexpr (kAny) {
 #pragma unroll
         for (int i = 0; i < 2 * kRowBlocks; ++i) {
           group_scale[i / 2][i % 2] = one;
@@ -240,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
             stage = ring % kStages;
             if (next_k < last) await_stage(stage);
           }
-          if constexpr (Grouped) {
+          if constexpr (kAny) {
             multiply(step, b);
             if (enters && next_k < last)
               read_words(stage, args.group_size > 0 && (next_k * Shape::kColumns & (args.group_size - 1)) == 0);
