@@ -51,28 +51,37 @@ __global__ void __launch_bounds__(128) quantize16(const __grid_constant__ Quanti
   store_unit(a, quantize_unit16(v), token, unit, 2);
 }
 
-// One CTA per token: the scale is the row's.
+// One CTA per token: the scale is the row's. The first units of every warp stay in registers between the two passes.
 __global__ void __launch_bounds__(512) quantize8(const __grid_constant__ QuantizeArgs a) {
+  constexpr int HELD = 4;
   __shared__ uint32_t amax[16];
   dependency_launch();
   const int token = blockIdx.x, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const char* row = static_cast<const char*>(a.x) + token * a.ldx * (a.dtype == TRIRUN_F32 ? 4 : 2);
+  const auto load = [&](int unit) {
+    if (token >= a.m || unit >= a.units) return make_float4(0.f, 0.f, 0.f, 0.f);
+    return load_unit(row, static_cast<int64_t>(unit) * UNIT, a.k, a.dtype, a.paired);
+  };
   dependency_wait();
   clear_counters(a);
   uint32_t bits = 0;
-  if (token < a.m)
-    for (int unit = warp; unit < a.units; unit += warps)
-      bits = max(bits, magnitude_bits(load_unit(row, static_cast<int64_t>(unit) * UNIT, a.k, a.dtype, a.paired)));
+  float4 held[HELD];
+#pragma unroll
+  for (int i = 0; i < HELD; i++) {
+    held[i] = load(warp + i * warps);
+    bits = max(bits, magnitude_bits(held[i]));
+  }
+  for (int unit = warp + HELD * warps; unit < a.units; unit += warps) bits = max(bits, magnitude_bits(load(unit)));
   bits = __reduce_max_sync(~0u, bits);
   if (threadIdx.x % 32 == 0) amax[warp] = bits;
   __syncthreads();
   for (int i = 0; i < warps; i++) bits = max(bits, amax[i]);
   const float scale = act8_scale(bits);
-  for (int unit = warp; unit < a.units; unit += warps) {
-    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (token < a.m) v = load_unit(row, static_cast<int64_t>(unit) * UNIT, a.k, a.dtype, a.paired);
-    store_unit(a, quantize_unit8(v, scale), token, unit, 1);
-  }
+#pragma unroll
+  for (int i = 0; i < HELD; i++)
+    if (warp + i * warps < a.units) store_unit(a, quantize_unit8(held[i], scale), token, warp + i * warps, 1);
+  for (int unit = warp + HELD * warps; unit < a.units; unit += warps)
+    store_unit(a, quantize_unit8(load(unit), scale), token, unit, 1);
 }
 
 }  // namespace
