@@ -3,8 +3,9 @@
 // The words of four strips, masked, are the A registers of a warpgroup: warp w holds rows of strip w, row block j of
 // each. The digits of x are the B operand, in shared memory exactly as quantize.cu wrote them. A CTA computes 256 rows
 // of w (a tile) at a time; two producer warps keep a ring of stages of 128 k full, weights before the previous kernel
-// has ended and x after. Two warpgroups take two row blocks each and alternate between them: while the tensor cores
-// work on one, the sums of the other become floats.
+// has ended and x after. The two warpgroups of a team take two row blocks each and alternate between them: while the
+// tensor cores work on one, the sums of the other become floats. Few columns leave registers for a second team, which
+// takes every other stage.
 //
 // All units of k of all tiles form one line, cut into equal pieces, one for every CTA. Where a tile is cut, its CTAs
 // leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs. Nobody waits for
@@ -21,10 +22,8 @@ namespace {
 constexpr int UNIT_BYTES = 2048;  // one strip x 128 k
 constexpr int MAX_STAGES = 16;
 constexpr int STRIPS = 4;            // of a tile
-constexpr int WARPGROUPS = 2;        // that multiply
-constexpr int CONSUMERS = WARPGROUPS * 128;
-constexpr int THREADS = CONSUMERS + 128;  // and a warpgroup that copies
-constexpr int J = 4 / WARPGROUPS;    // row blocks of one warpgroup
+constexpr int TEAM = 256;            // threads that multiply the same stage
+constexpr int J = 2;                 // row blocks of one warpgroup
 
 struct ColumnsArgs {
   CUtensorMap words;
@@ -44,9 +43,9 @@ struct ColumnsArgs {
   int64_t ldy;
   int dtype;
   int stages, stage_bytes, scales_at, x_at, x_scales_at, x_sums_at;  // offsets within a stage; words at 0
-  int totals_at, barriers_at;                                        // offsets in shared memory; stages at 0
+  int exchange_at, totals_at, barriers_at;                           // offsets in shared memory; stages at 0
   unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
-  float4* parts;       // [CTA][first, last tile][quarter of a thread's sums][CONSUMERS]
+  float4* parts;       // [CTA][first, last tile][quarter of a thread's sums][consumer]
 
   __device__ __forceinline__ int start(int cta) const { return cta * share + min(cta, rest); }
   // The CTA that has this unit.
@@ -61,18 +60,20 @@ struct ColumnsArgs {
 // Not in the unnamed namespace, where an architecture without this kernel would warn of every unused member.
 template <int DIGITS, int N, int SCALE>
 struct Shape {
-  // Few columns leave registers for two CTAs an SM: the next kernel's start while this one's end.
-  static constexpr int CTAS = N <= 32 ? 2 : 1;
+  static constexpr int TEAMS = N <= 32 ? 2 : 1;
+  static constexpr int CONSUMERS = TEAMS * TEAM, THREADS = CONSUMERS + 128;  // and a warpgroup that copies
   static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
   // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
   static constexpr bool EXACT = DIGITS == 1 && SCALE == PER_CHANNEL;
+  static constexpr int OWN = J / TEAMS;                      // row blocks whose sums a thread finishes
+  static constexpr int QUARTERS = OWN * TOKENS * 2 / 4;
   // Whether registers hold the fragments of two products at a time.
   static constexpr bool AHEAD = N == 64;
   // Registers of a thread at launch, of a copying and of a multiplying one: what the first give up must cover what the
   // others add, or the kernel waits forever.
-  static constexpr int LAUNCH_REGISTERS = 65536 / (THREADS * CTAS) / 8 * 8;
-  static constexpr int PRODUCER_REGISTERS = CTAS == 2 ? 32 : 24, CONSUMER_REGISTERS = CTAS == 2 ? 104 : 240;
-  static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= LAUNCH_REGISTERS * (WARPGROUPS + 1));
+  static constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+  static constexpr int PRODUCER_REGISTERS = TEAMS == 2 ? 32 : 24, CONSUMER_REGISTERS = TEAMS == 2 ? 112 : 240;
+  static_assert(PRODUCER_REGISTERS + TEAMS * 2 * CONSUMER_REGISTERS <= LAUNCH_REGISTERS * (TEAMS * 2 + 1));
 };
 
 namespace {
@@ -80,8 +81,9 @@ namespace {
 // Where the pipeline is: a ring of stages, each used once a round.
 struct Ring {
   uint32_t stage = 0, phase = 0;
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == static_cast<uint32_t>(stages)) stage = 0, phase ^= 1;
+  __device__ __forceinline__ void advance(int stages, int step = 1) {
+    stage += step;
+    if (stage >= static_cast<uint32_t>(stages)) stage -= stages, phase ^= 1;
   }
 };
 
@@ -154,8 +156,16 @@ __device__ __forceinline__ void add_totals(const ColumnsArgs& a, float* totals) 
   }
 }
 
+// Counts this warp, whose lanes have stored what belongs to the count; returns how many came before. Whoever sees the
+// last count sees what all of them stored.
+__device__ __forceinline__ unsigned arrive_counted(unsigned* counter) {
+  unsigned before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 template <int DIGITS, int N, int SCALE>
-__global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
+__global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
     columns(const __grid_constant__ ColumnsArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using S = Shape<DIGITS, N, SCALE>;
@@ -169,7 +179,7 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
   if (threadIdx.x == 0) {
     for (int i = 0; i < a.stages; i++) {
       barrier_init(full + i * 8, 2);
-      barrier_init(empty + i * 8, CONSUMERS / 32);
+      barrier_init(empty + i * 8, TEAM / 32);
     }
     barrier_init(totals_ready, 2);
     barrier_init_fence();
@@ -177,13 +187,13 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
   __syncthreads();
   dependency_launch();
 
-  if (warp >= CONSUMERS / 32) {
+  if (warp >= S::CONSUMERS / 32) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
-    if (warp == CONSUMERS / 32) {
+    if (warp == S::CONSUMERS / 32) {
       if (lane == 0) produce_weights<SCALE>(a, shared, full, empty, first, last - first);
     } else {
       dependency_wait();
-      if (warp == CONSUMERS / 32 + 1) {
+      if (warp == S::CONSUMERS / 32 + 1) {
         if (lane == 0) produce_x<SCALE>(a, shared, full, empty, first, last - first);
       } else if (SCALE == PER_CHANNEL) {
         add_totals(a, totals);
@@ -193,7 +203,7 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
-    const int strip = warp % 4, group = warp / 4;
+    const int strip = warp % 4, group = warp / 4 % 2, team = warp / 8;
     const uint32_t masks[J] = {0x03030303u << 4 * group, 0x0c0c0c0cu << 4 * group};
     const bool real_zeros = a.zeros != nullptr;
     // Of row block j, which came in as code * 4^j.
@@ -205,7 +215,8 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
     uint32_t fragment[S::AHEAD ? J : 1][BLOCKS][4];
     uint4 words[BLOCKS];
     Ring ring;
-    uint32_t base = 0;                 // of the stage in hand
+    ring.stage = team;
+    uint32_t base = 0;                // of the stage in hand
     float row_scale[2], row_zero[2];  // of the two rows being converted
 
     // Words of piece `piece` of the stage in hand, once they have come.
@@ -288,15 +299,16 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
     using Even = std::integral_constant<int, 0>;
     using Odd = std::integral_constant<int, 1>;
 
-    // Sums of this thread to y, rows 8 apart and every token.
+    // Finished sums of this thread to y: of `OWN` row blocks, rows 8 apart and every token.
+    float own[S::OWN][S::TOKENS][2];
     const auto store = [&](int tile) {
       if constexpr (SCALE == PER_CHANNEL) barrier_wait(totals_ready, 0);
 #pragma unroll
-      for (int j = 0; j < J; j++)
+      for (int i = 0; i < S::OWN; i++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const int in_strip = (2 * group + j) * 16 + h * 8 + lane / 4, strip0 = tile * STRIPS + strip;
-          const int row = strip0 * 64 + in_strip, stored = strip0 * 64 + lane / 4 * 8 + (2 * group + j) * 2 + h;
+          const int block = 2 * group + (S::TEAMS == 2 ? team : i), strip0 = tile * STRIPS + strip;
+          const int row = strip0 * 64 + block * 16 + h * 8 + lane / 4, stored = strip0 * 64 + lane / 4 * 8 + block * 2 + h;
           if (row >= a.n) continue;
           float scale = 1.f, z = a.zero, bias = 0.f;
           if constexpr (SCALE == PER_CHANNEL) {
@@ -304,6 +316,7 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
             if (real_zeros) z = __half2float(a.zeros[stored]);
           }
           if (a.bias != nullptr) bias = load_element(a.bias, row, a.dtype);
+          const float fourth = __uint_as_float((127 - 2 * block) << 23);
           // One address, one conversion to either 16-bit type: this code runs once or twice, and is fetched to be run.
           const int token0 = DIGITS == 2 ? lane % 4 : lane % 4 * 2, size = a.dtype == TRIRUN_F32 ? 4 : 2;
           uint8_t* to = static_cast<uint8_t*>(a.y) + (token0 * a.ldy + row) * size;
@@ -311,9 +324,9 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
           for (int t = 0; t < S::TOKENS; t++) {
             const int offset = DIGITS == 2 ? t * 4 : t / 2 * 8 + t % 2, token = token0 + offset;
             if (token >= a.m) continue;
-            float v = sum[j][t][h];
+            float v = own[i][t][h];
             if constexpr (S::EXACT) v *= totals[64 + a.tokens + token];
-            if constexpr (SCALE == PER_CHANNEL) v = v * quarter[j] - z * totals[64 + token];
+            if constexpr (SCALE == PER_CHANNEL) v = v * fourth - z * totals[64 + token];
             v = v * scale + bias;
             uint8_t* element = to + offset * a.ldy * size;
             if (a.dtype == TRIRUN_F32)
@@ -331,65 +344,88 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
 #pragma unroll 1
     while (at < last) {
       const int begin = tile * a.units, end = min(begin + a.units, last);
-      const int pieces = (end - at) * PIECES;
+      // This team's stages up to here, of all that this CTA has.
+      const auto turns = [&](int unit) { return (unit - first + S::TEAMS - 1 - team) / S::TEAMS; };
+      const int pieces = (turns(end) - turns(at)) * PIECES;
 #pragma unroll
       for (int i = 0; i < J * S::TOKENS * 2; i++) (&sum[0][0][0])[i] = 0.f;
-      read_words(0);
-      multiply(Even{}, 0, 1, [](int) {});
+      if (S::TEAMS == 1 || pieces > 0) {
+        read_words(0);
+        multiply(Even{}, 0, 1, [](int) {});
 #pragma unroll 1
-      for (int i = 0; i + 1 < pieces; i++) {
-        const int piece = i % PIECES, next = (i + 1) % PIECES;
-        const uint32_t now = base, stage = ring.stage;
-        multiply(Odd{}, piece, i == 0, [&](int part) { convert(Even{}, now, piece, part); });
-        if (next == 0) ring.advance(a.stages);
-        read_words(next);
-        multiply(Even{}, next, 0, [&](int part) { convert(Odd{}, now, piece, part); });
-        if (next == 0) release(stage);
-      }
-      multiply(Odd{}, PIECES - 1, pieces == 1, [&](int part) { convert(Even{}, base, PIECES - 1, part); });
-      wgmma_wait<0>();
-#pragma unroll
-      for (int part = 0; part < BLOCKS; part++) convert(Odd{}, base, PIECES - 1, part);
-      release(ring.stage);
-      ring.advance(a.stages);
-      if constexpr (S::EXACT) {
-        static_assert(S::TOKENS == N / 4);
-#pragma unroll
-        for (int i = 0; i < J * N / 2; i++) {
-          const int j = i / (N / 2), e = i % (N / 2);
-          sum[j][e / 4 * 2 + e % 2][e / 2 % 2] = static_cast<float>(c[j][e]);
+        for (int i = 0; i + 1 < pieces; i++) {
+          const int piece = i % PIECES, next = (i + 1) % PIECES;
+          const uint32_t now = base, stage = ring.stage;
+          multiply(Odd{}, piece, i == 0, [&](int part) { convert(Even{}, now, piece, part); });
+          if (next == 0) ring.advance(a.stages, S::TEAMS);
+          read_words(next);
+          multiply(Even{}, next, 0, [&](int part) { convert(Odd{}, now, piece, part); });
+          if (next == 0) release(stage);
         }
+        multiply(Odd{}, PIECES - 1, pieces == 1, [&](int part) { convert(Even{}, base, PIECES - 1, part); });
+        wgmma_wait<0>();
+#pragma unroll
+        for (int part = 0; part < BLOCKS; part++) convert(Odd{}, base, PIECES - 1, part);
+        release(ring.stage);
+        ring.advance(a.stages, S::TEAMS);
+        if constexpr (S::EXACT) {
+          static_assert(S::TOKENS == N / 4);
+#pragma unroll
+          for (int i = 0; i < J * N / 2; i++) {
+            const int j = i / (N / 2), e = i % (N / 2);
+            sum[j][e / 4 * 2 + e % 2][e / 2 % 2] = static_cast<float>(c[j][e]);
+          }
+        }
+      }
+
+      float (&flat)[S::QUARTERS * 4] = reinterpret_cast<float (&)[S::QUARTERS * 4]>(own);
+      if constexpr (S::TEAMS == 2) {
+        // Each team finishes one row block of every warpgroup and gives its sums of the other to the other team. Two
+        // buffers: whoever writes one again has met everybody after they read it.
+        float(&low)[S::QUARTERS * 4] = reinterpret_cast<float(&)[S::QUARTERS * 4]>(sum[0]);
+        float(&high)[S::QUARTERS * 4] = reinterpret_cast<float(&)[S::QUARTERS * 4]>(sum[1]);
+        const uint32_t buffer = shared + a.exchange_at + (tile - tile0) % 2 * S::QUARTERS * 16 * S::CONSUMERS;
+#pragma unroll
+        for (int i = 0; i < S::QUARTERS * 4; i++) {
+          store_shared(buffer + (i * S::CONSUMERS + (threadIdx.x ^ TEAM)) * 4, team ? low[i] : high[i]);
+          flat[i] = team ? high[i] : low[i];
+        }
+        asm volatile("bar.sync 2, %0;" ::"n"(S::CONSUMERS) : "memory");
+#pragma unroll
+        for (int i = 0; i < S::QUARTERS * 4; i++) {
+          const float other = load_shared_float(buffer + (i * S::CONSUMERS + threadIdx.x) * 4);
+          flat[i] = flat[i] + other;  // two terms: the order does not matter
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < S::QUARTERS * 4; i++) flat[i] = (&sum[0][0][0])[i];
       }
 
       bool mine = true;
       if (end - at < a.units) {
-        constexpr int QUARTERS = J * S::TOKENS * 2 / 4;
         const int first_cta = a.owner(begin), last_cta = a.owner(begin + a.units - 1);
         const auto part = [&](int cta, bool later) {
-          return a.parts + (static_cast<int64_t>(2 * cta + later) * QUARTERS) * CONSUMERS + threadIdx.x;
+          return a.parts + (static_cast<int64_t>(2 * cta + later) * S::QUARTERS) * S::CONSUMERS + threadIdx.x;
         };
         float4* to = part(blockIdx.x, tile != tile0);
-        float (&flat)[QUARTERS * 4] = reinterpret_cast<float (&)[QUARTERS * 4]>(sum);
 #pragma unroll
-        for (int q = 0; q < QUARTERS; q++)
-          __stcg(to + q * CONSUMERS, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]));
-        __threadfence();
+        for (int q = 0; q < S::QUARTERS; q++)
+          __stcg(to + q * S::CONSUMERS, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]));
         __syncwarp();
-        unsigned* counter = a.counters + first_cta * (CONSUMERS / 32) + warp;
+        unsigned* counter = a.counters + first_cta * (S::CONSUMERS / 32) + warp;
         unsigned before = 0;
-        if (lane == 0) before = atomicAdd(counter, 1u);
+        if (lane == 0) before = arrive_counted(counter);
         mine = __shfl_sync(~0u, before, 0) == static_cast<unsigned>(last_cta - first_cta);
         if (mine) {
-          __threadfence();
           if (lane == 0) *counter = 0;
 #pragma unroll
-          for (int i = 0; i < QUARTERS * 4; i++) flat[i] = 0.f;
-#pragma unroll (QUARTERS <= 4 ? 4 : 1)
+          for (int i = 0; i < S::QUARTERS * 4; i++) flat[i] = 0.f;
+#pragma unroll (S::QUARTERS <= 4 ? 4 : 1)
           for (int cta = first_cta; cta <= last_cta; cta++) {
             const float4* from = part(cta, a.start(cta) < begin);
 #pragma unroll
-            for (int q = 0; q < QUARTERS; q++) {
-              const float4 v = __ldcg(from + q * CONSUMERS);
+            for (int q = 0; q < S::QUARTERS; q++) {
+              const float4 v = __ldcg(from + q * S::CONSUMERS);
               flat[4 * q] += v.x, flat[4 * q + 1] += v.y, flat[4 * q + 2] += v.z, flat[4 * q + 3] += v.w;
             }
           }
@@ -405,12 +441,15 @@ __global__ void __launch_bounds__(THREADS, Shape<DIGITS, N, SCALE>::CTAS)
 using Kernel = void (*)(ColumnsArgs);
 
 struct Instance {
-  int digits, columns, scale, registers, quarters;
+  int digits, columns, scale, threads, teams, registers, quarters;
   Kernel kernel;
+
+  int consumers() const { return threads - 128; }
 };
 
-#define TRIRUN_COLUMNS(D, N, S) \
-  {D, N, S, Shape<D, N, S>::LAUNCH_REGISTERS, J * Shape<D, N, S>::TOKENS * 2 / 4, columns<D, N, S>}
+#define TRIRUN_COLUMNS(D, N, S)                                                                              \
+  {D, N, S, Shape<D, N, S>::THREADS, Shape<D, N, S>::TEAMS, Shape<D, N, S>::LAUNCH_REGISTERS, Shape<D, N, S>::QUARTERS, \
+   columns<D, N, S>}
 #define TRIRUN_COLUMNS_ANY_SCALE(D, N) \
   TRIRUN_COLUMNS(D, N, PER_CHANNEL), TRIRUN_COLUMNS(D, N, PER_UNIT), TRIRUN_COLUMNS(D, N, PER_BLOCK)
 // digits of x, columns (digits * rows of x, at most), where weight scales enter
@@ -447,14 +486,18 @@ const Instance* instance_of(const Problem& p, const ActivationLayout& layout) {
   return best;
 }
 
+// Sums of tiles that several CTAs share.
+size_t parts_bytes(const Problem& p, const Instance& instance) {
+  return p.plan.ctas > 0 ? size_t(p.plan.ctas) * 2 * instance.quarters * instance.consumers() * sizeof(float4) : 0;
+}
+
 }  // namespace
 
 size_t workspace_columns(const Problem& p) {
   const ActivationLayout layout(p.m, p.w.k, p.act_bits);
   const Instance* instance = instance_of(p, layout);
   if (instance == nullptr) return 0;
-  const size_t parts = size_t(p.plan.ctas > 0 ? p.plan.ctas : 0) * 2 * instance->quarters * CONSUMERS * sizeof(float4);
-  return parts + (p.activations != nullptr ? 0 : layout.bytes);
+  return parts_bytes(p, *instance) + (p.activations != nullptr ? 0 : layout.bytes);
 }
 
 int launch_columns(const Problem& p) {
@@ -464,7 +507,7 @@ int launch_columns(const Problem& p) {
   const Instance* instance = instance_of(p, layout);
   const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
   if (instance == nullptr || layout.columns % 8 || plan.stages < 2 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
-      plan.ctas * (CONSUMERS / 32) > COUNTERS || total > INT32_MAX || !starts_whole(*instance))
+      plan.ctas > COUNTERS / 16 || total > INT32_MAX || !starts_whole(*instance))
     return TRIRUN_UNSUPPORTED;
   const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
   const int64_t longest = (total + ctas - 1) / ctas;
@@ -485,7 +528,7 @@ int launch_columns(const Problem& p) {
   auto* workspace = static_cast<uint8_t*>(p.workspace);
   a.counters = p.counters;
   a.parts = reinterpret_cast<float4*>(workspace);
-  workspace += size_t(plan.ctas) * 2 * instance->quarters * CONSUMERS * sizeof(float4);
+  workspace += parts_bytes(p, *instance);
   auto* base = static_cast<const uint8_t*>(p.activations != nullptr ? p.activations : workspace);
   a.digits = base;
   a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
@@ -497,12 +540,13 @@ int launch_columns(const Problem& p) {
   a.x_scales_at = align(a.x_at + UNIT * instance->columns);
   a.x_sums_at = align(a.x_scales_at + layout.tokens * 8);
   a.stage_bytes = align(a.x_sums_at + (instance->scale == PER_BLOCK ? layout.tokens * 16 : 0));
-  a.totals_at = align(plan.stages * a.stage_bytes);
+  a.exchange_at = plan.stages * a.stage_bytes;
+  a.totals_at = a.exchange_at + (instance->teams == 2 ? 2 * instance->quarters * 16 * instance->consumers() : 0);
   a.barriers_at = a.totals_at + align((64 + 2 * layout.tokens) * 4);
   const int bytes = a.barriers_at + 2 * MAX_STAGES * 8 + 16;
   if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
   if (p.activations == nullptr)
-    if (const int code = launch_quantize(p, workspace, p.counters, ctas * CONSUMERS / 32)) return code;
+    if (const int code = launch_quantize(p, workspace, p.counters, ctas * instance->consumers() / 32)) return code;
   if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
     return e;
 
@@ -511,7 +555,7 @@ int launch_columns(const Problem& p) {
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(THREADS);
+  config.blockDim = dim3(instance->threads);
   config.dynamicSmemBytes = bytes;
   config.stream = p.stream;
   config.attrs = &attribute;

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     }
     barrier_init(received, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    if (splits > 1) barrier_expect(received, splits * (end - own) * 2 * kConsumers * 16);
+    if (splits > 1) barrier_expect(received, (splits - 1) * (end - own) * 2 * kConsumers * 16);
   }
   __syncthreads();
 
@@ -335,9 +335,16 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
             owner_end = Part::kBlocks * (owner + 1) / splits;
             to = cluster_address(slot, owner), arrived = cluster_address(received, owner);
           }
+          if (owner == rank) {  // read back by this very thread
 #pragma unroll
-          for (int j = 0; j < 2; ++j)
-            cluster_store(to + j * kConsumers * 16, *reinterpret_cast<const uint4*>(&four(total[j], block)), arrived);
+            for (int j = 0; j < 2; ++j)
+              shared_store(slot + ((block - own) * 2 + j) * kConsumers * 16,
+                           *reinterpret_cast<const uint4*>(&four(total[j], block)));
+          } else {
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+              cluster_store(to + j * kConsumers * 16, *reinterpret_cast<const uint4*>(&four(total[j], block)), arrived);
+          }
           to += 2 * kConsumers * 16;
         }
         part.begin_outputs();
