@@ -65,7 +65,7 @@ def activation_bytes(m: int, k_pad: int, act_bits: int) -> int:
     """Bytes of the quantized form of m rows on CUDA: ``ActivationLayout`` of csrc/cuda/activations.cuh."""
     tokens = -(-m // 16) * 16 if m > 16 else max(2, 1 << (m - 1).bit_length())
     digits = 2 if act_bits == 16 else 1
-    return -(-(k_pad * tokens * digits + k_pad // 128 * tokens * 24) // 256) * 256
+    return k_pad * tokens * digits + k_pad // 128 * tokens * 24
 
 
 @torch.library.register_fake("trirun::quantize_activations", lib=_library)

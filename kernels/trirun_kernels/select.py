@@ -14,6 +14,7 @@ STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANT
 UNIT = 128  # k of one pipeline stage, K_PAD of the layout
 STRIP = 64  # out_features that stream together
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
+LARGE = 1 << 28  # weights, 64 MiB of words
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
 SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB one CTA may have; 99 elsewhere
 
@@ -71,10 +72,11 @@ def select(
         raise ValueError(f"the CUDA kernels need compute capability 8.0 or newer, this device has {device.arch / 10}")
     if quantized and m > DECODE_ROWS:
         raise ValueError(f"quantized activations of {m} rows: the decode kernels take at most {DECODE_ROWS}")
-    # From 17 rows on a prefill tile of 64 is faster (H200); without wgmma, from three tensor-core tiles of columns on.
-    limit = 16 if device.arch == 90 or act_bits == 8 else 8
-    if device.arch == 90 and (quantized or wide):
-        limit = DECODE_ROWS
+    # Without wgmma, up to two tensor-core tiles of columns; with it, as far as the columns kernel is faster than a
+    # prefill tile of 64 rows, which groups do not have.
+    limit = 16 if act_bits == 8 else 8
+    if device.arch == 90:
+        limit = DECODE_ROWS if quantized or wide or group_size != -1 else 32
     if m <= limit or quantized or wide:
         plan = _decode(n, k, m, group_size, act_bits, device, quantized) if m <= limit else None
         if plan is not None:
@@ -86,7 +88,8 @@ def select(
 
 def _decode(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool) -> Plan | None:
     columns = m * (2 if act_bits == 16 else 1)
-    if device.arch == 90 and columns > 16:
+    # Large weights take the columns kernel a tile earlier: one copy of x for four strips is less traffic from L2.
+    if device.arch == 90 and (columns > 16 or (columns > 8 and n * k >= LARGE)):
         return _columns(n, k, m, group_size, act_bits, device)
     for warps, warp_split, cta_split, stages, per_sm, fused in _stream_candidates(n, k, m, device):
         warp_split = min(warp_split, _floor_power(k // UNIT // cta_split))
@@ -150,15 +153,20 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     columns = tokens * (2 if act_bits == 16 else 1)
     width = next(c for c in (16, 32, 64, 96, 128) if c >= columns and (c != 96 or act_bits == 16))
     groups = 0 if group_size == -1 else UNIT // group_size
-    # Words, scales with zeros, digits, their scales and sums; with few columns two CTAs share an SM.
+    # Words, scales with zeros, digits, their scales and sums; beside the ring what two teams exchange.
     stage = 4 * 2048 + groups * 1024 + UNIT * width + 128 * -(-tokens * 8 // 128) + (groups > 1) * tokens * 16
-    room = (113 if width <= 32 else 227) * 1024 - 2048
-    tiles = -(-n // (STRIP * 4))
-    ctas = min(device.sms, tiles * (k // UNIT))
-    if act_bits == 8 and group_size == -1:
+    room = 227 * 1024 - 2048 - (1024 * width if width <= 32 else 0) * (16 // act_bits)
+    stages = min(16 if width <= 32 else 8, room // (-(-stage // 128) * 128))
+    tiles, units = -(-n // (STRIP * 4)), k // UNIT
+    # As many CTAs to every tile, each with eight units at least, or equal shares that cross the tiles' borders.
+    whole = max(1, min(device.sms // tiles, units // 8))
+    ctas = min(device.sms, tiles * units)
+    if tiles <= device.sms and (10 * tiles * whole >= 9 * device.sms or units // (whole + 1) < 8):
+        ctas = tiles * whole
+    if act_bits == 8 and group_size == -1 and k > EXACT_SUM:
         # int32 sums over a CTA's part of a tile are exact up to so many k.
-        ctas = max(ctas, -(-tiles * (k // UNIT) // (EXACT_SUM // UNIT))) if k > EXACT_SUM else ctas
-    return Plan(COLUMNS, stages=min(16, room // (-(-stage // 128) * 128)), ctas=ctas)
+        ctas = max(ctas, -(-tiles * units // (EXACT_SUM // UNIT)))
+    return Plan(COLUMNS, stages=stages, ctas=ctas)
 
 
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:

@@ -37,7 +37,7 @@ struct ActivationLayout {
         units(k_pad / UNIT) {
     scales_offset = k_pad * columns;
     sums_offset = scales_offset + units * tokens * 8;
-    bytes = (sums_offset + units * tokens * 16 + 255) / 256 * 256;
+    bytes = sums_offset + units * tokens * 16;
   }
 };
 

@@ -9,7 +9,7 @@ struct QuantizeArgs {
   const void* x;
   int64_t k, ldx;
   int m, dtype;
-  bool paired;
+  bool paired, vectors;  // x can be read two elements, 16 bytes at a time
   uint8_t* digits;
   float2* scales;
   float4* sums;
@@ -19,7 +19,9 @@ struct QuantizeArgs {
 };
 
 __device__ __forceinline__ void clear_counters(const QuantizeArgs& a) {
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < a.count; i += gridDim.x * blockDim.x) a.counters[i] = 0;
+  // By the first row of CTAs.
+  if (blockIdx.y == 0)
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < a.count; i += gridDim.x * blockDim.x) a.counters[i] = 0;
 }
 
 __device__ __forceinline__ void store_unit(const QuantizeArgs& a, const QuantizedUnit& q, int token, int unit,
@@ -51,37 +53,48 @@ __global__ void __launch_bounds__(128) quantize16(const __grid_constant__ Quanti
   store_unit(a, quantize_unit16(v), token, unit, 2);
 }
 
-// One CTA per token: the scale is the row's. The first units of every warp stay in registers between the two passes.
+// The bits of the largest magnitude among this thread's share of a row, whose columns the CTA reads 16 bytes at a time:
+// as integers, which have the order of the magnitudes they are the bits of.
+__device__ __forceinline__ uint32_t row_magnitude(const QuantizeArgs& a, const uint4* row) {
+  const int count = static_cast<int>(a.k * (a.dtype == TRIRUN_F32 ? 4 : 2) / 16);
+  const uint32_t mask = a.dtype == TRIRUN_F32 ? 0x7fffffffu : 0x7fff7fffu;
+  uint32_t most = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    const uint4 v = __ldcg(row + i);
+    const uint32_t words[4] = {v.x & mask, v.y & mask, v.z & mask, v.w & mask};
+#pragma unroll
+    for (uint32_t w : words) most = a.dtype == TRIRUN_F32 ? max(most, w) : __vmaxu2(most, w);
+  }
+  if (a.dtype == TRIRUN_F32) return most;
+  const uint32_t half = max(most & 0xffffu, most >> 16);
+  return a.dtype == TRIRUN_BF16 ? half << 16 : __float_as_uint(__half2float(__ushort_as_half(half)));
+}
+
+// A CTA per token and 16 units, one for each warp: the scale is the row's, and every CTA of a token finds it for itself,
+// since the row is small and in L2.
 __global__ void __launch_bounds__(512) quantize8(const __grid_constant__ QuantizeArgs a) {
-  constexpr int HELD = 4;
   __shared__ uint32_t amax[16];
   dependency_launch();
-  const int token = blockIdx.x, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int token = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, unit = blockIdx.y * 16 + warp;
   const char* row = static_cast<const char*>(a.x) + token * a.ldx * (a.dtype == TRIRUN_F32 ? 4 : 2);
-  const auto load = [&](int unit) {
-    if (token >= a.m || unit >= a.units) return make_float4(0.f, 0.f, 0.f, 0.f);
-    return load_unit(row, static_cast<int64_t>(unit) * UNIT, a.k, a.dtype, a.paired);
+  const auto load = [&](int u) {
+    if (token >= a.m || u >= a.units) return make_float4(0.f, 0.f, 0.f, 0.f);
+    return load_unit(row, static_cast<int64_t>(u) * UNIT, a.k, a.dtype, a.paired);
   };
   dependency_wait();
   clear_counters(a);
+  const float4 v = load(unit);
   uint32_t bits = 0;
-  float4 held[HELD];
-#pragma unroll
-  for (int i = 0; i < HELD; i++) {
-    held[i] = load(warp + i * warps);
-    bits = max(bits, magnitude_bits(held[i]));
-  }
-  for (int unit = warp + HELD * warps; unit < a.units; unit += warps) bits = max(bits, magnitude_bits(load(unit)));
+  if (!a.vectors)
+    for (int u = warp; u < a.units; u += 16) bits = max(bits, magnitude_bits(load(u)));
+  else if (token < a.m)
+    bits = row_magnitude(a, reinterpret_cast<const uint4*>(row));
   bits = __reduce_max_sync(~0u, bits);
-  if (threadIdx.x % 32 == 0) amax[warp] = bits;
+  if (lane == 0) amax[warp] = bits;
   __syncthreads();
-  for (int i = 0; i < warps; i++) bits = max(bits, amax[i]);
-  const float scale = act8_scale(bits);
-#pragma unroll
-  for (int i = 0; i < HELD; i++)
-    if (warp + i * warps < a.units) store_unit(a, quantize_unit8(held[i], scale), token, warp + i * warps, 1);
-  for (int unit = warp + HELD * warps; unit < a.units; unit += warps)
-    store_unit(a, quantize_unit8(load(unit), scale), token, unit, 1);
+  bits = __reduce_max_sync(~0u, amax[lane % 16]);
+  if (unit < a.units) store_unit(a, quantize_unit8(v, act8_scale(bits)), token, unit, 1);
 }
 
 }  // namespace
@@ -98,6 +111,7 @@ int launch_quantize(const Problem& p, void* activations, unsigned* counters, int
                  static_cast<int>(p.m),
                  p.dtype,
                  p.ldx % 2 == 0 && reinterpret_cast<uintptr_t>(p.x) % (2 * element) == 0,
+                 p.ldx * element % 16 == 0 && p.k * element % 16 == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0,
                  base,
                  reinterpret_cast<float2*>(base + layout.scales_offset),
                  reinterpret_cast<float4*>(base + layout.sums_offset),
@@ -118,7 +132,7 @@ int launch_quantize(const Problem& p, void* activations, unsigned* counters, int
     config.blockDim = dim3(128);
     return cudaLaunchKernelEx(&config, quantize16, a);
   }
-  config.gridDim = dim3(static_cast<unsigned>(layout.tokens));
+  config.gridDim = dim3(static_cast<unsigned>(layout.tokens), static_cast<unsigned>((layout.units + 15) / 16));
   config.blockDim = dim3(512);
   return cudaLaunchKernelEx(&config, quantize8, a);
 }
