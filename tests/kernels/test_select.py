@@ -52,8 +52,9 @@ def test_every_plan_is_launchable(device):
 
 def test_impossible_sizes_are_refused():
     with pytest.raises(ValueError, match="do not fit"):
-        select(4096, 1 << 20, 8, -1, 16, H200, wide=True)
-    assert select(4096, 1 << 20, 8, -1, 16, H200).kernel == PREFILL_WGMMA
+        select(4096, 1 << 20, 4, -1, 16, H200, wide=True)
+    assert select(4096, 1 << 20, 4, -1, 16, H200).kernel == PREFILL_WGMMA
+    assert select(4096, 1 << 20, 8, -1, 16, H200, wide=True).kernel == COLUMNS
 
 
 def test_many_rows_prefill():
