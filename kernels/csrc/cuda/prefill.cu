@@ -13,7 +13,8 @@ RowFormat row_format(const Problem& p) {
 }  // namespace
 
 size_t workspace_prefill(const Problem& p) {
-  return p.plan.kernel == TRIRUN_KERNEL_DEQUANTIZE ? 0 : prepared_bytes(p.m, p.w.k, row_format(p));
+  if (p.plan.kernel == TRIRUN_KERNEL_DEQUANTIZE) return 0;
+  return prepared_bytes(p.m, p.w.k, row_format(p)) + shared_tiles_bytes(p.plan);
 }
 
 int launch_prefill(const Problem& p) {
@@ -25,12 +26,13 @@ int launch_prefill(const Problem& p) {
     // Scales inside the sum would need a second set of sums; a code shifted by 6 bits must not overflow int32.
     if (p.act_bits != TRIRUN_ACT8 || p.w.group_size > 0 || p.w.k > 87040) return TRIRUN_UNSUPPORTED;
   }
-  PreparedRows rows = {p.x, p.ldx, p.k, p.dtype, nullptr, nullptr};
   const RowFormat format = row_format(p);
+  void* rest = static_cast<uint8_t*>(p.workspace) + prepared_bytes(p.m, p.w.k, format);
+  PreparedRows rows = {p.x, p.ldx, p.k, p.dtype, nullptr, nullptr, rest};
+  if (p.workspace_bytes < workspace_prefill(p)) return TRIRUN_NO_WORKSPACE;
   if (format == kRowsAsGiven) {
     if (reinterpret_cast<uintptr_t>(p.x) % 16 || p.ldx % 8) return TRIRUN_BAD_POINTER;
   } else {
-    if (p.workspace_bytes < workspace_prefill(p)) return TRIRUN_NO_WORKSPACE;
     const int status = launch_prepare(p, format, p.workspace, &rows);
     if (status != TRIRUN_OK) return status;
   }

@@ -13,6 +13,7 @@ struct PreparedRows {
   int dtype;           // TRIRUN_F16 or TRIRUN_BF16; int8 is known from the plan
   const float* scale;  // [m] factor of every row, or null
   const int* sum;      // [m] sum of the int8 codes of every row, or null
+  void* rest;          // workspace behind what the rows take of it
 };
 
 // int8 codes stand in the order of tile64's bytes: byte 4t + b of 16 is column {2t, 2t + 1, 2t + 8, 2t + 9}[b].
@@ -25,6 +26,11 @@ size_t prepared_bytes(int64_t m, int64_t k_pad, RowFormat format);
 int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRows* rows);  // prefill_prepare.cu
 
 int launch_dequantize(const Problem& p);  // prefill_prepare.cu
+
+int launch_clear(const Problem& p, unsigned* counters, int count);  // prefill_prepare.cu: zeros, in the launch chain
+
+// Workspace of the sums of tiles that several CTAs share under a plan of the Hopper kernel.
+size_t shared_tiles_bytes(const trirun_cuda_plan& plan);  // prefill_sm90.cu
 
 int launch_prefill_sm90(const Problem& p, const PreparedRows& rows);  // prefill_sm90.cu
 int launch_prefill_sm80(const Problem& p, const PreparedRows& rows);  // prefill_sm80.cu

@@ -26,6 +26,11 @@ struct PrefillArguments {
   int raster;                  // token tiles that run side by side
   int splits;                  // CTAs of the cluster that share one tile along k
   int first_tile, last_tile;
+  // Equal shares: all units of k (`turns` stages) of all tiles form one line, of which CTA b has `share`, and one more if
+  // b < rest. 0: every CTA, or cluster, takes whole tiles.
+  int share, rest, units;  // units: of one tile
+  unsigned* counters;      // warps that have left their sums of a tile; of its first CTA, one for every warp
+  uint4* parts;            // [CTA][first, last tile][four of a thread's sums][thread]
   bool remainder;  // launched behind the tiles before first_tile, to fill the CTAs that those leave idle
   int group_size;
   bool has_zeros;   // zeros come with every group
@@ -33,6 +38,13 @@ struct PrefillArguments {
   float zero;
   int y_dtype;
   bool tensor_stores;  // y's rows start at multiples of 16 bytes and hold 16-bit values
+
+  __host__ __device__ int start(int cta) const { return cta * share + (cta < rest ? cta : rest); }
+  // The CTA that has this unit.
+  __host__ __device__ int owner(int unit) const {
+    const int large = rest * (share + 1);
+    return unit < large ? unit / (share + 1) : rest + (unit - large) / share;
+  }
 };
 
 constexpr int kRowTile = 256;

@@ -125,6 +125,14 @@ __global__ void __launch_bounds__(kThreads) prepare_rows(RowArguments a) {
   }
 }
 
+__global__ void __launch_bounds__(1024) clear(unsigned* counters, int count) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  for (int i = threadIdx.x; i < count; i += 1024) counters[i] = 0;
+}
+
 struct DenseArguments {
   trirun_int2 w;
   int64_t n, k, ldy;
@@ -181,7 +189,7 @@ int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRow
   at += aligned(size_t(p.m) * p.w.k * (format == kRowsInt8 ? 1 : 2));
   a.scale = reinterpret_cast<float*>(at);
   a.sum = reinterpret_cast<int*>(at + aligned(size_t(p.m) * 4));
-  *rows = {a.out, p.w.k, p.w.k, TRIRUN_F16, a.scale, a.sum};
+  *rows = {a.out, p.w.k, p.w.k, TRIRUN_F16, a.scale, a.sum, rows->rest};
 
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -195,6 +203,19 @@ int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRow
   if (p.dtype == TRIRUN_F32) return cudaLaunchKernelEx(&config, prepare_rows<float>, a);
   if (p.dtype == TRIRUN_F16) return cudaLaunchKernelEx(&config, prepare_rows<__half>, a);
   return cudaLaunchKernelEx(&config, prepare_rows<__nv_bfloat16>, a);
+}
+
+int launch_clear(const Problem& p, unsigned* counters, int count) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(1024);
+  config.stream = p.stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, clear, counters, count);
 }
 
 int launch_dequantize(const Problem& p) {

@@ -86,7 +86,8 @@ int launch(const Problem& p, const PreparedRows& rows) {
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {unsigned(splits), 1, 1};
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(splits > 1 || last - first < p.sms ? (last - first) * splits : p.sms));
+    config.gridDim =
+        dim3(unsigned(a.share > 0 || splits > 1 || last - first < p.sms ? (last - first) * splits : p.sms));
     config.blockDim = dim3(kThreads);
     config.dynamicSmemBytes = Shape::kBytes;
     config.stream = p.stream;
@@ -96,6 +97,17 @@ int launch(const Problem& p, const PreparedRows& rows) {
   };
   const int64_t tiles = int64_t(a.row_tiles) * a.token_tiles;
   if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
+  if (p.plan.ctas > 0) {
+    const int64_t units = a.k_stages / Shape::kTurns, total = tiles * units;
+    if (p.plan.cta_split > 1 || a.k_stages % Shape::kTurns || total > INT32_MAX || p.plan.ctas > COUNTERS / 8)
+      return TRIRUN_UNSUPPORTED;
+    const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
+    a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);
+    a.counters = p.counters;
+    a.parts = static_cast<uint4*>(rows.rest);
+    status = launch_clear(p, p.counters, ctas * kConsumers / 32);
+    return status != TRIRUN_OK ? status : run(0, ctas, 1, false);
+  }
   const int splits = p.plan.cta_split > 1 ? p.plan.cta_split : 1;
   const auto fits = [&](int s) {
     return s <= 8 && s * Shape::kTurns <= a.k_stages && Shape::received(s) <= Shape::kStages * Shape::kStage;
@@ -126,6 +138,11 @@ int launch_scaling(const Problem& p, const PreparedRows& rows) {
 }
 
 }  // namespace
+
+size_t shared_tiles_bytes(const trirun_cuda_plan& plan) {
+  const bool hopper = plan.kernel == TRIRUN_KERNEL_PREFILL_WGMMA || plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8;
+  return hopper && plan.ctas > 0 && plan.tile_m > 0 ? size_t(plan.ctas) * 2 * plan.tile_m * kRowTile * 4 : 0;
+}
 
 int launch_prefill_sm90(const Problem& p, const PreparedRows& rows) {
   if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8) return launch_tokens<int8_t, kChannelScales>(p, rows);

@@ -21,11 +21,85 @@ __device__ __forceinline__ void place(const PrefillArguments& a, int tile, int& 
   token_tile = band * a.raster + inside % width;
 }
 
+// The tiles of a CTA, one after another, and of each the stages [first, last).
+struct Walk {
+  const PrefillArguments& args;
+  const int turns;
+  int tile, first, last;
+  int left = 0;  // units of later tiles
+
+  __device__ __forceinline__ Walk(const PrefillArguments& a, int t) : args(a), turns(t) {
+    if (a.share > 0) {
+      const int at = a.start(blockIdx.x);
+      left = a.start(blockIdx.x + 1) - at;
+      tile = at / a.units;
+      enter(at - tile * a.units);
+    } else {
+      const int rank = blockIdx.x % a.splits;
+      tile = a.first_tile + blockIdx.x / a.splits;
+      first = a.k_stages * rank / a.splits, last = a.k_stages * (rank + 1) / a.splits;
+    }
+  }
+  __device__ __forceinline__ void enter(int unit) {
+    const int count = min(left, args.units - unit);
+    first = unit * turns, last = (unit + count) * turns, left -= count;
+  }
+  __device__ __forceinline__ bool next() {
+    if (args.share > 0) {
+      if (left == 0) return false;
+      ++tile;
+      enter(0);
+      return true;
+    }
+    tile += gridDim.x / args.splits;
+    return tile < args.last_tile;
+  }
+};
+
+// Of a tile that several CTAs share: leaves this thread's sums in the workspace. The warp that comes last returns true
+// with the sums of all CTAs, added in the order of the CTAs.
+template <typename Accumulator, int Quarters>
+__device__ __forceinline__ bool add_parts(const PrefillArguments& args, Accumulator (&total)[Quarters][4], int tile,
+                                          int tile0, int thread) {
+  const auto part = [&](int cta, bool later) {
+    return args.parts + static_cast<int64_t>(2 * cta + later) * Quarters * kConsumers + thread;
+  };
+  uint4* to = part(blockIdx.x, tile != tile0);
+#pragma unroll
+  for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
+  const int begin = tile * args.units, first_cta = args.owner(begin), last_cta = args.owner(begin + args.units - 1);
+  unsigned* counter = args.counters + first_cta * (kConsumers / 32) + thread / 32;
+  unsigned before = 0;
+  __syncwarp();
+  if (thread % 32 == 0) before = hopper::arrive_counted(counter);
+  if (__shfl_sync(~0u, before, 0) != static_cast<unsigned>(last_cta - first_cta)) return false;
+  if (thread % 32 == 0) *counter = 0;
+  // As many loads in flight as there are registers for.
+  constexpr int kChunk = Quarters < 16 ? Quarters : 16;
+#pragma unroll
+  for (int chunk = 0; chunk < Quarters; chunk += kChunk) {
+#pragma unroll
+    for (int q = chunk; q < chunk + kChunk; ++q)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) total[q][e] = 0;
+#pragma unroll 1
+    for (int cta = first_cta; cta <= last_cta; ++cta) {
+      const uint4* from = part(cta, args.start(cta) < begin);
+#pragma unroll
+      for (int q = chunk; q < chunk + kChunk; ++q) {
+        const uint4 v = __ldcg(from + q * kConsumers);
+        total[q][0] += reinterpret_cast<const Accumulator&>(v.x), total[q][1] += reinterpret_cast<const Accumulator&>(v.y);
+        total[q][2] += reinterpret_cast<const Accumulator&>(v.z), total[q][3] += reinterpret_cast<const Accumulator&>(v.w);
+      }
+    }
+  }
+  return true;
+}
+
 // One thread that keeps the stages full.
 template <typename Shape>
 __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at,
-                                        uint32_t groups_at, uint32_t full, uint32_t empty, int tile, int tile_step,
-                                        int first, int last) {
+                                        uint32_t groups_at, uint32_t full, uint32_t empty) {
   using namespace hopper;
   const bool grouped = Shape::kGrouped && args.group_size > 0;
   const int group_rows = args.group_size == 32 ? 2 : 1;
@@ -44,25 +118,25 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
   const auto load_x = [&](int stage, int k, int token_tile) {
     tensor_load(base + stage * Shape::kX, &args.x, full + 8 * stage, k * Shape::kColumns, token_tile * Shape::kTokens);
   };
+  Walk walk(args, Shape::kTurns);
   int row_tile, token_tile;
-  place(args, tile, row_tile, token_tile);
+  place(args, walk.tile, row_tile, token_tile);
   // Weights never depend on the kernel before this one: the first stages are asked for before it has ended.
-  const int early = min(Shape::kStages, last - first);
-  for (int i = 0; i < early; ++i) load_weights(i, first + i, row_tile);
+  const int early = min(Shape::kStages, walk.last - walk.first);
+  for (int i = 0; i < early; ++i) load_weights(i, walk.first + i, row_tile);
   if (!args.remainder) grid_dependency_wait();
-  for (int i = 0; i < early; ++i) load_x(i, first + i, token_tile);
+  for (int i = 0; i < early; ++i) load_x(i, walk.first + i, token_tile);
   int stage = early % Shape::kStages, parity = early == Shape::kStages ? 0 : 1;
-  for (int k = first + early;;) {
-    for (; k < last; ++k) {
+  for (int k = walk.first + early;;) {
+    for (; k < walk.last; ++k) {
       barrier_wait(empty + 8 * stage, parity);
       load_weights(stage, k, row_tile);
       load_x(stage, k, token_tile);
       if (++stage == Shape::kStages) stage = 0, parity ^= 1;
     }
-    tile += tile_step;
-    if (tile >= args.last_tile) return;
-    place(args, tile, row_tile, token_tile);
-    k = first;
+    if (!walk.next()) return;
+    place(args, walk.tile, row_tile, token_tile);
+    k = walk.first;
   }
 }
 
@@ -105,13 +179,10 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   }
   __syncthreads();
 
-  const int first = args.k_stages * rank / splits, last = args.k_stages * (rank + 1) / splits;
-  const int tile0 = args.first_tile + blockIdx.x / splits, tile_step = gridDim.x / splits;
-
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0)
-      produce<Shape>(args, base, words_at, groups_at, full, empty, tile0, tile_step, first, last);
+      produce<Shape>(args, base, words_at, groups_at, full, empty);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int thread = threadIdx.x - 128, lane = thread % 32;
@@ -135,9 +206,12 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     for (int j = 0; j < kRowBlocks; ++j) int8_mask[j] = 0x03030303u << 2 * (j ^ 2 * group);
 
     int ring = kTurns == 1 ? 0 : group;  // stages before this warpgroup's next one, of all tiles
-    for (int tile = tile0; tile < args.last_tile; tile += tile_step) {
+    Walk walk(args, kTurns);
+    const int tile0 = walk.tile;
+    do {
+      const int first = walk.first, last = walk.last;
       int row_tile, token_tile;
-      place(args, tile, row_tile, token_tile);
+      place(args, walk.tile, row_tile, token_tile);
       if (kTurns == 1) part.begin(row_tile, token_tile);
       // Row block j ^ (2 group) of the strip: the two that this warpgroup writes come first. Set to zero rather than
       // overwritten by the first wgmma, which counts as reading them and would keep them alive through the outputs.
@@ -310,6 +384,9 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       }
       if (splits == 1) {
         part.begin_outputs();
+        if (args.share > 0 && last - first < args.k_stages &&
+            !add_parts(args, reinterpret_cast<Accumulator(&)[Tokens / 4][4]>(total), walk.tile, tile0, thread_now))
+          continue;
         if (part.is_plain()) {
 #pragma unroll
           for (int block = 0; block < Part::kBlocks; ++block)
@@ -372,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
           finish(std::false_type{});
         part.end_outputs(own, end, false);
       }
-    }
+    } while (walk.next());
     if (lane == 0) store_wait();
     if (args.remainder) grid_dependency_wait();
   }
