@@ -155,7 +155,7 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     groups = 0 if group_size == -1 else UNIT // group_size
     # Words, scales with zeros, digits, their scales and sums; beside the ring what two teams exchange.
     stage = 4 * 2048 + groups * 1024 + UNIT * width + 128 * -(-tokens * 8 // 128) + (groups > 1) * tokens * 16
-    room = 227 * 1024 - 2048 - (1024 * width if width <= 32 else 0) * (16 // act_bits)
+    room = 227 * 1024 - 2048 - 1024 * width * 16 // act_bits * (width <= 32 or (width == 64 and act_bits == 16))
     stages = min(16 if width <= 32 else 8, room // (-(-stage // 128) * 128))
     tiles, units = -(-n // (STRIP * 4)), k // UNIT
     # As many CTAs to every tile, each with eight units at least, or equal shares that cross the tiles' borders.

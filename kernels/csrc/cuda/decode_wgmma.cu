@@ -60,7 +60,9 @@ struct ColumnsArgs {
 // Not in the unnamed namespace, where an architecture without this kernel would warn of every unused member.
 template <int DIGITS, int N, int SCALE>
 struct Shape {
-  static constexpr int TEAMS = N <= 32 ? 2 : 1;
+  static constexpr bool HALVED = DIGITS == 2 && N == 64;  // products of half the columns: half the registers
+  static constexpr int TEAMS = N <= 32 || HALVED ? 2 : 1;
+  static constexpr int HALVES = HALVED ? 2 : 1, WIDTH = N / HALVES;
   static constexpr int CONSUMERS = TEAMS * TEAM, THREADS = CONSUMERS + 128;  // and a warpgroup that copies
   static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
   // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
@@ -68,7 +70,7 @@ struct Shape {
   static constexpr int OWN = J / TEAMS;                      // row blocks whose sums a thread finishes
   static constexpr int QUARTERS = OWN * TOKENS * 2 / 4;
   // Whether registers hold the fragments of two products at a time.
-  static constexpr bool AHEAD = N == 64;
+  static constexpr bool AHEAD = N == 64 && !HALVED;
   // Registers of a thread at launch, of a copying and of a multiplying one: what the first give up must cover what the
   // others add, or the kernel waits forever.
   static constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
@@ -77,6 +79,9 @@ struct Shape {
 };
 
 namespace {
+
+template <int N>
+using Step = std::integral_constant<int, N>;
 
 // Where the pipeline is: a ring of stages, each used once a round.
 struct Ring {
@@ -211,7 +216,7 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
     const float quarter[J] = {__uint_as_float((127 - 4 * group) << 23), __uint_as_float((125 - 4 * group) << 23)};
     constexpr int PIECES = SCALE == PER_BLOCK ? 4 : 1, BLOCKS = 4 / PIECES;  // of a unit; of a piece, 32 k each
     float sum[J][S::TOKENS][2];
-    int c[J][N / 2];
+    int c[2][S::WIDTH / 2];  // of the products in flight, and of those before
     uint32_t fragment[S::AHEAD ? J : 1][BLOCKS][4];
     uint4 words[BLOCKS];
     Ring ring;
@@ -219,47 +224,54 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
     uint32_t base = 0;                // of the stage in hand
     float row_scale[2], row_zero[2];  // of the two rows being converted
 
-    // Words of piece `piece` of the stage in hand, once they have come.
+    // The stage in hand, once it has come.
+    const auto await_stage = [&] {
+      barrier_wait(full + ring.stage * 8, ring.phase);
+      base = shared + ring.stage * a.stage_bytes;
+    };
     const auto read_words = [&](int piece) {
-      if (PIECES == 1 || piece == 0) {
-        barrier_wait(full + ring.stage * 8, ring.phase);
-        base = shared + ring.stage * a.stage_bytes;
-      }
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++)
         words[b] = load_shared4(base + strip * UNIT_BYTES + (piece * BLOCKS + b) * 512 + lane * 16);
     };
-    // Starts the products of row block j with a piece of x, when those of the other row block are done. A product holds
-    // its warp until its registers have been read, so other work stands between them: between(b) after product b.
-    const auto multiply = [&](auto row_block, int piece, int fresh, auto between) {
-      constexpr int j = decltype(row_block)::value;
+    // Starts the products of a step, which is a row block and a half of the columns, with a piece of x, when those of
+    // the step before are done. A product holds its warp until its registers have been read, so other work stands
+    // between them: between(b) after product b.
+    const auto multiply = [&](auto step, int piece, int fresh, auto between) {
+      constexpr int j = decltype(step)::value / S::HALVES, half = decltype(step)::value % S::HALVES;
+      constexpr int buffer = decltype(step)::value % 2;
       uint32_t (&r)[BLOCKS][4] = fragment[S::AHEAD ? j : 0];
       if constexpr (!S::AHEAD) wgmma_wait<0>();
+      if constexpr (half == 0) {
+        if constexpr (S::HALVED) read_words(piece);  // not kept for the other row block: registers are short
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) {
-        const uint32_t w[4] = {words[b].x, words[b].y, words[b].z, words[b].w};
+        for (int b = 0; b < BLOCKS; b++) {
+          const uint32_t w[4] = {words[b].x, words[b].y, words[b].z, words[b].w};
 #pragma unroll
-        for (int i = 0; i < 4; i++)  // volatile: stays ahead of the fence that hands over the registers
-          asm volatile("and.b32 %0, %1, %2;" : "=r"(r[b][i]) : "r"(w[i]), "r"(masks[j]));
+          for (int i = 0; i < 4; i++)  // volatile: stays ahead of the fence that hands over the registers
+            asm volatile("and.b32 %0, %1, %2;" : "=r"(r[b][i]) : "r"(w[i]), "r"(masks[j]));
+        }
       }
-      const uint64_t digits = wgmma_descriptor(base + a.x_at, a.columns * 16, 128), step = a.columns * 32 >> 4;
+      const uint64_t digits = wgmma_descriptor(base + a.x_at + half * S::WIDTH * 16, a.columns * 16, 128);
       // All of them, not all but one: of products still on their way around a loop ptxas loses track, and serializes.
       if constexpr (S::AHEAD) wgmma_wait<0>();
       wgmma_fence();
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++) {
-        wgmma_u8s8(c[j], r[b], digits + (piece * BLOCKS + b) * step, S::EXACT ? !(fresh && b == 0) : b > 0);
+        wgmma_u8s8(c[buffer], r[b], digits + (piece * BLOCKS + b) * (a.columns * 32 >> 4),
+                   S::EXACT ? !(fresh && b == 0) : b > 0);
         if (b == BLOCKS - 1) wgmma_commit();
         between(b);
       }
     };
-    // Of the integer sums of row block j over a piece of the stage at `at`, those that the `part`-th product of the other
-    // row block leaves time for become floats.
-    const auto convert = [&](auto row_block, uint32_t at, int piece, int part) {
-      constexpr int j = decltype(row_block)::value;
-      if (part == 0) wgmma_hold(c[j]);
+    // Of the integer sums of a step over a piece of the stage at `at`, those that the `part`-th product of the next step
+    // leaves time for become floats.
+    const auto convert = [&](auto step, uint32_t at, int piece, int part) {
+      constexpr int j = decltype(step)::value / S::HALVES, half = decltype(step)::value % S::HALVES;
+      int (&sums)[S::WIDTH / 2] = c[decltype(step)::value % 2];
+      if (part == 0) wgmma_hold(sums);
       if constexpr (S::EXACT) return;
-      if (SCALE != PER_CHANNEL && part == 0) {
+      if (SCALE != PER_CHANNEL && half == 0 && part == 0) {
         const uint32_t from = at + a.scales_at + (piece * a.group_rows / PIECES) * STRIPS * 128 + strip * 128 +
                               lane / 4 * 16 + group * 8 + j * 4;
         // Without zeros the scales stand in, unused: no branch between wgmmas.
@@ -272,10 +284,10 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
       }
       const uint32_t x_scales = at + a.x_scales_at + (lane & 3) * (DIGITS == 2 ? 8 : 16);
 #pragma unroll
-      for (int n = N / 8 * part / BLOCKS; n < N / 8 * (part + 1) / BLOCKS; n++)
+      for (int i = S::WIDTH / 8 * part / BLOCKS; i < S::WIDTH / 8 * (part + 1) / BLOCKS; i++)
 #pragma unroll
         for (int e = 0; e < 2 / DIGITS; e++) {
-          const int t = DIGITS == 2 ? n : n * 2 + e;
+          const int n = half * (S::WIDTH / 8) + i, t = DIGITS == 2 ? n : n * 2 + e;
           const float2 s = load_shared_float2(x_scales + n * (DIGITS == 2 ? 32 : 64) + e * 8);
           float x_sum = s.y;
           if constexpr (SCALE == PER_BLOCK)
@@ -283,8 +295,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
                                       piece * 4);
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            const float v = static_cast<float>(DIGITS == 2 ? c[j][n * 4 + 2 * h] * 256 + c[j][n * 4 + 2 * h + 1]
-                                                           : c[j][n * 4 + 2 * h + e]);
+            const float v = static_cast<float>(DIGITS == 2 ? sums[i * 4 + 2 * h] * 256 + sums[i * 4 + 2 * h + 1]
+                                                           : sums[i * 4 + 2 * h + e]);
             if constexpr (SCALE == PER_CHANNEL)
               sum[j][t][h] += s.x * v;
             else
@@ -296,8 +308,16 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + stage * 8);
     };
-    using Even = std::integral_constant<int, 0>;
-    using Odd = std::integral_constant<int, 1>;
+    // Steps of a piece but the first, each with the one before.
+    const auto go_on = [&](int piece, int fresh) {
+      const uint32_t at = base;
+      const auto follow = [&](auto step, auto before) {
+        multiply(step, piece, fresh, [&](int part) { convert(before, at, piece, part); });
+      };
+      follow(Step<1>{}, Step<0>{});
+      if constexpr (S::HALVED) follow(Step<2>{}, Step<1>{}), follow(Step<3>{}, Step<2>{});
+    };
+    using Last = Step<J * S::HALVES - 1>;
 
     // Finished sums of this thread to y: of `OWN` row blocks, rows 8 apart and every token.
     float own[S::OWN][S::TOKENS][2];
@@ -350,22 +370,26 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
 #pragma unroll
       for (int i = 0; i < J * S::TOKENS * 2; i++) (&sum[0][0][0])[i] = 0.f;
       if (S::TEAMS == 1 || pieces > 0) {
-        read_words(0);
-        multiply(Even{}, 0, 1, [](int) {});
+        await_stage();
+        if constexpr (!S::HALVED) read_words(0);
+        multiply(Step<0>{}, 0, 1, [](int) {});
 #pragma unroll 1
         for (int i = 0; i + 1 < pieces; i++) {
           const int piece = i % PIECES, next = (i + 1) % PIECES;
           const uint32_t now = base, stage = ring.stage;
-          multiply(Odd{}, piece, i == 0, [&](int part) { convert(Even{}, now, piece, part); });
-          if (next == 0) ring.advance(a.stages, S::TEAMS);
-          read_words(next);
-          multiply(Even{}, next, 0, [&](int part) { convert(Odd{}, now, piece, part); });
+          go_on(piece, i == 0);
+          if (next == 0) {
+            ring.advance(a.stages, S::TEAMS);
+            await_stage();
+          }
+          if constexpr (!S::HALVED) read_words(next);
+          multiply(Step<0>{}, next, 0, [&](int part) { convert(Last{}, now, piece, part); });
           if (next == 0) release(stage);
         }
-        multiply(Odd{}, PIECES - 1, pieces == 1, [&](int part) { convert(Even{}, base, PIECES - 1, part); });
+        go_on(PIECES - 1, pieces == 1);
         wgmma_wait<0>();
 #pragma unroll
-        for (int part = 0; part < BLOCKS; part++) convert(Odd{}, base, PIECES - 1, part);
+        for (int part = 0; part < BLOCKS; part++) convert(Last{}, base, PIECES - 1, part);
         release(ring.stage);
         ring.advance(a.stages, S::TEAMS);
         if constexpr (S::EXACT) {
