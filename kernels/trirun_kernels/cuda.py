@@ -11,7 +11,7 @@ from torch import Tensor
 from .cpu import DTYPES
 from .native import Int2Struct, NativeError, load
 from .packing import PackedWeight
-from .select import COLUMNS, DECODE_ROWS, STREAM_SM80, Device, Plan, select
+from .select import COLUMNS, DECODE_ROWS, DEQUANTIZE, STREAM_SM80, Device, Plan, select
 from .spec import QuantSpec
 
 
@@ -138,6 +138,11 @@ def _gemm(x: Tensor, w: PackedWeight, bias: Tensor | None, y: Tensor, act_bits: 
         return
     plain = w.spec.zero is not None and (4 * w.spec.zero).is_integer() and abs(w.spec.zero) < 8
     plan = select(n_pad, k_pad, x.shape[0], w.spec.group_size, act_bits, device, plain=plain)
+    if plan.kernel == DEQUANTIZE:
+        dense = torch.empty((w.n, w.k), dtype=x.dtype, device=x.device)
+        run_plan(dense, w, None, dense, act_bits, plan)
+        torch.matmul(x, dense.T, out=y) if bias is None else torch.addmm(bias, x, dense.T, out=y)
+        return
     if plan.kernel > COLUMNS and (x.data_ptr() % 16 or x.stride(0) % 8):
         # The copy engine reads rows that start on 16 bytes.
         aligned = torch.empty((x.shape[0], -(-w.k // 8) * 8), dtype=x.dtype, device=x.device)

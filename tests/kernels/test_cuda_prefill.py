@@ -112,7 +112,8 @@ def plans():
 def test_every_grid(hopper, dtype, group, zero):
     w, x = weight(320, 1152, group, zero), rows(129, 1152, dtype)
     bias = torch.randn(320, device="cuda").to(dtype)
-    for kernel, split, ctas in ((PREFILL_WGMMA, 1, 0), (PREFILL_WGMMA, 3, 0), (PREFILL_WGMMA, 0, 3), (PREFILL_SM80, 1, 0)):
+    kernels = (PREFILL_WGMMA, 1, 0), (PREFILL_WGMMA, 3, 0), (PREFILL_WGMMA, 0, 3), (PREFILL_SM80, 1, 0)
+    for kernel, split, ctas in kernels:
         y = run(x, w, Plan(kernel, tile_m=128, tile_n=256, cta_split=split, ctas=ctas), bias=bias, pitch=8)
         check(x, w, y, bias=bias)
 
@@ -187,7 +188,7 @@ def test_repeats_are_bitwise_equal(hopper):
 
 @gpu
 def test_graphs_of_shared_tiles_replay(hopper):
-    # What the workspace of a graph holds at its start is arbitrary: the counters of shared tiles are zeroed in the graph.
+    # A graph's workspace holds anything at its start: the counters of shared tiles are zeroed within the graph.
     from trirun_kernels.cuda import run_plan
 
     w, x = weight(1024, 2048, -1, 1.0), rows(100, 2048, torch.float16)

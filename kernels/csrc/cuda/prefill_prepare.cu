@@ -139,36 +139,58 @@ struct DenseArguments {
   void* y;
 };
 
-// One warp writes 64 rows by 32 columns, transposed through shared memory so that every row leaves as whole sectors.
+// Two neighbours of a row, read and written together.
 template <typename T>
-__global__ void __launch_bounds__(128) dequantize(DenseArguments a) {
-  constexpr int kPitch = 33;  // odd: the eight rows of a lane column start in different banks
-  __shared__ float shared[4][64 * kPitch];
-  float* tile = shared[threadIdx.x / 32];
+struct alignas(2 * sizeof(T)) Pair {
+  T low, high;
+};
+
+// One warp writes 64 rows by 64 columns, transposed through shared memory so that every row leaves as whole lines.
+template <typename T>
+__global__ void __launch_bounds__(32 * 8 / sizeof(T)) dequantize(DenseArguments a) {
+  constexpr int kWarps = 8 / sizeof(T);
+  constexpr int kPitch = 72;  // the eight rows of a lane column start in different banks
+  __shared__ Pair<T> shared[kWarps][64 * kPitch / 2];
+  Pair<T>* tile = shared[threadIdx.x / 32];
   const int lane = threadIdx.x % 32;
-  const int64_t block = blockIdx.x * 4 + threadIdx.x / 32, blocks = a.w.k / 32, strip = blockIdx.y;
-  if (block >= blocks) return;
-  const uint4 raw = reinterpret_cast<const uint4*>(a.w.words)[(strip * blocks + block) * 32 + lane];
-  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-  const int64_t group = a.w.group_size > 0 ? block * 32 / a.w.group_size : 0,
-                at = group * a.w.n + strip * 64 + lane / 4 * 8;
+  const int64_t block0 = 2 * (blockIdx.x * int64_t(kWarps) + threadIdx.x / 32), blocks = a.w.k / 32;
+  const int64_t strip = blockIdx.y;
+  if (block0 >= blocks) return;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int j = i / 2, h = i % 2;
-    const float scale = __half2float(__ushort_as_half(a.w.scales[at + i]));
-    const float zero = a.w.zeros ? __half2float(__ushort_as_half(a.w.zeros[at + i])) : a.w.zero;
+  for (int half = 0; half < 2; ++half) {
+    const int64_t block = block0 + half;
+    const uint4 raw = reinterpret_cast<const uint4*>(a.w.words)[(strip * blocks + block) * 32 + lane];
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    const int64_t group = a.w.group_size > 0 ? block * 32 / a.w.group_size : 0,
+                  at = group * a.w.n + strip * 64 + lane / 4 * 8;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int c = e / 4, b = e % 4, column = 16 * c + 2 * (lane % 4) + b % 2 + 8 * (b / 2);
-      const int code = words[2 * c + h] >> (8 * b + 2 * j) & 3;
-      tile[(16 * j + 8 * h + lane / 4) * kPitch + column] = scale * (float(code) - zero);
+    for (int i = 0; i < 8; ++i) {
+      const int j = i / 2, h = i % 2;
+      const float scale = __half2float(__ushort_as_half(a.w.scales[at + i]));
+      const float zero = a.w.zeros ? __half2float(__ushort_as_half(a.w.zeros[at + i])) : a.w.zero;
+#pragma unroll
+      for (int e = 0; e < 8; e += 2) {
+        const int c = e / 4, b = e % 4, column = 32 * half + 16 * c + 2 * (lane % 4) + 4 * b;
+        const uint32_t codes = words[2 * c + h] >> (8 * b + 2 * j);
+        tile[((16 * j + 8 * h + lane / 4) * kPitch + column) / 2] = {T(scale * (float(codes & 3) - zero)),
+                                                                     T(scale * (float(codes >> 8 & 3) - zero))};
+      }
     }
   }
   __syncwarp();
-  const int64_t column = block * 32 + lane;
-  if (column >= a.k) return;
-  for (int row = 0; row < 64 && strip * 64 + row < a.n; ++row)
-    static_cast<T*>(a.y)[(strip * 64 + row) * a.ldy + column] = T(tile[row * kPitch + lane]);
+  const int64_t column = block0 * 32 + 2 * lane, rows = min(int64_t(64), a.n - strip * 64);
+  T* to = static_cast<T*>(a.y) + strip * 64 * a.ldy + column;
+  const bool paired = a.ldy % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % (2 * sizeof(T)) == 0 && column + 1 < a.k;
+#pragma unroll 8
+  for (int row = 0; row < rows; ++row, to += a.ldy) {
+    const Pair<T> v = tile[row * kPitch / 2 + lane];
+    if (paired) {
+      *reinterpret_cast<Pair<T>*>(to) = v;
+    } else {
+      if (column < a.k) to[0] = v.low;
+      if (column + 1 < a.k) to[1] = v.high;
+    }
+  }
 }
 
 size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -222,10 +244,11 @@ int launch_dequantize(const Problem& p) {
   const DenseArguments a = {p.w, p.n, p.k, p.ldy, p.y};
   const int64_t strips = (p.n + 63) / 64;
   if (strips > 65535) return TRIRUN_BAD_SHAPE;
-  const dim3 grid(unsigned((p.w.k / 32 + 3) / 4), unsigned(strips));
-  if (p.dtype == TRIRUN_F32) dequantize<float><<<grid, 128, 0, p.stream>>>(a);
-  if (p.dtype == TRIRUN_F16) dequantize<__half><<<grid, 128, 0, p.stream>>>(a);
-  if (p.dtype == TRIRUN_BF16) dequantize<__nv_bfloat16><<<grid, 128, 0, p.stream>>>(a);
+  const int warps = p.dtype == TRIRUN_F32 ? 2 : 4;
+  const dim3 grid(unsigned((p.w.k / 64 + warps - 1) / warps), unsigned(strips));
+  if (p.dtype == TRIRUN_F32) dequantize<float><<<grid, 32 * warps, 0, p.stream>>>(a);
+  if (p.dtype == TRIRUN_F16) dequantize<__half><<<grid, 32 * warps, 0, p.stream>>>(a);
+  if (p.dtype == TRIRUN_BF16) dequantize<__nv_bfloat16><<<grid, 32 * warps, 0, p.stream>>>(a);
   return cudaGetLastError();
 }
 
