@@ -9,22 +9,42 @@ ROW_TILE = 256  # out_features of one CTA
 # Clock cycles per column of k of a tile with fp16 codes: 64 tokens do not keep the tensor cores as busy as 128.
 CYCLES = {64: 11.3, 128: 16.2}
 LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
+UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
+# Cycles of a tile of 64 rows that several CTAs share: to leave the sums in the workspace and count, and to add those of
+# one CTA.
+LEAVE, ADD = 4500, 900
 
 
-def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool) -> tuple[int, int]:
-    """Rows of x of one CTA (64 or 128), and the CTAs of a cluster that share a tile along k.
+def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool) -> tuple[int, int, int]:
+    """Rows of x of one CTA (64 or 128), the CTAs of a cluster that share a tile along k, and, where the CTAs share all
+    tiles' k equally instead, their number (otherwise 0).
 
     Args:
         n, k: padded sizes of the stored weight. m: rows of x. sms: multiprocessors.
         plain: one scale per output channel and a zero point in quarters; only such weights have a kernel for 64 rows.
         int8: 8-bit activations on integer tensor cores, twice the rate.
     """
-    return min(
-        (_cycles(n, k, m, sms, tokens, split, int8), tokens, split)
-        for tokens in ((64, 128) if plain or int8 else (128,))
-        for split in CLUSTERS
-        if split == 1 or k // (128 if int8 else 64) >= 4 * split
-    )[1:]
+    choices = []
+    for tokens in (64, 128) if plain or int8 else (128,):
+        for split in CLUSTERS:
+            if split == 1 or k // (128 if int8 else 64) >= 4 * split:
+                choices.append((_cycles(n, k, m, sms, tokens, split, int8), tokens, split, 0))
+        tiles = -(-n // ROW_TILE) * -(-m // tokens)
+        if tiles < 2 * sms and not (int8 and tokens == 64 and k % (2 * UNIT)):
+            for ctas in {sms, tiles * (sms // tiles)}:
+                if 0 < ctas <= tiles * (k // UNIT):
+                    choices.append((_shared_cycles(k, tiles, ctas, tokens, int8), tokens, 1, ctas))
+    return min(choices)[1:]
+
+
+def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, int8: bool) -> float:
+    units = -(-tiles * (k // UNIT) // ctas)
+    work = units * UNIT * CYCLES[tokens] / (2 if int8 else 1)
+    if tiles % ctas == 0:
+        return LAUNCH + work
+    # A CTA that ends one tile and begins another leaves sums of both.
+    borders = 1 if ctas % tiles == 0 else 2
+    return LAUNCH + work + tokens / 64 * (borders * LEAVE + (1 + ctas / tiles) * ADD)
 
 
 def _cycles(n: int, k: int, m: int, sms: int, tokens: int, split: int, int8: bool) -> float:

@@ -15,6 +15,7 @@ UNIT = 128  # k of one pipeline stage, K_PAD of the layout
 STRIP = 64  # out_features that stream together
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
+DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
 SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB one CTA may have; 99 elsewhere
 
@@ -172,10 +173,12 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:
     if device.arch != 90:
         return Plan(PREFILL_SM80, tile_m=128)
+    if group_size != -1 and act_bits == 16 and m >= DENSE_ROWS and n * k <= LARGE:
+        return Plan(DEQUANTIZE)
     # The int8 tile is computed in two turns of 128 columns at least.
     int8 = act_bits == 8 and group_size == -1 and 256 <= k <= 87040
-    tokens, split = prefill_tile(n, k, m, device.sms, plain=plain and group_size == -1, int8=int8)
-    return Plan(PREFILL_W2A8 if int8 else PREFILL_WGMMA, tile_m=tokens, tile_n=ROW_TILE, cta_split=split)
+    tokens, split, ctas = prefill_tile(n, k, m, device.sms, plain=plain and group_size == -1, int8=int8)
+    return Plan(PREFILL_W2A8 if int8 else PREFILL_WGMMA, tile_m=tokens, tile_n=ROW_TILE, cta_split=split, ctas=ctas)
 
 
 def _floor_power(v: int) -> int:
