@@ -207,8 +207,8 @@ typedef struct {
   int32_t warp_split;   /* warps of a CTA that share a strip along k */
   int32_t cta_split;    /* CTAs that share a strip along k: a cluster on sm_90, through the workspace elsewhere */
   int32_t stages;       /* of the shared-memory ring */
-  int32_t ctas;         /* grid of a persistent kernel; 0: one CTA per tile. Of the columns kernel: equal shares of all
-                           tiles' k, at least 1 */
+  int32_t ctas;         /* grid of a persistent kernel; 0: one CTA per tile. Of the columns kernel (at least 1) and, where
+                           it is not 0, of the Hopper prefill kernels: equal shares of all tiles' k */
   int32_t fused;        /* 1: x is quantized in the kernel's prologue; 0: by a kernel of its own before */
   int32_t reserved;
 } trirun_cuda_plan;

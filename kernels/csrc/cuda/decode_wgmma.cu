@@ -264,8 +264,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
         between(b);
       }
     };
-    // Of the integer sums of a step over a piece of the stage at `at`, those that the `part`-th product of the next step
-    // leaves time for become floats.
+    // Of the integer sums of a step over a piece of the stage at `at`, those that the `part`-th product of the next
+    // step leaves time for become floats.
     const auto convert = [&](auto step, uint32_t at, int piece, int part) {
       constexpr int j = decltype(step)::value / S::HALVES, half = decltype(step)::value % S::HALVES;
       int (&sums)[S::WIDTH / 2] = c[decltype(step)::value % 2];
@@ -328,7 +328,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const int block = 2 * group + (S::TEAMS == 2 ? team : i), strip0 = tile * STRIPS + strip;
-          const int row = strip0 * 64 + block * 16 + h * 8 + lane / 4, stored = strip0 * 64 + lane / 4 * 8 + block * 2 + h;
+          const int row = strip0 * 64 + block * 16 + h * 8 + lane / 4;
+          const int stored = strip0 * 64 + lane / 4 * 8 + block * 2 + h;
           if (row >= a.n) continue;
           float scale = 1.f, z = a.zero, bias = 0.f;
           if constexpr (SCALE == PER_CHANNEL) {
@@ -471,20 +472,22 @@ struct Instance {
   int consumers() const { return threads - 128; }
 };
 
-#define TRIRUN_COLUMNS(D, N, S)                                                                              \
-  {D, N, S, Shape<D, N, S>::THREADS, Shape<D, N, S>::TEAMS, Shape<D, N, S>::LAUNCH_REGISTERS, Shape<D, N, S>::QUARTERS, \
-   columns<D, N, S>}
-#define TRIRUN_COLUMNS_ANY_SCALE(D, N) \
-  TRIRUN_COLUMNS(D, N, PER_CHANNEL), TRIRUN_COLUMNS(D, N, PER_UNIT), TRIRUN_COLUMNS(D, N, PER_BLOCK)
+template <int DIGITS, int N, int SCALE>
+constexpr Instance instance() {
+  using S = Shape<DIGITS, N, SCALE>;
+  return {DIGITS, N, SCALE, S::THREADS, S::TEAMS, S::LAUNCH_REGISTERS, S::QUARTERS, columns<DIGITS, N, SCALE>};
+}
+
+
+#define TRIRUN_COLUMNS(D, N) instance<D, N, PER_CHANNEL>(), instance<D, N, PER_UNIT>(), instance<D, N, PER_BLOCK>()
 // digits of x, columns (digits * rows of x, at most), where weight scales enter
 // no-spill(90a): columns<2, 16, *>
 // no-spill(90a): columns<2, 32, *>
 // no-spill(90a): columns<1, 16, *>
 // no-spill(90a): columns<1, 32, 0>
 constexpr Instance INSTANCES[] = {
-    TRIRUN_COLUMNS_ANY_SCALE(2, 16),  TRIRUN_COLUMNS_ANY_SCALE(2, 32), TRIRUN_COLUMNS_ANY_SCALE(2, 64),
-    TRIRUN_COLUMNS_ANY_SCALE(2, 96),  TRIRUN_COLUMNS_ANY_SCALE(2, 128), TRIRUN_COLUMNS_ANY_SCALE(1, 16),
-    TRIRUN_COLUMNS_ANY_SCALE(1, 32),  TRIRUN_COLUMNS_ANY_SCALE(1, 64),
+    TRIRUN_COLUMNS(2, 16),  TRIRUN_COLUMNS(2, 32), TRIRUN_COLUMNS(2, 64), TRIRUN_COLUMNS(2, 96),
+    TRIRUN_COLUMNS(2, 128), TRIRUN_COLUMNS(1, 16), TRIRUN_COLUMNS(1, 32), TRIRUN_COLUMNS(1, 64),
 };
 
 int align(int v) { return (v + 127) / 128 * 128; }

@@ -26,8 +26,8 @@ struct PrefillArguments {
   int raster;                  // token tiles that run side by side
   int splits;                  // CTAs of the cluster that share one tile along k
   int first_tile, last_tile;
-  // Equal shares: all units of k (`turns` stages) of all tiles form one line, of which CTA b has `share`, and one more if
-  // b < rest. 0: every CTA, or cluster, takes whole tiles.
+  // Equal shares: all units of k (`turns` stages) of all tiles form one line, of which CTA b has `share`, and one more
+  // if b < rest. 0: every CTA, or cluster, takes whole tiles.
   int share, rest, units;  // units: of one tile
   unsigned* counters;      // warps that have left their sums of a tile; of its first CTA, one for every warp
   uint4* parts;            // [CTA][first, last tile][four of a thread's sums][thread]
@@ -52,8 +52,8 @@ constexpr int kConsumers = 256;
 constexpr int kThreads = kConsumers + 128;
 constexpr int kStageBytesOfX = 128;  // per row: one swizzle span
 
-// Where weight scales enter: with the sums; in the fragments, where the zero point is exact beside the codes and a group
-// fills whole stages (groups of 64 and 128); in the fragments, whatever the group and the zero points.
+// Where weight scales enter: with the sums; in the fragments, where the zero point is exact beside the codes and a
+// group fills whole stages (groups of 64 and 128); in the fragments, whatever the group and the zero points.
 enum Scaling { kChannelScales, kGroupScales, kAnyScales };
 
 template <typename T, int Tokens, Scaling Mode>

@@ -4,6 +4,9 @@
 // bulk tensor copies; two consumer warpgroups multiply. Warp i of a warpgroup owns strip i, and the warpgroup owns
 // two of the four row blocks of every strip, so each masked word is already an A fragment of wgmma and no weight
 // ever passes through shared memory a second time. w is the M side of the product: tokens are its N.
+//
+// A CTA takes whole tiles; or the CTAs of a cluster share a tile along k; or all CTAs share all tiles' k equally, and
+// whoever comes last at a tile that several of them worked on adds what they left in the workspace.
 #pragma once
 
 #include "prefill_outputs.cuh"
@@ -88,8 +91,9 @@ __device__ __forceinline__ bool add_parts(const PrefillArguments& args, Accumula
 #pragma unroll
       for (int q = chunk; q < chunk + kChunk; ++q) {
         const uint4 v = __ldcg(from + q * kConsumers);
-        total[q][0] += reinterpret_cast<const Accumulator&>(v.x), total[q][1] += reinterpret_cast<const Accumulator&>(v.y);
-        total[q][2] += reinterpret_cast<const Accumulator&>(v.z), total[q][3] += reinterpret_cast<const Accumulator&>(v.w);
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) total[q][e] += reinterpret_cast<const Accumulator&>(words[e]);
       }
     }
   }
@@ -270,7 +274,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
                                unit, offset);
           if constexpr (Mode == kGroupScales) {
 #pragma unroll
-            for (int i = 0; i < 4 * kRowBlocks; ++i) a[i / 4][i % 4] = D::fma(a[i / 4][i % 4], group_scale[i / 4][i % 2], 0);
+            for (int i = 0; i < 4 * kRowBlocks; ++i)
+              a[i / 4][i % 4] = D::fma(a[i / 4][i % 4], group_scale[i / 4][i % 2], 0);
           }
           if constexpr (kAny) {
             if (step == 2 && args.group_size == 32) read_groups(stage, 1);

@@ -71,8 +71,8 @@ __device__ __forceinline__ uint32_t row_magnitude(const QuantizeArgs& a, const u
   return a.dtype == TRIRUN_BF16 ? half << 16 : __float_as_uint(__half2float(__ushort_as_half(half)));
 }
 
-// A CTA per token and 16 units, one for each warp: the scale is the row's, and every CTA of a token finds it for itself,
-// since the row is small and in L2.
+// A CTA per token and 16 units, one for each warp: the scale is the row's, and every CTA of a token finds it for
+// itself, since the row is small and in L2.
 __global__ void __launch_bounds__(512) quantize8(const __grid_constant__ QuantizeArgs a) {
   __shared__ uint32_t amax[16];
   dependency_launch();
