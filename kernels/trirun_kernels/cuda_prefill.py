@@ -21,7 +21,7 @@ def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool) -
 
     Args:
         n, k: padded sizes of the stored weight. m: rows of x. sms: multiprocessors.
-        plain: one scale per output channel and a zero point in quarters; only such weights have a kernel for 64 rows.
+        plain: a zero point in quarters and no groups of 32; only such weights have a kernel for 64 rows.
         int8: 8-bit activations on integer tensor cores, twice the rate.
     """
     choices = []

@@ -74,10 +74,11 @@ def select(
     if quantized and m > DECODE_ROWS:
         raise ValueError(f"quantized activations of {m} rows: the decode kernels take at most {DECODE_ROWS}")
     # Without wgmma, up to two tensor-core tiles of columns; with it, as far as the columns kernel is faster than a
-    # prefill tile of 64 rows, which groups do not have.
+    # prefill tile of 64 rows, which groups of 32 and odd zero points do not have.
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
-        limit = DECODE_ROWS if quantized or wide or group_size != -1 else 32
+        tile_of_64 = plain and group_size != 32
+        limit = 32 if tile_of_64 and not (quantized or wide) else DECODE_ROWS
     if m <= limit or quantized or wide:
         plan = _decode(n, k, m, group_size, act_bits, device, quantized) if m <= limit else None
         if plan is not None:
@@ -177,7 +178,7 @@ def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
         return Plan(DEQUANTIZE)
     # The int8 tile is computed in two turns of 128 columns at least.
     int8 = act_bits == 8 and group_size == -1 and 256 <= k <= 87040
-    tokens, split, ctas = prefill_tile(n, k, m, device.sms, plain=plain and group_size == -1, int8=int8)
+    tokens, split, ctas = prefill_tile(n, k, m, device.sms, plain=plain and group_size != 32, int8=int8)
     return Plan(PREFILL_W2A8 if int8 else PREFILL_WGMMA, tile_m=tokens, tile_n=ROW_TILE, cta_split=split, ctas=ctas)
 
 

@@ -64,7 +64,8 @@ def test_many_rows_prefill():
     assert select(4096, 4096, 16, -1, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 32, -1, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
-    assert select(4096, 4096, 64, 128, 16, H200).kernel == COLUMNS
+    assert select(4096, 4096, 64, 32, 16, H200).kernel == COLUMNS
+    assert select(4096, 4096, 64, 128, 16, H200).kernel == PREFILL_WGMMA
     assert select(57344, 8192, 8, -1, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 17, 128, 16, A100).kernel == PREFILL_SM80
 

@@ -123,8 +123,8 @@ int launch(const Problem& p, const PreparedRows& rows) {
 
 template <typename T, Scaling Mode>
 int launch_tokens(const Problem& p, const PreparedRows& rows) {
-  // 64 tokens keep twice the row blocks in registers, which leaves no room for scales of groups.
-  if constexpr (Mode == kChannelScales)
+  // 64 tokens keep twice the row blocks in registers, which leaves no room for zero points of groups.
+  if constexpr (Mode != kAnyScales)
     if (p.plan.tile_m == 64) return launch<T, 64, Mode>(p, rows);
   if (p.plan.tile_m == 128) return launch<T, 128, Mode>(p, rows);
   return TRIRUN_UNSUPPORTED;

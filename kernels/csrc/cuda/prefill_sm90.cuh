@@ -232,15 +232,19 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       const auto read_groups = [&](int stage, int index) {
         const uint32_t at = groups_at + stage * 2 * Shape::kGroups + index * 512 + part.warp * 128 + lane / 4 * 16;
         // Eight values of 16 bits, two per row block; this warpgroup's own row blocks first.
-        const uint2 s2 = shared_load_pair(at + 8 * group),
-                    z2 = kAny && args.has_zeros ? shared_load_pair(at + Shape::kGroups + 8 * group) : make_uint2(0, 0);
-        static_assert(!Shape::kGrouped || kRowBlocks == 2);
-        const uint32_t s[2] = {s2.x, s2.y}, z[2] = {z2.x, z2.y};
+        uint32_t s[4], z[4] = {};
 #pragma unroll
-        for (int i = 0; i < 2 * kRowBlocks; ++i) {
-          const int j = i / 2, h = i % 2;
-          group_scale[j][h] = D::broadcast(s[j], h);
+        for (int pair = 0; pair < kRowBlocks / 2; ++pair) {
+          const uint32_t from = at + 8 * (group ^ pair);
+          const uint2 s2 = shared_load_pair(from);
+          s[2 * pair] = s2.x, s[2 * pair + 1] = s2.y;
+          if (kAny && args.has_zeros) {
+            const uint2 z2 = shared_load_pair(from + Shape::kGroups);
+            z[2 * pair] = z2.x, z[2 * pair + 1] = z2.y;
+          }
         }
+#pragma unroll
+        for (int i = 0; i < 2 * kRowBlocks; ++i) group_scale[i / 2][i % 2] = D::broadcast(s[i / 2], i % 2);
         if constexpr (kAny) {
           if (!args.split_zero) return;
 #pragma unroll
@@ -274,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
                                unit, offset);
           if constexpr (Mode == kGroupScales) {
 #pragma unroll
-            for (int i = 0; i < 4 * kRowBlocks; ++i)
+            for (int i = 8 * pair; i < 8 * pair + 8; ++i)
               a[i / 4][i % 4] = D::fma(a[i / 4][i % 4], group_scale[i / 4][i % 2], 0);
           }
           if constexpr (kAny) {
