@@ -7,12 +7,12 @@ from __future__ import annotations
 CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 6: 17 / 132, 8: 15 / 132}
 ROW_TILE = 256  # out_features of one CTA
 # Clock cycles per column of k of a tile with fp16 codes: 64 tokens do not keep the tensor cores as busy as 128.
-CYCLES = {64: 11.3, 128: 16.2}
+CYCLES = {64: 10.0, 128: 16.2}
 LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
 # Cycles of a tile of 64 rows that several CTAs share: to leave the sums in the workspace and count, and to add those of
-# one CTA.
-LEAVE, ADD = 4500, 900
+# one CTA. Half as much again for 128 rows.
+LEAVE, ADD = 8400, 1100
 
 
 def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool) -> tuple[int, int, int]:
@@ -44,7 +44,7 @@ def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, int8: bool) -> fl
         return LAUNCH + work
     # A CTA that ends one tile and begins another leaves sums of both.
     borders = 1 if ctas % tiles == 0 else 2
-    return LAUNCH + work + tokens / 64 * (borders * LEAVE + (1 + ctas / tiles) * ADD)
+    return LAUNCH + work + (0.5 + tokens / 128) * (borders * LEAVE + (1 + ctas / tiles) * ADD)
 
 
 def _cycles(n: int, k: int, m: int, sms: int, tokens: int, split: int, int8: bool) -> float:
@@ -52,7 +52,7 @@ def _cycles(n: int, k: int, m: int, sms: int, tokens: int, split: int, int8: boo
     per_tile = k * CYCLES[tokens] / (2 if int8 else 1)
     if split > 1:
         # Sums of other CTAs travel through shared memory; the more CTAs, the more of them.
-        reduction = 6000 + 1000 * split if tokens == 64 else 9000 + 1400 * split
+        reduction = 5000 + 800 * split if tokens == 64 else 5000 + 1300 * split
         return LAUNCH + -(-tiles // int(sms * CLUSTERS[split])) * (per_tile / split + reduction)
     whole, rest = divmod(tiles, sms)
     # The kernel itself shares the tiles of a last, mostly empty round among clusters.
