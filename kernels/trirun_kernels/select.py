@@ -55,6 +55,7 @@ def select(
     quantized: bool = False,
     wide: bool = False,
     plain: bool = True,
+    dense: bool = False,
 ) -> Plan:
     """The kernel for y[m, n] = x[m, k] · wᵀ.
 
@@ -64,6 +65,7 @@ def select(
         group_size: -1, 32, 64 or 128. act_bits: 8 or 16.
         quantized: x comes from ``trirun::quantize_activations``; such a product stays on the decode kernels.
         plain: the zero point is one number in quarters, which is exact beside the codes (prefill).
+        dense: the caller can multiply by a dense weight itself; only then is the answer ever DEQUANTIZE.
         wide: x is float32, which only the decode kernels keep exact (more rows than they take run in pieces).
 
     Raises:
@@ -85,6 +87,8 @@ def select(
             return plan
         if quantized or wide:
             raise ValueError(f"{m} rows of k={k} do not fit a decode kernel of compute capability {device.arch / 10}")
+    if dense and group_size != -1 and act_bits == 16 and m >= DENSE_ROWS and n * k <= LARGE and device.arch == 90:
+        return Plan(DEQUANTIZE)
     return _prefill(n, k, m, group_size, act_bits, device, plain)
 
 
@@ -174,8 +178,6 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:
     if device.arch != 90:
         return Plan(PREFILL_SM80, tile_m=128)
-    if group_size != -1 and act_bits == 16 and m >= DENSE_ROWS and n * k <= LARGE:
-        return Plan(DEQUANTIZE)
     # The int8 tile is computed in two turns of 128 columns at least.
     int8 = act_bits == 8 and group_size == -1 and 256 <= k <= 87040
     tokens, split, ctas = prefill_tile(n, k, m, device.sms, plain=plain and group_size != 32, int8=int8)

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 from trirun_kernels.select import (
     COLUMNS,
+    DEQUANTIZE,
     PREFILL_SM80,
     PREFILL_W2A8,
     PREFILL_WGMMA,
@@ -55,6 +56,13 @@ def test_impossible_sizes_are_refused():
         select(4096, 1 << 20, 4, -1, 16, H200, wide=True)
     assert select(4096, 1 << 20, 4, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(4096, 1 << 20, 8, -1, 16, H200, wide=True).kernel == COLUMNS
+
+
+def test_a_dense_weight_is_made_only_for_callers_that_multiply_by_one():
+    assert select(4096, 4096, 4096, 128, 16, H200).kernel == PREFILL_WGMMA
+    assert select(4096, 4096, 4096, 128, 16, H200, dense=True).kernel == DEQUANTIZE
+    assert select(4096, 4096, 4096, -1, 16, H200, dense=True).kernel == PREFILL_WGMMA
+    assert select(4096, 4096, 1024, 128, 16, H200, dense=True).kernel == PREFILL_WGMMA
 
 
 def test_many_rows_prefill():
