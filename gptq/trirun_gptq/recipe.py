@@ -89,7 +89,7 @@ class Recipe:
     refine_scale_lr: float = 1e-3
     engines: tuple[str, ...] = ("ste",)
     e2e_steps: int = 0
-    e2e_lr: float = 1e-3
+    e2e_lr: float = 1e-2
     e2e_ce: float = 0.0
     ignore: tuple[str, ...] = ()
     overrides: Mapping[str, Override] = field(default_factory=dict)

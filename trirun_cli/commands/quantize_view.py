@@ -86,7 +86,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     """What is about to happen, in one note."""
     recipe = plan.recipe
     size = "output channel" if recipe.group_size == -1 else f"{recipe.group_size} inputs"
-    grid = f"{recipe.grid} grid, one scale per {size}"
+    grid = f"{'signed or midrise' if recipe.grid == 'auto' else recipe.grid} grid, one scale per {size}"
     console.note(
         f"{plan.model} → {plan.out}: {plan.weights / 1e6:.1f} M weights to {bytes_text(plan.packed_bytes)} ({grid}), "
         f"recipe {recipe.name!r}, {recipe.samples} × {recipe.seqlen} tokens of {plan.calibration}, on {plan.device}"
