@@ -310,7 +310,10 @@ typedef struct {
   const void* q;            /* [m][ld_q]: heads * head_dim */
   const void* k;            /* [m][ld_kv]: kv_heads * head_dim */
   const void* v;
-  void* y;                  /* [m][ld_y]: heads * head_dim */
+  void* y;                  /* [m][ld_y]: heads * head_dim; or NULL */
+  void* activations;        /* instead: y quantized to 16 bits, as trirun_cuda_quantize does; of decoding alone, where
+                               the heads of a key head (eight of them, if more) fill units of 128 columns */
+  size_t activation_bytes;
   void* keys;
   void* values;
   const int32_t* block_tables; /* [slots][ld_blocks] */

@@ -18,7 +18,8 @@ from torch import Tensor
 from . import cuda_decoder_ops as ops
 from .activations import activation_bytes
 from .cuda import device_of
-from .cuda_decoder_weights import DIGIT_ROWS, CudaLayer, CudaModel, Projection
+from .cuda_decoder_products import DIGIT_ROWS, Projection
+from .cuda_decoder_weights import CudaLayer, CudaModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class CudaDecoder:
         self.block_tables = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
         self._workspaces: dict[tuple[int, int], Tensor] = {}
+        self._caches = [ops.Cache(*part.unbind(0), self.block_tables) for part in self.cache]
         self._heads = [
             ops.Heads(
                 s.heads, s.kv_heads, s.head_dim, s.attention_scale, s.norm_eps, model.cosines, model.sines,
@@ -102,6 +104,7 @@ class CudaDecoder:
             )
             for layer in model.layers
         ]  # fmt: skip
+        self._attention_digits = model.act_bits == 16 and ops.attention_makes_digits(self._heads[0])
 
     @property
     def cache_bytes(self) -> int:
@@ -127,19 +130,17 @@ class CudaDecoder:
         decode = segments[0].first if segments else m
         residual = torch.empty(m, model.shape.hidden, device=model.device)
         x = self._rows(
-            ops.EMBED, model.embedding, m, first, residual=residual, norm=first.norms["attention_norm"], eps=eps,
+            ops.EMBED, model.embedding, m, residual=residual, norm=first.norms["attention_norm"], eps=eps,
             tokens=inputs.tokens, slots=inputs.slots, latest=self.latest,
         )  # fmt: skip
         for index, layer in enumerate(model.layers):
-            y = self._attention(index, x, inputs, decode, segments, splits)
-            delta = self._project(layer.o, self._attention_output(layer, y, m), m)
-            x = self._rows(
-                ops.RESIDUAL, delta, m, layer, residual=residual, norm=layer.norms["mlp_norm"], eps=eps
-            )
+            x = self._attention(index, x, inputs, decode, segments, splits)
+            delta = self._project(layer.o, x, m)
+            x = self._rows(ops.RESIDUAL, delta, m, residual=residual, norm=layer.norms["mlp_norm"], eps=eps)
             delta = self._mlp(layer, x, m)
             if index + 1 < len(model.layers):
                 norm = model.layers[index + 1].norms["attention_norm"]
-                x = self._rows(ops.RESIDUAL, delta, m, layer, residual=residual, norm=norm, eps=eps)
+                x = self._rows(ops.RESIDUAL, delta, m, residual=residual, norm=norm, eps=eps)
         if wanted is not None:
             residual, delta = residual[wanted], delta[wanted]
         y = torch.empty_like(delta)
@@ -156,18 +157,25 @@ class CudaDecoder:
 
     def _attention(
         self, index: int, x: _Activations, inputs: Inputs, decode: int, segments: Sequence[Segment], splits: int
-    ) -> Tensor:
+    ) -> _Activations:
+        """The input of the layer's output projection."""
         layer, heads, m = self.model.layers[index], self._heads[index], inputs.tokens.shape[0]
         q_size, kv_size = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
         parts = [self._project(p, x, m) for p in layer.qkv]
         if len(parts) == 1:
             parts = list(parts[0].split((q_size, kv_size, kv_size), 1))
         q, k, v = parts
+        cache, splits = self._caches[index], splits or self.default_splits(max(decode, 1))
+        norm = layer.norms.get("attention_sub_norm")
+        if decode == m in self._digit_rows and norm is None and self._attention_digits:
+            digits = self._digits(m, q_size)
+            ops.attention_decode(
+                q, k, v, None, heads, cache, inputs.slots, inputs.positions, splits, self._workspace(m, splits),
+                digits=digits,
+            )  # fmt: skip
+            return _Activations(None, digits)
         y = torch.empty(m, q_size, dtype=self.model.dtype, device=q.device)
-        keys, values = self.cache[index].unbind(0)
-        cache = ops.Cache(keys, values, self.block_tables)
         if decode:
-            splits = splits or self.default_splits(decode)
             part = slice(0, decode)
             ops.attention_decode(
                 q[part], k[part], v[part], y[part], heads, cache, inputs.slots[part], inputs.positions[part], splits,
@@ -184,7 +192,9 @@ class CudaDecoder:
                 y[segment.first : segment.first + segment.count] = self._segment_attention(
                     rotated[at : at + segment.count], cache, heads, segment
                 )
-        return y
+        if norm is None and m not in self._digit_rows:
+            return _Activations(y, None)
+        return self._rows(ops.PLAIN, y, m, norm=norm, eps=self.model.shape.norm_eps)
 
     def _segment_attention(self, q: Tensor, cache: ops.Cache, heads: ops.Heads, segment: Segment) -> Tensor:
         """Causal attention of rotated q [count, heads·head_dim] over everything its slot has in the cache by now."""
@@ -201,30 +211,26 @@ class CudaDecoder:
         )[0]
         return out.transpose(1, 2).reshape(segment.count, -1)
 
-    def _attention_output(self, layer: CudaLayer, y: Tensor, m: int) -> _Activations:
-        norm = layer.norms.get("attention_sub_norm")
-        if norm is None and m not in self._digit_rows:
-            return _Activations(y, None)
-        return self._rows(ops.PLAIN, y, m, layer, norm=norm, eps=self.model.shape.norm_eps)
-
     def _mlp(self, layer: CudaLayer, x: _Activations, m: int) -> Tensor:
         parts = [self._project(p, x, m) for p in layer.gate_up]
         gate, up = parts[0].chunk(2, 1) if len(parts) == 1 else parts
         x = self._rows(
-            ops.GATE, gate, m, layer, up=up, norm=layer.norms.get("mlp_sub_norm"), eps=self.model.shape.norm_eps,
+            ops.GATE, gate, m, up=up, norm=layer.norms.get("mlp_sub_norm"), eps=self.model.shape.norm_eps,
             activation=self.model.shape.activation,
         )  # fmt: skip
         return self._project(layer.down, x, m)
 
-    def _rows(self, source: int, x: Tensor, m: int, layer: CudaLayer, **options) -> _Activations:
-        n, device = x.shape[1], self.model.device
+    def _digits(self, m: int, k: int) -> Tensor:
+        size = activation_bytes(m, -(-k // 128) * 128, self.model.act_bits)
+        return torch.empty(size, dtype=torch.uint8, device=self.model.device)
+
+    def _rows(self, source: int, x: Tensor, m: int, **options) -> _Activations:
+        n = x.shape[1]
         if m in self._digit_rows:
-            bits = self.model.act_bits
-            size = activation_bytes(m, -(-n // 128) * 128, bits)
-            digits = torch.empty(size, dtype=torch.uint8, device=device)
-            ops.rows(source, x, digits=digits, act_bits=bits, **options)
+            digits = self._digits(m, n)
+            ops.rows(source, x, digits=digits, act_bits=self.model.act_bits, **options)
             return _Activations(None, digits)
-        y = torch.empty(m, n, dtype=self.model.dtype, device=device)
+        y = torch.empty(m, n, dtype=self.model.dtype, device=self.model.device)
         ops.rows(source, x, y=y, **options)
         return _Activations(y, None)
 

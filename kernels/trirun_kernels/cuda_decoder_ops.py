@@ -42,7 +42,9 @@ class AttentionStruct(ctypes.Structure):
     """``trirun_attention`` of csrc/trirun.h."""
 
     _fields_ = (
-        *((name, _P) for name in ("q", "k", "v", "y", "keys", "values", "block_tables", "slots", "positions")),
+        *((name, _P) for name in ("q", "k", "v", "y", "activations")),
+        ("activation_bytes", ctypes.c_size_t),
+        *((name, _P) for name in ("keys", "values", "block_tables", "slots", "positions")),
         *((name, _P) for name in ("q_norm", "k_norm", "cosines", "sines")),
         *((name, _L) for name in ("m", "heads", "kv_heads", "ld_q", "ld_kv", "ld_y", "ld_blocks")),
         *((name, _I) for name in ("head_dim", "rotary_half", "splits", "dtype")),
@@ -173,19 +175,26 @@ def attention_workspace(m: int, heads: Heads, splits: int, device: torch.device)
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
+def attention_makes_digits(heads: Heads) -> bool:
+    """Whether the query heads of a key head (of eight query heads, if more) fill units of 128 columns."""
+    group = heads.heads // heads.kv_heads
+    return group * heads.head_dim % 128 == 0 and (group <= 8 or 8 * heads.head_dim % 128 == 0)
+
+
 def attention_decode(
-    q: Tensor, k: Tensor, v: Tensor, y: Tensor, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
-    splits: int, workspace: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
+    splits: int, workspace: Tensor, *, digits: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One new token per row: norm and rotate q and k, append k and v to the cache, attend, write y.
+    """One new token per row: norm and rotate q and k, append k and v to the cache, attend, write y or its digits.
 
     Args:
         q: [m, heads·head_dim]; k, v: [m, kv_heads·head_dim] with one stride; y: as q. float16 or bfloat16, the cache's.
+        digits: uint8, takes y's 16-bit digits instead; only where :func:`attention_makes_digits`.
         slots, positions: int32 [m]; rows of distinct slots; a negative slot skips its row.
         splits: CTAs that share the keys of a row.
         workspace: of :func:`attention_workspace` for exactly these rows and splits.
     """
-    struct = _attention(q, k, v, y, heads, cache, slots, positions, splits)
+    struct = _attention(q, k, v, y, heads, cache, slots, positions, splits, digits)
     code = _library().trirun_cuda_attention_decode(
         ctypes.byref(struct), workspace.data_ptr(), workspace.numel(), _stream()
     )
@@ -228,13 +237,14 @@ def sample(
     _check(_library().trirun_cuda_sample(ctypes.byref(struct), _stream()), f"sample: logits {list(logits.shape)}")
 
 
-def _attention(q, k, v, y, heads, cache, slots, positions, splits) -> AttentionStruct:
+def _attention(q, k, v, y, heads, cache, slots, positions, splits, digits=None) -> AttentionStruct:
     return AttentionStruct(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), y.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(),
-        cache.block_tables.data_ptr(), slots.data_ptr(), positions.data_ptr(), _pointer(heads.q_norm),
-        _pointer(heads.k_norm), heads.cosines.data_ptr(), heads.sines.data_ptr(), q.shape[0], heads.heads,
-        heads.kv_heads, q.stride(0), k.stride(0), y.stride(0), cache.block_tables.stride(0), heads.head_dim,
-        heads.cosines.shape[1], splits, DTYPES[q.dtype], heads.eps, heads.scale,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(digits),
+        0 if digits is None else digits.numel(), cache.keys.data_ptr(), cache.values.data_ptr(), cache.block_tables.data_ptr(), slots.data_ptr(),
+        positions.data_ptr(), _pointer(heads.q_norm), _pointer(heads.k_norm), heads.cosines.data_ptr(),
+        heads.sines.data_ptr(), q.shape[0], heads.heads, heads.kv_heads, q.stride(0), k.stride(0),
+        q.shape[1] if y is None else y.stride(0), cache.block_tables.stride(0), heads.head_dim, heads.cosines.shape[1],
+        splits, DTYPES[q.dtype], heads.eps, heads.scale,
     )  # fmt: skip
 
 

@@ -10,64 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cuda
+from .cuda_decoder_products import Projection
 from .decoder_weights import LINEARS, NORMS, DecoderShape, DecoderWeights, Int8Head
-from .f16acc_int2 import FEWEST_ROWS, int2_gemm_f16acc
 from .packing import PackedWeight
-
-# Rows from which a product reads x quantized apart rather than in its own prologue, and up to which the kernels that
-# read digits are the faster ones (kernels/README.md).
-DIGIT_ROWS = (3, 32)
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """``y = x @ weight.T + bias`` on the GPU.
-
-    Attributes:
-        weight: packed, or dense [n, k] of the activations' dtype. bias: [n] of that dtype or None.
-        act_bits: of a packed weight, 16 or 8.
-        acc: of a packed weight, "fp32", or "fp16" for fp16 sums where float16 x has rows enough to gain from them.
-    """
-
-    weight: PackedWeight | Tensor
-    bias: Tensor | None = None
-    act_bits: int = 16
-    acc: str = "fp32"
-
-    @property
-    def packed(self) -> bool:
-        return isinstance(self.weight, PackedWeight)
-
-    @property
-    def n(self) -> int:
-        """Output features."""
-        return self.weight.n if isinstance(self.weight, PackedWeight) else self.weight.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight with its scales."""
-        return self.weight.nbytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [m, k] → [m, n]."""
-        w = self.weight
-        if not isinstance(w, PackedWeight):
-            return F.linear(x, w, self.bias)
-        if self.acc == "fp16" and self.act_bits == 16 and x.shape[0] >= FEWEST_ROWS:
-            return int2_gemm_f16acc(x, w, self.bias)
-        zero = 0.0 if w.spec.zero is None else w.spec.zero
-        return cuda.int2_gemm(
-            x, w.words, w.scales, w.zeros, self.bias, w.n, w.k, w.spec.group_size, zero, self.act_bits
-        )
-
-    def of_digits(self, digits: Tensor, m: int, dtype: torch.dtype) -> Tensor:
-        """Digits of m rows (a uint8 buffer) → [m, n] of ``dtype``."""
-        w = self.weight
-        zero = 0.0 if w.spec.zero is None else w.spec.zero
-        return cuda.int2_gemm_quantized(
-            digits, w.words, w.scales, w.zeros, self.bias, w.n, w.k, m, w.spec.group_size, zero, self.act_bits, dtype
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def random_packed(n, k, spec=None, seed=0):
 def test_structures_have_the_sizes_of_trirun_h():
     assert ctypes.sizeof(ops.SamplerStruct) == ops.SAMPLER_BYTES
     assert ctypes.sizeof(ops.RowsStruct) == 10 * 8 + 5 * 8 + 5 * 4 + 4
-    assert ctypes.sizeof(ops.AttentionStruct) == 13 * 8 + 7 * 8 + 6 * 4
+    assert ctypes.sizeof(ops.AttentionStruct) == 15 * 8 + 7 * 8 + 6 * 4
     assert ctypes.sizeof(ops.SampleStruct) == 13 * 8 + 4 * 8 + 2 * 4
 
 
@@ -195,6 +195,16 @@ def test_attention(heads, kv_heads, head_dim, options, dtype):
         assert torch.equal(own.values.nan_to_num(7), after.values.nan_to_num(7))
         close = (own.keys.float() - after.keys.float()).abs() <= 4 * ROUNDING[dtype] * after.keys.float().abs()
         assert (close | (own.keys.isnan() & after.keys.isnan()) | (after.keys.abs() < 1e-2)).all()
+        if ops.attention_makes_digits(facts):
+            m, n = q.shape
+            w = random_packed(64, n).to("cuda")
+            digits = torch.full((activation_bytes(m, n, 16),), 255, device="cuda", dtype=torch.uint8)
+            own = ops.Cache(cache.keys.clone(), cache.values.clone(), cache.block_tables)
+            ops.attention_decode(q, k, v, None, facts, own, slots, positions, splits, workspace, digits=digits)
+            product = int2_gemm_quantized(digits, m, w, dtype=torch.float32)
+            exact = expected.double() @ dequantize(w, torch.float32).double().T
+            assert error(product[slots >= 0], exact[slots >= 0]) < 2 * ROUNDING[dtype]
+            assert (product[slots < 0] == 0).all()
     # The two halves, one after the other, are the same step.
     own = ops.Cache(cache.keys.clone(), cache.values.clone(), cache.block_tables)
     rotated = torch.zeros_like(q).contiguous()

@@ -7,7 +7,8 @@ import math
 
 import torch
 from torch import Tensor
-from trirun_kernels.cuda_decoder_weights import CudaLayer, CudaModel, Projection, padded_head
+from trirun_kernels.cuda_decoder_products import Projection
+from trirun_kernels.cuda_decoder_weights import CudaLayer, CudaModel, padded_head
 from trirun_kernels.decoder_weights import DecoderShape
 from trirun_kernels.packing import PackedWeight, dequantize, stored_shapes
 from trirun_kernels.spec import QuantSpec

@@ -9,6 +9,7 @@
 //
 // A warp is an agent, as in decode.cu: it streams its own tiles of keys and values through a private cp.async ring, in
 // which every lane reads back what it copied itself. A lane holds eight dimensions of a key, so LANES lanes hold a key.
+#include "decoder_digits.cuh"
 #include "decoder_heads.cuh"
 
 namespace trirun {
@@ -26,6 +27,7 @@ struct AttentionArgs {
   float* partials;     // [m][heads][splits][head_dim + 2]: weighted values, then maximum (log2) and sum
   unsigned* counters;  // [m * kv_heads * chunks], zero between launches
   int group, chunks;   // query heads per key head; CTAs that share them
+  DigitRows quantized; // of y, if it is wanted so
 };
 
 // 16 bytes, or zeros.
@@ -76,8 +78,8 @@ __global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ Att
   const trirun_attention& t = a.t;
   const int split = blockIdx.x, kv_head = blockIdx.y / a.chunks, chunk = blockIdx.y % a.chunks, row = blockIdx.z;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, sub = lane % LANES;
-  const int slot = t.slots[row];
   // Rows beyond the batch belong to no slot.
+  const int slot = row < t.m ? t.slots[row] : -1;
   const int length = slot < 0 ? 0 : t.positions[row];  // keys in the cache; the new one comes on top
   const int tiles = (length + KEYS - 1) / KEYS, per_split = max(1, (tiles + t.splits - 1) / t.splits);
   const int active = max(1, (tiles + per_split - 1) / per_split);
@@ -118,7 +120,12 @@ __global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ Att
   key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim);
   dependency_launch();
   dependency_wait();
-  if (idle) return;
+  if (idle) {
+    if (slot < 0 && split == 0 && a.quantized.digits != nullptr)
+      for (int unit = warp; unit < heads * head_dim / UNIT; unit += WARPS)
+        a.quantized.store({{0, 0}, 0.f, 0}, row, head0 * head_dim / UNIT + unit, true);
+    return;
+  }
 
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
   // The warps take the query heads and the new key in turn.
@@ -248,27 +255,49 @@ __global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ Att
   }
   __syncthreads();
   const int width = head_dim + 2;
-  const auto store = [&](int g, int d, float v) {
-    static_cast<uint16_t*>(t.y)[row * t.ld_y + (head0 + g) * head_dim + d] = narrow<BF16>(v);
+  // y from where its parts are: 16-bit values, or the digits of whole units of 128 columns.
+  const auto finish = [&](auto value) {
+    if (a.quantized.digits != nullptr) {
+      for (int unit = warp; unit < heads * head_dim / UNIT; unit += WARPS) {
+        const int column = unit * UNIT + (lane >> 2) * 16 + lane % 4 * 2;
+        const auto at = [&](int c) { return value(c / head_dim, c % head_dim); };
+        const float4 v = make_float4(at(column), at(column + 1), at(column + 8), at(column + 9));
+        a.quantized.store(quantize_unit16(v), row, head0 * head_dim / UNIT + unit, true);
+      }
+    } else {
+      uint16_t* y = static_cast<uint16_t*>(t.y) + row * t.ld_y + head0 * head_dim;
+      for (int i = threadIdx.x; i < heads * head_dim; i += WARPS * 32)
+        y[i] = narrow<BF16>(value(i / head_dim, i % head_dim));
+    }
   };
-  for (int i = threadIdx.x; i < heads * head_dim; i += WARPS * 32) {
-    const int g = i / head_dim, d = i % head_dim;
-    float highest = -INFINITY, v = 0.f, l = 0.f;
+  // This CTA's parts, one per warp; weighted by how far a part's maximum lies below the highest.
+  const auto gathered = [&](int g, int d, float& highest, float& l) {
+    highest = -INFINITY, l = 0.f;
     for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, parts[(w * GROUP + g) * PART + LANES * 8]);
+    float v = 0.f;
     for (int w = 0; w < WARPS; w++) {
       const float* part = parts + (w * GROUP + g) * PART;
       const float factor = exp2f(part[LANES * 8] - highest);
       v += part[d] * factor, l += part[LANES * 8 + 1] * factor;
     }
-    if (active == 1) {
-      store(g, d, v / l);
-    } else {
-      float* out = a.partials + ((static_cast<int64_t>(row) * t.heads + head0 + g) * t.splits + split) * width;
-      __stcg(out + d, v);
-      if (d == 0) __stcg(out + head_dim, highest), __stcg(out + head_dim + 1, l);
-    }
+    return v;
+  };
+  if (active == 1) {
+    finish([&](int g, int d) {
+      float highest, l;
+      const float v = gathered(g, d, highest, l);
+      return v / l;
+    });
+    return;
   }
-  if (active == 1) return;
+  for (int i = threadIdx.x; i < heads * head_dim; i += WARPS * 32) {
+    const int g = i / head_dim, d = i % head_dim;
+    float highest, l;
+    const float v = gathered(g, d, highest, l);
+    float* out = a.partials + ((static_cast<int64_t>(row) * t.heads + head0 + g) * t.splits + split) * width;
+    __stcg(out + d, v);
+    if (d == 0) __stcg(out + head_dim, highest), __stcg(out + head_dim + 1, l);
+  }
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -279,17 +308,17 @@ __global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ Att
   __syncthreads();
   if (!last) return;
   __threadfence();
-  for (int i = threadIdx.x; i < heads * head_dim; i += WARPS * 32) {
-    const int g = i / head_dim, d = i % head_dim;
+  finish([&](int g, int d) {
     const float* part = a.partials + (static_cast<int64_t>(row) * t.heads + head0 + g) * t.splits * width;
     float highest = -INFINITY, v = 0.f, l = 0.f;
     for (int s = 0; s < active; s++) highest = fmaxf(highest, __ldcg(part + s * width + head_dim));
+#pragma unroll 4
     for (int s = 0; s < active; s++, part += width) {
       const float factor = exp2f(__ldcg(part + head_dim) - highest);
       v += __ldcg(part + d) * factor, l += __ldcg(part + head_dim + 1) * factor;
     }
-    store(g, d, v / l);
-  }
+    return v / l;
+  });
 }
 
 // Norms and rotates every head of `m` rows at any positions and writes keys and values to the cache: what `attend`
@@ -351,9 +380,10 @@ int check(const trirun_attention* t) {
       t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0)
     return TRIRUN_BAD_SHAPE;
   if (!half_dtype(t->dtype)) return TRIRUN_UNSUPPORTED;
-  for (const void* p : {t->q, t->k, t->v, static_cast<const void*>(t->keys), static_cast<const void*>(t->values),
-                        static_cast<const void*>(t->y)})
+  for (const void* p : {t->q, t->k, t->v, static_cast<const void*>(t->keys), static_cast<const void*>(t->values)})
     if (p == nullptr || !aligned_to(p, 16)) return TRIRUN_BAD_POINTER;
+  if ((t->y == nullptr && t->activations == nullptr) || !aligned_to(t->y, 2) || !aligned_to(t->activations, 256))
+    return TRIRUN_BAD_POINTER;
   if (t->block_tables == nullptr || t->slots == nullptr || t->positions == nullptr || t->cosines == nullptr ||
       t->sines == nullptr)
     return TRIRUN_BAD_POINTER;
@@ -394,7 +424,16 @@ EXPORT int trirun_cuda_attention_decode(const trirun_attention* t, void* workspa
   a.chunks = chunks_of(*t);
   const Kernel kernel =
       t->dtype == TRIRUN_BF16 ? for_head<true>(t->head_dim, a.group) : for_head<false>(t->head_dim, a.group);
-  const dim3 grid(t->splits, static_cast<unsigned>(t->kv_heads * a.chunks), static_cast<unsigned>(t->m));
+  int64_t rows = t->m;
+  if (t->activations != nullptr) {
+    // A CTA quantizes whole units: its heads must fill them.
+    const int64_t part = (a.chunks > 1 ? MAX_GROUP : a.group) * t->head_dim, width = t->heads * t->head_dim;
+    if (part % UNIT || a.group * t->head_dim % UNIT || t->m > 128) return TRIRUN_UNSUPPORTED;
+    if (t->activation_bytes < ActivationLayout(t->m, width, TRIRUN_ACT16).bytes) return TRIRUN_NO_WORKSPACE;
+    a.quantized = DigitRows(t->activations, t->m, width, TRIRUN_ACT16);
+    rows = a.quantized.tokens;
+  }
+  const dim3 grid(t->splits, static_cast<unsigned>(t->kv_heads * a.chunks), static_cast<unsigned>(rows));
   return launch_dependent(kernel, a, grid, WARPS * 32, RING_BYTES, stream);
 }
 
@@ -402,6 +441,7 @@ EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* stream)
   using namespace trirun;
   if (const int code = check(t)) return code;
   if (t->m == 0) return TRIRUN_OK;
+  if (t->y == nullptr) return TRIRUN_BAD_POINTER;
   AttentionArgs a{};
   a.t = *t;
   const auto parts = static_cast<unsigned>(t->heads + 2 * t->kv_heads);

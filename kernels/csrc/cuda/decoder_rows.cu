@@ -4,7 +4,7 @@
 //
 // A warp owns units of 128 columns, in the lane order of activations.cuh, and keeps its values in registers from the
 // first load to the last store.
-#include "activations.cuh"
+#include "decoder_digits.cuh"
 #include "decoder_launch.cuh"
 
 namespace trirun {
@@ -14,10 +14,8 @@ constexpr int MAX_WARPS = 32;
 
 struct RowsArgs {
   trirun_rows r;
-  uint8_t* digits;
-  float2* scales;
-  float4* sums;
-  int tokens, columns, units;
+  DigitRows quantized;
+  int tokens, units;
 };
 
 __device__ __forceinline__ float activate(float gate, int activation) {
@@ -132,7 +130,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
       *reinterpret_cast<uint32_t*>(to + 8) = words[1];
     }
   }
-  if (a.digits == nullptr) return;
+  if (a.quantized.digits == nullptr) return;
   const bool two = r.act_bits == TRIRUN_ACT16;
   float scale = 0.f;
   if (!two) {
@@ -149,14 +147,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
     const int unit = unit0 + i * warps;
     if (unit >= a.units) continue;
     const QuantizedUnit q = two ? quantize_unit16(v[i]) : quantize_unit8(v[i], scale);
-    uint8_t* block =
-        a.digits + (static_cast<int64_t>(unit * 8 + lane / 4) * a.columns + row * (two ? 2 : 1)) * 16 + lane % 4 * 4;
-    *reinterpret_cast<uint32_t*>(block) = q.digit[0];
-    if (two) *reinterpret_cast<uint32_t*>(block + 16) = q.digit[1];
-    const int64_t cell = static_cast<int64_t>(unit) * a.tokens + row;
-    const float sum128 = q.sum128(), sum32 = q.sum32();
-    if (lane == 0) a.scales[cell] = make_float2(q.scale, sum128);
-    if (lane % 8 == 0) reinterpret_cast<float*>(a.sums + cell)[lane / 8] = sum32;
+    a.quantized.store(q, row, unit, two);
   }
 }
 
@@ -199,12 +190,11 @@ EXPORT int trirun_cuda_rows(const trirun_rows* r, void* stream) {
   a.tokens = static_cast<int>(r->m);
   if (r->activations != nullptr) {
     if (r->act_bits != TRIRUN_ACT8 && r->act_bits != TRIRUN_ACT16) return TRIRUN_UNSUPPORTED;
-    const ActivationLayout layout(r->m, a.units * UNIT, r->act_bits);
-    if (r->m > 128 || r->activation_bytes < layout.bytes) return TRIRUN_NO_WORKSPACE;
-    a.digits = static_cast<uint8_t*>(r->activations);
-    a.scales = reinterpret_cast<float2*>(a.digits + layout.scales_offset);
-    a.sums = reinterpret_cast<float4*>(a.digits + layout.sums_offset);
-    a.tokens = layout.tokens, a.columns = layout.columns;
+    const int64_t k_pad = static_cast<int64_t>(a.units) * UNIT;
+    if (r->m > 128 || r->activation_bytes < ActivationLayout(r->m, k_pad, r->act_bits).bytes)
+      return TRIRUN_NO_WORKSPACE;
+    a.quantized = DigitRows(r->activations, r->m, k_pad, r->act_bits);
+    a.tokens = a.quantized.tokens;
   }
   // Where a row has no common norm or scale its units go to as many CTAs as there are; else one CTA owns the row.
   const bool whole = r->norm != nullptr || (r->activations != nullptr && r->act_bits == TRIRUN_ACT8);

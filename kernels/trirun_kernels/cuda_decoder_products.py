@@ -1,0 +1,154 @@
+"""The decoder's matrix products on CUDA: a step has hundreds, so what a call needs beside x is made once."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cpu import DTYPES
+from .cuda import PlanStruct, device_of
+from .native import Int2Struct, NativeError, load
+from .packing import PackedWeight
+from .select import select
+
+# Rows from which a product reads x quantized apart rather than in its own prologue, and up to which the kernels that
+# read digits are the faster ones (kernels/README.md).
+DIGIT_ROWS = (3, 32)
+_LEAST_WORKSPACE = 16 << 20
+
+
+class Projection:
+    """``y = x @ weight.T + bias`` on the current device and stream.
+
+    Attributes:
+        weight: packed, or dense [n, k] of the activations' dtype. bias: [n] of that dtype or None.
+        act_bits: of a packed weight, 16 or 8.
+    """
+
+    __slots__ = ("_plain", "_struct", "act_bits", "bias", "weight")
+
+    def __init__(self, weight: PackedWeight | Tensor, bias: Tensor | None = None, act_bits: int = 16) -> None:
+        self.weight, self.bias, self.act_bits = weight, bias, act_bits
+        if isinstance(weight, PackedWeight):
+            zero = weight.spec.zero
+            self._struct = Int2Struct.of(weight)
+            # Zero points in quarters are exact beside the codes.
+            self._plain = zero is not None and (4 * zero).is_integer() and abs(zero) < 8
+
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.weight, PackedWeight)
+
+    @property
+    def n(self) -> int:
+        """Output features."""
+        return self.weight.n if isinstance(self.weight, PackedWeight) else self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight with its scales."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [m, k], contiguous and its rows on 16 bytes, → [m, n].
+
+        Raises:
+            NativeError: the library refused the call; the message has the shapes.
+        """
+        w = self.weight
+        if not isinstance(w, PackedWeight):
+            return F.linear(x, w, self.bias)
+        m, dtype = x.shape[0], x.dtype
+        y = torch.empty((m, w.n), dtype=dtype, device=x.device)
+        if m == 0:
+            return y
+        plan, size = self._plan(m, dtype, x.device, False)
+        workspace = _workspace(x.device, size)
+        code = _library().trirun_cuda_int2_gemm(
+            ctypes.byref(self._struct), w.n, w.k, x.data_ptr(), DTYPES[dtype], m, x.stride(0), self._bias, y.data_ptr(),
+            w.n, self.act_bits, ctypes.byref(plan), workspace.data_ptr(), workspace.numel(), _stream(),
+        )  # fmt: skip
+        return y if code == 0 else self._refuse(code, m, dtype)
+
+    def of_digits(self, digits: Tensor, m: int, dtype: torch.dtype) -> Tensor:
+        """Digits of m rows (a uint8 buffer, see :mod:`trirun_kernels.activations`) → [m, n] of ``dtype``.
+
+        Raises:
+            NativeError: the library refused the call; the message has the shapes.
+        """
+        w = self.weight
+        y = torch.empty((m, w.n), dtype=dtype, device=digits.device)
+        plan, size = self._plan(m, dtype, digits.device, True)
+        workspace = _workspace(digits.device, size)
+        code = _library().trirun_cuda_int2_gemm_quantized(
+            ctypes.byref(self._struct), w.n, digits.data_ptr(), m, self._bias, y.data_ptr(), DTYPES[dtype], w.n,
+            self.act_bits, ctypes.byref(plan), workspace.data_ptr(), workspace.numel(), _stream(),
+        )  # fmt: skip
+        return y if code == 0 else self._refuse(code, m, dtype)
+
+    @property
+    def _bias(self) -> int | None:
+        return None if self.bias is None else self.bias.data_ptr()
+
+    def _plan(self, m: int, dtype: torch.dtype, device: torch.device, quantized: bool) -> tuple[PlanStruct, int]:
+        s = self._struct
+        return _planned(s.n, s.k, s.group_size, m, DTYPES[dtype], self.act_bits, device.index, quantized, self._plain)
+
+    def _refuse(self, code: int, m: int, dtype: torch.dtype) -> Tensor:
+        w = self.weight
+        reason = _library().trirun_cuda_error(code).decode()
+        raise NativeError(
+            f"decoder: [{m}, {w.k}] by [{w.n}, {w.k}] in {dtype}, {w.spec}, act_bits={self.act_bits}: {reason} "
+            f"(code {code})"
+        )
+
+
+@lru_cache(maxsize=1 << 14)
+def _planned(
+    n: int, k: int, group_size: int, m: int, dtype: int, act_bits: int, device: int, quantized: bool, plain: bool
+) -> tuple[PlanStruct, int]:
+    """The plan of a product of padded sizes and the bytes of workspace that it takes."""
+    choice = select(n, k, m, group_size, act_bits, device_of(device), quantized=quantized, plain=plain)
+    plan = PlanStruct.of(choice)
+    weight = Int2Struct(n=n, k=k, group_size=group_size)
+    size = _library().trirun_cuda_int2_workspace(ctypes.byref(weight), m, dtype, act_bits, ctypes.byref(plan))
+    return plan, size
+
+
+# By device, the newest last. Kernels of one stream share it: its first 64 KiB are zeros that every kernel leaves zero.
+# Captured graphs hold the addresses of those they were captured with, so none is ever freed.
+_workspaces: dict[int, list[Tensor]] = {}
+
+
+def _workspace(device: torch.device, size: int) -> Tensor:
+    held = _workspaces.setdefault(device.index, [])
+    if not held or held[-1].numel() < size:
+        if torch.cuda.is_current_stream_capturing():
+            raise NativeError(f"decoder: {size} bytes of workspace in a capture that no plain call has gone before")
+        held.append(torch.zeros(max(size, _LEAST_WORKSPACE), dtype=torch.uint8, device=device))
+    return held[-1]
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = load("cuda")
+    pointer, integer, long, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
+    library.trirun_cuda_error.restype = ctypes.c_char_p
+    library.trirun_cuda_int2_workspace.restype = size
+    library.trirun_cuda_int2_workspace.argtypes = [pointer, long, integer, integer, pointer]
+    library.trirun_cuda_int2_gemm.argtypes = [
+        pointer, long, long, pointer, integer, long, long, pointer, pointer, long, integer, pointer, pointer, size,
+        pointer,
+    ]  # fmt: skip
+    library.trirun_cuda_int2_gemm_quantized.argtypes = [
+        pointer, long, pointer, long, pointer, pointer, integer, long, integer, pointer, pointer, size, pointer
+    ]  # fmt: skip
+    return library
