@@ -54,6 +54,17 @@ class _Activations:
     digits: Tensor | None
 
 
+def rows_in_digits(model: CudaModel, low: int, high: int) -> range:
+    """Numbers of rows, within low to high, for which every projection has a kernel that reads digits."""
+    if not model.packed:
+        return range(0)
+    projections = {p.shape_key: p for layer in model.layers for p in layer.projections}
+    for m in range(low, high + 1):
+        if not all(p.reads_digits(m) for p in projections.values()):
+            return range(low, m)
+    return range(low, high + 1)
+
+
 class CudaDecoder:
     """A model with its paged cache.
 
@@ -87,10 +98,7 @@ class CudaDecoder:
         self.model, self.slots, self.context = model, slots, blocks * ops.PAGE
         self.pages = slots * blocks if pages is None else pages
         self._device = device_of(device.index or 0)
-        low, high = digit_rows or DIGIT_ROWS
-        if self._device.arch != 90 and model.act_bits == 16:
-            high = min(high, 8)
-        self._digit_rows = range(low, high + 1) if model.packed else range(0)
+        self._digit_rows = rows_in_digits(model, *(digit_rows or DIGIT_ROWS))
         shape = (s.layers, 2, self.pages, s.kv_heads, ops.PAGE, s.head_dim)
         self.cache = torch.empty(shape, dtype=model.dtype, device=device)
         self.block_tables = torch.zeros(slots, blocks, dtype=torch.int32, device=device)

@@ -240,11 +240,12 @@ def sample(
 def _attention(q, k, v, y, heads, cache, slots, positions, splits, digits=None) -> AttentionStruct:
     return AttentionStruct(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(digits),
-        0 if digits is None else digits.numel(), cache.keys.data_ptr(), cache.values.data_ptr(), cache.block_tables.data_ptr(), slots.data_ptr(),
-        positions.data_ptr(), _pointer(heads.q_norm), _pointer(heads.k_norm), heads.cosines.data_ptr(),
-        heads.sines.data_ptr(), q.shape[0], heads.heads, heads.kv_heads, q.stride(0), k.stride(0),
-        q.shape[1] if y is None else y.stride(0), cache.block_tables.stride(0), heads.head_dim, heads.cosines.shape[1],
-        splits, DTYPES[q.dtype], heads.eps, heads.scale,
+        0 if digits is None else digits.numel(), cache.keys.data_ptr(), cache.values.data_ptr(),
+        cache.block_tables.data_ptr(), slots.data_ptr(), positions.data_ptr(), _pointer(heads.q_norm),
+        _pointer(heads.k_norm), heads.cosines.data_ptr(), heads.sines.data_ptr(), q.shape[0], heads.heads,
+        heads.kv_heads, q.stride(0), k.stride(0), q.shape[1] if y is None else y.stride(0),
+        cache.block_tables.stride(0), heads.head_dim, heads.cosines.shape[1], splits, DTYPES[q.dtype], heads.eps,
+        heads.scale,
     )  # fmt: skip
 
 

@@ -53,6 +53,19 @@ class Projection:
         """Bytes of the weight with its scales."""
         return self.weight.nbytes
 
+    @property
+    def shape_key(self) -> tuple[int, int, int, int]:
+        """What its plans depend on: padded sizes, group size, activation bits."""
+        return self._struct.n, self._struct.k, self._struct.group_size, self.act_bits
+
+    def reads_digits(self, m: int) -> bool:
+        """Whether :meth:`of_digits` has a kernel for m rows on the weight's device."""
+        try:
+            self._plan(m, torch.float16, self.weight.words.device, True)
+        except ValueError:
+            return False
+        return True
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: [m, k], contiguous and its rows on 16 bytes, → [m, n].
 
