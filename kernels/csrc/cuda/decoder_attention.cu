@@ -5,7 +5,8 @@
 // The kernel starts with what lies between the projection and the attention: it norms and rotates its query heads, and
 // the CTA that has a row's last keys makes the new key and value, appends them to the cache, and attends to them from
 // its registers. Everything older is in the cache before the step begins, so warps request it ahead of
-// griddepcontrol.wait, while the projection is still running.
+// griddepcontrol.wait, while the projection is still running. Up to eight CTAs that share a row's keys are a cluster
+// and put their parts together in the first one's shared memory; more of them meet in the workspace.
 //
 // A warp is an agent, as in decode.cu: it streams its own tiles of keys and values through a private cp.async ring, in
 // which every lane reads back what it copied itself. A lane holds eight dimensions of a key, so LANES lanes hold a key.
@@ -20,6 +21,7 @@ constexpr int LOADS = 8;                                // 16-byte loads of a la
 constexpr int STAGE_BYTES = 2 * LOADS * 512;
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 constexpr int MAX_GROUP = 8;                            // query heads of one CTA
+constexpr int MAX_CLUSTER = 8;
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct AttentionArgs {
@@ -27,6 +29,7 @@ struct AttentionArgs {
   float* partials;     // [m][heads][splits][head_dim + 2]: weighted values, then maximum (log2) and sum
   unsigned* counters;  // [m * kv_heads * chunks], zero between launches
   int group, chunks;   // query heads per key head; CTAs that share them
+  bool clustered;      // the splits of a row are a cluster
   DigitRows quantized; // of y, if it is wanted so
 };
 
@@ -50,7 +53,7 @@ __device__ __forceinline__ void widen_eight(float (&v)[8], uint4 words) {
 __device__ __forceinline__ float warp_max(float v) { return from_ordered(__reduce_max_sync(~0u, ordered_bits(v))); }
 
 // Adds each of eight values over the LANES lanes that share a key; a lane is left with the sum of value
-// (lane % LANES) / (LANES / 8). Halving what is exchanged takes 8 shuffles where eight full reductions take 8 log2(LANES).
+// (lane % LANES) / (LANES / 8). Halving what is exchanged takes 8 shuffles where eight reductions take 8 log2(LANES).
 template <int LANES>
 __device__ __forceinline__ float transposed_sum(float (&s)[LOADS]) {
   const int lane = threadIdx.x % 32;
@@ -118,6 +121,10 @@ __global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ Att
   HeadConstants<PER_LANE> query_constants, key_constants;
   query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim);
   key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim);
+#if __CUDA_ARCH__ >= 900
+  // Others may write to a CTA's shared memory once all have begun.
+  if (a.clustered) cluster_arrive();
+#endif
   dependency_launch();
   dependency_wait();
   if (idle) {
@@ -290,14 +297,45 @@ __global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ Att
     });
     return;
   }
-  for (int i = threadIdx.x; i < heads * head_dim; i += WARPS * 32) {
-    const int g = i / head_dim, d = i % head_dim;
-    float highest, l;
-    const float v = gathered(g, d, highest, l);
-    float* out = a.partials + ((static_cast<int64_t>(row) * t.heads + head0 + g) * t.splits + split) * width;
-    __stcg(out + d, v);
-    if (d == 0) __stcg(out + head_dim, highest), __stcg(out + head_dim + 1, l);
+  // Parts of all CTAs in their order; read(s, g, i) is number i of part s.
+  const auto combined = [&](auto read) {
+    return [=](int g, int d) {
+      float highest = -INFINITY, v = 0.f, l = 0.f;
+      for (int s = 0; s < active; s++) highest = fmaxf(highest, read(s, g, head_dim));
+#pragma unroll 4
+      for (int s = 0; s < active; s++) {
+        const float factor = exp2f(read(s, g, head_dim) - highest);
+        v += read(s, g, d) * factor, l += read(s, g, head_dim + 1) * factor;
+      }
+      return v / l;
+    };
+  };
+  const auto each_part = [&](auto store) {
+    for (int i = threadIdx.x; i < heads * head_dim; i += WARPS * 32) {
+      const int g = i / head_dim, d = i % head_dim;
+      float highest, l;
+      store(g, d, gathered(g, d, highest, l));
+      if (d == 0) store(g, head_dim, highest), store(g, head_dim + 1, l);
+    }
+  };
+#if __CUDA_ARCH__ >= 900
+  if (a.clustered) {
+    const uint32_t received = shared_address(memory + RING_BYTES);
+    cluster_wait();
+    const uint32_t first = peer_address(received, 0);
+    each_part([&](int g, int d, float v) { store_peer(first + ((split * GROUP + g) * width + d) * 4, v); });
+    __syncwarp();
+    cluster_arrive();
+    if (split != 0) return;
+    cluster_wait();
+    finish(combined([=](int s, int g, int i) {
+      return load_shared_float(received + ((s * GROUP + g) * width + i) * 4);
+    }));
+    return;
   }
+#endif
+  float* mine = a.partials + (static_cast<int64_t>(row) * t.heads + head0) * t.splits * width;
+  each_part([&](int g, int d, float v) { __stcg(mine + (g * t.splits + split) * width + d, v); });
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -308,17 +346,7 @@ __global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ Att
   __syncthreads();
   if (!last) return;
   __threadfence();
-  finish([&](int g, int d) {
-    const float* part = a.partials + (static_cast<int64_t>(row) * t.heads + head0 + g) * t.splits * width;
-    float highest = -INFINITY, v = 0.f, l = 0.f;
-    for (int s = 0; s < active; s++) highest = fmaxf(highest, __ldcg(part + s * width + head_dim));
-#pragma unroll 4
-    for (int s = 0; s < active; s++, part += width) {
-      const float factor = exp2f(__ldcg(part + head_dim) - highest);
-      v += __ldcg(part + d) * factor, l += __ldcg(part + head_dim + 1) * factor;
-    }
-    return v / l;
-  });
+  finish(combined([=](int s, int g, int i) { return __ldcg(mine + (g * t.splits + s) * width + i); }));
 }
 
 // Norms and rotates every head of `m` rows at any positions and writes keys and values to the cache: what `attend`
@@ -363,8 +391,11 @@ template <bool BF16, int LANES>
 Kernel for_group(int group) {
   if (group == 1) return attend<BF16, LANES, 1>;
   if (group == 2) return attend<BF16, LANES, 2>;
-  return group <= 4 ? attend<BF16, LANES, 4> : attend<BF16, LANES, MAX_GROUP>;
+  return group == 4 ? attend<BF16, LANES, 4> : attend<BF16, LANES, MAX_GROUP>;
 }
+
+// Query heads that an instance for a group of so many has room for.
+int room_for(int group) { return group <= 2 ? group : group <= 4 ? 4 : MAX_GROUP; }
 
 template <bool BF16>
 Kernel for_head(int head_dim, int group) {
@@ -422,8 +453,9 @@ EXPORT int trirun_cuda_attention_decode(const trirun_attention* t, void* workspa
   a.partials = reinterpret_cast<float*>(static_cast<uint8_t*>(workspace) + counter_bytes(*t));
   a.group = static_cast<int>(t->heads / t->kv_heads);
   a.chunks = chunks_of(*t);
+  const int room = room_for(a.group);
   const Kernel kernel =
-      t->dtype == TRIRUN_BF16 ? for_head<true>(t->head_dim, a.group) : for_head<false>(t->head_dim, a.group);
+      t->dtype == TRIRUN_BF16 ? for_head<true>(t->head_dim, room) : for_head<false>(t->head_dim, room);
   int64_t rows = t->m;
   if (t->activations != nullptr) {
     // A CTA quantizes whole units: its heads must fill them.
@@ -434,7 +466,11 @@ EXPORT int trirun_cuda_attention_decode(const trirun_attention* t, void* workspa
     rows = a.quantized.tokens;
   }
   const dim3 grid(t->splits, static_cast<unsigned>(t->kv_heads * a.chunks), static_cast<unsigned>(rows));
-  return launch_dependent(kernel, a, grid, WARPS * 32, RING_BYTES, stream);
+  DeviceFacts facts;
+  if (const int code = device_facts(facts)) return code;
+  a.clustered = facts.arch >= 90 && t->splits > 1 && t->splits <= MAX_CLUSTER;
+  const int width = t->head_dim + 2, parts = a.clustered ? t->splits * room * width * 4 : 0;
+  return launch_dependent(kernel, a, grid, WARPS * 32, RING_BYTES + parts, stream, a.clustered ? t->splits : 1);
 }
 
 EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* stream) {

@@ -20,7 +20,10 @@ struct HeadConstants {
     for (int j = 0; j < PER_LANE; j++) {
       const int d = threadIdx.x % 32 + j * 32, pair = d < half ? d : d - half;
       cosine[j] = 1.f, sine[j] = 0.f, weight[j] = 1.f;
-      if (d < 2 * half) cosine[j] = __ldg(cosines + pair), sine[j] = d < half ? -__ldg(sines + pair) : __ldg(sines + pair);
+      if (d < 2 * half) {
+        cosine[j] = __ldg(cosines + pair), sine[j] = __ldg(sines + pair);
+        if (d < half) sine[j] = -sine[j];
+      }
       if (norm != nullptr && d < head_dim) weight[j] = __ldg(norm + d);
     }
   }

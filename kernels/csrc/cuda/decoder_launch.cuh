@@ -29,24 +29,29 @@ inline int device_facts(DeviceFacts& facts) {
 
 // Every kernel launched this way must call dependency_wait() in every thread before it touches what an earlier kernel
 // wrote or still reads: only then does "the previous kernel has ended" carry over from kernel to kernel.
+// `cluster` consecutive CTAs along x are a cluster (sm_90).
 template <typename Args>
-int launch_dependent(void (*kernel)(Args), const Args& args, dim3 grid, int threads, int shared, void* stream) {
+int launch_dependent(void (*kernel)(Args), const Args& args, dim3 grid, int threads, int shared, void* stream,
+                     int cluster = 1) {
   DeviceFacts facts;
   if (const int code = device_facts(facts)) return code;
   if (facts.arch < 80) return TRIRUN_UNSUPPORTED;
   if (shared > 48 * 1024)
     if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared))
       return e;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = facts.arch >= 90 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = facts.arch < 90 ? 0 : cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 

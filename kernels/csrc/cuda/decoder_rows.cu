@@ -109,7 +109,8 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
 #pragma unroll
     for (int i = 0; i < PER_WARP; i++) {
       const float4 w = EARLY ? weight[EARLY ? i : 0] : norm_weight(i);
-      v[i] = make_float4(v[i].x * inverse * w.x, v[i].y * inverse * w.y, v[i].z * inverse * w.z, v[i].w * inverse * w.w);
+      v[i] = make_float4(v[i].x * inverse * w.x, v[i].y * inverse * w.y,  //
+                         v[i].z * inverse * w.z, v[i].w * inverse * w.w);
     }
   }
   if (r.y != nullptr && row < r.m) {
