@@ -105,6 +105,13 @@ def test_checkpoint_on_the_cpu(trirun, demo_model, tmp_path):
     assert code == 3 and "packed" in err
 
 
+def test_plot(trirun, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, _, err = trirun("bench", "model", "--shape", "tiny", *QUICK, "--plot", str(tmp_path / "speed.png"))
+    assert code == 0, err
+    assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
+
+
 @pytest.mark.parametrize("options, message", [((), "or --shape"), (("--shape", "tiny", "--batch", "x"), "--batch x")])
 def test_contradictions_are_named(trirun, options, message):
     code, _, err = trirun("bench", "model", *options)

@@ -11,7 +11,7 @@ struct DigitRows {
   float4* sums = nullptr;
   int tokens = 0, columns = 0, units = 0;
 
-  __host__ __device__ DigitRows() = default;
+  DigitRows() = default;
   DigitRows(void* buffer, int64_t m, int64_t k_pad, int act_bits) {
     const ActivationLayout layout(m, k_pad, act_bits);
     digits = static_cast<uint8_t*>(buffer);
