@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu import DTYPES
-from .cuda import PlanStruct, device_of
+from .cuda import PlanStruct, device_of, int2_gemm
 from .native import Int2Struct, NativeError, load
 from .packing import PackedWeight
-from .select import select
+from .select import DEQUANTIZE, select
 
 # Rows from which a product reads x quantized apart rather than in its own prologue, and up to which the kernels that
 # read digits are the faster ones (kernels/README.md).
@@ -80,6 +80,12 @@ class Projection:
         if m == 0:
             return y
         plan, size = self._plan(m, dtype, x.device, False)
+        if plan.kernel == DEQUANTIZE:
+            # A dense product behind it, which the operator knows how to make.
+            zero = 0.0 if w.spec.zero is None else w.spec.zero
+            return int2_gemm(
+                x, w.words, w.scales, w.zeros, self.bias, w.n, w.k, w.spec.group_size, zero, self.act_bits
+            )
         workspace = _workspace(x.device, size)
         code = _library().trirun_cuda_int2_gemm(
             ctypes.byref(self._struct), w.n, w.k, x.data_ptr(), DTYPES[dtype], m, x.stride(0), self._bias, y.data_ptr(),
