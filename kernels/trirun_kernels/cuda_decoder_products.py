@@ -138,13 +138,13 @@ def _planned(
     return plan, size
 
 
-# By device, the newest last. Kernels of one stream share it: its first 64 KiB are zeros that every kernel leaves zero.
-# Captured graphs hold the addresses of those they were captured with, so none is ever freed.
-_workspaces: dict[int, list[Tensor]] = {}
+# By device and stream, the newest last. Kernels of one stream share it: its first 64 KiB are zeros that every kernel
+# leaves zero. Captured graphs hold the addresses of those they were captured with, so none is ever freed.
+_workspaces: dict[tuple[int, int], list[Tensor]] = {}
 
 
 def _workspace(device: torch.device, size: int) -> Tensor:
-    held = _workspaces.setdefault(device.index, [])
+    held = _workspaces.setdefault((device.index, _stream()), [])
     if not held or held[-1].numel() < size:
         if torch.cuda.is_current_stream_capturing():
             raise NativeError(f"decoder: {size} bytes of workspace in a capture that no plain call has gone before")

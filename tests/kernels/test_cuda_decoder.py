@@ -53,7 +53,7 @@ def random_packed(n, k, spec=None, seed=0):
 def test_structures_have_the_sizes_of_trirun_h():
     assert ctypes.sizeof(ops.SamplerStruct) == ops.SAMPLER_BYTES
     assert ctypes.sizeof(ops.RowsStruct) == 10 * 8 + 5 * 8 + 5 * 4 + 4
-    assert ctypes.sizeof(ops.AttentionStruct) == 15 * 8 + 7 * 8 + 6 * 4
+    assert ctypes.sizeof(ops.AttentionStruct) == 15 * 8 + 7 * 8 + 8 * 4
     assert ctypes.sizeof(ops.SampleStruct) == 13 * 8 + 4 * 8 + 2 * 4
 
 

@@ -22,6 +22,7 @@ constexpr int STAGE_BYTES = 2 * LOADS * 512;
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 constexpr int MAX_GROUP = 8;                            // query heads of one CTA
 constexpr int MAX_CLUSTER = 8;
+constexpr int SHARED_BYTES = 227 * 1024;                // of a multiprocessor, where there is most of it
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct AttentionArgs {
@@ -407,7 +408,7 @@ int check(const trirun_attention* t) {
   if (t == nullptr) return TRIRUN_BAD_POINTER;
   if (t->m < 0 || t->heads <= 0 || t->kv_heads <= 0 || t->heads % t->kv_heads || t->head_dim <= 0 || t->head_dim % 8 ||
       t->head_dim > MAX_HEAD_DIM || t->rotary_half < 0 || 2 * t->rotary_half > t->head_dim || t->splits < 1 ||
-      t->splits > 256 || t->m > 65535 || t->ld_q < t->heads * t->head_dim || t->ld_kv < t->kv_heads * t->head_dim ||
+      t->splits > 256 || t->per_sm < 0 || t->m > 65535 || t->ld_q < t->heads * t->head_dim || t->ld_kv < t->kv_heads * t->head_dim ||
       t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0)
     return TRIRUN_BAD_SHAPE;
   if (!half_dtype(t->dtype)) return TRIRUN_UNSUPPORTED;
@@ -470,7 +471,10 @@ EXPORT int trirun_cuda_attention_decode(const trirun_attention* t, void* workspa
   if (const int code = device_facts(facts)) return code;
   a.clustered = facts.arch >= 90 && t->splits > 1 && t->splits <= MAX_CLUSTER;
   const int width = t->head_dim + 2, parts = a.clustered ? t->splits * room * width * 4 : 0;
-  return launch_dependent(kernel, a, grid, WARPS * 32, RING_BYTES + parts, stream, a.clustered ? t->splits : 1);
+  int bytes = RING_BYTES + parts;
+  // Memory that nobody touches keeps further CTAs away.
+  if (t->per_sm > 0) bytes = max(bytes, SHARED_BYTES / (t->per_sm + 1) / 1024 * 1024);
+  return launch_dependent(kernel, a, grid, WARPS * 32, bytes, stream, a.clustered ? t->splits : 1);
 }
 
 EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* stream) {
