@@ -330,8 +330,6 @@ typedef struct {
   int32_t dtype;
   float eps;
   float scale;              /* of q . k */
-  int32_t per_sm;           /* most CTAs of decoding on one multiprocessor, to leave room for kernels beside it; 0: all */
-  int32_t reserved;
 } trirun_attention;
 
 /* Bytes of workspace (256-byte aligned, zero before its first use, left fit for the next) of a decode call. */

@@ -101,10 +101,9 @@ class CudaDecoder:
         self._digit_rows = rows_in_digits(model, *(digit_rows or DIGIT_ROWS))
         shape = (s.layers, 2, self.pages, s.kv_heads, ops.PAGE, s.head_dim)
         self.cache = torch.empty(shape, dtype=model.dtype, device=device)
-        self.per_sm = 0
         self.block_tables = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._workspaces: dict[tuple[int, int, int], Tensor] = {}
+        self._workspaces: dict[tuple[int, int], Tensor] = {}
         self._caches = [ops.Cache(*part.unbind(0), self.block_tables) for part in self.cache]
         self._heads = [
             ops.Heads(
@@ -180,7 +179,7 @@ class CudaDecoder:
             digits = self._digits(m, q_size)
             ops.attention_decode(
                 q, k, v, None, heads, cache, inputs.slots, inputs.positions, splits, self._workspace(m, splits),
-                digits=digits, per_sm=self.per_sm,
+                digits=digits,
             )  # fmt: skip
             return _Activations(None, digits)
         y = torch.empty(m, q_size, dtype=self.model.dtype, device=q.device)
@@ -188,7 +187,7 @@ class CudaDecoder:
             part = slice(0, decode)
             ops.attention_decode(
                 q[part], k[part], v[part], y[part], heads, cache, inputs.slots[part], inputs.positions[part], splits,
-                self._workspace(decode, splits), per_sm=self.per_sm,
+                self._workspace(decode, splits),
             )  # fmt: skip
         if segments:
             part = slice(decode, m)
@@ -250,7 +249,7 @@ class CudaDecoder:
 
     def _workspace(self, rows: int, splits: int) -> Tensor:
         # Left fit for the next call by every kernel, so that captured graphs and plain calls share it.
-        key = (rows, splits, torch.cuda.current_stream().cuda_stream)
+        key = (rows, splits)
         if key not in self._workspaces:
             self._workspaces[key] = ops.attention_workspace(rows, self._heads[0], splits, self.model.device)
         return self._workspaces[key]

@@ -50,8 +50,6 @@ class AttentionStruct(ctypes.Structure):
         *((name, _I) for name in ("head_dim", "rotary_half", "splits", "dtype")),
         ("eps", _F),
         ("scale", _F),
-        ("per_sm", _I),
-        ("reserved", _I),
     )
 
 
@@ -185,7 +183,7 @@ def attention_makes_digits(heads: Heads) -> bool:
 
 def attention_decode(
     q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
-    splits: int, workspace: Tensor, *, digits: Tensor | None = None, per_sm: int = 0,
+    splits: int, workspace: Tensor, *, digits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One new token per row: norm and rotate q and k, append k and v to the cache, attend, write y or its digits.
 
@@ -193,10 +191,10 @@ def attention_decode(
         q: [m, heads·head_dim]; k, v: [m, kv_heads·head_dim] with one stride; y: as q. float16 or bfloat16, the cache's.
         digits: uint8, takes y's 16-bit digits instead; only where :func:`attention_makes_digits`.
         slots, positions: int32 [m]; rows of distinct slots; a negative slot skips its row.
-        splits: CTAs that share the keys of a row. per_sm: most of them on one multiprocessor; 0 is as many as fit.
+        splits: CTAs that share the keys of a row.
         workspace: of :func:`attention_workspace` for exactly these rows and splits.
     """
-    struct = _attention(q, k, v, y, heads, cache, slots, positions, splits, digits, per_sm)
+    struct = _attention(q, k, v, y, heads, cache, slots, positions, splits, digits)
     code = _library().trirun_cuda_attention_decode(
         ctypes.byref(struct), workspace.data_ptr(), workspace.numel(), _stream()
     )
@@ -239,7 +237,7 @@ def sample(
     _check(_library().trirun_cuda_sample(ctypes.byref(struct), _stream()), f"sample: logits {list(logits.shape)}")
 
 
-def _attention(q, k, v, y, heads, cache, slots, positions, splits, digits=None, per_sm=0) -> AttentionStruct:
+def _attention(q, k, v, y, heads, cache, slots, positions, splits, digits=None) -> AttentionStruct:
     return AttentionStruct(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(digits),
         0 if digits is None else digits.numel(), cache.keys.data_ptr(), cache.values.data_ptr(),
@@ -247,7 +245,7 @@ def _attention(q, k, v, y, heads, cache, slots, positions, splits, digits=None, 
         _pointer(heads.k_norm), heads.cosines.data_ptr(), heads.sines.data_ptr(), q.shape[0], heads.heads,
         heads.kv_heads, q.stride(0), k.stride(0), q.shape[1] if y is None else y.stride(0),
         cache.block_tables.stride(0), heads.head_dim, heads.cosines.shape[1], splits, DTYPES[q.dtype], heads.eps,
-        heads.scale, per_sm, 0,
+        heads.scale,
     )  # fmt: skip
 
 

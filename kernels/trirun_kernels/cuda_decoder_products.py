@@ -15,9 +15,9 @@ from .native import Int2Struct, NativeError, load
 from .packing import PackedWeight
 from .select import DEQUANTIZE, select
 
-# Rows from which a product reads x quantized apart rather than in its own prologue, and up to which the kernels that
-# read digits are the faster ones (kernels/README.md).
-DIGIT_ROWS = (3, 32)
+# Fewest and most rows that go from kernel to kernel as digits: the kernels in between quantize them for nothing, and up
+# to here the products that read digits are the faster ones (kernels/README.md).
+DIGIT_ROWS = (1, 32)
 _LEAST_WORKSPACE = 16 << 20
 
 
@@ -138,13 +138,13 @@ def _planned(
     return plan, size
 
 
-# By device and stream, the newest last. Kernels of one stream share it: its first 64 KiB are zeros that every kernel
-# leaves zero. Captured graphs hold the addresses of those they were captured with, so none is ever freed.
-_workspaces: dict[tuple[int, int], list[Tensor]] = {}
+# By device, the newest last. A device runs one decoder step at a time, whose kernels share it: its first 64 KiB are
+# zeros that every kernel leaves zero. Graphs hold the addresses of those they were captured with, so none is freed.
+_workspaces: dict[int, list[Tensor]] = {}
 
 
 def _workspace(device: torch.device, size: int) -> Tensor:
-    held = _workspaces.setdefault((device.index, _stream()), [])
+    held = _workspaces.setdefault(device.index, [])
     if not held or held[-1].numel() < size:
         if torch.cuda.is_current_stream_capturing():
             raise NativeError(f"decoder: {size} bytes of workspace in a capture that no plain call has gone before")

@@ -121,16 +121,22 @@ def _stream_candidates(n: int, k: int, m: int, device: Device) -> list[tuple[int
     """
     strips, wide_k = n // STRIP, k >= 16384
     if strips * 2 <= device.sms:
-        best = [(8, 2, 4, 4, 1, True)] if m <= 4 and k >= 1024 else [(8, 8, 1, 2, 1, m <= 2)]
+        if m <= 4:
+            best = [(8, 8, 2, 2, 1, True)] if k >= 2048 else [(8, 2, 4, 4, 1, True)] if k >= 1024 else []
+        else:
+            best = [(8, 8, 2, 2, 1, False)] if k >= 8192 else []
+        best += [(8, 8, 1, 2, 1, m <= 2)]
     elif strips <= device.sms:
         if m <= 2:
             best = [(8, 8, 1, 6, 1, False)] if wide_k else [(16, 16, 1, 2, 1, True)]
         else:
             best = [(8, 4, 2, 6, 1, False)] if wide_k else [(8, 8, 1, 3 if m <= 4 else 2, 1, False)]
+    elif strips <= 2 * device.sms and k < 8192:
+        best = [(8, 8, 1, 2, 2, m <= 2)] if m <= 4 else [(8, 4, 2, 2, 2, False)]
     elif m <= 2:
         best = [(8, 2, 2, 6, 2, True), (8, 2, 2, 4, 2, True)] if k >= 8192 else [(8, 4, 1, 3, 2, True)]
     elif m <= 4:
-        best = [(16, 4, 1, 4, 1, False)]
+        best = [(16, 4, 1, 4, 1, False)] if k >= 8192 else [(8, 4, 1, 4, 2, False), (16, 4, 1, 4, 1, False)]
     else:
         best = [(16, 2, 2, 2, 1, False)] if k >= 8192 else [(8, 2, 2, 2, 2, False)]
     smaller = [(8, 8, 1, 2, 1, False), (8, 4, 2, 2, 1, False), (8, 2, 4, 2, 1, False), (8, 1, 8, 2, 1, False)]

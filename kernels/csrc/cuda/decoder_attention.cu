@@ -22,7 +22,7 @@ constexpr int STAGE_BYTES = 2 * LOADS * 512;
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 constexpr int MAX_GROUP = 8;                            // query heads of one CTA
 constexpr int MAX_CLUSTER = 8;
-constexpr int SHARED_BYTES = 227 * 1024;                // of a multiprocessor, where there is most of it
+constexpr int APPEND_WARPS = 8;
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct AttentionArgs {
@@ -350,39 +350,45 @@ __global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ Att
   finish(combined([=](int s, int g, int i) { return __ldcg(mine + (g * t.splits + s) * width + i); }));
 }
 
-// Norms and rotates every head of `m` rows at any positions and writes keys and values to the cache: what `attend`
-// does for itself, for the rows of a prompt. A warp takes one head of one row.
-template <bool BF16>
-__global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ AttentionArgs a) {
-  __shared__ float values[WARPS][MAX_HEAD_DIM];
+// Norms and rotates every head of a row and writes its keys and values to the cache: what `attend` does for itself, for
+// rows of prompts, a CTA each. Its warps take the heads in turn.
+template <bool BF16, int LANES>
+__global__ void __launch_bounds__(APPEND_WARPS * 32) append(const __grid_constant__ AttentionArgs a) {
+  __shared__ float values[APPEND_WARPS][LANES * 8];
   const trirun_attention& t = a.t;
-  const int row = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int head = blockIdx.x * WARPS + warp;
+  const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, head_dim = t.head_dim;
   // No early launch of what follows: `attend` reads the cache ahead of its wait.
   dependency_wait();
-  if (head >= t.heads + 2 * t.kv_heads) return;
   const int slot = t.slots[row], position = t.positions[row];
   if (slot < 0) return;
-  const bool query = head < t.heads, is_key = !query && head < t.heads + t.kv_heads;
-  const int kv_head = is_key ? head - t.heads : head - t.heads - t.kv_heads;
-  const uint16_t* x = static_cast<const uint16_t*>(query ? t.q : is_key ? t.k : t.v) +
-                      row * (query ? t.ld_q : t.ld_kv) + (query ? head : kv_head) * t.head_dim;
+  const int page = t.block_tables[static_cast<int64_t>(slot) * t.ld_blocks + position / PAGE];
+  const float* cosines = t.cosines + static_cast<int64_t>(position) * t.rotary_half;
+  const float* sines = t.sines + static_cast<int64_t>(position) * t.rotary_half;
+  HeadConstants<LANES / 4> query_constants, key_constants;
+  query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim);
+  key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim);
   float* mine = values[warp];
-  const float* norm = query ? t.q_norm : is_key ? t.k_norm : nullptr;
-  const int half = query || is_key ? t.rotary_half : 0;
-  HeadConstants<MAX_HEAD_DIM / 32> constants;
-  constants.load(t.cosines + static_cast<int64_t>(position) * half, t.sines + static_cast<int64_t>(position) * half,
-                 norm, half, t.head_dim);
-  prepare_head<BF16>(mine, x, constants, t.head_dim, norm != nullptr, t.eps, half, 1.f);
-  uint16_t* to;
-  if (query) {
-    to = static_cast<uint16_t*>(t.y) + row * t.ld_y + head * t.head_dim;
-  } else {
-    const int page = t.block_tables[static_cast<int64_t>(slot) * t.ld_blocks + position / PAGE];
-    to = static_cast<uint16_t*>(is_key ? t.keys : t.values) +
-         cache_offset(page, t.kv_heads, kv_head, position, t.head_dim);
+  const auto* q = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
+  const auto* k = static_cast<const uint16_t*>(t.k) + row * t.ld_kv;
+  const auto* v = static_cast<const uint16_t*>(t.v) + row * t.ld_kv;
+  const auto store = [&](uint16_t* to) {
+    for (int d = lane; d < head_dim; d += 32) to[d] = narrow<BF16>(mine[d]);
+  };
+  for (int head = warp; head < t.heads; head += APPEND_WARPS) {
+    prepare_head<BF16>(mine, q + head * head_dim, query_constants, head_dim, t.q_norm != nullptr, t.eps, t.rotary_half,
+                       1.f);
+    store(static_cast<uint16_t*>(t.y) + row * t.ld_y + head * head_dim);
   }
-  for (int d = lane; d < t.head_dim; d += 32) to[d] = narrow<BF16>(mine[d]);
+  for (int head = warp; head < t.kv_heads; head += APPEND_WARPS) {
+    prepare_head<BF16>(mine, k + head * head_dim, key_constants, head_dim, t.k_norm != nullptr, t.eps, t.rotary_half,
+                       1.f);
+    store(static_cast<uint16_t*>(t.keys) + cache_offset(page, t.kv_heads, head, position, head_dim));
+  }
+  for (int i = threadIdx.x; i < t.kv_heads * head_dim / 8; i += APPEND_WARPS * 32) {
+    const int head = i * 8 / head_dim, d = i * 8 % head_dim;
+    auto* to = static_cast<uint16_t*>(t.values) + cache_offset(page, t.kv_heads, head, position, head_dim) + d;
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(v + head * head_dim + d);
+  }
 }
 
 using Kernel = void (*)(AttentionArgs);
@@ -406,10 +412,10 @@ Kernel for_head(int head_dim, int group) {
 
 int check(const trirun_attention* t) {
   if (t == nullptr) return TRIRUN_BAD_POINTER;
-  if (t->m < 0 || t->heads <= 0 || t->kv_heads <= 0 || t->heads % t->kv_heads || t->head_dim <= 0 || t->head_dim % 8 ||
-      t->head_dim > MAX_HEAD_DIM || t->rotary_half < 0 || 2 * t->rotary_half > t->head_dim || t->splits < 1 ||
-      t->splits > 256 || t->per_sm < 0 || t->m > 65535 || t->ld_q < t->heads * t->head_dim || t->ld_kv < t->kv_heads * t->head_dim ||
-      t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0)
+  if (t->m < 0 || t->m > 65535 || t->heads <= 0 || t->kv_heads <= 0 || t->heads % t->kv_heads || t->head_dim <= 0 ||
+      t->head_dim % 8 || t->head_dim > MAX_HEAD_DIM || t->rotary_half < 0 || 2 * t->rotary_half > t->head_dim ||
+      t->splits < 1 || t->splits > 256 || t->ld_q < t->heads * t->head_dim ||
+      t->ld_kv < t->kv_heads * t->head_dim || t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0)
     return TRIRUN_BAD_SHAPE;
   if (!half_dtype(t->dtype)) return TRIRUN_UNSUPPORTED;
   for (const void* p : {t->q, t->k, t->v, static_cast<const void*>(t->keys), static_cast<const void*>(t->values)})
@@ -471,10 +477,7 @@ EXPORT int trirun_cuda_attention_decode(const trirun_attention* t, void* workspa
   if (const int code = device_facts(facts)) return code;
   a.clustered = facts.arch >= 90 && t->splits > 1 && t->splits <= MAX_CLUSTER;
   const int width = t->head_dim + 2, parts = a.clustered ? t->splits * room * width * 4 : 0;
-  int bytes = RING_BYTES + parts;
-  // Memory that nobody touches keeps further CTAs away.
-  if (t->per_sm > 0) bytes = max(bytes, SHARED_BYTES / (t->per_sm + 1) / 1024 * 1024);
-  return launch_dependent(kernel, a, grid, WARPS * 32, bytes, stream, a.clustered ? t->splits : 1);
+  return launch_dependent(kernel, a, grid, WARPS * 32, RING_BYTES + parts, stream, a.clustered ? t->splits : 1);
 }
 
 EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* stream) {
@@ -484,7 +487,10 @@ EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* stream)
   if (t->y == nullptr) return TRIRUN_BAD_POINTER;
   AttentionArgs a{};
   a.t = *t;
-  const auto parts = static_cast<unsigned>(t->heads + 2 * t->kv_heads);
-  const dim3 grid((parts + WARPS - 1) / WARPS, static_cast<unsigned>(t->m));
-  return launch_dependent(t->dtype == TRIRUN_BF16 ? append<true> : append<false>, a, grid, WARPS * 32, 0, stream);
+  const dim3 grid(static_cast<unsigned>(t->m));
+  const bool bf16 = t->dtype == TRIRUN_BF16;
+  const Kernel kernel = t->head_dim <= 64    ? (bf16 ? append<true, 8> : append<false, 8>)
+                        : t->head_dim <= 128 ? (bf16 ? append<true, 16> : append<false, 16>)
+                                             : (bf16 ? append<true, 32> : append<false, 32>);
+  return launch_dependent(kernel, a, grid, APPEND_WARPS * 32, 0, stream);
 }

@@ -199,7 +199,7 @@ EXPORT int trirun_cuda_rows(const trirun_rows* r, void* stream) {
   }
   // Where a row has no common norm or scale its units go to as many CTAs as there are; else one CTA owns the row.
   const bool whole = r->norm != nullptr || (r->activations != nullptr && r->act_bits == TRIRUN_ACT8);
-  const int warps = whole ? (a.units < MAX_WARPS ? a.units : MAX_WARPS) : (a.units < 4 ? a.units : 4);
+  const int most = whole ? MAX_WARPS : 4, warps = a.units < most ? a.units : most;
   const int per_warp = whole ? (a.units + warps - 1) / warps : 1;
   Kernel kernel = nullptr;
   switch (r->source) {
@@ -209,6 +209,7 @@ EXPORT int trirun_cuda_rows(const trirun_rows* r, void* stream) {
     default: kernel = instance<TRIRUN_ROWS_PLAIN>(per_warp); break;
   }
   if (kernel == nullptr) return TRIRUN_UNSUPPORTED;
-  const dim3 grid(static_cast<unsigned>(a.tokens), whole ? 1u : static_cast<unsigned>((a.units + warps - 1) / warps));
+  const int parts = whole ? 1 : (a.units + warps - 1) / warps;
+  const dim3 grid(static_cast<unsigned>(a.tokens), static_cast<unsigned>(parts));
   return launch_dependent(kernel, a, grid, warps * 32, 0, stream);
 }
