@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .cpu import DTYPES
 from .cuda import PlanStruct, device_of, int2_gemm
+from .f16acc_int2 import FEWEST_ROWS, int2_gemm_f16acc
 from .native import Int2Struct, NativeError, load
 from .packing import PackedWeight
 from .select import DEQUANTIZE, select
@@ -21,23 +23,29 @@ DIGIT_ROWS = (1, 32)
 _LEAST_WORKSPACE = 16 << 20
 
 
+@dataclass(frozen=True, slots=True)
 class Projection:
     """``y = x @ weight.T + bias`` on the current device and stream.
 
     Attributes:
         weight: packed, or dense [n, k] of the activations' dtype. bias: [n] of that dtype or None.
         act_bits: of a packed weight, 16 or 8.
+        acc: of a packed weight, "fp32", or "fp16" for fp16 sums where float16 x has rows enough to gain from them.
     """
 
-    __slots__ = ("_plain", "_struct", "act_bits", "bias", "weight")
+    weight: PackedWeight | Tensor
+    bias: Tensor | None = None
+    act_bits: int = 16
+    acc: str = "fp32"
+    _struct: Int2Struct | None = field(init=False, default=None, repr=False, compare=False)
+    _plain: bool = field(init=False, default=False, repr=False, compare=False)
 
-    def __init__(self, weight: PackedWeight | Tensor, bias: Tensor | None = None, act_bits: int = 16) -> None:
-        self.weight, self.bias, self.act_bits = weight, bias, act_bits
-        if isinstance(weight, PackedWeight):
-            zero = weight.spec.zero
-            self._struct = Int2Struct.of(weight)
+    def __post_init__(self) -> None:
+        if isinstance(self.weight, PackedWeight):
+            zero = self.weight.spec.zero
+            object.__setattr__(self, "_struct", Int2Struct.of(self.weight))
             # Zero points in quarters are exact beside the codes.
-            self._plain = zero is not None and (4 * zero).is_integer() and abs(zero) < 8
+            object.__setattr__(self, "_plain", zero is not None and (4 * zero).is_integer() and abs(zero) < 8)
 
     @property
     def packed(self) -> bool:
@@ -76,6 +84,8 @@ class Projection:
         if not isinstance(w, PackedWeight):
             return F.linear(x, w, self.bias)
         m, dtype = x.shape[0], x.dtype
+        if self.acc == "fp16" and self.act_bits == 16 and m >= FEWEST_ROWS:
+            return int2_gemm_f16acc(x, w, self.bias)
         y = torch.empty((m, w.n), dtype=dtype, device=x.device)
         if m == 0:
             return y
