@@ -12,8 +12,8 @@ from setuptools.command.install import install
 from setuptools.command.sdist import sdist
 from trirun_build import cuda_archs
 
-# What a build from source and its tests need beside the packages themselves.
-SDIST_FOLDERS = ("kernels", "gptq", "scripts", "configs", "tests", ".ci")
+# What a build from source, its tests and its readers need beside the packages' modules.
+SDIST_FOLDERS = ("trirun_cli", "kernels", "gptq", "scripts", "configs", "tests", ".ci")
 SDIST_SKIPPED = {"__pycache__", "_lib", ".scratch"}
 
 
