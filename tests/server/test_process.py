@@ -116,6 +116,25 @@ def test_lm_eval_gets_the_likelihoods_of_trirun_eval(server, checkpoint):
     assert remote.loglikelihood_rolling(rolling)[0] == pytest.approx(own.loglikelihood_rolling(rolling)[0], rel=1e-4)
 
 
+def test_a_key_a_name_and_a_chat_template(start_server, tmp_path):
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    (tmp_path / "key.txt").write_text("s3cret\n")
+    files = ("--chat-template", tmp_path / "template.jinja", "--api-key-file", tmp_path / "key.txt")
+    server = start_server(*files, "--served-model-name", "story")
+    assert server.facts["models"] == ["story"]
+    url = f"{server.url}/v1"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()
+    client = openai.OpenAI(base_url=url, api_key="s3cret", max_retries=0, timeout=60)
+    options = {"model": "story", "messages": [{"role": "user", "content": STORY}], "temperature": 0, "max_tokens": 12}
+    whole = client.chat.completions.create(**options).choices[0]
+    streamed = list(client.chat.completions.create(**options, stream=True))
+    assert whole.message.role == "assistant" and whole.finish_reason == "length" and whole.message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == whole.message.content
+    code, err = server.stop()
+    assert code == 0 and "s3cret" not in err
+
+
 # A client that reads one event and is killed while the rest is coming.
 VICTIM = """
 import http.client, os, signal, sys, json
