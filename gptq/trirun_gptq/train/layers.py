@@ -15,8 +15,8 @@ from trirun_kernels.reference import int8_round_trip
 
 from ..grid import MIN_SCALE
 from ..quantized import Quantized
+from ..trainable import MARGIN
 
-MARGIN = 0.49  # how far from its code a latent may start: nearer to the original weight, but not across the boundary
 MIN_ABSMEAN = 1e-5  # as BitNet's weight_quant: a matrix of zeros keeps a scale
 
 

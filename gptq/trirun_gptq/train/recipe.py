@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import QuantizationError
-from ..recipe import Recipe
+from ..recipe import GRIDS, Recipe
 from ..strict import checked_fields, read_mapping, suggest
 
 METHODS = ("learned", "absmean")
@@ -27,7 +27,8 @@ class TrainRecipe:
         method: ``learned``: one trained scale per group, codes by rounding (LSQ, Esser et al. 2020). ``absmean``: one
             scale per matrix, the mean magnitude of its latent weights, ternary (BitNet b1.58, Ma et al. 2024; TriLM,
             Kaushal et al. 2024).
-        grid, group_size: as in :class:`~trirun_gptq.recipe.Recipe`; ``absmean`` has the ternary grid and group size -1.
+        grid, group_size: as in :class:`~trirun_gptq.recipe.Recipe`, but for ``auto``; ``absmean`` has the ternary grid
+            and group size -1.
         init: where ``learned`` begins: ``gptq`` (the ``fast`` preset on ``init_samples`` sequences), ``nearest``
             (rounding, with searched scales), or the directory of a packed checkpoint of the same model, whose grid
             then counts. ``absmean`` begins at the original weights and ignores it.
@@ -91,7 +92,8 @@ class TrainRecipe:
         _require(self.method in METHODS, suggest("method", self.method, METHODS))
         _require(self.precision in PRECISIONS, suggest("precision", self.precision, PRECISIONS))
         _require(self.activation_bits in (8, 16), f"activation_bits={self.activation_bits}: 8 or 16")
-        # Checks grid, group size and patterns.
+        _require(self.grid in GRIDS, suggest("grid", self.grid, GRIDS))
+        # Checks group size and patterns.
         self.quantization()
         if self.method == "absmean":
             fits = self.grid == "ternary" and self.group_size == -1
