@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from trirun_gptq.quantized import Quantized
+from trirun_gptq.recipe import GRIDS
 from trirun_gptq.source import TensorSource
 from trirun_gptq.state import fingerprint
 from trirun_gptq.train import start as starts
@@ -150,6 +152,7 @@ def plan_run(
     linears = linear_modules(skeleton)
     if _from_checkpoint(recipe):
         grids = _checkpoint_grids(Path(recipe.init), linears)
+        recipe = _with_grid(recipe, grids)
     else:
         grids = starts.recipe_grids(skeleton, recipe)
     data = data or [str(configs_dir() / "demo-model" / "calibration.txt")]
@@ -267,6 +270,13 @@ def _checkpoint_grids(path: Path, linears: dict[str, tuple[int, int]]) -> starts
             raise InputError(f"{path} holds {name} {list(opened.shape(name))}, which the model does not have")
     ternary = all(bool((unpack(opened.packed(name))[0] < 3).all()) for name in opened.modules)
     return {name: (opened.format.spec(name), ternary and opened.format.spec(name).zero == 1) for name in opened.modules}
+
+
+def _with_grid(recipe: TrainRecipe, grids: starts.Grids) -> TrainRecipe:
+    """The recipe as it should read: with the grid that most of the checkpoint's modules have."""
+    spec, ternary = Counter(grids.values()).most_common(1)[0][0]
+    name = "ternary" if ternary else next((name for name, zero in GRIDS.items() if zero == spec.zero), recipe.grid)
+    return dataclasses.replace(recipe, grid=name, group_size=spec.group_size)
 
 
 @torch.no_grad()

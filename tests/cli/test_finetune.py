@@ -105,7 +105,7 @@ def test_a_two_bit_checkpoint_is_healed(trirun, plain_model, tmp_path):
     assert code == 0
     document = json.loads(text)
     assert document["evaluations"][-1]["kl"] < document["evaluations"][0]["kl"]
-    assert document["bits_per_weight"] > 2.25
+    assert document["bits_per_weight"] > 2.25 and document["recipe"]["grid"] != "ternary"
     healed, start = Checkpoint(tmp_path / "F"), Checkpoint(tmp_path / "Q")
     assert healed.format == start.format and healed.modules == start.modules
     module = "model.layers.0.mlp.up_proj"
@@ -135,6 +135,17 @@ def test_memory_savers_change_nothing(trirun, plain_model, tmp_path):
         assert code == 0
         kls.append([evaluation["kl"] for evaluation in json.loads(text)["evaluations"]])
     assert kls[0] == pytest.approx(kls[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_near_float32(trirun, plain_model, tmp_path, precision):
+    losses = {}
+    for kind in ("fp32", precision):
+        options = (*OPTIONS, "--steps", "4", "--precision", kind, "--json")
+        code, text, _ = trirun("finetune", plain_model, "--out", tmp_path / kind, *options)
+        assert code == 0
+        losses[kind] = [evaluation["kl"] for evaluation in json.loads(text)["evaluations"]]
+    assert losses[precision] == pytest.approx(losses["fp32"], rel=0.05)
 
 
 def test_minutes_take_the_place_of_steps(trirun, plain_model, tmp_path):
