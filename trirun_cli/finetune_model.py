@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from trirun_gptq.quantized import Quantized
-from trirun_gptq.recipe import GRIDS
 from trirun_gptq.source import TensorSource
 from trirun_gptq.state import fingerprint
 from trirun_gptq.train import start as starts
@@ -25,12 +23,13 @@ from trirun_gptq.train.recipe import INITS, TrainRecipe, load_train_recipe
 from trirun_gptq.train.state import TrainState
 from trirun_gptq.train.student import Student
 from trirun_gptq.train.workers import Workers
-from trirun_kernels import QuantSpec, unpack
+from trirun_kernels import QuantSpec
 
 from . import __version__
 from .checkpoint import WEIGHT, Checkpoint
 from .checkpoint_writer import CheckpointWriter, file_hash
 from .errors import CheckFailed, InputError, UsageError
+from .finetune_start import checkpoint_grids, load_start, with_grid
 from .model_dir import ModelDir
 from .resources import configs_dir
 from .runtime.model import TransformersLM, open_model, pick_device
@@ -151,8 +150,8 @@ def plan_run(
         raise UsageError(f"--seqlen {recipe.seqlen}: the model's context ends at {context} tokens")
     linears = linear_modules(skeleton)
     if _from_checkpoint(recipe):
-        grids = _checkpoint_grids(Path(recipe.init), linears)
-        recipe = _with_grid(recipe, grids)
+        grids = checkpoint_grids(Path(recipe.init), linears)
+        recipe = with_grid(recipe, grids)
     else:
         grids = starts.recipe_grids(skeleton, recipe)
     data = data or [str(configs_dir() / "demo-model" / "calibration.txt")]
@@ -175,11 +174,13 @@ def run(plan: Plan, observer: TrainObserver, *, resume: bool) -> Result | None:
     tokenizer = load_tokenizer(plan.model)
     stream, held_out = load_text(plan.data, tokenizer, recipe.seqlen, recipe.held_out, recipe.seed)
     directory = plan.out.with_name(plan.out.name + ".state")
-    state = TrainState(directory, _fingerprint(plan, source, stream, workers)) if resume else None
+    identity = _fingerprint(plan, source, stream, workers)
+    with workers.first_alone():
+        state = TrainState(directory, identity) if resume else None
 
     def begin(student: Student) -> None:
         if _from_checkpoint(recipe):
-            start = _load_start(Path(recipe.init), student)
+            start = load_start(Path(recipe.init), student)
         elif recipe.method == "absmean":
             start = {}
         elif recipe.init == "gptq":
@@ -196,7 +197,7 @@ def run(plan: Plan, observer: TrainObserver, *, resume: bool) -> Result | None:
         begin,
         stream,
         held_out,
-        observer,
+        observer if workers.first else TrainObserver(),
         workers=workers,
         compiled=plan.compiled,
         state=state,
@@ -260,34 +261,6 @@ def _check(plan: Plan, trained: Trained, windows: Tensor) -> Result:
 
 def _from_checkpoint(recipe: TrainRecipe) -> bool:
     return recipe.method == "learned" and recipe.init not in INITS
-
-
-def _checkpoint_grids(path: Path, linears: dict[str, tuple[int, int]]) -> starts.Grids:
-    """The grids of a packed checkpoint's modules; ternary if none of them uses code 3."""
-    opened = Checkpoint(path)
-    for name in opened.modules:
-        if linears.get(name) != opened.shape(name):
-            raise InputError(f"{path} holds {name} {list(opened.shape(name))}, which the model does not have")
-    ternary = all(bool((unpack(opened.packed(name))[0] < 3).all()) for name in opened.modules)
-    return {name: (opened.format.spec(name), ternary and opened.format.spec(name).zero == 1) for name in opened.modules}
-
-
-def _with_grid(recipe: TrainRecipe, grids: starts.Grids) -> TrainRecipe:
-    """The recipe as it should read: with the grid that most of the checkpoint's modules have."""
-    spec, ternary = Counter(grids.values()).most_common(1)[0][0]
-    name = "ternary" if ternary else next((name for name, zero in GRIDS.items() if zero == spec.zero), recipe.grid)
-    return dataclasses.replace(recipe, grid=name, group_size=spec.group_size)
-
-
-@torch.no_grad()
-def _load_start(path: Path, student: Student) -> dict[str, Quantized]:
-    """Codes and scales of a packed checkpoint; everything else it holds goes straight into the student."""
-    opened = Checkpoint(path)
-    rest = dict(student.model.named_parameters())
-    for name in opened.names:
-        if name in rest and name.removesuffix(WEIGHT) not in opened.modules:
-            rest[name].copy_(opened.tensor(name))
-    return {name: Quantized(*unpack(opened.packed(name)), opened.format.spec(name)) for name in opened.modules}
 
 
 def _fingerprint(plan: Plan, source: TensorSource, stream: Tensor, workers: Workers) -> dict[str, str]:

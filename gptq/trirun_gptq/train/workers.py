@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,7 +48,8 @@ class Workers:
             return flag
         return bool(self._accelerator.reduce(torch.tensor(float(flag), device=self.device)) > 0)
 
-    def wait(self) -> None:
-        """Until every process is here."""
-        if self._accelerator is not None:
-            self._accelerator.wait_for_everyone()
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """The first process goes ahead; the others follow once it is through, and find what it made."""
+        with nullcontext() if self._accelerator is None else self._accelerator.main_process_first():
+            yield
