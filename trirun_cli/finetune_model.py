@@ -174,9 +174,7 @@ def run(plan: Plan, observer: TrainObserver, *, resume: bool) -> Result | None:
     tokenizer = load_tokenizer(plan.model)
     stream, held_out = load_text(plan.data, tokenizer, recipe.seqlen, recipe.held_out, recipe.seed)
     directory = plan.out.with_name(plan.out.name + ".state")
-    identity = _fingerprint(plan, source, stream, workers)
-    with workers.first_alone():
-        state = TrainState(directory, identity) if resume else None
+    state = TrainState(directory, _fingerprint(plan, source, stream, workers)) if resume else None
 
     def begin(student: Student) -> None:
         if _from_checkpoint(recipe):
@@ -184,7 +182,8 @@ def run(plan: Plan, observer: TrainObserver, *, resume: bool) -> Result | None:
         elif recipe.method == "absmean":
             start = {}
         elif recipe.init == "gptq":
-            kept = directory / "start" if resume and workers.first else None
+            # Every process walks the blocks together: all of them must find the same ones finished.
+            kept = directory / "start" if resume else None
             start = starts.gptq(plan.model, recipe, stream, workers.device, kept, observer.stage)
         else:
             start = starts.nearest(source, plan.grids, workers.device)

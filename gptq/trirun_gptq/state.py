@@ -131,7 +131,8 @@ def _hash(data: bytes) -> str:
 
 
 def _write(path: Path, data: Any) -> None:
-    partial = path.with_name(path.name + ".partial")
+    # Several processes may write the same file at once.
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as file:
         file.write(data)
         file.flush()

@@ -131,7 +131,7 @@ def test_memory_savers_change_nothing(trirun, plain_model, tmp_path):
     savers = ("--micro-batch", "2", "--gradient-checkpointing")
     kls = []
     for name, extra in (("A", ()), ("B", savers)):
-        code, text, _ = trirun("finetune", plain_model, "--out", tmp_path / name, *OPTIONS, *extra, "--json")
+        code, text, _ = trirun("finetune", plain_model, "--out", tmp_path / name, *OPTIONS, "--steps", "4", *extra, "--json")
         assert code == 0
         kls.append([evaluation["kl"] for evaluation in json.loads(text)["evaluations"]])
     assert kls[0] == pytest.approx(kls[1], rel=1e-3)
@@ -156,7 +156,7 @@ def test_minutes_take_the_place_of_steps(trirun, plain_model, tmp_path):
 
 
 def test_the_demo_model_heals_within_a_minute(trirun, demo_model, tmp_path):
-    options = ("--init", "nearest", "--steps", "10", "--batch", "4", "--seqlen", "64", "--held-out", "8")
+    options = ("--init", "nearest", "--steps", "6", "--batch", "4", "--seqlen", "64", "--held-out", "8")
     code, text, _ = trirun("finetune", demo_model, "--out", tmp_path / "F", *options, "--evaluations", "1", "--json")
     assert code == 0
     document = json.loads(text)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,9 +45,3 @@ class Workers:
         if self._accelerator is None:
             return flag
         return bool(self._accelerator.reduce(torch.tensor(float(flag), device=self.device)) > 0)
-
-    @contextmanager
-    def first_alone(self) -> Iterator[None]:
-        """The first process goes ahead; the others follow once it is through, and find what it made."""
-        with nullcontext() if self._accelerator is None else self._accelerator.main_process_first():
-            yield
