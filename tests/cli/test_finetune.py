@@ -131,7 +131,9 @@ def test_memory_savers_change_nothing(trirun, plain_model, tmp_path):
     savers = ("--micro-batch", "2", "--gradient-checkpointing")
     kls = []
     for name, extra in (("A", ()), ("B", savers)):
-        code, text, _ = trirun("finetune", plain_model, "--out", tmp_path / name, *OPTIONS, "--steps", "4", *extra, "--json")
+        code, text, _ = trirun(
+            "finetune", plain_model, "--out", tmp_path / name, *OPTIONS, "--steps", "4", *extra, "--json"
+        )
         assert code == 0
         kls.append([evaluation["kl"] for evaluation in json.loads(text)["evaluations"]])
     assert kls[0] == pytest.approx(kls[1], rel=1e-3)
