@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .activations import BATCH_TOKENS, Placement
+from .expert_names import is_expert
 from .recipe import Recipe
 from .source import Skeleton, linear_layers
 
@@ -74,9 +75,9 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
     config = skeleton.model.config.get_text_config()
     hidden, vocabulary = config.hidden_size, config.vocab_size
     weights = [sum(p.numel() for p in block.parameters()) for block in skeleton.blocks]
-    widest = max(_feature_sum(block) for block in skeleton.blocks)
+    features = [_feature_sum(block, _chosen_fraction(config, block)) for block in skeleton.blocks]
     # Inputs and outputs of every linear layer, and as much again of what lies between them; kept for a backward pass.
-    activations = BATCH_TOKENS * widest * 4 * (2 if recipe.refine_steps else 1)
+    activations = round(BATCH_TOKENS * max(features) * 4 * (2 if recipe.refine_steps else 1))
     block = 2 * 4 * max(weights) + activations
     solve = max(_solve_bytes(block) for block in skeleton.blocks)
     refine = 0
@@ -88,7 +89,7 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
         others = 4 * (sum(p.numel() for p in skeleton.model.parameters()) - sum(weights))
         e2e = sum(weights) + others + BATCH_TOKENS * vocabulary * 4 * 6 + 2 * activations
         # Between two linear layers about twice as much lies as goes through them.
-        e2e_kept = 3 * BATCH_TOKENS * 4 * sum(_feature_sum(block) for block in skeleton.blocks)
+        e2e_kept = round(3 * BATCH_TOKENS * 4 * sum(features))
     free = free_bytes(device)
     host = torch.device("cpu")
     places = [Placement(device, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
@@ -125,13 +126,30 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _feature_sum(block: nn.Module) -> int:
-    return sum(2 * (layer.in_features + layer.out_features) for layer in linear_layers(block).values())
+def _feature_sum(block: nn.Module, chosen: float) -> float:
+    """Features that go into and out of the linear layers for one token, twice; of experts the chosen fraction."""
+    return sum(
+        2 * (layer.in_features + layer.out_features) * (chosen if is_expert(f"block.{name}.weight") else 1)
+        for name, layer in linear_layers(block).items()
+    )
+
+
+def _chosen_fraction(config: object, block: nn.Module) -> float:
+    """How many of its experts a block runs for one token, as a fraction."""
+    count = sum(is_expert(f"block.{name}.weight") and name.endswith(".down") for name in linear_layers(block))
+    return getattr(config, "num_experts_per_tok", count) / count if count else 1.0
 
 
 def _solve_bytes(block: nn.Module) -> int:
-    """Layers of one k are stacked at most together; ten matrices of a weight's size and ten of H's at the peak."""
+    """Ten matrices of a weight's size and ten of H's at the peak. Layers of one k are stacked at most together; experts
+    are solved one by one, with the Hessians of all of them waiting."""
     rows: dict[int, int] = defaultdict(int)
-    for layer in linear_layers(block).values():
-        rows[layer.in_features] = max(rows[layer.in_features], 0) + layer.out_features
-    return max((4 * 10 * (n * k + k * k) for k, n in rows.items()), default=0)
+    largest = waiting = 0
+    for name, layer in linear_layers(block).items():
+        n, k = layer.out_features, layer.in_features
+        if is_expert(f"block.{name}.weight"):
+            largest = max(largest, 4 * 10 * (2 * n * k + k * k))
+            waiting += 4 * k * k
+        else:
+            rows[k] += n
+    return max([4 * 10 * (n * k + k * k) for k, n in rows.items()] + [largest + waiting])

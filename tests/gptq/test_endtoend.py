@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from trirun_gptq.model import quantize_model
+from trirun_gptq.observer import Observer
 
-from tests.gptq.models import RECIPE, calibration, load_result, make_model, run
+from tests.gptq.models import RECIPE, Tensors, calibration, load_result, make_model, run
 
 E2E = replace(RECIPE, e2e_steps=12, e2e_lr=5e-3)
 
@@ -42,3 +44,23 @@ def test_a_rate_too_high_changes_nothing(tmp_path):
     written, report, _ = run(tmp_path, replace(E2E, e2e_lr=50.0))
     assert report.predictions == report.before_e2e
     assert all(torch.equal(written[name], plain[name]) for name in plain)
+
+
+def test_a_run_killed_end_to_end_resumes_to_the_same_bytes(tmp_path):
+    model, state = make_model(tmp_path / "model"), tmp_path / "state"
+    whole, report, _ = run(model, E2E)
+
+    class Killed(Exception):
+        pass
+
+    class Kill(Observer):
+        def stage(self, name, done, total):
+            if name == "e2e" and done == 5:
+                raise Killed
+
+    with pytest.raises(Killed):
+        quantize_model(model, E2E, calibration(), Tensors(), Kill(), state_dir=state)
+    resumed, second, log = run(model, E2E, state_dir=state)
+    assert all(block.resumed for block in log.blocks)
+    assert resumed.keys() == whole.keys() and all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert second.predictions == report.predictions

@@ -39,6 +39,18 @@ def test_the_plan_counts_what_the_recipe_does(tmp_path, monkeypatch):
     assert plans[0].refine == 0 < plans[1].refine < plans[2].refine and plans[2].e2e == 0 < plans[3].e2e
 
 
+def test_of_many_experts_only_the_chosen_ones_run(tmp_path, monkeypatch):
+    sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    few, many = (
+        plan(make_model(tmp_path / str(count), "Qwen3Moe", num_experts=count, **sizes), 1 << 40, monkeypatch)
+        for count in (4, 16)
+    )
+    # Four times the weights and the waiting Hessians; activations and each solve stay as they are.
+    weights = 12 * (2 * 64 * 32 + 64 * 32)
+    assert many.block - few.block == pytest.approx(2 * 4 * weights, rel=0.02)
+    assert many.solve - few.solve <= 4 * 12 * (2 * 64 * 64 + 32 * 32)
+
+
 def test_bfloat16_activations_change_little(tmp_path, monkeypatch):
     make_model(tmp_path)
     _, exact, _ = run(tmp_path)
