@@ -14,9 +14,12 @@ from .grid import store_scales, store_zeros
 from .quantized import Quantized
 
 MARGIN = 0.49  # how far from its code a latent may start: nearer to the original weight, but not across the boundary
-SHARPNESS = 6.0  # logits of code q for a latent v start at −½·sharpness·(v − q)²,
-CERTAINTY = 5.0  # grow by this factor until the end,
-TEMPERATURES = (1.0, 0.05)  # at temperatures that fall from the one to the other
+# Logits of code q for a latent v start at −½·sharpness·(v − q)², so sharp that the noise moves only weights near the
+# middle between two codes (a flatter start loses what GPTQ compensated for: gptq/README.md). They grow by the certainty
+# until the end, at temperatures that fall from the one to the other.
+SHARPNESS = 60.0
+CERTAINTY = 3.0
+TEMPERATURES = (1.0, 0.2)
 LOGIT_RATE = SHARPNESS  # learning rate of logits beside that of latents: what a latent's step does to its logits
 
 
