@@ -9,6 +9,7 @@
 
 #include "f16acc.cuh"
 #include "f16acc_wgmma.cuh"
+#include "tensor_map.cuh"
 
 namespace trirun::f16acc {
 namespace {
@@ -248,38 +249,22 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's own function, found at run time: the library links no libcuda and loads on machines without one.
-Encode tensor_map_encoder() {
-  static const Encode encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
-  }();
-  return encode;
-}
-
 // Boxes of box_rows x box_columns of a matrix [rows][columns] of fp16; those of 64 columns under the 128-byte swizzle.
 int encode(CUtensorMap* map, const void* data, int64_t stride, int rows, int columns, int box_rows,
            int box_columns = 64) {
-  const cuuint64_t size[2] = {cuuint64_t(columns), cuuint64_t(rows)}, bytes[1] = {cuuint64_t(stride) * 2};
-  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, step[2] = {1, 1};
-  const CUresult result = tensor_map_encoder()(
-      map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(data), size, bytes, box, step,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? TRIRUN_OK : TRIRUN_BAD_POINTER;
+  return trirun::encode(map, data,
+                        {CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                         box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                         2,
+                         {cuuint64_t(columns), cuuint64_t(rows), 1},
+                         {cuuint64_t(stride) * 2, 0},
+                         {cuuint32_t(box_columns), cuuint32_t(box_rows), 1}});
 }
 
 template <int TileN, bool TransA, bool TransB>
 int launch(Arguments args, int sms, cudaStream_t stream) {
   using S = Shape<TileN>;
-  if (!tensor_map_encoder()) return TRIRUN_UNSUPPORTED;
   const auto kernel = f16acc_wgmma_kernel<TileN, TransA, TransB>;
-  // First of all: it gives a thread that has none yet (autograd's) the context that the encoder, a driver call, needs.
   if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared))
     return e;
   Tensors maps = {};

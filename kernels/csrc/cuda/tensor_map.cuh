@@ -34,9 +34,17 @@ inline Encode tensor_map_encoder() {
 inline int encode(CUtensorMap* map, const void* data, const Box& b) {
   if (!tensor_map_encoder()) return TRIRUN_UNSUPPORTED;
   const cuuint32_t step[3] = {1, 1, 1};
-  const CUresult result = tensor_map_encoder()(map, b.type, b.rank, const_cast<void*>(data), b.size, b.stride, b.box,
-                                               step, CU_TENSOR_MAP_INTERLEAVE_NONE, b.swizzle,
-                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto call = [&] {
+    return tensor_map_encoder()(map, b.type, b.rank, const_cast<void*>(data), b.size, b.stride, b.box, step,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, b.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = call();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread that has not used CUDA yet, such as autograd's, has no context until the runtime gives it the device's.
+    int device = 0;
+    if (cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) result = call();
+  }
   return result == CUDA_SUCCESS ? TRIRUN_OK : TRIRUN_BAD_POINTER;
 }
 
