@@ -28,6 +28,9 @@ class TrainedLinear(nn.Module):
         activation_bits: 16, or 8 to quantize x per token to int8 as the kernels do.
     """
 
+    latent: nn.Parameter  # float32 [n, k], in steps of the grid
+    base: Tensor  # what a step is at the start; broadcasts against the groups
+
     def __init__(self, layer: nn.Linear, activation_bits: int) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features

@@ -53,7 +53,7 @@ def nearest(source: TensorSource, grids: Grids, device: torch.device) -> dict[st
         levels = 3 if ternary else 4
         scales, zeros = search_grid(weight, torch.ones_like(weight[0]), spec, levels=levels)
         grouped = weight.view(weight.shape[0], scales.shape[1], -1)
-        zero = spec.zero if zeros is None else zeros.float().unsqueeze(-1)
+        zero = zeros.float().unsqueeze(-1) if zeros is not None else torch.tensor(spec.zero, device=device)
         codes = assign(grouped, scales.float().unsqueeze(-1), zero, levels).to(torch.uint8).view(weight.shape)
         start[name] = Quantized(codes, scales, zeros, spec)
     return start

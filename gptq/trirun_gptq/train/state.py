@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ class TrainState:
         path = self._file("training")
         if not path.exists():
             return None
-        parts: dict[str, dict[str, Tensor]] = {"weights": {}, "best": {}} | {key: {} for key in MOMENTS}
+        parts: dict[str, dict[str, Tensor]] = {key: {} for key in ("weights", "best", *MOMENTS)}
         try:
             with safe_open(path, "pt") as file:
                 facts = json.loads(file.metadata()["facts"])
@@ -141,13 +142,16 @@ class TrainState:
         partial.replace(self._file(name))
 
 
-def moments_of(optimizer: torch.optim.Optimizer, named: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def moments_of(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Adam's moments by parameter name; empty before the first step."""
     return {name: tuple(optimizer.state[p][key] for key in MOMENTS) for name, p in named.items() if optimizer.state[p]}
 
 
 def set_moments(
-    optimizer: torch.optim.Optimizer, named: dict[str, Tensor], moments: dict[str, tuple[Tensor, Tensor]], updates: int
+    optimizer: torch.optim.Optimizer,
+    named: Mapping[str, Tensor],
+    moments: dict[str, tuple[Tensor, Tensor]],
+    updates: int,
 ) -> None:
     """Put back what :func:`moments_of` returned after so many updates."""
     for name, (first, second) in moments.items():
