@@ -99,7 +99,7 @@ def gptqmodel(group_size: int) -> Row:
         model = copy.deepcopy(bench.model)
         for name, layer in loaded.model.named_modules():
             if hasattr(layer, "qweight"):
-                dense = layer.dequantize_weight().float().t() if hasattr(layer, "dequantize_weight") else None
+                dense = layer.dequantize_weight().float().t()
                 model.get_submodule(name).weight.data.copy_(dense.to(options.device))
         return model, 2 + 16 / group_size, None
 

@@ -111,8 +111,29 @@ def tune_scales(
         The blocks as they end, and the predictions on held-out text before and after; the blocks that came in, and the
         same predictions twice, where training did not lower the divergence.
     """
+    skeleton = head.skeleton
+    try:
+        layers = _load_student(skeleton, blocks, train[0].place.device)
+        kept, before, best = _train(head, layers, train, held_out, recipe, recompute, progress)
+    finally:
+        skeleton.unload_blocks()
+    if kept is None:
+        return blocks, before, before
+    named = ({name: kept[f"{index}.{name}"] for name in block} for index, block in enumerate(blocks))
+    return list(named), before, best
+
+
+def _train(
+    head: Head,
+    layers: dict[str, ScaledLinear],
+    train: list[Batch],
+    held_out: list[Batch],
+    recipe: Recipe,
+    recompute: bool,
+    progress: Callable[[int, int], None],
+) -> tuple[dict[str, Quantized] | None, Predictions, Predictions]:
+    """The best state on held-out text (None: the start), and the predictions of the start and of the best."""
     skeleton, device = head.skeleton, train[0].place.device
-    layers = _load_student(skeleton, blocks, device)
     scales = [p for layer in layers.values() for p in (layer.multiplier, layer.zeros) if p.requires_grad]
     optimizer = torch.optim.Adam(scales, lr=recipe.e2e_lr, betas=(0.9, 0.95), foreach=True)
     steps = recipe.e2e_steps
@@ -148,11 +169,7 @@ def tune_scales(
             if now.divergence < best.divergence:
                 best, kept = now, {name: layer.harden() for name, layer in layers.items()}
         progress(step + 1, steps)
-    skeleton.unload_blocks()
-    if kept is None:
-        return blocks, before, before
-    named = ({name: kept[f"{index}.{name}"] for name in block} for index, block in enumerate(blocks))
-    return list(named), before, best
+    return kept, before, best
 
 
 class ScaledLinear(nn.Module):

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from trirun_gptq import endtoend
 from trirun_gptq.model import quantize_model
 from trirun_gptq.observer import Observer
 
-from tests.gptq.models import RECIPE, Tensors, calibration, load_result, make_model, run
+from tests.gptq.models import RECIPE, Log, Tensors, calibration, load_result, make_model, run
 
 E2E = replace(RECIPE, e2e_steps=12, e2e_lr=5e-3)
 
@@ -44,6 +45,27 @@ def test_a_rate_too_high_changes_nothing(tmp_path):
     written, report, _ = run(tmp_path, replace(E2E, e2e_lr=50.0))
     assert report.predictions == report.before_e2e
     assert all(torch.equal(written[name], plain[name]) for name in plain)
+
+
+def test_batches_are_halved_when_the_whole_model_does_not_fit(tmp_path, monkeypatch):
+    make_model(tmp_path)
+    forward = endtoend.predict
+    messages = []
+
+    def predict(skeleton, tokens):
+        # The student's forward pass alone: the head's has stand-ins for blocks.
+        if torch.is_grad_enabled() and len(tokens) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(skeleton, tokens)
+
+    class Listen(Log):
+        def warning(self, message):
+            messages.append(message)
+
+    monkeypatch.setattr(endtoend, "predict", predict)
+    report = quantize_model(tmp_path, E2E, calibration(), Tensors(), Listen())
+    assert [message for message in messages if "out of GPU memory with 6 sequences" in message]
+    assert report.predictions.divergence < report.before_e2e.divergence
 
 
 def test_a_run_killed_end_to_end_resumes_to_the_same_bytes(tmp_path):
