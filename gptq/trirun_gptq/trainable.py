@@ -17,7 +17,7 @@ MARGIN = 0.49  # how far from its code a latent may start: nearer to the origina
 # Logits of code q for a latent v start at −½·sharpness·(v − q)², so sharp that the noise moves only weights near the
 # middle between two codes (a flatter start loses what GPTQ compensated for: gptq/README.md). They grow by the certainty
 # until the end, at temperatures that fall from the one to the other.
-SHARPNESS = 60.0
+SHARPNESS = 150.0
 CERTAINTY = 3.0
 TEMPERATURES = (1.0, 0.2)
 LOGIT_RATE = SHARPNESS  # learning rate of logits beside that of latents: what a latent's step does to its logits
