@@ -121,11 +121,7 @@ def _stream_candidates(n: int, k: int, m: int, device: Device) -> list[tuple[int
     """
     strips, wide_k = n // STRIP, k >= 16384
     if strips * 2 <= device.sms:
-        if m <= 4:
-            best = [(8, 8, 2, 2, 1, True)] if k >= 2048 else [(8, 2, 4, 4, 1, True)] if k >= 1024 else []
-        else:
-            best = [(8, 8, 2, 2, 1, False)] if k >= 8192 else []
-        best += [(8, 8, 1, 2, 1, m <= 2)]
+        best = [(8, 2, 4, 4, 1, True)] if m <= 4 and k >= 1024 else [(8, 8, 1, 2, 1, m <= 2)]
     elif strips <= device.sms:
         if m <= 2:
             best = [(8, 8, 1, 6, 1, False)] if wide_k else [(16, 16, 1, 2, 1, True)]
