@@ -59,9 +59,9 @@ def quantize_activations(x: Tensor, act_bits: int) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     k_pad = -(-k // 128) * 128
     with torch.cuda.device(x.device):
-        size = _library().trirun_cuda_activation_bytes(m, k_pad, act_bits)
+        size = library().trirun_cuda_activation_bytes(m, k_pad, act_bits)
         out = torch.empty(size, dtype=torch.uint8, device=x.device)
-        code = _library().trirun_cuda_quantize(
+        code = library().trirun_cuda_quantize(
             x.data_ptr(), DTYPES[x.dtype], m, k, x.stride(0), k_pad, act_bits, out.data_ptr(), size, _stream()
         )
     _check(code, f"quantize_activations: x {x.dtype} {list(x.shape)}, act_bits={act_bits}")
@@ -88,11 +88,11 @@ def int2_gemm_quantized(
     with torch.cuda.device(y.device):
         struct, device = Int2Struct.of(w), device_of(y.device.index)
         plan = PlanStruct.of(select(struct.n, struct.k, m, group_size, act_bits, device, quantized=True))
-        size = _library().trirun_cuda_activation_bytes(m, struct.k, act_bits)
+        size = library().trirun_cuda_activation_bytes(m, struct.k, act_bits)
         if activations.numel() != size or not activations.is_contiguous():
             raise ValueError(f"int2_gemm_quantized: {activations.numel()} bytes for m={m}, k={k}; expected {size}")
         workspace = _workspace(struct, m, dtype, act_bits, plan, y.device, quantized=True)
-        code = _library().trirun_cuda_int2_gemm_quantized(
+        code = library().trirun_cuda_int2_gemm_quantized(
             ctypes.byref(struct), n, activations.data_ptr(), m, None if bias is None else bias.data_ptr(), y.data_ptr(),
             DTYPES[dtype], n, act_bits, ctypes.byref(plan), *_span(workspace), _stream(),
         )  # fmt: skip
@@ -108,7 +108,7 @@ def run_plan(x: Tensor, w: PackedWeight, bias: Tensor | None, y: Tensor, act_bit
     struct, plan_struct = Int2Struct.of(w), PlanStruct.of(plan)
     m = x.shape[0]
     workspace = _workspace(struct, m, x.dtype, act_bits, plan_struct, x.device)
-    code = _library().trirun_cuda_int2_gemm(
+    code = library().trirun_cuda_int2_gemm(
         ctypes.byref(struct), w.n, w.k, x.data_ptr(), DTYPES[x.dtype], m, x.stride(0),
         None if bias is None else bias.data_ptr(), y.data_ptr(), y.stride(0), act_bits, ctypes.byref(plan_struct),
         *_span(workspace), _stream(),
@@ -170,7 +170,7 @@ def _workspace(
     *,
     quantized: bool = False,
 ) -> Tensor | None:
-    size = _library().trirun_cuda_int2_workspace(
+    size = library().trirun_cuda_int2_workspace(
         ctypes.byref(struct), m, DTYPES[dtype], act_bits, ctypes.byref(plan)
     )
     if size == 0:
@@ -193,27 +193,28 @@ def _span(workspace: Tensor | None) -> tuple[int | None, int]:
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    library = load("cuda")
+def library() -> ctypes.CDLL:
+    """libtrirun_cuda.so with the signatures of its INT2 products."""
+    cuda = load("cuda")
     pointer, integer, long, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
-    library.trirun_cuda_error.restype = ctypes.c_char_p
-    library.trirun_cuda_int2_workspace.restype = size
-    library.trirun_cuda_int2_workspace.argtypes = [pointer, long, integer, integer, pointer]
-    library.trirun_cuda_activation_bytes.restype = size
-    library.trirun_cuda_activation_bytes.argtypes = [long, long, integer]
-    library.trirun_cuda_quantize.argtypes = [
+    cuda.trirun_cuda_error.restype = ctypes.c_char_p
+    cuda.trirun_cuda_int2_workspace.restype = size
+    cuda.trirun_cuda_int2_workspace.argtypes = [pointer, long, integer, integer, pointer]
+    cuda.trirun_cuda_activation_bytes.restype = size
+    cuda.trirun_cuda_activation_bytes.argtypes = [long, long, integer]
+    cuda.trirun_cuda_quantize.argtypes = [
         pointer, integer, long, long, long, long, integer, pointer, size, pointer
     ]  # fmt: skip
-    library.trirun_cuda_int2_gemm.argtypes = [
+    cuda.trirun_cuda_int2_gemm.argtypes = [
         pointer, long, long, pointer, integer, long, long, pointer, pointer, long, integer, pointer, pointer, size,
         pointer,
     ]  # fmt: skip
-    library.trirun_cuda_int2_gemm_quantized.argtypes = [
+    cuda.trirun_cuda_int2_gemm_quantized.argtypes = [
         pointer, long, pointer, long, pointer, pointer, integer, long, integer, pointer, pointer, size, pointer
     ]  # fmt: skip
-    return library
+    return cuda
 
 
 def _check(code: int, what: str) -> None:
     if code:
-        raise NativeError(f"{what}: {_library().trirun_cuda_error(code).decode()} (code {code})")
+        raise NativeError(f"{what}: {library().trirun_cuda_error(code).decode()} (code {code})")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu import DTYPES
-from .cuda import PlanStruct, device_of, int2_gemm
+from .cuda import PlanStruct, device_of, int2_gemm, library
 from .f16acc_int2 import FEWEST_ROWS, int2_gemm_f16acc
-from .native import Int2Struct, NativeError, load
+from .native import Int2Struct, NativeError
 from .packing import PackedWeight
 from .select import DEQUANTIZE, select
 
@@ -97,7 +97,7 @@ class Projection:
                 x, w.words, w.scales, w.zeros, self.bias, w.n, w.k, w.spec.group_size, zero, self.act_bits
             )
         workspace = _workspace(x.device, size)
-        code = _library().trirun_cuda_int2_gemm(
+        code = library().trirun_cuda_int2_gemm(
             ctypes.byref(self._struct), w.n, w.k, x.data_ptr(), DTYPES[dtype], m, x.stride(0), self._bias, y.data_ptr(),
             w.n, self.act_bits, ctypes.byref(plan), workspace.data_ptr(), workspace.numel(), _stream(),
         )  # fmt: skip
@@ -113,7 +113,7 @@ class Projection:
         y = torch.empty((m, w.n), dtype=dtype, device=digits.device)
         plan, size = self._plan(m, dtype, digits.device, True)
         workspace = _workspace(digits.device, size)
-        code = _library().trirun_cuda_int2_gemm_quantized(
+        code = library().trirun_cuda_int2_gemm_quantized(
             ctypes.byref(self._struct), w.n, digits.data_ptr(), m, self._bias, y.data_ptr(), DTYPES[dtype], w.n,
             self.act_bits, ctypes.byref(plan), workspace.data_ptr(), workspace.numel(), _stream(),
         )  # fmt: skip
@@ -129,7 +129,7 @@ class Projection:
 
     def _refuse(self, code: int, m: int, dtype: torch.dtype) -> Tensor:
         w = self.weight
-        reason = _library().trirun_cuda_error(code).decode()
+        reason = library().trirun_cuda_error(code).decode()
         raise NativeError(
             f"decoder: [{m}, {w.k}] by [{w.n}, {w.k}] in {dtype}, {w.spec}, act_bits={self.act_bits}: {reason} "
             f"(code {code})"
@@ -144,7 +144,7 @@ def _planned(
     choice = select(n, k, m, group_size, act_bits, device_of(device), quantized=quantized, plain=plain)
     plan = PlanStruct.of(choice)
     weight = Int2Struct(n=n, k=k, group_size=group_size)
-    size = _library().trirun_cuda_int2_workspace(ctypes.byref(weight), m, dtype, act_bits, ctypes.byref(plan))
+    size = library().trirun_cuda_int2_workspace(ctypes.byref(weight), m, dtype, act_bits, ctypes.byref(plan))
     return plan, size
 
 
@@ -164,20 +164,3 @@ def _workspace(device: torch.device, size: int) -> Tensor:
 
 def _stream() -> int:
     return torch.cuda.current_stream().cuda_stream
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = load("cuda")
-    pointer, integer, long, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
-    library.trirun_cuda_error.restype = ctypes.c_char_p
-    library.trirun_cuda_int2_workspace.restype = size
-    library.trirun_cuda_int2_workspace.argtypes = [pointer, long, integer, integer, pointer]
-    library.trirun_cuda_int2_gemm.argtypes = [
-        pointer, long, long, pointer, integer, long, long, pointer, pointer, long, integer, pointer, pointer, size,
-        pointer,
-    ]  # fmt: skip
-    library.trirun_cuda_int2_gemm_quantized.argtypes = [
-        pointer, long, pointer, long, pointer, pointer, integer, long, integer, pointer, pointer, size, pointer
-    ]  # fmt: skip
-    return library

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..console import Console
-from ..errors import MissingError, UsageError
+from ..errors import UsageError
 from . import bench_f16acc, bench_model, bench_serve
 from .options import Device, DType, Json, Quiet
 
@@ -66,12 +66,9 @@ def kernels(
     console = Console(as_json=json, quiet=quiet)
     import torch
 
-    try:
-        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    except RuntimeError as error:
-        raise UsageError(f"--device {device}: auto, cpu, cuda or cuda:N") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise MissingError("no usable CUDA device", "use --device cpu")
+    from ..runtime.model import pick_device
+
+    place = torch.device(pick_device(device))
     chosen = parse_shapes(shapes, "cpu" if place.type == "cpu" else "default")
     for shape in chosen:
         if group_size > 0 and shape.k % group_size:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..console import Console
-from ..errors import MissingError, UsageError
+from ..errors import UsageError
 from .options import Device, Json, Quiet
 
 
@@ -37,12 +37,9 @@ def command(
     console = Console(as_json=json, quiet=quiet)
     import torch
 
-    try:
-        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    except RuntimeError as error:
-        raise UsageError(f"--device {device}: auto, cpu, cuda or cuda:N") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise MissingError("no usable CUDA device", "use --device cpu")
+    from ..runtime.model import pick_device
+
+    place = torch.device(pick_device(device))
     if sides is None:
         sides = [512, 1024, 2048, 3072, 4096, 6144, 8192] if place.type == "cuda" else []
     from ..runtime import f16acc_bench

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import QUANT_METHOD, load_checkpoint
-from ..errors import InputError, MissingError
+from ..errors import InputError, MissingError, UsageError
 from ..model_dir import ModelDir
 from .dense import matmul_precision, pad_dense
 
@@ -186,7 +186,7 @@ def pick_device(device: str) -> str:
     """The torch device that a --device option means.
 
     Raises:
-        MissingError: it is a GPU that is not there.
+        MissingError: it is a GPU that is not there. UsageError: it is no device at all.
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -196,7 +196,7 @@ def pick_device(device: str) -> str:
         if not 0 <= index < torch.cuda.device_count():
             raise MissingError(f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices here")
     elif device != "cpu":
-        raise MissingError(f"--device {device}: not one of auto, cpu, cuda, cuda:N")
+        raise UsageError(f"--device {device}: not one of auto, cpu, cuda, cuda:N")
     return device
 
 
