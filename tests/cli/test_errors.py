@@ -53,7 +53,7 @@ def test_truncated_safetensors(trirun, packed, copy_of, command, keep):
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * keep)])
     arguments = [damaged] if command == "inspect" else ["--checkpoint", damaged, "--prompt", "x"]
     code, _, err = trirun(command, *arguments)
-    assert code == 3 and len(one_line(err)) == 1 and "truncated or not a safetensors file" in err
+    assert code == 3 and len(one_line(err)) == 1 and "model.safetensors is truncated" in err
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("verify",), ("generate", "-p", "x", "-c"), ("eval", "-c")])

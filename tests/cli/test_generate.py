@@ -155,7 +155,7 @@ def test_a_stop_string_ends_the_text(trirun, packed):
 def test_ctrl_c_ends_with_the_text_so_far(trirun, packed, monkeypatch):
     from trirun_cli.runtime.engine.engine import Engine
 
-    step, steps = Engine.step, []
+    step, steps, handler = Engine.step, [], signal.getsignal(signal.SIGINT)
 
     def step_and_interrupt(self):
         steps.append(None)
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_with_the_text_so_far(trirun, packed, monkeypatch):
     assert code == 130 and out.startswith("The") and whole.startswith(out.rstrip("\n")) and len(out) < len(whole)
     # The third one only ends the request.
     assert len(steps) == 3 and " generated" in err
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_sampling_defaults_come_from_the_model(trirun, copy_of, packed):
