@@ -18,8 +18,8 @@ extern "C" {
 /* The libraries are built with -fvisibility=hidden: what this header declares is all they export. */
 #pragma GCC visibility push(default)
 
-/* Raised whenever a signature or a struct below changes; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 1
+/* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
+#define TRIRUN_ABI_VERSION 2
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
