@@ -1,0 +1,133 @@
+"""Run the CUDA kernels' tests under compute-sanitizer: out-of-bounds, uninitialised and racing accesses.
+
+    python scripts/sanitize_kernels.py [--tool memcheck,racecheck,initcheck] [--only decode] [--limit 300] [--logs DIR]
+
+Needs a GPU and compute-sanitizer of a CUDA toolkit. The tests are 10 to 100 times slower so, hence a selection that
+runs every kernel at small shapes; runs go on side by side (nothing is timed). Exit code 1 if a test failed, was cut by
+the limit or an error was found. racecheck does not follow mbarriers: it reports their hand-overs, which the log
+lists by kernel, as hazards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# name: (test file, pytest -k expression). Captured graphs are left out: they need the caching allocator.
+SELECTIONS = {
+    "decode": (
+        "test_cuda_decode.py",
+        "any_shape or strided or one_code or identity or not_a_number or zero_rows or quantized_activations",
+    ),
+    "decode rows": ("test_cuda_decode.py", "every_row_count and dtype0"),
+    "prefill tails": ("test_cuda_prefill.py", "tails_of_n_and_k and (1001 or 63)"),
+    "prefill grids": ("test_cuda_prefill.py", "every_grid and float16"),
+    "prefill int8": ("test_cuda_prefill.py", "int8_activations and float16"),
+    "prefill other": ("test_cuda_prefill.py", "identity_reads or dense_weight or spoils_only_itself"),
+    "decoder rows": ("test_cuda_decoder_ops.py", "test_rows and 96"),
+    "decoder attention": ("test_cuda_decoder_ops.py", "test_attention and dtype0"),
+    "decoder sampling": ("test_cuda_decoder_sampling.py", "203 and not draws"),
+    "f16acc tails": ("test_f16acc_cuda.py", "every_plan_on_every_tail and not 4104 and not 4096"),
+    "f16acc other": ("test_f16acc_cuda.py", "transposed_operands or any_shape"),
+}
+TOOLS = ("memcheck", "racecheck", "initcheck")
+_KERNEL = re.compile(r"(?:trirun::(?:<unnamed>::|\(anonymous namespace\)::)?\w+(?:<[^>]*>)?|\bnvjet\w+)")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one tool said of one selection."""
+
+    tool: str
+    selection: str
+    passed: int
+    failed: int
+    errors: int | None  # None: the tool did not reach its summary
+    kernels: dict[str, int]  # reports by kernel
+    seconds: float
+
+    @property
+    def clean(self) -> bool:
+        return self.errors == 0 and self.failed == 0 and self.passed > 0
+
+
+def run(sanitizer: str, tool: str, selection: str, limit: float, logs: Path) -> Outcome:
+    """One selection under one tool; its output goes to a file of its own."""
+    file, expression = SELECTIONS[selection]
+    log = logs / f"{tool}-{selection.replace(' ', '-')}.log"
+    command = [sanitizer, "--tool", tool, "--print-limit", "1000"]
+    command += [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
+    command += [str(ROOT / "tests" / "kernels" / file), "-k", expression]
+    # Every tensor an allocation of its own, so that one byte behind it is out of bounds and its memory not yet written.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    started = time.monotonic()
+    # A run that the limit cuts leaves no summary: it is reported as unfinished.
+    with log.open("w") as out, contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out, timeout=limit, check=False)
+    text = log.read_text(errors="replace")
+    ended = re.findall(r"^.* in [\d.]+s.*$", text, re.MULTILINE)  # pytest's last line
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", "".join(ended[-1:]))}
+    summary = re.search(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: .*?\((\d+) errors", text)
+    reports = (
+        line for line in text.splitlines() if line.startswith("=========") and ("Error: Race" in line or " at " in line)
+    )
+    kernels = collections.Counter(found[0] for found in map(_KERNEL.search, reports) if found)
+    return Outcome(
+        tool=tool,
+        selection=selection,
+        passed=counts.get("passed", 0),
+        failed=counts.get("failed", 0) + counts.get("error", 0),
+        errors=None if summary is None else int(summary[1] or summary[2]),
+        kernels=dict(kernels.most_common()),
+        seconds=round(time.monotonic() - started, 1),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", default=",".join(TOOLS), help="comma-separated; default: all three")
+    parser.add_argument("--only", default=",".join(SELECTIONS), help="comma-separated selections; default: all")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one selection under one tool")
+    parser.add_argument("--jobs", type=int, default=8, help="runs side by side")
+    parser.add_argument("--logs", type=Path, help="directory for the tools' output; default: a temporary one")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    tools, names = options.tool.split(","), options.only.split(",")
+    for value, known in ((tools, TOOLS), (names, SELECTIONS)):
+        if unknown := sorted(set(value) - set(known)):
+            parser.error(f"unknown: {', '.join(unknown)}; one of {', '.join(known)}")
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        parser.exit(4, "compute-sanitizer is not on the PATH: it comes with the CUDA toolkit\n")
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="sanitize-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        runs = [pool.submit(run, sanitizer, tool, name, options.limit, logs) for tool in tools for name in names]
+        outcomes = []
+        for done in concurrent.futures.as_completed(runs):
+            outcomes.append(result := done.result())
+            found = "unfinished" if result.errors is None else f"{result.errors} errors"
+            line = f"{result.tool:10} {result.selection:18} {result.passed:4} passed {result.failed:3} failed  {found}"
+            print(f"{line}  {result.seconds:.0f} s  {result.kernels or ''}", file=sys.stderr, flush=True)
+    if options.json:
+        print(json.dumps([asdict(result) for result in outcomes], indent=2))
+    print(f"logs: {logs}", file=sys.stderr)
+    return 0 if all(result.clean for result in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
