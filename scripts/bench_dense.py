@@ -38,6 +38,7 @@ L2_BYTES = 200 << 20
 def graph_of(product: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph:
     """All copies in turn, captured after a warm-up."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for index in range(copies):
             product(index)

@@ -68,6 +68,7 @@ def _interleaved_graphs(contestants: dict[str, Sequence[Call]], seconds: float) 
 def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     # Outside of the capture first: libraries choose algorithms, compile and allocate on their first call.
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # operands may still be on their way
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
