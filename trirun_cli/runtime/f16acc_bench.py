@@ -163,7 +163,7 @@ def save_plot(path: Path, title: str, measured: Sequence[Speed], found: Sequence
         boxes.plot(places, [rms] * len(places), "kD", markersize=4, fillstyle="none")
     boxes.plot([], [], "k_", markersize=12, label="gpu_poor, largest")
     boxes.plot([], [], "kD", markersize=4, fillstyle="none", label="gpu_poor, RMS")
-    boxes.set(yscale="log", ylabel="|error| against float64; whiskers: 5th percentile and largest")
+    boxes.set(yscale="log", ylabel="|error| against float64", xlabel="whiskers: 5th percentile and largest")
     boxes.set_title(f"one row of [{PICTURE_ROWS}, {PICTURE_K}] · [{PICTURE_K}, {PICTURE_N}]")
     boxes.tick_params(axis="x", rotation=30)
     boxes.grid(alpha=0.3)
