@@ -44,10 +44,7 @@ class ModelDir:
     @property
     def quant_method(self) -> str | None:
         """``quantization_config.quant_method`` of config.json, or None for an unquantized model."""
-        section = self.config.get("quantization_config")
-        if section is None:
-            return None
-        return str(section.get("quant_method")) if isinstance(section, dict) else "unknown"
+        return quant_method(self.config)
 
     def tensor(self, name: str) -> Any:
         """The tensor of that name; on the CPU its bytes stay in the mapped file until they are touched."""
@@ -97,6 +94,14 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         raise InputError(f"{path} is not a model directory: it has no config.json")
     return read_json(path / "config.json")
+
+
+def quant_method(config: dict[str, Any]) -> str | None:
+    """``quantization_config.quant_method`` of a config.json, or None for an unquantized model."""
+    section = config.get("quantization_config")
+    if section is None:
+        return None
+    return str(section.get("quant_method")) if isinstance(section, dict) else "unknown"
 
 
 def open_safetensors(path: Path) -> Any:

@@ -8,9 +8,10 @@ import torch
 from trirun_kernels.packing import unpack
 from trirun_kernels.spec import QuantSpec
 
+from trirun_cli.commands.options import check_measuring, positive_numbers
 from trirun_cli.errors import CheckFailed, UsageError
 from trirun_cli.runtime import kernel_bench
-from trirun_cli.runtime.bench_shapes import load_shapes, parse_rows, parse_shapes
+from trirun_cli.runtime.bench_shapes import load_shapes, parse_shapes
 from trirun_cli.runtime.bench_timing import copies, interleaved
 
 CPU = torch.device("cpu")
@@ -27,7 +28,6 @@ def test_shapes_mix_lists_and_sizes_without_repeats():
     chosen = parse_shapes("llama-2-7b,4096x4096,64x128", "cpu")
     assert [(s.n, s.k) for s in chosen] == [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (64, 128)]
     assert parse_shapes(None, "cpu") == load_shapes()["cpu"]
-    assert parse_rows("16,1, 4,1") == [1, 4, 16]
 
 
 @pytest.mark.parametrize("word", ["llama-9", "64x", "0x128", ""])
@@ -36,10 +36,17 @@ def test_unknown_shapes_are_named(word):
         parse_shapes(f"64x128,{word}", "cpu")
 
 
-@pytest.mark.parametrize("word", ["0", "-1", "two"])
-def test_rows_must_be_positive(word):
-    with pytest.raises(UsageError, match=f"--m {word}"):
-        parse_rows(f"1,{word}")
+@pytest.mark.parametrize("word", ["0", "-1", "two", "", "²", "1_0", "9" * 10])
+def test_lists_of_numbers_name_the_word_that_is_none(word):
+    assert positive_numbers("--m", "16,1, 4,1,007") == [1, 4, 7, 16]
+    with pytest.raises(UsageError, match=f"--m {word}: not a positive number"):
+        positive_numbers("--m", f"1,{word}")
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_measuring_has_a_length(seconds):
+    with pytest.raises(UsageError, match="--seconds"):
+        check_measuring(seconds)
 
 
 def test_table_has_units_and_every_cell(trirun):

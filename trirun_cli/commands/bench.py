@@ -10,7 +10,7 @@ import typer
 from ..console import Console
 from ..errors import UsageError
 from . import bench_f16acc, bench_model, bench_serve
-from .options import Device, DType, Json, Quiet
+from .options import Device, DType, Json, Quiet, check_machine, check_measuring, positive_numbers
 
 app = typer.Typer(help="Measure this machine, its kernels, and whole models.", invoke_without_command=True)
 app.command("model")(bench_model.command)
@@ -50,17 +50,11 @@ def kernels(
 
     Example: trirun bench kernels --shapes llama-2-7b,8192x8192 --m 1,16,256 --plot bench.png
     """
-    from ..runtime.bench_shapes import parse_rows, parse_shapes
+    from ..runtime.bench_shapes import parse_shapes
 
-    rows = parse_rows(m)
-    if group_size not in (-1, 32, 64, 128):
-        raise UsageError(f"--group-size {group_size}: -1, 32, 64 or 128")
-    if act_bits not in (8, 16):
-        raise UsageError(f"--act-bits {act_bits}: 8 or 16")
-    if dtype not in ("auto", "float32", "float16", "bfloat16"):
-        raise UsageError(f"--dtype {dtype}: auto, float32, float16 or bfloat16")
-    if not seconds > 0:
-        raise UsageError(f"--seconds {seconds}: more than 0")
+    rows = positive_numbers("--m", m)
+    check_machine(dtype, act_bits)
+    check_measuring(seconds, group_size)
     if accumulate not in ("fp32", "fp16") or (accumulate == "fp16" and (act_bits != 16 or dtype != "float16")):
         raise UsageError(f"--accumulate {accumulate}: fp32, or fp16 with --dtype float16 and --act-bits 16")
     console = Console(as_json=json, quiet=quiet)

@@ -9,7 +9,7 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import MissingError, UsageError
-from .options import ActBits, Device, DType, Json, Quiet
+from .options import ActBits, Device, DType, Json, Quiet, check_machine, check_measuring, positive_numbers
 
 
 def command(
@@ -41,19 +41,15 @@ def command(
 
       trirun bench model --shape llama-2-7b --batch 1,32 --plot speed.png
     """
-    from ..runtime.model_bench import check, decoder_shape_named, document, parse_counts, run
+    from ..runtime.model_bench import check, decoder_shape_named, document, run
 
     if (checkpoint is None) == (shape is None):
         raise UsageError("give a checkpoint directory or --shape, one of them")
-    batches, contexts = parse_counts(batch, "--batch"), parse_counts(context, "--context")
-    if group_size not in (-1, 32, 64, 128):
-        raise UsageError(f"--group-size {group_size}: -1, 32, 64 or 128")
-    if dtype not in ("auto", "float16", "bfloat16"):
+    batches, contexts = positive_numbers("--batch", batch), positive_numbers("--context", context)
+    check_machine(dtype, act_bits)
+    check_measuring(seconds, group_size)
+    if dtype == "float32":
         raise UsageError(f"--dtype {dtype}: auto, float16 or bfloat16")
-    if act_bits not in (None, 8, 16):
-        raise UsageError(f"--act-bits {act_bits}: 8 or 16")
-    if not seconds > 0:
-        raise UsageError(f"--seconds {seconds}: more than 0")
     sizes = None if shape is None else decoder_shape_named(shape)
     if plot is not None:
         from ..runtime.bench_plot import require_matplotlib

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from math import isfinite
 from typing import Annotated
 
 import typer
@@ -53,3 +55,28 @@ def check_machine(dtype: str, act_bits: int | None, engine: str = "auto", accumu
         raise UsageError(f"--engine {engine}: auto, lean or transformers")
     if accumulate not in ("fp32", "fp16", "fp16-forced"):
         raise UsageError(f"--accumulate {accumulate}: fp32, fp16 or fp16-forced")
+
+
+def positive_numbers(option: str, text: str) -> list[int]:
+    """Comma-separated positive integers, ascending, without repeats.
+
+    Raises:
+        UsageError: naming the option and the word that is none, or is too large for any size.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not re.fullmatch("0*[1-9][0-9]{0,8}", word):
+            raise UsageError(f"{option} {word}: not a positive number")
+    return sorted({int(word) for word in words})
+
+
+def check_measuring(seconds: float, group_size: int = -1) -> None:
+    """Refuse values that the options of the benchmarks do not have.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if not (seconds > 0 and isfinite(seconds)):
+        raise UsageError(f"--seconds {seconds:g}: more than 0, and an end")
+    if group_size not in (-1, 32, 64, 128):
+        raise UsageError(f"--group-size {group_size}: -1, 32, 64 or 128")

@@ -9,6 +9,7 @@ import typer
 
 from ..console import Console
 from ..errors import InputError, MissingError, UsageError
+from .generation_options import Checkpoint
 from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, Quiet, Tf32, check_machine
 
 if TYPE_CHECKING:
@@ -16,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    checkpoint: Annotated[
-        Path, typer.Option("--checkpoint", "--model", "-c", help="Packed checkpoint, or an unquantized model.")
-    ],
+    checkpoint: Checkpoint,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any free one.")] = 8000,
     served_model_name: Annotated[

@@ -10,6 +10,7 @@ from trirun_kernels.decoder_weights import DecoderShape
 from trirun_kernels.spec import QuantSpec
 
 from ..errors import InputError, OutOfMemoryError
+from ..model_dir import quant_method, read_config
 from .llama_config import NotLean
 from .model_bench import Contestant
 
@@ -65,8 +66,6 @@ def of_checkpoint(
     from .llama_config import decoder_shape, longest_context
 
     try:
-        from ..model_dir import read_config
-
         config = read_config(path)
         shape, longest = decoder_shape(config), longest_context(config)
         if positions > longest:
@@ -97,10 +96,9 @@ def _on_cpu(path: Path, config: dict, act_bits: int | None, positions: int, dens
     from .cpu_contestant import CpuContestant, DenseContestant, dense_checkpoint
     from .decoder import decoder_weights
 
-    section = config.get("quantization_config")
-    if not isinstance(section, dict) or section.get("quant_method") != QUANT_METHOD:
+    if quant_method(config) != QUANT_METHOD:
         raise InputError(f"{path} is not a packed checkpoint; on a CPU the lean decoder runs only those")
-    form, threads = Format.from_dict(section, path), len(os.sched_getaffinity(0))
+    form, threads = Format.from_dict(config["quantization_config"], path), len(os.sched_getaffinity(0))
     weights = decoder_weights(path, config, form, positions, threads=threads)
     bits = act_bits or form.activation_bits
     out: list[Contestant] = [CpuContestant("int2", weights, act_bits=bits, threads=threads)]

@@ -51,16 +51,3 @@ def parse_shapes(text: str | None, default: str) -> list[Shape]:
         for shape in found:
             chosen.setdefault((shape.n, shape.k), shape)
     return list(chosen.values())
-
-
-def parse_rows(text: str) -> list[int]:
-    """``--m``: comma-separated row counts, ascending, without repeats.
-
-    Raises:
-        UsageError: a word is not a positive integer.
-    """
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if not word.isdigit() or int(word) == 0:
-            raise UsageError(f"--m {word}: not a positive number of rows")
-    return sorted({int(word) for word in words})

@@ -15,10 +15,9 @@ from ..model_dir import read_config
 from .accumulation import use_fp16_sums
 from .cuda_runner import CudaRunner
 from .cuda_weights import load_model
-from .llama_config import NotLean, longest_context
+from .llama_config import NotLean, chosen_context
 from .model import pick_device
 
-DEFAULT_CONTEXT = 8192
 # Of the memory that is free once the weights are there: what activations, graphs and libraries take stays free.
 CACHE_SHARE = 0.85
 
@@ -47,11 +46,7 @@ def cuda_runner(
         load("cuda")
     except NativeError as error:
         raise NotLean(str(error)) from None
-    config = read_config(Path(path))
-    longest = longest_context(config)
-    if context is not None and context > longest:
-        raise NotLean(f"a context of {context} positions; the model attends to {longest} at once")
-    wanted = min(longest, DEFAULT_CONTEXT) if context is None else context
+    wanted = chosen_context(read_config(Path(path)), context)
     try:
         model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=wanted)
         if accumulate != "fp32":
@@ -78,6 +73,6 @@ def cache_pages(model: CudaModel, slots: int, context: int) -> int:
         raise OutOfMemoryError(
             f"{free / 2**30:.1f} GiB are free on the GPU; a context of {context} takes "
             f"{(blocks + 1) * page_bytes / 2**30:.1f} GiB",
-            "choose a shorter --context",
+            "choose a shorter --ctx",
         )
     return min(fit, slots * blocks + 1)

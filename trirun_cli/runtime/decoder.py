@@ -27,7 +27,7 @@ from trirun_kernels.decoder_weights import (
 from ..checkpoint import SCALE, WEIGHT, ZERO, Format
 from ..errors import InputError
 from ..model_dir import read_json
-from .llama_config import NotLean, decoder_shape, longest_context, rotary_angles
+from .llama_config import NotLean, chosen_context, decoder_shape, rotary_angles
 from .weight_memory import StoredTensors, WeightMemory, weight_files
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ NORMS = {
     "mlp_sub_norm": "mlp.ffn_sub_norm.weight",
 }
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-# Longer contexts are for the asking; a cache of this length is at hand without a thought.
-DEFAULT_CONTEXT = 8192
 # Rows of the head that are converted at a time.
 HEAD_ROWS = 256
 _FIRST_ROW = np.zeros(1, np.int64)
@@ -93,10 +91,7 @@ class LeanDecoder:
         path = Path(path)
         config = read_json(path / "config.json")
         form = Format.from_dict(config.get("quantization_config") or {}, path)
-        longest = longest_context(config)
-        if context is not None and context > longest:
-            raise NotLean(f"a context of {context} positions; the model attends to {longest} at once")
-        self.context = min(longest, DEFAULT_CONTEXT) if context is None else context
+        self.context = chosen_context(config, context)
         self.threads = threads or len(os.sched_getaffinity(0))
         precision = "8-bit head" if int8_head else "head unquantized"
         cache = {"float16": "16-bit cache", "float32": "cache unquantized"}[kv_dtype]

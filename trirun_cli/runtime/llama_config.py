@@ -20,6 +20,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu2": "relu2"}
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+# Longer contexts are for the asking; a cache of this length is at hand without a thought.
+DEFAULT_CONTEXT = 8192
 
 
 class NotLean(ValueError):
@@ -74,6 +76,18 @@ def longest_context(config: dict[str, Any]) -> int:
     else:
         slides = config.get("use_sliding_window", config.get("model_type") != "qwen2")
     return min(longest, window) if window and slides else longest
+
+
+def chosen_context(config: dict[str, Any], asked: int | None) -> int:
+    """The positions of a sequence: those asked for, or the model's own, at most :data:`DEFAULT_CONTEXT`.
+
+    Raises:
+        NotLean: the model does not attend to as many at once.
+    """
+    longest = longest_context(config)
+    if asked is not None and asked > longest:
+        raise NotLean(f"a context of {asked} positions; the model attends to {longest} at once")
+    return min(longest, DEFAULT_CONTEXT) if asked is None else asked
 
 
 def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import CheckFailed, OutOfMemoryError, UsageError
@@ -110,19 +110,6 @@ def decoder_shape_named(name: str) -> DecoderShape:
     return shapes[name]
 
 
-def parse_counts(text: str, option: str) -> list[int]:
-    """Comma-separated positive integers, ascending, without repeats.
-
-    Raises:
-        UsageError: naming the option and the word.
-    """
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if not word.isdigit() or int(word) == 0:
-            raise UsageError(f"{option} {word}: not a positive number")
-    return sorted({int(word) for word in words})
-
-
 def check(contestants: Sequence[Contestant], vocab: int) -> float:
     """Relative difference between the first two contestants' logits after a short prompt; 0 where there is one.
 
@@ -206,8 +193,3 @@ def document(
         "logit_difference": error,
         "results": [cell.document() for cell in cells],
     }
-
-
-def shape_document(shape: DecoderShape) -> dict:
-    """A decoder's sizes, for --json."""
-    return asdict(shape)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError, OutOfMemoryError, UsageError
-from ...model_dir import read_config
+from ...model_dir import quant_method, read_config
 from .engine import Engine
 from .runner import Runner
 
@@ -68,13 +68,14 @@ def open_engine(
     }
     runner = None
     if engine != "transformers":
-        runner = _lean_runner(Path(path), required=engine == "lean", threads=threads, **options)
+        runner = _lean_runner(Path(path), config, required=engine == "lean", threads=threads, **options)
     runner = runner or _transformers_runner(Path(path), tf32=tf32, compiled=compiled, **options)
     return Engine(runner, max_waiting=max_waiting)
 
 
 def _lean_runner(
     path: Path,
+    config: dict[str, Any],
     *,
     required: bool,
     device: str,
@@ -87,29 +88,25 @@ def _lean_runner(
 ) -> Runner | None:
     """The lean decoder of the device, or None where it does not run the model: a packed checkpoint on a CPU, where
     nothing here imports torch, a packed or a plain one on a GPU."""
-    config = read_config(path)
     from ...checkpoint import QUANT_METHOD
-    from ..llama_config import NotLean, decoder_shape, longest_context
+    from ..llama_config import NotLean, chosen_context, decoder_shape
     from .cache_memory import affordable_context
 
-    section = config.get("quantization_config")
-    packed = isinstance(section, dict) and section.get("quant_method") == QUANT_METHOD
     try:
         if not on_cpu(device):
             from ..cuda_opening import cuda_runner
 
             options = {"device": device, "dtype": dtype, "act_bits": act_bits, "accumulate": accumulate}
             return cuda_runner(path, slots=slots, context=context, **options)
-        if not packed:
+        if quant_method(config) != QUANT_METHOD:
             raise NotLean("the lean decoder runs packed checkpoints")
         if dtype not in ("auto", "float32"):
             raise NotLean(f"the lean decoder computes in float32, not {dtype}")
-        from ..decoder import DEFAULT_CONTEXT, LeanDecoder
+        from ..decoder import LeanDecoder
         from .lean_runner import LeanRunner
 
         if context is None:
-            longest = min(longest_context(config), DEFAULT_CONTEXT)
-            context = affordable_context(decoder_shape(config), slots, longest)
+            context = affordable_context(decoder_shape(config), slots, chosen_context(config, None))
         rows = max(192, -(-slots // 48) * 48)
         sizes = {"slots": slots, "context": context, "max_rows": rows}
         return LeanRunner(LeanDecoder(path, act_bits=act_bits, threads=threads, **sizes))
