@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
+from typing import Annotated
 
 import typer
 
+from . import __version__
 from .commands import bench, chat, doctor, evaluate, finetune, generate, inspect, pack, quantize, serve, verify, version
 from .console import Console
 from .errors import TrirunError, explain
@@ -21,6 +24,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        Console().text(f"trirun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show trirun's version and exit."),
+    ] = False,
+) -> None:
+    pass
+
 
 app.command("quantize", rich_help_panel="Make a checkpoint")(quantize.command)
 app.command("pack", rich_help_panel="Make a checkpoint")(pack.command)
@@ -36,10 +56,24 @@ app.command("doctor", rich_help_panel="Look inside")(doctor.command)
 app.command("version", rich_help_panel="Look inside")(version.command)
 
 
+def _settle_streams() -> None:
+    """Text that comes in is UTF-8 or refused, whatever the locale; what goes out never fails for a character that the
+    terminal does not have. A stream that the caller has closed is empty, and no file of ours takes its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (stays open as the process does)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def main() -> None:
     """Entry point of the ``trirun`` script. Exit codes are those of :mod:`trirun_cli.errors`; 130 after Ctrl-C."""
     # A supervisor's polite stop unwinds the same way as Ctrl-C, so that partial outputs are cleaned up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _settle_streams()
     try:
         app()
     except KeyboardInterrupt:

@@ -47,23 +47,21 @@ class CheckpointWriter:
         max_shard_bytes: a weight file is closed before it grows past this.
 
     Raises:
-        InputError: ``out`` is not empty and ``overwrite`` is False, or it is the source itself.
+        InputError: ``out`` is not empty and ``overwrite`` is False, or it may not be replaced: it is a file, no model
+            directory, or holds the source.
     """
 
     def __init__(
         self, out: str | Path, source: ModelDir, *, overwrite: bool = False, max_shard_bytes: int = 2 * 1024**3
     ) -> None:
-        self.out, self.source = Path(out), source
+        # Resolved, so that "." has a name, and so that where a link points is replaced and not the link.
+        self.out, self.source = Path(out).resolve(), source
         self.partial = self.out.with_name(self.out.name + ".partial")
         self._max_shard_bytes = max_shard_bytes
         self._shard: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
         self._total_bytes = 0
-        if self.out.exists():
-            if self.out.resolve() == source.path.resolve():
-                raise InputError(f"{self.out} is the model itself; write the checkpoint to another directory")
-            if not self.out.is_dir() or (any(self.out.iterdir()) and not overwrite):
-                raise InputError(f"{self.out} exists and is not empty", "--overwrite replaces it")
+        self._check(out, overwrite)
 
     def __enter__(self) -> CheckpointWriter:
         shutil.rmtree(self.partial, ignore_errors=True)
@@ -75,6 +73,21 @@ class CheckpointWriter:
     ) -> None:
         if self.partial.exists():
             shutil.rmtree(self.partial)
+
+    def _check(self, out: str | Path, overwrite: bool) -> None:
+        if not self.out.exists():
+            return
+        if self.source.path.resolve().is_relative_to(self.out):
+            raise InputError(f"{out} is or holds the model itself; write the checkpoint to another directory")
+        if not self.out.is_dir():
+            raise InputError(f"{out} is a file; a checkpoint is a directory")
+        if not any(self.out.iterdir()):
+            return
+        if not overwrite:
+            raise InputError(f"{out} exists and is not empty", "--overwrite replaces it")
+        # Whoever mistypes a path must not lose what has nothing to do with models.
+        if not (self.out / "config.json").is_file():
+            raise InputError(f"{out} is no model directory; --overwrite replaces nothing else")
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Store a tensor as it is."""

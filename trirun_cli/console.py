@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -27,14 +28,18 @@ class Console:
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json, self.quiet = as_json, quiet
         # Into a pipe or a file, tables take the room they need.
-        self._out = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
-        self._err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+        width = None if sys.stdout.isatty() else 160
+        # Without emoji: hf:x:y is no cross mark.
+        self._out = RichConsole(highlight=False, emoji=False, soft_wrap=True, width=width)
+        self._err = RichConsole(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
     def json(self, schema: str, document: dict[str, Any]) -> None:
-        """Print the command's JSON document when --json was given; ``schema`` names its kind and version."""
+        """Print the command's JSON document when --json was given; ``schema`` names its kind and version. Numbers that
+        JSON does not have, NaN and the infinities, are null."""
         if self.as_json:
-            json.dump({"schema": f"trirun.{schema}", **document}, sys.stdout, indent=2, default=str)
-            sys.stdout.write("\n")
+            document = _finite({"schema": f"trirun.{schema}", **document})
+            # Flushed here, so that a full disk ends the command as a failure and not after it.
+            print(json.dumps(document, indent=2, default=str, allow_nan=False), flush=True)
 
     def text(self, text: str, end: str = "\n") -> None:
         """Result text exactly as it is (generated tokens, for instance), flushed at once."""
@@ -70,7 +75,7 @@ class Console:
     def progress(self, description: str, total: int | None = None) -> Iterator[ProgressBar]:
         """A progress bar with elapsed and remaining time on stderr, shown only on a terminal."""
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("elapsed"),
@@ -80,7 +85,7 @@ class Console:
         )
         hidden = self.quiet or self.as_json or not self._err.is_terminal
         with Progress(*columns, console=self._err, disable=hidden, transient=True) as bars:
-            yield ProgressBar(bars, bars.add_task(escape(description), total=total))
+            yield ProgressBar(bars, bars.add_task(description, total=total))
 
 
 class ProgressBar:
@@ -93,10 +98,18 @@ class ProgressBar:
         self._bars.advance(self._task, steps)
 
     def describe(self, description: str) -> None:
-        self._bars.update(self._task, description=escape(description))
+        self._bars.update(self._task, description=description)
 
     def reset(self, total: int) -> None:
         self._bars.reset(self._task, total=total)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def bytes_text(count: int | float) -> str:

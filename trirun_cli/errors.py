@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 
 class TrirunError(Exception):
     """One clear line for the user. ``fix``, where given, says what to do about it."""
@@ -38,7 +42,7 @@ class OutOfMemoryError(TrirunError):
 
 
 class CheckFailed(TrirunError):
-    """A check that the user asked for did not hold (verify, doctor, eval --max-ppl)."""
+    """A check that the user asked for did not hold (verify, doctor, eval --max-ratio, a benchmark's)."""
 
     exit_code = 6
 
@@ -52,14 +56,19 @@ def explain(error: BaseException) -> TrirunError | None:
         return error
     names = {kind.__name__ for kind in type(error).__mro__}
     text = " ".join(str(error).split())
-    if "OutOfMemoryError" in names or isinstance(error, MemoryError):
+    if "OutOfMemoryError" in names or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:
         return OutOfMemoryError(f"out of memory: {text}", "use a smaller batch, a shorter context, or another --device")
+    if (isinstance(error, OSError) and error.errno in _FULL) or "(os error 28)" in text:
+        where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        return TrirunError(f"{where}no space left to write", "free some, or write to another place")
     if "SafetensorError" in names:
         return InputError(f"unreadable safetensors file: {text}")
     if names & {"QuantizationError", "PackError"}:
         return InputError(text)
     if "NativeError" in names:
         return MissingError(text)
+    if isinstance(error, UnicodeDecodeError):
+        return InputError(f"text that is not UTF-8: {text}")
     if isinstance(error, OSError) and error.filename:
         return InputError(f"{error.filename}: {error.strerror}")
     return None

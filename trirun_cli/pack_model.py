@@ -16,7 +16,7 @@ from trirun_kernels import QuantSpec, dequantize
 from . import __version__
 from .checkpoint import WEIGHT
 from .checkpoint_writer import CheckpointWriter
-from .errors import InputError
+from .errors import InputError, UsageError
 from .model_dir import ModelDir
 from .skeleton import build, linear_modules
 
@@ -62,17 +62,20 @@ def pack_model(
 
     Raises:
         InputError: not an unquantized model directory, or nothing in it is left to pack.
+        UsageError: ``keep`` is no regular expression.
         QuantizationError: a weight is not ternary; the message names the worst offender. Nothing is written.
     """
+    try:
+        kept = re.compile("(?!)" if keep is None else keep)
+    except re.error as error:
+        raise UsageError(f"--keep {keep}: not a regular expression: {error}") from None
     source = ModelDir(model)
     if source.quant_method is not None:
         raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
     skeleton = build(source)
     linears = linear_modules(skeleton)
     head = skeleton.get_output_embeddings()
-    chosen = {name for name in linears if skeleton.get_submodule(name) is not head}
-    if keep is not None:
-        chosen = {name for name in chosen if not re.search(keep, name)}
+    chosen = {name for name in linears if skeleton.get_submodule(name) is not head and not kept.search(name)}
     if not chosen:
         raise InputError(f"{model} has no linear layer to pack")
 

@@ -1,10 +1,17 @@
 """Bad input: one clear line, the right exit code, nothing half-written."""
 
+import errno
+import io
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from trirun_cli.errors import explain
 
 
 def one_line(err):
@@ -135,7 +142,71 @@ def test_output_directory_that_is_not_empty(trirun, ternary_model, tmp_path):
 
 def test_output_must_not_be_the_model(trirun, ternary_model):
     code, _, err = trirun("pack", ternary_model, "--out", ternary_model, "--overwrite")
-    assert code == 3 and "is the model itself" in err
+    assert code == 3 and "holds the model itself" in err
+    code, _, err = trirun("pack", ternary_model, "--out", ternary_model.parent, "--overwrite")
+    assert code == 3 and "holds the model itself" in err and (ternary_model / "config.json").is_file()
+
+
+def test_overwriting_replaces_nothing_but_models(trirun, ternary_model, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "precious.txt").write_text("keep me")
+    code, _, err = trirun("pack", ternary_model, "--out", tmp_path / "notes", "--overwrite")
+    assert code == 3 and "no model directory" in err
+    code, _, err = trirun("pack", ternary_model, "--out", tmp_path / "notes" / "precious.txt", "--overwrite")
+    assert code == 3 and "is a file" in err
+    assert (tmp_path / "notes" / "precious.txt").read_text() == "keep me"
+
+
+def test_output_into_this_directory_and_through_a_link(trirun, ternary_model, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert trirun("pack", ternary_model, "--out", ".", "-q")[0] == 0
+    (tmp_path / "link").symlink_to("here")
+    assert trirun("pack", ternary_model, "--out", tmp_path / "link", "--overwrite", "-q")[0] == 0
+    assert (tmp_path / "link").is_symlink() and trirun("verify", tmp_path / "here")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link"]
+
+
+def test_a_pattern_that_is_none(trirun, ternary_model, tmp_path):
+    code, _, err = trirun("pack", ternary_model, "--keep", "(", "--out", tmp_path / "T")
+    assert code == 2 and "not a regular expression" in err
+
+
+@pytest.mark.parametrize("arguments", [("version",), ("version", "--json"), ("doctor", "--help")])
+def test_a_full_disk_is_said_so(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "trirun_cli", *arguments], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1 and b"no space left" in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_what_libraries_say_of_a_full_disk_and_of_memory():
+    full = OSError(errno.ENOSPC, "No space left on device", "answers.jsonl")
+    assert explain(full).exit_code == 1 and "answers.jsonl: no space left" in str(explain(full))
+    try:
+        torch.empty(2**60, dtype=torch.uint8)
+    except RuntimeError as error:
+        assert explain(error).exit_code == 5
+
+
+@pytest.mark.parametrize("command", [("generate",), ("chat", "--plain")])
+def test_text_that_is_not_utf8(trirun, packed, command):
+    code, out, err = trirun(*command, "-c", packed, "-n", 1, stdin=io.TextIOWrapper(io.BytesIO(b"caf\xe9\n")))
+    assert code == 3 and out == "" and len(one_line(err)) == 1 and "not UTF-8" in err
+    argument = {"generate": "--prompt", "chat": "--system"}[command[0]]
+    code, _, err = trirun(*command, "-c", packed, "-n", 1, argument, "caf\udce9", stdin=io.StringIO("x\n"))
+    assert "not UTF-8" in err and (code == 3 or command[0] == "chat")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_is_an_empty_one(closed):
+    done = subprocess.run(f"{sys.executable} -m trirun_cli version {closed}", shell=True, capture_output=True)
+    assert done.returncode == 0 and not done.stderr
+
+
+def test_a_terminal_that_lacks_characters(trirun, packed):
+    command = [sys.executable, "-m", "trirun_cli", "inspect", str(packed)]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and b"128 ? 128" in done.stdout
 
 
 def test_packing_what_is_packed(trirun, packed, tmp_path):
@@ -167,6 +238,10 @@ def test_options_that_make_no_sense(trirun, packed):
         (("generate", "-c", packed, "-p", "x", "--dtype", "int8"), "--dtype int8"),
         (("eval", "-c", packed, "--tasks", "nonsense"), "known tasks are"),
         (("eval",), "give --checkpoint"),
+        (("eval", "-c", packed, "--window", "0"), "--window 0: at least 2"),
+        (("eval", "-c", packed, "-m", packed, "--max-ratio", "nan"), "--max-ratio nan"),
+        (("generate", "-c", packed, "-p", "x", "--ctx", "0"), "0 tokens of context"),
+        (("generate", "-c", packed, "--batch", "0", "--prompts-file", "-"), "--batch 0"),
         (("nonsense",), "No such command"),
     ]:
         code, out, err = trirun(*arguments)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from trirun_cli import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,6 +36,11 @@ def test_help_and_version_start_fast():
         best = min(best, time.perf_counter() - started)
     # 0.3 s on an idle machine; twice that where other work shares it.
     assert best < 0.6
+
+
+def test_version_as_an_option(trirun):
+    code, out, _ = trirun("--version")
+    assert code == 0 and out == f"trirun {__version__}\n"
 
 
 def test_version_as_json(trirun):

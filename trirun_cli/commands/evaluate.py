@@ -87,9 +87,12 @@ def command(
     if not wanted:
         raise UsageError(f"--tasks {tasks!r}: names no task")
     check_machine(dtype, act_bits)
-    for option, value, least in (("limit", limit, 1), ("batch-size", batch_size, 1), ("num-fewshot", num_fewshot, 0)):
+    least_values = {"window": (window, 2), "limit": (limit, 1), "batch-size": (batch_size, 1)}
+    for option, (value, least) in (least_values | {"num-fewshot": (num_fewshot, 0)}).items():
         if value is not None and value < least:
             raise UsageError(f"--{option} {value}: at least {least}")
+    if max_ratio is not None and not max_ratio > 0:
+        raise UsageError(f"--max-ratio {max_ratio}: more than 0")
     if checkpoint is None and model is None:
         raise UsageError("give --checkpoint DIR, --model DIR, or both")
     if checkpoint is None or model is None:

@@ -9,7 +9,7 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import UsageError
-from .options import Device, Json, Overwrite, Quiet
+from .options import Device, Json, Overwrite, Quiet, output_dir
 
 METHODS = ("learned", "trilm", "bitnet")
 
@@ -79,7 +79,7 @@ def command(
     if method not in METHODS:
         raise UsageError(f"--method {method}: one of {', '.join(METHODS)}")
     console = Console(as_json=json, quiet=quiet)
-    out = out or Path(f"{model.resolve().name}-{method}")
+    out = output_dir(out, f"{model.resolve().name}-{method}")
     settings = {
         "init": init,
         "grid": grid,

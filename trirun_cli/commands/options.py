@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from math import isfinite
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,6 +40,12 @@ Compile = Annotated[
     bool,
     typer.Option("--compile", help="torch.compile, where transformers runs the model.", rich_help_panel="Machine"),
 ]
+
+
+def output_dir(given: Path | None, default: str) -> Path:
+    """The directory to write: the one given, or a default beside the caller. It has a name, as "." does not."""
+    out = Path(default) if given is None else given
+    return out if out.name not in ("", "..") else out.resolve()
 
 
 def check_machine(dtype: str, act_bits: int | None, engine: str = "auto", accumulate: str = "fp32") -> None:

@@ -9,7 +9,7 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import UsageError
-from .options import Json, Overwrite, Quiet
+from .options import Json, Overwrite, Quiet, output_dir
 
 
 def command(
@@ -31,7 +31,7 @@ def command(
     if act_bits not in (8, 16):
         raise UsageError(f"--act-bits {act_bits}: 8 or 16")
     console = Console(as_json=json, quiet=quiet)
-    out = out or Path(f"{model.resolve().name}-packed")
+    out = output_dir(out, f"{model.resolve().name}-packed")
     console.note(f"packing {model} into {out}")
     from ..pack_model import pack_model
 

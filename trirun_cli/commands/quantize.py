@@ -10,7 +10,7 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import UsageError
-from .options import Device, Json, Overwrite, Quiet
+from .options import Device, Json, Overwrite, Quiet, output_dir
 
 PRESETS = ("fast", "default", "best")
 
@@ -70,7 +70,7 @@ def command(
         raise UsageError(f"--preset {preset}: one of {', '.join(PRESETS)}")
     # Of several processes that torchrun started the first one speaks.
     console = Console(as_json=json, quiet=quiet or os.environ.get("RANK", "0") != "0")
-    out = out or Path(f"{model.resolve().name}-2bit")
+    out = output_dir(out, f"{model.resolve().name}-2bit")
     settings = {"group_size": group_size, "grid": grid, "samples": samples, "seqlen": seqlen, "seed": seed}
 
     from ..quantize_model import plan_run, rehearse, run

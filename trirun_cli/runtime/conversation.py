@@ -10,7 +10,7 @@ from ..errors import InputError
 from .completion import Completion, Prompt, complete
 from .engine.engine import Engine
 from .sampling import SamplingParams
-from .text import render_chat
+from .text import render_chat, token_ids
 
 # What begins a turn where there is no chat template, and therefore ends an answer.
 USER, ASSISTANT = "User:", "Assistant:"
@@ -108,10 +108,10 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         tokenizer = self._tokenizer
-        ids = list(tokenizer(text, add_special_tokens=self._plain)["input_ids"])
+        ids = token_ids(tokenizer, text, special=self._plain)
         if self._text and text.startswith(self._text):
             # A text has more than one tokenization, and the model need not have written the tokenizer's.
-            rest = tokenizer(text[len(self._text) :], add_special_tokens=False)["input_ids"]
+            rest = token_ids(tokenizer, text[len(self._text) :], special=False)
             joined = [*self._ids, *rest]
             if tokenizer.decode(joined) == tokenizer.decode(ids):
                 return joined

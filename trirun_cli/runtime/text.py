@@ -51,11 +51,12 @@ def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
     """Token ids of a prompt, as one user message through the chat template when ``chat``.
 
     Raises:
-        InputError: chat is wanted and the tokenizer has no template, or the prompt has no tokens at all.
+        InputError: chat is wanted and the tokenizer has no template, or the prompt is no Unicode or has no tokens at
+            all.
     """
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
-    ids = list(tokenizer(prompt)["input_ids"])
+    ids = token_ids(tokenizer, prompt, special=True)
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
@@ -65,7 +66,20 @@ def encode_prompt(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """Token ids of :func:`render_chat`'s text."""
-    return list(tokenizer(render_chat(tokenizer, messages), add_special_tokens=False)["input_ids"])
+    return token_ids(tokenizer, render_chat(tokenizer, messages), special=False)
+
+
+def token_ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    """Token ids of a text; ``special`` adds what the tokenizer puts around one, as a BOS token.
+
+    Raises:
+        InputError: the text is no Unicode, as an argument of the command line need not be.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the text is not UTF-8, or half a character: {error}") from None
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:

@@ -49,8 +49,9 @@ def open_engine(
         OutOfMemoryError: the cache does not fit.
     """
     config = read_config(Path(path))
-    if slots < 1 or (context is not None and context < 1):
-        raise UsageError(f"{slots} requests at once of {context} tokens: at least 1 of 1")
+    for value, what in ((slots, "requests at once"), (context, "tokens of context")):
+        if value is not None and value < 1:
+            raise UsageError(f"{value} {what}: at least 1")
     longest = config.get("max_position_embeddings")
     if context is not None and longest is not None and context > longest:
         raise InputError(f"{path}: a context of {context} tokens; the model's own is {longest}")

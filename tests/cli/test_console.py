@@ -1,0 +1,31 @@
+"""The terminal: words as they are, documents that any JSON reader takes."""
+
+import json
+import math
+
+from trirun_cli.console import Console
+from trirun_cli.errors import TrirunError
+
+
+def test_words_are_shown_as_they_are(capsys):
+    console = Console()
+    console.note("hf:x:train [b] of [/b]")
+    console.error(TrirunError("hf:x: [red] is no name", "give :rocket: instead"))
+    console.table("a :x: table", ["[b]"], [[":x:"]])
+    out, err = capsys.readouterr()
+    assert "hf:x:train [b] of [/b]" in err and "hf:x: [red] is no name" in err and "give :rocket: instead" in err
+    assert "a :x: table" in out and "[b]" in out and "│ :x:" in out
+
+
+def test_documents_hold_no_number_that_json_lacks(capsys):
+    Console(as_json=True).json("test/1", {"values": [math.nan, (math.inf, 1.5)], "inner": {"least": -math.inf}})
+    document = json.loads(capsys.readouterr().out, parse_constant=lambda name: 1 / 0)
+    assert document == {"schema": "trirun.test/1", "values": [None, [None, 1.5]], "inner": {"least": None}}
+
+
+def test_quiet_keeps_warnings_and_errors(capsys):
+    console = Console(quiet=True)
+    console.note("a note")
+    console.warn("a warning")
+    out, err = capsys.readouterr()
+    assert out == "" and "a note" not in err and "a warning" in err
