@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 2
+#define TRIRUN_ABI_VERSION 3
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -169,15 +169,36 @@ int trirun_cpu_decoder_step(const trirun_decoder* d, const trirun_segment* segme
                             const int64_t* tokens, int64_t rows, const int64_t* logit_rows, int64_t logit_count,
                             float* logits, void* workspace, size_t workspace_bytes, int threads);
 
-/* Greedy decoding, `steps` steps in one call: segments have a count of 1, tokens[segment_count] are the first step's, and
- * every later step's are those of the largest logits (of equals the first) of the step before, which go to
- * out[step][segment_count]: -1 where no logit is a number. Ends early after a step that brought such a -1 or one of
- * `stop`; *done steps were made. logits [segment_count][vocab] are those of the last one. As in decoder_step, results do
- * not depend on the batch, the number of threads, or how many steps a call makes. */
-int trirun_cpu_decoder_greedy(const trirun_decoder* d, const trirun_segment* segments, int64_t segment_count,
-                              const int64_t* tokens, int64_t steps, const int64_t* stop, int64_t stop_count,
-                              int64_t* out, int64_t* done, float* logits, void* workspace, size_t workspace_bytes,
-                              int threads);
+/* How a token is drawn: temperature, top-k, top-p of what that leaves, min-p, then the inverse of the cumulative
+ * distribution over ascending ids at number `index` of a stream of SplitMix64. */
+typedef struct {
+  double temperature; /* 0: not at all, the largest logit wins */
+  double top_p;       /* above 0; 1: all */
+  double min_p;       /* 0: all */
+  int64_t top_k;      /* 0: all; ties with the last one stay */
+  uint64_t stream;
+  uint64_t index;     /* of the first token that is drawn; raised by one for each that follows */
+} trirun_draw;
+
+/* Draws a token from logits[vocab]; -1 where none is a number. temperature above 0. */
+int trirun_cpu_draw(const float* logits, int64_t vocab, const trirun_draw* draw, int64_t* token);
+
+/* Decoding, `steps` steps in one call: segments have a count of 1, tokens[segment_count] are the first step's, and every
+ * later step's are chosen from the logits of the step before, which go to out[step][segment_count]: by draws
+ * [segment_count], or the largest (of equals the first) where that is NULL or its temperature 0; -1 where no logit is a
+ * number. Ends early after a step that brought such a -1 or one of `stop`; *done steps were made. logits
+ * [segment_count][vocab] are those of the last one. As in decoder_step, results do not depend on the batch, the number
+ * of threads, or how many steps a call makes. */
+int trirun_cpu_decoder_generate(const trirun_decoder* d, const trirun_segment* segments, int64_t segment_count,
+                                const int64_t* tokens, int64_t steps, const trirun_draw* draws, const int64_t* stop,
+                                int64_t stop_count, int64_t* out, int64_t* done, float* logits, void* workspace,
+                                size_t workspace_bytes, int threads);
+
+/* What decoding cannot be faster than: the packed products and the head of `steps` steps of one row on inputs quantized
+ * beforehand, and nothing between them. apart 1: one call after another, as trirun_cpu_int2_gemm_act makes them; 0: in
+ * one parallel region, whose threads never wait for each other. Outputs are dropped; the cache is neither read nor
+ * written. */
+int trirun_cpu_decoder_products(const trirun_decoder* d, int64_t steps, int apart, int threads);
 
 /* ---- libtrirun_cuda.so --------------------------------------------------------------------------------- */
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from .arrays import Array
-from .decoder_structs import LayerStruct, SegmentStruct, decoder_struct, layer_struct
+from .decoder_structs import DrawStruct, LayerStruct, SegmentStruct, decoder_struct, layer_struct
 from .decoder_weights import KEY_BLOCK, DecoderWeights, Int8Head
 from .native import DTYPES, NativeError, load
 
@@ -132,7 +132,7 @@ class CpuDecoder:
         if code:
             self._fail(code, f"step of {rows} rows, {list(segments)}")
 
-    def greedy(
+    def generate(
         self,
         slots: Sequence[int],
         positions: Sequence[int],
@@ -141,36 +141,40 @@ class CpuDecoder:
         stop: Sequence[int],
         out: Array,
         logits: Array,
+        draws: Sequence[DrawStruct] = (),
     ) -> int:
-        """Decode greedily in one native call: every step's tokens are those of the largest logits of the one before.
+        """Decode in one native call: every step's tokens are chosen from the logits of the one before.
 
         Args:
             slots, positions, tokens: of each sequence the slot, ascending, the next position and the token there.
             steps: most steps to make; a step that brings a token of ``stop`` is the last.
-            out: int64 [steps, sequences], written; the first of equally large logits wins, -1 says that a row of logits
-                held no number, and ends the call too.
+            out: int64 [steps, sequences], written; -1 says that a row of logits held no number, and ends the call too.
             logits: float32 [sequences, vocab], those of the last step, written.
+            draws: how each sequence's tokens are drawn; where there are none, the largest logits win, the first of
+                equals.
 
         Returns:
             how many steps were made.
 
         Raises:
-            ValueError: tokens, slots or positions are out of range. NativeError: memory has run out.
+            ValueError: tokens, slots, positions or a draw's parameters are out of range. NativeError: memory has run
+                out.
         """
         count = len(slots)
-        if not 0 < count <= min(self.slots, self.max_rows) or steps < 1:
-            raise ValueError(f"decoder greedy: {count} sequences, {steps} steps, made for {self.slots} slots")
+        if not 0 < count <= min(self.slots, self.max_rows) or steps < 1 or len(draws) not in (0, count):
+            raise ValueError(f"decoder generate: {count} sequences, {steps} steps, made for {self.slots} slots")
         if out.dtype != "int64" or out.shape != (steps, count) or logits.shape != (count, self.shape.vocab):
-            raise ValueError(f"decoder greedy: out is {out.dtype} {list(out.shape)}, logits {list(logits.shape)}")
+            raise ValueError(f"decoder generate: out is {out.dtype} {list(out.shape)}, logits {list(logits.shape)}")
         for struct, slot, position in zip(self._segments, slots, positions, strict=False):
             struct.slot, struct.position, struct.count = slot, position, 1
         done = ctypes.c_int64(0)
-        code = self._library.trirun_cpu_decoder_greedy(
+        code = self._library.trirun_cpu_decoder_generate(
             ctypes.byref(self._struct),
             self._segments,
             count,
             (ctypes.c_int64 * count)(*tokens),
             steps,
+            (DrawStruct * count)(*draws) if draws else None,
             (ctypes.c_int64 * len(stop))(*stop),
             len(stop),
             out.address,
@@ -181,10 +185,19 @@ class CpuDecoder:
             self.threads,
         )
         if code:
-            self._fail(code, f"greedy: {count} sequences at {list(positions)}, {steps} steps")
+            self._fail(code, f"generate: {count} sequences at {list(positions)}, {steps} steps")
         return done.value
 
+    def products(self, steps: int, *, apart: bool) -> None:
+        """The products and the head of ``steps`` decoding steps on inputs made beforehand, and nothing else: what a step
+        cannot be faster than. ``apart``: one call after another; otherwise in one parallel region without barriers."""
+        code = self._library.trirun_cpu_decoder_products(ctypes.byref(self._struct), steps, apart, self.threads)
+        if code:
+            self._fail(code, f"products of {steps} steps")
+
     def _fail(self, code: int, what: str) -> NoReturn:
+        if code == -3:
+            raise ValueError(f"decoder {what}: a draw's parameters are out of range")
         if code == -1:
             raise ValueError(
                 f"decoder {what}: out of range for a vocabulary of {self.shape.vocab}, {self.slots} slots of "
@@ -231,6 +244,23 @@ def quantize_head(head: Any, out: Int8Head, threads: int) -> Int8Head:
     return out
 
 
+def draw(logits: Array, how: DrawStruct) -> int:
+    """A token drawn from logits, float32 [vocab]; -1 where none is a number. The temperature must not be 0.
+
+    Raises:
+        ValueError: the parameters are out of range, or the logits of another type.
+    """
+    token = ctypes.c_int64()
+    (vocab,) = logits.shape
+    code = _library().trirun_cpu_draw(logits.address, vocab, ctypes.byref(how), ctypes.byref(token))
+    if code == -4:
+        raise NativeError(f"draw from {vocab} logits: out of memory")
+    if code or logits.dtype != "float32":
+        parameters = {name: getattr(how, name) for name, _ in how._fields_}
+        raise ValueError(f"draw from {vocab} logits of {logits.dtype}: {parameters}")
+    return token.value
+
+
 def _memory(size: int, advice: str) -> Array:
     """Zeroed memory that is committed as it is written, in pages that ``mmap``'s advice of that name says."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -248,9 +278,11 @@ def _library() -> Any:
     library.trirun_cpu_decoder_step.argtypes = [
         *(pointer, pointer, whole, pointer, whole, pointer, whole, pointer, pointer, size, ctypes.c_int)
     ]
-    library.trirun_cpu_decoder_greedy.argtypes = [
-        *(pointer, pointer, whole, pointer, whole, pointer, whole, pointer, pointer, pointer, pointer, size),
+    library.trirun_cpu_decoder_generate.argtypes = [
+        *(pointer, pointer, whole, pointer, whole, pointer, pointer, whole, pointer, pointer, pointer, pointer, size),
         ctypes.c_int,
     ]
+    library.trirun_cpu_draw.argtypes = [pointer, whole, pointer, pointer]
+    library.trirun_cpu_decoder_products.argtypes = [pointer, whole, ctypes.c_int, ctypes.c_int]
     library.trirun_cpu_head_int8.argtypes = [pointer, ctypes.c_int, whole, whole, pointer, pointer, ctypes.c_int]
     return library

@@ -48,6 +48,17 @@ class SegmentStruct(ctypes.Structure):
     _fields_ = (("slot", ctypes.c_int64), ("position", ctypes.c_int64), ("count", ctypes.c_int64))
 
 
+class DrawStruct(ctypes.Structure):
+    """``trirun_draw``: how a token is drawn; a temperature of 0 takes the largest logit."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("temperature", "top_p", "min_p")),
+        ("top_k", ctypes.c_int64),
+        ("stream", ctypes.c_uint64),
+        ("index", ctypes.c_uint64),
+    )
+
+
 def layer_struct(layer: LayerWeights) -> LayerStruct:
     struct = LayerStruct()
     for name in LINEARS:

@@ -31,7 +31,7 @@ def greedy(decoder, which, steps, stop=()):
     out, logits = torch.full((steps, len(which)), -7), torch.full((len(which), VOCAB), math.nan)
     slots, positions = [(0, 2, 3)[i] for i in which], [len(PROMPTS[i]) - 1 for i in which]
     tokens = [PROMPTS[i][-1] for i in which]
-    made = decoder.greedy(slots, positions, tokens, steps, stop, Array.of(out), Array.of(logits))
+    made = decoder.generate(slots, positions, tokens, steps, stop, Array.of(out), Array.of(logits))
     assert (out[made:] == -7).all()
     return out[:made].tolist(), logits
 
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused():
     decoder, logits = decoder_of(random_model()), Array.of(torch.empty(1, VOCAB))
 
     def call(slot=0, position=2, token=1, steps=4, rows=4):
-        return decoder.greedy([slot], [position], [token], steps, [], Array.of(torch.empty(rows, 1).long()), logits)
+        return decoder.generate([slot], [position], [token], steps, [], Array.of(torch.empty(rows, 1).long()), logits)
 
     assert call() == 4
     for wrong in ({"slot": 4}, {"position": -1}, {"position": 61}, {"token": VOCAB}, {"token": -1}):

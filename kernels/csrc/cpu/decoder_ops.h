@@ -20,6 +20,13 @@ namespace trirun {
 constexpr int64_t kKeyBlock = 64;   /* keys per step of the online softmax, at absolute positions */
 constexpr int64_t kMaxQueries = 48; /* queries that walk the keys together */
 
+constexpr int64_t kTopSpan = 16;    /* numbers that share a maximum in `tops` */
+constexpr int64_t kMassBlock = 64;  /* masses that share a sum in `masses` */
+constexpr double kMassOne = 1 << 30; /* the likeliest token's mass */
+
+/* Sizes of vocabularies are int32 in places. */
+constexpr int64_t kMaxVocabulary = int64_t{1} << 24;
+
 static inline int64_t value_stride_of(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 /* One kv head of one sequence: rows at consecutive positions times the `group` query heads that share the kv head.
@@ -79,7 +86,20 @@ struct DecoderOps {
                     int64_t begin, int64_t end);
   /* Index of the largest of x[n], the first of equals, NaNs left out, and its value; -1 where none is above -infinity. */
   int64_t (*largest)(const float* x, int64_t n, float* value);
+  /* Maxima of disjoint parts of x[n], kTopSpan numbers each or fewer, NaNs left out; returns how many parts: a multiple
+   * of 16, n / kTopSpan rounded up to it. Parts without a number have -infinity. */
+  int64_t (*tops)(float* out, const float* x, int64_t n);
+  /* The numbers of x[n] that are at least `least`, and where they are, ascending; returns how many. */
+  int64_t (*gather)(int32_t* ids, float* values, const float* x, int64_t n, float least);
+  /* out = round(2^30 * 2^((x - top) * factor)), 0 for a NaN; top is the largest of x. sums[n/kMassBlock, rounded up]. */
+  void (*masses)(uint32_t* out, uint64_t* sums, const float* x, int64_t n, float top, float factor);
 };
+
+/* Bytes of memory of a draw, 64-byte aligned. */
+int64_t draw_bytes(int64_t vocab);
+
+/* A token drawn from logits[vocab] by a checked draw with a temperature; -1 where no logit is a number. */
+int64_t draw_token(const float* logits, int64_t vocab, const trirun_draw& draw, void* memory);
 
 /* The table that belongs to the instruction set in use. */
 const DecoderOps& decoder_ops();

@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "decoder_draw_impl.h"
 #include "decoder_head_impl.h"
 #include "decoder_ops.h"
 #include "decoder_simd.h"
@@ -399,7 +400,7 @@ int64_t largest(const float* x, int64_t n, float* value) {
 
 #define TRIRUN_DECODER_TABLE \
   { load_row, rms_norm, add, gate, rotate, store_key, store_value, attend, dense, head_digits, head_bytes, \
-    head_int8, largest }
+    head_int8, largest, tops, gather, masses }
 
 }  // namespace trirun
 #endif

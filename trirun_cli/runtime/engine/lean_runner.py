@@ -81,7 +81,7 @@ class LeanRunner:
         slots = [item.slot for item in work]
         chosen = np.empty((steps, len(work)), np.int64)
         stop_ids = sorted(frozenset().union(*(self._stop_ids[slot] for slot in slots)))
-        done = self._decoder.native.greedy(
+        done = self._decoder.native.generate(
             slots,
             [item.position for item in work],
             [self._last[slot] for slot in slots],

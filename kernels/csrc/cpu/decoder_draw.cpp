@@ -1,0 +1,194 @@
+/* A token drawn from logits: temperature, top-k, top-p, min-p, in this order, then the inverse of the cumulative
+ * distribution over ascending token ids at one number of SplitMix64 (Steele et al. 2014), a function of the request's
+ * stream and of how many tokens it has drawn.
+ *
+ * Masses are integers, probabilities relative to the likeliest token's times 2^30: nothing depends on the order of
+ * additions or on the instruction set, and a draw is a comparison of integers. What is sorted here is compiled for the
+ * baseline: instances of the standard library's templates are shared between translation units. */
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+
+#include "decoder_ops.h"
+
+namespace trirun {
+namespace {
+
+/* A nucleus is looked for among tokens of at least this mass; the first are mostly enough. */
+constexpr uint32_t kLikely[] = {1 << 22, 1 << 14};
+
+/* The number in [0, 1) that chooses token `index` of a stream. */
+double uniform(uint64_t stream, uint64_t index) {
+  uint64_t z = stream + (index + 1) * 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return static_cast<double>((z ^ (z >> 31)) >> 11) * 0x1p-53;
+}
+
+/* The mass to stop at: the draw falls on the first token up to which there is more. */
+uint64_t target_of(const trirun_draw& draw, uint64_t total) {
+  const uint64_t target = static_cast<uint64_t>(uniform(draw.stream, draw.index) * static_cast<double>(total));
+  return target < total ? target : total - 1;
+}
+
+/* Tokens that may be drawn, ascending. */
+struct Tokens {
+  const int32_t* ids;  /* null: 0, 1, 2, ... */
+  const float* logits;
+  uint32_t* mass;
+  uint64_t* sums;      /* of kMassBlock tokens each */
+  int64_t count;
+
+  int64_t id(int64_t i) const { return ids ? ids[i] : i; }
+  uint64_t total() const {
+    uint64_t all = 0;
+    for (int64_t block = 0; block * kMassBlock < count; ++block) all += sums[block];
+    return all;
+  }
+};
+
+/* Larger masses first, of equal ones the first token. */
+uint64_t key_of(uint32_t mass, int64_t i) { return uint64_t{mass} << 32 | (0xffffffffu - static_cast<uint32_t>(i)); }
+
+/* Memory of a draw; what is in use together lies apart. */
+struct Work {
+  float* tops;       /* [vocab/kTopSpan + 16] */
+  int32_t* ids;      /* [vocab] each: what top-k left */
+  float* logits;
+  uint32_t* mass;    /* [vocab] */
+  uint64_t* sums;    /* [vocab/kMassBlock + 1] */
+  int32_t* likely;   /* [vocab] each: what a nucleus is looked for in */
+  float* likely_logits;
+  uint64_t* found;   /* [vocab] each, keys */
+  uint64_t* sorted;
+};
+
+int64_t lay_out(int64_t vocab, char* memory, Work* work) {
+  int64_t used = 0;
+  auto take = [&](int64_t bytes) {
+    char* here = memory ? memory + used : nullptr;
+    used += (bytes + 63) / 64 * 64;
+    return here;
+  };
+  work->tops = reinterpret_cast<float*>(take((vocab / kTopSpan + 16) * 4));
+  work->ids = reinterpret_cast<int32_t*>(take(vocab * 4));
+  work->logits = reinterpret_cast<float*>(take(vocab * 4));
+  work->mass = reinterpret_cast<uint32_t*>(take(vocab * 4));
+  work->sums = reinterpret_cast<uint64_t*>(take((vocab / kMassBlock + 1) * 8));
+  work->likely = reinterpret_cast<int32_t*>(take(vocab * 4));
+  work->likely_logits = reinterpret_cast<float*>(take(vocab * 4));
+  work->found = reinterpret_cast<uint64_t*>(take(vocab * 8));
+  work->sorted = reinterpret_cast<uint64_t*>(take(vocab * 8));
+  return used;
+}
+
+bool falls(float a, float b) { return a > b; }
+
+/* The k-th largest of x[n], 0 < k < n. The k-th largest of the maxima of disjoint parts is no larger: few are above. */
+float kth_largest(const DecoderOps& ops, const float* x, int64_t n, int64_t k, const Work& work) {
+  const int64_t parts = ops.tops(work.tops, x, n);
+  float least = -INFINITY;
+  if (k <= parts) {
+    std::nth_element(work.tops, work.tops + k - 1, work.tops + parts, falls);
+    least = work.tops[k - 1];
+  }
+  const int64_t count = ops.gather(work.ids, work.logits, x, n, least);
+  /* Fewer where others are NaNs. */
+  if (count <= k) return least;
+  std::nth_element(work.logits, work.logits + k - 1, work.logits + count, falls);
+  return work.logits[k - 1];
+}
+
+/* Keys of the tokens whose mass is at least `least`, ascending by token; returns their number. `floor` is a logit that
+ * no smaller one of them has. */
+int64_t find(const DecoderOps& ops, const Tokens& tokens, uint32_t least, float floor, const Work& work) {
+  const int64_t likely = ops.gather(work.likely, work.likely_logits, tokens.logits, tokens.count, floor);
+  int64_t found = 0;
+  for (int64_t j = 0; j < likely; ++j) {
+    const int64_t i = work.likely[j];
+    if (tokens.mass[i] >= least) work.found[found++] = key_of(tokens.mass[i], i);
+  }
+  return found;
+}
+
+/* Token of a draw among those that top-p and min-p leave. */
+int64_t draw_likely(const DecoderOps& ops, const Tokens& tokens, const trirun_draw& draw, float top, float factor,
+                    const Work& work) {
+  const uint32_t least = std::max<uint32_t>(1, static_cast<uint32_t>(ceil(std::min(draw.min_p, 1.0) * kMassOne)));
+  const double wanted = draw.top_p * static_cast<double>(tokens.total());
+  int64_t found = 0;
+  uint64_t last = 0;  // the smallest key that stays
+  /* Whether the tokens of at least so much mass are enough. Half a power of two is more than a mass's rounding. */
+  auto search = [&](uint32_t bound) {
+    const float floor = top + static_cast<float>(log2(bound / kMassOne) - 0.5) / factor;
+    found = find(ops, tokens, bound, floor, work);
+    double mass = 0;
+    for (int64_t i = 0; i < found; ++i) mass += static_cast<double>(work.found[i] >> 32);
+    return mass >= wanted;
+  };
+  if (draw.top_p < 1) {
+    if (!search(std::max(least, kLikely[0])) && !search(std::max(least, kLikely[1]))) search(least);
+    memcpy(work.sorted, work.found, static_cast<size_t>(found) * 8);
+    std::sort(work.sorted, work.sorted + found, [](uint64_t a, uint64_t b) { return a > b; });
+    /* A token stays while the mass before it is below the share, so that the first one always stays. */
+    double before = 0;
+    for (int64_t i = 0; i < found && before < wanted; ++i) {
+      last = work.sorted[i];
+      before += static_cast<double>(last >> 32);
+    }
+  } else {
+    search(least);
+  }
+  uint64_t total = 0;
+  for (int64_t i = 0; i < found; ++i)
+    if (work.found[i] >= last) total += work.found[i] >> 32;
+  const uint64_t target = target_of(draw, total);
+  uint64_t reached = 0;
+  for (int64_t i = 0;; ++i) {
+    if (work.found[i] < last) continue;
+    reached += work.found[i] >> 32;
+    if (reached > target) return tokens.id(0xffffffffu - static_cast<uint32_t>(work.found[i]));
+  }
+}
+
+/* Token of a draw among all of them. */
+int64_t draw_any(const Tokens& tokens, const trirun_draw& draw) {
+  const uint64_t target = target_of(draw, tokens.total());
+  uint64_t reached = 0;
+  int64_t block = 0;
+  while (reached + tokens.sums[block] <= target) reached += tokens.sums[block++];
+  int64_t i = block * kMassBlock;
+  while ((reached += tokens.mass[i]) <= target) ++i;
+  return tokens.id(i);
+}
+
+}  // namespace
+
+int64_t draw_bytes(int64_t vocab) {
+  Work work;
+  return lay_out(vocab, nullptr, &work);
+}
+
+int64_t draw_token(const float* logits, int64_t vocab, const trirun_draw& draw, void* memory) {
+  const DecoderOps& ops = decoder_ops();
+  Work work;
+  lay_out(vocab, static_cast<char*>(memory), &work);
+  float top;
+  const int64_t likeliest = ops.largest(logits, vocab, &top);
+  if (likeliest < 0 || top == INFINITY) return likeliest;
+  Tokens tokens = {nullptr, logits, work.mass, work.sums, vocab};
+  if (draw.top_k > 0 && draw.top_k < vocab) {
+    /* Ties with the last one stay. */
+    const float least = kth_largest(ops, logits, vocab, draw.top_k, work);
+    tokens.count = ops.gather(work.ids, work.logits, logits, vocab, least);
+    tokens.ids = work.ids;
+    tokens.logits = work.logits;
+  }
+  /* Bounded: zero times infinity would be a NaN. */
+  const float factor = static_cast<float>(std::min(1.4426950408889634 / draw.temperature, 1e30));
+  ops.masses(work.mass, work.sums, tokens.logits, tokens.count, top, factor);
+  return draw.top_p < 1 || draw.min_p > 0 ? draw_likely(ops, tokens, draw, top, factor, work) : draw_any(tokens, draw);
+}
+
+}  // namespace trirun

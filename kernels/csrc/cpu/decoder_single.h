@@ -1,0 +1,180 @@
+/* A step of a single row, the decoding of one sequence: little work, so what counts is how often threads wait.
+ *
+ * Every thread keeps the residual stream for itself and normalises and quantizes it for itself, which costs less than
+ * waiting for another to do it. A layer has four barriers: threads meet where a product has read what others computed
+ * (o, gate | up, down), and, where kv heads divide evenly among them, q | k | v and attention go head by head on one
+ * thread. Shares are fixed: a thread meets the same weights in every step, and the same keys. */
+#ifndef TRIRUN_CPU_DECODER_SINGLE_H
+#define TRIRUN_CPU_DECODER_SINGLE_H
+
+#include "decoder_model.h"
+
+namespace trirun {
+namespace {
+
+class Single : public Model {
+ public:
+  Single(const trirun_decoder& decoder, const Batch& batch, const Shared& shared, const Burst* burst)
+      : Model(decoder), batch_(batch), s(shared), burst_(burst) {}
+
+  void run(Team& team) {
+    Thread t(team, *this);
+    if (!t.ready) failed = true;
+    team.barrier();
+    if (failed) return;
+    int64_t token = batch_.tokens[0];
+    for (int64_t step = 0;; ++step) {
+      embed(t.x, token);
+      for (int64_t i = 0; i < d.layers; ++i) layer(t, i);
+      if (batch_.logit_count) head(t);
+      if (!burst_) return;
+      token = choose(t, step);
+      if (step + 1 == burst_->steps || burst_->ends(&token, 1)) return;
+      ++t.position;
+    }
+  }
+
+ private:
+  /* One thread's private memory. */
+  struct Thread {
+    Team& team;
+    int64_t slot, position;
+    bool ready;
+    float* x;         // [hidden], the residual stream
+    float* row;       // [widest_input]
+    float* tile;      // [columns of its share of gate]
+    float* attention; // attention_scratch
+    char* act_memory;
+    HeadInput head;
+    trirun_act act;
+
+    Thread(Team& own_team, const Single& step)
+        : team(own_team), slot(step.batch_.segments[0].slot), position(step.batch_.segments[0].position) {
+      Memory sizes(nullptr);
+      lay_out(step.d, sizes);
+      char* base = static_cast<char*>(scratch(kScratchDecoder, sizes.used()));
+      ready = base != nullptr;
+      Memory memory(base);
+      lay_out(step.d, memory);
+    }
+
+    void lay_out(const trirun_decoder& d, Memory& memory) {
+      x = memory.take<float>(d.hidden);
+      row = memory.take<float>(widest_input(d));
+      tile = memory.take<float>(64 * (strips_of(d.ffn) / team.size() + 1));
+      attention = memory.take<float>(attention_scratch(d.head_dim));
+      act_memory = memory.take<char>(act_bytes(d, 1));
+      head = take_head_input(memory, d, 1);
+    }
+  };
+
+  /* Leaves a row, through an RMS norm where there is one, quantized in t.act. */
+  void quantize(Thread& t, const float* x, int64_t k, int64_t padded, const float* norm) {
+    if (norm) ops_.rms_norm(t.row, x, norm, k, d.norm_eps);
+    trirun_cpu_act_init(&t.act, t.act_memory, static_cast<size_t>(act_bytes(d, 1)), 1, padded, d.act_bits);
+    isa_.quantize(t.act, norm ? t.row : x, TRIRUN_F32, k, k, 0, 1);
+  }
+
+  void layer(Thread& t, int64_t index) {
+    const trirun_layer& l = d.layer[index];
+    const int64_t attended = d.heads * d.head_dim;
+    quantize(t, t.x, d.hidden, l.q.weight.k, l.attention_norm);
+    if (d.head_dim % 64 == 0 && d.kv_heads % t.team.size() == 0)
+      attend_own_heads(t, index);
+    else
+      attend_any_heads(t, index);
+    t.team.barrier();
+    quantize(t, s.attention, attended, l.o.weight.k, l.attention_sub_norm);
+    add(t, l.o);
+    quantize(t, t.x, d.hidden, l.gate.weight.k, l.mlp_norm);
+    gate_up(t, l);
+    t.team.barrier();
+    quantize(t, s.h, d.ffn, l.down.weight.k, l.mlp_sub_norm);
+    add(t, l.down);
+  }
+
+  /* A thread projects what its kv heads need, and attends with them. */
+  void attend_own_heads(Thread& t, int64_t index) {
+    const trirun_layer& l = d.layer[index];
+    const Range heads = t.team.share(d.kv_heads);
+    const int64_t strips = d.head_dim / 64;
+    float *key = s.qkv + d.heads * d.head_dim, *value = key + d.kv_heads * d.head_dim;
+    product(l.q, t.act, s.qkv, qkv_width_, heads.begin * group_ * strips, heads.end * group_ * strips);
+    product(l.k, t.act, key, qkv_width_, heads.begin * strips, heads.end * strips);
+    product(l.v, t.act, value, qkv_width_, heads.begin * strips, heads.end * strips);
+    for (int64_t i = heads.begin; i < heads.end; ++i) attend(t, index, i);
+  }
+
+  void attend_any_heads(Thread& t, int64_t index) {
+    const trirun_layer& l = d.layer[index];
+    const trirun_linear* parts[] = {&l.q, &l.k, &l.v};
+    const Range mine = t.team.share(strips_of(l.q.n) + strips_of(l.k.n) + strips_of(l.v.n));
+    int64_t first = 0;
+    float* y = s.qkv;
+    for (const trirun_linear* part : parts) {
+      const int64_t last = first + strips_of(part->n);
+      const int64_t begin = larger(mine.begin, first), end = mine.end < last ? mine.end : last;
+      if (begin < end) product(*part, t.act, y, qkv_width_, begin - first, end - first);
+      first = last;
+      y += part->n;
+    }
+    t.team.barrier();
+    for (int64_t i = t.team.rank(); i < d.kv_heads; i += t.team.size()) attend(t, index, i);
+  }
+
+  void attend(Thread& t, int64_t layer, int64_t kv_head) {
+    rotate_and_store(layer, t.slot, t.position, s.qkv, kv_head);
+    attend_one(job_of(layer, t.slot, t.position, s.qkv, s.attention, kv_head), t.attention);
+  }
+
+  /* x += t.act . linear */
+  void add(Thread& t, const trirun_linear& linear) {
+    const Range mine = t.team.share(strips_of(linear.n));
+    if (mine.begin < mine.end) product(linear, t.act, s.x, linear.n, mine.begin, mine.end);
+    t.team.barrier();
+    ops_.add(t.x, s.x, linear.n);
+  }
+
+  void gate_up(Thread& t, const trirun_layer& l) {
+    const Range mine = t.team.share(strips_of(d.ffn));
+    if (mine.begin == mine.end) return;
+    product(l.gate, t.act, s.h, d.ffn, mine.begin, mine.end);
+    const int64_t columns = product_tile(l.up, t.act, t.tile, mine.begin, mine.end);
+    ops_.gate(s.h + mine.begin * 64, t.tile, columns, d.activation);
+  }
+
+  void head(Thread& t) {
+    ops_.rms_norm(t.row, t.x, d.final_norm, d.hidden, d.norm_eps);
+    if (d.head_dtype == TRIRUN_HEAD_INT8) ops_.head_digits(t.head, 0, t.row, d.hidden);
+    const Range mine = t.team.share(strips_of(d.vocab));
+    head_strips(t.row, t.head, 1, batch_.logits, mine.begin, mine.end);
+  }
+
+  /* The token that follows, from the logits of all threads. */
+  int64_t choose(Thread& t, int64_t step) {
+    int64_t* chosen = burst_->out + step;
+    int64_t token;
+    if (burst_->draws_row(0)) {
+      t.team.barrier();
+      if (t.team.rank() == 0) *chosen = drawn(batch_.logits, burst_->draw(0, step));
+      t.team.barrier();
+      token = *chosen;
+    } else {
+      const Range mine = t.team.share(strips_of(d.vocab));
+      s.best[t.team.rank()] = best_of(batch_.logits, mine.begin * 64, mine.end * 64 < d.vocab ? mine.end * 64 : d.vocab);
+      t.team.barrier();
+      token = winner(s.best, t.team.size());
+      if (t.team.rank() == 0) *chosen = token;
+    }
+    if (t.team.rank() == 0) *burst_->done = step + 1;
+    return token;
+  }
+
+  const Batch& batch_;
+  Shared s;
+  const Burst* burst_;
+};
+
+}  // namespace
+}  // namespace trirun
+#endif
