@@ -5,9 +5,9 @@
 
 The bound is the packed products and the head of a step, called back to back on inputs that are quantized already; a
 stricter one leaves out the calls too and runs them in one parallel region whose threads never wait. Against them, per
-token after the first: one native call for all tokens (`decoder`), and what the command does, text included (`generate`),
-greedily and with a temperature, top-k and top-p. Every round takes each once, in changing order; ratios are taken
-within a round, their median and quartiles over all rounds. Greedy tokens must be the same from both.
+token after the first: one native call for all tokens (`decoder`), and what the command does, text included
+(`generate`), greedily and with a temperature, top-k and top-p. Every round takes each once, in changing order; ratios
+are taken within a round, their median and quartiles over all rounds. Greedy tokens must be the same from both.
 
 On a machine that others use, --fifo gives this process the cores for as long as it runs (SCHED_FIFO, needs the
 privilege); otherwise the ratios are as good as the machine is quiet, and `steal` says how much of the wall time its

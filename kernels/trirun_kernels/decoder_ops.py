@@ -189,8 +189,8 @@ class CpuDecoder:
         return done.value
 
     def products(self, steps: int, *, apart: bool) -> None:
-        """The products and the head of ``steps`` decoding steps on inputs made beforehand, and nothing else: what a step
-        cannot be faster than. ``apart``: one call after another; otherwise in one parallel region without barriers."""
+        """The products and the head of ``steps`` decoding steps on inputs made beforehand, and nothing else: the
+        bound of decoding. ``apart``: one call after another; otherwise in one parallel region without barriers."""
         code = self._library.trirun_cpu_decoder_products(ctypes.byref(self._struct), steps, apart, self.threads)
         if code:
             self._fail(code, f"products of {steps} steps")

@@ -120,3 +120,22 @@ def test_sixty_four_readers_get_what_each_would_alone(shared, tmp_path):
         alone = generate_tokens(model, list(request.prompt), request.params, request.stop_ids, GenerationStats())
         assert [token.id for token in found[request.id][0]] == list(alone)
     assert len({tuple(token.id for token in tokens) for tokens, _, _ in found.values()}) > 50
+
+
+def test_sampled_text_does_not_depend_on_bursts(packed, monkeypatch):
+    """How many tokens a native call makes, and whether others run beside it, changes nothing."""
+    from trirun_cli.runtime.engine import lean_runner
+
+    requests = [
+        Request(str(i), (5, 6, 7 + i), SamplingParams(max_tokens=40, temperature=0.9, seed=i, **options))
+        for i, options in enumerate(({}, {"top_k": 30}, {"top_p": 0.9}, {"min_p": 0.1}, {"presence_penalty": 0.5}))
+    ]
+    monkeypatch.setattr(lean_runner, "BURST_STEPS", 1)
+    singly = run(open_engine(packed, device="cpu", slots=1), requests)
+    monkeypatch.setattr(lean_runner, "BURST_STEPS", 7)
+    monkeypatch.setattr(lean_runner, "BURST_S", 1e9)
+    engine = open_engine(packed, device="cpu", slots=1)
+    assert run(engine, requests) == singly
+    # The one with a penalty is sampled step by step.
+    assert engine.stats.steps < 4 * (2 + -(-38 // 7)) + 41
+    assert run(open_engine(packed, device="cpu", slots=4), requests[:4]) == {k: singly[k] for k in "0123"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,14 +28,32 @@ class _State:
     plain: bool  # greedy, nothing to report, nothing changed
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a token is drawn: by the temperature, top-k, top-p and min-p of ``params``, at a number of a stream."""
+
+    params: SamplingParams
+    stream: int
+    index: int
+
+
+def drawn_token(logits: np.ndarray, draw: Draw) -> int:
+    """The token of a draw from logits, float32 [vocab]."""
+    ids, weights = token_probabilities(logits, draw.params)
+    at = _drawn(weights, uniform(draw.stream, draw.index))
+    return at if ids is None else int(ids[at])
+
+
 class HostSampler:
     """Chooses tokens for the slots of a runner.
 
     Args:
         slots: their number. vocab: size of the vocabulary.
+        drawn: what draws a token where the temperature is not 0.
     """
 
-    def __init__(self, slots: int, vocab: int) -> None:
+    def __init__(self, slots: int, vocab: int, drawn: Callable[[np.ndarray, Draw], int] = drawn_token) -> None:
+        self._drawn = drawn
         self._states = [_State(SamplingParams(), 0, 0, None, None, None, True)] * slots
         self._vocab = vocab
 
@@ -51,9 +69,19 @@ class HostSampler:
         plain = params.temperature == 0 and params.logprobs is None and not params.changes_logits
         self._states[slot] = _State(params, stream_of(params.seed), len(generated), counts, seen, biased, plain)
 
-    def is_plain(self, slot: int) -> bool:
-        """Whether a slot's tokens are its largest logits and nothing else is asked for."""
-        return self._states[slot].plain
+    def is_simple(self, slot: int) -> bool:
+        """Whether a slot's tokens are its largest logits, or drawn from them, and nothing else is asked for."""
+        params = self._states[slot].params
+        return params.logprobs is None and not params.changes_logits
+
+    def draw_of(self, slot: int) -> Draw | None:
+        """How a slot's next token is drawn; None where it is the largest logit."""
+        state = self._states[slot]
+        return None if state.params.temperature == 0 else Draw(state.params, state.stream, state.index)
+
+    def skip(self, slot: int, count: int) -> None:
+        """A slot's next ``count`` tokens were chosen elsewhere."""
+        self._states[slot].index += count
 
     def sample(self, logits: np.ndarray, slots: Sequence[int]) -> list[Token]:
         """The next token of each slot.
@@ -65,9 +93,22 @@ class HostSampler:
         for row, slot in enumerate(slots):
             state = self._states[slot]
             if not state.plain:
-                tokens[row] = _choose(logits[row], state)
+                tokens[row] = self._choose(logits[row], state)
                 state.index += 1
         return tokens
+
+    def _choose(self, logits: np.ndarray, state: _State) -> Token:
+        params, original = state.params, logits
+        if params.changes_logits:
+            logits = _changed(logits, state)
+        if params.temperature == 0:
+            id = int(logits.argmax())
+        else:
+            id = self._drawn(logits, Draw(params, state.stream, state.index))
+        if state.counts is not None and state.seen is not None:
+            state.counts[id] += 1
+            state.seen[id] = True
+        return Token(id) if params.logprobs is None else _report(original, id, params.logprobs)
 
 
 def token_logprobs(logits: np.ndarray, ids: Sequence[int], alternatives: int) -> tuple[Token, ...]:
@@ -135,22 +176,6 @@ def _drawn(weights: np.ndarray, number: float) -> int:
         mass = weights.astype(np.float64).cumsum()
         number *= mass[-1]
     return first + min(int(np.searchsorted(mass, number, side="right")), mass.size - 1)
-
-
-def _choose(logits: np.ndarray, state: _State) -> Token:
-    params, original = state.params, logits
-    if params.changes_logits:
-        logits = _changed(logits, state)
-    if params.temperature == 0:
-        id = int(logits.argmax())
-    else:
-        ids, weights = token_probabilities(logits, params)
-        at = _drawn(weights, uniform(state.stream, state.index))
-        id = at if ids is None else int(ids[at])
-    if state.counts is not None and state.seen is not None:
-        state.counts[id] += 1
-        state.seen[id] = True
-    return Token(id) if params.logprobs is None else _report(original, id, params.logprobs)
 
 
 def _changed(logits: np.ndarray, state: _State) -> np.ndarray:

@@ -51,14 +51,22 @@ struct Tokens {
 /* Larger masses first, of equal ones the first token. */
 uint64_t key_of(uint32_t mass, int64_t i) { return uint64_t{mass} << 32 | (0xffffffffu - static_cast<uint32_t>(i)); }
 
+/* Masses by their size, sixteen bins to a power of two. */
+constexpr int kBins = 31 * 16;
+
+int bin_of(uint32_t mass) {
+  const int power = 31 - __builtin_clz(mass);
+  return power * 16 + static_cast<int>(uint64_t{mass} << 4 >> power & 15);
+}
+
 /* Memory of a draw; what is in use together lies apart. */
 struct Work {
   float* tops;       /* [vocab/kTopSpan + 16] */
-  int32_t* ids;      /* [vocab] each: what top-k left */
+  int32_t* ids;      /* [vocab + 16] each: what top-k left */
   float* logits;
   uint32_t* mass;    /* [vocab] */
   uint64_t* sums;    /* [vocab/kMassBlock + 1] */
-  int32_t* likely;   /* [vocab] each: what a nucleus is looked for in */
+  int32_t* likely;   /* [vocab + 16] each: where a nucleus is looked for */
   float* likely_logits;
   uint64_t* found;   /* [vocab] each, keys */
   uint64_t* sorted;
@@ -72,12 +80,12 @@ int64_t lay_out(int64_t vocab, char* memory, Work* work) {
     return here;
   };
   work->tops = reinterpret_cast<float*>(take((vocab / kTopSpan + 16) * 4));
-  work->ids = reinterpret_cast<int32_t*>(take(vocab * 4));
-  work->logits = reinterpret_cast<float*>(take(vocab * 4));
+  work->ids = reinterpret_cast<int32_t*>(take((vocab + 16) * 4));
+  work->logits = reinterpret_cast<float*>(take((vocab + 16) * 4));
   work->mass = reinterpret_cast<uint32_t*>(take(vocab * 4));
   work->sums = reinterpret_cast<uint64_t*>(take((vocab / kMassBlock + 1) * 8));
-  work->likely = reinterpret_cast<int32_t*>(take(vocab * 4));
-  work->likely_logits = reinterpret_cast<float*>(take(vocab * 4));
+  work->likely = reinterpret_cast<int32_t*>(take((vocab + 16) * 4));
+  work->likely_logits = reinterpret_cast<float*>(take((vocab + 16) * 4));
   work->found = reinterpret_cast<uint64_t*>(take(vocab * 8));
   work->sorted = reinterpret_cast<uint64_t*>(take(vocab * 8));
   return used;
@@ -85,65 +93,89 @@ int64_t lay_out(int64_t vocab, char* memory, Work* work) {
 
 bool falls(float a, float b) { return a > b; }
 
-/* The k-th largest of x[n], 0 < k < n. The k-th largest of the maxima of disjoint parts is no larger: few are above. */
-float kth_largest(const DecoderOps& ops, const float* x, int64_t n, int64_t k, const Work& work) {
-  const int64_t parts = ops.tops(work.tops, x, n);
+/* The k largest of logits[n], 0 < k < n, and what ties with the last of them; masses are left out. */
+Tokens k_largest(const DecoderOps& ops, const float* logits, int64_t n, int64_t k, const Work& work) {
+  /* The k-th largest of the maxima of disjoint parts is no larger than the k-th largest of all: few are above. */
+  const int64_t parts = ops.tops(work.tops, logits, n);
   float least = -INFINITY;
   if (k <= parts) {
     std::nth_element(work.tops, work.tops + k - 1, work.tops + parts, falls);
     least = work.tops[k - 1];
   }
-  const int64_t count = ops.gather(work.ids, work.logits, x, n, least);
-  /* Fewer where others are NaNs. */
-  if (count <= k) return least;
-  std::nth_element(work.logits, work.logits + k - 1, work.logits + count, falls);
-  return work.logits[k - 1];
-}
-
-/* Keys of the tokens whose mass is at least `least`, ascending by token; returns their number. `floor` is a logit that
- * no smaller one of them has. */
-int64_t find(const DecoderOps& ops, const Tokens& tokens, uint32_t least, float floor, const Work& work) {
-  const int64_t likely = ops.gather(work.likely, work.likely_logits, tokens.logits, tokens.count, floor);
-  int64_t found = 0;
-  for (int64_t j = 0; j < likely; ++j) {
-    const int64_t i = work.likely[j];
-    if (tokens.mass[i] >= least) work.found[found++] = key_of(tokens.mass[i], i);
+  int64_t count = ops.gather(work.ids, work.logits, logits, n, least);
+  /* There are fewer where others are NaNs. */
+  if (count > k) {
+    memcpy(work.likely_logits, work.logits, static_cast<size_t>(count) * 4);
+    std::nth_element(work.likely_logits, work.likely_logits + k - 1, work.likely_logits + count, falls);
+    least = work.likely_logits[k - 1];
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (work.logits[i] >= least) {
+        work.ids[kept] = work.ids[i];
+        work.logits[kept++] = work.logits[i];
+      }
+    count = kept;
   }
-  return found;
+  return {work.ids, work.logits, work.mass, work.sums, count};
 }
 
-/* Token of a draw among those that top-p and min-p leave. */
+/* The smallest key that stays of found[0, count), whose masses add up to `wanted` at least: a token stays while the mass
+ * before it is below that. */
+uint64_t last_of_nucleus(const Work& work, int64_t count, double wanted) {
+  uint64_t bins[kBins] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t mass = static_cast<uint32_t>(work.found[i] >> 32);
+    bins[bin_of(mass)] += mass;
+  }
+  uint64_t before = 0;
+  int bin = kBins - 1;
+  for (; bin > 0 && static_cast<double>(before + bins[bin]) < wanted; --bin) before += bins[bin];
+  int64_t inside = 0;
+  for (int64_t i = 0; i < count; ++i)
+    if (bin_of(static_cast<uint32_t>(work.found[i] >> 32)) == bin) work.sorted[inside++] = work.found[i];
+  std::sort(work.sorted, work.sorted + inside, [](uint64_t a, uint64_t b) { return a > b; });
+  uint64_t last = ~uint64_t{0};
+  for (int64_t i = 0; i < inside && static_cast<double>(before) < wanted; ++i) {
+    last = work.sorted[i];
+    before += last >> 32;
+  }
+  return last;
+}
+
+/* A draw among the tokens that top-p and min-p leave. */
 int64_t draw_likely(const DecoderOps& ops, const Tokens& tokens, const trirun_draw& draw, float top, float factor,
                     const Work& work) {
   const uint32_t least = std::max<uint32_t>(1, static_cast<uint32_t>(ceil(std::min(draw.min_p, 1.0) * kMassOne)));
-  const double wanted = draw.top_p * static_cast<double>(tokens.total());
+  const double wanted = draw.top_p < 1 ? draw.top_p * static_cast<double>(tokens.total()) : INFINITY;
   int64_t found = 0;
-  uint64_t last = 0;  // the smallest key that stays
-  /* Whether the tokens of at least so much mass are enough. Half a power of two is more than a mass's rounding. */
+  uint64_t mass = 0;
+  /* Keys of the tokens of at least so much mass, ascending by token; whether they are enough. */
   auto search = [&](uint32_t bound) {
+    /* Half a power of two is more than a mass's rounding. */
     const float floor = top + static_cast<float>(log2(bound / kMassOne) - 0.5) / factor;
-    found = find(ops, tokens, bound, floor, work);
-    double mass = 0;
-    for (int64_t i = 0; i < found; ++i) mass += static_cast<double>(work.found[i] >> 32);
-    return mass >= wanted;
+    const int64_t likely = ops.gather(work.likely, work.likely_logits, tokens.logits, tokens.count, floor);
+    found = 0;
+    mass = 0;
+    for (int64_t j = 0; j < likely; ++j) {
+      const int64_t i = work.likely[j];
+      if (tokens.mass[i] < bound) continue;
+      work.found[found++] = key_of(tokens.mass[i], i);
+      mass += tokens.mass[i];
+    }
+    return static_cast<double>(mass) >= wanted || bound == least;
   };
+  uint64_t last = 0;
   if (draw.top_p < 1) {
     if (!search(std::max(least, kLikely[0])) && !search(std::max(least, kLikely[1]))) search(least);
-    memcpy(work.sorted, work.found, static_cast<size_t>(found) * 8);
-    std::sort(work.sorted, work.sorted + found, [](uint64_t a, uint64_t b) { return a > b; });
-    /* A token stays while the mass before it is below the share, so that the first one always stays. */
-    double before = 0;
-    for (int64_t i = 0; i < found && before < wanted; ++i) {
-      last = work.sorted[i];
-      before += static_cast<double>(last >> 32);
-    }
+    /* Where min-p leaves less than the nucleus, all of it stays. */
+    if (static_cast<double>(mass) >= wanted) last = last_of_nucleus(work, found, wanted);
+    mass = 0;
+    for (int64_t i = 0; i < found; ++i)
+      if (work.found[i] >= last) mass += work.found[i] >> 32;
   } else {
     search(least);
   }
-  uint64_t total = 0;
-  for (int64_t i = 0; i < found; ++i)
-    if (work.found[i] >= last) total += work.found[i] >> 32;
-  const uint64_t target = target_of(draw, total);
+  const uint64_t target = target_of(draw, mass);
   uint64_t reached = 0;
   for (int64_t i = 0;; ++i) {
     if (work.found[i] < last) continue;
@@ -152,7 +184,7 @@ int64_t draw_likely(const DecoderOps& ops, const Tokens& tokens, const trirun_dr
   }
 }
 
-/* Token of a draw among all of them. */
+/* A draw among all of them. */
 int64_t draw_any(const Tokens& tokens, const trirun_draw& draw) {
   const uint64_t target = target_of(draw, tokens.total());
   uint64_t reached = 0;
@@ -178,13 +210,7 @@ int64_t draw_token(const float* logits, int64_t vocab, const trirun_draw& draw, 
   const int64_t likeliest = ops.largest(logits, vocab, &top);
   if (likeliest < 0 || top == INFINITY) return likeliest;
   Tokens tokens = {nullptr, logits, work.mass, work.sums, vocab};
-  if (draw.top_k > 0 && draw.top_k < vocab) {
-    /* Ties with the last one stay. */
-    const float least = kth_largest(ops, logits, vocab, draw.top_k, work);
-    tokens.count = ops.gather(work.ids, work.logits, logits, vocab, least);
-    tokens.ids = work.ids;
-    tokens.logits = work.logits;
-  }
+  if (draw.top_k > 0 && draw.top_k < vocab) tokens = k_largest(ops, logits, vocab, draw.top_k, work);
   /* Bounded: zero times infinity would be a NaN. */
   const float factor = static_cast<float>(std::min(1.4426950408889634 / draw.temperature, 1e30));
   ops.masses(work.mass, work.sums, tokens.logits, tokens.count, top, factor);

@@ -29,21 +29,31 @@ int64_t tops(float* out, const float* x, int64_t n) {
 }
 
 int64_t gather(int32_t* ids, float* values, const float* x, int64_t n, float least) {
-  constexpr int64_t kStretch = 4 * kLanes;
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i += kStretch) {
-    const int64_t end = i + kStretch < n ? i + kStretch : n;
-    if (end - i == kStretch) {
-      Lanes top = splat(-INFINITY);
-      for (int64_t j = i; j < end; j += kLanes) top = larger_of(top, load(x + j));
-      if (!(max_of(top) >= least)) continue;
-    }
+  int64_t count = 0, i = 0;
+#if defined(__AVX512F__)
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (; i < n; i += kLanes) {
+    const __mmask16 inside = n - i >= kLanes ? 0xffff : static_cast<__mmask16>((1u << (n - i)) - 1);
+    const __m512 value = _mm512_maskz_loadu_ps(inside, x + i);
+    const __mmask16 kept = _mm512_mask_cmp_ps_mask(inside, value, _mm512_set1_ps(least), _CMP_GE_OQ);
+    if (!kept) continue;
+    const __m512i id = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int32_t>(i)));
+    /* Whole vectors are stored: the next ones begin within them. */
+    _mm512_storeu_si512(ids + count, _mm512_maskz_compress_epi32(kept, id));
+    _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(kept, value));
+    count += __builtin_popcount(kept);
+  }
+#else
+  for (; i < n; i += kLanes) {
+    const int64_t end = n - i >= kLanes ? i + kLanes : n;
+    if (end - i == kLanes && !(max_of(larger_of(splat(-INFINITY), load(x + i))) >= least)) continue;
     for (int64_t j = i; j < end; ++j)
       if (x[j] >= least) {
         ids[count] = static_cast<int32_t>(j);
         values[count++] = x[j];
       }
   }
+#endif
   return count;
 }
 

@@ -89,7 +89,8 @@ struct DecoderOps {
   /* Maxima of disjoint parts of x[n], kTopSpan numbers each or fewer, NaNs left out; returns how many parts: a multiple
    * of 16, n / kTopSpan rounded up to it. Parts without a number have -infinity. */
   int64_t (*tops)(float* out, const float* x, int64_t n);
-  /* The numbers of x[n] that are at least `least`, and where they are, ascending; returns how many. */
+  /* The numbers of x[n] that are at least `least`, and where they are, ascending; returns how many. Both outputs have
+   * room for n + 16, which is written. */
   int64_t (*gather)(int32_t* ids, float* values, const float* x, int64_t n, float least);
   /* out = round(2^30 * 2^((x - top) * factor)), 0 for a NaN; top is the largest of x. sums[n/kMassBlock, rounded up]. */
   void (*masses)(uint32_t* out, uint64_t* sums, const float* x, int64_t n, float top, float factor);

@@ -8,21 +8,22 @@ from time import perf_counter
 
 import numpy as np
 from trirun_kernels.arrays import Array
-from trirun_kernels.decoder_ops import Segment
+from trirun_kernels.decoder_ops import Segment, draw
+from trirun_kernels.decoder_structs import DrawStruct
 
 from ..decoder import LeanDecoder
-from ..host_sampling import HostSampler, token_logprobs
+from ..host_sampling import Draw, HostSampler, token_logprobs
 from ..sampling import Token
 from .request import Request
 from .runner import Done, Outcome, Work
 from .slot_cache import SlotCache
 
 # Most steps of one native call, and how long it may take: who comes meanwhile has to wait for it.
-BURST_STEPS, BURST_S = 8, 0.02
+BURST_STEPS, BURST_S = 32, 0.02
 
 
 class LeanRunner:
-    """Runs a :class:`LeanDecoder`; greedy tokens of a request are the same whatever else is in the batch."""
+    """Runs a :class:`LeanDecoder`; the tokens of a request are the same whatever else is in the batch."""
 
     lookahead = 0
 
@@ -32,7 +33,7 @@ class LeanRunner:
         self.slots, self.context = decoder.slots, decoder.context
         self.max_rows, self.vocab_size = decoder.max_rows, decoder.shape.vocab
         self.cache = SlotCache(self.slots, self.context, copy=decoder.native.copy_prefix)
-        self._sampler = HostSampler(self.slots, self.vocab_size)
+        self._sampler = HostSampler(self.slots, self.vocab_size, self._drawn)
         # Committed as far as it is used.
         self._logits = np.empty((self.max_rows, self.vocab_size), np.float32)
         self._last = [0] * self.slots
@@ -47,9 +48,9 @@ class LeanRunner:
         self._stop_ids[slot] = frozenset() if request.params.ignore_stop_ids else request.stop_ids
 
     def burst(self, slots: Sequence[int]) -> int:
-        """See :class:`~.runner.BurstRunner`: greedy tokens alone need nothing between two steps."""
+        """See :class:`~.runner.BurstRunner`: tokens that the library chooses need nothing between two steps."""
         steps = min(BURST_STEPS, int(BURST_S / self._step_s))
-        return steps if steps > 1 and all(map(self._sampler.is_plain, slots)) else 1
+        return steps if steps > 1 and all(map(self._sampler.is_simple, slots)) else 1
 
     def launch(self, work: Sequence[Work]) -> Done:
         """See :class:`~.runner.Runner`; it is over when this returns."""
@@ -81,6 +82,7 @@ class LeanRunner:
         slots = [item.slot for item in work]
         chosen = np.empty((steps, len(work)), np.int64)
         stop_ids = sorted(frozenset().union(*(self._stop_ids[slot] for slot in slots)))
+        draws = [_draw_struct(self._sampler.draw_of(slot)) for slot in slots]
         done = self._decoder.native.generate(
             slots,
             [item.position for item in work],
@@ -89,12 +91,15 @@ class LeanRunner:
             stop_ids,
             Array.of(chosen),
             Array.of(self._logits[: len(work)]),
+            draws if any(struct.temperature for struct in draws) else (),
         )
+        for slot in slots:
+            self._sampler.skip(slot, done)
         self._step_s = (perf_counter() - started) / done
         outcomes = []
         for slot, ids in zip(slots, chosen[:done].T.tolist(), strict=True):
             if min(ids) < 0:
-                raise FloatingPointError(f"{self.name}: logits that are not numbers")
+                raise self._not_numbers()
             self._last[slot] = ids[-1]
             token, *more = map(Token, ids)
             outcomes.append(Outcome(token, more=tuple(more)))
@@ -109,6 +114,15 @@ class LeanRunner:
             last[slot] = token.id
         return chosen
 
+    def _drawn(self, logits: np.ndarray, how: Draw) -> int:
+        token = draw(Array.of(logits), _draw_struct(how))
+        if token < 0:
+            raise self._not_numbers()
+        return token
+
+    def _not_numbers(self) -> FloatingPointError:
+        return FloatingPointError(f"{self.name}: logits that are not numbers")
+
     def _outcomes(self, logits: np.ndarray, work: Sequence[Work], slots: Sequence[int]) -> list[Outcome]:
         """Of a step in which some prompts are scored, or end without a token to sample."""
         scores, rows, first = [], [], 0
@@ -120,3 +134,12 @@ class LeanRunner:
             first = last + item.sample
         chosen = iter(self._choose(logits[rows], slots) if rows else ())
         return [Outcome(next(chosen) if item.sample else None, score) for item, score in zip(work, scores, strict=True)]
+
+
+def _draw_struct(how: Draw | None) -> DrawStruct:
+    if how is None:
+        return DrawStruct(top_p=1.0)
+    params = how.params
+    # Beyond any vocabulary; the library takes 64 bits.
+    top_k = min(params.top_k, 2**31)
+    return DrawStruct(params.temperature, params.top_p, params.min_p, top_k, how.stream, how.index)
