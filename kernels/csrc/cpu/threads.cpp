@@ -28,6 +28,9 @@ constexpr int kMaxThreads = 512;
  * not to hold a core that another thread could use. */
 constexpr int64_t kSpinNanoseconds = 300'000;
 
+/* Looks before a waiting thread offers its core. */
+constexpr int kSpins = 64;
+
 void pause_core() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -50,17 +53,18 @@ void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-/* Returns once *word differs from `old`: spins, then sleeps. `sleepers` counts the threads that may be asleep on the
- * word; publish() reads it after its store, both sequentially consistent, so no wake-up is lost. */
-void wait_while(std::atomic<uint32_t>* word, uint32_t old, std::atomic<int>* sleepers) {
-  for (int i = 0; i < 64; ++i) {
-    if (word->load(std::memory_order_acquire) != old) return;
+/* Returns once done(*word): spins, then sleeps. `sleepers` counts the threads that may be asleep on the word; publish()
+ * reads it after its store, both sequentially consistent, so no wake-up is lost. */
+template <class Done>
+void wait_until(std::atomic<uint32_t>* word, std::atomic<int>* sleepers, Done&& done) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (done(word->load(std::memory_order_acquire))) return;
     pause_core();
   }
   int64_t deadline = now() + kSpinNanoseconds;
   do {
     for (int i = 0; i < 16; ++i) {
-      if (word->load(std::memory_order_acquire) != old) return;
+      if (done(word->load(std::memory_order_acquire))) return;
       pause_core();
     }
     /* The thread that is waited for may want this very core: other programs and a server's connections share it.
@@ -68,7 +72,7 @@ void wait_while(std::atomic<uint32_t>* word, uint32_t old, std::atomic<int>* sle
     sched_yield();
   } while (now() < deadline);
   sleepers->fetch_add(1);
-  while (word->load() == old) futex_wait(word, old);
+  for (uint32_t seen; !done(seen = word->load());) futex_wait(word, seen);
   sleepers->fetch_sub(1);
 }
 
@@ -76,12 +80,6 @@ void wait_while(std::atomic<uint32_t>* word, uint32_t old, std::atomic<int>* sle
 void publish(std::atomic<uint32_t>* word, std::atomic<int>* sleepers) {
   if (sleepers->load() > 0) futex_wake_all(word);
 }
-
-struct alignas(64) Barrier {
-  /* state[0]: generation, the word waited on; state[1]: arrivals of the current generation. */
-  std::atomic<uint32_t> state[2] = {};
-  std::atomic<int> sleepers{0};
-};
 
 thread_local bool inside_region = false;
 
@@ -100,7 +98,7 @@ struct Pool {
   /* Workers of the running region that have not finished; the caller waits for 0. */
   alignas(64) std::atomic<uint32_t> unfinished{0};
   std::atomic<int> caller_asleep{0};
-  Barrier barrier;
+  Progress progress[kMaxThreads];
 
   void work(int rank) {
     inside_region = true;
@@ -109,13 +107,13 @@ struct Pool {
     pthread_setname_np(pthread_self(), name);
     uint32_t seen = start_epoch[rank];
     for (;;) {
-      wait_while(&epoch, seen, &epoch_sleepers);
+      wait_until(&epoch, &epoch_sleepers, [seen](uint32_t value) { return value != seen; });
       /* Regions are separated by the wait for `unfinished` of those who took part; a worker that did not may have
        * slept through several epochs, and only the current one matters to it. */
       seen = epoch.load(std::memory_order_acquire);
       const int size = static_cast<int>(seen & 0x3ff);
       if (rank >= size) continue;
-      Team team(rank, size, barrier.state);
+      Team team(rank, size, progress);
       body(context, team);
       if (unfinished.fetch_sub(1) == 1) publish(&unfinished, &caller_asleep);
     }
@@ -141,16 +139,16 @@ struct Pool {
     body = task;
     context = task_context;
     unfinished.store(static_cast<uint32_t>(threads - 1));
+    for (int rank = 0; rank < threads; ++rank) progress[rank].reached.store(0, std::memory_order_relaxed);
     /* The team's size travels in the epoch's low bits, so that a worker reads both in one load. */
     epoch.store(((epoch.load(std::memory_order_relaxed) >> 10) + 1) << 10 | static_cast<uint32_t>(threads));
     publish(&epoch, &epoch_sleepers);
 
     inside_region = true;
-    Team team(0, threads, barrier.state);
+    Team team(0, threads, progress);
     task(task_context, team);
     inside_region = false;
-    for (uint32_t left; (left = unfinished.load(std::memory_order_acquire)) != 0;)
-      wait_while(&unfinished, left, &caller_asleep);
+    wait_until(&unfinished, &caller_asleep, [](uint32_t left) { return left == 0; });
   }
 };
 
@@ -183,17 +181,18 @@ thread_local Scratch thread_scratch[kScratchSlots];
 
 }  // namespace
 
+/* The dissemination barrier (Hensgen, Finkel & Manber 1988): in round r a thread says that it is there and waits for the
+ * one 2^r places before it, so that after log2(size) rounds it has heard of all. Two threads meet in the time that a
+ * cache line takes from one to the other. */
 void Team::wait_for_all() {
-  Barrier* barrier = reinterpret_cast<Barrier*>(state_);
-  std::atomic<uint32_t>& generation = barrier->state[0];
-  std::atomic<uint32_t>& arrived = barrier->state[1];
-  uint32_t current = generation.load(std::memory_order_acquire);
-  if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(size_)) {
-    arrived.store(0, std::memory_order_relaxed);
-    generation.store(current + 1);
-    publish(&generation, &barrier->sleepers);
-  } else {
-    wait_while(&generation, current, &barrier->sleepers);
+  for (int distance = 1; distance < size_; distance *= 2) {
+    Progress& own = progress_[rank_];
+    own.reached.store(++reached_);
+    publish(&own.reached, &own.sleepers);
+    Progress& other = progress_[(rank_ + size_ - distance) % size_];
+    const uint32_t wanted = reached_;
+    wait_until(&other.reached, &other.sleepers,
+               [wanted](uint32_t value) { return static_cast<int32_t>(value - wanted) >= 0; });
   }
 }
 

@@ -28,9 +28,16 @@ static inline Range share_of(int64_t total, int rank, int size) {
   return {total * rank / size, total * (rank + 1) / size};
 }
 
+/* How far a thread has come through its team's barriers, on a cache line of its own. */
+struct alignas(64) Progress {
+  std::atomic<uint32_t> reached{0};
+  std::atomic<int> sleepers{0};
+};
+
 class Team {
  public:
-  Team(int rank, int size, std::atomic<uint32_t>* state) : rank_(rank), size_(size), state_(state) {}
+  /* `progress` is the team's, [size], all at 0. */
+  Team(int rank, int size, Progress* progress) : rank_(rank), size_(size), progress_(progress) {}
   int rank() const { return rank_; }
   int size() const { return size_; }
   Range share(int64_t total) const { return share_of(total, rank_, size_); }
@@ -42,7 +49,8 @@ class Team {
   void wait_for_all();
 
   int rank_, size_;
-  std::atomic<uint32_t>* state_;  /* the barrier's arrival count and generation, shared by the team */
+  Progress* progress_;
+  uint32_t reached_ = 0;  /* what this thread's progress says */
 };
 
 /* Runs body(context, team) on `threads` threads, the caller's included, and returns when all are done. Where the
