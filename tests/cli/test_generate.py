@@ -74,10 +74,12 @@ def tokenizer(plain_model):
         "é" * 200,
     ],
 )
-def test_streaming_gives_the_same_text_in_whole_characters(tokenizer, text):
+@pytest.mark.parametrize("burst", [1, 2, 5, 100])
+def test_streaming_gives_the_same_text_in_whole_characters(tokenizer, text, burst):
     prompt, ids = tokenizer("Say: ")["input_ids"], tokenizer(text)["input_ids"]
     stream = TextStream(tokenizer, prompt)
-    pieces = [stream.push(token) for token in ids] + [stream.flush()]
+    bursts = [ids[first : first + burst] for first in range(0, len(ids), burst)]
+    pieces = [*map(stream.extend, bursts), stream.flush()]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -89,11 +91,13 @@ def test_a_character_that_never_completes_is_still_shown(tokenizer):
 
 
 @pytest.mark.parametrize("stop", ["still", "l", "ship lay st", "the ship", "ll."])
-def test_stop_strings_across_token_borders(tokenizer, stop):
+@pytest.mark.parametrize("burst", [1, 4])
+def test_stop_strings_across_token_borders(tokenizer, stop, burst):
     text = "The sea was calm, and the ship lay still."
     stream, shown = TextStream(tokenizer, [], (stop, "never this")), ""
-    for token in tokenizer(text)["input_ids"]:
-        shown += stream.push(token)
+    ids = tokenizer(text)["input_ids"]
+    for first in range(0, len(ids), burst):
+        shown += stream.extend(ids[first : first + burst])
         assert stop not in shown
         if stream.stopped:
             break

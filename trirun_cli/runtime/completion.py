@@ -50,9 +50,9 @@ class _Writer:
 
     def take(self, event: Event) -> bool:
         """The text of new tokens; whether a stop string has been met."""
-        for token in event.tokens:
-            self._tokens.append(token.id)
-            self._show(event.request_id, self._stream.push(token.id))
+        ids = [token.id for token in event.tokens]
+        self._tokens += ids
+        self._show(event.request_id, self._stream.extend(ids))
         if event.finish is not None:
             self._show(event.request_id, self._stream.flush())
         return self._stream.stopped

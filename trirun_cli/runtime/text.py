@@ -129,11 +129,18 @@ class TextStream:
         self._waiting = self._waiting + 1 if text.endswith("\ufffd") else 0
         if 0 < self._waiting < 4:
             return ""
-        new, self._shown = text[self._shown :], len(text)
-        if len(self._ids) > 64:
-            self._ids = self._ids[-16:]
-            self._shown = len(self._decode(self._ids))
-        return self._release(new)
+        return self._take(text)
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        """What :meth:`push` gives for these tokens one after another, mostly for the price of one."""
+        # Which token completes a stop string, or a character, is a matter of single ones.
+        if len(tokens) > 1 and not self._stop:
+            ids = [*self._ids, *tokens]
+            text = self._decode(ids)
+            if not text.endswith("\ufffd"):
+                self._ids, self._waiting = ids, 0
+                return self._take(text)
+        return "".join(map(self.push, tokens))
 
     def flush(self) -> str:
         """What is still held back when generation ends."""
@@ -142,6 +149,13 @@ class TextStream:
         rest = self._release(self._decode(self._ids)[self._shown :]) + ("" if self.stopped else self._held)
         self._held = ""
         return rest
+
+    def _take(self, text: str) -> str:
+        new, self._shown = text[self._shown :], len(text)
+        if len(self._ids) > 64:
+            self._ids = self._ids[-16:]
+            self._shown = len(self._decode(self._ids))
+        return self._release(new)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

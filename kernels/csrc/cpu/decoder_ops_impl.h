@@ -209,6 +209,9 @@ struct Walk {
 template <int Q, class KV>
 void scores_of(const float* const* q, const KV* keys, int64_t head_dim, int64_t sixteens, float* p) {
   int64_t j = 0;
+  /* For a few queries a tile takes as long as one multiply-add after another, however wide it is: rather some scores
+   * that nobody reads, of keys that are yet to come, than two tiles. */
+  if (Q <= kFewQueries && sixteens > 1) sixteens = (sixteens + kTileLanes - 1) / kTileLanes * kTileLanes;
   for (; j + kTileLanes <= sixteens; j += kTileLanes)
     scores_tile<Q, kTileLanes>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
   for (; j < sixteens; ++j) scores_tile<Q, 1>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);

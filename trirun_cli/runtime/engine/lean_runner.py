@@ -19,7 +19,7 @@ from .runner import Done, Outcome, Work
 from .slot_cache import SlotCache
 
 # Most steps of one native call, and how long it may take: who comes meanwhile has to wait for it.
-BURST_STEPS, BURST_S = 32, 0.02
+BURST_STEPS, BURST_S = 64, 0.02
 
 
 class LeanRunner:
