@@ -3,6 +3,7 @@
 
 #if defined(__AVX512VNNI__)
 #include <math.h>
+#include <string.h>
 
 #include "avx512.h"
 
@@ -14,7 +15,14 @@ TRIRUN_INLINE __mmask16 tail_mask(int64_t i, int64_t k) {
   return left >= 16 ? 0xffff : left <= 0 ? 0 : static_cast<__mmask16>((1u << left) - 1);
 }
 
+/* Columns [i, i + 16) of a row of x. `whole`: fp32, and all of them are there. */
+template <bool whole>
+TRIRUN_INLINE __m512 load_columns(const void* x, int dtype, int64_t i, int64_t k) {
+  return whole ? _mm512_loadu_ps(static_cast<const float*>(x) + i) : load16(x, dtype, i, tail_mask(i, k));
+}
+
 /* The largest magnitude of x[first, last) as the bits of a float; from 0x7f800000 up it is not a finite number. */
+template <bool whole>
 TRIRUN_INLINE uint32_t magnitude_bits(const void* x, int dtype, int64_t first, int64_t last) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   __m512i most[4];
@@ -22,7 +30,7 @@ TRIRUN_INLINE uint32_t magnitude_bits(const void* x, int dtype, int64_t first, i
   for (int64_t i = first; i < last; i += 64)
     for (int part = 0; part < 4; ++part) {
       const int64_t at = i + 16 * part;
-      __m512i bits = _mm512_castps_si512(load16(x, dtype, at, tail_mask(at, last)));
+      __m512i bits = _mm512_castps_si512(load_columns<whole>(x, dtype, at, last));
       most[part] = _mm512_max_epu32(most[part], _mm512_and_si512(bits, magnitude));
     }
   return _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_max_epu32(most[0], most[1]),
@@ -62,72 +70,95 @@ TRIRUN_INLINE __m128i block_sums(__m512i low, __m512i high) {
   return _mm_sub_epi32(_mm256_castsi256_si128(_mm512_cvtepi64_epi32(sum)), _mm_set1_epi32(128 * 32));
 }
 
-void quantize8(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row) {
-  const uint32_t amax = magnitude_bits(x, dtype, 0, k);
-  const bool finite = amax < 0x7f800000;
-  const float scale = fmaxf(float_of(amax), 1e-5f) / 127.0f;
-  act.scales[row] = finite ? scale : NAN;
-  const __m512 divisor = _mm512_set1_ps(scale), inverse = _mm512_set1_ps(1.0f / scale);
+/* 128 columns of 8-bit digits from column i on, and their sums. */
+template <bool whole>
+TRIRUN_INLINE void digits8(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i,
+                           __m512 divisor, __m512 inverse) {
   int8_t* digits = act.digits + row * act.k;
-  for (int64_t i = 0; i < act.k; i += 128) {
-    __m512i ordered[2];
-    for (int part = 0; part < 2; ++part) {
-      // The digit is that of a true division. The product with the reciprocal is off by less than 3e-5 where quotients
-      // reach 127: it gives another digit only if it lies that near to a tie, and only then there is a division.
-      __m512 quotient[4], furthest = _mm512_setzero_ps();
-      TRIRUN_UNROLL
-      for (int q = 0; q < 4; ++q) {
-        const int64_t at = i + 64 * part + 16 * q;
-        quotient[q] = _mm512_mul_ps(load16(x, dtype, at, finite ? tail_mask(at, k) : 0), inverse);
-        const __m512 whole = _mm512_roundscale_ps(quotient[q], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        furthest = _mm512_max_ps(furthest, _mm512_abs_ps(_mm512_sub_ps(quotient[q], whole)));
-      }
-      if (_mm512_cmp_ps_mask(furthest, _mm512_set1_ps(0.4999f), _CMP_GT_OQ)) {
-        for (int q = 0; q < 4; ++q) {
-          const int64_t at = i + 64 * part + 16 * q;
-          quotient[q] = _mm512_div_ps(load16(x, dtype, at, finite ? tail_mask(at, k) : 0), divisor);
-        }
-      }
-      __m512i value[4];
-      TRIRUN_UNROLL
-      for (int q = 0; q < 4; ++q) value[q] = round_to_int(quotient[q]);
-      ordered[part] = order_digits(value);
-      _mm512_storeu_si512(digits + i + 64 * part, ordered[part]);
+  __m512i ordered[2];
+  for (int part = 0; part < 2; ++part) {
+    // The digit is that of a true division. The product with the reciprocal is off by less than 3e-5 where quotients
+    // reach 127: it gives another digit only if it lies that near to a tie, and only then there is a division.
+    __m512 quotient[4], furthest = _mm512_setzero_ps();
+    TRIRUN_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      quotient[q] = _mm512_mul_ps(load_columns<whole>(x, dtype, i + 64 * part + 16 * q, k), inverse);
+      const __m512 nearest = _mm512_roundscale_ps(quotient[q], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      furthest = _mm512_max_ps(furthest, _mm512_abs_ps(_mm512_sub_ps(quotient[q], nearest)));
     }
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32),
-                     block_sums(ordered[0], ordered[1]));
+    if (_mm512_cmp_ps_mask(furthest, _mm512_set1_ps(0.4999f), _CMP_GT_OQ))
+      for (int q = 0; q < 4; ++q)
+        quotient[q] = _mm512_div_ps(load_columns<whole>(x, dtype, i + 64 * part + 16 * q, k), divisor);
+    __m512i value[4];
+    TRIRUN_UNROLL
+    for (int q = 0; q < 4; ++q) value[q] = round_to_int(quotient[q]);
+    ordered[part] = order_digits(value);
+    _mm512_storeu_si512(digits + i + 64 * part, ordered[part]);
   }
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32),
+                   block_sums(ordered[0], ordered[1]));
+}
+
+void quantize8(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row) {
+  const int64_t whole = dtype == TRIRUN_F32 ? k / 128 * 128 : 0;
+  uint32_t amax = magnitude_bits<true>(x, dtype, 0, whole);
+  const uint32_t rest = magnitude_bits<false>(x, dtype, whole, k);
+  amax = amax > rest ? amax : rest;
+  if (amax >= 0x7f800000) {
+    act.scales[row] = NAN;
+    memset(act.digits + row * act.k, 0, static_cast<size_t>(act.k));
+    memset(act.sums + row * (act.k / 32), 0, static_cast<size_t>(act.k / 32 * 4));
+    return;
+  }
+  const float scale = fmaxf(float_of(amax), 1e-5f) / 127.0f;
+  act.scales[row] = scale;
+  const __m512 divisor = _mm512_set1_ps(scale), inverse = _mm512_set1_ps(1.0f / scale);
+  for (int64_t i = 0; i < whole; i += 128) digits8<true>(act, x, dtype, k, row, i, divisor, inverse);
+  for (int64_t i = whole; i < act.k; i += 128) digits8<false>(act, x, dtype, k, row, i, divisor, inverse);
+}
+
+/* 128 columns of 16-bit digits from column i on, their scale and their sums; whether all columns are finite. */
+template <bool whole>
+TRIRUN_INLINE bool digits16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i) {
+  const __m512i most = _mm512_set1_epi32(32639), least = _mm512_set1_epi32(-32639), half = _mm512_set1_epi32(128);
+  int8_t *high = act.digits + row * 2 * act.k + i, *low = high + act.k;
+  const uint32_t bits = magnitude_bits<whole>(x, dtype, i, k < i + 128 ? k : i + 128);
+  if (bits >= 0x7f800000) {
+    memset(high, 0, 128);
+    memset(low, 0, 128);
+    memset(act.sums + row * (act.k / 32) + i / 32, 0, 16);
+    return false;
+  }
+  const float amax = fmaxf(float_of(bits), 1e-30f);
+  act.scales[row * (act.k / 128) + i / 128] = amax / 32639.0f;
+  const __m512 inverse = _mm512_set1_ps(32639.0f / amax);
+  __m512i upper[2], lower[2];
+  TRIRUN_UNROLL
+  for (int part = 0; part < 2; ++part) {
+    __m512i value[4], rest[4];
+    TRIRUN_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      const __m512 column = load_columns<whole>(x, dtype, i + 64 * part + 16 * q, k);
+      __m512i fixed = round_to_int(_mm512_mul_ps(column, inverse));
+      fixed = _mm512_max_epi32(_mm512_min_epi32(fixed, most), least);
+      value[q] = _mm512_srai_epi32(_mm512_add_epi32(fixed, half), 8);
+      rest[q] = _mm512_sub_epi32(fixed, _mm512_slli_epi32(value[q], 8));
+    }
+    upper[part] = order_digits(value);
+    lower[part] = order_digits(rest);
+    _mm512_storeu_si512(high + 64 * part, upper[part]);
+    _mm512_storeu_si512(low + 64 * part, lower[part]);
+  }
+  __m128i sums = _mm_add_epi32(_mm_slli_epi32(block_sums(upper[0], upper[1]), 8), block_sums(lower[0], lower[1]));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32), sums);
+  return true;
 }
 
 void quantize16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row) {
-  const __m512i most = _mm512_set1_epi32(32639), least = _mm512_set1_epi32(-32639), half = _mm512_set1_epi32(128);
-  int8_t *high = act.digits + row * 2 * act.k, *low = high + act.k;
+  const int64_t whole = dtype == TRIRUN_F32 ? k / 128 * 128 : 0;
   bool finite = true;
-  for (int64_t i = 0; i < act.k; i += 128) {
-    const uint32_t bits = magnitude_bits(x, dtype, i, k < i + 128 ? k : i + 128);
-    const bool here = bits < 0x7f800000;
-    finite = finite && here;
-    const float amax = here ? fmaxf(float_of(bits), 1e-30f) : 1.0f;
-    act.scales[row * (act.k / 128) + i / 128] = amax / 32639.0f;
-    const __m512 inverse = _mm512_set1_ps(32639.0f / amax);
-    __m512i upper[2], lower[2];
-    for (int part = 0; part < 2; ++part) {
-      __m512i value[4], rest[4];
-      for (int q = 0; q < 4; ++q) {
-        const int64_t at = i + 64 * part + 16 * q;
-        __m512i fixed = round_to_int(_mm512_mul_ps(load16(x, dtype, at, here ? tail_mask(at, k) : 0), inverse));
-        fixed = _mm512_max_epi32(_mm512_min_epi32(fixed, most), least);
-        value[q] = _mm512_srai_epi32(_mm512_add_epi32(fixed, half), 8);
-        rest[q] = _mm512_sub_epi32(fixed, _mm512_slli_epi32(value[q], 8));
-      }
-      upper[part] = order_digits(value);
-      lower[part] = order_digits(rest);
-      _mm512_storeu_si512(high + i + 64 * part, upper[part]);
-      _mm512_storeu_si512(low + i + 64 * part, lower[part]);
-    }
-    __m128i sums = _mm_add_epi32(_mm_slli_epi32(block_sums(upper[0], upper[1]), 8), block_sums(lower[0], lower[1]));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32), sums);
-  }
+  for (int64_t i = 0; i < whole; i += 128) finite &= digits16<true>(act, x, dtype, k, row, i);
+  for (int64_t i = whole; i < act.k; i += 128) finite &= digits16<false>(act, x, dtype, k, row, i);
   if (!finite)
     for (int64_t i = 0; i < act.k / 128; ++i) act.scales[row * (act.k / 128) + i] = NAN;
 }
