@@ -142,7 +142,7 @@ void store_value(void* values, int kv_dtype, const float* x, int64_t head_dim, i
 }
 
 /* p[i][16 j ..] = q[i] . key for Q queries and 16 K keys: each sum runs over d in ascending order in one lane. */
-template <int Q, int K, class KV>
+template <int Q, int K, bool ahead, class KV>
 void scores_tile(const float* const* q, const KV* keys, int64_t head_dim, float* p) {
   Lanes sum[Q][K];
 #pragma GCC unroll 8
@@ -153,7 +153,7 @@ void scores_tile(const float* const* q, const KV* keys, int64_t head_dim, float*
     Lanes key[K];
 #pragma GCC unroll 8
     for (int j = 0; j < K; ++j) key[j] = load(keys + (j * head_dim + d) * kLanes);
-    if (Q <= kFewQueries)
+    if (ahead)
 #pragma GCC unroll 8
       for (int j = 0; j < K; ++j) __builtin_prefetch(keys + (j * head_dim + d + kKeyBlock / kLanes * head_dim) * kLanes);
 #pragma GCC unroll 8
@@ -170,7 +170,7 @@ void scores_tile(const float* const* q, const KV* keys, int64_t head_dim, float*
 }
 
 /* out[i][0, 16 D) += p[i][0, keys) . values for Q queries, keys in ascending order. */
-template <int Q, int D, class KV>
+template <int Q, int D, bool ahead, class KV>
 void weigh_tile(float* out, int64_t ldo, const float* p, const KV* values, int64_t stride, int64_t keys) {
   Lanes sum[Q][D];
 #pragma GCC unroll 8
@@ -181,7 +181,7 @@ void weigh_tile(float* out, int64_t ldo, const float* p, const KV* values, int64
     Lanes value[D];
 #pragma GCC unroll 8
     for (int j = 0; j < D; ++j) value[j] = load(values + key * stride + j * kLanes);
-    if (Q <= kFewQueries)
+    if (ahead)
 #pragma GCC unroll 8
       for (int j = 0; j < D; ++j) __builtin_prefetch(values + (key + kKeyBlock) * stride + j * kLanes);
 #pragma GCC unroll 8
@@ -206,26 +206,26 @@ struct Walk {
   int64_t stride;
 };
 
-template <int Q, class KV>
+template <int Q, bool ahead, class KV>
 void scores_of(const float* const* q, const KV* keys, int64_t head_dim, int64_t sixteens, float* p) {
   int64_t j = 0;
   /* For a few queries a tile takes as long as one multiply-add after another, however wide it is: rather some scores
    * that nobody reads, of keys that are yet to come, than two tiles. */
   if (Q <= kFewQueries && sixteens > 1) sixteens = (sixteens + kTileLanes - 1) / kTileLanes * kTileLanes;
   for (; j + kTileLanes <= sixteens; j += kTileLanes)
-    scores_tile<Q, kTileLanes>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
-  for (; j < sixteens; ++j) scores_tile<Q, 1>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
+    scores_tile<Q, kTileLanes, ahead>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
+  for (; j < sixteens; ++j) scores_tile<Q, 1, ahead>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
 }
 
-template <int Q, class KV>
+template <int Q, bool ahead, class KV>
 void weigh(float* out, int64_t stride, const float* p, const KV* values, int64_t keys) {
   int64_t d = 0;
   /* A single query has registers for twice the columns, and needs them to hide latency. */
   if (Q == 1)
-    for (; d + 8 * kLanes <= stride; d += 8 * kLanes) weigh_tile<1, 8>(out + d, stride, p, values + d, stride, keys);
+    for (; d + 8 * kLanes <= stride; d += 8 * kLanes) weigh_tile<1, 8, ahead>(out + d, stride, p, values + d, stride, keys);
   for (; d + kTileLanes * kLanes <= stride; d += kTileLanes * kLanes)
-    weigh_tile<Q, kTileLanes>(out + d, stride, p, values + d, stride, keys);
-  for (; d < stride; d += kLanes) weigh_tile<Q, 1>(out + d, stride, p, values + d, stride, keys);
+    weigh_tile<Q, kTileLanes, ahead>(out + d, stride, p, values + d, stride, keys);
+  for (; d < stride; d += kLanes) weigh_tile<Q, 1, ahead>(out + d, stride, p, values + d, stride, keys);
 }
 
 /* Scores to weights for one query, `seen` of whose block's keys count; out and the sum of weights are rescaled when
@@ -257,8 +257,9 @@ inline void softmax_step(const Walk& walk, int64_t query, int64_t seen, int64_t 
   walk.highest[query] = highest;
 }
 
-/* Q queries, from walk entry `first` on, over one block of keys at absolute position `base`. */
-template <int Q, class KV>
+/* Q queries, from walk entry `first` on, over one block of keys at absolute position `base`; `ahead`: another follows,
+ * and is worth fetching. */
+template <int Q, bool ahead, class KV>
 void block_step(const AttentionJob& job, const Walk& walk, int64_t begin, int64_t first, int64_t base) {
   const float* q[Q];
   int64_t seen[Q];
@@ -271,16 +272,24 @@ void block_step(const AttentionJob& job, const Walk& walk, int64_t begin, int64_
   /* Later queries see more keys. */
   int64_t most = seen[Q - 1], sixteens = (most + kLanes - 1) / kLanes;
   float* p = walk.p + first * kKeyBlock;
-  scores_of<Q>(q, static_cast<const KV*>(job.keys) + base * job.head_dim, job.head_dim, sixteens, p);
+  scores_of<Q, ahead>(q, static_cast<const KV*>(job.keys) + base * job.head_dim, job.head_dim, sixteens, p);
   for (int i = 0; i < Q; ++i) softmax_step(walk, first + i, seen[i], sixteens);
   const KV* values = static_cast<const KV*>(job.values) + base * walk.stride;
   float* out = walk.out + first * walk.stride;
-  weigh<Q>(out, walk.stride, p, values, seen[0]);
+  weigh<Q, ahead>(out, walk.stride, p, values, seen[0]);
   /* What only later queries see: a weight of 0 would not keep a NaN of the future out of the past. */
   for (int i = 1; i < Q; ++i)
     if (seen[i] > seen[0])
-      weigh<1>(out + i * walk.stride, walk.stride, p + i * kKeyBlock + seen[0], values + seen[0] * walk.stride,
+      weigh<1, ahead>(out + i * walk.stride, walk.stride, p + i * kKeyBlock + seen[0], values + seen[0] * walk.stride,
                seen[i] - seen[0]);
+}
+
+/* The walk's entries [first, queries), a few at a time. */
+template <bool ahead, class KV>
+void few_steps(const AttentionJob& job, const Walk& walk, int64_t begin, int64_t first, int64_t queries, int64_t base) {
+  for (; first + kFewQueries <= queries; first += kFewQueries)
+    block_step<kFewQueries, ahead, KV>(job, walk, begin, first, base);
+  for (; first < queries; ++first) block_step<1, ahead, KV>(job, walk, begin, first, base);
 }
 
 template <class KV>
@@ -301,9 +310,11 @@ void attend_as(const AttentionJob& job, int64_t begin, int64_t end, float* scrat
     int64_t row = base > job.position ? base - job.position : 0;
     int64_t first = row * job.group > begin ? row * job.group - begin : 0;
     for (; first + kTileQueries <= queries; first += kTileQueries)
-      block_step<kTileQueries, KV>(job, walk, begin, first, base);
-    for (; first + 2 <= queries; first += 2) block_step<2, KV>(job, walk, begin, first, base);
-    if (first < queries) block_step<1, KV>(job, walk, begin, first, base);
+      block_step<kTileQueries, false, KV>(job, walk, begin, first, base);
+    if (base + kKeyBlock <= last)
+      few_steps<true, KV>(job, walk, begin, first, queries, base);
+    else
+      few_steps<false, KV>(job, walk, begin, first, queries, base);
   }
   for (int64_t i = 0; i < queries; ++i) {
     int64_t f = begin + i;
