@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from .runtime.perplexity import perplexity
 from .runtime.text import load_tokenizer
 from .skeleton import build, linear_modules
 
+OPENING = 3.0  # seconds to open a packed checkpoint and its kernels
+WRITTEN = 300e6  # bytes per second, hashed and on disk
 AGREEMENT = 2e-3  # nats per token by which the kernels' arithmetic may move the packed model from the trained one
 CHECK_WINDOWS = 16  # held-out windows on which the two are compared
 
@@ -97,6 +100,7 @@ class Result:
         bytes_before, bytes_after: of weight files.
         trained_ppl, packed_ppl: perplexity of the trained weights in float32 and of the packed checkpoint on trirun's
             kernels, on the same held-out windows.
+        finishing: seconds from the end of training to that comparison. seconds: of this sitting.
     """
 
     trained: Trained
@@ -104,6 +108,8 @@ class Result:
     bytes_after: int
     trained_ppl: float
     packed_ppl: float
+    finishing: float
+    seconds: float
 
 
 def plan_run(
@@ -158,10 +164,11 @@ def plan_run(
     return Plan(model, out, recipe, data, target, compiled, grids, linears, overwrite)
 
 
-def run(plan: Plan, observer: TrainObserver, *, resume: bool) -> Result | None:
+def run(plan: Plan, observer: TrainObserver, *, resume: bool, started: float | None = None) -> Result | None:
     """Train as planned and publish the checkpoint; on any exception before that nothing appears at ``plan.out``.
 
-    With ``resume``, the state of the run is kept in ``OUT.state`` until the checkpoint is complete.
+    With ``resume``, the state of the run is kept in ``OUT.state`` until the checkpoint is complete. ``started`` is
+    ``time.perf_counter()`` when the command began, from which its minutes count.
 
     Returns:
         the outcome; None in all but the first of several processes.
@@ -169,6 +176,7 @@ def run(plan: Plan, observer: TrainObserver, *, resume: bool) -> Result | None:
     Raises:
         CheckFailed: the packed checkpoint does not answer as the trained weights do.
     """
+    started = time.perf_counter() if started is None else started
     recipe, source = plan.recipe, TensorSource(plan.model)
     workers = Workers(torch.device(plan.device))
     tokenizer = load_tokenizer(plan.model)
@@ -200,14 +208,43 @@ def run(plan: Plan, observer: TrainObserver, *, resume: bool) -> Result | None:
         workers=workers,
         compiled=plan.compiled,
         state=state,
+        started=started,
+        finishing=lambda student: _finishing(plan, student, held_out),
     )
     if not workers.first:
         return None
+    trained_at = time.perf_counter()
     weights = hardened(trained.student)
     _publish(plan, trained, weights)
-    result = _check(plan, trained, held_out[:CHECK_WINDOWS])
+    first, second = _check(plan, trained, held_out[:CHECK_WINDOWS])
     shutil.rmtree(directory, ignore_errors=True)
-    return result
+    before = sum(file.stat().st_size for file in ModelDir(plan.model).files)
+    after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
+    now = time.perf_counter()
+    return Result(trained, before, after, first, second, now - trained_at, now - started)
+
+
+@torch.no_grad()
+def _finishing(plan: Plan, student: Student, held_out: Tensor) -> float:
+    """About how many seconds pass between the last step and the end: the last evaluation, packing, writing, the check.
+
+    Packing is rehearsed on one layer, and the forward pass on one window, each twice for the sake of the first time.
+    """
+    layer = max(student.layers.values(), key=lambda layer: layer.latent.numel())
+    model, window = student.model, held_out[:1].to(student.model.device)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(2):
+            begun = time.perf_counter()
+            layer.harden().pack().to("cpu")
+            packed = time.perf_counter()
+            float(model(input_ids=window, use_cache=False).logits.sum())
+            ran = time.perf_counter()
+    packing = (packed - begun) * plan.weights / layer.latent.numel()
+    rest = sum(parameter.numel() for parameter in model.parameters()) - plan.weights
+    writing = (plan.weights * plan.bits_per_weight / 8 + 2 * rest) / WRITTEN
+    # Either of the two models runs over the windows of the evaluation, and over those of the check.
+    running = 2 * (len(held_out) + min(len(held_out), CHECK_WINDOWS)) * (ran - packed)
+    return OPENING + 1.25 * (packing + writing + running)
 
 
 def _publish(plan: Plan, trained: Trained, weights: dict[str, Quantized]) -> None:
@@ -241,8 +278,8 @@ class _Module:
     spec: QuantSpec
 
 
-def _check(plan: Plan, trained: Trained, windows: Tensor) -> Result:
-    """Perplexity of the packed checkpoint beside that of the trained weights, both in float32."""
+def _check(plan: Plan, trained: Trained, windows: Tensor) -> tuple[float, float]:
+    """Perplexity of the trained weights and of the packed checkpoint, both in float32."""
     packed = open_model(plan.out, device=plan.device, dtype="float32", exact=True)
     # With a cache and other shapes, compiled blocks would be compiled again, once per layer.
     with torch.compiler.set_stance("force_eager"):
@@ -253,9 +290,7 @@ def _check(plan: Plan, trained: Trained, windows: Tensor) -> Result:
             f"{first.value:.4f}",
             f"the state of the run is kept in {plan.out}.state",
         )
-    before = sum(file.stat().st_size for file in ModelDir(plan.model).files)
-    after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
-    return Result(trained, before, after, first.value, second.value)
+    return first.value, second.value
 
 
 def _from_checkpoint(recipe: TrainRecipe) -> bool:
@@ -264,7 +299,8 @@ def _from_checkpoint(recipe: TrainRecipe) -> bool:
 
 def _fingerprint(plan: Plan, source: TensorSource, stream: Tensor, workers: Workers) -> dict[str, str]:
     """What must be equal for a stopped run to be continued."""
-    recipe = plan.recipe
+    # The schedule follows the clock, so a stopped run may be given more minutes.
+    recipe = dataclasses.replace(plan.recipe, minutes=float(plan.recipe.minutes > 0))
     begin = "".join(map(file_hash, Checkpoint(recipe.init).files)) if _from_checkpoint(recipe) else ""
     return fingerprint(source, recipe, [stream], workers.device) | {
         "start": begin,

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from trirun_cli import finetune_model
 from trirun_cli.checkpoint import Checkpoint
 
 SMALL = ("--group-size", "64", "--seqlen", "64", "--batch", "4", "--held-out", "4", "--precision", "fp32")
@@ -150,11 +151,17 @@ def test_half_precision_is_near_float32(trirun, plain_model, tmp_path, precision
     assert losses[precision] == pytest.approx(losses["fp32"], rel=0.05)
 
 
-def test_minutes_take_the_place_of_steps(trirun, plain_model, tmp_path):
-    code, text, _ = trirun("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS, "--minutes", "0.02", "--json")
+def test_minutes_take_the_place_of_steps(trirun, plain_model, tmp_path, monkeypatch):
+    command = ("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS, "--json", "--minutes")
+    code, _, err = trirun(*command, "0.001")
+    assert code == 3 and "leave nothing for training" in " ".join(err.split())
+    # Of 18 s, 13 are set aside for the end; the same run may be given more time than before.
+    monkeypatch.setattr(finetune_model, "OPENING", 13.0)
+    code, text, _ = trirun(*command, "0.3")
     assert code == 0
     document = json.loads(text)
-    assert 1.2 <= document["seconds"] < 10 and document["evaluations"][-1]["step"] == document["steps"]
+    assert document["evaluations"][-1]["step"] == document["steps"] > 1
+    assert 4 < document["seconds_before"] + document["seconds"] < 6 and document["seconds_after"] > 0
 
 
 def test_the_demo_model_heals_within_a_minute(trirun, demo_model, tmp_path):

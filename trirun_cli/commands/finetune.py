@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,9 @@ def command(
         float | None, typer.Option(help="Fraction of a batch that is real text, beside those.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Minutes of training in the place of steps.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Minutes from start to checked checkpoint, in the place of steps.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences per step, over all devices.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences in memory at a time; 0 is all.")] = None,
     seqlen: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
@@ -76,6 +79,7 @@ def command(
 
       trirun finetune MODEL --method bitnet --data corpus.txt --ce 0.5
     """
+    started = time.perf_counter()
     if method not in METHODS:
         raise UsageError(f"--method {method}: one of {', '.join(METHODS)}")
     console = Console(as_json=json, quiet=quiet)
@@ -122,8 +126,8 @@ def command(
     if dry_run:
         console.json("finetune-plan/1", plan.to_dict())
         return
-    with FinetuneView(console) as view:
-        result = run(plan, view, resume=resume)
+    with FinetuneView(console, started) as view:
+        result = run(plan, view, resume=resume, started=started)
     if result is None:
         return
     show_report(console, plan, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -21,9 +22,10 @@ STAGES = {"start": ("quantizing the start", "blocks"), "generate": ("sampling th
 class FinetuneView(TrainObserver):
     """One progress bar over all steps, its text saying the loss and the speed."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, started: float) -> None:
         self._console, self._stack = console, ExitStack()
         self._total, self._done = 0, 0
+        self._started = started
 
     def __enter__(self) -> FinetuneView:
         self._bar = self._stack.enter_context(self._console.progress("preparing"))
@@ -38,6 +40,8 @@ class FinetuneView(TrainObserver):
         title, unit = STAGES[name]
         self._move(done, total)
         self._bar.describe(f"{title}, {unit}")
+        if done == total:
+            self._console.note(f"{title}: {total} {unit}, {time.perf_counter() - self._started:.0f} s after the start")
 
     def resumed(self, step: int) -> None:
         self._console.note(f"continuing a stopped run after step {step}")
@@ -88,6 +92,8 @@ def show_report(console: Console, plan: Plan, result: Result) -> None:
             "steps": progress.step,
             "tokens": tokens,
             "seconds": progress.seconds,
+            "seconds_before": progress.others,
+            "seconds_after": result.finishing,
             "best_step": progress.best,
             "held_out": {
                 "windows": plan.recipe.held_out,
@@ -116,4 +122,5 @@ def show_report(console: Console, plan: Plan, result: Result) -> None:
     )
     console.note(f"packed and trained agree: perplexity {result.packed_ppl:.4f} and {result.trained_ppl:.4f}")
     speed = f"{tokens / 1e6:.1f} M tokens in {progress.seconds:.0f} s of training"
-    console.note(f"{plan.bits_per_weight:.3f} bits per weight; {speed}")
+    ends = f"{progress.others:.0f} s before it and {result.finishing:.0f} s after"
+    console.note(f"{plan.bits_per_weight:.3f} bits per weight; {speed}, {ends}")

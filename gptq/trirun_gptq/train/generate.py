@@ -40,11 +40,9 @@ def sample(
 
 
 def _continue(model: Any, tokens: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    from transformers import DynamicCache
+    from .cache import roomy_cache
 
-    # Growing keys and values are copied at every step, which is still less traffic than attention over the whole length
-    # of a static cache, whose mask also keeps grouped queries off the fast kernels.
-    cache = DynamicCache(config=model.config)
+    cache = roomy_cache(model.config, length)
     written, new = [tokens], tokens
     for _ in range(length - tokens.shape[1]):
         output = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from .workers import Workers
 
 BETAS = (0.9, 0.95)
 REPORT = 10  # steps between two looks at the loss, each of which waits for the device
-SAVE_SECONDS = 300.0
+SAVE_SECONDS = 60.0  # between two savings, or more where saving takes more than a fiftieth of it
 
 
 class Training:
@@ -34,6 +34,8 @@ class Training:
         recipe: every choice. batches: this process's. held_out: int64 [w, seqlen], on the device.
         workers: the processes of the run. observer: see :class:`~.observer.TrainObserver`.
         state: where to record it; None records nothing. progress: a stopped run to continue.
+        started: ``time.perf_counter()`` when this sitting began. finishing: the seconds that everything after training
+            will take, asked for before it; a run of so many minutes leaves them.
     """
 
     def __init__(
@@ -47,10 +49,13 @@ class Training:
         observer: TrainObserver,
         state: TrainState | None,
         progress: Progress | None,
+        started: float,
+        finishing: Callable[[Student], float],
     ) -> None:
         self.student, self.distiller, self.recipe = student, distiller, recipe
         self._batches, self._held_out, self._workers = batches, held_out, workers
         self._observer, self._state = observer, state
+        self._started, self._finishing, self._reserve = started, finishing, 0.0
         self._device = held_out.device
         self._each = recipe.batch // workers.count
         self._micro = min(recipe.micro_batch or self._each, self._each)
@@ -68,7 +73,8 @@ class Training:
         """Train to the last step and leave the student at its best state.
 
         Raises:
-            QuantizationError: the loss is not finite. KeyboardInterrupt: the run was stopped; its state is saved.
+            QuantizationError: the loss is not finite, or the minutes are over before the first step.
+            KeyboardInterrupt: the run was stopped; its state is saved.
         """
         progress = self.progress
         module = self._workers.wrap(self.distiller)
@@ -76,16 +82,30 @@ class Training:
             self._observer.resumed(progress.step)
         else:
             self._evaluate()
-        started, before = time.perf_counter(), progress.seconds
-        saved = looked = started
-        sums, count = torch.zeros(2, device=self._device), 0
+        if self.recipe.minutes:
+            self._reserve = self._finishing(self.student)
+        before = progress.seconds
+        started = saved = looked = time.perf_counter()
+        progress.others += started - self._started
         done = self._done()
+        if done >= 1 and not progress.step:
+            raise QuantizationError(
+                f"minutes={self.recipe.minutes:g} leave nothing for training: {progress.others:.0f} s are over, and "
+                f"packing and checking need about {self._reserve:.0f} s"
+            )
+        sums, count, pause = torch.zeros(2, device=self._device), 0, SAVE_SECONDS
+        first = self.distiller.compiled
         with _deferred_interrupt() as stopped:
             while done < 1:
                 sums += self._step(module, done)
                 count += 1
                 progress.step += 1
-                progress.seconds = before + time.perf_counter() - started
+                now = time.perf_counter()
+                if first:
+                    # Most of it was compilation, which the schedule of the rates should not count.
+                    progress.others += now - started
+                    started, first = now, False
+                progress.seconds = before + now - started
                 earlier, done = done, self._done()
                 if progress.step % REPORT == 0 or done >= 1:
                     looked = self._report(sums, count, looked, done)
@@ -94,9 +114,11 @@ class Training:
                     self._evaluate()
                     looked = time.perf_counter()
                 stop = self._workers.any(stopped.is_set())
-                if stop or (time.perf_counter() - saved > SAVE_SECONDS and done < 1):
+                if stop or (time.perf_counter() - saved > pause and done < 1):
+                    begun = time.perf_counter()
                     self._save()
                     saved = looked = time.perf_counter()
+                    pause = max(SAVE_SECONDS, 50 * (saved - begun))
                 if stop:
                     raise KeyboardInterrupt
         self.student.restore(progress.best_weights)
@@ -104,10 +126,17 @@ class Training:
 
     def _done(self) -> float:
         """How much of the run is over, the same in every process."""
+        progress = self.progress
         if not self.recipe.minutes:
-            return self.progress.step / self.recipe.steps
-        seconds = self._workers.mean(torch.tensor(self.progress.seconds, device=self._device))
-        return min(1.0, float(seconds) / (60 * self.recipe.minutes))
+            return progress.step / self.recipe.steps
+        # The step to come has to fit too.
+        each = progress.seconds / max(progress.step, 1)
+        total = 60 * self.recipe.minutes - progress.others - self._reserve
+        done = min(1.0, (progress.seconds + each) / total) if total > 0 else 1.0
+        if self._workers.count == 1:
+            # Nothing to agree on, and no reason to wait for the device.
+            return done
+        return float(self._workers.mean(torch.tensor(done, device=self._device)))
 
     def _step(self, module: Any, done: float) -> Tensor:
         """One optimizer step; returns [Σ KL, Σ CE] per token of this process's batch, float32 [2]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ def train_model(
     workers: Workers,
     compiled: bool = False,
     state: TrainState | None = None,
+    started: float | None = None,
+    finishing: Callable[[Student], float] = lambda student: 0.0,
 ) -> Trained:
     """Train the linear layers of a Hugging Face decoder model on their grids, against the model itself.
 
@@ -66,11 +69,13 @@ def train_model(
         stream: int64 [tokens], the training text. held_out: int64 [w, seqlen], decides which state is kept.
         workers: the processes of the run, each of which calls this with the same arguments.
         compiled: fuse with ``torch.compile``. state: where the run is recorded and continued from.
+        started, finishing: see :class:`~.loop.Training`; without ``started`` the clock starts here.
 
     Raises:
         QuantizationError: the model or the text does not fit, a state is of another run, or the loss is not finite.
         KeyboardInterrupt: the run was stopped; ``state`` has it.
     """
+    started = time.perf_counter() if started is None else started
     device = workers.device
     # Half precision is slow or missing on a CPU.
     teacher = load_model(model_dir, torch.float32 if device.type == "cpu" else "auto", device)
@@ -99,7 +104,9 @@ def train_model(
     held_out = held_out.to(device)
     own = Distiller(teacher, teacher, recipe, torch.float32, False)
     _, original = held_out_loss(own, held_out, recipe.micro_batch or recipe.batch)
-    training = Training(student, distiller, recipe, batches, held_out, workers, observer, state, progress)
+    training = Training(
+        student, distiller, recipe, batches, held_out, workers, observer, state, progress, started, finishing
+    )
     return Trained(student, training.run(), original)
 
 

@@ -34,8 +34,8 @@ class TrainRecipe:
             then counts. ``absmean`` begins at the original weights and ignores it.
         init_samples: calibration sequences of the ``gptq`` beginning.
         activation_bits: 16, or 8 to train with int8 activations per token, as BitNet b1.58 does.
-        steps: optimizer steps. minutes: of training, compilation included, which take the place of ``steps`` where they
-            are not 0; such a run ends elsewhere each time.
+        steps: optimizer steps. minutes: of the whole run, from its start to the checked checkpoint, over all sittings;
+            they take the place of ``steps`` where they are not 0, and such a run ends elsewhere each time.
         batch: sequences per step over all devices. micro_batch: sequences in memory at a time on each device; 0 is all
             of them.
         seqlen: tokens per sequence.

@@ -42,13 +42,14 @@ class Progress:
             the step of the one that is kept.
         weights: trained parameters and scale bases at ``step``. best_weights: at ``best``.
         moments: Adam's, by parameter name: ``(exp_avg, exp_avg_sq)``. scaler: the loss scaler's state (fp16).
-        seconds: of training so far, over all sittings.
+        seconds: of training so far; ``others``: of everything before it, compilation included. Over all sittings.
     """
 
     step: int = 0
     updates: int = 0
     best: int = 0
     seconds: float = 0.0
+    others: float = 0.0
     evaluations: list[Evaluation] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     best_weights: dict[str, Tensor] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class TrainState:
             "updates": progress.updates,
             "best": progress.best,
             "seconds": progress.seconds,
+            "others": progress.others,
             "evaluations": [dataclasses.asdict(evaluation) for evaluation in progress.evaluations],
             "scaler": progress.scaler,
         }

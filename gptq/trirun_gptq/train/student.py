@@ -104,7 +104,7 @@ class Distiller(nn.Module):
         self.student = student
         # Hidden from parameters() and from the synchronization between devices: it never changes.
         self._teacher = [teacher.requires_grad_(False).eval()]
-        self._kl, self._ce, self.dtype = recipe.kl, recipe.ce, dtype
+        self._kl, self._ce, self.dtype, self.compiled = recipe.kl, recipe.ce, dtype, compiled
         self._terms: Terms = terms
         if compiled:
             for model in (student, teacher):
@@ -121,7 +121,9 @@ class Distiller(nn.Module):
         device = tokens.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             original = hidden_states(self.teacher, tokens)
-        with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
+        # Without gradients the blocks would be compiled once more.
+        grad = torch.is_grad_enabled() or self.compiled
+        with torch.set_grad_enabled(grad), torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
             mine = hidden_states(self.student, tokens)
         labels = torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)), 1)
         return distillation(
