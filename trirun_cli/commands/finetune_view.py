@@ -55,8 +55,9 @@ class FinetuneView(TrainObserver):
         text = f"held-out perplexity {math.exp(min(evaluation.nll, 700)):.3f}, KL {evaluation.kl:.4f}{mark}"
         self._console.note(f"step {evaluation.step}: {text}")
 
-    def saved(self, step: int) -> None:
-        self._console.note(f"step {step}: the state of the run is saved")
+    def saved(self, step: int, stop: bool) -> None:
+        if stop:
+            self._console.note(f"step {step}: the state of the run is saved; the same command continues it")
 
     def _move(self, done: int, total: int) -> None:
         if total != self._total or done < self._done:
@@ -121,6 +122,7 @@ def show_report(console: Console, plan: Plan, result: Result) -> None:
         rows,
     )
     console.note(f"packed and trained agree: perplexity {result.packed_ppl:.4f} and {result.trained_ppl:.4f}")
-    speed = f"{tokens / 1e6:.1f} M tokens in {progress.seconds:.0f} s of training"
+    amount = f"{tokens / 1e6:.1f} M" if tokens >= 1e6 else f"{tokens:,}"
+    speed = f"{amount} tokens in {progress.seconds:.0f} s of training"
     ends = f"{progress.others:.0f} s before it and {result.finishing:.0f} s after"
     console.note(f"{plan.bits_per_weight:.3f} bits per weight; {speed}, {ends}")

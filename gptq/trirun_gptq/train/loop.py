@@ -116,7 +116,7 @@ class Training:
                 stop = self._workers.any(stopped.is_set())
                 if stop or (time.perf_counter() - saved > pause and done < 1):
                     begun = time.perf_counter()
-                    self._save()
+                    self._save(stop)
                     saved = looked = time.perf_counter()
                     pause = max(SAVE_SECONDS, 50 * (saved - begun))
                 if stop:
@@ -198,7 +198,7 @@ class Training:
         score = self.recipe.kl * evaluation.kl + self.recipe.ce * evaluation.nll
         return score if math.isfinite(score) else math.inf
 
-    def _save(self) -> None:
+    def _save(self, stop: bool) -> None:
         if self._state is None or not self._workers.first:
             return
         progress = self.progress
@@ -206,7 +206,7 @@ class Training:
         progress.moments = moments_of(self._optimizer, self.student.trained())
         progress.scaler = self._scaler.state_dict()
         self._state.save(progress)
-        self._observer.saved(progress.step)
+        self._observer.saved(progress.step, stop)
 
 
 @contextmanager

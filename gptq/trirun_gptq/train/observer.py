@@ -21,5 +21,5 @@ class TrainObserver:
     def evaluated(self, evaluation: Evaluation, best: bool) -> None:
         """The held-out loss was measured; ``best``: it is the lowest so far."""
 
-    def saved(self, step: int) -> None:
-        """The run's state is on disk."""
+    def saved(self, step: int, stop: bool) -> None:
+        """The run's state is on disk; ``stop``: because the run was interrupted."""
