@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError
+from .errors import InputError, as_input_error
 from .model_dir import ModelDir
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class Format:
         Raises:
             InputError: another method, a newer format version, another layout, or fields of the wrong kind.
         """
+        if not isinstance(section, dict):
+            raise InputError(f"{where}: quantization_config is {section!r}, not an object")
         if section.get("quant_method") != QUANT_METHOD:
             raise InputError(f"{where} is not a trirun checkpoint: quant_method is {section.get('quant_method')!r}")
         version = section.get("format_version")
@@ -72,6 +74,9 @@ class Format:
             )
         known = {name: section[name] for name in cls.__dataclass_fields__ if name in section}
         made = cls(**known)
+        for name, kind in (("overrides", dict), ("padded", dict), ("modules_to_not_convert", list)):
+            if not isinstance(getattr(made, name), kind):
+                raise InputError(f"{where}: {name} is {getattr(made, name)!r}")
         if made.activation_bits not in (8, 16):
             raise InputError(f"{where}: activation_bits is {made.activation_bits!r}, not 8 or 16")
         try:
@@ -176,4 +181,5 @@ def load_checkpoint(path: str | Path, device: str = "cpu", dtype: Any = None) ->
     logging.disable_progress_bar()
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device).eval()
+    with as_input_error(path):
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device).eval()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -72,3 +74,20 @@ def explain(error: BaseException) -> TrirunError | None:
     if isinstance(error, OSError) and error.filename:
         return InputError(f"{error.filename}: {error.strerror}")
     return None
+
+
+@contextmanager
+def as_input_error(path: object) -> Iterator[None]:
+    """Around transformers reading a model directory. What it raises of a config.json or of weights that do not go
+    together is of no kind in particular.
+
+    Raises:
+        InputError: in the place of any exception that :func:`explain` does not know.
+    """
+    try:
+        yield
+    except Exception as error:
+        if explain(error) is not None:
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise InputError(f"{path} cannot be loaded as a causal language model: {reason[:300]}") from error

@@ -63,10 +63,8 @@ class ModelDir:
         return self._files[name]
 
     def _locate(self) -> dict[str, str]:
-        if (self.path / INDEX).is_file():
-            where = read_json(self.path / INDEX).get("weight_map")
-            if not isinstance(where, dict) or not where:
-                raise InputError(f"{self.path / INDEX} has no weight_map")
+        if (stored := weight_map(self.path)) is not None:
+            where = stored
         elif (self.path / SINGLE).is_file():
             where = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
@@ -102,6 +100,30 @@ def quant_method(config: dict[str, Any]) -> str | None:
     if section is None:
         return None
     return str(section.get("quant_method")) if isinstance(section, dict) else "unknown"
+
+
+def weight_map(path: Path) -> dict[str, str] | None:
+    """Tensor name to file name, by the index of a sharded model; None where there is no index.
+
+    Raises:
+        InputError: the index is damaged.
+    """
+    if not (path / INDEX).is_file():
+        return None
+    where = read_json(path / INDEX).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+        raise InputError(f"{path / INDEX} has no weight_map of file names")
+    return where
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Where the safetensors files of a model directory, single or sharded, are to be; they are not looked for.
+
+    Raises:
+        InputError: the index is damaged.
+    """
+    where = weight_map(path)
+    return [path / name for name in ([SINGLE] if where is None else sorted(set(where.values())))]
 
 
 def open_safetensors(path: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import InputError
+from .errors import as_input_error
 from .model_dir import ModelDir
 
 
@@ -20,14 +20,8 @@ def build(source: ModelDir) -> Any:
     from trirun_kernels.experts import separate_experts
 
     section = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    try:
-        config = AutoConfig.for_model(**section)
-        with torch.device("meta"):
-            return separate_experts(AutoModelForCausalLM.from_config(config))
-    except (ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        kind = source.config.get("model_type", "without a model_type")
-        reason = " ".join(str(error).split())
-        raise InputError(f"{source.path}: no causal language model for type {kind!r} ({reason[:200]})") from error
+    with as_input_error(source.path), torch.device("meta"):
+        return separate_experts(AutoModelForCausalLM.from_config(AutoConfig.for_model(**section)))
 
 
 def linear_modules(model: Any) -> dict[str, tuple[int, int]]:

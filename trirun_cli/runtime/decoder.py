@@ -26,9 +26,9 @@ from trirun_kernels.decoder_weights import (
 
 from ..checkpoint import SCALE, WEIGHT, ZERO, Format
 from ..errors import InputError
-from ..model_dir import read_json
+from ..model_dir import read_json, weight_files
 from .llama_config import NotLean, chosen_context, decoder_shape, rotary_angles
-from .weight_memory import StoredTensors, WeightMemory, weight_files
+from .weight_memory import StoredTensors, WeightMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -239,7 +239,8 @@ def decoder_weights(
     if missing := [module for module in bare if module + SCALE not in stored]:
         raise NotLean(f"{missing[0]} is not packed ({len(missing)} of {len(bare)} linear layers are not)")
     head = EMBEDDING if config.get("tie_word_embeddings", False) or HEAD not in stored else HEAD
-    needed = [module + WEIGHT for module in bare] + [EMBEDDING, FINAL_NORM]
+    norms = [f"model.layers.{i}.{NORMS[name]}" for i in range(shape.layers) for name in ("attention_norm", "mlp_norm")]
+    needed = [module + WEIGHT for module in bare] + [EMBEDDING, FINAL_NORM, *norms]
     if lost := [name for name in needed if name not in stored]:
         raise InputError(f"{path} holds no {lost[0]}")
     names = [module + part for module in bare for part in (WEIGHT, SCALE, ZERO) if module + part in stored]
@@ -279,6 +280,8 @@ def _layer(stored: StoredTensors, form: Format, prefix: str, read: Callable[[str
     def linear(name: str) -> Linear:
         module = prefix + name
         words = read(module + WEIGHT)
+        if len(words.shape) != 3:
+            raise InputError(f"{module}{WEIGHT} has shape {list(words.shape)}, not [n/64, k/32, 128]")
         n, k = form.padded.get(module) or (words.shape[0] * 64, words.shape[1] * 32)
         zeros = read(module + ZERO) if module + ZERO in stored else None
         weight = PackedArrays(words, read(module + SCALE), zeros, n, k, form.spec(module))

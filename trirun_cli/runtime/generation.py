@@ -80,9 +80,16 @@ def generate_tokens(
 
 
 def stop_ids(path: str | os.PathLike[str]) -> set[int]:
-    """End-of-text ids of a model directory, from generation_config.json or else config.json."""
+    """End-of-text ids of a model directory, from generation_config.json or else config.json.
+
+    Raises:
+        InputError: see :func:`generation_defaults`; or they are no ids.
+    """
     ids = generation_defaults(path).get("eos_token_id", read_config(Path(path)).get("eos_token_id"))
-    return set(ids) if isinstance(ids, list) else {ids} if ids is not None else set()
+    found = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(id, int) for id in found):
+        raise InputError(f"{os.fspath(path)}: eos_token_id is {ids!r}, not token ids")
+    return set(found)
 
 
 def generation_defaults(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -93,4 +100,8 @@ def generation_defaults(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     read_config(Path(path))
     file = Path(path) / "generation_config.json"
-    return read_json(file) if file.is_file() else {}
+    found = read_json(file) if file.is_file() else {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        if not isinstance(found.get(name), int | float | None):
+            raise InputError(f"{file}: {name} is {found[name]!r}, not a number")
+    return found

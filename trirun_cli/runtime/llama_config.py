@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from ..errors import InputError
 
 if TYPE_CHECKING:
     from trirun_kernels.decoder_weights import DecoderShape
@@ -19,6 +22,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bitnet": {"hidden_act": "relu2", "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu2": "relu2"}
+# Counts that config.json must have, counts that it may have, and numbers that it may have.
+_COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
+_OPTIONAL_NUMBERS = ("rms_norm_eps", "rope_theta")
+# What each rotary type cannot do without.
+_ROTARY_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 # Longer contexts are for the asking; a cache of this length is at hand without a thought.
 DEFAULT_CONTEXT = 8192
@@ -33,15 +45,17 @@ def decoder_shape(config: dict[str, Any]) -> DecoderShape:
 
     Raises:
         NotLean: the model is of another family, or uses something that the lean decoder does not have.
+        InputError: a size is missing or is none.
     """
     from trirun_kernels.decoder_weights import DecoderShape
 
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise NotLean(f"the lean decoder runs {', '.join(FAMILIES)}, not {family}")
     config = FAMILIES[family] | config
+    _check_sizes(config)
     activation = config.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise NotLean(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -60,7 +74,7 @@ def decoder_shape(config: dict[str, Any]) -> DecoderShape:
         head_dim=head_dim,
         vocab=config["vocab_size"],
         rotary_half=int(head_dim * rotary["partial_rotary_factor"]) // 2,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=config.get("rms_norm_eps") or 1e-6,
         attention_scale=head_dim**-0.5,
         activation=ACTIVATIONS[activation],
     )
@@ -69,8 +83,9 @@ def decoder_shape(config: dict[str, Any]) -> DecoderShape:
 def longest_context(config: dict[str, Any]) -> int:
     """Positions the model can attend to at once: its trained length, or its sliding window where that is shorter,
     because within one window sliding attention is plain attention."""
-    config = FAMILIES.get(config.get("model_type", ""), {}) | config
-    longest, window = config.get("max_position_embeddings", 2048), config.get("sliding_window")
+    config = _with_family(config)
+    _check_numbers(config, _OPTIONAL_COUNTS, int)
+    longest, window = config.get("max_position_embeddings") or 2048, config.get("sliding_window")
     if "layer_types" in config:
         slides = "sliding_attention" in (config["layer_types"] or ())
     else:
@@ -91,13 +106,51 @@ def chosen_context(config: dict[str, Any], asked: int | None) -> int:
 
 
 def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings of a config.json of any age: ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``."""
-    config = FAMILIES.get(config.get("model_type", ""), {}) | config
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    """Rotary settings of a config.json of any age: ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``.
+
+    Raises:
+        InputError: they are no settings, or one that their type needs is missing or no number.
+    """
+    config = _with_family(config)
+    stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(stored, dict):
+        raise InputError(f"config.json: rotary settings are {stored!r}, not an object")
+    found = dict(stored)
     found["rope_type"] = found.get("rope_type", found.pop("type", None)) or "default"
     found.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     found.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    needed = _ROTARY_NUMBERS.get(found["rope_type"], ()) if isinstance(found["rope_type"], str) else ()
+    for name in needed:
+        if name not in found:
+            raise InputError(f"config.json: rotary type {found['rope_type']} has no {name}")
+    _check_numbers(found, ("rope_theta", "partial_rotary_factor", *needed), float)
     return found
+
+
+def _with_family(config: dict[str, Any]) -> dict[str, Any]:
+    family = config.get("model_type")
+    return (FAMILIES.get(family, {}) if isinstance(family, str) else {}) | config
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    missing = next((name for name in _COUNTS if config.get(name) is None), None)
+    if missing is not None:
+        raise InputError(f"config.json has no {missing}")
+    _check_numbers(config, (*_COUNTS, *_OPTIONAL_COUNTS), int)
+    _check_numbers(config, _OPTIONAL_NUMBERS, float)
+
+
+def _check_numbers(config: dict[str, Any], names: Sequence[str], kind: type) -> None:
+    """That these entries, where there are any, are positive and of a size that something can have."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        kinds = (int,) if kind is int else (int, float)
+        # type(), not isinstance: true is no count.
+        if type(value) not in kinds or not 0 < value < 2**40:
+            what = "a positive integer" if kind is int else "a positive number"
+            raise InputError(f"config.json: {name} is {value!r}, not {what}")
 
 
 def rotary_angles(config: dict[str, Any], positions: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import QUANT_METHOD, load_checkpoint
-from ..errors import InputError, MissingError, UsageError
+from ..errors import InputError, MissingError, UsageError, as_input_error
 from ..model_dir import ModelDir
 from .dense import matmul_precision, pad_dense
 
@@ -207,11 +207,8 @@ def _load_plain(source: ModelDir, device: str, dtype: torch.dtype | None) -> Any
     logging.disable_progress_bar()
     if dtype is None:
         dtype = torch.float32 if device == "cpu" else "auto"
-    try:
+    with as_input_error(source.path):
         return AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, device_map=device).eval()
-    except (ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{source.path} cannot be loaded as a causal language model: {reason[:300]}") from error
 
 
 def _set_act_bits(model: Any, act_bits: int) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 from trirun_kernels.arrays import ITEM_BYTES, Array
 
 from ..errors import InputError
-from ..model_dir import INDEX, SINGLE, read_json
 
 # safetensors' names of the types a decoder reads.
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "I32": "int32"}
@@ -39,9 +38,8 @@ class StoredTensors:
     def __init__(self, files: Iterable[Path]) -> None:
         self._where: dict[str, tuple[Path, int, dict[str, Any]]] = {}
         for path in files:
-            for name, facts in _header(path).items():
-                if name != "__metadata__":
-                    self._where[name] = (path, _data_start(path), facts)
+            base, header = _header(path)
+            self._where |= {name: (path, base, facts) for name, facts in header.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -140,30 +138,39 @@ class WeightMemory:
         return made
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory, single or sharded."""
-    if not (path / INDEX).is_file():
-        return [path / SINGLE]
-    places = read_json(path / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise InputError(f"{path / INDEX} has no weight_map")
-    return [path / name for name in sorted(set(places.values()))]
-
-
-def _data_start(path: Path) -> int:
-    with open(path, "rb") as file:
-        return 8 + int.from_bytes(file.read(8), "little")
-
-
-def _header(path: Path) -> dict[str, Any]:
+def _header(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Where a safetensors file's data begins, and what it says of each tensor, checked."""
     try:
         with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
+            if 8 + length > size:
                 raise InputError(f"{path} is truncated or not a safetensors file")
             header = json.loads(file.read(length))
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a readable safetensors file: {error}") from error
     if not isinstance(header, dict):
         raise InputError(f"{path} is not a safetensors file")
-    return header
+    header.pop("__metadata__", None)
+    for name, facts in header.items():
+        _check_entry(path, name, facts, size - 8 - length)
+    return 8 + length, header
+
+
+def _check_entry(path: Path, name: str, facts: Any, room: int) -> None:
+    """That a tensor's shape and place are such, agree with each other, and lie within ``room`` bytes of data."""
+    if not isinstance(facts, dict) or not isinstance(facts.get("dtype"), str):
+        raise InputError(f"{path} says nothing of the dtype of {name}")
+    shape, place = facts.get("shape"), facts.get("data_offsets")
+    if not _counts(shape) or not _counts(place) or len(place) != 2:
+        raise InputError(f"{path}: {name} has shape {shape!r} at {place!r}")
+    start, end = place
+    if end > room:
+        raise InputError(f"{path} is truncated: it ends inside {name}")
+    # Of other types nothing is read.
+    if facts["dtype"] in DTYPES and end - start != math.prod(shape) * ITEM_BYTES[DTYPES[facts["dtype"]]]:
+        raise InputError(f"{path}: {name} has shape {shape} of {facts['dtype']} and {end - start} bytes")
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

@@ -53,7 +53,7 @@ def open_engine(
         if value is not None and value < 1:
             raise UsageError(f"{value} {what}: at least 1")
     longest = config.get("max_position_embeddings")
-    if context is not None and longest is not None and context > longest:
+    if context is not None and isinstance(longest, int) and context > longest:
         raise InputError(f"{path}: a context of {context} tokens; the model's own is {longest}")
     if accumulate != "fp32":
         from ..accumulation import check_accumulation
