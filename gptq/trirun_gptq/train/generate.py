@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CPU_ROOM = 1 << 30  # bytes of keys and values that exist at a time
 GPU_ROOM = 0.5  # the same, as a fraction of what is free
+# Not cuDNN's, which builds a plan for every new length of the keys: tens of milliseconds per token.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @torch.no_grad()
@@ -34,7 +37,8 @@ def sample(
     batch = max(1, room // (_bytes_per_token(model) * length))
     done = []
     for part in prompts.split(batch):
-        done.append(_continue(model, part.to(device), length, generator).cpu())
+        with sdpa_kernel(BACKENDS):
+            done.append(_continue(model, part.to(device), length, generator).cpu())
         progress(sum(map(len, done)), len(prompts))
     return torch.cat(done)
 
