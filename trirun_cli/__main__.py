@@ -1,5 +1,19 @@
-"""``python -m trirun_cli``."""
+"""``trirun`` and ``python -m trirun_cli``."""
 
-from .app import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """:func:`trirun_cli.app.main`, whose import takes long enough to be interrupted."""
+    try:
+        from .app import main
+
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -70,7 +70,7 @@ def _settle_streams() -> None:
 
 
 def main() -> None:
-    """Entry point of the ``trirun`` script. Exit codes are those of :mod:`trirun_cli.errors`; 130 after Ctrl-C."""
+    """Run the command line. Exit codes are those of :mod:`trirun_cli.errors`; 130 after Ctrl-C."""
     # A supervisor's polite stop unwinds the same way as Ctrl-C, so that partial outputs are cleaned up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _settle_streams()

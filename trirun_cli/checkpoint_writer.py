@@ -29,10 +29,14 @@ SKIPPED = ("config.json", INDEX, RECIPE_FILE)
 class PackedModule(Protocol):
     """What the format section needs to know of a packed module: its name, true shape and grid."""
 
-    name: str
-    n: int
-    k: int
-    spec: QuantSpec
+    @property
+    def name(self) -> str: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def spec(self) -> QuantSpec: ...
 
 
 class CheckpointWriter:
@@ -149,7 +153,7 @@ class CheckpointWriter:
         if count == 1:
             os.rename(self.partial / "shard-0", self.partial / SINGLE)
             return
-        where = {}
+        where: dict[str, str] = {}
         for number, names in enumerate(self._shards):
             file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             os.rename(self.partial / f"shard-{number}", self.partial / file)

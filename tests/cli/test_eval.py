@@ -58,3 +58,11 @@ def test_texts_that_cannot_be_used(trirun, packed, text, tmp_path):
     ]:
         code, _, err = trirun("eval", "-c", packed, *arguments)
         assert code == 3 and message in err
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing(trirun, packed, text, tmp_path):
+    (tmp_path / "taken").mkdir()
+    arguments = ("--text", text, "--window", "64", "--limit", "1", "--markdown", tmp_path / "taken")
+    code, out, err = trirun("eval", "-c", packed, *arguments)
+    assert code == 3 and "taken: Is a directory" in err and "perplexity" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["taken", "text.txt"]

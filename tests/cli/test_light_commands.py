@@ -64,3 +64,18 @@ def test_inspect_adds_up(trirun, packed):
     for module in document["modules"]:
         assert sum(module["code_shares"]) == pytest.approx(1, abs=1e-3) and module["code_shares"][3] == 0
     assert document["packed_bytes"] + document["other_bytes"] == (packed / "model.safetensors").stat().st_size
+
+
+def test_an_interrupt_while_it_starts_is_an_interrupt():
+    program = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from trirun_cli.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
+    assert done.returncode == 130 and done.stderr == b""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -126,7 +126,7 @@ def _messages(console: Console) -> Iterator[str]:
         for line in sys.stdin:
             yield line.rstrip("\n")
         return
-    ask = _ask_on_stderr
+    ask: Callable[[str], str] = _ask_on_stderr
     if sys.stdout.isatty() and not console.as_json:
         # Importing it gives input() editing and history.
         import readline  # noqa: F401

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,5 +71,5 @@ def sampling_params(
     said = generation_defaults(checkpoint)
     defaults = {"temperature": 1.0, **said} if said.get("do_sample") else {}
     chosen = {name: defaults.get(name) if value is None else value for name, value in given.items()}
-    known = {name: value for name, value in chosen.items() if value is not None}
+    known: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     return SamplingParams(max_tokens=max_tokens, seed=seed, stop=tuple(stop or ()), **known)

@@ -95,7 +95,8 @@ def show_plan(console: Console, plan: Plan) -> None:
 
 def show_dry_run(console: Console, plan: Plan, report: Report) -> None:
     """The plan and the rehearsal as JSON; for people the notes have said it all."""
-    memory = report.memory
+    memory, rehearsal = report.memory, report.rehearsal
+    assert memory is not None and rehearsal is not None
     console.json(
         "quantize-plan/1",
         plan.to_dict()
@@ -109,7 +110,7 @@ def show_dry_run(console: Console, plan: Plan, report: Report) -> None:
                 "activation_dtype": str(memory.place.dtype).removeprefix("torch."),
                 "fits": memory.fits,
             },
-            "rehearsal": dataclasses.asdict(report.rehearsal),
+            "rehearsal": dataclasses.asdict(rehearsal),
         },
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,11 @@ def write_text(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        if not isinstance(error, OSError):
+            raise
         raise InputError(f"{path}: {error.strerror}") from error
 
 

@@ -205,10 +205,9 @@ def _load_plain(source: ModelDir, device: str, dtype: torch.dtype | None) -> Any
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if dtype is None:
-        dtype = torch.float32 if device == "cpu" else "auto"
+    usual = torch.float32 if device == "cpu" else "auto"
     with as_input_error(source.path):
-        return AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, device_map=device).eval()
+        return AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype or usual, device_map=device).eval()
 
 
 def _set_act_bits(model: Any, act_bits: int) -> None:

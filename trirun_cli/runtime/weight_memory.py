@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from trirun_kernels.arrays import ITEM_BYTES, Array
@@ -172,5 +172,5 @@ def _check_entry(path: Path, name: str, facts: Any, room: int) -> None:
         raise InputError(f"{path}: {name} has shape {shape} of {facts['dtype']} and {end - start} bytes")
 
 
-def _counts(values: Any) -> bool:
+def _counts(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
