@@ -118,3 +118,25 @@ def test_closing_frees_what_is_open_once(play, tokenizer):
         return engine.aborted
 
     assert play(scenario) == ["b"]
+
+
+def test_tokens_that_cannot_be_made_text_end_the_request_and_no_other(tokenizer):
+    class Broken:
+        def decode(self, ids, skip_special_tokens=False):
+            if 999 in ids:
+                raise TypeError("no token")
+            return "x" * len(ids)
+
+    async def main():
+        engine, outbox = Engine(), Outbox(asyncio.get_running_loop())
+        jobs = [Job(engine, outbox, Metrics("m", lambda: None), 0.0) for _ in range(2)]
+        for job, name in zip(jobs, "ab", strict=True):
+            job.start([Request(name, (1,), SamplingParams())], lambda request: TextStream(Broken(), [1]))
+        for name, token in (("a", 999), ("b", 5)):
+            engine.sinks[name](Event(name, (Token(token),), FinishReason.LENGTH, usage=None))
+        with pytest.raises(ApiError) as caught:
+            await asyncio.wait_for(jobs[0].whole(), 10)
+        (delta,) = await asyncio.wait_for(jobs[1].whole(), 10)
+        return caught.value.status, engine.aborted, delta.finish
+
+    assert asyncio.run(main()) == (500, ["a"], "length")

@@ -108,3 +108,17 @@ def test_a_conversation_with_tools(site, tokenizer):
             assert "weather" not in tokenizer.decode(list(demo.runner.bound[3].prompt))
 
     asyncio.run(scenario())
+
+
+def test_calls_too_long_for_the_context_are_refused_before_they_are_tokenized(site):
+    function = {"name": "weather", "arguments": json.dumps({"city": "x" * 1_000_000})}
+    call = {"id": "c", "type": "function", "function": function}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "x"}]
+
+    async def scenario():
+        async with site(template=HERMES) as demo:
+            status, answer = await demo.post(PATH, {"messages": messages, "tools": TOOLS})
+            assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+            assert answer["error"]["param"] == "messages" and "characters" in answer["error"]["message"]
+
+    asyncio.run(scenario())

@@ -162,9 +162,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict:
         """The text of token ids."""
-        vocabulary = service.model.vocabulary
-        vocabulary.check_ids(body.tokens, "tokens")
-        return {"prompt": vocabulary.decode(body.tokens)}
+        return {"prompt": await service.model.vocabulary.detokenize(body.tokens)}
 
 
 async def _answer(request: Request, service: Service, job: Job, reply: Reply, body: SamplingFields) -> Response:

@@ -60,7 +60,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def routed(request: Request, error: HTTPException) -> JSONResponse:
-        where = f"{request.method} {request.url.path}"
+        where = f"{request.method} {request.url.path[:200]}"
         message = {404: f"there is no {where}", 405: f"{where} is not allowed"}.get(error.status_code, error.detail)
         return ApiError(error.status_code, message, headers=error.headers).response()
 

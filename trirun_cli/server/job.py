@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from ..runtime.engine.engine import Engine
     from .metrics import Metrics
     from .outbox import Outbox
+
+
+log = logging.getLogger("trirun.server")
 
 
 @dataclass(slots=True)
@@ -155,9 +159,7 @@ class Job:
     def abort(self, error: ApiError) -> None:
         """End it from outside; its client gets ``error``."""
         if self._open:
-            self.close()
-            self.error = error
-            self._changed.set()
+            self._fail(error)
 
     def close(self) -> None:
         """Free what is still at work. To be called in any case; calling it again does nothing."""
@@ -166,10 +168,23 @@ class Job:
             self._metrics.ended("abort", time.perf_counter() - self._arrived)
         self._open.clear()
 
+    def _fail(self, error: ApiError) -> None:
+        self.close()
+        self.error = error
+        self._changed.set()
+
     def _receive(self, choice: Choice, event: Event) -> None:
-        request_id = event.request_id
-        if request_id not in self._open:
+        if event.request_id not in self._open:
             return
+        try:
+            self._take(choice, event)
+        except Exception:
+            # On the event loop nobody else would hear of it, and the client would wait for ever.
+            log.exception("a request ends: its tokens could not be made text")
+            self._fail(ApiError(500, "internal error; the server's log has more", code="internal_error"))
+
+    def _take(self, choice: Choice, event: Event) -> None:
+        request_id = event.request_id
         now = time.perf_counter()
         if event.tokens:
             last = self._times.get(request_id)

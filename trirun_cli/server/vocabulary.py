@@ -85,8 +85,7 @@ class Vocabulary:
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
         messages = for_template([message.model_dump(exclude_unset=True) for message in body.messages])
         # Of the characters of a template itself nothing is known; the messages must fit by themselves.
-        characters = sum(len(message.get("content") or "") for message in messages)
-        self._check_length(characters, "messages")
+        self._check_length(sum(len(message.get("content") or "") for message in messages), "messages")
 
         def template() -> list[int]:
             text = self.tokenizer.apply_chat_template(
@@ -98,10 +97,15 @@ class Vocabulary:
                 continue_final_message=body.continue_final_message,
                 **(body.chat_template_kwargs or {}),
             )
+            # With tools, and whatever else the messages hold.
+            self._check_length(len(text), "messages")
             return self._ids(text, special=False)
 
         try:
-            return await _maybe_elsewhere(characters, template)
+            # How long its text becomes is known afterwards; what goes into it tells enough.
+            return await _maybe_elsewhere(len(repr((messages, tools))), template)
+        except ApiError:
+            raise
         # Templates raise whatever they like: jinja2's errors by their own words, Python's by accident.
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
@@ -122,6 +126,15 @@ class Vocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included, as ``echo`` and /detokenize show it."""
         return self.decoder.decode(list(ids), skip_special_tokens=False)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """:meth:`decode` of any number of ids, while other answers go on.
+
+        Raises:
+            ApiError: 400, an id that the model does not have.
+        """
+        self.check_ids(ids, "tokens")
+        return await _maybe_elsewhere(len(ids), lambda: self.decode(ids))
 
     def _token_bytes(self, token: int) -> bytes | None:
         """The bytes a token stands for, also where they are no whole character; None where nobody can tell."""
