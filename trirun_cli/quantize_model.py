@@ -20,7 +20,7 @@ from trirun_kernels import QuantSpec
 
 from . import __version__
 from .checkpoint_writer import CheckpointWriter
-from .errors import InputError, TrirunError, UsageError
+from .errors import InputError, UsageError, explain
 from .model_dir import ModelDir
 from .resources import configs_dir
 from .runtime.model import pick_device
@@ -192,9 +192,12 @@ def run(plan: Plan, observer: Observer, *, resume: bool) -> Result | None:
     after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
     try:
         sample, warning = write_sample(plan, sequences[-1]), None
-    except TrirunError as error:
+    except Exception as error:
         # The checkpoint is published and whole; what could not be shown does not undo it.
-        sample, warning = None, f"no sample was generated: {error}"
+        known = explain(error)
+        if known is None:
+            raise
+        sample, warning = None, f"no sample was generated: {known}"
     return Result(report, before, after, sample, warning)
 
 
@@ -202,7 +205,7 @@ def write_sample(plan: Plan, sequence: Tensor) -> dict[str, str]:
     """What the finished checkpoint writes, greedily, after the beginning of a calibration sequence.
 
     Raises:
-        TrirunError: the checkpoint cannot be run on this machine.
+        TrirunError, NativeError, torch.OutOfMemoryError: the checkpoint cannot be run on this machine.
     """
     from .runtime.generation import GenerationStats, generate_tokens, stop_ids
     from .runtime.model import open_model

@@ -7,6 +7,7 @@ of the engines of ``trainable.py``. Training starts at the GPTQ solution; the be
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from . import ranks
 from .activations import BATCH_TOKENS, Batch, compute, run_block
 from .quantized import Quantized
 from .recipe import Recipe
+from .recorded import Recorded, recordable
 from .trainable import ENGINES, Trainable
 
 EVALUATIONS = 8  # times per run that the held-out error is measured
@@ -122,27 +124,39 @@ def _descend(
         {"params": [a.codes() for a in adapters.values()], "lr": recipe.refine_lr * next(iter(adapters.values())).rate},
         {"params": [p for a in adapters.values() for p in a.scale_parameters()], "lr": recipe.refine_scale_lr},
     ]
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), foreach=True)
-    rates = [group["lr"] for group in groups]
+    batches = job.train[0]
+    device = batches[0].place.device
+    optimizer, rates = adam(groups, device)
     steps = recipe.refine_steps
-    order = step_batches(job.train[0], steps, recipe.seed * 1009 + job.index)
-    device = job.train[0][0].place.device
-    best, least = None, _hard_error(job, adapters)
-    interval = max(1, steps // EVALUATIONS)
-    for step in range(steps):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * rate_factor(step, steps)
+    order = step_batches(batches, steps, recipe.seed * 1009 + job.index)
+
+    def train_on(chosen: list[Batch], wanted: list[Tensor]) -> None:
         optimizer.zero_grad(set_to_none=True)
-        for adapter in adapters.values():
-            adapter.schedule(step / steps)
-        for b in order[step]:
-            batch, target = job.train[0][b], job.train[1][b]
+        for batch, target in zip(chosen, wanted, strict=True):
             with compute(device):
                 out = run_block(job.block, job.index, batch, batch.quantized)
-            loss = (out.float() - batch.place.fetch(target)).square().mean() / len(order[step])
+            loss = (out.float() - batch.place.fetch(target)).square().mean() / len(chosen)
             loss.backward()
         ranks.average_gradients(parameter for group in groups for parameter in group["params"])
         optimizer.step()
+
+    recorded = None
+    if recordable(batches, order, [job.block]):
+        noise = next(iter(adapters.values())).noise
+        alike = batches[0]
+        recorded = Recorded(lambda x, y: train_on([dataclasses.replace(alike, quantized=x)], [y]), device, noise)
+    best, least = None, _hard_error(job, adapters)
+    interval = max(1, steps // EVALUATIONS)
+    for step in range(steps):
+        set_rates(optimizer, rates, rate_factor(step, steps))
+        for adapter in adapters.values():
+            adapter.schedule(step / steps)
+        chosen, wanted = ([part[b] for b in order[step]] for part in job.train)
+        if recorded is not None:
+            place = chosen[0].place
+            recorded(place.fetch(chosen[0].quantized), place.fetch(wanted[0]))
+        else:
+            train_on(chosen, wanted)
         if (step + 1) % interval == 0 or step + 1 == steps:
             error = _hard_error(job, adapters)
             if error < least:
@@ -159,6 +173,24 @@ def _hard_error(job: Job, adapters: dict[str, Trainable]) -> float:
     for adapter in adapters.values():
         adapter.train()
     return error
+
+
+def adam(groups: list[dict], device: torch.device) -> tuple[torch.optim.Adam, list[float]]:
+    """The optimizer of all training here, and the peak rate of each group; on a GPU in one kernel, rates included."""
+    rates = [group["lr"] for group in groups]
+    if device.type != "cuda":
+        return torch.optim.Adam(groups, betas=(0.9, 0.95), foreach=True), rates
+    groups = [{**group, "lr": torch.tensor(group["lr"], device=device)} for group in groups]
+    return torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True, capturable=True), rates
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: list[float], factor: float) -> None:
+    """Every group's rate becomes that fraction of its peak, in place where a recorded step reads it."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate * factor)
+        else:
+            group["lr"] = rate * factor
 
 
 def rate_factor(step: int, steps: int) -> float:

@@ -31,6 +31,7 @@ class Trainable(nn.Module):
     """
 
     rate = 1.0  # of the codes' parameter, beside the recipe's
+    noise: torch.Generator | None = None  # of the forward pass, where it is noisy
 
     def __init__(self, start: Quantized, levels: int) -> None:
         super().__init__()
@@ -100,6 +101,8 @@ class Gumbel(Trainable):
         grid = torch.arange(levels, device=latent.device).view(-1, 1, 1, 1)
         self.logits = nn.Parameter(-0.5 * SHARPNESS * (latent - grid).square())  # [levels, n, groups, size]
         self.noise = noise
+        # Tensors, so that a recorded step reads what they are by then.
+        self.temperature, self.certainty = (torch.ones((), device=latent.device) for _ in range(2))
         self.schedule(0.0)
 
     def codes(self) -> nn.Parameter:
@@ -110,8 +113,8 @@ class Gumbel(Trainable):
 
     def schedule(self, progress: float) -> None:
         first, last = TEMPERATURES
-        self.temperature = first * (last / first) ** progress
-        self.certainty = CERTAINTY**progress
+        self.temperature.fill_(first * (last / first) ** progress)
+        self.certainty.fill_(CERTAINTY**progress)
 
     def forward(self, weight: Tensor) -> Tensor:
         if self.training:

@@ -5,21 +5,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from trirun_kernels.linear import Int2Linear
 
+from tests.gptq.models import SIZES
 from trirun_cli.checkpoint import load_checkpoint
 from trirun_cli.pack_model import pack_model
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = {**SIZES, "vocab_size": 64}
 FAMILIES = {
     "llama": {},
     "mistral": {},

@@ -5,7 +5,9 @@ import json
 
 import pytest
 from trirun_gptq.block import BlockRun
+from trirun_kernels.native import NativeError
 
+from trirun_cli import quantize_model
 from trirun_cli.checkpoint import Checkpoint
 
 OPTIONS = ("--preset", "fast", "--group-size", "64", "--samples", "4", "--seqlen", "64")
@@ -52,6 +54,18 @@ def test_it_generates_and_stays_near_the_original(trirun, quantized, plain_model
     # A random model predicts nothing, before or after: both sit near the vocabulary's 8192.
     results = json.loads(text)["results"]
     assert 4000 < results[0]["perplexity"] < 20000
+
+
+@pytest.mark.parametrize(("error", "expected"), [(NativeError("no library here"), 0), (KeyError("a defect"), 1)])
+def test_a_sample_that_cannot_be_shown_undoes_nothing(trirun, plain_model, tmp_path, monkeypatch, error, expected):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(quantize_model, "write_sample", fail)
+    code, text, _ = trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS, "--json")
+    assert code == expected and (tmp_path / "Q" / "model.safetensors").exists()
+    if expected == 0:
+        assert json.loads(text)["sample"] is None
 
 
 def test_overrides_reach_the_checkpoint(trirun, plain_model, tmp_path):
