@@ -51,8 +51,9 @@ class BlockRun:
         recipe: Recipe,
         observer: Observer,
         costs: Costs,
+        record: bool,
     ) -> None:
-        self.costs = costs
+        self.costs, self.record = costs, record
         self.started = time.perf_counter()
         self.index, self.name = index, skeleton.block_name(index)
         self.train, self.held_out = train, held_out
@@ -213,6 +214,7 @@ class BlockRun:
             {name for name, grids in self.grids.items() if grids and grids[0][1]},
             (self.train, train),
             (self.held_out, held_out),
+            self.record,
         )
         progress = self.observer.stage
         self.quantized, error, before, engine = refine_block(

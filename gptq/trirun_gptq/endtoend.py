@@ -1,15 +1,16 @@
-"""End-to-end training: all scales of the quantized model against the original model's predictions, codes fixed.
+"""End-to-end training: the scales of the quantized model, or its codes too, against the original model's predictions.
 
 The blocks were trained one at a time; here the whole model is run, and what is lowered is the divergence of its
 next-token distribution from the original's (Chen et al. 2024, "EfficientQAT", E2E-QP, with distillation in place of the
 text's own cross entropy, which can be mixed in). The original's predictions come from its hidden states after the last
-block, which the walk carries anyway: the original's blocks are not loaded again.
+block, which the walk carries anyway: the original's blocks are not run again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +20,18 @@ from torch.utils.checkpoint import checkpoint
 from . import ranks
 from .activations import Batch, compute
 from .errors import QuantizationError
-from .grid import store_scales, store_zeros
 from .observer import Predictions
 from .quantized import Quantized
 from .recipe import Recipe
-from .refine import rate_factor, step_batches
+from .recorded import Recorded, recordable
+from .schedule import Adam, step_batches
 from .source import Skeleton
+from .whole import CodedLinear, ScaledLinear
 
 EVALUATIONS = 8  # times per run that the held-out divergence is measured
 CLIP = 1.0  # of the gradient's norm
 Blocks = list[dict[str, Quantized]]
+Layers = dict[str, ScaledLinear | CodedLinear]
 
 
 class Head:
@@ -91,20 +94,25 @@ def compare(head: Head, batches: list[Batch], student: Callable[[Batch], Tensor]
     return Predictions(*per, divergence / positions, int(tokens))
 
 
-def tune_scales(
+def tune(
     head: Head,
     blocks: Blocks,
     train: list[Batch],
     held_out: list[Batch],
     recipe: Recipe,
+    codes: bool,
     recompute: bool,
+    record: bool,
     progress: Callable[[int, int], None],
 ) -> tuple[Blocks, Predictions, Predictions]:
-    """Train every scale (and real zero) of the model; the whole quantized model is on the device, a byte per weight.
+    """Train every scale (and real zero) of the model together, and with ``codes`` every code.
+
+    The whole quantized model is on the device: a byte per weight, or latents with their gradients and moments.
 
     Args:
         blocks: the finished blocks. train, held_out: batches with hidden states after the last block.
         recompute: the blocks' activations in the backward pass, instead of keeping them.
+        record: steps as CUDA graphs where they can be.
         progress: called with (steps done, steps).
 
     Returns:
@@ -113,8 +121,8 @@ def tune_scales(
     """
     skeleton = head.skeleton
     try:
-        layers = _load_student(skeleton, blocks, train[0].place.device)
-        kept, before, best = _train(head, layers, train, held_out, recipe, recompute, progress)
+        layers = _load_student(skeleton, blocks, train[0].place.device, recipe if codes else None)
+        kept, before, best = _train(head, layers, train, held_out, recipe, recompute, record, progress)
     finally:
         skeleton.unload_blocks()
     if kept is None:
@@ -125,17 +133,21 @@ def tune_scales(
 
 def _train(
     head: Head,
-    layers: dict[str, ScaledLinear],
+    layers: Layers,
     train: list[Batch],
     held_out: list[Batch],
     recipe: Recipe,
     recompute: bool,
+    record: bool,
     progress: Callable[[int, int], None],
 ) -> tuple[dict[str, Quantized] | None, Predictions, Predictions]:
     """The best state on held-out text (None: the start), and the predictions of the start and of the best."""
     skeleton, device = head.skeleton, train[0].place.device
-    scales = [p for layer in layers.values() for p in (layer.multiplier, layer.zeros) if p.requires_grad]
-    optimizer = torch.optim.Adam(scales, lr=recipe.e2e_lr, betas=(0.9, 0.95), foreach=True)
+    groups = [
+        {"params": [p for layer in layers.values() for p in layer.scales()], "lr": recipe.e2e_lr},
+        {"params": [p for layer in layers.values() for p in layer.codes()], "lr": recipe.e2e_code_lr},
+    ]
+    optimizer = Adam([group for group in groups if group["params"]], device)
     steps = recipe.e2e_steps
     order = step_batches(train, steps, recipe.seed * 1019)
     interval = max(1, steps // EVALUATIONS)
@@ -144,13 +156,9 @@ def _train(
         with compute(device):
             return predict(skeleton, batch.tokens.to(device))
 
-    before = best = compare(head, held_out, student)
-    kept = None
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = recipe.e2e_lr * rate_factor(step, steps)
-        optimizer.zero_grad(set_to_none=True)
-        for b in order[step]:
-            batch = train[b]
+    def learn(chosen: list[Batch]) -> None:
+        optimizer.zero_grad()
+        for batch in chosen:
             with torch.no_grad():
                 teacher = head.logits(batch, batch.original).log_softmax(-1)
             with _checkpointing(skeleton.blocks) if recompute else nullcontext():
@@ -160,10 +168,24 @@ def _train(
                     wanted = batch.tokens[:, 1:].to(device).flatten()
                     own = F.nll_loss(mine[:, :-1].flatten(0, 1), wanted)
                     loss = (1 - recipe.e2e_ce) * loss + recipe.e2e_ce * own
-                (loss / len(order[step])).backward()
-        ranks.average_gradients(scales)
-        nn.utils.clip_grad_norm_(scales, CLIP, foreach=True)
+                (loss / len(chosen)).backward()
+        ranks.average_gradients(optimizer.parameters)
+        nn.utils.clip_grad_norm_(optimizer.parameters, CLIP, foreach=True)
         optimizer.step()
+
+    recorded = None
+    if record and recordable(train, order, skeleton.blocks):
+        alike = train[0]
+        recorded = Recorded(lambda tokens, x: learn([replace(alike, tokens=tokens, original=x)]), device)
+    before = best = compare(head, held_out, student)
+    kept = None
+    for step in range(steps):
+        optimizer.schedule(step, steps)
+        chosen = [train[b] for b in order[step]]
+        if recorded is None:
+            learn(chosen)
+        else:
+            recorded(chosen[0].tokens.to(device), chosen[0].place.fetch(chosen[0].original))
         if (step + 1) % interval == 0 or step + 1 == steps:
             now = compare(head, held_out, student)
             if now.divergence < best.divergence:
@@ -172,66 +194,19 @@ def _train(
     return kept, before, best
 
 
-class ScaledLinear(nn.Module):
-    """A linear layer of fixed codes and trainable scales, weight ``s·(q − zero)``.
-
-    Keeps a byte per weight; the dense weight exists during its own product only.
-    """
-
-    def __init__(self, weight: Quantized, bias: Tensor | None, device: torch.device) -> None:
-        super().__init__()
-        self.spec, self.bias = weight.spec, bias
-        n, groups = weight.scales.shape
-        self.register_buffer("grouped", weight.codes.view(n, groups, -1).to(device), persistent=False)
-        self.register_buffer("base", weight.scales.to(device).float(), persistent=False)
-        self.multiplier = nn.Parameter(torch.ones_like(self.base))
-        zeros = torch.full_like(self.base, weight.spec.zero or 0.0) if weight.zeros is None else weight.zeros.to(device)
-        self.zeros = nn.Parameter(zeros.float(), requires_grad=weight.zeros is not None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = _ScaledProduct.apply(x, self.grouped, self.base * self.multiplier, self.zeros)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
-
-    @torch.no_grad()
-    def harden(self) -> Quantized:
-        """As it would be stored."""
-        zeros = None if self.spec.zero is not None else store_zeros(self.zeros)
-        codes = self.grouped.view(self.grouped.shape[0], -1)
-        return Quantized(codes, store_scales(self.base * self.multiplier), zeros, self.spec)
-
-
-class _ScaledProduct(torch.autograd.Function):
-    """``x·Wᵀ`` with gradients to x, scales and zeros; the dense W is made again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x, grouped, scales, zeros):
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        ctx.save_for_backward(x.to(dtype), grouped, scales, zeros)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), _dense(grouped, scales, zeros, dtype))
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, grouped, scales, zeros = ctx.saved_tensors
-        grad = grad.to(x.dtype)
-        grad_x = grad @ _dense(grouped, scales, zeros, x.dtype)
-        grad_weight = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).view_as(grouped).float()
-        grad_scales = (grad_weight * (grouped - zeros.unsqueeze(-1))).sum(-1)
-        grad_zeros = -scales * grad_weight.sum(-1) if ctx.needs_input_grad[3] else None
-        return grad_x, None, grad_scales, grad_zeros
-
-
-def _dense(grouped: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
-    return ((grouped - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)).to(dtype).view(grouped.shape[0], -1)
-
-
-def _load_student(skeleton: Skeleton, blocks: Blocks, device: torch.device) -> dict[str, ScaledLinear]:
-    """The skeleton's own blocks filled in, their quantized layers replaced; the layers by ``<block>.<path>``."""
-    layers = {}
+def _load_student(skeleton: Skeleton, blocks: Blocks, device: torch.device, recipe: Recipe | None) -> Layers:
+    """The skeleton's own blocks filled in, their quantized layers replaced; the layers by ``<block>.<path>``. Given a
+    recipe, which knows their grids, codes train too."""
+    layers: Layers = {}
     for index, block in enumerate(blocks):
         loaded = skeleton.load_block(index, device)
         for name, weight in block.items():
-            layer = ScaledLinear(weight, loaded.get_submodule(name).bias, device)
+            linear = loaded.get_submodule(name)
+            if recipe is None:
+                layer = ScaledLinear(weight, linear.bias, device)
+            else:
+                _, ternary = recipe.choice(f"{skeleton.block_name(index)}.{name}")
+                layer = CodedLinear(weight.to(device), linear.weight.detach(), linear.bias, 3 if ternary else 4)
             loaded.set_submodule(name, layer)
             layers[f"{index}.{name}"] = layer
         skeleton.blocks[index] = loaded

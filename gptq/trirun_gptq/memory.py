@@ -15,6 +15,7 @@ from .recipe import Recipe
 from .source import Skeleton, linear_layers
 
 STREAMS = 4  # held at the peak: inputs and outputs of a block, in the original and in the quantized model
+CODE_BYTES = 28  # per weight, where codes train end to end
 USABLE = 0.9  # of the free memory; the rest is fragmentation and what libraries take
 
 
@@ -28,6 +29,7 @@ class MemoryPlan:
         solve: Hessians, factor and temporaries of the layer that needs most.
         refine: latents or logits, their gradients and Adam's moments; 0 where blocks are not refined.
         e2e: the whole model as codes, and logits; 0 without end-to-end training.
+        e2e_codes: what training the codes takes more; 0 where the recipe leaves them.
         e2e_kept: what end-to-end training takes more when it keeps all blocks' activations for the backward pass.
         streams: hidden states of all calibration tokens, at the precision of ``place``.
         place: where they wait.
@@ -39,6 +41,7 @@ class MemoryPlan:
     solve: int
     refine: int
     e2e: int
+    e2e_codes: int
     e2e_kept: int
     streams: int
     place: Placement
@@ -50,14 +53,24 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """On the device at the worst moment."""
-        return self.working + (self.streams if self.place.store == self.device else 0)
+        """On the device at the worst moment, end-to-end training of codes not counted: it is left out without room."""
+        return self.working + self.waiting
+
+    @property
+    def waiting(self) -> int:
+        """Activations that wait on the device."""
+        return self.streams if self.place.store == self.device else 0
+
+    @property
+    def trains_codes(self) -> bool:
+        """Whether end-to-end training has room for the codes."""
+        return 0 < self.e2e_codes <= USABLE * self.free - self.e2e - self.waiting
 
     @property
     def recomputes(self) -> bool:
         """Whether end-to-end training computes every block's activations a second time instead of keeping them."""
-        waiting = self.streams if self.place.store == self.device else 0
-        return self.e2e + self.e2e_kept + waiting > USABLE * self.free
+        codes = self.e2e_codes if self.trains_codes else 0
+        return self.e2e + codes + self.e2e_kept + self.waiting > USABLE * self.free
 
     @property
     def fits(self) -> bool:
@@ -84,10 +97,12 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
     if recipe.refine_steps:
         # Parameter, gradient, two moments; and the dense weight with its gradient, or noise and shares of four codes.
         refine = max(weights) * max({"ste": 24, "gumbel": 112}[engine] for engine in recipe.engines)
-    e2e = e2e_kept = 0
+    e2e = e2e_codes = e2e_kept = 0
     if recipe.e2e_steps:
         others = 4 * (sum(p.numel() for p in skeleton.model.parameters()) - sum(weights))
         e2e = sum(weights) + others + BATCH_TOKENS * vocabulary * 4 * 6 + 2 * activations
+        # Latents, gradients and two moments; and what a weight becomes on its way through a step.
+        e2e_codes = sum(weights) * CODE_BYTES if recipe.e2e_code_lr else 0
         # Between two linear layers about twice as much lies as goes through them.
         e2e_kept = round(3 * BATCH_TOKENS * 4 * sum(features))
     free = free_bytes(device)
@@ -103,6 +118,7 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
             solve,
             refine,
             e2e,
+            e2e_codes,
             e2e_kept,
             STREAMS * tokens * hidden * place.dtype.itemsize,
             place,

@@ -14,12 +14,13 @@ from .activations import Batch, Placement, capture, halve, make_batches
 from .block import BlockResult, BlockRun
 from .columns import has_triton
 from .costs import Costs, peak_host_bytes
-from .endtoend import Head, compare, tune_scales
+from .endtoend import Head, compare, tune
 from .errors import QuantizationError
 from .memory import plan_memory
 from .observer import Observer, Report
 from .quantized import Quantized
 from .recipe import Recipe
+from .recorded import CannotRecord
 from .rehearsal import rehearse
 from .requirements import require_calibration, require_group_sizes
 from .source import Skeleton, TensorSource, linear_layers
@@ -91,7 +92,7 @@ def quantize_model(
     if dry_run or device.type == "cuda":
         # Memory is what a GPU lacks; a CPU's time is better spent on the run itself.
         with costs.stage("rehearse"):
-            report.rehearsal = walk.retrying(lambda: rehearse(skeleton, walk.train, walk.held_out, recipe))
+            report.rehearsal = walk.retrying(lambda: rehearse(skeleton, walk.train, walk.held_out, recipe, walk.record))
         observer.rehearsed(report.rehearsal)
         if dry_run:
             return report
@@ -122,15 +123,20 @@ def _finish(walk: _Walk, waiting: list[dict[str, Quantized]], report: Report, wr
     if walk.held_out:
         head = Head(skeleton, report.memory.device)
         if waiting:
+            memory = report.memory
+            if recipe.e2e_code_lr and not memory.trains_codes:
+                observer.warning("too little memory to train all codes end to end: their scales are trained alone")
             with costs.stage("end to end"):
                 waiting, report.before_e2e, report.predictions = walk.retrying(
-                    lambda: tune_scales(
+                    lambda: tune(
                         head,
                         waiting,
                         walk.train,
                         walk.held_out,
                         recipe,
-                        report.memory.recomputes,
+                        memory.trains_codes,
+                        memory.recomputes,
+                        walk.record,
                         lambda *at: observer.stage("e2e", *at),
                     )
                 )
@@ -158,13 +164,15 @@ class _Walk:
     ) -> None:
         self.skeleton, self.train, self.held_out = skeleton, train, held_out
         self.recipe, self.observer, self.state, self.costs = recipe, observer, state, costs
+        self.record = True
 
     def block(self, index: int) -> BlockResult:
         """One block quantized, or taken from the state of a run that was stopped."""
         finished = self.state.load(index) if self.state is not None else None
 
         def attempt() -> BlockResult:
-            run = BlockRun(self.skeleton, index, self.train, self.held_out, self.recipe, self.observer, self.costs)
+            batches = self.train, self.held_out
+            run = BlockRun(self.skeleton, index, *batches, self.recipe, self.observer, self.costs, self.record)
             if finished is None:
                 return run.run()
             run.restore(finished.quantized)
@@ -180,13 +188,18 @@ class _Walk:
         return result
 
     def retrying(self, attempt: Callable[[], T]) -> T:
-        """The attempt's result; when a GPU runs out of memory, once more with batches half as large.
+        """The attempt's result; when a GPU runs out of memory, once more with batches half as large; when a training
+        step cannot be recorded as a CUDA graph, once more without.
 
         An attempt changes the batches' activations at its very end or not at all.
         """
         while True:
             try:
                 return attempt()
+            except CannotRecord as error:
+                self.record = False
+                self.observer.warning(f"training steps are launched kernel by kernel, more slowly: {error}")
+                continue
             except torch.OutOfMemoryError:
                 sequences = max(len(batch.tokens) for batch in [*self.train, *self.held_out])
                 # Several processes could not agree on a retry that only one of them needs.

@@ -59,8 +59,10 @@ class Recipe:
         refine_lr: Adam's peak learning rate of the latent codes, in steps of the grid. refine_scale_lr: of the scales,
             as a fraction of them.
         e2e_steps: optimizer steps of end-to-end training afterwards, about 4096 tokens each: all scales of the model
-            against the original's predictions, codes fixed; 0 is off. e2e_lr: its peak learning rate, as a fraction of
-            the scales. e2e_ce: weight of the text's own cross entropy beside the divergence, in 0..1.
+            against the original's predictions; 0 is off. e2e_lr: its peak learning rate, as a fraction of the scales.
+        e2e_code_lr: peak learning rate of all codes in it, in steps of the grid; 0 leaves codes as they are. Latents,
+            gradients and moments of the whole model must fit the device, or the codes stay as they are all the same.
+        e2e_ce: weight of the text's own cross entropy beside the divergence, in 0..1.
         ignore: patterns (``re.search`` on the module path) of linear layers to leave as they are.
         overrides: pattern → :class:`Override`; the last match wins.
 
@@ -90,6 +92,7 @@ class Recipe:
     engines: tuple[str, ...] = ("ste",)
     e2e_steps: int = 0
     e2e_lr: float = 1e-2
+    e2e_code_lr: float = 0.0
     e2e_ce: float = 0.0
     ignore: tuple[str, ...] = ()
     overrides: Mapping[str, Override] = field(default_factory=dict)

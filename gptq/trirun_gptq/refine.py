@@ -8,7 +8,6 @@ of the engines of ``trainable.py``. Training starts at the GPTQ solution; the be
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from . import ranks
-from .activations import BATCH_TOKENS, Batch, compute, run_block
+from .activations import Batch, compute, run_block
 from .quantized import Quantized
 from .recipe import Recipe
 from .recorded import Recorded, recordable
+from .schedule import Adam, step_batches
 from .trainable import ENGINES, Trainable
 
 EVALUATIONS = 8  # times per run that the held-out error is measured
-WARMUP = 0.1  # fraction of the steps over which learning rates rise: the first Adam steps know nothing but signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,7 @@ class Job:
         layers: the quantized linear layers by name. start: their solutions. originals: float32 weights.
         ternary: names whose grid leaves code 3 unused.
         train, held_out: batches, and the original block's outputs on ``batch.original`` as the batches keep them.
+        record: steps as CUDA graphs where they can be.
     """
 
     block: nn.Module
@@ -46,6 +46,7 @@ class Job:
     ternary: set[str]
     train: tuple[list[Batch], list[Tensor]]
     held_out: tuple[list[Batch], list[Tensor]]
+    record: bool
 
     def install(self, state: dict[str, Quantized]) -> None:
         """Put a state into the layers, as plain weights."""
@@ -120,43 +121,45 @@ def _train(job: Job, engine: str, recipe: Recipe, progress: Callable[[int], None
 def _descend(
     job: Job, adapters: dict[str, Trainable], recipe: Recipe, progress: Callable[[int], None]
 ) -> dict[str, Quantized] | None:
-    groups = [
-        {"params": [a.codes() for a in adapters.values()], "lr": recipe.refine_lr * next(iter(adapters.values())).rate},
-        {"params": [p for a in adapters.values() for p in a.scale_parameters()], "lr": recipe.refine_scale_lr},
-    ]
-    batches = job.train[0]
+    batches, steps = job.train[0], recipe.refine_steps
     device = batches[0].place.device
-    optimizer, rates = adam(groups, device)
-    steps = recipe.refine_steps
+    rate = recipe.refine_lr * next(iter(adapters.values())).rate
+    optimizer = Adam(
+        [
+            {"params": [a.codes() for a in adapters.values()], "lr": rate},
+            {"params": [p for a in adapters.values() for p in a.scale_parameters()], "lr": recipe.refine_scale_lr},
+        ],
+        device,
+    )
     order = step_batches(batches, steps, recipe.seed * 1009 + job.index)
 
-    def train_on(chosen: list[Batch], wanted: list[Tensor]) -> None:
-        optimizer.zero_grad(set_to_none=True)
+    def learn(chosen: list[Batch], wanted: list[Tensor]) -> None:
+        optimizer.zero_grad()
         for batch, target in zip(chosen, wanted, strict=True):
             with compute(device):
                 out = run_block(job.block, job.index, batch, batch.quantized)
             loss = (out.float() - batch.place.fetch(target)).square().mean() / len(chosen)
             loss.backward()
-        ranks.average_gradients(parameter for group in groups for parameter in group["params"])
+        ranks.average_gradients(optimizer.parameters)
         optimizer.step()
 
     recorded = None
-    if recordable(batches, order, [job.block]):
+    if job.record and recordable(batches, order, [job.block]):
         noise = next(iter(adapters.values())).noise
         alike = batches[0]
-        recorded = Recorded(lambda x, y: train_on([dataclasses.replace(alike, quantized=x)], [y]), device, noise)
+        recorded = Recorded(lambda x, y: learn([dataclasses.replace(alike, quantized=x)], [y]), device, noise)
     best, least = None, _hard_error(job, adapters)
     interval = max(1, steps // EVALUATIONS)
     for step in range(steps):
-        set_rates(optimizer, rates, rate_factor(step, steps))
+        optimizer.schedule(step, steps)
         for adapter in adapters.values():
             adapter.schedule(step / steps)
         chosen, wanted = ([part[b] for b in order[step]] for part in job.train)
-        if recorded is not None:
+        if recorded is None:
+            learn(chosen, wanted)
+        else:
             place = chosen[0].place
             recorded(place.fetch(chosen[0].quantized), place.fetch(wanted[0]))
-        else:
-            train_on(chosen, wanted)
         if (step + 1) % interval == 0 or step + 1 == steps:
             error = _hard_error(job, adapters)
             if error < least:
@@ -173,43 +176,3 @@ def _hard_error(job: Job, adapters: dict[str, Trainable]) -> float:
     for adapter in adapters.values():
         adapter.train()
     return error
-
-
-def adam(groups: list[dict], device: torch.device) -> tuple[torch.optim.Adam, list[float]]:
-    """The optimizer of all training here, and the peak rate of each group; on a GPU in one kernel, rates included."""
-    rates = [group["lr"] for group in groups]
-    if device.type != "cuda":
-        return torch.optim.Adam(groups, betas=(0.9, 0.95), foreach=True), rates
-    groups = [{**group, "lr": torch.tensor(group["lr"], device=device)} for group in groups]
-    return torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True, capturable=True), rates
-
-
-def set_rates(optimizer: torch.optim.Optimizer, rates: list[float], factor: float) -> None:
-    """Every group's rate becomes that fraction of its peak, in place where a recorded step reads it."""
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate * factor)
-        else:
-            group["lr"] = rate * factor
-
-
-def rate_factor(step: int, steps: int) -> float:
-    """The learning rate of a step as a fraction of its peak: a short linear rise, then a cosine to zero."""
-    return min(1.0, (step + 1) / (WARMUP * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
-def step_batches(batches: list[Batch], steps: int, seed: int) -> list[list[int]]:
-    """Which batches each step trains on, about 4096 tokens together: seeded epochs without repetition."""
-    generator = torch.Generator().manual_seed(seed)
-    order: list[list[int]] = []
-    while len(order) < steps:
-        tokens = BATCH_TOKENS  # an epoch begins with a step of its own
-        for b in torch.randperm(len(batches), generator=generator).tolist():
-            size = batches[b].tokens.numel()
-            # A step ends where the next batch would take it further past the mark than it is short of it.
-            if tokens + size / 2 > BATCH_TOKENS:
-                order.append([])
-                tokens = 0
-            order[-1].append(b)
-            tokens += size
-    return order[:steps]

@@ -10,22 +10,24 @@ from .block import BlockRun
 from .costs import Costs
 from .observer import Observer, Rehearsal
 from .recipe import Recipe
+from .recorded import WARMUP
 from .source import Skeleton
 
-STEPS = 2  # of refinement: the second one has the optimizer's moments in memory
+STEPS = WARMUP + 1  # of refinement: by then the optimizer's moments are in memory, and the step is recorded
 
 
-def rehearse(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], recipe: Recipe) -> Rehearsal:
-    """Quantize the largest block on one batch, refine it for two steps, and forget it.
+def rehearse(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], recipe: Recipe, record: bool) -> Rehearsal:
+    """Quantize the largest block on one batch, refine it for a few steps, and forget it.
 
     Raises:
         QuantizationError: whatever would stop the run itself. torch.OutOfMemoryError: a batch is too large.
+        CannotRecord: a step cannot be a CUDA graph; with ``record`` only.
     """
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
     index = sizes.index(max(sizes))
     short = dataclasses.replace(recipe, refine_steps=min(recipe.refine_steps, STEPS))
     costs = Costs(train[0].place.device)
     parts = [[copy.copy(batch) for batch in batches[:1]] for batches in (train, held_out)]
-    BlockRun(skeleton, index, *parts, short, Observer(), costs).run()
+    BlockRun(skeleton, index, *parts, short, Observer(), costs, record).run()
     stages = costs.stages.values()
     return Rehearsal(sum(stage.seconds for stage in stages), max(stage.device_bytes for stage in stages))

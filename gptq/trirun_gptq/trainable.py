@@ -76,7 +76,7 @@ class Trainable(nn.Module):
 class StraightThrough(Trainable):
     """Engine ``ste``."""
 
-    def __init__(self, start: Quantized, weight: Tensor, levels: int, noise: torch.Generator) -> None:
+    def __init__(self, start: Quantized, weight: Tensor, levels: int, noise: torch.Generator | None = None) -> None:
         super().__init__(start, levels)
         self.latent = nn.Parameter(self._latent(start, weight) - self.zeros.detach().unsqueeze(-1))
 

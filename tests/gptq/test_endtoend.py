@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from trirun_gptq import endtoend
+from trirun_gptq import endtoend, memory
 from trirun_gptq.model import quantize_model
 from trirun_gptq.observer import Observer
 
@@ -37,6 +37,44 @@ def test_scales_move_and_codes_do_not(tmp_path, grid, tied):
     original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     measured = divergence(original, load_result(tmp_path, written, report), sequences)
     assert report.predictions.divergence == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("grid", ["zero", "ternary"])
+def test_codes_train_too(tmp_path, grid):
+    # So little text teaches a random model nothing about other text.
+    sequences = calibration(6)
+    sequences += sequences[:2]
+    make_model(tmp_path)
+    plain, _, _ = run(tmp_path, replace(RECIPE, grid=grid), sequences)
+    scales_alone, first, _ = run(tmp_path, replace(E2E, grid=grid), sequences)
+    # The first steps undo what GPTQ compensated for; the others must make more than that good.
+    recipe = replace(E2E, grid=grid, e2e_steps=80, e2e_code_lr=2e-2)
+    written, report, _ = run(tmp_path, recipe, sequences)
+    packed = [name for name in written if written[name].dtype == torch.int32]
+    assert all(torch.equal(scales_alone[name], plain[name]) for name in packed)
+    assert not all(torch.equal(written[name], plain[name]) for name in packed)
+    assert report.before_e2e == first.before_e2e
+    assert report.predictions.divergence < first.predictions.divergence
+    original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    measured = divergence(original, load_result(tmp_path, written, report), sequences)
+    assert report.predictions.divergence == pytest.approx(measured, rel=0.05)
+    if grid == "ternary":
+        weights = [
+            load_result(tmp_path, written, report).get_submodule(module.name).weight for module in report.modules
+        ]
+        assert all(len(row[:32].abs().unique()) <= 2 for weight in weights for row in weight)
+
+
+def test_codes_stay_where_they_do_not_fit(tmp_path, monkeypatch):
+    make_model(tmp_path)
+    scales_alone, first, _ = run(tmp_path, E2E)
+    monkeypatch.setattr(memory, "CODE_BYTES", 1 << 50)
+    log, written = Log(), Tensors()
+    log.warning = log.stages.add
+    report = quantize_model(tmp_path, replace(E2E, e2e_code_lr=5e-2), calibration(), written, log)
+    assert any("too little memory to train all codes" in message for message in log.stages)
+    assert report.predictions == first.predictions
+    assert all(torch.equal(written[name], scales_alone[name]) for name in written)
 
 
 def test_a_rate_too_high_changes_nothing(tmp_path):
