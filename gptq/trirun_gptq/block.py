@@ -181,22 +181,31 @@ class BlockRun:
         held_out: Hessian | None,
         grids: tuple[tuple[QuantSpec, bool], ...],
     ) -> Solution:
-        """Of all candidate grids, with and without correction, the one with the least error on held-out sequences; by
-        the error that H predicts where the two streams are still one."""
-        recipe = self.recipe
-        targets = [weight.float()]
+        """With or without correction, and on which of the candidate grids: what has the least error on held-out
+        sequences; by the error that H predicts where the two streams are still one. The first grid decides about the
+        correction, which is about the streams, for all of them."""
+        recipe, source = self.recipe, weight.float()
+        settings = {"clip": recipe.clip, "sweeps": recipe.sweeps, "refit": recipe.refit}
+        wanted = None if held_out is None else source @ held_out.cross
+
+        def error(quantized: Quantized) -> float:
+            if held_out is None:
+                return system.solution(quantized, source).loss
+            return stream_error(quantized, wanted, held_out)
+
+        targets = [system.target(source)]
         if held_out is not None:
-            targets.append(corrected_target(weight.float(), hessian, recipe.damp, recipe.correction))
-        best, least = None, float("inf")
+            targets.append(system.target(corrected_target(source, hessian, recipe.damp, recipe.correction)))
+        best, least, aim = None, float("inf"), targets[0]
         for spec, ternary in grids:
             check(weight, hessian, spec, ternary)
             for target in targets:
-                settings = {"clip": recipe.clip, "sweeps": recipe.sweeps, "refit": recipe.refit}
-                solution = system.solve(target, targets[0], spec, ternary=ternary, **settings)
-                error = solution.loss if held_out is None else stream_error(solution, weight, held_out)
-                if best is None or error < least:
-                    best, least = solution, error
-        return best
+                quantized = system.solve(target, spec, ternary=ternary, **settings)
+                found = error(quantized)
+                if best is None or found < least:
+                    best, least, aim = quantized, found, target
+            targets = [aim]
+        return system.solution(best, source)
 
     def _refine(
         self, chosen: dict[str, nn.Linear], train: list[Tensor], held_out: list[Tensor]
@@ -245,7 +254,7 @@ def split_rows(stacked: Quantized, rows: list[int]) -> list[Quantized]:
     return [Quantized(c, s, z, stacked.spec) for c, s, z in zip(codes, scales, zeros, strict=True)]
 
 
-def stream_error(solution: Solution, weight: Tensor, hessian: Hessian) -> float:
-    """``‖x₀Wᵀ − xŴᵀ‖²`` per token up to a constant, from the statistics of both streams."""
-    candidate = solution.quantized.dequantize()
-    return float(((candidate @ hessian.matrix - 2 * (weight.float() @ hessian.cross)) * candidate).sum())
+def stream_error(quantized: Quantized, wanted: Tensor, hessian: Hessian) -> float:
+    """``‖x₀Wᵀ − xŴᵀ‖²`` per token up to a constant, from the statistics of both streams; ``wanted`` is W·G, [n, k]."""
+    candidate = quantized.dequantize()
+    return float(((candidate @ hessian.matrix - 2 * wanted) * candidate).sum())

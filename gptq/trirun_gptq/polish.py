@@ -14,21 +14,25 @@ from .grid import store_scales, store_zeros
 
 
 @dataclass(frozen=True)
-class Problem:
-    """``min tr((Ŵ − target) H (Ŵ − target)ᵀ)`` over codes 0..levels−1 and scales.
+class Target:
+    """A weight to come near to, float32 [n, k], and H [k, k], which says what nearness is worth."""
 
-    target is [n, k], hessian [k, k], both float32.
-    """
-
-    target: Tensor
+    weight: Tensor
     hessian: Tensor
-    spec: QuantSpec
-    levels: int
 
     @cached_property
     def pull(self) -> Tensor:
-        """``target · H``, [n, k]."""
-        return self.target @ self.hessian
+        """``weight · H``, [n, k]; the same for all grids."""
+        return self.weight @ self.hessian
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``min tr((Ŵ − W) H (Ŵ − W)ᵀ)`` over codes 0..levels−1 and scales, W and H those of the target."""
+
+    target: Target
+    spec: QuantSpec
+    levels: int
 
     def dense(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """Ŵ, float32 [n, k], from codes (any dtype) and stored scales."""
@@ -39,8 +43,8 @@ class Problem:
 
     def row_losses(self, dense: Tensor) -> Tensor:
         """The loss of each row, [n]."""
-        error = dense - self.target
-        return ((error @ self.hessian) * error).sum(1)
+        error = dense - self.target.weight
+        return ((error @ self.target.hessian) * error).sum(1)
 
 
 def descend(problem: Problem, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
@@ -61,8 +65,8 @@ def descend(problem: Problem, codes: Tensor, scales: Tensor, zeros: Tensor | Non
     zero = None if zeros is None else zeros.float().t().contiguous()
     codes = codes.t().contiguous()
     dense = problem.dense(codes.t(), scales, zeros).t().contiguous()
-    error = dense - problem.target.t()
-    hessian = problem.hessian
+    error = dense - problem.target.weight.t()
+    hessian = problem.target.hessian
     backend = loops(codes.device)
     groups = torch.arange(k, device=codes.device, dtype=torch.int32) // size
     for start in range(0, k, backend.COLUMNS):
@@ -87,6 +91,7 @@ def refit_scales(
         Codes float [n, k] (unchanged), and the accepted scales and zeros.
     """
     n, k = codes.shape
+    hessian = problem.target.hessian
     groups = problem.spec.groups(k)
     basis = [codes - problem.spec.zero] if zeros is None else [codes, torch.ones_like(codes)]
     width = len(basis) * groups
@@ -94,11 +99,11 @@ def refit_scales(
     right = torch.empty(n, width, device=codes.device)
     size = k // groups
     for b, left in enumerate(basis):
-        right[:, b * groups : (b + 1) * groups] = (problem.pull * left).view(n, groups, size).sum(-1)
+        right[:, b * groups : (b + 1) * groups] = (problem.target.pull * left).view(n, groups, size).sum(-1)
         for g in range(groups):
             end = (g + 1) * size
             # The matrix is symmetric: groups up to this one are enough.
-            row = left[:, g * size : end] @ problem.hessian[g * size : end, :end]
+            row = left[:, g * size : end] @ hessian[g * size : end, :end]
             for c, other in enumerate(basis):
                 products = (row * other[:, :end]).view(n, g + 1, size).sum(-1)
                 normal[:, b, g, c, : g + 1] = products

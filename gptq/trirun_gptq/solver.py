@@ -16,7 +16,7 @@ from .columns import loops
 from .errors import QuantizationError
 from .grid import search_grid
 from .hessian import Factor, Hessian
-from .polish import Problem, descend, refit_scales
+from .polish import Problem, Target, descend, refit_scales
 from .quantized import Quantized
 
 
@@ -91,8 +91,9 @@ def solve(
     check(weight, hessian, spec, ternary)
     system = System(hessian, damp, act_order)
     source = weight.float()
-    target = corrected_target(source, hessian, damp, correction) if correction else source
-    return system.solve(target, source, spec, ternary=ternary, clip=clip, sweeps=sweeps, refit=refit)
+    target = system.target(corrected_target(source, hessian, damp, correction) if correction else source)
+    quantized = system.solve(target, spec, ternary=ternary, clip=clip, sweeps=sweeps, refit=refit)
+    return system.solution(quantized, source)
 
 
 class System:
@@ -111,20 +112,26 @@ class System:
         self.damped = self.matrix.clone()
         self.damped.diagonal().add_(self.factor.damp * self.matrix.diagonal().mean())
 
+    def target(self, weight: Tensor) -> Target:
+        """What to solve for: float32 [n, k], zero where inputs are dead, under the damped H."""
+        return Target(weight.masked_fill(self.dead, 0.0), self.damped)
+
     def solve(
-        self, target: Tensor, source: Tensor, spec: QuantSpec, *, ternary: bool, clip: bool, sweeps: int, refit: bool
-    ) -> Solution:
-        """Quantize ``target`` [n, k], float32; ``source`` is the weight that the reported loss compares with."""
+        self, target: Target, spec: QuantSpec, *, ternary: bool, clip: bool, sweeps: int, refit: bool
+    ) -> Quantized:
+        """Quantize one target on one grid."""
         levels = 3 if ternary else 4
-        target = target.masked_fill(self.dead, 0.0)
-        scales, zeros = search_grid(target, self.importance, spec, levels=levels, clip=clip)
-        codes = _solve_columns(target, scales, zeros, spec, self.factor, self.order, levels)
-        problem = Problem(target, self.damped, spec, levels)
+        scales, zeros = search_grid(target.weight, self.importance, spec, levels=levels, clip=clip)
+        codes = _solve_columns(target.weight, scales, zeros, spec, self.factor, self.order, levels)
+        problem = Problem(target, spec, levels)
         for _ in range(sweeps):
             codes = descend(problem, codes, scales, zeros)
             if refit:
                 codes, scales, zeros = refit_scales(problem, codes, scales, zeros)
-        quantized = Quantized(codes.to(torch.uint8), scales, zeros, spec)
+        return Quantized(codes.to(torch.uint8), scales, zeros, spec)
+
+    def solution(self, quantized: Quantized, source: Tensor) -> Solution:
+        """A result with its figures, beside the weight [n, k] that it stands for."""
         loss = proxy_loss(quantized.dequantize(), source, self.matrix)
         return Solution(quantized, loss, self.factor.damp, int(self.dead.sum()))
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.grid import search_grid
 from trirun_gptq.hessian import Hessian
-from trirun_gptq.polish import Problem, descend, refit_scales
+from trirun_gptq.polish import Problem, Target, descend, refit_scales
 from trirun_gptq.solver import corrected_target, gptq_quantize, proxy_loss, solve
 from trirun_kernels import QuantSpec, dequantize
 
@@ -28,7 +28,7 @@ def layer(n=64, k=256, rows=2048, seed=0):
 
 def round_to_nearest(weight, spec, levels):
     scales, zeros = search_grid(weight, torch.ones(weight.shape[1]), spec, levels=levels, clip=False)
-    problem = Problem(weight, torch.eye(weight.shape[1]), spec, levels)
+    problem = Problem(Target(weight, torch.eye(weight.shape[1])), spec, levels)
     start = torch.ones_like(weight)
     # With an identity Hessian, coordinate descent is rounding to nearest.
     return problem.dense(descend(problem, start, scales, zeros), scales, zeros)
@@ -76,7 +76,7 @@ def test_polish_never_raises_the_loss(seed, grid, group_size):
     zero, ternary = GRIDS[grid]
     spec, levels = QuantSpec(group_size, zero), 3 if ternary else 4
     weight, hessian, _ = layer(n=16, k=64, rows=200, seed=seed)
-    problem = Problem(weight, hessian.matrix, spec, levels)
+    problem = Problem(Target(weight, hessian.matrix), spec, levels)
     scales, zeros = search_grid(weight, torch.ones(64), spec, levels=levels)
     codes = torch.randint(0, levels, weight.shape, generator=torch.Generator().manual_seed(seed)).float()
     before = problem.row_losses(problem.dense(codes, scales, zeros))
