@@ -1,7 +1,9 @@
-"""What every test may ask for: the checkout, the demo model, and reference data beside the checkout."""
+"""What every test may ask for: the checkout, the demo model, reference data beside the checkout, the command line in
+this process, one thread."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,35 @@ def shared() -> Path:
     if not (folder / "models").is_dir():
         pytest.skip("no reference models in ../shared")
     return folder
+
+
+@pytest.fixture
+def trirun(capsys, monkeypatch):
+    """Run the command line: ``trirun("pack", path)`` → (exit code, stdout, stderr)."""
+    from trirun_cli.app import main
+
+    def run(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["trirun", *map(str, arguments)])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", stdin)
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """One thread for torch: where matrices are tiny, waiting for a second one on a busy machine is most of the time."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

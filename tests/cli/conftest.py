@@ -1,34 +1,12 @@
-"""A tiny random model on disk, and the command line in this process."""
+"""A tiny random model on disk: as it is, ternary, and packed."""
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
 
 PROJECT_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-
-
-@pytest.fixture
-def trirun(capsys, monkeypatch):
-    """Run the command line: ``trirun("pack", path)`` → (exit code, stdout, stderr)."""
-    from trirun_cli.app import main
-
-    def run(*arguments, stdin=None):
-        monkeypatch.setattr(sys, "argv", ["trirun", *map(str, arguments)])
-        if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", stdin)
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture(scope="session")

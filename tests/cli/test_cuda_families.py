@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from trirun_kernels.native import library_path
 
-from trirun_cli.pack_model import pack_model
+from tests.small_models import save_ternary
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not library_path("cuda").exists(),
     reason="no CUDA device, or libtrirun_cuda.so is not built",
 )
-SMALL = {
-    "vocab_size": 65,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 FAMILIES = {
     "llama": {},
@@ -40,21 +28,8 @@ FAMILIES = {
 @pytest.fixture(params=FAMILIES)
 def models(request, tmp_path):
     """Directories of a random ternary model: as it is, and packed."""
-    torch.manual_seed(0)
-    options = SMALL | FAMILIES[request.param]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param.split(",")[0], **options))
-    head = model.get_output_embeddings()
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear) and module is not head:
-                module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-4)
-            if isinstance(module, torch.nn.Linear) and module.bias is not None:
-                module.bias.normal_()
-            if name.endswith("norm"):
-                module.weight.uniform_(0.5, 1.5)
-    model.save_pretrained(tmp_path / "model")
-    pack_model(tmp_path / "model", tmp_path / "packed")
-    return tmp_path / "model", tmp_path / "packed"
+    change = {"vocab_size": 65, "hidden_size": 128, "intermediate_size": 192} | FAMILIES[request.param]
+    return save_ternary(request.param.split(",")[0], change, tmp_path)[1:]
 
 
 def test_logits_are_those_of_transformers(models):

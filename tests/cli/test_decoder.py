@@ -15,24 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trirun_kernels.decoder_ops import Segment
 
+from tests.small_models import SIZES, save_ternary
 from trirun_cli.errors import InputError
 from trirun_cli.pack_model import pack_model
 from trirun_cli.runtime.decoder import LeanDecoder, LeanLM
 from trirun_cli.runtime.llama_config import NotLean, decoder_shape, longest_context, rotary_angles
 from trirun_cli.runtime.model import BatchLM
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -58,21 +47,9 @@ FAMILIES = {
 
 
 def save_packed(family, change, out):
-    """A random ternary model of a family: itself, and its packed checkpoint in ``out``."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | change))).eval()
-    head = model.get_output_embeddings()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear) and module is not head:
-                module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-3)
-        model.get_input_embeddings().weight.normal_()
-    model.save_pretrained(out / "model")
-    pack_model(out / "model", out / "packed")
-    return model, out / "packed"
+    """A random ternary model of a family, and its packed checkpoint in ``out``."""
+    model, _, packed = save_ternary(family, change, out)
+    return model, packed
 
 
 def error(found, expected):
@@ -156,7 +133,7 @@ def test_ternary_model_keeps_its_logits(shared, tmp_path):
 def test_rotary_angles_equal_transformers(kind):
     parameters = {"linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}, "llama3": LLAMA3, "yarn": YARN}
     change = {"rope_parameters": parameters[kind]} if kind in parameters else {}
-    config = AutoConfig.for_model("llama", **(SMALL | change))
+    config = AutoConfig.for_model("llama", **(SIZES | change))
     if kind == "default":
         expected, scaling = 1.0 / 1e4 ** (torch.arange(0, 16, 2) / 16), 1.0
     else:
@@ -168,7 +145,7 @@ def test_rotary_angles_equal_transformers(kind):
 
 
 def test_old_rotary_settings_are_read():
-    base = SMALL | {"model_type": "llama"}
+    base = SIZES | {"model_type": "llama"}
     old = {name: value for name, value in LLAMA3.items() if name not in ("rope_theta", "rope_type")}
     old_config = base | {"rope_theta": 500000.0, "rope_scaling": old | {"type": "llama3"}}
     new, found = rotary_angles(base | {"rope_parameters": LLAMA3}, 64), rotary_angles(old_config, 64)
@@ -187,7 +164,7 @@ def test_old_rotary_settings_are_read():
 )
 def test_other_models_are_refused(change, message):
     with pytest.raises(NotLean, match=message):
-        decoder_shape(SMALL | {"model_type": "llama"} | change)
+        decoder_shape(SIZES | {"model_type": "llama"} | change)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.cli.test_decoder import SMALL, save_packed
+from tests.small_models import SIZES, save_ternary
 from trirun_cli.errors import InputError
 from trirun_cli.runtime.engine.opening import open_engine
 from trirun_cli.runtime.engine.request import Request
@@ -64,7 +64,7 @@ def check(model, found, scores):
 @pytest.mark.parametrize("engine", ["lean", "transformers"])
 @pytest.mark.parametrize("family", LEAN)
 def test_packed_models(family, engine, tmp_path):
-    model, packed = save_packed(family, LEAN[family], tmp_path)
+    model, _, packed = save_ternary(family, LEAN[family], tmp_path)
     runner = open_engine(packed, device="cpu", engine=engine, slots=3)
     assert engine in runner.name
     found, scores = greedy(runner)
@@ -83,7 +83,7 @@ def test_packed_models(family, engine, tmp_path):
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_models(family, tmp_path):
     torch.manual_seed(0)
-    shape = SMALL | OTHERS[family]
+    shape = SIZES | OTHERS[family]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).eval()
     model.get_input_embeddings().weight.data.normal_()
     model.save_pretrained(tmp_path / "model")
@@ -105,14 +105,14 @@ def test_compiled_models_write_the_same(tmp_path, monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", compiler)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | OTHERS[family]))).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SIZES | OTHERS[family]))).save_pretrained(tmp_path)
     plain, through = (open_engine(tmp_path, device="cpu", slots=2, compiled=way, tf32=way) for way in (False, True))
     assert greedy(through)[0] == greedy(plain)[0]
     assert len(compiled) == 1
 
 
 def test_models_without_a_key_value_cache_are_refused(tmp_path):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **SMALL, state_size=8))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **SIZES, state_size=8))
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(InputError, match="MambaForCausalLM has no key-value cache"):
         open_engine(tmp_path / "model", device="cpu")

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from trirun_kernels.linear import Int2Linear
 
-from tests.gptq.models import SIZES
-from trirun_cli.checkpoint import load_checkpoint
-from trirun_cli.pack_model import pack_model
+from tests.small_models import save_ternary
+from trirun_cli.checkpoint import Checkpoint, load_checkpoint
 
-SMALL = {**SIZES, "vocab_size": 64}
 FAMILIES = {
     "llama": {},
     "mistral": {},
@@ -26,21 +23,10 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_original(family, tmp_path):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | FAMILIES[family])))
-    head = model.get_output_embeddings()
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear) and module is not head:
-                module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-4)
-            if isinstance(module, torch.nn.Linear) and module.bias is not None:
-                module.bias.normal_()
-    model.save_pretrained(tmp_path / "model")
-    reports = pack_model(tmp_path / "model", tmp_path / "packed")
-    assert all(report.exact for report in reports)
-    loaded = load_checkpoint(tmp_path / "packed")
-    assert sum(isinstance(module, Int2Linear) for module in loaded.modules()) == len(reports)
-    tokens = torch.randint(3, 64, (1, 20))
+    model, _, packed = save_ternary(family, FAMILIES[family], tmp_path)
+    loaded = load_checkpoint(packed)
+    assert sum(isinstance(module, Int2Linear) for module in loaded.modules()) == len(Checkpoint(packed).modules) >= 8
+    tokens = torch.randint(3, 96, (1, 20))
     with torch.inference_mode():
-        want, got = model.eval()(tokens).logits, loaded(tokens).logits
+        want, got = model(tokens).logits, loaded(tokens).logits
     assert ((got - want).norm() / want.norm()).item() < 1e-3

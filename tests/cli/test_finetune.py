@@ -16,12 +16,7 @@ SMALL = ("--group-size", "64", "--seqlen", "64", "--batch", "4", "--held-out", "
 OPTIONS = (*SMALL, "--init", "nearest", "--steps", "12", "--evaluations", "3")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def digest(directory):

@@ -1,18 +1,13 @@
-"""One thread for these tests: their matrices are tiny, and waiting for a second thread on a busy machine is most of
-the time they would take."""
+"""What the quantizer's tests share. Their matrices are tiny, so they run on one thread."""
 
 import socket
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _on_one_thread(one_thread):
+    pass
 
 
 @pytest.fixture

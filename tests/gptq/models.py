@@ -7,19 +7,10 @@ from trirun_gptq.observer import Observer
 from trirun_gptq.recipe import Recipe
 from trirun_kernels import PackedWeight, dequantize
 
+from tests import small_models
+
 RECIPE = Recipe(group_size=32, samples=6, held_out=2, seqlen=24, sweeps=1)
-SIZES = {
-    "vocab_size": 120,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = small_models.SIZES | {"vocab_size": 120, "intermediate_size": 96, "max_position_embeddings": 64}
 
 
 class Tensors(dict):

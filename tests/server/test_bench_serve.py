@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import sys
 
 import pytest
 
 pytest.importorskip("aiohttp", reason="needs trirun[serve]")
 
-from trirun_cli.app import main
 from trirun_cli.errors import InputError
 from trirun_cli.runtime.serve_bench import Client, Load, LoadResult, Sample, differing, pick_prompts, run_load
 
@@ -123,21 +121,9 @@ def test_streams_that_go_wrong_are_errors():
 
 
 @pytest.fixture
-def bench(capsys, monkeypatch):
+def bench(trirun):
     """Run ``trirun bench serve``: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["trirun", "bench", "serve", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
+    return lambda *arguments: trirun("bench", "serve", *arguments)
 
 
 def test_a_running_server(bench, server):
