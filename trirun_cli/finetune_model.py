@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trirun_gptq.quantized import Quantized
 from trirun_gptq.source import TensorSource
 from trirun_gptq.state import fingerprint
 from trirun_gptq.train import start as starts
 from trirun_gptq.train.data import load_text
-from trirun_gptq.train.model import Trained, compute_dtype, hardened, train_model
+from trirun_gptq.train.model import Trained, compute_dtype, train_model
 from trirun_gptq.train.observer import TrainObserver
 from trirun_gptq.train.recipe import INITS, TrainRecipe, load_train_recipe
 from trirun_gptq.train.state import TrainState
@@ -27,21 +26,16 @@ from trirun_gptq.train.workers import Workers
 from trirun_kernels import QuantSpec
 
 from . import __version__
-from .checkpoint import WEIGHT, Checkpoint
+from .checkpoint import Checkpoint
 from .checkpoint_writer import CheckpointWriter, file_hash
-from .errors import CheckFailed, InputError, UsageError
+from .errors import InputError, UsageError
+from .finetune_publish import check, finishing, publish
 from .finetune_start import checkpoint_grids, load_start, with_grid
 from .model_dir import ModelDir
 from .resources import configs_dir
-from .runtime.model import TransformersLM, open_model, pick_device
-from .runtime.perplexity import perplexity
+from .runtime.model import pick_device
 from .runtime.text import load_tokenizer
 from .skeleton import build, linear_modules
-
-OPENING = 3.0  # seconds to open a packed checkpoint and its kernels
-WRITTEN = 300e6  # bytes per second, hashed and on disk
-AGREEMENT = 2e-3  # nats per token by which the kernels' arithmetic may move the packed model from the trained one
-CHECK_WINDOWS = 16  # held-out windows on which the two are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +136,13 @@ def plan_run(
             "give the original model, and the checkpoint to begin from as --init",
         )
     recipe = load_train_recipe(recipe_file or configs_dir() / f"finetune-{method}.yaml")
+    if recipe.method == "absmean" and "init" in settings:
+        raise UsageError(f"--init {settings['init']}: {recipe.name} begins at the original weights")
     recipe = dataclasses.replace(recipe, **settings)
+    data = data or [str(configs_dir() / "demo-model" / "calibration.txt")]
+    for text in data:
+        if not text.startswith("hf:") and not Path(text).is_file():
+            raise InputError(f"--data {text}: no such file")
     target = pick_device(device)
     dtype = compute_dtype(recipe.precision, torch.device(target))
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -160,7 +160,6 @@ def plan_run(
         recipe = with_grid(recipe, grids)
     else:
         grids = starts.recipe_grids(skeleton, recipe)
-    data = data or [str(configs_dir() / "demo-model" / "calibration.txt")]
     return Plan(model, out, recipe, data, target, compiled, grids, linears, overwrite)
 
 
@@ -209,88 +208,18 @@ def run(plan: Plan, observer: TrainObserver, *, resume: bool, started: float | N
         compiled=plan.compiled,
         state=state,
         started=started,
-        finishing=lambda student: _finishing(plan, student, held_out),
+        finishing=lambda student: finishing(plan, student, held_out),
     )
     if not workers.first:
         return None
     trained_at = time.perf_counter()
-    weights = hardened(trained.student)
-    _publish(plan, trained, weights)
-    first, second = _check(plan, trained, held_out[:CHECK_WINDOWS])
+    publish(plan, trained.student)
+    first, second = check(plan, trained.student, held_out)
     shutil.rmtree(directory, ignore_errors=True)
     before = sum(file.stat().st_size for file in ModelDir(plan.model).files)
     after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
     now = time.perf_counter()
     return Result(trained, before, after, first, second, now - trained_at, now - started)
-
-
-@torch.no_grad()
-def _finishing(plan: Plan, student: Student, held_out: Tensor) -> float:
-    """About how many seconds pass between the last step and the end: the last evaluation, packing, writing, the check.
-
-    Packing is rehearsed on one layer, and the forward pass on one window, each twice for the sake of the first time.
-    """
-    layer = max(student.layers.values(), key=lambda layer: layer.latent.numel())
-    model, window = student.model, held_out[:1].to(student.model.device)
-    with torch.compiler.set_stance("force_eager"):
-        for _ in range(2):
-            begun = time.perf_counter()
-            layer.harden().pack().to("cpu")
-            packed = time.perf_counter()
-            float(model(input_ids=window, use_cache=False).logits.sum())
-            ran = time.perf_counter()
-    packing = (packed - begun) * plan.weights / layer.latent.numel()
-    rest = sum(parameter.numel() for parameter in model.parameters()) - plan.weights
-    writing = (plan.weights * plan.bits_per_weight / 8 + 2 * rest) / WRITTEN
-    # Either of the two models runs over the windows of the evaluation, and over those of the check.
-    running = 2 * (len(held_out) + min(len(held_out), CHECK_WINDOWS)) * (ran - packed)
-    return OPENING + 1.25 * (packing + writing + running)
-
-
-def _publish(plan: Plan, trained: Trained, weights: dict[str, Quantized]) -> None:
-    source = ModelDir(plan.model)
-    rest = trained.student.trained()
-    modules = []
-    with CheckpointWriter(plan.out, source, overwrite=plan.overwrite) as writer:
-        for tensor_name in source.names:
-            name = tensor_name.removesuffix(WEIGHT)
-            if name in weights and tensor_name.endswith(WEIGHT):
-                # pack() proves that the packed form unpacks to these very codes and scales.
-                writer.add_packed(name, weights[name].pack().to("cpu"))
-                modules.append(_Module(name, *plan.linears[name], weights[name].spec))
-                continue
-            stored = source.tensor(tensor_name)
-            if tensor_name in rest:
-                stored = rest[tensor_name].detach().to("cpu", stored.dtype)
-                if not bool(torch.isfinite(stored).all()):
-                    raise CheckFailed(f"{tensor_name} does not fit {stored.dtype} after training", "lower rest_lr")
-                # From here on the trained model is the one that is stored.
-                rest[tensor_name].data.copy_(stored)
-            writer.add(tensor_name, stored)
-        writer.finish(modules, plan.linears, plan.to_dict(), plan.recipe.activation_bits)
-
-
-@dataclass(frozen=True, slots=True)
-class _Module:
-    name: str
-    n: int
-    k: int
-    spec: QuantSpec
-
-
-def _check(plan: Plan, trained: Trained, windows: Tensor) -> tuple[float, float]:
-    """Perplexity of the trained weights and of the packed checkpoint, both in float32."""
-    packed = open_model(plan.out, device=plan.device, dtype="float32", exact=True)
-    # With a cache and other shapes, compiled blocks would be compiled again, once per layer.
-    with torch.compiler.set_stance("force_eager"):
-        first, second = (perplexity(model, windows) for model in (TransformersLM(trained.student.model.eval()), packed))
-    if not abs(first.nll - second.nll) <= AGREEMENT:
-        raise CheckFailed(
-            f"{plan.out} has perplexity {second.value:.4f} on {len(windows)} held-out windows, the trained weights "
-            f"{first.value:.4f}",
-            f"the state of the run is kept in {plan.out}.state",
-        )
-    return first.value, second.value
 
 
 def _from_checkpoint(recipe: TrainRecipe) -> bool:

@@ -5,11 +5,11 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from trirun_cli import finetune_model
 from trirun_cli.checkpoint import Checkpoint
 
 SMALL = ("--group-size", "64", "--seqlen", "64", "--batch", "4", "--held-out", "4", "--precision", "fp32")
@@ -146,17 +146,39 @@ def test_half_precision_is_near_float32(trirun, plain_model, tmp_path, precision
     assert losses[precision] == pytest.approx(losses["fp32"], rel=0.05)
 
 
-def test_minutes_take_the_place_of_steps(trirun, plain_model, tmp_path, monkeypatch):
+@pytest.fixture
+def ten_seconds_a_step(monkeypatch):
+    """A clock that only steps of training move."""
+    from trirun_gptq.train import loop
+
+    from trirun_cli import finetune_model, finetune_publish
+    from trirun_cli.commands import finetune
+
+    now, step = [1000.0], loop.Training._step
+
+    def slow(self, module, done):
+        now[0] += 10
+        return step(self, module, done)
+
+    for module in (loop, finetune_model, finetune_publish, finetune):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(loop.Training, "_step", slow)
+
+
+def test_minutes_are_those_of_the_whole_run(trirun, plain_model, tmp_path, ten_seconds_a_step, stop_after):
     command = ("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS, "--json", "--minutes")
-    code, _, err = trirun(*command, "0.001")
+    code, _, err = trirun(*command, "0.04")
     assert code == 3 and "leave nothing for training" in " ".join(err.split())
-    # Of 18 s, 13 are set aside for the end; the same run may be given more time than before.
-    monkeypatch.setattr(finetune_model, "OPENING", 13.0)
-    code, text, _ = trirun(*command, "0.3")
+    stop_after(3)
+    # The same run may be given more time than before.
+    assert trirun(*command, "1")[0] == 130
+    stop_after(-1)
+    code, text, _ = trirun(*command, "2")
     assert code == 0
     document = json.loads(text)
-    assert document["evaluations"][-1]["step"] == document["steps"] > 1
-    assert 4 < document["seconds_before"] + document["seconds"] < 6 and document["seconds_after"] > 0
+    # Of 120 s, 3 are kept for the end, and a twelfth step would not have ended before them.
+    assert document["steps"] == document["evaluations"][-1]["step"] == 11
+    assert document["seconds"] == 110 and document["seconds_before"] == document["seconds_after"] == 0
 
 
 def test_the_demo_model_heals_within_a_minute(trirun, demo_model, tmp_path):
@@ -199,6 +221,7 @@ def test_two_processes_train_as_one(trirun, plain_model, tmp_path):
         (("--grid", "ternery"), 3, "did you mean 'ternary'"),
         (("--seqlen", "4096"), 2, "context ends at 128"),
         (("--data", "nowhere.txt"), 3, "nowhere.txt: no such file"),
+        (("--method", "trilm", "--grid", "ternary"), 2, "trilm begins at the original weights"),
         (("--init", "nowhere"), 3, "nowhere: no such directory"),
         (("--held-out", "100000"), 3, "held-out sequences"),
         (("--group-size", "128"), 3, "k=192 is not a multiple"),

@@ -65,15 +65,18 @@ def command(
 ) -> None:
     """Train a model on its 2-bit or ternary grid, to predict what the original predicts.
 
-    Makes a model ternary, or heals a 2-bit checkpoint. The state that does best on held-out text is packed, checked
-    against the trained weights, and written. A stopped run (Ctrl-C) continues when the same command is given again.
+    Makes a model ternary, or heals a 2-bit checkpoint. The state that does best
+    on held-out text is packed, checked against the trained weights, and written.
+
+    A stopped run (Ctrl-C) continues when the same command is given again.
+
     Several GPUs: accelerate launch -m trirun_cli finetune ...
 
     Examples:
 
       trirun finetune MODEL --data corpus.txt
 
-      trirun finetune MODEL --data corpus.txt --generated 16384 --steps 6000 --batch 64
+      trirun finetune MODEL --data corpus.txt --generated 24576 --batch 64 --minutes 10
 
       trirun finetune MODEL --init MODEL-2bit --data corpus.jsonl --lr 1e-3 --out MODEL-2bit-healed
 

@@ -166,8 +166,9 @@ def load_train_recipe(path: str | Path) -> TrainRecipe:
     Raises:
         QuantizationError: the file is missing, is not YAML, or has an unknown key or a bad value.
     """
+    values = read_mapping(path)
     try:
-        return TrainRecipe.from_dict(read_mapping(path))
+        return TrainRecipe.from_dict(values)
     except QuantizationError as error:
         raise QuantizationError(f"{path}: {error}") from None
 
