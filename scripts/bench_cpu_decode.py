@@ -9,9 +9,9 @@ token after the first: one native call for all tokens (`decoder`), and what the 
 (`generate`), greedily and with a temperature, top-k and top-p. Every round takes each once, in changing order; ratios
 are taken within a round, their median and quartiles over all rounds. Greedy tokens must be the same from both.
 
-On a machine that others use, --fifo gives this process the cores for as long as it runs (SCHED_FIFO, needs the
-privilege); otherwise the ratios are as good as the machine is quiet, and `steal` says how much of the wall time its
-main thread did not get.
+On a machine that others use, --fifo gives this process the cores while it measures (SCHED_FIFO, needs the privilege;
+pauses keep it below the share of time that Linux leaves to such processes); otherwise the ratios are as good as the
+machine is quiet, and `steal` says how much of the measured time its main thread did not get.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-p 0.95": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
 }
 PROMPT = tuple(range(100, 116))
+# Pauses, in parts of what was measured before: Linux stops SCHED_FIFO for the rest of a second after 95 % of it.
+PAUSE = 0.1
 
 
 class Bench:
@@ -60,6 +62,10 @@ class Bench:
         # A model made for its shape has no tokenizer; pieces of another's text cost the same.
         self._tokenizer = quick_tokenizer(checkpoint if has_tokenizer else configs_dir() / "demo-model", chat=False)
         self.texts: dict[str, tuple[int, ...]] = {}
+
+    def wake(self) -> None:
+        """Have the library's threads awake, as they are between two tokens."""
+        self._decoder.native.products(1, apart=True)
 
     def contestants(self) -> dict[str, Callable[[], float]]:
         """By name, the bounds first."""
@@ -108,12 +114,16 @@ def measure(bench: Bench, rounds: int) -> tuple[dict[str, list[float]], float]:
         call()
     assert bench.texts["greedy"] == bench.texts[DECODER], "generate and the decoder disagree"
     order, seconds = list(contestants), {name: [] for name in contestants}
-    wall, own = time.perf_counter(), time.thread_time()
+    wall = own = 0.0
     for _ in range(rounds):
         random.shuffle(order)
         for name in order:
+            bench.wake()
+            wall_before, own_before = time.perf_counter(), time.thread_time()
             seconds[name].append(contestants[name]())
-    wall, own = time.perf_counter() - wall, time.thread_time() - own
+            elapsed = time.perf_counter() - wall_before
+            wall, own = wall + elapsed, own + time.thread_time() - own_before
+            time.sleep(PAUSE * elapsed)
     return seconds, max(0.0, 1 - own / wall)
 
 
