@@ -46,7 +46,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-k 50": {"temperature": 0.8, "top_k": 50, "seed": 1},
     "top-p 0.95": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
 }
-PROMPT = tuple(range(100, 116))
+PROMPT = "It was a bright morning in spring, and the old clock in the hall had just struck nine when"
+PROMPT_TOKENS = 16
 # Pauses, in parts of what was measured before: Linux stops SCHED_FIFO for the rest of a second after 95 % of it.
 PAUSE = 0.1
 
@@ -61,6 +62,7 @@ class Bench:
         has_tokenizer = (checkpoint / "tokenizer.json").is_file()
         # A model made for its shape has no tokenizer; pieces of another's text cost the same.
         self._tokenizer = quick_tokenizer(checkpoint if has_tokenizer else configs_dir() / "demo-model", chat=False)
+        self._prompt = tuple(self._tokenizer(PROMPT)["input_ids"][:PROMPT_TOKENS])
         self.texts: dict[str, tuple[int, ...]] = {}
 
     def wake(self) -> None:
@@ -86,10 +88,12 @@ class Bench:
     def _greedy(self) -> float:
         """All tokens after the first in one native call."""
         steps, vocab = self._tokens - 1, self._decoder.shape.vocab
-        first = int(self._decoder.forward(PROMPT)[0].argmax())
+        first = int(self._decoder.forward(self._prompt)[0].argmax())
         chosen, logits = np.empty((steps, 1), np.int64), np.empty((1, vocab), np.float32)
         started = time.perf_counter()
-        made = self._decoder.native.generate([0], [len(PROMPT)], [first], steps, [], Array.of(chosen), Array.of(logits))
+        made = self._decoder.native.generate(
+            [0], [len(self._prompt)], [first], steps, [], Array.of(chosen), Array.of(logits)
+        )
         elapsed = time.perf_counter() - started
         assert made == steps
         self.texts[DECODER] = (first, *chosen[:, 0].tolist())
@@ -99,7 +103,11 @@ class Bench:
         params = SamplingParams(max_tokens=self._tokens, ignore_stop_ids=True, **options)
         shown = []
         (done,) = complete(
-            self._engine, self._tokenizer, [Prompt("0", PROMPT, params)], (), on_text=lambda _, text: shown.append(text)
+            self._engine,
+            self._tokenizer,
+            [Prompt("0", self._prompt, params)],
+            (),
+            on_text=lambda _, text: shown.append(text),
         )
         assert done.usage.generated_tokens == self._tokens
         self.texts.setdefault(name, done.tokens)
