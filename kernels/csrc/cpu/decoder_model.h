@@ -3,6 +3,7 @@
 #ifndef TRIRUN_CPU_DECODER_MODEL_H
 #define TRIRUN_CPU_DECODER_MODEL_H
 
+#include <math.h>
 #include <string.h>
 
 #include <atomic>
@@ -22,9 +23,38 @@ inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1)
 inline int64_t strips_of(int64_t n) { return (n + 63) / 64; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* One thread's place in a queue of items (decoder_rows.h). */
+/* One thread's place in a queue of items. */
 struct alignas(64) Cursor {
   std::atomic<int64_t> taken;
+};
+
+/* A queue of items shared out before the work begins: every thread takes its own share in order, a few at a time, and
+ * then helps the others. Two queues take turns; a thread clears its place in the next one while it works on the
+ * current one, which is safe because a barrier ends every phase. */
+class Queues {
+ public:
+  explicit Queues(Cursor* cursors) : cursors_(cursors) {
+    for (int i = 0; i < 2 * kMaxTeam; ++i) new (cursors_ + i) Cursor{{0}};
+  }
+
+  template <class Body>
+  void each(Team& team, int64_t* phase, int64_t total, int64_t chunk, Body&& body) {
+    Cursor* current = cursors_ + *phase % 2 * kMaxTeam;
+    cursors_[(*phase + 1) % 2 * kMaxTeam + team.rank()].taken.store(0, std::memory_order_relaxed);
+    ++*phase;
+    for (int offset = 0; offset < team.size(); ++offset) {
+      const int owner = (team.rank() + offset) % team.size();
+      const Range share = share_of(total, owner, team.size());
+      for (;;) {
+        const int64_t begin = share.begin + current[owner].taken.fetch_add(chunk, std::memory_order_relaxed);
+        if (begin >= share.end) break;
+        body(begin, begin + chunk < share.end ? begin + chunk : share.end);
+      }
+    }
+  }
+
+ private:
+  Cursor* cursors_;  // [2][kMaxTeam]
 };
 
 /* The largest of some logits. */
@@ -33,11 +63,15 @@ struct Best {
   int64_t index; // -1: none is a number
 };
 
-/* Of equals the first: a share that comes earlier has the smaller indices. */
+/* Of equals the one with the smaller index. */
+inline Best better(Best a, Best b) {
+  if (a.index < 0 || b.index < 0) return a.index < 0 ? b : a;
+  return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
+}
+
 inline int64_t winner(const Best* parts, int count) {
   Best best = parts[0];
-  for (int i = 1; i < count; ++i)
-    if (parts[i].index >= 0 && (best.index < 0 || parts[i].value > best.value)) best = parts[i];
+  for (int i = 1; i < count; ++i) best = better(best, parts[i]);
   return best.index;
 }
 
@@ -221,6 +255,11 @@ class Model {
       ops_.head_int8(input, rows, static_cast<const uint8_t*>(d.head), d.head_scales, logits, d.vocab, first, last);
     else
       ops_.dense(x, d.hidden, rows, d.head, d.head_dtype, d.hidden, logits, d.vocab, first, last);
+  }
+
+  /* Strips of the head that a thread takes at once: eight helpings each, for balance. */
+  int64_t head_helping(int threads) const {
+    return larger(1, strips_of(d.vocab) / (8 * threads));
   }
 
   /* The largest of logits [begin, end) of a row. */

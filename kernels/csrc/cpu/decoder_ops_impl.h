@@ -210,8 +210,9 @@ template <int Q, bool ahead, class KV>
 void scores_of(const float* const* q, const KV* keys, int64_t head_dim, int64_t sixteens, float* p) {
   int64_t j = 0;
   /* For a few queries a tile takes as long as one multiply-add after another, however wide it is: rather some scores
-   * that nobody reads, of keys that are yet to come, than two tiles. */
-  if (Q <= kFewQueries && sixteens > 1) sixteens = (sixteens + kTileLanes - 1) / kTileLanes * kTileLanes;
+   * that nobody reads, of keys that are yet to come, than another tile. */
+  if (Q <= kFewQueries && kTileLanes == 4 && sixteens == 2) return scores_tile<Q, 2, ahead>(q, keys, head_dim, p);
+  if (Q <= kFewQueries && kTileLanes == 4 && sixteens == 3) sixteens = 4;
   for (; j + kTileLanes <= sixteens; j += kTileLanes)
     scores_tile<Q, kTileLanes, ahead>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
   for (; j < sixteens; ++j) scores_tile<Q, 1, ahead>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
@@ -250,11 +251,16 @@ inline void softmax_step(const Walk& walk, int64_t query, int64_t seen, int64_t 
     store(weights, load(weights) + added);
     return;
   }
+  walk.highest[query] = highest;
+  if (before == -INFINITY) {
+    /* The first block: there is nothing to rescale. */
+    store(weights, added);
+    return;
+  }
   Lanes shrink = exp2(splat(before) - reference);
   store(weights, fma(load(weights), shrink, added));
   float* out = walk.out + query * walk.stride;
   for (int64_t d = 0; d < walk.stride; d += kLanes) store(out + d, load(out + d) * shrink);
-  walk.highest[query] = highest;
 }
 
 /* Q queries, from walk entry `first` on, over one block of keys at absolute position `base`; `ahead`: another follows,

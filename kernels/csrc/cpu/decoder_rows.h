@@ -11,33 +11,10 @@
 namespace trirun {
 namespace {
 
-/* A queue of items shared out before the work begins: every thread takes its own share in order, a few at a time, and
- * then helps the others. Two queues take turns; a thread clears its place in the next one while it works on the
- * current one, which is safe because a barrier ends every phase. */
-struct Queues {
-  Cursor* cursors;  // [2][kMaxTeam]
-
-  template <class Body>
-  void each(Team& team, int64_t* phase, int64_t total, int64_t chunk, Body&& body) {
-    Cursor* current = cursors + *phase % 2 * kMaxTeam;
-    cursors[(*phase + 1) % 2 * kMaxTeam + team.rank()].taken.store(0, std::memory_order_relaxed);
-    ++*phase;
-    for (int offset = 0; offset < team.size(); ++offset) {
-      const int owner = (team.rank() + offset) % team.size();
-      const Range share = share_of(total, owner, team.size());
-      for (;;) {
-        const int64_t begin = share.begin + current[owner].taken.fetch_add(chunk, std::memory_order_relaxed);
-        if (begin >= share.end) break;
-        body(begin, begin + chunk < share.end ? begin + chunk : share.end);
-      }
-    }
-  }
-};
-
 class Rows : public Model {
  public:
   Rows(const trirun_decoder& decoder, const Batch& batch, const Shared& shared, const Burst* burst)
-      : Model(decoder), batch_(batch), rows_(batch.rows), s(shared), queues_{shared.cursors}, burst_(burst),
+      : Model(decoder), batch_(batch), rows_(batch.rows), s(shared), queues_(shared.cursors), burst_(burst),
         single_positions_(batch.segment_count == batch.rows) {
     int64_t row = 0;
     for (int64_t i = 0; i < batch.segment_count; ++i)
@@ -45,7 +22,6 @@ class Rows : public Model {
         s.slot[row] = static_cast<int32_t>(batch.segments[i].slot);
         s.position[row] = static_cast<int32_t>(batch.segments[i].position + j);
       }
-    for (int i = 0; i < 2 * kMaxTeam; ++i) new (s.cursors + i) Cursor{{0}};
   }
 
   void run(Team& team) {
@@ -244,8 +220,7 @@ class Rows : public Model {
       if (d.head_dtype == TRIRUN_HEAD_INT8) ops_.head_digits(s.head, i, row, d.hidden);
     }
     t.team.barrier();
-    const int64_t strips = strips_of(d.vocab);
-    each(t, strips, larger(1, strips / (8 * t.team.size())), [&](int64_t begin, int64_t end) {
+    each(t, strips_of(d.vocab), head_helping(t.team.size()), [&](int64_t begin, int64_t end) {
       head_strips(s.attention, s.head, batch_.logit_count, batch_.logits, begin, end);
     });
   }

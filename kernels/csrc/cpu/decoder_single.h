@@ -68,6 +68,12 @@ class Single : public Model {
     }
   };
 
+  /* Fetches what other threads have just written, all lines at once: one after another they would take longer than
+   * the work on them. */
+  static void fetch(const float* x, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(x + i);
+  }
+
   /* Leaves a row, through an RMS norm where there is one, quantized in t.act. */
   void quantize(Thread& t, const float* x, int64_t k, int64_t padded, const float* norm) {
     if (norm) ops_.rms_norm(t.row, x, norm, k, d.norm_eps);
@@ -84,13 +90,19 @@ class Single : public Model {
     else
       attend_any_heads(t, index);
     t.team.barrier();
+    fetch(s.attention, attended);
     quantize(t, s.attention, attended, l.o.weight.k, l.attention_sub_norm);
-    add(t, l.o);
+    multiply(t, l.o);
+    t.team.barrier();
+    ops_.add(t.x, s.x, d.hidden);
     quantize(t, t.x, d.hidden, l.gate.weight.k, l.mlp_norm);
     gate_up(t, l);
     t.team.barrier();
+    fetch(s.h, d.ffn);
     quantize(t, s.h, d.ffn, l.down.weight.k, l.mlp_sub_norm);
-    add(t, l.down);
+    multiply(t, l.down);
+    t.team.barrier();
+    ops_.add(t.x, s.x, d.hidden);
   }
 
   /* A thread projects what its kv heads need, and attends with them. */
@@ -127,12 +139,10 @@ class Single : public Model {
     attend_one(job_of(layer, t.slot, t.position, s.qkv, s.attention, kv_head), t.attention);
   }
 
-  /* x += t.act . linear */
-  void add(Thread& t, const trirun_linear& linear) {
+  /* What is to be added to the residual stream. */
+  void multiply(Thread& t, const trirun_linear& linear) {
     const Range mine = t.team.share(strips_of(linear.n));
     if (mine.begin < mine.end) product(linear, t.act, s.x, linear.n, mine.begin, mine.end);
-    t.team.barrier();
-    ops_.add(t.x, s.x, linear.n);
   }
 
   void gate_up(Thread& t, const trirun_layer& l) {

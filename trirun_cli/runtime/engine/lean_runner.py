@@ -19,7 +19,7 @@ from .runner import Done, Outcome, Work
 from .slot_cache import SlotCache
 
 # Most steps of one native call, and how long it may take: who comes meanwhile has to wait for it.
-BURST_STEPS, BURST_S = 64, 0.02
+BURST_STEPS, BURST_S = 128, 0.02
 
 
 class LeanRunner:
@@ -71,8 +71,11 @@ class LeanRunner:
                 wanted.append(last - 1)
                 sampled.append(slot)
         logits = self._decoder.step_into(self._logits[: len(wanted)], segments, tokens, wanted)
+        elapsed = perf_counter() - started
+        # A prompt takes no less than a step of decoding.
+        self._step_s = min(self._step_s, elapsed)
         if len(tokens) == len(wanted) == len(sampled):
-            self._step_s = perf_counter() - started
+            self._step_s = elapsed
             return Done([Outcome(token) for token in self._choose(logits, sampled)])
         return Done(self._outcomes(logits, work, sampled))
 
