@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from trirun_gptq import calibration as calibration_data
 from trirun_gptq import ranks
+from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model import quantize_model
 from trirun_gptq.observer import Observer, Report
 from trirun_gptq.recipe import Override, Recipe, load_recipe
@@ -116,26 +118,32 @@ def plan_run(
         warn: receives what the user should know before the run.
 
     Raises:
-        UsageError, InputError, QuantizationError: an option, the model, the recipe or the output does not fit.
+        UsageError, InputError, QuantizationError: an option, the model, the recipe, the text or the output does not
+            fit.
     """
     source = ModelDir(model)
     if source.quant_method is not None:
         raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
-    recipe = load_recipe(recipe_file or configs_dir() / f"{preset}.yaml")
-    recipe = dataclasses.replace(
-        recipe, **settings, overrides={**recipe.overrides, **dict(map(parse_override, overrides))}
-    )
+    recipe = with_options(load_recipe(recipe_file or configs_dir() / f"{preset}.yaml"), settings, overrides)
     if calibration is None:
         calibration = str(configs_dir() / "demo-model" / "calibration.txt")
         warn(
             "calibrating on the short prose excerpt that ships with trirun; "
             "--calibration with text like the model's own use gives a better model"
         )
+    calibration_data.check_source(calibration)
     # Refuses a non-empty output before the long part.
     CheckpointWriter(out, source, overwrite=overwrite)
     skeleton = build(source)
     linears = linear_modules(skeleton)
     blocks = f"{decoder_blocks(skeleton)[0]}."
+    inside = [name for name in linears if name.startswith(blocks)]
+    for pattern in (*recipe.ignore, *recipe.overrides):
+        if not any(re.search(pattern, name) for name in inside):
+            raise UsageError(
+                f"{pattern!r} matches none of the {len(inside)} linear layers in the decoder blocks",
+                f"their names are like {inside[-1]}" if inside else None,
+            )
     for name, (_, k) in linears.items():
         choice = recipe.choice(name) if name.startswith(blocks) else None
         if choice is not None and choice[0].group_size > 0 and k % choice[0].group_size:
@@ -217,6 +225,28 @@ def write_sample(plan: Plan, sequence: Tensor) -> dict[str, str]:
     params = SamplingParams(max_tokens=SAMPLE_TOKENS, temperature=0.0)
     tokens = generate_tokens(model, prompt, params, stop_ids(ModelDir(plan.out)), GenerationStats())
     return {"prompt": tokenizer.decode(prompt), "text": tokenizer.decode(list(tokens))}
+
+
+def with_options(recipe: Recipe, settings: Mapping[str, Any], overrides: list[str]) -> Recipe:
+    """The recipe with what was given on the command line in its place.
+
+    Raises:
+        UsageError: a value is out of range; the option is named.
+    """
+    changes = [(f"--{key.replace('_', '-')} {value}", {key: value}) for key, value in settings.items()]
+    merged = dict(recipe.overrides)
+    for text in overrides:
+        pattern, override = parse_override(text)
+        # Once more at the end: the last match wins.
+        merged.pop(pattern, None)
+        merged[pattern] = override
+        changes.append((f"--override {text}", {"overrides": dict(merged)}))
+    for option, change in changes:
+        try:
+            recipe = dataclasses.replace(recipe, **change)
+        except QuantizationError as error:
+            raise UsageError(f"{option}: {str(error).removeprefix('recipe: ')}") from None
+    return recipe
 
 
 def parse_override(text: str) -> tuple[str, Override]:

@@ -46,6 +46,26 @@ def load(source: str, tokenizer: Any, recipe: Recipe) -> list[Tensor]:
     return collect(documents, tokenizer, count, seqlen, source)
 
 
+def check_source(source: str) -> None:
+    """What can be said against a source without reading it.
+
+    Raises:
+        QuantizationError: it is no file, not of a known kind, or not written as a hub dataset is.
+    """
+    if source.startswith("hf:"):
+        parts = source.split(":")
+        if len(parts) != 4 or not all(parts):
+            raise QuantizationError(f"{source}: a hub dataset is written hf:REPO[@CONFIG]:SPLIT:COLUMN")
+        return
+    path = Path(source)
+    if not path.is_file():
+        raise QuantizationError(f"{source}: no such file; a hub dataset is written hf:REPO[@CONFIG]:SPLIT:COLUMN")
+    if path.suffix not in _READERS:
+        raise QuantizationError(
+            f"{source}: calibration data must be a {', '.join(_READERS)} file or hf:REPO[@CONFIG]:SPLIT:COLUMN"
+        )
+
+
 def load_stream(source: str, tokenizer: Any, seed: int, most: int | None = None) -> Tensor:
     """All documents of a source (see :func:`load`), in an order seeded by ``seed``, joined: int64 [tokens].
 
@@ -130,16 +150,11 @@ def _text(document: Any, tokenizer: Any, source: str) -> str:
 
 
 def _documents(source: str, seed: int) -> Iterable[Any]:
+    check_source(source)
     if source.startswith("hf:"):
         return _from_hub(source, seed)
     path = Path(source)
-    readers = {".txt": _from_text, ".jsonl": _from_jsonl, ".parquet": _from_parquet}
-    if path.suffix not in readers:
-        known = ", ".join(readers)
-        raise QuantizationError(f"{source}: calibration data must be a {known} file or hf:REPO[@CONFIG]:SPLIT:COLUMN")
-    if not path.is_file():
-        raise QuantizationError(f"{source}: no such file")
-    documents = readers[path.suffix](path)
+    documents = _READERS[path.suffix](path)
     random.Random(seed).shuffle(documents)
     return documents
 
@@ -189,8 +204,6 @@ def _from_parquet(path: Path) -> list[Any]:
 
 def _from_hub(source: str, seed: int) -> Iterator[Any]:
     parts = source.split(":")
-    if len(parts) != 4 or not all(parts):
-        raise QuantizationError(f"{source}: a hub dataset is written hf:REPO[@CONFIG]:SPLIT:COLUMN")
     repo, _, config = parts[1].partition("@")
     from datasets import load_dataset
 
@@ -208,3 +221,6 @@ def _from_hub(source: str, seed: int) -> Iterator[Any]:
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise QuantizationError(f"{source}: {first}") from None
+
+
+_READERS = {".txt": _from_text, ".jsonl": _from_jsonl, ".parquet": _from_parquet}

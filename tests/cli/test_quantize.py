@@ -68,6 +68,23 @@ def test_a_sample_that_cannot_be_shown_undoes_nothing(trirun, plain_model, tmp_p
         assert json.loads(text)["sample"] is None
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--group-size", "7"), 2, "--group-size 7: "),
+        (("--grid", "signd"), 2, "--grid signd: unknown grid 'signd'; did you mean 'signed'?"),
+        (("--samples", "0"), 2, "--samples 0: samples=0: at least 1"),
+        (("--override", "(=keep"), 2, "--override (=keep: '(' is not a regular expression"),
+        (("--override", "nothing_here=keep"), 2, "'nothing_here' matches none of the 14 linear layers"),
+        (("--calibration", "missing"), 3, "missing: no such file"),
+    ],
+)
+def test_a_mistaken_option_is_named_before_the_plan(trirun, plain_model, tmp_path, options, code, words):
+    found, _, err = trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS, *options)
+    assert found == code and words in err and "linear" not in err.split(words)[0] and "→" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_overrides_reach_the_checkpoint(trirun, plain_model, tmp_path):
     overrides = ("--override", "down_proj=g32", "--override", "o_proj=zero", "--override", r"layers\.1\.mlp\.up=keep")
     code, _, _ = trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS, *overrides, "--json")

@@ -111,7 +111,10 @@ def test_defects_are_named(tmp_path):
         load(str(bad), Letters(), RECIPE)
     with pytest.raises(QuantizationError, match="no such file"):
         load(str(tmp_path / "none.txt"), Letters(), RECIPE)
-    with pytest.raises(QuantizationError, match=r"must be a \.txt, \.jsonl, \.parquet file or hf:"):
+    with pytest.raises(QuantizationError, match=r"c4: no such file; a hub dataset is written hf:"):
         load("c4", Letters(), RECIPE)
+    (tmp_path / "data.csv").write_text("a,b")
+    with pytest.raises(QuantizationError, match=r"must be a \.txt, \.jsonl, \.parquet file or hf:"):
+        load(str(tmp_path / "data.csv"), Letters(), RECIPE)
     with pytest.raises(QuantizationError, match=r"written hf:REPO\[@CONFIG\]:SPLIT:COLUMN"):
         load("hf:org/data:train", Letters(), RECIPE)
