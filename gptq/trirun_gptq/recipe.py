@@ -73,7 +73,7 @@ class Recipe:
     name: str = "fast"
     wbits: int = 2
     group_size: int = 128
-    grid: str = "signed"
+    grid: str = "auto"
     samples: int = 128
     seqlen: int = 512
     natural_length: bool = False

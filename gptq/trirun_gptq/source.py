@@ -24,6 +24,7 @@ class TensorSource:
 
     def __init__(self, model_dir: str | Path) -> None:
         self.directory = Path(model_dir)
+        self._open: dict[str, Any] = {}
         index = self.directory / "model.safetensors.index.json"
         single = self.directory / "model.safetensors"
         if index.is_file():
@@ -32,11 +33,9 @@ class TensorSource:
             except (json.JSONDecodeError, KeyError, TypeError):
                 raise QuantizationError(f"{index} is not a safetensors index") from None
         elif single.is_file():
-            self._open: dict[str, Any] = {}
             self._file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
         else:
             raise QuantizationError(f"{self.directory} has neither model.safetensors nor model.safetensors.index.json")
-        self._open = {}
 
     @property
     def names(self) -> list[str]:

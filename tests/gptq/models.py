@@ -9,7 +9,7 @@ from trirun_kernels import PackedWeight, dequantize
 
 from tests import small_models
 
-RECIPE = Recipe(group_size=32, samples=6, held_out=2, seqlen=24, sweeps=1)
+RECIPE = Recipe(group_size=32, grid="signed", samples=6, held_out=2, seqlen=24, sweeps=1)
 SIZES = small_models.SIZES | {"vocab_size": 120, "intermediate_size": 96, "max_position_embeddings": 64}
 
 

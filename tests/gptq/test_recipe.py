@@ -1,9 +1,13 @@
 """Recipes: strict keys, types and ranges; overrides by pattern; a lossless trip through plain values."""
 
+from pathlib import Path
+
 import pytest
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.recipe import Recipe, load_recipe
 from trirun_kernels import QuantSpec
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 @pytest.mark.parametrize(
@@ -69,3 +73,7 @@ def test_yaml_files(tmp_path):
         load_recipe(path)
     with pytest.raises(QuantizationError, match="No such file"):
         load_recipe(tmp_path / "none.yaml")
+
+
+def test_the_fast_preset_is_what_a_recipe_is_without_choices():
+    assert load_recipe(CONFIGS / "fast.yaml") == Recipe()
