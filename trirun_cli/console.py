@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from math import isfinite
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -48,15 +49,22 @@ class Console:
             sys.stdout.flush()
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """A result table; all columns but the first are right-aligned."""
+        """A result table; all columns but the first are right-aligned. Where the terminal is narrower, headings and
+        names take several lines; no number is ever cut."""
         if self.as_json:
             return
+        body = [[str(cell) for cell in row] for row in rows]
+        borders = 3 * len(columns) + 1
+        widths = _column_widths(columns, body, self._out.width - borders)
         table = Table(title=escape(title), title_justify="left")
-        for index, column in enumerate(columns):
-            table.add_column(escape(column), justify="right" if index else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*(escape(str(cell)) for cell in row))
+        for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
+            table.add_column(escape(column), justify="right" if index else "left", width=width, overflow="fold")
+        for row in body:
+            table.add_row(*map(escape, row))
+        # Beyond its width a terminal breaks lines by itself; rich would cut them.
+        before, self._out.width = self._out.width, max(self._out.width, sum(widths) + borders)
         self._out.print(table)
+        self._out.width = before
 
     def note(self, message: str) -> None:
         """What is going on, for a person watching."""
@@ -102,6 +110,23 @@ class ProgressBar:
 
     def reset(self, total: int) -> None:
         self._bars.reset(self._task, total=total)
+
+
+def _column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Widths in characters: each column's own where they fit ``room``; else what its cells and the words of its heading
+    need, and what is left to the first columns. Names, in the first one, are folded, to 8 characters if need be."""
+    wide = [[cell_len(row[index]) for row in rows] for index in range(len(columns))]
+    words = [max(map(cell_len, column.split()), default=1) for column in columns]
+    own = [max([cell_len(column), *cells]) for column, cells in zip(columns, wide, strict=True)]
+    least = [max([word, *cells]) for word, cells in zip(words, wide, strict=True)]
+    if least:
+        least[0] = min(least[0], max(words[0], 8))
+    left = max(room - sum(least), 0)
+    for index, (needed, wanted) in enumerate(zip(least, own, strict=True)):
+        more = min(left, wanted - needed)
+        least[index] += more
+        left -= more
+    return least
 
 
 def _finite(value: Any) -> Any:

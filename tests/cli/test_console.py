@@ -2,6 +2,10 @@
 
 import json
 import math
+from functools import partialmethod
+
+import pytest
+from rich.console import Console as RichConsole
 
 from trirun_cli.console import Console
 from trirun_cli.errors import TrirunError
@@ -29,3 +33,19 @@ def test_quiet_keeps_warnings_and_errors(capsys):
     console.warn("a warning")
     out, err = capsys.readouterr()
     assert out == "" and "a note" not in err and "a warning" in err
+
+
+@pytest.mark.parametrize("columns", [200, 80, 40])
+def test_tables_lose_no_number(capsys, monkeypatch, columns):
+    monkeypatch.setattr(Console, "__init__", partialmethod(_narrow, columns))
+    name, numbers = "model.layers.11.self_attn.down_proj", ["123456.789", "0.0381 … 0.185", "18% 32% 32% 18%"]
+    Console().table("a title", ["module", "read share of all", "|scale| min … max", "codes"], [[name, *numbers]])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(all(number in line for number in numbers) for line in lines)
+    assert "".join(line.split("│")[1].strip() for line in lines if line.startswith("│")) == name
+    assert columns == 40 or max(map(len, lines)) <= columns
+
+
+def _narrow(console, columns):
+    console.as_json = console.quiet = False
+    console._out = RichConsole(highlight=False, emoji=False, soft_wrap=True, width=columns)

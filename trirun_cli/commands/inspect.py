@@ -33,7 +33,7 @@ def command(
     console.json("inspect/1", {"checkpoint": str(checkpoint), **summary, "modules": facts})
     console.table(
         f"{checkpoint}: format {opened.format.to_dict()['format_version']}, {opened.format.to_dict()['layout']}",
-        ("module", "n × k", "group", "zero", "bits/weight", "codes 0 1 2 3", "|scale| min … max"),
+        ("module", "n × k", "group", "zero", "bits per weight", "% of codes 0 1 2 3", "|scale| min … max"),
         [
             (
                 fact["name"],
@@ -41,7 +41,7 @@ def command(
                 "row" if fact["group_size"] == -1 else fact["group_size"],
                 "stored" if fact["zero"] is None else f"{fact['zero']:g}",
                 f"{fact['bits_per_weight']:.3f}",
-                " ".join(f"{share:.0%}" for share in fact["code_shares"]),
+                " ".join(f"{100 * share:.0f}" for share in fact["code_shares"]),
                 f"{fact['scale_min']:.3g} … {fact['scale_max']:.3g}",
             )
             for fact in facts
