@@ -39,7 +39,7 @@ def test_a_conversation_from_a_pipe(trirun, chatty):
     assert first["reused_tokens"] == 0 and 0 < first["prompt_tokens"] < second["prompt_tokens"]
     # The first prompt and all of its answer but the last token are there already when the second one comes.
     assert second["reused_tokens"] == first["prompt_tokens"] + first["generated_tokens"] - 1
-    assert f"{second['reused_tokens']} of them reused" in err
+    assert f"({second['reused_tokens']} reused)" in err
     # The second answer is that to the whole conversation.
     whole = rendered(document["messages"][:-1])
     _, out, _ = trirun("generate", "-c", chatty, "--no-chat", "-p", whole, "-n", 5, "--json")
@@ -96,8 +96,10 @@ def test_a_template_that_refuses(trirun, copy_of, packed):
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(trirun, chatty, monkeypatch):
+    from trirun_cli.runtime.engine import lean_runner
     from trirun_cli.runtime.engine.engine import Engine
 
+    monkeypatch.setattr(lean_runner, "BURST_STEPS", 8)
     step, steps, said = Engine.step, [], iter(["Hello\n", KeyboardInterrupt(), "More\n", ""])
 
     def step_and_interrupt(self):

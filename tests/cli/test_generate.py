@@ -157,8 +157,10 @@ def test_a_stop_string_ends_the_text(trirun, packed):
 
 
 def test_ctrl_c_ends_with_the_text_so_far(trirun, packed, monkeypatch):
+    from trirun_cli.runtime.engine import lean_runner
     from trirun_cli.runtime.engine.engine import Engine
 
+    monkeypatch.setattr(lean_runner, "BURST_STEPS", 8)
     step, steps, handler = Engine.step, [], signal.getsignal(signal.SIGINT)
 
     def step_and_interrupt(self):

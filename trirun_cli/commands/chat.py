@@ -21,12 +21,13 @@ from .generation_options import (
     Temperature,
     TopK,
     TopP,
+    answer_facts,
+    answer_speed,
     sampling_params,
 )
 from .options import ActBits, Compile, Device, DType, Engine, Json, Quiet, Tf32, check_machine
 
 if TYPE_CHECKING:
-    from ..runtime.completion import Completion
     from ..runtime.conversation import Conversation
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system message and begins anew, /exit leaves"
@@ -181,22 +182,7 @@ def _answer(console: Console, conversation: Conversation, line: str, stats: bool
     if left_out:
         console.note(f"the oldest {left_out} messages no longer fit the context and are left out")
     if stats:
-        console.note(_speed(done))
+        console.note(answer_speed(done))
     if done.finish == FinishReason.ABORT and not sys.stdin.isatty():
         raise KeyboardInterrupt
-    usage = done.usage
-    return {
-        "finish_reason": done.finish,
-        "prompt_tokens": usage.prompt_tokens,
-        "reused_tokens": usage.reused_tokens,
-        "generated_tokens": usage.generated_tokens,
-        "time_to_first_token_s": usage.first_token_s,
-        "decode_tokens_per_s": usage.decode_tokens_per_s,
-    }
-
-
-def _speed(done: Completion) -> str:
-    usage = done.usage
-    prompt = f"{usage.prompt_tokens} prompt tokens, {usage.reused_tokens} of them reused"
-    speed = f"{usage.generated_tokens} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
-    return f"{prompt}; first token after {usage.first_token_s * 1e3:.0f} ms; {speed}"
+    return answer_facts(done)

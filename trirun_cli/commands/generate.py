@@ -21,6 +21,8 @@ from .generation_options import (
     Temperature,
     TopK,
     TopP,
+    answer_facts,
+    answer_speed,
     sampling_params,
 )
 from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, Quiet, Tf32, check_machine
@@ -153,25 +155,9 @@ def command(
             interrupted=interrupted,
         )
     console.text("")
-    usage = done.usage
-    console.json(
-        "generate/1",
-        {
-            "prompt": text,
-            "text": done.text,
-            "finish_reason": done.finish,
-            "prompt_tokens": usage.prompt_tokens,
-            "generated_tokens": usage.generated_tokens,
-            "time_to_first_token_s": usage.first_token_s,
-            "decode_tokens_per_s": usage.decode_tokens_per_s,
-            "engine": model.name,
-        },
-    )
+    console.json("generate/1", {"prompt": text, "text": done.text, **answer_facts(done), "engine": model.name})
     if stats:
-        console.note(
-            f"{usage.prompt_tokens} prompt tokens, first token after {usage.first_token_s * 1e3:.0f} ms; "
-            f"{usage.generated_tokens} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
-        )
+        console.note(answer_speed(done))
     if done.finish == FinishReason.ABORT:
         raise KeyboardInterrupt
 

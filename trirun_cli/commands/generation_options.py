@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ..runtime.completion import Completion
     from ..runtime.sampling import SamplingParams
 
 _SAMPLING = "Sampling"
@@ -73,3 +74,26 @@ def sampling_params(
     chosen = {name: defaults.get(name) if value is None else value for name, value in given.items()}
     known: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     return SamplingParams(max_tokens=max_tokens, seed=seed, stop=tuple(stop or ()), **known)
+
+
+def answer_facts(done: Completion) -> dict[str, Any]:
+    """What --json says of one answer besides its text."""
+    usage = done.usage
+    return {
+        "finish_reason": done.finish,
+        "prompt_tokens": usage.prompt_tokens,
+        "reused_tokens": usage.reused_tokens,
+        "generated_tokens": usage.generated_tokens,
+        "time_to_first_token_s": usage.first_token_s,
+        "decode_tokens_per_s": usage.decode_tokens_per_s,
+    }
+
+
+def answer_speed(done: Completion) -> str:
+    """What --stats says of one answer."""
+    usage = done.usage
+    reused = f" ({usage.reused_tokens} reused)" if usage.reused_tokens else ""
+    return (
+        f"{usage.prompt_tokens} prompt tokens{reused}, first token after {usage.first_token_s * 1e3:.0f} ms; "
+        f"{usage.generated_tokens} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
+    )
