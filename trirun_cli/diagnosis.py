@@ -26,12 +26,12 @@ class Finding:
 
 def diagnose() -> Iterator[Finding]:
     """Every finding, cheap ones first; the self-tests of the kernels last."""
-    yield _machine()
+    yield _guarded("machine", _machine)
     for package, (low, high) in TESTED.items():
         yield _version(package, low, high)
-    yield _kernels_package()
-    yield _cpu_library()
-    yield _cuda()
+    yield _guarded("name `kernels`", _kernels_package)
+    yield _guarded("CPU kernel", _cpu_library)
+    yield _guarded("CUDA kernel", _cuda)
     yield _guarded("int2_gemm on cpu", lambda: self_test("cpu"))
     if _cuda_devices():
         yield _guarded("int2_gemm on cuda", lambda: self_test("cuda"))

@@ -9,6 +9,7 @@ pytest.importorskip("aiohttp", reason="needs trirun[serve]")
 
 from trirun_cli.errors import InputError
 from trirun_cli.runtime.serve_bench import Client, Load, LoadResult, Sample, differing, pick_prompts, run_load
+from trirun_cli.runtime.server_process import ServerProcess
 
 
 class FakeClient:
@@ -160,6 +161,8 @@ def test_a_server_of_its_own(bench, checkpoint):
         (("http://127.0.0.1:1", "--checkpoint", "x"), 2, "one of the two"),
         (("http://127.0.0.1:1", "--rate", "1", "--concurrency", "1"), 2, "open one"),
         (("http://127.0.0.1:1", "--rate", "0"), 2, "--rate 0: more than 0"),
+        (("http://127.0.0.1:1", "--seconds", "inf"), 2, "--seconds inf: more than 0, and an end"),
+        (("--checkpoint", "x", "--serve-options", "'"), 2, "--serve-options '"),
         (("http://127.0.0.1:1", "--check", "--temperature", "1"), 2, "--check needs greedy"),
         (("http://127.0.0.1:1",), 3, "no OpenAI-compatible server"),
         (("nonsense",), 3, "no OpenAI-compatible server"),
@@ -170,3 +173,16 @@ def test_a_server_of_its_own(bench, checkpoint):
 def test_bad_calls(bench, arguments, code, words):
     got, _, err = bench(*arguments)
     assert got == code and words in err
+
+
+def test_an_interrupt_while_its_server_starts_ends_the_server(checkpoint, monkeypatch):
+    started = []
+
+    def interrupted(process):
+        started.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ServerProcess, "_wait_until_ready", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ServerProcess(checkpoint)
+    assert started[0]._process.poll() is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,8 +79,12 @@ def command(
         "--max-tokens": max_tokens,
     }
     for name, value in positive.items():
-        if value is not None and not value > 0:
-            raise UsageError(f"{name} {value:g}: more than 0")
+        if value is not None and not 0 < value < 1e9:
+            raise UsageError(f"{name} {value:g}: more than 0" + (", and an end" if value > 0 else ""))
+    try:
+        options = shlex.split(serve_options)
+    except ValueError as error:
+        raise UsageError(f"--serve-options {serve_options}: {error}") from None
     try:
         from ..runtime.serve_bench import Load, pick_prompts
     except ModuleNotFoundError as error:
@@ -101,13 +106,11 @@ def command(
     if url is not None:
         document = _measure(console, url, api_key, load, check)
     else:
-        import shlex
-
         from ..runtime.server_process import ServerProcess
 
         assert checkpoint is not None
         console.note(f"starting a server on {checkpoint}")
-        with ServerProcess(checkpoint, shlex.split(serve_options)) as server:
+        with ServerProcess(checkpoint, options) as server:
             document = _measure(console, server.url, api_key, load, check)
             document["server"] = server.facts
             document["server_memory"] = [{"seconds": at, "bytes": size} for at, size in server.memory]

@@ -67,7 +67,8 @@ def perplexity_of(losses: Iterable[float], window: int) -> Perplexity:
     count = len(losses)
     nll = sum(losses) / count
     spread = math.sqrt(sum((loss - nll) ** 2 for loss in losses) / max(count - 1, 1) / count)
-    return Perplexity(math.exp(nll), nll, spread, count, window, count * (window - 1), losses)
+    value = math.exp(nll) if nll < 709 else math.inf
+    return Perplexity(value, nll, spread, count, window, count * (window - 1), losses)
 
 
 def perplexity(model: CausalLM, windows: Tensor, on_window: Callable[[], None] = lambda: None) -> Perplexity:

@@ -32,15 +32,11 @@ class ServerProcess:
         command += ["--host", "127.0.0.1", "--port", "0", "--json", "--quiet", *options]
         # A process group of its own: Ctrl-C here must not reach it before it is told to stop.
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        assert self._process.stdout is not None
-        lines = []
-        for line in self._process.stdout:
-            lines.append(line)
-            if line == "}\n":
-                break
-        else:
-            raise TrirunError(f"the server did not start: exit code {self._process.wait()}")
-        self.facts: dict[str, Any] = json.loads("".join(lines))
+        try:
+            self.facts: dict[str, Any] = self._wait_until_ready()
+        except BaseException:
+            self._end(5)
+            raise
         self.url: str = self.facts["url"]
         # Resident bytes over time: (seconds since the start, bytes).
         self.memory: list[tuple[float, int]] = []
@@ -55,9 +51,22 @@ class ServerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
+        self._end(60 if kind is None else 5)
+
+    def _wait_until_ready(self) -> dict[str, Any]:
+        """The document that the server prints when it takes requests."""
+        lines = []
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            lines.append(line)
+            if line == "}\n":
+                return json.loads("".join(lines))
+        raise TrirunError(f"the server did not start: exit code {self._process.wait()}")
+
+    def _end(self, patience_s: float) -> None:
         self._process.terminate()
         try:
-            self._process.wait(60 if kind is None else 5)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
