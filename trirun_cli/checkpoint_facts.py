@@ -10,6 +10,7 @@ import torch
 import yaml
 from trirun_kernels import dequantize, pack, unpack
 
+from .bitnet_source import BitNetWeights
 from .checkpoint import SCALE, WEIGHT, ZERO, Checkpoint
 from .checkpoint_writer import RECIPE_FILE, file_hash
 from .errors import InputError
@@ -88,7 +89,8 @@ def _module_problem(
         return "padding or order of the packed words is not canonical"
     if original is None:
         return None
-    source = original.tensor(module + WEIGHT)
+    bitnet = BitNetWeights.of(original)
+    source = original.tensor(module + WEIGHT) if bitnet is None else bitnet.dense(module)
     if tuple(source.shape) != expected:
         return f"the original has shape {list(source.shape)}"
     different = dequantize(w, source.dtype) != source

@@ -13,10 +13,15 @@ from .options import Json, Overwrite, Quiet, output_dir
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Model directory whose linear weights are ternary (TriLM, unpacked).")],
+    model: Annotated[
+        Path, typer.Argument(help="Model directory whose linear weights are ternary: TriLM (unpacked), BitNet b1.58.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Checkpoint directory to write. Default: ./MODEL-packed.")] = None,
     keep: Annotated[str | None, typer.Option(help="Regular expression of linear layers to leave as they are.")] = None,
-    act_bits: Annotated[int, typer.Option(help="16, or 8 for a model trained with 8-bit activations.")] = 16,
+    act_bits: Annotated[
+        int | None,
+        typer.Option(help="Activation bits: 8 for a model trained with such, or 16. Default: 8 for BitNet's format."),
+    ] = None,
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -25,10 +30,15 @@ def command(
 
     Finds one scale per tensor, row, or 128/64/32 columns from the data, and proves for every matrix that the packed
     form decodes to the original. A weight that is not ternary is an error that names it; nothing is written then.
+    Of models in BitNet's packed format (quant_method bitnet) the codes are kept, and scales rounded to fp16.
 
-    Example: trirun pack TriLM_1.1B_Unpacked --out trilm-1.1b
+    Examples:
+
+      trirun pack TriLM_1.1B_Unpacked --out trilm-1.1b
+
+      trirun pack bitnet-b1.58-2B-4T
     """
-    if act_bits not in (8, 16):
+    if act_bits not in (None, 8, 16):
         raise UsageError(f"--act-bits {act_bits}: 8 or 16")
     console = Console(as_json=json, quiet=quiet)
     out = output_dir(out, f"{model.resolve().name}-packed")
@@ -61,6 +71,7 @@ def command(
                     "group_size": report.spec.group_size,
                     "scale_per": report.structure,
                     "exact": report.exact,
+                    "scale_error": report.scale_error,
                     "zero_fraction": round(report.zeros, 4),
                     "bytes_before": report.source_bytes,
                     "bytes_after": report.packed_bytes,
@@ -69,8 +80,10 @@ def command(
             ],
         },
     )
+    worst = max(report.scale_error for report in reports)
+    proof = f"codes equal, scales rounded by {worst:.1e} at most" if worst else "each equal to its original bit for bit"
     console.table(
-        f"{len(reports)} matrices packed, each equal to its original bit for bit",
+        f"{len(reports)} matrices packed, {proof}",
         ("module", "n × k", "scale per", "zeros", "before", "after"),
         [
             (
