@@ -6,12 +6,14 @@ import io
 import os
 import signal
 import sys
+from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from . import __version__
 from .commands import bench, chat, doctor, evaluate, finetune, generate, inspect, pack, quantize, serve, verify, version
+from .commands.options import help_text
 from .console import Console
 from .errors import TrirunError, explain
 
@@ -42,18 +44,15 @@ def _options(
     pass
 
 
-app.command("quantize", rich_help_panel="Make a checkpoint")(quantize.command)
-app.command("pack", rich_help_panel="Make a checkpoint")(pack.command)
-app.command("finetune", rich_help_panel="Make a checkpoint")(finetune.command)
-app.command("generate", rich_help_panel="Run it")(generate.command)
-app.command("chat", rich_help_panel="Run it")(chat.command)
-app.command("serve", rich_help_panel="Run it")(serve.command)
-app.command("eval", rich_help_panel="Run it")(evaluate.command)
+_PANELS: dict[str, dict[str, ModuleType]] = {
+    "Make a checkpoint": {"quantize": quantize, "pack": pack, "finetune": finetune},
+    "Run it": {"generate": generate, "chat": chat, "serve": serve, "eval": evaluate},
+    "Look inside": {"inspect": inspect, "verify": verify, "doctor": doctor, "version": version},
+}
+for _panel, _modules in _PANELS.items():
+    for _name, _module in _modules.items():
+        app.command(_name, help=help_text(_module.command), rich_help_panel=_panel)(_module.command)
 app.add_typer(bench.app, name="bench", rich_help_panel="Look inside")
-app.command("inspect", rich_help_panel="Look inside")(inspect.command)
-app.command("verify", rich_help_panel="Look inside")(verify.command)
-app.command("doctor", rich_help_panel="Look inside")(doctor.command)
-app.command("version", rich_help_panel="Look inside")(version.command)
 
 
 def _settle_streams() -> None:

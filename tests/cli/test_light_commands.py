@@ -79,3 +79,22 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
     assert done.returncode == 130 and done.stderr == b""
+
+
+def commands():
+    """Every command as its words."""
+    from typer.main import get_command
+
+    from trirun_cli.app import app
+
+    for name, command in get_command(app).commands.items():
+        yield (name,)
+        yield from ((name, below) for below in getattr(command, "commands", ()))
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_every_help_has_an_example_and_json_and_fits_the_terminal(trirun, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = trirun(*words, "--help")
+    assert code == 0 and "Example" in out and f"trirun {' '.join(words)}" in out and "--json" in out
+    assert max(map(len, out.splitlines())) <= 80

@@ -10,24 +10,25 @@ import typer
 from ..console import Console
 from ..errors import UsageError
 from . import bench_f16acc, bench_model, bench_serve
-from .options import Device, DType, Json, Quiet, check_machine, check_measuring, positive_numbers
+from .options import Device, DType, Json, Quiet, check_machine, check_measuring, help_text, positive_numbers
 
-app = typer.Typer(help="Measure this machine, its kernels, and whole models.", invoke_without_command=True)
-app.command("model")(bench_model.command)
-app.command("f16acc")(bench_f16acc.command)
-app.command("serve")(bench_serve.command)
+app = typer.Typer(invoke_without_command=True)
 
 _QUICK_ROWS = "1,16"
 
 
 @app.callback()
 def machine(context: typer.Context, device: Device = "auto", json: Json = False, quiet: Quiet = False) -> None:
-    """Measure this machine: memory, arithmetic, and the kernels on a few shapes. See also: trirun bench kernels."""
+    """Measure this machine, its kernels, and whole models.
+
+    Without a command: memory, arithmetic, and the kernels on a few shapes.
+
+    Example: trirun bench --json
+    """
     if context.invoked_subcommand is None:
         kernels(shapes=None, m=_QUICK_ROWS, device=device, json=json, quiet=quiet)
 
 
-@app.command("kernels")
 def kernels(
     shapes: Annotated[
         str | None, typer.Option(help="Comma-separated: NxK, or lists such as llama-2-7b, bitnet-2b, trirun.")
@@ -106,6 +107,15 @@ def kernels(
 
         save_plot(plot, limits, results)
         console.note(f"wrote {plot}")
+
+
+for _name, _command in {
+    "kernels": kernels,
+    "model": bench_model.command,
+    "serve": bench_serve.command,
+    "f16acc": bench_f16acc.command,
+}.items():
+    app.command(_name, help=help_text(_command))(_command)
 
 
 def busy() -> str | None:

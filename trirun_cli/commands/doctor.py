@@ -11,6 +11,8 @@ def command(json: Json = False) -> None:
     """Check versions, compiled kernels and devices, and run each kernel once against its reference.
 
     Exit code 6 when a check fails.
+
+    Example: trirun doctor --json
     """
     console = Console(as_json=json)
     from ..diagnosis import diagnose

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from inspect import cleandoc
 from math import isfinite
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +42,11 @@ Compile = Annotated[
     bool,
     typer.Option("--compile", help="torch.compile, where transformers runs the model.", rich_help_panel="Machine"),
 ]
+
+
+def help_text(command: Callable[..., None]) -> str:
+    """A command's docstring for --help: paragraphs flow to the terminal's width, whatever the source's was."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", cleandoc(command.__doc__ or ""))
 
 
 def output_dir(given: Path | None, default: str) -> Path:

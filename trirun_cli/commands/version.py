@@ -13,7 +13,10 @@ PACKAGES = ("torch", "transformers", "safetensors", "datasets", "accelerate", "t
 
 
 def command(json: Json = False) -> None:
-    """Print the versions of trirun and of what it stands on. Imports none of them."""
+    """Print the versions of trirun and of what it stands on. Imports none of them.
+
+    Example: trirun version --json
+    """
     console = Console(as_json=json)
     versions = {"trirun": __version__, "python": platform.python_version()}
     for package in PACKAGES:
