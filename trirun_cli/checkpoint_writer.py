@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -52,7 +53,7 @@ class CheckpointWriter:
 
     Raises:
         InputError: ``out`` is not empty and ``overwrite`` is False, or it may not be replaced: it is a file, no model
-            directory, or holds the source.
+            directory, or holds the source. On entering: another run is writing it.
     """
 
     def __init__(
@@ -68,8 +69,16 @@ class CheckpointWriter:
         self._check(out, overwrite)
 
     def __enter__(self) -> CheckpointWriter:
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
+        self.partial.mkdir(parents=True, exist_ok=True)
+        # What a killed run has left is not locked any more; what is locked is not to be touched.
+        self._lock = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise InputError(f"another run is writing {self.out}", "wait for it, or give another --out") from None
+        for left in self.partial.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         return self
 
     def __exit__(
@@ -77,6 +86,7 @@ class CheckpointWriter:
     ) -> None:
         if self.partial.exists():
             shutil.rmtree(self.partial)
+        os.close(self._lock)
 
     def _check(self, out: str | Path, overwrite: bool) -> None:
         if not self.out.exists():

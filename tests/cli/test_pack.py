@@ -116,3 +116,18 @@ def test_an_interrupted_run_leaves_the_old_checkpoint(ternary_model, tmp_path, i
 class _Module:
     def __init__(self, name, n, k, spec):
         self.name, self.n, self.k, self.spec = name, n, k, spec
+
+
+def test_a_second_run_to_the_same_place_leaves_the_first_alone(trirun, ternary_model, tmp_path):
+    (tmp_path / "T.partial").mkdir()
+    (tmp_path / "T.partial" / "left by a killed run").write_text("x")
+    with CheckpointWriter(tmp_path / "T", ModelDir(ternary_model)) as writer:
+        writer.add("a", torch.zeros(3))
+        assert list(writer.partial.iterdir()) == []
+        writer._close_shard()
+        code, _, err = trirun("pack", ternary_model, "--out", tmp_path / "T")
+        assert code == 3 and "another run is writing" in err
+        assert [path.name for path in writer.partial.iterdir()] == ["shard-0"]
+    assert list(tmp_path.iterdir()) == []
+    assert trirun("pack", ternary_model, "--out", tmp_path / "T")[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["T"]
