@@ -181,6 +181,8 @@ TRIRUN_EXPORT int trirun_cpu_draw(const float* logits, int64_t vocab, const trir
   if (bad_draw(*draw) || draw->temperature == 0) return TRIRUN_UNSUPPORTED;
   void* memory = scratch(kScratchSampling, draw_bytes(vocab));
   if (!memory) return TRIRUN_NO_WORKSPACE;
-  *token = draw_token(logits, vocab, *draw, memory);
+  Best best;
+  best.index = decoder_ops().largest(logits, vocab, &best.value);
+  *token = draw_token(logits, vocab, best, *draw, memory);
   return TRIRUN_OK;
 }

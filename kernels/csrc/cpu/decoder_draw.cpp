@@ -202,19 +202,17 @@ int64_t draw_bytes(int64_t vocab) {
   return lay_out(vocab, nullptr, &work);
 }
 
-int64_t draw_token(const float* logits, int64_t vocab, const trirun_draw& draw, void* memory) {
+int64_t draw_token(const float* logits, int64_t vocab, Best best, const trirun_draw& draw, void* memory) {
+  if (best.index < 0 || best.value == INFINITY) return best.index;
   const DecoderOps& ops = decoder_ops();
   Work work;
   lay_out(vocab, static_cast<char*>(memory), &work);
-  float top;
-  const int64_t likeliest = ops.largest(logits, vocab, &top);
-  if (likeliest < 0 || top == INFINITY) return likeliest;
   Tokens tokens = {nullptr, logits, work.mass, work.sums, vocab};
   if (draw.top_k > 0 && draw.top_k < vocab) tokens = k_largest(ops, logits, vocab, draw.top_k, work);
   /* Bounded: zero times infinity would be a NaN. */
   const float factor = static_cast<float>(std::min(1.4426950408889634 / draw.temperature, 1e30));
-  ops.masses(work.mass, work.sums, tokens.logits, tokens.count, top, factor);
-  return draw.top_p < 1 || draw.min_p > 0 ? draw_likely(ops, tokens, draw, top, factor, work) : draw_any(tokens, draw);
+  ops.masses(work.mass, work.sums, tokens.logits, tokens.count, best.value, factor);
+  return draw.top_p < 1 || draw.min_p > 0 ? draw_likely(ops, tokens, draw, best.value, factor, work) : draw_any(tokens, draw);
 }
 
 }  // namespace trirun

@@ -57,22 +57,16 @@ class Queues {
   Cursor* cursors_;  // [2][kMaxTeam]
 };
 
-/* The largest of some logits. */
-struct Best {
-  float value;
-  int64_t index; // -1: none is a number
-};
-
 /* Of equals the one with the smaller index. */
 inline Best better(Best a, Best b) {
   if (a.index < 0 || b.index < 0) return a.index < 0 ? b : a;
   return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
 }
 
-inline int64_t winner(const Best* parts, int count) {
+inline Best winner(const Best* parts, int count) {
   Best best = parts[0];
   for (int i = 1; i < count; ++i) best = better(best, parts[i]);
-  return best.index;
+  return best;
 }
 
 /* What a call adds that makes several steps: every step's tokens are chosen from the logits of the one before. */
@@ -270,11 +264,12 @@ class Model {
     return best;
   }
 
-  /* A token by the draw, -1 where no logit is a number. */
-  int64_t drawn(const float* logits, const trirun_draw& draw) {
+  /* Row r's token after a step, from its logits and the largest of them. */
+  int64_t chosen(const Burst& burst, int64_t r, int64_t step, const float* logits, Best best) {
+    if (!burst.draws_row(r)) return best.index;
     void* memory = scratch(kScratchSampling, draw_bytes(d.vocab));
     if (!memory) failed = true;
-    return memory ? draw_token(logits, d.vocab, draw, memory) : -1;
+    return memory ? draw_token(logits, d.vocab, best, burst.draw(r, step), memory) : -1;
   }
 
   const trirun_decoder& d;

@@ -99,8 +99,14 @@ struct DecoderOps {
 /* Bytes of memory of a draw, 64-byte aligned. */
 int64_t draw_bytes(int64_t vocab);
 
-/* A token drawn from logits[vocab] by a checked draw with a temperature; -1 where no logit is a number. */
-int64_t draw_token(const float* logits, int64_t vocab, const trirun_draw& draw, void* memory);
+/* The largest of some logits. */
+struct Best {
+  float value;
+  int64_t index; /* -1: none is a number */
+};
+
+/* A token drawn from logits[vocab], of which `best` is the largest, by a checked draw with a temperature. */
+int64_t draw_token(const float* logits, int64_t vocab, Best best, const trirun_draw& draw, void* memory);
 
 /* The table that belongs to the instruction set in use. */
 const DecoderOps& decoder_ops();

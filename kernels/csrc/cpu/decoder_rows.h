@@ -73,19 +73,18 @@ class Rows : public Model {
     const Range mine = t.team.share(rows_), columns = t.team.share(d.vocab);
     for (int64_t step = 0;; ++step) {
       for (int64_t r = 0; r < rows_; ++r)
-        if (!burst.draws_row(r))
-          s.best[r * kMaxTeam + t.team.rank()] = best_of(batch_.logits + r * d.vocab, columns.begin, columns.end);
+        s.best[r * kMaxTeam + t.team.rank()] = best_of(batch_.logits + r * d.vocab, columns.begin, columns.end);
       t.team.barrier();
-      int64_t* chosen = burst.out + step * rows_;
+      int64_t* tokens = burst.out + step * rows_;
       for (int64_t r = mine.begin; r < mine.end; ++r) {
-        chosen[r] = burst.draws_row(r) ? drawn(batch_.logits + r * d.vocab, burst.draw(r, step))
-                                       : winner(s.best + r * kMaxTeam, t.team.size());
+        const Best best = winner(s.best + r * kMaxTeam, t.team.size());
+        tokens[r] = chosen(burst, r, step, batch_.logits + r * d.vocab, best);
         ++s.position[r];
-        if (chosen[r] >= 0) embed(s.x + r * d.hidden, chosen[r]);
+        if (tokens[r] >= 0) embed(s.x + r * d.hidden, tokens[r]);
       }
       t.team.barrier();
       if (t.team.rank() == 0) *burst.done = step + 1;
-      if (step + 1 == burst.steps || burst.ends(chosen, rows_)) return;
+      if (step + 1 == burst.steps || burst.ends(tokens, rows_)) return;
       forward(t);
     }
   }

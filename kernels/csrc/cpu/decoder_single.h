@@ -162,22 +162,17 @@ class Single : public Model {
 
   /* The token that follows, from the logits of all threads. */
   int64_t choose(Thread& t, int64_t step) {
-    int64_t* chosen = burst_->out + step;
-    int64_t token;
-    if (burst_->draws_row(0)) {
-      t.team.barrier();
-      if (t.team.rank() == 0) *chosen = drawn(batch_.logits, burst_->draw(0, step));
-      t.team.barrier();
-      token = *chosen;
-    } else {
-      const Range mine = t.team.share(strips_of(d.vocab));
-      s.best[t.team.rank()] = best_of(batch_.logits, mine.begin * 64, mine.end * 64 < d.vocab ? mine.end * 64 : d.vocab);
-      t.team.barrier();
-      token = winner(s.best, t.team.size());
-      if (t.team.rank() == 0) *chosen = token;
+    const Range mine = t.team.share(strips_of(d.vocab));
+    s.best[t.team.rank()] = best_of(batch_.logits, mine.begin * 64, mine.end * 64 < d.vocab ? mine.end * 64 : d.vocab);
+    t.team.barrier();
+    const Best best = winner(s.best, t.team.size());
+    if (t.team.rank() == 0) {
+      burst_->out[step] = chosen(*burst_, 0, step, batch_.logits, best);
+      *burst_->done = step + 1;
     }
-    if (t.team.rank() == 0) *burst_->done = step + 1;
-    return token;
+    if (!burst_->draws_row(0)) return best.index;
+    t.team.barrier();
+    return burst_->out[step];
   }
 
   const Batch& batch_;
