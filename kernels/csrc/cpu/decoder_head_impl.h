@@ -99,30 +99,7 @@ struct Products {
         for (int o = 0; o < O; ++o) sum[r][o][plane] = _mm512_dpbusd_epi32(sum[r][o][plane], weight[o], digit);
       }
   }
-  /* Row r's totals, [O][hi, lo]. Four outputs are eight vectors, added up as one matrix that turns while it shrinks. */
-  inline void totals(int r, int32_t* out) const {
-    if (O != 4) {
-      for (int o = 0; o < O; ++o)
-        for (int plane = 0; plane < 2; ++plane) out[2 * o + plane] = _mm512_reduce_add_epi32(sum[r][o][plane]);
-      return;
-    }
-    __m512i pairs[4], quads[2];
-#pragma GCC unroll 4
-    for (int o = 0; o < 4; ++o) {
-      const __m512i hi = sum[r][o % O][0], lo = sum[r][o % O][1];
-      pairs[o] = _mm512_add_epi32(_mm512_unpacklo_epi32(hi, lo), _mm512_unpackhi_epi32(hi, lo));
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i)
-      quads[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]),
-                                  _mm512_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
-    /* Four lanes of 128 bits each hold a part of what quads[0] and quads[1] stand for. */
-    const __m512i parts = _mm512_add_epi32(_mm512_shuffle_i64x2(quads[0], quads[1], 0x88),
-                                           _mm512_shuffle_i64x2(quads[0], quads[1], 0xdd));
-    const __m512i whole = _mm512_add_epi32(parts, _mm512_shuffle_i64x2(parts, parts, 0xb1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(whole));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 4), _mm512_extracti32x4_epi32(whole, 2));
-  }
+  inline int32_t total(int r, int o, int plane) const { return _mm512_reduce_add_epi32(sum[r][o][plane]); }
 #elif defined(__AVX2__)
   __m256i sum[R][O][2];
   inline void clear() {
@@ -150,13 +127,11 @@ struct Products {
         }
     }
   }
-  inline void totals(int r, int32_t* out) const {
-    for (int i = 0; i < 2 * O; ++i) {
-      int32_t lane[8];
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(lane), sum[r][i / 2][i % 2]);
-      out[i] = 0;
-      for (int j = 0; j < 8; ++j) out[i] += lane[j];
-    }
+  inline int32_t total(int r, int o, int plane) const {
+    int32_t lane[8], all = 0;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lane), sum[r][o][plane]);
+    for (int i = 0; i < 8; ++i) all += lane[i];
+    return all;
   }
 #else
   int32_t sum[R][O][2];
@@ -170,7 +145,7 @@ struct Products {
           for (int i = 0; i < kHeadUnit; ++i) sum[r][o][plane] += weight[i] * digit[i];
         }
   }
-  inline void totals(int r, int32_t* out) const { memcpy(out, sum[r], sizeof sum[r]); }
+  inline int32_t total(int r, int o, int plane) const { return sum[r][o][plane]; }
 #endif
 };
 
@@ -184,16 +159,13 @@ void head_tile(const HeadInput& input, int64_t r, const uint8_t* w, const float*
     /* The rows that come next, while these are multiplied. */
     for (int o = 0; o < O; ++o) __builtin_prefetch(w + (O + o) * input.stride + i, 0, 2);
   }
-  for (int i = 0; i < R; ++i) {
-    int32_t totals[2 * O];
-    products.totals(i, totals);
+  for (int i = 0; i < R; ++i)
     for (int o = 0; o < O; ++o) {
       /* byte = weight + 128 */
-      const int64_t hi = totals[2 * o] - int64_t{128} * input.sums[2 * (r + i)];
-      const int64_t lo = totals[2 * o + 1] - int64_t{128} * input.sums[2 * (r + i) + 1];
+      const int64_t hi = products.total(i, o, 0) - int64_t{128} * input.sums[2 * (r + i)];
+      const int64_t lo = products.total(i, o, 1) - int64_t{128} * input.sums[2 * (r + i) + 1];
       y[(r + i) * ldy + o] = static_cast<float>(256 * hi + lo) * (scales[o] * input.scales[r + i]);
     }
-  }
 }
 
 template <int O>
