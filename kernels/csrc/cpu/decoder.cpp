@@ -31,7 +31,8 @@ int check_layer(const trirun_decoder& d, const trirun_layer& l) {
 
 /* Written so that a NaN is bad. */
 bool bad_draw(const trirun_draw& draw) {
-  return !(draw.temperature >= 0 && draw.temperature < INFINITY && draw.top_p > 0 && draw.min_p >= 0 && draw.top_k >= 0);
+  const bool warm = draw.temperature >= 0 && draw.temperature < INFINITY;
+  return !(warm && draw.top_p > 0 && draw.min_p >= 0 && draw.top_k >= 0);
 }
 
 bool bad_float(int dtype) { return dtype != TRIRUN_F32 && dtype != TRIRUN_F16 && dtype != TRIRUN_BF16; }

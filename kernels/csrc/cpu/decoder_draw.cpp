@@ -119,8 +119,8 @@ Tokens k_largest(const DecoderOps& ops, const float* logits, int64_t n, int64_t 
   return {work.ids, work.logits, work.mass, work.sums, count};
 }
 
-/* The smallest key that stays of found[0, count), whose masses add up to `wanted` at least: a token stays while the mass
- * before it is below that. */
+/* The smallest key that stays of found[0, count), whose masses add up to `wanted` at least: a token stays while the
+ * mass before it is below that. */
 uint64_t last_of_nucleus(const Work& work, int64_t count, double wanted) {
   uint64_t bins[kBins] = {};
   for (int64_t i = 0; i < count; ++i) {
@@ -212,7 +212,8 @@ int64_t draw_token(const float* logits, int64_t vocab, Best best, const trirun_d
   /* Bounded: zero times infinity would be a NaN. */
   const float factor = static_cast<float>(std::min(1.4426950408889634 / draw.temperature, 1e30));
   ops.masses(work.mass, work.sums, tokens.logits, tokens.count, best.value, factor);
-  return draw.top_p < 1 || draw.min_p > 0 ? draw_likely(ops, tokens, draw, best.value, factor, work) : draw_any(tokens, draw);
+  if (draw.top_p < 1 || draw.min_p > 0) return draw_likely(ops, tokens, draw, best.value, factor, work);
+  return draw_any(tokens, draw);
 }
 
 }  // namespace trirun

@@ -59,8 +59,8 @@ void head_share(const trirun_decoder& d, const Inputs& inputs, const Team& team)
   const Range strips = team.share((d.vocab + 63) / 64);
   const int64_t first = strips.begin * 64, last = strips.end * 64 < d.vocab ? strips.end * 64 : d.vocab;
   if (d.head_dtype == TRIRUN_HEAD_INT8)
-    decoder_ops().head_int8(inputs.head, 1, static_cast<const uint8_t*>(d.head), d.head_scales, inputs.y, d.vocab, first,
-                            last);
+    decoder_ops().head_int8(inputs.head, 1, static_cast<const uint8_t*>(d.head), d.head_scales, inputs.y, d.vocab,
+                            first, last);
   else
     decoder_ops().dense(inputs.x, d.hidden, 1, d.head, d.head_dtype, d.hidden, inputs.y, d.vocab, first, last);
 }
@@ -79,8 +79,9 @@ void each_linear(const trirun_decoder& d, const Inputs& inputs, F&& f) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int trirun_cpu_decoder_products(const trirun_decoder* d, int64_t steps,
-                                                                                  int apart, int threads) {
+#define TRIRUN_EXPORT extern "C" __attribute__((visibility("default")))
+
+TRIRUN_EXPORT int trirun_cpu_decoder_products(const trirun_decoder* d, int64_t steps, int apart, int threads) {
   if (!trirun_cpu_decoder_workspace(d, 1) || steps <= 0 || threads < 1) return TRIRUN_BAD_SHAPE;
   if (!d->layer || !d->head) return TRIRUN_BAD_POINTER;
   Inputs inputs;

@@ -41,12 +41,12 @@ TRIRUN_INLINE __m512i round_to_int(__m512 value) {
   return _mm512_cvt_roundps_epi32(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* Four vectors of 16 int32, columns 0..63, to 64 digits in the order (t, c, b) of two blocks, saturated to int8. */
-TRIRUN_INLINE __m512i order_digits(const __m512i value[4]) {
+/* Two vectors of 32 int16, columns 0..63 as _mm512_packs_epi32 leaves them, to 64 digits in the order (t, c, b) of two
+ * blocks, saturated to int8. */
+TRIRUN_INLINE __m512i order_digits(__m512i first, __m512i second) {
   // The packs leave, in dword 4q + i, columns 16i + 4q .. + 3; the 16-bit pair p of it is number 8q + 2i + p. Digit
   // pair d = 0, 1 of (block, t, c) is columns 2t + 8d of i = 2 block + c: q = t / 2 + 2d, p = t % 2.
-  const __m512i packed = _mm512_packs_epi16(_mm512_packs_epi32(value[0], value[1]),
-                                            _mm512_packs_epi32(value[2], value[3]));
+  const __m512i packed = _mm512_packs_epi16(first, second);
 #define TRIRUN_PAIRS(block, t, c)                                                       \
   8 * ((t) / 2) + 2 * (2 * (block) + (c)) + (t) % 2, 8 * ((t) / 2 + 2) + 2 * (2 * (block) + (c)) + (t) % 2
 #define TRIRUN_BLOCK(block)                                                             \
@@ -89,10 +89,8 @@ TRIRUN_INLINE void digits8(const trirun_act& act, const void* x, int dtype, int6
     if (_mm512_cmp_ps_mask(furthest, _mm512_set1_ps(0.4999f), _CMP_GT_OQ))
       for (int q = 0; q < 4; ++q)
         quotient[q] = _mm512_div_ps(load_columns<whole>(x, dtype, i + 64 * part + 16 * q, k), divisor);
-    __m512i value[4];
-    TRIRUN_UNROLL
-    for (int q = 0; q < 4; ++q) value[q] = round_to_int(quotient[q]);
-    ordered[part] = order_digits(value);
+    ordered[part] = order_digits(_mm512_packs_epi32(round_to_int(quotient[0]), round_to_int(quotient[1])),
+                                 _mm512_packs_epi32(round_to_int(quotient[2]), round_to_int(quotient[3])));
     _mm512_storeu_si512(digits + i + 64 * part, ordered[part]);
   }
   _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32),
@@ -117,10 +115,24 @@ void quantize8(const trirun_act& act, const void* x, int dtype, int64_t k, int64
   for (int64_t i = whole; i < act.k; i += 128) digits8<false>(act, x, dtype, k, row, i, divisor, inverse);
 }
 
+/* Sums of four vectors of 32 int16 each. */
+TRIRUN_INLINE __m128i vector_sums(const __m512i v[4]) {
+  const __m512i ones = _mm512_set1_epi16(1);
+  __m512i pairs[2];
+  TRIRUN_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const __m512i a = _mm512_madd_epi16(v[2 * i], ones), b = _mm512_madd_epi16(v[2 * i + 1], ones);
+    pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  }
+  const __m512i quads = _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[0], pairs[1]),
+                                         _mm512_unpackhi_epi64(pairs[0], pairs[1]));
+  const __m256i halves = _mm256_add_epi32(_mm512_castsi512_si256(quads), _mm512_extracti64x4_epi64(quads, 1));
+  return _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+}
+
 /* 128 columns of 16-bit digits from column i on, their scale and their sums; whether all columns are finite. */
 template <bool whole>
 TRIRUN_INLINE bool digits16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i) {
-  const __m512i most = _mm512_set1_epi32(32639), least = _mm512_set1_epi32(-32639), half = _mm512_set1_epi32(128);
   int8_t *high = act.digits + row * 2 * act.k + i, *low = high + act.k;
   const uint32_t bits = magnitude_bits<whole>(x, dtype, i, k < i + 128 ? k : i + 128);
   if (bits >= 0x7f800000) {
@@ -132,25 +144,29 @@ TRIRUN_INLINE bool digits16(const trirun_act& act, const void* x, int dtype, int
   const float amax = fmaxf(float_of(bits), 1e-30f);
   act.scales[row * (act.k / 128) + i / 128] = amax / 32639.0f;
   const __m512 inverse = _mm512_set1_ps(32639.0f / amax);
-  __m512i upper[2], lower[2];
+  // 32 columns each. No value leaves +-32639, as two roundings move the largest by less than half: with 128 added, which
+  // rounds to the upper digit, it is an int16 still.
+  __m512i value[4];
+  TRIRUN_UNROLL
+  for (int q = 0; q < 4; ++q) {
+    const __m512 first = load_columns<whole>(x, dtype, i + 32 * q, k);
+    const __m512 second = load_columns<whole>(x, dtype, i + 32 * q + 16, k);
+    value[q] = _mm512_packs_epi32(round_to_int(_mm512_mul_ps(first, inverse)),
+                                  round_to_int(_mm512_mul_ps(second, inverse)));
+  }
   TRIRUN_UNROLL
   for (int part = 0; part < 2; ++part) {
-    __m512i value[4], rest[4];
+    __m512i upper[2], lower[2];
     TRIRUN_UNROLL
-    for (int q = 0; q < 4; ++q) {
-      const __m512 column = load_columns<whole>(x, dtype, i + 64 * part + 16 * q, k);
-      __m512i fixed = round_to_int(_mm512_mul_ps(column, inverse));
-      fixed = _mm512_max_epi32(_mm512_min_epi32(fixed, most), least);
-      value[q] = _mm512_srai_epi32(_mm512_add_epi32(fixed, half), 8);
-      rest[q] = _mm512_sub_epi32(fixed, _mm512_slli_epi32(value[q], 8));
+    for (int j = 0; j < 2; ++j) {
+      const __m512i v = value[2 * part + j];
+      upper[j] = _mm512_srai_epi16(_mm512_add_epi16(v, _mm512_set1_epi16(128)), 8);
+      lower[j] = _mm512_sub_epi16(v, _mm512_slli_epi16(upper[j], 8));
     }
-    upper[part] = order_digits(value);
-    lower[part] = order_digits(rest);
-    _mm512_storeu_si512(high + 64 * part, upper[part]);
-    _mm512_storeu_si512(low + 64 * part, lower[part]);
+    _mm512_storeu_si512(high + 64 * part, order_digits(upper[0], upper[1]));
+    _mm512_storeu_si512(low + 64 * part, order_digits(lower[0], lower[1]));
   }
-  __m128i sums = _mm_add_epi32(_mm_slli_epi32(block_sums(upper[0], upper[1]), 8), block_sums(lower[0], lower[1]));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32), sums);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32), vector_sums(value));
   return true;
 }
 

@@ -181,9 +181,9 @@ thread_local Scratch thread_scratch[kScratchSlots];
 
 }  // namespace
 
-/* The dissemination barrier (Hensgen, Finkel & Manber 1988): in round r a thread says that it is there and waits for the
- * one 2^r places before it, so that after log2(size) rounds it has heard of all. Two threads meet in the time that a
- * cache line takes from one to the other. */
+/* The dissemination barrier (Hensgen, Finkel & Manber 1988): in round r a thread says that it is there and waits for
+ * the one 2^r places before it, so that after log2(size) rounds it has heard of all. Two threads meet in the time that
+ * a cache line takes from one to the other. */
 void Team::wait_for_all() {
   for (int distance = 1; distance < size_; distance *= 2) {
     Progress& own = progress_[rank_];
