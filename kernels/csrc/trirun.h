@@ -183,12 +183,12 @@ typedef struct {
 /* Draws a token from logits[vocab]; -1 where none is a number. temperature above 0. */
 int trirun_cpu_draw(const float* logits, int64_t vocab, const trirun_draw* draw, int64_t* token);
 
-/* Decoding, `steps` steps in one call: segments have a count of 1, tokens[segment_count] are the first step's, and every
- * later step's are chosen from the logits of the step before, which go to out[step][segment_count]: by draws
- * [segment_count], or the largest (of equals the first) where that is NULL or its temperature 0; -1 where no logit is a
- * number. Ends early after a step that brought such a -1 or one of `stop`; *done steps were made. logits
- * [segment_count][vocab] are those of the last one. As in decoder_step, results do not depend on the batch, the number
- * of threads, or how many steps a call makes. */
+/* Decoding, `steps` steps in one call: segments have a count of 1, tokens[segment_count] are the first step's, and those
+ * of every later step are chosen from the logits of the step before and go to out[step][segment_count]: by
+ * draws[segment_count], or the largest (of equals the first) where that is NULL or its temperature 0; -1 where no logit
+ * is a number. Ends early after a step that brought such a -1 or one of `stop`; *done steps were made.
+ * logits[segment_count][vocab] are those of the last one. As in decoder_step, results do not depend on the batch, the
+ * number of threads, or how many steps a call makes. */
 int trirun_cpu_decoder_generate(const trirun_decoder* d, const trirun_segment* segments, int64_t segment_count,
                                 const int64_t* tokens, int64_t steps, const trirun_draw* draws, const int64_t* stop,
                                 int64_t stop_count, int64_t* out, int64_t* done, float* logits, void* workspace,

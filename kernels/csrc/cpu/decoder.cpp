@@ -39,14 +39,16 @@ bool bad_float(int dtype) { return dtype != TRIRUN_F32 && dtype != TRIRUN_F16 &&
 
 int check_sizes(const trirun_decoder* d) {
   if (!d) return TRIRUN_BAD_POINTER;
-  const int64_t sizes[] = {d->layers, d->hidden, d->ffn, d->heads, d->kv_heads, d->head_dim, d->vocab, d->slots, d->context};
+  const int64_t sizes[] = {d->layers,   d->hidden, d->ffn,   d->heads,  d->kv_heads,
+                           d->head_dim, d->vocab,  d->slots, d->context};
   for (int64_t size : sizes)
     if (size <= 0 || size > (int64_t{1} << 31)) return TRIRUN_BAD_SHAPE;
   if (d->heads % d->kv_heads || d->hidden % 16 || d->context % kKeyBlock) return TRIRUN_BAD_SHAPE;
   if (d->rotary_half < 0 || 2 * d->rotary_half > d->head_dim) return TRIRUN_BAD_SHAPE;
   if (d->kv_dtype != TRIRUN_F16 && d->kv_dtype != TRIRUN_F32) return TRIRUN_UNSUPPORTED;
   if (bad_float(d->embedding_dtype)) return TRIRUN_UNSUPPORTED;
-  if (d->head_dtype == TRIRUN_HEAD_INT8 ? d->hidden > kLongestHead : bad_float(d->head_dtype)) return TRIRUN_UNSUPPORTED;
+  const bool bad_head = d->head_dtype == TRIRUN_HEAD_INT8 ? d->hidden > kLongestHead : bad_float(d->head_dtype);
+  if (bad_head) return TRIRUN_UNSUPPORTED;
   if (d->activation != TRIRUN_SILU && d->activation != TRIRUN_RELU2) return TRIRUN_UNSUPPORTED;
   return d->act_bits == TRIRUN_ACT8 || d->act_bits == TRIRUN_ACT16 ? TRIRUN_OK : TRIRUN_UNSUPPORTED;
 }
@@ -57,7 +59,8 @@ int check_batch(const trirun_decoder& d, const Batch& batch) {
   int64_t total = 0;
   for (int64_t i = 0; i < segment_count; ++i) {
     const trirun_segment& segment = segments[i];
-    if (segment.slot < 0 || segment.slot >= d.slots || segment.count <= 0 || segment.count > rows) return TRIRUN_BAD_SHAPE;
+    if (segment.slot < 0 || segment.slot >= d.slots) return TRIRUN_BAD_SHAPE;
+    if (segment.count <= 0 || segment.count > rows) return TRIRUN_BAD_SHAPE;
     if (i > 0 && segment.slot <= segments[i - 1].slot) return TRIRUN_BAD_SHAPE;
     if (segment.position < 0 || segment.position > d.context - segment.count) return TRIRUN_BAD_SHAPE;
     total += segment.count;

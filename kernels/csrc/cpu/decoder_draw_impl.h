@@ -22,7 +22,8 @@ int64_t tops(float* out, const float* x, int64_t n) {
     Lanes top = splat(-INFINITY);
     int64_t j = i;
     for (; j + kLanes <= end; j += kLanes) top = larger_of(top, load(x + j));
-    if (j < end) top = larger_of(top, keep_first(load_first(x + j, static_cast<int>(end - j)), static_cast<int>(end - j), -INFINITY));
+    const int left = static_cast<int>(end - j);
+    if (left > 0) top = larger_of(top, keep_first(load_first(x + j, left), left, -INFINITY));
     store(out + count, top);
   }
   return count;
@@ -67,7 +68,8 @@ void masses(uint32_t* out, uint64_t* sums, const float* x, int64_t n, float top,
       float rounded[kLanes];
       /* The first operand of max is left out where it is a NaN. */
       store(rounded, max(round_even(exp2((value - reference) * scale) * one), splat(0)));
-      for (int lane = 0; lane < count; ++lane) out[j + lane] = static_cast<uint32_t>(static_cast<int32_t>(rounded[lane]));
+      for (int lane = 0; lane < count; ++lane)
+        out[j + lane] = static_cast<uint32_t>(static_cast<int32_t>(rounded[lane]));
     }
     uint64_t sum = 0;
     for (int64_t j = i; j < end; ++j) sum += out[j];

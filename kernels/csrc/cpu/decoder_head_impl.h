@@ -1,7 +1,7 @@
 /* The output head in 8 bits: w ~ scale * (byte - 128) with a scale per row, x in two signed digits with one scale.
  *
- * x = scale * (256 hi + lo). All sums of products are exact in int32 (255 * 128 * k < 2^31 up to k = 65,536), so the one
- * rounding of a logit is the same on every instruction set, in any order. Included by decoder_ops_impl.h. */
+ * x = scale * (256 hi + lo). All sums of products are exact in int32 (255 * 128 * k < 2^31 up to k = 65,536), so the
+ * one rounding of a logit is the same on every instruction set, in any order. Included by decoder_ops_impl.h. */
 #ifndef TRIRUN_CPU_DECODER_HEAD_IMPL_H
 #define TRIRUN_CPU_DECODER_HEAD_IMPL_H
 

@@ -230,7 +230,8 @@ class Model {
   }
 
   /* Of rows of q | k | v and of outputs that lie at consecutive positions, the first at `position`. */
-  AttentionJob job_of(int64_t layer, int64_t slot, int64_t position, const float* qkv, float* out, int64_t kv_head) const {
+  AttentionJob job_of(int64_t layer, int64_t slot, int64_t position, const float* qkv, float* out,
+                      int64_t kv_head) const {
     const int64_t column = kv_head * group_ * d.head_dim;
     return {qkv + column, qkv_width_, out + column, d.heads * d.head_dim,
             cache(d.keys, layer, slot, kv_head), cache(d.values, layer, slot, kv_head),
@@ -243,7 +244,8 @@ class Model {
   }
 
   /* Logits of rows of normalised x, strips [begin, end) of the vocabulary. */
-  void head_strips(const float* x, const HeadInput& input, int64_t rows, float* logits, int64_t begin, int64_t end) const {
+  void head_strips(const float* x, const HeadInput& input, int64_t rows, float* logits, int64_t begin,
+                   int64_t end) const {
     const int64_t first = begin * 64, last = end * 64 < d.vocab ? end * 64 : d.vocab;
     if (d.head_dtype == TRIRUN_HEAD_INT8)
       ops_.head_int8(input, rows, static_cast<const uint8_t*>(d.head), d.head_scales, logits, d.vocab, first, last);

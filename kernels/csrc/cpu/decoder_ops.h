@@ -84,7 +84,8 @@ struct DecoderOps {
   /* y[m][begin, end) from the 8-bit head w [.][stride] */
   void (*head_int8)(const HeadInput& input, int64_t m, const uint8_t* w, const float* scales, float* y, int64_t ldy,
                     int64_t begin, int64_t end);
-  /* Index of the largest of x[n], the first of equals, NaNs left out, and its value; -1 where none is above -infinity. */
+  /* Index of the largest of x[n], the first of equals, NaNs left out, and its value; -1 where none is above
+   * -infinity. */
   int64_t (*largest)(const float* x, int64_t n, float* value);
   /* Maxima of disjoint parts of x[n], kTopSpan numbers each or fewer, NaNs left out; returns how many parts: a multiple
    * of 16, n / kTopSpan rounded up to it. Parts without a number have -infinity. */
@@ -92,7 +93,8 @@ struct DecoderOps {
   /* The numbers of x[n] that are at least `least`, and where they are, ascending; returns how many. Both outputs have
    * room for n + 16, which is written. */
   int64_t (*gather)(int32_t* ids, float* values, const float* x, int64_t n, float least);
-  /* out = round(2^30 * 2^((x - top) * factor)), 0 for a NaN; top is the largest of x. sums[n/kMassBlock, rounded up]. */
+  /* out = round(2^30 * 2^((x - top) * factor)), 0 for a NaN; top is the largest of x. sums[n/kMassBlock, rounded up].
+   */
   void (*masses)(uint32_t* out, uint64_t* sums, const float* x, int64_t n, float top, float factor);
 };
 

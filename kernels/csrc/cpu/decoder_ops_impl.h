@@ -155,7 +155,8 @@ void scores_tile(const float* const* q, const KV* keys, int64_t head_dim, float*
     for (int j = 0; j < K; ++j) key[j] = load(keys + (j * head_dim + d) * kLanes);
     if (ahead)
 #pragma GCC unroll 8
-      for (int j = 0; j < K; ++j) __builtin_prefetch(keys + (j * head_dim + d + kKeyBlock / kLanes * head_dim) * kLanes);
+      for (int j = 0; j < K; ++j)
+        __builtin_prefetch(keys + (j * head_dim + d + kKeyBlock / kLanes * head_dim) * kLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < Q; ++i) {
       Lanes value = splat(q[i][d]);
@@ -223,7 +224,8 @@ void weigh(float* out, int64_t stride, const float* p, const KV* values, int64_t
   int64_t d = 0;
   /* A single query has registers for twice the columns, and needs them to hide latency. */
   if (Q == 1)
-    for (; d + 8 * kLanes <= stride; d += 8 * kLanes) weigh_tile<1, 8, ahead>(out + d, stride, p, values + d, stride, keys);
+    for (; d + 8 * kLanes <= stride; d += 8 * kLanes)
+      weigh_tile<1, 8, ahead>(out + d, stride, p, values + d, stride, keys);
   for (; d + kTileLanes * kLanes <= stride; d += kTileLanes * kLanes)
     weigh_tile<Q, kTileLanes, ahead>(out + d, stride, p, values + d, stride, keys);
   for (; d < stride; d += kLanes) weigh_tile<Q, 1, ahead>(out + d, stride, p, values + d, stride, keys);

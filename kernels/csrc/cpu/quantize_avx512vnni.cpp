@@ -144,8 +144,8 @@ TRIRUN_INLINE bool digits16(const trirun_act& act, const void* x, int dtype, int
   const float amax = fmaxf(float_of(bits), 1e-30f);
   act.scales[row * (act.k / 128) + i / 128] = amax / 32639.0f;
   const __m512 inverse = _mm512_set1_ps(32639.0f / amax);
-  // 32 columns each. No value leaves +-32639, as two roundings move the largest by less than half: with 128 added, which
-  // rounds to the upper digit, it is an int16 still.
+  // 32 columns each. No value leaves +-32639, as two roundings move the largest by less than half: with 128 added,
+  // which rounds to the upper digit, it is an int16 still.
   __m512i value[4];
   TRIRUN_UNROLL
   for (int q = 0; q < 4; ++q) {
