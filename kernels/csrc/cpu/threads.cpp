@@ -29,7 +29,7 @@ constexpr int kMaxThreads = 512;
 constexpr int64_t kSpinNanoseconds = 300'000;
 
 /* Looks before a waiting thread offers its core. */
-constexpr int kSpins = 128;
+constexpr int kSpins = 64;
 
 void pause_core() {
 #if defined(__x86_64__)
