@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -85,7 +86,9 @@ def command(
     started = time.perf_counter()
     if method not in METHODS:
         raise UsageError(f"--method {method}: one of {', '.join(METHODS)}")
-    console = Console(as_json=json, quiet=quiet)
+    # Of several processes, the first speaks.
+    first = os.environ.get("RANK", "0") == "0"
+    console = Console(as_json=json and first, quiet=quiet or not first)
     out = output_dir(out, f"{model.resolve().name}-{method}")
     settings = {
         "init": init,
@@ -123,7 +126,7 @@ def command(
         compiled=compile,
         overwrite=overwrite,
     )
-    if not data:
+    if not data and first:
         console.warn("training on the short prose excerpt that ships with trirun; give --data with much more text")
     show_plan(console, plan)
     if dry_run:
