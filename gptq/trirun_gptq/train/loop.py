@@ -23,6 +23,7 @@ from .workers import Workers
 
 BETAS = (0.9, 0.95)
 REPORT = 10  # steps between two looks at the loss, each of which waits for the device
+SHORT = 0.2  # seconds of a step below which several processes agree on where they are only as often
 SAVE_SECONDS = 60.0  # between two savings, or more where saving takes more than a fiftieth of it
 
 
@@ -56,6 +57,7 @@ class Training:
         self._batches, self._held_out, self._workers = batches, held_out, workers
         self._observer, self._state = observer, state
         self._started, self._finishing, self._reserve = started, finishing, 0.0
+        self._agreed, self._every = 0.0, 1
         self._device = held_out.device
         self._each = recipe.batch // workers.count
         self._micro = min(recipe.micro_batch or self._each, self._each)
@@ -87,7 +89,7 @@ class Training:
         before = progress.seconds
         started = saved = looked = time.perf_counter()
         progress.others += started - self._started
-        done = self._done()
+        done, _ = self._look(False)
         if done >= 1 and not progress.step:
             raise QuantizationError(
                 f"minutes={self.recipe.minutes:g} leave nothing for training: {progress.others:.0f} s are over, and "
@@ -106,14 +108,14 @@ class Training:
                     progress.others += now - started
                     started, first = now, False
                 progress.seconds = before + now - started
-                earlier, done = done, self._done()
+                earlier = done
+                done, stop = self._look(stopped.is_set())
                 if progress.step % REPORT == 0 or done >= 1:
                     looked = self._report(sums, count, looked, done)
                     sums, count = torch.zeros_like(sums), 0
                 if int(done * self.recipe.evaluations) > int(earlier * self.recipe.evaluations):
                     self._evaluate()
                     looked = time.perf_counter()
-                stop = self._workers.any(stopped.is_set())
                 if stop or (time.perf_counter() - saved > pause and done < 1):
                     begun = time.perf_counter()
                     self._save(stop)
@@ -124,19 +126,25 @@ class Training:
         self.student.restore(progress.best_weights)
         return progress
 
-    def _done(self) -> float:
-        """How much of the run is over, the same in every process."""
-        progress = self.progress
-        if not self.recipe.minutes:
-            return progress.step / self.recipe.steps
-        # The step to come has to fit too.
+    def _look(self, stop: bool) -> tuple[float, bool]:
+        """How much of the run is over, and whether any process was told to stop: the same in every process."""
+        progress, recipe = self.progress, self.recipe
         each = progress.seconds / max(progress.step, 1)
-        total = 60 * self.recipe.minutes - progress.others - self._reserve
-        done = min(1.0, (progress.seconds + each) / total) if total > 0 else 1.0
+        done = progress.step / recipe.steps
+        if recipe.minutes:
+            # The step to come has to fit too.
+            total = 60 * recipe.minutes - progress.others - self._reserve
+            done = min(1.0, (progress.seconds + each) / total) if total > 0 else 1.0
         if self._workers.count == 1:
             # Nothing to agree on, and no reason to wait for the device.
-            return done
-        return float(self._workers.mean(torch.tensor(done, device=self._device)))
+            return done, stop
+        if progress.step % self._every == 0:
+            shared = self._workers.mean(torch.tensor([done, float(stop), each], device=self._device)).tolist()
+            self._agreed, stop = shared[0], shared[1] > 0
+            self._every = REPORT if 0 < shared[2] < SHORT else 1
+        else:
+            stop = False
+        return (self._agreed if recipe.minutes else done), stop
 
     def _step(self, module: Any, done: float) -> Tensor:
         """One optimizer step; returns [Σ KL, Σ CE] per token of this process's batch, float32 [2]."""

@@ -39,9 +39,3 @@ class Workers:
     def mean(self, values: Tensor) -> Tensor:
         """The mean of a tensor over all processes."""
         return values if self._accelerator is None else self._accelerator.reduce(values, "mean")
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
-        if self._accelerator is None:
-            return flag
-        return bool(self._accelerator.reduce(torch.tensor(float(flag), device=self.device)) > 0)
