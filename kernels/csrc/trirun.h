@@ -326,7 +326,9 @@ typedef struct {
 int trirun_cuda_rows(const trirun_rows* rows, void* stream);
 
 /* Heads of m rows over a paged cache of one layer, [pages][kv_heads][64][head_dim]; position p of a slot is in page
- * block_tables[slot][p / 64]. A row whose slot is negative is skipped. */
+ * block_tables[slot][p / 64]. A row whose slot is negative is skipped. The cache is of dtype, or, where scales are
+ * given, int8 [pages][kv_heads][64][head_dim rounded up to 16] with one scale per token and head: of its largest
+ * magnitude / 127, rounded up, and code = round(x / scale). */
 typedef struct {
   const void* q;            /* [m][ld_q]: heads * head_dim */
   const void* k;            /* [m][ld_kv]: kv_heads * head_dim */
@@ -337,6 +339,7 @@ typedef struct {
   size_t activation_bytes;
   void* keys;
   void* values;
+  void* scales;             /* fp16 [pages][kv_heads][64][2], of keys and of values; or NULL */
   const int32_t* block_tables; /* [slots][ld_blocks] */
   const int32_t* slots;     /* [m] */
   const int32_t* positions; /* [m], of the row's token */
@@ -363,6 +366,20 @@ int trirun_cuda_attention_decode(const trirun_attention* attention, void* worksp
 
 /* The first half of that for rows of prompts: y is the rotated q (which may be q itself), k and v go to the cache. */
 int trirun_cuda_attention_append(const trirun_attention* attention, void* stream);
+
+/* The first `length` positions of a slot of an int8 cache, as values of dtype. */
+typedef struct {
+  const void* keys;
+  const void* values;
+  const void* scales;
+  const int32_t* block_table; /* the slot's: [length / 64, rounded up] */
+  void* keys_out;             /* [kv_heads][length][head_dim] */
+  void* values_out;
+  int64_t length, kv_heads;
+  int32_t head_dim, dtype;
+} trirun_gather;
+
+int trirun_cuda_attention_gather(const trirun_gather* gather, void* stream);
 
 /* How a slot's tokens are chosen. */
 typedef struct {

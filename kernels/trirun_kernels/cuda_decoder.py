@@ -72,8 +72,11 @@ class CudaDecoder:
         model: the weights. slots: sequences at once. context: most positions of each, rounded up to 64.
         pages: of the cache, 64 positions each; None takes as many as all slots can need.
         digit_rows: fewest and most rows whose activations are quantized apart from the products.
+        kv_dtype: of the cache: the model's, or torch.int8 with a float16 scale per token and head; None is the model's.
 
     Attributes:
+        cache: [layers, 2, pages, kv_heads, 64, head_dim], keys and values; of int8, head_dim is rounded up to 16.
+        scales: of int8, float16 [layers, pages, kv_heads, 64, 2].
         block_tables: int32 [slots, context/64] on the device, the pages of each slot; the caller keeps them.
         latest: int32 [slots], the token each slot sampled last.
     """
@@ -86,6 +89,7 @@ class CudaDecoder:
         context: int,
         pages: int | None = None,
         digit_rows: tuple[int, int] | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         s, device = model.shape, model.device
         blocks = -(-context // ops.PAGE)
@@ -99,12 +103,22 @@ class CudaDecoder:
         self.pages = slots * blocks if pages is None else pages
         self._device = device_of(device.index or 0)
         self._digit_rows = rows_in_digits(model, *(digit_rows or DIGIT_ROWS))
-        shape = (s.layers, 2, self.pages, s.kv_heads, ops.PAGE, s.head_dim)
-        self.cache = torch.empty(shape, dtype=model.dtype, device=device)
+        kind = kv_dtype or model.dtype
+        if kind not in (model.dtype, torch.int8):
+            raise ValueError(f"decoder: a cache of {kind}; {model.dtype} or int8")
+        width = -(-s.head_dim // 16) * 16 if kind == torch.int8 else s.head_dim
+        shape = (s.layers, 2, self.pages, s.kv_heads, ops.PAGE, width)
+        self.cache = torch.empty(shape, dtype=kind, device=device)
+        self.scales = None
+        if kind == torch.int8:
+            self.scales = torch.empty(s.layers, *shape[2:5], 2, dtype=torch.float16, device=device)
         self.block_tables = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
         self._workspaces: dict[tuple[int, int], Tensor] = {}
-        self._caches = [ops.Cache(*part.unbind(0), self.block_tables) for part in self.cache]
+        scales = [None] * s.layers if self.scales is None else self.scales.unbind(0)
+        self._caches = [
+            ops.Cache(*part.unbind(0), self.block_tables, scale) for part, scale in zip(self.cache, scales, strict=True)
+        ]
         self._heads = [
             ops.Heads(
                 s.heads, s.kv_heads, s.head_dim, s.attention_scale, s.norm_eps, model.cosines, model.sines,
@@ -117,7 +131,7 @@ class CudaDecoder:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return self.cache.nbytes
+        return self.cache.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def forward(
         self, inputs: Inputs, segments: Sequence[Segment] = (), wanted: Tensor | None = None, *, splits: int = 0
@@ -207,11 +221,15 @@ class CudaDecoder:
     def _segment_attention(self, q: Tensor, cache: ops.Cache, heads: ops.Heads, segment: Segment) -> Tensor:
         """Causal attention of rotated q [count, heads·head_dim] over everything its slot has in the cache by now."""
         length = segment.position + segment.count
-        table = cache.block_tables[segment.slot, : -(-length // ops.PAGE)]
-        keys, values = (
-            part.index_select(0, table).transpose(0, 1).flatten(1, 2)[:, :length].unsqueeze(0)
-            for part in (cache.keys, cache.values)
-        )
+        if cache.scales is not None:
+            parts = ops.gather(cache, segment.slot, length, heads.head_dim, q.dtype)
+        else:
+            table = cache.block_tables[segment.slot, : -(-length // ops.PAGE)]
+            parts = (
+                part.index_select(0, table).transpose(0, 1).flatten(1, 2)[:, :length]
+                for part in (cache.keys, cache.values)
+            )
+        keys, values = (part.unsqueeze(0) for part in parts)
         queries = q.view(1, segment.count, heads.heads, heads.head_dim).transpose(1, 2)
         # Called directly, flash attention aligns the causal mask to the last key, and takes grouped heads.
         out = torch.ops.aten._scaled_dot_product_flash_attention(

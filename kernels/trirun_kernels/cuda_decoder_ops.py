@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .cpu import DTYPES
+from .cuda_decoder_structs import AttentionStruct, GatherStruct, RowsStruct, SampleStruct
 from .decoder_weights import ACTIVATIONS
 from .native import NativeError, load
 
@@ -21,61 +22,6 @@ RESIDUAL, EMBED, GATE, PLAIN = range(4)  # TRIRUN_ROWS_*
 PAGE = 64  # positions of one page
 PROMPT_TOKEN = -(2**31)  # of the counts of penalties: the token is in the prompt
 SAMPLER_BYTES = 48
-
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-
-
-class RowsStruct(ctypes.Structure):
-    """``trirun_rows`` of csrc/trirun.h."""
-
-    _fields_ = (
-        *((name, _P) for name in ("x", "up", "residual", "norm", "y", "activations")),
-        ("activation_bytes", ctypes.c_size_t),
-        *((name, _P) for name in ("tokens", "slots", "latest")),
-        *((name, _L) for name in ("m", "n", "ldx", "ldy", "vocab")),
-        ("eps", _F),
-        *((name, _I) for name in ("source", "dtype", "activation", "act_bits")),
-    )
-
-
-class AttentionStruct(ctypes.Structure):
-    """``trirun_attention`` of csrc/trirun.h."""
-
-    _fields_ = (
-        *((name, _P) for name in ("q", "k", "v", "y", "activations")),
-        ("activation_bytes", ctypes.c_size_t),
-        *((name, _P) for name in ("keys", "values", "block_tables", "slots", "positions")),
-        *((name, _P) for name in ("q_norm", "k_norm", "cosines", "sines")),
-        *((name, _L) for name in ("m", "heads", "kv_heads", "ld_q", "ld_kv", "ld_y", "ld_blocks")),
-        *((name, _I) for name in ("head_dim", "rotary_half", "splits", "dtype")),
-        ("eps", _F),
-        ("scale", _F),
-    )
-
-
-class SamplerStruct(ctypes.Structure):
-    """``trirun_sampler`` of csrc/trirun.h: how one slot's tokens are chosen."""
-
-    _fields_ = (
-        *((name, _F) for name in ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")),
-        ("top_k", _I),
-        ("bias_count", _I),
-        ("seed", ctypes.c_uint64),
-        ("drawn", ctypes.c_uint32),
-        ("wants_logprobs", _I),
-    )
-
-
-class SampleStruct(ctypes.Structure):
-    """``trirun_sample`` of csrc/trirun.h."""
-
-    _fields_ = (
-        *((name, _P) for name in ("logits", "slots", "wanted", "samplers", "counts", "bias_tokens", "bias_values")),
-        *((name, _P) for name in ("work", "sampled", "logprobs", "latest", "positions", "tokens")),
-        *((name, _L) for name in ("m", "vocab", "ld", "bias_capacity")),
-        ("dtype", _I),
-        ("reserved", _I),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +47,17 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Keys and values of one layer, [pages, kv_heads, 64, head_dim] each, and int32 [slots, blocks] page numbers."""
+    """Keys and values of one layer, and int32 [slots, blocks] page numbers.
+
+    Attributes:
+        keys, values: [pages, kv_heads, 64, head_dim] of the model's dtype; or int8, head_dim rounded up to 16.
+        scales: of int8, float16 [pages, kv_heads, 64, 2]: of a token's key and of its value.
+    """
 
     keys: Tensor
     values: Tensor
     block_tables: Tensor
+    scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +65,7 @@ class SamplingState:
     """What sampling keeps on the device.
 
     Attributes:
-        samplers: uint8 [slots, 48], a :class:`SamplerStruct` each. latest: int32 [slots], the last sampled token.
+        samplers: uint8 [slots, 48], a ``trirun_sampler`` each. latest: int32 [slots], the last sampled token.
         counts: int32 [slots, vocab], how often a token was generated, negative where it is in the prompt; or None.
         bias_tokens, bias_values: int32 and float32 [slots, capacity].
         work: float32 [rows, vocab].
@@ -188,7 +140,7 @@ def attention_decode(
     """One new token per row: norm and rotate q and k, append k and v to the cache, attend, write y or its digits.
 
     Args:
-        q: [m, heads·head_dim]; k, v: [m, kv_heads·head_dim] with one stride; y: as q. float16 or bfloat16, the cache's.
+        q: [m, heads·head_dim]; k, v: [m, kv_heads·head_dim] with one stride; y: as q. float16 or bfloat16.
         digits: uint8, takes y's 16-bit digits instead; only where :func:`attention_makes_digits`.
         slots, positions: int32 [m]; rows of distinct slots; a negative slot skips its row.
         splits: CTAs that share the keys of a row.
@@ -208,6 +160,18 @@ def attention_append(
     struct = _attention(q, k, v, y, heads, cache, slots, positions, 1)
     code = _library().trirun_cuda_attention_append(ctypes.byref(struct), _stream())
     _check(code, f"attention_append: q {q.dtype} {list(q.shape)}, {heads.heads} over {heads.kv_heads} heads")
+
+
+def gather(cache: Cache, slot: int, length: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The first ``length`` positions of a slot of an int8 cache: keys and values [kv_heads, length, head_dim]."""
+    keys = torch.empty(cache.keys.shape[1], length, head_dim, dtype=dtype, device=cache.keys.device)
+    values = torch.empty_like(keys)
+    struct = GatherStruct(
+        cache.keys.data_ptr(), cache.values.data_ptr(), _pointer(cache.scales), cache.block_tables[slot].data_ptr(),
+        keys.data_ptr(), values.data_ptr(), length, keys.shape[0], head_dim, DTYPES[dtype],
+    )  # fmt: skip
+    _check(_library().trirun_cuda_attention_gather(ctypes.byref(struct), _stream()), f"gather: {list(keys.shape)}")
+    return keys, values
 
 
 def sample(
@@ -241,9 +205,9 @@ def _attention(q, k, v, y, heads, cache, slots, positions, splits, digits=None) 
     return AttentionStruct(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(digits),
         0 if digits is None else digits.numel(), cache.keys.data_ptr(), cache.values.data_ptr(),
-        cache.block_tables.data_ptr(), slots.data_ptr(), positions.data_ptr(), _pointer(heads.q_norm),
-        _pointer(heads.k_norm), heads.cosines.data_ptr(), heads.sines.data_ptr(), q.shape[0], heads.heads,
-        heads.kv_heads, q.stride(0), k.stride(0), q.shape[1] if y is None else y.stride(0),
+        _pointer(cache.scales), cache.block_tables.data_ptr(), slots.data_ptr(), positions.data_ptr(),
+        _pointer(heads.q_norm), _pointer(heads.k_norm), heads.cosines.data_ptr(), heads.sines.data_ptr(),
+        q.shape[0], heads.heads, heads.kv_heads, q.stride(0), k.stride(0), q.shape[1] if y is None else y.stride(0),
         cache.block_tables.stride(0), heads.head_dim, heads.cosines.shape[1], splits, DTYPES[q.dtype], heads.eps,
         heads.scale,
     )  # fmt: skip
@@ -259,12 +223,13 @@ def _stream() -> int:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = load("cuda")
+    library, pointer = load("cuda"), ctypes.c_void_p
     library.trirun_cuda_error.restype = ctypes.c_char_p
-    library.trirun_cuda_rows.argtypes = [_P, _P]
-    library.trirun_cuda_attention_decode.argtypes = [_P, _P, ctypes.c_size_t, _P]
-    library.trirun_cuda_attention_append.argtypes = [_P, _P]
-    library.trirun_cuda_sample.argtypes = [_P, _P]
+    library.trirun_cuda_rows.argtypes = [pointer, pointer]
+    library.trirun_cuda_attention_decode.argtypes = [pointer, pointer, ctypes.c_size_t, pointer]
+    library.trirun_cuda_attention_append.argtypes = [pointer, pointer]
+    library.trirun_cuda_attention_gather.argtypes = [pointer, pointer]
+    library.trirun_cuda_sample.argtypes = [pointer, pointer]
     return library
 
 

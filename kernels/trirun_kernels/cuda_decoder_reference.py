@@ -52,15 +52,33 @@ def prepared_heads(q: Tensor, k: Tensor, heads: Heads, positions: Tensor) -> tup
     return parts[0], parts[1]
 
 
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [..., head_dim] as the int8 cache holds it: codes [..., head_dim], and one float16 scale [...] each.
+
+    The scale is the largest magnitude / 127 rounded up, so that no code is beyond 127; codes are rounded half to even.
+    """
+    exact = x.abs().amax(-1) / 127
+    scale = exact.half()
+    scale = torch.where(scale.float() < exact, (scale.view(torch.int16) + 1).view(torch.float16), scale)
+    quotient = x / scale.float().unsqueeze(-1)
+    return quotient.nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8), scale
+
+
 def append(k: Tensor, v: Tensor, cache: Cache, slots: Tensor, positions: Tensor) -> Cache:
     """A copy of the cache with k and v [m, kv_heads, head_dim] at these slots and positions."""
     keys, values = cache.keys.clone(), cache.values.clone()
+    scales = None if cache.scales is None else cache.scales.clone()
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        if slot >= 0:
-            page = cache.block_tables[slot, position // PAGE]
-            keys[page, :, position % PAGE] = k[row].to(keys.dtype)
-            values[page, :, position % PAGE] = v[row].to(keys.dtype)
-    return Cache(keys, values, cache.block_tables)
+        if slot < 0:
+            continue
+        page, place = cache.block_tables[slot, position // PAGE], position % PAGE
+        for index, (part, new) in enumerate(((keys, k[row]), (values, v[row]))):
+            if scales is None:
+                part[page, :, place] = new.to(part.dtype)
+            else:
+                codes, scales[page, :, place, index] = quantize_heads(new.float())
+                part[page, :, place] = F.pad(codes, (0, part.shape[-1] - codes.shape[-1]))
+    return Cache(keys, values, cache.block_tables, scales)
 
 
 def attend(q: Tensor, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor) -> Tensor:
@@ -71,18 +89,22 @@ def attend(q: Tensor, heads: Heads, cache: Cache, slots: Tensor, positions: Tens
         if slot < 0:
             continue
         keys, values = (
-            gathered(part, cache.block_tables[slot], position + 1).float().repeat_interleave(group, 0)
-            for part in (cache.keys, cache.values)
+            part.float().repeat_interleave(group, 0) for part in gathered(cache, slot, position + 1, heads.head_dim)
         )
         scores = torch.einsum("hd,hkd->hk", q[row].float(), keys) * heads.scale
         out[row] = torch.einsum("hk,hkd->hd", scores.softmax(-1), values).reshape(-1)
     return out
 
 
-def gathered(part: Tensor, table: Tensor, length: int) -> Tensor:
-    """Positions 0 to ``length`` of a slot, [kv_heads, length, head_dim], from keys or values and the slot's pages."""
-    pages = part[table[: -(-length // PAGE)].long()]
-    return pages.transpose(0, 1).flatten(1, 2)[:, :length]
+def gathered(cache: Cache, slot: int, length: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Positions 0 to ``length`` of a slot, keys and values [kv_heads, length, head_dim]; float32 from an int8 cache."""
+    pages = cache.block_tables[slot, : -(-length // PAGE)].long()
+    keys, values = (part[pages].transpose(0, 1).flatten(1, 2)[:, :length] for part in (cache.keys, cache.values))
+    if cache.scales is None:
+        return keys, values
+    scales = cache.scales[pages].transpose(0, 1).flatten(1, 2)[:, :length].float()
+    keys, values = (part[..., :head_dim] * scales[..., i, None] for i, part in enumerate((keys, values)))
+    return keys, values
 
 
 def adjusted_logits(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from trirun_kernels import QuantSpec, pack
 from trirun_kernels import cuda_decoder_ops as ops
+from trirun_kernels.cuda_decoder_structs import SamplerStruct
 from trirun_kernels.native import library_path
 
 gpu = pytest.mark.skipif(
@@ -41,5 +42,5 @@ def sampling_state(slots, vocab, rows, capacity=8):
 
 
 def bind(state, slot, **fields):
-    struct = ops.SamplerStruct(**({"top_p": 1.0, "repetition": 1.0} | fields))
+    struct = SamplerStruct(**({"top_p": 1.0, "repetition": 1.0} | fields))
     state.samplers[slot].copy_(torch.frombuffer(bytearray(struct), dtype=torch.uint8))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from trirun_kernels import cuda_decoder_ops as ops
 from trirun_kernels import cuda_decoder_reference
+from trirun_kernels import cuda_decoder_structs as structs
 from trirun_kernels.activations import activation_bytes, int2_gemm_quantized
 from trirun_kernels.packing import dequantize
 
@@ -15,10 +16,11 @@ from tests.kernels.cuda_support import BOTH, ROUNDING, error, gpu, random_packed
 
 
 def test_structures_have_the_sizes_of_trirun_h():
-    assert ctypes.sizeof(ops.SamplerStruct) == ops.SAMPLER_BYTES
-    assert ctypes.sizeof(ops.RowsStruct) == 10 * 8 + 5 * 8 + 5 * 4 + 4
-    assert ctypes.sizeof(ops.AttentionStruct) == 15 * 8 + 7 * 8 + 6 * 4
-    assert ctypes.sizeof(ops.SampleStruct) == 13 * 8 + 4 * 8 + 2 * 4
+    assert ctypes.sizeof(structs.SamplerStruct) == ops.SAMPLER_BYTES
+    assert ctypes.sizeof(structs.RowsStruct) == 10 * 8 + 5 * 8 + 5 * 4 + 4
+    assert ctypes.sizeof(structs.AttentionStruct) == 16 * 8 + 7 * 8 + 6 * 4
+    assert ctypes.sizeof(structs.GatherStruct) == 6 * 8 + 2 * 8 + 2 * 4
+    assert ctypes.sizeof(structs.SampleStruct) == 13 * 8 + 4 * 8 + 2 * 4
 
 
 @gpu
@@ -77,9 +79,9 @@ def test_rows(n, dtype, normed):
                 assert error(product, exact) < (3e-4 if act_bits == 16 else 6e-3), (m, source, act_bits)
 
 
-def attention_case(dtype, heads, kv_heads, head_dim, lengths, *, half=None, normed=False, seed=0):
+def attention_case(dtype, heads, kv_heads, head_dim, lengths, *, half=None, normed=False, int8=False, seed=0):
     """(q, k, v, Heads, Cache, slots, positions): slot i holds ``lengths[i]`` tokens in scattered pages; whatever no
-    token has written is NaN. A length of None is a row without a slot."""
+    token has written is NaN (of int8, its scales are). A length of None is a row without a slot."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
     def draw(*shape, kind=dtype):
@@ -104,6 +106,10 @@ def attention_case(dtype, heads, kv_heads, head_dim, lengths, *, half=None, norm
     padding = torch.tensor([length is None for length in lengths], device="cuda")
     slots = torch.where(padding[order.long()], -1, order).int()
     cache = ops.Cache(keys, values, pages)
+    if int8:
+        parts = [cuda_decoder_reference.quantize_heads(part.float()) for part in (keys, values)]
+        codes = [torch.nn.functional.pad(codes, (0, -head_dim % 16)) for codes, _ in parts]
+        cache = ops.Cache(*codes, pages, torch.stack([scales for _, scales in parts], -1))
     return q, k, v, ops.Heads(*sizes, angles.cos(), angles.sin(), *norms), cache, slots, length_of[order.long()]
 
 
@@ -114,44 +120,114 @@ ATTENTION = [
 ]  # fmt: skip
 
 
+def copied(cache):
+    scales = None if cache.scales is None else cache.scales.clone()
+    return ops.Cache(cache.keys.clone(), cache.values.clone(), cache.block_tables, scales)
+
+
+def assert_same_cache(own, after, dtype):
+    """A cache that a kernel wrote against the twin's: rotated keys up to their last bits, values exactly."""
+    assert torch.equal(own.values.nan_to_num(7), after.values.nan_to_num(7))
+    if own.scales is None:
+        close = (own.keys.float() - after.keys.float()).abs() <= 4 * ROUNDING[dtype] * after.keys.float().abs()
+        assert (close | (own.keys.isnan() & after.keys.isnan()) | (after.keys.abs() < 1e-2)).all()
+        return
+    assert torch.equal(own.scales[..., 1].nan_to_num(7), after.scales[..., 1].nan_to_num(7))
+    scales, expected = own.scales[..., 0].float(), after.scales[..., 0].float()
+    assert ((scales - expected).abs() <= 2**-9 * expected).logical_or(scales.isnan() & expected.isnan()).all()
+    # A code next to a tie may fall on its other side.
+    steps = (own.keys.int() - after.keys.int()).abs()
+    assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-2
+
+
 @gpu
 @BOTH
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("heads, kv_heads, head_dim, options", ATTENTION)
-def test_attention(heads, kv_heads, head_dim, options, dtype):
-    lengths = [0, 1, None, 15, 16, 17, 63, 64, 65, 200, 700]
-    q, k, v, facts, cache, slots, positions = attention_case(dtype, heads, kv_heads, head_dim, lengths, **options)
+def test_attention(heads, kv_heads, head_dim, options, int8, dtype):
+    lengths = [0, 1, None, 15, 16, 17, 31, 32, 33, 63, 64, 65, 200, 700]
+    q, k, v, facts, cache, slots, positions = attention_case(
+        dtype, heads, kv_heads, head_dim, lengths, int8=int8, **options
+    )
     wide_q, wide_k = cuda_decoder_reference.prepared_heads(q, k, facts, positions)
     wide_v = v.reshape(v.shape[0], kv_heads, head_dim)
     after = cuda_decoder_reference.append(wide_k, wide_v, cache, slots, positions)
-    expected = cuda_decoder_reference.attend(wide_q, facts, after, slots, positions)
-    for splits in (1, 3, 8):
-        own = ops.Cache(cache.keys.clone(), cache.values.clone(), cache.block_tables)
+    live = slots >= 0
+    for splits in (1, 3, 8, 11):
+        own = copied(cache)
         workspace = ops.attention_workspace(len(lengths), facts, splits, q.device)
         results = []
         # Twice over one workspace: the first call must leave it fit for the second.
         for _ in range(2):
             y = torch.full_like(q, float("nan")).contiguous()
             ops.attention_decode(q, k, v, y, facts, own, slots, positions, splits, workspace)
-            results.append(y[slots >= 0])
+            results.append(y[live])
         assert torch.equal(*results)
-        assert error(results[0], expected[slots >= 0]) < 2 * ROUNDING[dtype], splits
-        assert torch.equal(own.values.nan_to_num(7), after.values.nan_to_num(7))
-        close = (own.keys.float() - after.keys.float()).abs() <= 4 * ROUNDING[dtype] * after.keys.float().abs()
-        assert (close | (own.keys.isnan() & after.keys.isnan()) | (after.keys.abs() < 1e-2)).all()
+        assert_same_cache(own, after, dtype)
+        expected = cuda_decoder_reference.attend(wide_q, facts, own, slots, positions)
+        assert error(results[0], expected[live]) < 2 * ROUNDING[dtype], splits
         if ops.attention_makes_digits(facts):
             m, n = q.shape
             w = random_packed(64, n).to("cuda")
             digits = torch.full((activation_bytes(m, n, 16),), 255, device="cuda", dtype=torch.uint8)
-            own = ops.Cache(cache.keys.clone(), cache.values.clone(), cache.block_tables)
-            ops.attention_decode(q, k, v, None, facts, own, slots, positions, splits, workspace, digits=digits)
+            again = copied(cache)
+            ops.attention_decode(q, k, v, None, facts, again, slots, positions, splits, workspace, digits=digits)
             product = int2_gemm_quantized(digits, m, w, dtype=torch.float32)
             exact = expected.double() @ dequantize(w, torch.float32).double().T
-            assert error(product[slots >= 0], exact[slots >= 0]) < 2 * ROUNDING[dtype]
+            assert error(product[live], exact[live]) < 2 * ROUNDING[dtype]
             assert (product[slots < 0] == 0).all()
     # The two halves, one after the other, are the same step.
-    own = ops.Cache(cache.keys.clone(), cache.values.clone(), cache.block_tables)
+    appended = copied(cache)
     rotated = torch.zeros_like(q).contiguous()
-    ops.attention_append(q, k, v, rotated, facts, own, slots, positions)
-    live = slots >= 0
+    ops.attention_append(q, k, v, rotated, facts, appended, slots, positions)
     assert error(rotated[live], wide_q.flatten(1)[live]) < ROUNDING[dtype]
-    assert torch.equal(own.values.nan_to_num(7), after.values.nan_to_num(7))
+    for one, other in ((appended.keys, own.keys), (appended.values, own.values), (appended.scales, own.scales)):
+        assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    if int8:
+        for slot, position in zip(slots[live].tolist(), positions[live].tolist(), strict=True):
+            found = ops.gather(own, slot, position + 1, head_dim, dtype)
+            exact = cuda_decoder_reference.gathered(own, slot, position + 1, head_dim)
+            assert all(torch.equal(part, other.to(dtype)) for part, other in zip(found, exact, strict=True))
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_over_int8_with_outliers(head_dim, dtype):
+    """Scales that lie far apart, as they do between the first token and others, lose no bits of the small ones."""
+    q, k, v, facts, cache, slots, positions = attention_case(dtype, 8, 2, head_dim, [300, 77, 64], int8=True, seed=1)
+    generator = torch.Generator(device="cuda").manual_seed(2)
+    spread = torch.exp2(torch.randint(-12, 5, cache.scales.shape, device="cuda", generator=generator).float())
+    spread[..., 0] = 1
+    cache.scales.copy_(cache.scales.float() * spread)
+    v = v * 2**-10
+    workspace = ops.attention_workspace(3, facts, 2, q.device)
+    y = torch.full_like(q, float("nan")).contiguous()
+    ops.attention_decode(q, k, v, y, facts, cache, slots, positions, 2, workspace)
+    wide_q, _ = cuda_decoder_reference.prepared_heads(q, k, facts, positions)
+    expected = cuda_decoder_reference.attend(wide_q, facts, cache, slots, positions)
+    assert error(y, expected) < 2 * ROUNDING[dtype]
+
+
+@gpu
+def test_a_number_that_is_none_poisons_its_own_row():
+    q, k, v, facts, cache, slots, positions = attention_case(torch.float16, 8, 2, 128, [40, 50, 60], int8=True)
+    k, v = k.clone(), v.clone()
+    k[0, 5], v[1, 130] = float("nan"), float("inf")
+    workspace = ops.attention_workspace(3, facts, 2, q.device)
+    y = torch.zeros_like(q).contiguous()
+    ops.attention_decode(q, k, v, y, facts, cache, slots, positions, 2, workspace)
+    # Query heads 0 to 3 share key head 0.
+    assert y[0, :512].isnan().all() and y[0, 512:].isfinite().all()
+    assert y[1, 512:].isnan().all() and y[1, :512].isfinite().all()
+    assert y[2].isfinite().all()
+
+
+def test_quantized_heads_keep_their_largest_element():
+    x = torch.randn(500, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 500).unsqueeze(1)
+    x[0] = 0
+    codes, scales = cuda_decoder_reference.quantize_heads(x)
+    assert codes.min() >= -127 and scales[0] == 0 and (codes[0] == 0).all()
+    step = scales.float().unsqueeze(1)
+    assert ((codes * step - x).abs() <= step / 2 * 1.0001).all()
+    assert (step[1:] <= x[1:].abs().amax(1, keepdim=True) / 127 * (1 + 2**-10) + 2**-24).all()

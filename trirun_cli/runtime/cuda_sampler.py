@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from trirun_kernels import cuda_decoder_ops as ops
+from trirun_kernels.cuda_decoder_structs import SamplerStruct
 
 from .sampling import SamplingParams, Token, stream_of
 
@@ -86,7 +87,7 @@ class CudaSampler:
         device = self._results.device
         self._alternatives[slot] = params.logprobs
         self._prompt_alternatives[slot] = params.prompt_logprobs or 0
-        struct = ops.SamplerStruct(
+        struct = SamplerStruct(
             params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
             params.repetition_penalty, min(params.top_k, 2**31 - 1), len(params.logit_bias), stream_of(params.seed),
             len(generated), params.logprobs is not None,

@@ -76,4 +76,24 @@ __device__ __forceinline__ int64_t cache_offset(int page, int kv_heads, int kv_h
   return ((static_cast<int64_t>(page) * kv_heads + kv_head) * PAGE + position % PAGE) * head_dim;
 }
 
+// Checks what would corrupt memory.
+inline int check_attention(const trirun_attention* t) {
+  if (t == nullptr) return TRIRUN_BAD_POINTER;
+  if (t->m < 0 || t->m > 65535 || t->heads <= 0 || t->kv_heads <= 0 || t->heads % t->kv_heads || t->head_dim <= 0 ||
+      t->head_dim % 8 || t->head_dim > MAX_HEAD_DIM || t->rotary_half < 0 || 2 * t->rotary_half > t->head_dim ||
+      t->splits < 1 || t->splits > 256 || t->ld_q < t->heads * t->head_dim ||
+      t->ld_kv < t->kv_heads * t->head_dim || t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0)
+    return TRIRUN_BAD_SHAPE;
+  if (!half_dtype(t->dtype)) return TRIRUN_UNSUPPORTED;
+  for (const void* p : {t->q, t->k, t->v, static_cast<const void*>(t->keys), static_cast<const void*>(t->values)})
+    if (p == nullptr || !aligned_to(p, 16)) return TRIRUN_BAD_POINTER;
+  if (!aligned_to(t->scales, 4)) return TRIRUN_BAD_POINTER;
+  if ((t->y == nullptr && t->activations == nullptr) || !aligned_to(t->y, 2) || !aligned_to(t->activations, 256))
+    return TRIRUN_BAD_POINTER;
+  if (t->block_tables == nullptr || t->slots == nullptr || t->positions == nullptr || t->cosines == nullptr ||
+      t->sines == nullptr)
+    return TRIRUN_BAD_POINTER;
+  return TRIRUN_OK;
+}
+
 }  // namespace trirun

@@ -1,0 +1,125 @@
+// Prompts and the cache: appending their keys and values, and, of a cache of 8-bit elements, reading a slot back as the
+// 16-bit tensors that flash attention takes.
+#include "decoder_int8.cuh"
+
+namespace trirun {
+namespace {
+
+constexpr int WARPS = 8;
+
+struct AppendArgs {
+  trirun_attention t;
+};
+
+// Norms and rotates every head of a row and writes its keys and values to the cache: what `attend` does for itself, for
+// rows of prompts, a CTA each. Its warps take the heads in turn.
+template <bool BF16, bool INT8, int LANES>
+__global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ AppendArgs a) {
+  __shared__ __align__(16) float values[WARPS][LANES * 8];
+  const trirun_attention& t = a.t;
+  const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, head_dim = t.head_dim;
+  // No early launch of what follows: `attend` reads the cache ahead of its wait.
+  dependency_wait();
+  const int slot = t.slots[row], position = t.positions[row];
+  if (slot < 0) return;
+  const int page = t.block_tables[static_cast<int64_t>(slot) * t.ld_blocks + position / PAGE];
+  const float* cosines = t.cosines + static_cast<int64_t>(position) * t.rotary_half;
+  const float* sines = t.sines + static_cast<int64_t>(position) * t.rotary_half;
+  HeadConstants<LANES / 4> query_constants, key_constants;
+  query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim);
+  key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim);
+  float* mine = values[warp];
+  const auto* q = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
+  const auto* k = static_cast<const uint16_t*>(t.k) + row * t.ld_kv;
+  const auto* v = static_cast<const uint16_t*>(t.v) + row * t.ld_kv;
+  const auto store = [&](uint16_t* to) {
+    for (int d = lane; d < head_dim; d += 32) to[d] = narrow<BF16>(mine[d]);
+  };
+  for (int head = warp; head < t.heads; head += WARPS) {
+    prepare_head<BF16>(mine, q + head * head_dim, query_constants, head_dim, t.q_norm != nullptr, t.eps, t.rotary_half,
+                       1.f);
+    store(static_cast<uint16_t*>(t.y) + row * t.ld_y + head * head_dim);
+  }
+  for (int head = warp; head < t.kv_heads; head += WARPS) {
+    prepare_head<BF16>(mine, k + head * head_dim, key_constants, head_dim, t.k_norm != nullptr, t.eps, t.rotary_half,
+                       1.f);
+    if constexpr (INT8) {
+      constexpr int WORDS = LANES == 32 ? 2 : 1;
+      store_token(t, quantize_token<BF16, WORDS>(mine, v + head * head_dim, head_dim), page, head, position);
+      __syncwarp();
+    } else {
+      store(static_cast<uint16_t*>(t.keys) + cache_offset(page, t.kv_heads, head, position, head_dim));
+    }
+  }
+  if constexpr (INT8) return;
+  for (int i = threadIdx.x; i < t.kv_heads * head_dim / 8; i += WARPS * 32) {
+    const int head = i * 8 / head_dim, d = i * 8 % head_dim;
+    auto* to = static_cast<uint16_t*>(t.values) + cache_offset(page, t.kv_heads, head, position, head_dim) + d;
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(v + head * head_dim + d);
+  }
+}
+
+template <bool BF16, bool INT8>
+void (*append_for(int head_dim))(AppendArgs) {
+  if (head_dim <= 64) return append<BF16, INT8, 8>;
+  return head_dim <= 128 ? append<BF16, INT8, 16> : append<BF16, INT8, 32>;
+}
+
+// A CTA per page, key head, and keys or values.
+template <bool BF16>
+__global__ void __launch_bounds__(WARPS * 32) gather(const __grid_constant__ trirun_gather g) {
+  dependency_wait();
+  const bool values = blockIdx.z;
+  const int first = blockIdx.x * PAGE, count = min(PAGE, static_cast<int>(g.length) - first);
+  const int bytes = int8_row_bytes(g.head_dim), parts = g.head_dim / 8;
+  const int64_t from = cache_offset(g.block_table[blockIdx.x], g.kv_heads, blockIdx.y, 0, 1);
+  const auto* codes = static_cast<const uint8_t*>(values ? g.values : g.keys) + from * bytes;
+  const auto* scales = static_cast<const __half2*>(g.scales) + from;
+  auto* to = static_cast<uint16_t*>(values ? g.values_out : g.keys_out) +
+             (static_cast<int64_t>(blockIdx.y) * g.length + first) * g.head_dim;
+  for (int i = threadIdx.x; i < count * parts; i += WARPS * 32) {
+    const int position = i / parts, d = i % parts * 8;
+    const uint2 eight = *reinterpret_cast<const uint2*>(codes + position * bytes + d);
+    const float2 both = __half22float2(scales[position]);
+    const float scale = values ? both.y : both.x;
+    uint32_t out[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const uint32_t word = (j < 2 ? eight.x : eight.y) >> j % 2 * 16;
+      const float low = static_cast<int8_t>(word) * scale, high = static_cast<int8_t>(word >> 8) * scale;
+      out[j] = narrow<BF16>(low) | static_cast<uint32_t>(narrow<BF16>(high)) << 16;
+    }
+    *reinterpret_cast<uint4*>(to + position * g.head_dim + d) = make_uint4(out[0], out[1], out[2], out[3]);
+  }
+}
+
+}  // namespace
+}  // namespace trirun
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* stream) {
+  using namespace trirun;
+  if (const int code = check_attention(t)) return code;
+  if (t->m == 0) return TRIRUN_OK;
+  if (t->y == nullptr) return TRIRUN_BAD_POINTER;
+  const bool bf16 = t->dtype == TRIRUN_BF16, int8 = t->scales != nullptr;
+  const auto kernel = bf16 ? (int8 ? append_for<true, true>(t->head_dim) : append_for<true, false>(t->head_dim))
+                           : (int8 ? append_for<false, true>(t->head_dim) : append_for<false, false>(t->head_dim));
+  return launch_dependent(kernel, AppendArgs{*t}, dim3(static_cast<unsigned>(t->m)), WARPS * 32, 0, stream);
+}
+
+EXPORT int trirun_cuda_attention_gather(const trirun_gather* g, void* stream) {
+  using namespace trirun;
+  if (g == nullptr) return TRIRUN_BAD_POINTER;
+  if (g->length < 0 || g->kv_heads <= 0 || g->kv_heads > 65535 || g->head_dim <= 0 || g->head_dim % 8 ||
+      g->head_dim > MAX_HEAD_DIM)
+    return TRIRUN_BAD_SHAPE;
+  if (!half_dtype(g->dtype)) return TRIRUN_UNSUPPORTED;
+  for (const void* p : {g->keys, g->values, static_cast<const void*>(g->keys_out), static_cast<const void*>(g->values_out)})
+    if (p == nullptr || !aligned_to(p, 16)) return TRIRUN_BAD_POINTER;
+  if (g->scales == nullptr || !aligned_to(g->scales, 4) || g->block_table == nullptr) return TRIRUN_BAD_POINTER;
+  if (g->length == 0) return TRIRUN_OK;
+  const dim3 grid(static_cast<unsigned>((g->length + PAGE - 1) / PAGE), static_cast<unsigned>(g->kv_heads), 2);
+  return launch_dependent(g->dtype == TRIRUN_BF16 ? gather<true> : gather<false>, *g, grid, WARPS * 32, 0, stream);
+}
