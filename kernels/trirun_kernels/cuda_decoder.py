@@ -20,6 +20,7 @@ from .activations import activation_bytes
 from .cuda import device_of
 from .cuda_decoder_products import DIGIT_ROWS, Projection
 from .cuda_decoder_weights import CudaLayer, CudaModel
+from .decoder_weights import DecoderShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,17 @@ def rows_in_digits(model: CudaModel, low: int, high: int) -> range:
     return range(low, high + 1)
 
 
+def position_bytes(shape: DecoderShape, kind: torch.dtype) -> int:
+    """Bytes of the cache for one token: keys and values of all layers in that type, and the scales of int8."""
+    head = 2 * (row_width(shape, kind) * kind.itemsize + (2 if kind == torch.int8 else 0))
+    return shape.layers * shape.kv_heads * head
+
+
+def row_width(shape: DecoderShape, kind: torch.dtype) -> int:
+    """Elements that a head of one token takes: of int8 whole 16-byte loads."""
+    return -(-shape.head_dim // 16) * 16 if kind == torch.int8 else shape.head_dim
+
+
 class CudaDecoder:
     """A model with its paged cache.
 
@@ -106,8 +118,7 @@ class CudaDecoder:
         kind = kv_dtype or model.dtype
         if kind not in (model.dtype, torch.int8):
             raise ValueError(f"decoder: a cache of {kind}; {model.dtype} or int8")
-        width = -(-s.head_dim // 16) * 16 if kind == torch.int8 else s.head_dim
-        shape = (s.layers, 2, self.pages, s.kv_heads, ops.PAGE, width)
+        shape = (s.layers, 2, self.pages, s.kv_heads, ops.PAGE, row_width(s, kind))
         self.cache = torch.empty(shape, dtype=kind, device=device)
         self.scales = None
         if kind == torch.int8:
@@ -130,7 +141,7 @@ class CudaDecoder:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Bytes of all keys and values, and of their scales."""
         return self.cache.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def forward(

@@ -42,14 +42,23 @@ def test_rates_and_ratios_follow_from_the_times():
     assert facts["float16"]["prefill_tokens_per_s"] == pytest.approx(320)
     assert facts["int2"]["inter_token_latency_ms"] == pytest.approx(1) and facts["int2"]["inter_token_spread_ms"] == 0
     assert facts["decode_speedup"] == pytest.approx(3) and facts["prefill_speedup"] == pytest.approx(0.8)
+    contestants.append(Mock("int2, int8 cache", 0.5, 0.0005))
+    facts = next(run(contestants, [32], [128], seconds=0)).document()
+    assert facts["decode_speedup"] == facts["int2"]["decode_speedup"] == pytest.approx(3)
+    assert facts["int2, int8 cache"]["decode_speedup"] == pytest.approx(6)
 
 
 def test_nothing_wrong_is_timed():
     right = Mock("float16", 1, 1)
-    assert check([Mock("int2", 1, 1, (1.0, 2.01)), right], 10) == pytest.approx(0.00447, rel=0.01)
+    close, closer = Mock("int2", 1, 1, (1.0, 2.01)), Mock("float16, int8 cache", 1, 1, (1.0, 2.001))
+    errors = check([close, right, closer], 10)
+    assert errors == {"int2": pytest.approx(0.00447, rel=0.01), closer.name: pytest.approx(0.000447, rel=0.01)}
+    assert check([close], 10) == {}
     for logits, message in (((1.0, 3.0), "differ by"), ((1.0, float("nan")), "not finite")):
         with pytest.raises(CheckFailed, match=message):
             check([Mock("int2", 1, 1, logits), right], 10)
+        with pytest.raises(CheckFailed, match=message):
+            check([close, right, Mock("int2, int8 cache", 1, 1, logits)], 10)
 
 
 def test_every_listed_decoder_can_run():
@@ -110,7 +119,15 @@ def test_plot(trirun, tmp_path):
     assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("options, message", [((), "or --shape"), (("--shape", "tiny", "--batch", "x"), "--batch x")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ((), "or --shape"),
+        (("--shape", "tiny", "--batch", "x"), "--batch x"),
+        (("--shape", "tiny", "--kv-cache-dtype", "auto,fp8"), "auto,fp8"),
+        (("--shape", "tiny", "--kv-cache-dtype", "int8", "--device", "cpu"), "of a GPU"),
+    ],
+)
 def test_contradictions_are_named(trirun, options, message):
     code, _, err = trirun("bench", "model", *options)
     assert code == 2 and message in " ".join(err.split())

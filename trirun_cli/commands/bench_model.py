@@ -26,6 +26,13 @@ def command(
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated, of auto (as --dtype) and int8: each model with each of them.",
+            rich_help_panel="Machine",
+        ),
+    ] = "auto",
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -40,6 +47,8 @@ def command(
       trirun bench model DIR --batch 1,16 --context 512,4096
 
       trirun bench model --shape llama-2-7b --batch 1,32 --plot speed.png
+
+      trirun bench model --shape llama-3-8b --batch 32 --context 8192 --kv-cache-dtype auto,int8
     """
     from ..runtime.model_bench import check, decoder_shape_named, document, run
 
@@ -50,6 +59,9 @@ def command(
     check_measuring(seconds, group_size)
     if dtype == "float32":
         raise UsageError(f"--dtype {dtype}: auto, float16 or bfloat16")
+    caches = list(dict.fromkeys(kv_cache_dtype.split(",")))
+    if not set(caches) <= {"auto", "int8"}:
+        raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: auto, int8, or both with a comma")
     sizes = None if shape is None else decoder_shape_named(shape)
     if plot is not None:
         from ..runtime.bench_plot import require_matplotlib
@@ -67,6 +79,8 @@ def command(
         place = torch.device("cuda", place.index or 0)
         if not library_path("cuda").exists():
             raise MissingError("trirun was built without CUDA", "use --device cpu, or reinstall with nvcc")
+    elif "int8" in caches:
+        raise UsageError("--kv-cache-dtype int8: the lean decoder of a GPU has it alone")
     console = Console(as_json=json, quiet=quiet)
     console.note("loading the weights" if shape is None else "making random weights")
     most = max(contexts) + 1
@@ -74,24 +88,27 @@ def command(
         kind = torch.bfloat16 if dtype == "bfloat16" else torch.float16
         contestants = of_shape(
             sizes, device=place, dtype=kind, group_size=group_size, act_bits=act_bits or 16, positions=most,
-            dense=dense,
+            dense=dense, caches=caches,
         )  # fmt: skip
         vocab, name = sizes.vocab, f"{shape}, random ternary weights, group size {group_size}"
     else:
         contestants, vocab = of_checkpoint(
-            checkpoint, device=place, dtype=dtype, act_bits=act_bits, positions=most, dense=dense
+            checkpoint, device=place, dtype=dtype, act_bits=act_bits, positions=most, dense=dense, caches=caches
         )
         name = str(checkpoint)
-    error = check(contestants, vocab)
+    errors = check(contestants, vocab)
     with console.progress("model", len(batches) * len(contexts)) as bar:
         cells = []
         for cell in run(contestants, batches, contexts, seconds=seconds, progress=bar.describe):
             cells.append(cell)
             bar.advance()
     machine = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
-    console.json("bench.model/1", document(contestants, cells, model=name, device=machine, error=error))
+    console.json("bench.model/1", document(contestants, cells, model=name, device=machine, errors=errors))
     weights = ", ".join(f"{each.name} {bytes_text(each.weight_bytes)}" for each in contestants)
-    title = f"{name}\n{machine}; weights: {weights}; logits differ by {error:.2%}\nprefill: one prompt, first token"
+    title = f"{name}\n{machine}; weights: {weights}\nprefill: one prompt, first token"
+    if errors:
+        differing = ", ".join(f"{each.name} {errors[each.name]:.2%}" for each in contestants if each.name in errors)
+        title += f"; logits differ from {contestants[1].name}: {differing}"
     _table(console, title, contestants, cells)
     if plot is not None:
         from ..runtime.bench_plot import save_model_plot
@@ -112,6 +129,7 @@ def _table(console: Console, title: str, contestants, cells) -> None:
             row += [f"{speed['prefill_tokens_per_s']:.0f}", f"{speed['inter_token_latency_ms']:.3f}"]
             row += [f"{speed['inter_token_spread_ms']:.3f}", f"{speed['decode_tokens_per_s']:.0f}"]
             if len(contestants) > 1:
-                row += [f"{facts[name]:.2f}" if index == 0 else "" for name in ("prefill_speedup", "decode_speedup")]
+                ratios = (speed["prefill_speedup"], speed["decode_speedup"])
+                row += ["" if index == 1 else f"{ratio:.2f}" for ratio in ratios]
             rows.append(row)
     console.table(title, columns, rows)

@@ -25,7 +25,7 @@ from .generation_options import (
     answer_speed,
     sampling_params,
 )
-from .options import ActBits, Compile, Device, DType, Engine, Json, Quiet, Tf32, check_machine
+from .options import ActBits, Compile, Device, DType, Engine, Json, KvCacheDType, Quiet, Tf32, check_machine
 
 if TYPE_CHECKING:
     from ..runtime.conversation import Conversation
@@ -52,6 +52,7 @@ def command(
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
+    kv_cache_dtype: KvCacheDType = "auto",
     engine: Engine = "auto",
     tf32: Tf32 = False,
     compiled: Compile = False,
@@ -69,7 +70,7 @@ def command(
 
       printf 'Hello\\nTell me more\\n' | trirun chat -c DIR --json
     """
-    check_machine(dtype, act_bits, engine)
+    check_machine(dtype, act_bits, engine, kv_cache_dtype=kv_cache_dtype)
     console = Console(as_json=json, quiet=quiet)
     params = sampling_params(
         checkpoint,
@@ -99,6 +100,7 @@ def command(
         device=device,
         dtype=dtype,
         act_bits=act_bits,
+        kv_cache_dtype=kv_cache_dtype,
         engine=engine,
         context=context,
         tf32=tf32,

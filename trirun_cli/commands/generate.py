@@ -25,7 +25,7 @@ from .generation_options import (
     answer_speed,
     sampling_params,
 )
-from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, Quiet, Tf32, check_machine
+from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, KvCacheDType, Quiet, Tf32, check_machine
 
 _MANY = "Many prompts"
 
@@ -66,6 +66,7 @@ def command(
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
+    kv_cache_dtype: KvCacheDType = "auto",
     accumulate: Accumulate = "fp32",
     engine: Engine = "auto",
     tf32: Tf32 = False,
@@ -87,7 +88,7 @@ def command(
 
       trirun generate -c DIR --prompts-file prompts.jsonl --out answers.jsonl --batch 32
     """
-    check_machine(dtype, act_bits, engine, accumulate)
+    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype)
     console = Console(as_json=json, quiet=quiet)
     params = sampling_params(
         checkpoint,
@@ -107,6 +108,7 @@ def command(
         "engine": engine,
         "context": context,
         "accumulate": accumulate,
+        "kv_cache_dtype": kv_cache_dtype,
         "tf32": tf32,
         "compiled": compiled,
     }

@@ -30,6 +30,14 @@ Accumulate = Annotated[
         rich_help_panel="Machine",
     ),
 ]
+KvCacheDType = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="Keys and values: auto is the type it computes in; int8 takes half the memory, on a GPU.",
+        rich_help_panel="Machine",
+    ),
+]
 Engine = Annotated[
     str, typer.Option(help="lean, transformers, or auto: lean where it runs.", rich_help_panel="Machine")
 ]
@@ -55,7 +63,13 @@ def output_dir(given: Path | None, default: str) -> Path:
     return out if out.name not in ("", "..") else out.resolve()
 
 
-def check_machine(dtype: str, act_bits: int | None, engine: str = "auto", accumulate: str = "fp32") -> None:
+def check_machine(
+    dtype: str,
+    act_bits: int | None,
+    engine: str = "auto",
+    accumulate: str = "fp32",
+    kv_cache_dtype: str = "auto",
+) -> None:
     """Refuse values that the machine options do not have.
 
     Raises:
@@ -69,6 +83,8 @@ def check_machine(dtype: str, act_bits: int | None, engine: str = "auto", accumu
         raise UsageError(f"--engine {engine}: auto, lean or transformers")
     if accumulate not in ("fp32", "fp16", "fp16-forced"):
         raise UsageError(f"--accumulate {accumulate}: fp32, fp16 or fp16-forced")
+    if kv_cache_dtype not in ("auto", "int8"):
+        raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: auto or int8")
 
 
 def positive_numbers(option: str, text: str) -> list[int]:

@@ -10,7 +10,7 @@ import typer
 from ..console import Console
 from ..errors import InputError, MissingError, UsageError
 from .generation_options import Checkpoint
-from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, Quiet, Tf32, check_machine
+from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, KvCacheDType, Quiet, Tf32, check_machine
 
 if TYPE_CHECKING:
     from ..server.service import Model
@@ -52,6 +52,7 @@ def command(
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
+    kv_cache_dtype: KvCacheDType = "auto",
     accumulate: Accumulate = "fp32",
     engine: Engine = "auto",
     tf32: Tf32 = False,
@@ -73,7 +74,7 @@ def command(
 
       curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "Once upon a time"}'
     """
-    check_machine(dtype, act_bits, engine, accumulate)
+    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype)
     least_values = {"--max-batch": (max_batch, 1), "--ctx": (ctx, 1), "--threads": (threads, 1)}
     for name, (value, least) in (least_values | {"--max-waiting": (max_waiting, 0)}).items():
         if value is not None and value < least:
@@ -114,6 +115,7 @@ def command(
             dtype=dtype,
             act_bits=act_bits,
             accumulate=accumulate,
+            kv_cache_dtype=kv_cache_dtype,
             engine=engine,
             tf32=tf32,
             compiled=compiled,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,8 +27,9 @@ def of_shape(
     act_bits: int,
     positions: int,
     dense: bool,
+    caches: Sequence[str] = ("auto",),
 ) -> list[Contestant]:
-    """A random ternary model of a shape and, if asked for, the same one dense.
+    """A random ternary model of a shape and, if asked for, the same one dense, each with each of these caches.
 
     Raises:
         OutOfMemoryError: the GPU does not hold them.
@@ -40,23 +42,28 @@ def of_shape(
 
         try:
             model = random_model(shape, spec, positions=positions + 64, device=device, dtype=dtype, act_bits=act_bits)
-            out: list[Contestant] = [CudaContestant("int2", model)]
-            if dense:
-                out.append(CudaContestant(kind, dense_twin(model)))
+            models = {"int2": model} | ({kind: dense_twin(model)} if dense else {})
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(" ".join(str(error).split())[:300], "try --no-dense or a smaller --shape") from None
-        return out
+        return [CudaContestant(name, each, int8_cache=c == "int8") for c in caches for name, each in models.items()]
     from .cpu_contestant import CpuContestant, DenseContestant, dense_llama, random_weights
 
     weights = random_weights(shape, spec, positions=positions + 64)
-    out = [CpuContestant("int2", weights, act_bits=act_bits, threads=len(os.sched_getaffinity(0)))]
+    out: list[Contestant] = [CpuContestant("int2", weights, act_bits=act_bits, threads=len(os.sched_getaffinity(0)))]
     if dense:
         out.append(DenseContestant(str(DENSE).removeprefix("torch."), dense_llama(weights, DENSE)))
     return out
 
 
 def of_checkpoint(
-    path: Path, *, device: torch.device, dtype: str, act_bits: int | None, positions: int, dense: bool
+    path: Path,
+    *,
+    device: torch.device,
+    dtype: str,
+    act_bits: int | None,
+    positions: int,
+    dense: bool,
+    caches: Sequence[str] = ("auto",),
 ) -> tuple[list[Contestant], int]:
     """A packed checkpoint (or a plain model, alone) and, if asked for, the same model dense; and its vocabulary.
 
@@ -71,14 +78,20 @@ def of_checkpoint(
         if positions > longest:
             raise InputError(f"{path} attends to {longest} positions at once, the benchmark needs {positions}")
         if device.type == "cuda":
-            return _on_gpu(path, device, dtype, act_bits, positions, dense), shape.vocab
+            return _on_gpu(path, device, dtype, act_bits, positions, dense, caches), shape.vocab
         return _on_cpu(path, config, act_bits, positions, dense), shape.vocab
     except NotLean as error:
         raise InputError(f"{path}: {error}") from None
 
 
 def _on_gpu(
-    path: Path, device: torch.device, dtype: str, act_bits: int | None, positions: int, dense: bool
+    path: Path,
+    device: torch.device,
+    dtype: str,
+    act_bits: int | None,
+    positions: int,
+    dense: bool,
+    caches: Sequence[str],
 ) -> list[Contestant]:
     from .cuda_contestant import CudaContestant
     from .cuda_weights import load_model
@@ -86,9 +99,10 @@ def _on_gpu(
 
     model = load_model(path, device=device, dtype=dtype, act_bits=act_bits, context=positions)
     kind = str(model.dtype).removeprefix("torch.")
-    if not model.packed:
-        return [CudaContestant(kind, model)]
-    return [CudaContestant("int2", model)] + ([CudaContestant(kind, dense_twin(model))] if dense else [])
+    models = {"int2" if model.packed else kind: model}
+    if dense and model.packed:
+        models[kind] = dense_twin(model)
+    return [CudaContestant(name, each, int8_cache=c == "int8") for c in caches for name, each in models.items()]
 
 
 def _on_cpu(path: Path, config: dict, act_bits: int | None, positions: int, dense: bool) -> list[Contestant]:

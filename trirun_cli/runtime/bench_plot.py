@@ -68,7 +68,7 @@ def save_model_plot(path: Path, model: str, machine: str, cells: Sequence[Cell])
     figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
     for index, context in enumerate(sorted({cell.context for cell in cells})):
         of_context = sorted((cell for cell in cells if cell.context == context), key=lambda cell: cell.batch)
-        for name, style in zip(of_context[0].speeds, ("o-", "s--"), strict=False):
+        for name, style in zip(of_context[0].speeds, ("o-", "s--", "^-", "v--"), strict=False):
             rates = [cell.batch / cell.speeds[name].step_s for cell in of_context]
             axes.plot(
                 [cell.batch for cell in of_context], rates, style, color=f"C{index}", label=f"{name}, context {context}"

@@ -19,8 +19,10 @@ CHUNK = 2048
 class CudaContestant:
     """Prefill and captured decode steps, greedy sampling included, of sequences whose cache holds random numbers."""
 
-    def __init__(self, name: str, model: CudaModel) -> None:
-        self.name, self._model, self.weight_bytes = name, model, model.nbytes
+    def __init__(self, name: str, model: CudaModel, *, int8_cache: bool = False) -> None:
+        self.name = f"{name}, int8 cache" if int8_cache else name
+        self.weight_bytes, self._model = model.nbytes, model
+        self._kind = torch.int8 if int8_cache else model.dtype
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> list[float]:
@@ -37,7 +39,13 @@ class CudaContestant:
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"{self.name}: {' '.join(str(error).split())[:200]}") from None
         # Zeros would flatter: they cost less power, and less of it means a higher clock.
-        decoder.cache.normal_()
+        if decoder.scales is None:
+            decoder.cache.normal_()
+        else:
+            # As normal numbers would be: the largest of a head's is about 2.6.
+            for layer in decoder.cache:
+                layer.copy_(torch.randn(layer.shape, device=layer.device).mul_(127 / 2.6).clamp_(-127, 127))
+            decoder.scales.fill_(2.6 / 127)
         device, vocab = self._model.device, self._model.shape.vocab
         sampler = CudaSampler(batch, vocab, decoder.latest)
         slots = torch.arange(batch, dtype=torch.int32, device=device)
@@ -55,7 +63,7 @@ class CudaContestant:
         return _timed(prefill), _timed(_captured(step), STEPS)
 
     def _decoder(self, slots: int, context: int) -> CudaDecoder:
-        decoder = CudaDecoder(self._model, slots=slots, context=context)
+        decoder = CudaDecoder(self._model, slots=slots, context=context, kv_dtype=self._kind)
         tables = decoder.block_tables
         tables.copy_(torch.arange(tables.numel(), device=tables.device).view(tables.shape))
         return decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from trirun_kernels.cuda_decoder import CudaDecoder
+from trirun_kernels.cuda_decoder import CudaDecoder, position_bytes
 from trirun_kernels.cuda_decoder_ops import PAGE
 from trirun_kernels.cuda_decoder_weights import CudaModel
 from trirun_kernels.native import NativeError, load
@@ -31,6 +31,7 @@ def cuda_runner(
     slots: int,
     context: int | None,
     accumulate: str = "fp32",
+    kv_cache_dtype: str = "auto",
 ) -> CudaRunner:
     """A Llama-like model, packed or plain, on the lean decoder of a GPU.
 
@@ -51,21 +52,23 @@ def cuda_runner(
         model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=wanted)
         if accumulate != "fp32":
             model = use_fp16_sums(model)
-        return CudaRunner(CudaDecoder(model, slots=slots, context=wanted, pages=cache_pages(model, slots, wanted)))
+        kind = torch.int8 if kv_cache_dtype == "int8" else model.dtype
+        pages = cache_pages(model, slots, wanted, kind)
+        return CudaRunner(CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind))
     except NotLean:
         raise
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
 
 
-def cache_pages(model: CudaModel, slots: int, context: int) -> int:
-    """Pages for every slot at full length, or as many as the GPU's free memory holds; and page 0.
+def cache_pages(model: CudaModel, slots: int, context: int, kind: torch.dtype) -> int:
+    """Pages of elements of that kind: for every slot at full length, or as many as the GPU holds; and page 0.
 
     Raises:
         OutOfMemoryError: not one slot at full length fits.
     """
     shape, blocks = model.shape, -(-context // PAGE)
-    page_bytes = 2 * shape.layers * shape.kv_heads * PAGE * shape.head_dim * model.dtype.itemsize
+    page_bytes = PAGE * position_bytes(shape, kind)
     free, _ = torch.cuda.mem_get_info(model.device)
     # The sampler's tables are as long as the vocabulary.
     fit = int((free - slots * shape.vocab * 20) * CACHE_SHARE) // page_bytes
@@ -73,6 +76,6 @@ def cache_pages(model: CudaModel, slots: int, context: int) -> int:
         raise OutOfMemoryError(
             f"{free / 2**30:.1f} GiB are free on the GPU; a context of {context} takes "
             f"{(blocks + 1) * page_bytes / 2**30:.1f} GiB",
-            "choose a shorter --ctx",
+            "choose a shorter --ctx, or --kv-cache-dtype int8",
         )
     return min(fit, slots * blocks + 1)

@@ -67,7 +67,8 @@ class CudaRunner:
         self._decoder, self._device = decoder, device
         kind = str(model.dtype).removeprefix("torch.")
         weights = f"{model.act_bits}-bit activations" if model.packed else "dense"
-        self.name = f"lean decoder on {torch.cuda.get_device_name(device)}, {weights}, {kind}"
+        cache = ", int8 cache" if decoder.scales is not None else ""
+        self.name = f"lean decoder on {torch.cuda.get_device_name(device)}, {weights}, {kind}{cache}"
         self.slots, self.context, self.vocab_size = decoder.slots, decoder.context, model.shape.vocab
         self.max_rows = max(max_rows, self.slots)
         self.cache = PagedCache(self.slots, decoder.pages, self.context, page_size=ops.PAGE)

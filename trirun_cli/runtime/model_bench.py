@@ -53,13 +53,16 @@ class Cell:
     speeds: dict[str, Speed] = field(default_factory=dict)
 
     def document(self) -> dict:
-        """For --json; ``speedup`` is the first contestant's over the second's, where there are two."""
+        """For --json; ``speedup`` is over the second contestant: the first one's, and in their own part that of all."""
         out: dict = {"batch": self.batch, "context": self.context}
         out |= {name: speed.document(self.batch, self.context) for name, speed in self.speeds.items()}
         if len(self.speeds) > 1:
-            ours, theirs, *_ = self.speeds.values()
-            out["decode_speedup"] = theirs.step_s / ours.step_s
-            out["prefill_speedup"] = theirs.prefill_s / ours.prefill_s
+            _, theirs, *_ = self.speeds.values()
+            for name, speed in self.speeds.items():
+                out[name]["decode_speedup"] = theirs.step_s / speed.step_s
+                out[name]["prefill_speedup"] = theirs.prefill_s / speed.prefill_s
+            ours = out[next(iter(self.speeds))]
+            out |= {name: ours[name] for name in ("decode_speedup", "prefill_speedup")}
         return out
 
 
@@ -110,28 +113,33 @@ def decoder_shape_named(name: str) -> DecoderShape:
     return shapes[name]
 
 
-def check(contestants: Sequence[Contestant], vocab: int) -> float:
-    """Relative difference between the first two contestants' logits after a short prompt; 0 where there is one.
+def check(contestants: Sequence[Contestant], vocab: int) -> dict[str, float]:
+    """Relative difference of every other contestant's logits after a short prompt from the second one's, by name.
 
     Raises:
         CheckFailed: a logit is not finite, or the difference is too large. Nothing was timed then.
     """
     tokens = [(17 * i * i + 3 * i + 1) % vocab for i in range(CHECK_TOKENS)]
-    found = [contestant.logits(tokens) for contestant in contestants[:2]]
-    for contestant, logits in zip(contestants, found, strict=False):
+    found = {contestant.name: contestant.logits(tokens) for contestant in contestants}
+    for name, logits in found.items():
         # A number that is none differs from itself.
         if any(not abs(v) < float("inf") for v in logits):
-            raise CheckFailed(f"{contestant.name}: logits are not finite; nothing was timed")
+            raise CheckFailed(f"{name}: logits are not finite; nothing was timed")
     if len(found) < 2:
-        return 0.0
-    difference = sum((a - b) ** 2 for a, b in zip(*found, strict=True)) ** 0.5
-    error = difference / sum(b * b for b in found[1]) ** 0.5
-    if not error <= ALLOWED_ERROR:
-        raise CheckFailed(
-            f"{contestants[0].name} and {contestants[1].name} differ by {error:.2%} in their logits, at most "
-            f"{ALLOWED_ERROR:.0%} is allowed; nothing was timed"
-        )
-    return error
+        return {}
+    second = contestants[1].name
+    size = sum(b * b for b in found[second]) ** 0.5
+    errors = {}
+    for name, logits in found.items():
+        if name == second:
+            continue
+        errors[name] = sum((a - b) ** 2 for a, b in zip(logits, found[second], strict=True)) ** 0.5 / size
+        if not errors[name] <= ALLOWED_ERROR:
+            raise CheckFailed(
+                f"{name} and {second} differ by {errors[name]:.2%} in their logits, at most {ALLOWED_ERROR:.0%} is "
+                "allowed; nothing was timed"
+            )
+    return errors
 
 
 def run(
@@ -180,7 +188,7 @@ def _race(contestants: Sequence[Contestant], batch: int, context: int, seconds: 
 
 
 def document(
-    contestants: Sequence[Contestant], cells: Sequence[Cell], *, model: str, device: str, error: float
+    contestants: Sequence[Contestant], cells: Sequence[Cell], *, model: str, device: str, errors: dict[str, float]
 ) -> dict:
     """The whole of --json."""
     weights = {contestant.name: contestant.weight_bytes for contestant in contestants}
@@ -190,6 +198,7 @@ def document(
         "device": device,
         "weight_bytes": weights,
         "weight_ratio": ratio,
-        "logit_difference": error,
+        "logit_difference": errors.get(contestants[0].name, 0.0),
+        "logit_differences": errors,
         "results": [cell.document() for cell in cells],
     }

@@ -20,6 +20,7 @@ def open_engine(
     dtype: str = "auto",
     act_bits: int | None = None,
     accumulate: str = "fp32",
+    kv_cache_dtype: str = "auto",
     engine: str = "auto",
     slots: int = 16,
     context: int | None = None,
@@ -36,6 +37,8 @@ def open_engine(
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
         act_bits: 8 or 16 overrides the checkpoint's activation width.
         accumulate: "fp32", or on a GPU "fp16" (see :mod:`..accumulation`) for prompts long enough to gain.
+        kv_cache_dtype: "auto", the type it computes in, or "int8", with a scale per token and head: on the lean decoder
+            of a GPU.
         engine: "lean", "transformers", or "auto": lean where it can.
         slots: requests that run at once. context: most tokens of one; None is the runner's own choice: the model's
             own, at most 8192 on a CPU, less where half of the free memory does not hold that many.
@@ -45,7 +48,8 @@ def open_engine(
 
     Raises:
         InputError: the directory cannot be loaded, or not on that engine, or the context is longer than the model's.
-        UsageError: slots or context are below 1. MissingError: the device is not there.
+        UsageError: slots or context are below 1, or an option does not go with the device.
+        MissingError: the device is not there.
         OutOfMemoryError: the cache does not fit.
     """
     config = read_config(Path(path))
@@ -59,6 +63,8 @@ def open_engine(
         from ..accumulation import check_accumulation
 
         check_accumulation(accumulate, device)
+    if kv_cache_dtype != "auto" and (on_cpu(device) or engine == "transformers"):
+        raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: the lean decoder of a GPU has it alone")
     options: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -67,9 +73,10 @@ def open_engine(
         "context": context,
         "accumulate": accumulate,
     }
+    required = engine == "lean" or kv_cache_dtype != "auto"
     runner = None
     if engine != "transformers":
-        runner = _lean_runner(Path(path), config, required=engine == "lean", threads=threads, **options)
+        runner = _lean_runner(Path(path), config, required, threads, kv_cache_dtype, **options)
     runner = runner or _transformers_runner(Path(path), tf32=tf32, compiled=compiled, **options)
     return Engine(runner, max_waiting=max_waiting)
 
@@ -77,14 +84,15 @@ def open_engine(
 def _lean_runner(
     path: Path,
     config: dict[str, Any],
-    *,
     required: bool,
+    threads: int | None,
+    kv_cache_dtype: str,
+    *,
     device: str,
     dtype: str,
     act_bits: int | None,
     slots: int,
     context: int | None,
-    threads: int | None,
     accumulate: str,
 ) -> Runner | None:
     """The lean decoder of the device, or None where it does not run the model: a packed checkpoint on a CPU, where
@@ -98,7 +106,7 @@ def _lean_runner(
             from ..cuda_opening import cuda_runner
 
             options = {"device": device, "dtype": dtype, "act_bits": act_bits, "accumulate": accumulate}
-            return cuda_runner(path, slots=slots, context=context, **options)
+            return cuda_runner(path, slots=slots, context=context, kv_cache_dtype=kv_cache_dtype, **options)
         if quant_method(config) != QUANT_METHOD:
             raise NotLean("the lean decoder runs packed checkpoints")
         if dtype not in ("auto", "float32"):
