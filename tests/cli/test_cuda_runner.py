@@ -33,14 +33,14 @@ def weights():
     return random_model(hidden=128, ffn=256, heads=4, kv_heads=2, head_dim=64)
 
 
-def engine_of(weights, slots=8, pages=None, max_rows=96):
+def engine_of(weights, slots=8, pages=None, max_rows=96, kv_dtype=None):
     from trirun_kernels.cuda_decoder import CudaDecoder
     from trirun_kernels.cuda_decoder_weights import CudaModel
 
     from trirun_cli.runtime.cuda_runner import CudaRunner
 
     model = CudaModel.of(weights, "cuda", torch.float16)
-    decoder = CudaDecoder(model, slots=slots, context=192, pages=pages or slots * 3 + 1)
+    decoder = CudaDecoder(model, slots=slots, context=192, pages=pages or slots * 3 + 1, kv_dtype=kv_dtype)
     return Engine(CudaRunner(decoder, max_rows=max_rows))
 
 
@@ -59,12 +59,12 @@ def generate(engine, texts, params):
     return [out[str(i)] for i in range(len(texts))]
 
 
-def assert_greedy(weights, prompt, tokens):
-    """Every token is the likeliest after what came before it, up to a near tie."""
+def assert_greedy(weights, prompt, tokens, tie=0.05):
+    """Every token is the likeliest after what came before it, up to a near tie (in deviations of the logits)."""
     text = torch.tensor(prompt + tokens)
     logits = decoder_reference.forward(weights, text[:-1])[len(prompt) - 1 :]
     chosen = logits.gather(1, text[len(prompt) :].unsqueeze(1)).squeeze(1)
-    assert (logits.max(1).values - chosen).max() < 0.05 * logits.std()
+    assert (logits.max(1).values - chosen).max() < tie * logits.std()
 
 
 @gpu
@@ -74,6 +74,16 @@ def test_many_requests_at_once(weights):
     for text, result in zip(texts, results, strict=True):
         assert len(result) == 20
         assert_greedy(weights, text, [token.id for token in result])
+
+
+@gpu
+def test_int8_cache(weights):
+    texts = prompts(30)
+    engine = engine_of(weights, pages=14, kv_dtype=torch.int8)
+    assert engine.name.endswith("int8 cache")
+    results = generate(engine, texts, SamplingParams(max_tokens=20, ignore_stop_ids=True))
+    for text, result in zip(texts, results, strict=True):
+        assert_greedy(weights, text, [token.id for token in result], tie=0.15)
 
 
 @gpu

@@ -139,3 +139,11 @@ def test_sampled_text_does_not_depend_on_bursts(packed, monkeypatch):
     # The one with a penalty is sampled step by step.
     assert engine.stats.steps < 4 * (2 + -(-38 // 7)) + 41
     assert run(open_engine(packed, device="cpu", slots=4), requests[:4]) == {k: singly[k] for k in "0123"}
+
+
+def test_an_int8_cache_is_for_gpus(packed, trirun):
+    for engine in ("auto", "lean"):
+        with pytest.raises(UsageError, match="lean decoder of a GPU"):
+            open_engine(packed, device="cpu", engine=engine, kv_cache_dtype="int8")
+    code, out, err = trirun("generate", "-c", packed, "-p", "a", "--device", "cpu", "--kv-cache-dtype", "fp8")
+    assert code == 2 and "--kv-cache-dtype fp8: auto or int8" in err and not out

@@ -8,7 +8,7 @@ import pytest
 import torch
 from trirun_kernels import QuantSpec, decoder_reference
 from trirun_kernels import cuda_decoder_ops as ops
-from trirun_kernels.cuda_decoder import CudaDecoder, Inputs, Segment
+from trirun_kernels.cuda_decoder import CudaDecoder, Inputs, Segment, position_bytes
 from trirun_kernels.cuda_decoder_weights import CudaModel, cuda_layer, fused
 from trirun_kernels.decoder_weights import LINEARS, NORMS
 from trirun_kernels.packing import dequantize
@@ -96,6 +96,32 @@ def test_whole_models_against_the_twin(name, act_bits, monkeypatch):
         for position in range(90, 100):
             pieces.append(run(decoder, [(2, position, ids[position : position + 1])]))
         assert close(torch.cat(pieces))
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize("name", ["gqa", "mha, per channel", "Qwen3: head norms, head_dim 128", "fused"])
+def test_int8_cache(name, dtype):
+    """Near the cache of 16 bits, and the same however a text is cut: a token attends to what is stored of itself."""
+    weights = random_model(**MODELS[name])
+    ids = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
+    wide, narrow = on_gpu(weights, dtype), on_gpu(weights, dtype, kv_dtype=torch.int8)
+    assert narrow.cache_bytes < 0.6 * wide.cache_bytes
+    assert narrow.cache_bytes == narrow.pages * ops.PAGE * position_bytes(weights.shape, torch.int8)
+    expected, whole = (run(decoder, [(1, 0, ids)]) for decoder in (wide, narrow))
+    assert error(whole, expected) < 0.03
+    pieces = [run(narrow, [(2, 0, ids[:37])])]
+    pieces.append(run(narrow, [(1, 50, ids[50:51]), (3, 0, ids[:9]), (2, 37, ids[37:140])])[10:])
+    for position in range(140, 150):
+        pieces.append(run(narrow, [(2, position, ids[position : position + 1])]))
+    assert error(torch.cat(pieces), whole) < 10 * ROUNDING[dtype]
+
+
+def test_a_cache_is_of_the_models_type_or_int8():
+    shape = random_model(head_dim=24).shape
+    # 2 layers, 2 key heads: keys and values of 24 elements; of int8 in 32 bytes, with 2 bytes of scale.
+    assert position_bytes(shape, torch.float16) == 2 * 2 * 2 * 24 * 2
+    assert position_bytes(shape, torch.int8) == 2 * 2 * 2 * (32 + 2)
 
 
 @gpu

@@ -76,6 +76,6 @@ def cache_pages(model: CudaModel, slots: int, context: int, kind: torch.dtype) -
         raise OutOfMemoryError(
             f"{free / 2**30:.1f} GiB are free on the GPU; a context of {context} takes "
             f"{(blocks + 1) * page_bytes / 2**30:.1f} GiB",
-            "choose a shorter --ctx, or --kv-cache-dtype int8",
+            "choose a shorter --ctx" + ("" if kind == torch.int8 else ", or --kv-cache-dtype int8"),
         )
     return min(fit, slots * blocks + 1)

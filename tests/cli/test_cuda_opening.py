@@ -1,0 +1,31 @@
+"""How many pages of cache a GPU gets; no GPU needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trirun_kernels.decoder_weights import DecoderShape
+
+from trirun_cli.errors import OutOfMemoryError
+from trirun_cli.runtime.cuda_opening import CACHE_SHARE, cache_pages
+
+SHAPE = DecoderShape(32, 4096, 11008, 32, 32, 128, 32000, 64, 1e-5, 128**-0.5)
+PAGE_16 = 2 * 32 * 32 * 64 * 128 * 2  # bytes of 64 positions of Llama-2-7B in 16 bits
+PAGE_8 = 2 * 32 * 32 * 64 * 130  # a scale of two bytes per head
+
+
+@pytest.mark.parametrize("kind, page_bytes", [(torch.float16, PAGE_16), (torch.int8, PAGE_8)])
+def test_pages_fill_what_is_free(monkeypatch, kind, page_bytes):
+    free = 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    model = SimpleNamespace(shape=SHAPE, device="cuda:0")
+    free = 20 << 30
+    assert cache_pages(model, 64, 4096, kind) == int((free - 64 * 32000 * 20) * CACHE_SHARE) // page_bytes
+    # No more than all slots can use.
+    assert cache_pages(model, 2, 1000, kind) == 2 * 16 + 1
+    free = 17 * page_bytes
+    with pytest.raises(OutOfMemoryError, match="a context of 1024") as caught:
+        cache_pages(model, 1, 1024, kind)
+    assert ("int8" in caught.value.hint) == (kind != torch.int8)
