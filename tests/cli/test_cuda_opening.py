@@ -28,4 +28,4 @@ def test_pages_fill_what_is_free(monkeypatch, kind, page_bytes):
     free = 17 * page_bytes
     with pytest.raises(OutOfMemoryError, match="a context of 1024") as caught:
         cache_pages(model, 1, 1024, kind)
-    assert ("int8" in caught.value.hint) == (kind != torch.int8)
+    assert ("int8" in str(caught.value.fix)) == (kind != torch.int8)
