@@ -60,7 +60,8 @@ def test_the_report_adds_up():
         for i in range(101)
     ]
     samples += [Sample(1, error="status 429: busy", total_s=9)] * 2
-    report = LoadResult(samples, 10).document()
+    report = LoadResult(samples, 10, 2.5).document()
+    assert report["client_cpu_share"] == 0.25
     assert report["requests"] == 103 and report["errors"] == {"status 429: busy": 2}
     assert report["generated_tokens_per_s"] == pytest.approx(30.3) and report["prompt_tokens"] == 505
     first = report["latency_ms"]["time_to_first_token"]
@@ -68,7 +69,7 @@ def test_the_report_adds_up():
     assert report["latency_ms"]["per_output_token"]["p50"] == pytest.approx(500)
     # What failed has no latency.
     assert report["latency_ms"]["end_to_end"]["p99"] < 11_000
-    nothing = LoadResult(samples[-2:], 1).document()
+    nothing = LoadResult(samples[-2:], 1, 0).document()
     assert nothing["latency_ms"]["end_to_end"] is None and nothing["generated_tokens"] == 0
 
 

@@ -172,6 +172,8 @@ def _print(console: Console, load: Load, document: dict[str, Any]) -> None:
         f"{document['prompt_tokens']} prompt tokens, {document['prompt_tokens_cached']} of them from the cache"
     )
     console.table(title, ["milliseconds", "p50", "p95", "p99", "mean"], rows)
+    if (share := document["client_cpu_share"]) > 0.8:
+        console.warn(f"the clients took {share:.0%} of a processor: they may be what was measured")
     for error, count in document["errors"].items():
         console.warn(f"{count} × {error}")
     if memory := document.get("server_memory"):

@@ -68,10 +68,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """All samples of a load, and the seconds from the first request to the last answer."""
+    """All samples of a load, the seconds from the first request to the last answer, and those of a processor that the
+    clients took: near as many, and it was they who were measured."""
 
     samples: list[Sample]
     seconds: float
+    client_cpu_s: float
 
     def document(self) -> dict[str, Any]:
         """Counts, rates per second, and latencies: percentiles in milliseconds."""
@@ -82,6 +84,7 @@ class LoadResult:
             "requests": len(self.samples),
             "errors": dict(Counter(sample.error for sample in self.samples if sample.error is not None)),
             "seconds": round(self.seconds, 3),
+            "client_cpu_share": self.client_cpu_s / self.seconds,
             "requests_per_s": len(good) / self.seconds,
             "generated_tokens": generated,
             "generated_tokens_per_s": generated / self.seconds,
@@ -198,7 +201,7 @@ async def run_load(client: Client, load: Load, progress: Callable[[int], None] =
         progress: is told how many requests have been answered.
     """
     samples: list[Sample] = []
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     asked = 0
 
     def more() -> int | None:
@@ -233,7 +236,7 @@ async def run_load(client: Client, load: Load, progress: Callable[[int], None] =
                 break
             tasks.append(asyncio.ensure_future(ask(prompt, due)))
         await asyncio.gather(*tasks)
-    return LoadResult(samples, time.perf_counter() - started)
+    return LoadResult(samples, time.perf_counter() - started, time.process_time() - cpu)
 
 
 async def differing(client: Client, load: Load, samples: Sequence[Sample]) -> list[int]:
