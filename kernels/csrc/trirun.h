@@ -327,8 +327,9 @@ int trirun_cuda_rows(const trirun_rows* rows, void* stream);
 
 /* Heads of m rows over a paged cache of one layer, [pages][kv_heads][64][head_dim]; position p of a slot is in page
  * block_tables[slot][p / 64]. A row whose slot is negative is skipped. The cache is of dtype, or, where scales are
- * given, int8 [pages][kv_heads][64][head_dim rounded up to 16] with one scale per token and head: of its largest
- * magnitude / 127, rounded up, and code = round(x / scale). */
+ * given, int8 [pages][kv_heads][64][head_dim rounded up to 16] with one scale per token and head, its largest
+ * magnitude / 127 rounded up, and code = round(x / scale); keys, and queries for them, are mixed by an orthogonal
+ * Hadamard matrix first, in blocks of the largest power of two that divides head_dim. */
 typedef struct {
   const void* q;            /* [m][ld_q]: heads * head_dim */
   const void* k;            /* [m][ld_kv]: kv_heads * head_dim */
@@ -364,10 +365,11 @@ size_t trirun_cuda_attention_workspace(const trirun_attention* attention);
 int trirun_cuda_attention_decode(const trirun_attention* attention, void* workspace, size_t workspace_bytes,
                                  void* stream);
 
-/* The first half of that for rows of prompts: y is the rotated q (which may be q itself), k and v go to the cache. */
+/* The first half of that for rows of prompts: y is the rotated q (which may be q itself; mixed for an int8 cache), k
+ * and v go to the cache. */
 int trirun_cuda_attention_append(const trirun_attention* attention, void* stream);
 
-/* The first `length` positions of a slot of an int8 cache, as values of dtype. */
+/* The first `length` positions of a slot of an int8 cache, as values of dtype; keys stay mixed. */
 typedef struct {
   const void* keys;
   const void* values;

@@ -51,7 +51,7 @@ class Cache:
 
     Attributes:
         keys, values: [pages, kv_heads, 64, head_dim] of the model's dtype; or int8, head_dim rounded up to 16.
-        scales: of int8, float16 [pages, kv_heads, 64, 2]: of a token's key and of its value.
+        scales: of int8, float16 [pages, kv_heads, 64, 2]: of a token's key, which is mixed, and of its value.
     """
 
     keys: Tensor
@@ -156,14 +156,15 @@ def attention_decode(
 def attention_append(
     q: Tensor, k: Tensor, v: Tensor, y: Tensor, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor
 ) -> None:
-    """The first half of :func:`attention_decode` for any rows of any slots: y is the rotated q, and may be q."""
+    """The first half of :func:`attention_decode` for any rows of any slots: y is the rotated q, and may be q; mixed as
+    the keys are for an int8 cache (:func:`.cuda_decoder_reference.mixed`)."""
     struct = _attention(q, k, v, y, heads, cache, slots, positions, 1)
     code = _library().trirun_cuda_attention_append(ctypes.byref(struct), _stream())
     _check(code, f"attention_append: q {q.dtype} {list(q.shape)}, {heads.heads} over {heads.kv_heads} heads")
 
 
 def gather(cache: Cache, slot: int, length: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The first ``length`` positions of a slot of an int8 cache: keys and values [kv_heads, length, head_dim]."""
+    """The first ``length`` positions of an int8 cache's slot: keys (mixed) and values, [kv_heads, length, head_dim]."""
     keys = torch.empty(cache.keys.shape[1], length, head_dim, dtype=dtype, device=cache.keys.device)
     values = torch.empty_like(keys)
     struct = GatherStruct(

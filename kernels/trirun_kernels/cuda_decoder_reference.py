@@ -64,6 +64,18 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     return quotient.nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8), scale
 
 
+def mixed(x: Tensor) -> Tensor:
+    """float32 [..., head_dim] times the orthogonal Hadamard matrix, in blocks of the largest power of two that divides
+    head_dim: what an int8 cache does to keys, and to the queries that meet them."""
+    block = x.shape[-1] & -x.shape[-1]
+    y, step = x, 1
+    while step < block:
+        low, high = y.unflatten(-1, (-1, 2, step)).unbind(-2)
+        y = torch.stack((low + high, low - high), -2).flatten(-3)
+        step *= 2
+    return y * block**-0.5
+
+
 def append(k: Tensor, v: Tensor, cache: Cache, slots: Tensor, positions: Tensor) -> Cache:
     """A copy of the cache with k and v [m, kv_heads, head_dim] at these slots and positions."""
     keys, values = cache.keys.clone(), cache.values.clone()
@@ -76,7 +88,8 @@ def append(k: Tensor, v: Tensor, cache: Cache, slots: Tensor, positions: Tensor)
             if scales is None:
                 part[page, :, place] = new.to(part.dtype)
             else:
-                codes, scales[page, :, place, index] = quantize_heads(new.float())
+                new = mixed(new.float()) if part is keys else new.float()
+                codes, scales[page, :, place, index] = quantize_heads(new)
                 part[page, :, place] = F.pad(codes, (0, part.shape[-1] - codes.shape[-1]))
     return Cache(keys, values, cache.block_tables, scales)
 
@@ -85,19 +98,21 @@ def attend(q: Tensor, heads: Heads, cache: Cache, slots: Tensor, positions: Tens
     """Each row of q [m, heads, head_dim] over positions 0 to its own of its slot: float32 [m, heads·head_dim]."""
     out = torch.zeros(q.shape[0], heads.heads * heads.head_dim, device=q.device)
     group = heads.heads // heads.kv_heads
+    q = q.float() if cache.scales is None else mixed(q.float())
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:
             continue
         keys, values = (
             part.float().repeat_interleave(group, 0) for part in gathered(cache, slot, position + 1, heads.head_dim)
         )
-        scores = torch.einsum("hd,hkd->hk", q[row].float(), keys) * heads.scale
+        scores = torch.einsum("hd,hkd->hk", q[row], keys) * heads.scale
         out[row] = torch.einsum("hk,hkd->hd", scores.softmax(-1), values).reshape(-1)
     return out
 
 
 def gathered(cache: Cache, slot: int, length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Positions 0 to ``length`` of a slot, keys and values [kv_heads, length, head_dim]; float32 from an int8 cache."""
+    """Positions 0 to ``length`` of a slot, keys and values [kv_heads, length, head_dim]; float32, and keys mixed,
+    from an int8 cache."""
     pages = cache.block_tables[slot, : -(-length // PAGE)].long()
     keys, values = (part[pages].transpose(0, 1).flatten(1, 2)[:, :length] for part in (cache.keys, cache.values))
     if cache.scales is None:

@@ -180,7 +180,8 @@ def test_attention(heads, kv_heads, head_dim, options, int8, dtype):
     appended = copied(cache)
     rotated = torch.zeros_like(q).contiguous()
     ops.attention_append(q, k, v, rotated, facts, appended, slots, positions)
-    assert error(rotated[live], wide_q.flatten(1)[live]) < ROUNDING[dtype]
+    turned = cuda_decoder_reference.mixed(wide_q) if int8 else wide_q
+    assert error(rotated[live], turned.flatten(1)[live]) < ROUNDING[dtype]
     for one, other in ((appended.keys, own.keys), (appended.values, own.values), (appended.scales, own.scales)):
         assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
     if int8:
@@ -231,3 +232,16 @@ def test_quantized_heads_keep_their_largest_element():
     step = scales.float().unsqueeze(1)
     assert ((codes * step - x).abs() <= step / 2 * 1.0001).all()
     assert (step[1:] <= x[1:].abs().amax(1, keepdim=True) / 127 * (1 + 2**-10) + 2**-24).all()
+
+
+@pytest.mark.parametrize("head_dim, block", [(128, 128), (64, 64), (96, 32), (80, 16), (24, 8)])
+def test_mixing_changes_no_product_and_levels_outliers(head_dim, block):
+    generator = torch.Generator().manual_seed(head_dim)
+    q, k = torch.randn(2, 50, head_dim, generator=generator)
+    k[:, 3] *= 100
+    turned = cuda_decoder_reference.mixed(k)
+    products = (cuda_decoder_reference.mixed(q) * turned).sum(-1)
+    assert torch.allclose(products, (q * k).sum(-1), rtol=1e-4, atol=1e-3)
+    # The outlier is spread over its block.
+    assert (turned.abs().amax(-1) < k.abs().amax(-1) * block**-0.5 + 5).all()
+    assert torch.allclose(cuda_decoder_reference.mixed(turned), k, atol=1e-4)

@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ App
   for (int head = warp; head < t.heads; head += WARPS) {
     prepare_head<BF16>(mine, q + head * head_dim, query_constants, head_dim, t.q_norm != nullptr, t.eps, t.rotary_half,
                        1.f);
+    if constexpr (INT8) mix_head<LANES / 4>(mine, head_dim);
     store(static_cast<uint16_t*>(t.y) + row * t.ld_y + head * head_dim);
   }
   for (int head = warp; head < t.kv_heads; head += WARPS) {
@@ -45,18 +46,19 @@ __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ App
                        1.f);
     if constexpr (INT8) {
       constexpr int WORDS = LANES == 32 ? 2 : 1;
+      mix_head<LANES / 4>(mine, head_dim);
       store_token(t, quantize_token<BF16, WORDS>(mine, v + head * head_dim, head_dim), page, head, position);
       __syncwarp();
     } else {
       store(static_cast<uint16_t*>(t.keys) + cache_offset(page, t.kv_heads, head, position, head_dim));
     }
   }
-  if constexpr (INT8) return;
-  for (int i = threadIdx.x; i < t.kv_heads * head_dim / 8; i += WARPS * 32) {
-    const int head = i * 8 / head_dim, d = i * 8 % head_dim;
-    auto* to = static_cast<uint16_t*>(t.values) + cache_offset(page, t.kv_heads, head, position, head_dim) + d;
-    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(v + head * head_dim + d);
-  }
+  if constexpr (!INT8)
+    for (int i = threadIdx.x; i < t.kv_heads * head_dim / 8; i += WARPS * 32) {
+      const int head = i * 8 / head_dim, d = i * 8 % head_dim;
+      auto* to = static_cast<uint16_t*>(t.values) + cache_offset(page, t.kv_heads, head, position, head_dim) + d;
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(v + head * head_dim + d);
+    }
 }
 
 template <bool BF16, bool INT8>

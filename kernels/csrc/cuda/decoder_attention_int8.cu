@@ -191,9 +191,11 @@ __global__ void __launch_bounds__(WARPS * 32) attend_int8(const __grid_constant_
     if (i < heads) {
       prepare_head<BF16>(queries[i], q_row + (c.head0 + i) * head_dim, query_constants, head_dim, t.q_norm != nullptr,
                          t.eps, t.rotary_half, t.scale * LOG2E);
+      mix_head<PER_LANE>(queries[i], head_dim);
     } else {
       prepare_head<BF16>(key, static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim, key_constants,
                          head_dim, t.k_norm != nullptr, t.eps, t.rotary_half, 1.f);
+      mix_head<PER_LANE>(key, head_dim);
     }
   }
   __syncthreads();

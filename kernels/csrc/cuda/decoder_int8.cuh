@@ -1,6 +1,7 @@
 // Keys and values of a cache of 8-bit elements: a head of a token is int8 [head_dim rounded up to 16], with one scale
-// for its key and one for its value. Keys of a head differ most between dimensions and tokens, least within a token
-// once they are rotated: one scale per token and head keeps an element's step at 1/127 of the largest beside it.
+// for its key and one for its value, so that an element's step is 1/127 of the largest beside it. Keys of language models
+// have a few dimensions that are many times as large as the rest: they and the queries are mixed by a Hadamard matrix
+// first (Ashkboos et al. 2024, "QuaRot"), which changes no score and leaves no dimension larger than the others.
 #pragma once
 
 #include "activations.cuh"
@@ -19,6 +20,40 @@ struct Int8Token {
   uint32_t key[WORDS], value[WORDS];
   __half2 scales;  // of the key, of the value
 };
+
+// Multiplies a head of a warp's own, in shared memory, by the orthogonal Hadamard matrix, in blocks of the largest power
+// of two that divides head_dim.
+template <int PER_LANE>
+__device__ __forceinline__ void mix_head(float* values, int head_dim) {
+  const int lane = threadIdx.x % 32, block = head_dim & -head_dim;
+  float v[PER_LANE];
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? values[lane + j * 32] : 0.f;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    if (offset >= block) break;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+      const float other = __shfl_xor_sync(~0u, v[j], offset);
+      v[j] = lane & offset ? other - v[j] : v[j] + other;
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < PER_LANE; step *= 2) {
+    if (32 * step >= block) break;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+      if (!(j & step)) {
+        const float low = v[j], high = v[j + step];
+        v[j] = low + high, v[j + step] = low - high;
+      }
+  }
+  const float scale = rsqrtf(static_cast<float>(block));
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++)
+    if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j] * scale;
+  __syncwarp();
+}
 
 // The scale is rounded up, so that no code leaves -127..127; a NaN or an infinity becomes a scale that is not a number
 // or not finite, and reaches whatever attends to the token.
@@ -43,7 +78,7 @@ __device__ __forceinline__ __half quantize_head(uint32_t (&words)[WORDS], const 
   return rounded;
 }
 
-// From a rotated key in shared memory (16-byte aligned, complete for this warp) and a 16-bit value.
+// From a rotated and mixed key in shared memory (16-byte aligned, complete for this warp) and a 16-bit value.
 template <bool BF16, int WORDS>
 __device__ __forceinline__ Int8Token<WORDS> quantize_token(const float* key, const uint16_t* value, int head_dim) {
   const int lane = threadIdx.x % 32;
