@@ -328,7 +328,7 @@ int trirun_cuda_rows(const trirun_rows* rows, void* stream);
 /* Heads of m rows over a paged cache of one layer, [pages][kv_heads][64][head_dim]; position p of a slot is in page
  * block_tables[slot][p / 64]. A row whose slot is negative is skipped. The cache is of dtype, or, where scales are
  * given, int8 [pages][kv_heads][64][head_dim rounded up to 16] with one scale per token and head, its largest
- * magnitude / 127 rounded up, and code = round(x / scale); keys, and queries for them, are mixed by an orthogonal
+ * magnitude / 127 rounded up, and code = round(x * (1 / scale)); keys, and queries for them, are mixed by an orthogonal
  * Hadamard matrix first, in blocks of the largest power of two that divides head_dim. */
 typedef struct {
   const void* q;            /* [m][ld_q]: heads * head_dim */

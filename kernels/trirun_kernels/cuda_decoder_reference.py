@@ -60,7 +60,7 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     exact = x.abs().amax(-1) / 127
     scale = exact.half()
     scale = torch.where(scale.float() < exact, (scale.view(torch.int16) + 1).view(torch.float16), scale)
-    quotient = x / scale.float().unsqueeze(-1)
+    quotient = x * scale.float().reciprocal().unsqueeze(-1)
     return quotient.nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8), scale
 
 
@@ -74,6 +74,12 @@ def mixed(x: Tensor) -> Tensor:
         y = torch.stack((low + high, low - high), -2).flatten(-3)
         step *= 2
     return y * block**-0.5
+
+
+def int8_round_trip(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What an int8 cache leaves of rotated keys and values float32 [..., head_dim]."""
+    turned, values = (codes * scales.float().unsqueeze(-1) for codes, scales in map(quantize_heads, (mixed(k), v)))
+    return mixed(turned), values  # the matrix is its own inverse
 
 
 def append(k: Tensor, v: Tensor, cache: Cache, slots: Tensor, positions: Tensor) -> Cache:

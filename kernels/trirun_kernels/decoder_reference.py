@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,20 +13,23 @@ from . import reference
 from .decoder_weights import DecoderWeights, Int8Head, LayerWeights, Linear
 from .packing import PackedWeight
 
+Stored = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16) -> Tensor:
+
+def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16, stored: Stored | None = None) -> Tensor:
     """Logits after every token of one sequence, in float32 throughout.
 
     Args:
         weights: the model. tokens: int64 [m], from position 0 on.
         act_bits: 16 computes linears in float32, 8 on int8 activations (see :func:`reference.int8_round_trip`).
+        stored: what a cache leaves of keys and values [m, kv_heads, head_dim]; None leaves them as they are.
 
     Returns:
         float32 [m, vocab].
     """
     x = weights.embedding[tokens].float()
     for layer in weights.layers:
-        x = x + _attention(weights, layer, rms_norm(x, layer.attention_norm, weights.shape.norm_eps), act_bits)
+        x = x + _attention(weights, layer, rms_norm(x, layer.attention_norm, weights.shape.norm_eps), act_bits, stored)
         x = x + _mlp(weights, layer, rms_norm(x, layer.mlp_norm, weights.shape.norm_eps), act_bits)
     head = weights.head.dequantize() if isinstance(weights.head, Int8Head) else weights.head.float()
     return F.linear(rms_norm(x, weights.final_norm, weights.shape.norm_eps), head)
@@ -44,7 +48,9 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
 
 
-def _attention(weights: DecoderWeights, layer: LayerWeights, x: Tensor, act_bits: int) -> Tensor:
+def _attention(
+    weights: DecoderWeights, layer: LayerWeights, x: Tensor, act_bits: int, stored: Stored | None
+) -> Tensor:
     shape, m = weights.shape, x.shape[0]
     q, k, v = (_linear(linear, x, act_bits).view(m, -1, shape.head_dim) for linear in (layer.q, layer.k, layer.v))
     if layer.q_norm is not None:
@@ -52,6 +58,8 @@ def _attention(weights: DecoderWeights, layer: LayerWeights, x: Tensor, act_bits
     if layer.k_norm is not None:
         k = rms_norm(k, layer.k_norm, shape.norm_eps)
     q, k = (rotate(part, weights.cosines[:m], weights.sines[:m]) for part in (q, k))
+    if stored is not None:
+        k, v = stored(k, v)
     group = shape.heads // shape.kv_heads
     k, v = (part.repeat_interleave(group, 1) for part in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * shape.attention_scale

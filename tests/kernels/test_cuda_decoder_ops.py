@@ -201,7 +201,7 @@ def test_attention_over_int8_with_outliers(head_dim, dtype):
     spread = torch.exp2(torch.randint(-12, 5, cache.scales.shape, device="cuda", generator=generator).float())
     spread[..., 0] = 1
     cache.scales.copy_(cache.scales.float() * spread)
-    v = v * 2**-10
+    v.mul_(2**-10)
     workspace = ops.attention_workspace(3, facts, 2, q.device)
     y = torch.full_like(q, float("nan")).contiguous()
     ops.attention_decode(q, k, v, y, facts, cache, slots, positions, 2, workspace)

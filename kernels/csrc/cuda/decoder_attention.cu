@@ -279,16 +279,6 @@ EXPORT int trirun_cuda_attention_decode(const trirun_attention* t, void* workspa
   a.partials = reinterpret_cast<float*>(static_cast<uint8_t*>(workspace) + counter_bytes(*t));
   a.group = static_cast<int>(t->heads / t->kv_heads);
   a.chunks = chunks_of(*t);
-  const bool bf16 = t->dtype == TRIRUN_BF16;
-  AttentionKernel kernel;
-  int shared = RING_BYTES;
-  if (t->scales != nullptr) {
-    a.room = min(a.group, MAX_GROUP);
-    kernel = int8_attention(bf16, t->head_dim, shared);
-  } else {
-    a.room = room_for(a.group);
-    kernel = bf16 ? for_head<true>(t->head_dim, a.room) : for_head<false>(t->head_dim, a.room);
-  }
   int64_t rows = t->m;
   if (t->activations != nullptr) {
     // A CTA quantizes whole units: its heads must fill them.
@@ -301,6 +291,17 @@ EXPORT int trirun_cuda_attention_decode(const trirun_attention* t, void* workspa
   const dim3 grid(t->splits, static_cast<unsigned>(t->kv_heads * a.chunks), static_cast<unsigned>(rows));
   DeviceFacts facts;
   if (const int code = device_facts(facts)) return code;
+  const bool bf16 = t->dtype == TRIRUN_BF16;
+  AttentionKernel kernel;
+  int shared = RING_BYTES;
+  if (t->scales != nullptr) {
+    a.room = min(a.group, MAX_GROUP);
+    const int64_t ctas = static_cast<int64_t>(grid.x) * grid.y * grid.z;
+    kernel = int8_attention(bf16, t->head_dim, ctas <= 3 * facts.sms, shared);
+  } else {
+    a.room = room_for(a.group);
+    kernel = bf16 ? for_head<true>(t->head_dim, a.room) : for_head<false>(t->head_dim, a.room);
+  }
   a.clustered = facts.arch >= 90 && t->splits > 1 && t->splits <= MAX_CLUSTER;
   const int parts = a.clustered ? t->splits * a.room * (t->head_dim + 2) * 4 : 0;
   return launch_dependent(kernel, a, grid, WARPS * 32, shared + parts, stream, a.clustered ? t->splits : 1);

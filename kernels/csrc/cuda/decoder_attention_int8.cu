@@ -9,16 +9,18 @@
 // registers. The key's scale multiplies its score, the value's its weight; no element is scaled. Values become fp16 by a
 // byte permute and a subtraction, both exact.
 //
-// A weight must not lose its bits where a value's scale is small: what the running maximum bounds, so that weights are
-// at most 1, is score + log2(scale).
+// A weight must not lose its bits where a value's scale is small: weights are relative to a maximum of score +
+// log2(scale), and as that need not be the highest (Zadouri et al. 2026, "FlashAttention-4"), it is left as it is until
+// a weight gets too large for fp16.
 #include "decoder_attention.cuh"
 #include "decoder_int8.cuh"
 
 namespace trirun {
 namespace {
 
-constexpr int WARPS = ATTEND_WARPS, STAGES = 2;
-constexpr int COPY_BYTES = 4096;  // of a tile's keys, and of its values
+constexpr int WARPS = ATTEND_WARPS;
+// A weight may be as large before the maximum that it is relative to is taken anew.
+constexpr float MAX_WEIGHT = 256.f;
 
 // d += a . b: a 16 x 32 s8, b 32 x 8 s8, int32 sums.
 __device__ __forceinline__ void mma_s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -45,13 +47,15 @@ __device__ __forceinline__ uint32_t transposed(uint32_t v) {
 }
 
 template <int BYTES>
-__device__ __forceinline__ void copy_async_or_zero(uint32_t shared, const void* global, bool wanted) {
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global) {
   if constexpr (BYTES == 16)
-    copy_async16_or_zero(shared, global, wanted);
+    copy_async16(shared, global);
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES),
-                 "r"(wanted ? BYTES : 0)
-                 : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES) : "memory");
+}
+
+__device__ __forceinline__ void copy_async4_or_zero(uint32_t shared, const void* global, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 4 : 0) : "memory");
 }
 
 template <int WORDS>
@@ -110,59 +114,69 @@ struct QueryDigits {
   }
 };
 
-// WIDTH: head_dim, rounded up to 64, 128 or 256.
-template <bool BF16, int WIDTH>
-__global__ void __launch_bounds__(WARPS * 32) attend_int8(const __grid_constant__ AttentionArgs a) {
+// What a lane copies of a tile and reads back. WIDTH: head_dim, rounded up to 64, 128 or 256.
+template <int WIDTH>
+struct Tile {
+  static constexpr int BLOCKS = WIDTH == 64 ? 2 : 1, KEYS = 16 * BLOCKS;
+  static constexpr int KEY_LOADS = WIDTH / 64;  // of a lane per key, 16 bytes each
+  static constexpr int VALUE_BYTES = WIDTH == 64 ? 8 : 16, VALUE_LOADS = WIDTH / (8 * VALUE_BYTES);
+  static constexpr int KEY_BYTES = KEYS * WIDTH, BYTES = 2 * KEY_BYTES + 128;  // with a word of scales per lane
+};
+
+// Shared memory that takes the rings of all warps and, after them, the warps' parts.
+template <int WIDTH, int STAGES>
+__host__ __device__ constexpr int ring_bytes() {
+  constexpr int rings = WARPS * STAGES * Tile<WIDTH>::BYTES, parts = WARPS * MAX_GROUP * (WIDTH + 2) * 4;
+  return rings > parts ? rings : parts;
+}
+
+// STAGES: of a warp's ring. Few CTAs fetch far ahead; many are better off when more of them fit.
+template <bool BF16, int WIDTH, int STAGES>
+__global__ void __launch_bounds__(WARPS * 32, WIDTH == 256 || STAGES > 2 ? 3 : 5) attend_int8(const __grid_constant__ AttentionArgs a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ __align__(16) float queries[MAX_GROUP][WIDTH], key[WIDTH];
   __shared__ __align__(16) uint32_t new_key[WIDTH / 4], new_value[WIDTH / 4];
-  constexpr int BLOCKS = COPY_BYTES / (16 * WIDTH), KEYS = 16 * BLOCKS;  // of one tile
-  constexpr int KEY_LOADS = WIDTH / 64;                                  // of a lane per key, 16 bytes each
-  constexpr int VALUE_BYTES = WIDTH == 64 ? 8 : 16, VALUE_LOADS = WIDTH / (8 * VALUE_BYTES);
-  constexpr int SCALE_WORDS = (KEYS + 31) / 32;
-  constexpr int STAGE_BYTES = 2 * COPY_BYTES + SCALE_WORDS * 128;
+  using T = Tile<WIDTH>;
+  constexpr int BLOCKS = T::BLOCKS, KEYS = T::KEYS, KEY_LOADS = T::KEY_LOADS, VALUE_LOADS = T::VALUE_LOADS;
+  constexpr int VALUE_BYTES = T::VALUE_BYTES;
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, sub = lane % 4;
   const AttentionShare c(a, KEYS);
   const int row = c.row, length = c.length, heads = c.heads, head_dim = t.head_dim;
   const int bytes = int8_row_bytes(head_dim);
 
-  const uint32_t ring = shared_address(memory) + warp * STAGES * STAGE_BYTES;
+  const uint32_t ring = shared_address(memory) + warp * STAGES * T::BYTES;
   const int32_t* table = t.block_tables + static_cast<int64_t>(c.slot) * t.ld_blocks;
   int fill_tile = c.tile0 + warp, page = !c.idle && fill_tile < c.tile1 ? table[fill_tile * KEYS / PAGE] : 0;
+  // Codes of positions that are not there and of dimensions beyond the head are numbers too, whatever they are: weights
+  // and digits of zero meet them. Only scales must be zeros then.
+  const uint32_t key_target = ring + lane * 16, value_target = ring + T::KEY_BYTES + lane * VALUE_BYTES;
+  const int key_from = quad * bytes + min(16 * sub, bytes - 16);
+  const int value_from = 2 * sub * bytes + min(VALUE_BYTES * quad, bytes - VALUE_BYTES);
   const auto fill = [&](int stage) {
     if (!c.idle && fill_tile < c.tile1) {
-      const int first = fill_tile * KEYS;
+      const int first = fill_tile * KEYS, left = length - first;
       const int64_t at = cache_offset(page, t.kv_heads, c.kv_head, first, 1);
-      const auto* keys = static_cast<const uint8_t*>(t.keys) + at * bytes;
-      const auto* values = static_cast<const uint8_t*>(t.values) + at * bytes;
-      const auto* scales = static_cast<const __half2*>(t.scales) + at;
-      const uint32_t target = ring + stage * STAGE_BYTES;
+      const auto* keys = static_cast<const uint8_t*>(t.keys) + at * bytes + key_from;
+      const auto* values = static_cast<const uint8_t*>(t.values) + at * bytes + value_from;
+      const uint32_t offset = stage * T::BYTES;
 #pragma unroll
-      for (int half = 0; half < 2 * BLOCKS; half++)
+      for (int eight = 0; eight < 2 * BLOCKS; eight++) {
+        if (8 * eight >= left) break;
 #pragma unroll
-        for (int i = 0; i < KEY_LOADS; i++) {
-          const int n = 8 * half + quad, d = 16 * (sub + 4 * i);
-          const bool wanted = first + n < length && d < bytes;
-          copy_async_or_zero<16>(target + (half * KEY_LOADS + i) * 512 + lane * 16, keys + (wanted ? n * bytes + d : 0),
-                                 wanted);
-        }
+        for (int i = 0; i < KEY_LOADS; i++)
+          copy_async<16>(key_target + offset + (eight * KEY_LOADS + i) * 512,
+                         keys + 8 * eight * bytes + (i == 0 ? 0 : min(64 * i, bytes - 16 - min(16 * sub, bytes - 16))));
 #pragma unroll
-      for (int quarter = 0; quarter < 4 * BLOCKS; quarter++)
+        for (int one = 0; one < 2; one++)
 #pragma unroll
-        for (int i = 0; i < VALUE_LOADS; i++) {
-          const int n = quarter / 2 * 8 + 2 * sub + quarter % 2, d = VALUE_BYTES * (quad + 8 * i);
-          const bool wanted = first + n < length && d < bytes;
-          copy_async_or_zero<VALUE_BYTES>(
-              target + COPY_BYTES + (quarter * VALUE_LOADS + i) * 32 * VALUE_BYTES + lane * VALUE_BYTES,
-              values + (wanted ? n * bytes + d : 0), wanted);
-        }
-#pragma unroll
-      for (int i = 0; i < SCALE_WORDS; i++) {
-        const int n = lane + 32 * i;
-        const bool wanted = n < KEYS && first + n < length;
-        copy_async_or_zero<4>(target + 2 * COPY_BYTES + n * 4, scales + (wanted ? n : 0), wanted);
+          for (int i = 0; i < VALUE_LOADS; i++)
+            copy_async<VALUE_BYTES>(value_target + offset + ((2 * eight + one) * VALUE_LOADS + i) * 32 * VALUE_BYTES,
+                                    values + (8 * eight + one) * bytes +
+                                        (i == 0 ? 0 : min(128 * i, bytes - 16 - min(16 * quad, bytes - 16))));
       }
+      copy_async4_or_zero(ring + offset + 2 * T::KEY_BYTES + lane * 4,
+                          static_cast<const __half2*>(t.scales) + at + lane % KEYS, lane < KEYS && lane < left);
       fill_tile += WARPS;
       // The next fill's page is asked for now, so that its latency is not in the way then.
       if (fill_tile < c.tile1) page = table[fill_tile * KEYS / PAGE];
@@ -245,67 +259,64 @@ __global__ void __launch_bounds__(WARPS * 32) attend_int8(const __grid_constant_
   int stage = 0;
   for (int tile = c.tile0 + warp; tile < c.tile1; tile += WARPS) {
     copy_async_wait<STAGES - 1>();
-    const uint32_t source = ring + stage * STAGE_BYTES;
-    uint32_t scale_words[SCALE_WORDS];
-#pragma unroll
-    for (int i = 0; i < SCALE_WORDS; i++) scale_words[i] = load_shared(source + 2 * COPY_BYTES + (lane + 32 * i) * 4);
-    // Index 2h + e of a block: key quad + 8h, head 2 sub + e.
-    float score[BLOCKS][4], bounded[BLOCKS][4], highest[2] = {maximum[0], maximum[1]};
+    const uint32_t offset = stage * T::BYTES;
+    const uint32_t own_scales = load_shared(ring + offset + 2 * T::KEY_BYTES + lane * 4);
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
       int high[4] = {}, low[4] = {};
 #pragma unroll
       for (int i = 0; i < KEY_LOADS; i++) {
-        const uint4 k0 = load_shared4(source + (2 * b * KEY_LOADS + i) * 512 + lane * 16);
-        const uint4 k1 = load_shared4(source + ((2 * b + 1) * KEY_LOADS + i) * 512 + lane * 16);
+        const uint4 k0 = load_shared4(key_target + offset + (2 * b * KEY_LOADS + i) * 512);
+        const uint4 k1 = load_shared4(key_target + offset + ((2 * b + 1) * KEY_LOADS + i) * 512);
         mma_s8(high, k0.x, k1.x, k0.y, k1.y, q.high[4 * i], q.high[4 * i + 1]);
         mma_s8(low, k0.x, k1.x, k0.y, k1.y, q.low[4 * i], q.low[4 * i + 1]);
         mma_s8(high, k0.z, k1.z, k0.w, k1.w, q.high[4 * i + 2], q.high[4 * i + 3]);
         mma_s8(low, k0.z, k1.z, k0.w, k1.w, q.low[4 * i + 2], q.low[4 * i + 3]);
       }
+      // Index 2h + e: key quad + 8h, head 2 sub + e.
+      float score[4], p[4], weight[4], value_scale[2];
+      bool large = false;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const int n = 16 * b + 8 * h;
-        const uint32_t word = __shfl_sync(~0u, scale_words[n / 32], n % 32 + quad);
+        const uint32_t word = __shfl_sync(~0u, own_scales, 16 * b + 8 * h + quad);
         const float2 scales = __half22float2(*reinterpret_cast<const __half2*>(&word));
-        const bool seen = tile * KEYS + n + quad < length;
-        const float shift = log2_scale(scales.y);
+        const bool seen = tile * KEYS + 16 * b + 8 * h + quad < length;
+        value_scale[h] = scales.y;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const float dot = static_cast<float>(256 * high[2 * h + e] + low[2 * h + e]);
-          score[b][2 * h + e] = seen ? dot * (q_scale[e] * scales.x) : -INFINITY;
-          bounded[b][2 * h + e] = score[b][2 * h + e] + shift;
-          highest[e] = fmaxf(highest[e], bounded[b][2 * h + e]);
+          score[2 * h + e] = seen ? dot * (q_scale[e] * scales.x) : -INFINITY;
+          p[2 * h + e] = exp2f(score[2 * h + e] - maximum[e]);
+          weight[2 * h + e] = p[2 * h + e] * scales.y;
+          // Of the first keys too, relative to -infinity.
+          large |= !(weight[2 * h + e] <= MAX_WEIGHT);
         }
       }
-    }
+      if (__any_sync(~0u, large)) {
 #pragma unroll
-    for (int e = 0; e < 2; e++)
+        for (int e = 0; e < 2; e++) {
+          float highest = maximum[e];
 #pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2)
-        highest[e] = fmaxf(highest[e], __shfl_xor_sync(~0u, highest[e], offset));
-    if (__any_sync(~0u, highest[0] > maximum[0] || highest[1] > maximum[1])) {
+          for (int h = 0; h < 2; h++) highest = fmaxf(highest, score[2 * h + e] + log2_scale(value_scale[h]));
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const float kept = exp2f(maximum[e] - highest[e]);
-        maximum[e] = highest[e];
-        total[e] *= kept;
+          for (int step = 4; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
+          const float kept = exp2f(maximum[e] - highest);
+          maximum[e] = highest;
+          total[e] *= kept;
 #pragma unroll
-        for (int i = 0; i < WIDTH / 16; i++) sum[i][e] *= kept, sum[i][2 + e] *= kept;
+          for (int i = 0; i < WIDTH / 16; i++) sum[i][e] *= kept, sum[i][2 + e] *= kept;
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            p[2 * h + e] = exp2f(score[2 * h + e] - highest);
+            weight[2 * h + e] = p[2 * h + e] * value_scale[h];
+          }
+        }
       }
-    }
-#pragma unroll
-    for (int b = 0; b < BLOCKS; b++) {
       uint32_t weights[2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        float w[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          total[e] += exp2f(score[b][2 * h + e] - maximum[e]);
-          w[e] = exp2f(bounded[b][2 * h + e] - maximum[e]);
-        }
-        const __half2 pair = __floats2half2_rn(w[0], w[1]);
+        total[0] += p[2 * h], total[1] += p[2 * h + 1];
+        const __half2 pair = __floats2half2_rn(weight[2 * h], weight[2 * h + 1]);
         weights[h] = transposed(*reinterpret_cast<const uint32_t*>(&pair));
       }
 #pragma unroll
@@ -313,7 +324,7 @@ __global__ void __launch_bounds__(WARPS * 32) attend_int8(const __grid_constant_
         uint32_t v[4][VALUE_BYTES / 4];
 #pragma unroll
         for (int n = 0; n < 4; n++)
-          load_words(v[n], source + COPY_BYTES + ((4 * b + n) * VALUE_LOADS + i) * 32 * VALUE_BYTES + lane * VALUE_BYTES);
+          load_words(v[n], value_target + offset + ((4 * b + n) * VALUE_LOADS + i) * 32 * VALUE_BYTES);
 #pragma unroll
         for (int w = 0; w < VALUE_BYTES / 2; w++) {
           // Two dimensions of keys 2 sub, + 1, + 8 and + 9.
@@ -349,22 +360,26 @@ __global__ void __launch_bounds__(WARPS * 32) attend_int8(const __grid_constant_
     if (quad == 0) part[WIDTH] = maximum[e], part[WIDTH + 1] = total[e];
   }
   __syncthreads();
-  put_together<BF16>(a, c, parts, a.room, WIDTH, shared_address(memory + WARPS * STAGES * STAGE_BYTES));
+  put_together<BF16>(a, c, parts, a.room, WIDTH, shared_address(memory + ring_bytes<WIDTH, STAGES>()));
 }
 
-// no-spill(90a): attend_int8<*, *>
-template <int WIDTH>
+// no-spill(90a): attend_int8<*, *, *>
+template <int WIDTH, int STAGES>
 AttentionKernel instance(bool bf16, int& shared_bytes) {
-  constexpr int SCALE_BYTES = (COPY_BYTES / WIDTH + 31) / 32 * 128;
-  shared_bytes = WARPS * STAGES * (2 * COPY_BYTES + SCALE_BYTES);
-  return bf16 ? attend_int8<true, WIDTH> : attend_int8<false, WIDTH>;
+  shared_bytes = ring_bytes<WIDTH, STAGES>();
+  return bf16 ? attend_int8<true, WIDTH, STAGES> : attend_int8<false, WIDTH, STAGES>;
+}
+
+template <int STAGES>
+AttentionKernel for_head(bool bf16, int head_dim, int& shared_bytes) {
+  if (head_dim <= 64) return instance<64, STAGES>(bf16, shared_bytes);
+  return head_dim <= 128 ? instance<128, STAGES>(bf16, shared_bytes) : instance<256, STAGES>(bf16, shared_bytes);
 }
 
 }  // namespace
 
-AttentionKernel int8_attention(bool bf16, int head_dim, int& shared_bytes) {
-  if (head_dim <= 64) return instance<64>(bf16, shared_bytes);
-  return head_dim <= 128 ? instance<128>(bf16, shared_bytes) : instance<256>(bf16, shared_bytes);
+AttentionKernel int8_attention(bool bf16, int head_dim, bool few_ctas, int& shared_bytes) {
+  return few_ctas ? for_head<4>(bf16, head_dim, shared_bytes) : for_head<2>(bf16, head_dim, shared_bytes);
 }
 
 }  // namespace trirun

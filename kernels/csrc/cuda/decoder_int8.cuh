@@ -63,15 +63,15 @@ __device__ __forceinline__ __half quantize_head(uint32_t (&words)[WORDS], const 
 #pragma unroll
   for (int i = 0; i < WORDS; i++) bits = max(bits, magnitude_bits(v[i]));
   const __half rounded = __float2half_ru(__fdiv_rn(__uint_as_float(__reduce_max_sync(~0u, bits)), INT8_MAX_CODE));
-  const float scale = __half2float(rounded);
+  const float inverse = __frcp_rn(__half2float(rounded));
 #pragma unroll
   for (int i = 0; i < WORDS; i++) {
     const float f[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
     words[i] = 0;
 #pragma unroll
     for (int b = 0; b < 4; b++) {
-      // Of zeros the quotient is NaN, which as an integer is 0.
-      const int code = min(max(__float2int_rn(__fdiv_rn(f[b], scale)), -127), 127);
+      // Zeros times the inverse of zero are NaN, which as an integer is 0.
+      const int code = min(max(__float2int_rn(__fmul_rn(f[b], inverse)), -127), 127);
       words[i] |= static_cast<uint32_t>(code & 255) << 8 * b;
     }
   }
