@@ -66,6 +66,7 @@ class CheckpointWriter:
         self._shard: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
         self._total_bytes = 0
+        self._published = False
         self._check(out, overwrite)
 
     def __enter__(self) -> CheckpointWriter:
@@ -84,7 +85,8 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.partial.exists():
+        # Once published, a directory of that name is another run's.
+        if not self._published and self.partial.exists():
             shutil.rmtree(self.partial)
         os.close(self._lock)
 
@@ -177,6 +179,7 @@ class CheckpointWriter:
         if self.out.exists():
             os.rename(self.out, replaced)
         os.rename(self.partial, self.out)
+        self._published = True
         _flush(self.out.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
