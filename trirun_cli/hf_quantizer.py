@@ -25,7 +25,7 @@ class TrirunConfig(QuantizationConfigMixin):
 
     def __init__(self, **section: Any) -> None:
         self.format = Format.from_dict({"quant_method": QUANT_METHOD, **section})
-        self.quant_method = QUANT_METHOD
+        self.quant_method: Any = QUANT_METHOD
 
     def to_dict(self) -> dict[str, Any]:
         return self.format.to_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -109,12 +110,13 @@ def kernels(
         console.note(f"wrote {plot}")
 
 
-for _name, _command in {
+_COMMANDS: dict[str, Callable[..., None]] = {
     "kernels": kernels,
     "model": bench_model.command,
     "serve": bench_serve.command,
     "f16acc": bench_f16acc.command,
-}.items():
+}
+for _name, _command in _COMMANDS.items():
     app.command(_name, help=help_text(_command))(_command)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class Timing:
     rounds: int
 
 
-def interleaved(contestants: dict[str, Sequence[Call]], device: torch.device, seconds: float) -> dict[str, Timing]:
+def interleaved(contestants: Mapping[str, Sequence[Call]], device: torch.device, seconds: float) -> dict[str, Timing]:
     """Time every contestant in turn, again and again, for about ``seconds`` each and at least five rounds.
 
     Args:
@@ -48,7 +48,7 @@ def interleaved(contestants: dict[str, Sequence[Call]], device: torch.device, se
     return {name: _summary(times) for name, times in rounds.items()}
 
 
-def _interleaved_graphs(contestants: dict[str, Sequence[Call]], seconds: float) -> dict[str, Timing]:
+def _interleaved_graphs(contestants: Mapping[str, Sequence[Call]], seconds: float) -> dict[str, Timing]:
     graphs = {name: _captured(calls) for name, calls in contestants.items()}
     rounds: dict[str, list[float]] = {name: [] for name in contestants}
     for graph in graphs.values():

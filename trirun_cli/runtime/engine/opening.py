@@ -105,7 +105,7 @@ def _lean_runner(
         if not on_cpu(device):
             from ..cuda_opening import cuda_runner
 
-            options = {"device": device, "dtype": dtype, "act_bits": act_bits, "accumulate": accumulate}
+            options: dict[str, Any] = {"device": device, "dtype": dtype, "act_bits": act_bits, "accumulate": accumulate}
             return cuda_runner(path, slots=slots, context=context, kv_cache_dtype=kv_cache_dtype, **options)
         if quant_method(config) != QUANT_METHOD:
             raise NotLean("the lean decoder runs packed checkpoints")
@@ -117,7 +117,7 @@ def _lean_runner(
         if context is None:
             context = affordable_context(decoder_shape(config), slots, chosen_context(config, None))
         rows = max(192, -(-slots // 48) * 48)
-        sizes = {"slots": slots, "context": context, "max_rows": rows}
+        sizes: dict[str, Any] = {"slots": slots, "context": context, "max_rows": rows}
         return LeanRunner(LeanDecoder(path, act_bits=act_bits, threads=threads, **sizes))
     except OSError as error:
         if error.errno != errno.ENOMEM:
