@@ -146,6 +146,8 @@ def test_options_that_make_no_sense(trirun, packed):
         (("eval", "-c", packed, "-m", packed, "--max-ratio", "nan"), "--max-ratio nan"),
         (("generate", "-c", packed, "-p", "x", "--ctx", "0"), "0 tokens of context"),
         (("generate", "-c", packed, "--batch", "0", "--prompts-file", "-"), "--batch 0"),
+        (("serve", "-c", packed, "--threads", "100000"), "--threads 100000: this process may use"),
+        (("serve", "-c", packed, "--port", "70000"), "--port 70000"),
         (("nonsense",), "No such command"),
     ]:
         code, out, err = trirun(*arguments)

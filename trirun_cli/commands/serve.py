@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,6 +80,8 @@ def command(
     for name, (value, least) in (least_values | {"--max-waiting": (max_waiting, 0)}).items():
         if value is not None and value < least:
             raise UsageError(f"{name} {value}: at least {least}")
+    if threads is not None and threads > (processors := len(os.sched_getaffinity(0))):
+        raise UsageError(f"--threads {threads}: this process may use {processors} processors")
     if not 0 <= drain < 86_400:
         raise UsageError(f"--drain {drain:g}: seconds from 0 to a day")
     if not 0 <= stream_interval <= 10_000:
