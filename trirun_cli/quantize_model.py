@@ -178,6 +178,11 @@ class Nothing:
         """Forget the tensor."""
 
 
+def state_dir(plan: Plan) -> Path:
+    """Where a run keeps its finished blocks until the checkpoint is complete."""
+    return plan.out.with_name(plan.out.name + ".state")
+
+
 def run(plan: Plan, observer: Observer, *, resume: bool) -> Result | None:
     """Quantize as planned and publish the checkpoint; on any exception nothing appears at ``plan.out``.
 
@@ -186,7 +191,7 @@ def run(plan: Plan, observer: Observer, *, resume: bool) -> Result | None:
     """
     source = ModelDir(plan.model)
     sequences = load_calibration(plan)
-    state = plan.out.with_name(plan.out.name + ".state")
+    state = state_dir(plan)
     with ranks.joined(plan.device) as device:
         settings = {"device": device, "state_dir": state if resume else None}
         if ranks.rank() > 0:

@@ -108,7 +108,8 @@ def test_a_stopped_run_continues_to_the_same_bytes(trirun, quantized, plain_mode
         return run(self)
 
     monkeypatch.setattr(BlockRun, "run", stop_at_the_second)
-    assert trirun(*command)[0] == 130
+    code, _, err = trirun(*command)
+    assert code == 130 and "the same command continues" in err and "Q.state" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Q.state"]
 
     def count(self):

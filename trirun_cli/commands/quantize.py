@@ -73,7 +73,7 @@ def command(
     out = output_dir(out, f"{model.resolve().name}-2bit")
     settings = {"group_size": group_size, "grid": grid, "samples": samples, "seqlen": seqlen, "seed": seed}
 
-    from ..quantize_model import plan_run, rehearse, run
+    from ..quantize_model import plan_run, rehearse, run, state_dir
     from .quantize_view import QuantizeView, show_dry_run, show_plan, show_report
 
     plan = plan_run(
@@ -94,8 +94,13 @@ def command(
             report = rehearse(plan, view)
         show_dry_run(console, plan, report)
         return
-    with QuantizeView(console) as view:
-        result = run(plan, view, resume=resume)
+    try:
+        with QuantizeView(console) as view:
+            result = run(plan, view, resume=resume)
+    except KeyboardInterrupt:
+        if (state := state_dir(plan)).exists():
+            console.warn(f"interrupted: finished blocks are kept in {state}, the same command continues from there")
+        raise
     if result is None:
         return
     show_report(console, plan, result)
