@@ -30,6 +30,7 @@ class Engine:
         if runner.max_rows < runner.slots:
             raise ValueError(f"{runner.name}: {runner.max_rows} rows per step for {runner.slots} slots")
         self._runner, self._scheduler = runner, Scheduler(runner)
+        self._burst = runner if isinstance(runner, BurstRunner) else None
         self._most = None if max_waiting is None else runner.slots + max_waiting
         # Guards the two fields that other threads touch: every live request by its id, and those that come or go.
         self._changed = threading.Condition()
@@ -217,8 +218,8 @@ class Engine:
 
     def _launch(self, step: Step) -> Pending:
         work = [share.work for share in step.shares]
-        if step.steps > 1 and isinstance(self._runner, BurstRunner):
-            return self._runner.launch_burst(work, step.steps)
+        if step.steps > 1 and self._burst is not None:
+            return self._burst.launch_burst(work, step.steps)
         return self._runner.launch(work)
 
     def _take_inbox(self) -> None:
