@@ -35,18 +35,21 @@ class Single : public Model {
   }
 
  private:
-  /* One thread's private memory. */
+  /* One thread's private memory, and its shares: divisions are slow enough to be made once. */
   struct Thread {
     Team& team;
     int64_t slot, position;
     bool ready;
+    Range hidden, ffn, vocab;  // strips of o and down, of gate and up, of the head
+    Range heads;               // kv heads, of which own_heads says whether no other thread needs to know
+    bool own_heads;
     float* x;         // [hidden], the residual stream
     float* row;       // [widest_input]
     float* tile;      // [columns of its share of gate]
     float* attention; // attention_scratch
     char* act_memory;
     HeadInput head;
-    trirun_act act;
+    trirun_act of_hidden, of_attention, of_ffn;  // one at a time
 
     Thread(Team& own_team, const Single& step)
         : team(own_team), slot(step.batch_.segments[0].slot), position(step.batch_.segments[0].position) {
@@ -56,6 +59,16 @@ class Single : public Model {
       ready = base != nullptr;
       Memory memory(base);
       lay_out(step.d, memory);
+      const trirun_decoder& d = step.d;
+      hidden = team.share(strips_of(d.hidden));
+      ffn = team.share(strips_of(d.ffn));
+      vocab = team.share(strips_of(d.vocab));
+      heads = team.share(d.kv_heads);
+      own_heads = d.head_dim % 64 == 0 && d.kv_heads % team.size() == 0;
+      const size_t bytes = static_cast<size_t>(act_bytes(d, 1));
+      trirun_cpu_act_init(&of_hidden, act_memory, bytes, 1, round_up(d.hidden, 128), d.act_bits);
+      trirun_cpu_act_init(&of_attention, act_memory, bytes, 1, round_up(d.heads * d.head_dim, 128), d.act_bits);
+      trirun_cpu_act_init(&of_ffn, act_memory, bytes, 1, round_up(d.ffn, 128), d.act_bits);
     }
 
     void lay_out(const trirun_decoder& d, Memory& memory) {
@@ -74,33 +87,32 @@ class Single : public Model {
     for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(x + i);
   }
 
-  /* Leaves a row, through an RMS norm where there is one, quantized in t.act. */
-  void quantize(Thread& t, const float* x, int64_t k, int64_t padded, const float* norm) {
+  /* A row of k numbers, through an RMS norm where there is one, quantized. */
+  void quantize(Thread& t, const trirun_act& act, const float* x, int64_t k, const float* norm) {
     if (norm) ops_.rms_norm(t.row, x, norm, k, d.norm_eps);
-    trirun_cpu_act_init(&t.act, t.act_memory, static_cast<size_t>(act_bytes(d, 1)), 1, padded, d.act_bits);
-    isa_.quantize(t.act, norm ? t.row : x, TRIRUN_F32, k, k, 0, 1);
+    isa_.quantize(act, norm ? t.row : x, TRIRUN_F32, k, k, 0, 1);
   }
 
   void layer(Thread& t, int64_t index) {
     const trirun_layer& l = d.layer[index];
     const int64_t attended = d.heads * d.head_dim;
-    quantize(t, t.x, d.hidden, l.q.weight.k, l.attention_norm);
-    if (d.head_dim % 64 == 0 && d.kv_heads % t.team.size() == 0)
+    quantize(t, t.of_hidden, t.x, d.hidden, l.attention_norm);
+    if (t.own_heads)
       attend_own_heads(t, index);
     else
       attend_any_heads(t, index);
     t.team.barrier();
     fetch(s.attention, attended);
-    quantize(t, s.attention, attended, l.o.weight.k, l.attention_sub_norm);
-    multiply(t, l.o);
+    quantize(t, t.of_attention, s.attention, attended, l.attention_sub_norm);
+    multiply(t, l.o, t.of_attention);
     t.team.barrier();
     ops_.add(t.x, s.x, d.hidden);
-    quantize(t, t.x, d.hidden, l.gate.weight.k, l.mlp_norm);
+    quantize(t, t.of_hidden, t.x, d.hidden, l.mlp_norm);
     gate_up(t, l);
     t.team.barrier();
     fetch(s.h, d.ffn);
-    quantize(t, s.h, d.ffn, l.down.weight.k, l.mlp_sub_norm);
-    multiply(t, l.down);
+    quantize(t, t.of_ffn, s.h, d.ffn, l.mlp_sub_norm);
+    multiply(t, l.down, t.of_ffn);
     t.team.barrier();
     ops_.add(t.x, s.x, d.hidden);
   }
@@ -108,13 +120,12 @@ class Single : public Model {
   /* A thread projects what its kv heads need, and attends with them. */
   void attend_own_heads(Thread& t, int64_t index) {
     const trirun_layer& l = d.layer[index];
-    const Range heads = t.team.share(d.kv_heads);
-    const int64_t strips = d.head_dim / 64;
+    const int64_t strips = d.head_dim / 64, begin = t.heads.begin * strips, end = t.heads.end * strips;
     float *key = s.qkv + d.heads * d.head_dim, *value = key + d.kv_heads * d.head_dim;
-    product(l.q, t.act, s.qkv, qkv_width_, heads.begin * group_ * strips, heads.end * group_ * strips);
-    product(l.k, t.act, key, qkv_width_, heads.begin * strips, heads.end * strips);
-    product(l.v, t.act, value, qkv_width_, heads.begin * strips, heads.end * strips);
-    for (int64_t i = heads.begin; i < heads.end; ++i) attend(t, index, i);
+    product(l.q, t.of_hidden, s.qkv, qkv_width_, begin * group_, end * group_);
+    product(l.k, t.of_hidden, key, qkv_width_, begin, end);
+    product(l.v, t.of_hidden, value, qkv_width_, begin, end);
+    for (int64_t i = t.heads.begin; i < t.heads.end; ++i) attend(t, index, i);
   }
 
   void attend_any_heads(Thread& t, int64_t index) {
@@ -126,12 +137,12 @@ class Single : public Model {
     for (const trirun_linear* part : parts) {
       const int64_t last = first + strips_of(part->n);
       const int64_t begin = larger(mine.begin, first), end = mine.end < last ? mine.end : last;
-      if (begin < end) product(*part, t.act, y, qkv_width_, begin - first, end - first);
+      if (begin < end) product(*part, t.of_hidden, y, qkv_width_, begin - first, end - first);
       first = last;
       y += part->n;
     }
     t.team.barrier();
-    for (int64_t i = t.team.rank(); i < d.kv_heads; i += t.team.size()) attend(t, index, i);
+    for (int64_t i = t.heads.begin; i < t.heads.end; ++i) attend(t, index, i);
   }
 
   void attend(Thread& t, int64_t layer, int64_t kv_head) {
@@ -140,30 +151,27 @@ class Single : public Model {
   }
 
   /* What is to be added to the residual stream. */
-  void multiply(Thread& t, const trirun_linear& linear) {
-    const Range mine = t.team.share(strips_of(linear.n));
-    if (mine.begin < mine.end) product(linear, t.act, s.x, linear.n, mine.begin, mine.end);
+  void multiply(Thread& t, const trirun_linear& linear, const trirun_act& act) {
+    if (t.hidden.begin < t.hidden.end) product(linear, act, s.x, linear.n, t.hidden.begin, t.hidden.end);
   }
 
   void gate_up(Thread& t, const trirun_layer& l) {
-    const Range mine = t.team.share(strips_of(d.ffn));
-    if (mine.begin == mine.end) return;
-    product(l.gate, t.act, s.h, d.ffn, mine.begin, mine.end);
-    const int64_t columns = product_tile(l.up, t.act, t.tile, mine.begin, mine.end);
-    ops_.gate(s.h + mine.begin * 64, t.tile, columns, d.activation);
+    if (t.ffn.begin == t.ffn.end) return;
+    product(l.gate, t.of_hidden, s.h, d.ffn, t.ffn.begin, t.ffn.end);
+    const int64_t columns = product_tile(l.up, t.of_hidden, t.tile, t.ffn.begin, t.ffn.end);
+    ops_.gate(s.h + t.ffn.begin * 64, t.tile, columns, d.activation);
   }
 
   void head(Thread& t) {
     ops_.rms_norm(t.row, t.x, d.final_norm, d.hidden, d.norm_eps);
     if (d.head_dtype == TRIRUN_HEAD_INT8) ops_.head_digits(t.head, 0, t.row, d.hidden);
-    const Range mine = t.team.share(strips_of(d.vocab));
-    head_strips(t.row, t.head, 1, batch_.logits, mine.begin, mine.end);
+    head_strips(t.row, t.head, 1, batch_.logits, t.vocab.begin, t.vocab.end);
   }
 
   /* The token that follows, from the logits of all threads. */
   int64_t choose(Thread& t, int64_t step) {
-    const Range mine = t.team.share(strips_of(d.vocab));
-    s.best[t.team.rank()] = best_of(batch_.logits, mine.begin * 64, mine.end * 64 < d.vocab ? mine.end * 64 : d.vocab);
+    const int64_t end = t.vocab.end * 64 < d.vocab ? t.vocab.end * 64 : d.vocab;
+    s.best[t.team.rank()] = best_of(batch_.logits, t.vocab.begin * 64, end);
     t.team.barrier();
     const Best best = winner(s.best, t.team.size());
     if (t.team.rank() == 0) {
