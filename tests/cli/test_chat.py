@@ -69,7 +69,7 @@ def test_the_oldest_turns_make_room(trirun, chatty):
 
 
 def test_a_message_too_long_is_refused_and_forgotten(trirun, chatty):
-    document, err = talk(trirun, chatty, f"{'word ' * 300}\nHello\n")
+    document, err = talk(trirun, chatty, f"{'word ' * 300}\nHello\n", code=3)
     assert "the context is 128" in err
     assert document["messages"][0]["content"] == "Hello" and len(document["messages"]) == 2
 
@@ -91,7 +91,7 @@ def test_a_template_that_refuses(trirun, copy_of, packed):
     config = json.loads((model / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ raise_exception('roles must alternate') }}"
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    document, err = talk(trirun, model, "Hello\n")
+    document, err = talk(trirun, model, "Hello\n", code=3)
     assert "roles must alternate" in err and document["messages"] == []
 
 

@@ -133,3 +133,9 @@ def test_ctrl_c_keeps_what_is_finished(trirun, packed, tmp_path, monkeypatch):
     assert code == 130 and 3 <= done <= 5 and f"{done} of 20 prompts are answered; --resume continues" in err
     assert trirun(*options, "--resume")[0] == 0
     assert [entry["prompt"] for entry in lines(out)] == [f"Prompt {i}" for i in range(20)]
+
+
+def test_a_file_without_prompts_is_said_so(trirun, packed, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    code, out, err = trirun("generate", "-c", packed, "--prompts-file", tmp_path / "empty.txt", "--out", tmp_path / "a")
+    assert code == 0 and out == "" and "holds no prompt" in err and not (tmp_path / "a").exists()

@@ -109,7 +109,7 @@ def command(
     ends = stop_ids(checkpoint) | ({tokenizer.eos_token_id} - {None})
     conversation = Conversation(model, tokenizer, params, ends, system=system, plain=plain)
     console.note(f"{checkpoint} on {model.name}; Ctrl-C stops an answer, Ctrl-D leaves, /help tells")
-    turns = []
+    turns, refused = [], None
     for line in _messages(console):
         if line.startswith("/"):
             if _obey(console, conversation, line) == "exit":
@@ -119,8 +119,12 @@ def command(
                 turns.append(_answer(console, conversation, line, stats))
             except InputError as error:
                 console.error(error)
+                refused = error
     first = [{"role": "system", "content": conversation.system}] if conversation.system else []
     console.json("chat/1", {"messages": first + conversation.messages, "turns": turns, "engine": model.name})
+    if refused is not None and not sys.stdin.isatty():
+        # A person has seen it and gone on; a program that feeds a pipe sees the exit code alone.
+        raise typer.Exit(refused.exit_code)
 
 
 def _messages(console: Console) -> Iterator[str]:

@@ -135,7 +135,7 @@ def command(
 
     from ..runtime.completion import Prompt, complete, interruptions
     from ..runtime.engine.opening import open_engine
-    from ..runtime.engine.request import FinishReason
+    from ..runtime.engine.request import FinishReason, Request
     from ..runtime.generation import stop_ids
     from ..runtime.text import encode_prompt, quick_tokenizer
 
@@ -144,6 +144,8 @@ def command(
     use_chat = bool(tokenizer.chat_template) if chat is None else chat
     ids = encode_prompt(tokenizer, text, chat=use_chat)
     model = open_engine(checkpoint, slots=1, **machine)
+    # Before the prompt is shown as the beginning of a result.
+    model.check(Request("0", tuple(ids), params))
     console.note(f"{checkpoint} on {model.name}")
     if not use_chat:
         console.text(text, end="")

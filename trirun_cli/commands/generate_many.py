@@ -50,6 +50,8 @@ def generate_many(
     from ..runtime.text import encode_prompt, quick_tokenizer
 
     prompts = read_prompts(prompts_file)
+    if not prompts:
+        console.warn(f"{prompts_file} holds no prompt")
     tokenizer = quick_tokenizer(checkpoint, chat=chat is not False)
     use_chat = bool(tokenizer.chat_template) if chat is None else chat
     settings = {"checkpoint": checkpoint.name, "chat": use_chat, **asdict(params)}
