@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from trirun_cli.server.guard import Guard
+
 PATH = "/v1/completions"
 
 
@@ -92,3 +94,24 @@ def test_browsers_of_named_origins_only(site):
             assert (await demo.client.options(PATH, headers=ask)).status_code == 405
 
     asyncio.run(scenario())
+
+
+def test_a_body_that_does_not_come_holds_nothing():
+    sent = []
+
+    async def application(scope, receive, send):
+        raise AssertionError("never reached")
+
+    async def scenario():
+        waiting = asyncio.Event()
+
+        async def send(message):
+            sent.append(message)
+
+        guard = Guard(application, max_body_bytes=100, body_s=0.05)
+        scope = {"type": "http", "path": PATH, "headers": [(b"content-length", b"9")]}
+        await asyncio.wait_for(guard(scope, waiting.wait, send), 10)
+
+    asyncio.run(scenario())
+    assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]
+    assert b"did not come within 0.05 s" in sent[1]["body"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -30,10 +31,11 @@ class Guard:
         app: what it guards.
         api_key: the Bearer token that every path but :data:`OPEN_PATHS` requires; None requires none.
         max_body_bytes: a larger body is answered with 413 before it is parsed.
+        body_s: a body that takes longer to come is answered with 408: who sends a byte a minute holds nothing for long.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None = None, max_body_bytes: int) -> None:
-        self._app, self._max_body = app, max_body_bytes
+    def __init__(self, app: ASGIApp, *, api_key: str | None = None, max_body_bytes: int, body_s: float = 60.0) -> None:
+        self._app, self._max_body, self._body_s = app, max_body_bytes, body_s
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +56,12 @@ class Guard:
 
         try:
             self._check_key(scope["path"], headers)
-            body = await self._read(headers, receive)
+            async with asyncio.timeout(self._body_s):
+                body = await self._read(headers, receive)
+        except TimeoutError:
+            message = f"the body did not come within {self._body_s:g} s"
+            refusal = ApiError(408, message, headers={"Connection": "close"})
+            return await refusal.response()(scope, receive, send_with_id)
         except ApiError as refusal:
             return await refusal.response()(scope, receive, send_with_id)
         if body is None:
