@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -84,7 +85,7 @@ def check(plan: Plan, student: Student, held_out: Tensor) -> tuple[float, float]
     """Perplexity of the trained weights and of the packed checkpoint, both in float32, on the same held-out windows.
 
     Raises:
-        CheckFailed: they differ by more than the kernels' arithmetic explains.
+        CheckFailed: they differ by more than the kernels' arithmetic explains; the checkpoint is now ``OUT.failed``.
     """
     windows = held_out[:CHECK_WINDOWS]
     packed = open_model(plan.out, device=plan.device, dtype="float32", exact=True)
@@ -92,8 +93,11 @@ def check(plan: Plan, student: Student, held_out: Tensor) -> tuple[float, float]
     with torch.compiler.set_stance("force_eager"):
         first, second = (perplexity(model, windows) for model in (TransformersLM(student.model.eval()), packed))
     if not abs(first.nll - second.nll) <= AGREEMENT:
+        failed = plan.out.with_name(plan.out.name + ".failed")
+        shutil.rmtree(failed, ignore_errors=True)
+        plan.out.rename(failed)
         raise CheckFailed(
-            f"{plan.out} has perplexity {second.value:.4f} on {len(windows)} held-out windows, the trained weights "
+            f"{failed} has perplexity {second.value:.4f} on {len(windows)} held-out windows, the trained weights "
             f"{first.value:.4f}",
             f"the state of the run is kept in {plan.out}.state",
         )

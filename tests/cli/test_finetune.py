@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trirun_cli import finetune_publish
 from trirun_cli.checkpoint import Checkpoint
 
 SMALL = ("--group-size", "64", "--seqlen", "64", "--batch", "4", "--held-out", "4", "--precision", "fp32")
@@ -151,7 +152,7 @@ def ten_seconds_a_step(monkeypatch):
     """A clock that only steps of training move."""
     from trirun_gptq.train import loop
 
-    from trirun_cli import finetune_model, finetune_publish
+    from trirun_cli import finetune_model
     from trirun_cli.commands import finetune
 
     now, step = [1000.0], loop.Training._step
@@ -239,6 +240,13 @@ def test_a_loss_that_diverges_is_an_error(trirun, plain_model, tmp_path):
     )
     assert code == 3 and "the loss is not finite after step" in " ".join(err.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_answers_otherwise_does_not_get_the_name(trirun, plain_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(finetune_publish, "AGREEMENT", -1.0)
+    code, _, err = trirun("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS, "--steps", "2")
+    assert code == 6 and "F.failed has perplexity" in " ".join(err.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["F.failed", "F.state"]
 
 
 def test_a_packed_model_is_not_trained_further_by_itself(trirun, packed, tmp_path):
