@@ -67,6 +67,10 @@ class TensorSource:
         except SafetensorError as error:
             raise QuantizationError(f"{self.directory / self._file_of[stored]}: {stored}: {error}") from None
 
+    def release(self) -> None:
+        """Close the files. Open ones stay mapped, and what was read of them counts as this process's memory."""
+        self._open.clear()
+
     def _handle(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
@@ -122,6 +126,7 @@ class Skeleton:
         """A float32 copy of one block with its weights, on ``device``."""
         block = copy.deepcopy(self.blocks[index])
         self._fill(block, self.block_name(index), device)
+        self.source.release()
         return block
 
     def load_rest(self, device: torch.device) -> None:

@@ -65,20 +65,27 @@ class Trainable(nn.Module):
         codes = self.hard_codes()
         return Quantized(codes.to(torch.uint8).view(codes.shape[0], -1), scales, zeros, self.spec)
 
-    def _latent(self, start: Quantized, weight: Tensor) -> Tensor:
-        """Codes [n, groups, size], each moved towards the unquantized weight as far as its rounding allows."""
+    def _latent(self, start: Quantized, weight: Tensor, margin: float = MARGIN) -> Tensor:
+        """Codes [n, groups, size], each moved towards the unquantized weight, by ``margin`` at most."""
         n, groups = self.base.shape
         codes = start.codes.view(n, groups, -1).float()
         wanted = weight.view(n, groups, -1) / self.base.unsqueeze(-1) + self.zeros.detach().unsqueeze(-1)
-        return codes + (wanted - codes).clamp(-MARGIN, MARGIN)
+        return codes + (wanted - codes).clamp(-margin, margin)
 
 
 class StraightThrough(Trainable):
     """Engine ``ste``."""
 
-    def __init__(self, start: Quantized, weight: Tensor, levels: int, noise: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        start: Quantized,
+        weight: Tensor,
+        levels: int,
+        noise: torch.Generator | None = None,
+        margin: float = MARGIN,
+    ) -> None:
         super().__init__(start, levels)
-        self.latent = nn.Parameter(self._latent(start, weight) - self.zeros.detach().unsqueeze(-1))
+        self.latent = nn.Parameter(self._latent(start, weight, margin) - self.zeros.detach().unsqueeze(-1))
 
     def codes(self) -> nn.Parameter:
         return self.latent

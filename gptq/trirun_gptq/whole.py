@@ -10,6 +10,10 @@ from .grid import store_scales, store_zeros
 from .quantized import Quantized
 from .trainable import StraightThrough
 
+# How far from its code a latent may start. Further from the boundary than in one block (trainable.MARGIN): these codes
+# have been trained already, and the first steps, which know nothing but signs, flip what lies near it.
+MARGIN = 0.3
+
 
 class CodedLinear(nn.Module):
     """A linear layer whose codes train as well as its scales: the engine ``ste`` of :mod:`trirun_gptq.trainable`.
@@ -21,7 +25,7 @@ class CodedLinear(nn.Module):
     def __init__(self, weight: Quantized, original: Tensor, bias: Tensor | None, levels: int) -> None:
         super().__init__()
         self.bias, self.shape = bias, torch.empty(original.shape, device="meta")
-        self.adapter = StraightThrough(weight, original, levels)
+        self.adapter = StraightThrough(weight, original, levels, margin=MARGIN)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.adapter(self.shape), self.bias)

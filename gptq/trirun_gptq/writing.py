@@ -41,9 +41,11 @@ def write_block(
     for name in source.names:
         if name.startswith(f"{block}.") and name not in taken:
             writer.add(name, source.read(name))
+    source.release()
 
 
 def copy_rest(source: TensorSource, skeleton: Skeleton, writer: Writer) -> None:
+    """What lies outside the blocks, as it is."""
     for name in source.names:
         if not name.startswith(f"{skeleton.blocks_name}."):
             writer.add(name, source.read(name))
