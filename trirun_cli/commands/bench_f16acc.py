@@ -90,7 +90,7 @@ def _print(console: Console, name: str, measured, found) -> None:
     original = {splits: (largest, rms) for splits, largest, rms in ORIGINAL_ERRORS}
     rows = []
     for e in found:
-        label = e.contestant if e.contestant != "trirun" else f"{e.splits} splits" if e.splits else "default"
+        label = e.contestant if e.contestant != "trirun" else f"splits = {e.splits}" if e.splits else "default"
         theirs = original.get(e.splits) if e.contestant == "trirun" else None
         rows.append(
             [label, e.chunk or "–", f"{e.rms:.4f}", f"{e.median:.4f}", f"{e.largest:.4f}"]

@@ -165,7 +165,7 @@ def save_plot(path: Path, title: str, measured: Sequence[Speed], found: Sequence
     boxes.plot([], [], "kD", markersize=4, fillstyle="none", label="gpu_poor, RMS")
     boxes.set(yscale="log", ylabel="|error| against float64", xlabel="whiskers: 5th percentile and largest")
     boxes.set_title(f"one row of [{PICTURE_ROWS}, {PICTURE_K}] · [{PICTURE_K}, {PICTURE_N}]")
-    boxes.tick_params(axis="x", rotation=30)
+    pyplot.setp(boxes.get_xticklabels(), rotation=30, ha="right", rotation_mode="anchor")
     boxes.grid(alpha=0.3)
     boxes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
@@ -175,4 +175,4 @@ def save_plot(path: Path, title: str, measured: Sequence[Speed], found: Sequence
 def _label(e: Error) -> str:
     if e.contestant != "trirun":
         return e.contestant
-    return f"{e.splits} splits" if e.splits else f"default ({e.chunk})"
+    return f"splits = {e.splits}" if e.splits else f"default ({e.chunk})"
