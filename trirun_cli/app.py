@@ -78,7 +78,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if os.environ.get("TRIRUN_DEBUG"):
+        if os.environ.get("TRIRUN_DEBUG", "0") not in ("", "0"):
             raise
         known = explain(error)
         if known is None:

@@ -164,3 +164,10 @@ def test_missing_gpu(trirun, packed):
 def test_chat_without_a_template(trirun, packed):
     code, _, err = trirun("generate", "-c", packed, "-p", "x", "--chat")
     assert code == 3 and "no chat template" in err
+
+
+@pytest.mark.parametrize(("value", "shown"), [("", False), ("0", False), ("1", True)])
+def test_tracebacks_are_for_the_asking(value, shown):
+    command = [sys.executable, "-m", "trirun_cli", "inspect", "/nowhere"]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"TRIRUN_DEBUG": value})
+    assert (b"Traceback" in done.stderr) == shown and b"/nowhere: no such directory" in done.stderr
