@@ -140,6 +140,8 @@ def open_safetensors(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise InputError(f"{path} is truncated or not a safetensors file ({error})") from error
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
