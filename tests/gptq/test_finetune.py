@@ -14,6 +14,7 @@ from trirun_gptq.train.data import Batches, Text
 from trirun_gptq.train.generate import sample
 from trirun_gptq.train.layers import AbsmeanLinear, LearnedLinear
 from trirun_gptq.train.recipe import TrainRecipe
+from trirun_gptq.train.student import held_out_loss
 from trirun_kernels import QuantSpec
 
 GRIDS = [(1.0, 4), (1.0, 3), (1.5, 4), (None, 4)]
@@ -153,6 +154,29 @@ def test_generated_text_follows_the_models_distribution():
     error = excess.std() / math.sqrt(excess.numel())
     assert abs(float(excess.mean())) < 5 * float(error) < 0.2
     assert torch.equal(tokens, sample(model, prompts, 16, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "compiled", "sizes"),
+    [
+        (6, 4, False, [3, 3]),
+        (6, 4, True, [4, 4, 4]),
+        (4, 8, True, [8]),
+        (8, 4, True, [4, 4]),
+        (7, 64, True, [7]),
+    ],
+)
+def test_held_out_windows_run_in_the_shape_of_a_training_batch(count, batch, compiled, sizes):
+    seen = []
+
+    def distiller(part):
+        seen.append(len(part))
+        return None, torch.stack((part.sum(), 2.0 * part[:, 1:].sum()))
+
+    windows = torch.arange(count * 5.0).view(count, 5)
+    kl, nll = held_out_loss(distiller, windows, batch, compiled=compiled)
+    assert seen == sizes
+    assert kl == pytest.approx(float(windows.mean())) and nll == pytest.approx(2 * float(windows[:, 1:].mean()))
 
 
 def test_the_learning_rate_rises_and_falls():

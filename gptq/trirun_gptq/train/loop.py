@@ -191,7 +191,7 @@ class Training:
     def _evaluate(self) -> None:
         """Measure the held-out loss; keep the weights if it is the lowest."""
         progress = self.progress
-        kl, nll = held_out_loss(self.distiller, self._held_out, self._micro)
+        kl, nll = held_out_loss(self.distiller, self._held_out, self._micro, compiled=self.distiller.compiled)
         evaluation = Evaluation(progress.step, kl, nll)
         best = min(progress.evaluations, key=self._score, default=None)
         better = best is None or self._score(evaluation) < self._score(best)

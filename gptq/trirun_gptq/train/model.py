@@ -103,7 +103,7 @@ def train_model(
     distiller = Distiller(student.model, teacher, recipe, compute_dtype(recipe.precision, device), compiled)
     held_out = held_out.to(device)
     own = Distiller(teacher, teacher, recipe, torch.float32, False)
-    _, original = held_out_loss(own, held_out, recipe.micro_batch or recipe.batch)
+    _, original = held_out_loss(own, held_out, recipe.micro_batch or recipe.batch // workers.count, compiled=compiled)
     training = Training(
         student, distiller, recipe, batches, held_out, workers, observer, state, progress, started, finishing
     )
