@@ -43,6 +43,13 @@ def test_lists_of_numbers_name_the_word_that_is_none(word):
         positive_numbers("--m", f"1,{word}")
 
 
+@pytest.mark.parametrize("command", ["kernels", "model", "f16acc"])
+def test_a_picture_that_cannot_be_drawn_is_refused_first(trirun, command):
+    options = ("--shape", "tiny") if command == "model" else ()
+    code, out, err = trirun("bench", command, *options, "--device", "cpu", "--plot", "speed.jpeg2")
+    assert code == 2 and out == "" and "--plot speed.jpeg2: a name that ends in" in err
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_measuring_has_a_length(seconds):
     with pytest.raises(UsageError, match="--seconds"):

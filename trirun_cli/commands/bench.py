@@ -11,7 +11,7 @@ import typer
 from ..console import Console
 from ..errors import UsageError
 from . import bench_f16acc, bench_model, bench_serve
-from .options import Device, DType, Json, Quiet, check_machine, check_measuring, help_text, positive_numbers
+from .options import Device, DType, Json, Quiet, check_machine, check_measuring, check_plot, help_text, positive_numbers
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -69,10 +69,7 @@ def kernels(
     for shape in chosen:
         if group_size > 0 and shape.k % group_size:
             raise UsageError(f"--group-size {group_size} does not divide k of {shape}")
-    if plot is not None:
-        from ..runtime.bench_plot import require_matplotlib
-
-        require_matplotlib()
+    check_plot(plot)
     from ..runtime.kernel_bench import measure_machine, run
 
     crowd = busy()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..console import Console
-from .options import Device, Json, Quiet, check_measuring, positive_numbers
+from .options import Device, Json, Quiet, check_measuring, check_plot, positive_numbers
 
 
 def command(
@@ -42,8 +42,7 @@ def command(
         sides = [512, 1024, 2048, 3072, 4096, 6144, 8192] if place.type == "cuda" else []
     from ..runtime import f16acc_bench
 
-    if plot is not None:
-        f16acc_bench.require_matplotlib()
+    check_plot(plot)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU (reference twin)"
     measured, found = [], []
     with console.progress("products", len(sides) * len(f16acc_bench.contestants(place)) + len(counts)) as bar:

@@ -9,7 +9,7 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import MissingError, UsageError
-from .options import ActBits, Device, DType, Json, Quiet, check_machine, check_measuring, positive_numbers
+from .options import ActBits, Device, DType, Json, Quiet, check_machine, check_measuring, check_plot, positive_numbers
 
 
 def command(
@@ -63,10 +63,7 @@ def command(
     if not set(caches) <= {"auto", "int8"}:
         raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: auto, int8, or both with a comma")
     sizes = None if shape is None else decoder_shape_named(shape)
-    if plot is not None:
-        from ..runtime.bench_plot import require_matplotlib
-
-        require_matplotlib()
+    check_plot(plot)
     import torch
 
     from ..runtime.bench_contestants import of_checkpoint, of_shape

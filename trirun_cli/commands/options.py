@@ -110,3 +110,18 @@ def check_measuring(seconds: float, group_size: int = -1) -> None:
         raise UsageError(f"--seconds {seconds:g}: more than 0, and an end")
     if group_size not in (-1, 32, 64, 128):
         raise UsageError(f"--group-size {group_size}: -1, 32, 64 or 128")
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a --plot that could not be drawn, before anything is measured for it.
+
+    Raises:
+        UsageError: its name is not one of a picture. MissingError: matplotlib is not installed.
+    """
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--plot {path}: a name that ends in .png, .svg or .pdf")
+    from ..runtime.bench_plot import require_matplotlib
+
+    require_matplotlib()
