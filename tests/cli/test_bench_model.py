@@ -131,3 +131,9 @@ def test_plot(trirun, tmp_path):
 def test_contradictions_are_named(trirun, options, message):
     code, _, err = trirun("bench", "model", *options)
     assert code == 2 and message in " ".join(err.split())
+
+
+def test_the_usual_context_leaves_room_for_a_token(trirun, packed):
+    code, out, err = trirun("bench", "model", packed, "--device", "cpu", "--batch", "1", "--seconds", "0.01", "--json")
+    assert code == 0, err
+    assert [cell["context"] for cell in json.loads(out)["results"]] == [127]

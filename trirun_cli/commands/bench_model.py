@@ -18,7 +18,10 @@ def command(
         str | None, typer.Option(help="Random ternary weights of this shape instead: llama-2-7b, llama-3-8b, ...")
     ] = None,
     batch: Annotated[str, typer.Option(help="Comma-separated numbers of sequences at once.")] = "1,8,32",
-    context: Annotated[str, typer.Option(help="Comma-separated tokens that each sequence holds.")] = "1024",
+    context: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated tokens that each sequence holds. Default: 1024, or what the model takes."),
+    ] = None,
     dense: Annotated[bool, typer.Option("--dense/--no-dense", help="Measure it in 16 bits beside.")] = True,
     group_size: Annotated[int, typer.Option(help="With --shape: weights per scale, 32, 64, 128, or -1: a row.")] = -1,
     seconds: Annotated[float, typer.Option(help="Measuring time per contestant and cell.")] = 0.5,
@@ -54,7 +57,8 @@ def command(
 
     if (checkpoint is None) == (shape is None):
         raise UsageError("give a checkpoint directory or --shape, one of them")
-    batches, contexts = positive_numbers("--batch", batch), positive_numbers("--context", context)
+    batches = positive_numbers("--batch", batch)
+    contexts = [_usual_context(checkpoint)] if context is None else positive_numbers("--context", context)
     check_machine(dtype, act_bits)
     check_measuring(seconds, group_size)
     if dtype == "float32":
@@ -112,6 +116,16 @@ def command(
 
         save_model_plot(plot, name, machine, cells)
         console.note(f"wrote {plot}")
+
+
+def _usual_context(checkpoint: Path | None) -> int:
+    if checkpoint is None:
+        return 1024
+    from ..model_dir import read_config
+    from ..runtime.llama_config import longest_context
+
+    # A step adds one token to what a sequence holds.
+    return max(min(1024, longest_context(read_config(checkpoint)) - 1), 1)
 
 
 def _table(console: Console, title: str, contestants, cells) -> None:
