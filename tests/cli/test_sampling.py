@@ -120,6 +120,7 @@ def test_rows_are_sampled_by_their_own_parameters():
     [
         *({"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}),
         *({"stop": ("",)}, {"min_p": 2}, {"seed": -1}, {"repetition_penalty": 0}, {"logprobs": -1}),
+        {"repetition_penalty": 1e5},
         *({"presence_penalty": float("inf")}, {"logit_bias": {1: float("nan")}}, {"max_tokens": -1}),
     ],
 )

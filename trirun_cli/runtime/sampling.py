@@ -72,7 +72,8 @@ class SamplingParams:
             ("stop", all(self.stop), "without empty strings"),
             ("presence_penalty", -inf < self.presence_penalty < inf, "a finite number"),
             ("frequency_penalty", -inf < self.frequency_penalty < inf, "a finite number"),
-            ("repetition_penalty", 0 < self.repetition_penalty < inf, "a finite number above 0"),
+            # Beyond, a product with a logit leaves float32.
+            ("repetition_penalty", 1e-4 <= self.repetition_penalty <= 1e4, "from 0.0001 to 10000"),
             ("logit_bias", all(-inf < bias < inf for bias in self.logit_bias.values()), "finite numbers"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
             ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0"),
