@@ -61,8 +61,9 @@ def explain(error: BaseException) -> TrirunError | None:
     if "OutOfMemoryError" in names or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:
         return OutOfMemoryError(f"out of memory: {text}", "use a smaller batch, a shorter context, or another --device")
     if (isinstance(error, OSError) and error.errno in _FULL) or "(os error 28)" in text:
-        where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-        return TrirunError(f"{where}no space left to write", "free some, or write to another place")
+        # Of a copy, the second name is the one written.
+        place = (error.filename2 or error.filename) if isinstance(error, OSError) else None
+        return TrirunError(f"{place}: no space left to write" if place else "no space left to write", "free some space")
     if "SafetensorError" in names:
         return InputError(f"unreadable safetensors file: {text}")
     if names & {"QuantizationError", "PackError"}:

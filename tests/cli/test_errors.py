@@ -86,6 +86,8 @@ def test_a_full_disk_is_said_so(arguments):
 def test_what_libraries_say_of_a_full_disk_and_of_memory():
     full = OSError(errno.ENOSPC, "No space left on device", "answers.jsonl")
     assert explain(full).exit_code == 1 and "answers.jsonl: no space left" in str(explain(full))
+    copied = OSError(errno.ENOSPC, "No space left on device", "from.json", None, "to.json")
+    assert "to.json: no space left" in str(explain(copied))
     try:
         torch.empty(2**60, dtype=torch.uint8)
     except RuntimeError as error:
