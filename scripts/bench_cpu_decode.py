@@ -56,7 +56,8 @@ class Bench:
     """The contestants on one checkpoint: calls that return seconds per token."""
 
     def __init__(self, checkpoint: Path, tokens: int, act_bits: int | None, threads: int) -> None:
-        self._decoder = LeanDecoder(checkpoint, act_bits=act_bits, threads=threads, context=1024)
+        context = PROMPT_TOKENS + tokens
+        self._decoder = LeanDecoder(checkpoint, act_bits=act_bits, threads=threads, context=context)
         self.name, self.act_bits, self._tokens = self._decoder.name, self._decoder.act_bits, tokens
         self._engine = Engine(LeanRunner(self._decoder))
         has_tokenizer = (checkpoint / "tokenizer.json").is_file()
