@@ -105,7 +105,7 @@ def tune(
     record: bool,
     progress: Callable[[int, int], None],
 ) -> tuple[Blocks, Predictions, Predictions]:
-    """Train every scale (and real zero) of the model together, and with ``codes`` every code.
+    """Train every scale (and real zero) of the model together, or with ``codes`` every code and scale.
 
     The whole quantized model is on the device: a byte per weight, or latents with their gradients and moments.
 
@@ -122,7 +122,7 @@ def tune(
     skeleton = head.skeleton
     try:
         layers = _load_student(skeleton, blocks, train[0].place.device, recipe if codes else None)
-        kept, before, best = _train(head, layers, train, held_out, recipe, recompute, record, progress)
+        kept, before, best = _train(head, layers, train, held_out, recipe, codes, recompute, record, progress)
     finally:
         skeleton.unload_blocks()
     if kept is None:
@@ -137,18 +137,19 @@ def _train(
     train: list[Batch],
     held_out: list[Batch],
     recipe: Recipe,
+    codes: bool,
     recompute: bool,
     record: bool,
     progress: Callable[[int, int], None],
 ) -> tuple[dict[str, Quantized] | None, Predictions, Predictions]:
     """The best state on held-out text (None: the start), and the predictions of the start and of the best."""
     skeleton, device = head.skeleton, train[0].place.device
+    steps, rate = (recipe.e2e_code_steps, recipe.e2e_code_lr) if codes else (recipe.e2e_steps, recipe.e2e_lr)
     groups = [
-        {"params": [p for layer in layers.values() for p in layer.scales()], "lr": recipe.e2e_lr},
-        {"params": [p for layer in layers.values() for p in layer.codes()], "lr": recipe.e2e_code_lr},
+        {"params": [p for layer in layers.values() for p in layer.scales()], "lr": rate},
+        {"params": [p for layer in layers.values() for p in layer.codes()], "lr": rate},
     ]
     optimizer = Adam([group for group in groups if group["params"]], device)
-    steps = recipe.e2e_steps
     order = step_batches(train, steps, recipe.seed * 1019)
     interval = max(1, steps // EVALUATIONS)
 

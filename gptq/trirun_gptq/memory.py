@@ -98,11 +98,11 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
         # Parameter, gradient, two moments; and the dense weight with its gradient, or noise and shares of four codes.
         refine = max(weights) * max({"ste": 24, "gumbel": 112}[engine] for engine in recipe.engines)
     e2e = e2e_codes = e2e_kept = 0
-    if recipe.e2e_steps:
+    if recipe.end_to_end:
         others = 4 * (sum(p.numel() for p in skeleton.model.parameters()) - sum(weights))
         e2e = sum(weights) + others + BATCH_TOKENS * vocabulary * 4 * 6 + 2 * activations
         # Latents, gradients and two moments; and what a weight becomes on its way through a step.
-        e2e_codes = sum(weights) * CODE_BYTES if recipe.e2e_code_lr else 0
+        e2e_codes = sum(weights) * CODE_BYTES if recipe.e2e_code_steps else 0
         # Between two linear layers about twice as much lies as goes through them.
         e2e_kept = round(3 * BATCH_TOKENS * 4 * sum(features))
     free = free_bytes(device)

@@ -102,7 +102,7 @@ def quantize_model(
     for index in range(len(skeleton.blocks)):
         observer.block_started(index, len(skeleton.blocks), skeleton.block_name(index))
         result = walk.block(index)
-        if recipe.e2e_steps:
+        if recipe.end_to_end:
             waiting.append({name: weight.to("cpu") for name, weight in result.quantized.items()})
         else:
             with costs.stage("write"):
@@ -122,25 +122,30 @@ def _finish(walk: _Walk, waiting: list[dict[str, Quantized]], report: Report, wr
     skeleton, recipe, observer, costs = walk.skeleton, walk.recipe, walk.observer, walk.costs
     if walk.held_out:
         head = Head(skeleton, report.memory.device)
-        if waiting:
-            memory = report.memory
-            if recipe.e2e_code_lr and not memory.trains_codes:
-                observer.warning("too little memory to train all codes end to end: their scales are trained alone")
+        memory, phases = report.memory, [False] if recipe.e2e_steps else []
+        if recipe.e2e_code_steps and memory.trains_codes:
+            phases.append(True)
+        elif recipe.e2e_code_steps:
+            observer.warning(
+                "too little memory to train all codes end to end: they stay as the blocks' training left them"
+            )
+        for codes in phases:
             with costs.stage("end to end"):
-                waiting, report.before_e2e, report.predictions = walk.retrying(
-                    lambda: tune(
+                waiting, before, report.predictions = walk.retrying(
+                    lambda blocks=waiting, codes=codes: tune(
                         head,
-                        waiting,
+                        blocks,
                         walk.train,
                         walk.held_out,
                         recipe,
-                        memory.trains_codes,
+                        codes,
                         memory.recomputes,
                         walk.record,
                         lambda *at: observer.stage("e2e", *at),
                     )
                 )
-        else:
+                report.before_e2e = report.before_e2e or before
+        if not phases:
             with costs.stage("compare"):
                 report.predictions = walk.retrying(lambda: compare(head, walk.held_out))
     for index, quantized in enumerate(waiting):

@@ -60,8 +60,9 @@ class Recipe:
             as a fraction of them.
         e2e_steps: optimizer steps of end-to-end training afterwards, about 4096 tokens each: all scales of the model
             against the original's predictions; 0 is off. e2e_lr: its peak learning rate, as a fraction of the scales.
-        e2e_code_lr: peak learning rate of all codes in it, in steps of the grid; 0 leaves codes as they are. Latents,
-            gradients and moments of the whole model must fit the device, or the codes stay as they are all the same.
+        e2e_code_steps: then as many of the codes and scales together; 0 is off. e2e_code_lr: peak rate of both, in
+            steps of the grid and as a fraction. Latents, gradients and moments of the whole model must fit the device;
+            where they do not, this is left out, with a warning.
         e2e_ce: weight of the text's own cross entropy beside the divergence, in 0..1.
         ignore: patterns (``re.search`` on the module path) of linear layers to leave as they are.
         overrides: pattern → :class:`Override`; the last match wins.
@@ -92,7 +93,8 @@ class Recipe:
     engines: tuple[str, ...] = ("ste",)
     e2e_steps: int = 0
     e2e_lr: float = 1e-2
-    e2e_code_lr: float = 0.0
+    e2e_code_steps: int = 0
+    e2e_code_lr: float = 5e-3
     e2e_ce: float = 0.0
     ignore: tuple[str, ...] = ()
     overrides: Mapping[str, Override] = field(default_factory=dict)
@@ -101,7 +103,8 @@ class Recipe:
         _require(self.wbits == 2, f"wbits={self.wbits}: only 2 is supported")
         _require(self.grid in _GRID_NAMES, suggest("grid", self.grid, _GRID_NAMES))
         _specs(self.group_size, self.grid)
-        least_values = {"samples": 1, "seqlen": 2, "held_out": 0, "sweeps": 0, "refine_steps": 0, "e2e_steps": 0}
+        least_values = {"samples": 1, "seqlen": 2}
+        least_values |= dict.fromkeys(("held_out", "sweeps", "refine_steps", "e2e_steps", "e2e_code_steps"), 0)
         for key, least in least_values.items():
             value = getattr(self, key)
             _require(value >= least, f"{key}={value}: at least {least} is needed")
@@ -111,7 +114,7 @@ class Recipe:
         _require(len(self.engines) > 0, f"engines is empty; known: {', '.join(ENGINES)}")
         for engine in self.engines:
             _require(engine in ENGINES, suggest("engine", engine, ENGINES))
-        for key in ("refine_steps", "correction", "e2e_steps"):
+        for key in ("refine_steps", "correction", "e2e_steps", "e2e_code_steps"):
             decided = getattr(self, key) == 0 or self.held_out > 0
             _require(decided, f"{key} needs held_out > 0: held-out sequences decide what is kept")
         for pattern in (*self.ignore, *self.overrides):
@@ -123,6 +126,11 @@ class Recipe:
             grid = override.grid or self.grid
             _require(grid in _GRID_NAMES, f"overrides[{pattern!r}]: {suggest('grid', grid, _GRID_NAMES)}")
             _specs(override.group_size or self.group_size, grid)
+
+    @property
+    def end_to_end(self) -> bool:
+        """Whether the whole model is trained after its blocks."""
+        return self.e2e_steps > 0 or self.e2e_code_steps > 0
 
     def choice(self, module: str) -> tuple[QuantSpec, bool] | None:
         """The first of a module's candidates; None when it is left as it is."""

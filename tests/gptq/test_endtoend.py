@@ -48,7 +48,7 @@ def test_codes_train_too(tmp_path, grid):
     plain, _, _ = run(tmp_path, replace(RECIPE, grid=grid), sequences)
     scales_alone, first, _ = run(tmp_path, replace(E2E, grid=grid), sequences)
     # The first steps undo what GPTQ compensated for; the others must make more than that good.
-    recipe = replace(E2E, grid=grid, e2e_steps=80, e2e_code_lr=2e-2)
+    recipe = replace(E2E, grid=grid, e2e_code_steps=120, e2e_code_lr=4e-2)
     written, report, _ = run(tmp_path, recipe, sequences)
     packed = [name for name in written if written[name].dtype == torch.int32]
     assert all(torch.equal(scales_alone[name], plain[name]) for name in packed)
@@ -71,7 +71,7 @@ def test_codes_stay_where_they_do_not_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "CODE_BYTES", 1 << 50)
     log, written = Log(), Tensors()
     log.warning = log.stages.add
-    report = quantize_model(tmp_path, replace(E2E, e2e_code_lr=5e-2), calibration(), written, log)
+    report = quantize_model(tmp_path, replace(E2E, e2e_code_steps=12), calibration(), written, log)
     assert any("too little memory to train all codes" in message for message in log.stages)
     assert report.predictions == first.predictions
     assert all(torch.equal(written[name], scales_alone[name]) for name in written)

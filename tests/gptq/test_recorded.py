@@ -14,7 +14,7 @@ from tests.gptq.models import RECIPE, Log, Tensors, calibration, make_model, qua
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 TRAINED = replace(
-    RECIPE, samples=12, refine_steps=40, refine_lr=2e-3, engines=("ste", "gumbel"), e2e_steps=24, e2e_code_lr=5e-3
+    RECIPE, samples=12, refine_steps=40, refine_lr=2e-3, engines=("ste", "gumbel"), e2e_steps=24, e2e_code_steps=24
 )
 
 
@@ -37,7 +37,7 @@ def test_only_steps_that_are_all_alike_are_recorded(monkeypatch):
 
 def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path, monkeypatch):
     make_model(tmp_path)
-    recipe = replace(TRAINED, refine_steps=6, e2e_steps=4)
+    recipe = replace(TRAINED, refine_steps=6, e2e_steps=4, e2e_code_steps=4)
 
     def quantized(log):
         written = Tensors()
