@@ -15,6 +15,7 @@ UNIT = 128  # k of one pipeline stage, K_PAD of the layout
 STRIP = 64  # out_features that stream together
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
+LONG = 1 << 14  # columns of x
 DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
 SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB one CTA may have; 99 elsewhere
@@ -75,8 +76,8 @@ def select(
         raise ValueError(f"the CUDA kernels need compute capability 8.0 or newer, this device has {device.arch / 10}")
     if quantized and m > DECODE_ROWS:
         raise ValueError(f"quantized activations of {m} rows: the decode kernels take at most {DECODE_ROWS}")
-    # Without wgmma, up to two tensor-core tiles of columns; with it, as far as the columns kernel is faster than a
-    # prefill tile of 64 rows, which groups of 32 and odd zero points do not have.
+    # Without wgmma, up to two tensor-core tiles of columns; with it, as far as digits are faster than a prefill tile of
+    # 64 rows, which groups of 32 and odd zero points do not have.
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
         tile_of_64 = plain and group_size != 32
@@ -94,10 +95,11 @@ def select(
 
 def _decode(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool) -> Plan | None:
     columns = m * (2 if act_bits == 16 else 1)
-    # Large weights take the columns kernel a tile earlier: one copy of x for four strips is less traffic from L2.
-    if device.arch == 90 and (columns > 16 or (columns > 8 and n * k >= LARGE)):
+    # Large weights take wgmma a tile earlier: one copy of x for four strips is less traffic from L2, and long rows of x
+    # need not fit the shared memory at once.
+    if device.arch == 90 and (columns > 16 or (columns > 8 and (n * k >= LARGE or k >= LONG))):
         return _columns(n, k, m, group_size, act_bits, device)
-    for warps, warp_split, cta_split, stages, per_sm, fused in _stream_candidates(n, k, m, device):
+    for warps, warp_split, cta_split, stages, per_sm, fused in _stream_candidates(n, k, m, device, quantized):
         warp_split = min(warp_split, _floor_power(k // UNIT // cta_split))
         plan = Plan(
             STREAM if device.arch >= 90 else STREAM_SM80,
@@ -113,7 +115,9 @@ def _decode(n: int, k: int, m: int, group_size: int, act_bits: int, device: Devi
     return None
 
 
-def _stream_candidates(n: int, k: int, m: int, device: Device) -> list[tuple[int, int, int, int, int, bool]]:
+def _stream_candidates(
+    n: int, k: int, m: int, device: Device, quantized: bool
+) -> list[tuple[int, int, int, int, int, bool]]:
     """(warps, warp_split, cta_split, stages, CTAs per SM, fused), best first; the first that fits is taken.
 
     A strip is shared by so many warps that one wave has work for every SM; quantizing in the prologue saves a launch
@@ -121,7 +125,15 @@ def _stream_candidates(n: int, k: int, m: int, device: Device) -> list[tuple[int
     """
     strips, wide_k = n // STRIP, k >= 16384
     if strips * 2 <= device.sms:
-        best = [(8, 2, 4, 4, 1, True)] if m <= 4 and k >= 1024 else [(8, 8, 1, 2, 1, m <= 2)]
+        if quantized:
+            few = (4, 4, 2, 4, 1, False) if m <= 4 and k >= 1024 else (8, 8, 1, 2, 1, False)
+            best = [(8, 8, 2, 2, 1, False) if k >= 8192 else few]
+        elif k >= 8192:
+            best = [(8, 2, 4, 4, 1, True) if m <= 2 else (8, 8, 2, 4 if m <= 4 else 2, 1, False)]
+        elif m <= 4 and k >= 1024:
+            best = [(8, 8, 2, 2, 1, True) if m <= 2 else (16, 16, 1, 2, 1, False)]
+        else:
+            best = [(8, 8, 2, 4, 1, False) if m > 4 and k >= 4096 else (8, 8, 1, 2, 1, m <= 2)]
     elif strips <= device.sms:
         if m <= 2:
             best = [(8, 8, 1, 6, 1, False)] if wide_k else [(16, 16, 1, 2, 1, True)]

@@ -227,13 +227,14 @@ def test_second_gpu():
 
 
 def test_plans_without_an_instance_are_refused():
-    w, x = weight(64, 256), rows(1, 256)
+    w, x = weight(64, 8192), rows(1, 8192)
     y = torch.empty(1, 64, device="cuda", dtype=torch.float16)
     for plan in (
         Plan(99),
         Plan(STREAM, warps=8, warp_split=3, cta_split=1, stages=4),
+        Plan(STREAM, warps=16, warp_split=16, cta_split=4, stages=4),
         Plan(COLUMNS, ctas=1, stages=99),
         Plan(COLUMNS, ctas=0, stages=4),
     ):
-        with pytest.raises(NativeError, match=r"x torch.float16 \[1, 256\], n=64"):
+        with pytest.raises(NativeError, match=r"x torch.float16 \[1, 8192\], n=64"):
             cuda.run_plan(x, w, None, y, 16, plan)

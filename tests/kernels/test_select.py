@@ -40,7 +40,7 @@ def test_every_plan_is_launchable(device):
             assert (plan.kernel == STREAM) == (device.arch >= 90), where
             assert m * (2 if bits == 16 else 1) <= 16, where
             assert plan.warps in (4, 8, 16) and plan.warps % plan.warp_split == 0, where
-            assert plan.warp_split * plan.cta_split <= min(64, k // 128), where
+            assert plan.warp_split * plan.cta_split <= min(32, k // 128), where
             assert plan.stages in (2, 3, 4, 6), where
             assert shared_bytes(n, k, m, group, bits, plan) <= SHARED_MEMORY.get(device.arch, 99) * 1024, where
             assert plan.fused in (0, 1) and m <= 8 * (1 + (bits == 8)), where
@@ -75,6 +75,7 @@ def test_many_rows_prefill():
     assert select(4096, 4096, 64, 32, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 64, 128, 16, H200).kernel == PREFILL_WGMMA
     assert select(57344, 8192, 8, -1, 16, H200).kernel == COLUMNS
+    assert select(8192, 28672, 8, -1, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 17, 128, 16, A100).kernel == PREFILL_SM80
 
 

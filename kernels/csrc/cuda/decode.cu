@@ -15,6 +15,7 @@ namespace {
 
 constexpr int UNIT_BYTES = 2048;  // 64 rows x 128 k of 2-bit codes
 constexpr int MAX_WARPS = 16;
+constexpr int MAX_PARTS = 32;   // of a strip along k: a lane of each warp arrives at one part's owner
 constexpr int MAX_FUSED = 8;    // rows of x that a prologue quantizes
 constexpr int FUSED_BATCH = 4;  // activation groups one warp has in flight while quantizing in the prologue
 
@@ -426,7 +427,8 @@ int launch_stream(const Problem& p) {
   const bool known_depth = (plan.stages >= 2 && plan.stages <= 4) || plan.stages == 6;
   if (instance == nullptr || plan.warps < 1 || plan.warps > MAX_WARPS || !power_of_2(plan.warp_split) ||
       !power_of_2(plan.cta_split) || plan.warps % plan.warp_split || !known_depth || plan.ctas < 0 ||
-      plan.cta_split > 8 || plan.warp_split * plan.cta_split > 64 || plan.warp_split * plan.cta_split > p.w.k / UNIT ||
+      plan.cta_split > 8 || plan.warp_split * plan.cta_split > MAX_PARTS ||
+      plan.warp_split * plan.cta_split > p.w.k / UNIT ||
       (plan.fused && p.m > MAX_FUSED))
     return TRIRUN_UNSUPPORTED;
   // int32 holds the sum of so many products of a code shifted by six bits and a digit.

@@ -37,10 +37,12 @@ __device__ __forceinline__ void store_unit(const QuantizeArgs& a, const Quantize
   if (lane % 8 == 0) reinterpret_cast<float*>(a.sums + row)[lane / 8] = sum32;
 }
 
-// One warp per (token, 128 k).
-__global__ void __launch_bounds__(128) quantize16(const __grid_constant__ QuantizeArgs a) {
+// One warp per (token, 128 k), four of a token in a row. Few registers: CTAs fit beside those of a product, and wait there
+// for what is before them.
+__global__ void __launch_bounds__(256, 6) quantize16(const __grid_constant__ QuantizeArgs a) {
   dependency_launch();
-  const int id = blockIdx.x * 4 + threadIdx.x / 32, unit = id / a.tokens, token = id % a.tokens;
+  const int warp = threadIdx.x / 32, id = blockIdx.x * 2 + warp / 4, token = id % a.tokens;
+  const int unit = id / a.tokens * 4 + warp % 4;
   dependency_wait();
   clear_counters(a);
   if (unit >= a.units) return;
@@ -128,8 +130,8 @@ int launch_quantize(const Problem& p, void* activations, unsigned* counters, int
   config.attrs = &attribute;
   config.numAttrs = p.arch >= 90 ? 1 : 0;
   if (p.act_bits == TRIRUN_ACT16) {
-    config.gridDim = dim3(static_cast<unsigned>((layout.units * layout.tokens + 3) / 4));
-    config.blockDim = dim3(128);
+    config.gridDim = dim3(static_cast<unsigned>(((layout.units + 3) / 4 * layout.tokens + 1) / 2));
+    config.blockDim = dim3(256);
     return cudaLaunchKernelEx(&config, quantize16, a);
   }
   config.gridDim = dim3(static_cast<unsigned>(layout.tokens), static_cast<unsigned>((layout.units + 15) / 16));
