@@ -66,6 +66,7 @@ def rows() -> list[tuple[str, Recipe | None]]:
     table.append(("default, without end to end", replace(default, e2e_steps=0)))
     table.append(("default, engine gumbel", replace(default, engines=("gumbel",))))
     table.append(("default, end to end, cross entropy 0.3", replace(default, e2e_ce=0.3)))
+    table.append(("best, scales alone end to end", replace(best, e2e_code_steps=0)))
     for engine in ("ste", "gumbel"):
         table.append((f"best, engine {engine}", replace(best, engines=(engine,))))
     table.append(("fast, correction 1.0", replace(fast, correction=1.0)))

@@ -121,7 +121,10 @@ def trirun(preset: str, **settings: object) -> Row:
         )
         if options.quick:
             recipe = dataclasses.replace(
-                recipe, refine_steps=min(2, recipe.refine_steps), e2e_steps=min(2, recipe.e2e_steps)
+                recipe,
+                refine_steps=min(2, recipe.refine_steps),
+                e2e_steps=min(2, recipe.e2e_steps),
+                e2e_code_steps=min(2, recipe.e2e_code_steps),
             )
         model, report = bench.quantized(recipe, sequences)
         return model, report.bits_per_weight, peak_bytes(report)
