@@ -111,3 +111,25 @@ def test_a_dry_run_tries_one_block_and_writes_nothing(tmp_path):
     assert not written and not report.blocks and not log.blocks
     assert report.rehearsal.seconds > 0 and report.rehearsal.device_bytes == 0
     assert report.memory.total > 0
+
+
+def test_files_stay_open_for_one_block_only(tmp_path):
+    make_model(tmp_path)
+    source = TensorSource(tmp_path)
+    skeleton = Skeleton(source)
+    source.read("model.norm.weight")
+    assert source._open
+    block = skeleton.load_block(0, torch.device("cpu"))
+    # What was read outlives the file it came from.
+    assert not source._open and all(bool(torch.isfinite(p).all()) for p in block.parameters())
+
+
+def test_codes_train_end_to_end_only_where_there_is_room(tmp_path, monkeypatch):
+    make_model(tmp_path)
+    recipe = replace(RECIPE, e2e_code_steps=1)
+    roomy = plan(tmp_path, 1 << 40, monkeypatch, recipe)
+    assert roomy.trains_codes and not roomy.recomputes and roomy.e2e > 0
+    needed = (roomy.e2e + roomy.e2e_codes + roomy.waiting) / memory.USABLE
+    assert plan(tmp_path, int(needed) + 1, monkeypatch, recipe).trains_codes
+    assert not plan(tmp_path, int(needed) - 2, monkeypatch, recipe).trains_codes
+    assert not plan(tmp_path, 1 << 40, monkeypatch, replace(RECIPE, e2e_steps=1)).trains_codes
