@@ -6,8 +6,10 @@ from __future__ import annotations
 # (132, 66, 39, 30, 17 and 15 of them on an H200's 132, by cudaOccupancyMaxActiveClusters).
 CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 6: 17 / 132, 8: 15 / 132}
 ROW_TILE = 256  # out_features of one CTA
-# Clock cycles per column of k of a tile with fp16 codes: 64 tokens do not keep the tensor cores as busy as 128.
+# Clock cycles per column of k of a tile, codes in fp16 and in 8 bits: 64 tokens do not keep the tensor cores as busy
+# as 128.
 CYCLES = {64: 10.0, 128: 16.2}
+CYCLES_INT8 = {64: 4.7, 128: 8.5}
 LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
 # Cycles of a tile of 64 rows that several CTAs share: to leave the sums in the workspace and count, and to add those of
@@ -39,7 +41,7 @@ def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool) -
 
 def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, int8: bool) -> float:
     units = -(-tiles * (k // UNIT) // ctas)
-    work = units * UNIT * CYCLES[tokens] / (2 if int8 else 1)
+    work = units * UNIT * (CYCLES_INT8 if int8 else CYCLES)[tokens]
     if tiles % ctas == 0:
         return LAUNCH + work
     # A CTA that ends one tile and begins another leaves sums of both.
@@ -49,7 +51,7 @@ def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, int8: bool) -> fl
 
 def _cycles(n: int, k: int, m: int, sms: int, tokens: int, split: int, int8: bool) -> float:
     tiles = -(-n // ROW_TILE) * -(-m // tokens)
-    per_tile = k * CYCLES[tokens] / (2 if int8 else 1)
+    per_tile = k * (CYCLES_INT8 if int8 else CYCLES)[tokens]
     if split > 1:
         # Sums of other CTAs travel through shared memory; the more CTAs, the more of them.
         reduction = 5000 + 800 * split if tokens == 64 else 5000 + 1300 * split

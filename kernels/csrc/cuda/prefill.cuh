@@ -27,8 +27,6 @@ int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRow
 
 int launch_dequantize(const Problem& p);  // prefill_prepare.cu
 
-int launch_clear(const Problem& p, unsigned* counters, int count);  // prefill_prepare.cu: zeros, in the launch chain
-
 // Workspace of the sums of tiles that several CTAs share under a plan of the Hopper kernel.
 size_t shared_tiles_bytes(const trirun_cuda_plan& plan);  // prefill_sm90.cu
 

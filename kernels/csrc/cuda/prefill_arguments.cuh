@@ -29,7 +29,7 @@ struct PrefillArguments {
   // Equal shares: all units of k (`turns` stages) of all tiles form one line, of which CTA b has `share`, and one more
   // if b < rest. 0: every CTA, or cluster, takes whole tiles.
   int share, rest, units;  // units: of one tile
-  unsigned* counters;      // warps that have left their sums of a tile; of its first CTA, one for every warp
+  uint64_t* counters;      // warps that have left their sums of a tile; of its first CTA, one for every warp
   uint4* parts;            // [CTA][first, last tile][four of a thread's sums][thread]
   bool remainder;  // launched behind the tiles before first_tile, to fill the CTAs that those leave idle
   int group_size;

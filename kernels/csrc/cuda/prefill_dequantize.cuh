@@ -75,8 +75,9 @@ __device__ __forceinline__ void load_fragments(uint32_t (&a0)[4], uint32_t (&a1)
                          __byte_perm(high, 0, 0x4342)};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    a0[i] = D::fma(mask_or<0x000C000C>(p[i], magic), unit[0], offset[0]);
-    a1[i] = D::fma(mask_or<0x00300030>(p[i], magic), unit[1], offset[1]);
+    const uint32_t v0 = mask_or<0x000C000C>(p[i], magic), v1 = mask_or<0x00300030>(p[i], magic);
+    a0[i] = D::fma(v0, unit[0], offset[0]);
+    a1[i] = D::fma(v1, unit[1], offset[1]);
   }
 }
 

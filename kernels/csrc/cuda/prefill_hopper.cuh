@@ -109,14 +109,6 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, uint32_t pari
       : "memory");
 }
 
-// Counts this warp, whose lanes have stored what belongs to the count; returns how many came before. Whoever sees the
-// last count sees what all of them stored.
-__device__ __forceinline__ unsigned arrive_counted(unsigned* counter) {
-  unsigned before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
-
 __device__ __forceinline__ uint4 shared_load(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -9,8 +9,9 @@
 namespace trirun {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kVector = 16;  // columns of one thread at a time: the span that int8 codes are reordered in
+constexpr int kKept = 2;     // spans of a thread that stay in registers: rows of 16384 columns are read once
 
 struct RowArguments {
   const void* x;
@@ -52,7 +53,36 @@ __device__ float block_max(float v, float* shared) {
   return v;
 }
 
-// One CTA per row: its largest magnitude, then the codes. The second read of the row comes from L1 or L2.
+// 16 columns as they are stored: codes or scaled values. Returns the sum of the codes.
+__device__ int write_columns(const RowArguments& a, int64_t row, int64_t column, const float (&v)[kVector],
+                             float scale) {
+  if (a.format == kRowsInt8) {
+    int sum = 0;
+    uint32_t packed[4] = {};
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const int code = max(-128, min(127, __float2int_rn(__fdiv_rn(v[i], scale))));
+      sum += code;
+      packed[i % 8 / 2] |= uint32_t(code & 255) << 8 * (i % 2 + 2 * (i / 8));
+    }
+    reinterpret_cast<uint4*>(static_cast<int8_t*>(a.out) + row * a.k_pad + column)[0] =
+        make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    return sum;
+  }
+  const float inverse = 1.f / scale;  // exact for a power of two; the codes divide, as their definition does
+  const auto stored = [&](float value) {
+    return a.format == kRowsHalf ? value * inverse : fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -128.f), 127.f);
+  };
+  __half2 packed[kVector / 2];
+#pragma unroll
+  for (int i = 0; i < kVector; i += 2) packed[i / 2] = __floats2half2_rn(stored(v[i]), stored(v[i + 1]));
+  uint4* to = reinterpret_cast<uint4*>(static_cast<__half*>(a.out) + row * a.k_pad + column);
+  to[0] = reinterpret_cast<uint4*>(packed)[0];
+  to[1] = reinterpret_cast<uint4*>(packed)[1];
+  return 0;
+}
+
+// One CTA per row: its largest magnitude, then the codes. Rows longer than the registers hold are read twice.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) prepare_rows(RowArguments a) {
 #if __CUDA_ARCH__ >= 900
@@ -61,17 +91,26 @@ __global__ void __launch_bounds__(kThreads) prepare_rows(RowArguments a) {
 #endif
   __shared__ float shared[kThreads / 32];
   __shared__ int sums[kThreads / 32];
-  const int64_t m = blockIdx.x;
+  constexpr int kStep = kThreads * kVector;
+  const int64_t m = blockIdx.x, column0 = threadIdx.x * kVector;
   const T* row = static_cast<const T*>(a.x) + m * a.ldx;
-  float v[kVector], largest = 0.f;
+  float kept[kKept][kVector] = {}, v[kVector], largest = 0.f;
   bool finite = true;
-  for (int64_t column = threadIdx.x * kVector; column < a.k; column += kThreads * kVector) {
-    read_columns(a, row, column, v);
+  const auto look = [&](const float (&values)[kVector]) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      largest = fmaxf(largest, fabsf(v[i]));
-      finite = finite && isfinite(v[i]);
+      largest = fmaxf(largest, fabsf(values[i]));
+      finite = finite && isfinite(values[i]);
     }
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; ++i)
+    if (column0 + i * kStep < a.k) read_columns(a, row, column0 + i * kStep, kept[i]);
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) look(kept[i]);
+  for (int64_t column = column0 + kKept * kStep; column < a.k; column += kStep) {
+    read_columns(a, row, column, v);
+    look(v);
   }
   // fmaxf drops NaN: a row that holds one, or an infinity, must not come out as numbers.
   const bool poisoned = __syncthreads_or(!finite);
@@ -85,34 +124,13 @@ __global__ void __launch_bounds__(kThreads) prepare_rows(RowArguments a) {
   } else {
     scale = fmaxf(largest, 1e-5f) / 127.f;
   }
-  const float inverse = 1.f / scale;  // exact for a power of two; the codes divide, as their definition does
   int sum = 0;
-  for (int64_t column = threadIdx.x * kVector; column < a.k_pad; column += kThreads * kVector) {
+#pragma unroll
+  for (int i = 0; i < kKept; ++i)
+    if (column0 + i * kStep < a.k_pad) sum += write_columns(a, m, column0 + i * kStep, kept[i], scale);
+  for (int64_t column = column0 + kKept * kStep; column < a.k_pad; column += kStep) {
     read_columns(a, row, column, v);
-    if (a.format == kRowsInt8) {
-      uint32_t packed[4] = {};
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const int code = max(-128, min(127, __float2int_rn(__fdiv_rn(v[i], scale))));
-        sum += code;
-        packed[i % 8 / 2] |= uint32_t(code & 255) << 8 * (i % 2 + 2 * (i / 8));
-      }
-      reinterpret_cast<uint4*>(static_cast<int8_t*>(a.out) + m * a.k_pad + column)[0] =
-          make_uint4(packed[0], packed[1], packed[2], packed[3]);
-    } else {
-      __half2 packed[kVector / 2];
-#pragma unroll
-      for (int i = 0; i < kVector; i += 2) {
-        const float lo =
-            a.format == kRowsHalf ? v[i] * inverse : fminf(fmaxf(rintf(__fdiv_rn(v[i], scale)), -128.f), 127.f);
-        const float hi =
-            a.format == kRowsHalf ? v[i + 1] * inverse : fminf(fmaxf(rintf(__fdiv_rn(v[i + 1], scale)), -128.f), 127.f);
-        packed[i / 2] = __floats2half2_rn(lo, hi);
-      }
-      uint4* to = reinterpret_cast<uint4*>(static_cast<__half*>(a.out) + m * a.k_pad + column);
-      to[0] = reinterpret_cast<uint4*>(packed)[0];
-      to[1] = reinterpret_cast<uint4*>(packed)[1];
-    }
+    sum += write_columns(a, m, column, v, scale);
   }
   sum = __reduce_add_sync(~0u, sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
@@ -123,14 +141,6 @@ __global__ void __launch_bounds__(kThreads) prepare_rows(RowArguments a) {
     a.scale[m] = poisoned ? __int_as_float(0x7fffffff) : scale;
     a.sum[m] = total;
   }
-}
-
-__global__ void __launch_bounds__(1024) clear(unsigned* counters, int count) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-  for (int i = threadIdx.x; i < count; i += 1024) counters[i] = 0;
 }
 
 struct DenseArguments {
@@ -225,19 +235,6 @@ int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRow
   if (p.dtype == TRIRUN_F32) return cudaLaunchKernelEx(&config, prepare_rows<float>, a);
   if (p.dtype == TRIRUN_F16) return cudaLaunchKernelEx(&config, prepare_rows<__half>, a);
   return cudaLaunchKernelEx(&config, prepare_rows<__nv_bfloat16>, a);
-}
-
-int launch_clear(const Problem& p, unsigned* counters, int count) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(1024);
-  config.stream = p.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, clear, counters, count);
 }
 
 int launch_dequantize(const Problem& p) {

@@ -99,14 +99,13 @@ int launch(const Problem& p, const PreparedRows& rows) {
   if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
   if (p.plan.ctas > 0) {
     const int64_t units = a.k_stages / Shape::kTurns, total = tiles * units;
-    if (p.plan.cta_split > 1 || a.k_stages % Shape::kTurns || total > INT32_MAX || p.plan.ctas > COUNTERS / 8)
+    if (p.plan.cta_split > 1 || a.k_stages % Shape::kTurns || total > INT32_MAX || p.plan.ctas > COUNTERS / 16)
       return TRIRUN_UNSUPPORTED;
     const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
     a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);
-    a.counters = p.counters;
+    a.counters = reinterpret_cast<uint64_t*>(p.counters);
     a.parts = static_cast<uint4*>(rows.rest);
-    status = launch_clear(p, p.counters, ctas * kConsumers / 32);
-    return status != TRIRUN_OK ? status : run(0, ctas, 1, false);
+    return run(0, ctas, 1, false);
   }
   const int splits = p.plan.cta_split > 1 ? p.plan.cta_split : 1;
   const auto fits = [&](int s) {

@@ -10,95 +10,11 @@
 #pragma once
 
 #include "prefill_outputs.cuh"
+#include "prefill_walk.cuh"
 
 namespace trirun {
 
 #ifdef TRIRUN_HOPPER
-
-// Where a tile lies. Token tiles are taken `raster` at a time, so that the CTAs running together share rows of w and of
-// x in L2.
-__device__ __forceinline__ void place(const PrefillArguments& a, int tile, int& row_tile, int& token_tile) {
-  const int band = tile / (a.raster * a.row_tiles), inside = tile - band * a.raster * a.row_tiles;
-  const int width = min(a.raster, a.token_tiles - band * a.raster);
-  row_tile = inside / width;
-  token_tile = band * a.raster + inside % width;
-}
-
-// The tiles of a CTA, one after another, and of each the stages [first, last).
-struct Walk {
-  const PrefillArguments& args;
-  const int turns;
-  int tile, first, last;
-  int left = 0;  // units of later tiles
-
-  __device__ __forceinline__ Walk(const PrefillArguments& a, int t) : args(a), turns(t) {
-    if (a.share > 0) {
-      const int at = a.start(blockIdx.x);
-      left = a.start(blockIdx.x + 1) - at;
-      tile = at / a.units;
-      enter(at - tile * a.units);
-    } else {
-      const int rank = blockIdx.x % a.splits;
-      tile = a.first_tile + blockIdx.x / a.splits;
-      first = a.k_stages * rank / a.splits, last = a.k_stages * (rank + 1) / a.splits;
-    }
-  }
-  __device__ __forceinline__ void enter(int unit) {
-    const int count = min(left, args.units - unit);
-    first = unit * turns, last = (unit + count) * turns, left -= count;
-  }
-  __device__ __forceinline__ bool next() {
-    if (args.share > 0) {
-      if (left == 0) return false;
-      ++tile;
-      enter(0);
-      return true;
-    }
-    tile += gridDim.x / args.splits;
-    return tile < args.last_tile;
-  }
-};
-
-// Of a tile that several CTAs share: leaves this thread's sums in the workspace. The warp that comes last returns true
-// with the sums of all CTAs, added in the order of the CTAs.
-template <typename Accumulator, int Quarters>
-__device__ __forceinline__ bool add_parts(const PrefillArguments& args, Accumulator (&total)[Quarters][4], int tile,
-                                          int tile0, int thread) {
-  const auto part = [&](int cta, bool later) {
-    return args.parts + static_cast<int64_t>(2 * cta + later) * Quarters * kConsumers + thread;
-  };
-  uint4* to = part(blockIdx.x, tile != tile0);
-#pragma unroll
-  for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
-  const int begin = tile * args.units, first_cta = args.owner(begin), last_cta = args.owner(begin + args.units - 1);
-  unsigned* counter = args.counters + first_cta * (kConsumers / 32) + thread / 32;
-  unsigned before = 0;
-  __syncwarp();
-  if (thread % 32 == 0) before = hopper::arrive_counted(counter);
-  if (__shfl_sync(~0u, before, 0) != static_cast<unsigned>(last_cta - first_cta)) return false;
-  if (thread % 32 == 0) *counter = 0;
-  // As many loads in flight as there are registers for.
-  constexpr int kChunk = Quarters < 16 ? Quarters : 16;
-#pragma unroll
-  for (int chunk = 0; chunk < Quarters; chunk += kChunk) {
-#pragma unroll
-    for (int q = chunk; q < chunk + kChunk; ++q)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) total[q][e] = 0;
-#pragma unroll 1
-    for (int cta = first_cta; cta <= last_cta; ++cta) {
-      const uint4* from = part(cta, args.start(cta) < begin);
-#pragma unroll
-      for (int q = chunk; q < chunk + kChunk; ++q) {
-        const uint4 v = __ldcg(from + q * kConsumers);
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) total[q][e] += reinterpret_cast<const Accumulator&>(words[e]);
-      }
-    }
-  }
-  return true;
-}
 
 // One thread that keeps the stages full.
 template <typename Shape>
@@ -122,7 +38,7 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
   const auto load_x = [&](int stage, int k, int token_tile) {
     tensor_load(base + stage * Shape::kX, &args.x, full + 8 * stage, k * Shape::kColumns, token_tile * Shape::kTokens);
   };
-  Walk walk(args, Shape::kTurns);
+  Walk walk(args, Shape::kTurns, blockIdx.x);
   int row_tile, token_tile;
   place(args, walk.tile, row_tile, token_tile);
   // Weights never depend on the kernel before this one: the first stages are asked for before it has ended.
@@ -210,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     for (int j = 0; j < kRowBlocks; ++j) int8_mask[j] = 0x03030303u << 2 * (j ^ 2 * group);
 
     int ring = kTurns == 1 ? 0 : group;  // stages before this warpgroup's next one, of all tiles
-    Walk walk(args, kTurns);
+    Walk walk(args, kTurns, blockIdx.x);
     const int tile0 = walk.tile;
     do {
       const int first = walk.first, last = walk.last;
@@ -394,7 +310,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       if (splits == 1) {
         part.begin_outputs();
         if (args.share > 0 && last - first < args.k_stages &&
-            !add_parts(args, reinterpret_cast<Accumulator(&)[Tokens / 4][4]>(total), walk.tile, tile0, thread_now))
+            !SharedTile(args, {int(blockIdx.x), 0, 1, kConsumers}, walk.tile, tile0, thread_now)
+                 .add(reinterpret_cast<Accumulator(&)[Tokens / 4][4]>(total)))
           continue;
         if (part.is_plain()) {
 #pragma unroll
