@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import byref, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any
@@ -21,22 +20,15 @@ _CODES = {-1: "BAD_SHAPE", -2: "BAD_POINTER", -3: "UNSUPPORTED", -4: "NO_WORKSPA
 
 def backend() -> str:
     """What computes int2_gemm on this machine: "amx", "avx512vnni", "avx2", "portable", or "reference" where the
-    library is not built. The environment variable TRIRUN_CPU_ISA names one to use instead of the best.
+    library is not built.
 
     Raises:
-        NativeError: a library exists, but cannot be loaded or belongs to another version; or TRIRUN_CPU_ISA names
-            what this machine does not have.
+        NativeError: a library exists, but :func:`trirun_kernels.native.load` refuses it.
     """
     if not native.library_path("cpu").exists():
         return "reference"
-    library = native.load("cpu")
-    name = library.trirun_cpu_isa
+    name = native.load("cpu").trirun_cpu_isa
     name.restype = ctypes.c_char_p
-    wanted = os.environ.get("TRIRUN_CPU_ISA", "")
-    if wanted and library.trirun_cpu_set_isa(wanted.encode()):
-        raise native.NativeError(
-            f"TRIRUN_CPU_ISA={wanted}: not an instruction set that this machine and this library have"
-        )
     return name().decode()
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-LAYERS = ("gate", "up", "down")
-
 
 class Expert(nn.Module):
     """One gated feed-forward network: ``down(act(gate(x)) · up(x))``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,10 +53,12 @@ def library_path(name: str) -> Path:
 
 @cache
 def load(name: str) -> ctypes.CDLL:
-    """The compiled library of a device, loaded once.
+    """The compiled library of a device, loaded once. The environment variable TRIRUN_CPU_ISA names the instruction set
+    that the CPU's library shall use instead of the best.
 
     Raises:
-        NativeError: it was not built, cannot be loaded, or was built from another version of trirun.h.
+        NativeError: it was not built, cannot be loaded, or was built from another version of trirun.h; or
+            TRIRUN_CPU_ISA names what this machine does not have.
     """
     path = library_path(name)
     if not path.exists():
@@ -67,6 +70,9 @@ def load(name: str) -> ctypes.CDLL:
     version = getattr(library, f"trirun_{name}_abi_version")()
     if version != ABI_VERSION:
         raise NativeError(f"{path.name} has ABI version {version}, this trirun needs {ABI_VERSION}: reinstall trirun")
+    wanted = os.environ.get("TRIRUN_CPU_ISA", "") if name == "cpu" else ""
+    if wanted and library.trirun_cpu_set_isa(wanted.encode()):
+        raise NativeError(f"TRIRUN_CPU_ISA={wanted}: not an instruction set that this machine and this library have")
     return library
 
 

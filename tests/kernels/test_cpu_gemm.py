@@ -276,6 +276,9 @@ def test_environment_chooses_the_instruction_set():
     environment["TRIRUN_CPU_ISA"] = "sse9"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode and "TRIRUN_CPU_ISA=sse9" in done.stderr
+    program = "from trirun_kernels import native; native.load('cpu')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode and "TRIRUN_CPU_ISA=sse9" in done.stderr
     assert LIBRARY.trirun_cpu_set_isa(b"sse9") == -3 and cpu.backend() == BEST
 
 
