@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       if (splits == 1) {
         part.begin_outputs();
         if (args.share > 0 && last - first < args.k_stages &&
-            !SharedTile(args, {int(blockIdx.x), 0, 1, kConsumers}, walk.tile, tile0, thread_now)
+            !SharedTile(args, walk.tile, tile0, thread_now)
                  .add(reinterpret_cast<Accumulator(&)[Tokens / 4][4]>(total)))
           continue;
         if (part.is_plain()) {

@@ -1,4 +1,4 @@
-// How tiles are divided among the workers of a Hopper prefill launch, and how the sums of a divided tile come together.
+// How tiles are divided among the CTAs of a Hopper prefill launch, and how the sums of a divided tile come together.
 #pragma once
 
 #include "prefill_arguments.cuh"
@@ -17,17 +17,17 @@ __device__ __forceinline__ void place(const PrefillArguments& a, int tile, int& 
   token_tile = band * a.raster + inside % width;
 }
 
-// The tiles of a worker (a CTA, or a cluster), one after another, and of each the stages [first, last).
+// The tiles of a CTA, one after another, and of each the stages [first, last).
 struct Walk {
   const PrefillArguments& args;
-  const int turns, worker;
+  const int turns, cta;
   int tile, first, last;
   int left = 0;  // units of later tiles
 
-  __device__ __forceinline__ Walk(const PrefillArguments& a, int t, int w) : args(a), turns(t), worker(w) {
+  __device__ __forceinline__ Walk(const PrefillArguments& a, int t, int c) : args(a), turns(t), cta(c) {
     if (a.share > 0) {
-      const int at = a.start(worker);
-      left = a.start(worker + 1) - at;
+      const int at = a.start(cta);
+      left = a.start(cta + 1) - at;
       tile = at / a.units;
       enter(at - tile * a.units);
     } else {
@@ -90,35 +90,28 @@ struct ArrivalCounter {
   }
 };
 
-// Who works on shared tiles: CTA `rank` of the `size` CTAs of cluster `number`, every one of which has rows of its own;
-// and how many of its threads hold sums.
-struct Worker {
-  int number, rank, size, threads;
-};
-
-// The sums of a tile that several workers share.
+// The sums of a tile that several CTAs share.
 struct SharedTile {
   const PrefillArguments& args;
-  const Worker me;
-  const int thread, begin, first, last;  // the tile's first unit, its first and last worker
-  const bool later;                      // not the first tile of this worker
+  const int thread, begin, first, last;  // the tile's first unit, its first and last CTA
+  const bool later;                      // not the first tile of this CTA
   const ArrivalCounter counter;
   bool others_are_here = false;
 
-  __device__ __forceinline__ SharedTile(const PrefillArguments& a, Worker w, int tile, int tile0, int t)
-      : args(a), me(w), thread(t), begin(tile * a.units), first(a.owner(begin)), last(a.owner(begin + a.units - 1)),
+  __device__ __forceinline__ SharedTile(const PrefillArguments& a, int tile, int tile0, int t)
+      : args(a), thread(t), begin(tile * a.units), first(a.owner(begin)), last(a.owner(begin + a.units - 1)),
         later(tile != tile0),
-        counter{a.counters + (first * w.size + w.rank) * (w.threads / 32) + t / 32, last - first + 1} {
+        counter{a.counters + first * (kConsumers / 32) + t / 32, last - first + 1} {
     // Asked for before it is needed.
     if (last > first) others_are_here = counter.others_are_here();
   }
 
-  __device__ __forceinline__ uint4* part(int worker, bool later, int quarters) const {
-    return args.parts + static_cast<int64_t>((2 * worker + later) * me.size + me.rank) * quarters * me.threads + thread;
+  __device__ __forceinline__ uint4* part(int cta, bool later, int quarters) const {
+    return args.parts + static_cast<int64_t>(2 * cta + later) * quarters * kConsumers + thread;
   }
 
   // Leaves this thread's sums in the workspace; or, in the warp that comes last, turns them into the sums of all
-  // workers, added in their order, and returns true. Who finds all others' sums there does not store his own, if there
+  // CTAs, added in their order, and returns true. Who finds all others' sums there does not store his own, if there
   // are registers to keep them in.
   template <typename Accumulator, int Quarters>
   __device__ __forceinline__ bool add(Accumulator (&total)[Quarters][4]) {
@@ -127,9 +120,9 @@ struct SharedTile {
     if (last == first) return true;
     bool is_last = kKeeps && __shfl_sync(~0u, others_are_here, 0);
     if (!is_last) {
-      uint4* to = part(me.number, later, Quarters);
+      uint4* to = part(blockIdx.x, later, Quarters);
 #pragma unroll
-      for (int q = 0; q < Quarters; ++q) __stcg(to + q * me.threads, reinterpret_cast<const uint4&>(total[q]));
+      for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
     }
     __syncwarp();
     if (thread % 32 == 0) is_last = counter.arrive();
@@ -143,15 +136,15 @@ struct SharedTile {
 #pragma unroll
     for (int chunk = 0; chunk < Quarters; chunk += kChunk) {
 #pragma unroll 1
-      for (int worker = first; worker <= last; ++worker) {
-        const uint4* from = part(worker, args.start(worker) < begin, Quarters);
+      for (int cta = first; cta <= last; ++cta) {
+        const uint4* from = part(cta, args.start(cta) < begin, Quarters);
 #pragma unroll
         for (int q = chunk; q < chunk + kChunk; ++q) {
           uint4 v;
-          if (kKeeps && worker == me.number)
+          if (kKeeps && cta == int(blockIdx.x))
             v = reinterpret_cast<const uint4&>(own[q]);
           else
-            v = __ldcg(from + q * me.threads);
+            v = __ldcg(from + q * kConsumers);
           const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
           for (int e = 0; e < 4; ++e) total[q][e] += reinterpret_cast<const Accumulator&>(words[e]);
