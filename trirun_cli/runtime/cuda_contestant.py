@@ -88,6 +88,7 @@ class CudaContestant:
 
 def _captured(call: Callable[[], None]) -> Callable[[], None]:
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())  # weights may still be on their way
     with torch.cuda.stream(stream):
         call()
     torch.cuda.synchronize()

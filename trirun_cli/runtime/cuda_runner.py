@@ -110,6 +110,9 @@ class CudaRunner:
     def _capture(self) -> dict[int, _Graph]:
         graphs: dict[int, _Graph] = {}
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        # Weights and inputs are still on their way there on the current stream, which orders nothing on another: on a
+        # busy GPU the first step would read slots and tables that are not written yet.
+        stream.wait_stream(torch.cuda.current_stream())
         # The largest first: the others then live in the memory that it needs.
         for size in reversed(self._buckets):
             inputs = self._inputs.rows(size)
