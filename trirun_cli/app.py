@@ -68,6 +68,14 @@ def _settle_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+def _drop_unwritable_output() -> None:
+    """What cannot be written has been said; Python would try again as it ends, and end as 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main() -> None:
     """Run the command line. Exit codes are those of :mod:`trirun_cli.errors`; 130 after Ctrl-C."""
     # A supervisor's polite stop unwinds the same way as Ctrl-C, so that partial outputs are cleaned up.
@@ -85,4 +93,5 @@ def main() -> None:
             message = f"{type(error).__name__}: {error}"
             known = TrirunError(f"internal error: {message}", "TRIRUN_DEBUG=1 shows where; please report it")
         Console().error(known)
+        _drop_unwritable_output()
         sys.exit(known.exit_code)

@@ -76,10 +76,13 @@ def test_a_pattern_that_is_none(trirun, ternary_model, tmp_path):
     assert code == 2 and "not a regular expression" in err
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [("version",), ("version", "--json"), ("doctor", "--help")])
-def test_a_full_disk_is_said_so(arguments):
+def test_a_full_disk_is_said_so(arguments, unbuffered):
+    command = [sys.executable, "-m", "trirun_cli", *arguments]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "trirun_cli", *arguments], stdout=full, stderr=subprocess.PIPE)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
     assert done.returncode == 1 and b"no space left" in done.stderr and b"Traceback" not in done.stderr
 
 
