@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from trirun_kernels.decoder_weights import DecoderShape
@@ -14,6 +15,9 @@ from ..errors import InputError, OutOfMemoryError
 from ..model_dir import quant_method, read_config
 from .llama_config import NotLean
 from .model_bench import Contestant
+
+if TYPE_CHECKING:
+    from trirun_kernels.cuda_decoder_weights import CudaModel
 
 DENSE = torch.bfloat16  # of the dense model on a CPU: half the bytes, and the same products as float32
 
@@ -37,7 +41,6 @@ def of_shape(
     spec = QuantSpec(group_size, 1.0)
     kind = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
-        from .cuda_contestant import CudaContestant
         from .synthetic import dense_twin, random_model
 
         try:
@@ -45,7 +48,7 @@ def of_shape(
             models = {"int2": model} | ({kind: dense_twin(model)} if dense else {})
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(" ".join(str(error).split())[:300], "try --no-dense or a smaller --shape") from None
-        return [CudaContestant(name, each, int8_cache=c == "int8") for c in caches for name, each in models.items()]
+        return _with_caches(models, caches)
     from .cpu_contestant import CpuContestant, DenseContestant, dense_llama, random_weights
 
     weights = random_weights(shape, spec, positions=positions + 64)
@@ -93,7 +96,6 @@ def _on_gpu(
     dense: bool,
     caches: Sequence[str],
 ) -> list[Contestant]:
-    from .cuda_contestant import CudaContestant
     from .cuda_weights import load_model
     from .synthetic import dense_twin
 
@@ -102,6 +104,12 @@ def _on_gpu(
     models = {"int2" if model.packed else kind: model}
     if dense and model.packed:
         models[kind] = dense_twin(model)
+    return _with_caches(models, caches)
+
+
+def _with_caches(models: dict[str, CudaModel], caches: Sequence[str]) -> list[Contestant]:
+    from .cuda_contestant import CudaContestant
+
     return [CudaContestant(name, each, int8_cache=c == "int8") for c in caches for name, each in models.items()]
 
 

@@ -49,7 +49,7 @@ def interleaved(contestants: Mapping[str, Sequence[Call]], device: torch.device,
 
 
 def _interleaved_graphs(contestants: Mapping[str, Sequence[Call]], seconds: float) -> dict[str, Timing]:
-    graphs = {name: _captured(calls) for name, calls in contestants.items()}
+    graphs = {name: captured(calls) for name, calls in contestants.items()}
     rounds: dict[str, list[float]] = {name: [] for name in contestants}
     for graph in graphs.values():
         graph.replay()
@@ -65,7 +65,8 @@ def _interleaved_graphs(contestants: Mapping[str, Sequence[Call]], seconds: floa
     return {name: _summary(times) for name, times in rounds.items()}
 
 
-def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """All calls, one after the other, as one CUDA graph, which does not keep alive what they read."""
     # Outside of the capture first: libraries choose algorithms, compile and allocate on their first call.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # operands may still be on their way

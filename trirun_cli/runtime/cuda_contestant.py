@@ -9,6 +9,7 @@ from trirun_kernels.cuda_decoder import CudaDecoder, Inputs, Segment
 from trirun_kernels.cuda_decoder_weights import CudaModel
 
 from ..errors import OutOfMemoryError
+from .bench_timing import captured
 from .cuda_sampler import CudaSampler
 
 STEPS = 4  # of one round: as in an engine that looks ahead, the next is launched before the last has ended
@@ -60,7 +61,7 @@ class CudaContestant:
         def step() -> None:
             sampler.sample(decoder.forward(inputs), slots)
 
-        return _timed(prefill), _timed(_captured(step), STEPS)
+        return _timed(prefill), _timed(_replayed(step), STEPS)
 
     def _decoder(self, slots: int, context: int) -> CudaDecoder:
         decoder = CudaDecoder(self._model, slots=slots, context=context, kv_dtype=self._kind)
@@ -86,14 +87,8 @@ class CudaContestant:
         return run
 
 
-def _captured(call: Callable[[], None]) -> Callable[[], None]:
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())  # weights may still be on their way
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
+def _replayed(call: Callable[[], None]) -> Callable[[], None]:
+    graph = captured([call])
 
     def replay(alive: Callable[[], None] = call) -> None:
         # A graph does not keep what it reads: `call` does.
