@@ -136,8 +136,9 @@ def _gemm(x: Tensor, w: PackedWeight, bias: Tensor | None, y: Tensor, act_bits: 
             plan = select(n_pad, k_pad, part.shape[0], w.spec.group_size, act_bits, device, wide=True)
             run_plan(part, w, bias, y[first : first + step], act_bits, plan)
         return
-    plain = w.spec.zero is not None and (4 * w.spec.zero).is_integer() and abs(w.spec.zero) < 8
-    plan = select(n_pad, k_pad, x.shape[0], w.spec.group_size, act_bits, device, plain=plain, dense=True)
+    plan = select(
+        n_pad, k_pad, x.shape[0], w.spec.group_size, act_bits, device, plain=w.spec.has_plain_zero, dense=True
+    )
     if plan.kernel == DEQUANTIZE:
         dense = torch.empty((w.n, w.k), dtype=x.dtype, device=x.device)
         run_plan(dense, w, None, dense, act_bits, plan)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu import DTYPES
-from .cuda import PlanStruct, device_of, int2_gemm, library
+from .cuda import PlanStruct, device_of, library
 from .f16acc_int2 import FEWEST_ROWS, int2_gemm_f16acc
 from .native import Int2Struct, NativeError
 from .packing import PackedWeight
-from .select import DEQUANTIZE, select
+from .select import select
 
 # Fewest and most rows that go from kernel to kernel as digits: the kernels in between quantize them for nothing, and up
 # to here the products that read digits are the faster ones (kernels/README.md).
@@ -42,10 +42,8 @@ class Projection:
 
     def __post_init__(self) -> None:
         if isinstance(self.weight, PackedWeight):
-            zero = self.weight.spec.zero
             object.__setattr__(self, "_struct", Int2Struct.of(self.weight))
-            # Zero points in quarters are exact beside the codes.
-            object.__setattr__(self, "_plain", zero is not None and (4 * zero).is_integer() and abs(zero) < 8)
+            object.__setattr__(self, "_plain", self.weight.spec.has_plain_zero)
 
     @property
     def packed(self) -> bool:
@@ -90,12 +88,6 @@ class Projection:
         if m == 0:
             return y
         plan, size = self._plan(m, dtype, x.device, False)
-        if plan.kernel == DEQUANTIZE:
-            # A dense product behind it, which the operator knows how to make.
-            zero = 0.0 if w.spec.zero is None else w.spec.zero
-            return int2_gemm(
-                x, w.words, w.scales, w.zeros, self.bias, w.n, w.k, w.spec.group_size, zero, self.act_bits
-            )
         workspace = _workspace(x.device, size)
         code = library().trirun_cuda_int2_gemm(
             ctypes.byref(self._struct), w.n, w.k, x.data_ptr(), DTYPES[dtype], m, x.stride(0), self._bias, y.data_ptr(),

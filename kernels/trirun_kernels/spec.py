@@ -33,6 +33,11 @@ class QuantSpec:
         if self.zero is not None and not math.isfinite(self.zero):
             raise ValueError(f"QuantSpec: zero={self.zero} is not finite")
 
+    @property
+    def has_plain_zero(self) -> bool:
+        """Whether the zero point is one small number in quarters, which 16-bit fragments hold exactly beside a code."""
+        return self.zero is not None and 4 * self.zero % 1 == 0 and abs(self.zero) < 8
+
     def groups(self, k: int) -> int:
         """Number of scale groups along ``k`` input features.
 

@@ -168,3 +168,10 @@ def test_bits_per_weight():
     assert QuantSpec(128, 1.0).bits_per_weight(4096) == 2.125
     assert QuantSpec(128, None).bits_per_weight(4096) == 2.25
     assert QuantSpec(-1, 1.0).bits_per_weight(4096) == 2 + 16 / 4096
+
+
+@pytest.mark.parametrize(
+    ("zero", "plain"), [(1, True), (1.5, True), (-7.75, True), (1.3, False), (8.0, False), (None, False)]
+)
+def test_zero_points_that_fragments_hold(zero, plain):
+    assert QuantSpec(-1, zero).has_plain_zero == plain
