@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from trirun_kernels import QuantSpec
-from trirun_kernels.decoder_weights import LINEARS, DecoderShape
+from trirun_kernels.decoder_weights import DecoderShape
 
 from trirun_cli.checkpoint import SCALE, WEIGHT, Format
-from trirun_cli.runtime.decoder import EMBEDDING, FINAL_NORM, HEAD, NORMS
-from trirun_cli.runtime.decoder import LINEARS as MODULES
+from trirun_cli.runtime.decoder import EMBEDDING, FINAL_NORM, HEAD, LINEARS, NORMS
 from trirun_cli.runtime.model_bench import decoder_shape_named
 from trirun_cli.runtime.synthetic import random_ternary
 
@@ -32,8 +31,7 @@ def write(directory: Path, shape: DecoderShape, *, tokens: int, context: int, gr
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator(device).manual_seed(0)
     spec = QuantSpec(group_size, 1.0)
-    q, kv, hidden, ffn = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden, shape.ffn
-    sizes = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (ffn, hidden), (hidden, ffn))
+    hidden = shape.hidden
     files: dict[str, str] = {}
 
     def save(name: str, tensors: dict[str, Tensor]) -> None:
@@ -50,16 +48,16 @@ def write(directory: Path, shape: DecoderShape, *, tokens: int, context: int, gr
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
         tensors = {prefix + NORMS[name]: torch.ones(hidden) for name in ("attention_norm", "mlp_norm")}
-        for name, (n, k) in zip(LINEARS, sizes, strict=True):
+        for name, (n, k) in shape.linear_sizes.items():
             packed = random_ternary(n, k, spec, generator)
-            tensors[prefix + MODULES[name] + WEIGHT] = packed.words
-            tensors[prefix + MODULES[name] + SCALE] = packed.scales
+            tensors[prefix + LINEARS[name] + WEIGHT] = packed.words
+            tensors[prefix + LINEARS[name] + SCALE] = packed.scales
         save(f"model-{layer:03d}.safetensors", tensors)
     index = {"metadata": {}, "weight_map": files}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16", "hidden_act": "silu",
-        "vocab_size": shape.vocab, "hidden_size": hidden, "intermediate_size": ffn, "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab, "hidden_size": hidden, "intermediate_size": shape.ffn, "head_dim": shape.head_dim,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
         "max_position_embeddings": context, "rms_norm_eps": shape.norm_eps, "rope_theta": 10000.0,
         "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,

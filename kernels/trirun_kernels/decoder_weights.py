@@ -45,6 +45,14 @@ class DecoderShape:
     attention_scale: float
     activation: str = "silu"
 
+    @property
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """(out_features, in_features) of a layer's linears by their names, in the order of :data:`LINEARS`."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        hidden, ffn = self.hidden, self.ffn
+        sizes = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (ffn, hidden), (hidden, ffn))
+        return dict(zip(LINEARS, sizes, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class PackedArrays:
@@ -179,11 +187,9 @@ class DecoderWeights:
             self.head.check(s.vocab, s.hidden)
         else:
             _expect("head", self.head, (s.vocab, s.hidden), FLOATS)
-        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        shapes = dict(zip(LINEARS, ((q, s.hidden), (kv, s.hidden), (kv, s.hidden), (s.hidden, q)), strict=False))
-        shapes |= {"gate": (s.ffn, s.hidden), "up": (s.ffn, s.hidden), "down": (s.hidden, s.ffn)}
+        shapes = s.linear_sizes
         lengths = {name: s.hidden for name in ("attention_norm", "mlp_norm")} | {"q_norm": s.head_dim}
-        lengths |= {"k_norm": s.head_dim, "attention_sub_norm": q, "mlp_sub_norm": s.ffn}
+        lengths |= {"k_norm": s.head_dim, "attention_sub_norm": s.heads * s.head_dim, "mlp_sub_norm": s.ffn}
         for index, layer in enumerate(self.layers):
             for name, shape in shapes.items():
                 getattr(layer, name).check(f"layer {index} {name}", shape)

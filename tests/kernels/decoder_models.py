@@ -31,11 +31,9 @@ def random_model(
         return torch.rand(size, generator=generator) + 0.5 if wanted else None
 
     def layer():
-        q, kv = heads * head_dim, kv_heads * head_dim
-        sizes = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (ffn, hidden), (hidden, ffn))
-        linears = (random_linear(generator, n, k, spec, bias) for n, k in sizes)
+        linears = (random_linear(generator, n, k, spec, bias) for n, k in shape.linear_sizes.values())
         norms = (norm(hidden), norm(hidden), norm(head_dim, qk_norm), norm(head_dim, qk_norm))
-        return LayerWeights(*linears, *norms, norm(q, sub_norm), norm(ffn, sub_norm))
+        return LayerWeights(*linears, *norms, norm(heads * head_dim, sub_norm), norm(ffn, sub_norm))
 
     embedding = torch.randn(VOCAB, hidden, generator=generator).to(dtype)
     head = (torch.randn(VOCAB, hidden, generator=generator) / math.sqrt(hidden)).to(dtype)

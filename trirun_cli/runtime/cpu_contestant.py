@@ -86,11 +86,10 @@ class DenseContestant:
 def random_weights(shape: DecoderShape, spec: QuantSpec, *, positions: int, seed: int = 0) -> DecoderWeights:
     """A ternary model on the CPU as :func:`.synthetic.random_model` makes one on a GPU."""
     generator = torch.Generator().manual_seed(seed)
-    q, kv, hidden, ffn = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden, shape.ffn
-    sizes = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (ffn, hidden), (hidden, ffn))
+    hidden = shape.hidden
 
     def layer() -> LayerWeights:
-        linears = (Linear(random_ternary(n, k, spec, generator)) for n, k in sizes)
+        linears = (Linear(random_ternary(n, k, spec, generator)) for n, k in shape.linear_sizes.values())
         return LayerWeights(*linears, torch.ones(hidden), torch.ones(hidden))
 
     embedding, head = (torch.randn(shape.vocab, hidden, generator=generator) for _ in range(2))
