@@ -176,11 +176,30 @@ def run(plan: Plan, observer: TrainObserver, *, resume: bool, started: float | N
         CheckFailed: the packed checkpoint does not answer as the trained weights do.
     """
     started = time.perf_counter() if started is None else started
-    recipe, source = plan.recipe, TensorSource(plan.model)
     workers = Workers(torch.device(plan.device))
+    if not workers.first:
+        _train(plan, TrainObserver(), workers, resume, started)
+        return None
+    # Entered before anything is computed: a second run to the same place would share this one's state.
+    with CheckpointWriter(plan.out, ModelDir(plan.model), overwrite=plan.overwrite) as writer:
+        trained, held_out = _train(plan, observer, workers, resume, started)
+        trained_at = time.perf_counter()
+        publish(plan, trained.student, writer)
+        first, second = check(plan, trained.student, held_out)
+        shutil.rmtree(_state_dir(plan), ignore_errors=True)
+    before = sum(file.stat().st_size for file in ModelDir(plan.model).files)
+    after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
+    now = time.perf_counter()
+    return Result(trained, before, after, first, second, now - trained_at, now - started)
+
+
+def _train(
+    plan: Plan, observer: TrainObserver, workers: Workers, resume: bool, started: float
+) -> tuple[Trained, Tensor]:
+    """The outcome, and the held-out windows int64 [windows, seqlen]."""
+    recipe, source, directory = plan.recipe, TensorSource(plan.model), _state_dir(plan)
     tokenizer = load_tokenizer(plan.model)
     stream, held_out = load_text(plan.data, tokenizer, recipe.seqlen, recipe.held_out, recipe.seed)
-    directory = plan.out.with_name(plan.out.name + ".state")
     state = TrainState(directory, _fingerprint(plan, source, stream, workers)) if resume else None
 
     def begin(student: Student) -> None:
@@ -203,23 +222,18 @@ def run(plan: Plan, observer: TrainObserver, *, resume: bool, started: float | N
         begin,
         stream,
         held_out,
-        observer if workers.first else TrainObserver(),
+        observer,
         workers=workers,
         compiled=plan.compiled,
         state=state,
         started=started,
         finishing=lambda student: finishing(plan, student, held_out),
     )
-    if not workers.first:
-        return None
-    trained_at = time.perf_counter()
-    publish(plan, trained.student)
-    first, second = check(plan, trained.student, held_out)
-    shutil.rmtree(directory, ignore_errors=True)
-    before = sum(file.stat().st_size for file in ModelDir(plan.model).files)
-    after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
-    now = time.perf_counter()
-    return Result(trained, before, after, first, second, now - trained_at, now - started)
+    return trained, held_out
+
+
+def _state_dir(plan: Plan) -> Path:
+    return plan.out.with_name(plan.out.name + ".state")
 
 
 def _from_checkpoint(recipe: TrainRecipe) -> bool:

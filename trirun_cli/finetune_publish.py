@@ -16,7 +16,6 @@ from trirun_kernels import QuantSpec
 from .checkpoint import WEIGHT
 from .checkpoint_writer import CheckpointWriter
 from .errors import CheckFailed
-from .model_dir import ModelDir
 from .runtime.model import TransformersLM, open_model
 from .runtime.perplexity import perplexity
 
@@ -52,33 +51,31 @@ def finishing(plan: Plan, student: Student, held_out: Tensor) -> float:
     return OPENING + 1.25 * (packing + writing + running)
 
 
-def publish(plan: Plan, student: Student) -> None:
+def publish(plan: Plan, student: Student, writer: CheckpointWriter) -> None:
     """Pack every trained layer and write the checkpoint, whole or not at all.
 
     Raises:
         CheckFailed: what else was trained does not fit the dtype it is stored in.
     """
     weights = hardened(student)
-    source = ModelDir(plan.model)
     rest = student.trained()
     modules = []
-    with CheckpointWriter(plan.out, source, overwrite=plan.overwrite) as writer:
-        for tensor_name in source.names:
-            name = tensor_name.removesuffix(WEIGHT)
-            if name in weights and tensor_name.endswith(WEIGHT):
-                # pack() proves that the packed form unpacks to these very codes and scales.
-                writer.add_packed(name, weights[name].pack().to("cpu"))
-                modules.append(_Module(name, *plan.linears[name], weights[name].spec))
-                continue
-            stored = source.tensor(tensor_name)
-            if tensor_name in rest:
-                stored = rest[tensor_name].detach().to("cpu", stored.dtype)
-                if not bool(torch.isfinite(stored).all()):
-                    raise CheckFailed(f"{tensor_name} does not fit {stored.dtype} after training", "lower rest_lr")
-                # From here on the trained model is the one that is stored.
-                rest[tensor_name].data.copy_(stored)
-            writer.add(tensor_name, stored)
-        writer.finish(modules, plan.linears, plan.to_dict(), plan.recipe.activation_bits)
+    for tensor_name in writer.source.names:
+        name = tensor_name.removesuffix(WEIGHT)
+        if name in weights and tensor_name.endswith(WEIGHT):
+            # pack() proves that the packed form unpacks to these very codes and scales.
+            writer.add_packed(name, weights[name].pack().to("cpu"))
+            modules.append(_Module(name, *plan.linears[name], weights[name].spec))
+            continue
+        stored = writer.source.tensor(tensor_name)
+        if tensor_name in rest:
+            stored = rest[tensor_name].detach().to("cpu", stored.dtype)
+            if not bool(torch.isfinite(stored).all()):
+                raise CheckFailed(f"{tensor_name} does not fit {stored.dtype} after training", "lower rest_lr")
+            # From here on the trained model is the one that is stored.
+            rest[tensor_name].data.copy_(stored)
+        writer.add(tensor_name, stored)
+    writer.finish(modules, plan.linears, plan.to_dict(), plan.recipe.activation_bits)
 
 
 def check(plan: Plan, student: Student, held_out: Tensor) -> tuple[float, float]:

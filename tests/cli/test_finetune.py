@@ -75,6 +75,28 @@ def test_a_stopped_run_continues_to_the_same_bytes(trirun, plain_model, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["F", "whole"]
 
 
+def test_a_second_run_to_the_same_place_leaves_the_first_alone(trirun, plain_model, tmp_path, stop_after, monkeypatch):
+    from trirun_gptq.train.loop import Training
+
+    command, step, second = ("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS), Training._step, []
+
+    def another_begins(self, module, done):
+        monkeypatch.setattr(Training, "_step", step)
+        before = _bytes(tmp_path)
+        second.append((*trirun(*command), _bytes(tmp_path) == before))
+        return step(self, module, done)
+
+    monkeypatch.setattr(Training, "_step", another_begins)
+    assert trirun(*command)[0] == 0
+    ((code, _, err, untouched),) = second
+    assert code == 3 and "another run is writing" in err and untouched
+    assert [path.name for path in tmp_path.iterdir()] == ["F"]
+
+
+def _bytes(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
 def test_another_recipe_does_not_continue_a_stopped_run(trirun, plain_model, tmp_path, stop_after):
     stop_after(2)
     assert trirun("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS)[0] == 130
