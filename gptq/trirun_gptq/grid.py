@@ -14,6 +14,7 @@ from trirun_kernels import QuantSpec
 
 from .columns import assign, has_triton
 from .errors import QuantizationError
+from .quantized import Quantized
 
 SHRINKS = 16  # starting ranges per group
 SHORT_LLOYD = 2  # alternations for every start
@@ -58,6 +59,24 @@ def search_grid(
             parts.append(_search(w, importance, spec, levels) if clip else _extremes(w, spec, levels))
     scales, zeros = (torch.cat([part[i] for part in parts]).squeeze(-1) for i in (0, 1))
     return store_scales(scales), store_zeros(zeros) if spec.zero is None else None
+
+
+def round_to_nearest(weight: Tensor, spec: QuantSpec, *, levels: int = 4, clip: bool = True) -> Quantized:
+    """Every weight as the code nearest to it, no inputs considered.
+
+    Args:
+        weight: float32 [n, k].
+        spec, levels: the grid.
+        clip: scales of least squared error; False, such that each group's extreme weights are levels of its grid.
+
+    Raises:
+        QuantizationError: a scale does not fit fp16.
+    """
+    scales, zeros = search_grid(weight, torch.ones_like(weight[0]), spec, levels=levels, clip=clip)
+    grouped = weight.view(*scales.shape, -1)
+    zero = spec.zero if zeros is None else zeros.float().unsqueeze(-1)
+    codes = assign(grouped, scales.float().unsqueeze(-1), zero, levels)
+    return Quantized(codes.to(torch.uint8).view(weight.shape), scales, zeros, spec)
 
 
 def _search(w: Tensor, h: Tensor, spec: QuantSpec, levels: int) -> tuple[Tensor, Tensor]:

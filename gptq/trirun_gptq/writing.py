@@ -19,6 +19,14 @@ class Writer(Protocol):
         """Store one tensor under its checkpoint name. It lies on the CPU."""
 
 
+class Collected(dict[str, Tensor]):
+    """A writer that keeps everything in memory, for models small enough."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Keep one tensor."""
+        self[name] = tensor
+
+
 def write_block(
     source: TensorSource, block: str, layers: Iterable[str], quantized: dict[str, Quantized], writer: Writer
 ) -> None:

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from trirun_gptq.errors import QuantizationError
-from trirun_gptq.grid import assign, search_grid
-from trirun_gptq.quantized import Quantized
+from trirun_gptq.grid import round_to_nearest
 from trirun_gptq.train import losses
 from trirun_gptq.train.data import Batches, Text
 from trirun_gptq.train.generate import sample
@@ -24,11 +23,7 @@ def learned(zero, levels, act_bits=16, n=12, k=128):
     torch.manual_seed(0)
     linear, spec = nn.Linear(k, n, bias=False), QuantSpec(64, zero)
     weight = linear.weight.detach()
-    scales, zeros = search_grid(weight, torch.ones(k), spec, levels=levels)
-    grouped = weight.view(n, 2, -1)
-    offset = spec.zero if zeros is None else zeros.float().unsqueeze(-1)
-    codes = assign(grouped, scales.float().unsqueeze(-1), offset, levels).to(torch.uint8).view(n, k)
-    start = Quantized(codes, scales, zeros, spec)
+    start = round_to_nearest(weight, spec, levels=levels)
     layer = LearnedLinear(linear, act_bits, spec, levels)
     layer.begin(start, weight)
     return layer, start, weight

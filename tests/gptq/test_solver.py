@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trirun_gptq.errors import QuantizationError
-from trirun_gptq.grid import search_grid
+from trirun_gptq.grid import round_to_nearest, search_grid
 from trirun_gptq.hessian import Hessian
 from trirun_gptq.polish import Problem, Target, descend, refit_scales
 from trirun_gptq.solver import corrected_target, gptq_quantize, proxy_loss, solve
@@ -26,12 +26,16 @@ def layer(n=64, k=256, rows=2048, seed=0):
     return torch.randn(n, k, generator=generator) * 0.02, hessian, x
 
 
-def round_to_nearest(weight, spec, levels):
-    scales, zeros = search_grid(weight, torch.ones(weight.shape[1]), spec, levels=levels, clip=False)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_rounding_to_nearest_is_coordinate_descent_without_correlations(grid):
+    zero, ternary = GRIDS[grid]
+    spec, levels, (weight, *_) = QuantSpec(64, zero), 3 if ternary else 4, layer()
+    nearest = round_to_nearest(weight, spec, levels=levels)
     problem = Problem(Target(weight, torch.eye(weight.shape[1])), spec, levels)
-    start = torch.ones_like(weight)
-    # With an identity Hessian, coordinate descent is rounding to nearest.
-    return problem.dense(descend(problem, start, scales, zeros), scales, zeros)
+    codes = descend(problem, torch.ones_like(weight), nearest.scales, nearest.zeros)
+    assert torch.equal(codes, nearest.codes.float())
+    extremes = round_to_nearest(weight, spec, levels=levels, clip=False)
+    assert (nearest.dequantize() - weight).square().sum() < (extremes.dequantize() - weight).square().sum()
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -40,7 +44,9 @@ def test_every_step_lowers_the_output_error(grid, group_size):
     zero, ternary = GRIDS[grid]
     spec = QuantSpec(group_size, zero)
     weight, hessian, x = layer()
-    nearest = proxy_loss(round_to_nearest(weight, spec, 3 if ternary else 4), weight, hessian.matrix)
+    nearest = proxy_loss(
+        round_to_nearest(weight, spec, levels=3 if ternary else 4, clip=False).dequantize(), weight, hessian.matrix
+    )
     steps = [PLAIN, {**PLAIN, "clip": True}, {**PLAIN, "clip": True, "act_order": True, "sweeps": 2, "refit": True}]
     losses = [solve(weight, hessian, spec, ternary=ternary, **step).loss for step in steps]
     assert nearest > losses[0] > losses[1] > losses[2]

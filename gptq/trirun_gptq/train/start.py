@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from trirun_kernels import PackedWeight, QuantSpec, unpack
 
 from ..errors import QuantizationError
-from ..grid import assign, search_grid
+from ..grid import round_to_nearest
 from ..model import quantize_model
 from ..observer import BlockReport, Observer
 from ..quantized import Quantized
 from ..source import TensorSource, decoder_blocks
+from ..writing import Collected
 from .recipe import TrainRecipe
 
 # Module name to its grid and whether it is ternary (code 3 unused).
@@ -50,20 +51,8 @@ def nearest(source: TensorSource, grids: Grids, device: torch.device) -> dict[st
     start = {}
     for name, (spec, ternary) in grids.items():
         weight = source.read(f"{name}.weight").to(device, torch.float32)
-        levels = 3 if ternary else 4
-        scales, zeros = search_grid(weight, torch.ones_like(weight[0]), spec, levels=levels)
-        grouped = weight.view(weight.shape[0], scales.shape[1], -1)
-        zero = zeros.float().unsqueeze(-1) if zeros is not None else torch.tensor(spec.zero, device=device)
-        codes = assign(grouped, scales.float().unsqueeze(-1), zero, levels).to(torch.uint8).view(weight.shape)
-        start[name] = Quantized(codes, scales, zeros, spec)
+        start[name] = round_to_nearest(weight, spec, levels=3 if ternary else 4)
     return start
-
-
-class _Collect(dict):
-    """A writer that keeps the packed tensors."""
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        self[name] = tensor
 
 
 class _Blocks(Observer):
@@ -106,7 +95,7 @@ def gptq(
         )
     settings = dataclasses.replace(settings, held_out=held_out)
     sequences = list(stream[: (settings.samples + held_out) * recipe.seqlen].view(-1, recipe.seqlen))
-    written = _Collect()
+    written = Collected()
     report = quantize_model(
         model_dir, settings, sequences, written, _Blocks(progress), device=device, state_dir=state_dir
     )
