@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,42 @@ EVALUATIONS = 8  # times per run that the held-out divergence is measured
 CLIP = 1.0  # of the gradient's norm
 Blocks = list[dict[str, Quantized]]
 Layers = dict[str, ScaledLinear | CodedLinear]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training of the whole model, as :func:`tune` does it.
+
+    Attributes:
+        head: of the original model, and of the one that is trained.
+        train, held_out: batches with hidden states after the last block.
+        codes: train every code and scale; False, the scales (and real zeros) alone.
+        recompute: the blocks' activations in the backward pass, instead of keeping them.
+        record: steps as CUDA graphs where they can be.
+    """
+
+    head: Head
+    train: list[Batch]
+    held_out: list[Batch]
+    recipe: Recipe
+    codes: bool
+    recompute: bool
+    record: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Of the computation."""
+        return self.train[0].place.device
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return self.recipe.e2e_code_steps if self.codes else self.recipe.e2e_steps
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate."""
+        return self.recipe.e2e_code_lr if self.codes else self.recipe.e2e_lr
 
 
 class Head:
@@ -94,35 +130,23 @@ def compare(head: Head, batches: list[Batch], student: Callable[[Batch], Tensor]
     return Predictions(*per, divergence / positions, int(tokens))
 
 
-def tune(
-    head: Head,
-    blocks: Blocks,
-    train: list[Batch],
-    held_out: list[Batch],
-    recipe: Recipe,
-    codes: bool,
-    recompute: bool,
-    record: bool,
-    progress: Callable[[int, int], None],
-) -> tuple[Blocks, Predictions, Predictions]:
-    """Train every scale (and real zero) of the model together, or with ``codes`` every code and scale.
+def tune(job: Job, blocks: Blocks, progress: Callable[[int, int], None]) -> tuple[Blocks, Predictions, Predictions]:
+    """Train the scales of all blocks together, or their codes too.
 
     The whole quantized model is on the device: a byte per weight, or latents with their gradients and moments.
 
     Args:
-        blocks: the finished blocks. train, held_out: batches with hidden states after the last block.
-        recompute: the blocks' activations in the backward pass, instead of keeping them.
-        record: steps as CUDA graphs where they can be.
+        blocks: the finished blocks.
         progress: called with (steps done, steps).
 
     Returns:
         The blocks as they end, and the predictions on held-out text before and after; the blocks that came in, and the
         same predictions twice, where training did not lower the divergence.
     """
-    skeleton = head.skeleton
+    skeleton = job.head.skeleton
     try:
-        layers = _load_student(skeleton, blocks, train[0].place.device, recipe if codes else None)
-        kept, before, best = _train(head, layers, train, held_out, recipe, codes, recompute, record, progress)
+        layers = _load_student(skeleton, blocks, job.device, job.recipe if job.codes else None)
+        kept, before, best = _train(job, layers, progress)
     finally:
         skeleton.unload_blocks()
     if kept is None:
@@ -132,25 +156,17 @@ def tune(
 
 
 def _train(
-    head: Head,
-    layers: Layers,
-    train: list[Batch],
-    held_out: list[Batch],
-    recipe: Recipe,
-    codes: bool,
-    recompute: bool,
-    record: bool,
-    progress: Callable[[int, int], None],
+    job: Job, layers: Layers, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, Quantized] | None, Predictions, Predictions]:
     """The best state on held-out text (None: the start), and the predictions of the start and of the best."""
-    skeleton, device = head.skeleton, train[0].place.device
-    steps, rate = (recipe.e2e_code_steps, recipe.e2e_code_lr) if codes else (recipe.e2e_steps, recipe.e2e_lr)
+    head, recipe, device, steps = job.head, job.recipe, job.device, job.steps
+    skeleton, weight = head.skeleton, recipe.e2e_ce
     groups = [
-        {"params": [p for layer in layers.values() for p in layer.scales()], "lr": rate},
-        {"params": [p for layer in layers.values() for p in layer.codes()], "lr": rate},
+        {"params": [p for layer in layers.values() for p in layer.scales()], "lr": job.rate},
+        {"params": [p for layer in layers.values() for p in layer.codes()], "lr": job.rate},
     ]
     optimizer = Adam([group for group in groups if group["params"]], device)
-    order = step_batches(train, steps, recipe.seed * 1019)
+    order = step_batches(job.train, steps, recipe.seed * 1019)
     interval = max(1, steps // EVALUATIONS)
 
     def student(batch: Batch) -> Tensor:
@@ -162,33 +178,33 @@ def _train(
         for batch in chosen:
             with torch.no_grad():
                 teacher = head.logits(batch, batch.original).log_softmax(-1)
-            with _checkpointing(skeleton.blocks) if recompute else nullcontext():
+            with _checkpointing(skeleton.blocks) if job.recompute else nullcontext():
                 mine = student(batch).log_softmax(-1)
                 loss = F.kl_div(mine, teacher, reduction="sum", log_target=True) / batch.tokens.numel()
-                if recipe.e2e_ce:
+                if weight:
                     wanted = batch.tokens[:, 1:].to(device).flatten()
                     own = F.nll_loss(mine[:, :-1].flatten(0, 1), wanted)
-                    loss = (1 - recipe.e2e_ce) * loss + recipe.e2e_ce * own
+                    loss = (1 - weight) * loss + weight * own
                 (loss / len(chosen)).backward()
         ranks.average_gradients(optimizer.parameters)
         nn.utils.clip_grad_norm_(optimizer.parameters, CLIP, foreach=True)
         optimizer.step()
 
     recorded = None
-    if record and recordable(train, order, skeleton.blocks):
-        alike = train[0]
+    if job.record and recordable(job.train, order, skeleton.blocks):
+        alike = job.train[0]
         recorded = Recorded(lambda tokens, x: learn([replace(alike, tokens=tokens, original=x)]), device)
-    before = best = compare(head, held_out, student)
+    before = best = compare(head, job.held_out, student)
     kept = None
     for step in range(steps):
         optimizer.schedule(step, steps)
-        chosen = [train[b] for b in order[step]]
+        chosen = [job.train[b] for b in order[step]]
         if recorded is None:
             learn(chosen)
         else:
             recorded(chosen[0].tokens.to(device), chosen[0].place.fetch(chosen[0].original))
         if (step + 1) % interval == 0 or step + 1 == steps:
-            now = compare(head, held_out, student)
+            now = compare(head, job.held_out, student)
             if now.divergence < best.divergence:
                 best, kept = now, {name: layer.harden() for name, layer in layers.items()}
         progress(step + 1, steps)

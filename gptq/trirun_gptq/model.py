@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,11 +15,10 @@ from .activations import Batch, Placement, capture, halve, make_batches
 from .block import BlockResult, BlockRun
 from .columns import has_triton
 from .costs import Costs, peak_host_bytes
-from .endtoend import Head, compare, tune
+from .endtoend import Blocks, Head, Job, compare, tune
 from .errors import QuantizationError
 from .memory import plan_memory
-from .observer import Observer, Report
-from .quantized import Quantized
+from .observer import Observer, Predictions, Report
 from .recipe import Recipe
 from .recorded import CannotRecord
 from .rehearsal import rehearse
@@ -98,7 +98,7 @@ def quantize_model(
             return report
     copy_rest(source, skeleton, writer)
     # Scales still change when the model is trained end to end: blocks wait, at a byte per weight.
-    waiting: list[dict[str, Quantized]] = []
+    waiting: Blocks = []
     for index in range(len(skeleton.blocks)):
         observer.block_started(index, len(skeleton.blocks), skeleton.block_name(index))
         result = walk.block(index)
@@ -117,7 +117,7 @@ def quantize_model(
     return report
 
 
-def _finish(walk: _Walk, waiting: list[dict[str, Quantized]], report: Report, writer: Writer) -> None:
+def _finish(walk: _Walk, waiting: Blocks, report: Report, writer: Writer) -> None:
     """End-to-end training where the recipe asks for it, and how the result predicts held-out text."""
     skeleton, recipe, observer, costs = walk.skeleton, walk.recipe, walk.observer, walk.costs
     if walk.held_out:
@@ -129,21 +129,15 @@ def _finish(walk: _Walk, waiting: list[dict[str, Quantized]], report: Report, wr
             observer.warning(
                 "too little memory to train all codes end to end: they stay as the blocks' training left them"
             )
+
+        def train(codes: bool, blocks: Blocks) -> tuple[Blocks, Predictions, Predictions]:
+            job = Job(head, walk.train, walk.held_out, recipe, codes, memory.recomputes, walk.record)
+            return tune(job, blocks, lambda *at: observer.stage("e2e", *at))
+
         for codes in phases:
             with costs.stage("end to end"):
-                waiting, before, report.predictions = walk.retrying(
-                    lambda blocks=waiting, codes=codes: tune(
-                        head,
-                        blocks,
-                        walk.train,
-                        walk.held_out,
-                        recipe,
-                        codes,
-                        memory.recomputes,
-                        walk.record,
-                        lambda *at: observer.stage("e2e", *at),
-                    )
-                )
+                attempt = functools.partial(train, codes, waiting)
+                waiting, before, report.predictions = walk.retrying(attempt)
                 report.before_e2e = report.before_e2e or before
         if not phases:
             with costs.stage("compare"):
