@@ -1,22 +1,31 @@
 """What each piece of the quantizer is worth on a real model: perplexity, divergence and time with pieces on and off.
 
-    python scripts/ablation.py MODEL --calibration calibration.txt --valid valid.txt --out ablation
+    python scripts/ablation.py MODEL --calibration calibration.txt --valid valid.txt --out ablation --seeds 0,1,2
 
 writes ablation.json and ablation.md: perplexity, KL divergence, minutes and peak memory (of the GPU, or of the process
-on a CPU), over --seeds. Rows can be chosen with --only REGEX. The protocol: windows of 512 tokens spread evenly over
-the validation text, float32 logits of the dense model with the dequantized weights.
+on a CPU). The pieces and the presets are measured with every seed of --seeds (another sample of the text each), other
+choices with the first; rows can be chosen with --only REGEX. --jobs N measures N rows at a time, on one device: minutes
+then say something beside each other only. What ablation.json holds already is not measured again.
+
+The protocol: windows of 512 tokens spread evenly over the validation text, float32 logits of the dense model with the
+dequantized weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import copy
 import dataclasses
+import functools
 import json
 import math
+import multiprocessing
 import re
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,12 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "gptq")]
 
 from trirun_gptq.calibration import load  # noqa: E402
-from trirun_gptq.columns import assign  # noqa: E402
-from trirun_gptq.grid import search_grid  # noqa: E402
+from trirun_gptq.grid import round_to_nearest  # noqa: E402
 from trirun_gptq.model import quantize_model  # noqa: E402
 from trirun_gptq.observer import Report  # noqa: E402
 from trirun_gptq.recipe import Recipe, load_recipe  # noqa: E402
-from trirun_kernels import PackedWeight, dequantize  # noqa: E402
+from trirun_gptq.train.start import collected  # noqa: E402
+from trirun_gptq.writing import Collected  # noqa: E402
 
 PLAIN = {"clip": False, "act_order": False, "sweeps": 0, "refit": False, "sequential": False, "correction": 0.0}
 PIECES = [
@@ -45,42 +54,48 @@ PIECES = [
 ]
 
 
-def rows() -> list[tuple[str, Recipe | None]]:
-    """Every row: a label and its recipe; None is the original model."""
+NEAREST = "round to nearest"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one line of the table measures; ``recipe`` None is the original model, ``seeded`` follows ``--seeds``."""
+
+    label: str
+    recipe: Recipe | None
+    seeded: bool = False
+
+
+def rows() -> list[Row]:
+    """Every row, in the table's order."""
     fast, default, best = (load_recipe(ROOT / "configs" / f"{name}.yaml") for name in ("fast", "default", "best"))
     replace = dataclasses.replace
     signed = replace(fast, grid="signed")
-    table: list[tuple[str, Recipe | None]] = [("original", None), ("round to nearest", signed)]
     settings = dict(PLAIN)
-    table.append(("plain GPTQ", replace(signed, **settings)))
+    table = [Row("original", None), Row(NEAREST, signed), Row("plain GPTQ", replace(signed, **settings), True)]
     for piece in PIECES:
         settings.update(piece)
-        table.append(("+ " + ", ".join(f"{key} {value}" for key, value in piece.items()), replace(signed, **settings)))
-    table += [("fast", fast), ("default", default), ("best", best)]
-    # The rest: other choices of one preset, grids by group sizes first.
+        label = "+ " + ", ".join(f"{key} {value}" for key, value in piece.items())
+        table.append(Row(label, replace(signed, **settings), True))
+    table += [Row("fast", fast, True), Row("default", default, True), Row("best", best, True)]
+    # Other choices of one preset, grids by group sizes first.
     for grid in ("signed", "midrise", "zero", "ternary"):
         for size in (128, 64, 32, -1):
-            table.append((f"fast, grid {grid}, group {size}", replace(fast, grid=grid, group_size=size)))
-    for grid in ("signed", "midrise", "zero"):
-        table.append((f"default, grid {grid}", replace(default, grid=grid)))
-    table.append(("default, without end to end", replace(default, e2e_steps=0)))
-    table.append(("default, engine gumbel", replace(default, engines=("gumbel",))))
-    table.append(("default, end to end, cross entropy 0.3", replace(default, e2e_ce=0.3)))
-    table.append(("best, scales alone end to end", replace(best, e2e_code_steps=0)))
-    for engine in ("ste", "gumbel"):
-        table.append((f"best, engine {engine}", replace(best, engines=(engine,))))
-    table.append(("fast, correction 1.0", replace(fast, correction=1.0)))
-    table.append(("fast, damp 0.01", replace(fast, damp=0.01)))
-    table.append(("fast, 512 samples", replace(fast, samples=512)))
-    table.append(("fast, natural length", replace(fast, natural_length=True)))
+            table.append(Row(f"fast, grid {grid}, group {size}", replace(fast, grid=grid, group_size=size)))
+    table += [
+        *(Row(f"default, grid {grid}", replace(default, grid=grid)) for grid in ("signed", "midrise", "zero")),
+        Row("default, without end to end", replace(default, e2e_steps=0)),
+        Row("default, engine gumbel", replace(default, engines=("gumbel",))),
+        Row("default, end to end, cross entropy 0.3", replace(default, e2e_ce=0.3)),
+        Row("best, scales alone end to end", replace(best, e2e_code_steps=0)),
+        Row("best, 384 steps of codes end to end", replace(best, e2e_code_steps=384)),
+        *(Row(f"best, engine {engine}", replace(best, engines=(engine,))) for engine in ("ste", "gumbel")),
+        Row("fast, correction 1.0", replace(fast, correction=1.0)),
+        Row("fast, damp 0.01", replace(fast, damp=0.01)),
+        Row("fast, 512 samples", replace(fast, samples=512)),
+        Row("fast, natural length", replace(fast, natural_length=True)),
+    ]
     return table
-
-
-class Collect(dict):
-    """A writer that keeps the packed tensors in memory; these models are small."""
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        self[name] = tensor
 
 
 class Bench:
@@ -118,87 +133,94 @@ class Bench:
         for name, module in model.named_modules():
             choice = recipe.choice(name)
             if isinstance(module, torch.nn.Linear) and name != "lm_head" and choice is not None:
-                weight, spec, levels = module.weight.data, choice[0], 3 if choice[1] else 4
-                scales, zeros = search_grid(weight, torch.ones_like(weight[0]), spec, levels=levels, clip=False)
-                grouped = weight.view(weight.shape[0], spec.groups(weight.shape[1]), -1)
-                step = scales.float().unsqueeze(-1)
-                zero = spec.zero if zeros is None else zeros.float().unsqueeze(-1)
-                module.weight.data = (step * (assign(grouped, step, zero, levels) - zero)).view_as(weight)
+                rounded = round_to_nearest(module.weight.data, choice[0], levels=3 if choice[1] else 4, clip=False)
+                module.weight.data = rounded.dequantize()
         return model
 
     def quantized(self, recipe: Recipe, sequences: list[Tensor]) -> tuple[torch.nn.Module, Report]:
         """The model quantized as the recipe says, and the report of it."""
-        written = Collect()
+        written = Collected()
         report = quantize_model(self.model_dir, recipe, sequences, written, device=self.device)
-        return self.dense(report, written), report
-
-    def dense(self, report: Report, written: Collect) -> torch.nn.Module:
-        """The model with what a run has written in place of its own weights."""
         model = copy.deepcopy(self.model)
-        for module in report.modules:
-            parts = (written[f"{module.name}.weight"], written[f"{module.name}.weight_scale"])
-            zeros = written.get(f"{module.name}.weight_zero")
-            dense = dequantize(PackedWeight(*parts, zeros, module.n, module.k, module.spec))
-            model.get_submodule(module.name).weight.data.copy_(dense)
-        return model
+        shapes = ((module.name, module.n, module.k, module.spec) for module in report.modules)
+        for name, weight in collected(written, shapes).items():
+            model.get_submodule(name).weight.data.copy_(weight.dequantize())
+        return model, report
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--valid", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="file name without suffix")
-    parser.add_argument("--windows", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seeds", default="0", help="comma-separated; one row each, and their mean and spread")
-    parser.add_argument("--only", default="", help="regular expression on the row labels")
-    options = parser.parse_args()
-
-    bench = Bench(options.model, options.valid, options.windows, options.device)
-    seeds = [int(seed) for seed in options.seeds.split(",")]
-    results = []
-    for label, recipe in rows():
-        if not re.search(options.only, label):
-            continue
-        for seed in seeds if recipe is not None and label != "round to nearest" else seeds[:1]:
-            results.append(measure(bench, label, recipe, seed, options))
-            print(
-                "{row:40s} seed {seed} {perplexity:9.3f} {kl:8.4f} {seconds:7.1f} s".format(**results[-1]), flush=True
-            )
-            options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            options.out.with_suffix(".md").write_text(table(results), encoding="utf-8")
-
-
-def measure(bench: Bench, label: str, recipe: Recipe | None, seed: int, options: argparse.Namespace) -> dict:
+def measure(bench: Bench, row: Row, seed: int, calibration: str) -> dict:
     """One row with one seed."""
-    started, bits, peak = time.perf_counter(), 16.0, 0
+    started, recipe, bits, peak = time.perf_counter(), row.recipe, 16.0, 0
     if recipe is None:
         model = bench.model
-    elif label == "round to nearest":
+    elif row.label == NEAREST:
         model, bits = bench.nearest(recipe), 2 + 16 / recipe.group_size
     else:
         recipe = dataclasses.replace(recipe, seed=seed)
-        model, report = bench.quantized(recipe, load(options.calibration, bench.tokenizer, recipe))
+        model, report = bench.quantized(recipe, load(calibration, bench.tokenizer, recipe))
         bits, peak = report.bits_per_weight, peak_bytes(report)
     seconds = time.perf_counter() - started
     perplexity, divergence = bench.score(model)
     return {
-        "row": label,
+        "row": row.label,
         "perplexity": perplexity,
         "kl": divergence,
         "bits": bits,
         "seconds": seconds,
         "peak_bytes": peak,
-        "device": options.device,
+        "device": bench.device,
+        "windows": len(bench.windows),
         "seed": seed,
         "recipe": recipe.to_dict() if recipe else None,
     }
 
 
+def repeats(result: dict, row: Row, conditions: dict) -> bool:
+    """Whether a result is of the row as it is now and of the same conditions."""
+    recipe = None if row.recipe is None else dataclasses.replace(row.recipe, seed=result["seed"]).to_dict()
+    return result["recipe"] == recipe and result | conditions == result
+
+
 def peak_bytes(report: Report) -> int:
     """The most memory a run took: of the GPU where there is one, else of the process."""
     return max(cost.device_bytes for cost in report.stages.values()) or report.peak_bytes
+
+
+made_bench = functools.cache(Bench)  # one in each process
+
+
+def measure_task(bench: tuple, calibration: str, row: Row, seed: int) -> dict:
+    """:func:`measure` on the bench of these arguments."""
+    return measure(made_bench(*bench), row, seed, calibration)
+
+
+def measurements(bench: tuple, calibration: str, tasks: list[tuple[Row, int]], jobs: int) -> Iterator[dict]:
+    """Every row with its seed, as they are done: here, or in ``jobs`` processes that share the device, the long ones
+    first. What fails is raised when the others are done.
+
+    Args:
+        bench: the arguments of :class:`Bench`.
+    """
+    if jobs == 1:
+        yield from (measure_task(bench, calibration, row, seed) for row, seed in tasks)
+        return
+    tasks = sorted(tasks, key=lambda task: -training_steps(task[0].recipe))
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(measure_task, bench, calibration, row, seed) for row, seed in tasks]
+        failed = None
+        for done in concurrent.futures.as_completed(waiting):
+            if done.exception() is None:
+                yield done.result()
+            failed = failed or done.exception()
+        if failed is not None:
+            raise failed
+
+
+def training_steps(recipe: Recipe | None) -> int:
+    """By every engine in a block, and end to end: what decides about the time that a row takes."""
+    if recipe is None:
+        return 0
+    return recipe.refine_steps * len(recipe.engines) + recipe.e2e_steps + recipe.e2e_code_steps
 
 
 def table(results: list[dict]) -> str:
@@ -217,6 +239,44 @@ def table(results: list[dict]) -> str:
             f"{peak:.0f} | {len(runs)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def write(out: Path, results: list[dict]) -> None:
+    """OUT.json and OUT.md, in the table's order."""
+    order = {row.label: at for at, row in enumerate(rows())}
+    results = sorted(results, key=lambda r: (order.get(r["row"], len(order)), r["seed"]))
+    out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text(table(results), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--valid", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="file name without suffix")
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", default="0", help="comma-separated; the mean of them and their spread are shown")
+    parser.add_argument("--only", default="", help="regular expression on the row labels")
+    parser.add_argument("--jobs", type=int, default=1, help="rows measured at a time, all on one device")
+    options = parser.parse_args()
+
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    chosen = [row for row in rows() if re.search(options.only, row.label)]
+    tasks = [(row, seed) for row in chosen for seed in (seeds if row.seeded else seeds[:1])]
+    file = options.out.with_suffix(".json")
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    conditions = {"device": options.device, "windows": options.windows}
+    known = {row.label: row for row in rows()}
+    results = [r for r in results if r["row"] in known and repeats(r, known[r["row"]], conditions)]
+    done = {(r["row"], r["seed"]) for r in results}
+    tasks = [(row, seed) for row, seed in tasks if (row.label, seed) not in done]
+    bench = (options.model, options.valid, options.windows, options.device)
+    for result in measurements(bench, options.calibration, tasks, options.jobs):
+        results.append(result)
+        print("{row:40s} seed {seed} {perplexity:9.3f} {kl:8.4f} {seconds:7.1f} s".format(**result), flush=True)
+        write(options.out, results)
 
 
 if __name__ == "__main__":
