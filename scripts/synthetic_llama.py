@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import shutil
 from pathlib import Path
 
 import torch
+
+WRITERS = 8  # shards made and written at a time
 
 
 def write(directory: Path, layers: int, hidden: int, inner: int, heads: int, vocabulary: int, device: str) -> None:
@@ -34,32 +37,33 @@ def write(directory: Path, layers: int, hidden: int, inner: int, heads: int, voc
         architectures=["LlamaForCausalLM"],
     )
     config.save_pretrained(directory)
-    generator = torch.Generator(device).manual_seed(0)
-    files: dict[str, str] = {}
-
-    def normal(n: int, k: int) -> torch.Tensor:
-        values = torch.randn(n, k, generator=generator, device=device).mul_(0.02)
-        return values.to("cpu", torch.bfloat16)
-
-    def norm() -> torch.Tensor:
-        gain = torch.ones(hidden)
-        gain[:: hidden // 16] = 8.0
-        return gain.bfloat16()
-
-    def save(name: str, tensors: dict[str, torch.Tensor]) -> None:
-        save_file(tensors, directory / name, {"format": "pt"})
-        files.update(dict.fromkeys(tensors, name))
-
-    outer = {"model.embed_tokens.weight": normal(vocabulary, hidden), "lm_head.weight": normal(vocabulary, hidden)}
-    save("model-outer.safetensors", {**outer, "model.norm.weight": norm()})
-    shapes = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
-    shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    outer = {name: (vocabulary, hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    block = {f"self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}
+    block |= {"mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden)}
+    block |= {"mlp.down_proj.weight": (hidden, inner)}
+    block |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    shards = {"model-outer.safetensors": outer | {"model.norm.weight": (hidden,)}}
     for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        tensors = {f"{prefix}.{name}.weight": normal(*shape) for name, shape in shapes.items()}
-        tensors |= {f"{prefix}.{name}_layernorm.weight": norm() for name in ("input", "post_attention")}
-        save(f"model-{layer:03d}.safetensors", tensors)
-    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        shapes = {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+        shards[f"model-{layer:03d}.safetensors"] = shapes
+
+    def save(seed: int, name: str, shapes: dict[str, tuple[int, ...]]) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def tensor(shape: tuple[int, ...]) -> torch.Tensor:
+            if len(shape) == 1:
+                gain = torch.ones(shape, dtype=torch.bfloat16)
+                gain[:: hidden // 16] = 8.0
+                return gain
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).mul_(0.02).cpu()
+
+        save_file({key: tensor(shape) for key, shape in shapes.items()}, directory / name, {"format": "pt"})
+
+    # Shards have generators of their own, so that what they hold does not depend on who is first.
+    with concurrent.futures.ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(save, range(len(shards)), shards, shards.values()))
+    size = sum((directory / name).stat().st_size for name in shards)
+    files = {key: name for name, shapes in shards.items() for key in shapes}
     index = {"metadata": {"total_size": size}, "weight_map": files}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
