@@ -193,7 +193,7 @@ def run(plan: Plan, observer: Observer, *, resume: bool) -> Result | None:
     sequences = load_calibration(plan)
     state = state_dir(plan)
     with ranks.joined(plan.device) as device:
-        settings = {"device": device, "state_dir": state if resume else None}
+        settings: dict[str, Any] = {"device": device, "state_dir": state if resume else None}
         if ranks.rank() > 0:
             quantize_model(plan.model, plan.recipe, sequences, Nothing(), **settings)
             return None

@@ -115,7 +115,7 @@ def capture(
 
 def halve(skeleton: Skeleton, batches: list[Batch]) -> list[Batch]:
     """The same sequences in batches half as large; what they are called with is recorded anew."""
-    halves = []
+    halves: list[Batch] = []
     for batch in batches:
         size = -(-len(batch.tokens) // 2)
         for start in range(0, len(batch.tokens), size):

@@ -6,6 +6,7 @@ import copy
 import itertools
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -185,11 +186,12 @@ class BlockRun:
         sequences; by the error that H predicts where the two streams are still one. The first grid decides about the
         correction, which is about the streams, for all of them."""
         recipe, source = self.recipe, weight.float()
-        settings = {"clip": recipe.clip, "sweeps": recipe.sweeps, "refit": recipe.refit}
-        wanted = None if held_out is None else source @ held_out.cross
+        settings: dict[str, Any] = {"clip": recipe.clip, "sweeps": recipe.sweeps, "refit": recipe.refit}
+        cross = None if held_out is None else held_out.cross
+        wanted = None if cross is None else source @ cross
 
         def error(quantized: Quantized) -> float:
-            if held_out is None:
+            if held_out is None or wanted is None:
                 return system.solution(quantized, source).loss
             return stream_error(quantized, wanted, held_out)
 
@@ -205,6 +207,7 @@ class BlockRun:
                 if best is None or found < least:
                     best, least, aim = quantized, found, target
             targets = [aim]
+        assert best is not None
         return system.solution(best, source)
 
     def _refine(

@@ -59,8 +59,9 @@ def round_block(
     """
     # One transfer per block instead of one per column.
     pivots, group = triangle.diagonal().tolist(), groups.tolist()
+    fixed = 0.0 if zero is None else zero
     for j in range(work.shape[0]):
-        s, z = steps[group[j]], zero if zeros is None else zeros[group[j]]
+        s, z = steps[group[j]], fixed if zeros is None else zeros[group[j]]
         q = assign(work[j], s, z, levels)
         codes[j] = q
         errors[j] = (work[j] - s * (q - z)) / pivots[j]
@@ -88,8 +89,9 @@ def descend_block(
         groups, steps, zeros, zero, levels: as for :func:`round_block`.
     """
     curvature, group = local.diagonal().tolist(), groups.tolist()
+    fixed = 0.0 if zero is None else zero
     for j in range(gradient.shape[0]):
-        s, z = steps[group[j]], zero if zeros is None else zeros[group[j]]
+        s, z = steps[group[j]], fixed if zeros is None else zeros[group[j]]
         best = assign(dense[j] - gradient[j] / curvature[j], s, z, levels)
         value = s * (best - z)
         change = value - dense[j]

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from trirun_kernels import QuantSpec
+from trirun_kernels.packing import dequantize_codes, zero_points
 
 from .columns import loops
 from .grid import store_scales, store_zeros
@@ -36,10 +37,7 @@ class Problem:
 
     def dense(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """Ŵ, float32 [n, k], from codes (any dtype) and stored scales."""
-        n, k = codes.shape
-        zero = self.spec.zero if zeros is None else zeros.float().unsqueeze(-1)
-        grouped = codes.view(n, self.spec.groups(k), -1).float()
-        return (scales.float().unsqueeze(-1) * (grouped - zero)).view(n, k)
+        return dequantize_codes(codes, scales, self.spec, zeros)
 
     def row_losses(self, dense: Tensor) -> Tensor:
         """The loss of each row, [n]."""
@@ -93,7 +91,7 @@ def refit_scales(
     n, k = codes.shape
     hessian = problem.target.hessian
     groups = problem.spec.groups(k)
-    basis = [codes - problem.spec.zero] if zeros is None else [codes, torch.ones_like(codes)]
+    basis = [codes - zero_points(problem.spec, None)] if zeros is None else [codes, torch.ones_like(codes)]
     width = len(basis) * groups
     normal = torch.empty(n, len(basis), groups, len(basis), groups, device=codes.device)
     right = torch.empty(n, width, device=codes.device)
@@ -126,5 +124,5 @@ def refit_scales(
         return ((normal.double() @ x.unsqueeze(-1)).squeeze(-1) * x).sum(1) - 2 * (right.double() * x).sum(1)
 
     better = (usable & (loss(new_scales, new_zeros) < loss(scales, zeros))).unsqueeze(1)
-    kept_zeros = None if zeros is None else torch.where(better, new_zeros, zeros)
+    kept_zeros = None if zeros is None or new_zeros is None else torch.where(better, new_zeros, zeros)
     return codes, torch.where(better, new_scales, scales), kept_zeros

@@ -70,6 +70,6 @@ class Quantized:
         packed = pack(self.codes, self.scales, self.spec, self.zeros)
         sources = (self.codes, self.scales, self.zeros)
         for name, was, read in zip(("codes", "scales", "zeros"), sources, unpack(packed), strict=True):
-            if was is not None and not torch.equal(was, read):
+            if was is not None and (read is None or not torch.equal(was, read)):
                 raise QuantizationError(f"{name} [{self.n}, {self.k}] changed on their way through tile64")
         return packed

@@ -70,20 +70,21 @@ class Recorded:
         else:
             if self._graph is None:
                 self._inputs = [torch.empty_like(x) for x in inputs]
-                self._record()
+                self._graph = self._record()
             for held, x in zip(self._inputs, inputs, strict=True):
                 held.copy_(x, non_blocking=True)
             self._graph.replay()
         self._taken += 1
 
-    def _record(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+    def _record(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
         if self._generator is not None:
-            self._graph.register_generator_state(self._generator)
+            graph.register_generator_state(self._generator)
         try:
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(graph):
                 self._step(*self._inputs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise CannotRecord(" ".join(str(error).split())[:200]) from error
+        return graph

@@ -8,7 +8,7 @@ of the engines of ``trainable.py``. Training starts at the GPTQ solution; the be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +89,11 @@ def refine_block(
     steps, engines = recipe.refine_steps, recipe.engines
     for done, engine in enumerate(engines):
         job.install(job.start)
-        state = _train(job, engine, recipe, lambda step, done=done: progress(done * steps + step, len(engines) * steps))
+
+        def advance(step: int, done: int = done) -> None:
+            progress(done * steps + step, len(engines) * steps)
+
+        state = _train(job, engine, recipe, advance)
         if state is None:
             continue
         # What is stored has fp16 scales: its own error decides, not that of the float32 state it came from.
@@ -119,7 +123,7 @@ def _train(job: Job, engine: str, recipe: Recipe, progress: Callable[[int], None
 
 
 def _descend(
-    job: Job, adapters: dict[str, Trainable], recipe: Recipe, progress: Callable[[int], None]
+    job: Job, adapters: Mapping[str, Trainable], recipe: Recipe, progress: Callable[[int], None]
 ) -> dict[str, Quantized] | None:
     batches, steps = job.train[0], recipe.refine_steps
     device = batches[0].place.device
@@ -154,7 +158,8 @@ def _descend(
         optimizer.schedule(step, steps)
         for adapter in adapters.values():
             adapter.schedule(step / steps)
-        chosen, wanted = ([part[b] for b in order[step]] for part in job.train)
+        batches, targets = job.train
+        chosen, wanted = [batches[b] for b in order[step]], [targets[b] for b in order[step]]
         if recorded is None:
             learn(chosen, wanted)
         else:
@@ -168,7 +173,7 @@ def _descend(
     return best
 
 
-def _hard_error(job: Job, adapters: dict[str, Trainable]) -> float:
+def _hard_error(job: Job, adapters: Mapping[str, Trainable]) -> float:
     """The held-out error with hard codes; the adapters are left in training mode."""
     for adapter in adapters.values():
         adapter.eval()

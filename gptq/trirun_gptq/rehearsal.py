@@ -27,7 +27,7 @@ def rehearse(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], reci
     index = sizes.index(max(sizes))
     short = dataclasses.replace(recipe, refine_steps=min(recipe.refine_steps, STEPS))
     costs = Costs(train[0].place.device)
-    parts = [[copy.copy(batch) for batch in batches[:1]] for batches in (train, held_out)]
-    BlockRun(skeleton, index, *parts, short, Observer(), costs, record).run()
+    train, held_out = ([copy.copy(batch) for batch in batches[:1]] for batches in (train, held_out))
+    BlockRun(skeleton, index, train, held_out, short, Observer(), costs, record).run()
     stages = costs.stages.values()
     return Rehearsal(sum(stage.seconds for stage in stages), max(stage.device_bytes for stage in stages))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from .block import BlockResult
 from .errors import QuantizationError
 from .observer import BlockReport, ModuleReport
 from .quantized import Quantized
-from .recipe import Recipe
 from .source import TensorSource
 
 FORMAT = 1
@@ -99,8 +98,14 @@ class RunState:
         return self.directory / f"block-{index:04d}.safetensors"
 
 
+class Recorded(Protocol):
+    """What determines a run, as plain values: a recipe of either kind."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 def fingerprint(
-    source: TensorSource, recipe: Recipe, calibration: list[Tensor], device: torch.device
+    source: TensorSource, recipe: Recorded, calibration: list[Tensor], device: torch.device
 ) -> dict[str, str]:
     """What must be equal for two runs to give the same bytes, each part under its own name."""
     files = hashlib.sha256()

@@ -53,11 +53,11 @@ def ternarize(weight: Tensor, name: str = "weight") -> Quantized:
         scales = torch.where(scales == 0, scales.amax(), scales)
         _require_fp16(scales, name)
         codes = (groups.sign() + 1).to(torch.uint8).view(n, k)
-        found = Quantized(codes, scales.to(torch.float16), None, QuantSpec(size, 1.0))
-        if not torch.equal(found.dequantize(weight.dtype), weight):
-            row, column = _first(found.dequantize(weight.dtype) != weight)
+        quantized = Quantized(codes, scales.to(torch.float16), None, QuantSpec(size, 1.0))
+        if not torch.equal(quantized.dequantize(weight.dtype), weight):
+            row, column = _first(quantized.dequantize(weight.dtype) != weight)
             raise QuantizationError(f"{name}: weight[{row}, {column}] = {weight[row, column].item()} is not reproduced")
-        return found
+        return quantized
     raise QuantizationError(_worst_offender(weight, usable[-1], name))
 
 

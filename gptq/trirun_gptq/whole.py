@@ -49,6 +49,9 @@ class ScaledLinear(nn.Module):
     Keeps a byte per weight; the dense weight exists during its own product only.
     """
 
+    grouped: Tensor  # uint8 [n, groups, group_size]
+    base: Tensor  # float32 [n, groups]
+
     def __init__(self, weight: Quantized, bias: Tensor | None, device: torch.device) -> None:
         super().__init__()
         self.spec, self.bias = weight.spec, bias

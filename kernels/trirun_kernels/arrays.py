@@ -24,7 +24,7 @@ class Array:
     address: int
     dtype: str
     shape: tuple[int, ...]
-    owner: object
+    owner: Any
 
     @classmethod
     def of(cls, x: Any) -> Array:

@@ -37,7 +37,8 @@ class Projection:
     bias: Tensor | None = None
     act_bits: int = 16
     acc: str = "fp32"
-    _struct: Int2Struct | None = field(init=False, default=None, repr=False, compare=False)
+    # Of a packed weight alone.
+    _struct: Int2Struct = field(init=False, repr=False, compare=False)
     _plain: bool = field(init=False, default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,8 @@ class Projection:
 
     def reads_digits(self, m: int) -> bool:
         """Whether :meth:`of_digits` has a kernel for m rows on the weight's device."""
+        if not isinstance(self.weight, PackedWeight):
+            return False
         try:
             self._plan(m, torch.float16, self.weight.words.device, True)
         except ValueError:
@@ -101,7 +104,7 @@ class Projection:
         Raises:
             NativeError: the library refused the call; the message has the shapes.
         """
-        w = self.weight
+        w = self._packed_weight
         y = torch.empty((m, w.n), dtype=dtype, device=digits.device)
         plan, size = self._plan(m, dtype, digits.device, True)
         workspace = _workspace(digits.device, size)
@@ -112,6 +115,11 @@ class Projection:
         return y if code == 0 else self._refuse(code, m, dtype)
 
     @property
+    def _packed_weight(self) -> PackedWeight:
+        assert isinstance(self.weight, PackedWeight)
+        return self.weight
+
+    @property
     def _bias(self) -> int | None:
         return None if self.bias is None else self.bias.data_ptr()
 
@@ -120,8 +128,7 @@ class Projection:
         return _planned(s.n, s.k, s.group_size, m, DTYPES[dtype], self.act_bits, device.index, quantized, self._plain)
 
     def _refuse(self, code: int, m: int, dtype: torch.dtype) -> Tensor:
-        w = self.weight
-        reason = library().trirun_cuda_error(code).decode()
+        w, reason = self._packed_weight, library().trirun_cuda_error(code).decode()
         raise NativeError(
             f"decoder: [{m}, {w.k}] by [{w.n}, {w.k}] in {dtype}, {w.spec}, act_bits={self.act_bits}: {reason} "
             f"(code {code})"

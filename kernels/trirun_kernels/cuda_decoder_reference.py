@@ -25,17 +25,21 @@ def rows(
 ) -> tuple[Tensor, Tensor | None]:
     """float32 [m, n] before any rounding, and the new residual where the source has one."""
     if source == EMBED:
+        assert x is not None and tokens is not None
         ids = tokens.long()
-        if latest is not None:
+        if latest is not None and slots is not None:
             ids = torch.where(ids < 0, latest.long()[slots.long().clamp(min=0)], ids)
         y = residual = x[ids].float()
     elif source == RESIDUAL:
+        assert residual is not None
         y = residual = residual if x is None else residual + x.float()
     elif source == GATE:
+        assert x is not None and up is not None
         gate = x.float()
         y = (F.silu(gate) if activation == "silu" else F.relu(gate).square()) * up.float()
         residual = None
     else:
+        assert x is not None
         y, residual = x.float(), None
     return (y if norm is None else rms_norm(y, norm, eps)), residual
 

@@ -93,8 +93,10 @@ class CudaModel:
         head = weights.head.dequantize() if isinstance(weights.head, Int8Head) else weights.head
         embedding = weights.embedding.to(device, dtype)
         head = padded_head(embedding if weights.head is weights.embedding else head.to(device, dtype))
-        floats = (torch.as_tensor(t).to(device) for t in (weights.final_norm, weights.cosines, weights.sines))
-        return cls(weights.shape, layers, embedding, head, *floats, act_bits)
+        final_norm, cosines, sines = (
+            torch.as_tensor(t).to(device) for t in (weights.final_norm, weights.cosines, weights.sines)
+        )
+        return cls(weights.shape, layers, embedding, head, final_norm, cosines, sines, act_bits)
 
 
 def cuda_layer(
@@ -126,7 +128,8 @@ def cuda_layer(
         return tuple(Projection(moved(weights[name]), bias(name), act_bits) for name in names)
 
     there = {name: torch.as_tensor(norm).to(device).float() for name, norm in norms.items() if norm is not None}
-    return CudaLayer(group("q", "k", "v"), *group("o"), group("gate", "up"), *group("down"), there)
+    (o,), (down,) = group("o"), group("down")
+    return CudaLayer(group("q", "k", "v"), o, group("gate", "up"), down, there)
 
 
 def fused(weights: Sequence[Any]) -> PackedWeight | Tensor | None:

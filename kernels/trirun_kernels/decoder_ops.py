@@ -256,7 +256,7 @@ def draw(logits: Array, how: DrawStruct) -> int:
     if code == -4:
         raise NativeError(f"draw from {vocab} logits: out of memory")
     if code or logits.dtype != "float32":
-        parameters = {name: getattr(how, name) for name, _ in how._fields_}
+        parameters = {field[0]: getattr(how, field[0]) for field in how._fields_}
         raise ValueError(f"draw from {vocab} logits of {logits.dtype}: {parameters}")
     return token.value
 

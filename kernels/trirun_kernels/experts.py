@@ -44,11 +44,12 @@ class SeparateExperts(nn.Module):
         """
         out = torch.zeros_like(hidden_states)
         # Only the experts that some token chose: one transfer, then no more waiting for the device.
+        experts = list(self.children())
         for index in top_k_index.unique().tolist():
-            if index >= len(self._modules):
+            if index >= len(experts):
                 continue  # the mark of a token without an expert
             token, rank = torch.where(top_k_index == index)
-            part = self._modules[str(index)](hidden_states[token]) * top_k_weights[token, rank, None]
+            part = experts[index](hidden_states[token]) * top_k_weights[token, rank, None]
             out.index_add_(0, token, part.to(out.dtype))
         return out
 

@@ -128,8 +128,18 @@ def dequantize_codes(codes: Tensor, scales: Tensor, spec: QuantSpec, zeros: Tens
     """``s · (q − zero)`` in float32 for codes [n, k] and scales [n, k/group_size], before packing."""
     n, k = codes.shape
     grouped = codes.view(n, spec.groups(k), -1).float()
-    zero = spec.zero if zeros is None else zeros.float().unsqueeze(-1)
+    zero = zero_points(spec, zeros)
     return (scales.float().unsqueeze(-1) * (grouped - zero)).view(n, k)
+
+
+def zero_points(spec: QuantSpec, zeros: Tensor | None) -> float | Tensor:
+    """What is subtracted from codes [n, groups, group_size]: the grid's zero, or each group's own, float32 [n, groups,
+    1]. Raises ValueError where there is neither."""
+    if zeros is not None:
+        return zeros.float().unsqueeze(-1)
+    if spec.zero is None:
+        raise ValueError("a grid without a zero point needs one for every group")
+    return spec.zero
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

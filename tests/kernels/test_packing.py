@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trirun_kernels import PackedWeight, PackError, QuantSpec, dequantize, pack, unpack
 from trirun_kernels.layout import natural_order, padded, strip_order, tile_codes, untile_codes
+from trirun_kernels.packing import dequantize_codes
 from trirun_kernels.spec import GROUP_SIZES
 
 GOLDEN = ["85f9d607f9aadf76", "8eeb9cf474dfffbd", "262c0ba88162c6b8"]
@@ -175,3 +176,9 @@ def test_bits_per_weight():
 )
 def test_zero_points_that_fragments_hold(zero, plain):
     assert QuantSpec(-1, zero).has_plain_zero == plain
+
+
+def test_a_grid_without_any_zero_point_is_refused():
+    codes, scales = torch.zeros(64, 128, dtype=torch.uint8), torch.ones(64, 1, dtype=torch.float16)
+    with pytest.raises(ValueError, match="needs one for every group"):
+        dequantize_codes(codes, scales, QuantSpec(128, None))

@@ -93,6 +93,7 @@ def command(
         )  # fmt: skip
         vocab, name = sizes.vocab, f"{shape}, random ternary weights, group size {group_size}"
     else:
+        assert checkpoint is not None
         contestants, vocab = of_checkpoint(
             checkpoint, device=place, dtype=dtype, act_bits=act_bits, positions=most, dense=dense, caches=caches
         )

@@ -89,8 +89,8 @@ def random_weights(shape: DecoderShape, spec: QuantSpec, *, positions: int, seed
     hidden = shape.hidden
 
     def layer() -> LayerWeights:
-        linears = (Linear(random_ternary(n, k, spec, generator)) for n, k in shape.linear_sizes.values())
-        return LayerWeights(*linears, torch.ones(hidden), torch.ones(hidden))
+        linears = {name: Linear(random_ternary(n, k, spec, generator)) for name, (n, k) in shape.linear_sizes.items()}
+        return LayerWeights(**linears, attention_norm=torch.ones(hidden), mlp_norm=torch.ones(hidden))
 
     embedding, head = (torch.randn(shape.vocab, hidden, generator=generator) for _ in range(2))
     layers = [layer() for _ in range(shape.layers)]
@@ -120,10 +120,11 @@ def dense_llama(weights: DecoderWeights, dtype: torch.dtype) -> Any:
     config = LlamaConfig(
         vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.ffn, num_hidden_layers=s.layers,
         num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, head_dim=s.head_dim, rms_norm_eps=s.norm_eps,
-        max_position_embeddings=weights.cosines.shape[0], rope_theta=10000.0, tie_word_embeddings=False,
+        max_position_embeddings=weights.cosines.shape[0], tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
     model = model.to(dtype).to_empty(device="cpu").eval()
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     state: dict[str, Tensor] = {
@@ -152,7 +153,7 @@ def dense_checkpoint(path: str | Path, dtype: torch.dtype) -> Any:
         if isinstance(module, Int2Linear):
             dense = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
             dense.weight = torch.nn.Parameter(module.dequantize(dtype), requires_grad=False)
-            dense.bias = module.bias
+            dense.register_parameter("bias", module.bias)
             model.set_submodule(name, dense)
     return model
 

@@ -71,8 +71,9 @@ class CudaSampler:
 
         rows = max(slots, 64)
         self._vocab, self._slots = vocab, slots
+        self._counts = make(slots, vocab, dtype=torch.int32)
         self._state = ops.SamplingState(
-            make(slots, ops.SAMPLER_BYTES, dtype=torch.uint8), latest, make(slots, vocab, dtype=torch.int32),
+            make(slots, ops.SAMPLER_BYTES, dtype=torch.uint8), latest, self._counts,
             make(slots, vocab, dtype=torch.int32), make(slots, vocab, dtype=torch.float32),
             make(rows, vocab, dtype=torch.float32),
         )  # fmt: skip
@@ -97,7 +98,7 @@ class CudaSampler:
         if params.penalizes:
             counts = np.bincount(np.asarray(generated, np.int64), minlength=self._vocab).astype(np.int32)
             counts[np.asarray(prompt, np.int64)] |= np.int32(ops.PROMPT_TOKEN)
-            self._state.counts[slot].copy_(torch.from_numpy(counts))
+            self._counts[slot].copy_(torch.from_numpy(counts))
         if params.logit_bias:
             count = len(params.logit_bias)
             tokens, values = torch.tensor(list(params.logit_bias)), torch.tensor(list(params.logit_bias.values()))

@@ -55,9 +55,10 @@ def load_model(
         if tuple(tensor.shape) != (shape.vocab, shape.hidden):
             raise InputError(f"{path}: {name} is {list(tensor.shape)}, config.json says {[shape.vocab, shape.hidden]}")
     positions = min(longest, context or longest)
-    angles = (torch.from_numpy(part).to(device) for part in rotary_angles(config, -(-positions // 64) * 64))
+    angles = rotary_angles(config, -(-positions // 64) * 64)
+    cosines, sines = (torch.from_numpy(part).to(device) for part in angles)
     final_norm = source.tensor(FINAL_NORM).float().to(device)
-    return CudaModel(shape, layers, embedding, padded_head(head), final_norm, *angles, bits)
+    return CudaModel(shape, layers, embedding, padded_head(head), final_norm, cosines, sines, bits)
 
 
 def compute_dtype(config: dict[str, Any], dtype: str) -> torch.dtype:
@@ -79,8 +80,10 @@ def _layer(source: ModelDir, prefix: str, device: torch.device, dtype: torch.dty
     biases: dict[str, Any] = {}
     for name in NAMES:
         module = prefix + LINEARS[name]
-        packed = module + SCALE in source
-        weights[name] = source.packed(module) if packed else source.tensor(module + ".weight")
+        if isinstance(source, Checkpoint) and module + SCALE in source:
+            weights[name] = source.packed(module)
+        else:
+            weights[name] = source.tensor(module + ".weight")
         if module + ".bias" in source:
             biases[name] = source.tensor(module + ".bias")
     norms = {name: source.tensor(prefix + tensor) for name, tensor in NORMS.items() if prefix + tensor in source}

@@ -146,8 +146,8 @@ class LeanDecoder:
 
     def step_into(self, logits: np.ndarray, segments: Sequence[Segment], tokens: Any, logit_rows: Any) -> np.ndarray:
         """:meth:`step` into float32 logits [l, vocab] of the caller's; fresh memory costs as much as a small step."""
-        inputs = (Array.of(np.ascontiguousarray(values, np.int64)) for values in (tokens, logit_rows))
-        self._native.run(segments, *inputs, Array.of(logits))
+        tokens, logit_rows = (Array.of(np.ascontiguousarray(values, np.int64)) for values in (tokens, logit_rows))
+        self._native.run(segments, tokens, logit_rows, Array.of(logits))
         return logits
 
     @property

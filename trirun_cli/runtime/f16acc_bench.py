@@ -129,7 +129,9 @@ def errors(splits: Sequence[int], device: torch.device) -> Iterator[Error]:
 def _error(name: str, splits: int, chunk: int, row: Tensor, expected: Tensor) -> Error:
     distance = (row.double() - expected).abs().flatten()
     marks = torch.tensor([0.05, 0.25, 0.5, 0.75, 1], dtype=torch.double, device=row.device)
-    return Error(name, splits, chunk, *distance.quantile(marks).tolist(), distance.square().mean().sqrt().item())
+    low, quarter, median, three_quarters, largest = distance.quantile(marks).tolist()
+    rms = distance.square().mean().sqrt().item()
+    return Error(name, splits, chunk, low, quarter, median, three_quarters, largest, rms)
 
 
 def save_plot(path: Path, title: str, measured: Sequence[Speed], found: Sequence[Error]) -> None:

@@ -71,10 +71,16 @@ def random_ternary(n: int, k: int, spec: QuantSpec, generator: torch.Generator) 
 
 def dense_twin(model: CudaModel) -> CudaModel:
     """The same model with its projections as dense matrices of its dtype."""
-    layers = []
-    for layer in model.layers:
-        dense = [Projection(dequantize(p.weight, model.dtype), p.bias) for p in layer.projections]
-        count = len(layer.qkv)
-        qkv, o, gate_up, down = dense[:count], dense[count], dense[count + 1 : -1], dense[-1]
-        layers.append(CudaLayer(tuple(qkv), o, tuple(gate_up), down, layer.norms))
+
+    def dense(p: Projection) -> Projection:
+        weight = dequantize(p.weight, model.dtype) if isinstance(p.weight, PackedWeight) else p.weight
+        return Projection(weight, p.bias)
+
+    layers = [
+        CudaLayer(
+            tuple(map(dense, layer.qkv)), dense(layer.o), tuple(map(dense, layer.gate_up)), dense(layer.down),
+            layer.norms,
+        )
+        for layer in model.layers
+    ]  # fmt: skip
     return dataclasses.replace(model, layers=layers)

@@ -50,7 +50,7 @@ class Student:
             original = source.read(f"{name}.weight").float()
             if isinstance(layer, LearnedLinear):
                 layer.begin(start[name], original)
-            else:
+            elif isinstance(layer, AbsmeanLinear):
                 layer.begin(original)
 
     def groups(self, recipe: TrainRecipe) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def load_model(model_dir: str | Path, dtype: torch.dtype | str, device: torch.de
         # Distillation regularizes by itself, and a step without chance can be repeated exactly.
         for key in [key for key in vars(config) if "dropout" in key or key.endswith("pdrop")]:
             setattr(config, key, 0.0)
-        model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, dtype=dtype)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(model_dir, config=config, dtype=dtype)
     except (ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise QuantizationError(f"{model_dir} cannot be loaded as a causal language model: {reason[:300]}") from error
