@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,17 +118,15 @@ def compare(head: Head, batches: list[Batch], student: Callable[[Batch], Tensor]
     with torch.no_grad():
         for batch in batches:
             teacher = head.logits(batch, batch.original).log_softmax(-1)
-            mine = (head.logits(batch, batch.quantized) if student is None else student(batch)).log_softmax(-1)
+            ours = (head.logits(batch, batch.quantized) if student is None else student(batch)).log_softmax(-1)
             wanted = batch.tokens[:, 1:].to(teacher.device).flatten()
-            loss += float(F.nll_loss(mine[:, :-1].flatten(0, 1), wanted, reduction="sum"))
+            loss += float(F.nll_loss(ours[:, :-1].flatten(0, 1), wanted, reduction="sum"))
             original_loss += float(F.nll_loss(teacher[:, :-1].flatten(0, 1), wanted, reduction="sum"))
-            divergence += float(F.kl_div(mine, teacher, reduction="sum", log_target=True))
+            divergence += float(F.kl_div(ours, teacher, reduction="sum", log_target=True))
             tokens, positions = tokens + wanted.numel(), positions + batch.tokens.numel()
-    loss, original_loss, divergence, tokens, positions = ranks.total_of(
-        loss, original_loss, divergence, tokens, positions
-    )
-    per = [torch.tensor(total / tokens).exp().item() for total in (loss, original_loss)]
-    return Predictions(*per, divergence / positions, int(tokens))
+    mine, original, apart, predicted, seen = ranks.total_of(loss, original_loss, divergence, tokens, positions)
+    perplexity, original_perplexity = (torch.tensor(total / predicted).exp().item() for total in (mine, original))
+    return Predictions(perplexity, original_perplexity, apart / seen, int(predicted))
 
 
 def tune(job: Job, blocks: Blocks, progress: Callable[[int, int], None]) -> tuple[Blocks, Predictions, Predictions]:
@@ -218,12 +217,15 @@ def _load_student(skeleton: Skeleton, blocks: Blocks, device: torch.device, reci
     for index, block in enumerate(blocks):
         loaded = skeleton.load_block(index, device)
         for name, weight in block.items():
-            linear = loaded.get_submodule(name)
+            linear: Any = loaded.get_submodule(name)
+            layer: ScaledLinear | CodedLinear
             if recipe is None:
                 layer = ScaledLinear(weight, linear.bias, device)
             else:
-                _, ternary = recipe.choice(f"{skeleton.block_name(index)}.{name}")
-                layer = CodedLinear(weight.to(device), linear.weight.detach(), linear.bias, 3 if ternary else 4)
+                # Codes 0..3, or 0..2 where the grid is ternary.
+                choice = recipe.choice(f"{skeleton.block_name(index)}.{name}")
+                levels = 3 if choice is not None and choice[1] else 4
+                layer = CodedLinear(weight.to(device), linear.weight.detach(), linear.bias, levels)
             loaded.set_submodule(name, layer)
             layers[f"{index}.{name}"] = layer
         skeleton.blocks[index] = loaded

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from trirun_kernels import QuantSpec
+from trirun_kernels.packing import zero_points
 
 from .columns import assign, has_triton
 from .errors import QuantizationError
@@ -74,8 +75,7 @@ def round_to_nearest(weight: Tensor, spec: QuantSpec, *, levels: int = 4, clip: 
     """
     scales, zeros = search_grid(weight, torch.ones_like(weight[0]), spec, levels=levels, clip=clip)
     grouped = weight.view(*scales.shape, -1)
-    zero = spec.zero if zeros is None else zeros.float().unsqueeze(-1)
-    codes = assign(grouped, scales.float().unsqueeze(-1), zero, levels)
+    codes = assign(grouped, scales.float().unsqueeze(-1), zero_points(spec, zeros), levels)
     return Quantized(codes.to(torch.uint8).view(weight.shape), scales, zeros, spec)
 
 

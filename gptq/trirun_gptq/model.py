@@ -121,8 +121,9 @@ def _finish(walk: _Walk, waiting: Blocks, report: Report, writer: Writer) -> Non
     """End-to-end training where the recipe asks for it, and how the result predicts held-out text."""
     skeleton, recipe, observer, costs = walk.skeleton, walk.recipe, walk.observer, walk.costs
     if walk.held_out:
-        head = Head(skeleton, report.memory.device)
         memory, phases = report.memory, [False] if recipe.e2e_steps else []
+        assert memory is not None
+        head = Head(skeleton, memory.device)
         if recipe.e2e_code_steps and memory.trains_codes:
             phases.append(True)
         elif recipe.e2e_code_steps:

@@ -47,7 +47,7 @@ class TensorSource:
         """The files that hold them."""
         return [self.directory / name for name in sorted(set(self._file_of.values()))]
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
     def read(self, name: str) -> Tensor:

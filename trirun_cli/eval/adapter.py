@@ -68,7 +68,7 @@ class TrirunLM(TemplateLM):
             pretrained = open_model(pretrained, device=target, dtype=dtype, act_bits=act_bits)
         self._device = torch.device(target)
         self.model, self.tokenizer = pretrained, tokenizer
-        size = None if batch_size in (None, "auto") else int(batch_size)  # type: ignore[arg-type]
+        size = None if batch_size in (None, "auto") else int(batch_size)
         self.scorer = Scorer(pretrained, target, batch_size=size, cache=cache)
         self._stop_ids = {*stop_ids, self.eot_token_id}
         self._seed, self._cache, self._watch = seed, cache, watch
