@@ -127,8 +127,12 @@ def plan_run(
     recipe = with_options(load_recipe(recipe_file or configs_dir() / f"{preset}.yaml"), settings, overrides)
     if calibration is None:
         calibration = str(configs_dir() / "demo-model" / "calibration.txt")
+        wanted = recipe.samples
+        if "samples" not in settings:
+            recipe = _within_excerpt(recipe, calibration, model)
+        fewer = f" ({recipe.samples} sequences, recipe {recipe.name!r} has {wanted})" if recipe.samples < wanted else ""
         warn(
-            "calibrating on the short prose excerpt that ships with trirun; "
+            f"calibrating on the short prose excerpt that ships with trirun{fewer}; "
             "--calibration with text like the model's own use gives a better model"
         )
     calibration_data.check_source(calibration)
@@ -153,6 +157,13 @@ def plan_run(
                 f"--group-size {fits}, or for these layers alone: --override '{name.rsplit('.', 1)[-1]}=g{fits}'",
             )
     return Plan(model, out, recipe, calibration, pick_device(device), linears, blocks, overwrite)
+
+
+def _within_excerpt(recipe: Recipe, excerpt: str, model: Path) -> Recipe:
+    """The recipe with as many samples as the excerpt has of its length, which is a matter of the model's tokenizer."""
+    tokens = len(calibration_data.load_stream(excerpt, load_tokenizer(model), recipe.seed))
+    samples = min(recipe.samples, tokens // recipe.seqlen - recipe.held_out)
+    return recipe if samples < 1 or recipe.natural_length else dataclasses.replace(recipe, samples=samples)
 
 
 def load_calibration(plan: Plan) -> list[Tensor]:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from trirun_gptq.block import BlockRun
+from trirun_gptq.errors import QuantizationError
 from trirun_kernels.native import NativeError
 
 from trirun_cli import quantize_model
@@ -83,6 +84,25 @@ def test_a_mistaken_option_is_named_before_the_plan(trirun, plain_model, tmp_pat
     found, _, err = trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS, *options)
     assert found == code and words in err and "linear" not in err.split(words)[0] and "→" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_calibration_text_the_excerpt_is_enough_for_every_preset(plain_model, tmp_path):
+    def plan(preset, warnings, **settings):
+        return quantize_model.plan_run(
+            plain_model, tmp_path / "Q", preset=preset, recipe_file=None, settings=settings | {"group_size": 64},
+            overrides=[], calibration=None, device="cpu", overwrite=False, warn=warnings.append,
+        )  # fmt: skip
+
+    for preset, wanted in (("fast", 128), ("default", 256), ("best", 1024)):
+        warnings: list[str] = []
+        planned = plan(preset, warnings)
+        samples = planned.recipe.samples
+        assert len(quantize_model.load_calibration(planned)) == samples + planned.recipe.held_out
+        assert samples == min(wanted, 135) and planned.recipe.seqlen == 512
+        assert (f"({samples} sequences, recipe {preset!r} has {wanted})" in warnings[0]) == (samples < wanted)
+    # A number that was asked for is kept, or refused.
+    with pytest.raises(QuantizationError, match="272 sequences of 512 need 139264"):
+        quantize_model.load_calibration(plan("default", [], samples=256))
 
 
 def test_overrides_reach_the_checkpoint(trirun, plain_model, tmp_path):
