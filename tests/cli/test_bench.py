@@ -13,6 +13,7 @@ from trirun_cli.errors import CheckFailed, UsageError
 from trirun_cli.runtime import kernel_bench
 from trirun_cli.runtime.bench_shapes import load_shapes, parse_shapes
 from trirun_cli.runtime.bench_timing import copies, interleaved
+from trirun_cli.runtime.synthetic import random_ternary
 
 CPU = torch.device("cpu")
 QUICK = ("--shapes", "128x256,70x200", "--seconds", "0.001", "--device", "cpu", "-q")
@@ -104,13 +105,13 @@ def test_an_output_that_is_not_finite_is_an_error(monkeypatch):
     from trirun_kernels import ops
 
     monkeypatch.setattr(ops, "int2_gemm", lambda x, w, **_: torch.full((x.shape[0], w.n), float("nan")))
-    w = kernel_bench.random_weight(64, 128, QuantSpec(-1, 1.0), CPU)
+    w = random_ternary(64, 128, QuantSpec(-1, 1.0), torch.Generator())
     error, allowed = kernel_bench.checked_error(torch.ones(1, 128), w, 16)
     assert error > allowed
 
 
 def test_random_weights_are_ternary():
-    w = kernel_bench.random_weight(130, 300, QuantSpec(-1, 1.0), CPU)
+    w = random_ternary(130, 300, QuantSpec(-1, 1.0), torch.Generator())
     codes, scales, _ = unpack(w)
     assert codes.shape == (130, 300) and codes.unique().tolist() == [0, 1, 2]
     assert scales.min() > 0

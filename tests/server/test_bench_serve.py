@@ -96,6 +96,9 @@ def test_streams_that_go_wrong_are_errors():
         "cut": b'data: {"choices": [{"text": "x"}]}\n\n',
         "failed": b'data: {"error": {"message": "the device is gone"}}\n\ndata: [DONE]\n\n',
         "garbage": b"data: {\n\n",
+        "a number": b"data: 5\n\n",
+        "an error of its own kind": b'data: {"error": "no more"}\n\n',
+        "no text": b'data: {"usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n',
     }
 
     async def answer(request):
@@ -113,13 +116,19 @@ def test_streams_that_go_wrong_are_errors():
         await site.start()
         port = runner.addresses[0][1]
         async with Client(f"http://127.0.0.1:{port}/v1/") as client:
-            load = Load(["cut", "failed", "garbage", "busy"])
-            errors = [(await client.ask(load, i)).error for i in range(4)]
+            load = Load([*streams, "busy"])
+            samples = [await client.ask(load, i) for i in range(len(load.prompts))]
         await runner.cleanup()
-        return errors
+        return dict(zip(load.prompts, samples, strict=True))
 
-    cut, failed, garbage, busy = asyncio.run(scenario())
-    assert "without [DONE]" in cut and "the device is gone" in failed and garbage and busy == "status 429: too many"
+    samples = asyncio.run(scenario())
+    errors = {prompt: sample.error for prompt, sample in samples.items()}
+    assert "without [DONE]" in errors["cut"] and "the device is gone" in errors["failed"] and errors["garbage"]
+    assert "not an object" in errors["a number"] and "no more" in errors["an error of its own kind"]
+    assert errors["no text"] is None and errors["busy"] == "status 429: too many"
+    # Where no text came there was no first text, and no 0 that would flatter the median.
+    report = LoadResult(list(samples.values()), 1, 0).document()
+    assert report["latency_ms"]["time_to_first_token"] is None and report["generated_tokens"] == 1
 
 
 @pytest.fixture

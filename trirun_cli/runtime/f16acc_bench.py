@@ -13,7 +13,7 @@ from trirun_kernels.f16acc import chunk_length, f16acc_gemm
 
 from ..errors import CheckFailed
 from .bench_plot import require_matplotlib
-from .bench_timing import interleaved
+from .bench_timing import copies, interleaved
 
 # The original's accuracy picture: one row of a product of 14336 columns, normal times 0.1 · normal, σ about 12.
 PICTURE_N, PICTURE_K, PICTURE_ROWS = 4096, 14336, 512
@@ -85,8 +85,9 @@ def speeds(sizes: Sequence[int], device: torch.device, seconds: float) -> Iterat
     """
     generator = torch.Generator(device).manual_seed(0)
     for size in sizes:
-        # Two pairs of operands: what the first call leaves in the cache is of no use to the second.
-        pairs = [operands(size, size, size, generator, device) for _ in range(2)]
+        # Pairs of operands enough that the first is in no cache any more when the last has been read.
+        count = copies(2 * size * size * torch.float16.itemsize, device)
+        pairs = [operands(size, size, size, generator, device) for _ in range(count)]
         check(*pairs[0])
         calls = {name: [partial(call, *pair) for pair in pairs] for name, call in contestants(device).items()}
         for name, timing in interleaved(calls, device, seconds).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ..errors import CheckFailed
 from .bench_peers import Peer, peers_for
 from .bench_shapes import Shape
 from .bench_timing import Call, Timing, copies, interleaved, matrix_peak, read_bandwidth
+from .synthetic import random_ternary
 
 # Error allowed beside that of torch's 16-bit product on the dense weight, by the type of the sums (fp16: 2.7 times on
 # normal x, and x has outliers here); 8-bit activations round the output only.
@@ -69,7 +71,7 @@ class Result:
             "speedup_peer": min(others) / self.us if others else None,
         }
 
-    def document(self, machine: Machine) -> dict:
+    def document(self, machine: Machine) -> dict[str, Any]:
         return {**asdict(self), **self.derived(machine)}
 
 
@@ -106,7 +108,8 @@ def run(
         spec = QuantSpec(group_size, 1.0)
         packed_bytes = shape.n * shape.k // 4
         count = copies(packed_bytes, device)
-        weights = [random_weight(shape.n, shape.k, spec, device) for _ in range(count)]
+        generator = torch.Generator(device).manual_seed(0)
+        weights = [random_ternary(shape.n, shape.k, spec, generator) for _ in range(count)]
         peers = peers_for(shape.n, shape.k, dtype, device, group_size, act_bits)
         for m in rows:
             progress(f"{shape.label} {shape.n} × {shape.k}, m = {m}")
@@ -149,33 +152,22 @@ def _time(
     floor = timings.pop("floor").median if "floor" in timings else nbytes / (machine.read_gbps * 1e9)
     own = timings.pop("trirun")
     return Result(
-        shape.label,
-        shape.n,
-        shape.k,
-        m,
-        weights[0].spec.group_size,
-        act_bits,
-        str(x.dtype).removeprefix("torch."),
-        len(weights),
-        *errors,
-        own.median * 1e6,
-        own.spread * 1e6,
-        nbytes,
-        floor * 1e6,
-        {name: timing.median * 1e6 for name, timing in timings.items()},
+        label=shape.label,
+        n=shape.n,
+        k=shape.k,
+        m=m,
+        group_size=weights[0].spec.group_size,
+        act_bits=act_bits,
+        dtype=str(x.dtype).removeprefix("torch."),
+        copies=len(weights),
+        relative_error=errors[0],
+        allowed_error=errors[1],
+        us=own.median * 1e6,
+        spread_us=own.spread * 1e6,
+        weight_bytes=nbytes,
+        floor_us=floor * 1e6,
+        peers_us={name: timing.median * 1e6 for name, timing in timings.items()},
     )
-
-
-def random_weight(n: int, k: int, spec: QuantSpec, device: torch.device) -> PackedWeight:
-    """A ternary weight with random codes and scales, made in packed form."""
-    from trirun_kernels.packing import stored_shapes
-
-    words, groups = stored_shapes(n, k, spec)
-    bits = torch.randint(-(2**31), 2**31, words, dtype=torch.int64, device=device).to(torch.int32)
-    # Code 3 becomes 2: three levels, as ternary models have them.
-    bits ^= bits & (bits >> 1) & 0x55555555
-    scales = (torch.rand(groups, device=device) * 0.02 + 0.01).half()
-    return PackedWeight(bits, scales, None, n, k, spec)
 
 
 def outlier_rows(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:

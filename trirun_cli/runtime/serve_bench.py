@@ -50,13 +50,14 @@ class Sample:
     """One request as its client saw it. Seconds count from when it was sent, or due.
 
     Attributes:
-        prompt: which of the load's. gaps: seconds between chunks that brought text.
+        prompt: which of the load's. first_s: until the first text, None where none came.
+        gaps: seconds between chunks that brought text.
         text: the answer. error: what went wrong, None where nothing did.
         prompt_tokens, cached_tokens, generated_tokens: as the server counts them.
     """
 
     prompt: int
-    first_s: float = 0.0
+    first_s: float | None = None
     total_s: float = 0.0
     gaps: list[float] = field(default_factory=list)
     text: str = ""
@@ -78,7 +79,6 @@ class LoadResult:
     def document(self) -> dict[str, Any]:
         """Counts, rates per second, and latencies: percentiles in milliseconds."""
         good = [sample for sample in self.samples if sample.error is None]
-        written = [sample for sample in good if sample.generated_tokens > 1]
         generated = sum(sample.generated_tokens for sample in good)
         return {
             "requests": len(self.samples),
@@ -91,10 +91,14 @@ class LoadResult:
             "prompt_tokens": sum(sample.prompt_tokens for sample in good),
             "prompt_tokens_cached": sum(sample.cached_tokens for sample in good),
             "latency_ms": {
-                "time_to_first_token": _percentiles([sample.first_s for sample in good if sample.generated_tokens]),
+                "time_to_first_token": _percentiles([s.first_s for s in good if s.first_s is not None]),
                 "between_chunks": _percentiles([gap for sample in good for gap in sample.gaps]),
                 "per_output_token": _percentiles(
-                    [(sample.total_s - sample.first_s) / (sample.generated_tokens - 1) for sample in written]
+                    [
+                        (s.total_s - s.first_s) / (s.generated_tokens - 1)
+                        for s in good
+                        if s.first_s is not None and s.generated_tokens > 1
+                    ]
                 ),
                 "end_to_end": _percentiles([sample.total_s for sample in good]),
             },
@@ -172,15 +176,17 @@ class Client:
                 done = True
                 continue
             document = json.loads(line[6:])
+            if not isinstance(document, dict):
+                raise ValueError(f"a chunk is {line[6:40]!r}, not an object")
             if "error" in document:
-                sample.error = f"error in the stream: {document['error'].get('message')}"
+                sample.error = f"error in the stream: {_message(line[6:].decode())}"
                 return
             if usage := document.get("usage"):
-                sample.prompt_tokens = usage["prompt_tokens"]
-                sample.generated_tokens = usage["completion_tokens"]
+                sample.prompt_tokens = usage.get("prompt_tokens") or 0
+                sample.generated_tokens = usage.get("completion_tokens") or 0
                 sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            for choice in document["choices"]:
-                if not choice["text"]:
+            for choice in document.get("choices") or ():
+                if not choice.get("text"):
                     continue
                 now = time.perf_counter()
                 if last:
