@@ -245,8 +245,11 @@ def write(out: Path, results: list[dict]) -> None:
     """OUT.json and OUT.md, in the table's order."""
     order = {row.label: at for at, row in enumerate(rows())}
     results = sorted(results, key=lambda r: (order.get(r["row"], len(order)), r["seed"]))
-    out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     out.with_suffix(".md").write_text(table(results), encoding="utf-8")
+    # Replaced as a whole: a run that is killed while it writes loses nothing that was measured.
+    part = out.with_suffix(".json.part")
+    part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    part.replace(out.with_suffix(".json"))
 
 
 def main() -> None:
