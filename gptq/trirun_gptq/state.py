@@ -22,7 +22,8 @@ from .quantized import Quantized
 from .source import TensorSource
 
 FORMAT = 1
-EDGE = 1 << 20  # bytes hashed at either end of a weight file, beside its size
+PIECE = 1 << 15  # bytes of a weight file that are hashed at a time
+PIECES = 1 << 10  # at most, spread over the file: up to 32 MiB all of it, and of large ones something of every matrix
 
 
 class RunState:
@@ -98,14 +99,14 @@ class RunState:
         return self.directory / f"block-{index:04d}.safetensors"
 
 
-class Recorded(Protocol):
+class Settings(Protocol):
     """What determines a run, as plain values: a recipe of either kind."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
 def fingerprint(
-    source: TensorSource, recipe: Recorded, calibration: list[Tensor], device: torch.device
+    source: TensorSource, recipe: Settings, calibration: list[Tensor], device: torch.device
 ) -> dict[str, str]:
     """What must be equal for two runs to give the same bytes, each part under its own name."""
     files = hashlib.sha256()
@@ -113,9 +114,9 @@ def fingerprint(
         size = path.stat().st_size
         files.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as file:
-            files.update(file.read(EDGE))
-            file.seek(max(0, size - EDGE))
-            files.update(file.read(EDGE))
+            for start in (*range(0, size, max(PIECE, -(-size // PIECES))), max(0, size - PIECE)):
+                file.seek(start)
+                files.update(file.read(PIECE))
     tokens = hashlib.sha256()
     for sequence in calibration:
         tokens.update(f"{len(sequence)}:".encode() + sequence.numpy().tobytes())

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model import quantize_model
 from trirun_gptq.observer import Observer
@@ -158,6 +159,17 @@ def test_the_state_of_another_run_is_refused(tmp_path):
         run(model, state_dir=state)
     (state / "state.json").write_text("{")
     with pytest.raises(QuantizationError, match=r"state.json is damaged"):
+        run(model, state_dir=state)
+
+
+def test_other_weights_of_the_same_shapes_are_another_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("trirun_gptq.state.PIECE", 256)
+    model, state = make_model(tmp_path / "model"), tmp_path / "state"
+    run(model, state_dir=state)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1.5
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(QuantizationError, match=r"state of another run \(different weights\)"):
         run(model, state_dir=state)
 
 
