@@ -91,7 +91,6 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
     features = [_feature_sum(block, _chosen_fraction(config, block)) for block in skeleton.blocks]
     # Inputs and outputs of every linear layer, and as much again of what lies between them; kept for a backward pass.
     activations = round(BATCH_TOKENS * max(features) * 4 * (2 if recipe.refine_steps else 1))
-    block = 2 * 4 * max(weights) + activations
     solve = max(_solve_bytes(block) for block in skeleton.blocks)
     refine = 0
     if recipe.refine_steps:
@@ -105,23 +104,22 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
         e2e_codes = sum(weights) * CODE_BYTES if recipe.e2e_code_steps else 0
         # Between two linear layers about twice as much lies as goes through them.
         e2e_kept = round(3 * BATCH_TOKENS * 4 * sum(features))
-    free = free_bytes(device)
-    host = torch.device("cpu")
+    free, host = free_bytes(device), torch.device("cpu")
     places = [Placement(device, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     if device.type == "cuda":
         places.append(Placement(device, host, torch.bfloat16))
     plans = [
         MemoryPlan(
             device,
-            free,
-            block,
-            solve,
-            refine,
-            e2e,
-            e2e_codes,
-            e2e_kept,
-            STREAMS * tokens * hidden * place.dtype.itemsize,
-            place,
+            free=free,
+            block=2 * 4 * max(weights) + activations,
+            solve=solve,
+            refine=refine,
+            e2e=e2e,
+            e2e_codes=e2e_codes,
+            e2e_kept=e2e_kept,
+            streams=STREAMS * tokens * hidden * place.dtype.itemsize,
+            place=place,
         )
         for place in places
     ]

@@ -39,11 +39,6 @@ class Problem:
         """Ŵ, float32 [n, k], from codes (any dtype) and stored scales."""
         return dequantize_codes(codes, scales, self.spec, zeros)
 
-    def row_losses(self, dense: Tensor) -> Tensor:
-        """The loss of each row, [n]."""
-        error = dense - self.target.weight
-        return ((error @ self.target.hessian) * error).sum(1)
-
 
 def descend(problem: Problem, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """One sweep of exact coordinate descent: each column in turn takes its best codes given all others.
