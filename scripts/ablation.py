@@ -7,42 +7,28 @@ on a CPU). The pieces and the presets are measured with every seed of --seeds (a
 choices with the first; rows can be chosen with --only REGEX. --jobs N measures N rows at a time, on one device: minutes
 then say something beside each other only. What ablation.json holds already is not measured again.
 
-The protocol: windows of 512 tokens spread evenly over the validation text, float32 logits of the dense model with the
-dequantized weights.
+The protocol is that of quality.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
-import copy
 import dataclasses
 import functools
 import json
 import math
 import multiprocessing
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+# quality finds the package in a checkout.
+from quality import Bench, arguments, peak_bytes, preset, write
+from trirun_gptq.calibration import load
+from trirun_gptq.recipe import Recipe
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "gptq")]
-
-from trirun_gptq.calibration import load  # noqa: E402
-from trirun_gptq.grid import round_to_nearest  # noqa: E402
-from trirun_gptq.model import quantize_model  # noqa: E402
-from trirun_gptq.observer import Report  # noqa: E402
-from trirun_gptq.recipe import Recipe, load_recipe  # noqa: E402
-from trirun_gptq.train.start import collected  # noqa: E402
-from trirun_gptq.writing import Collected  # noqa: E402
-
+NEAREST = "round to nearest"
 PLAIN = {"clip": False, "act_order": False, "sweeps": 0, "refit": False, "sequential": False, "correction": 0.0}
 PIECES = [
     {"clip": True},
@@ -52,9 +38,6 @@ PIECES = [
     {"sequential": True},
     {"correction": 0.5},
 ]
-
-
-NEAREST = "round to nearest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +51,7 @@ class Row:
 
 def rows() -> list[Row]:
     """Every row, in the table's order."""
-    fast, default, best = (load_recipe(ROOT / "configs" / f"{name}.yaml") for name in ("fast", "default", "best"))
+    fast, default, best = map(preset, ("fast", "default", "best"))
     replace = dataclasses.replace
     signed = replace(fast, grid="signed")
     settings = dict(PLAIN)
@@ -96,56 +79,6 @@ def rows() -> list[Row]:
         Row("fast, natural length", replace(fast, natural_length=True)),
     ]
     return table
-
-
-class Bench:
-    """The original model, its log-probabilities on the validation windows, and how a variant compares with them."""
-
-    def __init__(self, model_dir: Path, valid: Path, windows: int, device: str) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        self.model_dir, self.device = model_dir, device
-        self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(device)
-        ids = torch.tensor(self.tokenizer(valid.read_text(encoding="utf-8"), verbose=False)["input_ids"])
-        starts = torch.linspace(0, len(ids) // 512 - 1, windows).long() * 512
-        self.windows = torch.stack([ids[start : start + 512] for start in starts.tolist()])
-        self.reference = list(self.log_probabilities(self.model))
-
-    def log_probabilities(self, model: torch.nn.Module):
-        with torch.inference_mode():
-            for batch in self.windows.to(self.device).split(8):
-                yield model(batch).logits.float().log_softmax(-1)
-
-    def score(self, model: torch.nn.Module) -> tuple[float, float]:
-        """Perplexity, and the mean divergence KL(original ‖ model) per token in nats."""
-        loss = divergence = count = 0.0
-        batches = self.windows.to(self.device).split(8)
-        for batch, mine, original in zip(batches, self.log_probabilities(model), self.reference, strict=True):
-            loss += F.nll_loss(mine[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()
-            divergence += F.kl_div(mine, original, reduction="sum", log_target=True).item()
-            count += batch[:, 1:].numel()
-        return math.exp(loss / count), divergence / (self.windows.numel())
-
-    def nearest(self, recipe: Recipe) -> torch.nn.Module:
-        """The model with every block's linear layers rounded to nearest."""
-        model = copy.deepcopy(self.model)
-        for name, module in model.named_modules():
-            choice = recipe.choice(name)
-            if isinstance(module, torch.nn.Linear) and name != "lm_head" and choice is not None:
-                rounded = round_to_nearest(module.weight.data, choice[0], levels=3 if choice[1] else 4, clip=False)
-                module.weight.data = rounded.dequantize()
-        return model
-
-    def quantized(self, recipe: Recipe, sequences: list[Tensor]) -> tuple[torch.nn.Module, Report]:
-        """The model quantized as the recipe says, and the report of it."""
-        written = Collected()
-        report = quantize_model(self.model_dir, recipe, sequences, written, device=self.device)
-        model = copy.deepcopy(self.model)
-        shapes = ((module.name, module.n, module.k, module.spec) for module in report.modules)
-        for name, weight in collected(written, shapes).items():
-            model.get_submodule(name).weight.data.copy_(weight.dequantize())
-        return model, report
 
 
 def measure(bench: Bench, row: Row, seed: int, calibration: str) -> dict:
@@ -179,11 +112,6 @@ def repeats(result: dict, row: Row, conditions: dict) -> bool:
     """Whether a result is of the row as it is now and of the same conditions."""
     recipe = None if row.recipe is None else dataclasses.replace(row.recipe, seed=result["seed"]).to_dict()
     return result["recipe"] == recipe and result | conditions == result
-
-
-def peak_bytes(report: Report) -> int:
-    """The most memory a run took: of the GPU where there is one, else of the process."""
-    return max(cost.device_bytes for cost in report.stages.values()) or report.peak_bytes
 
 
 made_bench = functools.cache(Bench)  # one in each process
@@ -241,27 +169,15 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(out: Path, results: list[dict]) -> None:
-    """OUT.json and OUT.md, in the table's order."""
+def in_order(results: list[dict]) -> list[dict]:
+    """As the table has them."""
     order = {row.label: at for at, row in enumerate(rows())}
-    results = sorted(results, key=lambda r: (order.get(r["row"], len(order)), r["seed"]))
-    out.with_suffix(".md").write_text(table(results), encoding="utf-8")
-    # Replaced as a whole: a run that is killed while it writes loses nothing that was measured.
-    part = out.with_suffix(".json.part")
-    part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    part.replace(out.with_suffix(".json"))
+    return sorted(results, key=lambda r: (order[r["row"]], r["seed"]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--valid", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="file name without suffix")
-    parser.add_argument("--windows", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
+    parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0", help="comma-separated; the mean of them and their spread are shown")
-    parser.add_argument("--only", default="", help="regular expression on the row labels")
     parser.add_argument("--jobs", type=int, default=1, help="rows measured at a time, all on one device")
     options = parser.parse_args()
 
@@ -279,7 +195,8 @@ def main() -> None:
     for result in measurements(bench, options.calibration, tasks, options.jobs):
         results.append(result)
         print("{row:40s} seed {seed} {perplexity:9.3f} {kl:8.4f} {seconds:7.1f} s".format(**result), flush=True)
-        write(options.out, results)
+        results = in_order(results)
+        write(options.out, results, table(results))
 
 
 if __name__ == "__main__":

@@ -16,16 +16,16 @@ import dataclasses
 import json
 import math
 import re
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from ablation import PLAIN, ROOT, Bench, load, load_recipe, peak_bytes
+# quality, which ablation imports first, finds the package in a checkout.
+from ablation import PLAIN
+from quality import Bench, arguments, peak_bytes, preset, write
+from torch import Tensor, nn
+from trirun_gptq.calibration import load
 
 SAMPLES, LENGTH, HELD_OUT = 128, 512, 16
 # A dense model, bits per weight, and peak GPU bytes where the method resets PyTorch's own count.
@@ -106,13 +106,13 @@ def gptqmodel(group_size: int) -> Row:
     return run
 
 
-def trirun(preset: str, **settings: object) -> Row:
+def trirun(name: str, **settings: object) -> Row:
     """A preset of ours on the peers' 128 sequences, the held-out ones among them."""
 
     def run(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float, int | None]:
         held_out = min(HELD_OUT, len(sequences) // 2)
         recipe = dataclasses.replace(
-            load_recipe(ROOT / "configs" / f"{preset}.yaml"),
+            preset(name),
             samples=len(sequences) - held_out,
             seqlen=LENGTH,
             held_out=held_out,
@@ -139,7 +139,7 @@ def original(bench: Bench, sequences: list[Tensor], options: argparse.Namespace)
 
 def nearest(bench: Bench, sequences: list[Tensor], options: argparse.Namespace) -> tuple[nn.Module, float, int | None]:
     """Every weight rounded to the nearest level of a grid that reaches its group's extremes."""
-    recipe = dataclasses.replace(load_recipe(ROOT / "configs" / "fast.yaml"), grid="signed")
+    recipe = dataclasses.replace(preset("fast"), grid="signed")
     return bench.nearest(recipe), 2 + 16 / 128, None
 
 
@@ -201,22 +201,15 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--valid", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="file name without suffix")
+    parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--windows", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="regular expression on the row labels")
     parser.add_argument("--quick", action="store_true", help="two steps of every training: do they run?")
     options = parser.parse_args()
 
     bench = Bench(options.model, options.valid, options.windows, options.device)
     recipe = dataclasses.replace(
-        load_recipe(ROOT / "configs" / "fast.yaml"), samples=options.samples, held_out=0, seqlen=LENGTH, correction=0.0,
+        preset("fast"), samples=options.samples, held_out=0, seqlen=LENGTH, correction=0.0,
         seed=options.seed,
     )  # fmt: skip
     sequences = load(options.calibration, bench.tokenizer, recipe)
@@ -227,8 +220,7 @@ def main() -> None:
         entry = measure(label, row, bench, sequences, options)
         results.append(entry)
         print(json.dumps(entry), flush=True)
-        options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        options.out.with_suffix(".md").write_text(table(results), encoding="utf-8")
+        write(options.out, results, table(results))
 
 
 if __name__ == "__main__":
