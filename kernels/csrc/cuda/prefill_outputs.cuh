@@ -77,6 +77,16 @@ struct Consumer {
     asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
   }
 
+  // Brings what `begin` will ask for to L2, where there are no registers to ask for it early.
+  __device__ __forceinline__ void expect(int row_tile) {
+    row0 = row_tile * kRowTile;
+    if (args.channel_scales && stored(0, 0) < args.padded_n)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(args.channel_scales + stored(0, 0)));
+    if (args.bias && row(0, 0) < args.n)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(args.bias) +
+                                                    row(0, 0) * (args.y_dtype == TRIRUN_F32 ? 4 : 2)));
+  }
+
   // Everything the outputs need beside the sums, asked for before the sums are computed.
   __device__ __forceinline__ void begin(int row_tile, int token_tile) {
     row0 = row_tile * kRowTile, token0 = token_tile * Tokens;

@@ -38,7 +38,7 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
   const auto load_x = [&](int stage, int k, int token_tile) {
     tensor_load(base + stage * Shape::kX, &args.x, full + 8 * stage, k * Shape::kColumns, token_tile * Shape::kTokens);
   };
-  Walk walk(args, Shape::kTurns, blockIdx.x);
+  Walk walk(args, Shape::kTurns);
   int row_tile, token_tile;
   place(args, walk.tile, row_tile, token_tile);
   // Weights never depend on the kernel before this one: the first stages are asked for before it has ended.
@@ -126,13 +126,16 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     for (int j = 0; j < kRowBlocks; ++j) int8_mask[j] = 0x03030303u << 2 * (j ^ 2 * group);
 
     int ring = kTurns == 1 ? 0 : group;  // stages before this warpgroup's next one, of all tiles
-    Walk walk(args, kTurns, blockIdx.x);
+    Walk walk(args, kTurns);
     const int tile0 = walk.tile;
     do {
       const int first = walk.first, last = walk.last;
       int row_tile, token_tile;
       place(args, walk.tile, row_tile, token_tile);
-      if (kTurns == 1) part.begin(row_tile, token_tile);
+      if (kTurns == 1)
+        part.begin(row_tile, token_tile);
+      else
+        part.expect(row_tile);
       // Row block j ^ (2 group) of the strip: the two that this warpgroup writes come first. Set to zero rather than
       // overwritten by the first wgmma, which counts as reading them and would keep them alive through the outputs.
       Accumulator sum[kRowBlocks][Tokens / 2] = {};
@@ -376,7 +379,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         part.end_outputs(own, end, false);
       }
     } while (walk.next());
-    if (lane == 0) store_wait();
+    if (lane == 0) store_wait_read();  // the copies end before the kernel does
     if (args.remainder) grid_dependency_wait();
   }
 #endif

@@ -20,14 +20,14 @@ __device__ __forceinline__ void place(const PrefillArguments& a, int tile, int& 
 // The tiles of a CTA, one after another, and of each the stages [first, last).
 struct Walk {
   const PrefillArguments& args;
-  const int turns, cta;
+  const int turns;
   int tile, first, last;
   int left = 0;  // units of later tiles
 
-  __device__ __forceinline__ Walk(const PrefillArguments& a, int t, int c) : args(a), turns(t), cta(c) {
+  __device__ __forceinline__ Walk(const PrefillArguments& a, int t) : args(a), turns(t) {
     if (a.share > 0) {
-      const int at = a.start(cta);
-      left = a.start(cta + 1) - at;
+      const int at = a.start(blockIdx.x);
+      left = a.start(blockIdx.x + 1) - at;
       tile = at / a.units;
       enter(at - tile * a.units);
     } else {
@@ -62,12 +62,6 @@ struct ArrivalCounter {
   static __device__ __forceinline__ int count(uint64_t seen) {
     return seen >> 16 == kMark >> 16 ? int(seen & 0xffff) : 0;
   }
-  // Whether all others have arrived, as far as is known here.
-  __device__ __forceinline__ bool others_are_here() const {
-    uint64_t seen;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
-    return count(seen) == total - 1;
-  }
   // By one lane of a warp whose lanes have stored what belongs to the count. True for the last, which sees what all of
   // them stored.
   __device__ __forceinline__ bool arrive() const {
@@ -96,43 +90,30 @@ struct SharedTile {
   const int thread, begin, first, last;  // the tile's first unit, its first and last CTA
   const bool later;                      // not the first tile of this CTA
   const ArrivalCounter counter;
-  bool others_are_here = false;
 
   __device__ __forceinline__ SharedTile(const PrefillArguments& a, int tile, int tile0, int t)
       : args(a), thread(t), begin(tile * a.units), first(a.owner(begin)), last(a.owner(begin + a.units - 1)),
-        later(tile != tile0),
-        counter{a.counters + first * (kConsumers / 32) + t / 32, last - first + 1} {
-    // Asked for before it is needed.
-    if (last > first) others_are_here = counter.others_are_here();
-  }
+        later(tile != tile0), counter{a.counters + first * (kConsumers / 32) + t / 32, last - first + 1} {}
 
   __device__ __forceinline__ uint4* part(int cta, bool later, int quarters) const {
     return args.parts + static_cast<int64_t>(2 * cta + later) * quarters * kConsumers + thread;
   }
 
-  // Leaves this thread's sums in the workspace; or, in the warp that comes last, turns them into the sums of all
-  // CTAs, added in their order, and returns true. Who finds all others' sums there does not store his own, if there
-  // are registers to keep them in.
+  // Leaves this thread's sums in the workspace; in the warp that comes last turns them into the sums of all CTAs, added
+  // in their order, and returns true.
   template <typename Accumulator, int Quarters>
-  __device__ __forceinline__ bool add(Accumulator (&total)[Quarters][4]) {
-    constexpr bool kKeeps = Quarters <= 8;
+  __device__ __forceinline__ bool add(Accumulator (&total)[Quarters][4]) const {
     constexpr int kChunk = Quarters < 16 ? Quarters : 16;  // as many loads in flight as there are registers for
     if (last == first) return true;
-    bool is_last = kKeeps && __shfl_sync(~0u, others_are_here, 0);
-    if (!is_last) {
-      uint4* to = part(blockIdx.x, later, Quarters);
+    uint4* to = part(blockIdx.x, later, Quarters);
 #pragma unroll
-      for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
-    }
+    for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
+    bool is_last = false;
     __syncwarp();
     if (thread % 32 == 0) is_last = counter.arrive();
     if (!__shfl_sync(~0u, is_last, 0)) return false;
-    Accumulator own[kKeeps ? Quarters : 1][4];
 #pragma unroll
-    for (int i = 0; i < 4 * Quarters; ++i) {
-      if (kKeeps) own[i / 4][i % 4] = total[i / 4][i % 4];
-      total[i / 4][i % 4] = 0;
-    }
+    for (int i = 0; i < 4 * Quarters; ++i) total[i / 4][i % 4] = 0;
 #pragma unroll
     for (int chunk = 0; chunk < Quarters; chunk += kChunk) {
 #pragma unroll 1
@@ -140,11 +121,7 @@ struct SharedTile {
         const uint4* from = part(cta, args.start(cta) < begin, Quarters);
 #pragma unroll
         for (int q = chunk; q < chunk + kChunk; ++q) {
-          uint4 v;
-          if (kKeeps && cta == int(blockIdx.x))
-            v = reinterpret_cast<const uint4&>(own[q]);
-          else
-            v = __ldcg(from + q * kConsumers);
+          const uint4 v = __ldcg(from + q * kConsumers);
           const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
           for (int e = 0; e < 4; ++e) total[q][e] += reinterpret_cast<const Accumulator&>(words[e]);
