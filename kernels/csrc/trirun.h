@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 4
+#define TRIRUN_ABI_VERSION 5
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -215,7 +215,8 @@ enum {
   TRIRUN_KERNEL_PREFILL_WGMMA = 4, /* prefill, wgmma fp16/bf16 with the weights in registers: sm_90a */
   TRIRUN_KERNEL_PREFILL_SM80 = 5,  /* prefill, mma.sync fp16/bf16: sm_80 and newer */
   TRIRUN_KERNEL_PREFILL_W2A8 = 6,  /* prefill on 8-bit activations, wgmma u8.s8: sm_90a */
-  TRIRUN_KERNEL_DEQUANTIZE = 7     /* writes the dense weight [n][k] to y in its dtype; x is not read */
+  TRIRUN_KERNEL_DEQUANTIZE = 7,    /* writes the dense weight [n][k] to y in its dtype; x is not read */
+  TRIRUN_KERNEL_RUNS = 8           /* decode of many rows with one scale per output channel: sm_90a */
 };
 
 /* How a product is computed: the kernel and its tile, chosen by trirun_kernels/select.py. A field that a family does
@@ -240,8 +241,8 @@ size_t trirun_cuda_int2_workspace(const trirun_int2* w, int64_t m, int dtype, in
 
 /* As trirun_cpu_int2_gemm, on the current device and the given cudaStream_t. Nothing is allocated; the workspace
  * (256-byte aligned; its first 64 KiB zero before the first product that counts arrivals there, a split of
- * TRIRUN_KERNEL_STREAM_SM80 or TRIRUN_KERNEL_COLUMNS on quantized activations, and kept zero by all) belongs to the
- * stream.
+ * TRIRUN_KERNEL_STREAM_SM80 or TRIRUN_KERNEL_COLUMNS or _RUNS on quantized activations, and kept zero by all) belongs
+ * to the stream.
  * The kernels read words, scales, zeros and bias before the stream's previous kernel has ended (programmatic
  * dependent launch): these must not be written by that very kernel. x and the workspace may be. */
 int trirun_cuda_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,

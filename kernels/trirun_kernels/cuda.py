@@ -11,7 +11,7 @@ from torch import Tensor
 from .cpu import DTYPES
 from .native import Int2Struct, NativeError, load
 from .packing import PackedWeight
-from .select import COLUMNS, DECODE_ROWS, DEQUANTIZE, STREAM_SM80, Device, Plan, select
+from .select import COLUMNS, DECODE_ROWS, DEQUANTIZE, PREFILL, RUNS, STREAM_SM80, Device, Plan, select
 from .spec import QuantSpec
 
 
@@ -144,7 +144,7 @@ def _gemm(x: Tensor, w: PackedWeight, bias: Tensor | None, y: Tensor, act_bits: 
         run_plan(dense, w, None, dense, act_bits, plan)
         torch.matmul(x, dense.T, out=y) if bias is None else torch.addmm(bias, x, dense.T, out=y)
         return
-    if plan.kernel > COLUMNS and (x.data_ptr() % 16 or x.stride(0) % 8):
+    if plan.kernel in PREFILL and (x.data_ptr() % 16 or x.stride(0) % 8):
         # The copy engine reads rows that start on 16 bytes.
         aligned = torch.empty((x.shape[0], -(-w.k // 8) * 8), dtype=x.dtype, device=x.device)
         aligned[:, : w.k] = x
@@ -179,8 +179,8 @@ def _workspace(
     if torch.cuda.is_current_stream_capturing():
         # From the graph's own pool. Only counters need zeros, and then the graph itself must write them: what was zero
         # at capture need not be at replay. Otherwise a fill would be one more kernel in every replay.
-        # The columns kernel's are zeroed by the kernel that quantizes x, where there is one.
-        counts = plan.cta_split > 1 if plan.kernel == STREAM_SM80 else plan.kernel == COLUMNS and quantized
+        # Those of COLUMNS and RUNS are zeroed by the kernel that quantizes x, where there is one.
+        counts = plan.cta_split > 1 if plan.kernel == STREAM_SM80 else plan.kernel in (COLUMNS, RUNS) and quantized
         return (torch.zeros if counts else torch.empty)(size, dtype=torch.uint8, device=device)
     key = (device.index, _stream())
     held = _workspaces.get(key)

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 
 from .cuda_prefill import ROW_TILE, prefill_tile
 
-STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANTIZE = range(1, 8)  # TRIRUN_KERNEL_*
+# TRIRUN_KERNEL_* of csrc/trirun.h
+STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANTIZE, RUNS = range(1, 9)
+PREFILL = (PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8)
 UNIT = 128  # k of one pipeline stage, K_PAD of the layout
 STRIP = 64  # out_features that stream together
+SLICE = 32  # rows of x of one CTA of the kernel of runs
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
+MEDIUM = 1 << 26
 LONG = 1 << 14  # columns of x
 DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
@@ -80,10 +84,10 @@ def select(
     # 64 rows, which groups of 32 and odd zero points do not have.
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
-        tile_of_64 = plain and group_size != 32
+        tile_of_64 = plain and group_size != 32 and not (group_size == -1 and act_bits == 16 and n * k >= MEDIUM)
         limit = 32 if tile_of_64 and not (quantized or wide) else DECODE_ROWS
     if m <= limit or quantized or wide:
-        plan = _decode(n, k, m, group_size, act_bits, device, quantized) if m <= limit else None
+        plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide) if m <= limit else None
         if plan is not None:
             return plan
         if quantized or wide:
@@ -93,11 +97,16 @@ def select(
     return _prefill(n, k, m, group_size, act_bits, device, plain)
 
 
-def _decode(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool) -> Plan | None:
+def _decode(
+    n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool, wide: bool
+) -> Plan | None:
     columns = m * (2 if act_bits == 16 else 1)
     # Large weights take wgmma a tile earlier: one copy of x for four strips is less traffic from L2, and long rows of x
     # need not fit the shared memory at once.
     if device.arch == 90 and (columns > 16 or (columns > 8 and (n * k >= LARGE or k >= LONG))):
+        # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
+        if group_size == -1 and (act_bits == 8 or not (quantized or wide)):
+            return _runs(n, k, m, act_bits, device)
         return _columns(n, k, m, group_size, act_bits, device)
     for warps, warp_split, cta_split, stages, per_sm, fused in _stream_candidates(n, k, m, device, quantized):
         warp_split = min(warp_split, _floor_power(k // UNIT // cta_split))
@@ -187,6 +196,28 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
         # int32 sums over a CTA's part of a tile are exact up to so many k.
         ctas = max(ctas, -(-tiles * units // (EXACT_SUM // UNIT)))
     return Plan(COLUMNS, stages=stages, ctas=ctas)
+
+
+def _runs(n: int, k: int, m: int, act_bits: int, device: Device) -> Plan:
+    """As :func:`_columns` for one scale per output channel: up to 32 rows of x a slice, and the k of all tiles divided
+    equally among the CTAs of a slice."""
+    slices, digits = -(-m // SLICE), 2 if act_bits == 16 else 1
+    width = max(16, 1 << (min(m, SLICE) * digits - 1).bit_length())
+    rows = width // digits
+    # Words, digits and their scales; beside the ring eight warps' outputs. What is left of 228 KiB is for two CTAs of
+    # the kernel that quantizes x, which wait beside this one.
+    stage = 4 * 2048 + UNIT * width + 128 * -(-rows * 8 // 128)
+    stages = min(16, (224 * 1024 - 1280 - 8 * 80 * rows) // stage)
+    sms, tiles, units = device.sms // slices, -(-n // (STRIP * 4)), k // UNIT
+    # As many CTAs to every tile, each with eight units at least, or equal shares that cross the tiles' borders.
+    whole = max(1, min(sms // tiles, units // 8))
+    ctas = min(sms, tiles * units)
+    if tiles <= sms and (10 * tiles * whole >= 9 * sms or units // (whole + 1) < 8):
+        ctas = tiles * whole
+    if act_bits == 8 and k > EXACT_SUM:
+        # int32 sums over a CTA's part of a tile are exact up to so many k.
+        ctas = max(ctas, -(-tiles * units // (EXACT_SUM // UNIT)))
+    return Plan(RUNS, stages=stages, ctas=ctas)
 
 
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:

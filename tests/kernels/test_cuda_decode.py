@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 from trirun_kernels import cuda
 from trirun_kernels.activations import activation_bytes, int2_gemm_quantized, quantize_activations
 from trirun_kernels.native import NativeError, library_path
-from trirun_kernels.select import COLUMNS, STREAM, STREAM_SM80, Plan
+from trirun_kernels.select import COLUMNS, RUNS, STREAM, STREAM_SM80, Plan
 
 if not library_path("cuda").exists():
     pytest.skip("libtrirun_cuda.so is not built", allow_module_level=True)
@@ -61,7 +61,7 @@ def poisoned(x, w, bias=None, act_bits=16, plan=None):
     return y
 
 
-def plans(m, k, act_bits):
+def plans(m, k, act_bits, group_size):
     units = -(-k // 128)
     columns = m * (2 if act_bits == 16 else 1)
     if columns <= 16:
@@ -75,6 +75,8 @@ def plans(m, k, act_bits):
     if HOPPER and columns > 8:
         for ctas, stages in ((1, 4), (3, 3), (7, 2), (132, 2)):
             yield Plan(COLUMNS, ctas=ctas, stages=stages)
+            if group_size == -1:
+                yield Plan(RUNS, ctas=ctas, stages=stages + 1)
 
 
 @pytest.mark.parametrize("group_size, zero", GRIDS)
@@ -86,7 +88,7 @@ def test_every_plan_on_every_grid(group_size, zero, act_bits):
             x = rows(m, k)
             bias = torch.randn(n, device="cuda").half()
             reference = exact(x, w, bias, act_bits)
-            for plan in plans(m, k, act_bits):
+            for plan in plans(m, k, act_bits, group_size):
                 assert error(poisoned(x, w, bias, act_bits, plan), reference) < TOLERANCE[x.dtype], (n, k, m, plan)
 
 
@@ -99,6 +101,27 @@ def test_every_row_count(dtype, act_bits):
             continue
         x = rows(m, 1152, dtype)
         assert error(int2_gemm(x, w, act_bits=act_bits), exact(x, w, None, act_bits)) < TOLERANCE[dtype], m
+
+
+def spiked(m, k, channels, factor):
+    """Normal rows, some columns of which are larger in every row, as in language models."""
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(2))
+    x[:, channels] *= factor
+    return x.to("cuda", torch.float16)
+
+
+@pytest.mark.skipif(not HOPPER, reason="one scale for several units of k needs wgmma")
+@pytest.mark.parametrize(
+    "channels, factor",
+    [([], 1), ([77], 200), ([5, 1500, 2600, 4000], 100), ([5, 1500, 2600, 4000], 1000), (slice(0, None, 512), 60)],
+)
+def test_outliers_of_every_kind(channels, factor):
+    w = weight(512, 4096)
+    for m in (16, 32, 64):
+        x = spiked(m, 4096, channels, factor)
+        reference = exact(x, w)
+        rounding = error(reference.half(), reference)
+        assert error(poisoned(x, w, None, 16, Plan(RUNS, ctas=5, stages=4)), reference) < 1.5 * rounding
 
 
 @pytest.mark.parametrize("n, k", [(1, 2), (65, 130), (100, 200), (63, 127), (1000, 999), (257, 4100)])
@@ -235,6 +258,7 @@ def test_plans_without_an_instance_are_refused():
         Plan(STREAM, warps=16, warp_split=16, cta_split=4, stages=4),
         Plan(COLUMNS, ctas=1, stages=99),
         Plan(COLUMNS, ctas=0, stages=4),
+        Plan(RUNS, ctas=4, stages=2),
     ):
         with pytest.raises(NativeError, match=r"x torch.float16 \[1, 8192\], n=64"):
             cuda.run_plan(x, w, None, y, 16, plan)

@@ -9,6 +9,7 @@ from trirun_kernels.select import (
     PREFILL_SM80,
     PREFILL_W2A8,
     PREFILL_WGMMA,
+    RUNS,
     SHARED_MEMORY,
     STREAM,
     STREAM_SM80,
@@ -44,9 +45,10 @@ def test_every_plan_is_launchable(device):
             assert plan.stages in (2, 3, 4, 6), where
             assert shared_bytes(n, k, m, group, bits, plan) <= SHARED_MEMORY.get(device.arch, 99) * 1024, where
             assert plan.fused in (0, 1) and m <= 8 * (1 + (bits == 8)), where
-        elif plan.kernel == COLUMNS:
+        elif plan.kernel in (COLUMNS, RUNS):
             assert device.arch == 90 and m <= 64, where
-            assert 1 <= plan.ctas <= 2048 and 2 <= plan.stages <= 16, where
+            assert plan.kernel == COLUMNS or group == -1, where
+            assert 1 <= plan.ctas <= 2048 and (3 if plan.kernel == RUNS else 2) <= plan.stages <= 16, where
         else:
             assert plan.kernel == (PREFILL_SM80 if device.arch != 90 else plan.kernel), where
 
@@ -69,13 +71,16 @@ def test_many_rows_prefill():
     assert select(4096, 4096, 65, 128, 16, H200).kernel == PREFILL_WGMMA
     assert select(4096, 4096, 65, -1, 8, H200).kernel == PREFILL_W2A8
     assert select(4096, 4096, 65, 128, 8, H200).kernel == PREFILL_WGMMA
-    assert select(4096, 4096, 16, -1, 16, H200).kernel == COLUMNS
-    assert select(4096, 4096, 32, -1, 16, H200).kernel == COLUMNS
+    assert select(4096, 4096, 16, -1, 16, H200).kernel == RUNS
+    assert select(4096, 4096, 32, -1, 16, H200).kernel == RUNS
+    assert select(4096, 4096, 32, 128, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
+    assert select(8192, 8192, 64, -1, 16, H200).kernel == RUNS
+    assert select(8192, 8192, 64, -1, 8, H200).kernel == PREFILL_W2A8
     assert select(4096, 4096, 64, 32, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 64, 128, 16, H200).kernel == PREFILL_WGMMA
-    assert select(57344, 8192, 8, -1, 16, H200).kernel == COLUMNS
-    assert select(8192, 28672, 8, -1, 16, H200).kernel == COLUMNS
+    assert select(57344, 8192, 8, -1, 16, H200).kernel == RUNS
+    assert select(8192, 28672, 8, -1, 16, H200).kernel == RUNS
     assert select(4096, 4096, 17, 128, 16, A100).kernel == PREFILL_SM80
 
 
@@ -84,6 +89,14 @@ def test_quantized_activations_stay_on_decode_kernels():
         assert select(4096, 4096, m, -1, 16, H200, quantized=True).fused == 0
     with pytest.raises(ValueError, match="65 rows"):
         select(4096, 4096, 65, -1, 16, H200, quantized=True)
+
+
+def test_sums_run_on_only_where_this_call_gives_x_its_scales():
+    assert select(57344, 8192, 16, -1, 16, H200).kernel == RUNS
+    assert select(57344, 8192, 16, -1, 16, H200, quantized=True).kernel == COLUMNS
+    assert select(57344, 8192, 16, -1, 16, H200, wide=True).kernel == COLUMNS
+    # One digit has one scale per row.
+    assert select(57344, 8192, 32, -1, 8, H200, quantized=True).kernel == RUNS
 
 
 def test_float32_rows_stay_on_decode_kernels():

@@ -18,6 +18,7 @@ namespace trirun {
 
 constexpr float ACT16_MAX = 32639.f;  // 127 * 256 + 127: the largest integer whose two balanced digits are both s8
 constexpr int UNIT = 128;             // k of one activation group, and of one stage of every decode kernel
+constexpr int RUN = 4;                // units that may be given one scale, so that int32 sums run on over them
 
 __host__ __device__ inline int padded_tokens(int64_t m) {
   if (m > 16) return static_cast<int>((m + 15) / 16 * 16);
@@ -94,8 +95,9 @@ __device__ __forceinline__ uint32_t magnitude_bits(float4 v) {
   return max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
 }
 
-__device__ __forceinline__ QuantizedUnit quantize_unit16(float4 v) {
-  const float amax = __uint_as_float(__reduce_max_sync(~0u, magnitude_bits(v)));
+// amax_bits: of the largest magnitude that shares the scale, this unit's or a run's.
+__device__ __forceinline__ QuantizedUnit quantize_unit16(float4 v, uint32_t amax_bits) {
+  const float amax = __uint_as_float(amax_bits);
   // Below 1e-30 the inverse would overflow; such a group is zero beside anything else a layer computes.
   const bool vanishes = amax < 1e-30f;
   const float inverse = vanishes ? 0.f : __fdividef(ACT16_MAX, amax);
@@ -110,6 +112,10 @@ __device__ __forceinline__ QuantizedUnit quantize_unit16(float4 v) {
   q.scale = vanishes ? 0.f : amax * (1.f / ACT16_MAX);
   q.sum = static_cast<int>(q0 + q1 + q2 + q3 - 4 * 0x4b400000u);
   return q;
+}
+
+__device__ __forceinline__ QuantizedUnit quantize_unit16(float4 v) {
+  return quantize_unit16(v, __reduce_max_sync(~0u, magnitude_bits(v)));
 }
 
 // BitNet b1.58's rule: round(x / scale) half to even, scale = max(amax, 1e-5) / 127 over the whole row.

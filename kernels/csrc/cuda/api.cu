@@ -49,12 +49,14 @@ size_t workspace_of(const Problem& p) {
     case TRIRUN_KERNEL_STREAM:
     case TRIRUN_KERNEL_STREAM_SM80: return trirun::workspace_stream(p);
     case TRIRUN_KERNEL_COLUMNS: return trirun::workspace_columns(p);
+    case TRIRUN_KERNEL_RUNS: return trirun::workspace_runs(p);
     default: return trirun::workspace_prefill(p);
   }
 }
 
 bool is_decode(const trirun_cuda_plan& plan) {
-  return plan.kernel >= TRIRUN_KERNEL_STREAM && plan.kernel <= TRIRUN_KERNEL_COLUMNS;
+  return (plan.kernel >= TRIRUN_KERNEL_STREAM && plan.kernel <= TRIRUN_KERNEL_COLUMNS) ||
+         plan.kernel == TRIRUN_KERNEL_RUNS;
 }
 
 int dispatch(Problem& p) {
@@ -71,6 +73,7 @@ int dispatch(Problem& p) {
     case TRIRUN_KERNEL_STREAM:
     case TRIRUN_KERNEL_STREAM_SM80: return trirun::launch_stream(p);
     case TRIRUN_KERNEL_COLUMNS: return trirun::launch_columns(p);
+    case TRIRUN_KERNEL_RUNS: return trirun::launch_runs(p);
     case TRIRUN_KERNEL_PREFILL_WGMMA:
     case TRIRUN_KERNEL_PREFILL_SM80:
     case TRIRUN_KERNEL_PREFILL_W2A8:

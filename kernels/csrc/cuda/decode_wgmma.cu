@@ -573,7 +573,7 @@ int launch_columns(const Problem& p) {
   const int bytes = a.barriers_at + 2 * MAX_STAGES * 8 + 16;
   if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
   if (p.activations == nullptr)
-    if (const int code = launch_quantize(p, workspace, p.counters, ctas * instance->consumers() / 32)) return code;
+    if (const int code = launch_quantize(p, workspace, 1, p.counters, ctas * instance->consumers() / 32)) return code;
   if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
     return e;
 

@@ -72,6 +72,10 @@ __device__ __forceinline__ void store_shared(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared16(uint32_t address, uint16_t v) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
+}
+
 // ---- cp.async (sm_80) ----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void copy_async16(uint32_t shared, const void* global) {
@@ -157,9 +161,19 @@ __device__ __forceinline__ void tensor_load(uint32_t shared, const void* map, ui
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
       : "memory");
 }
+// Fetches the map itself, which the first copy would have to wait for.
+__device__ __forceinline__ void tensor_map_prefetch(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t evict_last_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 

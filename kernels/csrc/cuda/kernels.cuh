@@ -41,12 +41,15 @@ int launch_stream(const Problem& p);         // decode.cu: mma.sync; TRIRUN_KERN
 size_t workspace_columns(const Problem& p);
 int launch_columns(const Problem& p);        // decode_wgmma.cu: wgmma u8.s8, A in registers (sm_90a)
 
+size_t workspace_runs(const Problem& p);
+int launch_runs(const Problem& p);           // decode_runs.cu: the same with sums over several units of k
+
 size_t workspace_prefill(const Problem& p);
 int launch_prefill(const Problem& p);        // prefill*.cu: every plan.kernel from TRIRUN_KERNEL_PREFILL_WGMMA on
 
-// The quantized form of m rows of x (see quantize.cu for the layout): its bytes, and the kernel that writes it, and
-// zeros to `count` counters for the kernel behind it.
+// The quantized form of m rows of x (see activations.cuh for the layout): its bytes, and the kernel that writes it, and
+// zeros to `count` counters for the kernel behind it. With two digits, `run` (1 or RUN) units have one scale.
 size_t activation_bytes(int64_t m, int64_t k_pad, int act_bits);
-int launch_quantize(const Problem& p, void* activations, unsigned* counters = nullptr, int count = 0);
+int launch_quantize(const Problem& p, void* activations, int run = 1, unsigned* counters = nullptr, int count = 0);
 
 }  // namespace trirun

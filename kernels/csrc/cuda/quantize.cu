@@ -13,7 +13,7 @@ struct QuantizeArgs {
   uint8_t* digits;
   float2* scales;
   float4* sums;
-  int tokens, columns, units;
+  int tokens, columns, units, run;
   unsigned* counters;  // to be zeroed
   int count;
 };
@@ -37,22 +37,29 @@ __device__ __forceinline__ void store_unit(const QuantizeArgs& a, const Quantize
   if (lane % 8 == 0) reinterpret_cast<float*>(a.sums + row)[lane / 8] = sum32;
 }
 
-// One warp per (token, 128 k), four of a token in a row. Few registers: CTAs fit beside those of a product, and wait there
-// for what is before them.
+// One warp per (token, 128 k), four in a row for a run. Few registers: a CTA fits beside one of the columns kernel, and
+// waits there for what is before it.
 __global__ void __launch_bounds__(256, 6) quantize16(const __grid_constant__ QuantizeArgs a) {
+  __shared__ __align__(16) uint32_t amax[2 * RUN];
   dependency_launch();
-  const int warp = threadIdx.x / 32, id = blockIdx.x * 2 + warp / 4, token = id % a.tokens;
-  const int unit = id / a.tokens * 4 + warp % 4;
+  const int warp = threadIdx.x / 32, id = blockIdx.x * 2 + warp / RUN, token = id % a.tokens;
+  const int unit = id / a.tokens * RUN + warp % RUN;
   dependency_wait();
   clear_counters(a);
-  if (unit >= a.units) return;
   float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (token < a.m) {
+  if (token < a.m && unit < a.units) {
     const int64_t bytes = a.dtype == TRIRUN_F32 ? 4 : 2;
     v = load_unit(static_cast<const char*>(a.x) + token * a.ldx * bytes, static_cast<int64_t>(unit) * UNIT, a.k,
                   a.dtype, a.paired);
   }
-  store_unit(a, quantize_unit16(v), token, unit, 2);
+  uint32_t bits = __reduce_max_sync(~0u, magnitude_bits(v));
+  if (a.run > 1) {
+    amax[warp] = bits;
+    __syncthreads();
+    const uint4 run = reinterpret_cast<const uint4*>(amax)[warp / RUN];
+    bits = max(max(run.x, run.y), max(run.z, run.w));
+  }
+  if (unit < a.units) store_unit(a, quantize_unit16(v, bits), token, unit, 2);
 }
 
 // The bits of the largest magnitude among this thread's share of a row, whose columns the CTA reads 16 bytes at a time:
@@ -103,7 +110,7 @@ __global__ void __launch_bounds__(512) quantize8(const __grid_constant__ Quantiz
 
 size_t activation_bytes(int64_t m, int64_t k_pad, int act_bits) { return ActivationLayout(m, k_pad, act_bits).bytes; }
 
-int launch_quantize(const Problem& p, void* activations, unsigned* counters, int count) {
+int launch_quantize(const Problem& p, void* activations, int run, unsigned* counters, int count) {
   const ActivationLayout layout(p.m, p.w.k, p.act_bits);
   auto* base = static_cast<uint8_t*>(activations);
   const int element = p.dtype == TRIRUN_F32 ? 4 : 2;
@@ -120,6 +127,7 @@ int launch_quantize(const Problem& p, void* activations, unsigned* counters, int
                  layout.tokens,
                  layout.columns,
                  static_cast<int>(layout.units),
+                 run,
                  counters,
                  count};
   cudaLaunchAttribute attribute{};
@@ -130,8 +138,8 @@ int launch_quantize(const Problem& p, void* activations, unsigned* counters, int
   config.attrs = &attribute;
   config.numAttrs = p.arch >= 90 ? 1 : 0;
   if (p.act_bits == TRIRUN_ACT16) {
-    config.gridDim = dim3(static_cast<unsigned>(((layout.units + 3) / 4 * layout.tokens + 1) / 2));
-    config.blockDim = dim3(256);
+    config.gridDim = dim3(static_cast<unsigned>(((layout.units + RUN - 1) / RUN * layout.tokens + 1) / 2));
+    config.blockDim = dim3(2 * RUN * 32);
     return cudaLaunchKernelEx(&config, quantize16, a);
   }
   config.gridDim = dim3(static_cast<unsigned>(layout.tokens), static_cast<unsigned>((layout.units + 15) / 16));

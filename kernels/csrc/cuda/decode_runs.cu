@@ -1,0 +1,575 @@
+// Decode of about 9 to 64 rows of x by a weight with one scale per output channel: wgmma u8 . s8 on Hopper, with int32
+// sums that run on over as many units of 128 k as have one scale of x, and become floats only then.
+//
+// The words of four strips, masked, are the A registers of a warpgroup: warp w holds rows of strip w, row block j of
+// each. The digits of x are the B operand, in shared memory in the order in which quantize.cu wrote them. A CTA
+// computes 256 rows of w (a tile) by the digits of up to 32 rows of x (a slice) at a time; two producer threads keep a
+// ring of stages of 128 k full, words before the previous kernel has ended and x after. Each of two warpgroups
+// multiplies two row blocks of every stage; its fragments are made 32 k ahead, between the products.
+//
+// All units of k of all tiles form one line, cut into equal pieces, one for every CTA of a slice. Where a tile is cut,
+// its CTAs leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs. Nobody
+// waits for anybody: the CTAs need not run at the same time.
+#include "activations.cuh"
+#include "decode_unit.cuh"
+#include "kernels.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
+
+namespace trirun {
+namespace {
+
+constexpr int UNIT_BYTES = 2048;  // one strip x 128 k
+constexpr int MAX_STAGES = 16;
+constexpr int STRIPS = 4;  // of a tile
+constexpr int STEPS = 4;   // of a stage, 32 k each
+constexpr int J = 2;       // row blocks of one warpgroup
+constexpr int SLICE = 32;  // rows of x whose digits one CTA multiplies, at most
+
+struct RunsArgs {
+  CUtensorMap words, digits;
+  const __half* scales;
+  const __half* zeros;  // or null
+  float zero;
+  int strips, units;
+  int run_mask;     // units of one scale of x, a power of two, less one
+  int share, rest;  // CTA b of a slice has `share` units, and one more if b < rest
+  int n, m;
+  const float2* x_scales;
+  int tokens, slices;
+  const void* bias;
+  void* y;
+  int64_t ldy;
+  int dtype;
+  bool vectors;  // y can be written 16 bytes at a time
+  int stages, stage_bytes, x_at, x_scales_at;  // offsets within a stage; words at 0
+  int staged_at, totals_at, barriers_at;       // offsets in shared memory; stages at 0
+  unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
+  float4* parts;       // [CTA][slice][first, last tile][quarter of a thread's sums][consumer]
+
+  __device__ __forceinline__ int start(int cta) const { return cta * share + min(cta, rest); }
+  // The CTA that has this unit.
+  __device__ __forceinline__ int owner(int unit) const {
+    const int large = rest * (share + 1);
+    return unit < large ? unit / (share + 1) : rest + (unit - large) / share;
+  }
+};
+
+}  // namespace
+
+// Not in the unnamed namespace, where an architecture without this kernel would warn of every unused member.
+template <int DIGITS, int N>
+struct RunsShape {
+  static constexpr int GROUPS = 4 / J;                                       // warpgroups that multiply
+  static constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;  // and one that copies
+  static constexpr int ROWS = N / DIGITS;                     // of x in a slice
+  static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
+  // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
+  static constexpr bool EXACT = DIGITS == 1;
+  static constexpr int QUARTERS = J * TOKENS * 2 / 4;
+  // Where a warp's outputs are put in order: rows of tokens, 16 bytes apart in banks.
+  static constexpr int STAGED_ROW = J * 32 + 16, STAGED = ROWS * STAGED_ROW;
+  // Registers of a thread at launch, of a copying and of a multiplying one: what the first give up must cover what the
+  // others add, or the kernel waits forever. A quarter of a multiprocessor's are left over, so that CTAs of the kernel
+  // that quantizes x are there before this one ends: the compiler is told of more threads than there are.
+  static constexpr int BOUND = 512;
+  static constexpr int LAUNCH_REGISTERS = 65536 / BOUND / 8 * 8;
+  static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 176;
+  static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= LAUNCH_REGISTERS * (GROUPS + 1));
+};
+
+namespace {
+
+// Where the pipeline is: a ring of stages, each used once a round.
+struct Ring {
+  uint32_t stage = 0, phase = 0;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == static_cast<uint32_t>(stages)) stage = 0, phase ^= 1;
+  }
+};
+
+// Calls copy(stage's address, its barrier, tile, unit of the tile, whether it is the last of the CTA) for every unit of
+// this CTA, once its stage is free: by one thread.
+template <typename Copy>
+__device__ __forceinline__ void produce(const RunsArgs& a, uint32_t shared, uint32_t full, uint32_t empty, int first,
+                                        int last, Copy copy) {
+  int tile = first / a.units, unit = first - tile * a.units;
+  Ring ring;
+#pragma unroll 1
+  for (int i = first; i < last; i++) {
+    if (i - first >= a.stages) barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
+    copy(shared + ring.stage * a.stage_bytes, full + ring.stage * 8, tile, unit, i + 1 == last);
+    ring.advance(a.stages);
+    if (++unit == a.units) unit = 0, tile++;
+  }
+}
+
+// Whether int32 sums end with this unit of a tile, and become floats.
+__device__ __forceinline__ bool closes(const RunsArgs& a, int unit, bool last) {
+  return (unit & a.run_mask) == a.run_mask || unit + 1 == a.units || last;
+}
+
+// What the zero point multiplies, every token's sum over k, and its scale for EXACT: by two warps, while the others
+// multiply. totals: float [64] parts, [tokens] sums, [tokens] scales.
+__device__ __forceinline__ void add_totals(const RunsArgs& a, float* totals, int token0, int tokens) {
+  const int thread = threadIdx.x % 64, ways = 64 / tokens, token = thread % tokens, way = thread / tokens;
+  float sum = 0.f;
+  if (way < ways) {
+#pragma unroll 4
+    for (int unit = way; unit < a.units; unit += ways) sum += __ldcg(&a.x_scales[unit * a.tokens + token0 + token].y);
+  }
+  totals[thread] = sum;
+  asm volatile("bar.sync 1, 64;" ::: "memory");
+  if (thread < tokens) {
+    float total = 0.f;
+    for (int w = 0; w < ways; w++) total += totals[w * tokens + thread];
+    totals[64 + thread] = total;
+    totals[128 + thread] = __ldcg(&a.x_scales[token0 + thread].x);
+  }
+}
+
+// Two halves that nothing writes, now rather than where they are needed.
+__device__ __forceinline__ uint32_t load_constant(const __half* pair) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(pair));
+  return v;
+}
+__device__ __forceinline__ float half_of(uint32_t pair, int h) {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(h ? pair >> 16 : pair)));
+}
+
+// Counts this warp, whose lanes have stored what belongs to the count; returns how many came before. Whoever sees the
+// last count sees what all of them stored.
+__device__ __forceinline__ unsigned arrive_counted(unsigned* counter) {
+  unsigned before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
+template <int DIGITS, int N>
+__global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
+    runs(const __grid_constant__ RunsArgs a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using S = RunsShape<DIGITS, N>;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  // Read from a lane, so that the compiler knows it is the same for the warp, and keeps it.
+  const uint32_t shared = __shfl_sync(~0u, shared_address(memory), 0);
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const uint32_t full = shared + a.barriers_at, empty = full + MAX_STAGES * 8, totals_ready = empty + MAX_STAGES * 8;
+  float* totals = reinterpret_cast<float*>(memory + a.totals_at);
+  const int cta = blockIdx.x / a.slices, slice = blockIdx.x % a.slices;
+  const int first = a.start(cta), last = a.start(cta + 1);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < a.stages; i++) {
+      barrier_init(full + i * 8, 2);
+      barrier_init(empty + i * 8, S::CONSUMERS / 32);
+    }
+    barrier_init(totals_ready, 2);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  dependency_launch();
+
+  if (warp >= S::CONSUMERS / 32) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
+    const int role = warp - S::CONSUMERS / 32, token0 = slice * S::ROWS, tokens = min(S::ROWS, a.tokens - token0);
+    if (role == 0) {
+      const uint64_t policy = evict_first_policy();
+      if (lane == 0)
+        produce(a, shared, full, empty, first, last, [&](uint32_t to, uint32_t barrier, int tile, int unit, bool) {
+          barrier_expect(barrier, STRIPS * UNIT_BYTES);
+          tensor_load(to, &a.words, barrier, 0, unit * STEPS, tile * STRIPS, policy);
+        });
+    } else if (role == 1) {
+      const uint64_t policy = evict_last_policy();
+      tensor_map_prefetch(&a.digits);
+      dependency_wait();
+      if (lane == 0)
+        produce(a, shared, full, empty, first, last, [&](uint32_t to, uint32_t barrier, int, int unit, bool ends) {
+          const bool scaled = !S::EXACT && closes(a, unit, ends);
+          barrier_expect(barrier, UNIT * N + (scaled ? tokens * 8 : 0));
+          tensor_load(to + a.x_at, &a.digits, barrier, slice * N * 4, 0, unit * STEPS, policy);
+          if (scaled)
+            bulk_load(to + a.x_scales_at, a.x_scales + static_cast<int64_t>(unit) * a.tokens + token0, tokens * 8,
+                      barrier);
+        });
+    } else {
+      dependency_wait();
+      add_totals(a, totals, token0, tokens);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(totals_ready);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
+    const int strip = warp % 4, group = warp / 4, block0 = group * J;
+    const bool real_zeros = a.zeros != nullptr;
+    uint32_t masks[J];
+#pragma unroll
+    for (int j = 0; j < J; j++) masks[j] = 0x03030303u << 2 * (block0 + j);
+    float sum[J][S::TOKENS][2];
+    int c[J][N / 2];
+    uint32_t fragment[STEPS][J][4];
+    uint4 words[STEPS];
+    const uint64_t x0 = wgmma_descriptor(shared + a.x_at, N * 16, 128);
+    const uint32_t stage_step = a.stage_bytes >> 4;
+    Ring ring;
+    uint32_t base = shared;  // of the stage in hand
+
+    const auto read_words = [&](int s) { words[s] = load_shared4(base + strip * UNIT_BYTES + s * 512 + lane * 16); };
+    const auto make_fragment = [&](int s, int j) {
+      const uint32_t w[4] = {words[s].x, words[s].y, words[s].z, words[s].w};
+#pragma unroll
+      for (int i = 0; i < 4; i++)  // volatile: stays ahead of the fence that hands over the registers
+        asm volatile("and.b32 %0, %1, %2;" : "=r"(fragment[s][j][i]) : "r"(w[i]), "r"(masks[j]));
+    };
+    // The integer sums of a run become floats.
+    const auto convert = [&](uint32_t at) {
+      wgmma_wait<0>();
+#pragma unroll
+      for (int j = 0; j < J; j++) wgmma_hold(c[j]);
+      const uint32_t x_scales = at + a.x_scales_at + (lane & 3) * 8;
+#pragma unroll
+      for (int i = 0; i < N / 8; i++) {
+        float scale = 1.f;
+        if constexpr (!S::EXACT) scale = load_shared_float(x_scales + i * 32);
+#pragma unroll
+        for (int j = 0; j < J; j++)
+#pragma unroll
+          for (int e = 0; e < 4; e += DIGITS) {
+            // Over several units 256 hi + lo need not fit an int32, though each digit's sum does.
+            if constexpr (S::EXACT)
+              sum[j][i * 2 + e % 2][e / 2] = static_cast<float>(c[j][i * 4 + e]);  // there is but one run
+            else
+              sum[j][i][e / 2] += scale * fmaf(static_cast<float>(c[j][i * 4 + e]), 256.f,
+                                               static_cast<float>(c[j][i * 4 + e + 1]));
+          }
+      }
+      // Set to zero rather than overwritten by the first product, which counts as reading them.
+#pragma unroll
+      for (int i = 0; i < J * N / 2; i++) (&c[0][0])[i] = 0;
+    };
+    int at = first;
+    const auto release = [&](uint32_t stage) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + stage * 8);
+    };
+
+    const auto row_of = [&](int tile, int j, int h) {
+      return (tile * STRIPS + strip) * 64 + (block0 + j) * 16 + h * 8 + lane / 4;
+    };
+    // What the end of a tile needs from memory, asked for at its beginning: pairs of scales and zeros, and biases.
+    uint32_t channel_scale[J] = {}, channel_zero[J] = {};
+    float channel_bias[J][2] = {};
+    const auto load_channels = [&](int tile) {
+      if (tile * STRIPS + strip >= a.strips) return;
+#pragma unroll
+      for (int j = 0; j < J; j++) {
+        const int64_t stored = (tile * STRIPS + strip) * 64 + lane / 4 * 8 + (block0 + j) * 2;
+        channel_scale[j] = load_constant(a.scales + stored);
+        if (real_zeros) channel_zero[j] = load_constant(a.zeros + stored);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+          if (a.bias != nullptr && row_of(tile, j, h) < a.n)
+            channel_bias[j][h] = load_element(a.bias, row_of(tile, j, h), a.dtype);
+      }
+    };
+
+    // Finished sums of this warp to y: 32 rows and every token, put in order in shared memory, so that 16 bytes at a
+    // time are written. Few instructions: this code runs once or twice, and is fetched to be run.
+    const auto store = [&](int tile) {
+      barrier_wait(totals_ready, 0);
+      const int lane_token = DIGITS == 2 ? lane % 4 : lane % 4 * 2, tokens = a.m - slice * S::ROWS;
+      const auto token_of = [&](int t) { return lane_token + (DIGITS == 2 ? t * 4 : t / 2 * 8 + t % 2); };
+#pragma unroll
+      for (int t = 0; t < S::TOKENS; t++) {
+        const float total = totals[64 + token_of(t)], x_scale = S::EXACT ? totals[128 + token_of(t)] : 1.f;
+#pragma unroll
+        for (int j = 0; j < J; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            // Row block j came in as code * 4^j.
+            const float quarter = __uint_as_float((127 - 2 * (block0 + j)) << 23);
+            const float z = real_zeros ? half_of(channel_zero[j], h) : a.zero;
+            const float v = sum[j][t][h] * (S::EXACT ? quarter * x_scale : quarter) - z * total;
+            sum[j][t][h] = v * half_of(channel_scale[j], h) + channel_bias[j][h];
+          }
+      }
+      if (a.dtype == TRIRUN_F32) {
+#pragma unroll
+        for (int j = 0; j < J; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int t = 0; t < S::TOKENS; t++)
+              if (row_of(tile, j, h) < a.n && token_of(t) < tokens)
+                static_cast<float*>(a.y)[(slice * S::ROWS + token_of(t)) * a.ldy + row_of(tile, j, h)] = sum[j][t][h];
+        return;
+      }
+      const bool is_half = a.dtype == TRIRUN_F16;
+      const uint32_t staged = shared + a.staged_at + warp * S::STAGED;
+#pragma unroll
+      for (int t = 0; t < S::TOKENS; t++)
+#pragma unroll
+        for (int j = 0; j < J; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const uint16_t half = __half_as_ushort(__float2half_rn(sum[j][t][h]));
+            const uint16_t narrow = is_half ? half : __bfloat16_as_ushort(__float2bfloat16_rn(sum[j][t][h]));
+            store_shared16(staged + token_of(t) * S::STAGED_ROW + (j * 16 + h * 8 + lane / 4) * 2, narrow);
+          }
+      __syncwarp();
+#pragma unroll 1
+      for (int i = lane; i < S::ROWS * J * 2; i += 32) {
+        const int token = i / (J * 2), eight = i % (J * 2);
+        const int row = (tile * STRIPS + strip) * 64 + block0 * 16 + eight * 8;
+        const uint4 v = load_shared4(staged + token * S::STAGED_ROW + eight * 16);
+        if (token >= tokens || row >= a.n) continue;
+        uint16_t* to = static_cast<uint16_t*>(a.y) + (slice * S::ROWS + token) * a.ldy + row;
+        if (a.vectors && row + 8 <= a.n) {
+          *reinterpret_cast<uint4*>(to) = v;
+        } else {
+          const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+          for (int e = 0; e < 8; e++)
+            if (row + e < a.n) to[e] = static_cast<uint16_t>(pairs[e / 2] >> 16 * (e % 2));
+        }
+      }
+      __syncwarp();
+    };
+
+#pragma unroll
+    for (int i = 0; i < J * N / 2; i++) (&c[0][0])[i] = 0;
+    const int tile0 = first / a.units;
+    int tile = tile0;
+    barrier_wait(full, 0);
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) read_words(s);
+#pragma unroll
+    for (int j = 0; j < J; j++) make_fragment(0, j);
+#pragma unroll 1
+    while (at < last) {
+      const int begin = tile * a.units, end = min(begin + a.units, last), from = at;
+      load_channels(tile);
+      // Divisions are slow: here they are hidden.
+      const int first_cta = a.owner(begin), last_cta = a.owner(begin + a.units - 1);
+      if constexpr (!S::EXACT) {
+#pragma unroll
+        for (int i = 0; i < J * S::TOKENS * 2; i++) (&sum[0][0][0])[i] = 0.f;
+      }
+#pragma unroll 1
+      do {
+        const int run = at, stop = min(end, begin + ((at - begin) | a.run_mask) + 1);
+        uint32_t now = base, stage = ring.stage;
+#pragma unroll 1
+        do {
+          const uint32_t before = stage;
+          now = base, stage = ring.stage;
+          const uint64_t x = x0 + stage * stage_step;
+#pragma unroll
+          for (int s = 0; s < STEPS; s++) {
+            // A product holds its warp until its fragment has been read, so that other work stands between the
+            // products. Beyond the last stage fragments are made of what is there, and not used.
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < J; j++) {
+              wgmma_u8s8(c[j], fragment[s][j], x + s * (N * 32 >> 4), 1);
+              if (j == J - 1) wgmma_commit();
+              make_fragment((s + 1) % STEPS, j);
+            }
+            if (s == 1) {
+              ring.advance(a.stages);
+              base = shared + ring.stage * a.stage_bytes;
+              if (at + 1 < last) barrier_wait(full + ring.stage * 8, ring.phase);
+              read_words(0);
+            }
+            if (s > 0) read_words(s);
+            wgmma_wait<2>();
+            // The stage before is complete.
+            if (s == 1 && at > run) release(before);
+          }
+        } while (++at < stop);
+        convert(now);
+        release(stage);
+      } while (!S::EXACT && at < end);
+
+      float (&flat)[S::QUARTERS * 4] = reinterpret_cast<float (&)[S::QUARTERS * 4]>(sum);
+      bool mine = true;
+      if (end - from < a.units) {
+        const auto part = [&](int of, bool later) {
+          return a.parts + (static_cast<int64_t>(2 * (of * a.slices + slice) + later) * S::QUARTERS) * S::CONSUMERS +
+                 threadIdx.x;
+        };
+        float4* to = part(cta, tile != tile0);
+#pragma unroll
+        for (int q = 0; q < S::QUARTERS; q++)
+          __stcg(to + q * S::CONSUMERS, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]));
+        __syncwarp();
+        unsigned* counter = a.counters + (first_cta * a.slices + slice) * (S::CONSUMERS / 32) + warp;
+        unsigned before = 0;
+        if (lane == 0) before = arrive_counted(counter);
+        mine = __shfl_sync(~0u, before, 0) == static_cast<unsigned>(last_cta - first_cta);
+        if (mine) {
+          if (lane == 0) *counter = 0;
+#pragma unroll
+          for (int i = 0; i < S::QUARTERS * 4; i++) flat[i] = 0.f;
+#pragma unroll (DIGITS == 2 ? 4 : 2)
+          for (int of = first_cta; of <= last_cta; of++) {
+            const float4* from_part = part(of, a.start(of) < begin);
+#pragma unroll
+            for (int q = 0; q < S::QUARTERS; q++) {
+              const float4 v = __ldcg(from_part + q * S::CONSUMERS);
+              flat[4 * q] += v.x, flat[4 * q + 1] += v.y, flat[4 * q + 2] += v.z, flat[4 * q + 3] += v.w;
+            }
+          }
+        }
+      }
+      if (mine) store(tile);
+      at = end, tile++;
+    }
+  }
+#endif
+}
+
+using Kernel = void (*)(RunsArgs);
+
+struct Instance {
+  int digits, columns, threads, registers, quarters, staged;
+  Kernel kernel;
+
+  int consumers() const { return threads - 128; }
+};
+
+template <int DIGITS, int N>
+constexpr Instance instance() {
+  using S = RunsShape<DIGITS, N>;
+  return {DIGITS, N, S::THREADS, S::LAUNCH_REGISTERS, S::QUARTERS, S::STAGED * S::CONSUMERS / 32,
+          runs<DIGITS, N>};
+}
+
+// digits of x, columns (digits * rows of x, at most)
+// no-spill(90a): runs<*, *>
+constexpr Instance INSTANCES[] = {
+    instance<2, 16>(), instance<2, 32>(), instance<2, 64>(), instance<1, 16>(), instance<1, 32>(),
+};
+
+int align(int v) { return (v + 127) / 128 * 128; }
+
+// Whether this binary's kernel starts with the registers that its warpgroups redistribute: a compiler that had given
+// it fewer would have made a kernel that never ends.
+bool starts_whole(const Instance& instance) {
+  static bool known[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
+  bool& whole = known[&instance - INSTANCES];
+  cudaFuncAttributes attributes;
+  if (!whole && cudaFuncGetAttributes(&attributes, instance.kernel) == cudaSuccess)
+    whole = attributes.numRegs >= instance.registers;
+  return whole;
+}
+
+// Rows of x beyond a slice's are other CTAs'.
+int slices_of(const ActivationLayout& layout) { return (layout.tokens + SLICE - 1) / SLICE; }
+
+const Instance* instance_of(const Problem& p, const ActivationLayout& layout) {
+  const int columns = (layout.tokens < SLICE ? layout.tokens : SLICE) * layout.digits;
+  const Instance* best = nullptr;
+  for (const Instance& i : INSTANCES)
+    if (p.w.group_size == -1 && i.digits == layout.digits && i.columns >= columns &&
+        (best == nullptr || i.columns < best->columns))
+      best = &i;
+  return best;
+}
+
+// Sums of tiles that several CTAs share.
+size_t parts_bytes(const Problem& p, const Instance& instance, int slices) {
+  const size_t ctas = p.plan.ctas > 0 ? size_t(p.plan.ctas) * slices : 0;
+  return ctas * 2 * instance.quarters * instance.consumers() * sizeof(float4);
+}
+
+// One slice's digits of 128 k a copy, each 16 k apart; columns beyond the last arrive as zeros.
+int encode_digits(CUtensorMap* map, const uint8_t* digits, const ActivationLayout& layout, uint32_t columns) {
+  const cuuint64_t bytes = static_cast<cuuint64_t>(layout.columns) * 16;
+  return encode(map, digits,
+                {CU_TENSOR_MAP_DATA_TYPE_UINT32,
+                 CU_TENSOR_MAP_SWIZZLE_NONE,
+                 3,
+                 {bytes / 4, 2, static_cast<cuuint64_t>(layout.units) * STEPS},
+                 {bytes, bytes * 2},
+                 {columns * 4, 2, STEPS}});
+}
+
+}  // namespace
+
+size_t workspace_runs(const Problem& p) {
+  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
+  const Instance* instance = instance_of(p, layout);
+  if (instance == nullptr) return 0;
+  return parts_bytes(p, *instance, slices_of(layout)) + (p.activations != nullptr ? 0 : layout.bytes);
+}
+
+int launch_runs(const Problem& p) {
+  if (p.arch != 90) return TRIRUN_UNSUPPORTED;
+  const trirun_cuda_plan& plan = p.plan;
+  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
+  const Instance* instance = instance_of(p, layout);
+  const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
+  const int slices = slices_of(layout);
+  if (instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
+      plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX || !starts_whole(*instance))
+    return TRIRUN_UNSUPPORTED;
+  const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
+  const int64_t longest = (total + ctas - 1) / ctas;
+  const bool exact = layout.digits == 1;
+  if (exact && (longest < units ? longest : units) * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
+
+  RunsArgs a{};
+  if (const int code = encode_words(&a.words, p.w, STEPS)) return code;
+  a.scales = reinterpret_cast<const __half*>(p.w.scales);
+  a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
+  a.zero = p.w.zero;
+  a.strips = static_cast<int>(strips), a.units = static_cast<int>(units);
+  a.share = static_cast<int>(total / ctas), a.rest = static_cast<int>(total % ctas);
+  // float32 x keeps a scale for every unit: its outputs show the difference, 16-bit ones hardly do.
+  const bool runs = !exact && p.activations == nullptr && p.dtype != TRIRUN_F32;
+  a.run_mask = exact ? (1 << 30) - 1 : runs ? RUN - 1 : 0;
+  a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m);
+  a.tokens = layout.tokens, a.slices = slices;
+  a.bias = p.bias, a.y = p.y, a.ldy = p.ldy, a.dtype = p.dtype;
+  auto* workspace = static_cast<uint8_t*>(p.workspace);
+  a.counters = p.counters;
+  a.parts = reinterpret_cast<float4*>(workspace);
+  workspace += parts_bytes(p, *instance, slices);
+  auto* base = static_cast<const uint8_t*>(p.activations != nullptr ? p.activations : workspace);
+  if (const int code = encode_digits(&a.digits, base, layout, instance->columns)) return code;
+  a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
+  const int rows = instance->columns / layout.digits;
+  a.stages = plan.stages;
+  a.x_at = STRIPS * UNIT_BYTES;
+  a.x_scales_at = a.x_at + UNIT * instance->columns;
+  a.stage_bytes = align(a.x_scales_at + rows * 8);
+  a.staged_at = plan.stages * a.stage_bytes;
+  a.totals_at = a.staged_at + instance->staged;
+  a.barriers_at = a.totals_at + (128 + 64) * 4;
+  const int bytes = a.barriers_at + 2 * MAX_STAGES * 8 + 32;
+  a.vectors = p.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+  if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
+  if (p.activations == nullptr)
+    if (const int code =
+            launch_quantize(p, workspace, runs ? RUN : 1, p.counters, ctas * slices * instance->consumers() / 32))
+      return code;
+  if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+    return e;
+
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ctas * slices));
+  config.blockDim = dim3(instance->threads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = p.stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, instance->kernel, a);
+}
+
+}  // namespace trirun
