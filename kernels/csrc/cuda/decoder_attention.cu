@@ -53,7 +53,7 @@ __device__ __forceinline__ float transposed_sum(float (&s)[LOADS]) {
 }
 
 template <bool BF16, int LANES, int GROUP>
-__global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ AttentionArgs a) {
+__global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3) attend(const __grid_constant__ AttentionArgs a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ float queries[GROUP][LANES * 8], key[LANES * 8];
   constexpr int KEYS = 32 / LANES * LOADS;  // of one tile
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(WARPS * 32) attend(const __grid_constant__ Att
     if (lane == 0) part[LANES * 8] = maximum[g], part[LANES * 8 + 1] = total[g];
   }
   __syncthreads();
-  put_together<BF16>(a, c, parts, GROUP, LANES * 8, shared_address(memory + RING_BYTES));
+  put_together<BF16>(a, c, parts, GROUP, LANES * 8, 1, shared_address(memory + RING_BYTES));
 }
 
 // no-spill(90a): attend<*, 16, *>
@@ -288,21 +288,26 @@ EXPORT int trirun_cuda_attention_decode(const trirun_attention* t, void* workspa
     a.quantized = DigitRows(t->activations, t->m, width, TRIRUN_ACT16);
     rows = a.quantized.tokens;
   }
-  const dim3 grid(t->splits, static_cast<unsigned>(t->kv_heads * a.chunks), static_cast<unsigned>(rows));
   DeviceFacts facts;
   if (const int code = device_facts(facts)) return code;
+  a.teams = 1;
   const bool bf16 = t->dtype == TRIRUN_BF16;
   AttentionKernel kernel;
   int shared = RING_BYTES;
   if (t->scales != nullptr) {
     a.room = min(a.group, MAX_GROUP);
-    const int64_t ctas = static_cast<int64_t>(grid.x) * grid.y * grid.z;
-    kernel = int8_attention(bf16, t->head_dim, ctas <= 3 * facts.sms, shared);
+    // Two CTAs of every multiprocessor hold all that can be on its way, so more of them only begin and end more often.
+    const int64_t ctas = rows * t->kv_heads * t->splits;
+    for (int teams = 4; teams > 1 && a.teams == 1; teams /= 2)
+      if (a.chunks == 1 && t->kv_heads % teams == 0 && a.group * teams <= MAX_GROUP && 5 * ctas >= 9 * teams * facts.sms)
+        a.teams = teams;
+    kernel = int8_attention(bf16, t->head_dim, shared);
   } else {
     a.room = room_for(a.group);
     kernel = bf16 ? for_head<true>(t->head_dim, a.room) : for_head<false>(t->head_dim, a.room);
   }
+  const dim3 grid(t->splits, static_cast<unsigned>(t->kv_heads / a.teams * a.chunks), static_cast<unsigned>(rows));
   a.clustered = facts.arch >= 90 && t->splits > 1 && t->splits <= MAX_CLUSTER;
-  const int parts = a.clustered ? t->splits * a.room * (t->head_dim + 2) * 4 : 0;
+  const int parts = a.clustered ? t->splits * a.teams * a.room * (t->head_dim + 2) * 4 : 0;
   return launch_dependent(kernel, a, grid, WARPS * 32, shared + parts, stream, a.clustered ? t->splits : 1);
 }

@@ -17,15 +17,16 @@ struct AttentionArgs {
   float* partials;     // [m][heads][splits][head_dim + 2]: weighted values, then maximum (log2) and sum
   unsigned* counters;  // [m * kv_heads * chunks], zero between launches
   int group, chunks;   // query heads per key head; CTAs that share them
-  int room;            // query heads that shared memory has room for, at most MAX_GROUP
+  int room;            // query heads that a warp leaves parts of, at most MAX_GROUP
+  int teams;           // of warps in a CTA, with a key head each; more than one only where chunks are 1
   bool clustered;      // the splits of a row are a cluster
   DigitRows quantized; // of y, if it is wanted so
 };
 
 using AttentionKernel = void (*)(AttentionArgs);
 
-// Of decoder_attention_int8.cu: the kernel, and its dynamic shared memory. few_ctas: no multiprocessor gets many.
-AttentionKernel int8_attention(bool bf16, int head_dim, bool few_ctas, int& shared_bytes);
+// Of decoder_attention_int8.cu: the kernel, and its dynamic shared memory.
+AttentionKernel int8_attention(bool bf16, int head_dim, int& shared_bytes);
 
 // 16 bytes, or zeros.
 __device__ __forceinline__ void copy_async16_or_zero(uint32_t shared, const void* global, bool wanted) {
@@ -34,7 +35,7 @@ __device__ __forceinline__ void copy_async16_or_zero(uint32_t shared, const void
                : "memory");
 }
 
-// Which keys, of which row, for which query heads, a CTA attends to. Tiles of `keys` positions are dealt to the splits
+// Which keys, of which row, for which query heads, a CTA attends to; kv_head is its first team's. Tiles of `keys` positions are dealt to the splits
 // in consecutive runs.
 struct AttentionShare {
   int split, kv_head, chunk, row, slot, length, tile0, tile1, active, head0, heads;
@@ -42,7 +43,7 @@ struct AttentionShare {
 
   __device__ __forceinline__ AttentionShare(const AttentionArgs& a, int keys) {
     const trirun_attention& t = a.t;
-    split = blockIdx.x, kv_head = blockIdx.y / a.chunks, chunk = blockIdx.y % a.chunks, row = blockIdx.z;
+    split = blockIdx.x, kv_head = blockIdx.y / a.chunks * a.teams, chunk = blockIdx.y % a.chunks, row = blockIdx.z;
     // Rows beyond the batch belong to no slot.
     slot = row < t.m ? t.slots[row] : -1;
     length = slot < 0 ? 0 : t.positions[row];  // keys in the cache; the new one comes on top
@@ -50,7 +51,7 @@ struct AttentionShare {
     active = max(1, (tiles + per_split - 1) / per_split);
     tile0 = split * per_split, tile1 = min(tiles, tile0 + per_split);
     idle = slot < 0 || split >= active, newest = split == active - 1;
-    head0 = kv_head * a.group + chunk * MAX_GROUP, heads = min(MAX_GROUP, a.group - chunk * MAX_GROUP);
+    head0 = kv_head * a.group + chunk * MAX_GROUP, heads = min(MAX_GROUP, a.teams * a.group - chunk * MAX_GROUP);
   }
 };
 
@@ -61,13 +62,13 @@ __device__ __forceinline__ void attend_nothing(const AttentionArgs& a, const Att
     a.quantized.store({{0, 0}, 0.f, 0}, c.row, c.head0 * a.t.head_dim / UNIT + unit, true);
 }
 
-// The end of a CTA whose warps have left their parts in shared memory: part w of head g, at
+// The end of a CTA whose warps have left their parts in shared memory: part w of its team's head g, at
 // parts[(w * room + g) * (width + 2)], is `width` values (head_dim of them are read), the maximum they are relative to
 // (log2), and the sum of weights. Adds them in the order of warps and then of splits and writes y or its digits;
 // `received` is shared memory for the parts of all splits, where they are a cluster.
 template <bool BF16>
 __device__ __forceinline__ void put_together(const AttentionArgs& a, const AttentionShare& c, const float* parts,
-                                             int room, int width, uint32_t received) {
+                                             int room, int width, int teams, uint32_t received) {
   __shared__ bool last;
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -88,11 +89,13 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
     }
   };
   // This CTA's parts, one per warp; weighted by how far a part's maximum lies below the highest.
-  const auto gathered = [&](int g, int d, float& highest, float& l) {
+  const auto gathered = [&](int head, int d, float& highest, float& l) {
+    const int team = teams == 1 ? 0 : head / a.group, g = head - team * a.group;
+    const int w0 = team * (ATTEND_WARPS / teams), w1 = w0 + ATTEND_WARPS / teams;
     highest = -INFINITY, l = 0.f;
-    for (int w = 0; w < ATTEND_WARPS; w++) highest = fmaxf(highest, parts[(w * room + g) * part_size + width]);
+    for (int w = w0; w < w1; w++) highest = fmaxf(highest, parts[(w * room + g) * part_size + width]);
     float v = 0.f;
-    for (int w = 0; w < ATTEND_WARPS; w++) {
+    for (int w = w0; w < w1; w++) {
       const float* part = parts + (w * room + g) * part_size;
       const float factor = exp2f(part[width] - highest);
       v += part[d] * factor, l += part[width + 1] * factor;
@@ -132,12 +135,12 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
   if (a.clustered) {
     cluster_wait();
     const uint32_t first = peer_address(received, 0);
-    each_part([&](int g, int d, float v) { store_peer(first + ((c.split * room + g) * size + d) * 4, v); });
+    each_part([&](int g, int d, float v) { store_peer(first + ((c.split * heads + g) * size + d) * 4, v); });
     __syncwarp();
     cluster_arrive();
     if (c.split != 0) return;
     cluster_wait();
-    finish(combined([=](int s, int g, int i) { return load_shared_float(received + ((s * room + g) * size + i) * 4); }));
+    finish(combined([=](int s, int g, int i) { return load_shared_float(received + ((s * heads + g) * size + i) * 4); }));
     return;
   }
 #endif

@@ -117,37 +117,40 @@ struct QueryDigits {
 // What a lane copies of a tile and reads back. WIDTH: head_dim, rounded up to 64, 128 or 256.
 template <int WIDTH>
 struct Tile {
-  static constexpr int BLOCKS = WIDTH == 64 ? 2 : 1, KEYS = 16 * BLOCKS;
+  static constexpr int BLOCKS = WIDTH == 256 ? 1 : 2, KEYS = 16 * BLOCKS;
   static constexpr int KEY_LOADS = WIDTH / 64;  // of a lane per key, 16 bytes each
   static constexpr int VALUE_BYTES = WIDTH == 64 ? 8 : 16, VALUE_LOADS = WIDTH / (8 * VALUE_BYTES);
   static constexpr int KEY_BYTES = KEYS * WIDTH, BYTES = 2 * KEY_BYTES + 128;  // with a word of scales per lane
+  static constexpr int STAGES = WIDTH == 64 ? 6 : WIDTH == 128 ? 3 : 2;        // of a warp's ring
 };
 
-// Shared memory that takes the rings of all warps and, after them, the warps' parts.
-template <int WIDTH, int STAGES>
+// Shared memory that takes the rings of all warps and, after them, the warps' parts: two CTAs to a multiprocessor.
+template <int WIDTH>
 __host__ __device__ constexpr int ring_bytes() {
-  constexpr int rings = WARPS * STAGES * Tile<WIDTH>::BYTES, parts = WARPS * MAX_GROUP * (WIDTH + 2) * 4;
+  constexpr int rings = WARPS * Tile<WIDTH>::STAGES * Tile<WIDTH>::BYTES, parts = WARPS * MAX_GROUP * (WIDTH + 2) * 4;
   return rings > parts ? rings : parts;
 }
 
-// STAGES: of a warp's ring. Few CTAs fetch far ahead; many are better off when more of them fit.
-template <bool BF16, int WIDTH, int STAGES>
-__global__ void __launch_bounds__(WARPS * 32, WIDTH == 256 || STAGES > 2 ? 3 : 5) attend_int8(const __grid_constant__ AttentionArgs a) {
+// A team of warps attends to the keys of one key head. Where a row's heads are many, a CTA has several teams: parts of
+// fewer warps are put together, and what begins and ends is a larger piece of work.
+template <bool BF16, int WIDTH>
+__global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_constant__ AttentionArgs a) {
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ __align__(16) float queries[MAX_GROUP][WIDTH], key[WIDTH];
-  __shared__ __align__(16) uint32_t new_key[WIDTH / 4], new_value[WIDTH / 4];
+  __shared__ __align__(16) float queries[MAX_GROUP][WIDTH], key[WARPS][WIDTH];
+  __shared__ __align__(16) uint32_t new_key[WARPS][WIDTH / 4], new_value[WARPS][WIDTH / 4];
   using T = Tile<WIDTH>;
   constexpr int BLOCKS = T::BLOCKS, KEYS = T::KEYS, KEY_LOADS = T::KEY_LOADS, VALUE_LOADS = T::VALUE_LOADS;
-  constexpr int VALUE_BYTES = T::VALUE_BYTES;
+  constexpr int VALUE_BYTES = T::VALUE_BYTES, STAGES = T::STAGES;
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, sub = lane % 4;
   const AttentionShare c(a, KEYS);
-  const int row = c.row, length = c.length, heads = c.heads, head_dim = t.head_dim;
-  const int bytes = int8_row_bytes(head_dim);
+  const int row = c.row, length = c.length, head_dim = t.head_dim, bytes = int8_row_bytes(head_dim);
+  const int team_warps = WARPS / a.teams, team = warp / team_warps, kv_head = c.kv_head + team;
+  const int heads = c.heads / a.teams;  // of this team
 
   const uint32_t ring = shared_address(memory) + warp * STAGES * T::BYTES;
   const int32_t* table = t.block_tables + static_cast<int64_t>(c.slot) * t.ld_blocks;
-  int fill_tile = c.tile0 + warp, page = !c.idle && fill_tile < c.tile1 ? table[fill_tile * KEYS / PAGE] : 0;
+  int fill_tile = c.tile0 + warp % team_warps, page = !c.idle && fill_tile < c.tile1 ? table[fill_tile * KEYS / PAGE] : 0;
   // Codes of positions that are not there and of dimensions beyond the head are numbers too, whatever they are: weights
   // and digits of zero meet them. Only scales must be zeros then.
   const uint32_t key_target = ring + lane * 16, value_target = ring + T::KEY_BYTES + lane * VALUE_BYTES;
@@ -156,7 +159,7 @@ __global__ void __launch_bounds__(WARPS * 32, WIDTH == 256 || STAGES > 2 ? 3 : 5
   const auto fill = [&](int stage) {
     if (!c.idle && fill_tile < c.tile1) {
       const int first = fill_tile * KEYS, left = length - first;
-      const int64_t at = cache_offset(page, t.kv_heads, c.kv_head, first, 1);
+      const int64_t at = cache_offset(page, t.kv_heads, kv_head, first, 1);
       const auto* keys = static_cast<const uint8_t*>(t.keys) + at * bytes + key_from;
       const auto* values = static_cast<const uint8_t*>(t.values) + at * bytes + value_from;
       const uint32_t offset = stage * T::BYTES;
@@ -177,7 +180,7 @@ __global__ void __launch_bounds__(WARPS * 32, WIDTH == 256 || STAGES > 2 ? 3 : 5
       }
       copy_async4_or_zero(ring + offset + 2 * T::KEY_BYTES + lane * 4,
                           static_cast<const __half2*>(t.scales) + at + lane % KEYS, lane < KEYS && lane < left);
-      fill_tile += WARPS;
+      fill_tile += team_warps;
       // The next fill's page is asked for now, so that its latency is not in the way then.
       if (fill_tile < c.tile1) page = table[fill_tile * KEYS / PAGE];
     }
@@ -200,41 +203,44 @@ __global__ void __launch_bounds__(WARPS * 32, WIDTH == 256 || STAGES > 2 ? 3 : 5
   if (c.idle) return attend_nothing(a, c);
 
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
-  // The warps take the new key and the query heads in turn.
-  for (int i = warp; i < heads + (c.newest ? 1 : 0); i += WARPS) {
-    if (i < heads) {
+  const auto* k_row = static_cast<const uint16_t*>(t.k) + row * t.ld_kv;
+  const auto* v_row = static_cast<const uint16_t*>(t.v) + row * t.ld_kv;
+  // The warps take the query heads and the new keys in turn.
+  for (int i = warp; i < c.heads + (c.newest ? a.teams : 0); i += WARPS) {
+    if (i < c.heads) {
       prepare_head<BF16>(queries[i], q_row + (c.head0 + i) * head_dim, query_constants, head_dim, t.q_norm != nullptr,
                          t.eps, t.rotary_half, t.scale * LOG2E);
       mix_head<PER_LANE>(queries[i], head_dim);
     } else {
-      prepare_head<BF16>(key, static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim, key_constants,
-                         head_dim, t.k_norm != nullptr, t.eps, t.rotary_half, 1.f);
-      mix_head<PER_LANE>(key, head_dim);
+      float* mine = key[i - c.heads];
+      prepare_head<BF16>(mine, k_row + (c.kv_head + i - c.heads) * head_dim, key_constants, head_dim,
+                         t.k_norm != nullptr, t.eps, t.rotary_half, 1.f);
+      mix_head<PER_LANE>(mine, head_dim);
     }
   }
   __syncthreads();
 
   QueryDigits<KEY_LOADS> q;
-  q.make(queries[quad], quad < heads, head_dim);
+  q.make(queries[team * heads + min(quad, heads - 1)], quad < heads, head_dim);
   // A lane's scores are those of keys quad and quad + 8 of a block, heads 2 sub and 2 sub + 1; its sums those of
   // dimensions VALUE_BYTES (quad + 8i) + 2w and + 1, in tile i * VALUE_BYTES / 2 + w, for the same heads.
   const float q_scale[2] = {__shfl_sync(~0u, q.scale, 8 * sub), __shfl_sync(~0u, q.scale, 8 * sub + 4)};
   float sum[WIDTH / 16][4] = {}, maximum[2] = {-INFINITY, -INFINITY}, total[2] = {};
-  if (c.newest && warp == 0) {
+  if (c.newest && warp % team_warps == 0) {
     constexpr int WORDS = WIDTH == 256 ? 2 : 1;
-    const auto token = quantize_token<BF16, WORDS>(
-        key, static_cast<const uint16_t*>(t.v) + row * t.ld_kv + c.kv_head * head_dim, head_dim);
-    if (c.chunk == 0) store_token(t, token, table[length / PAGE], c.kv_head, length);
+    const auto token = quantize_token<BF16, WORDS>(key[team], v_row + kv_head * head_dim, head_dim);
+    if (c.chunk == 0) store_token(t, token, table[length / PAGE], kv_head, length);
 #pragma unroll
     for (int i = 0; i < WORDS; i++)
-      if (lane + 32 * i < WIDTH / 4) new_key[lane + 32 * i] = token.key[i], new_value[lane + 32 * i] = token.value[i];
+      if (lane + 32 * i < WIDTH / 4)
+        new_key[team][lane + 32 * i] = token.key[i], new_value[team][lane + 32 * i] = token.value[i];
     __syncwarp();
     // What later steps will read is what this one attends to.
     const float2 scales = __half22float2(token.scales);
     int high = 0, low = 0;
 #pragma unroll
     for (int w = 0; w < 4 * KEY_LOADS; w++) {
-      const int word = static_cast<int>(new_key[4 * (sub + w / 4 * 4) + w % 4]);
+      const int word = static_cast<int>(new_key[team][4 * (sub + w / 4 * 4) + w % 4]);
       high = __dp4a(word, static_cast<int>(q.high[w]), high), low = __dp4a(word, static_cast<int>(q.low[w]), low);
     }
     int dot = 256 * high + low;
@@ -247,7 +253,7 @@ __global__ void __launch_bounds__(WARPS * 32, WIDTH == 256 || STAGES > 2 ? 3 : 5
       // One lane counts it.
       total[e] = quad == 0 ? exp2f(-shift) : 0.f;
     }
-    const auto* codes = reinterpret_cast<const int8_t*>(new_value);
+    const auto* codes = reinterpret_cast<const int8_t*>(new_value[team]);
 #pragma unroll
     for (int tile = 0; tile < WIDTH / 16; tile++) {
       const int d = VALUE_BYTES * (quad + tile / (VALUE_BYTES / 2) * 8) + tile % (VALUE_BYTES / 2) * 2;
@@ -257,10 +263,13 @@ __global__ void __launch_bounds__(WARPS * 32, WIDTH == 256 || STAGES > 2 ? 3 : 5
   }
 
   int stage = 0;
-  for (int tile = c.tile0 + warp; tile < c.tile1; tile += WARPS) {
+  for (int tile = c.tile0 + warp % team_warps; tile < c.tile1; tile += team_warps) {
     copy_async_wait<STAGES - 1>();
     const uint32_t offset = stage * T::BYTES;
     const uint32_t own_scales = load_shared(ring + offset + 2 * T::KEY_BYTES + lane * 4);
+    // Index 2h + e of a block: key quad + 8h, head 2 sub + e.
+    float score[BLOCKS][4], p[BLOCKS][4], weight[BLOCKS][4], value_scale[BLOCKS][2];
+    bool large = false;
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
       int high[4] = {}, low[4] = {};
@@ -273,50 +282,53 @@ __global__ void __launch_bounds__(WARPS * 32, WIDTH == 256 || STAGES > 2 ? 3 : 5
         mma_s8(high, k0.z, k1.z, k0.w, k1.w, q.high[4 * i + 2], q.high[4 * i + 3]);
         mma_s8(low, k0.z, k1.z, k0.w, k1.w, q.low[4 * i + 2], q.low[4 * i + 3]);
       }
-      // Index 2h + e: key quad + 8h, head 2 sub + e.
-      float score[4], p[4], weight[4], value_scale[2];
-      bool large = false;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const uint32_t word = __shfl_sync(~0u, own_scales, 16 * b + 8 * h + quad);
         const float2 scales = __half22float2(*reinterpret_cast<const __half2*>(&word));
         const bool seen = tile * KEYS + 16 * b + 8 * h + quad < length;
-        value_scale[h] = scales.y;
+        value_scale[b][h] = scales.y;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const float dot = static_cast<float>(256 * high[2 * h + e] + low[2 * h + e]);
-          score[2 * h + e] = seen ? dot * (q_scale[e] * scales.x) : -INFINITY;
-          p[2 * h + e] = exp2f(score[2 * h + e] - maximum[e]);
-          weight[2 * h + e] = p[2 * h + e] * scales.y;
+          const int at = 2 * h + e;
+          const float dot = static_cast<float>(256 * high[at] + low[at]);
+          score[b][at] = seen ? dot * (q_scale[e] * scales.x) : -INFINITY;
+          p[b][at] = exp2f(score[b][at] - maximum[e]);
+          weight[b][at] = p[b][at] * scales.y;
           // Of the first keys too, relative to -infinity.
-          large |= !(weight[2 * h + e] <= MAX_WEIGHT);
+          large |= !(weight[b][at] <= MAX_WEIGHT);
         }
       }
-      if (__any_sync(~0u, large)) {
+    }
+    if (__any_sync(~0u, large)) {
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float highest = maximum[e];
+      for (int e = 0; e < 2; e++) {
+        float highest = maximum[e];
 #pragma unroll
-          for (int h = 0; h < 2; h++) highest = fmaxf(highest, score[2 * h + e] + log2_scale(value_scale[h]));
+        for (int n = 0; n < 2 * BLOCKS; n++)
+          highest = fmaxf(highest, score[n / 2][n % 2 * 2 + e] + log2_scale(value_scale[n / 2][n % 2]));
 #pragma unroll
-          for (int step = 4; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
-          const float kept = exp2f(maximum[e] - highest);
-          maximum[e] = highest;
-          total[e] *= kept;
+        for (int step = 4; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
+        const float kept = exp2f(maximum[e] - highest);
+        maximum[e] = highest;
+        total[e] *= kept;
 #pragma unroll
-          for (int i = 0; i < WIDTH / 16; i++) sum[i][e] *= kept, sum[i][2 + e] *= kept;
+        for (int i = 0; i < WIDTH / 16; i++) sum[i][e] *= kept, sum[i][2 + e] *= kept;
 #pragma unroll
-          for (int h = 0; h < 2; h++) {
-            p[2 * h + e] = exp2f(score[2 * h + e] - highest);
-            weight[2 * h + e] = p[2 * h + e] * value_scale[h];
-          }
+        for (int n = 0; n < 2 * BLOCKS; n++) {
+          const int b = n / 2, at = n % 2 * 2 + e;
+          p[b][at] = exp2f(score[b][at] - highest);
+          weight[b][at] = p[b][at] * value_scale[b][n % 2];
         }
       }
+    }
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
       uint32_t weights[2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        total[0] += p[2 * h], total[1] += p[2 * h + 1];
-        const __half2 pair = __floats2half2_rn(weight[2 * h], weight[2 * h + 1]);
+        total[0] += p[b][2 * h], total[1] += p[b][2 * h + 1];
+        const __half2 pair = __floats2half2_rn(weight[b][2 * h], weight[b][2 * h + 1]);
         weights[h] = transposed(*reinterpret_cast<const uint32_t*>(&pair));
       }
 #pragma unroll
@@ -360,26 +372,21 @@ __global__ void __launch_bounds__(WARPS * 32, WIDTH == 256 || STAGES > 2 ? 3 : 5
     if (quad == 0) part[WIDTH] = maximum[e], part[WIDTH + 1] = total[e];
   }
   __syncthreads();
-  put_together<BF16>(a, c, parts, a.room, WIDTH, shared_address(memory + ring_bytes<WIDTH, STAGES>()));
+  put_together<BF16>(a, c, parts, a.room, WIDTH, a.teams, shared_address(memory + ring_bytes<WIDTH>()));
 }
 
-// no-spill(90a): attend_int8<*, *, *>
-template <int WIDTH, int STAGES>
+// no-spill(90a): attend_int8<*, *>
+template <int WIDTH>
 AttentionKernel instance(bool bf16, int& shared_bytes) {
-  shared_bytes = ring_bytes<WIDTH, STAGES>();
-  return bf16 ? attend_int8<true, WIDTH, STAGES> : attend_int8<false, WIDTH, STAGES>;
-}
-
-template <int STAGES>
-AttentionKernel for_head(bool bf16, int head_dim, int& shared_bytes) {
-  if (head_dim <= 64) return instance<64, STAGES>(bf16, shared_bytes);
-  return head_dim <= 128 ? instance<128, STAGES>(bf16, shared_bytes) : instance<256, STAGES>(bf16, shared_bytes);
+  shared_bytes = ring_bytes<WIDTH>();
+  return bf16 ? attend_int8<true, WIDTH> : attend_int8<false, WIDTH>;
 }
 
 }  // namespace
 
-AttentionKernel int8_attention(bool bf16, int head_dim, bool few_ctas, int& shared_bytes) {
-  return few_ctas ? for_head<4>(bf16, head_dim, shared_bytes) : for_head<2>(bf16, head_dim, shared_bytes);
+AttentionKernel int8_attention(bool bf16, int head_dim, int& shared_bytes) {
+  if (head_dim <= 64) return instance<64>(bf16, shared_bytes);
+  return head_dim <= 128 ? instance<128>(bf16, shared_bytes) : instance<256>(bf16, shared_bytes);
 }
 
 }  // namespace trirun
