@@ -370,11 +370,11 @@ int trirun_cuda_attention_decode(const trirun_attention* attention, void* worksp
  * and v go to the cache. */
 int trirun_cuda_attention_append(const trirun_attention* attention, void* stream);
 
-/* The first `length` positions of a slot of an int8 cache, as values of dtype; keys stay mixed. */
+/* The first `length` positions of a slot, as values of dtype; keys of an int8 cache stay mixed. */
 typedef struct {
   const void* keys;
   const void* values;
-  const void* scales;
+  const void* scales;         /* NULL: the cache is of dtype */
   const int32_t* block_table; /* the slot's: [length / 64, rounded up] */
   void* keys_out;             /* [kv_heads][length][head_dim] */
   void* values_out;

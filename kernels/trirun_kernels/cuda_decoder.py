@@ -232,15 +232,8 @@ class CudaDecoder:
     def _segment_attention(self, q: Tensor, cache: ops.Cache, heads: ops.Heads, segment: Segment) -> Tensor:
         """Causal attention of rotated q [count, heads·head_dim] over everything its slot has in the cache by now."""
         length = segment.position + segment.count
-        if cache.scales is not None:
-            parts = ops.gather(cache, segment.slot, length, heads.head_dim, q.dtype)
-        else:
-            table = cache.block_tables[segment.slot, : -(-length // ops.PAGE)]
-            parts = (
-                part.index_select(0, table).transpose(0, 1).flatten(1, 2)[:, :length]
-                for part in (cache.keys, cache.values)
-            )
-        keys, values = (part.unsqueeze(0) for part in parts)
+        gathered = ops.gather(cache, segment.slot, length, heads.head_dim, q.dtype)
+        keys, values = (part.unsqueeze(0) for part in gathered)
         queries = q.view(1, segment.count, heads.heads, heads.head_dim).transpose(1, 2)
         # Called directly, flash attention aligns the causal mask to the last key, and takes grouped heads.
         out = torch.ops.aten._scaled_dot_product_flash_attention(

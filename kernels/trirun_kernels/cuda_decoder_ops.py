@@ -164,7 +164,7 @@ def attention_append(
 
 
 def gather(cache: Cache, slot: int, length: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The first ``length`` positions of an int8 cache's slot: keys (mixed) and values, [kv_heads, length, head_dim]."""
+    """The first ``length`` positions of a slot, [kv_heads, length, head_dim]: keys (of an int8 cache mixed), values."""
     keys = torch.empty(cache.keys.shape[1], length, head_dim, dtype=dtype, device=cache.keys.device)
     values = torch.empty_like(keys)
     struct = GatherStruct(

@@ -184,11 +184,10 @@ def test_attention(heads, kv_heads, head_dim, options, int8, dtype):
     assert error(rotated[live], turned.flatten(1)[live]) < ROUNDING[dtype]
     for one, other in ((appended.keys, own.keys), (appended.values, own.values), (appended.scales, own.scales)):
         assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
-    if int8:
-        for slot, position in zip(slots[live].tolist(), positions[live].tolist(), strict=True):
-            found = ops.gather(own, slot, position + 1, head_dim, dtype)
-            exact = cuda_decoder_reference.gathered(own, slot, position + 1, head_dim)
-            assert all(torch.equal(part, other.to(dtype)) for part, other in zip(found, exact, strict=True))
+    for slot, position in zip(slots[live].tolist(), positions[live].tolist(), strict=True):
+        found = ops.gather(own, slot, position + 1, head_dim, dtype)
+        exact = cuda_decoder_reference.gathered(own, slot, position + 1, head_dim)
+        assert all(torch.equal(part, other.to(dtype)) for part, other in zip(found, exact, strict=True))
 
 
 @gpu

@@ -1,5 +1,5 @@
-// Prompts and the cache: appending their keys and values, and, of a cache of 8-bit elements, reading a slot back as the
-// 16-bit tensors that flash attention takes.
+// Prompts and the cache: appending their keys and values, and reading a slot back as the 16-bit tensors that flash
+// attention takes.
 #include "decoder_int8.cuh"
 
 namespace trirun {
@@ -68,12 +68,12 @@ void (*append_for(int head_dim))(AppendArgs) {
 }
 
 // A CTA per page, key head, and keys or values.
-template <bool BF16>
+template <bool BF16, bool INT8>
 __global__ void __launch_bounds__(WARPS * 32) gather(const __grid_constant__ trirun_gather g) {
   dependency_wait();
   const bool values = blockIdx.z;
   const int first = blockIdx.x * PAGE, count = min(PAGE, static_cast<int>(g.length) - first);
-  const int bytes = int8_row_bytes(g.head_dim), parts = g.head_dim / 8;
+  const int bytes = INT8 ? int8_row_bytes(g.head_dim) : 2 * g.head_dim, parts = g.head_dim / 8;
   const int64_t from = cache_offset(g.block_table[blockIdx.x], g.kv_heads, blockIdx.y, 0, 1);
   const auto* codes = static_cast<const uint8_t*>(values ? g.values : g.keys) + from * bytes;
   const auto* scales = static_cast<const __half2*>(g.scales) + from;
@@ -81,17 +81,23 @@ __global__ void __launch_bounds__(WARPS * 32) gather(const __grid_constant__ tri
              (static_cast<int64_t>(blockIdx.y) * g.length + first) * g.head_dim;
   for (int i = threadIdx.x; i < count * parts; i += WARPS * 32) {
     const int position = i / parts, d = i % parts * 8;
-    const uint2 eight = *reinterpret_cast<const uint2*>(codes + position * bytes + d);
-    const float2 both = __half22float2(scales[position]);
-    const float scale = values ? both.y : both.x;
-    uint32_t out[4];
+    uint4 eight;
+    if constexpr (INT8) {
+      const uint2 read = *reinterpret_cast<const uint2*>(codes + position * bytes + d);
+      const float2 both = __half22float2(scales[position]);
+      const float scale = values ? both.y : both.x;
+      uint32_t out[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const uint32_t word = (j < 2 ? eight.x : eight.y) >> j % 2 * 16;
-      const float low = static_cast<int8_t>(word) * scale, high = static_cast<int8_t>(word >> 8) * scale;
-      out[j] = narrow<BF16>(low) | static_cast<uint32_t>(narrow<BF16>(high)) << 16;
+      for (int j = 0; j < 4; j++) {
+        const uint32_t word = (j < 2 ? read.x : read.y) >> j % 2 * 16;
+        const float low = static_cast<int8_t>(word) * scale, high = static_cast<int8_t>(word >> 8) * scale;
+        out[j] = narrow<BF16>(low) | static_cast<uint32_t>(narrow<BF16>(high)) << 16;
+      }
+      eight = make_uint4(out[0], out[1], out[2], out[3]);
+    } else {
+      eight = *reinterpret_cast<const uint4*>(codes + position * bytes + d * 2);
     }
-    *reinterpret_cast<uint4*>(to + position * g.head_dim + d) = make_uint4(out[0], out[1], out[2], out[3]);
+    *reinterpret_cast<uint4*>(to + position * g.head_dim + d) = eight;
   }
 }
 
@@ -120,8 +126,11 @@ EXPORT int trirun_cuda_attention_gather(const trirun_gather* g, void* stream) {
   if (!half_dtype(g->dtype)) return TRIRUN_UNSUPPORTED;
   for (const void* p : {g->keys, g->values, static_cast<const void*>(g->keys_out), static_cast<const void*>(g->values_out)})
     if (p == nullptr || !aligned_to(p, 16)) return TRIRUN_BAD_POINTER;
-  if (g->scales == nullptr || !aligned_to(g->scales, 4) || g->block_table == nullptr) return TRIRUN_BAD_POINTER;
+  if (!aligned_to(g->scales, 4) || g->block_table == nullptr) return TRIRUN_BAD_POINTER;
   if (g->length == 0) return TRIRUN_OK;
   const dim3 grid(static_cast<unsigned>((g->length + PAGE - 1) / PAGE), static_cast<unsigned>(g->kv_heads), 2);
-  return launch_dependent(g->dtype == TRIRUN_BF16 ? gather<true> : gather<false>, *g, grid, WARPS * 32, 0, stream);
+  const auto kernel = g->scales == nullptr         ? gather<false, false>
+                      : g->dtype == TRIRUN_BF16 ? gather<true, true>
+                                                : gather<false, true>;
+  return launch_dependent(kernel, *g, grid, WARPS * 32, 0, stream);
 }
