@@ -370,15 +370,17 @@ int trirun_cuda_attention_decode(const trirun_attention* attention, void* worksp
  * and v go to the cache. */
 int trirun_cuda_attention_append(const trirun_attention* attention, void* stream);
 
-/* The first `length` positions of a slot, as values of dtype; keys of an int8 cache stay mixed. */
+/* The first positions of some slots, one slot after another, as values of dtype; keys of an int8 cache stay mixed. */
 typedef struct {
   const void* keys;
   const void* values;
-  const void* scales;         /* NULL: the cache is of dtype */
-  const int32_t* block_table; /* the slot's: [length / 64, rounded up] */
-  void* keys_out;             /* [kv_heads][length][head_dim] */
+  const void* scales;          /* NULL: the cache is of dtype */
+  const int32_t* block_tables; /* [slots][ld_blocks] */
+  const int32_t* slots;        /* [count] */
+  const int32_t* starts;       /* [count + 1]: slots[i] goes to positions starts[i] to starts[i + 1] of the output */
+  void* keys_out;              /* [starts[count]][kv_heads][head_dim] */
   void* values_out;
-  int64_t length, kv_heads;
+  int64_t count, longest, kv_heads, ld_blocks; /* longest: most positions of one slot */
   int32_t head_dim, dtype;
 } trirun_gather;
 

@@ -19,18 +19,9 @@ from . import cuda_decoder_ops as ops
 from .activations import activation_bytes
 from .cuda import device_of
 from .cuda_decoder_products import DIGIT_ROWS, Projection
+from .cuda_decoder_prompts import Prompts, Segment, prompt_attention
 from .cuda_decoder_weights import CudaLayer, CudaModel
 from .decoder_weights import DecoderShape
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows ``first`` to ``first + count`` of a batch: consecutive tokens of one slot, the first at ``position``."""
-
-    first: int
-    count: int
-    slot: int
-    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +152,14 @@ class CudaDecoder:
         model, eps = self.model, self.model.shape.norm_eps
         m, first = inputs.tokens.shape[0], model.layers[0]
         decode = segments[0].first if segments else m
+        prompts = Prompts.of(segments, model.device) if segments else None
         residual = torch.empty(m, model.shape.hidden, device=model.device)
         x = self._rows(
             ops.EMBED, model.embedding, m, residual=residual, norm=first.norms["attention_norm"], eps=eps,
             tokens=inputs.tokens, slots=inputs.slots, latest=self.latest,
         )  # fmt: skip
         for index, layer in enumerate(model.layers):
-            x = self._attention(index, x, inputs, decode, segments, splits)
+            x = self._attention(index, x, inputs, decode, prompts, splits)
             delta = self._project(layer.o, x, m)
             x = self._rows(ops.RESIDUAL, delta, m, residual=residual, norm=layer.norms["mlp_norm"], eps=eps)
             delta = self._mlp(layer, x, m)
@@ -189,7 +181,7 @@ class CudaDecoder:
         return max(1, min(32, math.ceil(wanted / groups)))
 
     def _attention(
-        self, index: int, x: _Activations, inputs: Inputs, decode: int, segments: Sequence[Segment], splits: int
+        self, index: int, x: _Activations, inputs: Inputs, decode: int, prompts: Prompts | None, splits: int
     ) -> _Activations:
         """The input of the layer's output projection."""
         layer, heads, m = self.model.layers[index], self._heads[index], inputs.tokens.shape[0]
@@ -214,32 +206,16 @@ class CudaDecoder:
                 q[part], k[part], v[part], y[part], heads, cache, inputs.slots[part], inputs.positions[part], splits,
                 self._workspace(decode, splits),
             )  # fmt: skip
-        if segments:
+        if prompts is not None:
             part = slice(decode, m)
             rotated = torch.empty(m - decode, q_size, dtype=self.model.dtype, device=q.device)
             ops.attention_append(
                 q[part], k[part], v[part], rotated, heads, cache, inputs.slots[part], inputs.positions[part]
             )
-            for segment in segments:
-                at = segment.first - decode
-                y[segment.first : segment.first + segment.count] = self._segment_attention(
-                    rotated[at : at + segment.count], cache, heads, segment
-                )
+            y[part] = prompt_attention(rotated, cache, heads, prompts)
         if norm is None and m not in self._digit_rows:
             return _Activations(y, None)
         return self._rows(ops.PLAIN, y, m, norm=norm, eps=self.model.shape.norm_eps)
-
-    def _segment_attention(self, q: Tensor, cache: ops.Cache, heads: ops.Heads, segment: Segment) -> Tensor:
-        """Causal attention of rotated q [count, heads·head_dim] over everything its slot has in the cache by now."""
-        length = segment.position + segment.count
-        gathered = ops.gather(cache, segment.slot, length, heads.head_dim, q.dtype)
-        keys, values = (part.unsqueeze(0) for part in gathered)
-        queries = q.view(1, segment.count, heads.heads, heads.head_dim).transpose(1, 2)
-        # Called directly, flash attention aligns the causal mask to the last key, and takes grouped heads.
-        out = torch.ops.aten._scaled_dot_product_flash_attention(
-            queries, keys, values, 0.0, True, False, scale=heads.scale
-        )[0]
-        return out.transpose(1, 2).reshape(segment.count, -1)
 
     def _mlp(self, layer: CudaLayer, x: _Activations, m: int) -> Tensor:
         parts = [self._project(p, x, m) for p in layer.gate_up]

@@ -163,13 +163,23 @@ def attention_append(
     _check(code, f"attention_append: q {q.dtype} {list(q.shape)}, {heads.heads} over {heads.kv_heads} heads")
 
 
-def gather(cache: Cache, slot: int, length: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The first ``length`` positions of a slot, [kv_heads, length, head_dim]: keys (of an int8 cache mixed), values."""
-    keys = torch.empty(cache.keys.shape[1], length, head_dim, dtype=dtype, device=cache.keys.device)
+def gather(
+    cache: Cache, slots: Tensor, starts: Tensor, total: int, longest: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The first positions of some slots, one slot after another: keys (of an int8 cache mixed) and values, which are
+    [total, kv_heads, head_dim]. It allocates them.
+
+    Args:
+        slots: int32 [n]. starts: int32 [n + 1], where each slot's positions begin, and ``total`` at the end.
+        longest: most positions of one slot.
+    """
+    kv_heads = cache.keys.shape[1]
+    keys = torch.empty(total, kv_heads, head_dim, dtype=dtype, device=cache.keys.device)
     values = torch.empty_like(keys)
     struct = GatherStruct(
-        cache.keys.data_ptr(), cache.values.data_ptr(), _pointer(cache.scales), cache.block_tables[slot].data_ptr(),
-        keys.data_ptr(), values.data_ptr(), length, keys.shape[0], head_dim, DTYPES[dtype],
+        cache.keys.data_ptr(), cache.values.data_ptr(), _pointer(cache.scales), cache.block_tables.data_ptr(),
+        slots.data_ptr(), starts.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.shape[0], longest, kv_heads,
+        cache.block_tables.stride(0), head_dim, DTYPES[dtype],
     )  # fmt: skip
     _check(_library().trirun_cuda_attention_gather(ctypes.byref(struct), _stream()), f"gather: {list(keys.shape)}")
     return keys, values

@@ -19,7 +19,7 @@ def test_structures_have_the_sizes_of_trirun_h():
     assert ctypes.sizeof(structs.SamplerStruct) == ops.SAMPLER_BYTES
     assert ctypes.sizeof(structs.RowsStruct) == 10 * 8 + 5 * 8 + 5 * 4 + 4
     assert ctypes.sizeof(structs.AttentionStruct) == 16 * 8 + 7 * 8 + 6 * 4
-    assert ctypes.sizeof(structs.GatherStruct) == 6 * 8 + 2 * 8 + 2 * 4
+    assert ctypes.sizeof(structs.GatherStruct) == 8 * 8 + 4 * 8 + 2 * 4
     assert ctypes.sizeof(structs.SampleStruct) == 13 * 8 + 4 * 8 + 2 * 4
 
 
@@ -184,10 +184,13 @@ def test_attention(heads, kv_heads, head_dim, options, int8, dtype):
     assert error(rotated[live], turned.flatten(1)[live]) < ROUNDING[dtype]
     for one, other in ((appended.keys, own.keys), (appended.values, own.values), (appended.scales, own.scales)):
         assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
-    for slot, position in zip(slots[live].tolist(), positions[live].tolist(), strict=True):
-        found = ops.gather(own, slot, position + 1, head_dim, dtype)
-        exact = cuda_decoder_reference.gathered(own, slot, position + 1, head_dim)
-        assert all(torch.equal(part, other.to(dtype)) for part, other in zip(found, exact, strict=True))
+    lengths = positions[live] + 1
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    found = ops.gather(own, slots[live], starts, int(starts[-1]), int(lengths.max()), head_dim, dtype)
+    for slot, first, last in zip(slots[live].tolist(), starts.tolist(), starts[1:].tolist(), strict=False):
+        exact = cuda_decoder_reference.gathered(own, slot, last - first, head_dim)
+        for part, other in zip(found, exact, strict=True):
+            assert torch.equal(part[first:last], other.to(dtype).transpose(0, 1))
 
 
 @gpu

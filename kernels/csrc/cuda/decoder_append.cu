@@ -1,5 +1,5 @@
-// Prompts and the cache: appending their keys and values, and reading a slot back as the 16-bit tensors that flash
-// attention takes.
+// Prompts and the cache: appending their keys and values, and reading slots back as the 16-bit tensors that flash
+// attention of sequences of different lengths takes.
 #include "decoder_int8.cuh"
 
 namespace trirun {
@@ -67,18 +67,20 @@ void (*append_for(int head_dim))(AppendArgs) {
   return head_dim <= 128 ? append<BF16, INT8, 16> : append<BF16, INT8, 32>;
 }
 
-// A CTA per page, key head, and keys or values.
+// A CTA per page of a slot, key head, and keys or values.
 template <bool BF16, bool INT8>
 __global__ void __launch_bounds__(WARPS * 32) gather(const __grid_constant__ trirun_gather g) {
   dependency_wait();
-  const bool values = blockIdx.z;
-  const int first = blockIdx.x * PAGE, count = min(PAGE, static_cast<int>(g.length) - first);
+  const bool values = blockIdx.z % 2;
+  const int head = blockIdx.z / 2, first = blockIdx.x * PAGE, start = g.starts[blockIdx.y];
+  const int count = min(PAGE, g.starts[blockIdx.y + 1] - start - first);
+  if (count <= 0) return;
   const int bytes = INT8 ? int8_row_bytes(g.head_dim) : 2 * g.head_dim, parts = g.head_dim / 8;
-  const int64_t from = cache_offset(g.block_table[blockIdx.x], g.kv_heads, blockIdx.y, 0, 1);
+  const int page = g.block_tables[g.slots[blockIdx.y] * g.ld_blocks + blockIdx.x];
+  const int64_t from = cache_offset(page, g.kv_heads, head, 0, 1), row = g.kv_heads * g.head_dim;
   const auto* codes = static_cast<const uint8_t*>(values ? g.values : g.keys) + from * bytes;
   const auto* scales = static_cast<const __half2*>(g.scales) + from;
-  auto* to = static_cast<uint16_t*>(values ? g.values_out : g.keys_out) +
-             (static_cast<int64_t>(blockIdx.y) * g.length + first) * g.head_dim;
+  auto* to = static_cast<uint16_t*>(values ? g.values_out : g.keys_out) + (start + first) * row + head * g.head_dim;
   for (int i = threadIdx.x; i < count * parts; i += WARPS * 32) {
     const int position = i / parts, d = i % parts * 8;
     uint4 eight;
@@ -97,7 +99,7 @@ __global__ void __launch_bounds__(WARPS * 32) gather(const __grid_constant__ tri
     } else {
       eight = *reinterpret_cast<const uint4*>(codes + position * bytes + d * 2);
     }
-    *reinterpret_cast<uint4*>(to + position * g.head_dim + d) = eight;
+    *reinterpret_cast<uint4*>(to + position * row + d) = eight;
   }
 }
 
@@ -120,15 +122,17 @@ EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* stream)
 EXPORT int trirun_cuda_attention_gather(const trirun_gather* g, void* stream) {
   using namespace trirun;
   if (g == nullptr) return TRIRUN_BAD_POINTER;
-  if (g->length < 0 || g->kv_heads <= 0 || g->kv_heads > 65535 || g->head_dim <= 0 || g->head_dim % 8 ||
-      g->head_dim > MAX_HEAD_DIM)
+  if (g->count < 0 || g->count > 65535 || g->longest < 0 || g->longest > g->ld_blocks * PAGE || g->kv_heads <= 0 ||
+      g->kv_heads > 32767 || g->head_dim <= 0 || g->head_dim % 8 || g->head_dim > MAX_HEAD_DIM)
     return TRIRUN_BAD_SHAPE;
   if (!half_dtype(g->dtype)) return TRIRUN_UNSUPPORTED;
   for (const void* p : {g->keys, g->values, static_cast<const void*>(g->keys_out), static_cast<const void*>(g->values_out)})
     if (p == nullptr || !aligned_to(p, 16)) return TRIRUN_BAD_POINTER;
-  if (!aligned_to(g->scales, 4) || g->block_table == nullptr) return TRIRUN_BAD_POINTER;
-  if (g->length == 0) return TRIRUN_OK;
-  const dim3 grid(static_cast<unsigned>((g->length + PAGE - 1) / PAGE), static_cast<unsigned>(g->kv_heads), 2);
+  if (!aligned_to(g->scales, 4) || g->block_tables == nullptr || g->slots == nullptr || g->starts == nullptr)
+    return TRIRUN_BAD_POINTER;
+  if (g->count == 0 || g->longest == 0) return TRIRUN_OK;
+  const dim3 grid(static_cast<unsigned>((g->longest + PAGE - 1) / PAGE), static_cast<unsigned>(g->count),
+                  static_cast<unsigned>(2 * g->kv_heads));
   const auto kernel = g->scales == nullptr         ? gather<false, false>
                       : g->dtype == TRIRUN_BF16 ? gather<true, true>
                                                 : gather<false, true>;
