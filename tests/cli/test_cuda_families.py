@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from trirun_kernels.native import library_path
 
 from tests.small_models import save_ternary
+from trirun_cli.runtime.model import BatchLM
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not library_path("cuda").exists(),
@@ -70,3 +71,38 @@ def test_engine_opens_the_lean_decoder(models):
     tokens = [token for event in engine.generate(requests) for token in event.tokens]
     assert len(tokens) == 30 and all(0 <= token.id < 65 for token in tokens)
     engine.close()
+
+
+@pytest.mark.parametrize("rows", [4096, 64])
+def test_scoring_is_that_of_transformers(models, monkeypatch, rows):
+    """Whole sequences side by side, in steps of few or many tokens, and one by one."""
+    from trirun_cli.runtime import cuda_lm
+    from trirun_cli.runtime.model import open_model
+
+    monkeypatch.setattr(cuda_lm, "MAX_ROWS", rows)
+    generator = torch.Generator().manual_seed(2)
+    sequences = [torch.randint(3, 65, (length,), generator=generator) for length in (1, 40, 150, 2, 1, 64, 63)]
+    keep = [1, 3, 150, 2, 1, 10, 63]
+    reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = [reference(tokens.unsqueeze(0)).logits[0] for tokens in sequences]
+    for kv_cache_dtype, allowed in (("auto", 3e-3), ("int8", 2e-2)):
+        lm = open_model(models[1], device="cuda", kv_cache_dtype=kv_cache_dtype)
+        assert lm.engine.startswith("lean decoder on") and isinstance(lm, BatchLM)
+        together = lm.forward_batch(sequences, keep)
+        for found, logits, count in zip(together, expected, keep, strict=True):
+            assert found.shape == (count, lm.vocab_size)
+            errors = (found.cpu() - logits[-count:]).norm(dim=1) / logits[-count:].norm(dim=1)
+            assert errors.median() < allowed
+        # The sequence of forward is apart from those of a batch.
+        first = lm.forward(sequences[2][:100], last_only=False)
+        lm.forward_batch(sequences, keep)
+        rest = lm.forward(sequences[2][100:], last_only=False)
+        lm.rewind(100)
+        assert torch.equal(lm.forward(sequences[2][100:], last_only=False), rest)
+        errors = (torch.cat((first, rest)).cpu() - expected[2]).norm(dim=1) / expected[2].norm(dim=1)
+        assert errors.median() < allowed
+        lm.reset()
+        again = lm.forward(sequences[1])
+        assert again.shape == (1, lm.vocab_size)
+        assert (again.cpu() - expected[1][-1:]).norm() / expected[1][-1:].norm() < 2 * allowed

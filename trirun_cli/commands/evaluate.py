@@ -9,7 +9,7 @@ import typer
 
 from ..console import Console
 from ..errors import CheckFailed, UsageError
-from .options import ActBits, Device, DType, Json, Quiet, check_machine
+from .options import ActBits, Device, DType, Json, KvCacheDType, Quiet, check_machine
 
 _MACHINE, _LONG, _OUTPUT = "Machine", "Long runs", "Output"
 
@@ -64,6 +64,7 @@ def command(
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
+    kv_cache_dtype: KvCacheDType = "auto",
     as_served: Annotated[
         bool,
         typer.Option(
@@ -86,7 +87,7 @@ def command(
     wanted = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
     if not wanted:
         raise UsageError(f"--tasks {tasks!r}: names no task")
-    check_machine(dtype, act_bits)
+    check_machine(dtype, act_bits, kv_cache_dtype=kv_cache_dtype)
     least_values = {"window": (window, 2), "limit": (limit, 1), "batch-size": (batch_size, 1)}
     for option, (value, least) in (least_values | {"num-fewshot": (num_fewshot, 0)}).items():
         if value is not None and value < least:
@@ -123,6 +124,7 @@ def command(
         device,
         dtype,
         act_bits,
+        kv_cache_dtype,
         as_served,
         resume,
     )

@@ -46,6 +46,7 @@ class Settings:
     device: str = "auto"
     dtype: str = "auto"
     act_bits: int | None = None
+    kv_cache_dtype: str = "auto"
     as_served: bool = False
     resume: Path | None = None
 

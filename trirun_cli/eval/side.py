@@ -64,7 +64,12 @@ def open_side(role: str, path: Path, settings: Settings, console: Console) -> Si
     """
     device = pick_device(settings.device)
     runner = open_model(
-        path, device=device, dtype=settings.dtype, act_bits=settings.act_bits, exact=not settings.as_served
+        path,
+        device=device,
+        dtype=settings.dtype,
+        act_bits=settings.act_bits,
+        exact=not settings.as_served,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
     tokenizer = load_tokenizer(path)
     if settings.chat_template and not getattr(tokenizer, "chat_template", None):

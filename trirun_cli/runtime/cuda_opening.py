@@ -13,9 +13,10 @@ from trirun_kernels.native import NativeError, load
 from ..errors import InputError, OutOfMemoryError
 from ..model_dir import read_config
 from .accumulation import use_fp16_sums
+from .cuda_lm import MAX_ROWS, CudaLM
 from .cuda_runner import CudaRunner
 from .cuda_weights import load_model
-from .llama_config import NotLean, chosen_context
+from .llama_config import NotLean, chosen_context, longest_context
 from .model import pick_device
 
 # Of the memory that is free once the weights are there: what activations, graphs and libraries take stays free.
@@ -39,14 +40,7 @@ def cuda_runner(
         NotLean: the decoder does not run this model or this GPU. InputError: the checkpoint is damaged.
         OutOfMemoryError: the GPU holds the weights but not one context beside them.
     """
-    target = torch.device(pick_device(device))
-    target = torch.device("cuda", target.index or 0)
-    if torch.cuda.get_device_capability(target) < (8, 0):
-        raise NotLean("the CUDA kernels need compute capability 8.0 or newer")
-    try:
-        load("cuda")
-    except NativeError as error:
-        raise NotLean(str(error)) from None
+    target = usable_device(device)
     wanted = chosen_context(read_config(Path(path)), context)
     try:
         model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=wanted)
@@ -59,6 +53,49 @@ def cuda_runner(
         raise
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def cuda_lm(path: str | Path, *, device: str, dtype: str, act_bits: int | None, kv_cache_dtype: str = "auto") -> CudaLM:
+    """The same as a model that scores texts, of all the positions that transformers would give it.
+
+    Raises:
+        NotLean: the decoder does not run this model, or not with all its positions, or not on this GPU.
+        InputError: the checkpoint is damaged.
+    """
+    target = usable_device(device)
+    config = read_config(Path(path))
+    longest = longest_context(config)
+    if longest < config.get("max_position_embeddings", longest):
+        raise NotLean(f"a sliding window of {longest} positions")
+    try:
+        model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=longest)
+        kind = torch.int8 if kv_cache_dtype == "int8" else model.dtype
+        # One sequence in the cache, and as much again for batches beside it.
+        cache = 2 * (longest + MAX_ROWS) * position_bytes(model.shape, kind)
+        free, _ = torch.cuda.mem_get_info(target)
+        if cache > free * CACHE_SHARE:
+            raise NotLean(f"a cache of {longest} positions takes {cache / 2**30:.1f} of {free / 2**30:.1f} GiB free")
+        return CudaLM(model, positions=longest, kv_dtype=kind)
+    except NotLean:
+        raise
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def usable_device(device: str) -> torch.device:
+    """The GPU that a --device option means.
+
+    Raises:
+        NotLean: the kernels do not run on it, or are not there.
+    """
+    target = torch.device("cuda", torch.device(pick_device(device)).index or 0)
+    if torch.cuda.get_device_capability(target) < (8, 0):
+        raise NotLean("the CUDA kernels need compute capability 8.0 or newer")
+    try:
+        load("cuda")
+    except NativeError as error:
+        raise NotLean(str(error)) from None
+    return target
 
 
 def cache_pages(model: CudaModel, slots: int, context: int, kind: torch.dtype) -> int:

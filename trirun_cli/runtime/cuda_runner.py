@@ -52,6 +52,15 @@ class CudaPending:
         ]
 
 
+def engine_name(decoder: CudaDecoder) -> str:
+    """What runs a model, for people."""
+    model = decoder.model
+    kind = str(model.dtype).removeprefix("torch.")
+    weights = f"{model.act_bits}-bit activations" if model.packed else "dense"
+    cache = ", int8 cache" if decoder.scales is not None else ""
+    return f"lean decoder on {torch.cuda.get_device_name(model.device)}, {weights}, {kind}{cache}"
+
+
 class CudaRunner:
     """Runs a :class:`CudaDecoder`.
 
@@ -65,10 +74,7 @@ class CudaRunner:
     def __init__(self, decoder: CudaDecoder, *, max_rows: int = MAX_ROWS) -> None:
         model, device = decoder.model, decoder.model.device
         self._decoder, self._device = decoder, device
-        kind = str(model.dtype).removeprefix("torch.")
-        weights = f"{model.act_bits}-bit activations" if model.packed else "dense"
-        cache = ", int8 cache" if decoder.scales is not None else ""
-        self.name = f"lean decoder on {torch.cuda.get_device_name(device)}, {weights}, {kind}{cache}"
+        self.name = engine_name(decoder)
         self.slots, self.context, self.vocab_size = decoder.slots, decoder.context, model.shape.vocab
         self.max_rows = max(max_rows, self.slots)
         self.cache = PagedCache(self.slots, decoder.pages, self.context, page_size=ops.PAGE)

@@ -112,6 +112,7 @@ def open_model(
     engine: str = "auto",
     exact: bool = False,
     tf32: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> CausalLM:
     """A model directory ready to run: a packed checkpoint on trirun's kernels, anything else as it is.
 
@@ -120,22 +121,36 @@ def open_model(
         device: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
         act_bits: 8 or 16 overrides the checkpoint's activation width.
-        engine: "lean" (packed Llama-like checkpoints on the CPU), "transformers", or "auto": lean where it can.
+        engine: "lean" (packed Llama-like checkpoints), "transformers", or "auto": lean where it can.
         tf32: allow TF32 for float32 products on a GPU.
         exact: none of an engine's own shortcuts in precision, to measure the checkpoint and not the engine.
+        kv_cache_dtype: "auto", or "int8" on the lean engine of a GPU, which then runs plain models too.
 
     Raises:
         InputError: the directory cannot be loaded, or not on that engine. MissingError: the device is not there.
+        UsageError: an int8 cache on a CPU.
     """
     source = ModelDir(path)
     target = pick_device(device)
     kind = None if dtype == "auto" else getattr(torch, dtype)
     packed = source.quant_method == QUANT_METHOD
-    if engine == "lean" and not (packed and target == "cpu"):
-        raise InputError(f"{path}: the lean engine runs packed checkpoints on the CPU")
+    from .llama_config import NotLean
+
+    if engine == "lean" and not packed:
+        raise InputError(f"{path}: the lean engine runs packed checkpoints")
+    if kv_cache_dtype != "auto" and target == "cpu":
+        raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: the lean decoder of a GPU has it alone")
+    narrow = kv_cache_dtype != "auto"
+    if target != "cpu" and (narrow or (packed and dtype != "float32" and engine != "transformers")):
+        from .cuda_opening import cuda_lm
+
+        try:
+            return cuda_lm(path, device=target, dtype=dtype, act_bits=act_bits, kv_cache_dtype=kv_cache_dtype)
+        except NotLean as error:
+            if engine == "lean" or narrow:
+                raise InputError(f"{path}: {error}") from None
     if packed and target == "cpu" and kind in (None, torch.float32) and engine != "transformers":
         from .decoder import LeanLM
-        from .llama_config import NotLean
 
         try:
             return LeanLM(path, act_bits=act_bits, exact=exact)
