@@ -80,30 +80,34 @@ class Result:
 
 
 class LossScale:
-    """Dynamic loss scaling (Micikevicius et al. 2018): halved when a gradient overflows, doubled after a long calm."""
+    """Dynamic loss scaling (Micikevicius et al. 2018): halved when a gradient overflows, doubled after a long calm.
 
-    def __init__(self, enabled: bool, start: float = 2.0**16, calm: int = 200) -> None:
-        self.value, self.enabled, self.calm, self.good = (start if enabled else 1.0), enabled, calm, 0
+    All of it stays on the device: a step that asked the host whether its gradients are finite would leave the GPU idle
+    until the answer had come back and the next step's first kernel had been sent.
+    """
 
-    def accepts(self, gradients: list[Tensor]) -> bool:
-        """Whether the gradients are finite and the step may be taken."""
-        if not self.enabled:
-            return True
-        # One sum per gradient finds infinities and NaNs; one transfer tells of all of them.
-        finite = torch.stack([g.sum(dtype=torch.float32) for g in gradients]).isfinite().all().item()
-        self.good = self.good + 1 if finite else 0
-        if not finite:
-            self.value /= 2
-        elif self.good % self.calm == 0:
-            self.value *= 2
-        return bool(finite)
+    def __init__(self, device: torch.device, start: float = 2.0**16, calm: int = 200) -> None:
+        self.calm = calm
+        self.value = torch.tensor(start, device=device)
+        self.good, self.skipped = torch.zeros((2,), dtype=torch.int64, device=device).unbind()
+
+    def accepts(self, gradients: list[Tensor]) -> Tensor:
+        """Whether the gradients are finite and the step may be taken: bool, one element, on the device."""
+        # One sum per gradient finds infinities and NaNs.
+        finite = torch.stack([g.sum(dtype=torch.float32) for g in gradients]).isfinite().all()
+        self.good = (self.good + 1) * finite
+        self.skipped = self.skipped + ~finite
+        grown = torch.where(self.good % self.calm == 0, 2.0, 1.0)
+        self.value = self.value * torch.where(finite, grown, 0.5)
+        return finite
 
 
 class Trainer:
     """The network in one precision, and a step of training."""
 
     def __init__(self, mode: Mode, start: list[Tensor], lr: float) -> None:
-        self.mode, self.lr, self.scale, self.skipped = mode, lr, LossScale(mode.scaled), 0
+        self.mode, self.lr = mode, lr
+        self.scale = LossScale(start[0].device, 2.0**16 if mode.scaled else 1.0)
         self.masters = [p.clone() for p in start] if mode.masters else []
         self.weights = [p.to(mode.dtype) if mode.masters else p.clone() for p in start]
         self.activations: list[Tensor] = []
@@ -132,21 +136,23 @@ class Trainer:
 
         gradients = [d_w1, d_b1, d_w2, d_b2]
         self.activations, self.gradients = [x, hidden, logits], [d_logits, d_hidden, *gradients]
-        if self.scale.accepts(gradients):
-            self.update(gradients)
-        else:
-            self.skipped += 1
+        self.update(gradients)
         return loss
 
     def update(self, gradients: list[Tensor]) -> None:
-        """SGD on the masters where there are any; the weights follow, rounded."""
-        step = -self.lr / self.scale.value
+        """SGD on the masters where there are any; the weights follow, rounded. A step that overflowed adds zeros."""
         if not self.mode.masters:
-            torch._foreach_add_(self.weights, gradients, alpha=step)
+            torch._foreach_add_(self.weights, gradients, alpha=-self.lr)
             return
+        if self.mode.scaled:
+            step = -self.lr / self.scale.value
+            overflow = self.scale.accepts(gradients).logical_not()
         for master, weight, gradient in zip(self.masters, self.weights, gradients, strict=True):
             # A small update would be lost in 16 bits; float16 + float32 adds in float32, with no copy in between.
-            master.add_(gradient, alpha=step)
+            if self.mode.scaled:
+                master.addcmul_(gradient.masked_fill_(overflow, 0), step)
+            else:
+                master.add_(gradient, alpha=-self.lr)
             weight.copy_(master)
 
 
@@ -174,7 +180,7 @@ def run(name: str, batches: list[tuple[Tensor, Tensor]], start: list[Tensor], st
         peak = torch.cuda.max_memory_allocated(device) - before + _bytes(data[0][:1]) if cuda else 0
         return Result(
             name, torch.stack(losses).tolist(), statistics.median(ms), _bytes(trainer.weights), _bytes(trainer.masters),
-            _bytes(trainer.activations), _bytes(trainer.gradients), peak, trainer.skipped,
+            _bytes(trainer.activations), _bytes(trainer.gradients), peak, int(trainer.scale.skipped),
         )  # fmt: skip
     finally:
         torch.set_float32_matmul_precision(precision)

@@ -73,10 +73,10 @@ def plans(m, k, act_bits, group_size):
                             kernel, warps=warps, warp_split=warp_split, cta_split=cta_split, stages=stages, fused=fused
                         )
     if HOPPER and columns > 8:
-        for ctas, stages in ((1, 4), (3, 3), (7, 2), (132, 2)):
+        for ctas, stages in ((1, 5), (3, 4), (7, 3), (132, 3)):
             yield Plan(COLUMNS, ctas=ctas, stages=stages)
             if group_size == -1:
-                yield Plan(RUNS, ctas=ctas, stages=stages + 1)
+                yield Plan(RUNS, ctas=ctas, stages=stages)
 
 
 @pytest.mark.parametrize("group_size, zero", GRIDS)
@@ -258,6 +258,7 @@ def test_plans_without_an_instance_are_refused():
         Plan(STREAM, warps=16, warp_split=16, cta_split=4, stages=4),
         Plan(COLUMNS, ctas=1, stages=99),
         Plan(COLUMNS, ctas=0, stages=4),
+        Plan(COLUMNS, ctas=1, stages=2),
         Plan(RUNS, ctas=4, stages=2),
     ):
         with pytest.raises(NativeError, match=r"x torch.float16 \[1, 8192\], n=64"):

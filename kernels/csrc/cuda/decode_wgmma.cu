@@ -478,7 +478,6 @@ constexpr Instance instance() {
   return {DIGITS, N, SCALE, S::THREADS, S::TEAMS, S::LAUNCH_REGISTERS, S::QUARTERS, columns<DIGITS, N, SCALE>};
 }
 
-
 #define TRIRUN_COLUMNS(D, N) instance<D, N, PER_CHANNEL>(), instance<D, N, PER_UNIT>(), instance<D, N, PER_BLOCK>()
 // digits of x, columns (digits * rows of x, at most), where weight scales enter
 // no-spill(90a): columns<2, 16, *>
@@ -533,7 +532,8 @@ int launch_columns(const Problem& p) {
   const ActivationLayout layout(p.m, p.w.k, p.act_bits);
   const Instance* instance = instance_of(p, layout);
   const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
-  if (instance == nullptr || layout.columns % 8 || plan.stages < 2 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
+  // A team gives a stage back when the next one of its own, two further on, has come: three at least.
+  if (instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
       plan.ctas > COUNTERS / 16 || total > INT32_MAX || !starts_whole(*instance))
     return TRIRUN_UNSUPPORTED;
   const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
