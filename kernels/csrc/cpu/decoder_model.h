@@ -185,18 +185,35 @@ class Model {
   std::atomic<bool> failed{false};
 
  protected:
-  void product(const trirun_linear& linear, const trirun_act& act, float* y, int64_t ldy, int64_t begin, int64_t end) {
-    const Int2Job job = {&linear.weight, &act, linear.n, linear.bias, y, ldy, TRIRUN_F32};
-    if (!isa_.int2_gemm(job, begin, end)) failed = true;
+  static Int2Part part_of(const trirun_linear& linear, const trirun_act& act, float* y, int64_t ldy, int64_t begin,
+                          int64_t end) {
+    return {{&linear.weight, &act, linear.n, linear.bias, y, ldy, TRIRUN_F32}, begin, end};
   }
 
-  /* The product of strips [begin, end) into tile, [rows][columns]; returns how many columns there are. */
-  int64_t product_tile(const trirun_linear& linear, const trirun_act& act, float* tile, int64_t begin, int64_t end) {
-    const int64_t first = begin * 64, columns = (end * 64 < linear.n ? end * 64 : linear.n) - first;
+  /* The same into `tile`, [rows][columns of the strips]. */
+  static Int2Part tile_of(const trirun_linear& linear, const trirun_act& act, float* tile, int64_t begin, int64_t end) {
     /* Kernels count columns from the weight's first row. */
-    const uintptr_t origin = reinterpret_cast<uintptr_t>(tile) - static_cast<uintptr_t>(first) * sizeof(float);
-    product(linear, act, reinterpret_cast<float*>(origin), columns, begin, end);
-    return columns;
+    const uintptr_t origin = reinterpret_cast<uintptr_t>(tile) - static_cast<uintptr_t>(begin) * 64 * sizeof(float);
+    return part_of(linear, act, reinterpret_cast<float*>(origin), columns_of(linear, begin, end), begin, end);
+  }
+
+  static int64_t columns_of(const trirun_linear& linear, int64_t begin, int64_t end) {
+    return (end * 64 < linear.n ? end * 64 : linear.n) - begin * 64;
+  }
+
+  void product(const Int2Part& part) {
+    if (!isa_.int2_gemm(part.job, part.begin, part.end)) failed = true;
+  }
+
+  /* Products that read the same rows. */
+  void products(const Int2Part* parts, int count) {
+    bool alike = isa_.int2_gemm_parts != nullptr;
+    for (int i = 1; i < count; ++i) alike &= parts[i].job.w->group_size == parts[0].job.w->group_size;
+    if (alike) {
+      if (!isa_.int2_gemm_parts(parts, count)) failed = true;
+    } else {
+      for (int i = 0; i < count; ++i) product(parts[i]);
+    }
   }
 
   void embed(float* x, int64_t token) const {

@@ -142,7 +142,8 @@ class Rows : public Model {
     each(t, firsts[3], chunk_of(t.team.size(), firsts[3]), [&](int64_t begin, int64_t end) {
       for (int i = 0; i < 3; ++i) {
         const int64_t from = larger(begin, firsts[i]), to = end < firsts[i + 1] ? end : firsts[i + 1];
-        if (from < to) product(*parts[i], t.act, outputs[i], qkv_width_, from - firsts[i], to - firsts[i]);
+        if (from < to)
+          product(part_of(*parts[i], t.act, outputs[i], qkv_width_, from - firsts[i], to - firsts[i]));
       }
     });
   }
@@ -150,7 +151,8 @@ class Rows : public Model {
   void add_to_residual(Thread& t, const trirun_linear& linear) {
     const int64_t strips = strips_of(linear.n);
     each(t, strips, chunk_of(t.team.size(), strips), [&](int64_t begin, int64_t end) {
-      const int64_t columns = product_tile(linear, t.act, t.tile, begin, end);
+      const int64_t columns = columns_of(linear, begin, end);
+      product(tile_of(linear, t.act, t.tile, begin, end));
       for (int64_t r = 0; r < rows_; ++r) ops_.add(s.x + r * d.hidden + begin * 64, t.tile + r * columns, columns);
     });
   }
@@ -158,8 +160,9 @@ class Rows : public Model {
   void gate_up(Thread& t, const trirun_layer& l) {
     const int64_t strips = strips_of(d.ffn);
     each(t, strips, chunk_of(t.team.size(), strips), [&](int64_t begin, int64_t end) {
-      product(l.gate, t.act, s.h, d.ffn, begin, end);
-      const int64_t columns = product_tile(l.up, t.act, t.tile, begin, end);
+      product(part_of(l.gate, t.act, s.h, d.ffn, begin, end));
+      const int64_t columns = columns_of(l.up, begin, end);
+      product(tile_of(l.up, t.act, t.tile, begin, end));
       for (int64_t r = 0; r < rows_; ++r)
         ops_.gate(s.h + r * d.ffn + begin * 64, t.tile + r * columns, columns, d.activation);
     });

@@ -7,6 +7,8 @@
 #ifndef TRIRUN_CPU_DECODER_SINGLE_H
 #define TRIRUN_CPU_DECODER_SINGLE_H
 
+#include <initializer_list>
+
 #include "decoder_model.h"
 
 namespace trirun {
@@ -122,25 +124,30 @@ class Single : public Model {
     const trirun_layer& l = d.layer[index];
     const int64_t strips = d.head_dim / 64, begin = t.heads.begin * strips, end = t.heads.end * strips;
     float *key = s.qkv + d.heads * d.head_dim, *value = key + d.kv_heads * d.head_dim;
-    product(l.q, t.of_hidden, s.qkv, qkv_width_, begin * group_, end * group_);
-    product(l.k, t.of_hidden, key, qkv_width_, begin, end);
-    product(l.v, t.of_hidden, value, qkv_width_, begin, end);
+    const Int2Part parts[] = {
+        part_of(l.q, t.of_hidden, s.qkv, qkv_width_, begin * group_, end * group_),
+        part_of(l.k, t.of_hidden, key, qkv_width_, begin, end),
+        part_of(l.v, t.of_hidden, value, qkv_width_, begin, end),
+    };
+    products(parts, 3);
     for (int64_t i = t.heads.begin; i < t.heads.end; ++i) attend(t, index, i);
   }
 
   void attend_any_heads(Thread& t, int64_t index) {
     const trirun_layer& l = d.layer[index];
-    const trirun_linear* parts[] = {&l.q, &l.k, &l.v};
     const Range mine = t.team.share(strips_of(l.q.n) + strips_of(l.k.n) + strips_of(l.v.n));
+    Int2Part parts[3];
+    int count = 0;
     int64_t first = 0;
     float* y = s.qkv;
-    for (const trirun_linear* part : parts) {
-      const int64_t last = first + strips_of(part->n);
+    for (const trirun_linear* linear : {&l.q, &l.k, &l.v}) {
+      const int64_t last = first + strips_of(linear->n);
       const int64_t begin = larger(mine.begin, first), end = mine.end < last ? mine.end : last;
-      if (begin < end) product(*part, t.of_hidden, y, qkv_width_, begin - first, end - first);
+      if (begin < end) parts[count++] = part_of(*linear, t.of_hidden, y, qkv_width_, begin - first, end - first);
       first = last;
-      y += part->n;
+      y += linear->n;
     }
+    if (count) products(parts, count);
     t.team.barrier();
     for (int64_t i = t.heads.begin; i < t.heads.end; ++i) attend(t, index, i);
   }
@@ -152,14 +159,17 @@ class Single : public Model {
 
   /* What is to be added to the residual stream. */
   void multiply(Thread& t, const trirun_linear& linear, const trirun_act& act) {
-    if (t.hidden.begin < t.hidden.end) product(linear, act, s.x, linear.n, t.hidden.begin, t.hidden.end);
+    if (t.hidden.begin < t.hidden.end)
+      product(part_of(linear, act, s.x, linear.n, t.hidden.begin, t.hidden.end));
   }
 
   void gate_up(Thread& t, const trirun_layer& l) {
-    if (t.ffn.begin == t.ffn.end) return;
-    product(l.gate, t.of_hidden, s.h, d.ffn, t.ffn.begin, t.ffn.end);
-    const int64_t columns = product_tile(l.up, t.of_hidden, t.tile, t.ffn.begin, t.ffn.end);
-    ops_.gate(s.h + t.ffn.begin * 64, t.tile, columns, d.activation);
+    const auto [begin, end] = t.ffn;
+    if (begin == end) return;
+    const Int2Part parts[] = {part_of(l.gate, t.of_hidden, s.h, d.ffn, begin, end),
+                              tile_of(l.up, t.of_hidden, t.tile, begin, end)};
+    products(parts, 2);
+    ops_.gate(s.h + begin * 64, t.tile, columns_of(l.up, begin, end), d.activation);
   }
 
   void head(Thread& t) {

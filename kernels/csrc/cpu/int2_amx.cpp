@@ -216,16 +216,24 @@ bool int2_gemm(const Int2Job& job, int64_t begin, int64_t end) {
   return panel<MultiplyAmx>(job, begin, end);
 }
 
+bool int2_gemm_parts(const Int2Part* parts, int count) {
+  const trirun_act& act = *parts[0].job.act;
+  if (act.m * (act.act_bits / 8) <= kVectorPlanes) return kAvx512Vnni.int2_gemm_parts(parts, count);
+  for (int i = 0; i < count; ++i)
+    if (!panel<MultiplyAmx>(parts[i].job, parts[i].begin, parts[i].end)) return false;
+  return true;
+}
+
 }  // namespace
 
 void quantize_avx512(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin,
                      int64_t end);
 
-const Isa kAmx = {"amx", quantize_avx512, int2_gemm};
+const Isa kAmx = {"amx", quantize_avx512, int2_gemm, int2_gemm_parts};
 
 }  // namespace trirun
 #else
 namespace trirun {
-const Isa kAmx = {nullptr, nullptr, nullptr};
+const Isa kAmx = {nullptr, nullptr, nullptr, nullptr};
 }
 #endif

@@ -263,11 +263,11 @@ bool int2_gemm(const Int2Job& job, int64_t begin, int64_t end) {
 void quantize_avx2(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin,
                    int64_t end);
 
-const Isa kAvx2 = {"avx2", quantize_avx2, int2_gemm};
+const Isa kAvx2 = {"avx2", quantize_avx2, int2_gemm, nullptr};
 
 }  // namespace trirun
 #else
 namespace trirun {
-const Isa kAvx2 = {nullptr, nullptr, nullptr};
+const Isa kAvx2 = {nullptr, nullptr, nullptr, nullptr};
 }
 #endif

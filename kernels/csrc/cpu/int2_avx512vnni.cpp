@@ -22,8 +22,34 @@ struct Strip {
 
   alignas(64) int32_t sums[columns][4][16];  // of the step so far, of whole bytes for j = 0
   alignas(64) float acc[rows][64];
-  const uint32_t* words;
+  const Int2Job* job;
   int64_t index;
+  const uint32_t* words;
+  int64_t ahead;  // bytes from there to what is fetched
+};
+
+/* The strips of several products in a row. */
+class Line {
+ public:
+  Line(const Int2Part* parts, int count) : part_(parts), end_(parts + count), index_(parts->begin) { settle(); }
+
+  bool done() const { return part_ == end_; }
+  const Int2Job& job() const { return part_->job; }
+  int64_t index() const { return index_; }
+  const uint32_t* words() const { return job().w->words + index_ * (job().w->k / 32) * 128; }
+  void step() {
+    ++index_;
+    settle();
+  }
+
+ private:
+  void settle() {
+    while (part_ != end_ && index_ == part_->end)
+      if (++part_ != end_) index_ = part_->begin;
+  }
+
+  const Int2Part *part_, *end_;
+  int64_t index_;
 };
 
 /* Zeroes whole vectors. GCC makes `rep stos` of a memset of this size, which takes as long as a block of the weight. */
@@ -35,11 +61,11 @@ TRIRUN_INLINE void clear(void* memory, int64_t bytes) {
 /* One block of the weight meets every column of digits. The whole byte q0 + 4 q1 + 16 q2 + 64 q3 stands in for row
  * block 0, which saves its mask; the rest is taken off at the end of the step. */
 template <Mode mode, int rows>
-TRIRUN_INLINE void add_block(Strip<mode, rows>& strip, int64_t ahead, const int8_t* digits, int64_t stride) {
+TRIRUN_INLINE void add_block(Strip<mode, rows>& strip, const int8_t* digits, int64_t stride) {
   constexpr int columns = Strip<mode, rows>::columns;
   TRIRUN_UNROLL
   for (int line = 0; line < 8; ++line)
-    _mm_prefetch(reinterpret_cast<const char*>(strip.words) + ahead + 64 * line, _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(strip.words) + strip.ahead + 64 * line, _MM_HINT_T0);
   __m512i quads[8], sum[columns][4];
   TRIRUN_UNROLL
   for (int c = 0; c < columns; ++c)
@@ -69,11 +95,11 @@ TRIRUN_INLINE void add_block(Strip<mode, rows>& strip, int64_t ahead, const int8
 
 /* The sums of a step leave for fp32. */
 template <Mode mode, int rows>
-TRIRUN_INLINE void end_step(const Int2Job& job, Strip<mode, rows>& strip, int64_t step, const float* x_sums,
-                            const float* x_scales) {
+TRIRUN_INLINE void end_step(Strip<mode, rows>& strip, int64_t step, const float* x_sums, const float* x_scales) {
   constexpr int planes = Strip<mode, rows>::planes;
+  const trirun_int2& w = *strip.job->w;
   StepValues values;
-  load_step(*job.w, strip.index, is_grouped(mode) ? step : 0, values);
+  load_step(w, strip.index, is_grouped(mode) ? step : 0, values);
   TRIRUN_UNROLL
   for (int i = 0; i < rows; ++i) {
     __m512i dot[planes][4];
@@ -94,18 +120,17 @@ TRIRUN_INLINE void end_step(const Int2Job& job, Strip<mode, rows>& strip, int64_
   clear(strip.sums, sizeof strip.sums);
   if (is_grouped(mode)) {
     // Scales of one strip lie a whole row apart, out of reach of the hardware's prefetch.
-    const int64_t ahead = step + 1 + kAheadGrouped / (16 * job.w->group_size);
-    const char* scales = reinterpret_cast<const char*>(job.w->scales + ahead * job.w->n + 64 * strip.index);
+    const int64_t ahead = step + 1 + kAheadGrouped / (16 * w.group_size);
+    const char* scales = reinterpret_cast<const char*>(w.scales + ahead * w.n + 64 * strip.index);
     _mm_prefetch(scales, _MM_HINT_T0);
     _mm_prefetch(scales + 64, _MM_HINT_T0);
   }
 }
 
 template <Mode mode, int rows>
-bool decode(const Int2Job& job, int64_t begin, int64_t end) {
-  const trirun_int2& w = *job.w;
-  const trirun_act& act = *job.act;
-  const int64_t step = step_of(w, act.act_bits), steps = (w.k + step - 1) / step;
+bool decode(const Int2Part* parts, int count) {
+  const trirun_act& act = *parts->job.act;
+  const int64_t k = parts->job.w->k, step = step_of(*parts->job.w, act.act_bits), steps = (k + step - 1) / step;
   using OneStrip = Strip<mode, rows>;
   char* memory = static_cast<char*>(scratch(kScratchKernel, kStreams * sizeof(OneStrip) + 2 * rows * steps * 4));
   if (!memory) return false;
@@ -113,42 +138,55 @@ bool decode(const Int2Job& job, int64_t begin, int64_t end) {
   float* x_sums = reinterpret_cast<float*>(strips + kStreams);
   float* x_scales = x_sums + rows * steps;
   gather_steps(act, step, 0, rows, rows, x_sums, x_scales);
+  constexpr int64_t near = is_grouped(mode) ? kAheadGrouped : kAhead;
   // Neighbouring strips run together: their scales lie side by side.
-  for (int64_t first = begin; first < end; first += kStreams) {
-    const int streams = static_cast<int>(end - first < kStreams ? end - first : kStreams);
-    for (int s = 0; s < streams; ++s) {
-      clear(strips[s].sums, sizeof strips[s].sums);
-      clear(strips[s].acc, sizeof strips[s].acc);
-      strips[s].index = first + s;
-      strips[s].words = w.words + (first + s) * (w.k / 32) * 128;
+  for (Line line(parts, count); !line.done();) {
+    int streams = 0;
+    for (; streams < kStreams && !line.done(); ++streams, line.step()) {
+      OneStrip& strip = strips[streams];
+      clear(strip.sums, sizeof strip.sums);
+      clear(strip.acc, sizeof strip.acc);
+      strip.job = &line.job();
+      strip.index = line.index();
+      strip.words = line.words();
+      strip.ahead = near;
     }
-    for (int64_t k = 0; k < w.k; k += 32) {
-      // What is fetched beyond the end of a strip belongs to the one that follows it in this stream.
-      const int64_t near = is_grouped(mode) ? kAheadGrouped : kAhead;
-      const int64_t ahead = near + (16 * k + near < 16 * w.k ? 0 : (kStreams - 1) * 16 * w.k);
-      for (int s = 0; s < streams; ++s) add_block(strips[s], ahead, act.digits + k, act.k);
-      if ((k + 32) % step == 0 || k + 32 == w.k)
-        for (int s = 0; s < streams; ++s) end_step(job, strips[s], k / step, x_sums, x_scales);
+    for (int64_t i = 0; i < k; i += 32) {
+      if (16 * i + near == 16 * k) {
+        // What is fetched from here on belongs to the strip that follows in this stream, or lies where that of a
+        // larger weight would be: there, often, the next weight begins.
+        Line next = line;
+        for (int s = 0; s < streams; ++s) {
+          strips[s].ahead += (kStreams - 1) * 16 * k;
+          if (next.done()) continue;
+          strips[s].ahead = reinterpret_cast<const char*>(next.words()) - reinterpret_cast<const char*>(strips[s].words);
+          next.step();
+        }
+      }
+      for (int s = 0; s < streams; ++s) add_block(strips[s], act.digits + i, act.k);
+      if ((i + 32) % step == 0 || i + 32 == k)
+        for (int s = 0; s < streams; ++s) end_step(strips[s], i / step, x_sums, x_scales);
     }
     for (int s = 0; s < streams; ++s) {
       StepValues values;
-      load_step(w, strips[s].index, 0, values);
-      for (int row = 0; row < rows; ++row) finish_row<mode>(job, strips[s].index, row, strips[s].acc[row], values);
+      load_step(*strips[s].job->w, strips[s].index, 0, values);
+      for (int row = 0; row < rows; ++row)
+        finish_row<mode>(*strips[s].job, strips[s].index, row, strips[s].acc[row], values);
     }
   }
   return true;
 }
 
 template <Mode mode>
-bool decode(const Int2Job& job, int64_t begin, int64_t end) {
-  switch (job.act->m) {
-    case 1: return decode<mode, 1>(job, begin, end);
-    case 2: return decode<mode, 2>(job, begin, end);
+bool decode(const Int2Part* parts, int count) {
+  switch (parts->job.act->m) {
+    case 1: return decode<mode, 1>(parts, count);
+    case 2: return decode<mode, 2>(parts, count);
     case 3:
-      if (!is_wide(mode)) return decode<mode, is_wide(mode) ? 1 : 3>(job, begin, end);
+      if (!is_wide(mode)) return decode<mode, is_wide(mode) ? 1 : 3>(parts, count);
       break;
     case 4:
-      if (!is_wide(mode)) return decode<mode, is_wide(mode) ? 1 : 4>(job, begin, end);
+      if (!is_wide(mode)) return decode<mode, is_wide(mode) ? 1 : 4>(parts, count);
       break;
   }
   return false;
@@ -238,14 +276,24 @@ struct MultiplyVnni {
   }
 };
 
-bool int2_gemm(const Int2Job& job, int64_t begin, int64_t end) {
-  if (job.act->m * (job.act->act_bits / 8) > 4) return panel<MultiplyVnni>(job, begin, end);
-  switch (mode_of(job)) {
-    case kLong8: return decode<kLong8>(job, begin, end);
-    case kGroup8: return decode<kGroup8>(job, begin, end);
-    case kChannel16: return decode<kChannel16>(job, begin, end);
-    default: return decode<kGroup16>(job, begin, end);
+bool int2_gemm_parts(const Int2Part* parts, int count) {
+  const trirun_act& act = *parts->job.act;
+  if (act.m * (act.act_bits / 8) > 4) {
+    for (int i = 0; i < count; ++i)
+      if (!panel<MultiplyVnni>(parts[i].job, parts[i].begin, parts[i].end)) return false;
+    return true;
   }
+  switch (mode_of(parts->job)) {
+    case kLong8: return decode<kLong8>(parts, count);
+    case kGroup8: return decode<kGroup8>(parts, count);
+    case kChannel16: return decode<kChannel16>(parts, count);
+    default: return decode<kGroup16>(parts, count);
+  }
+}
+
+bool int2_gemm(const Int2Job& job, int64_t begin, int64_t end) {
+  const Int2Part part = {job, begin, end};
+  return int2_gemm_parts(&part, 1);
 }
 
 }  // namespace
@@ -253,11 +301,11 @@ bool int2_gemm(const Int2Job& job, int64_t begin, int64_t end) {
 void quantize_avx512(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin,
                      int64_t end);
 
-const Isa kAvx512Vnni = {"avx512vnni", quantize_avx512, int2_gemm};
+const Isa kAvx512Vnni = {"avx512vnni", quantize_avx512, int2_gemm, int2_gemm_parts};
 
 }  // namespace trirun
 #else
 namespace trirun {
-const Isa kAvx512Vnni = {nullptr, nullptr, nullptr};
+const Isa kAvx512Vnni = {nullptr, nullptr, nullptr, nullptr};
 }
 #endif

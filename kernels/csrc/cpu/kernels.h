@@ -39,12 +39,21 @@ static inline int64_t step_of(const trirun_int2& w, int act_bits) {
   return w.group_size > 0 ? w.group_size : act_bits == 8 ? kLongStep : 128;
 }
 
+/* Strips [begin, end) of a product's weight. */
+struct Int2Part {
+  Int2Job job;
+  int64_t begin, end;
+};
+
 struct Isa {
   const char* name;
   /* Digits, scales and sums of rows [begin, end) of act from x[.][k] of dtype; x points at row 0. */
   void (*quantize)(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin, int64_t end);
   /* All rows of y, columns of the 64-row strips [begin, end) of the weight. False when memory has run out. */
   bool (*int2_gemm)(const Int2Job& job, int64_t begin, int64_t end);
+  /* The same of several products that read one act with weights of one k and group size, strips of different weights
+   * side by side; null where nothing is gained by that. */
+  bool (*int2_gemm_parts)(const Int2Part* parts, int count);
 };
 
 /* The instruction set in use. */

@@ -155,6 +155,6 @@ bool int2_gemm(const Int2Job& job, int64_t begin, int64_t end) {
 
 }  // namespace
 
-const Isa kPortable = {"portable", quantize, int2_gemm};
+const Isa kPortable = {"portable", quantize, int2_gemm, nullptr};
 
 }  // namespace trirun
