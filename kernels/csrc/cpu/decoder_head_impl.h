@@ -15,21 +15,58 @@ namespace {
 
 constexpr int64_t kHeadUnit = 64;  // bytes of a row taken at a time
 
+/* The sum of f(x[i, i + 16)) as `join` makes it, in four parts that do not wait for each other. */
+template <class F, class Join>
+inline Lanes fold(const float* x, int64_t k, F&& f, Join&& join) {
+  Lanes part[4] = {splat(0), splat(0), splat(0), splat(0)};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= k; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) part[j] = join(f(load(x + i + j * kLanes)), part[j]);
+  for (; i < k; i += kLanes) part[0] = join(f(load(x + i)), part[0]);
+  return join(join(part[0], part[1]), join(part[2], part[3]));
+}
+
 float amax_of(const float* x, int64_t k) {
-  Lanes top = splat(0);
-  for (int64_t i = 0; i < k; i += kLanes) {
-    Lanes a = load(x + i);
-    top = max(top, max(a, splat(0) - a));
-  }
-  return max_of(top);
+  return max_of(fold(x, k, [](Lanes a) { return max(a, splat(0) - a); }, [](Lanes a, Lanes b) { return max(b, a); }));
 }
 
 /* Whether a number of x is a NaN or infinite: zero times it is then a NaN. */
 bool has_non_finite(const float* x, int64_t k) {
-  Lanes zeros = splat(0);
-  for (int64_t i = 0; i < k; i += kLanes) zeros = fma(load(x + i), splat(0), zeros);
-  return sum_of(zeros) != 0;
+  return sum_of(fold(x, k, [](Lanes a) { return a * splat(0); }, [](Lanes a, Lanes b) { return a + b; })) != 0;
 }
+
+/* Digits of sixteen numbers that are integers already, and what they add to the sums of each place. */
+struct DigitSums {
+#if defined(__AVX512F__)
+  __m512i hi = _mm512_setzero_si512(), lo = _mm512_setzero_si512();
+  inline void add(Lanes rounded, int8_t* hi_out, int8_t* lo_out) {
+    const __m512i value = _mm512_cvtps_epi32(rounded.v);
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
+    const __m512i low = _mm512_sub_epi32(value, _mm512_slli_epi32(high, 8));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(hi_out), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(lo_out), _mm512_cvtepi32_epi8(low));
+    hi = _mm512_add_epi32(hi, high);
+    lo = _mm512_add_epi32(lo, low);
+  }
+  inline int32_t hi_total() const { return _mm512_reduce_add_epi32(hi); }
+  inline int32_t lo_total() const { return _mm512_reduce_add_epi32(lo); }
+#else
+  int32_t hi = 0, lo = 0;
+  inline void add(Lanes rounded, int8_t* hi_out, int8_t* lo_out) {
+    float values[kLanes];
+    store(values, rounded);
+    for (int j = 0; j < kLanes; ++j) {
+      const int32_t value = static_cast<int32_t>(values[j]), high = (value + 128) >> 8, low = value - 256 * high;
+      hi_out[j] = static_cast<int8_t>(high);
+      lo_out[j] = static_cast<int8_t>(low);
+      hi += high;
+      lo += low;
+    }
+  }
+  inline int32_t hi_total() const { return hi; }
+  inline int32_t lo_total() const { return lo; }
+#endif
+};
 
 void head_digits(const HeadInput& input, int64_t r, const float* x, int64_t k) {
   int8_t* hi = input.digits + r * 2 * input.stride;
@@ -44,22 +81,12 @@ void head_digits(const HeadInput& input, int64_t r, const float* x, int64_t k) {
   /* The floor keeps the inverse finite. */
   const float amax = amax_of(x, k), range = amax > 1e-30f ? amax : 1e-30f;
   const Lanes inverse = splat(32639.0f / range);
-  int32_t hi_sum = 0, lo_sum = 0;
-  for (int64_t i = 0; i < k; i += kLanes) {
-    float rounded[kLanes];
-    store(rounded, round_even(load(x + i) * inverse));
-    for (int j = 0; j < kLanes; ++j) {
-      const int32_t value = static_cast<int32_t>(rounded[j]), high = (value + 128) >> 8, low = value - 256 * high;
-      hi[i + j] = static_cast<int8_t>(high);
-      lo[i + j] = static_cast<int8_t>(low);
-      hi_sum += high;
-      lo_sum += low;
-    }
-  }
+  DigitSums sums;
+  for (int64_t i = 0; i < k; i += kLanes) sums.add(round_even(load(x + i) * inverse), hi + i, lo + i);
   memset(hi + k, 0, static_cast<size_t>(input.stride - k));
   memset(lo + k, 0, static_cast<size_t>(input.stride - k));
-  input.sums[2 * r] = hi_sum;
-  input.sums[2 * r + 1] = lo_sum;
+  input.sums[2 * r] = sums.hi_total();
+  input.sums[2 * r + 1] = sums.lo_total();
   input.scales[r] = range / 32639.0f;
 }
 

@@ -21,9 +21,9 @@ TRIRUN_INLINE __m512 load_columns(const void* x, int dtype, int64_t i, int64_t k
   return whole ? _mm512_loadu_ps(static_cast<const float*>(x) + i) : load16(x, dtype, i, tail_mask(i, k));
 }
 
-/* The largest magnitude of x[first, last) as the bits of a float; from 0x7f800000 up it is not a finite number. */
+/* The largest magnitudes of x[first, last), lane by lane, as the bits of floats. */
 template <bool whole>
-TRIRUN_INLINE uint32_t magnitude_bits(const void* x, int dtype, int64_t first, int64_t last) {
+TRIRUN_INLINE __m512i magnitudes(const void* x, int dtype, int64_t first, int64_t last) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   __m512i most[4];
   for (__m512i& m : most) m = _mm512_setzero_si512();
@@ -33,8 +33,26 @@ TRIRUN_INLINE uint32_t magnitude_bits(const void* x, int dtype, int64_t first, i
       __m512i bits = _mm512_castps_si512(load_columns<whole>(x, dtype, at, last));
       most[part] = _mm512_max_epu32(most[part], _mm512_and_si512(bits, magnitude));
     }
-  return _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_max_epu32(most[0], most[1]),
-                                                  _mm512_max_epu32(most[2], most[3])));
+  return _mm512_max_epu32(_mm512_max_epu32(most[0], most[1]), _mm512_max_epu32(most[2], most[3]));
+}
+
+/* From 0x7f800000 up it is not a finite number. */
+template <bool whole>
+TRIRUN_INLINE uint32_t magnitude_bits(const void* x, int dtype, int64_t first, int64_t last) {
+  return _mm512_reduce_max_epu32(magnitudes<whole>(x, dtype, first, last));
+}
+
+/* The largest element of each of four vectors. */
+TRIRUN_INLINE __m128i largest_of_each(const __m512i v[4]) {
+  __m512i pairs[2];
+  TRIRUN_UNROLL
+  for (int i = 0; i < 2; ++i)
+    pairs[i] = _mm512_max_epu32(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]),
+                                _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
+  const __m512i quads = _mm512_max_epu32(_mm512_unpacklo_epi64(pairs[0], pairs[1]),
+                                         _mm512_unpackhi_epi64(pairs[0], pairs[1]));
+  const __m256i halves = _mm256_max_epu32(_mm512_castsi512_si256(quads), _mm512_extracti64x4_epi64(quads, 1));
+  return _mm_max_epu32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
 }
 
 TRIRUN_INLINE __m512i round_to_int(__m512 value) {
@@ -130,20 +148,11 @@ TRIRUN_INLINE __m128i vector_sums(const __m512i v[4]) {
   return _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
 }
 
-/* 128 columns of 16-bit digits from column i on, their scale and their sums; whether all columns are finite. */
+/* 128 columns of 16-bit digits from column i on, and their sums. */
 template <bool whole>
-TRIRUN_INLINE bool digits16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i) {
+TRIRUN_INLINE void digits16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i,
+                            __m512 inverse) {
   int8_t *high = act.digits + row * 2 * act.k + i, *low = high + act.k;
-  const uint32_t bits = magnitude_bits<whole>(x, dtype, i, k < i + 128 ? k : i + 128);
-  if (bits >= 0x7f800000) {
-    memset(high, 0, 128);
-    memset(low, 0, 128);
-    memset(act.sums + row * (act.k / 32) + i / 32, 0, 16);
-    return false;
-  }
-  const float amax = fmaxf(float_of(bits), 1e-30f);
-  act.scales[row * (act.k / 128) + i / 128] = amax / 32639.0f;
-  const __m512 inverse = _mm512_set1_ps(32639.0f / amax);
   // 32 columns each. No value leaves +-32639, as two roundings move the largest by less than half: with 128 added,
   // which rounds to the upper digit, it is an int16 still.
   __m512i value[4];
@@ -167,16 +176,49 @@ TRIRUN_INLINE bool digits16(const trirun_act& act, const void* x, int dtype, int
     _mm512_storeu_si512(low + 64 * part, order_digits(lower[0], lower[1]));
   }
   _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32), vector_sums(value));
+}
+
+/* Up to 512 columns of 16-bit digits, [i, i + 128 groups), and their scales and sums; whether all are finite. Their
+ * scales are found together: one after another, each would wait for the end of a chain of its own. */
+template <bool whole>
+TRIRUN_INLINE bool groups16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i,
+                            int groups) {
+  const __mmask8 there = static_cast<__mmask8>((1u << groups) - 1);
+  __m512i most[4];
+  for (int g = 0; g < 4; ++g) {
+    const int64_t first = i + 128 * g, last = k < first + 128 ? k : first + 128;
+    most[g] = g < groups ? magnitudes<whole>(x, dtype, first, last) : _mm512_setzero_si512();
+  }
+  const __m128i bits = largest_of_each(most);
+  const bool finite = !_mm_cmpge_epu32_mask(bits, _mm_set1_epi32(0x7f800000));
+  if (!finite) {
+    memset(act.digits + row * 2 * act.k + i, 0, static_cast<size_t>(128 * groups));
+    memset(act.digits + (row * 2 + 1) * act.k + i, 0, static_cast<size_t>(128 * groups));
+    memset(act.sums + row * (act.k / 32) + i / 32, 0, static_cast<size_t>(16 * groups));
+    return false;
+  }
+  const __m128 amax = _mm_max_ps(_mm_castsi128_ps(bits), _mm_set1_ps(1e-30f)), full = _mm_set1_ps(32639.0f);
+  _mm_mask_storeu_ps(act.scales + row * (act.k / 128) + i / 128, there, _mm_div_ps(amax, full));
+  alignas(16) float inverse[4];
+  _mm_store_ps(inverse, _mm_div_ps(full, amax));
+  for (int g = 0; g < groups; ++g)
+    digits16<whole>(act, x, dtype, k, row, i + 128 * g, _mm512_set1_ps(inverse[g]));
   return true;
 }
 
 void quantize16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row) {
-  const int64_t whole = dtype == TRIRUN_F32 ? k / 128 * 128 : 0;
+  const int64_t whole = dtype == TRIRUN_F32 ? k / 128 : 0, all = act.k / 128;
   bool finite = true;
-  for (int64_t i = 0; i < whole; i += 128) finite &= digits16<true>(act, x, dtype, k, row, i);
-  for (int64_t i = whole; i < act.k; i += 128) finite &= digits16<false>(act, x, dtype, k, row, i);
+  for (int64_t g = 0, count; g < whole; g += count) {
+    count = whole - g < 4 ? whole - g : 4;
+    finite &= groups16<true>(act, x, dtype, k, row, 128 * g, static_cast<int>(count));
+  }
+  for (int64_t g = whole, count; g < all; g += count) {
+    count = all - g < 4 ? all - g : 4;
+    finite &= groups16<false>(act, x, dtype, k, row, 128 * g, static_cast<int>(count));
+  }
   if (!finite)
-    for (int64_t i = 0; i < act.k / 128; ++i) act.scales[row * (act.k / 128) + i] = NAN;
+    for (int64_t i = 0; i < all; ++i) act.scales[row * all + i] = NAN;
 }
 
 }  // namespace
