@@ -101,7 +101,8 @@ class MockBurstRunner(MockRunner):
         super().bind(slot, request, generated)
         self.stop_ids[slot] = () if request.params.ignore_stop_ids else request.stop_ids
 
-    def burst(self, slots):
+    def burst(self, slots, seconds):
+        self.burst_s = seconds
         return 1 + len(self.steps) % 4
 
     def launch_burst(self, work, steps):

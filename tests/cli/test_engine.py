@@ -124,7 +124,7 @@ def test_sixty_four_readers_get_what_each_would_alone(shared, tmp_path):
 
 def test_sampled_text_does_not_depend_on_bursts(packed, monkeypatch):
     """How many tokens a native call makes, and whether others run beside it, changes nothing."""
-    from trirun_cli.runtime.engine import lean_runner
+    from trirun_cli.runtime.engine import lean_runner, scheduler
 
     requests = [
         Request(str(i), (5, 6, 7 + i), SamplingParams(max_tokens=40, temperature=0.9, seed=i, **options))
@@ -133,7 +133,7 @@ def test_sampled_text_does_not_depend_on_bursts(packed, monkeypatch):
     monkeypatch.setattr(lean_runner, "BURST_STEPS", 1)
     singly = run(open_engine(packed, device="cpu", slots=1), requests)
     monkeypatch.setattr(lean_runner, "BURST_STEPS", 7)
-    monkeypatch.setattr(lean_runner, "BURST_S", 1e9)
+    monkeypatch.setattr(scheduler, "ALONE_BURST_S", 1e9)
     engine = open_engine(packed, device="cpu", slots=1)
     assert run(engine, requests) == singly
     # The one with a penalty is sampled step by step.

@@ -63,6 +63,22 @@ def test_a_burst_ends_with_the_first_to_end():
         assert inbox.tokens == continuation(prompt, most)
 
 
+def test_bursts_are_shorter_where_others_may_come():
+    seconds = []
+    for threaded in (False, True):
+        runner = MockBurstRunner(slots=2)
+        engine = Engine(runner)
+        if threaded:
+            engine.start()
+        inbox = submit(engine, "a", [1], 6)
+        if not threaded:
+            run_all(engine)
+        engine.close(drain_s=10)
+        assert inbox.tokens == continuation([1], 6)
+        seconds.append(runner.burst_s)
+    assert seconds[0] > seconds[1] > 0
+
+
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_why_requests_end(lookahead):
     engine = Engine(MockRunner(lookahead=lookahead))

@@ -13,7 +13,7 @@ from ...errors import InputError
 from ..sampling import Token
 from .request import EngineStats, EngineStopped, Event, FinishReason, QueueFull, Request, Sink
 from .runner import BurstRunner, Outcome, Pending, Runner
-from .scheduler import Scheduler, Share, Step
+from .scheduler import SHARED_BURST_S, Scheduler, Share, Step
 from .sequence import Sequence
 
 logger = logging.getLogger("trirun")
@@ -146,6 +146,7 @@ class Engine:
 
     def start(self) -> None:
         """Run steps on a thread, whenever there is something to do, until :meth:`close`."""
+        self._scheduler.burst_s = SHARED_BURST_S
         self._thread = threading.Thread(target=self._loop, name="trirun-engine", daemon=True)
         self._thread.start()
 

@@ -18,8 +18,8 @@ from .request import Request
 from .runner import Done, Outcome, Work
 from .slot_cache import SlotCache
 
-# Most steps of one native call, and how long it may take: who comes meanwhile has to wait for it.
-BURST_STEPS, BURST_S = 128, 0.02
+# Most steps of one native call.
+BURST_STEPS = 128
 
 
 class LeanRunner:
@@ -47,9 +47,9 @@ class LeanRunner:
         self._alternatives[slot] = request.params.prompt_logprobs or 0
         self._stop_ids[slot] = frozenset() if request.params.ignore_stop_ids else request.stop_ids
 
-    def burst(self, slots: Sequence[int]) -> int:
+    def burst(self, slots: Sequence[int], seconds: float) -> int:
         """See :class:`~.runner.BurstRunner`: tokens that the library chooses need nothing between two steps."""
-        steps = min(BURST_STEPS, int(BURST_S / self._step_s))
+        steps = min(BURST_STEPS, int(seconds / self._step_s))
         return steps if steps > 1 and all(map(self._sampler.is_simple, slots)) else 1
 
     def launch(self, work: Sequence[Work]) -> Done:

@@ -134,8 +134,9 @@ class BurstRunner(Protocol):
     """A runner without lookahead that can take several decoding steps in one launch, for models so small that a step
     costs no more than asking for it."""
 
-    def burst(self, slots: Sequence[int]) -> int:
-        """Most steps that a launch of these slots should take, 1 when it should be an ordinary one."""
+    def burst(self, slots: Sequence[int], seconds: float) -> int:
+        """Most steps that a launch of these slots should take to be over within that time, 1 when it should be an
+        ordinary one."""
 
     def launch_burst(self, work: Sequence[Work], steps: int) -> Pending:
         """Start that many steps of work without tokens, or fewer: as many for every slot, and none after one that

@@ -17,6 +17,9 @@ from typing import NamedTuple
 from .runner import BurstRunner, Runner, Work
 from .sequence import Sequence
 
+# How long a burst may take: where nobody comes meanwhile, text should still flow; where others come, they wait for it.
+ALONE_BURST_S, SHARED_BURST_S = 0.05, 0.02
+
 
 class Share(NamedTuple):
     """A sequence's share of a step, in the turn that it has then."""
@@ -34,14 +37,18 @@ class Step(NamedTuple):
 
 
 class Scheduler:
-    """The waiting line and the running requests of one runner."""
+    """The waiting line and the running requests of one runner.
+
+    Attributes:
+        waiting, running: the line, and who runs in the order of admission. burst_s: how long a burst may take.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._cache = runner, runner.cache
         self._burst = runner if isinstance(runner, BurstRunner) else None
         self.waiting: deque[Sequence] = deque()
-        # In the order of their admission.
         self.running: list[Sequence] = []
+        self.burst_s = ALONE_BURST_S
         self.preemptions = self.prompt_tokens = self.reused_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -103,7 +110,7 @@ class Scheduler:
     def _steps(self, runner: BurstRunner, shares: list[Share]) -> int:
         """How many steps a launch of shares that all decode can take: it ends with the first of them to end, so those
         who wait for a slot lose nothing."""
-        steps = runner.burst([share.work.slot for share in shares])
+        steps = runner.burst([share.work.slot for share in shares], self.burst_s)
         for sequence, _, _ in shares:
             # One of them is counted already.
             steps = min(steps, sequence.limit - sequence.sampled + 1)
