@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +41,10 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """The input of projections: 16-bit values [m, k], or the digits of m rows."""
+    """The input of projections: 16-bit values [m, k], or the digits of m rows in one buffer."""
 
-    values: Tensor | None
-    digits: Tensor | None
+    data: Tensor
+    digits: bool
 
 
 def rows_in_digits(model: CudaModel, low: int, high: int) -> range:
@@ -111,15 +112,16 @@ class CudaDecoder:
             raise ValueError(f"decoder: a cache of {kind}; {model.dtype} or int8")
         shape = (s.layers, 2, self.pages, s.kv_heads, ops.PAGE, row_width(s, kind))
         self.cache = torch.empty(shape, dtype=kind, device=device)
-        self.scales = None
+        self.scales: Tensor | None = None
         if kind == torch.int8:
             self.scales = torch.empty(s.layers, *shape[2:5], 2, dtype=torch.float16, device=device)
         self.block_tables = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
         self._workspaces: dict[tuple[int, int], Tensor] = {}
-        scales = [None] * s.layers if self.scales is None else self.scales.unbind(0)
+        scales = self.scales
         self._caches = [
-            ops.Cache(*part.unbind(0), self.block_tables, scale) for part, scale in zip(self.cache, scales, strict=True)
+            ops.Cache(keys, values, self.block_tables, None if scales is None else scales[index])
+            for index, (keys, values) in enumerate(self.cache)
         ]
         self._heads = [
             ops.Heads(
@@ -198,7 +200,7 @@ class CudaDecoder:
                 q, k, v, None, heads, cache, inputs.slots, inputs.positions, splits, self._workspace(m, splits),
                 digits=digits,
             )  # fmt: skip
-            return _Activations(None, digits)
+            return _Activations(digits, True)
         y = torch.empty(m, q_size, dtype=self.model.dtype, device=q.device)
         if decode:
             part = slice(0, decode)
@@ -214,7 +216,7 @@ class CudaDecoder:
             )
             y[part] = prompt_attention(rotated, cache, heads, prompts)
         if norm is None and m not in self._digit_rows:
-            return _Activations(y, None)
+            return _Activations(y, False)
         return self._rows(ops.PLAIN, y, m, norm=norm, eps=self.model.shape.norm_eps)
 
     def _mlp(self, layer: CudaLayer, x: _Activations, m: int) -> Tensor:
@@ -230,20 +232,18 @@ class CudaDecoder:
         size = activation_bytes(m, -(-k // 128) * 128, self.model.act_bits)
         return torch.empty(size, dtype=torch.uint8, device=self.model.device)
 
-    def _rows(self, source: int, x: Tensor, m: int, **options) -> _Activations:
+    def _rows(self, source: int, x: Tensor, m: int, **options: Any) -> _Activations:
         n = x.shape[1]
         if m in self._digit_rows:
             digits = self._digits(m, n)
             ops.rows(source, x, digits=digits, act_bits=self.model.act_bits, **options)
-            return _Activations(None, digits)
+            return _Activations(digits, True)
         y = torch.empty(m, n, dtype=self.model.dtype, device=self.model.device)
         ops.rows(source, x, y=y, **options)
-        return _Activations(y, None)
+        return _Activations(y, False)
 
     def _project(self, projection: Projection, x: _Activations, m: int) -> Tensor:
-        if x.digits is not None:
-            return projection.of_digits(x.digits, m, self.model.dtype)
-        return projection(x.values)
+        return projection.of_digits(x.data, m, self.model.dtype) if x.digits else projection(x.data)
 
     def _workspace(self, rows: int, splits: int) -> Tensor:
         # Left fit for the next call by every kernel, so that captured graphs and plain calls share it.

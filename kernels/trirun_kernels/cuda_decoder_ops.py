@@ -107,13 +107,16 @@ def rows(
     Raises:
         NativeError: the library is missing, or refused the call; the message has the shapes.
     """
-    like = residual if residual is not None else x
-    m, n = (tokens.shape[0] if source == EMBED else like.shape[0]), like.shape[1]
-    dtype = y.dtype if x is None else x.dtype
+    like, typed = x if residual is None else residual, y if x is None else x
+    if like is None or typed is None:
+        raise ValueError(f"rows: source {source} needs x, or a residual and y")
+    (m, n), dtype, vocab = like.shape, typed.dtype, 0
+    if tokens is not None:
+        m, vocab = tokens.shape[0], typed.shape[0]
     struct = RowsStruct(
         _pointer(x), _pointer(up), _pointer(residual), _pointer(norm), _pointer(y), _pointer(digits),
         0 if digits is None else digits.numel(), _pointer(tokens), _pointer(slots), _pointer(latest),
-        m, n, n if x is None else x.stride(0), n if y is None else y.stride(0), x.shape[0] if source == EMBED else 0,
+        m, n, n if x is None else x.stride(0), n if y is None else y.stride(0), vocab,
         eps, source, DTYPES[dtype], ACTIVATIONS[activation], act_bits,
     )  # fmt: skip
     _check(_library().trirun_cuda_rows(ctypes.byref(struct), _stream()), f"rows: source {source}, {dtype} {[m, n]}")
@@ -212,7 +215,10 @@ def sample(
     _check(_library().trirun_cuda_sample(ctypes.byref(struct), _stream()), f"sample: logits {list(logits.shape)}")
 
 
-def _attention(q, k, v, y, heads, cache, slots, positions, splits, digits=None) -> AttentionStruct:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
+    splits: int, digits: Tensor | None = None,
+) -> AttentionStruct:  # fmt: skip
     return AttentionStruct(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(digits),
         0 if digits is None else digits.numel(), cache.keys.data_ptr(), cache.values.data_ptr(),

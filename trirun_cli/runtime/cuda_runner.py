@@ -163,7 +163,11 @@ class CudaRunner:
         # Single tokens first, whatever they continue; pieces of prompts after them.
         order = sorted(range(len(work)), key=lambda i: work[i].rows > 1)
         staged = self._staging[self._turn].numpy()
-        segments, sampled, scored, rows = [], [], [], 0
+        segments: list[Segment] = []
+        # (row of the batch, slot), and the token whose log-probability is wanted of it.
+        sampled: list[tuple[int, int]] = []
+        scored: list[tuple[int, int, int]] = []
+        rows = 0
         prompts: list[tuple[int, int]] = [(0, 0)] * len(work)
         places: list[int | None] = [None] * len(work)
         for i in order:
