@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Sets up and runs all the tests: needs Python 3.11 or newer and a C++ compiler. Arguments go to pytest.
 #
-# Installs trirun and its development tools into .venv, lints, compiles every kernel for every processor (and, where
-# nvcc is, for every GPU architecture: no GPU is needed for that) and runs pytest. Exits non-zero on any failure.
+# Installs trirun and its development tools into .venv, lints, checks types, compiles every kernel for every processor
+# (and, where nvcc is, for every GPU architecture: no GPU is needed for that) and runs pytest. Exits non-zero on any
+# failure.
 #
 # PYTHON=python3.12 chooses the interpreter, CXX=clang++ the compiler, TRIRUN_CUDA=0 leaves CUDA out and
 # TRIRUN_CUDA=90a,120 builds for those architectures only.
@@ -24,8 +25,9 @@ export TRIRUN_CUDA=0  # for the packages built below; the CUDA library gets a st
 install dev
 phase install true
 
-step "Linting"
+step "Linting, and checking types"
 phase lint "$venv/bin/ruff" check .
+phase types "$venv/bin/mypy"
 
 if [ "$cuda" = 0 ]; then
   step "CUDA is left out (TRIRUN_CUDA=0)"
