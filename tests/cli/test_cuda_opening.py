@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from trirun_kernels.decoder_weights import DecoderShape
 
 from trirun_cli.errors import OutOfMemoryError
+from trirun_cli.runtime import cuda_opening
 from trirun_cli.runtime.cuda_opening import CACHE_SHARE, cache_pages
+from trirun_cli.runtime.llama_config import NotLean
 
 SHAPE = DecoderShape(32, 4096, 11008, 32, 32, 128, 32000, 64, 1e-5, 128**-0.5)
 PAGE_16 = 2 * 32 * 32 * 64 * 128 * 2  # bytes of 64 positions of Llama-2-7B in 16 bits
@@ -29,3 +32,17 @@ def test_pages_fill_what_is_free(monkeypatch, kind, page_bytes):
     with pytest.raises(OutOfMemoryError, match="a context of 1024") as caught:
         cache_pages(model, 1, 1024, kind)
     assert ("int8" in str(caught.value.fix)) == (kind != torch.int8)
+
+
+@pytest.mark.parametrize(("positions", "window", "reason"), [(None, None, "loaded"), (4096, 64, "window of 64")])
+def test_scoring_needs_all_positions_that_a_model_names(monkeypatch, tmp_path, positions, window, reason):
+    def load(path, *, context, **options):
+        assert context == 2048  # the default of a config.json that names none
+        raise NotLean("loaded")
+
+    monkeypatch.setattr(cuda_opening, "usable_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(cuda_opening, "load_model", load)
+    config = {"model_type": "llama", "max_position_embeddings": positions, "sliding_window": window}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
+    with pytest.raises(NotLean, match=reason):
+        cuda_opening.cuda_lm(tmp_path, device="cuda", dtype="auto", act_bits=None)

@@ -65,7 +65,7 @@ def cuda_lm(path: str | Path, *, device: str, dtype: str, act_bits: int | None, 
     target = usable_device(device)
     config = read_config(Path(path))
     longest = longest_context(config)
-    if longest < config.get("max_position_embeddings", longest):
+    if longest < (config.get("max_position_embeddings") or longest):
         raise NotLean(f"a sliding window of {longest} positions")
     try:
         model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=longest)
