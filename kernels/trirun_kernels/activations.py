@@ -55,9 +55,9 @@ def int2_gemm_quantized(
     """
     if bias is not None and (tuple(bias.shape) != (w.n,) or bias.dtype != dtype):
         raise ValueError(f"int2_gemm_quantized: bias must be {dtype} [{w.n}], got {bias.dtype} {list(bias.shape)}")
-    zero = 0.0 if w.spec.zero is None else w.spec.zero
     return torch.ops.trirun.int2_gemm_quantized(
-        activations, w.words, w.scales, w.zeros, bias, w.n, w.k, m, w.spec.group_size, zero, act_bits, dtype
+        activations, w.words, w.scales, w.zeros, bias, w.n, w.k, m, w.spec.group_size, w.spec.zero_operand, act_bits,
+        dtype,
     )
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import native, reference
 from .packing import PackedWeight
-from .spec import QuantSpec
 
 DTYPES = {getattr(torch, name): code for name, code in native.DTYPES.items()}
 _CODES = {-1: "BAD_SHAPE", -2: "BAD_POINTER", -3: "UNSUPPORTED", -4: "NO_WORKSPACE (out of memory)"}
@@ -72,7 +71,7 @@ def int2_gemm(
     ``torch.get_num_threads()`` threads of the library's own pool; the result does not depend on their number."""
     run = _int2_gemm()
     if run is None:
-        w = PackedWeight(words, scales, zeros, n, k, QuantSpec(group_size, zero if zeros is None else None))
+        w = PackedWeight.of_operands(words, scales, zeros, n, k, group_size, zero)
         return reference.int2_gemm(x, w, bias, act_bits=act_bits)
     y = x.new_empty((*x.shape[:-1], n))
     flat, m, stride = rows_of(x, k)

@@ -12,7 +12,6 @@ from .cpu import DTYPES
 from .native import Int2Struct, NativeError, load
 from .packing import PackedWeight
 from .select import COLUMNS, DECODE_ROWS, DEQUANTIZE, PREFILL, RUNS, STREAM_SM80, Device, Plan, select
-from .spec import QuantSpec
 
 
 class PlanStruct(ctypes.Structure):
@@ -42,7 +41,7 @@ def int2_gemm(
     Raises:
         NativeError: the library is missing, or refused the call; the message has the shapes.
     """
-    w = PackedWeight(words, scales, zeros, n, k, QuantSpec(group_size, zero if zeros is None else None))
+    w = PackedWeight.of_operands(words, scales, zeros, n, k, group_size, zero)
     rows = x.reshape(-1, k)
     y = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
     if rows.shape[0]:
@@ -83,7 +82,7 @@ def int2_gemm_quantized(
     dtype: torch.dtype,
 ) -> Tensor:
     """The CUDA implementation of ``trirun::int2_gemm_quantized``: activations of ``m`` rows to [m, n] of ``dtype``."""
-    w = PackedWeight(words, scales, zeros, n, k, QuantSpec(group_size, zero if zeros is None else None))
+    w = PackedWeight.of_operands(words, scales, zeros, n, k, group_size, zero)
     y = torch.empty((m, n), dtype=dtype, device=activations.device)
     with torch.cuda.device(y.device):
         struct, device = Int2Struct.of(w), device_of(y.device.index)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,6 @@ from . import cuda
 from .f16acc import f16acc_gemm
 from .packing import PackedWeight, dequantize
 from .select import DEQUANTIZE, Plan
-from .spec import QuantSpec
 
 # Making the weight dense is paid back by so many rows of x: on an RTX 4090 by its data sheet, 4 bytes per weight at
 # 1 TB/s against half of 2 operations per weight and row at 165 TFLOP/s.
@@ -23,21 +24,16 @@ _library.define(
 
 def int2_gemm_f16acc(x: Tensor, w: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ w.T + bias`` with fp16 sums: x [..., k] float16 → [..., n] float16."""
-    zero = 0.0 if w.spec.zero is None else w.spec.zero
-    dense = torch.ops.trirun.int2_dense(w.words, w.scales, w.zeros, w.n, w.k, w.spec.group_size, zero)
+    dense = torch.ops.trirun.int2_dense(w.words, w.scales, w.zeros, w.n, w.k, w.spec.group_size, w.spec.zero_operand)
     return f16acc_gemm(x, dense, bias)
 
 
-def _packed(words, scales, zeros, n, k, group_size, zero) -> PackedWeight:
-    return PackedWeight(words, scales, zeros, n, k, QuantSpec(group_size, zero if zeros is None else None))
+def _dense_on_cpu(*weight: Any) -> Tensor:
+    return dequantize(PackedWeight.of_operands(*weight), torch.float16)
 
 
-def _dense_on_cpu(*weight) -> Tensor:
-    return dequantize(_packed(*weight), torch.float16)
-
-
-def _dense_on_cuda(*weight) -> Tensor:
-    w = _packed(*weight)
+def _dense_on_cuda(*weight: Any) -> Tensor:
+    w = PackedWeight.of_operands(*weight)
     # Rows of whole 16 bytes, as products read them.
     dense = w.words.new_empty((w.n, -(-w.k // 8) * 8), dtype=torch.float16)[:, : w.k]
     with torch.cuda.device(dense.device):

@@ -8,7 +8,6 @@ from torch import Tensor
 from . import cpu, cuda
 from .f16acc_int2 import int2_gemm_f16acc
 from .packing import PackedWeight, dequantize
-from .spec import QuantSpec
 
 ACT_BITS = (8, 16)
 
@@ -61,8 +60,9 @@ def int2_gemm(
         )
     if acc == "fp16":
         return int2_gemm_f16acc(x, w, bias)
-    zero = 0.0 if w.spec.zero is None else w.spec.zero
-    return torch.ops.trirun.int2_gemm(x, w.words, w.scales, w.zeros, bias, w.n, w.k, w.spec.group_size, zero, act_bits)
+    return torch.ops.trirun.int2_gemm(
+        x, w.words, w.scales, w.zeros, bias, w.n, w.k, w.spec.group_size, w.spec.zero_operand, act_bits
+    )
 
 
 @torch.library.register_fake("trirun::int2_gemm", lib=_library)
@@ -73,18 +73,18 @@ def _int2_gemm_fake(x, words, scales, zeros, bias, n, k, group_size, zero, act_b
 def _setup_context(ctx, inputs, output):
     _, words, scales, zeros, bias, n, k, group_size, zero, _ = inputs
     ctx.save_for_backward(words, scales, *(() if zeros is None else (zeros,)))
-    ctx.weight_facts = n, k, QuantSpec(group_size, zero if zeros is None else None)
+    ctx.weight_facts = n, k, group_size, zero
     ctx.has_bias = bias is not None
 
 
 def _backward(ctx, grad):
     words, scales, *zeros = ctx.saved_tensors
-    n, k, spec = ctx.weight_facts
+    w = PackedWeight.of_operands(words, scales, zeros[0] if zeros else None, *ctx.weight_facts)
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = grad @ dequantize(PackedWeight(words, scales, zeros[0] if zeros else None, n, k, spec), grad.dtype)
+        grad_x = grad @ dequantize(w, grad.dtype)
     if ctx.has_bias and ctx.needs_input_grad[4]:
-        grad_bias = grad.reshape(-1, n).sum(0)
+        grad_bias = grad.reshape(-1, w.n).sum(0)
     return grad_x, None, None, None, grad_bias, None, None, None, None, None
 
 

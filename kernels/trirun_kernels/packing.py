@@ -47,6 +47,13 @@ class PackedWeight:
         if self.zeros is not None:
             _expect("zeros", self.zeros, scales, torch.float16)
 
+    @classmethod
+    def of_operands(
+        cls, words: Tensor, scales: Tensor, zeros: Tensor | None, n: int, k: int, group_size: int, zero: float
+    ) -> PackedWeight:
+        """A weight as operators take it apart: ``zero`` is the grid's where there are no zeros."""
+        return cls(words, scales, zeros, n, k, QuantSpec(group_size, zero if zeros is None else None))
+
     @property
     def nbytes(self) -> int:
         """Stored bytes of words, scales and zeros."""

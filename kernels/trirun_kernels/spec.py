@@ -38,6 +38,11 @@ class QuantSpec:
         """Whether the zero point is one small number in quarters, which 16-bit fragments hold exactly beside a code."""
         return self.zero is not None and 4 * self.zero % 1 == 0 and abs(self.zero) < 8
 
+    @property
+    def zero_operand(self) -> float:
+        """The zero point as operators take it: a number, 0 where every group has its own."""
+        return 0.0 if self.zero is None else self.zero
+
     def groups(self, k: int) -> int:
         """Number of scale groups along ``k`` input features.
 
