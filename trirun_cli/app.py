@@ -13,12 +13,13 @@ import typer
 
 from . import __version__
 from .commands import bench, chat, doctor, evaluate, finetune, generate, inspect, pack, quantize, serve, verify, version
-from .commands.options import help_text
+from .commands.options import Command, Group, help_text
 from .console import Console
 from .errors import TrirunError, explain
 
 app = typer.Typer(
     name="trirun",
+    cls=Group,
     help="Quantize language models to 2 bits or ternary, and run them at the speed of memory.",
     epilog="Start with: trirun quantize MODEL --wbits 2, then trirun generate --checkpoint DIR",
     no_args_is_help=True,
@@ -51,7 +52,7 @@ _PANELS: dict[str, dict[str, ModuleType]] = {
 }
 for _panel, _modules in _PANELS.items():
     for _name, _module in _modules.items():
-        app.command(_name, help=help_text(_module.command), rich_help_panel=_panel)(_module.command)
+        app.command(_name, cls=Command, help=help_text(_module.command), rich_help_panel=_panel)(_module.command)
 app.add_typer(bench.app, name="bench", rich_help_panel="Look inside")
 
 

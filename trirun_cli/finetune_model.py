@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from trirun_gptq.errors import QuantizationError
 from trirun_gptq.source import TensorSource
 from trirun_gptq.state import fingerprint
 from trirun_gptq.train import start as starts
@@ -138,7 +139,11 @@ def plan_run(
     recipe = load_train_recipe(recipe_file or configs_dir() / f"finetune-{method}.yaml")
     if recipe.method == "absmean" and "init" in settings:
         raise UsageError(f"--init {settings['init']}: {recipe.name} begins at the original weights")
-    recipe = dataclasses.replace(recipe, **settings)
+    try:
+        recipe = dataclasses.replace(recipe, **settings)
+    except QuantizationError as error:
+        # The recipe was in order without them.
+        raise UsageError(str(error).removeprefix("recipe: ")) from None
     data = data or [str(configs_dir() / "demo-model" / "calibration.txt")]
     for text in data:
         if not text.startswith("hf:") and not Path(text).is_file():

@@ -140,8 +140,8 @@ def test_quantize_rejects_what_has_no_kernel(trirun, plain_model, tmp_path):
 
 def test_options_that_make_no_sense(trirun, packed):
     for arguments, message in [
-        (("generate", "-c", packed, "-p", "x", "--temperature", "-1"), "temperature must be"),
-        (("generate", "-c", packed, "-p", "x", "--top-p", "0"), "top_p must be"),
+        (("generate", "-c", packed, "-p", "x", "--temperature", "-1"), "--temperature must be"),
+        (("generate", "-c", packed, "-p", "x", "--top-p", "0"), "--top-p must be"),
         (("generate", "-c", packed, "-p", "x", "--act-bits", "4"), "--act-bits 4"),
         (("generate", "-c", packed, "-p", "x", "-f", "y"), "one is enough"),
         (("generate", "-c", packed, "-p", "x", "--dtype", "int8"), "--dtype int8"),
@@ -149,7 +149,8 @@ def test_options_that_make_no_sense(trirun, packed):
         (("eval",), "give --checkpoint"),
         (("eval", "-c", packed, "--window", "0"), "--window 0: at least 2"),
         (("eval", "-c", packed, "-m", packed, "--max-ratio", "nan"), "--max-ratio nan"),
-        (("generate", "-c", packed, "-p", "x", "--ctx", "0"), "0 tokens of context"),
+        (("generate", "-c", packed, "-p", "x", "--ctx", "0"), "--ctx 0: at least 1"),
+        (("chat", "-c", packed, "--ctx", "-1"), "--ctx -1: at least 1"),
         (("generate", "-c", packed, "--batch", "0", "--prompts-file", "-"), "--batch 0"),
         (("serve", "-c", packed, "--threads", "100000"), "--threads 100000: this process may use"),
         (("serve", "-c", packed, "--port", "70000"), "--port 70000"),

@@ -241,7 +241,8 @@ def test_two_processes_train_as_one(trirun, plain_model, tmp_path):
     ("options", "code", "message"),
     [
         (("--method", "magic"), 2, "--method magic"),
-        (("--grid", "ternery"), 3, "did you mean 'ternary'"),
+        (("--grid", "ternery"), 2, "did you mean 'ternary'"),
+        (("--minutes", "-1"), 2, "minutes=-1.0: a number of at least 0"),
         (("--seqlen", "4096"), 2, "context ends at 128"),
         (("--data", "nowhere.txt"), 3, "nowhere.txt: no such file"),
         (("--method", "trilm", "--grid", "ternary"), 2, "trilm begins at the original weights"),

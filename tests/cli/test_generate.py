@@ -186,7 +186,10 @@ def test_sampling_defaults_come_from_the_model(trirun, copy_of, packed):
     options = ("-p", "The", "-n", "6")
     assert trirun("generate", "-c", model, *options)[1] == trirun("generate", "-c", packed, *options)[1]
     code, _, err = trirun("generate", "-c", model, *options, "--min-p", "3")
-    assert code == 2 and "min_p must be from 0 to 1" in err
+    assert code == 2 and "--min-p must be from 0 to 1" in err
+    (model / "generation_config.json").write_text('{"do_sample": true, "top_p": 7}')
+    code, _, err = trirun("generate", "-c", model, *options)
+    assert code == 3 and "generation_config.json: top_p must be above 0" in err
 
 
 LIGHT = """

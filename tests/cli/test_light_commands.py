@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
+import typer.rich_utils
 
 from trirun_cli import __version__
+from trirun_cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +39,26 @@ def test_help_and_version_start_fast():
         best = min(best, time.perf_counter() - started)
     # 0.3 s on an idle machine; twice that where other work shares it.
     assert best < 0.6
+
+
+def commands(group, path=()):
+    for name, command in group.commands.items():
+        yield (*path, name), command
+        yield from commands(command, (*path, name)) if hasattr(command, "commands") else ()
+
+
+HELP = {" ".join(path): command.help for path, command in commands(typer.main.get_command(app))}
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_help_fits_80_columns_with_every_example_on_a_line_of_its_own(trirun, monkeypatch, name):
+    monkeypatch.setattr(typer.rich_utils, "MAX_WIDTH", 80)
+    code, out, _ = trirun(*name.split(), "--help")
+    lines = [line.strip() for line in out.splitlines()]
+    examples = [line.strip() for line in HELP[name].splitlines() if line.startswith(("  ", "Example: "))]
+    assert code == 0 and examples and set(examples) <= set(lines) and max(map(len, lines)) <= 80
+    # A name that does not fit is cut with an ellipsis. A flag has no value, whose type could be shown.
+    assert "…" not in out and "<bool>" not in out
 
 
 def test_version_as_an_option(trirun):

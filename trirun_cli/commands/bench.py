@@ -11,9 +11,21 @@ import typer
 from ..console import Console
 from ..errors import UsageError
 from . import bench_f16acc, bench_model, bench_serve
-from .options import Device, DType, Json, Quiet, check_machine, check_measuring, check_plot, help_text, positive_numbers
+from .options import (
+    Command,
+    Device,
+    DType,
+    Group,
+    Json,
+    Quiet,
+    check_machine,
+    check_measuring,
+    check_plot,
+    help_text,
+    positive_numbers,
+)
 
-app = typer.Typer(invoke_without_command=True)
+app = typer.Typer(cls=Group, invoke_without_command=True)
 
 _QUICK_ROWS = "1,16"
 
@@ -50,7 +62,7 @@ def kernels(
     Every product is checked against float64 first; a wrong one ends the run with exit code 6. Weights rotate past the
     caches; on CUDA, calls run in graphs. Times are medians in microseconds.
 
-    Example: trirun bench kernels --shapes llama-2-7b,8192x8192 --m 1,16,256 --plot bench.png
+    Example: trirun bench kernels --shapes llama-2-7b --m 1,16 --plot bench.png
     """
     from ..runtime.bench_shapes import parse_shapes
 
@@ -114,7 +126,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "f16acc": bench_f16acc.command,
 }
 for _name, _command in _COMMANDS.items():
-    app.command(_name, help=help_text(_command))(_command)
+    app.command(_name, cls=Command, help=help_text(_command))(_command)
 
 
 def busy() -> str | None:

@@ -51,7 +51,7 @@ def command(
 
       trirun bench model --shape llama-2-7b --batch 1,32 --plot speed.png
 
-      trirun bench model --shape llama-3-8b --batch 32 --context 8192 --kv-cache-dtype auto,int8
+      trirun bench model --shape llama-3-8b --batch 32 --kv-cache-dtype auto,int8
     """
     from ..runtime.model_bench import check, decoder_shape_named, document, run
 

@@ -59,7 +59,7 @@ def command(
 
     Examples:
 
-      trirun bench serve --checkpoint DIR --concurrency 64 --seconds 60 --check --serve-options "--max-batch 64"
+      trirun bench serve -c DIR --concurrency 64 --serve-options "--max-batch 64"
 
       trirun bench serve http://127.0.0.1:8000 --rate 4 --requests 200 --json
     """

@@ -70,7 +70,7 @@ def command(
 
       printf 'Hello\\nTell me more\\n' | trirun chat -c DIR --json
     """
-    check_machine(dtype, act_bits, engine, kv_cache_dtype=kv_cache_dtype)
+    check_machine(dtype, act_bits, engine, kv_cache_dtype=kv_cache_dtype, context=context)
     console = Console(as_json=json, quiet=quiet)
     params = sampling_params(
         checkpoint,

@@ -82,7 +82,11 @@ def command(
     WikiText-2's raw test split, the number that papers give (lm-eval's [b]wikitext[/b] is another one: per word).
     [b]kl[/b]: divergence and top-1 agreement between --checkpoint and --model.
 
-    Example: trirun eval -c DIR -m ORIGINAL --tasks mmlu,piqa --data-dir data/mmlu --data-dir data/piqa.jsonl
+    Examples:
+
+      trirun eval --checkpoint DIR --model ORIGINAL
+
+      trirun eval -c DIR --tasks mmlu,piqa --data-dir mmlu --data-dir piqa.jsonl
     """
     wanted = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
     if not wanted:

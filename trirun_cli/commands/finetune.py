@@ -49,7 +49,8 @@ def command(
     ce: Annotated[float | None, typer.Option(help="Weight of the cross-entropy with the text.")] = None,
     precision: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.", rich_help_panel="Machine")] = None,
     gradient_checkpointing: Annotated[
-        bool | None, typer.Option(help="Less memory, a third more time.", rich_help_panel="Machine")
+        bool | None,
+        typer.Option("--gradient-checkpointing", help="Less memory, a third more time.", rich_help_panel="Machine"),
     ] = None,
     compile: Annotated[
         bool | None, typer.Option(help="Fuse with torch.compile. Default: on a GPU.", rich_help_panel="Machine")
@@ -69,7 +70,8 @@ def command(
     Makes a model ternary, or heals a 2-bit checkpoint. The state that does best
     on held-out text is packed, checked against the trained weights, and written.
 
-    A stopped run (Ctrl-C) continues when the same command is given again.
+    A stopped run (Ctrl-C) continues when the same command is given again. Options that show no default are the
+    method's.
 
     Several GPUs: accelerate launch -m trirun_cli finetune ...
 
@@ -77,9 +79,9 @@ def command(
 
       trirun finetune MODEL --data corpus.txt
 
-      trirun finetune MODEL --data corpus.txt --generated 24576 --batch 64 --minutes 10
+      trirun finetune MODEL --data corpus.txt --generated 24576 --minutes 10
 
-      trirun finetune MODEL --init MODEL-2bit --data corpus.jsonl --lr 1e-3 --out MODEL-2bit-healed
+      trirun finetune MODEL --init MODEL-2bit --data corpus.txt --lr 5e-3
 
       trirun finetune MODEL --method bitnet --data corpus.txt --ce 0.5
     """

@@ -86,9 +86,9 @@ def command(
 
       echo "The sea was" | trirun generate -c DIR --max-tokens 64 --stats
 
-      trirun generate -c DIR --prompts-file prompts.jsonl --out answers.jsonl --batch 32
+      trirun generate -c DIR --prompts-file prompts.jsonl --out answers.jsonl
     """
-    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype)
+    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, context)
     console = Console(as_json=json, quiet=quiet)
     params = sampling_params(
         checkpoint,

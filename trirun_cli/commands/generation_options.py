@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import InputError, UsageError
+
 if TYPE_CHECKING:
     from ..runtime.completion import Completion
     from ..runtime.sampling import SamplingParams
@@ -57,7 +59,7 @@ def sampling_params(
     """What options say, or else the model's generation_config.json where it samples, or else greedy.
 
     Raises:
-        UsageError: a value is out of range.
+        UsageError: an option's value is out of range. InputError: one of the model's is.
     """
     from ..runtime.generation import generation_defaults
     from ..runtime.sampling import SamplingParams
@@ -73,7 +75,13 @@ def sampling_params(
     defaults = {"temperature": 1.0, **said} if said.get("do_sample") else {}
     chosen = {name: defaults.get(name) if value is None else value for name, value in given.items()}
     known: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    return SamplingParams(max_tokens=max_tokens, seed=seed, stop=tuple(stop or ()), **known)
+    try:
+        return SamplingParams(max_tokens=max_tokens, seed=seed, stop=tuple(stop or ()), **known)
+    except UsageError as error:
+        name, _, rest = str(error).partition(" ")
+        if name in given and given[name] is None:
+            raise InputError(f"{checkpoint / 'generation_config.json'}: {error}") from None
+        raise UsageError(f"--{name.replace('_', '-')} {rest}") from None
 
 
 def answer_facts(done: Completion) -> dict[str, Any]:

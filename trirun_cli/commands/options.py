@@ -7,9 +7,10 @@ from collections.abc import Callable
 from inspect import cleandoc
 from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ..errors import UsageError
 
@@ -52,6 +53,30 @@ Compile = Annotated[
 ]
 
 
+class _PlainHelp:
+    """Help that names an argument in capitals, and an option's type where the option has a value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if isinstance(parameter, TyperArgument):
+                parameter.metavar = (parameter.name or "").upper()
+            elif getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
+
+
+class Command(_PlainHelp, TyperCommand):
+    """One command of the command line."""
+
+
+class Group(_PlainHelp, TyperGroup):
+    """A command with commands of its own."""
+
+
 def help_text(command: Callable[..., None]) -> str:
     """A command's docstring for --help: paragraphs flow to the terminal's width, whatever the source's was."""
     return re.sub(r"(?<=\S)\n(?=\S)", " ", cleandoc(command.__doc__ or ""))
@@ -69,6 +94,7 @@ def check_machine(
     engine: str = "auto",
     accumulate: str = "fp32",
     kv_cache_dtype: str = "auto",
+    context: int | None = None,
 ) -> None:
     """Refuse values that the machine options do not have.
 
@@ -85,6 +111,8 @@ def check_machine(
         raise UsageError(f"--accumulate {accumulate}: fp32, fp16 or fp16-forced")
     if kv_cache_dtype not in ("auto", "int8"):
         raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: auto or int8")
+    if context is not None and context < 1:
+        raise UsageError(f"--ctx {context}: at least 1")
 
 
 def positive_numbers(option: str, text: str) -> list[int]:

@@ -50,7 +50,8 @@ def command(
 ) -> None:
     """Quantize a model's linear layers to 2 bits with GPTQ, one decoder block at a time.
 
-    A stopped run continues where it was when the same command is given again.
+    A stopped run continues where it was when the same command is given again. Options that show no default are the
+    preset's.
 
     Examples:
 
@@ -58,11 +59,11 @@ def command(
 
       trirun quantize MODEL --preset fast --calibration corpus.txt --device cuda
 
-      trirun quantize MODEL --group-size 64 --calibration corpus.jsonl --samples 256 --out model-2bit-g64
+      trirun quantize MODEL --group-size 64 --calibration chats.jsonl --samples 64
 
-      torchrun --nproc-per-node 4 --module trirun_cli quantize MODEL --calibration corpus.txt
+      torchrun --nproc-per-node 4 --module trirun_cli quantize MODEL
 
-      trirun quantize MODEL --override "down_proj=g64" --override "layers\\.0\\.=keep"
+      trirun quantize MODEL --override "down_proj=g64" --override "\\.0\\.=keep"
     """
     if wbits != 2:
         raise UsageError(f"--wbits {wbits}: only 2 has kernels", "--grid ternary stores {-1, 0, 1} in the same 2 bits")

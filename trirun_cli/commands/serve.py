@@ -71,9 +71,9 @@ def command(
 
       trirun serve --checkpoint DIR
 
-      trirun serve -c DIR --host 0.0.0.0 --port 8080 --api-key-file key.txt --max-batch 64
+      trirun serve -c DIR --host 0.0.0.0 --api-key-file key.txt --max-batch 64
 
-      curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "Once upon a time"}'
+      curl localhost:8000/v1/completions --json '{"prompt": "Once upon a time"}'
     """
     check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype)
     least_values = {"--max-batch": (max_batch, 1), "--ctx": (ctx, 1), "--threads": (threads, 1)}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-from importlib import metadata
-
 from .. import __version__
 from ..console import Console
 from .options import Json
@@ -17,6 +14,10 @@ def command(json: Json = False) -> None:
 
     Example: trirun version --json
     """
+    # Here, because every command imports this module.
+    import platform
+    from importlib import metadata
+
     console = Console(as_json=json)
     versions = {"trirun": __version__, "python": platform.python_version()}
     for package in PACKAGES:
