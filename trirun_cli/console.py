@@ -7,15 +7,16 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from .errors import TrirunError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class Console:
@@ -53,6 +54,8 @@ class Console:
         names take several lines; no number is ever cut."""
         if self.as_json:
             return
+        from rich.table import Table
+
         body = [[str(cell) for cell in row] for row in rows]
         borders = 3 * len(columns) + 1
         widths = _column_widths(columns, body, self._out.width - borders)
@@ -82,17 +85,20 @@ class Console:
     @contextmanager
     def progress(self, description: str, total: int | None = None) -> Iterator[ProgressBar]:
         """A progress bar with elapsed and remaining time on stderr, shown only on a terminal."""
+        # Here and above: most commands show neither, and every command imports this module.
+        from rich import progress as parts
+
         columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("elapsed"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            parts.TextColumn("{task.description}", markup=False),
+            parts.BarColumn(),
+            parts.MofNCompleteColumn(),
+            parts.TextColumn("elapsed"),
+            parts.TimeElapsedColumn(),
+            parts.TextColumn("left"),
+            parts.TimeRemainingColumn(),
         )
         hidden = self.quiet or self.as_json or not self._err.is_terminal
-        with Progress(*columns, console=self._err, disable=hidden, transient=True) as bars:
+        with parts.Progress(*columns, console=self._err, disable=hidden, transient=True) as bars:
             yield ProgressBar(bars, bars.add_task(description, total=total))
 
 
