@@ -229,8 +229,6 @@ def test_other_tokenizers_are_left_to_transformers(copy_of, plain_model, change)
     assert isinstance(quick_tokenizer(model), LightTokenizer)
     (model / "tokenizer_config.json").write_text(json.dumps(config | change))
     assert light_tokenizer(model) is None
-    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages }}"}))
-    assert light_tokenizer(model) is None and light_tokenizer(model, chat=False) is not None
 
 
 def test_a_prompt_that_does_not_fit_is_not_shown_as_a_result(trirun, packed):

@@ -27,10 +27,11 @@ def load_tokenizer(path: str | Path) -> Any:
         raise InputError(f"{path}: no usable tokenizer ({reason[:200]})") from error
 
 
-def quick_tokenizer(path: str | Path, *, chat: bool = True) -> Any:
-    """:func:`load_tokenizer` for those who encode and decode text and nothing else: transformers is not imported where
-    it has nothing to add. ``chat`` False says that a chat template, if there is one, will not be asked for."""
-    return light_tokenizer(path, chat=chat) or load_tokenizer(path)
+def quick_tokenizer(path: str | Path, *, chat: bool = True, rich: bool = False) -> Any:
+    """:func:`load_tokenizer` for those who encode and decode text, and messages of text, and nothing else: transformers
+    is not imported where it has nothing to add. ``chat`` False says that a chat template, if there is one, will not be
+    asked for; ``rich`` that it may get more than messages of text."""
+    return light_tokenizer(path, chat=chat, rich=rich) or load_tokenizer(path)
 
 
 def read_text(path: Path | None) -> tuple[str, str]:

@@ -27,7 +27,7 @@ def make_model(path: Path, engine: Engine, chat_template: str | None = None) -> 
         InputError: the tokenizer is missing or damaged.
     """
     # A template of one's own needs transformers to fill it in.
-    tokenizer = quick_tokenizer(path) if chat_template is None else load_tokenizer(path)
+    tokenizer = quick_tokenizer(path, rich=True) if chat_template is None else load_tokenizer(path)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise InputError(f"{path}: the tokenizer has no tokenizer.json, which serving needs")
     vocabulary = Vocabulary(tokenizer, size=engine.vocab_size, context=engine.context, chat_template=chat_template)
