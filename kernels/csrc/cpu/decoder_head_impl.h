@@ -123,10 +123,25 @@ struct Products {
       for (int plane = 0; plane < 2; ++plane) {
         const __m512i digit = _mm512_loadu_si512(digits + (2 * r + plane) * stride);
 #pragma GCC unroll 8
-        for (int o = 0; o < O; ++o) sum[r][o][plane] = _mm512_dpbusd_epi32(sum[r][o][plane], weight[o], digit);
+        for (int o = 0; o < O; ++o)
+          /* In place: with the intrinsic, GCC moves sums from register to register, and out of them. */
+          asm("vpdpbusd %2, %1, %0" : "+v"(sum[r][o][plane]) : "v"(weight[o]), "v"(digit));
       }
   }
   inline int32_t total(int r, int o, int plane) const { return _mm512_reduce_add_epi32(sum[r][o][plane]); }
+  /* Of four outputs together: a matrix of partial sums is added up in a third of the steps of its rows. */
+  inline __m128i four_totals(int r, int plane) const {
+    __m512i pairs[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const __m512i a = sum[r][(2 * i) % O][plane], b = sum[r][(2 * i + 1) % O][plane];
+      pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    }
+    const __m512i quads = _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[0], pairs[1]),
+                                           _mm512_unpackhi_epi64(pairs[0], pairs[1]));
+    const __m256i halves = _mm256_add_epi32(_mm512_castsi512_si256(quads), _mm512_extracti64x4_epi64(quads, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  }
 #elif defined(__AVX2__)
   __m256i sum[R][O][2];
   inline void clear() {
@@ -186,20 +201,36 @@ void head_tile(const HeadInput& input, int64_t r, const uint8_t* w, const float*
     /* The rows that come next, while these are multiplied. */
     for (int o = 0; o < O; ++o) __builtin_prefetch(w + (O + o) * input.stride + i, 0, 2);
   }
-  for (int i = 0; i < R; ++i)
-    for (int o = 0; o < O; ++o) {
-      /* byte = weight + 128 */
-      const int64_t hi = products.total(i, o, 0) - int64_t{128} * input.sums[2 * (r + i)];
-      const int64_t lo = products.total(i, o, 1) - int64_t{128} * input.sums[2 * (r + i) + 1];
-      y[(r + i) * ldy + o] = static_cast<float>(256 * hi + lo) * (scales[o] * input.scales[r + i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < R; ++i) {
+    const int32_t* sums = input.sums + 2 * (r + i);
+    /* byte = weight + 128 */
+    const int64_t excess = int64_t{128} * (int64_t{256} * sums[0] + sums[1]);
+    float* out = y + (r + i) * ldy;
+#if defined(__AVX512VNNI__)
+    if (O == 4) {
+      const __m256i hi = _mm256_cvtepi32_epi64(products.four_totals(i, 0));
+      const __m256i lo = _mm256_cvtepi32_epi64(products.four_totals(i, 1));
+      const __m256i dot = _mm256_sub_epi64(_mm256_add_epi64(_mm256_slli_epi64(hi, 8), lo), _mm256_set1_epi64x(excess));
+      const __m128 scale = _mm_mul_ps(_mm_loadu_ps(scales), _mm_set1_ps(input.scales[r + i]));
+      _mm_storeu_ps(out, _mm_mul_ps(_mm256_cvtepi64_ps(dot), scale));
+      continue;
     }
+#endif
+    for (int o = 0; o < O; ++o) {
+      const int64_t dot = int64_t{256} * products.total(i, o, 0) + products.total(i, o, 1) - excess;
+      out[o] = static_cast<float>(dot) * (scales[o] * input.scales[r + i]);
+    }
+  }
 }
 
+/* Rows [first, last) of the input by O outputs. */
 template <int O>
-void head_columns(const HeadInput& input, int64_t m, const uint8_t* w, const float* scales, float* y, int64_t ldy) {
-  int64_t r = 0;
-  for (; r + 3 <= m; r += 3) head_tile<3, O>(input, r, w, scales, y, ldy);
-  for (; r < m; ++r) head_tile<1, O>(input, r, w, scales, y, ldy);
+void head_columns(const HeadInput& input, int64_t first, int64_t last, const uint8_t* w, const float* scales, float* y,
+                  int64_t ldy) {
+  int64_t r = first;
+  for (; r + 3 <= last; r += 3) head_tile<3, O>(input, r, w, scales, y, ldy);
+  for (; r < last; ++r) head_tile<1, O>(input, r, w, scales, y, ldy);
 }
 
 void head_int8(const HeadInput& input, int64_t m, const uint8_t* w, const float* scales, float* y, int64_t ldy,
@@ -209,10 +240,16 @@ void head_int8(const HeadInput& input, int64_t m, const uint8_t* w, const float*
 #else
   constexpr int kOutputs = 2;
 #endif
-  int64_t o = begin;
-  for (; o + kOutputs <= end; o += kOutputs)
-    head_columns<kOutputs>(input, m, w + o * input.stride, scales + o, y + o, ldy);
-  for (; o < end; ++o) head_columns<1>(input, m, w + o * input.stride, scales + o, y + o, ldy);
+  /* Rows whose digits fill half of L1 while the weights, which are in L2 after the first of them, pass by. */
+  constexpr int64_t kDigits = 24 << 10;
+  const int64_t fit = kDigits / (2 * input.stride) / 3 * 3, block = fit < 3 ? 3 : fit;
+  for (int64_t first = 0; first < m; first += block) {
+    const int64_t last = first + block < m ? first + block : m;
+    int64_t o = begin;
+    for (; o + kOutputs <= end; o += kOutputs)
+      head_columns<kOutputs>(input, first, last, w + o * input.stride, scales + o, y + o, ldy);
+    for (; o < end; ++o) head_columns<1>(input, first, last, w + o * input.stride, scales + o, y + o, ldy);
+  }
 }
 
 }  // namespace
