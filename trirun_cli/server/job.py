@@ -66,10 +66,11 @@ class Choice:
         if event.prompt_logprobs is not None:
             delta.scores = event.prompt_logprobs
         pieces = [delta.text]
-        for token in event.tokens:
-            self.generated += 1
-            delta.tokens.append(token)
-            pieces.append(self._stream.push(token.id))
+        # Where a stop string may end it, every token by itself: those after it are not part of the answer.
+        for tokens in zip(event.tokens) if self.request.params.stop else (event.tokens,):
+            self.generated += len(tokens)
+            delta.tokens += tokens
+            pieces.append(self._stream.extend([token.id for token in tokens]))
             if self._stream.stopped:
                 self.finish = "stop"
                 self.stopped = event.finish is None
