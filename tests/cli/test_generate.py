@@ -84,6 +84,21 @@ def test_streaming_gives_the_same_text_in_whole_characters(tokenizer, text, burs
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("burst", [1, 100])
+def test_a_character_that_the_prompt_left_unfinished(tokenizer, burst):
+    ids = tokenizer("a🙂 b")["input_ids"]
+    for cut in range(1, len(ids)):
+        stream = TextStream(tokenizer, ids[:cut])
+        rest = [ids[first : first + burst] for first in range(cut, len(ids), burst)]
+        text = "".join([*map(stream.extend, rest), stream.flush()])
+        before = tokenizer.decode(ids[:cut]).rstrip("\ufffd")
+        assert before + text == "a🙂 b"
+    # One that is written there is not.
+    prompt = tokenizer("a\ufffd")["input_ids"]
+    stream = TextStream(tokenizer, prompt)
+    assert "".join(map(stream.push, tokenizer("b")["input_ids"])) == "b"
+
+
 def test_a_character_that_never_completes_is_still_shown(tokenizer):
     ids = tokenizer("a🙂")["input_ids"][:-1]
     stream = TextStream(tokenizer, [])

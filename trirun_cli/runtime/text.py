@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,10 @@ class TextStream:
         self._tokenizer = tokenizer
         # A few ids of context settle how the first piece is spaced; the whole prompt would be decoded at every step.
         self._ids = list(prompt[-8:])
-        self._shown = len(self._decode(self._ids))
+        text = self._decode(self._ids)
+        self._shown = len(text)
+        # A prompt of token ids may end in the middle of a character, which is new text when it is complete.
+        self._unfinished = text if text.endswith("\ufffd") else ""
         self._waiting = 0
         self._held = ""
         self._stop = stop
@@ -153,6 +157,8 @@ class TextStream:
         return rest
 
     def _take(self, text: str) -> str:
+        if self._unfinished:
+            self._shown, self._unfinished = len(commonprefix((self._unfinished, text))), ""
         new, self._shown = text[self._shown :], len(text)
         if len(self._ids) > 64:
             self._ids = self._ids[-16:]
