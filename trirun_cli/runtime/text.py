@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +156,9 @@ class TextStream:
         return rest
 
     def _take(self, text: str) -> str:
-        if self._unfinished:
-            self._shown, self._unfinished = len(commonprefix((self._unfinished, text))), ""
+        if not text.startswith(self._unfinished):
+            self._shown = len(self._unfinished.rstrip("\ufffd"))
+        self._unfinished = ""
         new, self._shown = text[self._shown :], len(text)
         if len(self._ids) > 64:
             self._ids = self._ids[-16:]
