@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -139,11 +140,7 @@ def plan_run(
     recipe = load_train_recipe(recipe_file or configs_dir() / f"finetune-{method}.yaml")
     if recipe.method == "absmean" and "init" in settings:
         raise UsageError(f"--init {settings['init']}: {recipe.name} begins at the original weights")
-    try:
-        recipe = dataclasses.replace(recipe, **settings)
-    except QuantizationError as error:
-        # The recipe was in order without them.
-        raise UsageError(str(error).removeprefix("recipe: ")) from None
+    recipe = with_settings(recipe, settings)
     data = data or [str(configs_dir() / "demo-model" / "calibration.txt")]
     for text in data:
         if not text.startswith("hf:") and not Path(text).is_file():
@@ -166,6 +163,24 @@ def plan_run(
     else:
         grids = starts.recipe_grids(skeleton, recipe)
     return Plan(model, out, recipe, data, target, compiled, grids, linears, overwrite)
+
+
+def with_settings(recipe: TrainRecipe, settings: Mapping[str, Any]) -> TrainRecipe:
+    """The recipe with what was given on the command line in its place.
+
+    Raises:
+        UsageError: a value is out of range, or does not go with another one; the options are named.
+    """
+    try:
+        # All at once: --kl 0 alone would leave nothing to train towards, --kl 0 --ce 1 does not.
+        return dataclasses.replace(recipe, **settings)
+    except QuantizationError as error:
+        reason = str(error).removeprefix("recipe: ")
+        named = {key: value for key, value in settings.items() if re.search(rf"\b{key}\b", reason)}
+        shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in named.items()}
+        options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in shown.items())
+        # The recipe was in order without them.
+        raise UsageError(f"{options}: {reason}" if options else reason) from None
 
 
 def run(plan: Plan, observer: TrainObserver, *, resume: bool, started: float | None = None) -> Result | None:

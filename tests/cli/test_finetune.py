@@ -241,8 +241,11 @@ def test_two_processes_train_as_one(trirun, plain_model, tmp_path):
     ("options", "code", "message"),
     [
         (("--method", "magic"), 2, "--method magic"),
-        (("--grid", "ternery"), 2, "did you mean 'ternary'"),
-        (("--minutes", "-1"), 2, "minutes=-1.0: a number of at least 0"),
+        (("--grid", "ternery"), 2, "--grid ternery: unknown grid 'ternery'; did you mean 'ternary'"),
+        (("--steps", "0"), 2, "--steps 0: steps=0: at least 1 is needed"),
+        (("--batch", "6", "--micro-batch", "4"), 2, "--batch 6 --micro-batch 4: micro_batch=4 does not divide batch=6"),
+        (("--kl", "0"), 2, "--kl 0: kl and ce are both 0"),
+        (("--minutes", "-1"), 2, "--minutes -1: minutes=-1.0: a number of at least 0"),
         (("--seqlen", "4096"), 2, "context ends at 128"),
         (("--data", "nowhere.txt"), 3, "nowhere.txt: no such file"),
         (("--method", "trilm", "--grid", "ternary"), 2, "trilm begins at the original weights"),
