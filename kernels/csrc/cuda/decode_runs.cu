@@ -11,6 +11,7 @@
 // its CTAs leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs. Nobody
 // waits for anybody: the CTAs need not run at the same time.
 #include "activations.cuh"
+#include "decode_shares.cuh"
 #include "decode_unit.cuh"
 #include "kernels.cuh"
 #include "tensor_map.cuh"
@@ -19,21 +20,17 @@
 namespace trirun {
 namespace {
 
-constexpr int UNIT_BYTES = 2048;  // one strip x 128 k
-constexpr int MAX_STAGES = 16;
-constexpr int STRIPS = 4;  // of a tile
 constexpr int STEPS = 4;   // of a stage, 32 k each
 constexpr int J = 2;       // row blocks of one warpgroup
 constexpr int SLICE = 32;  // rows of x whose digits one CTA multiplies, at most
 
-struct RunsArgs {
+struct RunsArgs : EqualShares {
   CUtensorMap words, digits;
   const __half* scales;
   const __half* zeros;  // or null
   float zero;
   int strips, units;
   int run_mask;     // units of one scale of x, a power of two, less one
-  int share, rest;  // CTA b of a slice has `share` units, and one more if b < rest
   int n, m;
   const float2* x_scales;
   int tokens, slices;
@@ -46,13 +43,6 @@ struct RunsArgs {
   int staged_at, totals_at, barriers_at;       // offsets in shared memory; stages at 0
   unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
   float4* parts;       // [CTA][slice][first, last tile][quarter of a thread's sums][consumer]
-
-  __device__ __forceinline__ int start(int cta) const { return cta * share + min(cta, rest); }
-  // The CTA that has this unit.
-  __device__ __forceinline__ int owner(int unit) const {
-    const int large = rest * (share + 1);
-    return unit < large ? unit / (share + 1) : rest + (unit - large) / share;
-  }
 };
 
 }  // namespace
@@ -109,25 +99,6 @@ __device__ __forceinline__ bool closes(const RunsArgs& a, int unit, bool last) {
   return (unit & a.run_mask) == a.run_mask || unit + 1 == a.units || last;
 }
 
-// What the zero point multiplies, every token's sum over k, and its scale for EXACT: by two warps, while the others
-// multiply. totals: float [64] parts, [tokens] sums, [tokens] scales.
-__device__ __forceinline__ void add_totals(const RunsArgs& a, float* totals, int token0, int tokens) {
-  const int thread = threadIdx.x % 64, ways = 64 / tokens, token = thread % tokens, way = thread / tokens;
-  float sum = 0.f;
-  if (way < ways) {
-#pragma unroll 4
-    for (int unit = way; unit < a.units; unit += ways) sum += __ldcg(&a.x_scales[unit * a.tokens + token0 + token].y);
-  }
-  totals[thread] = sum;
-  asm volatile("bar.sync 1, 64;" ::: "memory");
-  if (thread < tokens) {
-    float total = 0.f;
-    for (int w = 0; w < ways; w++) total += totals[w * tokens + thread];
-    totals[64 + thread] = total;
-    totals[128 + thread] = __ldcg(&a.x_scales[token0 + thread].x);
-  }
-}
-
 // Two halves that nothing writes, now rather than where they are needed.
 __device__ __forceinline__ uint32_t load_constant(const __half* pair) {
   uint32_t v;
@@ -136,14 +107,6 @@ __device__ __forceinline__ uint32_t load_constant(const __half* pair) {
 }
 __device__ __forceinline__ float half_of(uint32_t pair, int h) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(h ? pair >> 16 : pair)));
-}
-
-// Counts this warp, whose lanes have stored what belongs to the count; returns how many came before. Whoever sees the
-// last count sees what all of them stored.
-__device__ __forceinline__ unsigned arrive_counted(unsigned* counter) {
-  unsigned before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
 }
 
 template <int DIGITS, int N>
@@ -196,7 +159,7 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
         });
     } else {
       dependency_wait();
-      add_totals(a, totals, token0, tokens);
+      add_totals(a, totals, token0, tokens, 128);
       __syncwarp();
       if (lane == 0) barrier_arrive(totals_ready);
     }
@@ -340,8 +303,7 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
 
 #pragma unroll
     for (int i = 0; i < J * N / 2; i++) (&c[0][0])[i] = 0;
-    const int tile0 = first / a.units;
-    int tile = tile0;
+    int tile = first / a.units;
     barrier_wait(full, 0);
 #pragma unroll
     for (int s = 0; s < STEPS; s++) read_words(s);
@@ -396,33 +358,13 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
       float (&flat)[S::QUARTERS * 4] = reinterpret_cast<float (&)[S::QUARTERS * 4]>(sum);
       bool mine = true;
       if (end - from < a.units) {
-        const auto part = [&](int of, bool later) {
-          return a.parts + (static_cast<int64_t>(2 * (of * a.slices + slice) + later) * S::QUARTERS) * S::CONSUMERS +
-                 threadIdx.x;
+        const auto part = [&](int of) {
+          const int of_both = 2 * (of * a.slices + slice) + (a.start(of) < begin);  // its first tile, or its last
+          return a.parts + static_cast<int64_t>(of_both) * S::QUARTERS * S::CONSUMERS + threadIdx.x;
         };
-        float4* to = part(cta, tile != tile0);
-#pragma unroll
-        for (int q = 0; q < S::QUARTERS; q++)
-          __stcg(to + q * S::CONSUMERS, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]));
-        __syncwarp();
-        unsigned* counter = a.counters + (first_cta * a.slices + slice) * (S::CONSUMERS / 32) + warp;
-        unsigned before = 0;
-        if (lane == 0) before = arrive_counted(counter);
-        mine = __shfl_sync(~0u, before, 0) == static_cast<unsigned>(last_cta - first_cta);
-        if (mine) {
-          if (lane == 0) *counter = 0;
-#pragma unroll
-          for (int i = 0; i < S::QUARTERS * 4; i++) flat[i] = 0.f;
-#pragma unroll (DIGITS == 2 ? 4 : 2)
-          for (int of = first_cta; of <= last_cta; of++) {
-            const float4* from_part = part(of, a.start(of) < begin);
-#pragma unroll
-            for (int q = 0; q < S::QUARTERS; q++) {
-              const float4 v = __ldcg(from_part + q * S::CONSUMERS);
-              flat[4 * q] += v.x, flat[4 * q + 1] += v.y, flat[4 * q + 2] += v.z, flat[4 * q + 3] += v.w;
-            }
-          }
-        }
+        mine = add_shares<S::QUARTERS, S::CONSUMERS, DIGITS == 2 ? 4 : 2>(
+            flat, cta, first_cta, last_cta, a.counters + (first_cta * a.slices + slice) * (S::CONSUMERS / 32) + warp,
+            part);
       }
       if (mine) store(tile);
       at = end, tile++;
@@ -454,17 +396,6 @@ constexpr Instance INSTANCES[] = {
 };
 
 int align(int v) { return (v + 127) / 128 * 128; }
-
-// Whether this binary's kernel starts with the registers that its warpgroups redistribute: a compiler that had given
-// it fewer would have made a kernel that never ends.
-bool starts_whole(const Instance& instance) {
-  static bool known[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
-  bool& whole = known[&instance - INSTANCES];
-  cudaFuncAttributes attributes;
-  if (!whole && cudaFuncGetAttributes(&attributes, instance.kernel) == cudaSuccess)
-    whole = attributes.numRegs >= instance.registers;
-  return whole;
-}
 
 // Rows of x beyond a slice's are other CTAs'.
 int slices_of(const ActivationLayout& layout) { return (layout.tokens + SLICE - 1) / SLICE; }
@@ -514,7 +445,10 @@ int launch_runs(const Problem& p) {
   const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
   const int slices = slices_of(layout);
   if (instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
-      plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX || !starts_whole(*instance))
+      plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX)
+    return TRIRUN_UNSUPPORTED;
+  static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
+  if (!starts_whole(whole[instance - INSTANCES], reinterpret_cast<const void*>(instance->kernel), instance->registers))
     return TRIRUN_UNSUPPORTED;
   const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
   const int64_t longest = (total + ctas - 1) / ctas;
@@ -527,7 +461,7 @@ int launch_runs(const Problem& p) {
   a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
   a.zero = p.w.zero;
   a.strips = static_cast<int>(strips), a.units = static_cast<int>(units);
-  a.share = static_cast<int>(total / ctas), a.rest = static_cast<int>(total % ctas);
+  static_cast<EqualShares&>(a) = equal_shares(total, ctas);
   // float32 x keeps a scale for every unit: its outputs show the difference, 16-bit ones hardly do.
   const bool runs = !exact && p.activations == nullptr && p.dtype != TRIRUN_F32;
   a.run_mask = exact ? (1 << 30) - 1 : runs ? RUN - 1 : 0;
@@ -556,20 +490,7 @@ int launch_runs(const Problem& p) {
     if (const int code =
             launch_quantize(p, workspace, runs ? RUN : 1, p.counters, ctas * slices * instance->consumers() / 32))
       return code;
-  if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
-    return e;
-
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas * slices));
-  config.blockDim = dim3(instance->threads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = p.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, instance->kernel, a);
+  return launch_chained(instance->kernel, a, ctas * slices, instance->threads, bytes, p.stream);
 }
 
 }  // namespace trirun

@@ -11,6 +11,7 @@
 // leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs. Nobody waits for
 // anybody: the CTAs need not run at the same time.
 #include "activations.cuh"
+#include "decode_shares.cuh"
 #include "decode_unit.cuh"
 #include "kernels.cuh"
 #include "tensor_map.cuh"
@@ -19,19 +20,15 @@
 namespace trirun {
 namespace {
 
-constexpr int UNIT_BYTES = 2048;  // one strip x 128 k
-constexpr int MAX_STAGES = 16;
-constexpr int STRIPS = 4;            // of a tile
-constexpr int TEAM = 256;            // threads that multiply the same stage
-constexpr int J = 2;                 // row blocks of one warpgroup
+constexpr int TEAM = 256;  // threads that multiply the same stage
+constexpr int J = 2;       // row blocks of one warpgroup
 
-struct ColumnsArgs {
+struct ColumnsArgs : EqualShares {
   CUtensorMap words;
   const __half* scales;
   const __half* zeros;  // or null
   float zero;
   int strips, units, group_rows;
-  int share, rest;  // CTA b has `share` units, and one more if b < rest
   int64_t n_pad;
   int n, m;
   const uint8_t* digits;
@@ -46,13 +43,6 @@ struct ColumnsArgs {
   int exchange_at, totals_at, barriers_at;                           // offsets in shared memory; stages at 0
   unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
   float4* parts;       // [CTA][first, last tile][quarter of a thread's sums][consumer]
-
-  __device__ __forceinline__ int start(int cta) const { return cta * share + min(cta, rest); }
-  // The CTA that has this unit.
-  __device__ __forceinline__ int owner(int unit) const {
-    const int large = rest * (share + 1);
-    return unit < large ? unit / (share + 1) : rest + (unit - large) / share;
-  }
 };
 
 }  // namespace
@@ -142,33 +132,6 @@ __device__ __forceinline__ void produce_x(const ColumnsArgs& a, uint32_t shared,
   }
 }
 
-// What the zero point multiplies, every token's sum over k, and its scale for EXACT: by two warps, while the others
-// multiply. totals: float [64] parts, [tokens] sums, [tokens] scales.
-__device__ __forceinline__ void add_totals(const ColumnsArgs& a, float* totals) {
-  const int thread = threadIdx.x % 64, ways = 64 / a.tokens, token = thread % a.tokens, way = thread / a.tokens;
-  float sum = 0.f;
-  if (way < ways) {
-#pragma unroll 4
-    for (int unit = way; unit < a.units; unit += ways) sum += __ldcg(&a.x_scales[unit * a.tokens + token].y);
-  }
-  totals[thread] = sum;
-  asm volatile("bar.sync 1, 64;" ::: "memory");
-  if (thread < a.tokens) {
-    float total = 0.f;
-    for (int w = 0; w < ways; w++) total += totals[w * a.tokens + thread];
-    totals[64 + thread] = total;
-    totals[64 + a.tokens + thread] = __ldcg(&a.x_scales[thread].x);
-  }
-}
-
-// Counts this warp, whose lanes have stored what belongs to the count; returns how many came before. Whoever sees the
-// last count sees what all of them stored.
-__device__ __forceinline__ unsigned arrive_counted(unsigned* counter) {
-  unsigned before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
-
 template <int DIGITS, int N, int SCALE>
 __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
     columns(const __grid_constant__ ColumnsArgs a) {
@@ -201,7 +164,7 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
       if (warp == S::CONSUMERS / 32 + 1) {
         if (lane == 0) produce_x<SCALE>(a, shared, full, empty, first, last - first);
       } else if (SCALE == PER_CHANNEL) {
-        add_totals(a, totals);
+        add_totals(a, totals, 0, a.tokens, 64 + a.tokens);
         __syncwarp();
         if (lane == 0) barrier_arrive(totals_ready);
       }
@@ -429,32 +392,12 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
       bool mine = true;
       if (end - at < a.units) {
         const int first_cta = a.owner(begin), last_cta = a.owner(begin + a.units - 1);
-        const auto part = [&](int cta, bool later) {
-          return a.parts + (static_cast<int64_t>(2 * cta + later) * S::QUARTERS) * S::CONSUMERS + threadIdx.x;
+        const auto part = [&](int cta) {
+          const int of_both = 2 * cta + (a.start(cta) < begin);  // its first tile, or its last
+          return a.parts + static_cast<int64_t>(of_both) * S::QUARTERS * S::CONSUMERS + threadIdx.x;
         };
-        float4* to = part(blockIdx.x, tile != tile0);
-#pragma unroll
-        for (int q = 0; q < S::QUARTERS; q++)
-          __stcg(to + q * S::CONSUMERS, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]));
-        __syncwarp();
-        unsigned* counter = a.counters + first_cta * (S::CONSUMERS / 32) + warp;
-        unsigned before = 0;
-        if (lane == 0) before = arrive_counted(counter);
-        mine = __shfl_sync(~0u, before, 0) == static_cast<unsigned>(last_cta - first_cta);
-        if (mine) {
-          if (lane == 0) *counter = 0;
-#pragma unroll
-          for (int i = 0; i < S::QUARTERS * 4; i++) flat[i] = 0.f;
-#pragma unroll (S::QUARTERS <= 4 ? 4 : 1)
-          for (int cta = first_cta; cta <= last_cta; cta++) {
-            const float4* from = part(cta, a.start(cta) < begin);
-#pragma unroll
-            for (int q = 0; q < S::QUARTERS; q++) {
-              const float4 v = __ldcg(from + q * S::CONSUMERS);
-              flat[4 * q] += v.x, flat[4 * q + 1] += v.y, flat[4 * q + 2] += v.z, flat[4 * q + 3] += v.w;
-            }
-          }
-        }
+        mine = add_shares<S::QUARTERS, S::CONSUMERS, S::QUARTERS <= 4 ? 4 : 1>(
+            flat, blockIdx.x, first_cta, last_cta, a.counters + first_cta * (S::CONSUMERS / 32) + warp, part);
       }
       if (mine) store(tile);
       at = end, tile++;
@@ -491,17 +434,6 @@ constexpr Instance INSTANCES[] = {
 
 int align(int v) { return (v + 127) / 128 * 128; }
 
-// Whether this binary's kernel starts with the registers that its warpgroups redistribute: a compiler that had given
-// it fewer would have made a kernel that never ends.
-bool starts_whole(const Instance& instance) {
-  static bool known[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
-  bool& whole = known[&instance - INSTANCES];
-  cudaFuncAttributes attributes;
-  if (!whole && cudaFuncGetAttributes(&attributes, instance.kernel) == cudaSuccess)
-    whole = attributes.numRegs >= instance.registers;
-  return whole;
-}
-
 const Instance* instance_of(const Problem& p, const ActivationLayout& layout) {
   const int scale = p.w.group_size == -1 ? PER_CHANNEL : p.w.group_size == UNIT ? PER_UNIT : PER_BLOCK;
   const Instance* best = nullptr;
@@ -534,7 +466,10 @@ int launch_columns(const Problem& p) {
   const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
   // A team gives a stage back when the next one of its own, two further on, has come: three at least.
   if (instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
-      plan.ctas > COUNTERS / 16 || total > INT32_MAX || !starts_whole(*instance))
+      plan.ctas > COUNTERS / 16 || total > INT32_MAX)
+    return TRIRUN_UNSUPPORTED;
+  static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
+  if (!starts_whole(whole[instance - INSTANCES], reinterpret_cast<const void*>(instance->kernel), instance->registers))
     return TRIRUN_UNSUPPORTED;
   const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
   const int64_t longest = (total + ctas - 1) / ctas;
@@ -547,7 +482,7 @@ int launch_columns(const Problem& p) {
   a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
   a.zero = p.w.zero;
   a.strips = static_cast<int>(strips), a.units = static_cast<int>(units);
-  a.share = static_cast<int>(total / ctas), a.rest = static_cast<int>(total % ctas);
+  static_cast<EqualShares&>(a) = equal_shares(total, ctas);
   a.group_rows = instance->scale == PER_CHANNEL ? 0 : UNIT / p.w.group_size;
   a.n_pad = p.w.n, a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m);
   a.tokens = layout.tokens, a.columns = layout.columns;
@@ -574,20 +509,7 @@ int launch_columns(const Problem& p) {
   if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
   if (p.activations == nullptr)
     if (const int code = launch_quantize(p, workspace, 1, p.counters, ctas * instance->consumers() / 32)) return code;
-  if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
-    return e;
-
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(instance->threads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = p.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, instance->kernel, a);
+  return launch_chained(instance->kernel, a, ctas, instance->threads, bytes, p.stream);
 }
 
 }  // namespace trirun
