@@ -64,10 +64,28 @@ def test_table_has_units_and_every_cell(trirun):
     assert out.count("128 × 256") == 2 and out.count("70 × 200") == 2
 
 
+def test_ctrl_c_keeps_what_has_been_measured(trirun, monkeypatch):
+    timed, asked = kernel_bench._time, []
+
+    def time_two(*arguments):
+        asked.append(arguments)
+        if len(asked) > 2:
+            raise KeyboardInterrupt
+        return timed(*arguments)
+
+    monkeypatch.setattr(kernel_bench, "_time", time_two)
+    code, out, err = trirun("bench", "kernels", *QUICK, "--m", "1,3", "--json")
+    document = json.loads(out)
+    assert code == 130 and not document["complete"] and "stopped after 2 of 4 measurements" in err
+    assert [(r["n"], r["m"]) for r in document["results"]] == [(128, 1), (128, 3)]
+    code, out, _ = trirun("bench", "kernels", *QUICK, "--m", "1,3", "--json")
+    assert code == 130 and out == "", "nothing was ready"
+
+
 def test_json_document(trirun):
     code, out, _ = trirun("bench", "kernels", *QUICK, "--m", "2", "--act-bits", "8", "--json")
     document = json.loads(out)
-    assert code == 0 and document["schema"] == "trirun.bench.kernels/1"
+    assert code == 0 and document["schema"] == "trirun.bench.kernels/1" and document["complete"]
     assert document["machine"]["read_gbps"] > 0 and document["machine"]["peak_tflops"] > 0
     assert [(r["n"], r["k"], r["m"]) for r in document["results"]] == [(128, 256, 2), (70, 200, 2)]
     for result in document["results"]:

@@ -21,6 +21,8 @@ from .options import (
     check_machine,
     check_measuring,
     check_plot,
+    end_gathering,
+    gather,
     help_text,
     positive_numbers,
 )
@@ -60,7 +62,7 @@ def kernels(
     """Time int2_gemm beside torch's dense product, Humming where installed, and the pure reading of its weights.
 
     Every product is checked against float64 first; a wrong one ends the run with exit code 6. Weights rotate past the
-    caches; on CUDA, calls run in graphs. Times are medians in microseconds.
+    caches; on CUDA, calls run in graphs. Times are medians in microseconds. Ctrl-C shows what has been measured.
 
     Example: trirun bench kernels --shapes llama-2-7b --m 1,16 --plot bench.png
     """
@@ -91,8 +93,7 @@ def kernels(
     console.note("measuring memory and arithmetic")
     limits = measure_machine(place)
     with console.progress("kernels", len(chosen) * len(rows)) as bar:
-        results = []
-        for result in run(
+        cells = run(
             chosen,
             rows,
             device=place,
@@ -103,20 +104,19 @@ def kernels(
             seconds=seconds,
             acc=accumulate,
             progress=bar.describe,
-        ):
-            results.append(result)
-            bar.advance()
+        )
+        results, complete = gather(cells, bar)
     from dataclasses import asdict
 
-    console.json(
-        "bench.kernels/1", {"machine": asdict(limits), "results": [result.document(limits) for result in results]}
-    )
+    documents = [result.document(limits) for result in results]
+    console.json("bench.kernels/1", {"machine": asdict(limits), "complete": complete, "results": documents})
     _print(console, limits, results)
     if plot is not None:
         from ..runtime.bench_plot import save_plot
 
         save_plot(plot, limits, results)
         console.note(f"wrote {plot}")
+    end_gathering(console, len(results), len(chosen) * len(rows))
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {

@@ -9,7 +9,19 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import MissingError, UsageError
-from .options import ActBits, Device, DType, Json, Quiet, check_machine, check_measuring, check_plot, positive_numbers
+from .options import (
+    ActBits,
+    Device,
+    DType,
+    Json,
+    Quiet,
+    check_machine,
+    check_measuring,
+    check_plot,
+    end_gathering,
+    gather,
+    positive_numbers,
+)
 
 
 def command(
@@ -100,12 +112,10 @@ def command(
         name = str(checkpoint)
     errors = check(contestants, vocab)
     with console.progress("model", len(batches) * len(contexts)) as bar:
-        cells = []
-        for cell in run(contestants, batches, contexts, seconds=seconds, progress=bar.describe):
-            cells.append(cell)
-            bar.advance()
+        cells, complete = gather(run(contestants, batches, contexts, seconds=seconds, progress=bar.describe), bar)
     machine = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
-    console.json("bench.model/1", document(contestants, cells, model=name, device=machine, errors=errors))
+    facts = document(contestants, cells, model=name, device=machine, errors=errors)
+    console.json("bench.model/1", facts | {"complete": complete})
     weights = ", ".join(f"{each.name} {bytes_text(each.weight_bytes)}" for each in contestants)
     title = f"{name}\n{machine}; weights: {weights}\nprefill: one prompt, first token"
     if errors:
@@ -117,6 +127,7 @@ def command(
 
         save_model_plot(plot, name, machine, cells)
         console.note(f"wrote {plot}")
+    end_gathering(console, len(cells), len(batches) * len(contexts))
 
 
 def _usual_context(checkpoint: Path | None) -> int:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import cleandoc
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..console import Console, ProgressBar
+
+Cell = TypeVar("Cell")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no progress bars.")]
@@ -138,6 +143,35 @@ def check_measuring(seconds: float, group_size: int = -1) -> None:
         raise UsageError(f"--seconds {seconds:g}: more than 0, and an end")
     if group_size not in (-1, 32, 64, 128):
         raise UsageError(f"--group-size {group_size}: -1, 32, 64 or 128")
+
+
+def gather(cells: Iterable[Cell], bar: ProgressBar) -> tuple[list[Cell], bool]:
+    """What a benchmark measures, cell by cell, and whether that is all: Ctrl-C keeps the cells that were ready.
+
+    Raises:
+        KeyboardInterrupt: none was.
+    """
+    done: list[Cell] = []
+    try:
+        for cell in cells:
+            done.append(cell)
+            bar.advance()
+    except KeyboardInterrupt:
+        if not done:
+            raise
+        return done, False
+    return done, True
+
+
+def end_gathering(console: Console, done: int, total: int) -> None:
+    """Once everything that is there has been shown: end as Ctrl-C does if it is not all.
+
+    Raises:
+        KeyboardInterrupt: done < total.
+    """
+    if done < total:
+        console.warn(f"stopped after {done} of {total} measurements")
+        raise KeyboardInterrupt
 
 
 def check_plot(path: Path | None) -> None:
