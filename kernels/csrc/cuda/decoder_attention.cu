@@ -86,30 +86,17 @@ __global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3) attend
   };
 #pragma unroll
   for (int i = 0; i < STAGES; i++) fill(i);
-  constexpr int PER_LANE = LANES / 4;
-  const float* cosines = t.cosines + static_cast<int64_t>(length) * t.rotary_half;
-  const float* sines = t.sines + static_cast<int64_t>(length) * t.rotary_half;
-  HeadConstants<PER_LANE> query_constants, key_constants;
-  query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim);
-  key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim);
-#if __CUDA_ARCH__ >= 900
-  // Others may write to a CTA's shared memory once all have begun.
-  if (a.clustered) cluster_arrive();
-#endif
-  dependency_launch();
-  dependency_wait();
+  const HeadMaker<BF16, LANES / 4> make(t, length, head_dim);
+  await_projection(a);
   if (c.idle) return attend_nothing(a, c);
 
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
   // The warps take the query heads and the new key in turn.
   for (int i = warp; i < heads + (c.newest ? 1 : 0); i += WARPS) {
-    if (i < heads) {
-      prepare_head<BF16>(queries[i], q_row + (c.head0 + i) * head_dim, query_constants, head_dim, t.q_norm != nullptr,
-                         t.eps, t.rotary_half, t.scale * LOG2E);
-    } else {
-      prepare_head<BF16>(key, static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim, key_constants,
-                         head_dim, t.k_norm != nullptr, t.eps, t.rotary_half, 1.f);
-    }
+    if (i < heads)
+      make.query(queries[i], q_row + (c.head0 + i) * head_dim, t, head_dim, t.scale * LOG2E);
+    else
+      make.key(key, static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim, t, head_dim);
   }
   __syncthreads();
 

@@ -35,8 +35,8 @@ __device__ __forceinline__ void copy_async16_or_zero(uint32_t shared, const void
                : "memory");
 }
 
-// Which keys, of which row, for which query heads, a CTA attends to; kv_head is its first team's. Tiles of `keys` positions are dealt to the splits
-// in consecutive runs.
+// Which keys, of which row, for which query heads, a CTA attends to; kv_head is its first team's. Tiles of `keys`
+// positions are dealt to the splits in consecutive runs.
 struct AttentionShare {
   int split, kv_head, chunk, row, slot, length, tile0, tile1, active, head0, heads;
   bool idle, newest;
@@ -54,6 +54,38 @@ struct AttentionShare {
     head0 = kv_head * a.group + chunk * MAX_GROUP, heads = min(MAX_GROUP, a.teams * a.group - chunk * MAX_GROUP);
   }
 };
+
+// What makes the query heads and keys of a row whose next position is `position`: each by a warp, in shared memory.
+template <bool BF16, int PER_LANE>
+struct HeadMaker {
+  HeadConstants<PER_LANE> query_constants, key_constants;
+
+  __device__ __forceinline__ HeadMaker(const trirun_attention& t, int position, int head_dim) {
+    const float* cosines = t.cosines + static_cast<int64_t>(position) * t.rotary_half;
+    const float* sines = t.sines + static_cast<int64_t>(position) * t.rotary_half;
+    query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim);
+    key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim);
+  }
+
+  __device__ __forceinline__ void query(float* values, const uint16_t* x, const trirun_attention& t, int head_dim,
+                                        float scale) const {
+    prepare_head<BF16>(values, x, query_constants, head_dim, t.q_norm != nullptr, t.eps, t.rotary_half, scale);
+  }
+
+  __device__ __forceinline__ void key(float* values, const uint16_t* x, const trirun_attention& t, int head_dim) const {
+    prepare_head<BF16>(values, x, key_constants, head_dim, t.k_norm != nullptr, t.eps, t.rotary_half, 1.f);
+  }
+};
+
+// Waits for the projection, once what can be asked for before it has been.
+__device__ __forceinline__ void await_projection(const AttentionArgs& a) {
+#if __CUDA_ARCH__ >= 900
+  // Others may write to a CTA's shared memory once all have begun.
+  if (a.clustered) cluster_arrive();
+#endif
+  dependency_launch();
+  dependency_wait();
+}
 
 // What an idle CTA leaves behind: digits of zero for a row that belongs to no slot.
 __device__ __forceinline__ void attend_nothing(const AttentionArgs& a, const AttentionShare& c) {

@@ -7,17 +7,6 @@
 
 namespace trirun::hopper {
 
-// clang-format off
-#define TRIRUN_D32                                                                    \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-#define TRIRUN_D64                                                                    \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "  \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "  \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-// clang-format on
-
 // An operand stored along its rows (of a or b) rather than along k: 128 bytes hold 64 of them under the 128-byte
 // swizzle, one such line per k; the next 64 rows follow 8192 bytes further on.
 __device__ __forceinline__ uint64_t operand_descriptor_rows(uint32_t address) {
