@@ -18,12 +18,15 @@ class StageCost:
 
     Attributes:
         seconds: of wall time. device_bytes: the most that was allocated on the GPU during it; 0 on a CPU.
+        reserved_bytes: the most that PyTorch's allocator held there, the memory included that it keeps for later and
+            gives back when there is no other; a context of some 500 MiB comes on top in ``nvidia-smi``.
         host_bytes: peak resident memory of the process by its end.
     """
 
     seconds: float
     device_bytes: int
     host_bytes: int
+    reserved_bytes: int = 0
 
 
 class Costs:
@@ -47,9 +50,12 @@ class Costs:
             if gpu:
                 torch.cuda.synchronize(self._device)
             before = self.stages.get(name, StageCost(0.0, 0, 0))
-            device = torch.cuda.max_memory_allocated(self._device) if gpu else 0
-            seconds = before.seconds + time.perf_counter() - started
-            self.stages[name] = StageCost(seconds, max(before.device_bytes, device), peak_host_bytes())
+            self.stages[name] = StageCost(
+                before.seconds + time.perf_counter() - started,
+                max(before.device_bytes, torch.cuda.max_memory_allocated(self._device) if gpu else 0),
+                peak_host_bytes(),
+                max(before.reserved_bytes, torch.cuda.max_memory_reserved(self._device) if gpu else 0),
+            )
 
 
 def peak_host_bytes() -> int:

@@ -194,6 +194,9 @@ class _Walk:
         An attempt changes the batches' activations at its very end or not at all.
         """
         while True:
+            # What one block leaves in the allocator's cache is cut to other sizes than the next one's first layers ask
+            # for. So each begins with what the rehearsal began with, and a card that two programs share is shared.
+            torch.cuda.empty_cache()
             try:
                 return attempt()
             except CannotRecord as error:
@@ -206,7 +209,6 @@ class _Walk:
                 if sequences == 1 or ranks.world() > 1:
                     raise
             # Outside the handler, whose traceback keeps the failed attempt's tensors alive.
-            torch.cuda.empty_cache()
             self.observer.warning(f"out of GPU memory with {sequences} sequences at a time; again with half as many")
             self.train[:] = halve(self.skeleton, self.train)
             self.held_out[:] = halve(self.skeleton, self.held_out)
