@@ -93,15 +93,12 @@ int64_t lay_out(int64_t vocab, char* memory, Work* work) {
 
 bool falls(float a, float b) { return a > b; }
 
-/* The k largest of logits[n], 0 < k < n, and what ties with the last of them; masses are left out. */
-Tokens k_largest(const DecoderOps& ops, const float* logits, int64_t n, int64_t k, const Work& work) {
-  /* The k-th largest of the maxima of disjoint parts is no larger than the k-th largest of all: few are above. */
+/* The k largest of logits[n], 0 < k < n, and what ties with the last of them; masses are left out. `top` is the
+ * largest. */
+Tokens k_largest(const DecoderOps& ops, const float* logits, int64_t n, int64_t k, float top, const Work& work) {
+  /* What k maxima of disjoint parts reach is no larger than the k-th largest of all: few are above. */
   const int64_t parts = ops.tops(work.tops, logits, n);
-  float least = -INFINITY;
-  if (k <= parts) {
-    std::nth_element(work.tops, work.tops + k - 1, work.tops + parts, falls);
-    least = work.tops[k - 1];
-  }
+  float least = k <= parts ? ops.reached(work.tops, parts, k, top) : -INFINITY;
   int64_t count = ops.gather(work.ids, work.logits, logits, n, least);
   /* There are fewer where others are NaNs. */
   if (count > k) {
@@ -208,7 +205,7 @@ int64_t draw_token(const float* logits, int64_t vocab, Best best, const trirun_d
   Work work;
   lay_out(vocab, static_cast<char*>(memory), &work);
   Tokens tokens = {nullptr, logits, work.mass, work.sums, vocab};
-  if (draw.top_k > 0 && draw.top_k < vocab) tokens = k_largest(ops, logits, vocab, draw.top_k, work);
+  if (draw.top_k > 0 && draw.top_k < vocab) tokens = k_largest(ops, logits, vocab, draw.top_k, best.value, work);
   /* Bounded: zero times infinity would be a NaN. */
   const float factor = static_cast<float>(std::min(1.4426950408889634 / draw.temperature, 1e30));
   ops.masses(work.mass, work.sums, tokens.logits, tokens.count, best.value, factor);

@@ -29,6 +29,32 @@ int64_t tops(float* out, const float* x, int64_t n) {
   return count;
 }
 
+/* Counted again and again, without a branch that depends on a single number: a partial sort guesses every other one
+ * wrong, which takes longer. */
+float reached(const float* x, int64_t n, int64_t k, float top) {
+  constexpr int kHalvings = 6;
+  auto enough = [&](float least) {
+    int32_t count = 0;
+    for (int64_t i = 0; i < n; ++i) count += x[i] >= least;
+    return count >= k;
+  };
+  float width = 1, low = top - width;
+  while (!enough(low)) {
+    if (low == -INFINITY) return low;
+    width *= 2;
+    low = top - width;
+  }
+  float high = top - width / 2;
+  for (int i = 0; i < kHalvings; ++i) {
+    const float middle = low + (high - low) / 2;
+    if (enough(middle))
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
 int64_t gather(int32_t* ids, float* values, const float* x, int64_t n, float least) {
   int64_t count = 0, i = 0;
 #if defined(__AVX512F__)

@@ -90,6 +90,8 @@ struct DecoderOps {
   /* Maxima of disjoint parts of x[n], kTopSpan numbers each or fewer, NaNs left out; returns how many parts: a multiple
    * of 16, n / kTopSpan rounded up to it. Parts without a number have -infinity. */
   int64_t (*tops)(float* out, const float* x, int64_t n);
+  /* A number that k of x[n] reach at least, or -infinity; not many more reach it where `top` is the largest of them. */
+  float (*reached)(const float* x, int64_t n, int64_t k, float top);
   /* The numbers of x[n] that are at least `least`, and where they are, ascending; returns how many. Both outputs have
    * room for n + 16, which is written. */
   int64_t (*gather)(int32_t* ids, float* values, const float* x, int64_t n, float least);
