@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "decoder_ops.h"
 
@@ -16,7 +17,7 @@ namespace trirun {
 namespace {
 
 /* A nucleus is looked for among tokens of at least this mass; the first are mostly enough. */
-constexpr uint32_t kLikely[] = {1 << 22, 1 << 14};
+constexpr uint32_t kLikely[] = {1 << 22, 1 << 18, 1 << 14};
 
 /* The number in [0, 1) that chooses token `index` of a stream. */
 double uniform(uint64_t stream, uint64_t index) {
@@ -163,7 +164,9 @@ int64_t draw_likely(const DecoderOps& ops, const Tokens& tokens, const trirun_dr
   };
   uint64_t last = 0;
   if (draw.top_p < 1) {
-    if (!search(std::max(least, kLikely[0])) && !search(std::max(least, kLikely[1]))) search(least);
+    const bool enough = std::any_of(std::begin(kLikely), std::end(kLikely),
+                                    [&](uint32_t bound) { return search(std::max(least, bound)); });
+    if (!enough) search(least);
     /* Where min-p leaves less than the nucleus, all of it stays. */
     if (static_cast<double>(mass) >= wanted) last = last_of_nucleus(work, found, wanted);
     mass = 0;
