@@ -88,9 +88,9 @@ def _joined(texts: Iterable[str], tokenizer: Any, count: int, seqlen: int, sourc
         ids = _tokens(text, tokenizer)
         seen += len(ids)
         buffer += ids
-        while len(buffer) >= seqlen and len(sequences) < count:
-            sequences.append(torch.tensor(buffer[:seqlen]))
-            buffer = buffer[seqlen:]
+        whole = min(len(buffer) // seqlen, count - len(sequences)) * seqlen
+        sequences += torch.tensor(buffer[:whole]).view(-1, seqlen)
+        del buffer[:whole]
         if len(sequences) == count:
             return sequences
     raise QuantizationError(
@@ -172,12 +172,14 @@ def _from_text(path: Path) -> list[Any]:
 
 def _from_jsonl(path: Path) -> list[Any]:
     documents = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 entry = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise QuantizationError(f"{path} line {number}: not UTF-8 text (byte {error.start})") from None
             except json.JSONDecodeError as error:
                 raise QuantizationError(f"{path} line {number}: not valid JSON ({error.msg})") from None
             column = next((name for name in COLUMNS if isinstance(entry, dict) and name in entry), None)

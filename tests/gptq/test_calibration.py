@@ -101,6 +101,9 @@ def test_defects_are_named(tmp_path):
     bad.write_text('{"text": "fine"}\n\n{"text": \n')
     with pytest.raises(QuantizationError, match=r"bad\.jsonl line 3: not valid JSON"):
         load(str(bad), Letters(), RECIPE)
+    bad.write_bytes(b'{"text": "fine"}\n{"text": "caf\xe9"}\n')
+    with pytest.raises(QuantizationError, match=r"bad\.jsonl line 2: not UTF-8 text \(byte 13\)"):
+        load(str(bad), Letters(), RECIPE)
     bad = tmp_path / "bad.parquet"
     bad.write_bytes(b"not parquet")
     with pytest.raises(QuantizationError, match="not a readable parquet file"):
