@@ -1,6 +1,7 @@
 """Commands that must not wait for torch, and the machine's diagnosis."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -59,6 +60,36 @@ def test_help_fits_80_columns_with_every_example_on_a_line_of_its_own(trirun, mo
     assert code == 0 and examples and set(examples) <= set(lines) and max(map(len, lines)) <= 80
     # A name that does not fit is cut with an ellipsis. A flag has no value, whose type could be shown.
     assert "…" not in out and "<bool>" not in out
+
+
+WAITING = """
+import os, sys
+from trirun_cli.app import main
+from trirun_cli.commands import {0} as module
+let = module.let_threads_sleep
+def checked():
+    assert "torch" not in sys.modules
+    let()
+    print(os.environ.get("OMP_WAIT_POLICY"))
+module.let_threads_sleep = checked
+sys.argv = ["trirun", {1}]
+main()
+"""
+
+
+@pytest.mark.parametrize("given", [None, "active"])
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("quantize", "'quantize', '/none'"), ("finetune", "'finetune', '/none'"), ("evaluate", "'eval', '-c', '/none'")],
+)
+def test_torch_is_told_how_its_threads_wait_before_it_is_imported(module, arguments, given):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({"OMP_WAIT_POLICY": given} if given else {})
+    code = WAITING.format(module, arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 3 and done.stdout == f"{given or 'passive'}\n", done.stderr
 
 
 def test_version_as_an_option(trirun):

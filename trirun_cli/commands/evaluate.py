@@ -9,7 +9,7 @@ import typer
 
 from ..console import Console
 from ..errors import CheckFailed, UsageError
-from .options import ActBits, Device, DType, Json, KvCacheDType, Quiet, check_machine
+from .options import ActBits, Device, DType, Json, KvCacheDType, Quiet, check_machine, let_threads_sleep
 
 _MACHINE, _LONG, _OUTPUT = "Machine", "Long runs", "Output"
 
@@ -110,6 +110,7 @@ def command(
     for directory in data_dir or ():
         if not directory.exists():
             raise UsageError(f"--data-dir {directory}: no such file or directory")
+    let_threads_sleep()
     console = Console(as_json=json, quiet=quiet)
 
     from ..eval.report import SCHEMA, Report, write_text

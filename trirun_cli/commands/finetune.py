@@ -11,7 +11,7 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import UsageError
-from .options import Device, Json, Overwrite, Quiet, output_dir
+from .options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
 
 METHODS = ("learned", "trilm", "bitnet")
 
@@ -88,6 +88,7 @@ def command(
     started = time.perf_counter()
     if method not in METHODS:
         raise UsageError(f"--method {method}: one of {', '.join(METHODS)}")
+    let_threads_sleep()
     # Of several processes, the first speaks.
     first = os.environ.get("RANK", "0") == "0"
     console = Console(as_json=json and first, quiet=quiet or not first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from inspect import cleandoc
@@ -85,6 +86,14 @@ class Group(_PlainHelp, TyperGroup):
 def help_text(command: Callable[..., None]) -> str:
     """A command's docstring for --help: paragraphs flow to the terminal's width, whatever the source's was."""
     return re.sub(r"(?<=\S)\n(?=\S)", " ", cleandoc(command.__doc__ or ""))
+
+
+def let_threads_sleep() -> None:
+    """torch's threads on the CPU sleep while they wait for each other, unless the environment says how they wait. Those
+    that spin instead, as they do by themselves, keep the processor from the very thread that they wait for wherever
+    other programs run too. OpenMP asks but once, as torch is imported: call it before."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def output_dir(given: Path | None, default: str) -> Path:

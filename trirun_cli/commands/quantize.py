@@ -10,7 +10,7 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import UsageError
-from .options import Device, Json, Overwrite, Quiet, output_dir
+from .options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
 
 PRESETS = ("fast", "default", "best")
 
@@ -69,6 +69,7 @@ def command(
         raise UsageError(f"--wbits {wbits}: only 2 has kernels", "--grid ternary stores {-1, 0, 1} in the same 2 bits")
     if preset not in PRESETS:
         raise UsageError(f"--preset {preset}: one of {', '.join(PRESETS)}")
+    let_threads_sleep()
     # Of several processes that torchrun started the first one speaks.
     console = Console(as_json=json, quiet=quiet or os.environ.get("RANK", "0") != "0")
     out = output_dir(out, f"{model.resolve().name}-2bit")
