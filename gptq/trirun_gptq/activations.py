@@ -134,7 +134,13 @@ def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tupl
         calls: list[tuple[tuple, dict[str, Any]]] = []
         hidden: list[Tensor] = []
 
-        def stand_in(*args: Any, as_tuple=as_tuple, calls=calls, hidden=hidden, **kwargs: Any) -> Any:
+        def stand_in(
+            *args: Any,
+            as_tuple: bool = as_tuple,
+            calls: list[Any] = calls,
+            hidden: list[Tensor] = hidden,
+            **kwargs: Any,
+        ) -> Any:
             states = args[0] if args else kwargs.pop("hidden_states", None)
             if not isinstance(states, Tensor) or states.shape[:2] != tokens.shape:
                 raise _WrongStyle

@@ -244,7 +244,7 @@ def _answering(blocks: nn.ModuleList, states: Tensor, as_tuple: bool) -> Iterato
 def _checkpointing(blocks: nn.ModuleList) -> Iterator[None]:
     """Every block is run again in the backward pass instead of keeping what it computed."""
 
-    def recomputed(forward):
+    def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     with _forwards(blocks, [recomputed(block.forward) for block in blocks]):
@@ -252,7 +252,7 @@ def _checkpointing(blocks: nn.ModuleList) -> Iterator[None]:
 
 
 @contextmanager
-def _forwards(blocks: nn.ModuleList, forwards: list[Callable]) -> Iterator[None]:
+def _forwards(blocks: nn.ModuleList, forwards: list[Callable[..., Any]]) -> Iterator[None]:
     try:
         for block, forward in zip(blocks, forwards, strict=True):
             block.forward = forward

@@ -7,6 +7,8 @@ more certain (Jang et al. 2017, "Gumbel-softmax"; GSQ, IST-DASLab 2026). Scales 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -142,7 +144,7 @@ class _Grid(torch.autograd.Function):
     """``s·(clamp(round(v + z)) − z)`` with straight-through gradients to v [n, groups, size], exact ones to s and z."""
 
     @staticmethod
-    def forward(ctx, latent, scales, zeros, levels):
+    def forward(ctx: Any, latent: Tensor, scales: Tensor, zeros: Tensor, levels: int) -> Tensor:
         shifted = latent + zeros.unsqueeze(-1)
         codes = shifted.round().clamp_(0, levels - 1)
         inside = (shifted >= -0.5) & (shifted <= levels - 0.5)
@@ -151,7 +153,7 @@ class _Grid(torch.autograd.Function):
         return centred * scales.unsqueeze(-1)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         centred, inside, scales = ctx.saved_tensors
         grad_scales = (grad * centred).sum(-1)
         grad_zeros = -(grad * ~inside).sum(-1) * scales if ctx.needs_input_grad[2] else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -86,14 +88,14 @@ class _ScaledProduct(torch.autograd.Function):
     """``x·Wᵀ`` with gradients to x, scales and zeros; the dense W is made again in the backward pass."""
 
     @staticmethod
-    def forward(ctx, x, grouped, scales, zeros):
+    def forward(ctx: Any, x: Tensor, grouped: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         ctx.save_for_backward(x.to(dtype), grouped, scales, zeros)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(dtype), _dense(grouped, scales, zeros, dtype))
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, Tensor | None]:
         x, grouped, scales, zeros = ctx.saved_tensors
         grad = grad.to(x.dtype)
         grad_x = grad @ _dense(grouped, scales, zeros, x.dtype)

@@ -69,12 +69,25 @@ def activation_bytes(m: int, k_pad: int, act_bits: int) -> int:
 
 
 @torch.library.register_fake("trirun::quantize_activations", lib=_library)
-def _quantize_activations_fake(x, act_bits):
+def _quantize_activations_fake(x: Tensor, act_bits: int) -> Tensor:
     m, k = x.shape
     size = activation_bytes if x.is_cuda else cpu_activations.activation_bytes
     return x.new_empty(size(int(m), -(-int(k) // 128) * 128, act_bits), dtype=torch.uint8)
 
 
 @torch.library.register_fake("trirun::int2_gemm_quantized", lib=_library)
-def _int2_gemm_quantized_fake(activations, words, scales, zeros, bias, n, k, m, group_size, zero, act_bits, dtype):
+def _int2_gemm_quantized_fake(
+    activations: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    m: int,
+    group_size: int,
+    zero: float,
+    act_bits: int,
+    dtype: torch.dtype,
+) -> Tensor:
     return activations.new_empty((m, n), dtype=dtype)

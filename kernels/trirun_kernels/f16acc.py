@@ -8,6 +8,7 @@ fp16's range is computed again in fp32.
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,17 +74,19 @@ def chunk_length(k: int, splits: int | None = None) -> int:
 
 
 @torch.library.register_fake("trirun::f16acc_gemm", lib=_library)
-def _f16acc_gemm_fake(a, b, bias, chunk):
+def _f16acc_gemm_fake(a: Tensor, b: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[0]))
 
 
 @register_flop_formula(torch.ops.trirun.f16acc_gemm)
-def _f16acc_gemm_flops(a_shape, b_shape, *args, out_shape=None, **kwargs) -> int:
+def _f16acc_gemm_flops(
+    a_shape: tuple[int, ...], b_shape: tuple[int, ...], *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
     n, k = b_shape
     return 2 * prod(a_shape[:-1]) * n * k
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias, _ = inputs
     # A gradient needs the other operand: what no gradient needs is not kept alive.
     ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None)
@@ -94,7 +97,7 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
-def _backward(ctx, grad):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
     rows = _matrix(grad)
     grad_a = grad_b = grad_bias = None

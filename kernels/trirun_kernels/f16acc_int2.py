@@ -46,7 +46,9 @@ _library.impl("int2_dense", _dense_on_cuda, "CUDA")
 
 
 @torch.library.register_fake("trirun::int2_dense", lib=_library)
-def _int2_dense_fake(words, scales, zeros, n, k, group_size, zero):
+def _int2_dense_fake(
+    words: Tensor, scales: Tensor, zeros: Tensor | None, n: int, k: int, group_size: int, zero: float
+) -> Tensor:
     if words.is_cuda:
         return words.new_empty((n, -(-k // 8) * 8), dtype=torch.float16)[:, :k]
     return words.new_empty((n, k), dtype=torch.float16)

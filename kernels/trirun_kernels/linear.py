@@ -41,7 +41,7 @@ class Int2Linear(nn.Module):
         self.acc = "fp32"  # "fp16": products with rows enough to gain may add in fp16
         words, groups = stored_shapes(out_features, in_features, spec)
 
-        def buffer(shape, kind):
+        def buffer(shape: tuple[int, ...], kind: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=kind, device=device), requires_grad=False)
 
         self.weight = buffer(words, torch.int32)

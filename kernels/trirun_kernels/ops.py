@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -66,18 +68,29 @@ def int2_gemm(
 
 
 @torch.library.register_fake("trirun::int2_gemm", lib=_library)
-def _int2_gemm_fake(x, words, scales, zeros, bias, n, k, group_size, zero, act_bits):
+def _int2_gemm_fake(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    zero: float,
+    act_bits: int,
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, words, scales, zeros, bias, n, k, group_size, zero, _ = inputs
     ctx.save_for_backward(words, scales, *(() if zeros is None else (zeros,)))
     ctx.weight_facts = n, k, group_size, zero
     ctx.has_bias = bias is not None
 
 
-def _backward(ctx, grad):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     words, scales, *zeros = ctx.saved_tensors
     w = PackedWeight.of_operands(words, scales, zeros[0] if zeros else None, *ctx.weight_facts)
     grad_x = grad_bias = None

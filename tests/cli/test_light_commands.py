@@ -2,9 +2,9 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -33,12 +33,16 @@ def test_nothing_heavy_is_imported(arguments):
 
 
 def test_help_and_version_start_fast():
+    def processor_time():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
     best = 9.0
     for _ in range(5):
-        started = time.perf_counter()
+        before = processor_time()
         subprocess.run([sys.executable, "-m", "trirun_cli", "version"], cwd=ROOT, capture_output=True, check=True)
-        best = min(best, time.perf_counter() - started)
-    # 0.3 s on an idle machine; twice that where other work shares it.
+        best = min(best, processor_time() - before)
+    # 0.3 s on an idle machine, where it is the time that passes; twice that where caches and cores are shared.
     assert best < 0.6
 
 

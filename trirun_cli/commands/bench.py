@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from .options import (
     help_text,
     positive_numbers,
 )
+
+if TYPE_CHECKING:
+    from ..runtime.kernel_bench import Machine, Result
 
 app = typer.Typer(cls=Group, invoke_without_command=True)
 
@@ -137,7 +140,7 @@ def busy() -> str | None:
     return f"load average {load:.1f} on {cores} cores" if load > max(1.0, 0.75 * cores) else None
 
 
-def _print(console: Console, limits, results) -> None:
+def _print(console: Console, limits: Machine, results: Sequence[Result]) -> None:
     peers = list(results[0].peers_us)
     # Beside torch alone, the fastest other is the torch column again.
     rivals = any(not name.startswith("torch") for name in peers)

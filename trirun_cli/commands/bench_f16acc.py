@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..console import Console
 from .options import Device, Json, Quiet, check_measuring, check_plot, positive_numbers
+
+if TYPE_CHECKING:
+    from ..runtime.f16acc_bench import Error, Speed
 
 
 def command(
@@ -70,7 +74,7 @@ def command(
         console.note(f"wrote {plot}")
 
 
-def _print(console: Console, name: str, measured, found) -> None:
+def _print(console: Console, name: str, measured: Sequence[Speed], found: Sequence[Error]) -> None:
     from ..runtime.f16acc_bench import ORIGINAL_ERRORS, ORIGINAL_TFLOPS, PICTURE_K, PICTURE_N
 
     names = list(dict.fromkeys(s.contestant for s in measured))
@@ -92,7 +96,7 @@ def _print(console: Console, name: str, measured, found) -> None:
         label = e.contestant if e.contestant != "trirun" else f"splits = {e.splits}" if e.splits else "default"
         theirs = original.get(e.splits) if e.contestant == "trirun" else None
         rows.append(
-            [label, e.chunk or "–", f"{e.rms:.4f}", f"{e.median:.4f}", f"{e.largest:.4f}"]
+            [label, str(e.chunk or "–"), f"{e.rms:.4f}", f"{e.median:.4f}", f"{e.largest:.4f}"]
             + ([f"{theirs[1]:.4f}", f"{theirs[0]:.3f}"] if theirs else ["–", "–"])
         )
     console.table(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +23,9 @@ from .options import (
     gather,
     positive_numbers,
 )
+
+if TYPE_CHECKING:
+    from ..runtime.model_bench import Cell, Contestant
 
 
 def command(
@@ -140,7 +144,7 @@ def _usual_context(checkpoint: Path | None) -> int:
     return max(min(1024, longest_context(read_config(checkpoint)) - 1), 1)
 
 
-def _table(console: Console, title: str, contestants, cells) -> None:
+def _table(console: Console, title: str, contestants: Sequence[Contestant], cells: Sequence[Cell]) -> None:
     columns = ["context", "batch", "weights", "first token ms", "prefill tokens/s", "step ms", "± ms", "tokens/s"]
     columns += ["× prefill", "× decode"] if len(contestants) > 1 else []
     rows = []

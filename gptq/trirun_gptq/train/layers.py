@@ -7,6 +7,8 @@ weights are kept in steps of the grid, so that one learning rate means the same 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -161,9 +163,9 @@ def _straight_through(smooth: Tensor, rounded: Tensor) -> Tensor:
 class _Through(torch.autograd.Function):
     # smooth + (rounded − smooth).detach() would not be exactly ``rounded`` in floating point.
     @staticmethod
-    def forward(ctx, smooth, rounded):
+    def forward(ctx: Any, smooth: Tensor, rounded: Tensor) -> Tensor:
         return rounded.view_as(rounded)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None

@@ -44,7 +44,18 @@ def terms(logits: Tensor, teacher: Tensor, labels: Tensor, kl: float, ce: float)
 
 class _Distillation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, head, teacher_hidden, teacher_head, labels, kl, ce, dtype, piece_terms):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        teacher_hidden: Tensor,
+        teacher_head: Tensor,
+        labels: Tensor,
+        kl: float,
+        ce: float,
+        dtype: torch.dtype,
+        piece_terms: Terms,
+    ) -> tuple[Tensor, Tensor]:
         pieces = max(1, PIECE // head.shape[0])
         weight = head.to(dtype)
         # fp16 has no room for the sums of the head's gradient; those products run in float32 there.
@@ -70,7 +81,7 @@ class _Distillation(torch.autograd.Function):
         return kl * sums[0] + ce * sums[1], sums
 
     @staticmethod
-    def backward(ctx, grad, _):
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         grad_head = saved[1] * grad if ctx.trained_head else None
         return saved[0] * grad, grad_head, *[None] * 7
