@@ -118,10 +118,11 @@ def test_a_7b_matrix_packs_in_well_under_a_second():
     codes, scales, _ = random_weight(4096, 11008, QuantSpec(128))
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        # Of all threads: what other programs take meanwhile does not count.
+        started = time.process_time()
         pack(codes, scales, QuantSpec(128))
-        times.append(time.perf_counter() - started)
-    # Generous for a shared machine: 0.17 s on two idle cores.
+        times.append(time.process_time() - started)
+    # 0.3 s of two idle cores; more of shared ones.
     assert min(times) < 2
 
 
