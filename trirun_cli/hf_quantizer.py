@@ -76,11 +76,7 @@ class TrirunQuantizer(HfQuantizer):
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         for name, module in list(model.named_modules()):
             if isinstance(module, Int2Linear):
-                dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-                dense.weight = nn.Parameter(module.dequantize(dtype or torch.float32), requires_grad=False)
-                if module.bias is not None:
-                    dense.bias = module.bias
-                model.set_submodule(name, dense)
+                model.set_submodule(name, module.to_dense(dtype or torch.float32))
         return model
 
 

@@ -73,6 +73,13 @@ class Int2Linear(nn.Module):
         """The dense [n, k] weight."""
         return dequantize(self.packed, dtype)
 
+    def to_dense(self, dtype: torch.dtype = torch.float32) -> nn.Linear:
+        """The same layer with its weight as a dense [n, k] tensor; the bias is shared."""
+        dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        dense.weight = nn.Parameter(self.dequantize(dtype), requires_grad=False)
+        dense.register_parameter("bias", self.bias)
+        return dense
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] → [..., out_features]."""
         half = self.acc == "fp16" and self.act_bits == 16 and x.dtype == torch.float16

@@ -109,3 +109,12 @@ def test_int2linear_state_is_what_a_checkpoint_holds():
     x = torch.randn(2, 160)
     torch.testing.assert_close(empty(x), layer(x), rtol=0, atol=0)
     assert [name for name, p in layer.named_parameters() if p.requires_grad] == ["bias"]
+
+
+@pytest.mark.parametrize("bias", [torch.randn(70), None])
+def test_a_packed_layer_becomes_a_dense_one(bias):
+    layer = Int2Linear.from_packed(make(), bias)
+    dense = layer.to_dense(torch.bfloat16)
+    assert dense.weight.dtype == torch.bfloat16 and torch.equal(dense.weight, dequantize(layer.packed, torch.bfloat16))
+    assert dense.bias is layer.bias and (dense.in_features, dense.out_features) == (160, 70)
+    assert {"weight"} <= dense.state_dict().keys() and ("bias" in dense.state_dict()) == (bias is not None)

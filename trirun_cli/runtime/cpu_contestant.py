@@ -151,10 +151,7 @@ def dense_checkpoint(path: str | Path, dtype: torch.dtype) -> Any:
     model = load_checkpoint(path, "cpu", dtype)
     for name, module in list(model.named_modules()):
         if isinstance(module, Int2Linear):
-            dense = torch.nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            dense.weight = torch.nn.Parameter(module.dequantize(dtype), requires_grad=False)
-            dense.register_parameter("bias", module.bias)
-            model.set_submodule(name, dense)
+            model.set_submodule(name, module.to_dense(dtype))
     return model
 
 
