@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 from trirun_gptq.block import BlockRun
@@ -163,6 +166,35 @@ def test_another_recipe_does_not_continue_a_stopped_run(trirun, plain_model, tmp
         assert trirun(*command)[0] == 130
     code, _, err = trirun(*command, "--seed", "5")
     assert code == 3 and "Q.state" in err and not (tmp_path / "Q").exists()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trirun_cli.commands import quantize
+from trirun_gptq.state import RunState
+
+save = RunState.save
+
+def save_and_die(state, index, result):
+    save(state, index, result)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+RunState.save = save_and_die
+quantize.command(Path(sys.argv[1]), Path(sys.argv[2]), preset="fast", group_size=64, samples=4, seqlen=64, quiet=True)
+"""
+
+
+def test_a_killed_run_continues_to_the_same_files(trirun, quantized, plain_model, tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, plain_model, tmp_path / "Q"], timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "Q").exists() and (tmp_path / "Q.state" / "block-0000.safetensors").exists()
+    code, _, err = trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS)
+    assert code == 0 and err.count("taken from the stopped run") == 1
+    whole, continued = (
+        {file.name: file.read_bytes() for file in out.iterdir()} for out in (quantized[0], tmp_path / "Q")
+    )
+    assert continued == whole
 
 
 def test_nan_weights_are_an_error_that_names_them(trirun, save_llama, tmp_path):
