@@ -4,8 +4,8 @@
 
 writes ablation.json and ablation.md: perplexity, KL divergence, minutes and peak memory (of the GPU, or of the process
 on a CPU). The pieces and the presets are measured with every seed of --seeds (another sample of the text each), other
-choices with the first; rows can be chosen with --only REGEX. --jobs N measures N rows at a time, on one device: minutes
-then say something beside each other only. What ablation.json holds already is not measured again.
+choices with the first; rows can be chosen with --only REGEX. --jobs N measures N rows at a time, on one device, and the
+table says so. What ablation.json holds already is not measured again.
 
 The protocol is that of quality.py.
 """
@@ -166,6 +166,9 @@ def table(results: list[dict]) -> str:
             f"| {label} | {shown} | {mean / base:.3f} | {divergence:.3f} | {runs[0]['bits']:.3f} | {minutes:.2f} | "
             f"{peak:.0f} | {len(runs)} |"
         )
+    jobs = max(r["jobs"] for r in results)
+    if jobs > 1:
+        lines += ["", f"Up to {jobs} rows at a time shared the device: minutes say something beside each other only."]
     return "\n".join(lines) + "\n"
 
 
@@ -193,7 +196,7 @@ def main() -> None:
     tasks = [(row, seed) for row, seed in tasks if (row.label, seed) not in done]
     bench = (options.model, options.valid, options.windows, options.device)
     for result in measurements(bench, options.calibration, tasks, options.jobs):
-        results.append(result)
+        results.append(result | {"jobs": options.jobs})
         print("{row:40s} seed {seed} {perplexity:9.3f} {kl:8.4f} {seconds:7.1f} s".format(**result), flush=True)
         results = in_order(results)
         write(options.out, results, table(results))
