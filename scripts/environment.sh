@@ -55,8 +55,8 @@ install() {
   fi
   local torch pip=("$venv/bin/python" -m pip install --disable-pip-version-check -c scripts/constraints.txt)
   torch=$(grep '^torch==' scripts/constraints.txt)
-  if ! "$venv/bin/python" -c "import importlib.metadata as m; assert m.version('torch').split('+')[0] == '${torch#*==}'" \
-    2>/dev/null; then
+  if ! "$venv/bin/python" 2>/dev/null \
+    -c "import importlib.metadata as m; assert m.version('torch').split('+')[0] == '${torch#*==}'"; then
     step "Installing $torch into .venv (0.2 GB as the CPU build, several GB as the CUDA build: scripts/constraints.txt)"
     "${pip[@]}" "$torch"
   fi

@@ -63,7 +63,7 @@ int trirun_cpu_set_isa(const char* name);
 /* Activations quantized once and read by every linear on them. Rows are independent of each other: a row has the
  * same digits alone and in a batch. A row that holds a NaN or an infinity has a NaN scale and makes NaN outputs. */
 typedef struct {
-  int8_t* digits;    /* [m][act_bits/8][k]: every 32 columns in tile64's order (t, c, b); 16 bits: row hi, then row lo */
+  int8_t* digits;    /* [m][act_bits/8][k]: every 32 columns in tile64's order (t, c, b); 16 bits: row hi, row lo */
   float* scales;     /* act_bits 8: [m], 16: [m][k/128]; x = scale * digit, or scale * (256 hi + lo) */
   int32_t* sums;     /* [m][k/32]: the sum of the 32 digits (256 hi + lo) of each block, for the zero point */
   int64_t m;
@@ -90,8 +90,9 @@ int trirun_cpu_int2_gemm_act(const trirun_int2* w, int64_t n, const trirun_act* 
 int trirun_cpu_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,
                          const void* bias, void* y, int64_t ldy, int act_bits, int threads);
 
-/* Reads `bytes` of memory (64-byte aligned) once, as fast as this machine can, and adds its 64-bit words, up to the last
- * few hundred bytes, into *sum. Timing it over more memory than the caches hold gives the bandwidth decoding lives on. */
+/* Reads `bytes` of memory (64-byte aligned) once, as fast as this machine can, and adds its 64-bit words, up to the
+ * last few hundred bytes, into *sum. Timing it over more memory than the caches hold gives the bandwidth decoding lives
+ * on. */
 int trirun_cpu_read(const void* memory, int64_t bytes, int threads, uint64_t* sum);
 
 /* ---- libtrirun_cpu.so: the lean decoder ----------------------------------------------------------------- */
@@ -144,7 +145,7 @@ typedef struct {
   const float* final_norm;
   const float* cosines;  /* [context][rotary_half], any attention factor included */
   const float* sines;
-  void* keys;            /* trirun_cpu_decoder_cache_bytes each, contents arbitrary: [layers][slots][kv_heads][context] */
+  void* keys;            /* trirun_cpu_decoder_cache_bytes each, of any content: [layers][slots][kv_heads][context] */
   void* values;
 } trirun_decoder;
 
@@ -163,8 +164,8 @@ size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d);
 size_t trirun_cpu_decoder_workspace(const trirun_decoder* d, int64_t rows);
 
 /* Runs tokens[rows], the segments' one after another, and appends them to the cache; slots ascend strictly from segment
- * to segment. logits[i][vocab] are those of row logit_rows[i], or of row i where that is NULL. A row's logits are the same, bit for bit, whatever the
- * batch, the split of its sequence into steps and the number of threads. */
+ * to segment. logits[i][vocab] are those of row logit_rows[i], or of row i where that is NULL. A row's logits are the
+ * same, bit for bit, whatever the batch, the split of its sequence into steps and the number of threads. */
 int trirun_cpu_decoder_step(const trirun_decoder* d, const trirun_segment* segments, int64_t segment_count,
                             const int64_t* tokens, int64_t rows, const int64_t* logit_rows, int64_t logit_count,
                             float* logits, void* workspace, size_t workspace_bytes, int threads);
@@ -183,8 +184,8 @@ typedef struct {
 /* Draws a token from logits[vocab]; -1 where none is a number. temperature above 0. */
 int trirun_cpu_draw(const float* logits, int64_t vocab, const trirun_draw* draw, int64_t* token);
 
-/* Decoding, `steps` steps in one call: segments have a count of 1, tokens[segment_count] are the first step's, and those
- * of every later step are chosen from the logits of the step before and go to out[step][segment_count]: by
+/* Decoding, `steps` steps in one call: segments have a count of 1, tokens[segment_count] are the first step's, and
+ * those of every later step are chosen from the logits of the step before and go to out[step][segment_count]: by
  * draws[segment_count], or the largest (of equals the first) where that is NULL or its temperature 0; -1 where no logit
  * is a number. Ends early after a step that brought such a -1 or one of `stop`; *done steps were made.
  * logits[segment_count][vocab] are those of the last one. As in decoder_step, results do not depend on the batch, the
@@ -229,8 +230,8 @@ typedef struct {
   int32_t warp_split;   /* warps of a CTA that share a strip along k */
   int32_t cta_split;    /* CTAs that share a strip along k: a cluster on sm_90, through the workspace elsewhere */
   int32_t stages;       /* of the shared-memory ring */
-  int32_t ctas;         /* grid of a persistent kernel; 0: one CTA per tile. Of the columns kernel (at least 1) and, where
-                           it is not 0, of the Hopper prefill kernels: equal shares of all tiles' k */
+  int32_t ctas;         /* grid of a persistent kernel; 0: one CTA per tile. Of the columns kernel (at least 1) and,
+                           where it is not 0, of the Hopper prefill kernels: equal shares of all tiles' k */
   int32_t fused;        /* 1: x is quantized in the kernel's prologue; 0: by a kernel of its own before */
   int32_t reserved;
 } trirun_cuda_plan;
@@ -259,7 +260,8 @@ int trirun_cuda_int2_gemm_quantized(const trirun_int2* w, int64_t n, const void*
                                     const trirun_cuda_plan* plan, void* workspace, size_t workspace_bytes,
                                     void* stream);
 
-/* Reads `bytes` (a multiple of 16) and adds a checksum of them to *sink: the floor under any kernel that must read them. */
+/* Reads `bytes` (a multiple of 16) and adds a checksum of them to *sink: the floor under any kernel that must read
+ * them. */
 int trirun_cuda_read_probe(const void* data, size_t bytes, void* sink, void* stream);
 
 /* ---- libtrirun_cuda.so: fp16 accumulation ---------------------------------------------------------------- */
@@ -279,14 +281,15 @@ typedef struct {
   int32_t tile_n; /* columns of y of one CTA */
   int32_t chunk;  /* columns of k summed in fp16, a multiple of 64; sums of chunks are added in fp32 */
   int32_t parts;  /* CTAs that share a tile along k and add up through the workspace */
-  int32_t along_rows; /* TRIRUN_F16ACC_A, _B: the operand lies in memory as [k][m] or [k][n]; WGMMA: neither, B, or both */
+  int32_t along_rows; /* TRIRUN_F16ACC_A, _B: the operand lies in memory as [k][m] or [k][n]; WGMMA: neither, B, both */
 } trirun_f16acc_plan;
 
 /* Bytes of device memory (16-byte aligned, contents arbitrary) that the product needs under a plan. */
 size_t trirun_cuda_f16acc_workspace(int64_t m, int64_t n, const trirun_f16acc_plan* plan);
 
 /* y[m][n] = a[m][k] . b[n][k]^T + bias[n], all fp16, on the current device and the given cudaStream_t; a and b on 16
- * bytes, lda and ldb, from one row in memory to the next, multiples of 8; bias may be NULL. fp16 sums that leave their range are computed again in fp32. */
+ * bytes, lda and ldb, from one row in memory to the next, multiples of 8; bias may be NULL. fp16 sums that leave their
+ * range are computed again in fp32. */
 int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t ldb, const void* bias, void* y,
                             int64_t ldy, int64_t m, int64_t n, int64_t k, const trirun_f16acc_plan* plan,
                             void* workspace, size_t workspace_bytes, void* stream);
@@ -406,8 +409,8 @@ typedef struct {
   const int32_t* slots;        /* [m] */
   const int32_t* wanted;       /* [m], 0: do not sample this row; or NULL */
   trirun_sampler* samplers;    /* [slots], 8-byte aligned */
-  int32_t* counts;             /* [slots][vocab]: occurrences in the generated text, bit 31 set for tokens of the prompt;
-                                  raised by every draw; or NULL */
+  int32_t* counts;             /* [slots][vocab]: occurrences in the generated text, bit 31 set for tokens of the
+                                  prompt; raised by every draw; or NULL */
   const int32_t* bias_tokens;  /* [slots][bias_capacity] */
   const float* bias_values;
   float* work;                 /* [m][vocab] */

@@ -159,7 +159,8 @@ bool decode(const Int2Part* parts, int count) {
         for (int s = 0; s < streams; ++s) {
           strips[s].ahead += (kStreams - 1) * 16 * k;
           if (next.done()) continue;
-          strips[s].ahead = reinterpret_cast<const char*>(next.words()) - reinterpret_cast<const char*>(strips[s].words);
+          const auto* words = reinterpret_cast<const char*>(strips[s].words);
+          strips[s].ahead = reinterpret_cast<const char*>(next.words()) - words;
           next.step();
         }
       }

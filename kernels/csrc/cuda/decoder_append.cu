@@ -126,7 +126,8 @@ EXPORT int trirun_cuda_attention_gather(const trirun_gather* g, void* stream) {
       g->kv_heads > 32767 || g->head_dim <= 0 || g->head_dim % 8 || g->head_dim > MAX_HEAD_DIM)
     return TRIRUN_BAD_SHAPE;
   if (!half_dtype(g->dtype)) return TRIRUN_UNSUPPORTED;
-  for (const void* p : {g->keys, g->values, static_cast<const void*>(g->keys_out), static_cast<const void*>(g->values_out)})
+  for (const void* p :
+       {g->keys, g->values, static_cast<const void*>(g->keys_out), static_cast<const void*>(g->values_out)})
     if (p == nullptr || !aligned_to(p, 16)) return TRIRUN_BAD_POINTER;
   if (!aligned_to(g->scales, 4) || g->block_tables == nullptr || g->slots == nullptr || g->starts == nullptr)
     return TRIRUN_BAD_POINTER;

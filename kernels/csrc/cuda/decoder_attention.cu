@@ -53,7 +53,8 @@ __device__ __forceinline__ float transposed_sum(float (&s)[LOADS]) {
 }
 
 template <bool BF16, int LANES, int GROUP>
-__global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3) attend(const __grid_constant__ AttentionArgs a) {
+__global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3)
+    attend(const __grid_constant__ AttentionArgs a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ float queries[GROUP][LANES * 8], key[LANES * 8];
   constexpr int KEYS = 32 / LANES * LOADS;  // of one tile
@@ -120,8 +121,8 @@ __global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3) attend
                            narrow<BF16>(from[2]) | static_cast<uint32_t>(narrow<BF16>(from[3])) << 16,
                            narrow<BF16>(from[4]) | static_cast<uint32_t>(narrow<BF16>(from[5])) << 16,
                            narrow<BF16>(from[6]) | static_cast<uint32_t>(narrow<BF16>(from[7])) << 16);
-      v_words = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(t.v) + row * t.ld_kv + c.kv_head * head_dim +
-                                                sub * 8);
+      v_words = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(t.v) + row * t.ld_kv +
+                                                c.kv_head * head_dim + sub * 8);
       if (c.chunk == 0 && lane < LANES) {
         const int64_t at =
             cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim) + sub * 8;
@@ -286,7 +287,8 @@ EXPORT int trirun_cuda_attention_decode(const trirun_attention* t, void* workspa
     // Two CTAs of every multiprocessor hold all that can be on its way, so more of them only begin and end more often.
     const int64_t ctas = rows * t->kv_heads * t->splits;
     for (int teams = 4; teams > 1 && a.teams == 1; teams /= 2)
-      if (a.chunks == 1 && t->kv_heads % teams == 0 && a.group * teams <= MAX_GROUP && 5 * ctas >= 9 * teams * facts.sms)
+      if (a.chunks == 1 && t->kv_heads % teams == 0 && a.group * teams <= MAX_GROUP &&
+          5 * ctas >= 9 * teams * facts.sms)
         a.teams = teams;
     kernel = int8_attention(bf16, t->head_dim, shared);
   } else {

@@ -172,7 +172,8 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
     cluster_arrive();
     if (c.split != 0) return;
     cluster_wait();
-    finish(combined([=](int s, int g, int i) { return load_shared_float(received + ((s * heads + g) * size + i) * 4); }));
+    finish(combined(
+        [=](int s, int g, int i) { return load_shared_float(received + ((s * heads + g) * size + i) * 4); }));
     return;
   }
 #endif

@@ -6,8 +6,8 @@
 //   scores [16 keys][8 heads]    = keys s8 [16][32 dims] . queries s8, two digits: x = s (256 hi + lo), sums exact
 //   values [16 dims][8 heads]   += values fp16 [16][16 keys] . weights fp16, sums fp32
 // Dimensions and keys may come in any order as long as both operands agree: a lane loads 16 bytes and they are its
-// registers. The key's scale multiplies its score, the value's its weight; no element is scaled. Values become fp16 by a
-// byte permute and a subtraction, both exact.
+// registers. The key's scale multiplies its score, the value's its weight; no element is scaled. Values become fp16 by
+// a byte permute and a subtraction, both exact.
 //
 // A weight must not lose its bits where a value's scale is small: weights are relative to a maximum of score +
 // log2(scale), and as that need not be the highest (Zadouri et al. 2026, "FlashAttention-4"), it is left as it is until
@@ -39,7 +39,8 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The transpose of an 8 x 8 matrix of 16-bit elements, of which a lane holds row lane / 4, columns 2 (lane % 4) and + 1.
+// The transpose of an 8 x 8 matrix of 16-bit elements, of which a lane holds row lane / 4, columns 2 (lane % 4) and
+// + 1.
 __device__ __forceinline__ uint32_t transposed(uint32_t v) {
   uint32_t out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
@@ -55,7 +56,8 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void* global) 
 }
 
 __device__ __forceinline__ void copy_async4_or_zero(uint32_t shared, const void* global, bool wanted) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 4 : 0) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 4 : 0)
+               : "memory");
 }
 
 template <int WORDS>
@@ -106,8 +108,10 @@ struct QueryDigits {
     constexpr float MAGIC = 12582912.f;
 #pragma unroll
     for (int w = 0; w < 4 * LOADS; w++) {
-      const uint32_t q0 = __float_as_uint(fmaf(v[w].x, inverse, MAGIC)), q1 = __float_as_uint(fmaf(v[w].y, inverse, MAGIC));
-      const uint32_t q2 = __float_as_uint(fmaf(v[w].z, inverse, MAGIC)), q3 = __float_as_uint(fmaf(v[w].w, inverse, MAGIC));
+      const uint32_t q0 = __float_as_uint(fmaf(v[w].x, inverse, MAGIC));
+      const uint32_t q1 = __float_as_uint(fmaf(v[w].y, inverse, MAGIC));
+      const uint32_t q2 = __float_as_uint(fmaf(v[w].z, inverse, MAGIC));
+      const uint32_t q3 = __float_as_uint(fmaf(v[w].w, inverse, MAGIC));
       high[w] = __byte_perm(__byte_perm(q0 + 128, q1 + 128, 0x0051), __byte_perm(q2 + 128, q3 + 128, 0x0051), 0x5410);
       low[w] = __byte_perm(__byte_perm(q0, q1, 0x0040), __byte_perm(q2, q3, 0x0040), 0x5410);
     }
@@ -150,7 +154,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
 
   const uint32_t ring = shared_address(memory) + warp * STAGES * T::BYTES;
   const int32_t* table = t.block_tables + static_cast<int64_t>(c.slot) * t.ld_blocks;
-  int fill_tile = c.tile0 + warp % team_warps, page = !c.idle && fill_tile < c.tile1 ? table[fill_tile * KEYS / PAGE] : 0;
+  int fill_tile = c.tile0 + warp % team_warps;
+  int page = !c.idle && fill_tile < c.tile1 ? table[fill_tile * KEYS / PAGE] : 0;
   // Codes of positions that are not there and of dimensions beyond the head are numbers too, whatever they are: weights
   // and digits of zero meet them. Only scales must be zeros then.
   const uint32_t key_target = ring + lane * 16, value_target = ring + T::KEY_BYTES + lane * VALUE_BYTES;
@@ -331,7 +336,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
           // Two dimensions of keys 2 sub, + 1, + 8 and + 9.
           const uint32_t near = __byte_perm(v[0][w / 2], v[1][w / 2], w % 2 ? 0x7632 : 0x5410);
           const uint32_t far = __byte_perm(v[2][w / 2], v[3][w / 2], w % 2 ? 0x7632 : 0x5410);
-          const uint32_t operand[4] = {widen_bytes(near), widen_bytes(near >> 8), widen_bytes(far), widen_bytes(far >> 8)};
+          const uint32_t operand[4] = {widen_bytes(near), widen_bytes(near >> 8), widen_bytes(far),
+                                       widen_bytes(far >> 8)};
           mma_f16(sum[i * (VALUE_BYTES / 2) + w], operand, weights[0], weights[1]);
         }
       }

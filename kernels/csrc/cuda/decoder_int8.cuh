@@ -1,7 +1,7 @@
 // Keys and values of a cache of 8-bit elements: a head of a token is int8 [head_dim rounded up to 16], with one scale
-// for its key and one for its value, so that an element's step is 1/127 of the largest beside it. Keys of language models
-// have a few dimensions that are many times as large as the rest: they and the queries are mixed by a Hadamard matrix
-// first (Ashkboos et al. 2024, "QuaRot"), which changes no score and leaves no dimension larger than the others.
+// for its key and one for its value, so that an element's step is 1/127 of the largest beside it. Keys of language
+// models have a few dimensions that are many times as large as the rest: they and the queries are mixed by a Hadamard
+// matrix first (Ashkboos et al. 2024, "QuaRot"), which changes no score and leaves no dimension larger than the others.
 #pragma once
 
 #include "activations.cuh"
@@ -21,8 +21,8 @@ struct Int8Token {
   __half2 scales;  // of the key, of the value
 };
 
-// Multiplies a head of a warp's own, in shared memory, by the orthogonal Hadamard matrix, in blocks of the largest power
-// of two that divides head_dim.
+// Multiplies a head of a warp's own, in shared memory, by the orthogonal Hadamard matrix, in blocks of the largest
+// power of two that divides head_dim.
 template <int PER_LANE>
 __device__ __forceinline__ void mix_head(float* values, int head_dim) {
   const int lane = threadIdx.x % 32, block = head_dim & -head_dim;

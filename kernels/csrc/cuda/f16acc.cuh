@@ -13,8 +13,8 @@ __host__ __device__ constexpr int64_t sum_columns(int64_t n) { return (n + 7) / 
 
 constexpr int kTileM = 128, kStage = 64;  // rows of a of one CTA; columns of k that chunks are multiples of
 
-// y[m][n] = a[m][k] . b[n][k]^T + bias, or with parts > 1 sums[parts][m][sum_columns(n)], each part over its own chunks of k.
-// Element (row, column) of a lies at row * a_row + column * a_column; one of the two is 1.
+// y[m][n] = a[m][k] . b[n][k]^T + bias, or with parts > 1 sums[parts][m][sum_columns(n)], each part over its own chunks
+// of k. Element (row, column) of a lies at row * a_row + column * a_column; one of the two is 1.
 struct Arguments {
   const __half *a, *b, *bias;
   __half* y;
