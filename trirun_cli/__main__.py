@@ -8,6 +8,9 @@ import sys
 def main() -> None:
     """:func:`trirun_cli.app.main`, whose import takes long enough to be interrupted."""
     try:
+        from .interrupts import Interrupts
+
+        Interrupts().install()
         from .app import main
 
         main()

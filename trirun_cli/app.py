@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import sys
 from types import ModuleType
 from typing import Annotated
@@ -16,6 +15,7 @@ from .commands import bench, chat, doctor, evaluate, finetune, generate, inspect
 from .commands.options import Command, Group, help_text
 from .console import Console
 from .errors import TrirunError, explain
+from .interrupts import Interrupts
 
 app = typer.Typer(
     name="trirun",
@@ -79,8 +79,7 @@ def _drop_unwritable_output() -> None:
 
 def main() -> None:
     """Run the command line. Exit codes are those of :mod:`trirun_cli.errors`; 130 after Ctrl-C."""
-    # A supervisor's polite stop unwinds the same way as Ctrl-C, so that partial outputs are cleaned up.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    Interrupts().install()
     _settle_streams()
     try:
         app()

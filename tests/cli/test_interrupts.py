@@ -1,0 +1,85 @@
+"""A signal ends a command wherever it comes, also in the middle of an import that would swallow it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from trirun_cli.interrupts import Interrupts, importing
+
+SWALLOWING = """
+import sys, time
+from pathlib import Path
+try:
+    Path(sys.argv[2]).touch()
+    time.sleep(0.6)
+except BaseException:
+    print("swallowed", flush=True)
+imported = time.monotonic()
+"""
+PROGRAM = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from trirun_cli.interrupts import Interrupts
+Interrupts().install()
+try:
+    import swallowing
+    print("imported", flush=True)
+    time.sleep(30)
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+"""
+
+
+def start(tmp_path, **options):
+    (tmp_path / "swallowing.py").write_text(SWALLOWING)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, tmp_path, tmp_path / "begun"],
+        stdout=subprocess.PIPE, text=True, env=environment, **options,
+    )  # fmt: skip
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_import_ends_before_the_program_does(tmp_path, number):
+    process = start(tmp_path)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert out in ("stopped\n", "imported\nstopped\n")
+
+
+def test_a_second_signal_does_not_wait(tmp_path):
+    process = start(tmp_path)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert out.startswith("swallowed\n") and out.endswith("stopped\n")
+
+
+def test_an_ignored_interrupt_stays_ignored(tmp_path):
+    process = start(tmp_path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "imported\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[0] == "stopped\n"
+
+
+def test_outside_of_imports_the_signal_is_answered_at_once():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    try:
+        Interrupts().install()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert not importing(sys._getframe()) and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
