@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-RETRY_S = 0.05
+RETRY_S = 0.005
 
 
 class Interrupts:
