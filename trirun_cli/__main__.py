@@ -10,10 +10,10 @@ def main() -> None:
     try:
         from .interrupts import Interrupts
 
-        Interrupts().install()
-        from .app import main
+        with Interrupts():
+            from .app import main
 
-        main()
+            main()
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -79,10 +79,10 @@ def _drop_unwritable_output() -> None:
 
 def main() -> None:
     """Run the command line. Exit codes are those of :mod:`trirun_cli.errors`; 130 after Ctrl-C."""
-    Interrupts().install()
     _settle_streams()
     try:
-        app()
+        with Interrupts():
+            app()
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

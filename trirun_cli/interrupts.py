@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Any
 
 RETRY_S = 0.005
 
@@ -17,14 +18,20 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._waiting = False
+        self._before: dict[int, Any] = {}
 
-    def install(self) -> None:
-        """Answer both signals from now on. A SIGINT that the caller has made ignored, as for a job in the background,
-        stays ignored."""
-        signal.signal(signal.SIGALRM, self._again)
-        signal.signal(signal.SIGTERM, self._stop)
+    def __enter__(self) -> Interrupts:
+        handlers: dict[int, Any] = {signal.SIGALRM: self._again, signal.SIGTERM: self._stop}
+        # Ignored, as for a job in the background, it stays ignored.
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self._stop)
+            handlers[signal.SIGINT] = self._stop
+        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._waiting or not importing(frame):

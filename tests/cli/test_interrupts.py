@@ -24,11 +24,11 @@ PROGRAM = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from trirun_cli.interrupts import Interrupts
-Interrupts().install()
 try:
-    import swallowing
-    print("imported", flush=True)
-    time.sleep(30)
+    with Interrupts():
+        import swallowing
+        print("imported", flush=True)
+        time.sleep(30)
 except KeyboardInterrupt:
     print("stopped", flush=True)
 """
@@ -74,12 +74,10 @@ def test_an_ignored_interrupt_stays_ignored(tmp_path):
 
 
 def test_outside_of_imports_the_signal_is_answered_at_once():
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
-    try:
-        Interrupts().install()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-        assert not importing(sys._getframe()) and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        assert not importing(sys._getframe())
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert [signal.getsignal(number) for number in numbers] == before
