@@ -60,10 +60,13 @@ def explain(error: BaseException) -> TrirunError | None:
     text = " ".join(str(error).split())
     if "OutOfMemoryError" in names or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:
         return OutOfMemoryError(f"out of memory: {text}", "use a smaller batch, a shorter context, or another --device")
-    if (isinstance(error, OSError) and error.errno in _FULL) or "(os error 28)" in text:
+    # A library written in Rust says the number alone.
+    if (isinstance(error, OSError) and error.errno in _FULL) or any(f"(os error {number})" in text for number in _FULL):
         # Of a copy, the second name is the one written.
         place = (error.filename2 or error.filename) if isinstance(error, OSError) else None
         return TrirunError(f"{place}: no space left to write" if place else "no space left to write", "free some space")
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return TrirunError(f"{error.filename or 'output'}: {error.strerror}")
     if "SafetensorError" in names:
         return InputError(f"unreadable safetensors file: {text}")
     if names & {"QuantizationError", "PackError"}:

@@ -86,6 +86,23 @@ def test_a_full_disk_is_said_so(arguments, unbuffered):
     assert done.returncode == 1 and b"no space left" in done.stderr and b"Traceback" not in done.stderr
 
 
+def test_a_name_of_the_hub_is_answered_with_how_to_get_it(trirun, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in (("generate", "-p", "x", "-c"), ("quantize",), ("eval", "-m")):
+        code, out, err = trirun(*command, "org/Model-7b.v2")
+        assert code == 3 and out == "" and "org/Model-7b.v2: no such directory" in err
+        assert "hf download org/Model-7b.v2 --local-dir Model-7b.v2" in " ".join(err.split())
+    assert "hf download" not in trirun("inspect", "../Model")[2] and list(tmp_path.iterdir()) == []
+
+
+def test_what_libraries_say_of_an_output_that_cannot_be_written():
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        rust = type("SafetensorError", (Exception,), {})(f"I/O error: it said so (os error {number})")
+        assert explain(rust).exit_code == 1 and "no space left" in str(explain(rust))
+    read_only = explain(OSError(errno.EROFS, "Read-only file system", "Q.partial"))
+    assert read_only.exit_code == 1 and str(read_only) == "Q.partial: Read-only file system"
+
+
 def test_what_libraries_say_of_a_full_disk_and_of_memory():
     full = OSError(errno.ENOSPC, "No space left on device", "answers.jsonl")
     assert explain(full).exit_code == 1 and "answers.jsonl: no space left" in str(explain(full))
@@ -154,6 +171,7 @@ def test_options_that_make_no_sense(trirun, packed):
         (("generate", "-c", packed, "--batch", "0", "--prompts-file", "-"), "--batch 0"),
         (("serve", "-c", packed, "--threads", "100000"), "--threads 100000: this process may use"),
         (("serve", "-c", packed, "--port", "70000"), "--port 70000"),
+        (("generate", "-c", packed, "-p", "x", "--device", "cuda:x"), "--device cuda:x: not one of"),
         (("nonsense",), "No such command"),
     ]:
         code, out, err = trirun(*arguments)

@@ -205,10 +205,8 @@ def pick_device(device: str) -> str:
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda"):
-        named = re.fullmatch(r"cuda(?::(\d+))?", device)
-        index = int(named[1] or 0) if named else -1
-        if not 0 <= index < torch.cuda.device_count():
+    if named := re.fullmatch(r"cuda(?::(\d+))?", device):
+        if int(named[1] or 0) >= torch.cuda.device_count():
             raise MissingError(f"--device {device}: torch sees {torch.cuda.device_count()} CUDA devices here")
     elif device != "cpu":
         raise UsageError(f"--device {device}: not one of auto, cpu, cuda, cuda:N")
