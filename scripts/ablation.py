@@ -72,6 +72,7 @@ def rows() -> list[Row]:
         Row("default, end to end, cross entropy 0.3", replace(default, e2e_ce=0.3)),
         Row("best, scales alone end to end", replace(best, e2e_code_steps=0)),
         Row("best, 384 steps of codes end to end", replace(best, e2e_code_steps=384)),
+        Row("best, codes end to end at rate 0.01", replace(best, e2e_code_lr=0.01)),
         *(Row(f"best, engine {engine}", replace(best, engines=(engine,))) for engine in ("ste", "gumbel")),
         Row("fast, correction 1.0", replace(fast, correction=1.0)),
         Row("fast, damp 0.01", replace(fast, damp=0.01)),
