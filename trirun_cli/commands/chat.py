@@ -10,6 +10,7 @@ import typer
 
 from ..console import Console
 from ..errors import InputError
+from ..hub import local_model
 from .generation_options import (
     Checkpoint,
     Context,
@@ -72,6 +73,7 @@ def command(
     """
     check_machine(dtype, act_bits, engine, kv_cache_dtype=kv_cache_dtype, context=context)
     console = Console(as_json=json, quiet=quiet)
+    checkpoint = local_model(checkpoint, console)
     params = sampling_params(
         checkpoint,
         max_tokens=max_tokens,

@@ -9,6 +9,7 @@ import typer
 
 from ..console import Console
 from ..errors import CheckFailed, UsageError
+from ..hub import local_model
 from .options import ActBits, Device, DType, Json, KvCacheDType, Quiet, check_machine, let_threads_sleep
 
 _MACHINE, _LONG, _OUTPUT = "Machine", "Long runs", "Output"
@@ -133,7 +134,8 @@ def command(
         as_served,
         resume,
     )
-    roles = [(role, path) for role, path in (("model", model), ("checkpoint", checkpoint)) if path is not None]
+    named = (("model", model), ("checkpoint", checkpoint))
+    roles = [(role, local_model(path, console)) for role, path in named if path is not None]
     report = Report(run(settings, roles, console))
     console.json(SCHEMA, report.document())
     for table in report.tables():

@@ -11,13 +11,14 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import UsageError
+from ..hub import local_model, model_name
 from .options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
 
 METHODS = ("learned", "trilm", "bitnet")
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="The original model: config.json, safetensors, tokenizer.")],
+    model: Annotated[Path, typer.Argument(help="The original model: a directory, or a name of the hub.")],
     out: Annotated[Path | None, typer.Option(help="Checkpoint directory to write. Default: ./MODEL-METHOD.")] = None,
     method: Annotated[
         str, typer.Option(help="learned: a scale per group. trilm: one per matrix. bitnet: trilm, int8 activations.")
@@ -92,7 +93,7 @@ def command(
     # Of several processes, the first speaks.
     first = os.environ.get("RANK", "0") == "0"
     console = Console(as_json=json and first, quiet=quiet or not first)
-    out = output_dir(out, f"{model.resolve().name}-{method}")
+    out, model = output_dir(out, f"{model_name(model)}-{method}"), local_model(model, console)
     settings = {
         "init": init,
         "grid": grid,

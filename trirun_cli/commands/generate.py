@@ -10,6 +10,7 @@ import typer
 
 from ..console import Console
 from ..errors import InputError, UsageError
+from ..hub import local_model
 from .generation_options import (
     Checkpoint,
     Context,
@@ -90,6 +91,7 @@ def command(
     """
     check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, context)
     console = Console(as_json=json, quiet=quiet)
+    checkpoint = local_model(checkpoint, console)
     params = sampling_params(
         checkpoint,
         max_tokens=max_tokens,

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 _SAMPLING = "Sampling"
 
 Checkpoint = Annotated[
-    Path, typer.Option("--checkpoint", "--model", "-c", help="Packed checkpoint, or an unquantized model.")
+    Path,
+    typer.Option(
+        "--checkpoint",
+        "--model",
+        "-c",
+        help="Packed checkpoint or unquantized model: a directory, or the hub's ORG/NAME.",
+    ),
 ]
 Temperature = Annotated[
     float | None,

@@ -9,6 +9,7 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import UsageError
+from ..hub import local_model, model_name
 from .options import Json, Overwrite, Quiet, output_dir
 
 
@@ -41,7 +42,7 @@ def command(
     if act_bits not in (None, 8, 16):
         raise UsageError(f"--act-bits {act_bits}: 8 or 16")
     console = Console(as_json=json, quiet=quiet)
-    out = output_dir(out, f"{model.resolve().name}-packed")
+    out, model = output_dir(out, f"{model_name(model)}-packed"), local_model(model, console)
     console.note(f"packing {model} into {out}")
     from ..pack_model import pack_model
 

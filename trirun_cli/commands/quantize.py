@@ -10,13 +10,14 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import UsageError
+from ..hub import local_model, model_name
 from .options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
 
 PRESETS = ("fast", "default", "best")
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Model directory: config.json, safetensors, tokenizer.")],
+    model: Annotated[Path, typer.Argument(help="Model directory, or a name of the hub: ORG/NAME[@REVISION].")],
     out: Annotated[Path | None, typer.Option(help="Checkpoint directory to write. Default: ./MODEL-2bit.")] = None,
     wbits: Annotated[int, typer.Option(help="Bits per weight; 2.")] = 2,
     group_size: Annotated[
@@ -72,7 +73,7 @@ def command(
     let_threads_sleep()
     # Of several processes that torchrun started the first one speaks.
     console = Console(as_json=json, quiet=quiet or os.environ.get("RANK", "0") != "0")
-    out = output_dir(out, f"{model.resolve().name}-2bit")
+    out, model = output_dir(out, f"{model_name(model)}-2bit"), local_model(model, console)
     settings = {"group_size": group_size, "grid": grid, "samples": samples, "seqlen": seqlen, "seed": seed}
 
     from ..quantize_model import plan_run, rehearse, run, state_dir

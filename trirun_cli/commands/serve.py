@@ -10,6 +10,7 @@ import typer
 
 from ..console import Console
 from ..errors import InputError, MissingError, UsageError
+from ..hub import local_model, model_name
 from .generation_options import Checkpoint
 from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, KvCacheDType, Quiet, Tf32, check_machine
 
@@ -94,8 +95,9 @@ def command(
 
     from ..model_dir import read_config
 
+    names = served_model_name or [model_name(checkpoint)]
+    checkpoint = local_model(checkpoint, console)
     read_config(checkpoint)
-    names = served_model_name or [checkpoint.resolve().name]
     try:
         from ..server.app import create_app
         from ..server.run import listen, serve, url_of

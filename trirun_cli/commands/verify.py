@@ -9,6 +9,7 @@ import typer
 
 from ..console import Console
 from ..errors import CheckFailed
+from ..hub import local_model
 from .options import Json, Quiet
 
 
@@ -32,7 +33,7 @@ def command(
     from ..model_dir import ModelDir
 
     opened = Checkpoint(checkpoint)
-    original = None if against is None else ModelDir(against)
+    original = None if against is None else ModelDir(local_model(against, console))
     checks = list(verify_files(opened))
     with console.progress("verifying", len(opened.modules)) as bar:
         for check in verify_modules(opened, original):
