@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +86,7 @@ def read_config(path: Path) -> dict[str, Any]:
         InputError: there is no such directory, or it is not one of a model.
     """
     if not path.exists():
-        # As models of the hub are called.
-        named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path))
-        fix = f"a model of the hub comes by: hf download {path} --local-dir {path.name}" if named else None
-        raise InputError(f"{path}: no such directory", fix)
+        raise InputError(f"{path}: no such directory")
     if not path.is_dir():
         raise InputError(f"{path} is a file; a model is a directory with config.json and safetensors files")
     if not (path / "config.json").is_file():

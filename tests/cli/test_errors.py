@@ -86,14 +86,6 @@ def test_a_full_disk_is_said_so(arguments, unbuffered):
     assert done.returncode == 1 and b"no space left" in done.stderr and b"Traceback" not in done.stderr
 
 
-def test_where_only_a_directory_will_do_a_name_of_the_hub_is_answered_with_how_to_get_it(trirun, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for command in ("inspect", "verify"):
-        code, out, err = trirun(command, "org/Model-7b.v2")
-        assert code == 3 and out == "" and "org/Model-7b.v2: no such directory" in err
-        assert "hf download org/Model-7b.v2 --local-dir Model-7b.v2" in " ".join(err.split())
-    assert "hf download" not in trirun("inspect", "../Model")[2] and list(tmp_path.iterdir()) == []
-
 
 def test_what_libraries_say_of_an_output_that_cannot_be_written():
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

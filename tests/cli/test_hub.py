@@ -69,9 +69,12 @@ def test_commands_take_names_and_call_what_they_make_by_them(trirun, cache):
     assert code == 0, err
 
 
-@pytest.mark.parametrize("command", [("generate", "-p", "x", "-c"), ("quantize",), ("serve", "-c"), ("eval", "-m")])
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "-p", "x", "-c"), ("quantize",), ("serve", "-c"), ("eval", "-m"), ("inspect",), ("verify",)],
+)
 def test_a_name_that_is_not_to_be_had_is_one_line(trirun, cache, command):
-    code, out, err = trirun(*command, "some-org/other", "-q")
+    code, out, err = trirun(*command, "some-org/other")
     assert code == 3 and out == "" and "some-org/other: no such directory, nor in the hub's cache" in err
 
 

@@ -10,6 +10,7 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import MissingError, UsageError
+from ..hub import local_model
 from .options import (
     ActBits,
     Device,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint directory of a Llama-like model.")] = None,
+    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint of a Llama-like model.")] = None,
     shape: Annotated[
         str | None, typer.Option(help="Random ternary weights of this shape instead: llama-2-7b, llama-3-8b, ...")
     ] = None,
@@ -74,7 +75,7 @@ def command(
     if (checkpoint is None) == (shape is None):
         raise UsageError("give a checkpoint directory or --shape, one of them")
     batches = positive_numbers("--batch", batch)
-    contexts = [_usual_context(checkpoint)] if context is None else positive_numbers("--context", context)
+    given = None if context is None else positive_numbers("--context", context)
     check_machine(dtype, act_bits)
     check_measuring(seconds, group_size)
     if dtype == "float32":
@@ -84,6 +85,10 @@ def command(
         raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: auto, int8, or both with a comma")
     sizes = None if shape is None else decoder_shape_named(shape)
     check_plot(plot)
+    console = Console(as_json=json, quiet=quiet)
+    if checkpoint is not None:
+        checkpoint = local_model(checkpoint, console)
+    contexts = given or [_usual_context(checkpoint)]
     import torch
 
     from ..runtime.bench_contestants import of_checkpoint, of_shape
@@ -98,7 +103,6 @@ def command(
             raise MissingError("trirun was built without CUDA", "use --device cpu, or reinstall with nvcc")
     elif "int8" in caches:
         raise UsageError("--kv-cache-dtype int8: the lean decoder of a GPU has it alone")
-    console = Console(as_json=json, quiet=quiet)
     console.note("loading the weights" if shape is None else "making random weights")
     most = max(contexts) + 1
     if sizes is not None:

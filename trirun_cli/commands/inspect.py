@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from ..console import Console, bytes_text
+from ..hub import local_model
+from ..model_dir import read_config
 from .options import Json
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="Packed checkpoint directory.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Packed checkpoint: a directory, or a name of the hub.")],
     json: Json = False,
 ) -> None:
     """Show the grid, size, code histogram and scale range of every packed matrix, and the totals.
@@ -20,6 +22,9 @@ def command(
     Example: trirun inspect DIR
     """
     console = Console(as_json=json)
+    checkpoint = local_model(checkpoint, console)
+    # Before torch is imported for one that is not there.
+    read_config(checkpoint)
     from ..checkpoint import Checkpoint
     from ..checkpoint_facts import module_facts, totals
 

@@ -10,11 +10,12 @@ import typer
 from ..console import Console
 from ..errors import CheckFailed
 from ..hub import local_model
+from ..model_dir import ModelDir, read_config
 from .options import Json, Quiet
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="Packed checkpoint directory.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Packed checkpoint: a directory, or a name of the hub.")],
     against: Annotated[
         Path | None, typer.Option(help="Original model: every packed matrix must decode to its weight bit for bit.")
     ] = None,
@@ -28,12 +29,14 @@ def command(
     Example: trirun verify T --against TriLM_1.1B_Unpacked
     """
     console = Console(as_json=json, quiet=quiet)
+    checkpoint = local_model(checkpoint, console)
+    # Before torch is imported for one that is not there.
+    read_config(checkpoint)
+    original = None if against is None else ModelDir(local_model(against, console))
     from ..checkpoint import Checkpoint
     from ..checkpoint_facts import verify_files, verify_modules
-    from ..model_dir import ModelDir
 
     opened = Checkpoint(checkpoint)
-    original = None if against is None else ModelDir(local_model(against, console))
     checks = list(verify_files(opened))
     with console.progress("verifying", len(opened.modules)) as bar:
         for check in verify_modules(opened, original):
