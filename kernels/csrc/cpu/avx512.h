@@ -53,6 +53,30 @@ TRIRUN_INLINE void store16(void* array, int dtype, int64_t i, __mmask16 mask, __
   }
 }
 
+/* ---- across lanes ---------------------------------------------------------------------------------------- */
+
+struct AddLanes {
+  TRIRUN_INLINE __m512i operator()(__m512i a, __m512i b) const { return _mm512_add_epi32(a, b); }
+  TRIRUN_INLINE __m256i operator()(__m256i a, __m256i b) const { return _mm256_add_epi32(a, b); }
+  TRIRUN_INLINE __m128i operator()(__m128i a, __m128i b) const { return _mm_add_epi32(a, b); }
+};
+
+struct MaxLanes {  // of unsigned numbers
+  TRIRUN_INLINE __m512i operator()(__m512i a, __m512i b) const { return _mm512_max_epu32(a, b); }
+  TRIRUN_INLINE __m256i operator()(__m256i a, __m256i b) const { return _mm256_max_epu32(a, b); }
+  TRIRUN_INLINE __m128i operator()(__m128i a, __m128i b) const { return _mm_max_epu32(a, b); }
+};
+
+/* The sum, or the largest, of the 16 lanes of each of four vectors: together, in a third of the steps. */
+template <class Join>
+TRIRUN_INLINE __m128i join_lanes(Join join, __m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i low = join(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i high = join(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  const __m512i quads = join(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high));
+  const __m256i halves = join(_mm512_castsi512_si256(quads), _mm512_extracti64x4_epi64(quads, 1));
+  return join(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+}
+
 /* ---- the weight ---------------------------------------------------------------------------------------- */
 
 /* One block to quads[u], dword 2r + h. Halves of two rows are joined while loading, which leaves 16 shuffles. */

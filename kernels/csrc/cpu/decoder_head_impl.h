@@ -9,6 +9,9 @@
 
 #include "decoder_ops.h"
 #include "decoder_simd.h"
+#if defined(__AVX512VNNI__)
+#include "avx512.h"
+#endif
 
 namespace trirun {
 namespace {
@@ -129,18 +132,9 @@ struct Products {
       }
   }
   inline int32_t total(int r, int o, int plane) const { return _mm512_reduce_add_epi32(sum[r][o][plane]); }
-  /* Of four outputs together: a matrix of partial sums is added up in a third of the steps of its rows. */
+  /* Of four outputs together. */
   inline __m128i four_totals(int r, int plane) const {
-    __m512i pairs[2];
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      const __m512i a = sum[r][(2 * i) % O][plane], b = sum[r][(2 * i + 1) % O][plane];
-      pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    }
-    const __m512i quads = _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[0], pairs[1]),
-                                           _mm512_unpackhi_epi64(pairs[0], pairs[1]));
-    const __m256i halves = _mm256_add_epi32(_mm512_castsi512_si256(quads), _mm512_extracti64x4_epi64(quads, 1));
-    return _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    return join_lanes(AddLanes(), sum[r][0][plane], sum[r][1 % O][plane], sum[r][2 % O][plane], sum[r][3 % O][plane]);
   }
 #elif defined(__AVX2__)
   __m256i sum[R][O][2];

@@ -42,19 +42,6 @@ TRIRUN_INLINE uint32_t magnitude_bits(const void* x, int dtype, int64_t first, i
   return _mm512_reduce_max_epu32(magnitudes<whole>(x, dtype, first, last));
 }
 
-/* The largest element of each of four vectors. */
-TRIRUN_INLINE __m128i largest_of_each(const __m512i v[4]) {
-  __m512i pairs[2];
-  TRIRUN_UNROLL
-  for (int i = 0; i < 2; ++i)
-    pairs[i] = _mm512_max_epu32(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]),
-                                _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
-  const __m512i quads = _mm512_max_epu32(_mm512_unpacklo_epi64(pairs[0], pairs[1]),
-                                         _mm512_unpackhi_epi64(pairs[0], pairs[1]));
-  const __m256i halves = _mm256_max_epu32(_mm512_castsi512_si256(quads), _mm512_extracti64x4_epi64(quads, 1));
-  return _mm_max_epu32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-}
-
 TRIRUN_INLINE __m512i round_to_int(__m512 value) {
   return _mm512_cvt_roundps_epi32(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -136,16 +123,8 @@ void quantize8(const trirun_act& act, const void* x, int dtype, int64_t k, int64
 /* Sums of four vectors of 32 int16 each. */
 TRIRUN_INLINE __m128i vector_sums(const __m512i v[4]) {
   const __m512i ones = _mm512_set1_epi16(1);
-  __m512i pairs[2];
-  TRIRUN_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    const __m512i a = _mm512_madd_epi16(v[2 * i], ones), b = _mm512_madd_epi16(v[2 * i + 1], ones);
-    pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-  }
-  const __m512i quads = _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[0], pairs[1]),
-                                         _mm512_unpackhi_epi64(pairs[0], pairs[1]));
-  const __m256i halves = _mm256_add_epi32(_mm512_castsi512_si256(quads), _mm512_extracti64x4_epi64(quads, 1));
-  return _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  return join_lanes(AddLanes(), _mm512_madd_epi16(v[0], ones), _mm512_madd_epi16(v[1], ones),
+                    _mm512_madd_epi16(v[2], ones), _mm512_madd_epi16(v[3], ones));
 }
 
 /* 128 columns of 16-bit digits from column i on, and their sums. */
@@ -189,7 +168,7 @@ TRIRUN_INLINE bool groups16(const trirun_act& act, const void* x, int dtype, int
     const int64_t first = i + 128 * g, last = k < first + 128 ? k : first + 128;
     most[g] = g < groups ? magnitudes<whole>(x, dtype, first, last) : _mm512_setzero_si512();
   }
-  const __m128i bits = largest_of_each(most);
+  const __m128i bits = join_lanes(MaxLanes(), most[0], most[1], most[2], most[3]);
   const bool finite = !_mm_cmpge_epu32_mask(bits, _mm_set1_epi32(0x7f800000));
   if (!finite) {
     memset(act.digits + row * 2 * act.k + i, 0, static_cast<size_t>(128 * groups));
