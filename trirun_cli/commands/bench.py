@@ -95,7 +95,8 @@ def kernels(
     kind = ("float32" if place.type == "cpu" else "float16") if dtype == "auto" else dtype
     console.note("measuring memory and arithmetic")
     limits = measure_machine(place)
-    with console.progress("kernels", len(chosen) * len(rows)) as bar:
+    total = len(chosen) * len(rows)
+    with console.progress("kernels", total) as bar:
         cells = run(
             chosen,
             rows,
@@ -108,10 +109,11 @@ def kernels(
             acc=accumulate,
             progress=bar.describe,
         )
-        results, complete = gather(cells, bar)
+        results = gather(cells, bar)
     from dataclasses import asdict
 
     documents = [result.document(limits) for result in results]
+    complete = len(results) == total
     console.json("bench.kernels/1", {"machine": asdict(limits), "complete": complete, "results": documents})
     _print(console, limits, results)
     if plot is not None:
@@ -119,7 +121,7 @@ def kernels(
 
         save_plot(plot, limits, results)
         console.note(f"wrote {plot}")
-    end_gathering(console, len(results), len(chosen) * len(rows))
+    end_gathering(console, len(results), total)
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {

@@ -119,11 +119,12 @@ def command(
         )
         name = str(checkpoint)
     errors = check(contestants, vocab)
-    with console.progress("model", len(batches) * len(contexts)) as bar:
-        cells, complete = gather(run(contestants, batches, contexts, seconds=seconds, progress=bar.describe), bar)
+    total = len(batches) * len(contexts)
+    with console.progress("model", total) as bar:
+        cells = gather(run(contestants, batches, contexts, seconds=seconds, progress=bar.describe), bar)
     machine = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     facts = document(contestants, cells, model=name, device=machine, errors=errors)
-    console.json("bench.model/1", facts | {"complete": complete})
+    console.json("bench.model/1", facts | {"complete": len(cells) == total})
     weights = ", ".join(f"{each.name} {bytes_text(each.weight_bytes)}" for each in contestants)
     title = f"{name}\n{machine}; weights: {weights}\nprefill: one prompt, first token"
     if errors:
@@ -135,7 +136,7 @@ def command(
 
         save_model_plot(plot, name, machine, cells)
         console.note(f"wrote {plot}")
-    end_gathering(console, len(cells), len(batches) * len(contexts))
+    end_gathering(console, len(cells), total)
 
 
 def _usual_context(checkpoint: Path | None) -> int:

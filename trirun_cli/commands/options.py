@@ -154,8 +154,8 @@ def check_measuring(seconds: float, group_size: int = -1) -> None:
         raise UsageError(f"--group-size {group_size}: -1, 32, 64 or 128")
 
 
-def gather(cells: Iterable[Cell], bar: ProgressBar) -> tuple[list[Cell], bool]:
-    """What a benchmark measures, cell by cell, and whether that is all: Ctrl-C keeps the cells that were ready.
+def gather(cells: Iterable[Cell], bar: ProgressBar) -> list[Cell]:
+    """What a benchmark measures, cell by cell: after Ctrl-C, the cells that were ready.
 
     Raises:
         KeyboardInterrupt: none was.
@@ -168,8 +168,7 @@ def gather(cells: Iterable[Cell], bar: ProgressBar) -> tuple[list[Cell], bool]:
     except KeyboardInterrupt:
         if not done:
             raise
-        return done, False
-    return done, True
+    return done
 
 
 def end_gathering(console: Console, done: int, total: int) -> None:
