@@ -21,6 +21,8 @@ QUICK = ("--batch", "1,2", "--context", "24", "--seconds", "0.001", "--device", 
 class Mock:
     """A contestant whose steps take what they are told to take, in seconds."""
 
+    settle_s = 0.0
+
     def __init__(self, name, prefill, step, logits=(1.0, 2.0)):
         self.name, self.weight_bytes, self._times, self._logits = name, 100, (prefill, step), logits
         self.cells = []
@@ -46,6 +48,33 @@ def test_rates_and_ratios_follow_from_the_times():
     facts = next(run(contestants, [32], [128], seconds=0)).document()
     assert facts["decode_speedup"] == facts["int2"]["decode_speedup"] == pytest.approx(3)
     assert facts["int2, int8 cache"]["decode_speedup"] == pytest.approx(6)
+
+
+def test_what_runs_before_a_turn_does_not_count(monkeypatch):
+    clock = 0.0
+    monkeypatch.setattr(model_bench.time, "perf_counter", lambda: clock)
+
+    class Heated(Mock):
+        """Slow at first, as a device is that another one has heated."""
+
+        settle_s = 2.0
+
+        def open(self, batch, context):
+            def run():
+                nonlocal clock
+                self.warm = self.warm + 1 if heated[-1] == self.name else 1
+                heated.append(self.name)
+                taken = 1.0 if self.warm <= 2 else 0.5
+                clock += taken
+                return taken
+
+            return run, run
+
+        warm = 0
+
+    heated = [""]
+    cell = next(run([Heated("int2", 0, 0), Heated("float16", 0, 0)], [1], [128], seconds=3))
+    assert {(s.prefill_s, s.step_s) for s in cell.speeds.values()} == {(0.5, 0.5)}
 
 
 def test_nothing_wrong_is_timed():

@@ -23,6 +23,8 @@ MAX_ROWS = 192
 class CpuContestant:
     """The lean decoder; greedy sampling is an argmax over its logits."""
 
+    settle_s = 0.0
+
     def __init__(self, name: str, weights: DecoderWeights, *, act_bits: int, threads: int) -> None:
         self.name, self._weights, self._act_bits, self._threads = name, weights, act_bits, threads
         self.weight_bytes = weight_bytes(weights)
@@ -54,6 +56,8 @@ class CpuContestant:
 
 class DenseContestant:
     """A model in transformers."""
+
+    settle_s = 0.0
 
     def __init__(self, name: str, model: Any) -> None:
         self.name, self._model, self._vocab = name, model, model.config.vocab_size

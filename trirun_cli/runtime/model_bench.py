@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Of logits after a prompt, packed against dense: both compute in 16 bits, and every layer adds its roundings.
 ALLOWED_ERROR = 0.05
 CHECK_TOKENS = 64
+TURNS = 3  # of each contestant in a cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,12 @@ class Contestant(Protocol):
 
     Attributes:
         name: for people and for --json. weight_bytes: of all its weights where it computes.
+        settle_s: how long it runs at each of its turns before it is timed.
     """
 
     name: str
     weight_bytes: int
+    settle_s: float
 
     def logits(self, tokens: Sequence[int]) -> list[float]:
         """After the last of these tokens, [vocab]."""
@@ -150,11 +153,15 @@ def run(
     seconds: float,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Cell]:
-    """Time every cell, the contestants taking turns round by round: a GPU's clock falls under load, and whoever ran
-    second would lose.
+    """Time every cell, the contestants taking turns, since machines are shared and change.
+
+    A GPU sets its clock by the power it drew over the last tenths of a second. Turns of one run each, tens of
+    milliseconds, would give all contestants the same clock, that of their mean power (measured: a prefill of 2048
+    tokens 45.6 ms packed and 45.1 dense in such turns, 43.7 and 46.8 each by itself), and whoever runs second in turns
+    without a pause would inherit the first one's. Hence each runs for a while before it is timed.
 
     Args:
-        seconds: measuring time per contestant and cell, at least five rounds.
+        seconds: measuring time per contestant and cell, at least three prefills and six steps.
         progress: told what is being measured.
 
     Raises:
@@ -171,20 +178,32 @@ def _race(contestants: Sequence[Contestant], batch: int, context: int, seconds: 
         opened = {contestant.name: contestant.open(batch, context) for contestant in contestants}
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"batch {batch}, context {context}: {error}", "measure fewer or shorter") from None
+    settle = {contestant.name: contestant.settle_s for contestant in contestants}
     prefills: dict[str, list[float]] = {name: [] for name in opened}
     steps: dict[str, list[float]] = {name: [] for name in opened}
     for prefill, step in opened.values():
         prefill(), step()
-    for times, which, least in ((prefills, 0, 3), (steps, 1, 5)):
-        end = time.perf_counter() + seconds * len(opened)
-        while min(map(len, times.values())) < least or time.perf_counter() < end:
+    for times, which, least in ((prefills, 0, 1), (steps, 1, 2)):
+        for _ in range(TURNS):
             for name, functions in opened.items():
-                times[name].append(functions[which]())
+                times[name] += _turn(functions[which], settle[name], seconds / TURNS, least)
     speeds = {}
     for name in opened:
         low, middle, high = statistics.quantiles(steps[name], n=4)
         speeds[name] = Speed(statistics.median(prefills[name]), middle, high - low)
     return speeds
+
+
+def _turn(run: Callable[[], float], settle_s: float, seconds: float, least: int) -> list[float]:
+    """Times of as many runs as ``seconds`` hold, at least ``least``, after runs for ``settle_s`` that do not count."""
+    end = time.perf_counter() + settle_s
+    while time.perf_counter() < end:
+        run()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < end:
+        times.append(run())
+    return times
 
 
 def document(
