@@ -39,7 +39,8 @@ class LeanRunner:
         self._last = [0] * self.slots
         self._alternatives = [0] * self.slots
         self._stop_ids: list[frozenset[int]] = [frozenset()] * self.slots
-        self._step_s = inf
+        # Seconds of a step that decodes so many sequences, inf where none has been met.
+        self._step_s = [inf] * (self.slots + 1)
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.runner.Runner`."""
@@ -49,7 +50,7 @@ class LeanRunner:
 
     def burst(self, slots: Sequence[int], seconds: float) -> int:
         """See :class:`~.runner.BurstRunner`: tokens that the library chooses need nothing between two steps."""
-        steps = min(BURST_STEPS, int(seconds / self._step_s))
+        steps = min(BURST_STEPS, int(seconds / self._step_s[len(slots)]))
         return steps if steps > 1 and all(map(self._sampler.is_simple, slots)) else 1
 
     def launch(self, work: Sequence[Work]) -> Done:
@@ -72,10 +73,12 @@ class LeanRunner:
                 sampled.append(slot)
         logits = self._decoder.step_into(self._logits[: len(wanted)], segments, tokens, wanted)
         elapsed = perf_counter() - started
-        # A prompt takes no less than a step of decoding.
-        self._step_s = min(self._step_s, elapsed)
-        if len(tokens) == len(wanted) == len(sampled):
-            self._step_s = elapsed
+        decodes = len(tokens) == len(wanted) == len(sampled)
+        # A prompt takes no less than a step of one sequence; a step by itself, on cold caches, no less than one of a
+        # burst.
+        rows = len(tokens) if decodes else 1
+        self._step_s[rows] = min(self._step_s[rows], elapsed)
+        if decodes:
             return Done([Outcome(token) for token in self._choose(logits, sampled)])
         return Done(self._outcomes(logits, work, sampled))
 
@@ -98,7 +101,7 @@ class LeanRunner:
         )
         for slot in slots:
             self._sampler.skip(slot, done)
-        self._step_s = (perf_counter() - started) / done
+        self._step_s[len(work)] = (perf_counter() - started) / done
         outcomes = []
         for slot, ids in zip(slots, chosen[:done].T.tolist(), strict=True):
             if min(ids) < 0:
