@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from ..errors import UsageError
 
@@ -93,8 +94,8 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+# A dataclass that is frozen takes twice as long to make, and a small model on a CPU makes one in 0.1 ms.
+class Token(NamedTuple):
     """A token, its log-probability where asked for, and the likeliest ones (id, log-probability), likeliest first."""
 
     id: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from math import inf
 from time import perf_counter
@@ -36,6 +37,7 @@ class LeanRunner:
         self._sampler = HostSampler(self.slots, self.vocab_size, self._drawn)
         # Committed as far as it is used.
         self._logits = np.empty((self.max_rows, self.vocab_size), np.float32)
+        self._logits_array = Array.of(self._logits)
         self._last = [0] * self.slots
         self._alternatives = [0] * self.slots
         self._stop_ids: list[frozenset[int]] = [frozenset()] * self.slots
@@ -85,25 +87,27 @@ class LeanRunner:
     def launch_burst(self, work: Sequence[Work], steps: int) -> Done:
         """See :class:`~.runner.BurstRunner`."""
         started = perf_counter()
-        slots = [item.slot for item in work]
-        chosen = np.empty((steps, len(work)), np.int64)
+        slots, rows = [item.slot for item in work], len(work)
+        # No numpy here: what it touches is no longer in any cache after a burst.
+        chosen = array("q", bytes(8 * steps * rows))
         stop_ids = sorted(frozenset().union(*(self._stop_ids[slot] for slot in slots)))
-        draws = [_draw_struct(self._sampler.draw_of(slot)) for slot in slots]
+        draws = [self._sampler.draw_of(slot) for slot in slots]
         done = self._decoder.native.generate(
             slots,
             [item.position for item in work],
             [self._last[slot] for slot in slots],
             steps,
             stop_ids,
-            Array.of(chosen),
-            Array.of(self._logits[: len(work)]),
-            draws if any(struct.temperature for struct in draws) else (),
+            Array(chosen.buffer_info()[0], "int64", (steps, rows), chosen),
+            self._logits_array.rows(0, rows),
+            list(map(_draw_struct, draws)) if any(draws) else (),
         )
         for slot in slots:
             self._sampler.skip(slot, done)
-        self._step_s[len(work)] = (perf_counter() - started) / done
+        self._step_s[rows] = (perf_counter() - started) / done
         outcomes = []
-        for slot, ids in zip(slots, chosen[:done].T.tolist(), strict=True):
+        for row, slot in enumerate(slots):
+            ids = chosen[row : done * rows : rows].tolist()
             if min(ids) < 0:
                 raise self._not_numbers()
             self._last[slot] = ids[-1]
