@@ -201,7 +201,7 @@ class CudaDecoder:
                 digits=digits,
             )  # fmt: skip
             return _Activations(digits, True)
-        y = torch.empty(m, q_size, dtype=self.model.dtype, device=q.device)
+        y = torch.empty(m if decode else 0, q_size, dtype=self.model.dtype, device=q.device)
         if decode:
             part = slice(0, decode)
             ops.attention_decode(
@@ -210,14 +210,32 @@ class CudaDecoder:
             )  # fmt: skip
         if prompts is not None:
             part = slice(decode, m)
-            rotated = torch.empty(m - decode, q_size, dtype=self.model.dtype, device=q.device)
-            ops.attention_append(
-                q[part], k[part], v[part], rotated, heads, cache, inputs.slots[part], inputs.positions[part]
-            )
-            y[part] = prompt_attention(rotated, cache, heads, prompts)
+            attended = self._attend_prompts(q[part], k[part], v[part], heads, cache, inputs, part, prompts)
+            if decode:
+                y[part] = attended
+            else:
+                y = attended
         if norm is None and m not in self._digit_rows:
             return _Activations(y, False)
         return self._rows(ops.PLAIN, y, m, norm=norm, eps=self.model.shape.norm_eps)
+
+    def _attend_prompts(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, cache: ops.Cache, inputs: Inputs, part: slice,
+        prompts: Prompts,
+    ) -> Tensor:  # fmt: skip
+        """Appends these rows to the cache and attends to all that it has of their slots by then."""
+        # What the cache would give back is at hand; int8 would give back something else.
+        whole = prompts.whole and cache.scales is None
+        rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        ops.attention_append(
+            q, k, v, rotated, heads, cache, inputs.slots[part], inputs.positions[part], rotate_keys=whole
+        )
+        if not whole:
+            kept = ops.gather(
+                cache, prompts.slots, prompts.keys, prompts.total, prompts.most_keys, heads.head_dim, q.dtype
+            )
+            k, v = (each.flatten(1) for each in kept)
+        return prompt_attention(rotated, k, v, heads, prompts)
 
     def _mlp(self, layer: CudaLayer, x: _Activations, m: int) -> Tensor:
         parts = [self._project(p, x, m) for p in layer.gate_up]

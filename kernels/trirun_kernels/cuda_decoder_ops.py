@@ -157,12 +157,26 @@ def attention_decode(
 
 
 def attention_append(
-    q: Tensor, k: Tensor, v: Tensor, y: Tensor, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    heads: Heads,
+    cache: Cache,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    rotate_keys: bool = False,
 ) -> None:
     """The first half of :func:`attention_decode` for any rows of any slots: y is the rotated q, and may be q; mixed as
-    the keys are for an int8 cache (:func:`.cuda_decoder_reference.mixed`)."""
+    the keys are for an int8 cache (:func:`.cuda_decoder_reference.mixed`).
+
+    Args:
+        rotate_keys: k itself becomes what a cache of its type has of it.
+    """
     struct = _attention(q, k, v, y, heads, cache, slots, positions, 1)
-    code = _library().trirun_cuda_attention_append(ctypes.byref(struct), _stream())
+    keys = _pointer(k if rotate_keys else None)
+    code = _library().trirun_cuda_attention_append(ctypes.byref(struct), keys, _stream())
     _check(code, f"attention_append: q {q.dtype} {list(q.shape)}, {heads.heads} over {heads.kv_heads} heads")
 
 
@@ -244,7 +258,7 @@ def _library() -> ctypes.CDLL:
     library.trirun_cuda_error.restype = ctypes.c_char_p
     library.trirun_cuda_rows.argtypes = [pointer, pointer]
     library.trirun_cuda_attention_decode.argtypes = [pointer, pointer, ctypes.c_size_t, pointer]
-    library.trirun_cuda_attention_append.argtypes = [pointer, pointer]
+    library.trirun_cuda_attention_append.argtypes = [pointer, pointer, pointer]
     library.trirun_cuda_attention_gather.argtypes = [pointer, pointer]
     library.trirun_cuda_sample.argtypes = [pointer, pointer]
     return library

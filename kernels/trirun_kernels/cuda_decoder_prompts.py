@@ -29,6 +29,7 @@ class Prompts:
     Attributes:
         slots: int32 [n] on the device. queries, keys: int32 [n + 1], where each segment's rows, and its slot's
             positions, begin. most_queries, most_keys: of one segment. total: of all keys.
+        whole: every segment begins its sequence, so that its rows are all that it attends to.
     """
 
     slots: Tensor
@@ -37,6 +38,7 @@ class Prompts:
     most_queries: int
     most_keys: int
     total: int
+    whole: bool
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> Prompts:
@@ -46,18 +48,17 @@ class Prompts:
         starts = [list(accumulate(each, initial=0)) for each in (counts, lengths)]
         values = torch.tensor([s.slot for s in segments] + starts[0] + starts[1], dtype=torch.int32).to(device)
         n = len(segments)
-        return cls(values[:n], values[n : 2 * n + 1], values[2 * n + 1 :], max(counts), max(lengths), starts[1][-1])
+        slots, queries, keys = values.split((n, n + 1, n + 1))
+        return cls(slots, queries, keys, max(counts), max(lengths), starts[1][-1], counts == lengths)
 
 
-def prompt_attention(q: Tensor, cache: ops.Cache, heads: ops.Heads, prompts: Prompts) -> Tensor:
-    """Causal attention of rotated q [rows, heads·head_dim] over everything each segment's slot has in the cache by now:
-    all segments in one call of flash attention, since a call for each leaves the GPU waiting for the host."""
-    keys, values = ops.gather(
-        cache, prompts.slots, prompts.keys, prompts.total, prompts.most_keys, heads.head_dim, q.dtype
-    )
+def prompt_attention(q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, prompts: Prompts) -> Tensor:
+    """Causal attention of rotated q [rows, heads·head_dim] to k and v [prompts.total, kv_heads·head_dim]: all segments
+    in one call of flash attention, since a call for each leaves the GPU waiting for the host."""
     # It aligns the causal mask to the last key, and takes grouped heads.
+    q, k, v = (part.unflatten(1, (-1, heads.head_dim)) for part in (q, k, v))
     out = torch.ops.aten._flash_attention_forward(
-        q.view(-1, heads.heads, heads.head_dim), keys, values, prompts.queries, prompts.keys, prompts.most_queries,
-        prompts.most_keys, 0.0, True, False, scale=heads.scale,
+        q, k, v, prompts.queries, prompts.keys, prompts.most_queries, prompts.most_keys, 0.0, True, False,
+        scale=heads.scale,
     )[0]  # fmt: skip
     return out.flatten(1)

@@ -48,6 +48,9 @@ def test_rows(n, dtype, normed):
             (ops.GATE, wide[:, :n], {"up": wide[:, n:]}),
             (ops.GATE, wide[:, :n], {"up": wide[:, n:], "activation": "relu2"}),
             (ops.PLAIN, wide[:, n:], {}),
+            # Not at 16 bytes.
+            (ops.PLAIN, wide[:, 2 : n + 2], {}),
+            (ops.GATE, wide[:, 6 : n + 6], {"up": wide[:, n - 2 : 2 * n - 2]}),
         ]
         for source, x, options in cases:
             shared = {"norm": norm, "eps": 1e-5}
@@ -184,6 +187,16 @@ def test_attention(heads, kv_heads, head_dim, options, int8, dtype):
     assert error(rotated[live], turned.flatten(1)[live]) < ROUNDING[dtype]
     for one, other in ((appended.keys, own.keys), (appended.values, own.values), (appended.scales, own.scales)):
         assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    if not int8:
+        # In place, and what the cache has of them.
+        again, in_place = copied(cache), torch.cat([q, k, v], 1)
+        q2, k2, v2 = in_place.split((q.shape[1], k.shape[1], v.shape[1]), 1)
+        ops.attention_append(q2, k2, v2, q2, facts, again, slots, positions, rotate_keys=True)
+        assert torch.equal(q2[live], rotated[live]) and torch.equal(v2, v)
+        assert torch.equal(again.keys.nan_to_num(7), appended.keys.nan_to_num(7))
+        pages = cache.block_tables[slots.clamp(min=0).long(), positions.long() // ops.PAGE].long()
+        of_cache = again.keys[pages[live], :, positions[live].long() % ops.PAGE]
+        assert torch.equal(k2[live], of_cache.flatten(1))
     lengths = positions[live] + 1
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     found = ops.gather(own, slots[live], starts, int(starts[-1]), int(lengths.max()), head_dim, dtype)

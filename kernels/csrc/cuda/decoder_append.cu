@@ -9,7 +9,18 @@ constexpr int WARPS = 8;
 
 struct AppendArgs {
   trirun_attention t;
+  uint16_t* rotated_keys;  // or null
 };
+
+// Cached values of one row: all threads of a CTA.
+__device__ __forceinline__ void append_values(const trirun_attention& t, int row, int page, int position) {
+  const auto* v = static_cast<const uint16_t*>(t.v) + row * t.ld_kv;
+  for (int i = threadIdx.x; i < t.kv_heads * t.head_dim / 8; i += WARPS * 32) {
+    const int head = i * 8 / t.head_dim, d = i * 8 % t.head_dim;
+    auto* to = static_cast<uint16_t*>(t.values) + cache_offset(page, t.kv_heads, head, position, t.head_dim) + d;
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(v + head * t.head_dim + d);
+  }
+}
 
 // Norms and rotates every head of a row and writes its keys and values to the cache: what `attend` does for itself, for
 // rows of prompts, a CTA each. Its warps take the heads in turn.
@@ -51,14 +62,71 @@ __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ App
       __syncwarp();
     } else {
       store(static_cast<uint16_t*>(t.keys) + cache_offset(page, t.kv_heads, head, position, head_dim));
+      if (a.rotated_keys != nullptr) store(a.rotated_keys + row * t.ld_kv + head * head_dim);
     }
   }
-  if constexpr (!INT8)
-    for (int i = threadIdx.x; i < t.kv_heads * head_dim / 8; i += WARPS * 32) {
-      const int head = i * 8 / head_dim, d = i * 8 % head_dim;
-      auto* to = static_cast<uint16_t*>(t.values) + cache_offset(page, t.kv_heads, head, position, head_dim) + d;
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(v + head * head_dim + d);
+  if constexpr (!INT8) append_values(t, row, page, position);
+}
+
+// The same, for a 16-bit cache and heads without norms that are rotated whole: eight pairs of dimensions a thread, 16
+// bytes at a time.
+template <bool BF16, int HALF>
+__global__ void __launch_bounds__(WARPS * 32) append_pairs(const __grid_constant__ AppendArgs a) {
+  constexpr int LANES = HALF / 8, HEADS = WARPS * 32 / LANES;  // threads of a head, heads at a time
+  const trirun_attention& t = a.t;
+  const int row = blockIdx.x, d = threadIdx.x % LANES * 8;
+  dependency_wait();
+  const int slot = t.slots[row], position = t.positions[row];
+  if (slot < 0) return;
+  const int page = t.block_tables[static_cast<int64_t>(slot) * t.ld_blocks + position / PAGE];
+  float cosine[8], sine[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    cosine[i] = __ldg(t.cosines + static_cast<int64_t>(position) * HALF + d + i);
+    sine[i] = __ldg(t.sines + static_cast<int64_t>(position) * HALF + d + i);
+  }
+  const auto turn = [&](const uint16_t* from, uint16_t* to, uint16_t* also) {
+    const uint4 low = *reinterpret_cast<const uint4*>(from + d);
+    const uint4 high = *reinterpret_cast<const uint4*>(from + HALF + d);
+    const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
+    uint32_t first[4], second[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 x = widen_pair<BF16>(low_words[i]), y = widen_pair<BF16>(high_words[i]);
+      const float2 c = make_float2(cosine[2 * i], cosine[2 * i + 1]), s = make_float2(sine[2 * i], sine[2 * i + 1]);
+      first[i] = narrow_pair<BF16>(rotated(x.x, c.x, y.x, -s.x), rotated(x.y, c.y, y.y, -s.y));
+      second[i] = narrow_pair<BF16>(rotated(y.x, c.x, x.x, s.x), rotated(y.y, c.y, x.y, s.y));
     }
+    const auto put = [&](uint16_t* target) {
+      *reinterpret_cast<uint4*>(target + d) = make_uint4(first[0], first[1], first[2], first[3]);
+      *reinterpret_cast<uint4*>(target + HALF + d) = make_uint4(second[0], second[1], second[2], second[3]);
+    };
+    put(to);
+    if (also != nullptr) put(also);
+  };
+  const int head0 = threadIdx.x / LANES;
+  for (int head = head0; head < t.heads; head += HEADS)
+    turn(static_cast<const uint16_t*>(t.q) + row * t.ld_q + head * 2 * HALF,
+         static_cast<uint16_t*>(t.y) + row * t.ld_y + head * 2 * HALF, nullptr);
+  for (int head = head0; head < t.kv_heads; head += HEADS)
+    turn(static_cast<const uint16_t*>(t.k) + row * t.ld_kv + head * 2 * HALF,
+         static_cast<uint16_t*>(t.keys) + cache_offset(page, t.kv_heads, head, position, 2 * HALF),
+         a.rotated_keys == nullptr ? nullptr : a.rotated_keys + row * t.ld_kv + head * 2 * HALF);
+  append_values(t, row, page, position);
+}
+
+// Null where `append` does it.
+template <bool BF16>
+void (*append_pairs_for(const trirun_attention& t))(AppendArgs) {
+  if (2 * t.rotary_half != t.head_dim || t.q_norm != nullptr || t.k_norm != nullptr || t.scales != nullptr ||
+      t.ld_q % 8 || t.ld_y % 8 || !aligned_to(t.y, 16))
+    return nullptr;
+  switch (t.rotary_half) {
+    case 32: return append_pairs<BF16, 32>;
+    case 64: return append_pairs<BF16, 64>;
+    case 128: return append_pairs<BF16, 128>;
+    default: return nullptr;
+  }
 }
 
 template <bool BF16, bool INT8>
@@ -108,15 +176,19 @@ __global__ void __launch_bounds__(WARPS * 32) gather(const __grid_constant__ tri
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* stream) {
+EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* rotated_keys, void* stream) {
   using namespace trirun;
   if (const int code = check_attention(t)) return code;
   if (t->m == 0) return TRIRUN_OK;
-  if (t->y == nullptr) return TRIRUN_BAD_POINTER;
+  if (t->y == nullptr || !aligned_to(rotated_keys, 16)) return TRIRUN_BAD_POINTER;
   const bool bf16 = t->dtype == TRIRUN_BF16, int8 = t->scales != nullptr;
-  const auto kernel = bf16 ? (int8 ? append_for<true, true>(t->head_dim) : append_for<true, false>(t->head_dim))
-                           : (int8 ? append_for<false, true>(t->head_dim) : append_for<false, false>(t->head_dim));
-  return launch_dependent(kernel, AppendArgs{*t}, dim3(static_cast<unsigned>(t->m)), WARPS * 32, 0, stream);
+  if (int8 && rotated_keys != nullptr) return TRIRUN_UNSUPPORTED;
+  auto kernel = bf16 ? append_pairs_for<true>(*t) : append_pairs_for<false>(*t);
+  if (kernel == nullptr)
+    kernel = bf16 ? (int8 ? append_for<true, true>(t->head_dim) : append_for<true, false>(t->head_dim))
+                  : (int8 ? append_for<false, true>(t->head_dim) : append_for<false, false>(t->head_dim));
+  const AppendArgs args{*t, static_cast<uint16_t*>(rotated_keys)};
+  return launch_dependent(kernel, args, dim3(static_cast<unsigned>(t->m)), WARPS * 32, 0, stream);
 }
 
 EXPORT int trirun_cuda_attention_gather(const trirun_gather* g, void* stream) {

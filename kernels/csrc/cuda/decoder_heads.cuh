@@ -29,6 +29,11 @@ struct HeadConstants {
   }
 };
 
+// One dimension of a rotated pair; rounded in the same way wherever it is computed.
+__device__ __forceinline__ float rotated(float v, float cosine, float other, float sine) {
+  return fmaf(v, cosine, __fmul_rn(other, sine));
+}
+
 // values[head_dim] (shared memory, this warp's own) = rotate(norm(x[head_dim])) * scale. The rotation turns the pairs
 // (i, i + half); dimensions from 2 * half on stay as they are.
 template <bool BF16, int PER_LANE>
@@ -50,7 +55,7 @@ __device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, c
     // The other half of every pair is in the same lane.
     float turned[PER_LANE];
 #pragma unroll
-    for (int j = 0; j < PER_LANE; j++) turned[j] = v[j] * c.cosine[j] + v[j ^ PER_LANE / 2] * c.sine[j];
+    for (int j = 0; j < PER_LANE; j++) turned[j] = rotated(v[j], c.cosine[j], v[j ^ PER_LANE / 2], c.sine[j]);
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) v[j] = turned[j];
   } else if (half > 0) {
@@ -61,7 +66,7 @@ __device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, c
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
       const int d = lane + j * 32;
-      if (d < 2 * half) v[j] = v[j] * c.cosine[j] + values[d < half ? d + half : d - half] * c.sine[j];
+      if (d < 2 * half) v[j] = rotated(v[j], c.cosine[j], values[d < half ? d + half : d - half], c.sine[j]);
     }
     __syncwarp();
   }

@@ -78,6 +78,11 @@ __device__ __forceinline__ uint16_t narrow(float v) {
   return __half_as_ushort(__float2half_rn(v));
 }
 
+template <bool BF16>
+__device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
+  return narrow<BF16>(low) | static_cast<uint32_t>(narrow<BF16>(high)) << 16;
+}
+
 // In a fixed order, so that runs repeat bitwise.
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll

@@ -3,7 +3,7 @@
 // as the digits that int2_gemm_quantized reads, or as both.
 //
 // A warp owns units of 128 columns, in the lane order of activations.cuh, and keeps its values in registers from the
-// first load to the last store.
+// first load to the last store. Rows of prompts, which nobody wants as digits, are read and written 16 bytes at a time.
 #include "decoder_digits.cuh"
 #include "decoder_launch.cuh"
 
@@ -24,6 +24,14 @@ __device__ __forceinline__ float activate(float gate, int activation) {
     return positive * positive;
   }
   return gate / (1.f + __expf(-gate));
+}
+
+// A row without a token of its own goes on with the one its slot sampled last; one without a slot is padding.
+__device__ __forceinline__ int token_of(const trirun_rows& r, int row) {
+  int token = r.tokens[row];
+  const int slot = r.slots != nullptr ? r.slots[row] : 0;
+  if (token < 0 && slot >= 0 && r.latest != nullptr) token = r.latest[slot];
+  return token < 0 || token >= r.vocab ? 0 : token;
 }
 
 template <int SOURCE>
@@ -82,14 +90,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
   dependency_launch();
   dependency_wait();
 
-  int token = 0;
-  if (SOURCE == TRIRUN_ROWS_EMBED && row < r.m) {
-    // A row without a token of its own goes on with the one its slot sampled last; one without a slot is padding.
-    token = r.tokens[row];
-    const int slot = r.slots != nullptr ? r.slots[row] : 0;
-    if (token < 0 && slot >= 0 && r.latest != nullptr) token = r.latest[slot];
-    if (token < 0 || token >= r.vocab) token = 0;
-  }
+  const int token = SOURCE == TRIRUN_ROWS_EMBED && row < r.m ? token_of(r, row) : 0;
   float4 v[PER_WARP];
 #pragma unroll
   for (int i = 0; i < PER_WARP; i++) {
@@ -119,13 +120,10 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
       const int column = (unit0 + i * warps) * UNIT + lane_column;
       if (column >= r.n) continue;
       uint32_t words[2];
-      if (r.dtype == TRIRUN_BF16) {
-        words[0] = narrow<true>(v[i].x) | static_cast<uint32_t>(narrow<true>(v[i].y)) << 16;
-        words[1] = narrow<true>(v[i].z) | static_cast<uint32_t>(narrow<true>(v[i].w)) << 16;
-      } else {
-        words[0] = narrow<false>(v[i].x) | static_cast<uint32_t>(narrow<false>(v[i].y)) << 16;
-        words[1] = narrow<false>(v[i].z) | static_cast<uint32_t>(narrow<false>(v[i].w)) << 16;
-      }
+      if (r.dtype == TRIRUN_BF16)
+        words[0] = narrow_pair<true>(v[i].x, v[i].y), words[1] = narrow_pair<true>(v[i].z, v[i].w);
+      else
+        words[0] = narrow_pair<false>(v[i].x, v[i].y), words[1] = narrow_pair<false>(v[i].z, v[i].w);
       uint16_t* to = static_cast<uint16_t*>(r.y) + row * r.ldy + column;
       *reinterpret_cast<uint32_t*>(to) = words[0];
       *reinterpret_cast<uint32_t*>(to + 8) = words[1];
@@ -149,6 +147,127 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
     if (unit >= a.units) continue;
     const QuantizedUnit q = two ? quantize_unit16(v[i]) : quantize_unit8(v[i], scale);
     a.quantized.store(q, row, unit, two);
+  }
+}
+
+constexpr int PROMPT_THREADS = 256;
+constexpr int PROMPT_ROWS = 64;  // from so many rows on bytes count, not the way from load to store
+
+// Eight columns of what `load_source` loads.
+template <int SOURCE, bool BF16>
+__device__ __forceinline__ void load_eight(float (&v)[8], const trirun_rows& r, int64_t row, int token, int column) {
+  const auto widen = [](float (&to)[8], const void* p, int64_t at) {
+    const uint4 w = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p) + at);
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 pair = widen_pair<BF16>(words[i]);
+      to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
+    }
+  };
+  if constexpr (SOURCE == TRIRUN_ROWS_PLAIN) {
+    widen(v, r.x, row * r.ldx + column);
+  } else if constexpr (SOURCE == TRIRUN_ROWS_GATE) {
+    float up[8];
+    widen(v, r.x, row * r.ldx + column);
+    widen(up, r.up, row * r.ldx + column);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = activate(v[i], r.activation) * up[i];
+  } else {
+    auto* at = reinterpret_cast<float4*>(r.residual + row * r.n + column);
+    if constexpr (SOURCE == TRIRUN_ROWS_EMBED) {
+      widen(v, r.x, static_cast<int64_t>(token) * r.ldx + column);
+    } else {
+      float x[8] = {};
+      const float4 low = at[0], high = at[1];
+      if (r.x != nullptr) widen(x, r.x, row * r.ldx + column);
+      v[0] = low.x + x[0], v[1] = low.y + x[1], v[2] = low.z + x[2], v[3] = low.w + x[3];
+      v[4] = high.x + x[4], v[5] = high.y + x[5], v[6] = high.z + x[6], v[7] = high.w + x[7];
+    }
+    at[0] = make_float4(v[0], v[1], v[2], v[3]), at[1] = make_float4(v[4], v[5], v[6], v[7]);
+  }
+}
+
+// As `rows`, for 16-bit values alone and pointers and strides of whole 16 bytes.
+template <int SOURCE, bool BF16, int EIGHTS>
+__global__ void __launch_bounds__(PROMPT_THREADS) prompt_rows(const __grid_constant__ trirun_rows r) {
+  __shared__ float squares[PROMPT_THREADS / 32];
+  const int row = blockIdx.x, first = (blockIdx.y * PROMPT_THREADS * EIGHTS + threadIdx.x) * 8;
+  const auto column_of = [&](int i) { return first + i * PROMPT_THREADS * 8; };
+  dependency_launch();
+  dependency_wait();
+  const int token = SOURCE == TRIRUN_ROWS_EMBED ? token_of(r, row) : 0;
+  float v[EIGHTS][8];
+#pragma unroll
+  for (int i = 0; i < EIGHTS; i++) {
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[i][e] = 0.f;
+    if (column_of(i) < r.n) load_eight<SOURCE, BF16>(v[i], r, row, token, column_of(i));
+  }
+  if (r.norm != nullptr) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < EIGHTS; i++)
+#pragma unroll
+      for (int e = 0; e < 8; e++) sum += v[i][e] * v[i][e];
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < PROMPT_THREADS / 32; w++) sum += squares[w];
+    const float inverse = rsqrtf(sum / r.n + r.eps);
+#pragma unroll
+    for (int i = 0; i < EIGHTS; i++) {
+      if (column_of(i) >= r.n) continue;
+      const auto* norm = reinterpret_cast<const float4*>(r.norm + column_of(i));
+      const float4 low = __ldg(norm), high = __ldg(norm + 1);
+      const float weight[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int e = 0; e < 8; e++) v[i][e] *= inverse * weight[e];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < EIGHTS; i++) {
+    if (column_of(i) >= r.n) continue;
+    uint32_t words[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) words[e] = narrow_pair<BF16>(v[i][2 * e], v[i][2 * e + 1]);
+    auto* to = static_cast<uint16_t*>(r.y) + row * r.ldy + column_of(i);
+    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+using PromptKernel = void (*)(trirun_rows);
+
+// no-spill: prompt_rows<*, *, *>
+template <int SOURCE, bool BF16>
+PromptKernel prompt_instance(int64_t eights) {
+  if (eights <= PROMPT_THREADS) return prompt_rows<SOURCE, BF16, 1>;
+  if (eights <= 2 * PROMPT_THREADS) return prompt_rows<SOURCE, BF16, 2>;
+  if (eights <= 4 * PROMPT_THREADS) return prompt_rows<SOURCE, BF16, 4>;
+  return eights <= 8 * PROMPT_THREADS ? prompt_rows<SOURCE, BF16, 8> : nullptr;
+}
+
+template <int SOURCE>
+PromptKernel prompt_instance(int64_t eights, int dtype) {
+  return dtype == TRIRUN_BF16 ? prompt_instance<SOURCE, true>(eights) : prompt_instance<SOURCE, false>(eights);
+}
+
+// The kernel for rows of prompts, and how many CTAs share a row; null where `rows` does it.
+PromptKernel prompt_kernel(const trirun_rows& r, unsigned& parts) {
+  if (r.m < PROMPT_ROWS || r.activations != nullptr || r.y == nullptr || r.n % 8 || r.ldx % 8 || r.ldy % 8)
+    return nullptr;
+  for (const void* p : {r.x, r.up, static_cast<const void*>(r.residual), static_cast<const void*>(r.norm),
+                        static_cast<const void*>(r.y)})
+    if (!aligned_to(p, 16)) return nullptr;
+  const int64_t eights = r.n / 8, each = r.norm != nullptr ? eights : PROMPT_THREADS * 2;
+  parts = static_cast<unsigned>((eights + each - 1) / each);
+  switch (r.source) {
+    case TRIRUN_ROWS_RESIDUAL: return prompt_instance<TRIRUN_ROWS_RESIDUAL>(each, r.dtype);
+    case TRIRUN_ROWS_EMBED: return prompt_instance<TRIRUN_ROWS_EMBED>(each, r.dtype);
+    case TRIRUN_ROWS_GATE: return prompt_instance<TRIRUN_ROWS_GATE>(each, r.dtype);
+    default: return prompt_instance<TRIRUN_ROWS_PLAIN>(each, r.dtype);
   }
 }
 
@@ -185,6 +304,9 @@ EXPORT int trirun_cuda_rows(const trirun_rows* r, void* stream) {
   if (!aligned_to(r->residual, 8) || !aligned_to(r->x, 4) || !aligned_to(r->up, 4) || !aligned_to(r->norm, 8) ||
       !aligned_to(r->y, 4) || !aligned_to(r->activations, 256))
     return TRIRUN_BAD_POINTER;
+  unsigned shared_by = 1;
+  if (const PromptKernel kernel = prompt_kernel(*r, shared_by))
+    return launch_dependent(kernel, *r, dim3(static_cast<unsigned>(r->m), shared_by), PROMPT_THREADS, 0, stream);
   RowsArgs a{};
   a.r = *r;
   a.units = static_cast<int>((r->n + UNIT - 1) / UNIT);
