@@ -94,6 +94,21 @@ def test_one_row_is_a_row_of_many(isa, shape):
         library.trirun_cpu_set_isa(None)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "shape", [{"heads": 2}, {"heads": 4, "head_dim": 64}, {"heads": 6, "kv_heads": 3, "head_dim": 80}]
+)
+def test_heads_side_by_side_change_no_bit(shape, kv_dtype):
+    """A sequence alone takes two kv heads at a time, and two blocks of keys near their end; beside another, one."""
+    weights = random_model(**shape)
+    alone, beside = (CpuDecoder(weights, slots=2, context=192, kv_dtype=kv_dtype, threads=1) for _ in range(2))
+    tokens = torch.randint(VOCAB, (192,), generator=torch.Generator().manual_seed(1))
+    for position, token in enumerate(tokens):
+        one = alone.step([Segment(0, position, 1)], token[None], torch.arange(1))
+        two = beside.step([Segment(slot, position, 1) for slot in (0, 1)], token.repeat(2), torch.arange(2))
+        assert torch.equal(one[0], two[0]) and torch.equal(one[0], two[1]), position
+
+
 def test_a_stop_token_ends_the_call():
     weights = random_model()
     whole, _ = generate(decoder_of(weights), (0, 1), 12)

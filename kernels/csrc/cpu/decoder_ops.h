@@ -74,6 +74,8 @@ struct DecoderOps {
   /* Queries [begin, end) of a job, at most kMaxQueries: softmax(q . keys) . values, in one pass over the keys
    * (Milakov & Gimelshein 2018; Dao et al. 2022). */
   void (*attend)(const AttentionJob& job, int64_t begin, int64_t end, float* scratch);
+  /* All queries of one row of several kv heads, which differ in where they lie only: bitwise what `attend` gives. */
+  void (*attend_row)(const AttentionJob* jobs, int64_t heads, float* scratch);
   /* y[m][begin, end) = x[m][k] . w^T in fp32, w [.][k] of dtype, k a multiple of 16: the head as a checkpoint has it */
   void (*dense)(const float* x, int64_t ldx, int64_t m, const void* w, int dtype, int64_t k, float* y, int64_t ldy,
                 int64_t begin, int64_t end);

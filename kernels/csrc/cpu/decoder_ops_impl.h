@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "decoder_attention_impl.h"
 #include "decoder_draw_impl.h"
 #include "decoder_head_impl.h"
 #include "decoder_ops.h"
@@ -11,18 +12,6 @@
 
 namespace trirun {
 namespace {
-
-/* How many accumulators a tile of attention may hold: queries x sixteen keys (or sixteen dimensions). 24 of 32
- * registers with AVX-512; with AVX2, where Lanes are two registers, 4 x 2 of 16. */
-#if defined(__AVX512F__)
-constexpr int kTileQueries = 6, kTileLanes = 4;
-#else
-constexpr int kTileQueries = 4, kTileLanes = 1;
-#endif
-
-/* Up to so many queries a tile waits for memory, and fetches the next block of keys while it works on this one: one
- * block of a head is a few pages, each too short for the processor's own prefetching. */
-constexpr int kFewQueries = 2;
 
 constexpr float kLog2e = 1.44269504f;
 
@@ -141,207 +130,6 @@ void store_value(void* values, int kv_dtype, const float* x, int64_t head_dim, i
     store_value_as(static_cast<float*>(values), x, head_dim, position);
 }
 
-/* p[i][16 j ..] = q[i] . key for Q queries and 16 K keys: each sum runs over d in ascending order in one lane. */
-template <int Q, int K, bool ahead, class KV>
-void scores_tile(const float* const* q, const KV* keys, int64_t head_dim, float* p) {
-  Lanes sum[Q][K];
-#pragma GCC unroll 8
-  for (int i = 0; i < Q; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < K; ++j) sum[i][j] = splat(0);
-  for (int64_t d = 0; d < head_dim; ++d) {
-    Lanes key[K];
-#pragma GCC unroll 8
-    for (int j = 0; j < K; ++j) key[j] = load(keys + (j * head_dim + d) * kLanes);
-    if (ahead)
-#pragma GCC unroll 8
-      for (int j = 0; j < K; ++j)
-        __builtin_prefetch(keys + (j * head_dim + d + kKeyBlock / kLanes * head_dim) * kLanes);
-#pragma GCC unroll 8
-    for (int i = 0; i < Q; ++i) {
-      Lanes value = splat(q[i][d]);
-#pragma GCC unroll 8
-      for (int j = 0; j < K; ++j) sum[i][j] = fma(value, key[j], sum[i][j]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < Q; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < K; ++j) store(p + i * kKeyBlock + j * kLanes, sum[i][j]);
-}
-
-/* out[i][0, 16 D) += p[i][0, keys) . values for Q queries, keys in ascending order. */
-template <int Q, int D, bool ahead, class KV>
-void weigh_tile(float* out, int64_t ldo, const float* p, const KV* values, int64_t stride, int64_t keys) {
-  Lanes sum[Q][D];
-#pragma GCC unroll 8
-  for (int i = 0; i < Q; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < D; ++j) sum[i][j] = load(out + i * ldo + j * kLanes);
-  for (int64_t key = 0; key < keys; ++key) {
-    Lanes value[D];
-#pragma GCC unroll 8
-    for (int j = 0; j < D; ++j) value[j] = load(values + key * stride + j * kLanes);
-    if (ahead)
-#pragma GCC unroll 8
-      for (int j = 0; j < D; ++j) __builtin_prefetch(values + (key + kKeyBlock) * stride + j * kLanes);
-#pragma GCC unroll 8
-    for (int i = 0; i < Q; ++i) {
-      Lanes weight = splat(p[i * kKeyBlock + key]);
-#pragma GCC unroll 8
-      for (int j = 0; j < D; ++j) sum[i][j] = fma(weight, value[j], sum[i][j]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < Q; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < D; ++j) store(out + i * ldo + j * kLanes, sum[i][j]);
-}
-
-/* The state of kMaxQueries queries on their way along the keys. */
-struct Walk {
-  float* out;      /* [queries][stride], not yet divided by the weights' sum */
-  float* p;        /* [queries][kKeyBlock]: scores, then weights */
-  float* weights;  /* [queries][16], lane-wise sums of the weights */
-  float* highest;  /* [queries] */
-  int64_t stride;
-};
-
-template <int Q, bool ahead, class KV>
-void scores_of(const float* const* q, const KV* keys, int64_t head_dim, int64_t sixteens, float* p) {
-  int64_t j = 0;
-  /* For a few queries a tile takes as long as one multiply-add after another, however wide it is: rather some scores
-   * that nobody reads, of keys that are yet to come, than another tile. */
-  if (Q <= kFewQueries && kTileLanes == 4 && sixteens == 2) return scores_tile<Q, 2, ahead>(q, keys, head_dim, p);
-  if (Q <= kFewQueries && kTileLanes == 4 && sixteens == 3) sixteens = 4;
-  for (; j + kTileLanes <= sixteens; j += kTileLanes)
-    scores_tile<Q, kTileLanes, ahead>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
-  for (; j < sixteens; ++j) scores_tile<Q, 1, ahead>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
-}
-
-template <int Q, bool ahead, class KV>
-void weigh(float* out, int64_t stride, const float* p, const KV* values, int64_t keys) {
-  int64_t d = 0;
-  /* A single query has registers for twice the columns, and needs them to hide latency. */
-  if (Q == 1)
-    for (; d + 8 * kLanes <= stride; d += 8 * kLanes)
-      weigh_tile<1, 8, ahead>(out + d, stride, p, values + d, stride, keys);
-  for (; d + kTileLanes * kLanes <= stride; d += kTileLanes * kLanes)
-    weigh_tile<Q, kTileLanes, ahead>(out + d, stride, p, values + d, stride, keys);
-  for (; d < stride; d += kLanes) weigh_tile<Q, 1, ahead>(out + d, stride, p, values + d, stride, keys);
-}
-
-/* Scores to weights for one query, `seen` of whose block's keys count; out and the sum of weights are rescaled when
- * the highest score so far grows. */
-inline void softmax_step(const Walk& walk, int64_t query, int64_t seen, int64_t sixteens) {
-  float* p = walk.p + query * kKeyBlock;
-  Lanes score[kKeyBlock / kLanes], top = splat(-INFINITY);
-  for (int64_t j = 0; j < sixteens; ++j) {
-    score[j] = keep_first(load(p + j * kLanes), static_cast<int>(seen - j * kLanes), -INFINITY);
-    top = max(top, score[j]);
-  }
-  float before = walk.highest[query], block_top = max_of(top);
-  float highest = before > block_top ? before : block_top;
-  Lanes reference = splat(highest), added = splat(0);
-  for (int64_t j = 0; j < sixteens; ++j) {
-    Lanes weight = exp2(score[j] - reference);
-    store(p + j * kLanes, weight);
-    added = added + weight;
-  }
-  float* weights = walk.weights + query * kLanes;
-  if (highest == before) {
-    store(weights, load(weights) + added);
-    return;
-  }
-  walk.highest[query] = highest;
-  if (before == -INFINITY) {
-    /* The first block: there is nothing to rescale. */
-    store(weights, added);
-    return;
-  }
-  Lanes shrink = exp2(splat(before) - reference);
-  store(weights, fma(load(weights), shrink, added));
-  float* out = walk.out + query * walk.stride;
-  for (int64_t d = 0; d < walk.stride; d += kLanes) store(out + d, load(out + d) * shrink);
-}
-
-/* Q queries, from walk entry `first` on, over one block of keys at absolute position `base`; `ahead`: another follows,
- * and is worth fetching. */
-template <int Q, bool ahead, class KV>
-void block_step(const AttentionJob& job, const Walk& walk, int64_t begin, int64_t first, int64_t base) {
-  const float* q[Q];
-  int64_t seen[Q];
-  for (int i = 0; i < Q; ++i) {
-    int64_t f = begin + first + i, row = f / job.group;
-    q[i] = job.q + row * job.ldq + f % job.group * job.head_dim;
-    int64_t keys = job.position + row + 1 - base;
-    seen[i] = keys < kKeyBlock ? keys : kKeyBlock;
-  }
-  /* Later queries see more keys. */
-  int64_t most = seen[Q - 1], sixteens = (most + kLanes - 1) / kLanes;
-  float* p = walk.p + first * kKeyBlock;
-  scores_of<Q, ahead>(q, static_cast<const KV*>(job.keys) + base * job.head_dim, job.head_dim, sixteens, p);
-  for (int i = 0; i < Q; ++i) softmax_step(walk, first + i, seen[i], sixteens);
-  const KV* values = static_cast<const KV*>(job.values) + base * walk.stride;
-  float* out = walk.out + first * walk.stride;
-  weigh<Q, ahead>(out, walk.stride, p, values, seen[0]);
-  /* What only later queries see: a weight of 0 would not keep a NaN of the future out of the past. */
-  for (int i = 1; i < Q; ++i)
-    if (seen[i] > seen[0])
-      weigh<1, ahead>(out + i * walk.stride, walk.stride, p + i * kKeyBlock + seen[0], values + seen[0] * walk.stride,
-               seen[i] - seen[0]);
-}
-
-/* The walk's entries [first, queries), a few at a time. */
-template <bool ahead, class KV>
-void few_steps(const AttentionJob& job, const Walk& walk, int64_t begin, int64_t first, int64_t queries, int64_t base) {
-  for (; first + kFewQueries <= queries; first += kFewQueries)
-    block_step<kFewQueries, ahead, KV>(job, walk, begin, first, base);
-  for (; first < queries; ++first) block_step<1, ahead, KV>(job, walk, begin, first, base);
-}
-
-template <class KV>
-void attend_as(const AttentionJob& job, int64_t begin, int64_t end, float* scratch) {
-  int64_t queries = end - begin;
-  Walk walk;
-  walk.stride = value_stride_of(job.head_dim);
-  walk.out = scratch;
-  walk.p = walk.out + kMaxQueries * walk.stride;
-  walk.weights = walk.p + kMaxQueries * kKeyBlock;
-  walk.highest = walk.weights + kMaxQueries * kLanes;
-  memset(walk.out, 0, sizeof(float) * static_cast<size_t>(queries * walk.stride));
-  memset(walk.weights, 0, sizeof(float) * static_cast<size_t>(queries * kLanes));
-  for (int64_t i = 0; i < queries; ++i) walk.highest[i] = -INFINITY;
-  int64_t last = job.position + (end - 1) / job.group;
-  for (int64_t base = 0; base <= last; base += kKeyBlock) {
-    /* Rows before the block's first position do not see it. */
-    int64_t row = base > job.position ? base - job.position : 0;
-    int64_t first = row * job.group > begin ? row * job.group - begin : 0;
-    for (; first + kTileQueries <= queries; first += kTileQueries)
-      block_step<kTileQueries, false, KV>(job, walk, begin, first, base);
-    if (base + kKeyBlock <= last)
-      few_steps<true, KV>(job, walk, begin, first, queries, base);
-    else
-      few_steps<false, KV>(job, walk, begin, first, queries, base);
-  }
-  for (int64_t i = 0; i < queries; ++i) {
-    int64_t f = begin + i;
-    float* out = job.out + f / job.group * job.ldo + f % job.group * job.head_dim;
-    Lanes inverse = splat(1.0f / sum_of(load(walk.weights + i * kLanes)));
-    for (int64_t d = 0; d < job.head_dim; d += kLanes) {
-      Lanes y = load(walk.out + i * walk.stride + d) * inverse;
-      store_first(out + d, y, job.head_dim - d >= kLanes ? kLanes : static_cast<int>(job.head_dim - d));
-    }
-  }
-}
-
-void attend(const AttentionJob& job, int64_t begin, int64_t end, float* scratch) {
-  if (job.kv_dtype == TRIRUN_F16)
-    attend_as<uint16_t>(job, begin, end, scratch);
-  else
-    attend_as<float>(job, begin, end, scratch);
-}
-
 /* y[r][0, O) = x[r] . w[0, O) for R rows: every dot product is one chain of multiply-adds per lane. */
 template <int R, int O, class W>
 void dense_tile(const float* x, int64_t ldx, const W* w, int64_t k, float* y, int64_t ldy) {
@@ -421,7 +209,7 @@ int64_t largest(const float* x, int64_t n, float* value) {
 }  // namespace
 
 #define TRIRUN_DECODER_TABLE \
-  { load_row, rms_norm, add, gate, rotate, store_key, store_value, attend, dense, head_digits, head_bytes, \
+  { load_row, rms_norm, add, gate, rotate, store_key, store_value, attend, attend_row, dense, head_digits, head_bytes, \
     head_int8, largest, tops, reached, gather, masses }
 
 }  // namespace trirun

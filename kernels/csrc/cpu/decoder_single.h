@@ -130,7 +130,7 @@ class Single : public Model {
         part_of(l.v, t.of_hidden, value, qkv_width_, begin, end),
     };
     products(parts, 3);
-    for (int64_t i = t.heads.begin; i < t.heads.end; ++i) attend(t, index, i);
+    attend(t, index);
   }
 
   void attend_any_heads(Thread& t, int64_t index) {
@@ -149,12 +149,21 @@ class Single : public Model {
     }
     if (count) products(parts, count);
     t.team.barrier();
-    for (int64_t i = t.heads.begin; i < t.heads.end; ++i) attend(t, index, i);
+    attend(t, index);
   }
 
-  void attend(Thread& t, int64_t layer, int64_t kv_head) {
-    rotate_and_store(layer, t.slot, t.position, s.qkv, kv_head);
-    attend_one(job_of(layer, t.slot, t.position, s.qkv, s.attention, kv_head), t.attention);
+  /* With the thread's kv heads, a few at a time. */
+  void attend(Thread& t, int64_t layer) const {
+    constexpr int64_t kMost = 8;
+    AttentionJob jobs[kMost];
+    for (int64_t first = t.heads.begin, count; first < t.heads.end; first += count) {
+      count = t.heads.end - first < kMost ? t.heads.end - first : kMost;
+      for (int64_t i = 0; i < count; ++i) {
+        rotate_and_store(layer, t.slot, t.position, s.qkv, first + i);
+        jobs[i] = job_of(layer, t.slot, t.position, s.qkv, s.attention, first + i);
+      }
+      ops_.attend_row(jobs, count, t.attention);
+    }
   }
 
   /* What is to be added to the residual stream. */
