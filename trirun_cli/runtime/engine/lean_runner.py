@@ -108,7 +108,8 @@ class LeanRunner:
         outcomes = []
         for row, slot in enumerate(slots):
             ids = chosen[row : done * rows : rows].tolist()
-            if min(ids) < 0:
+            # A row of logits without a number ends the burst.
+            if ids[-1] < 0:
                 raise self._not_numbers()
             self._last[slot] = ids[-1]
             token, *more = map(Token, ids)

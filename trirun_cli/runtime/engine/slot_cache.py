@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -34,7 +35,7 @@ class SlotCache:
     ) -> None:
         self._context, self._copy, self._rewind = context, copy, rewind
         # What each slot holds: all tokens of a free one, the computed part of the prompt of a running one.
-        self._held = [np.empty(0, np.int32) for _ in range(slots)]
+        self._held: list[array[int] | np.ndarray] = [array("i") for _ in range(slots)]
         self._prompts: dict[int, np.ndarray] = {}
         self._lengths: dict[int, int] = {}
         # Free slots; those free for longest come first, so that the rest is found when its owner comes back.
@@ -63,7 +64,8 @@ class SlotCache:
     def release(self, slot: int, tokens: Sequence[int]) -> None:
         """See :class:`~.runner.KvCache`."""
         del self._prompts[slot], self._lengths[slot]
-        self._held[slot] = np.asarray(tokens, np.int32)
+        # Not numpy's: its code has left the caches during a burst, and takes longer to come back than all else here.
+        self._held[slot] = array("i", tokens)
         self._free.append(slot)
 
     @property
@@ -83,12 +85,12 @@ class SlotCache:
         self._copy(source, slot, shared[source])
         return slot, shared[source]
 
-    def _shared(self, held: np.ndarray, tokens: np.ndarray) -> int:
+    def _shared(self, held: array[int] | np.ndarray, tokens: np.ndarray) -> int:
         length = min(len(held), len(tokens))
         # Most slots begin differently; that is seen for less than a comparison of arrays.
         if not length or held[0] != tokens[0]:
             return 0
-        differing = np.flatnonzero(held[:length] != tokens[:length])
+        differing = np.flatnonzero(np.asarray(held[:length]) != tokens[:length])
         shared = int(differing[0]) if differing.size else length
         return shared if self._rewind or shared == len(held) else 0
 
