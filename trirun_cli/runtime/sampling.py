@@ -8,8 +8,10 @@ the token's index alone: a request's text is the same whatever else is in its ba
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 from math import inf
 from typing import NamedTuple
 
@@ -101,6 +103,11 @@ class Token(NamedTuple):
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+def plain_tokens(ids: Iterable[int]) -> list[Token]:
+    """Tokens of which only the ids are known, made without a call of Python for each."""
+    return list(map(partial(tuple.__new__, Token), zip(ids, repeat(None), repeat(()), strict=False)))
 
 
 def stream_of(seed: int | None) -> int:

@@ -32,6 +32,9 @@ constexpr int64_t kSpinNanoseconds = 300'000;
  * a good part of it. */
 constexpr int kLooks = 100;
 
+/* How long a thread sleeps at a barrier before it looks again by itself. */
+constexpr timespec kNap = {0, 1'000'000};
+
 /* Looks with a pause after each before a waiting thread offers its core. */
 constexpr int kSpins = 64;
 
@@ -49,18 +52,19 @@ int64_t now() {
   return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
 }
 
-void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+void futex_wait(std::atomic<uint32_t>* word, uint32_t expected, const timespec* most) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, most, nullptr, 0);
 }
 
 void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-/* Returns once done(*word): spins, then sleeps. `sleepers` counts the threads that may be asleep on the word; publish()
- * reads it after its store, both sequentially consistent, so no wake-up is lost. */
+/* Returns once done(*word): spins, then sleeps, for `most` at a time where it is given. `sleepers` counts the threads
+ * that may be asleep on the word; publish() reads it after its store, both sequentially consistent, so no wake-up is
+ * lost. */
 template <class Done>
-void wait_until(std::atomic<uint32_t>* word, std::atomic<int>* sleepers, Done&& done) {
+void wait_until(std::atomic<uint32_t>* word, std::atomic<int>* sleepers, Done&& done, const timespec* most = nullptr) {
   for (int i = 0; i < kLooks; ++i)
     if (done(word->load(std::memory_order_acquire))) return;
   for (int i = 0; i < kSpins; ++i) {
@@ -78,7 +82,7 @@ void wait_until(std::atomic<uint32_t>* word, std::atomic<int>* sleepers, Done&& 
     sched_yield();
   } while (now() < deadline);
   sleepers->fetch_add(1);
-  for (uint32_t seen; !done(seen = word->load());) futex_wait(word, seen);
+  for (uint32_t seen; !done(seen = word->load());) futex_wait(word, seen, most);
   sleepers->fetch_sub(1);
 }
 
@@ -193,12 +197,14 @@ thread_local Scratch thread_scratch[kScratchSlots];
 void Team::wait_for_all() {
   for (int distance = 1; distance < size_; distance *= 2) {
     Progress& own = progress_[rank_];
-    own.reached.store(++reached_);
-    publish(&own.reached, &own.sleepers);
+    /* Without a fence, whose price is that of the whole meeting: whoever falls asleep this very moment may be
+     * overlooked, and has a nap. */
+    own.reached.store(++reached_, std::memory_order_release);
+    if (own.sleepers.load(std::memory_order_relaxed) > 0) futex_wake_all(&own.reached);
     Progress& other = progress_[(rank_ + size_ - distance) % size_];
     const uint32_t wanted = reached_;
     wait_until(&other.reached, &other.sleepers,
-               [wanted](uint32_t value) { return static_cast<int32_t>(value - wanted) >= 0; });
+               [wanted](uint32_t value) { return static_cast<int32_t>(value - wanted) >= 0; }, &kNap);
   }
 }
 

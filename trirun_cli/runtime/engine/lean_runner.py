@@ -14,7 +14,7 @@ from trirun_kernels.decoder_structs import DrawStruct
 
 from ..decoder import LeanDecoder
 from ..host_sampling import Draw, HostSampler, token_logprobs
-from ..sampling import Token
+from ..sampling import Token, plain_tokens
 from .request import Request
 from .runner import Done, Outcome, Work
 from .slot_cache import SlotCache
@@ -112,7 +112,7 @@ class LeanRunner:
             if ids[-1] < 0:
                 raise self._not_numbers()
             self._last[slot] = ids[-1]
-            token, *more = map(Token, ids)
+            token, *more = plain_tokens(ids)
             outcomes.append(Outcome(token, more=tuple(more)))
         return Done(outcomes)
 
