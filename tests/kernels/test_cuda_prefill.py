@@ -258,6 +258,25 @@ def test_streams_do_not_disturb_each_other(hopper):
 
 
 @gpu
+@pytest.mark.parametrize(("tokens", "ctas"), [(64, 37), (64, 132), (128, 37), (128, 132)])
+def test_shared_tiles_wait_for_nobody(hopper, tokens, ctas):
+    # Beside other work the CTAs of a tile are not on the GPU together: whoever waits for the others' sums gives up.
+    w, x = weight(1024, 4096, -1, 1.0), rows(100, 4096, torch.float16)
+    plan = Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=256, ctas=ctas)
+    expected = run(x, w, plan)
+    dense, other = torch.randn(8192, 8192, dtype=torch.float16, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    got = []
+    with torch.cuda.stream(other):
+        for _ in range(4):
+            dense @ dense
+    for _ in range(20):
+        got.append(run(x, w, plan))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, expected) for y in got)
+
+
+@gpu
 @pytest.mark.parametrize("row", [0, 77])
 def test_a_row_with_nan_or_infinity_spoils_only_itself(hopper, row):
     w, x = weight(128, 512, -1, 1.0), rows(130, 512, torch.float32)

@@ -260,6 +260,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < kRowBlocks; ++j) {
+              if (j > 1) wgmma_fence();
               Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
               if (j == kRowBlocks - 1) wgmma_commit();
               if (j == 0 && enters) read_words(stage, false);

@@ -56,17 +56,32 @@ struct Walk {
 // counts only under a mark in its upper 48 bits, so that no kernel before this one has to zero it, and ends as zero.
 struct ArrivalCounter {
   static constexpr uint64_t kMark = 0x7c3a91e5b64dull << 16;
+  static constexpr int kLooks = 24;  // each takes about 700 cycles
   uint64_t* at;
   int total;
 
   static __device__ __forceinline__ int count(uint64_t seen) {
     return seen >> 16 == kMark >> 16 ? int(seen & 0xffff) : 0;
   }
+  // By one lane: waits a while for all others, and leaves the counter at zero if they have come. A wait without end
+  // would need all CTAs of a tile on the GPU at once, which nothing promises.
+  __device__ __forceinline__ bool others_come() const {
+#pragma unroll 1
+    for (int look = 0; look < kLooks; ++look) {
+      uint64_t seen;
+      asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
+      if (count(seen) == total - 1) {
+        asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(0ull) : "memory");
+        return true;
+      }
+    }
+    return false;
+  }
   // By one lane of a warp whose lanes have stored what belongs to the count. True for the last, which sees what all of
   // them stored.
   __device__ __forceinline__ bool arrive() const {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    uint64_t seen = kMark + (total - 1);  // a guess, right for the last one
+    uint64_t seen = 0;  // a guess, right for the first one
     for (;;) {
       const int before = count(seen);
       const uint64_t next = before + 1 == total ? 0 : kMark + (before + 1);
@@ -84,47 +99,71 @@ struct ArrivalCounter {
   }
 };
 
-// The sums of a tile that several CTAs share.
+// The sums of a tile that several CTAs share. Each warp's rows have an owner among the CTAs that end with this tile:
+// it keeps its own sums in registers, waits for the others' a while, and adds them. Only if they do not come does it
+// leave its sums too, and then the last to come adds all. Either way the owner's are the first and the others' follow
+// in the order of the CTAs.
 struct SharedTile {
   const PrefillArguments& args;
   const int thread, begin, first, last;  // the tile's first unit, its first and last CTA
   const bool later;                      // not the first tile of this CTA
+  const int owner;
   const ArrivalCounter counter;
 
   __device__ __forceinline__ SharedTile(const PrefillArguments& a, int tile, int tile0, int t)
-      : args(a), thread(t), begin(tile * a.units), first(a.owner(begin)), last(a.owner(begin + a.units - 1)),
-        later(tile != tile0), counter{a.counters + first * (kConsumers / 32) + t / 32, last - first + 1} {}
+      : args(a),
+        thread(t),
+        begin(tile * a.units),
+        first(a.owner(begin)),
+        last(a.owner(begin + a.units - 1)),
+        later(tile != tile0),
+        owner(first + __shfl_sync(~0u, t / 32, 0) * ending(a) / (kConsumers / 32)),
+        counter{a.counters + first * (kConsumers / 32) + t / 32, last - first + 1} {}
+
+  // CTAs that have nothing to do after this tile: all but the last, unless its share ends with the tile.
+  __device__ __forceinline__ int ending(const PrefillArguments& a) const {
+    return last - first + (a.start(last + 1) == begin + a.units);
+  }
 
   __device__ __forceinline__ uint4* part(int cta, bool later, int quarters) const {
     return args.parts + static_cast<int64_t>(2 * cta + later) * quarters * kConsumers + thread;
   }
 
-  // Leaves this thread's sums in the workspace; in the warp that comes last turns them into the sums of all CTAs, added
-  // in their order, and returns true.
+  // True in the warp that has turned its sums into those of all CTAs; others leave theirs in the workspace.
   template <typename Accumulator, int Quarters>
   __device__ __forceinline__ bool add(Accumulator (&total)[Quarters][4]) const {
     constexpr int kChunk = Quarters < 16 ? Quarters : 16;  // as many loads in flight as there are registers for
     if (last == first) return true;
-    uint4* to = part(blockIdx.x, later, Quarters);
+    const int lane = thread % 32;
+    const bool kept = __any_sync(~0u, owner == int(blockIdx.x) && lane == 0 && counter.others_come());
+    bool complete = kept;
+    if (!kept) {
+      uint4* to = part(blockIdx.x, later, Quarters);
 #pragma unroll
-    for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
-    bool is_last = false;
-    __syncwarp();
-    if (thread % 32 == 0) is_last = counter.arrive();
-    if (!__shfl_sync(~0u, is_last, 0)) return false;
+      for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
+      __syncwarp();
+      complete = __any_sync(~0u, lane == 0 && counter.arrive());
+    }
+    if (!complete) return false;
+    if (!kept) {
+      const uint4* from = part(owner, args.start(owner) < begin, Quarters);
 #pragma unroll
-    for (int i = 0; i < 4 * Quarters; ++i) total[i / 4][i % 4] = 0;
-#pragma unroll
-    for (int chunk = 0; chunk < Quarters; chunk += kChunk) {
+      for (int q = 0; q < Quarters; ++q) reinterpret_cast<uint4&>(total[q]) = __ldcg(from + q * kConsumers);
+    }
 #pragma unroll 1
-      for (int cta = first; cta <= last; ++cta) {
-        const uint4* from = part(cta, args.start(cta) < begin, Quarters);
+    for (int i = 1; i < counter.total; ++i) {
+      const int cta = owner + i > last ? owner + i - counter.total : owner + i;
+      const uint4* from = part(cta, args.start(cta) < begin, Quarters);
 #pragma unroll
-        for (int q = chunk; q < chunk + kChunk; ++q) {
-          const uint4 v = __ldcg(from + q * kConsumers);
-          const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      for (int chunk = 0; chunk < Quarters; chunk += kChunk) {
+        uint4 v[kChunk];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) total[q][e] += reinterpret_cast<const Accumulator&>(words[e]);
+        for (int q = 0; q < kChunk; ++q) v[q] = __ldcg(from + (chunk + q) * kConsumers);
+#pragma unroll
+        for (int q = 0; q < kChunk; ++q) {
+          const uint32_t words[4] = {v[q].x, v[q].y, v[q].z, v[q].w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) total[chunk + q][e] += reinterpret_cast<const Accumulator&>(words[e]);
         }
       }
     }
