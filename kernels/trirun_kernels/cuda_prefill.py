@@ -12,9 +12,9 @@ CYCLES = {64: 10.0, 128: 16.2}
 CYCLES_INT8 = {64: 4.7, 128: 8.5}
 LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
-# Cycles of a tile of 64 rows that several CTAs share: to leave the sums in the workspace and count, and to add those of
-# one CTA. Half as much again for 128 rows.
-LEAVE, ADD = 8400, 1100
+# Cycles of a tile of 64 rows that several CTAs share: to leave sums in the workspace and be waited for, and to add
+# those of one CTA. Half as much again for 128 rows, and a quarter more for 8-bit products, by measured times.
+LEAVE, ADD = 4300, 1400
 
 
 def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool) -> tuple[int, int, int]:
@@ -32,7 +32,8 @@ def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool) -
             if split == 1 or k // (128 if int8 else 64) >= 4 * split:
                 choices.append((_cycles(n, k, m, sms, tokens, split, int8), tokens, split, 0))
         tiles = -(-n // ROW_TILE) * -(-m // tokens)
-        if tiles < 2 * sms and not (int8 and tokens == 64 and k % (2 * UNIT)):
+        # Many rows of x were not measured so: CTAs at different k would not share words in L2.
+        if tiles < 2 * sms and m <= 256 and not (int8 and tokens == 64 and k % (2 * UNIT)):
             for ctas in {sms, tiles * (sms // tiles)}:
                 if 0 < ctas <= tiles * (k // UNIT):
                     choices.append((_shared_cycles(k, tiles, ctas, tokens, int8), tokens, 1, ctas))
@@ -46,7 +47,8 @@ def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, int8: bool) -> fl
         return LAUNCH + work
     # A CTA that ends one tile and begins another leaves sums of both.
     borders = 1 if ctas % tiles == 0 else 2
-    return LAUNCH + work + (0.5 + tokens / 128) * (borders * LEAVE + (1 + ctas / tiles) * ADD)
+    exchange = (0.5 + tokens / 128) * (borders * LEAVE + (1 + ctas / tiles) * ADD)
+    return LAUNCH + work + exchange * (1.25 if int8 else 1)
 
 
 def _cycles(n: int, k: int, m: int, sms: int, tokens: int, split: int, int8: bool) -> float:

@@ -18,7 +18,6 @@ STRIP = 64  # out_features that stream together
 SLICE = 32  # rows of x of one CTA of the kernel of runs
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
-MEDIUM = 1 << 26
 LONG = 1 << 14  # columns of x
 DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
@@ -84,7 +83,7 @@ def select(
     # 64 rows, which groups of 32 and odd zero points do not have.
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
-        tile_of_64 = plain and group_size != 32 and not (group_size == -1 and act_bits == 16 and n * k >= MEDIUM)
+        tile_of_64 = plain and group_size != 32
         limit = 32 if tile_of_64 and not (quantized or wide) else DECODE_ROWS
     if m <= limit or quantized or wide:
         plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide) if m <= limit else None

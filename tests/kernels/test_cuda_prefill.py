@@ -1,68 +1,13 @@
-"""CUDA prefill: the tile choice everywhere; on a GPU, every product against float64 and against torch's own error."""
+"""CUDA prefill: every product against float64 and against torch's own error. test_select.py has the choice of tiles."""
 
 import itertools
 
 import pytest
 import torch
-from trirun_kernels.cuda_prefill import CLUSTERS, ROW_TILE, prefill_tile
 from trirun_kernels.packing import dequantize, pack
 from trirun_kernels.reference import int8_round_trip
 from trirun_kernels.select import DEQUANTIZE, PREFILL_SM80, PREFILL_W2A8, PREFILL_WGMMA, Plan
 from trirun_kernels.spec import QuantSpec
-
-SMS = 132
-
-
-def test_tiles_have_instances():
-    shapes = itertools.product((64, 320, 4096, 22016, 57344), (128, 512, 4096, 28672), (17, 65, 129, 256, 1000, 16384))
-    for (n, k, m), plain, int8 in itertools.product(shapes, (True, False), (True, False)):
-        tokens, split, ctas = prefill_tile(n, k, m, SMS, plain=plain, int8=int8)
-        assert tokens == 128 or (tokens == 64 and (plain or int8))
-        assert split in CLUSTERS and (ctas == 0 or (split == 1 and ctas <= SMS))
-        # Every CTA of a cluster has work, and both warpgroups of a 64-token tile.
-        assert split == 1 or k // (128 if int8 else 64) >= 2 * split
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "m", "expected"),
-    [
-        # Measured on an H200: microseconds of the choice, then of the runner-up.
-        (8192, 8192, 128, (64, 2, 0)),  # 30.3, 32.8
-        (8192, 8192, 256, (128, 2, 0)),  # 45.0, 52.1
-        (4096, 4096, 64, (64, 6, 0)),  # 12.2, 14.4
-        (4096, 4096, 128, (64, 3, 0)),  # 15.1, 15.5
-        (4096, 4096, 256, (64, 2, 0)),  # 18.9, 20.4
-        (22016, 4096, 64, (64, 1, 0)),  # 28.0, 28.4
-        (22016, 4096, 128, (128, 1, 0)),  # 41.3, 42.7
-        (8192, 28672, 64, (64, 1, 128)),  # 54.9, 62.7
-        (8192, 28672, 128, (128, 1, 128)),  # 86.0, 91.7
-        (8192, 28672, 256, (128, 2, 0)),  # 144, 178
-        (57344, 8192, 64, (64, 1, 132)),  # 105, 109
-        (57344, 8192, 128, (128, 1, 132)),  # 167, 176
-        (8192, 8192, 4096, (128, 1, 0)),
-    ],
-)
-def test_tile_is_the_measured_best(n, k, m, expected):
-    assert prefill_tile(n, k, m, SMS, plain=True, int8=False) == expected
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "m", "expected"),
-    [
-        (8192, 8192, 256, (64, 1, 0)),  # 29.1, 31.4
-        (22016, 4096, 256, (64, 1, 0)),  # 43.3, 45.7
-        (57344, 8192, 256, (128, 1, 0)),  # 156, 160
-    ],
-)
-def test_tile_of_8_bit_rows_is_the_measured_best(n, k, m, expected):
-    assert prefill_tile(n, k, m, SMS, plain=True, int8=True) == expected
-
-
-def test_small_products_share_a_tile_only_when_clusters_fit():
-    for n, m in itertools.product((1024, 4096, 8192, 16384), (65, 128, 256, 512)):
-        tokens, split, _ = prefill_tile(n, 4096, m, SMS, plain=True, int8=False)
-        assert -(-n // ROW_TILE) * -(-m // tokens) <= SMS * CLUSTERS[split] or split == 1
-
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -1,8 +1,10 @@
-"""select: every plan is one the C side has an instance for, on every device and shape."""
+"""select: every plan is one the C side has an instance for, on every device and shape; prefill's tiles are the
+measured best."""
 
 from itertools import product
 
 import pytest
+from trirun_kernels.cuda_prefill import CLUSTERS, ROW_TILE, prefill_tile
 from trirun_kernels.select import (
     COLUMNS,
     DEQUANTIZE,
@@ -75,7 +77,8 @@ def test_many_rows_prefill():
     assert select(4096, 4096, 32, -1, 16, H200).kernel == RUNS
     assert select(4096, 4096, 32, 128, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
-    assert select(8192, 8192, 64, -1, 16, H200).kernel == RUNS
+    assert select(8192, 8192, 32, -1, 16, H200).kernel == RUNS
+    assert select(8192, 8192, 64, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(8192, 8192, 64, -1, 8, H200).kernel == PREFILL_W2A8
     assert select(4096, 4096, 64, 32, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 64, 128, 16, H200).kernel == PREFILL_WGMMA
@@ -107,3 +110,62 @@ def test_float32_rows_stay_on_decode_kernels():
 def test_old_devices_are_refused():
     with pytest.raises(ValueError, match=r"8\.0"):
         select(4096, 4096, 1, -1, 16, Device(75, 40))
+
+
+def test_tiles_have_instances():
+    shapes = product((64, 320, 4096, 22016, 57344), (128, 512, 4096, 28672), (17, 65, 129, 256, 1000, 16384))
+    for (n, k, m), plain, int8 in product(shapes, (True, False), (True, False)):
+        tokens, split, ctas = prefill_tile(n, k, m, H200.sms, plain=plain, int8=int8)
+        assert tokens == 128 or (tokens == 64 and (plain or int8))
+        assert split in CLUSTERS and (ctas == 0 or (split == 1 and ctas <= H200.sms))
+        # Every CTA of a cluster has work, and both warpgroups of a 64-token tile.
+        assert split == 1 or k // (128 if int8 else 64) >= 2 * split
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "m", "expected"),
+    [
+        # Measured on an H200: microseconds of the choice, then of the runner-up.
+        (8192, 8192, 64, (64, 1, 128)),  # 20.3, 21.7
+        (8192, 8192, 128, (64, 2, 0)),  # 29.1, 29.6
+        (8192, 8192, 256, (128, 2, 0)),  # 45.0, 52.1
+        (4096, 4096, 64, (64, 6, 0)),  # 11.1, 14.0
+        (4096, 4096, 128, (64, 3, 0)),  # 13.6, 14.0
+        (4096, 4096, 256, (64, 2, 0)),  # 17.2, 17.8
+        (22016, 4096, 64, (64, 1, 132)),  # 26.6, 26.7
+        (22016, 4096, 128, (128, 1, 132)),  # 39.5, 41.2
+        (22016, 4096, 256, (128, 1, 132)),  # 64.4, 70.6
+        (8192, 28672, 64, (64, 1, 128)),  # 51.3, 54.4
+        (8192, 28672, 128, (128, 1, 128)),  # 80.7, 85.2
+        (8192, 28672, 256, (128, 2, 0)),  # 144, 178
+        (57344, 8192, 64, (64, 1, 132)),  # 98.2, 106.6
+        (57344, 8192, 128, (128, 1, 132)),  # 159, 175
+        (8192, 8192, 4096, (128, 1, 0)),
+    ],
+)
+def test_tile_is_the_measured_best(n, k, m, expected):
+    assert prefill_tile(n, k, m, H200.sms, plain=True, int8=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "m", "expected"),
+    [
+        (8192, 8192, 64, (64, 3, 0)),  # 17.5, 18.3
+        (8192, 8192, 128, (64, 2, 0)),  # 20.9, 21.6
+        (8192, 28672, 64, (64, 1, 128)),  # 38.2, 40.2
+        (8192, 28672, 128, (64, 2, 0)),  # 52.4, 53.3
+        (57344, 8192, 64, (64, 1, 0)),  # 54.0, 56.0
+        (57344, 8192, 128, (128, 1, 132)),  # 88.2, 89.5
+        (8192, 8192, 256, (64, 1, 0)),  # 29.1, 31.4
+        (22016, 4096, 256, (64, 1, 0)),  # 43.3, 45.7
+        (57344, 8192, 256, (128, 1, 0)),  # 156, 160
+    ],
+)
+def test_tile_of_8_bit_rows_is_the_measured_best(n, k, m, expected):
+    assert prefill_tile(n, k, m, H200.sms, plain=True, int8=True) == expected
+
+
+def test_small_products_share_a_tile_only_when_clusters_fit():
+    for n, m in product((1024, 4096, 8192, 16384), (65, 128, 256, 512)):
+        tokens, split, _ = prefill_tile(n, 4096, m, H200.sms, plain=True, int8=False)
+        assert -(-n // ROW_TILE) * -(-m // tokens) <= H200.sms * CLUSTERS[split] or split == 1

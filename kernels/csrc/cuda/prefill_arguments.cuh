@@ -26,10 +26,12 @@ struct PrefillArguments {
   int raster;                  // token tiles that run side by side
   int splits;                  // CTAs of the cluster that share one tile along k
   int first_tile, last_tile;
-  // Equal shares: all units of k (`turns` stages) of all tiles form one line, of which CTA b has `share`, and one more
-  // if b < rest. 0: every CTA, or cluster, takes whole tiles.
+  // Equal shares: all units of k (`turns` stages) of all tiles form one line, of which CTA c (cta_number) has `share`,
+  // and one more if c < rest. 0: every CTA, or cluster, takes whole tiles.
   int share, rest, units;  // units: of one tile
-  uint64_t* counters;      // warps that have left their sums of a tile; of its first CTA, one for every warp
+  // Of a tile's first CTA, one for every warp: CTAs that end with the tile and have left their sums; behind those of all
+  // CTAs as many more, set once the CTA that goes on from the tile has left its own.
+  uint64_t* counters;
   uint4* parts;            // [CTA][first, last tile][four of a thread's sums][thread]
   bool remainder;  // launched behind the tiles before first_tile, to fill the CTAs that those leave idle
   int group_size;

@@ -99,7 +99,7 @@ int launch(const Problem& p, const PreparedRows& rows) {
   if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
   if (p.plan.ctas > 0) {
     const int64_t units = a.k_stages / Shape::kTurns, total = tiles * units;
-    if (p.plan.cta_split > 1 || a.k_stages % Shape::kTurns || total > INT32_MAX || p.plan.ctas > COUNTERS / 16)
+    if (p.plan.cta_split > 1 || a.k_stages % Shape::kTurns || total > INT32_MAX || p.plan.ctas > COUNTERS / 32)
       return TRIRUN_UNSUPPORTED;
     const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
     a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);

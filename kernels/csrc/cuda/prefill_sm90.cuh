@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, kConsumers / 32 / kTurns);
     }
-    barrier_init(received, 1);
+    barrier_init(received, args.share > 0 ? kConsumers / 32 : 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (splits > 1) barrier_expect(received, (splits - 1) * (end - own) * 2 * kConsumers * 16);
   }
@@ -103,6 +103,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0)
       produce<Shape>(args, base, words_at, groups_at, full, empty);
+    else if (threadIdx.x >= 96 && args.share > 0)
+      SharedTile::announce(args, received, threadIdx.x - 96);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int thread = threadIdx.x - 128, lane = thread % 32;
@@ -260,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < kRowBlocks; ++j) {
-              if (j > 1) wgmma_fence();
+              if (j > 1) wgmma_fence();  // behind fragments made between the products
               Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
               if (j == kRowBlocks - 1) wgmma_commit();
               if (j == 0 && enters) read_words(stage, false);
@@ -315,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         part.begin_outputs();
         if (args.share > 0 && last - first < args.k_stages &&
             !SharedTile(args, walk.tile, tile0, thread_now)
-                 .add(reinterpret_cast<Accumulator(&)[Tokens / 4][4]>(total)))
+                 .add(reinterpret_cast<Accumulator(&)[Tokens / 4][4]>(total), received))
           continue;
         if (part.is_plain()) {
 #pragma unroll

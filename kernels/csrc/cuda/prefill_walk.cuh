@@ -17,6 +17,10 @@ __device__ __forceinline__ void place(const PrefillArguments& a, int tile, int& 
   token_tile = band * a.raster + inside % width;
 }
 
+// CTAs that share all tiles' k are numbered along them, and the hardware starts them from the last to the first: a CTA
+// that goes on to its next tile was started before those that wait for what it left of the one before.
+__device__ __forceinline__ int cta_number() { return int(gridDim.x - 1 - blockIdx.x); }
+
 // The tiles of a CTA, one after another, and of each the stages [first, last).
 struct Walk {
   const PrefillArguments& args;
@@ -26,8 +30,8 @@ struct Walk {
 
   __device__ __forceinline__ Walk(const PrefillArguments& a, int t) : args(a), turns(t) {
     if (a.share > 0) {
-      const int at = a.start(blockIdx.x);
-      left = a.start(blockIdx.x + 1) - at;
+      const int at = a.start(cta_number());
+      left = a.start(cta_number() + 1) - at;
       tile = at / a.units;
       enter(at - tile * a.units);
     } else {
@@ -63,33 +67,49 @@ struct ArrivalCounter {
   static __device__ __forceinline__ int count(uint64_t seen) {
     return seen >> 16 == kMark >> 16 ? int(seen & 0xffff) : 0;
   }
-  // By one lane: waits a while for all others, and leaves the counter at zero if they have come. A wait without end
-  // would need all CTAs of a tile on the GPU at once, which nothing promises.
+  __device__ __forceinline__ uint64_t look() const {
+    uint64_t seen;
+    asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
+    return seen;
+  }
+  __device__ __forceinline__ void set(uint64_t v) const {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(v) : "memory");
+  }
+  // The loops below belong to a whole warp and end by what its first lane sees. Were they a lane's, the compiler would
+  // take all that follows for divergent and keep stages and descriptors of the next tiles in vector registers.
+  static __device__ __forceinline__ uint64_t of_first(uint64_t v) { return __shfl_sync(~0u, v, 0); }
+
+  // Waits a while for all others, and leaves the counter at zero if they have come. A wait without end would need all
+  // CTAs that end with a tile on the GPU at once, which nothing promises.
   __device__ __forceinline__ bool others_come() const {
 #pragma unroll 1
-    for (int look = 0; look < kLooks; ++look) {
-      uint64_t seen;
-      asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
-      if (count(seen) == total - 1) {
-        asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(0ull) : "memory");
+    for (int looks = 0; looks < kLooks; ++looks)
+      if (count(of_first(look())) == total - 1) {
+        set(0);
         return true;
       }
-    }
     return false;
   }
-  // By one lane of a warp whose lanes have stored what belongs to the count. True for the last, which sees what all of
-  // them stored.
-  __device__ __forceinline__ bool arrive() const {
+  // Waits for the one who sets it, and leaves zero. Only for what has been started: see cta_number.
+  __device__ __forceinline__ void take() const {
+    while (of_first(look()) != kMark) {
+    }
+    set(0);
+  }
+  // When the warp's lanes have stored what belongs to the count; `seen` is what the counter was a moment ago. True for
+  // the last, which sees what all of them stored.
+  __device__ __forceinline__ bool arrive(uint64_t seen, int lane) const {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    uint64_t seen = 0;  // a guess, right for the first one
     for (;;) {
       const int before = count(seen);
       const uint64_t next = before + 1 == total ? 0 : kMark + (before + 1);
-      uint64_t found;
-      asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
-                   : "=l"(found)
-                   : "l"(at), "l"(seen), "l"(next)
-                   : "memory");
+      uint64_t found = 0;
+      if (lane == 0)
+        asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                     : "=l"(found)
+                     : "l"(at), "l"(seen), "l"(next)
+                     : "memory");
+      found = of_first(found);
       if (found == seen) {
         if (next == 0) asm volatile("fence.acq_rel.gpu;" ::: "memory");
         return next == 0;
@@ -99,16 +119,18 @@ struct ArrivalCounter {
   }
 };
 
-// The sums of a tile that several CTAs share. Each warp's rows have an owner among the CTAs that end with this tile:
-// it keeps its own sums in registers, waits for the others' a while, and adds them. Only if they do not come does it
-// leave its sums too, and then the last to come adds all. Either way the owner's are the first and the others' follow
-// in the order of the CTAs.
+// The sums of a tile that several CTAs share. The last of these may go on to its next tile: it leaves its sums and does
+// not look back. The others end with this tile, and each warp's rows have an owner among them, which keeps its own sums
+// in registers, waits for the others' a while, and adds them. Only if they do not come does it leave its sums too, and
+// then the last to come adds all. Either way the owner's are first and the others' follow in the order of the CTAs.
 struct SharedTile {
   const PrefillArguments& args;
   const int thread, begin, first, last;  // the tile's first unit, its first and last CTA
   const bool later;                      // not the first tile of this CTA
+  const int ending;                      // CTAs that have nothing to do after this tile
   const int owner;
-  const ArrivalCounter counter;
+  const ArrivalCounter counter;  // of those that end
+  const ArrivalCounter left;     // set by the one that goes on
 
   __device__ __forceinline__ SharedTile(const PrefillArguments& a, int tile, int tile0, int t)
       : args(a),
@@ -117,42 +139,56 @@ struct SharedTile {
         first(a.owner(begin)),
         last(a.owner(begin + a.units - 1)),
         later(tile != tile0),
-        owner(first + __shfl_sync(~0u, t / 32, 0) * ending(a) / (kConsumers / 32)),
-        counter{a.counters + first * (kConsumers / 32) + t / 32, last - first + 1} {}
-
-  // CTAs that have nothing to do after this tile: all but the last, unless its share ends with the tile.
-  __device__ __forceinline__ int ending(const PrefillArguments& a) const {
-    return last - first + (a.start(last + 1) == begin + a.units);
-  }
+        ending(last - first + (a.start(last + 1) == begin + a.units)),
+        owner(first + __shfl_sync(~0u, t / 32, 0) * ending / (kConsumers / 32)),
+        counter{a.counters + first * (kConsumers / 32) + t / 32, ending},
+        left{counter.at + gridDim.x * (kConsumers / 32), 1} {}
 
   __device__ __forceinline__ uint4* part(int cta, bool later, int quarters) const {
     return args.parts + static_cast<int64_t>(2 * cta + later) * quarters * kConsumers + thread;
   }
 
-  // True in the warp that has turned its sums into those of all CTAs; others leave theirs in the workspace.
+  // By a warp that has nothing else to do: once all consumer warps have arrived at `stored`, tells the owners of the
+  // tile that this CTA goes on from, if there is one, that its sums are in the workspace. The fence takes as long as
+  // the stores do to reach L2, and the consumers are at the next tile by then.
+  static __device__ __forceinline__ void announce(const PrefillArguments& a, uint32_t stored, int lane) {
+    const int at = a.start(cta_number()), begin = at / a.units * a.units;
+    if (at == begin || a.start(cta_number() + 1) <= begin + a.units) return;
+    hopper::barrier_wait(stored, 0);
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    constexpr int kWarps = kConsumers / 32;
+    if (lane < kWarps)
+      ArrivalCounter{a.counters + (gridDim.x + a.owner(begin)) * kWarps + lane, 1}.set(ArrivalCounter::kMark);
+  }
+
+  // True in the warp that has turned its sums into those of all CTAs; others leave theirs in the workspace. `stored`:
+  // the barrier that `announce` waits at.
   template <typename Accumulator, int Quarters>
-  __device__ __forceinline__ bool add(Accumulator (&total)[Quarters][4]) const {
+  __device__ __forceinline__ bool add(Accumulator (&total)[Quarters][4], uint32_t stored) const {
     constexpr int kChunk = Quarters < 16 ? Quarters : 16;  // as many loads in flight as there are registers for
     if (last == first) return true;
     const int lane = thread % 32;
-    const bool kept = __any_sync(~0u, owner == int(blockIdx.x) && lane == 0 && counter.others_come());
-    bool complete = kept;
+    const bool goes_on = ending == last - first;
+    const bool kept = owner == cta_number() && (ending == 1 || counter.others_come());
     if (!kept) {
-      uint4* to = part(blockIdx.x, later, Quarters);
+      const uint64_t seen = counter.look();
+      uint4* to = part(cta_number(), later, Quarters);
 #pragma unroll
       for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
       __syncwarp();
-      complete = __any_sync(~0u, lane == 0 && counter.arrive());
-    }
-    if (!complete) return false;
-    if (!kept) {
+      if (goes_on && cta_number() == last) {
+        if (lane == 0) hopper::barrier_arrive(stored);
+        return false;
+      }
+      if (!counter.arrive(ArrivalCounter::of_first(seen), lane)) return false;
       const uint4* from = part(owner, args.start(owner) < begin, Quarters);
 #pragma unroll
       for (int q = 0; q < Quarters; ++q) reinterpret_cast<uint4&>(total[q]) = __ldcg(from + q * kConsumers);
     }
+    if (goes_on) left.take();  // without an end: that CTA was started before this one, and waits for nobody
 #pragma unroll 1
-    for (int i = 1; i < counter.total; ++i) {
-      const int cta = owner + i > last ? owner + i - counter.total : owner + i;
+    for (int i = 1; i <= last - first; ++i) {
+      const int cta = owner + i > last ? owner + i - (last - first + 1) : owner + i;
       const uint4* from = part(cta, args.start(cta) < begin, Quarters);
 #pragma unroll
       for (int chunk = 0; chunk < Quarters; chunk += kChunk) {
