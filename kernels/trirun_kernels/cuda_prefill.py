@@ -6,9 +6,9 @@ from __future__ import annotations
 # (132, 66, 39, 30, 17 and 15 of them on an H200's 132, by cudaOccupancyMaxActiveClusters).
 CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 6: 17 / 132, 8: 15 / 132}
 ROW_TILE = 256  # out_features of one CTA
-# Clock cycles per column of k of a tile, codes in fp16 and in 8 bits: 64 tokens do not keep the tensor cores as busy
-# as 128.
+# Clock cycles per column of k of a tile: 64 tokens do not keep the tensor cores as busy as 128.
 CYCLES = {64: 10.0, 128: 16.2}
+CYCLES_GROUPS = {64: 14.0, 128: 18.1}  # scales enter the fragments
 CYCLES_INT8 = {64: 4.7, 128: 8.5}
 LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
@@ -17,7 +17,9 @@ UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
 LEAVE, ADD = 4300, 1400
 
 
-def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool) -> tuple[int, int, int]:
+def prefill_tile(
+    n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, grouped: bool = False
+) -> tuple[int, int, int]:
     """Rows of x of one CTA (64 or 128), the CTAs of a cluster that share a tile along k, and, where the CTAs share all
     tiles' k equally instead, their number (otherwise 0).
 
@@ -25,35 +27,38 @@ def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool) -
         n, k: padded sizes of the stored weight. m: rows of x. sms: multiprocessors.
         plain: a zero point in quarters and no groups of 32; only such weights have a kernel for 64 rows.
         int8: 8-bit activations on integer tensor cores, twice the rate.
+        grouped: scales per group of columns.
     """
+    cycles = CYCLES_INT8 if int8 else CYCLES_GROUPS if grouped else CYCLES
     choices = []
     for tokens in (64, 128) if plain or int8 else (128,):
         for split in CLUSTERS:
             if split == 1 or k // (128 if int8 else 64) >= 4 * split:
-                choices.append((_cycles(n, k, m, sms, tokens, split, int8), tokens, split, 0))
+                choices.append((_cycles(n, k, m, sms, tokens, split, cycles), tokens, split, 0))
         tiles = -(-n // ROW_TILE) * -(-m // tokens)
         # Many rows of x were not measured so: CTAs at different k would not share words in L2.
         if tiles < 2 * sms and m <= 256 and not (int8 and tokens == 64 and k % (2 * UNIT)):
             for ctas in {sms, tiles * (sms // tiles)}:
                 if 0 < ctas <= tiles * (k // UNIT):
-                    choices.append((_shared_cycles(k, tiles, ctas, tokens, int8), tokens, 1, ctas))
+                    work, exchange = _shared_cycles(k, tiles, ctas, tokens, cycles)
+                    choices.append((LAUNCH + work + exchange * (1.25 if int8 else 1), tokens, 1, ctas))
     return min(choices)[1:]
 
 
-def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, int8: bool) -> float:
+def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, cycles: dict[int, float]) -> tuple[float, float]:
+    """Of the CTA with the most to do: its products, and what it has to do with the others' sums."""
     units = -(-tiles * (k // UNIT) // ctas)
-    work = units * UNIT * (CYCLES_INT8 if int8 else CYCLES)[tokens]
+    work = units * UNIT * cycles[tokens]
     if tiles % ctas == 0:
-        return LAUNCH + work
+        return work, 0
     # A CTA that ends one tile and begins another leaves sums of both.
     borders = 1 if ctas % tiles == 0 else 2
-    exchange = (0.5 + tokens / 128) * (borders * LEAVE + (1 + ctas / tiles) * ADD)
-    return LAUNCH + work + exchange * (1.25 if int8 else 1)
+    return work, (0.5 + tokens / 128) * (borders * LEAVE + (1 + ctas / tiles) * ADD)
 
 
-def _cycles(n: int, k: int, m: int, sms: int, tokens: int, split: int, int8: bool) -> float:
+def _cycles(n: int, k: int, m: int, sms: int, tokens: int, split: int, cycles: dict[int, float]) -> float:
     tiles = -(-n // ROW_TILE) * -(-m // tokens)
-    per_tile = k * (CYCLES_INT8 if int8 else CYCLES)[tokens]
+    per_tile = k * cycles[tokens]
     if split > 1:
         # Sums of other CTAs travel through shared memory; the more CTAs, the more of them.
         reduction = 5000 + 800 * split if tokens == 64 else 5000 + 1300 * split

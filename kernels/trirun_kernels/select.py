@@ -224,7 +224,8 @@ def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
         return Plan(PREFILL_SM80, tile_m=128)
     # The int8 tile is computed in two turns of 128 columns at least.
     int8 = act_bits == 8 and group_size == -1 and 256 <= k <= 87040
-    tokens, split, ctas = prefill_tile(n, k, m, device.sms, plain=plain and group_size != 32, int8=int8)
+    plain = plain and group_size != 32
+    tokens, split, ctas = prefill_tile(n, k, m, device.sms, plain=plain, int8=int8, grouped=group_size != -1)
     return Plan(PREFILL_W2A8 if int8 else PREFILL_WGMMA, tile_m=tokens, tile_n=ROW_TILE, cta_split=split, ctas=ctas)
 
 
