@@ -203,6 +203,19 @@ def test_streams_do_not_disturb_each_other(hopper):
 
 
 @gpu
+@pytest.mark.parametrize("act_bits", [16, 8])
+@pytest.mark.parametrize("tokens", [64, 128])
+def test_shares_of_several_tiles(hopper, tokens, act_bits):
+    # CTAs that go on from what others end with, long before these get there or just before; and whole tiles between.
+    w, x = weight(1792, 4096, -1, 1.5), rows(100, 4096, torch.float16)
+    for ctas in (2, 3, 4, 5, 6, 9, 13):
+        plan = Plan(PREFILL_WGMMA if act_bits == 16 else PREFILL_W2A8, tile_m=tokens, tile_n=256, ctas=ctas)
+        y = run(x, w, plan, act_bits=act_bits)
+        check(x, w, y, act_bits=act_bits)
+        assert all(torch.equal(run(x, w, plan, act_bits=act_bits), y) for _ in range(5))
+
+
+@gpu
 @pytest.mark.parametrize(("tokens", "ctas"), [(64, 37), (64, 132), (128, 37), (128, 132)])
 def test_shared_tiles_wait_for_nobody(hopper, tokens, ctas):
     # Beside other work the CTAs of a tile are not on the GPU together: whoever waits for the others' sums gives up.
