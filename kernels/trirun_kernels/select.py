@@ -15,7 +15,10 @@ STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANT
 PREFILL = (PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8)
 UNIT = 128  # k of one pipeline stage, K_PAD of the layout
 STRIP = 64  # out_features that stream together
+TILE = 256  # out_features of one CTA of the kernels of columns and runs
+RUN = 4  # units that share a scale of x
 SLICE = 32  # rows of x of one CTA of the kernel of runs
+FUSED_UNITS = 16  # of k at most, for a CTA of the kernel of runs to quantize up to 16 rows of x itself
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
@@ -199,7 +202,12 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
 
 def _runs(n: int, k: int, m: int, act_bits: int, device: Device) -> Plan:
     """As :func:`_columns` for one scale per output channel: up to 32 rows of x a slice, and the k of all tiles divided
-    equally among the CTAs of a slice."""
+    equally among the CTAs of a slice. Where that is faster, each CTA quantizes its columns of x itself."""
+    if act_bits == 16 and 8 < m <= SLICE:
+        ctas = _equal_shares(n, k, device.sms, least=RUN)
+        stages = _stages_beside_x(n, k, m, ctas)
+        if stages:
+            return Plan(RUNS, stages=stages, ctas=ctas, fused=1)
     slices, digits = -(-m // SLICE), 2 if act_bits == 16 else 1
     width = max(16, 1 << (min(m, SLICE) * digits - 1).bit_length())
     rows = width // digits
@@ -207,16 +215,32 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device) -> Plan:
     # the kernel that quantizes x, which wait beside this one.
     stage = 4 * 2048 + UNIT * width + 128 * -(-rows * 8 // 128)
     stages = min(16, (224 * 1024 - 1280 - 8 * 80 * rows) // stage)
-    sms, tiles, units = device.sms // slices, -(-n // (STRIP * 4)), k // UNIT
-    # As many CTAs to every tile, each with eight units at least, or equal shares that cross the tiles' borders.
-    whole = max(1, min(sms // tiles, units // 8))
-    ctas = min(sms, tiles * units)
-    if tiles <= sms and (10 * tiles * whole >= 9 * sms or units // (whole + 1) < 8):
-        ctas = tiles * whole
+    ctas = _equal_shares(n, k, device.sms // slices, least=8)
     if act_bits == 8 and k > EXACT_SUM:
         # int32 sums over a CTA's part of a tile are exact up to so many k.
-        ctas = max(ctas, -(-tiles * units // (EXACT_SUM // UNIT)))
+        tiles = -(-n // TILE)
+        ctas = max(ctas, -(-tiles * k // EXACT_SUM))
     return Plan(RUNS, stages=stages, ctas=ctas)
+
+
+def _equal_shares(n: int, k: int, sms: int, least: int) -> int:
+    """CTAs: as many to every tile, each with ``least`` units or more, or equal shares that cross the tiles' borders."""
+    tiles, units = -(-n // TILE), k // UNIT
+    whole = max(1, min(sms // tiles, units // least))
+    if tiles <= sms and (10 * tiles * whole >= 9 * sms or units // (whole + 1) < least):
+        return tiles * whole
+    return min(sms, tiles * units)
+
+
+def _stages_beside_x(n: int, k: int, m: int, ctas: int) -> int:
+    """Stages of words beside the x that a CTA of the kernel of runs quantizes, as launch_runs lays them out; 0 where a
+    kernel that quantizes apart is as fast: for long shares, the more so with many rows, and for those that cut runs."""
+    share, rest = divmod(-(-n // TILE) * (k // UNIT), ctas)
+    if rest or share % RUN or k // UNIT % share or share > (FUSED_UNITS if m <= SLICE // 2 else FUSED_UNITS // 2):
+        return 0
+    rows = max(16, 1 << (2 * m - 1).bit_length()) // 2
+    x = share * (UNIT // 16 * (rows * 32 + 16)) + (share // RUN + 2) * rows * 8 + 128
+    return min(16, (227 * 1024 - x - 8 * 80 * rows - 1536) // (4 * 2048))
 
 
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:

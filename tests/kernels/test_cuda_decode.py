@@ -61,7 +61,7 @@ def poisoned(x, w, bias=None, act_bits=16, plan=None):
     return y
 
 
-def plans(m, k, act_bits, group_size):
+def plans(n, m, k, act_bits, group_size):
     units = -(-k // 128)
     columns = m * (2 if act_bits == 16 else 1)
     if columns <= 16:
@@ -77,6 +77,9 @@ def plans(m, k, act_bits, group_size):
             yield Plan(COLUMNS, ctas=ctas, stages=stages)
             if group_size == -1:
                 yield Plan(RUNS, ctas=ctas, stages=stages)
+                if act_bits == 16 and m <= 32:
+                    # A CTA quantizes no column twice: of no more units than a tile has.
+                    yield Plan(RUNS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
 
 
 @pytest.mark.parametrize("group_size, zero", GRIDS)
@@ -88,7 +91,7 @@ def test_every_plan_on_every_grid(group_size, zero, act_bits):
             x = rows(m, k)
             bias = torch.randn(n, device="cuda").half()
             reference = exact(x, w, bias, act_bits)
-            for plan in plans(m, k, act_bits, group_size):
+            for plan in plans(n, m, k, act_bits, group_size):
                 assert error(poisoned(x, w, bias, act_bits, plan), reference) < TOLERANCE[x.dtype], (n, k, m, plan)
 
 
@@ -122,6 +125,23 @@ def test_outliers_of_every_kind(channels, factor):
         reference = exact(x, w)
         rounding = error(reference.half(), reference)
         assert error(poisoned(x, w, None, 16, Plan(RUNS, ctas=5, stages=4)), reference) < 1.5 * rounding
+
+
+@pytest.mark.skipif(not HOPPER, reason="wgmma")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "n, k, ctas", [(300, 128, 2), (700, 2560, 7), (512, 4096, 5), (512, 4096, 16), (1500, 1800, 43)]
+)
+def test_x_quantized_by_the_product_has_the_same_digits(n, k, ctas, dtype):
+    # Without a zero point the sums are the same numbers added in the same order.
+    w, plain = weight(n, k, zero=0.0), weight(n, k, zero=None)
+    bias = torch.randn(n, device="cuda", dtype=dtype)
+    for m in (3, 8, 9, 16, 17, 24, 32):
+        wide = rows(m, k + 8, dtype)
+        for x in (wide[:, :k], wide[:, 8:], wide[:, 3 : k + 3]):  # the last is not on 16 bytes: quantized apart
+            apart, fused = (Plan(RUNS, ctas=ctas, stages=4, fused=f) for f in (0, 1))
+            assert torch.equal(poisoned(x, w, bias, 16, fused), poisoned(x, w, bias, 16, apart)), m
+            assert error(poisoned(x, plain, bias, 16, fused), exact(x, plain, bias)) < TOLERANCE[dtype], m
 
 
 @pytest.mark.parametrize("n, k", [(1, 2), (65, 130), (100, 200), (63, 127), (1000, 999), (257, 4100)])
@@ -229,6 +249,22 @@ def test_graph_capture_replays_on_new_inputs():
             x.copy_(rows(m, 2048, seed=seed))
             graph.replay()
             assert torch.equal(y, int2_gemm(x, w) * 2)
+
+
+@pytest.mark.skipif(not HOPPER, reason="wgmma")
+def test_a_graph_whose_counters_begin_as_anything():
+    w = weight(4096, 4096)
+    for m in (9, 16, 32):
+        x = rows(m, 4096)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            junk = torch.full((8 << 20,), 0x5A, dtype=torch.uint8, device="cuda")
+            del junk  # its memory is the workspace's
+            y = int2_gemm(int2_gemm(int2_gemm(x, w), w), w)
+        for seed in range(5):
+            x.copy_(rows(m, 4096, seed=seed))
+            graph.replay()
+            assert torch.equal(y, int2_gemm(int2_gemm(int2_gemm(x, w), w), w)), m
 
 
 def test_compile_and_opcheck():

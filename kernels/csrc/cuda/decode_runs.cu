@@ -7,10 +7,14 @@
 // ring of stages of 128 k full, words before the previous kernel has ended and x after. Each of two warpgroups
 // multiplies two row blocks of every stage; its fragments are made 32 k ahead, between the products.
 //
+// FUSED: no kernel before this one quantizes x. Two more warpgroups do, all the columns of x that the CTA multiplies,
+// into shared memory beside the ring (decode_quantize.cuh), while the products of what they have quantized begin.
+//
 // All units of k of all tiles form one line, cut into equal pieces, one for every CTA of a slice. Where a tile is cut,
 // its CTAs leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs. Nobody
 // waits for anybody: the CTAs need not run at the same time.
 #include "activations.cuh"
+#include "decode_quantize.cuh"
 #include "decode_shares.cuh"
 #include "decode_unit.cuh"
 #include "kernels.cuh"
@@ -20,9 +24,11 @@
 namespace trirun {
 namespace {
 
-constexpr int STEPS = 4;   // of a stage, 32 k each
-constexpr int J = 2;       // row blocks of one warpgroup
-constexpr int SLICE = 32;  // rows of x whose digits one CTA multiplies, at most
+constexpr int STEPS = 4;       // of a stage, 32 k each
+constexpr int J = 2;           // row blocks of one warpgroup
+constexpr int SLICE = 32;      // rows of x whose digits one CTA multiplies, at most
+constexpr int PIECES = 32;     // of x that a CTA quantizes itself, at most
+constexpr int QUANTIZERS = 2;  // warpgroups that do
 
 struct RunsArgs : EqualShares {
   CUtensorMap words, digits;
@@ -34,12 +40,15 @@ struct RunsArgs : EqualShares {
   int n, m;
   const float2* x_scales;
   int tokens, slices;
+  const void* x;  // what the fused kernel quantizes itself: [m][ldx]
+  int64_t ldx;
+  int k, pieces;  // columns of x; runs of them that a CTA has, or has a part of, at most
   const void* bias;
   void* y;
   int64_t ldy;
   int dtype;
   bool vectors;  // y can be written 16 bytes at a time
-  int stages, stage_bytes, x_at, x_scales_at;  // offsets within a stage; words at 0
+  int stages, stage_bytes, x_at, x_scales_at;  // offsets within a stage, words at 0; fused: in shared memory
   int staged_at, totals_at, barriers_at;       // offsets in shared memory; stages at 0
   unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
   float4* parts;       // [CTA][slice][first, last tile][quarter of a thread's sums][consumer]
@@ -48,10 +57,11 @@ struct RunsArgs : EqualShares {
 }  // namespace
 
 // Not in the unnamed namespace, where an architecture without this kernel would warn of every unused member.
-template <int DIGITS, int N>
+template <int DIGITS, int N, bool FUSED>
 struct RunsShape {
-  static constexpr int GROUPS = 4 / J;                                       // warpgroups that multiply
-  static constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;  // and one that copies
+  static constexpr int GROUPS = 4 / J;                      // warpgroups that multiply
+  static constexpr int PRODUCERS = FUSED ? QUANTIZERS : 1;  // and that copy, or copy and quantize
+  static constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + PRODUCERS * 128;
   static constexpr int ROWS = N / DIGITS;                     // of x in a slice
   static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
   // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
@@ -60,12 +70,14 @@ struct RunsShape {
   // Where a warp's outputs are put in order: rows of tokens, 16 bytes apart in banks.
   static constexpr int STAGED_ROW = J * 32 + 16, STAGED = ROWS * STAGED_ROW;
   // Registers of a thread at launch, of a copying and of a multiplying one: what the first give up must cover what the
-  // others add, or the kernel waits forever. A quarter of a multiprocessor's are left over, so that CTAs of the kernel
-  // that quantizes x are there before this one ends: the compiler is told of more threads than there are.
-  static constexpr int BOUND = 512;
-  static constexpr int LAUNCH_REGISTERS = 65536 / BOUND / 8 * 8;
-  static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 176;
-  static_assert(PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <= LAUNCH_REGISTERS * (GROUPS + 1));
+  // others add, or the kernel waits forever. Some of a multiprocessor's are left over, so that CTAs of the kernel that
+  // comes next, or quantizes its x, are there before this one ends. Given to the compiler as they are: launch bounds
+  // come to a register count only in steps of a warp for every scheduler.
+  static constexpr int LAUNCH_REGISTERS = FUSED && N < 64 ? 112 : 128;
+  static constexpr int PRODUCER_REGISTERS = !FUSED ? 24 : N < 64 ? 72 : 64;
+  static constexpr int CONSUMER_REGISTERS = !FUSED ? 176 : N < 64 ? 152 : 192;
+  static_assert(PRODUCERS * PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <=
+                LAUNCH_REGISTERS * (GROUPS + PRODUCERS));
 };
 
 namespace {
@@ -78,15 +90,16 @@ struct Ring {
   }
 };
 
-// Calls copy(stage's address, its barrier, tile, unit of the tile, whether it is the last of the CTA) for every unit of
-// this CTA, once its stage is free: by one thread.
+// Calls copy(stage's address, its barrier, tile, unit of the tile, whether it is the last of the CTA) for every unit
+// [from, last) of this CTA, once its stage is free: by one thread. from: the first, or the first after a whole ring.
 template <typename Copy>
 __device__ __forceinline__ void produce(const RunsArgs& a, uint32_t shared, uint32_t full, uint32_t empty, int first,
-                                        int last, Copy copy) {
-  int tile = first / a.units, unit = first - tile * a.units;
+                                        int from, int last, Copy copy) {
+  int tile = from / a.units, unit = from - tile * a.units;
   Ring ring;
+  ring.phase = from != first;
 #pragma unroll 1
-  for (int i = first; i < last; i++) {
+  for (int i = from; i < last; i++) {
     if (i - first >= a.stages) barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
     copy(shared + ring.stage * a.stage_bytes, full + ring.stage * 8, tile, unit, i + 1 == last);
     ring.advance(a.stages);
@@ -109,26 +122,33 @@ __device__ __forceinline__ float half_of(uint32_t pair, int h) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(h ? pair >> 16 : pair)));
 }
 
-template <int DIGITS, int N>
-__global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
+template <int DIGITS, int N, bool FUSED>
+__global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
     runs(const __grid_constant__ RunsArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using S = RunsShape<DIGITS, N>;
+  using S = RunsShape<DIGITS, N, FUSED>;
   extern __shared__ __align__(1024) uint8_t memory[];
   // Read from a lane, so that the compiler knows it is the same for the warp, and keeps it.
   const uint32_t shared = __shfl_sync(~0u, shared_address(memory), 0);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const uint32_t full = shared + a.barriers_at, empty = full + MAX_STAGES * 8, totals_ready = empty + MAX_STAGES * 8;
+  const uint32_t x_ready = totals_ready;  // fused, of every piece of x; there are no totals
+  const uint32_t counters_ready = x_ready + PIECES * 8;
   float* totals = reinterpret_cast<float*>(memory + a.totals_at);
   const int cta = blockIdx.x / a.slices, slice = blockIdx.x % a.slices;
   const int first = a.start(cta), last = a.start(cta + 1);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < a.stages; i++) {
-      barrier_init(full + i * 8, 2);
+      barrier_init(full + i * 8, FUSED ? 1 : 2);
       barrier_init(empty + i * 8, S::CONSUMERS / 32);
     }
-    barrier_init(totals_ready, 2);
+    if constexpr (FUSED) {
+      for (int i = 0; i < a.pieces; i++) barrier_init(x_ready + i * 8, S::PRODUCERS * 4);
+      barrier_init(counters_ready, 1);
+    } else {
+      barrier_init(totals_ready, 2);
+    }
     barrier_init_fence();
   }
   __syncthreads();
@@ -137,26 +157,51 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
   if (warp >= S::CONSUMERS / 32) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
     const int role = warp - S::CONSUMERS / 32, token0 = slice * S::ROWS, tokens = min(S::ROWS, a.tokens - token0);
-    if (role == 0) {
-      const uint64_t policy = evict_first_policy();
+    const auto copy_words = [&](uint32_t to, uint32_t barrier, int tile, int unit, bool) {
+      barrier_expect(barrier, STRIPS * UNIT_BYTES);
+      tensor_load(to, &a.words, barrier, 0, unit * STEPS, tile * STRIPS, evict_first_policy());
+    };
+    if constexpr (FUSED) {
+      constexpr int WARPS = S::PRODUCERS * 4;
+      // A copy holds its thread for a while: every warp asks for its share of the first round.
+      const int round = min(last, first + a.stages);
       if (lane == 0)
-        produce(a, shared, full, empty, first, last, [&](uint32_t to, uint32_t barrier, int tile, int unit, bool) {
-          barrier_expect(barrier, STRIPS * UNIT_BYTES);
-          tensor_load(to, &a.words, barrier, 0, unit * STEPS, tile * STRIPS, policy);
-        });
+        for (int i = first + role; i < round; i += WARPS)
+          copy_words(shared + (i - first) * a.stage_bytes, full + (i - first) * 8, i / a.units, i % a.units, false);
+      __syncwarp();
+      dependency_wait();
+      const uint32_t x = shared + a.x_at, scales = shared + a.x_scales_at;
+      if (a.dtype == TRIRUN_BF16)
+        quantize_pieces<true, N, WARPS, 16 / WARPS>(a, x, scales, x_ready, role, first, last);
+      else
+        quantize_pieces<false, N, WARPS, 16 / WARPS>(a, x, scales, x_ready, role, first, last);
+      if (role == 0) {
+        if (lane == 0) produce(a, shared, full, empty, first, round, last, copy_words);
+      } else if (role == 1) {
+        // Counters of the tiles that this CTA shares, at most two, for each warp that multiplies: zeroed by nobody.
+        static_assert(S::CONSUMERS == 256);
+        const int begin = (first / a.units + lane / 8) * a.units;
+        if (lane < 16 && begin < last && a.owner(begin) != a.owner(begin + a.units - 1))
+          prepare_counter(reinterpret_cast<uint64_t*>(a.counters) + a.owner(begin) * (S::CONSUMERS / 32) + lane % 8);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(counters_ready);
+      }
+    } else if (role == 0) {
+      if (lane == 0) produce(a, shared, full, empty, first, first, last, copy_words);
     } else if (role == 1) {
       const uint64_t policy = evict_last_policy();
       tensor_map_prefetch(&a.digits);
       dependency_wait();
       if (lane == 0)
-        produce(a, shared, full, empty, first, last, [&](uint32_t to, uint32_t barrier, int, int unit, bool ends) {
-          const bool scaled = !S::EXACT && closes(a, unit, ends);
-          barrier_expect(barrier, UNIT * N + (scaled ? tokens * 8 : 0));
-          tensor_load(to + a.x_at, &a.digits, barrier, slice * N * 4, 0, unit * STEPS, policy);
-          if (scaled)
-            bulk_load(to + a.x_scales_at, a.x_scales + static_cast<int64_t>(unit) * a.tokens + token0, tokens * 8,
-                      barrier);
-        });
+        produce(a, shared, full, empty, first, first, last,
+                [&](uint32_t to, uint32_t barrier, int, int unit, bool ends) {
+                  const bool scaled = !S::EXACT && closes(a, unit, ends);
+                  barrier_expect(barrier, UNIT * N + (scaled ? tokens * 8 : 0));
+                  tensor_load(to + a.x_at, &a.digits, barrier, slice * N * 4, 0, unit * STEPS, policy);
+                  if (scaled)
+                    bulk_load(to + a.x_scales_at, a.x_scales + static_cast<int64_t>(unit) * a.tokens + token0,
+                              tokens * 8, barrier);
+                });
     } else {
       dependency_wait();
       add_totals(a, totals, token0, tokens, 128);
@@ -174,8 +219,10 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
     int c[J][N / 2];
     uint32_t fragment[STEPS][J][4];
     uint4 words[STEPS];
-    const uint64_t x0 = wgmma_descriptor(shared + a.x_at, N * 16, 128);
-    const uint32_t stage_step = a.stage_bytes >> 4;
+    float total[S::TOKENS];  // of x, of the runs of a tile
+    constexpr int HALF = FUSED ? half_step(N) : N * 16;  // bytes from 16 k to the next
+    const uint64_t x0 = wgmma_descriptor(shared + a.x_at, HALF, 128);
+    const uint32_t x_step = (FUSED ? 8 * HALF : a.stage_bytes) >> 4;
     Ring ring;
     uint32_t base = shared;  // of the stage in hand
 
@@ -187,15 +234,20 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
         asm volatile("and.b32 %0, %1, %2;" : "=r"(fragment[s][j][i]) : "r"(w[i]), "r"(masks[j]));
     };
     // The integer sums of a run become floats.
-    const auto convert = [&](uint32_t at) {
+    const auto convert = [&](uint32_t x_scales) {
       wgmma_wait<0>();
 #pragma unroll
       for (int j = 0; j < J; j++) wgmma_hold(c[j]);
-      const uint32_t x_scales = at + a.x_scales_at + (lane & 3) * 8;
+      x_scales += (lane & 3) * 8;
 #pragma unroll
       for (int i = 0; i < N / 8; i++) {
         float scale = 1.f;
-        if constexpr (!S::EXACT) scale = load_shared_float(x_scales + i * 32);
+        if constexpr (FUSED) {
+          const float2 both = load_shared_float2(x_scales + i * 32);
+          scale = both.x, total[i] += both.y;
+        } else if constexpr (!S::EXACT) {
+          scale = load_shared_float(x_scales + i * 32);
+        }
 #pragma unroll
         for (int j = 0; j < J; j++)
 #pragma unroll
@@ -218,6 +270,10 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
       if (lane == 0) barrier_arrive(empty + stage * 8);
     };
 
+    using Counter = std::conditional_t<FUSED, uint64_t, unsigned>;
+    const auto counter_of = [&](int first_cta) {
+      return reinterpret_cast<Counter*>(a.counters) + (first_cta * a.slices + slice) * (S::CONSUMERS / 32) + warp;
+    };
     const auto row_of = [&](int tile, int j, int h) {
       return (tile * STRIPS + strip) * 64 + (block0 + j) * 16 + h * 8 + lane / 4;
     };
@@ -238,25 +294,31 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
       }
     };
 
+    // Sums of token t less the zero point times what it multiplies. Row block j came in as code * 4^j.
+    const auto subtract_zeros = [&](int t, float of_x, float x_scale) {
+#pragma unroll
+      for (int j = 0; j < J; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const float quarter = __uint_as_float((127 - 2 * (block0 + j)) << 23);
+          const float z = real_zeros ? half_of(channel_zero[j], h) : a.zero;
+          sum[j][t][h] = sum[j][t][h] * (S::EXACT ? quarter * x_scale : quarter) - z * of_x;
+        }
+    };
+
     // Finished sums of this warp to y: 32 rows and every token, put in order in shared memory, so that 16 bytes at a
     // time are written. Few instructions: this code runs once or twice, and is fetched to be run.
     const auto store = [&](int tile) {
-      barrier_wait(totals_ready, 0);
+      if constexpr (!FUSED) barrier_wait(totals_ready, 0);
       const int lane_token = DIGITS == 2 ? lane % 4 : lane % 4 * 2, tokens = a.m - slice * S::ROWS;
       const auto token_of = [&](int t) { return lane_token + (DIGITS == 2 ? t * 4 : t / 2 * 8 + t % 2); };
 #pragma unroll
       for (int t = 0; t < S::TOKENS; t++) {
-        const float total = totals[64 + token_of(t)], x_scale = S::EXACT ? totals[128 + token_of(t)] : 1.f;
+        if constexpr (!FUSED) subtract_zeros(t, totals[64 + token_of(t)], S::EXACT ? totals[128 + token_of(t)] : 1.f);
 #pragma unroll
         for (int j = 0; j < J; j++)
 #pragma unroll
-          for (int h = 0; h < 2; h++) {
-            // Row block j came in as code * 4^j.
-            const float quarter = __uint_as_float((127 - 2 * (block0 + j)) << 23);
-            const float z = real_zeros ? half_of(channel_zero[j], h) : a.zero;
-            const float v = sum[j][t][h] * (S::EXACT ? quarter * x_scale : quarter) - z * total;
-            sum[j][t][h] = v * half_of(channel_scale[j], h) + channel_bias[j][h];
-          }
+          for (int h = 0; h < 2; h++) sum[j][t][h] = sum[j][t][h] * half_of(channel_scale[j], h) + channel_bias[j][h];
       }
       if (a.dtype == TRIRUN_F32) {
 #pragma unroll
@@ -304,6 +366,7 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
 #pragma unroll
     for (int i = 0; i < J * N / 2; i++) (&c[0][0])[i] = 0;
     int tile = first / a.units;
+    uint32_t piece = 0;
     barrier_wait(full, 0);
 #pragma unroll
     for (int s = 0; s < STEPS; s++) read_words(s);
@@ -319,15 +382,20 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
 #pragma unroll
         for (int i = 0; i < J * S::TOKENS * 2; i++) (&sum[0][0][0])[i] = 0.f;
       }
+      if constexpr (FUSED) {
+#pragma unroll
+        for (int i = 0; i < S::TOKENS; i++) total[i] = 0.f;
+      }
 #pragma unroll 1
       do {
         const int run = at, stop = min(end, begin + ((at - begin) | a.run_mask) + 1);
         uint32_t now = base, stage = ring.stage;
+        if constexpr (FUSED) barrier_wait(x_ready + piece * 8, 0);
 #pragma unroll 1
         do {
           const uint32_t before = stage;
           now = base, stage = ring.stage;
-          const uint64_t x = x0 + stage * stage_step;
+          const uint64_t x = x0 + (FUSED ? at - first : stage) * x_step;
 #pragma unroll
           for (int s = 0; s < STEPS; s++) {
             // A product holds its warp until its fragment has been read, so that other work stands between the
@@ -335,7 +403,7 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < J; j++) {
-              wgmma_u8s8(c[j], fragment[s][j], x + s * (N * 32 >> 4), 1);
+              wgmma_u8s8(c[j], fragment[s][j], x + s * (HALF * 2 >> 4), 1);
               if (j == J - 1) wgmma_commit();
               make_fragment((s + 1) % STEPS, j);
             }
@@ -351,9 +419,14 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
             if (s == 1 && at > run) release(before);
           }
         } while (++at < stop);
-        convert(now);
+        convert(FUSED ? shared + a.x_scales_at + piece++ * (S::ROWS * 8) : now + a.x_scales_at);
         release(stage);
       } while (!S::EXACT && at < end);
+      if constexpr (FUSED) {
+        // Of the CTA's own k, which is all it has quantized.
+#pragma unroll
+        for (int t = 0; t < S::TOKENS; t++) subtract_zeros(t, total[t], 1.f);
+      }
 
       float (&flat)[S::QUARTERS * 4] = reinterpret_cast<float (&)[S::QUARTERS * 4]>(sum);
       bool mine = true;
@@ -362,9 +435,9 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
           const int of_both = 2 * (of * a.slices + slice) + (a.start(of) < begin);  // its first tile, or its last
           return a.parts + static_cast<int64_t>(of_both) * S::QUARTERS * S::CONSUMERS + threadIdx.x;
         };
+        if constexpr (FUSED) barrier_wait(counters_ready, 0);
         mine = add_shares<S::QUARTERS, S::CONSUMERS, DIGITS == 2 ? 4 : 2>(
-            flat, cta, first_cta, last_cta, a.counters + (first_cta * a.slices + slice) * (S::CONSUMERS / 32) + warp,
-            part);
+            flat, cta, first_cta, last_cta, counter_of(first_cta), part);
       }
       if (mine) store(tile);
       at = end, tile++;
@@ -376,35 +449,44 @@ __global__ void __launch_bounds__(RunsShape<DIGITS, N>::BOUND, 1)
 using Kernel = void (*)(RunsArgs);
 
 struct Instance {
-  int digits, columns, threads, registers, quarters, staged;
+  int digits, columns;
+  bool fused;
+  int consumers, threads, registers, quarters, staged;
   Kernel kernel;
-
-  int consumers() const { return threads - 128; }
 };
 
-template <int DIGITS, int N>
+template <int DIGITS, int N, bool FUSED>
 constexpr Instance instance() {
-  using S = RunsShape<DIGITS, N>;
-  return {DIGITS, N, S::THREADS, S::LAUNCH_REGISTERS, S::QUARTERS, S::STAGED * S::CONSUMERS / 32,
-          runs<DIGITS, N>};
+  using S = RunsShape<DIGITS, N, FUSED>;
+  return {DIGITS, N, FUSED, S::CONSUMERS, S::THREADS, S::LAUNCH_REGISTERS, S::QUARTERS,
+          S::STAGED * S::CONSUMERS / 32, runs<DIGITS, N, FUSED>};
 }
 
-// digits of x, columns (digits * rows of x, at most)
-// no-spill(90a): runs<*, *>
+// digits of x, columns (digits * rows of x, at most), whether it quantizes x
+// no-spill(90a): runs<*, *, *>
 constexpr Instance INSTANCES[] = {
-    instance<2, 16>(), instance<2, 32>(), instance<2, 64>(), instance<1, 16>(), instance<1, 32>(),
+    instance<2, 16, false>(), instance<2, 32, false>(), instance<2, 64, false>(), instance<1, 16, false>(),
+    instance<1, 32, false>(), instance<2, 16, true>(),  instance<2, 32, true>(),  instance<2, 64, true>(),
 };
+
+constexpr int SHARED_BYTES = 227 * 1024;  // that one CTA may have
 
 int align(int v) { return (v + 127) / 128 * 128; }
 
 // Rows of x beyond a slice's are other CTAs'.
 int slices_of(const ActivationLayout& layout) { return (layout.tokens + SLICE - 1) / SLICE; }
 
-const Instance* instance_of(const Problem& p, const ActivationLayout& layout) {
+// Whether x can be read, in 16-byte pieces of 16-bit values, by a kernel that quantizes it itself.
+bool fuses(const Problem& p) {
+  return p.plan.fused && p.activations == nullptr && p.dtype != TRIRUN_F32 && p.k % 8 == 0 && p.ldx % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
+}
+
+const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bool fused) {
   const int columns = (layout.tokens < SLICE ? layout.tokens : SLICE) * layout.digits;
   const Instance* best = nullptr;
   for (const Instance& i : INSTANCES)
-    if (p.w.group_size == -1 && i.digits == layout.digits && i.columns >= columns &&
+    if (p.w.group_size == -1 && i.digits == layout.digits && i.fused == fused && i.columns >= columns &&
         (best == nullptr || i.columns < best->columns))
       best = &i;
   return best;
@@ -413,7 +495,7 @@ const Instance* instance_of(const Problem& p, const ActivationLayout& layout) {
 // Sums of tiles that several CTAs share.
 size_t parts_bytes(const Problem& p, const Instance& instance, int slices) {
   const size_t ctas = p.plan.ctas > 0 ? size_t(p.plan.ctas) * slices : 0;
-  return ctas * 2 * instance.quarters * instance.consumers() * sizeof(float4);
+  return ctas * 2 * instance.quarters * instance.consumers * sizeof(float4);
 }
 
 // One slice's digits of 128 k a copy, each 16 k apart; columns beyond the last arrive as zeros.
@@ -432,8 +514,9 @@ int encode_digits(CUtensorMap* map, const uint8_t* digits, const ActivationLayou
 
 size_t workspace_runs(const Problem& p) {
   const ActivationLayout layout(p.m, p.w.k, p.act_bits);
-  const Instance* instance = instance_of(p, layout);
+  const Instance* instance = instance_of(p, layout, false);
   if (instance == nullptr) return 0;
+  // Digits also for a fused plan: whether x can be read that way is known only when x is.
   return parts_bytes(p, *instance, slices_of(layout)) + (p.activations != nullptr ? 0 : layout.bytes);
 }
 
@@ -441,7 +524,8 @@ int launch_runs(const Problem& p) {
   if (p.arch != 90) return TRIRUN_UNSUPPORTED;
   const trirun_cuda_plan& plan = p.plan;
   const ActivationLayout layout(p.m, p.w.k, p.act_bits);
-  const Instance* instance = instance_of(p, layout);
+  const bool fused = fuses(p);
+  const Instance* instance = instance_of(p, layout, fused);
   const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
   const int slices = slices_of(layout);
   if (instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
@@ -454,6 +538,10 @@ int launch_runs(const Problem& p) {
   const int64_t longest = (total + ctas - 1) / ctas;
   const bool exact = layout.digits == 1;
   if (exact && (longest < units ? longest : units) * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
+  // A CTA quantizes every column of x at most once, in no more pieces than there are barriers for: runs, of which those
+  // at the ends of its share and of a tile may be shorter.
+  const int pieces = static_cast<int>((longest + 2 * (RUN - 1)) / RUN + 1);
+  if (plan.fused && (slices > 1 || exact || longest > units || pieces > PIECES)) return TRIRUN_UNSUPPORTED;
 
   RunsArgs a{};
   if (const int code = encode_words(&a.words, p.w, STEPS)) return code;
@@ -465,30 +553,42 @@ int launch_runs(const Problem& p) {
   // float32 x keeps a scale for every unit: its outputs show the difference, 16-bit ones hardly do.
   const bool runs = !exact && p.activations == nullptr && p.dtype != TRIRUN_F32;
   a.run_mask = exact ? (1 << 30) - 1 : runs ? RUN - 1 : 0;
-  a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m);
+  a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m), a.k = static_cast<int>(p.k);
   a.tokens = layout.tokens, a.slices = slices;
+  a.x = p.x, a.ldx = p.ldx, a.pieces = pieces;
   a.bias = p.bias, a.y = p.y, a.ldy = p.ldy, a.dtype = p.dtype;
   auto* workspace = static_cast<uint8_t*>(p.workspace);
   a.counters = p.counters;
   a.parts = reinterpret_cast<float4*>(workspace);
   workspace += parts_bytes(p, *instance, slices);
-  auto* base = static_cast<const uint8_t*>(p.activations != nullptr ? p.activations : workspace);
-  if (const int code = encode_digits(&a.digits, base, layout, instance->columns)) return code;
-  a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
   const int rows = instance->columns / layout.digits;
   a.stages = plan.stages;
-  a.x_at = STRIPS * UNIT_BYTES;
-  a.x_scales_at = a.x_at + UNIT * instance->columns;
-  a.stage_bytes = align(a.x_scales_at + rows * 8);
-  a.staged_at = plan.stages * a.stage_bytes;
+  const int beside = instance->staged + (128 + 64) * 4 + (2 * MAX_STAGES + PIECES + 1) * 8;
+  if (fused) {
+    a.stage_bytes = STRIPS * UNIT_BYTES;
+    a.x_at = a.stages * a.stage_bytes;
+    a.x_scales_at = a.x_at + static_cast<int>(longest) * 8 * half_step(instance->columns);
+    a.staged_at = align(a.x_scales_at + pieces * rows * 8);
+  } else {
+    a.x_at = STRIPS * UNIT_BYTES;
+    a.x_scales_at = a.x_at + UNIT * instance->columns;
+    a.stage_bytes = align(a.x_scales_at + rows * 8);
+    // A fused plan counts on smaller stages.
+    const int fitting = (SHARED_BYTES - beside) / a.stage_bytes;
+    if (plan.fused && fitting < a.stages) a.stages = fitting;
+    a.staged_at = a.stages * a.stage_bytes;
+    auto* base = static_cast<const uint8_t*>(p.activations != nullptr ? p.activations : workspace);
+    if (const int code = encode_digits(&a.digits, base, layout, instance->columns)) return code;
+    a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
+  }
   a.totals_at = a.staged_at + instance->staged;
   a.barriers_at = a.totals_at + (128 + 64) * 4;
-  const int bytes = a.barriers_at + 2 * MAX_STAGES * 8 + 32;
+  const int bytes = a.staged_at + beside;
   a.vectors = p.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
-  if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
-  if (p.activations == nullptr)
+  if (bytes > SHARED_BYTES) return TRIRUN_UNSUPPORTED;
+  if (p.activations == nullptr && !fused)
     if (const int code =
-            launch_quantize(p, workspace, runs ? RUN : 1, p.counters, ctas * slices * instance->consumers() / 32))
+            launch_quantize(p, workspace, runs ? RUN : 1, p.counters, ctas * slices * instance->consumers / 32))
       return code;
   return launch_chained(instance->kernel, a, ctas * slices, instance->threads, bytes, p.stream);
 }

@@ -35,11 +35,34 @@ __device__ __forceinline__ unsigned arrive_counted(unsigned* counter) {
   return before;
 }
 
+// The same where no kernel before this one has written zeros: a counter that may begin as anything counts under a mark
+// in its upper 48 bits. Whoever counts there has prepared it before.
+constexpr uint64_t COUNTER_MARK = 0x5ea1c0de7a6bull << 16;
+
+__device__ __forceinline__ void prepare_counter(uint64_t* counter) {
+  uint64_t seen;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
+  while (seen >> 16 != COUNTER_MARK >> 16) {
+    uint64_t found;
+    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(found)
+                 : "l"(counter), "l"(seen), "l"(COUNTER_MARK)
+                 : "memory");
+    if (found == seen) break;
+    seen = found;
+  }
+}
+__device__ __forceinline__ unsigned arrive_counted(uint64_t* counter) {
+  uint64_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
+  return before & 0xffff;
+}
+
 // Leaves a thread's sums in the workspace, a quarter (16 bytes) every CONSUMERS; the warp whose arrival is the last of
 // CTAs [first, last] adds up all of theirs, in their order, and returns true. part(cta): where that CTA leaves this
 // thread's; counter: of this tile and warp.
-template <int QUARTERS, int CONSUMERS, int UNROLL, typename Part>
-__device__ __forceinline__ bool add_shares(float (&flat)[QUARTERS * 4], int cta, int first, int last, unsigned* counter,
+template <int QUARTERS, int CONSUMERS, int UNROLL, typename Counter, typename Part>
+__device__ __forceinline__ bool add_shares(float (&flat)[QUARTERS * 4], int cta, int first, int last, Counter* counter,
                                            Part part) {
   float4* to = part(cta);
 #pragma unroll
