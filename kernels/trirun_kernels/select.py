@@ -18,7 +18,6 @@ STRIP = 64  # out_features that stream together
 TILE = 256  # out_features of one CTA of the kernels of columns and runs
 RUN = 4  # units that share a scale of x
 SLICE = 32  # rows of x of one CTA of the kernel of runs
-FUSED_UNITS = 16  # of k at most, for a CTA of the kernel of runs to quantize up to 16 rows of x itself
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
@@ -105,6 +104,10 @@ def _decode(
     columns = m * (2 if act_bits == 16 else 1)
     # Large weights take wgmma a tile earlier: one copy of x for four strips is less traffic from L2, and long rows of x
     # need not fit the shared memory at once.
+    if m == 8 and group_size == -1 and act_bits == 16 and not (quantized or wide) and device.arch == 90:
+        plan = _fused_runs(n, k, m, device)
+        if plan is not None:
+            return plan
     if device.arch == 90 and (columns > 16 or (columns > 8 and (n * k >= LARGE or k >= LONG))):
         # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
         if group_size == -1 and (act_bits == 8 or not (quantized or wide)):
@@ -203,11 +206,9 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
 def _runs(n: int, k: int, m: int, act_bits: int, device: Device) -> Plan:
     """As :func:`_columns` for one scale per output channel: up to 32 rows of x a slice, and the k of all tiles divided
     equally among the CTAs of a slice. Where that is faster, each CTA quantizes its columns of x itself."""
-    if act_bits == 16 and 8 < m <= SLICE:
-        ctas = _equal_shares(n, k, device.sms, least=RUN)
-        stages = _stages_beside_x(n, k, m, ctas)
-        if stages:
-            return Plan(RUNS, stages=stages, ctas=ctas, fused=1)
+    fused = _fused_runs(n, k, m, device) if act_bits == 16 else None
+    if fused is not None:
+        return fused
     slices, digits = -(-m // SLICE), 2 if act_bits == 16 else 1
     width = max(16, 1 << (min(m, SLICE) * digits - 1).bit_length())
     rows = width // digits
@@ -232,15 +233,19 @@ def _equal_shares(n: int, k: int, sms: int, least: int) -> int:
     return min(sms, tiles * units)
 
 
-def _stages_beside_x(n: int, k: int, m: int, ctas: int) -> int:
-    """Stages of words beside the x that a CTA of the kernel of runs quantizes, as launch_runs lays them out; 0 where a
-    kernel that quantizes apart is as fast: for long shares, the more so with many rows, and for those that cut runs."""
+def _fused_runs(n: int, k: int, m: int, device: Device) -> Plan | None:
+    """The kernel of runs where each CTA quantizes its columns of x itself, with as many stages of words beside them as
+    launch_runs has room for; None where a kernel that quantizes apart is as fast: for long shares of k, the more so
+    with many rows, and for those that cut runs."""
+    ctas = _equal_shares(n, k, device.sms, least=RUN)
     share, rest = divmod(-(-n // TILE) * (k // UNIT), ctas)
-    if rest or share % RUN or k // UNIT % share or share > (FUSED_UNITS if m <= SLICE // 2 else FUSED_UNITS // 2):
-        return 0
+    longest = 16 if 8 < m <= 16 else 8 if 8 <= m <= SLICE else 0
+    if rest or share % RUN or k // UNIT % share or share > longest:
+        return None
     rows = max(16, 1 << (2 * m - 1).bit_length()) // 2
     x = share * (UNIT // 16 * (rows * 32 + 16)) + (share // RUN + 2) * rows * 8 + 128
-    return min(16, (227 * 1024 - x - 8 * 80 * rows - 1536) // (4 * 2048))
+    stages = min(16, (227 * 1024 - x - 8 * 80 * rows - 1536) // (4 * 2048))
+    return Plan(RUNS, stages=stages, ctas=ctas, fused=1)
 
 
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:
