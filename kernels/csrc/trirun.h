@@ -370,8 +370,8 @@ int trirun_cuda_attention_decode(const trirun_attention* attention, void* worksp
                                  void* stream);
 
 /* The first half of that for rows of prompts: y is the rotated q (which may be q itself; mixed for an int8 cache), k
- * and v go to the cache. rotated_keys: NULL, or [m][ld_kv], which may be k itself: the keys as a cache of dtype has them.
- */
+ * and v go to the cache. rotated_keys: NULL, or [m][ld_kv], which may be k itself: the keys as a cache of dtype has
+ * them. */
 int trirun_cuda_attention_append(const trirun_attention* attention, void* rotated_keys, void* stream);
 
 /* The first positions of some slots, one slot after another, as values of dtype; keys of an int8 cache stay mixed. */

@@ -129,9 +129,8 @@ def test_outliers_of_every_kind(channels, factor):
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "n, k, ctas", [(300, 128, 2), (700, 2560, 7), (512, 4096, 5), (512, 4096, 16), (1500, 1800, 43)]
-)
+@pytest.mark.parametrize("n, k, ctas", [(300, 128, 2), (700, 2560, 7), (512, 4096, 5), (512, 4096, 16),
+                                        (1500, 1800, 43)])  # fmt: skip
 def test_x_quantized_by_the_product_has_the_same_digits(n, k, ctas, dtype):
     # Without a zero point the sums are the same numbers added in the same order.
     w, plain = weight(n, k, zero=0.0), weight(n, k, zero=None)

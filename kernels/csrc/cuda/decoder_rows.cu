@@ -155,7 +155,7 @@ constexpr int PROMPT_ROWS = 64;  // from so many rows on bytes count, not the wa
 
 // Eight columns of what `load_source` loads.
 template <int SOURCE, bool BF16>
-__device__ __forceinline__ void load_eight(float (&v)[8], const trirun_rows& r, int64_t row, int token, int column) {
+__device__ __forceinline__ void load_eight(float (&v)[8], const trirun_rows& r, int64_t row, int column) {
   const auto widen = [](float (&to)[8], const void* p, int64_t at) {
     const uint4 w = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p) + at);
     const uint32_t words[4] = {w.x, w.y, w.z, w.w};
@@ -165,9 +165,7 @@ __device__ __forceinline__ void load_eight(float (&v)[8], const trirun_rows& r, 
       to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
     }
   };
-  if constexpr (SOURCE == TRIRUN_ROWS_PLAIN) {
-    widen(v, r.x, row * r.ldx + column);
-  } else if constexpr (SOURCE == TRIRUN_ROWS_GATE) {
+  if constexpr (SOURCE == TRIRUN_ROWS_GATE) {
     float up[8];
     widen(v, r.x, row * r.ldx + column);
     widen(up, r.up, row * r.ldx + column);
@@ -175,20 +173,16 @@ __device__ __forceinline__ void load_eight(float (&v)[8], const trirun_rows& r, 
     for (int i = 0; i < 8; i++) v[i] = activate(v[i], r.activation) * up[i];
   } else {
     auto* at = reinterpret_cast<float4*>(r.residual + row * r.n + column);
-    if constexpr (SOURCE == TRIRUN_ROWS_EMBED) {
-      widen(v, r.x, static_cast<int64_t>(token) * r.ldx + column);
-    } else {
-      float x[8] = {};
-      const float4 low = at[0], high = at[1];
-      if (r.x != nullptr) widen(x, r.x, row * r.ldx + column);
-      v[0] = low.x + x[0], v[1] = low.y + x[1], v[2] = low.z + x[2], v[3] = low.w + x[3];
-      v[4] = high.x + x[4], v[5] = high.y + x[5], v[6] = high.z + x[6], v[7] = high.w + x[7];
-    }
+    float x[8] = {};
+    const float4 low = at[0], high = at[1];
+    if (r.x != nullptr) widen(x, r.x, row * r.ldx + column);
+    v[0] = low.x + x[0], v[1] = low.y + x[1], v[2] = low.z + x[2], v[3] = low.w + x[3];
+    v[4] = high.x + x[4], v[5] = high.y + x[5], v[6] = high.z + x[6], v[7] = high.w + x[7];
     at[0] = make_float4(v[0], v[1], v[2], v[3]), at[1] = make_float4(v[4], v[5], v[6], v[7]);
   }
 }
 
-// As `rows`, for 16-bit values alone and pointers and strides of whole 16 bytes.
+// As `rows`, for what every layer does: 16-bit values alone, of two sources, pointers and strides of whole 16 bytes.
 template <int SOURCE, bool BF16, int EIGHTS>
 __global__ void __launch_bounds__(PROMPT_THREADS) prompt_rows(const __grid_constant__ trirun_rows r) {
   __shared__ float squares[PROMPT_THREADS / 32];
@@ -196,13 +190,12 @@ __global__ void __launch_bounds__(PROMPT_THREADS) prompt_rows(const __grid_const
   const auto column_of = [&](int i) { return first + i * PROMPT_THREADS * 8; };
   dependency_launch();
   dependency_wait();
-  const int token = SOURCE == TRIRUN_ROWS_EMBED ? token_of(r, row) : 0;
   float v[EIGHTS][8];
 #pragma unroll
   for (int i = 0; i < EIGHTS; i++) {
 #pragma unroll
     for (int e = 0; e < 8; e++) v[i][e] = 0.f;
-    if (column_of(i) < r.n) load_eight<SOURCE, BF16>(v[i], r, row, token, column_of(i));
+    if (column_of(i) < r.n) load_eight<SOURCE, BF16>(v[i], r, row, column_of(i));
   }
   if (r.norm != nullptr) {
     float sum = 0.f;
@@ -243,7 +236,6 @@ using PromptKernel = void (*)(trirun_rows);
 // no-spill: prompt_rows<*, *, *>
 template <int SOURCE, bool BF16>
 PromptKernel prompt_instance(int64_t eights) {
-  if (eights <= PROMPT_THREADS) return prompt_rows<SOURCE, BF16, 1>;
   if (eights <= 2 * PROMPT_THREADS) return prompt_rows<SOURCE, BF16, 2>;
   if (eights <= 4 * PROMPT_THREADS) return prompt_rows<SOURCE, BF16, 4>;
   return eights <= 8 * PROMPT_THREADS ? prompt_rows<SOURCE, BF16, 8> : nullptr;
@@ -263,12 +255,8 @@ PromptKernel prompt_kernel(const trirun_rows& r, unsigned& parts) {
     if (!aligned_to(p, 16)) return nullptr;
   const int64_t eights = r.n / 8, each = r.norm != nullptr ? eights : PROMPT_THREADS * 2;
   parts = static_cast<unsigned>((eights + each - 1) / each);
-  switch (r.source) {
-    case TRIRUN_ROWS_RESIDUAL: return prompt_instance<TRIRUN_ROWS_RESIDUAL>(each, r.dtype);
-    case TRIRUN_ROWS_EMBED: return prompt_instance<TRIRUN_ROWS_EMBED>(each, r.dtype);
-    case TRIRUN_ROWS_GATE: return prompt_instance<TRIRUN_ROWS_GATE>(each, r.dtype);
-    default: return prompt_instance<TRIRUN_ROWS_PLAIN>(each, r.dtype);
-  }
+  if (r.source == TRIRUN_ROWS_RESIDUAL) return prompt_instance<TRIRUN_ROWS_RESIDUAL>(each, r.dtype);
+  return r.source == TRIRUN_ROWS_GATE ? prompt_instance<TRIRUN_ROWS_GATE>(each, r.dtype) : nullptr;
 }
 
 using Kernel = void (*)(RowsArgs);

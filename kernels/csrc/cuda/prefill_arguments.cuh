@@ -29,8 +29,8 @@ struct PrefillArguments {
   // Equal shares: all units of k (`turns` stages) of all tiles form one line, of which CTA c (cta_number) has `share`,
   // and one more if c < rest. 0: every CTA, or cluster, takes whole tiles.
   int share, rest, units;  // units: of one tile
-  // Of a tile's first CTA, one for every warp: CTAs that end with the tile and have left their sums; behind those of all
-  // CTAs as many more, set once the CTA that goes on from the tile has left its own.
+  // Of a tile's first CTA, one for every warp: CTAs that end with the tile and have left their sums; behind those of
+  // all CTAs as many more, set once the CTA that goes on from the tile has left its own.
   uint64_t* counters;
   uint4* parts;            // [CTA][first, last tile][four of a thread's sums][thread]
   bool remainder;  // launched behind the tiles before first_tile, to fill the CTAs that those leave idle
