@@ -34,12 +34,13 @@ except KeyboardInterrupt:
 """
 
 
-def start(tmp_path, seconds=0.6, **options):
+def start(tmp_path, seconds=0.6, sigint=signal.SIG_DFL):
+    """The program in the middle of its import, with Ctrl-C answered or ignored, whatever these tests inherited."""
     (tmp_path / "swallowing.py").write_text(SWALLOWING)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, tmp_path, tmp_path / "begun", str(seconds)],
-        stdout=subprocess.PIPE, text=True, env=environment, **options,
+        stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
     )  # fmt: skip
     while not (tmp_path / "begun").exists():
         time.sleep(0.01)
@@ -65,7 +66,7 @@ def test_a_second_signal_does_not_wait(tmp_path):
 
 
 def test_an_ignored_interrupt_stays_ignored(tmp_path):
-    process = start(tmp_path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process = start(tmp_path, sigint=signal.SIG_IGN)
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "imported\n"
     process.send_signal(signal.SIGTERM)
