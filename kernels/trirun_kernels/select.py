@@ -191,16 +191,7 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     stage = 4 * 2048 + groups * 1024 + UNIT * width + 128 * -(-tokens * 8 // 128) + (groups > 1) * tokens * 16
     room = 227 * 1024 - 2048 - 1024 * width * 16 // act_bits * (width <= 32 or (width == 64 and act_bits == 16))
     stages = min(16 if width <= 32 else 8, room // (-(-stage // 128) * 128))
-    tiles, units = -(-n // (STRIP * 4)), k // UNIT
-    # As many CTAs to every tile, each with eight units at least, or equal shares that cross the tiles' borders.
-    whole = max(1, min(device.sms // tiles, units // 8))
-    ctas = min(device.sms, tiles * units)
-    if tiles <= device.sms and (10 * tiles * whole >= 9 * device.sms or units // (whole + 1) < 8):
-        ctas = tiles * whole
-    if act_bits == 8 and group_size == -1 and k > EXACT_SUM:
-        # int32 sums over a CTA's part of a tile are exact up to so many k.
-        ctas = max(ctas, -(-tiles * units // (EXACT_SUM // UNIT)))
-    return Plan(COLUMNS, stages=stages, ctas=ctas)
+    return Plan(COLUMNS, stages=stages, ctas=_shares(n, k, act_bits, device.sms, exact=group_size == -1))
 
 
 def _runs(n: int, k: int, m: int, act_bits: int, device: Device) -> Plan:
@@ -216,12 +207,15 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device) -> Plan:
     # the kernel that quantizes x, which wait beside this one.
     stage = 4 * 2048 + UNIT * width + 128 * -(-rows * 8 // 128)
     stages = min(16, (224 * 1024 - 1280 - 8 * 80 * rows) // stage)
-    ctas = _equal_shares(n, k, device.sms // slices, least=8)
-    if act_bits == 8 and k > EXACT_SUM:
-        # int32 sums over a CTA's part of a tile are exact up to so many k.
-        tiles = -(-n // TILE)
+    return Plan(RUNS, stages=stages, ctas=_shares(n, k, act_bits, device.sms // slices, exact=True))
+
+
+def _shares(n: int, k: int, act_bits: int, sms: int, exact: bool) -> int:
+    """:func:`_equal_shares` of eight units. exact: a CTA sums up one digit as int32 over its part of a tile."""
+    ctas, tiles = _equal_shares(n, k, sms, least=8), -(-n // TILE)
+    if exact and act_bits == 8 and k > EXACT_SUM:
         ctas = max(ctas, -(-tiles * k // EXACT_SUM))
-    return Plan(RUNS, stages=stages, ctas=ctas)
+    return ctas
 
 
 def _equal_shares(n: int, k: int, sms: int, least: int) -> int:
