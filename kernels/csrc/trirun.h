@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 6
+#define TRIRUN_ABI_VERSION 7
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -228,12 +228,14 @@ typedef struct {
   int32_t tile_n;       /* out_features of one CTA */
   int32_t warps;        /* of one CTA */
   int32_t warp_split;   /* warps of a CTA that share a strip along k */
-  int32_t cta_split;    /* CTAs that share a strip along k: a cluster on sm_90, through the workspace elsewhere */
+  int32_t cta_split;    /* CTAs that share a strip along k: a cluster on sm_90, through the workspace elsewhere;
+                           runs: 2 for clusters of two CTAs of a tile */
   int32_t stages;       /* of the shared-memory ring */
   int32_t ctas;         /* grid of a persistent kernel; 0: one CTA per tile. Of the columns kernel (at least 1) and,
                            where it is not 0, of the Hopper prefill kernels: equal shares of all tiles' k */
-  int32_t fused;        /* 1: x is quantized in the kernel's prologue; 0: by a kernel of its own before */
-  int32_t reserved;
+  int32_t fused;        /* 1: the kernel quantizes x itself; 0: a kernel of its own does before */
+  int32_t early;        /* columns, runs: stages of weights asked for before x is there; 0: as many as the ring has */
+  int32_t x_first;      /* of x, asked for before the other weights; at most `early` */
 } trirun_cuda_plan;
 
 /* Bytes of device memory trirun_cuda_int2_gemm needs beside its arguments for m rows of x under a plan. */

@@ -21,6 +21,7 @@ SLICE = 32  # rows of x of one CTA of the kernel of runs
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
+LARGE_CHANNEL, LONG_CHANNEL = 5 << 24, 3 << 12  # with one scale per output channel
 DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
 SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB one CTA may have; 99 elsewhere
@@ -47,7 +48,8 @@ class Plan:
     stages: int = 0
     ctas: int = 0
     fused: int = 0
-    reserved: int = 0
+    early: int = 0
+    x_first: int = 0
 
 
 def select(
@@ -86,7 +88,8 @@ def select(
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
         tile_of_64 = plain and group_size != 32
-        limit = 32 if tile_of_64 and not (quantized or wide) else DECODE_ROWS
+        digits_win = act_bits == 8 and group_size == -1 and n * k <= LARGE_CHANNEL
+        limit = 32 if tile_of_64 and not (quantized or wide or digits_win) else DECODE_ROWS
     if m <= limit or quantized or wide:
         plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide) if m <= limit else None
         if plan is not None:
@@ -108,7 +111,7 @@ def _decode(
         plan = _fused_runs(n, k, m, device)
         if plan is not None:
             return plan
-    if device.arch == 90 and (columns > 16 or (columns > 8 and (n * k >= LARGE or k >= LONG))):
+    if device.arch == 90 and (columns > 16 or (columns > 8 and _heavy(n, k, group_size, act_bits, device))):
         # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
         if group_size == -1 and (act_bits == 8 or not (quantized or wide)):
             return _runs(n, k, m, act_bits, device)
@@ -127,6 +130,13 @@ def _decode(
         if shared_bytes(n, k, m, group_size, act_bits, plan) * per_sm <= SHARED_MEMORY.get(device.arch, 99) * 1024:
             return plan
     return None
+
+
+def _heavy(n: int, k: int, group_size: int, act_bits: int, device: Device) -> bool:
+    """Whether a weight takes wgmma for more than 8 columns of digits although mma.sync has 16."""
+    if group_size != -1:
+        return n * k >= LARGE or k >= LONG
+    return act_bits == 8 or n * k >= LARGE_CHANNEL or k >= LONG or (k >= LONG_CHANNEL and 2 * n > STRIP * device.sms)
 
 
 def _stream_candidates(
@@ -206,8 +216,25 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device) -> Plan:
     # Words, digits and their scales; beside the ring eight warps' outputs. What is left of 228 KiB is for two CTAs of
     # the kernel that quantizes x, which wait beside this one.
     stage = 4 * 2048 + UNIT * width + 128 * -(-rows * 8 // 128)
-    stages = min(16, (224 * 1024 - 1280 - 8 * 80 * rows) // stage)
-    return Plan(RUNS, stages=stages, ctas=_shares(n, k, act_bits, device.sms // slices, exact=True))
+    stages = min(16, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
+    ctas = _shares(n, k, act_bits, device.sms // slices, exact=True)
+    whole = _parts(n, k, ctas) > 0
+    # Weights asked for before x is there are in its way; after it has been asked for, x comes sooner. Where tiles are
+    # whole and with many rows, the first stages of x come before the other weights.
+    early, x_first = (4, 4) if m > 16 else (6, 4) if whole else (8, 0)
+    return Plan(RUNS, cta_split=_pairs(n, k, ctas), stages=stages, ctas=ctas, early=early, x_first=x_first)
+
+
+def _parts(n: int, k: int, ctas: int) -> int:
+    """CTAs of every tile, if all have equally many and no CTA more than one tile; else 0."""
+    share, rest = divmod(-(-n // TILE) * (k // UNIT), ctas)
+    return k // UNIT // share if rest == 0 and k // UNIT % share == 0 else 0
+
+
+def _pairs(n: int, k: int, ctas: int) -> int:
+    """2 where the CTAs of each tile are clusters of two, whose sums meet without the workspace."""
+    parts = _parts(n, k, ctas)
+    return 2 if parts and parts % 2 == 0 else 0
 
 
 def _shares(n: int, k: int, act_bits: int, sms: int, exact: bool) -> int:
@@ -231,15 +258,16 @@ def _fused_runs(n: int, k: int, m: int, device: Device) -> Plan | None:
     """The kernel of runs where each CTA quantizes its columns of x itself, with as many stages of words beside them as
     launch_runs has room for; None where a kernel that quantizes apart is as fast: for long shares of k, the more so
     with many rows, and for those that cut runs."""
-    ctas = _equal_shares(n, k, device.sms, least=RUN)
-    share, rest = divmod(-(-n // TILE) * (k // UNIT), ctas)
-    longest = 16 if 8 < m <= 16 else 8 if 8 <= m <= SLICE else 0
-    if rest or share % RUN or k // UNIT % share or share > longest:
+    # Eight rows are quantized so soon that the sums of fewer CTAs are worth more than their shares.
+    ctas = _equal_shares(n, k, device.sms, least=RUN if m > 8 else 2 * RUN)
+    parts, share = _parts(n, k, ctas), -(-n // TILE) * (k // UNIT) // ctas
+    longest = 8 if 8 <= m <= SLICE else 0
+    if parts == 0 or share % RUN or share > longest:
         return None
     rows = max(16, 1 << (2 * m - 1).bit_length()) // 2
     x = share * (UNIT // 16 * (rows * 32 + 16)) + (share // RUN + 2) * rows * 8 + 128
-    stages = min(16, (227 * 1024 - x - 8 * 80 * rows - 1536) // (4 * 2048))
-    return Plan(RUNS, stages=stages, ctas=ctas, fused=1)
+    stages = min(16, (227 * 1024 - x - 8 * 80 * rows - 2048) // (4 * 2048))
+    return Plan(RUNS, cta_split=_pairs(n, k, ctas), stages=stages, ctas=ctas, fused=1)
 
 
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:

@@ -62,24 +62,24 @@ def poisoned(x, w, bias=None, act_bits=16, plan=None):
 
 
 def plans(n, m, k, act_bits, group_size):
-    units = -(-k // 128)
-    columns = m * (2 if act_bits == 16 else 1)
+    units, columns = -(-k // 128), m * (2 if act_bits == 16 else 1)
     if columns <= 16:
         for kernel in (STREAM, STREAM_SM80) if HOPPER else (STREAM_SM80,):
             for warps, warp_split, cta_split, stages in ((8, 8, 1, 4), (8, 4, 2, 2), (16, 4, 4, 3), (4, 1, 1, 6)):
                 if warp_split * cta_split <= units:
                     for fused in (0, 1) if m <= 8 else (0,):
-                        yield Plan(
-                            kernel, warps=warps, warp_split=warp_split, cta_split=cta_split, stages=stages, fused=fused
-                        )
+                        yield Plan(kernel, 0, 0, warps, warp_split, cta_split, stages, fused=fused)
     if HOPPER and columns > 8:
-        for ctas, stages in ((1, 5), (3, 4), (7, 3), (132, 3)):
-            yield Plan(COLUMNS, ctas=ctas, stages=stages)
+        for ctas, stages, early, x_first in ((1, 5, 2, 1), (3, 4, 0, 0), (7, 3, 1, 1), (132, 3, 2, 0)):
+            yield Plan(COLUMNS, ctas=ctas, stages=stages, early=early, x_first=x_first)
             if group_size == -1:
-                yield Plan(RUNS, ctas=ctas, stages=stages)
+                yield Plan(RUNS, ctas=ctas, stages=stages, early=early, x_first=x_first)
                 if act_bits == 16 and m <= 32:
                     # A CTA quantizes no column twice: of no more units than a tile has.
                     yield Plan(RUNS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
+        for parts, fused in ((2, 0), (4, 0), (2, 1), (4, 1)):  # clusters of two
+            if group_size == -1 and units % parts == 0 and (not fused or (act_bits == 16 and m <= 32)):
+                yield Plan(RUNS, cta_split=2, ctas=-(-n // 256) * parts, stages=4, fused=fused)
 
 
 @pytest.mark.parametrize("group_size, zero", GRIDS)
@@ -129,16 +129,16 @@ def test_outliers_of_every_kind(channels, factor):
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("n, k, ctas", [(300, 128, 2), (700, 2560, 7), (512, 4096, 5), (512, 4096, 16),
-                                        (1500, 1800, 43)])  # fmt: skip
-def test_x_quantized_by_the_product_has_the_same_digits(n, k, ctas, dtype):
+@pytest.mark.parametrize("n, k, ctas, pair", [(300, 128, 2, 0), (700, 2560, 7, 0), (512, 4096, 5, 0),
+                                              (512, 4096, 16, 0), (512, 4096, 16, 2), (1500, 1800, 43, 0)])  # fmt: skip
+def test_x_quantized_by_the_product_has_the_same_digits(n, k, ctas, pair, dtype):
     # Without a zero point the sums are the same numbers added in the same order.
     w, plain = weight(n, k, zero=0.0), weight(n, k, zero=None)
     bias = torch.randn(n, device="cuda", dtype=dtype)
     for m in (3, 8, 9, 16, 17, 24, 32):
         wide = rows(m, k + 8, dtype)
         for x in (wide[:, :k], wide[:, 8:], wide[:, 3 : k + 3]):  # the last is not on 16 bytes: quantized apart
-            apart, fused = (Plan(RUNS, ctas=ctas, stages=4, fused=f) for f in (0, 1))
+            apart, fused = (Plan(RUNS, cta_split=pair, ctas=ctas, stages=4, fused=f) for f in (0, 1))
             assert torch.equal(poisoned(x, w, bias, 16, fused), poisoned(x, w, bias, 16, apart)), m
             assert error(poisoned(x, plain, bias, 16, fused), exact(x, plain, bias)) < TOLERANCE[dtype], m
 
@@ -291,10 +291,10 @@ def test_plans_without_an_instance_are_refused():
         Plan(99),
         Plan(STREAM, warps=8, warp_split=3, cta_split=1, stages=4),
         Plan(STREAM, warps=16, warp_split=16, cta_split=4, stages=4),
-        Plan(COLUMNS, ctas=1, stages=99),
-        Plan(COLUMNS, ctas=0, stages=4),
-        Plan(COLUMNS, ctas=1, stages=2),
+        *(Plan(COLUMNS, ctas=ctas, stages=stages) for ctas, stages in ((1, 99), (0, 4), (1, 2))),
         Plan(RUNS, ctas=4, stages=2),
+        Plan(RUNS, ctas=4, stages=4, early=2, x_first=3),
+        Plan(RUNS, cta_split=2, ctas=3, stages=4),
     ):
         with pytest.raises(NativeError, match=r"x torch.float16 \[1, 8192\], n=64"):
             cuda.run_plan(x, w, None, y, 16, plan)

@@ -50,6 +50,11 @@ def test_every_plan_is_launchable(device):
         elif plan.kernel in (COLUMNS, RUNS):
             assert device.arch == 90 and m <= 64, where
             assert plan.kernel == COLUMNS or group == -1, where
+            assert 0 <= plan.x_first <= (plan.early or plan.stages) <= plan.stages, where
+            if plan.cta_split:
+                # Clusters of two: every tile has as many CTAs, an even number, and no CTA has two tiles.
+                parts, rest = divmod(plan.ctas, -(-n // 256))
+                assert plan.cta_split == 2 and rest == 0 and parts % 2 == 0 and k // 128 % parts == 0, where
             assert 1 <= plan.ctas <= 2048 and (3 if plan.kernel == RUNS else 2) <= plan.stages <= 16, where
             if plan.fused:
                 # Words, digits of x with a gap after every 16 columns of k, their scales, outputs, barriers.
@@ -85,11 +90,15 @@ def test_many_rows_prefill():
     assert select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(8192, 8192, 32, -1, 16, H200).kernel == RUNS
     assert select(8192, 8192, 64, -1, 16, H200).kernel == PREFILL_WGMMA
-    assert select(8192, 8192, 64, -1, 8, H200).kernel == PREFILL_W2A8
+    assert select(8192, 8192, 64, -1, 8, H200).kernel == RUNS
+    assert select(22016, 4096, 64, -1, 8, H200).kernel == PREFILL_W2A8
     assert select(4096, 4096, 64, 32, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 64, 128, 16, H200).kernel == PREFILL_WGMMA
     assert select(57344, 8192, 8, -1, 16, H200).kernel == RUNS
     assert select(8192, 28672, 8, -1, 16, H200).kernel == RUNS
+    assert select(22016, 4096, 5, -1, 16, H200).kernel == select(5120, 13824, 8, -1, 16, H200).kernel == RUNS
+    assert select(4096, 11008, 8, -1, 16, H200).kernel == select(13824, 5120, 8, -1, 16, H200).kernel == STREAM
+    assert [select(8192, 8192, m, -1, 8, H200).kernel for m in (8, 9)] == [STREAM, RUNS]
     assert select(4096, 4096, 17, 128, 16, A100).kernel == PREFILL_SM80
 
 
@@ -110,10 +119,15 @@ def test_sums_run_on_only_where_this_call_gives_x_its_scales():
 
 def test_x_is_quantized_by_the_product_where_its_share_of_k_is_short():
     assert [select(4096, 4096, m, -1, 16, H200).fused for m in (7, 8, 9, 16, 17, 32)] == [0, 1, 1, 1, 1, 1]
-    assert [select(8192, 8192, m, -1, 16, H200).fused for m in (8, 9, 16, 17, 32)] == [0, 1, 1, 0, 0]
-    for n, k in ((22016, 4096), (57344, 8192), (8192, 28672)):
+    for n, k in ((8192, 8192), (22016, 4096), (57344, 8192), (8192, 28672)):
         assert not any(select(n, k, m, -1, 16, H200).fused for m in range(5, 65))
     assert not any(select(4096, 4096, m, -1, 8, H200).fused for m in range(5, 65))
+
+
+def test_ctas_of_whole_tiles_are_pairs():
+    for n, k, clusters in ((8192, 8192, 2), (4096, 4096, 2), (8192, 28672, 2), (22016, 4096, 0), (57344, 8192, 0)):
+        assert select(n, k, 16, -1, 16, H200).cta_split == clusters
+    assert select(4096, 4096, 8, -1, 16, H200).ctas == 64  # 5.1 us, 128 of them 5.5
 
 
 def test_float32_rows_stay_on_decode_kernels():

@@ -4,18 +4,18 @@
 // The words of four strips, masked, are the A registers of a warpgroup: warp w holds rows of strip w, row block j of
 // each. The digits of x are the B operand, in shared memory in the order in which quantize.cu wrote them. A CTA
 // computes 256 rows of w (a tile) by the digits of up to 32 rows of x (a slice) at a time; two producer threads keep a
-// ring of stages of 128 k full, words before the previous kernel has ended and x after. Each of two warpgroups
-// multiplies two row blocks of every stage; its fragments are made 32 k ahead, between the products.
+// ring of stages of 128 k full: some words before the previous kernel has ended, then x, then the other words, in whose
+// way x would be. Each of two warpgroups multiplies two row blocks of every stage; its fragments are made 32 k ahead.
 //
 // FUSED: no kernel before this one quantizes x. Two more warpgroups do, all the columns of x that the CTA multiplies,
 // into shared memory beside the ring (decode_quantize.cuh), while the products of what they have quantized begin.
 //
 // All units of k of all tiles form one line, cut into equal pieces, one for every CTA of a slice. Where a tile is cut,
-// its CTAs leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs. Nobody
-// waits for anybody: the CTAs need not run at the same time.
+// its CTAs leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs, or one
+// that kept its own and waits a while for the others' (add_shares). Nobody has to wait for anybody but in pairs: where
+// all tiles have an even number of CTAs, two make a cluster, and each finishes the sums of one warpgroup of both.
 #include "activations.cuh"
-#include "decode_quantize.cuh"
-#include "decode_shares.cuh"
+#include "decode_runs.cuh"
 #include "decode_unit.cuh"
 #include "kernels.cuh"
 #include "tensor_map.cuh"
@@ -23,104 +23,6 @@
 
 namespace trirun {
 namespace {
-
-constexpr int STEPS = 4;       // of a stage, 32 k each
-constexpr int J = 2;           // row blocks of one warpgroup
-constexpr int SLICE = 32;      // rows of x whose digits one CTA multiplies, at most
-constexpr int PIECES = 32;     // of x that a CTA quantizes itself, at most
-constexpr int QUANTIZERS = 2;  // warpgroups that do
-
-struct RunsArgs : EqualShares {
-  CUtensorMap words, digits;
-  const __half* scales;
-  const __half* zeros;  // or null
-  float zero;
-  int strips, units;
-  int run_mask;     // units of one scale of x, a power of two, less one
-  int n, m;
-  const float2* x_scales;
-  int tokens, slices;
-  const void* x;  // what the fused kernel quantizes itself: [m][ldx]
-  int64_t ldx;
-  int k, pieces;  // columns of x; runs of them that a CTA has, or has a part of, at most
-  const void* bias;
-  void* y;
-  int64_t ldy;
-  int dtype;
-  bool vectors;  // y can be written 16 bytes at a time
-  int stages, stage_bytes, x_at, x_scales_at;  // offsets within a stage, words at 0; fused: in shared memory
-  int staged_at, totals_at, barriers_at;       // offsets in shared memory; stages at 0
-  unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
-  float4* parts;       // [CTA][slice][first, last tile][quarter of a thread's sums][consumer]
-};
-
-}  // namespace
-
-// Not in the unnamed namespace, where an architecture without this kernel would warn of every unused member.
-template <int DIGITS, int N, bool FUSED>
-struct RunsShape {
-  static constexpr int GROUPS = 4 / J;                      // warpgroups that multiply
-  static constexpr int PRODUCERS = FUSED ? QUANTIZERS : 1;  // and that copy, or copy and quantize
-  static constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + PRODUCERS * 128;
-  static constexpr int ROWS = N / DIGITS;                     // of x in a slice
-  static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
-  // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
-  static constexpr bool EXACT = DIGITS == 1;
-  static constexpr int QUARTERS = J * TOKENS * 2 / 4;
-  // Where a warp's outputs are put in order: rows of tokens, 16 bytes apart in banks.
-  static constexpr int STAGED_ROW = J * 32 + 16, STAGED = ROWS * STAGED_ROW;
-  // Registers of a thread at launch, of a copying and of a multiplying one: what the first give up must cover what the
-  // others add, or the kernel waits forever. Some of a multiprocessor's are left over, so that CTAs of the kernel that
-  // comes next, or quantizes its x, are there before this one ends. Given to the compiler as they are: launch bounds
-  // come to a register count only in steps of a warp for every scheduler.
-  static constexpr int LAUNCH_REGISTERS = FUSED && N < 64 ? 112 : 128;
-  static constexpr int PRODUCER_REGISTERS = !FUSED ? 24 : N < 64 ? 72 : 64;
-  static constexpr int CONSUMER_REGISTERS = !FUSED ? 176 : N < 64 ? 152 : 192;
-  static_assert(PRODUCERS * PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <=
-                LAUNCH_REGISTERS * (GROUPS + PRODUCERS));
-};
-
-namespace {
-
-// Where the pipeline is: a ring of stages, each used once a round.
-struct Ring {
-  uint32_t stage = 0, phase = 0;
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == static_cast<uint32_t>(stages)) stage = 0, phase ^= 1;
-  }
-};
-
-// Calls copy(stage's address, its barrier, tile, unit of the tile, whether it is the last of the CTA) for every unit
-// [from, last) of this CTA, once its stage is free: by one thread. from: the first, or the first after a whole ring.
-template <typename Copy>
-__device__ __forceinline__ void produce(const RunsArgs& a, uint32_t shared, uint32_t full, uint32_t empty, int first,
-                                        int from, int last, Copy copy) {
-  int tile = from / a.units, unit = from - tile * a.units;
-  Ring ring;
-  ring.phase = from != first;
-#pragma unroll 1
-  for (int i = from; i < last; i++) {
-    if (i - first >= a.stages) barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
-    copy(shared + ring.stage * a.stage_bytes, full + ring.stage * 8, tile, unit, i + 1 == last);
-    ring.advance(a.stages);
-    if (++unit == a.units) unit = 0, tile++;
-  }
-}
-
-// Whether int32 sums end with this unit of a tile, and become floats.
-__device__ __forceinline__ bool closes(const RunsArgs& a, int unit, bool last) {
-  return (unit & a.run_mask) == a.run_mask || unit + 1 == a.units || last;
-}
-
-// Two halves that nothing writes, now rather than where they are needed.
-__device__ __forceinline__ uint32_t load_constant(const __half* pair) {
-  uint32_t v;
-  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(pair));
-  return v;
-}
-__device__ __forceinline__ float half_of(uint32_t pair, int h) {
-  return __half2float(__ushort_as_half(static_cast<uint16_t>(h ? pair >> 16 : pair)));
-}
 
 template <int DIGITS, int N, bool FUSED>
 __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
@@ -133,9 +35,11 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const uint32_t full = shared + a.barriers_at, empty = full + MAX_STAGES * 8, totals_ready = empty + MAX_STAGES * 8;
   const uint32_t x_ready = totals_ready;  // fused, of every piece of x; there are no totals
-  const uint32_t counters_ready = x_ready + PIECES * 8;
+  const uint32_t x_asked = totals_ready + 8;
+  const uint32_t counters_ready = x_ready + PIECES * 8, received = counters_ready + 8;
   float* totals = reinterpret_cast<float*>(memory + a.totals_at);
-  const int cta = blockIdx.x / a.slices, slice = blockIdx.x % a.slices;
+  const int rank = blockIdx.x & a.pairs, of_slices = blockIdx.x >> a.pairs;
+  const int cta = of_slices / a.slices << a.pairs | rank, slice = of_slices % a.slices;
   const int first = a.start(cta), last = a.start(cta + 1);
 
   if (threadIdx.x == 0) {
@@ -148,10 +52,14 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       barrier_init(counters_ready, 1);
     } else {
       barrier_init(totals_ready, 2);
+      barrier_init(x_asked, 1);
     }
+    barrier_init(received, 1);
     barrier_init_fence();
+    if (a.pairs) barrier_expect(received, S::QUARTERS * S::CONSUMERS / 2 * 16);
   }
   __syncthreads();
+  if (a.pairs) cluster_arrive();
   dependency_launch();
 
   if (warp >= S::CONSUMERS / 32) {
@@ -172,11 +80,11 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       dependency_wait();
       const uint32_t x = shared + a.x_at, scales = shared + a.x_scales_at;
       if (a.dtype == TRIRUN_BF16)
-        quantize_pieces<true, N, WARPS, 16 / WARPS>(a, x, scales, x_ready, role, first, last);
+        quantize_pieces<true, N, WARPS, S::AHEAD>(a, x, scales, x_ready, role, first, last);
       else
-        quantize_pieces<false, N, WARPS, 16 / WARPS>(a, x, scales, x_ready, role, first, last);
+        quantize_pieces<false, N, WARPS, S::AHEAD>(a, x, scales, x_ready, role, first, last);
       if (role == 0) {
-        if (lane == 0) produce(a, shared, full, empty, first, round, last, copy_words);
+        if (lane == 0) produce(a, shared, full, empty, first, round, last, copy_words, [](int) {});
       } else if (role == 1) {
         // Counters of the tiles that this CTA shares, at most two, for each warp that multiplies: zeroed by nobody.
         static_assert(S::CONSUMERS == 256);
@@ -187,7 +95,10 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
         if (lane == 0) barrier_arrive(counters_ready);
       }
     } else if (role == 0) {
-      if (lane == 0) produce(a, shared, full, empty, first, first, last, copy_words);
+      const auto wait = [&](int i) {
+        if (i == a.early) barrier_wait(x_asked, 0);
+      };
+      if (lane == 0) produce(a, shared, full, empty, first, first, last, copy_words, wait);
     } else if (role == 1) {
       const uint64_t policy = evict_last_policy();
       tensor_map_prefetch(&a.digits);
@@ -201,10 +112,13 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
                   if (scaled)
                     bulk_load(to + a.x_scales_at, a.x_scales + static_cast<int64_t>(unit) * a.tokens + token0,
                               tokens * 8, barrier);
+                },
+                [&](int i) {
+                  if (i == a.x_first) barrier_arrive(x_asked);
                 });
     } else {
       dependency_wait();
-      add_totals(a, totals, token0, tokens, 128);
+      add_totals(a, totals, token0, tokens, TOTALS_AT + 64);
       __syncwarp();
       if (lane == 0) barrier_arrive(totals_ready);
     }
@@ -217,7 +131,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
     for (int j = 0; j < J; j++) masks[j] = 0x03030303u << 2 * (block0 + j);
     float sum[J][S::TOKENS][2];
     int c[J][N / 2];
-    uint32_t fragment[STEPS][J][4];
+    uint32_t fragment[S::SETS][J][4];
     uint4 words[STEPS];
     float total[S::TOKENS];  // of x, of the runs of a tile
     constexpr int HALF = FUSED ? half_step(N) : N * 16;  // bytes from 16 k to the next
@@ -231,7 +145,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       const uint32_t w[4] = {words[s].x, words[s].y, words[s].z, words[s].w};
 #pragma unroll
       for (int i = 0; i < 4; i++)  // volatile: stays ahead of the fence that hands over the registers
-        asm volatile("and.b32 %0, %1, %2;" : "=r"(fragment[s][j][i]) : "r"(w[i]), "r"(masks[j]));
+        asm volatile("and.b32 %0, %1, %2;" : "=r"(fragment[s % S::SETS][j][i]) : "r"(w[i]), "r"(masks[j]));
     };
     // The integer sums of a run become floats.
     const auto convert = [&](uint32_t x_scales) {
@@ -260,9 +174,6 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
                                                static_cast<float>(c[j][i * 4 + e + 1]));
           }
       }
-      // Set to zero rather than overwritten by the first product, which counts as reading them.
-#pragma unroll
-      for (int i = 0; i < J * N / 2; i++) (&c[0][0])[i] = 0;
     };
     int at = first;
     const auto release = [&](uint32_t stage) {
@@ -306,6 +217,10 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
         }
     };
 
+    // Of two CTAs, each finishes the sums of one warpgroup: those warps have twice the room.
+    const uint32_t staged_at = a.staged_at + (a.pairs ? strip * 2 : warp) * S::STAGED;
+    static_assert(S::QUARTERS * 512 <= 2 * S::STAGED);
+
     // Finished sums of this warp to y: 32 rows and every token, put in order in shared memory, so that 16 bytes at a
     // time are written. Few instructions: this code runs once or twice, and is fetched to be run.
     const auto store = [&](int tile) {
@@ -314,7 +229,10 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       const auto token_of = [&](int t) { return lane_token + (DIGITS == 2 ? t * 4 : t / 2 * 8 + t % 2); };
 #pragma unroll
       for (int t = 0; t < S::TOKENS; t++) {
-        if constexpr (!FUSED) subtract_zeros(t, totals[64 + token_of(t)], S::EXACT ? totals[128 + token_of(t)] : 1.f);
+        if constexpr (!FUSED) {
+          const float* total = totals + TOTALS_AT + token_of(t);
+          subtract_zeros(t, total[0], S::EXACT ? total[64] : 1.f);
+        }
 #pragma unroll
         for (int j = 0; j < J; j++)
 #pragma unroll
@@ -332,7 +250,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
         return;
       }
       const bool is_half = a.dtype == TRIRUN_F16;
-      const uint32_t staged = shared + a.staged_at + warp * S::STAGED;
+      const uint32_t staged = shared + staged_at;
 #pragma unroll
       for (int t = 0; t < S::TOKENS; t++)
 #pragma unroll
@@ -363,8 +281,6 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       __syncwarp();
     };
 
-#pragma unroll
-    for (int i = 0; i < J * N / 2; i++) (&c[0][0])[i] = 0;
     int tile = first / a.units;
     uint32_t piece = 0;
     barrier_wait(full, 0);
@@ -378,6 +294,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       load_channels(tile);
       // Divisions are slow: here they are hidden.
       const int first_cta = a.owner(begin), last_cta = a.owner(begin + a.units - 1);
+      const int ending = last_cta - first_cta + (a.start(last_cta + 1) == begin + a.units);
       if constexpr (!S::EXACT) {
 #pragma unroll
         for (int i = 0; i < J * S::TOKENS * 2; i++) (&sum[0][0][0])[i] = 0.f;
@@ -390,6 +307,9 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       do {
         const int run = at, stop = min(end, begin + ((at - begin) | a.run_mask) + 1);
         uint32_t now = base, stage = ring.stage;
+        // Set to zero rather than overwritten by the first product, which counts as reading them.
+#pragma unroll
+        for (int i = 0; i < J * N / 2; i++) (&c[0][0])[i] = 0;
         if constexpr (FUSED) barrier_wait(x_ready + piece * 8, 0);
 #pragma unroll 1
         do {
@@ -398,25 +318,24 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
           const uint64_t x = x0 + (FUSED ? at - first : stage) * x_step;
 #pragma unroll
           for (int s = 0; s < STEPS; s++) {
-            // A product holds its warp until its fragment has been read, so that other work stands between the
-            // products. Beyond the last stage fragments are made of what is there, and not used.
+            // The products of a step side by side: with fragments made between them they would be groups of their own,
+            // and fewer on their way. Beyond the last stage fragments are made of what is there, and not used.
             wgmma_fence();
 #pragma unroll
-            for (int j = 0; j < J; j++) {
-              wgmma_u8s8(c[j], fragment[s][j], x + s * (HALF * 2 >> 4), 1);
-              if (j == J - 1) wgmma_commit();
-              make_fragment((s + 1) % STEPS, j);
-            }
+            for (int j = 0; j < J; j++) wgmma_u8s8(c[j], fragment[s % S::SETS][j], x + s * (HALF * 2 >> 4), 1);
+            wgmma_commit();
             if (s == 1) {
               ring.advance(a.stages);
               base = shared + ring.stage * a.stage_bytes;
               if (at + 1 < last) barrier_wait(full + ring.stage * 8, ring.phase);
               read_words(0);
             }
-            if (s > 0) read_words(s);
-            wgmma_wait<2>();
+            wgmma_wait<S::SETS / 2>();
             // The stage before is complete.
             if (s == 1 && at > run) release(before);
+#pragma unroll
+            for (int j = 0; j < J; j++) make_fragment((s + 1) % STEPS, j);
+            if (s > 0) read_words(s);
           }
         } while (++at < stop);
         convert(FUSED ? shared + a.x_scales_at + piece++ * (S::ROWS * 8) : now + a.x_scales_at);
@@ -432,12 +351,23 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       bool mine = true;
       if (end - from < a.units) {
         const auto part = [&](int of) {
+          of = of << a.pairs | rank;
           const int of_both = 2 * (of * a.slices + slice) + (a.start(of) < begin);  // its first tile, or its last
           return a.parts + static_cast<int64_t>(of_both) * S::QUARTERS * S::CONSUMERS + threadIdx.x;
         };
-        if constexpr (FUSED) barrier_wait(counters_ready, 0);
-        mine = add_shares<S::QUARTERS, S::CONSUMERS, DIGITS == 2 ? 4 : 2>(
-            flat, cta, first_cta, last_cta, counter_of(first_cta), part);
+        const uint32_t slot = shared + staged_at + lane * 16;
+        if (a.pairs && group != rank) {
+          give_sums<S::QUARTERS>(flat, slot, received, rank);
+          mine = false;
+        } else {
+          if (a.pairs) take_sums<S::QUARTERS>(flat, slot, received);
+          if (last_cta - first_cta > a.pairs) {
+            if constexpr (FUSED) barrier_wait(counters_ready, 0);
+            mine = add_shares<S::QUARTERS, S::CONSUMERS, DIGITS == 2 ? 4 : 2>(
+                flat, cta >> a.pairs, first_cta >> a.pairs, last_cta >> a.pairs, ending >> a.pairs,
+                counter_of(first_cta), part);
+          }
+        }
       }
       if (mine) store(tile);
       at = end, tile++;
@@ -555,6 +485,9 @@ int launch_runs(const Problem& p) {
   a.run_mask = exact ? (1 << 30) - 1 : runs ? RUN - 1 : 0;
   a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m), a.k = static_cast<int>(p.k);
   a.tokens = layout.tokens, a.slices = slices;
+  // Only where every CTA has one tile, and every tile an even number of CTAs.
+  a.pairs = plan.cta_split == 2;
+  if (a.pairs && (a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0)) return TRIRUN_UNSUPPORTED;
   a.x = p.x, a.ldx = p.ldx, a.pieces = pieces;
   a.bias = p.bias, a.y = p.y, a.ldy = p.ldy, a.dtype = p.dtype;
   auto* workspace = static_cast<uint8_t*>(p.workspace);
@@ -563,7 +496,7 @@ int launch_runs(const Problem& p) {
   workspace += parts_bytes(p, *instance, slices);
   const int rows = instance->columns / layout.digits;
   a.stages = plan.stages;
-  const int beside = instance->staged + (128 + 64) * 4 + (2 * MAX_STAGES + PIECES + 1) * 8;
+  const int beside = instance->staged + (TOTALS_AT + 128) * 4 + (2 * MAX_STAGES + PIECES + 2) * 8;
   if (fused) {
     a.stage_bytes = STRIPS * UNIT_BYTES;
     a.x_at = a.stages * a.stage_bytes;
@@ -581,8 +514,11 @@ int launch_runs(const Problem& p) {
     if (const int code = encode_digits(&a.digits, base, layout, instance->columns)) return code;
     a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
   }
+  a.early = plan.early > 0 && plan.early < a.stages ? plan.early : a.stages;
+  a.x_first = plan.x_first;
+  if (a.x_first < 0 || a.x_first > a.early) return TRIRUN_UNSUPPORTED;
   a.totals_at = a.staged_at + instance->staged;
-  a.barriers_at = a.totals_at + (128 + 64) * 4;
+  a.barriers_at = a.totals_at + (TOTALS_AT + 128) * 4;
   const int bytes = a.staged_at + beside;
   a.vectors = p.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
   if (bytes > SHARED_BYTES) return TRIRUN_UNSUPPORTED;
@@ -590,7 +526,7 @@ int launch_runs(const Problem& p) {
     if (const int code =
             launch_quantize(p, workspace, runs ? RUN : 1, p.counters, ctas * slices * instance->consumers / 32))
       return code;
-  return launch_chained(instance->kernel, a, ctas * slices, instance->threads, bytes, p.stream);
+  return launch_chained(instance->kernel, a, ctas * slices, instance->threads, bytes, p.stream, 1 + a.pairs);
 }
 
 }  // namespace trirun

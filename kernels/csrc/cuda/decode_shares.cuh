@@ -2,6 +2,8 @@
 // tile that come together again.
 #pragma once
 
+#include <type_traits>
+
 #include "activations.cuh"
 #include "kernels.cuh"
 
@@ -58,51 +60,97 @@ __device__ __forceinline__ unsigned arrive_counted(uint64_t* counter) {
   return before & 0xffff;
 }
 
-// Leaves a thread's sums in the workspace, a quarter (16 bytes) every CONSUMERS; the warp whose arrival is the last of
-// CTAs [first, last] adds up all of theirs, in their order, and returns true. part(cta): where that CTA leaves this
-// thread's; counter: of this tile and warp.
-template <int QUARTERS, int CONSUMERS, int UNROLL, typename Counter, typename Part>
-__device__ __forceinline__ bool add_shares(float (&flat)[QUARTERS * 4], int cta, int first, int last, Counter* counter,
-                                           Part part) {
-  float4* to = part(cta);
+// How many have counted themselves, by a whole warp: one request.
+__device__ __forceinline__ unsigned counted(const unsigned* counter) {
+  unsigned seen;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  return __shfl_sync(~0u, seen, 0);
+}
+__device__ __forceinline__ unsigned counted(const uint64_t* counter) {
+  uint64_t seen;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
+  return __shfl_sync(~0u, static_cast<unsigned>(seen) & 0xffff, 0);
+}
+
+// The sums of a tile that CTAs [first, last] share, of which `ending` have no tile after it. Each warp leaves its own
+// in the workspace, a quarter (16 bytes) of a thread's every CONSUMERS, and the last one of its rows adds all. But
+// where one of the CTAs goes on to its next tile, and so left its sums long ago, an owner keeps its own (the first
+// CTA, or of half the warps the second) and waits for the others' a while; without an end would need all these CTAs on
+// the GPU at once, which nothing promises. Where all end together owners would be later: while the last one adds, the
+// others are gone, and the next kernel's CTAs fetch their weights. Either way the order is that of the CTAs. True in
+// the warp whose sums are now the tile's. part(cta): where that CTA leaves this thread's; counter: of tile and warp.
+template <int QUARTERS, int CONSUMERS, int BATCH, typename Counter, typename Part>
+__device__ __forceinline__ bool add_shares(float (&flat)[QUARTERS * 4], int cta, int first, int last, int ending,
+                                           Counter* counter, Part part) {
+  constexpr int LOOKS = 24;  // of about 700 cycles
+  const int others = last - first, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int owner = first + (ending > 1 && warp >= CONSUMERS / 64);
+  bool kept = false;
+  if (cta == owner && ending == others)
+#pragma unroll 1
+    for (int looks = 0; looks < LOOKS && !kept; looks++) kept = counted(counter) == static_cast<unsigned>(others);
+  if (!kept) {
+    float4* to = part(cta);
 #pragma unroll
-  for (int q = 0; q < QUARTERS; q++)
-    __stcg(to + q * CONSUMERS, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]));
-  __syncwarp();
-  unsigned before = 0;
-  if (threadIdx.x % 32 == 0) before = arrive_counted(counter);
-  if (__shfl_sync(~0u, before, 0) != static_cast<unsigned>(last - first)) return false;
-  if (threadIdx.x % 32 == 0) *counter = 0;
+    for (int q = 0; q < QUARTERS; q++)
+      __stcg(to + q * CONSUMERS, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]));
+    __syncwarp();
+    unsigned before = 0;
+    if (threadIdx.x % 32 == 0) before = arrive_counted(counter);
+    if (__shfl_sync(~0u, before, 0) != static_cast<unsigned>(others)) return false;
 #pragma unroll
-  for (int i = 0; i < QUARTERS * 4; i++) flat[i] = 0.f;
-#pragma unroll(UNROLL)
-  for (int of = first; of <= last; of++) {
-    const float4* from = part(of);
-#pragma unroll
-    for (int q = 0; q < QUARTERS; q++) {
-      const float4 v = __ldcg(from + q * CONSUMERS);
-      flat[4 * q] += v.x, flat[4 * q + 1] += v.y, flat[4 * q + 2] += v.z, flat[4 * q + 3] += v.w;
-    }
+    for (int i = 0; i < QUARTERS * 4; i++) flat[i] = 0.f;
   }
+  if (threadIdx.x % 32 == 0) *counter = 0;
+  // A kept sum is one of the first two: whether it is added to the other or the other to it does not matter.
+  int i = first;
+  const int skipped = kept ? cta : last + 1, end = last + !kept;
+  const auto add = [&](auto count) {
+#pragma unroll
+    for (int u = 0; u < decltype(count)::value; u++, i++) {
+      const float4* from = part(i + (i >= skipped));
+#pragma unroll
+      for (int q = 0; q < QUARTERS; q++) {
+        const float4 v = __ldcg(from + q * CONSUMERS);
+        flat[4 * q] += v.x, flat[4 * q + 1] += v.y, flat[4 * q + 2] += v.z, flat[4 * q + 3] += v.w;
+      }
+    }
+  };
+  // Several on their way from L2 at a time, also of the last ones.
+#pragma unroll 1
+  while (end - i >= BATCH) add(std::integral_constant<int, BATCH>{});
+  if constexpr (BATCH > 2)
+    if (end - i >= 2) add(std::integral_constant<int, 2>{});
+#pragma unroll 1
+  while (i < end) add(std::integral_constant<int, 1>{});
   return true;
 }
 
 // What the zero point multiplies, every token's sum over k, and its scale for one digit: by two warps, while the others
-// multiply. Of `tokens` from token0 on, of a.tokens; totals: float [64] parts, [tokens] sums, scales from scales_at on.
+// multiply. Of `tokens` from token0 on, of a.tokens; totals: float [TOTALS_AT] parts,
+// [tokens] sums, scales from scales_at on.
+constexpr int TOTALS_AT = 128;
+
 template <typename Args>
 __device__ __forceinline__ void add_totals(const Args& a, float* totals, int token0, int tokens, int scales_at) {
-  const int thread = threadIdx.x % 64, ways = 64 / tokens, token = thread % tokens, way = thread / tokens;
-  float sum = 0.f;
+  // Two tokens a load and many loads on their way: with long rows of x it would end last of all otherwise.
+  const int thread = threadIdx.x % 64, pairs = tokens / 2, ways = 64 / pairs, pair = thread % pairs,
+            way = thread / pairs;
+  float sum[2] = {};
   if (way < ways) {
+    const float4* from = reinterpret_cast<const float4*>(a.x_scales + token0) + pair;
 #pragma unroll 4
-    for (int unit = way; unit < a.units; unit += ways) sum += __ldcg(&a.x_scales[unit * a.tokens + token0 + token].y);
+    for (int unit = way; unit < a.units; unit += ways) {
+      const float4 v = __ldcg(from + static_cast<int64_t>(unit) * a.tokens / 2);
+      sum[0] += v.y, sum[1] += v.w;
+    }
+    totals[way * tokens + pair * 2] = sum[0], totals[way * tokens + pair * 2 + 1] = sum[1];
   }
-  totals[thread] = sum;
   asm volatile("bar.sync 1, 64;" ::: "memory");
   if (thread < tokens) {
     float total = 0.f;
     for (int w = 0; w < ways; w++) total += totals[w * tokens + thread];
-    totals[64 + thread] = total;
+    totals[TOTALS_AT + thread] = total;
     totals[scales_at + thread] = __ldcg(&a.x_scales[token0 + thread].x);
   }
 }
@@ -115,20 +163,47 @@ inline bool starts_whole(bool& whole, const void* kernel, int registers) {
   return whole;
 }
 
+// Between the two CTAs of a cluster that share a tile: each gives the sums of half of its warps to the other, whose
+// warps of the same rows take and add them. slot: shared address of this thread's first 16 bytes, QUARTERS of them,
+// 512 apart.
+template <int QUARTERS>
+__device__ __forceinline__ void give_sums(const float (&flat)[QUARTERS * 4], uint32_t slot, uint32_t received,
+                                          uint32_t rank) {
+  cluster_wait();  // the other has begun
+  const uint32_t to = peer_address(slot, rank ^ 1), barrier = peer_address(received, rank ^ 1);
+#pragma unroll
+  for (int q = 0; q < QUARTERS; q++)
+    store_peer_counted(to + q * 512, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]),
+                       barrier);
+}
+template <int QUARTERS>
+__device__ __forceinline__ void take_sums(float (&flat)[QUARTERS * 4], uint32_t slot, uint32_t received) {
+  barrier_wait_cluster(received, 0);
+#pragma unroll
+  for (int q = 0; q < QUARTERS; q++) {
+    const uint4 v = load_shared4(slot + q * 512);
+    flat[4 * q] += __uint_as_float(v.x), flat[4 * q + 1] += __uint_as_float(v.y);
+    flat[4 * q + 2] += __uint_as_float(v.z), flat[4 * q + 3] += __uint_as_float(v.w);
+  }
+}
+
 // The kernel, behind the one that quantizes x if the stream says so (programmatic dependent launch).
 template <typename Args>
-int launch_chained(void (*kernel)(Args), const Args& args, int ctas, int threads, int bytes, cudaStream_t stream) {
+int launch_chained(void (*kernel)(Args), const Args& args, int ctas, int threads, int bytes, cudaStream_t stream,
+                   int cluster = 1) {
   if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(ctas));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 

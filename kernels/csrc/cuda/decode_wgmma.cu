@@ -39,6 +39,7 @@ struct ColumnsArgs : EqualShares {
   void* y;
   int64_t ldy;
   int dtype;
+  int early, x_first;  // stages of weights asked for before the wait; of x asked for before other weights
   int stages, stage_bytes, scales_at, x_at, x_scales_at, x_sums_at;  // offsets within a stage; words at 0
   int exchange_at, totals_at, barriers_at;                           // offsets in shared memory; stages at 0
   unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
@@ -85,13 +86,14 @@ struct Ring {
 // The weights of every unit of this CTA, by one thread.
 template <int SCALE>
 __device__ __forceinline__ void produce_weights(const ColumnsArgs& a, uint32_t shared, uint32_t full, uint32_t empty,
-                                                int first, int count) {
+                                                uint32_t x_asked, int first, int count) {
   const int scale_rows = SCALE == PER_CHANNEL ? 0 : a.group_rows * (a.zeros != nullptr ? 2 : 1);
   const uint64_t policy = evict_first_policy();
   int tile = first / a.units, unit = first - tile * a.units;
   Ring ring;
 #pragma unroll 1
   for (int i = 0; i < count; i++) {
+    if (i == a.early) barrier_wait(x_asked, 0);
     if (i >= a.stages) barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
     const uint32_t base = shared + ring.stage * a.stage_bytes, barrier = full + ring.stage * 8;
     const int row_bytes = min(STRIPS, a.strips - tile * STRIPS) * 128;
@@ -114,12 +116,13 @@ __device__ __forceinline__ void produce_weights(const ColumnsArgs& a, uint32_t s
 // x's digits, scales and sums of every unit, by another thread.
 template <int SCALE>
 __device__ __forceinline__ void produce_x(const ColumnsArgs& a, uint32_t shared, uint32_t full, uint32_t empty,
-                                          int first, int count) {
+                                          uint32_t x_asked, int first, int count) {
   const int x_bytes = UNIT * a.columns;
   int unit = first % a.units;
   Ring ring;
 #pragma unroll 1
   for (int i = 0; i < count; i++) {
+    if (i == a.x_first) barrier_arrive(x_asked);
     if (i >= a.stages) barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
     const uint32_t base = shared + ring.stage * a.stage_bytes, barrier = full + ring.stage * 8;
     barrier_expect(barrier, x_bytes + a.tokens * (SCALE == PER_BLOCK ? 24 : 8));
@@ -141,6 +144,7 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
   const uint32_t shared = shared_address(memory);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const uint32_t full = shared + a.barriers_at, empty = full + MAX_STAGES * 8, totals_ready = empty + MAX_STAGES * 8;
+  const uint32_t x_asked = totals_ready + 8;
   float* totals = reinterpret_cast<float*>(memory + a.totals_at);
   const int first = a.start(blockIdx.x), last = a.start(blockIdx.x + 1);
 
@@ -150,6 +154,7 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
       barrier_init(empty + i * 8, TEAM / 32);
     }
     barrier_init(totals_ready, 2);
+    barrier_init(x_asked, 1);
     barrier_init_fence();
   }
   __syncthreads();
@@ -158,13 +163,13 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
   if (warp >= S::CONSUMERS / 32) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
     if (warp == S::CONSUMERS / 32) {
-      if (lane == 0) produce_weights<SCALE>(a, shared, full, empty, first, last - first);
+      if (lane == 0) produce_weights<SCALE>(a, shared, full, empty, x_asked, first, last - first);
     } else {
       dependency_wait();
       if (warp == S::CONSUMERS / 32 + 1) {
-        if (lane == 0) produce_x<SCALE>(a, shared, full, empty, first, last - first);
+        if (lane == 0) produce_x<SCALE>(a, shared, full, empty, x_asked, first, last - first);
       } else if (SCALE == PER_CHANNEL) {
-        add_totals(a, totals, 0, a.tokens, 64 + a.tokens);
+        add_totals(a, totals, 0, a.tokens, TOTALS_AT + a.tokens);
         __syncwarp();
         if (lane == 0) barrier_arrive(totals_ready);
       }
@@ -309,8 +314,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
             const int offset = DIGITS == 2 ? t * 4 : t / 2 * 8 + t % 2, token = token0 + offset;
             if (token >= a.m) continue;
             float v = own[i][t][h];
-            if constexpr (S::EXACT) v *= totals[64 + a.tokens + token];
-            if constexpr (SCALE == PER_CHANNEL) v = v * fourth - z * totals[64 + token];
+            if constexpr (S::EXACT) v *= totals[TOTALS_AT + a.tokens + token];
+            if constexpr (SCALE == PER_CHANNEL) v = v * fourth - z * totals[TOTALS_AT + token];
             v = v * scale + bias;
             uint8_t* element = to + offset * a.ldy * size;
             if (a.dtype == TRIRUN_F32)
@@ -392,12 +397,13 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
       bool mine = true;
       if (end - at < a.units) {
         const int first_cta = a.owner(begin), last_cta = a.owner(begin + a.units - 1);
+        const int ending = last_cta - first_cta + (a.start(last_cta + 1) == begin + a.units);
         const auto part = [&](int cta) {
           const int of_both = 2 * cta + (a.start(cta) < begin);  // its first tile, or its last
           return a.parts + static_cast<int64_t>(of_both) * S::QUARTERS * S::CONSUMERS + threadIdx.x;
         };
         mine = add_shares<S::QUARTERS, S::CONSUMERS, S::QUARTERS <= 4 ? 4 : 1>(
-            flat, blockIdx.x, first_cta, last_cta, a.counters + first_cta * (S::CONSUMERS / 32) + warp, part);
+            flat, blockIdx.x, first_cta, last_cta, ending, a.counters + first_cta * (S::CONSUMERS / 32) + warp, part);
       }
       if (mine) store(tile);
       at = end, tile++;
@@ -496,6 +502,9 @@ int launch_columns(const Problem& p) {
   a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
   a.x_sums = reinterpret_cast<const float4*>(base + layout.sums_offset);
   a.stages = plan.stages;
+  a.early = plan.early > 0 && plan.early < a.stages ? plan.early : a.stages;
+  a.x_first = plan.x_first;
+  if (a.x_first < 0 || a.x_first > a.early) return TRIRUN_UNSUPPORTED;
   a.scales_at = STRIPS * UNIT_BYTES;
   a.x_at = a.scales_at + STRIPS * a.group_rows * 128 * (a.zeros != nullptr ? 2 : 1);
   // A tile wider than the columns there are reads on into what follows; the stage must hold that much.
@@ -504,7 +513,7 @@ int launch_columns(const Problem& p) {
   a.stage_bytes = align(a.x_sums_at + (instance->scale == PER_BLOCK ? layout.tokens * 16 : 0));
   a.exchange_at = plan.stages * a.stage_bytes;
   a.totals_at = a.exchange_at + (instance->teams == 2 ? 2 * instance->quarters * 16 * instance->consumers() : 0);
-  a.barriers_at = a.totals_at + align((64 + 2 * layout.tokens) * 4);
+  a.barriers_at = a.totals_at + align((TOTALS_AT + 2 * layout.tokens) * 4);
   const int bytes = a.barriers_at + 2 * MAX_STAGES * 8 + 16;
   if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
   if (p.activations == nullptr)

@@ -1,0 +1,117 @@
+// What the kernel of runs is given, how its CTAs are laid out, and how their stages are filled (decode_runs.cu).
+#pragma once
+
+#include "decode_quantize.cuh"
+#include "decode_shares.cuh"
+#include "tensor_map.cuh"
+
+namespace trirun {
+namespace {
+
+constexpr int STEPS = 4;       // of a stage, 32 k each
+constexpr int J = 2;           // row blocks of one warpgroup
+constexpr int SLICE = 32;      // rows of x whose digits one CTA multiplies, at most
+constexpr int PIECES = 32;     // of x that a CTA quantizes itself, at most
+constexpr int QUANTIZERS = 2;  // warpgroups that do
+
+struct RunsArgs : EqualShares {
+  CUtensorMap words, digits;
+  const __half* scales;
+  const __half* zeros;  // or null
+  float zero;
+  int strips, units;
+  int run_mask;     // units of one scale of x, a power of two, less one
+  int n, m;
+  const float2* x_scales;
+  int tokens, slices;
+  int pairs;  // 1 where the CTAs of a tile are clusters of two, else 0
+  const void* x;  // what the fused kernel quantizes itself: [m][ldx]
+  int64_t ldx;
+  int k, pieces;  // columns of x; runs of them that a CTA has, or has a part of, at most
+  const void* bias;
+  void* y;
+  int64_t ldy;
+  int dtype;
+  bool vectors;  // y can be written 16 bytes at a time
+  int early, x_first;  // stages of words asked for before the wait; of x asked for before other words
+  int stages, stage_bytes, x_at, x_scales_at;  // offsets within a stage, words at 0; fused: in shared memory
+  int staged_at, totals_at, barriers_at;       // offsets in shared memory; stages at 0
+  unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
+  float4* parts;       // [CTA][slice][first, last tile][quarter of a thread's sums][consumer]
+};
+
+}  // namespace
+
+// Not in the unnamed namespace, where an architecture without this kernel would warn of every unused member.
+template <int DIGITS, int N, bool FUSED>
+struct RunsShape {
+  static constexpr int GROUPS = 4 / J;                      // warpgroups that multiply
+  static constexpr int PRODUCERS = FUSED ? QUANTIZERS : 1;  // and that copy, or copy and quantize
+  static constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + PRODUCERS * 128;
+  static constexpr int ROWS = N / DIGITS;                     // of x in a slice
+  static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
+  // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
+  static constexpr bool EXACT = DIGITS == 1;
+  static constexpr int QUARTERS = J * TOKENS * 2 / 4;
+  // Of fragments: one in use, one being made, and where there are registers for them two that may still be read.
+  static constexpr int SETS = FUSED && N == 64 ? 2 : 4;
+  // Rows of x that a quantizing warp has on their way from memory.
+  static constexpr int AHEAD = FUSED ? ROWS / (PRODUCERS * 4) : 0;
+  // Where a warp's outputs are put in order: rows of tokens, 16 bytes apart in banks.
+  static constexpr int STAGED_ROW = J * 32 + 16, STAGED = ROWS * STAGED_ROW;
+  // Registers of a thread at launch, of a copying and of a multiplying one: what the first give up must cover what the
+  // others add, or the kernel waits forever. Some of a multiprocessor's are left over, so that CTAs of the kernel that
+  // comes next, or quantizes its x, are there before this one ends. Given to the compiler as they are: launch bounds
+  // come to a register count only in steps of a warp for every scheduler.
+  static constexpr int LAUNCH_REGISTERS = FUSED ? (N < 64 ? 112 : 128) : N < 64 ? 128 : 136;
+  static constexpr int PRODUCER_REGISTERS = !FUSED ? 24 : N < 64 ? 72 : 80;
+  static constexpr int CONSUMER_REGISTERS = FUSED ? (N < 64 ? 152 : 176) : N < 64 ? 176 : 192;
+  static_assert(PRODUCERS * PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <=
+                LAUNCH_REGISTERS * (GROUPS + PRODUCERS));
+};
+
+namespace {
+
+// Where the pipeline is: a ring of stages, each used once a round.
+struct Ring {
+  uint32_t stage = 0, phase = 0;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == static_cast<uint32_t>(stages)) stage = 0, phase ^= 1;
+  }
+};
+
+// Calls copy(stage's address, its barrier, tile, unit of the tile, whether it is the last of the CTA) for every unit
+// [from, last) of this CTA, once its stage is free: by one thread. from: the first, or the first after a whole ring.
+template <typename Copy, typename Count>
+__device__ __forceinline__ void produce(const RunsArgs& a, uint32_t shared, uint32_t full, uint32_t empty, int first,
+                                        int from, int last, Copy copy, Count count) {
+  int tile = from / a.units, unit = from - tile * a.units;
+  Ring ring;
+  ring.phase = from != first;
+#pragma unroll 1
+  for (int i = from; i < last; i++) {
+    count(i - first);
+    if (i - first >= a.stages) barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
+    copy(shared + ring.stage * a.stage_bytes, full + ring.stage * 8, tile, unit, i + 1 == last);
+    ring.advance(a.stages);
+    if (++unit == a.units) unit = 0, tile++;
+  }
+}
+
+// Whether int32 sums end with this unit of a tile, and become floats.
+__device__ __forceinline__ bool closes(const RunsArgs& a, int unit, bool last) {
+  return (unit & a.run_mask) == a.run_mask || unit + 1 == a.units || last;
+}
+
+// Two halves that nothing writes, now rather than where they are needed.
+__device__ __forceinline__ uint32_t load_constant(const __half* pair) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(pair));
+  return v;
+}
+__device__ __forceinline__ float half_of(uint32_t pair, int h) {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(h ? pair >> 16 : pair)));
+}
+
+}  // namespace
+}  // namespace trirun
