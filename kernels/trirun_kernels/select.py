@@ -21,7 +21,7 @@ SLICE = 32  # rows of x of one CTA of the kernel of runs
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
-LARGE_CHANNEL, LONG_CHANNEL = 5 << 24, 3 << 12  # with one scale per output channel
+LARGE_RUNS, LONG_RUNS = 5 << 24, 3 << 12  # weights, columns of x: for the kernel of runs
 DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
 SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB one CTA may have; 99 elsewhere
@@ -88,7 +88,7 @@ def select(
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
         tile_of_64 = plain and group_size != 32
-        digits_win = act_bits == 8 and group_size == -1 and n * k <= LARGE_CHANNEL
+        digits_win = act_bits == 8 and group_size == -1 and n * k <= LARGE_RUNS
         limit = 32 if tile_of_64 and not (quantized or wide or digits_win) else DECODE_ROWS
     if m <= limit or quantized or wide:
         plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide) if m <= limit else None
@@ -111,10 +111,13 @@ def _decode(
         plan = _fused_runs(n, k, m, device)
         if plan is not None:
             return plan
-    if device.arch == 90 and (columns > 16 or (columns > 8 and _heavy(n, k, group_size, act_bits, device))):
+    own = group_size == -1 and (act_bits == 8 or not (quantized or wide))
+    if device.arch == 90 and (columns > 16 or (columns > 8 and _heavy(n, k, act_bits, device, own))):
         # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
-        if group_size == -1 and (act_bits == 8 or not (quantized or wide)):
+        if own:
             return _runs(n, k, m, act_bits, device)
+        if group_size == UNIT and act_bits == 16 and m <= SLICE and not quantized and (m <= 8 or 2 * n * k < LARGE):
+            return _runs(n, k, m, act_bits, device, grouped=True)
         return _columns(n, k, m, group_size, act_bits, device)
     for warps, warp_split, cta_split, stages, per_sm, fused in _stream_candidates(n, k, m, device, quantized):
         warp_split = min(warp_split, _floor_power(k // UNIT // cta_split))
@@ -132,11 +135,12 @@ def _decode(
     return None
 
 
-def _heavy(n: int, k: int, group_size: int, act_bits: int, device: Device) -> bool:
-    """Whether a weight takes wgmma for more than 8 columns of digits although mma.sync has 16."""
-    if group_size != -1:
+def _heavy(n: int, k: int, act_bits: int, device: Device, runs: bool) -> bool:
+    """Whether a weight takes wgmma for more than 8 columns of digits although mma.sync has 16: by the kernel of runs
+    earlier than by columns."""
+    if not runs:
         return n * k >= LARGE or k >= LONG
-    return act_bits == 8 or n * k >= LARGE_CHANNEL or k >= LONG or (k >= LONG_CHANNEL and 2 * n > STRIP * device.sms)
+    return act_bits == 8 or n * k >= LARGE_RUNS or k >= LONG or (k >= LONG_RUNS and 2 * n > STRIP * device.sms)
 
 
 def _stream_candidates(
@@ -204,10 +208,11 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     return Plan(COLUMNS, stages=stages, ctas=_shares(n, k, act_bits, device.sms, exact=group_size == -1))
 
 
-def _runs(n: int, k: int, m: int, act_bits: int, device: Device) -> Plan:
-    """As :func:`_columns` for one scale per output channel: up to 32 rows of x a slice, and the k of all tiles divided
-    equally among the CTAs of a slice. Where that is faster, each CTA quantizes its columns of x itself."""
-    fused = _fused_runs(n, k, m, device) if act_bits == 16 else None
+def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: bool = False) -> Plan:
+    """As :func:`_columns` for one scale per output channel or (grouped) per 128 columns of one: up to 32 rows of x a
+    slice, and the k of all tiles divided equally among the CTAs of a slice. Where that is faster, each CTA quantizes
+    its columns of x itself."""
+    fused = _fused_runs(n, k, m, device) if act_bits == 16 and not grouped else None
     if fused is not None:
         return fused
     slices, digits = -(-m // SLICE), 2 if act_bits == 16 else 1
@@ -215,7 +220,7 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device) -> Plan:
     rows = width // digits
     # Words, digits and their scales; beside the ring eight warps' outputs. What is left of 228 KiB is for two CTAs of
     # the kernel that quantizes x, which wait beside this one.
-    stage = 4 * 2048 + UNIT * width + 128 * -(-rows * 8 // 128)
+    stage = 4 * 2048 + UNIT * width + 128 * -(-rows * 8 // 128) + 1024 * grouped
     stages = min(16, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
     ctas = _shares(n, k, act_bits, device.sms // slices, exact=True)
     whole = _parts(n, k, ctas) > 0

@@ -63,6 +63,8 @@ def poisoned(x, w, bias=None, act_bits=16, plan=None):
 
 def plans(n, m, k, act_bits, group_size):
     units, columns = -(-k // 128), m * (2 if act_bits == 16 else 1)
+    grid = group_size, act_bits
+    fuses, runs = grid == (-1, 16) and m <= 32, grid in ((-1, 16), (-1, 8), (128, 16))
     if columns <= 16:
         for kernel in (STREAM, STREAM_SM80) if HOPPER else (STREAM_SM80,):
             for warps, warp_split, cta_split, stages in ((8, 8, 1, 4), (8, 4, 2, 2), (16, 4, 4, 3), (4, 1, 1, 6)):
@@ -72,13 +74,12 @@ def plans(n, m, k, act_bits, group_size):
     if HOPPER and columns > 8:
         for ctas, stages, early, x_first in ((1, 5, 2, 1), (3, 4, 0, 0), (7, 3, 1, 1), (132, 3, 2, 0)):
             yield Plan(COLUMNS, ctas=ctas, stages=stages, early=early, x_first=x_first)
-            if group_size == -1:
+            if runs:
                 yield Plan(RUNS, ctas=ctas, stages=stages, early=early, x_first=x_first)
-                if act_bits == 16 and m <= 32:
-                    # A CTA quantizes no column twice: of no more units than a tile has.
+                if fuses:  # a CTA quantizes no column twice: of no more units than a tile has
                     yield Plan(RUNS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
         for parts, fused in ((2, 0), (4, 0), (2, 1), (4, 1)):  # clusters of two
-            if group_size == -1 and units % parts == 0 and (not fused or (act_bits == 16 and m <= 32)):
+            if runs and units % parts == 0 and fused <= fuses:
                 yield Plan(RUNS, cta_split=2, ctas=-(-n // 256) * parts, stages=4, fused=fused)
 
 
@@ -292,8 +293,7 @@ def test_plans_without_an_instance_are_refused():
         Plan(STREAM, warps=8, warp_split=3, cta_split=1, stages=4),
         Plan(STREAM, warps=16, warp_split=16, cta_split=4, stages=4),
         *(Plan(COLUMNS, ctas=ctas, stages=stages) for ctas, stages in ((1, 99), (0, 4), (1, 2))),
-        Plan(RUNS, ctas=4, stages=2),
-        Plan(RUNS, ctas=4, stages=4, early=2, x_first=3),
+        *(Plan(RUNS, ctas=4, stages=s, early=2, x_first=x) for s, x in ((2, 0), (4, 3))),
         Plan(RUNS, cta_split=2, ctas=3, stages=4),
     ):
         with pytest.raises(NativeError, match=r"x torch.float16 \[1, 8192\], n=64"):

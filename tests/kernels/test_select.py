@@ -49,7 +49,7 @@ def test_every_plan_is_launchable(device):
             assert plan.fused in (0, 1) and m <= 8 * (1 + (bits == 8)), where
         elif plan.kernel in (COLUMNS, RUNS):
             assert device.arch == 90 and m <= 64, where
-            assert plan.kernel == COLUMNS or group == -1, where
+            assert plan.kernel == COLUMNS or group == -1 or (group == 128 and bits == 16), where
             assert 0 <= plan.x_first <= (plan.early or plan.stages) <= plan.stages, where
             if plan.cta_split:
                 # Clusters of two: every tile has as many CTAs, an even number, and no CTA has two tiles.
@@ -86,7 +86,9 @@ def test_many_rows_prefill():
     assert select(4096, 4096, 65, 128, 8, H200).kernel == PREFILL_WGMMA
     assert select(4096, 4096, 16, -1, 16, H200).kernel == RUNS
     assert select(4096, 4096, 32, -1, 16, H200).kernel == RUNS
-    assert select(4096, 4096, 32, 128, 16, H200).kernel == COLUMNS
+    assert select(4096, 4096, 32, 128, 16, H200).kernel == select(22016, 4096, 9, 128, 16, H200).kernel == RUNS
+    assert select(57344, 8192, 32, 128, 16, H200).kernel == select(4096, 4096, 32, 64, 16, H200).kernel == COLUMNS
+    assert select(4096, 4096, 32, 128, 16, H200, quantized=True).kernel == COLUMNS
     assert select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(8192, 8192, 32, -1, 16, H200).kernel == RUNS
     assert select(8192, 8192, 64, -1, 16, H200).kernel == PREFILL_WGMMA

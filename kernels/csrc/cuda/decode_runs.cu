@@ -1,5 +1,5 @@
-// Decode of about 9 to 64 rows of x by a weight with one scale per output channel: wgmma u8 . s8 on Hopper, with int32
-// sums that run on over as many units of 128 k as have one scale of x, and become floats only then.
+// Decode of about 9 to 64 rows of x by a weight with one scale per output channel, or per group of 128: wgmma u8 . s8
+// on Hopper, with int32 sums that run on over as many units of 128 k as have one scale, and become floats only then.
 //
 // The words of four strips, masked, are the A registers of a warpgroup: warp w holds rows of strip w, row block j of
 // each. The digits of x are the B operand, in shared memory in the order in which quantize.cu wrote them. A CTA
@@ -24,7 +24,7 @@
 namespace trirun {
 namespace {
 
-template <int DIGITS, int N, bool FUSED>
+template <int DIGITS, int N, bool FUSED, bool GROUPED>
 __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
     runs(const __grid_constant__ RunsArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -66,8 +66,16 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
     const int role = warp - S::CONSUMERS / 32, token0 = slice * S::ROWS, tokens = min(S::ROWS, a.tokens - token0);
     const auto copy_words = [&](uint32_t to, uint32_t barrier, int tile, int unit, bool) {
-      barrier_expect(barrier, STRIPS * UNIT_BYTES);
-      tensor_load(to, &a.words, barrier, 0, unit * STEPS, tile * STRIPS, evict_first_policy());
+      const uint64_t policy = evict_first_policy();
+      const int row_bytes = GROUPED ? min(STRIPS, a.strips - tile * STRIPS) * 128 : 0;
+      barrier_expect(barrier, STRIPS * UNIT_BYTES + row_bytes * (a.zeros != nullptr ? 2 : 1));
+      tensor_load(to, &a.words, barrier, 0, unit * STEPS, tile * STRIPS, policy);
+      if constexpr (GROUPED) {
+        const int64_t row = (static_cast<int64_t>(unit) * a.strips + tile * STRIPS) * 64;
+        bulk_load_once(to + a.scales_at, a.scales + row, row_bytes, barrier, policy);
+        if (a.zeros != nullptr)
+          bulk_load_once(to + a.scales_at + STRIPS * 128, a.zeros + row, row_bytes, barrier, policy);
+      }
     };
     if constexpr (FUSED) {
       constexpr int WARPS = S::PRODUCERS * 4;
@@ -116,7 +124,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
                 [&](int i) {
                   if (i == a.x_first) barrier_arrive(x_asked);
                 });
-    } else {
+    } else if (!GROUPED) {
       dependency_wait();
       add_totals(a, totals, token0, tokens, TOTALS_AT + 64);
       __syncwarp();
@@ -147,31 +155,46 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       for (int i = 0; i < 4; i++)  // volatile: stays ahead of the fence that hands over the registers
         asm volatile("and.b32 %0, %1, %2;" : "=r"(fragment[s % S::SETS][j][i]) : "r"(w[i]), "r"(masks[j]));
     };
-    // The integer sums of a run become floats.
-    const auto convert = [&](uint32_t x_scales) {
+    // The integer sums of a run become floats: of the stage at `from`, or, fused, of a piece.
+    const auto convert = [&](uint32_t from) {
       wgmma_wait<0>();
 #pragma unroll
       for (int j = 0; j < J; j++) wgmma_hold(c[j]);
-      x_scales += (lane & 3) * 8;
+      const uint32_t x_scales = (FUSED ? shared + a.x_scales_at + from : from + a.x_scales_at) + (lane & 3) * 8;
+      float row_scale[J][2], row_zero[J][2];  // of a group, for codes * 4^j
+      if constexpr (GROUPED) {
+        const uint32_t row = from + a.scales_at + strip * 128 + lane / 4 * 16 + block0 * 4;
+#pragma unroll
+        for (int j = 0; j < J; j++) {
+          // Without zeros the scales stand in, unused: no branch.
+          const uint32_t s = load_shared(row + j * 4), z = load_shared(row + j * 4 + (real_zeros ? STRIPS * 128 : 0));
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            row_scale[j][h] = half_of(s, h) * __uint_as_float((127 - 2 * (block0 + j)) << 23);
+            row_zero[j][h] = (real_zeros ? half_of(z, h) : a.zero) * __uint_as_float((127 + 2 * (block0 + j)) << 23);
+          }
+        }
+      }
 #pragma unroll
       for (int i = 0; i < N / 8; i++) {
-        float scale = 1.f;
-        if constexpr (FUSED) {
-          const float2 both = load_shared_float2(x_scales + i * 32);
-          scale = both.x, total[i] += both.y;
-        } else if constexpr (!S::EXACT) {
-          scale = load_shared_float(x_scales + i * 32);
-        }
+        float2 x = make_float2(1.f, 0.f);  // scale, and what the zero point multiplies
+        if constexpr (FUSED || GROUPED)
+          x = load_shared_float2(x_scales + i * 32);
+        else if constexpr (!S::EXACT)
+          x.x = load_shared_float(x_scales + i * 32);
+        if constexpr (FUSED) total[i] += x.y;
 #pragma unroll
         for (int j = 0; j < J; j++)
 #pragma unroll
           for (int e = 0; e < 4; e += DIGITS) {
-            // Over several units 256 hi + lo need not fit an int32, though each digit's sum does.
+            const int hi = c[j][i * 4 + e], lo = c[j][i * 4 + e + 1];
             if constexpr (S::EXACT)
-              sum[j][i * 2 + e % 2][e / 2] = static_cast<float>(c[j][i * 4 + e]);  // there is but one run
-            else
-              sum[j][i][e / 2] += scale * fmaf(static_cast<float>(c[j][i * 4 + e]), 256.f,
-                                               static_cast<float>(c[j][i * 4 + e + 1]));
+              sum[j][i * 2 + e % 2][e / 2] = static_cast<float>(hi);  // there is but one run
+            else if constexpr (GROUPED)
+              sum[j][i][e / 2] +=
+                  row_scale[j][e / 2] * (x.x * static_cast<float>(hi * 256 + lo) - row_zero[j][e / 2] * x.y);
+            else  // over several units 256 hi + lo need not fit an int32, though each digit's sum does
+              sum[j][i][e / 2] += x.x * fmaf(static_cast<float>(hi), 256.f, static_cast<float>(lo));
           }
       }
     };
@@ -196,8 +219,10 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
 #pragma unroll
       for (int j = 0; j < J; j++) {
         const int64_t stored = (tile * STRIPS + strip) * 64 + lane / 4 * 8 + (block0 + j) * 2;
-        channel_scale[j] = load_constant(a.scales + stored);
-        if (real_zeros) channel_zero[j] = load_constant(a.zeros + stored);
+        if constexpr (!GROUPED) {
+          channel_scale[j] = load_constant(a.scales + stored);
+          if (real_zeros) channel_zero[j] = load_constant(a.zeros + stored);
+        }
 #pragma unroll
         for (int h = 0; h < 2; h++)
           if (a.bias != nullptr && row_of(tile, j, h) < a.n)
@@ -224,19 +249,20 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
     // Finished sums of this warp to y: 32 rows and every token, put in order in shared memory, so that 16 bytes at a
     // time are written. Few instructions: this code runs once or twice, and is fetched to be run.
     const auto store = [&](int tile) {
-      if constexpr (!FUSED) barrier_wait(totals_ready, 0);
+      if constexpr (!FUSED && !GROUPED) barrier_wait(totals_ready, 0);
       const int lane_token = DIGITS == 2 ? lane % 4 : lane % 4 * 2, tokens = a.m - slice * S::ROWS;
       const auto token_of = [&](int t) { return lane_token + (DIGITS == 2 ? t * 4 : t / 2 * 8 + t % 2); };
 #pragma unroll
       for (int t = 0; t < S::TOKENS; t++) {
-        if constexpr (!FUSED) {
+        if constexpr (!FUSED && !GROUPED) {
           const float* total = totals + TOTALS_AT + token_of(t);
           subtract_zeros(t, total[0], S::EXACT ? total[64] : 1.f);
         }
 #pragma unroll
         for (int j = 0; j < J; j++)
 #pragma unroll
-          for (int h = 0; h < 2; h++) sum[j][t][h] = sum[j][t][h] * half_of(channel_scale[j], h) + channel_bias[j][h];
+          for (int h = 0; h < 2; h++)
+            sum[j][t][h] = sum[j][t][h] * (GROUPED ? 1.f : half_of(channel_scale[j], h)) + channel_bias[j][h];
       }
       if (a.dtype == TRIRUN_F32) {
 #pragma unroll
@@ -338,7 +364,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
             if (s > 0) read_words(s);
           }
         } while (++at < stop);
-        convert(FUSED ? shared + a.x_scales_at + piece++ * (S::ROWS * 8) : now + a.x_scales_at);
+        convert(FUSED ? piece++ * (S::ROWS * 8) : now);
         release(stage);
       } while (!S::EXACT && at < end);
       if constexpr (FUSED) {
@@ -363,7 +389,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
           if (a.pairs) take_sums<S::QUARTERS>(flat, slot, received);
           if (last_cta - first_cta > a.pairs) {
             if constexpr (FUSED) barrier_wait(counters_ready, 0);
-            mine = add_shares<S::QUARTERS, S::CONSUMERS, DIGITS == 2 ? 4 : 2>(
+            mine = add_shares<S::QUARTERS, S::CONSUMERS, N == 64 || DIGITS == 1 ? 2 : 4>(
                 flat, cta >> a.pairs, first_cta >> a.pairs, last_cta >> a.pairs, ending >> a.pairs,
                 counter_of(first_cta), part);
           }
@@ -380,23 +406,25 @@ using Kernel = void (*)(RunsArgs);
 
 struct Instance {
   int digits, columns;
-  bool fused;
+  bool fused, grouped;
   int consumers, threads, registers, quarters, staged;
   Kernel kernel;
 };
 
-template <int DIGITS, int N, bool FUSED>
+template <int DIGITS, int N, bool FUSED, bool GROUPED = false>
 constexpr Instance instance() {
   using S = RunsShape<DIGITS, N, FUSED>;
-  return {DIGITS, N, FUSED, S::CONSUMERS, S::THREADS, S::LAUNCH_REGISTERS, S::QUARTERS,
-          S::STAGED * S::CONSUMERS / 32, runs<DIGITS, N, FUSED>};
+  constexpr int STAGED = S::STAGED * S::CONSUMERS / 32;
+  return {DIGITS,      N,           FUSED,  GROUPED, S::CONSUMERS, S::THREADS, S::LAUNCH_REGISTERS,
+          S::QUARTERS, STAGED,      runs<DIGITS, N, FUSED, GROUPED>};
 }
 
-// digits of x, columns (digits * rows of x, at most), whether it quantizes x
-// no-spill(90a): runs<*, *, *>
+// digits of x, columns (digits * rows of x, at most), whether it quantizes x, whether scales are of groups of 128
+// no-spill(90a): runs<*, *, *, *>
 constexpr Instance INSTANCES[] = {
     instance<2, 16, false>(), instance<2, 32, false>(), instance<2, 64, false>(), instance<1, 16, false>(),
     instance<1, 32, false>(), instance<2, 16, true>(),  instance<2, 32, true>(),  instance<2, 64, true>(),
+    instance<2, 16, false, true>(), instance<2, 32, false, true>(), instance<2, 64, false, true>(),
 };
 
 constexpr int SHARED_BYTES = 227 * 1024;  // that one CTA may have
@@ -408,16 +436,16 @@ int slices_of(const ActivationLayout& layout) { return (layout.tokens + SLICE - 
 
 // Whether x can be read, in 16-byte pieces of 16-bit values, by a kernel that quantizes it itself.
 bool fuses(const Problem& p) {
-  return p.plan.fused && p.activations == nullptr && p.dtype != TRIRUN_F32 && p.k % 8 == 0 && p.ldx % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
+  return p.plan.fused && p.w.group_size == -1 && p.activations == nullptr && p.dtype != TRIRUN_F32 && p.k % 8 == 0 &&
+         p.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
 }
 
 const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bool fused) {
   const int columns = (layout.tokens < SLICE ? layout.tokens : SLICE) * layout.digits;
   const Instance* best = nullptr;
   for (const Instance& i : INSTANCES)
-    if (p.w.group_size == -1 && i.digits == layout.digits && i.fused == fused && i.columns >= columns &&
-        (best == nullptr || i.columns < best->columns))
+    if (p.w.group_size == (i.grouped ? UNIT : -1) && i.digits == layout.digits && i.fused == fused &&
+        i.columns >= columns && (best == nullptr || i.columns < best->columns))
       best = &i;
   return best;
 }
@@ -471,7 +499,8 @@ int launch_runs(const Problem& p) {
   // A CTA quantizes every column of x at most once, in no more pieces than there are barriers for: runs, of which those
   // at the ends of its share and of a tile may be shorter.
   const int pieces = static_cast<int>((longest + 2 * (RUN - 1)) / RUN + 1);
-  if (plan.fused && (slices > 1 || exact || longest > units || pieces > PIECES)) return TRIRUN_UNSUPPORTED;
+  if (plan.fused && (slices > 1 || exact || instance->grouped || longest > units || pieces > PIECES))
+    return TRIRUN_UNSUPPORTED;
 
   RunsArgs a{};
   if (const int code = encode_words(&a.words, p.w, STEPS)) return code;
@@ -481,7 +510,7 @@ int launch_runs(const Problem& p) {
   a.strips = static_cast<int>(strips), a.units = static_cast<int>(units);
   static_cast<EqualShares&>(a) = equal_shares(total, ctas);
   // float32 x keeps a scale for every unit: its outputs show the difference, 16-bit ones hardly do.
-  const bool runs = !exact && p.activations == nullptr && p.dtype != TRIRUN_F32;
+  const bool runs = !exact && !instance->grouped && p.activations == nullptr && p.dtype != TRIRUN_F32;
   a.run_mask = exact ? (1 << 30) - 1 : runs ? RUN - 1 : 0;
   a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m), a.k = static_cast<int>(p.k);
   a.tokens = layout.tokens, a.slices = slices;
@@ -505,7 +534,8 @@ int launch_runs(const Problem& p) {
   } else {
     a.x_at = STRIPS * UNIT_BYTES;
     a.x_scales_at = a.x_at + UNIT * instance->columns;
-    a.stage_bytes = align(a.x_scales_at + rows * 8);
+    a.scales_at = a.x_scales_at + align(rows * 8);
+    a.stage_bytes = align(a.scales_at + (instance->grouped ? STRIPS * 128 * (a.zeros != nullptr ? 2 : 1) : 0));
     // A fused plan counts on smaller stages.
     const int fitting = (SHARED_BYTES - beside) / a.stage_bytes;
     if (plan.fused && fitting < a.stages) a.stages = fitting;

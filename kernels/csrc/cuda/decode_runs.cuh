@@ -34,6 +34,7 @@ struct RunsArgs : EqualShares {
   int dtype;
   bool vectors;  // y can be written 16 bytes at a time
   int early, x_first;  // stages of words asked for before the wait; of x asked for before other words
+  int scales_at;  // of groups, within a stage
   int stages, stage_bytes, x_at, x_scales_at;  // offsets within a stage, words at 0; fused: in shared memory
   int staged_at, totals_at, barriers_at;       // offsets in shared memory; stages at 0
   unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
