@@ -11,15 +11,22 @@ __device__ __forceinline__ float half_bits(uint32_t pair, int high) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(high ? pair >> 16 : pair)));
 }
 
-// Four codes at a time to fp16 or bf16: the codes become low mantissa bits of a number whose exponent makes them
-// integers above `kBase`; one fma takes the base away and leaves q - zero, exactly.
+// Codes to fp16 or bf16, exactly, in either of two ways.
+// - Four at a time they become low mantissa bits of a number whose exponent makes them integers above `kBase`; one fma
+//   takes the base away and leaves q - zero.
+// - A masked pair of codes as it is, q 4^block smallest subnormal numbers (a carry into the exponent changes nothing:
+//   the numbers up to it are equally spaced), takes one fma by `unit(block)` and leaves (q - zero) / kShrink: of all row
+//   blocks, wherever in the byte they are. fp16 has no unit large enough to leave q - zero itself.
 template <typename T>
 struct Dequantize;
+
+constexpr float kShrink = 512.f;
 
 template <>
 struct Dequantize<__half> {
   static constexpr uint32_t kMagic = 0x64006400;  // 1024
   static constexpr float kBase = 1024.f;
+  static __device__ __forceinline__ uint32_t unit(int block) { return (30 - 2 * block) * 0x04000400; }  // 2^(24-9-2b)
   static __device__ __forceinline__ uint32_t pair(float v) {
     __half2 h = __float2half2_rn(v);
     return reinterpret_cast<uint32_t&>(h);
@@ -40,6 +47,7 @@ template <>
 struct Dequantize<__nv_bfloat16> {
   static constexpr uint32_t kMagic = 0x43004300;  // 128
   static constexpr float kBase = 128.f;
+  static __device__ __forceinline__ uint32_t unit(int block) { return (251 - 2 * block) * 0x00800080; }  // 2^(133-9-2b)
   static __device__ __forceinline__ uint32_t pair(float v) {
     __nv_bfloat162 h = __float2bfloat162_rn(v);
     return reinterpret_cast<uint32_t&>(h);
@@ -63,16 +71,21 @@ __device__ __forceinline__ uint32_t mask_or(uint32_t value, uint32_t magic) {
   return r;
 }
 
+// Bytes 0, 1 of a word are k = 2t, 2t + 1 and bytes 2, 3 are k + 8: registers {0, 1} and {2, 3} of the fragment.
+__device__ __forceinline__ void spread(uint32_t (&p)[4], uint32_t low, uint32_t high) {
+  p[0] = __byte_perm(low, 0, 0x4140), p[1] = __byte_perm(high, 0, 0x4140);
+  p[2] = __byte_perm(low, 0, 0x4342), p[3] = __byte_perm(high, 0, 0x4342);
+}
+
 template <typename T>
 __device__ __forceinline__ void load_fragments(uint32_t (&a0)[4], uint32_t (&a1)[4], const uint4& words, int half,
                                                int turn, uint32_t magic, const uint32_t (&unit)[2],
                                                const uint32_t (&offset)[2]) {
   using D = Dequantize<T>;
-  // Bytes 0, 1 of a word are k = 2t, 2t + 1 and bytes 2, 3 are k + 8: registers {0, 1} and {2, 3} of the fragment.
   uint32_t low = half ? words.z : words.x, high = half ? words.w : words.y;
   low = __funnelshift_r(low, low, turn), high = __funnelshift_r(high, high, turn);
-  const uint32_t p[4] = {__byte_perm(low, 0, 0x4140), __byte_perm(high, 0, 0x4140), __byte_perm(low, 0, 0x4342),
-                         __byte_perm(high, 0, 0x4342)};
+  uint32_t p[4];
+  spread(p, low, high);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t v0 = mask_or<0x000C000C>(p[i], magic), v1 = mask_or<0x00300030>(p[i], magic);

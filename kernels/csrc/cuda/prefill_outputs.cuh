@@ -37,6 +37,8 @@ struct Consumer {
   static constexpr bool kInt8 = sizeof(T) == 1;
   using Accumulator = typename std::conditional<kInt8, int, float>::type;
   static constexpr int kBlocks = Tokens / 8;
+  // With scales per channel the fragments of the 64-row tile are (q - zero) / kShrink.
+  static constexpr float kUnshrink = !kInt8 && Tokens == 64 ? kShrink : 1.f;
 
   const PrefillArguments& args;
   const uint32_t output, rows;  // shared memory: this warp's staged outputs, this warpgroup's row factors
@@ -117,7 +119,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int j = i / 2, h = i % 2;
-      scale[j][h] = args.channel_scales ? half_bits(j ? raw_scale.y : raw_scale.x, h) : 1.f;
+      scale[j][h] = args.channel_scales ? half_bits(j ? raw_scale.y : raw_scale.x, h) * kUnshrink : 1.f;
       bias[j][h] = bias_value(raw_bias[j][h]);
       if (kInt8) zero[j][h] = channel_zero(2 * group + j, h);
     }

@@ -76,13 +76,17 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   // Fragments are made this many steps ahead; those of the step in flight and of the one before may still be read.
   constexpr bool kAny = Mode == kAnyScales;
   constexpr int kAhead = kAny ? 2 : 1;
+  // Four row blocks: fragments are made behind every two products, for the two of the next step in their place.
+  constexpr bool kPaced = kRowBlocks == 4;
+  constexpr int kSets = kPaced ? 2 : kSteps;
+  constexpr bool kShrunk = kPaced && Mode == kChannelScales && !Part::kInt8;
 
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = smem_address(shared);
   const uint32_t words_at = base + kStages * Shape::kX, groups_at = words_at + kStages * Shape::kWords;
   const uint32_t output_at = groups_at + kStages * 2 * Shape::kGroups, exchange_at = output_at + Shape::kOutput;
   const uint32_t rows_at = exchange_at + Shape::kExchange, full = rows_at + Shape::kRows, empty = full + 8 * kStages;
-  const uint32_t received = empty + 8 * kStages;
+  const uint32_t received = empty + 8 * kStages, spare = received + 8;  // `spare` is what nobody waits for
   const int splits = args.splits, rank = splits > 1 ? blockIdx.x % splits : 0;
   // Of a tile's blocks of 8 tokens, those that this CTA of the cluster finishes; `share` is the most that any does.
   const int share = (Part::kBlocks + splits - 1) / splits, own = Part::kBlocks * rank / splits;
@@ -94,6 +98,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       barrier_init(empty + 8 * i, kConsumers / 32 / kTurns);
     }
     barrier_init(received, args.share > 0 ? kConsumers / 32 : 1);
+    barrier_init(spare, kConsumers / 32);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (splits > 1) barrier_expect(received, (splits - 1) * (end - own) * 2 * kConsumers * 16);
   }
@@ -123,6 +128,16 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     unit[0] = D::pair(0.25f), unit[1] = D::pair(0.0625f);
     offset[0] = D::pair(-D::kBase * 0.25f - whole_zero), offset[1] = D::pair(-D::kBase * 0.0625f - whole_zero);
     const uint32_t one = D::pair(1.f);
+    // Out of a shuffle, though every lane's own: else the compiler computes them anew in every stage.
+    const auto keep = [&](uint32_t v) { return __shfl_sync(~0u, v, lane); };
+    uint32_t block_mask[kRowBlocks], block_unit[kRowBlocks];
+#pragma unroll
+    for (int j = 0; j < kRowBlocks; ++j) {
+      const int block = j ^ 2 * group;
+      block_mask[j] = keep(0x00030003u << 2 * block), block_unit[j] = keep(D::unit(block));
+    }
+    const uint32_t words_of_lane = keep(words_at + part.warp * Shape::kBlocks * 512 + lane * 16);
+    const uint32_t shrunk_zero = D::pair(-args.zero / kShrink);
     uint32_t int8_mask[kRowBlocks];
 #pragma unroll
     for (int j = 0; j < kRowBlocks; ++j) int8_mask[j] = 0x03030303u << 2 * (j ^ 2 * group);
@@ -141,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       // Row block j ^ (2 group) of the strip: the two that this warpgroup writes come first. Set to zero rather than
       // overwritten by the first wgmma, which counts as reading them and would keep them alive through the outputs.
       Accumulator sum[kRowBlocks][Tokens / 2] = {};
-      uint32_t fragment[kSteps][kRowBlocks][4];
+      uint32_t fragment[kSets][kRowBlocks][4], spread_words[4];
       uint4 words[Shape::kBlocks];
       // [row block][row half], as pairs: scale, and the zero point in two parts, the second multiplied by the scale.
       uint32_t group_scale[kRowBlocks][2] = {}, group_zero[kRowBlocks][2] = {}, group_rest[kRowBlocks][2] = {};
@@ -174,24 +189,31 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         }
       };
       const auto await_stage = [&](int stage) { barrier_wait(full + 8 * stage, ring / kStages & 1); };
-      const auto read_words = [&](int stage, bool new_group) {
+      const auto read_block = [&](int stage, int i) {  // 32 columns of k
         if (Part::kInt8) return;
-        const uint32_t at = words_at + stage * Shape::kWords + part.warp * Shape::kBlocks * 512 + lane * 16;
+        words[i] = shared_load(words_of_lane + stage * Shape::kWords + i * 512);
+      };
+      const auto read_words = [&](int stage, bool new_group) {
 #pragma unroll
-        for (int i = 0; i < Shape::kBlocks; ++i) words[i] = shared_load(at + i * 512);
+        for (int i = 0; i < Shape::kBlocks; ++i) read_block(stage, i);
         if (Mode == kGroupScales || (kAny && new_group)) read_groups(stage, 0);
       };
       // Fragments of two row blocks of a step.
       const auto make_pair = [&](int stage, int step, int pair) {
-        uint32_t (&a)[kRowBlocks][4] = fragment[step];
+        uint32_t (&a)[kRowBlocks][4] = fragment[step % kSets];
         if constexpr (Part::kInt8) {
           if (pair == 0)
-            words[0] =
-                shared_load(words_at + stage * Shape::kWords + (part.warp * Shape::kBlocks + step) * 512 + lane * 16);
+            words[0] = shared_load(words_of_lane + stage * Shape::kWords + step * 512);
           const uint32_t raw[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
 #pragma unroll
           for (int i = 8 * pair; i < 8 * pair + 8; ++i)  // volatile: stays ahead of the fence that hands them over
             asm volatile("and.b32 %0, %1, %2;" : "=r"(a[i / 4][i % 4]) : "r"(raw[i % 4]), "r"(int8_mask[i / 4]));
+        } else if constexpr (kShrunk) {
+          const uint4& w = words[step / 2];
+          if (pair == 0) spread(spread_words, step % 2 ? w.z : w.x, step % 2 ? w.w : w.y);
+#pragma unroll
+          for (int i = 8 * pair; i < 8 * pair + 8; ++i)
+            a[i / 4][i % 4] = D::fma(spread_words[i % 4] & block_mask[i / 4], block_unit[i / 4], shrunk_zero);
         } else {
           // Codes of two row blocks move to bits 2..5 of every byte: higher ones would leave the mantissa of bf16,
           // lower ones would leave no room for zero points in quarters.
@@ -233,7 +255,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         wgmma_commit();
       };
       const int begin = first + (kTurns == 1 ? 0 : group);
-      int stage = ring % kStages, before = 0;
+      int stage = ring % kStages, phase = ring / kStages & 1;
+      uint32_t done = spare;
       await_stage(stage);
       read_words(stage, args.group_size > 0);
 #pragma unroll
@@ -241,44 +264,70 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       for (int k = begin; k < last; k += kTurns) {
         const uint64_t b = operand_descriptor(base + stage * Shape::kX);
         const int now = stage, next_k = k + kTurns;
+        ring += kTurns;
+        if constexpr (kPaced) {
+          // A scheduler whose tensor core is busy issues an instruction every other cycle, and two warps have to share
+          // it: what there is to do stands between the products, evenly. Every product is a group of its own: where a
+          // fence parts the products of one group, the compiler parts the group, and its wait would mean less.
+          stage += kTurns;
+          if (stage >= kStages) stage -= kStages, phase ^= 1;
+#pragma unroll
+          for (int half = 0; half < 2 * kSteps; ++half) {
+            const int step = half / 2, pair = half % 2;
+            wgmma_fence();  // behind the fragments made since the last products
+#pragma unroll
+            for (int j = 2 * pair; j < 2 * pair + 2; ++j) {
+              Wgmma<T, Tokens>::run(sum[j], fragment[step % kSets][j], b + 2 * step);
+              wgmma_commit();
+            }
+            wgmma_wait<4>();  // the products whose fragments are to be replaced are complete
+            if (half == 1 && lane == 0) barrier_arrive(done);
+            if (half == 3 && next_k < last) barrier_wait(full + 8 * stage, phase);
+            // Words are asked for one pair of products before the first fragment is made of them.
+            if (half == 4) read_block(stage, 0);
+            if (half == 6) read_block(stage, Shape::kBlocks - 1);
+            make_pair(step + 1 < kSteps ? now : stage, (step + 1) % kSteps, pair);
+            if (Mode == kGroupScales && half == 5) read_groups(stage, 0);
+            schedule_fence();
+          }
+          done = empty + 8 * now;
+          continue;
+        }
+        stage = ring % kStages;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           // While the tensor cores work: the fragments of `kAhead` steps from here.
           const int later = (step + kAhead) % kSteps;
           const bool enters = later == 0;
-          if (enters) {
-            ring += kTurns;
-            stage = ring % kStages;
-            if (next_k < last) await_stage(stage);
-          }
+          const int from = step + kAhead < kSteps ? now : stage;
+          if (enters && next_k < last) await_stage(stage);
           if constexpr (kAny) {
             multiply(step, b);
             if (enters && next_k < last)
               read_words(stage, args.group_size > 0 && (next_k * Shape::kColumns & (args.group_size - 1)) == 0);
-            if (step + kAhead < kSteps || next_k < last) make_fragments(step + kAhead < kSteps ? now : stage, later);
+            if (step + kAhead < kSteps || next_k < last) make_fragments(from, later);
           } else {
             // A product holds its warp until its fragments have been read, so the work stands between the products.
             // Beyond the last stage fragments are made of what is there, and not used: no branch between products.
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < kRowBlocks; ++j) {
-              if (j > 1) wgmma_fence();  // behind fragments made between the products
               Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
               if (j == kRowBlocks - 1) wgmma_commit();
               if (j == 0 && enters) read_words(stage, false);
-              if (j > 0 && j <= kRowBlocks / 2) make_pair(step + kAhead < kSteps ? now : stage, later, j - 1);
+              if (j > 0 && j <= kRowBlocks / 2) make_pair(from, later, j - 1);
             }
           }
           // The step before is complete, and with it, at the first step, the stage before.
           wgmma_wait<1>();
-          if (step == 0 && k > begin && lane == 0) barrier_arrive(empty + 8 * before);
+          if (step == 0 && lane == 0) barrier_arrive(done);
         }
-        before = now;
+        done = empty + 8 * now;
       }
       wgmma_wait<0>();
 #pragma unroll
       for (int j = 0; j < kRowBlocks; ++j) hold(sum[j]);
-      if (lane == 0) barrier_arrive(empty + 8 * before);
+      if (lane == 0) barrier_arrive(done);
       // Says that the lane may have changed: addresses of the outputs are then computed here, not kept in registers
       // all through the multiplications.
       int thread_now = thread;
