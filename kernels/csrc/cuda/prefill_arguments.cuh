@@ -26,7 +26,7 @@ struct PrefillArguments {
   int raster;                  // token tiles that run side by side
   int splits;                  // CTAs of the cluster that share one tile along k
   int first_tile, last_tile;
-  // Equal shares: all units of k (`turns` stages) of all tiles form one line, of which CTA c (cta_number) has `share`,
+  // Equal shares: all units of k (`kUnit` stages) of all tiles form one line, of which CTA c (cta_number) has `share`,
   // and one more if c < rest. 0: every CTA, or cluster, takes whole tiles.
   int share, rest, units;  // units: of one tile
   // Of a tile's first CTA, one for every warp: CTAs that end with the tile and have left their sums; behind those of
@@ -65,10 +65,14 @@ struct PrefillShape {
   // a warpgroup takes all four row blocks of a strip, and the two warpgroups take turns at the stages.
   static constexpr int kRowBlocks = Tokens == 64 ? 4 : 2;
   static constexpr int kTurns = kRowBlocks / 2;
-  static constexpr int kColumns = kStageBytesOfX / int(sizeof(T));  // of k in a stage
+  // A stage costs the warps that look for it 60 instructions: scales per channel leave room for two spans of x in one.
+  static constexpr int kSpans = kTurns == 2 && !kGrouped && sizeof(T) == 2 ? 2 : 1;
+  static constexpr int kSpanColumns = kStageBytesOfX / int(sizeof(T));
+  static constexpr int kColumns = kSpans * kSpanColumns;  // of k in a stage
+  static constexpr int kUnit = kTurns / kSpans;           // stages that CTAs divide k by
   static constexpr int kBlocks = kColumns / 32;
   static constexpr int kTokens = Tokens;
-  static constexpr int kX = Tokens * kStageBytesOfX;
+  static constexpr int kSpan = Tokens * kStageBytesOfX, kX = kSpans * kSpan;
   static constexpr int kWords = 4 * kBlocks * 512;
   static constexpr int kGroups = kGrouped ? 2 * 512 : 0;  // two groups of 256 scales; as much again for zeros
   static constexpr int kStage = kX + kWords + 2 * kGroups;

@@ -25,7 +25,7 @@ int launch(const Problem& p, const PreparedRows& rows) {
   PrefillArguments a = {};
   int status = encode(
       &a.x, rows.x,
-      {type, CU_TENSOR_MAP_SWIZZLE_128B, 2, {columns, m, 1}, {rows.ldx * sizeof(T), 0}, {Shape::kColumns, Tokens, 1}});
+      {type, CU_TENSOR_MAP_SWIZZLE_128B, 2, {columns, m, 1}, {rows.ldx * sizeof(T), 0}, {Shape::kSpanColumns, Tokens, 1}});
   if (status == TRIRUN_OK) status = encode_words(&a.words, p.w, Shape::kBlocks);
   const bool grouped = Shape::kGrouped && p.w.group_size > 0;
   if (grouped) {
@@ -98,8 +98,8 @@ int launch(const Problem& p, const PreparedRows& rows) {
   const int64_t tiles = int64_t(a.row_tiles) * a.token_tiles;
   if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
   if (p.plan.ctas > 0) {
-    const int64_t units = a.k_stages / Shape::kTurns, total = tiles * units;
-    if (p.plan.cta_split > 1 || a.k_stages % Shape::kTurns || total > INT32_MAX || p.plan.ctas > COUNTERS / 32)
+    const int64_t units = a.k_stages / Shape::kUnit, total = tiles * units;
+    if (p.plan.cta_split > 1 || a.k_stages % Shape::kUnit || total > INT32_MAX || p.plan.ctas > COUNTERS / 32)
       return TRIRUN_UNSUPPORTED;
     const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
     a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);
@@ -109,7 +109,7 @@ int launch(const Problem& p, const PreparedRows& rows) {
   }
   const int splits = p.plan.cta_split > 1 ? p.plan.cta_split : 1;
   const auto fits = [&](int s) {
-    return s <= 8 && s * Shape::kTurns <= a.k_stages && Shape::received(s) <= Shape::kStages * Shape::kStage;
+    return s <= 8 && s * Shape::kUnit <= a.k_stages && Shape::received(s) <= Shape::kStages * Shape::kStage;
   };
   if (!fits(splits)) return TRIRUN_UNSUPPORTED;
   // Tiles that would leave most CTAs idle in a last round are shared by clusters of several CTAs each, in a second

@@ -36,9 +36,12 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
     }
   };
   const auto load_x = [&](int stage, int k, int token_tile) {
-    tensor_load(base + stage * Shape::kX, &args.x, full + 8 * stage, k * Shape::kColumns, token_tile * Shape::kTokens);
+#pragma unroll
+    for (int span = 0; span < Shape::kSpans; ++span)
+      tensor_load(base + stage * Shape::kX + span * Shape::kSpan, &args.x, full + 8 * stage,
+                  k * Shape::kColumns + span * Shape::kSpanColumns, token_tile * Shape::kTokens);
   };
-  Walk walk(args, Shape::kTurns);
+  Walk walk(args, Shape::kUnit);
   int row_tile, token_tile;
   place(args, walk.tile, row_tile, token_tile);
   // Weights never depend on the kernel before this one: the first stages are asked for before it has ended.
@@ -72,13 +75,14 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   using Half = typename std::conditional<Part::kInt8, __half, T>::type;
   using D = Dequantize<Half>;
   constexpr int kStages = Shape::kStages, kTurns = Shape::kTurns, kRowBlocks = Shape::kRowBlocks;
-  constexpr int kSteps = 4;  // wgmma steps along k in a stage
+  constexpr int kSteps = 4 * Shape::kSpans;  // wgmma steps along k in a stage
   // Fragments are made this many steps ahead; those of the step in flight and of the one before may still be read.
   constexpr bool kAny = Mode == kAnyScales;
   constexpr int kAhead = kAny ? 2 : 1;
   // Four row blocks: fragments are made behind every two products, for the two of the next step in their place.
   constexpr bool kPaced = kRowBlocks == 4;
   constexpr int kSets = kPaced ? 2 : kSteps;
+  constexpr int kWordSets = Shape::kBlocks < 2 ? Shape::kBlocks : 2;  // blocks of 32 columns in registers
   constexpr bool kShrunk = kPaced && Mode == kChannelScales && !Part::kInt8;
 
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -143,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     for (int j = 0; j < kRowBlocks; ++j) int8_mask[j] = 0x03030303u << 2 * (j ^ 2 * group);
 
     int ring = kTurns == 1 ? 0 : group;  // stages before this warpgroup's next one, of all tiles
-    Walk walk(args, kTurns);
+    Walk walk(args, Shape::kUnit);
     const int tile0 = walk.tile;
     do {
       const int first = walk.first, last = walk.last;
@@ -157,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       // overwritten by the first wgmma, which counts as reading them and would keep them alive through the outputs.
       Accumulator sum[kRowBlocks][Tokens / 2] = {};
       uint32_t fragment[kSets][kRowBlocks][4], spread_words[4];
-      uint4 words[Shape::kBlocks];
+      uint4 words[kWordSets];
       // [row block][row half], as pairs: scale, and the zero point in two parts, the second multiplied by the scale.
       uint32_t group_scale[kRowBlocks][2] = {}, group_zero[kRowBlocks][2] = {}, group_rest[kRowBlocks][2] = {};
       const auto set_zero = [&](int j, int h, float zero) {
@@ -191,11 +195,11 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       const auto await_stage = [&](int stage) { barrier_wait(full + 8 * stage, ring / kStages & 1); };
       const auto read_block = [&](int stage, int i) {  // 32 columns of k
         if (Part::kInt8) return;
-        words[i] = shared_load(words_of_lane + stage * Shape::kWords + i * 512);
+        words[i % kWordSets] = shared_load(words_of_lane + stage * Shape::kWords + i * 512);
       };
       const auto read_words = [&](int stage, bool new_group) {
 #pragma unroll
-        for (int i = 0; i < Shape::kBlocks; ++i) read_block(stage, i);
+        for (int i = 0; i < kWordSets; ++i) read_block(stage, i);
         if (Mode == kGroupScales || (kAny && new_group)) read_groups(stage, 0);
       };
       // Fragments of two row blocks of a step.
@@ -209,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
           for (int i = 8 * pair; i < 8 * pair + 8; ++i)  // volatile: stays ahead of the fence that hands them over
             asm volatile("and.b32 %0, %1, %2;" : "=r"(a[i / 4][i % 4]) : "r"(raw[i % 4]), "r"(int8_mask[i / 4]));
         } else if constexpr (kShrunk) {
-          const uint4& w = words[step / 2];
+          const uint4& w = words[step / 2 % 2];
           if (pair == 0) spread(spread_words, step % 2 ? w.z : w.x, step % 2 ? w.w : w.y);
 #pragma unroll
           for (int i = 8 * pair; i < 8 * pair + 8; ++i)
@@ -217,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         } else {
           // Codes of two row blocks move to bits 2..5 of every byte: higher ones would leave the mantissa of bf16,
           // lower ones would leave no room for zero points in quarters.
-          load_fragments<Half>(a[2 * pair], a[2 * pair + 1], words[step / 2], step % 2, pair != group ? 2 : 30, magic,
+          load_fragments<Half>(a[2 * pair], a[2 * pair + 1], words[step / 2 % kWordSets], step % 2, pair != group ? 2 : 30, magic,
                                unit, offset);
           if constexpr (Mode == kGroupScales) {
 #pragma unroll
@@ -257,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       const int begin = first + (kTurns == 1 ? 0 : group);
       int stage = ring % kStages, phase = ring / kStages & 1;
       uint32_t done = spare;
-      await_stage(stage);
+      if (Shape::kUnit >= kTurns || begin < last) await_stage(stage);  // of a single stage one warpgroup has none
       read_words(stage, args.group_size > 0);
 #pragma unroll
       for (int step = 0; step < kAhead; ++step) make_fragments(stage, step);
@@ -273,21 +277,22 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
           if (stage >= kStages) stage -= kStages, phase ^= 1;
 #pragma unroll
           for (int half = 0; half < 2 * kSteps; ++half) {
-            const int step = half / 2, pair = half % 2;
+            const int step = half / 2, pair = half % 2, to_go = 2 * kSteps - half;
             wgmma_fence();  // behind the fragments made since the last products
 #pragma unroll
             for (int j = 2 * pair; j < 2 * pair + 2; ++j) {
-              Wgmma<T, Tokens>::run(sum[j], fragment[step % kSets][j], b + 2 * step);
+              Wgmma<T, Tokens>::run(sum[j], fragment[step % kSets][j], b + step / 4 * (Shape::kSpan >> 4) + step % 4 * 2);
               wgmma_commit();
             }
             wgmma_wait<4>();  // the products whose fragments are to be replaced are complete
             if (half == 1 && lane == 0) barrier_arrive(done);
-            if (half == 3 && next_k < last) barrier_wait(full + 8 * stage, phase);
-            // Words are asked for one pair of products before the first fragment is made of them.
-            if (half == 4) read_block(stage, 0);
-            if (half == 6) read_block(stage, Shape::kBlocks - 1);
+            if (to_go == 5 && next_k < last) barrier_wait(full + 8 * stage, phase);
+            // Words are asked for one pair of products and more before the first fragment is made of them.
+            if (to_go == 4) read_block(stage, 0);
+            if (to_go == 2) read_block(stage, 1);
+            if (half % 4 == 2 && half / 4 + 2 < Shape::kBlocks) read_block(now, half / 4 + 2);
             make_pair(step + 1 < kSteps ? now : stage, (step + 1) % kSteps, pair);
-            if (Mode == kGroupScales && half == 5) read_groups(stage, 0);
+            if (Mode == kGroupScales && to_go == 3) read_groups(stage, 0);
             schedule_fence();
           }
           done = empty + 8 * now;
