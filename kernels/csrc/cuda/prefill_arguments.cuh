@@ -65,7 +65,7 @@ struct PrefillShape {
   // a warpgroup takes all four row blocks of a strip, and the two warpgroups take turns at the stages.
   static constexpr int kRowBlocks = Tokens == 64 ? 4 : 2;
   static constexpr int kTurns = kRowBlocks / 2;
-  // A stage costs the warps that look for it 60 instructions: scales per channel leave room for two spans of x in one.
+  // Looking for a stage costs as much as converting 32 columns: scales per channel have room for stages of two spans.
   static constexpr int kSpans = kTurns == 2 && !kGrouped && sizeof(T) == 2 ? 2 : 1;
   static constexpr int kSpanColumns = kStageBytesOfX / int(sizeof(T));
   static constexpr int kColumns = kSpans * kSpanColumns;  // of k in a stage

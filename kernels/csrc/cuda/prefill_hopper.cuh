@@ -160,8 +160,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// The compiler's scheduler moves no instruction across this one, which costs a single issue and does nothing else unless
-// a profiler counts the event.
+// The compiler's scheduler moves no instruction across this one, which costs an issue and does nothing more unless a
+// profiler counts the event.
 __device__ __forceinline__ void schedule_fence() { asm volatile("pmevent 0;"); }
 
 // K-major B operand, rows of 128 bytes under the 128-byte swizzle: 8-row groups follow each other at 1024 bytes.

@@ -23,9 +23,13 @@ int launch(const Problem& p, const PreparedRows& rows) {
   const cuuint64_t n = p.w.n, k = p.w.k, m = p.m, columns = rows.columns;
   const auto type = sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   PrefillArguments a = {};
-  int status = encode(
-      &a.x, rows.x,
-      {type, CU_TENSOR_MAP_SWIZZLE_128B, 2, {columns, m, 1}, {rows.ldx * sizeof(T), 0}, {Shape::kSpanColumns, Tokens, 1}});
+  const Box box_of_x = {type,
+                        CU_TENSOR_MAP_SWIZZLE_128B,
+                        2,
+                        {columns, m, 1},
+                        {rows.ldx * sizeof(T), 0},
+                        {Shape::kSpanColumns, Tokens, 1}};
+  int status = encode(&a.x, rows.x, box_of_x);
   if (status == TRIRUN_OK) status = encode_words(&a.words, p.w, Shape::kBlocks);
   const bool grouped = Shape::kGrouped && p.w.group_size > 0;
   if (grouped) {

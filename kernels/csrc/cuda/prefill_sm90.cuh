@@ -79,11 +79,11 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   // Fragments are made this many steps ahead; those of the step in flight and of the one before may still be read.
   constexpr bool kAny = Mode == kAnyScales;
   constexpr int kAhead = kAny ? 2 : 1;
-  // Four row blocks: fragments are made behind every two products, for the two of the next step in their place.
-  constexpr bool kPaced = kRowBlocks == 4;
+  // Four row blocks and scales per channel: fragments are made behind every two products, for the two of the next step
+  // in their place, by one mask and one fma (see Dequantize).
+  constexpr bool kPaced = kRowBlocks == 4 && Mode == kChannelScales && !Part::kInt8;
   constexpr int kSets = kPaced ? 2 : kSteps;
   constexpr int kWordSets = Shape::kBlocks < 2 ? Shape::kBlocks : 2;  // blocks of 32 columns in registers
-  constexpr bool kShrunk = kPaced && Mode == kChannelScales && !Part::kInt8;
 
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = smem_address(shared);
@@ -132,15 +132,18 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     unit[0] = D::pair(0.25f), unit[1] = D::pair(0.0625f);
     offset[0] = D::pair(-D::kBase * 0.25f - whole_zero), offset[1] = D::pair(-D::kBase * 0.0625f - whole_zero);
     const uint32_t one = D::pair(1.f);
-    // Out of a shuffle, though every lane's own: else the compiler computes them anew in every stage.
-    const auto keep = [&](uint32_t v) { return __shfl_sync(~0u, v, lane); };
     uint32_t block_mask[kRowBlocks], block_unit[kRowBlocks];
+    uint32_t words_of_lane = 0;
+    if constexpr (kPaced) {
+      // Out of a shuffle, though every lane's own: else the compiler computes them anew in every stage.
+      const auto keep = [&](uint32_t v) { return __shfl_sync(~0u, v, lane); };
 #pragma unroll
-    for (int j = 0; j < kRowBlocks; ++j) {
-      const int block = j ^ 2 * group;
-      block_mask[j] = keep(0x00030003u << 2 * block), block_unit[j] = keep(D::unit(block));
+      for (int j = 0; j < kRowBlocks; ++j) {
+        const int block = j ^ 2 * group;
+        block_mask[j] = keep(0x00030003u << 2 * block), block_unit[j] = keep(D::unit(block));
+      }
+      words_of_lane = keep(words_at + part.warp * Shape::kBlocks * 512 + lane * 16);
     }
-    const uint32_t words_of_lane = keep(words_at + part.warp * Shape::kBlocks * 512 + lane * 16);
     const uint32_t shrunk_zero = D::pair(-args.zero / kShrink);
     uint32_t int8_mask[kRowBlocks];
 #pragma unroll
@@ -195,7 +198,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       const auto await_stage = [&](int stage) { barrier_wait(full + 8 * stage, ring / kStages & 1); };
       const auto read_block = [&](int stage, int i) {  // 32 columns of k
         if (Part::kInt8) return;
-        words[i % kWordSets] = shared_load(words_of_lane + stage * Shape::kWords + i * 512);
+        const uint32_t at = words_at + stage * Shape::kWords + part.warp * Shape::kBlocks * 512 + lane * 16;
+        words[i % kWordSets] = shared_load((kPaced ? words_of_lane + stage * Shape::kWords : at) + i * 512);
       };
       const auto read_words = [&](int stage, bool new_group) {
 #pragma unroll
@@ -207,12 +211,13 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         uint32_t (&a)[kRowBlocks][4] = fragment[step % kSets];
         if constexpr (Part::kInt8) {
           if (pair == 0)
-            words[0] = shared_load(words_of_lane + stage * Shape::kWords + step * 512);
+            words[0] =
+                shared_load(words_at + stage * Shape::kWords + (part.warp * Shape::kBlocks + step) * 512 + lane * 16);
           const uint32_t raw[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
 #pragma unroll
           for (int i = 8 * pair; i < 8 * pair + 8; ++i)  // volatile: stays ahead of the fence that hands them over
             asm volatile("and.b32 %0, %1, %2;" : "=r"(a[i / 4][i % 4]) : "r"(raw[i % 4]), "r"(int8_mask[i / 4]));
-        } else if constexpr (kShrunk) {
+        } else if constexpr (kPaced) {
           const uint4& w = words[step / 2 % 2];
           if (pair == 0) spread(spread_words, step % 2 ? w.z : w.x, step % 2 ? w.w : w.y);
 #pragma unroll
@@ -221,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         } else {
           // Codes of two row blocks move to bits 2..5 of every byte: higher ones would leave the mantissa of bf16,
           // lower ones would leave no room for zero points in quarters.
-          load_fragments<Half>(a[2 * pair], a[2 * pair + 1], words[step / 2 % kWordSets], step % 2, pair != group ? 2 : 30, magic,
+          load_fragments<Half>(a[2 * pair], a[2 * pair + 1], words[step / 2], step % 2, pair != group ? 2 : 30, magic,
                                unit, offset);
           if constexpr (Mode == kGroupScales) {
 #pragma unroll
@@ -259,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         wgmma_commit();
       };
       const int begin = first + (kTurns == 1 ? 0 : group);
-      int stage = ring % kStages, phase = ring / kStages & 1;
+      int stage = ring % kStages, before = 0, phase = ring / kStages & 1;
       uint32_t done = spare;
       if (Shape::kUnit >= kTurns || begin < last) await_stage(stage);  // of a single stage one warpgroup has none
       read_words(stage, args.group_size > 0);
@@ -268,20 +273,21 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       for (int k = begin; k < last; k += kTurns) {
         const uint64_t b = operand_descriptor(base + stage * Shape::kX);
         const int now = stage, next_k = k + kTurns;
-        ring += kTurns;
         if constexpr (kPaced) {
-          // A scheduler whose tensor core is busy issues an instruction every other cycle, and two warps have to share
-          // it: what there is to do stands between the products, evenly. Every product is a group of its own: where a
-          // fence parts the products of one group, the compiler parts the group, and its wait would mean less.
-          stage += kTurns;
+          // Beside a busy tensor core a scheduler issues an instruction every other cycle, which two warps share: their
+          // work has to be little and to stand evenly between the products. Every product is a group of its own: where
+          // a fence stands inside a group the compiler ends the group there, and a wait for all but the last one would
+          // be a wait for almost all. Beyond the last stage fragments are made of what is there, and not used.
+          ring += kTurns, stage += kTurns;
           if (stage >= kStages) stage -= kStages, phase ^= 1;
 #pragma unroll
           for (int half = 0; half < 2 * kSteps; ++half) {
             const int step = half / 2, pair = half % 2, to_go = 2 * kSteps - half;
+            const uint64_t b_step = b + step / 4 * (Shape::kSpan >> 4) + step % 4 * 2;
             wgmma_fence();  // behind the fragments made since the last products
 #pragma unroll
             for (int j = 2 * pair; j < 2 * pair + 2; ++j) {
-              Wgmma<T, Tokens>::run(sum[j], fragment[step % kSets][j], b + step / 4 * (Shape::kSpan >> 4) + step % 4 * 2);
+              Wgmma<T, Tokens>::run(sum[j], fragment[step % kSets][j], b_step);
               wgmma_commit();
             }
             wgmma_wait<4>();  // the products whose fragments are to be replaced are complete
@@ -292,47 +298,49 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
             if (to_go == 2) read_block(stage, 1);
             if (half % 4 == 2 && half / 4 + 2 < Shape::kBlocks) read_block(now, half / 4 + 2);
             make_pair(step + 1 < kSteps ? now : stage, (step + 1) % kSteps, pair);
-            if (Mode == kGroupScales && to_go == 3) read_groups(stage, 0);
             schedule_fence();
           }
           done = empty + 8 * now;
           continue;
         }
-        stage = ring % kStages;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           // While the tensor cores work: the fragments of `kAhead` steps from here.
           const int later = (step + kAhead) % kSteps;
           const bool enters = later == 0;
-          const int from = step + kAhead < kSteps ? now : stage;
-          if (enters && next_k < last) await_stage(stage);
+          if (enters) {
+            ring += kTurns;
+            stage = ring % kStages;
+            if (next_k < last) await_stage(stage);
+          }
           if constexpr (kAny) {
             multiply(step, b);
             if (enters && next_k < last)
               read_words(stage, args.group_size > 0 && (next_k * Shape::kColumns & (args.group_size - 1)) == 0);
-            if (step + kAhead < kSteps || next_k < last) make_fragments(from, later);
+            if (step + kAhead < kSteps || next_k < last) make_fragments(step + kAhead < kSteps ? now : stage, later);
           } else {
             // A product holds its warp until its fragments have been read, so the work stands between the products.
             // Beyond the last stage fragments are made of what is there, and not used: no branch between products.
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < kRowBlocks; ++j) {
+              if (j > 1) wgmma_fence();  // behind fragments made between the products
               Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
               if (j == kRowBlocks - 1) wgmma_commit();
               if (j == 0 && enters) read_words(stage, false);
-              if (j > 0 && j <= kRowBlocks / 2) make_pair(from, later, j - 1);
+              if (j > 0 && j <= kRowBlocks / 2) make_pair(step + kAhead < kSteps ? now : stage, later, j - 1);
             }
           }
           // The step before is complete, and with it, at the first step, the stage before.
           wgmma_wait<1>();
-          if (step == 0 && lane == 0) barrier_arrive(done);
+          if (step == 0 && k > begin && lane == 0) barrier_arrive(empty + 8 * before);
         }
-        done = empty + 8 * now;
+        before = now;
       }
       wgmma_wait<0>();
 #pragma unroll
       for (int j = 0; j < kRowBlocks; ++j) hold(sum[j]);
-      if (lane == 0) barrier_arrive(done);
+      if (lane == 0) barrier_arrive(kPaced ? done : empty + 8 * before);
       // Says that the lane may have changed: addresses of the outputs are then computed here, not kept in registers
       // all through the multiplications.
       int thread_now = thread;
