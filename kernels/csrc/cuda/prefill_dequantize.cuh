@@ -14,7 +14,7 @@ __device__ __forceinline__ float half_bits(uint32_t pair, int high) {
 // Codes to fp16 or bf16, exactly, in either of two ways.
 // - Four at a time they become low mantissa bits of a number whose exponent makes them integers above `kBase`; one fma
 //   takes the base away and leaves q - zero.
-// - A masked pair of codes as it is, q 4^block smallest subnormal numbers (a carry into the exponent changes nothing: the
+// - A masked pair of codes as it is, q 4^block smallest subnormal numbers (a carry into the exponent changes nothing,
 //   numbers up to there are equally spaced), takes one fma by `unit(block)` and leaves (q - zero) / kShrink: any row
 //   block, wherever in the byte it is. fp16 has no unit large enough to leave q - zero itself.
 template <typename T>
