@@ -159,7 +159,8 @@ def _stream_candidates(
         elif k >= 8192:
             best = [(8, 2, 4, 4, 1, True) if m <= 2 else (8, 8, 2, 4 if m <= 4 else 2, 1, False)]
         elif m <= 4 and k >= 1024:
-            best = [(8, 8, 2, 2, 1, True) if m <= 2 else (16, 16, 1, 2, 1, False)]
+            few = (8, 8, 1, 6, 1, False) if k >= 4096 else (16, 16, 1, 2, 1, False)
+            best = [(8, 8, 2, 2, 1, True) if m <= 2 else few]
         else:
             best = [(8, 8, 2, 4, 1, False) if m > 4 and k >= 4096 else (8, 8, 1, 2, 1, m <= 2)]
     elif strips <= device.sms:
