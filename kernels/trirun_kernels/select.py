@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cuda_prefill import ROW_TILE, prefill_tile
+from .cuda_runs import TILE, UNIT, runs_tile, whole_parts
 
 # TRIRUN_KERNEL_* of csrc/trirun.h
 STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANTIZE, RUNS = range(1, 9)
 PREFILL = (PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8)
-UNIT = 128  # k of one pipeline stage, K_PAD of the layout
 STRIP = 64  # out_features that stream together
-TILE = 256  # out_features of one CTA of the kernels of columns and runs
 RUN = 4  # units that share a scale of x
 SLICE = 32  # rows of x of one CTA of the kernel of runs
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
+SMALL, TINY = 1 << 24, 1 << 23  # weights
 LARGE_RUNS, LONG_RUNS = 5 << 24, 3 << 12  # weights, columns of x: for the kernel of runs
 DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
@@ -88,7 +88,7 @@ def select(
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
         tile_of_64 = plain and group_size != 32
-        digits_win = act_bits == 8 and group_size == -1 and n * k <= LARGE_RUNS
+        digits_win = group_size == -1 and n * k <= (LARGE_RUNS if act_bits == 8 else SMALL)
         limit = 32 if tile_of_64 and not (quantized or wide or digits_win) else DECODE_ROWS
     if m <= limit or quantized or wide:
         plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide) if m <= limit else None
@@ -111,10 +111,10 @@ def _decode(
         plan = _fused_runs(n, k, m, device)
         if plan is not None:
             return plan
-    own = group_size == -1 and (act_bits == 8 or not (quantized or wide))
-    if device.arch == 90 and (columns > 16 or (columns > 8 and _heavy(n, k, act_bits, device, own))):
+    runs = group_size == -1 and (act_bits == 8 or not (quantized or wide))
+    if device.arch == 90 and (columns > 16 or (columns > 8 and _heavy(n, k, act_bits, device, runs))):
         # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
-        if own:
+        if runs:
             return _runs(n, k, m, act_bits, device)
         if group_size == UNIT and act_bits == 16 and m <= SLICE and not quantized and (m <= 8 or 2 * n * k < LARGE):
             return _runs(n, k, m, act_bits, device, grouped=True)
@@ -137,10 +137,12 @@ def _decode(
 
 def _heavy(n: int, k: int, act_bits: int, device: Device, runs: bool) -> bool:
     """Whether a weight takes wgmma for more than 8 columns of digits although mma.sync has 16: by the kernel of runs
-    earlier than by columns."""
+    earlier than by columns, earlier still where few of its CTAs share a tile."""
     if not runs:
         return n * k >= LARGE or k >= LONG
-    return act_bits == 8 or n * k >= LARGE_RUNS or k >= LONG or (k >= LONG_RUNS and 2 * n > STRIP * device.sms)
+    if act_bits == 8 or n * k >= LARGE_RUNS or k >= LONG or (k >= LONG_RUNS and 2 * n > STRIP * device.sms):
+        return True
+    return 8 * n * k >= LARGE and 0 < whole_parts(n, k, _runs(n, k, 8, act_bits, device).ctas) <= 2
 
 
 def _stream_candidates(
@@ -210,36 +212,33 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
 
 
 def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: bool = False) -> Plan:
-    """As :func:`_columns` for one scale per output channel or (grouped) per 128 columns of one: up to 32 rows of x a
-    slice, and the k of all tiles divided equally among the CTAs of a slice. Where that is faster, each CTA quantizes
-    its columns of x itself."""
+    """As :func:`_columns` for one scale per output channel or (grouped) per 128 columns of one: rows of x in slices,
+    and CTAs equally many to every tile or equal shares that cross the tiles' borders. Where that is faster, each CTA
+    quantizes its columns of x itself."""
     fused = _fused_runs(n, k, m, device) if act_bits == 16 and not grouped else None
     if fused is not None:
         return fused
-    slices, digits = -(-m // SLICE), 2 if act_bits == 16 else 1
-    width = max(16, 1 << (min(m, SLICE) * digits - 1).bit_length())
+    digits = 2 if act_bits == 16 else 1
+    width, ctas = runs_tile(
+        n, k, m, digits, device.sms, k // UNIT if digits == 2 else EXACT_SUM // UNIT, grouped=grouped
+    )
     rows = width // digits
     # Words, digits and their scales; beside the ring eight warps' outputs. What is left of 228 KiB is for two CTAs of
     # the kernel that quantizes x, which wait beside this one.
     stage = 4 * 2048 + UNIT * width + 128 * -(-rows * 8 // 128) + 1024 * grouped
     stages = min(16, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
-    ctas = _shares(n, k, act_bits, device.sms // slices, exact=True)
-    whole = _parts(n, k, ctas) > 0
-    # Weights asked for before x is there are in its way; after it has been asked for, x comes sooner. Where tiles are
-    # whole and with many rows, the first stages of x come before the other weights.
-    early, x_first = (4, 4) if m > 16 else (6, 4) if whole else (8, 0)
-    return Plan(RUNS, cta_split=_pairs(n, k, ctas), stages=stages, ctas=ctas, early=early, x_first=x_first)
-
-
-def _parts(n: int, k: int, ctas: int) -> int:
-    """CTAs of every tile, if all have equally many and no CTA more than one tile; else 0."""
-    share, rest = divmod(-(-n // TILE) * (k // UNIT), ctas)
-    return k // UNIT // share if rest == 0 and k // UNIT % share == 0 else 0
+    # Weights asked for before x is there are in its way: the more, the more rows x has. Where shares cross tiles,
+    # few rows are there soon enough, and more weights are better.
+    whole = whole_parts(n, k, ctas) > 0
+    early, x_first = (2, 2) if m > 16 and whole and digits == 2 else (4, 4) if m > 16 or whole else (8, 0)
+    return Plan(
+        RUNS, tile_m=width, cta_split=_pairs(n, k, ctas), stages=stages, ctas=ctas, early=early, x_first=x_first
+    )
 
 
 def _pairs(n: int, k: int, ctas: int) -> int:
     """2 where the CTAs of each tile are clusters of two, whose sums meet without the workspace."""
-    parts = _parts(n, k, ctas)
+    parts = whole_parts(n, k, ctas)
     return 2 if parts and parts % 2 == 0 else 0
 
 
@@ -266,8 +265,8 @@ def _fused_runs(n: int, k: int, m: int, device: Device) -> Plan | None:
     with many rows, and for those that cut runs."""
     # Eight rows are quantized so soon that the sums of fewer CTAs are worth more than their shares.
     ctas = _equal_shares(n, k, device.sms, least=RUN if m > 8 else 2 * RUN)
-    parts, share = _parts(n, k, ctas), -(-n // TILE) * (k // UNIT) // ctas
-    longest = 8 if 8 <= m <= SLICE else 0
+    parts, share = whole_parts(n, k, ctas), -(-n // TILE) * (k // UNIT) // ctas
+    longest = 8 if 8 <= m <= 16 or (16 < m <= SLICE and n * k > TINY) else 0
     if parts == 0 or share % RUN or share > longest:
         return None
     rows = max(16, 1 << (2 * m - 1).bit_length()) // 2

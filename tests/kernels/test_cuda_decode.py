@@ -72,10 +72,10 @@ def plans(n, m, k, act_bits, group_size):
                     for fused in (0, 1) if m <= 8 else (0,):
                         yield Plan(kernel, 0, 0, warps, warp_split, cta_split, stages, fused=fused)
     if HOPPER and columns > 8:
-        for ctas, stages, early, x_first in ((1, 5, 2, 1), (3, 4, 0, 0), (7, 3, 1, 1), (132, 3, 2, 0)):
-            yield Plan(COLUMNS, ctas=ctas, stages=stages, early=early, x_first=x_first)
+        for ctas, stages, early, first, w in ((1, 5, 2, 1, 0), (3, 4, 0, 0, 32), (7, 3, 1, 1, 16), (132, 3, 2, 0, 0)):
+            yield Plan(COLUMNS, ctas=ctas, stages=stages, early=early, x_first=first)
             if runs:
-                yield Plan(RUNS, ctas=ctas, stages=stages, early=early, x_first=x_first)
+                yield Plan(RUNS, tile_m=w, ctas=ctas, stages=stages, early=early, x_first=first)
                 if fuses:  # a CTA quantizes no column twice: of no more units than a tile has
                     yield Plan(RUNS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
         for parts, fused in ((2, 0), (4, 0), (2, 1), (4, 1)):  # clusters of two

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 from trirun_kernels.cuda_prefill import CLUSTERS, ROW_TILE, prefill_tile
+from trirun_kernels.cuda_runs import runs_tile
 from trirun_kernels.select import (
     COLUMNS,
     DEQUANTIZE,
@@ -89,7 +90,8 @@ def test_many_rows_prefill():
     assert select(4096, 4096, 32, 128, 16, H200).kernel == select(22016, 4096, 9, 128, 16, H200).kernel == RUNS
     assert select(57344, 8192, 32, 128, 16, H200).kernel == select(4096, 4096, 32, 64, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 32, 128, 16, H200, quantized=True).kernel == COLUMNS
-    assert select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
+    assert select(4096, 4096, 33, -1, 16, H200).kernel == select(4096, 4096, 64, -1, 16, H200).kernel == RUNS
+    assert select(5120, 5120, 33, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(8192, 8192, 32, -1, 16, H200).kernel == RUNS
     assert select(8192, 8192, 64, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(8192, 8192, 64, -1, 8, H200).kernel == RUNS
@@ -99,7 +101,7 @@ def test_many_rows_prefill():
     assert select(57344, 8192, 8, -1, 16, H200).kernel == RUNS
     assert select(8192, 28672, 8, -1, 16, H200).kernel == RUNS
     assert select(22016, 4096, 5, -1, 16, H200).kernel == select(5120, 13824, 8, -1, 16, H200).kernel == RUNS
-    assert select(4096, 11008, 8, -1, 16, H200).kernel == select(13824, 5120, 8, -1, 16, H200).kernel == STREAM
+    assert select(4096, 11008, 8, -1, 16, H200).kernel == select(8192, 8192, 8, -1, 16, H200).kernel == STREAM
     assert [select(8192, 8192, m, -1, 8, H200).kernel for m in (8, 9)] == [STREAM, RUNS]
     assert select(4096, 4096, 17, 128, 16, A100).kernel == PREFILL_SM80
 
@@ -130,6 +132,27 @@ def test_ctas_of_whole_tiles_are_pairs():
     for n, k, clusters in ((8192, 8192, 2), (4096, 4096, 2), (8192, 28672, 2), (22016, 4096, 0), (57344, 8192, 0)):
         assert select(n, k, 16, -1, 16, H200).cta_split == clusters
     assert select(4096, 4096, 8, -1, 16, H200).ctas == 64  # 5.1 us, 128 of them 5.5
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "m", "expected"),
+    [
+        # Measured on an H200: microseconds of the choice, then of equal shares or the runner-up.
+        (22016, 4096, 8, (16, 86)),  # 11.5, 13.0
+        (22016, 4096, 16, (32, 86)),  # 12.9, 14.1
+        (11008, 4096, 16, (32, 86)),  # 8.6, 11.2
+        (11008, 4096, 32, (64, 86)),  # 11.0, 13.9
+        (6912, 2560, 32, (32, 54)),  # 7.2, 8.5
+        (5120, 5120, 32, (32, 40)),  # 9.8, 10.6
+        (4096, 4096, 64, (32, 32)),  # 9.5, 10.8
+        (8192, 8192, 16, (32, 128)),  # 11.0, 13.0
+        (8192, 8192, 32, (64, 128)),  # 14.1, 14.1
+        (8192, 28672, 16, (32, 128)),
+        (57344, 8192, 32, (64, 132)),
+    ],
+)
+def test_runs_are_divided_as_measured_best(n, k, m, expected):
+    assert runs_tile(n, k, m, 2, H200.sms, k // 128) == expected
 
 
 def test_float32_rows_stay_on_decode_kernels():

@@ -431,8 +431,14 @@ constexpr int SHARED_BYTES = 227 * 1024;  // that one CTA may have
 
 int align(int v) { return (v + 127) / 128 * 128; }
 
-// Rows of x beyond a slice's are other CTAs'.
-int slices_of(const ActivationLayout& layout) { return (layout.tokens + SLICE - 1) / SLICE; }
+// Rows of x of one CTA; those beyond are other CTAs'.
+int slice_rows(const Problem& p, const ActivationLayout& layout) {
+  return p.plan.tile_m > 0 ? p.plan.tile_m / layout.digits : SLICE;
+}
+int slices_of(const Problem& p, const ActivationLayout& layout) {
+  const int rows = slice_rows(p, layout);
+  return (layout.tokens + rows - 1) / rows;
+}
 
 // Whether x can be read, in 16-byte pieces of 16-bit values, by a kernel that quantizes it itself.
 bool fuses(const Problem& p) {
@@ -441,7 +447,7 @@ bool fuses(const Problem& p) {
 }
 
 const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bool fused) {
-  const int columns = (layout.tokens < SLICE ? layout.tokens : SLICE) * layout.digits;
+  const int rows = slice_rows(p, layout), columns = (layout.tokens < rows ? layout.tokens : rows) * layout.digits;
   const Instance* best = nullptr;
   for (const Instance& i : INSTANCES)
     if (p.w.group_size == (i.grouped ? UNIT : -1) && i.digits == layout.digits && i.fused == fused &&
@@ -475,7 +481,7 @@ size_t workspace_runs(const Problem& p) {
   const Instance* instance = instance_of(p, layout, false);
   if (instance == nullptr) return 0;
   // Digits also for a fused plan: whether x can be read that way is known only when x is.
-  return parts_bytes(p, *instance, slices_of(layout)) + (p.activations != nullptr ? 0 : layout.bytes);
+  return parts_bytes(p, *instance, slices_of(p, layout)) + (p.activations != nullptr ? 0 : layout.bytes);
 }
 
 int launch_runs(const Problem& p) {
@@ -485,8 +491,10 @@ int launch_runs(const Problem& p) {
   const bool fused = fuses(p);
   const Instance* instance = instance_of(p, layout, fused);
   const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
-  const int slices = slices_of(layout);
-  if (instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
+  const int slices = slices_of(p, layout);
+  // Several slices are each as wide as their kernel.
+  if (instance == nullptr || (slices > 1 && instance->columns != slice_rows(p, layout) * layout.digits) ||
+      layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
       plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX)
     return TRIRUN_UNSUPPORTED;
   static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];

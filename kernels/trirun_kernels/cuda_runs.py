@@ -1,0 +1,49 @@
+"""How the kernel of runs divides a product among its CTAs: a pure function of the problem, from cycles on an H200."""
+
+from __future__ import annotations
+
+UNIT = 128  # k of one pipeline stage, K_PAD of the layout
+TILE = 256  # out_features of one CTA of the kernels of columns and runs
+# Clock cycles of a stage by columns of digits, words coming from memory to all multiprocessors.
+STAGE_CYCLES = {16: 525, 32: 540, 64: 718}
+GROUPED_CYCLES = {16: 740, 32: 875, 64: 1270}  # with a scale per 128 k
+# Of the sums of a tile: of two CTAs, a cluster; of more, in the workspace; of shares that cross the tiles' borders,
+# where a CTA has sums of two tiles.
+PAIR_CYCLES, PARTS_CYCLES, ODD_CYCLES, CROSSING_CYCLES = 1500, 5000, 1500, {16: 9300, 32: 9300, 64: 11000}
+
+
+def runs_tile(
+    n: int, k: int, m: int, digits: int, sms: int, longest: int, *, grouped: bool = False
+) -> tuple[int, int]:
+    """Columns of digits of a slice of x (16, 32 or 64), and the CTAs of a slice.
+
+    Either every tile of 256 out_features has as many CTAs, which divide its k, or the k of all tiles is one line cut
+    into equal shares. Slices of fewer rows of x leave multiprocessors for fewer CTAs a tile.
+
+    Args:
+        n, k: padded sizes of the stored weight. m: rows of x, ``digits`` (1 or 2) columns each.
+        sms: multiprocessors. longest: units of 128 k that a CTA may add up of a tile. grouped: scales per 128 k.
+    """
+    tiles, units, choices = -(-n // TILE), k // UNIT, []
+    cycles = GROUPED_CYCLES if grouped else STAGE_CYCLES
+    for width in (16, 32, 64) if digits == 2 else (16, 32):
+        slices = -(-m * digits // width)
+        if (width == 16 and slices > 1) or (width > 16 and 2 * m * digits <= width):
+            continue
+        for parts in range(1, 9):
+            if tiles * parts * slices <= sms and units % parts == 0 and units // parts <= longest:
+                sums = PAIR_CYCLES * (parts - 1) if parts <= 2 else PARTS_CYCLES + 100 * parts + parts % 2 * ODD_CYCLES
+                choices.append((units // parts * cycles[width] + sums, width, tiles * parts))
+        ctas = min(max(sms // slices, 1), tiles * units)
+        share = -(-tiles * units // ctas)
+        if min(share, units) <= longest:
+            choices.append((share * cycles[width] + CROSSING_CYCLES[width], width, ctas))
+    if not choices:  # k so long that a CTA cannot add up one digit of it
+        return 32, -(-tiles * k // (longest * UNIT))
+    return min(choices)[1:]
+
+
+def whole_parts(n: int, k: int, ctas: int) -> int:
+    """CTAs of every tile, if all have equally many and no CTA more than one tile; else 0."""
+    share, rest = divmod(-(-n // TILE) * (k // UNIT), ctas)
+    return k // UNIT // share if rest == 0 and k // UNIT % share == 0 else 0
