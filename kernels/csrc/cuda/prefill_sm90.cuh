@@ -283,7 +283,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
 #pragma unroll
           for (int half = 0; half < 2 * kSteps; ++half) {
             const int step = half / 2, pair = half % 2, to_go = 2 * kSteps - half;
-            const uint64_t b_step = b + step / 4 * (Shape::kSpan >> 4) + step % 4 * 2;
+            // Only the low word counts on: two instructions where a sum of 64 bits takes four.
+            const uint64_t b_step = b >> 32 << 32 | (uint32_t(b) + step / 4 * (Shape::kSpan >> 4) + step % 4 * 2);
             wgmma_fence();  // behind the fragments made since the last products
 #pragma unroll
             for (int j = 2 * pair; j < 2 * pair + 2; ++j) {
