@@ -7,14 +7,15 @@ from __future__ import annotations
 CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 6: 17 / 132, 8: 15 / 132}
 ROW_TILE = 256  # out_features of one CTA
 # Clock cycles per column of k of a tile: 64 tokens do not keep the tensor cores as busy as 128.
-CYCLES = {64: 8.9, 128: 16.2}
+CYCLES = {64: 8.7, 128: 16.2}
 CYCLES_GROUPS = {64: 14.0, 128: 18.1}  # scales enter the fragments
 CYCLES_INT8 = {64: 4.7, 128: 8.5}
 LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
+NEXT_TILE = 1000  # cycles between tiles of 64 rows of a CTA, in which its warpgroups' sums come together
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
 # Cycles of a tile of 64 rows that several CTAs share: to leave sums in the workspace and be waited for, and to add
 # those of one CTA. Half as much again for 128 rows, and a quarter more for 8-bit products, by measured times.
-LEAVE, ADD = 4300, 1400
+LEAVE, ADD = 4400, 1400
 
 
 def prefill_tile(
@@ -47,12 +48,14 @@ def prefill_tile(
 
 def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, cycles: dict[int, float]) -> tuple[float, float]:
     """Of the CTA with the most to do: its products, and what it has to do with the others' sums."""
-    units = -(-tiles * (k // UNIT) // ctas)
+    of_tile = k // UNIT
+    units = -(-tiles * of_tile // ctas)
     work = units * UNIT * cycles[tokens]
     if tiles % ctas == 0:
         return work, 0
-    # A CTA that ends one tile and begins another leaves sums of both.
-    borders = 1 if ctas % tiles == 0 else 2
+    # A CTA that ends one tile and begins another leaves sums of both. Of 128 rows, only where shares have nothing to do
+    # with tiles: shares of a tile that are not quite equal cost less than two borders by measured times.
+    borders = 1 if ctas % tiles == 0 and (tokens == 128 or of_tile % (ctas // tiles) == 0) else 2
     return work, (0.5 + tokens / 128) * (borders * LEAVE + (1 + ctas / tiles) * ADD)
 
 
@@ -66,4 +69,5 @@ def _cycles(n: int, k: int, m: int, sms: int, tokens: int, split: int, cycles: d
     whole, rest = divmod(tiles, sms)
     # The kernel itself shares the tiles of a last, mostly empty round among clusters.
     last = next((s for s in (8, 6, 4, 3, 2) if whole and rest * s * (32 if s == 2 else 36) <= sms * 32), 1)
-    return LAUNCH + whole * per_tile + (rest > 0) * (per_tile / last + (8000 if last > 1 else 0))
+    round_of_tiles = per_tile + (NEXT_TILE if tokens == 64 else 0)
+    return LAUNCH + whole * round_of_tiles + (rest > 0) * (per_tile / last + (8000 if last > 1 else 0))

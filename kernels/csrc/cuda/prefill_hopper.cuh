@@ -160,10 +160,6 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// The compiler's scheduler moves no instruction across this one, which costs an issue and does nothing more unless a
-// profiler counts the event.
-__device__ __forceinline__ void schedule_fence() { asm volatile("pmevent 0;"); }
-
 // K-major B operand, rows of 128 bytes under the 128-byte swizzle: 8-row groups follow each other at 1024 bytes.
 __device__ __forceinline__ uint64_t operand_descriptor(uint32_t address) {
   return uint64_t((address & 0x3FFFF) >> 4) | uint64_t(1) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;

@@ -299,7 +299,6 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
             if (to_go == 2) read_block(stage, 1);
             if (half % 4 == 2 && half / 4 + 2 < Shape::kBlocks) read_block(now, half / 4 + 2);
             make_pair(step + 1 < kSteps ? now : stage, (step + 1) % kSteps, pair);
-            schedule_fence();
           }
           done = empty + 8 * now;
           continue;
