@@ -208,7 +208,8 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     stage = 4 * 2048 + groups * 1024 + UNIT * width + 128 * -(-tokens * 8 // 128) + (groups > 1) * tokens * 16
     room = 227 * 1024 - 2048 - 1024 * width * 16 // act_bits * (width <= 32 or (width == 64 and act_bits == 16))
     stages = min(16 if width <= 32 else 8, room // (-(-stage // 128) * 128))
-    return Plan(COLUMNS, stages=stages, ctas=_shares(n, k, act_bits, device.sms, exact=group_size == -1))
+    ctas, early = _shares(n, k, act_bits, device.sms, exact=group_size == -1), min(4, stages)
+    return Plan(COLUMNS, stages=stages, ctas=ctas, early=early, x_first=early)
 
 
 def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: bool = False) -> Plan:
