@@ -47,3 +47,9 @@ def whole_parts(n: int, k: int, ctas: int) -> int:
     """CTAs of every tile, if all have equally many and no CTA more than one tile; else 0."""
     share, rest = divmod(-(-n // TILE) * (k // UNIT), ctas)
     return k // UNIT // share if rest == 0 and k // UNIT % share == 0 else 0
+
+
+def cluster_of(n: int, k: int, ctas: int) -> int:
+    """2 where the CTAs of each tile are clusters of two, whose sums meet without the workspace."""
+    parts = whole_parts(n, k, ctas)
+    return 2 if parts and parts % 2 == 0 else 0

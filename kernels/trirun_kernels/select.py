@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cuda_prefill import ROW_TILE, prefill_tile
-from .cuda_runs import TILE, UNIT, runs_tile, whole_parts
+from .cuda_runs import TILE, UNIT, cluster_of, runs_tile, whole_parts
 
 # TRIRUN_KERNEL_* of csrc/trirun.h
 STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANTIZE, RUNS = range(1, 9)
@@ -20,7 +20,7 @@ SLICE = 32  # rows of x of one CTA of the kernel of runs
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
-SMALL, TINY = 1 << 24, 1 << 23  # weights
+SMALL = 1 << 24  # weights
 LARGE_RUNS, LONG_RUNS = 5 << 24, 3 << 12  # weights, columns of x: for the kernel of runs
 DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
@@ -233,14 +233,8 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: boo
     whole = whole_parts(n, k, ctas) > 0
     early, x_first = (2, 2) if m > 16 and whole and digits == 2 else (4, 4) if m > 16 or whole else (8, 0)
     return Plan(
-        RUNS, tile_m=width, cta_split=_pairs(n, k, ctas), stages=stages, ctas=ctas, early=early, x_first=x_first
+        RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=stages, ctas=ctas, early=early, x_first=x_first
     )
-
-
-def _pairs(n: int, k: int, ctas: int) -> int:
-    """2 where the CTAs of each tile are clusters of two, whose sums meet without the workspace."""
-    parts = whole_parts(n, k, ctas)
-    return 2 if parts and parts % 2 == 0 else 0
 
 
 def _shares(n: int, k: int, act_bits: int, sms: int, exact: bool) -> int:
@@ -262,18 +256,30 @@ def _equal_shares(n: int, k: int, sms: int, least: int) -> int:
 
 def _fused_runs(n: int, k: int, m: int, device: Device) -> Plan | None:
     """The kernel of runs where each CTA quantizes its columns of x itself, with as many stages of words beside them as
-    launch_runs has room for; None where a kernel that quantizes apart is as fast: for long shares of k, the more so
-    with many rows, and for those that cut runs."""
-    # Eight rows are quantized so soon that the sums of fewer CTAs are worth more than their shares.
-    ctas = _equal_shares(n, k, device.sms, least=RUN if m > 8 else 2 * RUN)
-    parts, share = whole_parts(n, k, ctas), -(-n // TILE) * (k // UNIT) // ctas
-    longest = 8 if 8 <= m <= 16 or (16 < m <= SLICE and n * k > TINY) else 0
-    if parts == 0 or share % RUN or share > longest:
+    launch_runs has room for; None where a kernel that quantizes apart is as fast: for long shares of k, and those that
+    cut runs."""
+    if not 8 <= m <= SLICE:
         return None
-    rows = max(16, 1 << (2 * m - 1).bit_length()) // 2
+    tiles, units = -(-n // TILE), k // UNIT
+    if m > 8 and n * k <= SMALL:
+        # Two slices, fewer rows for each CTA to quantize; and of CTAs that share a tile few, an even number at best.
+        width, longest = (16, 16) if m <= 16 else (32, 12)
+        most = device.sms // (2 * tiles)
+        shared = [p for p in range(1, most + 1) if units % (RUN * p) == 0 and units // p <= longest]
+        parts = min(shared, key=lambda p: (p % 2, p), default=0)
+    else:
+        # Eight rows are quantized so soon that fewer CTAs' sums are worth longer shares.
+        width = max(16, 1 << (2 * m - 1).bit_length())
+        parts = whole_parts(n, k, _equal_shares(n, k, device.sms, least=RUN if m > 8 else 2 * RUN))
+        if parts == 0 and m <= 16:
+            parts = max((p for p in range(1, 9) if units % (RUN * p) == 0 and tiles * p <= device.sms), default=0)
+    share = units // parts if parts else 0
+    if parts == 0 or share % RUN or share > (8 if 2 * m <= width else 16):
+        return None
+    rows, ctas = width // 2, tiles * parts
     x = share * (UNIT // 16 * (rows * 32 + 16)) + (share // RUN + 2) * rows * 8 + 128
     stages = min(16, (227 * 1024 - x - 8 * 80 * rows - 2048) // (4 * 2048))
-    return Plan(RUNS, cta_split=_pairs(n, k, ctas), stages=stages, ctas=ctas, fused=1)
+    return Plan(RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=stages, ctas=ctas, fused=1)
 
 
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:

@@ -136,10 +136,10 @@ def test_x_quantized_by_the_product_has_the_same_digits(n, k, ctas, pair, dtype)
     # Without a zero point the sums are the same numbers added in the same order.
     w, plain = weight(n, k, zero=0.0), weight(n, k, zero=None)
     bias = torch.randn(n, device="cuda", dtype=dtype)
-    for m in (3, 8, 9, 16, 17, 24, 32):
+    for m, width in ((3, 0), (8, 0), (9, 16), (16, 0), (17, 32), (24, 16), (24, 0), (32, 32)):
         wide = rows(m, k + 8, dtype)
         for x in (wide[:, :k], wide[:, 8:], wide[:, 3 : k + 3]):  # the last is not on 16 bytes: quantized apart
-            apart, fused = (Plan(RUNS, cta_split=pair, ctas=ctas, stages=4, fused=f) for f in (0, 1))
+            apart, fused = (Plan(RUNS, width, cta_split=pair, ctas=ctas, stages=4, fused=f) for f in (0, 1))
             assert torch.equal(poisoned(x, w, bias, 16, fused), poisoned(x, w, bias, 16, apart)), m
             assert error(poisoned(x, plain, bias, 16, fused), exact(x, plain, bias)) < TOLERANCE[dtype], m
 

@@ -59,7 +59,7 @@ def test_every_plan_is_launchable(device):
             assert 1 <= plan.ctas <= 2048 and (3 if plan.kernel == RUNS else 2) <= plan.stages <= 16, where
             if plan.fused:
                 # Words, digits of x with a gap after every 16 columns of k, their scales, outputs, barriers.
-                rows, share = 8 if m == 8 else 16 if m <= 16 else 32, -(-n // 256) * (k // 128) // plan.ctas
+                rows, share = plan.tile_m // 2, -(-n // 256) * (k // 128) // plan.ctas
                 x = share * 8 * (rows * 32 + 16) + (share // 4 + 2) * rows * 8
                 assert plan.kernel == RUNS and bits == 16 and 8 <= m <= 32 and k // 128 % share == 0, where
                 assert plan.stages * 8192 + x + 128 + rows * 640 + 768 + 520 <= 227 * 1024, where
@@ -123,6 +123,7 @@ def test_sums_run_on_only_where_this_call_gives_x_its_scales():
 
 def test_x_is_quantized_by_the_product_where_its_share_of_k_is_short():
     assert [select(4096, 4096, m, -1, 16, H200).fused for m in (7, 8, 9, 16, 17, 32)] == [0, 1, 1, 1, 1, 1]
+    assert [select(4096, 4096, m, -1, 16, H200).ctas for m in (16, 32)] == [32, 64]  # of each of two slices
     for n, k in ((8192, 8192), (22016, 4096), (57344, 8192), (8192, 28672)):
         assert not any(select(n, k, m, -1, 16, H200).fused for m in range(5, 65))
     assert not any(select(4096, 4096, m, -1, 8, H200).fused for m in range(5, 65))

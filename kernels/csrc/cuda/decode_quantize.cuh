@@ -109,25 +109,26 @@ __device__ __forceinline__ void store_shared2(uint32_t address, float x, float y
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-// The rows of x that a CTA multiplies, quantized into shared memory, piece after piece: by WARPS warps, of which each
-// takes every WARPS-th row of a piece, with AHEAD rows on their way from memory. The barriers of `ready` count the
-// warps that are done with a piece. Addresses are shared ones; scales: [piece][row] scale of x, and the same times the
-// sum of the CTA's integers. a.k is a multiple of 8 and every row of x begins on 16 bytes. Rows beyond a.m are left as
-// they are: nobody reads their products.
+// The rows of x from row0 on that a CTA multiplies, quantized into shared memory, piece after piece: by WARPS warps,
+// of which each takes every WARPS-th row of a piece, with AHEAD rows on their way from memory. The barriers of `ready`
+// count the warps that are done with a piece. Addresses are shared ones; scales: [piece][row] scale of x, and the same
+// times the sum of the CTA's integers. a.k is a multiple of 8 and every row of x begins on 16 bytes. Rows beyond a.m
+// are left as they are: nobody reads their products.
 template <bool BF16, int COLUMNS, int WARPS, int AHEAD, typename Args>
-__device__ __forceinline__ void quantize_pieces(const Args& a, uint32_t digits, uint32_t scales, uint32_t ready,
-                                                int warp, int first, int last) {
+__device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_t digits, uint32_t scales,
+                                                uint32_t ready, int warp, int first, int last) {
   constexpr int ROWS = COLUMNS / 2, STEP = half_step(COLUMNS);
-  const int lane = threadIdx.x % 32, blocks = (a.m + WARPS * AHEAD - 1) / (WARPS * AHEAD);
+  // A slice of padding has no rows; the warps are counted all the same.
+  const int lane = threadIdx.x % 32, m = min(a.m - row0, ROWS), blocks = (max(m, 1) - 1) / (WARPS * AHEAD) + 1;
   const int64_t step = static_cast<int64_t>(WARPS) * a.ldx;
-  const uint16_t* rows = static_cast<const uint16_t*>(a.x) + warp * a.ldx + lane * 16;
+  const uint16_t* rows = static_cast<const uint16_t*>(a.x) + (row0 + warp) * a.ldx + lane * 16;
   SixteenValues<BF16> values[AHEAD];
   Piece piece(first, a.units, last);
   const int start = (piece.unit - piece.before) * UNIT;
   int column = start + lane * 16, row = warp, loading = warp, left = blocks;
   const uint16_t* from = rows + start;
   const auto load = [&](SixteenValues<BF16>& to) {
-    to.load(from, loading < a.m && column < a.k, loading < a.m && column + 8 < a.k);
+    to.load(from, loading < m && column < a.k, loading < m && column + 8 < a.k);
     from += step, loading += WARPS;
   };
 #pragma unroll
@@ -145,7 +146,7 @@ __device__ __forceinline__ void quantize_pieces(const Args& a, uint32_t digits, 
     const bool more = next.at < last;
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) {
-      if (row < a.m) {
+      if (row < m) {
         const float amax = __uint_as_float(__reduce_max_sync(~0u, values[u].magnitude_bits()));
         const bool vanishes = amax < 1e-30f;
         const SixteenDigits d = quantize_sixteen(values[u], vanishes ? 0.f : __fdividef(ACT16_MAX, amax));

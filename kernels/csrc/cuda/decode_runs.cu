@@ -11,9 +11,9 @@
 // into shared memory beside the ring (decode_quantize.cuh), while the products of what they have quantized begin.
 //
 // All units of k of all tiles form one line, cut into equal pieces, one for every CTA of a slice. Where a tile is cut,
-// its CTAs leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs, or one
-// that kept its own and waits a while for the others' (add_shares). Nobody has to wait for anybody but in pairs: where
-// all tiles have an even number of CTAs, two make a cluster, and each finishes the sums of one warpgroup of both.
+// its CTAs leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs. Nobody
+// waits for anybody but in pairs: where all tiles have an even number of CTAs, two make a cluster, and each finishes
+// the sums of one warpgroup of both.
 #include "activations.cuh"
 #include "decode_runs.cuh"
 #include "decode_unit.cuh"
@@ -88,17 +88,18 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       dependency_wait();
       const uint32_t x = shared + a.x_at, scales = shared + a.x_scales_at;
       if (a.dtype == TRIRUN_BF16)
-        quantize_pieces<true, N, WARPS, S::AHEAD>(a, x, scales, x_ready, role, first, last);
+        quantize_pieces<true, N, WARPS, S::AHEAD>(a, token0, x, scales, x_ready, role, first, last);
       else
-        quantize_pieces<false, N, WARPS, S::AHEAD>(a, x, scales, x_ready, role, first, last);
+        quantize_pieces<false, N, WARPS, S::AHEAD>(a, token0, x, scales, x_ready, role, first, last);
       if (role == 0) {
         if (lane == 0) produce(a, shared, full, empty, first, round, last, copy_words, [](int) {});
       } else if (role == 1) {
         // Counters of the tiles that this CTA shares, at most two, for each warp that multiplies: zeroed by nobody.
         static_assert(S::CONSUMERS == 256);
         const int begin = (first / a.units + lane / 8) * a.units;
-        if (lane < 16 && begin < last && a.owner(begin) != a.owner(begin + a.units - 1))
-          prepare_counter(reinterpret_cast<uint64_t*>(a.counters) + a.owner(begin) * (S::CONSUMERS / 32) + lane % 8);
+        if (lane < 16 && begin < last && a.owner(begin + a.units - 1) - a.owner(begin) > a.pairs)
+          prepare_counter(reinterpret_cast<uint64_t*>(a.counters) +
+                          (a.owner(begin) * a.slices + slice) * (S::CONSUMERS / 32) + lane % 8);
         __syncwarp();
         if (lane == 0) barrier_arrive(counters_ready);
       }
@@ -320,7 +321,6 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       load_channels(tile);
       // Divisions are slow: here they are hidden.
       const int first_cta = a.owner(begin), last_cta = a.owner(begin + a.units - 1);
-      const int ending = last_cta - first_cta + (a.start(last_cta + 1) == begin + a.units);
       if constexpr (!S::EXACT) {
 #pragma unroll
         for (int i = 0; i < J * S::TOKENS * 2; i++) (&sum[0][0][0])[i] = 0.f;
@@ -390,8 +390,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
           if (last_cta - first_cta > a.pairs) {
             if constexpr (FUSED) barrier_wait(counters_ready, 0);
             mine = add_shares<S::QUARTERS, S::CONSUMERS, N == 64 || DIGITS == 1 ? 2 : 4>(
-                flat, cta >> a.pairs, first_cta >> a.pairs, last_cta >> a.pairs, ending >> a.pairs,
-                counter_of(first_cta), part);
+                flat, cta >> a.pairs, first_cta >> a.pairs, last_cta >> a.pairs, counter_of(first_cta), part);
           }
         }
       }
@@ -507,7 +506,7 @@ int launch_runs(const Problem& p) {
   // A CTA quantizes every column of x at most once, in no more pieces than there are barriers for: runs, of which those
   // at the ends of its share and of a tile may be shorter.
   const int pieces = static_cast<int>((longest + 2 * (RUN - 1)) / RUN + 1);
-  if (plan.fused && (slices > 1 || exact || instance->grouped || longest > units || pieces > PIECES))
+  if (plan.fused && (exact || instance->grouped || longest > units || pieces > PIECES))
     return TRIRUN_UNSUPPORTED;
 
   RunsArgs a{};

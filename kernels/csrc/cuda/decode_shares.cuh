@@ -60,55 +60,29 @@ __device__ __forceinline__ unsigned arrive_counted(uint64_t* counter) {
   return before & 0xffff;
 }
 
-// How many have counted themselves, by a whole warp: one request.
-__device__ __forceinline__ unsigned counted(const unsigned* counter) {
-  unsigned seen;
-  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-  return __shfl_sync(~0u, seen, 0);
-}
-__device__ __forceinline__ unsigned counted(const uint64_t* counter) {
-  uint64_t seen;
-  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
-  return __shfl_sync(~0u, static_cast<unsigned>(seen) & 0xffff, 0);
-}
-
-// The sums of a tile that CTAs [first, last] share, of which `ending` have no tile after it. Each warp leaves its own
-// in the workspace, a quarter (16 bytes) of a thread's every CONSUMERS, and the last one of its rows adds all. But
-// where one of the CTAs goes on to its next tile, and so left its sums long ago, an owner keeps its own (the first
-// CTA, or of half the warps the second) and waits for the others' a while; without an end would need all these CTAs on
-// the GPU at once, which nothing promises. Where all end together owners would be later: while the last one adds, the
-// others are gone, and the next kernel's CTAs fetch their weights. Either way the order is that of the CTAs. True in
-// the warp whose sums are now the tile's. part(cta): where that CTA leaves this thread's; counter: of tile and warp.
+// Leaves a thread's sums of a tile in the workspace, a quarter (16 bytes) every CONSUMERS; the warp whose arrival is
+// the last of CTAs [first, last] adds up all of theirs, in their order, and returns true. The others are gone by then,
+// and the next kernel's CTAs fetch their weights. part(cta): where that CTA leaves this thread's; counter: of this
+// tile and warp.
 template <int QUARTERS, int CONSUMERS, int BATCH, typename Counter, typename Part>
-__device__ __forceinline__ bool add_shares(float (&flat)[QUARTERS * 4], int cta, int first, int last, int ending,
-                                           Counter* counter, Part part) {
-  constexpr int LOOKS = 24;  // of about 700 cycles
-  const int others = last - first, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const int owner = first + (ending > 1 && warp >= CONSUMERS / 64);
-  bool kept = false;
-  if (cta == owner && ending == others)
-#pragma unroll 1
-    for (int looks = 0; looks < LOOKS && !kept; looks++) kept = counted(counter) == static_cast<unsigned>(others);
-  if (!kept) {
-    float4* to = part(cta);
+__device__ __forceinline__ bool add_shares(float (&flat)[QUARTERS * 4], int cta, int first, int last, Counter* counter,
+                                           Part part) {
+  float4* to = part(cta);
 #pragma unroll
-    for (int q = 0; q < QUARTERS; q++)
-      __stcg(to + q * CONSUMERS, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]));
-    __syncwarp();
-    unsigned before = 0;
-    if (threadIdx.x % 32 == 0) before = arrive_counted(counter);
-    if (__shfl_sync(~0u, before, 0) != static_cast<unsigned>(others)) return false;
-#pragma unroll
-    for (int i = 0; i < QUARTERS * 4; i++) flat[i] = 0.f;
-  }
+  for (int q = 0; q < QUARTERS; q++)
+    __stcg(to + q * CONSUMERS, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]));
+  __syncwarp();
+  unsigned before = 0;
+  if (threadIdx.x % 32 == 0) before = arrive_counted(counter);
+  if (__shfl_sync(~0u, before, 0) != static_cast<unsigned>(last - first)) return false;
   if (threadIdx.x % 32 == 0) *counter = 0;
-  // A kept sum is one of the first two: whether it is added to the other or the other to it does not matter.
-  int i = first;
-  const int skipped = kept ? cta : last + 1, end = last + !kept;
+#pragma unroll
+  for (int i = 0; i < QUARTERS * 4; i++) flat[i] = 0.f;
+  int of = first;
   const auto add = [&](auto count) {
 #pragma unroll
-    for (int u = 0; u < decltype(count)::value; u++, i++) {
-      const float4* from = part(i + (i >= skipped));
+    for (int u = 0; u < decltype(count)::value; u++, of++) {
+      const float4* from = part(of);
 #pragma unroll
       for (int q = 0; q < QUARTERS; q++) {
         const float4 v = __ldcg(from + q * CONSUMERS);
@@ -118,11 +92,11 @@ __device__ __forceinline__ bool add_shares(float (&flat)[QUARTERS * 4], int cta,
   };
   // Several on their way from L2 at a time, also of the last ones.
 #pragma unroll 1
-  while (end - i >= BATCH) add(std::integral_constant<int, BATCH>{});
+  while (last + 1 - of >= BATCH) add(std::integral_constant<int, BATCH>{});
   if constexpr (BATCH > 2)
-    if (end - i >= 2) add(std::integral_constant<int, 2>{});
+    if (last + 1 - of >= 2) add(std::integral_constant<int, 2>{});
 #pragma unroll 1
-  while (i < end) add(std::integral_constant<int, 1>{});
+  while (of <= last) add(std::integral_constant<int, 1>{});
   return true;
 }
 

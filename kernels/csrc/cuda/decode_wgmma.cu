@@ -397,13 +397,12 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
       bool mine = true;
       if (end - at < a.units) {
         const int first_cta = a.owner(begin), last_cta = a.owner(begin + a.units - 1);
-        const int ending = last_cta - first_cta + (a.start(last_cta + 1) == begin + a.units);
         const auto part = [&](int cta) {
           const int of_both = 2 * cta + (a.start(cta) < begin);  // its first tile, or its last
           return a.parts + static_cast<int64_t>(of_both) * S::QUARTERS * S::CONSUMERS + threadIdx.x;
         };
         mine = add_shares<S::QUARTERS, S::CONSUMERS, S::QUARTERS <= 4 ? 4 : 1>(
-            flat, blockIdx.x, first_cta, last_cta, ending, a.counters + first_cta * (S::CONSUMERS / 32) + warp, part);
+            flat, blockIdx.x, first_cta, last_cta, a.counters + first_cta * (S::CONSUMERS / 32) + warp, part);
       }
       if (mine) store(tile);
       at = end, tile++;
