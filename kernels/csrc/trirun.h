@@ -224,7 +224,8 @@ enum {
  * not use is 0. Every value is checked; one without a compiled instance returns TRIRUN_UNSUPPORTED. */
 typedef struct {
   int32_t kernel;       /* TRIRUN_KERNEL_... */
-  int32_t tile_m;       /* rows of x of one CTA (prefill), or tensor-core columns that hold them (decode) */
+  int32_t tile_m;       /* rows of x of one CTA (prefill), or tensor-core columns that hold them (runs: 16, 32 or 64;
+                           0: 32 rows) */
   int32_t tile_n;       /* out_features of one CTA */
   int32_t warps;        /* of one CTA */
   int32_t warp_split;   /* warps of a CTA that share a strip along k */

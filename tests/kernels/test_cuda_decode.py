@@ -293,7 +293,7 @@ def test_plans_without_an_instance_are_refused():
         Plan(STREAM, warps=8, warp_split=3, cta_split=1, stages=4),
         Plan(STREAM, warps=16, warp_split=16, cta_split=4, stages=4),
         *(Plan(COLUMNS, ctas=ctas, stages=stages) for ctas, stages in ((1, 99), (0, 4), (1, 2))),
-        *(Plan(RUNS, ctas=4, stages=s, early=2, x_first=x) for s, x in ((2, 0), (4, 3))),
+        *(Plan(RUNS, w, ctas=4, stages=s, early=2, x_first=x) for w, s, x in ((0, 2, 0), (0, 4, 3), (1, 4, 0))),
         Plan(RUNS, cta_split=2, ctas=3, stages=4),
     ):
         with pytest.raises(NativeError, match=r"x torch.float16 \[1, 8192\], n=64"):

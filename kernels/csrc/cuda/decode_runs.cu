@@ -432,7 +432,7 @@ int align(int v) { return (v + 127) / 128 * 128; }
 
 // Rows of x of one CTA; those beyond are other CTAs'.
 int slice_rows(const Problem& p, const ActivationLayout& layout) {
-  return p.plan.tile_m > 0 ? p.plan.tile_m / layout.digits : SLICE;
+  return p.plan.tile_m >= 16 ? p.plan.tile_m / layout.digits : SLICE;
 }
 int slices_of(const Problem& p, const ActivationLayout& layout) {
   const int rows = slice_rows(p, layout);
@@ -493,8 +493,8 @@ int launch_runs(const Problem& p) {
   const int slices = slices_of(p, layout);
   // Several slices are each as wide as their kernel.
   if (instance == nullptr || (slices > 1 && instance->columns != slice_rows(p, layout) * layout.digits) ||
-      layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
-      plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX)
+      (plan.tile_m != 0 && (plan.tile_m < 16 || plan.tile_m > 64)) || layout.columns % 8 || plan.stages < 3 ||
+      plan.stages > MAX_STAGES || plan.ctas < 1 || plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX)
     return TRIRUN_UNSUPPORTED;
   static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
   if (!starts_whole(whole[instance - INSTANCES], reinterpret_cast<const void*>(instance->kernel), instance->registers))
