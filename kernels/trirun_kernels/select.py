@@ -16,7 +16,7 @@ STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANT
 PREFILL = (PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8)
 STRIP = 64  # out_features that stream together
 RUN = 4  # units that share a scale of x
-SLICE = 32  # rows of x of one CTA of the kernel of runs
+SLICE = 32  # rows of x of one CTA of the kernel of runs, at most
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
@@ -208,7 +208,7 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     stage = 4 * 2048 + groups * 1024 + UNIT * width + 128 * -(-tokens * 8 // 128) + (groups > 1) * tokens * 16
     room = 227 * 1024 - 2048 - 1024 * width * 16 // act_bits * (width <= 32 or (width == 64 and act_bits == 16))
     stages = min(16 if width <= 32 else 8, room // (-(-stage // 128) * 128))
-    ctas, early = _shares(n, k, act_bits, device.sms, exact=group_size == -1), min(4, stages)
+    ctas, early = _equal_shares(n, k, device.sms, least=8), min(4, stages)
     return Plan(COLUMNS, stages=stages, ctas=ctas, early=early, x_first=early)
 
 
@@ -235,14 +235,6 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: boo
     return Plan(
         RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=stages, ctas=ctas, early=early, x_first=x_first
     )
-
-
-def _shares(n: int, k: int, act_bits: int, sms: int, exact: bool) -> int:
-    """:func:`_equal_shares` of eight units. exact: a CTA sums up one digit as int32 over its part of a tile."""
-    ctas, tiles = _equal_shares(n, k, sms, least=8), -(-n // TILE)
-    if exact and act_bits == 8 and k > EXACT_SUM:
-        ctas = max(ctas, -(-tiles * k // EXACT_SUM))
-    return ctas
 
 
 def _equal_shares(n: int, k: int, sms: int, least: int) -> int:

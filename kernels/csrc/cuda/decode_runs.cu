@@ -188,7 +188,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
         for (int j = 0; j < J; j++)
 #pragma unroll
           for (int e = 0; e < 4; e += DIGITS) {
-            const int hi = c[j][i * 4 + e], lo = c[j][i * 4 + e + 1];
+            const int hi = c[j][i * 4 + e], lo = c[j][i * 4 + e + DIGITS - 1];
             if constexpr (S::EXACT)
               sum[j][i * 2 + e % 2][e / 2] = static_cast<float>(hi);  // there is but one run
             else if constexpr (GROUPED)
