@@ -204,10 +204,11 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     columns = tokens * (2 if act_bits == 16 else 1)
     width = next(c for c in (16, 32, 64, 96, 128) if c >= columns and (c != 96 or act_bits == 16))
     groups = 0 if group_size == -1 else UNIT // group_size
-    # Words, scales with zeros, digits, their scales and sums; beside the ring what two teams exchange.
+    # Words, scales with zeros, digits, their scales and sums; beside the ring what two teams exchange. Each team has
+    # every other stage: an even number.
     stage = 4 * 2048 + groups * 1024 + UNIT * width + 128 * -(-tokens * 8 // 128) + (groups > 1) * tokens * 16
     room = 227 * 1024 - 2048 - 1024 * width * 16 // act_bits * (width <= 32 or (width == 64 and act_bits == 16))
-    stages = min(16 if width <= 32 else 8, room // (-(-stage // 128) * 128))
+    stages = min(16 if width <= 32 else 8, room // (-(-stage // 128) * 128)) // 2 * 2
     ctas, early = _equal_shares(n, k, device.sms, least=8), min(4, stages)
     return Plan(COLUMNS, stages=stages, ctas=ctas, early=early, x_first=early)
 

@@ -73,7 +73,7 @@ def plans(n, m, k, act_bits, group_size):
                         yield Plan(kernel, 0, 0, warps, warp_split, cta_split, stages, fused=fused)
     if HOPPER and columns > 8:
         for ctas, stages, early, first, w in ((1, 5, 2, 1, 0), (3, 4, 0, 0, 32), (7, 3, 1, 1, 16), (132, 3, 2, 0, 0)):
-            yield Plan(COLUMNS, ctas=ctas, stages=stages, early=early, x_first=first)
+            yield Plan(COLUMNS, ctas=ctas, stages=stages + stages % 2, early=early, x_first=first)
             if runs:
                 yield Plan(RUNS, tile_m=w, ctas=ctas, stages=stages, early=early, x_first=first)
                 if fuses:  # a CTA quantizes no column twice: of no more units than a tile has
@@ -292,7 +292,7 @@ def test_plans_without_an_instance_are_refused():
         Plan(99),
         Plan(STREAM, warps=8, warp_split=3, cta_split=1, stages=4),
         Plan(STREAM, warps=16, warp_split=16, cta_split=4, stages=4),
-        *(Plan(COLUMNS, ctas=ctas, stages=stages) for ctas, stages in ((1, 99), (0, 4), (1, 2))),
+        *(Plan(COLUMNS, ctas=ctas, stages=stages) for ctas, stages in ((1, 99), (0, 4), (1, 2), (1, 5))),
         *(Plan(RUNS, w, ctas=4, stages=s, early=2, x_first=x) for w, s, x in ((0, 2, 0), (0, 4, 3), (1, 4, 0))),
         Plan(RUNS, cta_split=2, ctas=3, stages=4),
     ):

@@ -56,7 +56,8 @@ def test_every_plan_is_launchable(device):
                 # Clusters of two: every tile has as many CTAs, an even number, and no CTA has two tiles.
                 parts, rest = divmod(plan.ctas, -(-n // 256))
                 assert plan.cta_split == 2 and rest == 0 and parts % 2 == 0 and k // 128 % parts == 0, where
-            assert 1 <= plan.ctas <= 2048 and (3 if plan.kernel == RUNS else 2) <= plan.stages <= 16, where
+            assert 1 <= plan.ctas <= 2048 and 3 <= plan.stages <= 16, where
+            assert plan.kernel == RUNS or plan.stages % 2 == 0, where
             if plan.fused:
                 # Words, digits of x with a gap after every 16 columns of k, their scales, outputs, barriers.
                 rows, share = plan.tile_m // 2, -(-n // 256) * (k // 128) // plan.ctas

@@ -469,9 +469,10 @@ int launch_columns(const Problem& p) {
   const ActivationLayout layout(p.m, p.w.k, p.act_bits);
   const Instance* instance = instance_of(p, layout);
   const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
-  // A team gives a stage back when the next one of its own, two further on, has come: three at least.
-  if (instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
-      plan.ctas > COUNTERS / 16 || total > INT32_MAX)
+  // A team gives a stage back when the next one of its own, two further on, has come: three at least. And every stage is
+  // one team's: it could look at the other's barrier a phase too early, and parity does not tell that from a phase late.
+  if (instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES ||
+      (instance->teams == 2 && plan.stages % 2) || plan.ctas < 1 || plan.ctas > COUNTERS / 16 || total > INT32_MAX)
     return TRIRUN_UNSUPPORTED;
   static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
   if (!starts_whole(whole[instance - INSTANCES], reinterpret_cast<const void*>(instance->kernel), instance->registers))

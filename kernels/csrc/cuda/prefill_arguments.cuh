@@ -83,6 +83,10 @@ struct PrefillShape {
   static constexpr int kFixed = kOutput + kExchange + kRows + kBarriers;
   static constexpr int kRoom = (227 * 1024 - kFixed) / kStage;
   static constexpr int kStages = kRoom < 12 ? kRoom : 12;
+  // Barriers of full stages. Warpgroups that take turns at an odd number of stages would wait at each other's barriers,
+  // where parity does not tell a phase too early from one too late: a round later, every stage has another barrier.
+  static constexpr int kFull = kStages * (kTurns == 2 && kStages % 2 ? 2 : 1);
+  static_assert((kFull + kStages + 2) * 8 <= kBarriers);
   static constexpr int kBytes = kStages * kStage + kFixed;
   // What the CTAs of a cluster send takes the place of the stages once all are consumed.
   static constexpr int received(int splits) { return splits * ((Tokens / 8 + splits - 1) / splits) * 8192; }

@@ -24,8 +24,9 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
   const bool grouped = Shape::kGrouped && args.group_size > 0;
   const int group_rows = args.group_size == 32 ? 2 : 1;
   const uint32_t bytes = Shape::kX + Shape::kWords + (grouped ? group_rows * 512 * (args.has_zeros ? 2 : 1) : 0);
-  const auto load_weights = [&](int stage, int k, int row_tile) {
-    const uint32_t bar = full + 8 * stage;
+  // slot: of the stage's barrier.
+  const auto load_weights = [&](int stage, int slot, int k, int row_tile) {
+    const uint32_t bar = full + 8 * slot;
     barrier_expect(bar, bytes);
     tensor_load(words_at + stage * Shape::kWords, &args.words, bar, 0, k * Shape::kBlocks, row_tile * 4);
     if (grouped) {
@@ -35,10 +36,10 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
       if (args.has_zeros) tensor_load(to + Shape::kGroups, &args.zeros, bar, row_tile * kRowTile, group);
     }
   };
-  const auto load_x = [&](int stage, int k, int token_tile) {
+  const auto load_x = [&](int stage, int slot, int k, int token_tile) {
 #pragma unroll
     for (int span = 0; span < Shape::kSpans; ++span)
-      tensor_load(base + stage * Shape::kX + span * Shape::kSpan, &args.x, full + 8 * stage,
+      tensor_load(base + stage * Shape::kX + span * Shape::kSpan, &args.x, full + 8 * slot,
                   k * Shape::kColumns + span * Shape::kSpanColumns, token_tile * Shape::kTokens);
   };
   Walk walk(args, Shape::kUnit);
@@ -46,16 +47,17 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
   place(args, walk.tile, row_tile, token_tile);
   // Weights never depend on the kernel before this one: the first stages are asked for before it has ended.
   const int early = min(Shape::kStages, walk.last - walk.first);
-  for (int i = 0; i < early; ++i) load_weights(i, walk.first + i, row_tile);
+  for (int i = 0; i < early; ++i) load_weights(i, i, walk.first + i, row_tile);
   if (!args.remainder) grid_dependency_wait();
-  for (int i = 0; i < early; ++i) load_x(i, walk.first + i, token_tile);
-  int stage = early % Shape::kStages, parity = early == Shape::kStages ? 0 : 1;
+  for (int i = 0; i < early; ++i) load_x(i, i, walk.first + i, token_tile);
+  int stage = early % Shape::kStages, slot = early % Shape::kFull, parity = early == Shape::kStages ? 0 : 1;
   for (int k = walk.first + early;;) {
     for (; k < walk.last; ++k) {
       barrier_wait(empty + 8 * stage, parity);
-      load_weights(stage, k, row_tile);
-      load_x(stage, k, token_tile);
+      load_weights(stage, slot, k, row_tile);
+      load_x(stage, slot, k, token_tile);
       if (++stage == Shape::kStages) stage = 0, parity ^= 1;
+      if (++slot == Shape::kFull) slot = 0;
     }
     if (!walk.next()) return;
     place(args, walk.tile, row_tile, token_tile);
@@ -74,7 +76,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   using Accumulator = typename Part::Accumulator;
   using Half = typename std::conditional<Part::kInt8, __half, T>::type;
   using D = Dequantize<Half>;
-  constexpr int kStages = Shape::kStages, kTurns = Shape::kTurns, kRowBlocks = Shape::kRowBlocks;
+  constexpr int kStages = Shape::kStages, kFull = Shape::kFull, kTurns = Shape::kTurns;
+  constexpr int kRowBlocks = Shape::kRowBlocks;
   constexpr int kSteps = 4 * Shape::kSpans;  // wgmma steps along k in a stage
   // Fragments are made this many steps ahead; those of the step in flight and of the one before may still be read.
   constexpr bool kAny = Mode == kAnyScales;
@@ -89,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   const uint32_t base = smem_address(shared);
   const uint32_t words_at = base + kStages * Shape::kX, groups_at = words_at + kStages * Shape::kWords;
   const uint32_t output_at = groups_at + kStages * 2 * Shape::kGroups, exchange_at = output_at + Shape::kOutput;
-  const uint32_t rows_at = exchange_at + Shape::kExchange, full = rows_at + Shape::kRows, empty = full + 8 * kStages;
+  const uint32_t rows_at = exchange_at + Shape::kExchange, full = rows_at + Shape::kRows, empty = full + 8 * kFull;
   const uint32_t received = empty + 8 * kStages, spare = received + 8;  // `spare` is what nobody waits for
   const int splits = args.splits, rank = splits > 1 ? blockIdx.x % splits : 0;
   // Of a tile's blocks of 8 tokens, those that this CTA of the cluster finishes; `share` is the most that any does.
@@ -97,10 +100,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   const int end = Part::kBlocks * (rank + 1) / splits;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, kConsumers / 32 / kTurns);
-    }
+    for (int i = 0; i < kFull; ++i) barrier_init(full + 8 * i, 1);
+    for (int i = 0; i < kStages; ++i) barrier_init(empty + 8 * i, kConsumers / 32 / kTurns);
     barrier_init(received, args.share > 0 ? kConsumers / 32 : 1);
     barrier_init(spare, kConsumers / 32);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
             set_zero(i / 2, i % 2, args.has_zeros ? half_bits(z[i / 2], i % 2) : args.zero);
         }
       };
-      const auto await_stage = [&](int stage) { barrier_wait(full + 8 * stage, ring / kStages & 1); };
+      const auto await_stage = [&] { barrier_wait(full + 8 * (ring % kFull), ring / kFull & 1); };
       const auto read_block = [&](int stage, int i) {  // 32 columns of k
         if (Part::kInt8) return;
         const uint32_t at = words_at + stage * Shape::kWords + part.warp * Shape::kBlocks * 512 + lane * 16;
@@ -264,9 +265,9 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         wgmma_commit();
       };
       const int begin = first + (kTurns == 1 ? 0 : group);
-      int stage = ring % kStages, before = 0, phase = ring / kStages & 1;
+      int stage = ring % kStages, before = 0, slot = ring % kFull, phase = ring / kFull & 1;
       uint32_t done = spare;
-      if (Shape::kUnit >= kTurns || begin < last) await_stage(stage);  // of a single stage one warpgroup has none
+      if (Shape::kUnit >= kTurns || begin < last) await_stage();  // of a single stage one warpgroup has none
       read_words(stage, args.group_size > 0);
 #pragma unroll
       for (int step = 0; step < kAhead; ++step) make_fragments(stage, step);
@@ -278,8 +279,9 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
           // work has to be little and to stand evenly between the products. Every product is a group of its own: where
           // a fence stands inside a group the compiler ends the group there, and a wait for all but the last one would
           // be a wait for almost all. Beyond the last stage fragments are made of what is there, and not used.
-          ring += kTurns, stage += kTurns;
-          if (stage >= kStages) stage -= kStages, phase ^= 1;
+          ring += kTurns, slot += kTurns;
+          if (slot >= kFull) slot -= kFull, phase ^= 1;
+          stage = slot < kStages ? slot : slot - kStages;
 #pragma unroll
           for (int half = 0; half < 2 * kSteps; ++half) {
             const int step = half / 2, pair = half % 2, to_go = 2 * kSteps - half;
@@ -293,7 +295,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
             }
             wgmma_wait<4>();  // the products whose fragments are to be replaced are complete
             if (half == 1 && lane == 0) barrier_arrive(done);
-            if (to_go == 5 && next_k < last) barrier_wait(full + 8 * stage, phase);
+            if (to_go == 5 && next_k < last) barrier_wait(full + 8 * slot, phase);
             // Words are asked for one pair of products and more before the first fragment is made of them.
             if (to_go == 4) read_block(stage, 0);
             if (to_go == 2) read_block(stage, 1);
@@ -311,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
           if (enters) {
             ring += kTurns;
             stage = ring % kStages;
-            if (next_k < last) await_stage(stage);
+            if (next_k < last) await_stage();
           }
           if constexpr (kAny) {
             multiply(step, b);
