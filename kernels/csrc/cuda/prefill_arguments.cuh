@@ -22,7 +22,7 @@ struct PrefillArguments {
   int64_t ldy;
   int m, n, padded_n;          // true sizes of y; rows of w as stored
   int k_stages;                // stages along k
-  int row_tiles, token_tiles;  // of 256 rows of w, of Tokens rows of x
+  int row_tiles, token_tiles;  // of 256 or 192 rows of w, of Tokens rows of x
   int raster;                  // token tiles that run side by side
   int splits;                  // CTAs of the cluster that share one tile along k
   int first_tile, last_tile;
@@ -49,9 +49,6 @@ struct PrefillArguments {
   }
 };
 
-constexpr int kRowTile = 256;
-constexpr int kConsumers = 256;
-constexpr int kThreads = kConsumers + 128;
 constexpr int kStageBytesOfX = 128;  // per row: one swizzle span
 
 // Where weight scales enter: with the sums; in the fragments, where the zero point is exact beside the codes and a
@@ -60,6 +57,9 @@ enum Scaling { kChannelScales, kGroupScales, kAnyScales };
 
 template <typename T, int Tokens, Scaling Mode>
 struct PrefillShape {
+  static constexpr int kStrips = 4, kRowTile = kStrips * 64;
+  static constexpr int kConsumers = 256, kThreads = kConsumers + 128;
+  static constexpr int kStoreColumns = 32;  // rows of w of one warp's outputs
   static constexpr bool kGrouped = Mode != kChannelScales;
   // Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens
   // a warpgroup takes all four row blocks of a strip, and the two warpgroups take turns at the stages.
@@ -73,7 +73,7 @@ struct PrefillShape {
   static constexpr int kBlocks = kColumns / 32;
   static constexpr int kTokens = Tokens;
   static constexpr int kSpan = Tokens * kStageBytesOfX, kX = kSpans * kSpan;
-  static constexpr int kWords = 4 * kBlocks * 512;
+  static constexpr int kWords = kStrips * kBlocks * 512;
   static constexpr int kGroups = kGrouped ? 2 * 512 : 0;  // two groups of 256 scales; as much again for zeros
   static constexpr int kStage = kX + kWords + 2 * kGroups;
   static constexpr int kOutput = 8 * Tokens * 64;  // per warp: 32 values of 16 bits for every token
@@ -90,6 +90,33 @@ struct PrefillShape {
   static constexpr int kBytes = kStages * kStage + kFixed;
   // What the CTAs of a cluster send takes the place of the stages once all are consumed.
   static constexpr int received(int splits) { return splits * ((Tokens / 8 + splits - 1) / splits) * 8192; }
+};
+
+// Of tiles of three strips, each with a warpgroup of its own (prefill_strips.cuh); scales per channel only.
+template <typename T, int Tokens>
+struct StripsShape {
+  static constexpr int kStrips = 3, kRowTile = kStrips * 64;
+  static constexpr int kConsumers = kStrips * 128, kThreads = kConsumers + 128;
+  static constexpr int kStoreColumns = 16;
+  static constexpr bool kGrouped = false;
+  static constexpr int kSpans = Tokens == 64 && sizeof(T) == 2 ? 2 : 1;
+  static constexpr int kSpanColumns = kStageBytesOfX / int(sizeof(T));
+  static constexpr int kColumns = kSpans * kSpanColumns;
+  static constexpr int kUnit = 1;
+  static constexpr int kBlocks = kColumns / 32;
+  static constexpr int kTokens = Tokens;
+  static constexpr int kSpan = Tokens * kStageBytesOfX, kX = kSpans * kSpan;
+  static constexpr int kWords = kStrips * kBlocks * 512;
+  static constexpr int kGroups = 0;
+  static constexpr int kStage = kX + kWords;
+  static constexpr int kOutput = kConsumers * Tokens;  // per warp: 16 values of 16 bits for every token
+  static constexpr int kRows = kStrips * Tokens * 8;
+  static constexpr int kBarriers = 256;
+  static constexpr int kFixed = kOutput + kRows + kBarriers;
+  static constexpr int kRoom = (227 * 1024 - kFixed) / kStage;
+  static constexpr int kStages = kRoom < 12 ? kRoom : 12, kFull = kStages;
+  static constexpr int kBytes = kStages * kStage + kFixed;
+  static constexpr int received(int) { return kBytes; }  // no clusters
 };
 
 }  // namespace trirun

@@ -31,40 +31,48 @@ __device__ __forceinline__ void hold(int (&sum)[Count]) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(sum[i])::"memory");
 }
 
-// What a consumer warp does with its sums: 32 rows of w (one strip's two row blocks) by Tokens rows of x.
-template <typename T, int Tokens>
+// What a consumer warp does with its sums: kOwn row blocks of one strip, 16 rows of w each, by Tokens rows of x. In
+// tiles of four strips two row blocks: warp i of a warpgroup has strip i. In tiles of three strips one: warp i has row
+// block i, and every warpgroup a strip.
+template <typename T, int Tokens, int Strips = 4>
 struct Consumer {
   static constexpr bool kInt8 = sizeof(T) == 1;
+  static constexpr int kOwn = Strips == 4 ? 2 : 1, kRowTile = Strips * 64;
   using Accumulator = typename std::conditional<kInt8, int, float>::type;
   static constexpr int kBlocks = Tokens / 8;
-  // With scales per channel the fragments of the 64-row tile are (q - zero) / kShrink.
-  static constexpr float kUnshrink = !kInt8 && Tokens == 64 ? kShrink : 1.f;
+  // With scales per channel the fragments of the 64-row tile and of three strips are (q - zero) / kShrink.
+  static constexpr float kUnshrink = !kInt8 && (Tokens == 64 || kOwn == 1) ? kShrink : 1.f;
 
   const PrefillArguments& args;
   const uint32_t output, rows;  // shared memory: this warp's staged outputs, this warpgroup's row factors
   int lane;
-  const int warp, group;  // warp = strip of the tile; group = warpgroup, owner of row blocks 2 group, 2 group + 1
+  const int group, strip, block0;  // warpgroup; strip of the tile; first row block of the strip
   int row0, token0;       // first row of w and first token of the tile
-  // Of this lane's four rows, [row block][row half]. What `begin` asks for is converted only when it is used, so that
-  // no multiplication waits for it.
-  uint2 raw_scale;
-  uint32_t raw_bias[2][2];
-  float scale[2][2], bias[2][2], zero[2][2];
+  // Of this lane's rows, [row block][row half]. What `begin` asks for is converted only when it is used, so that no
+  // multiplication waits for it.
+  uint32_t raw_scale[kOwn], raw_bias[kOwn][2];
+  float scale[kOwn][2], bias[kOwn][2], zero[kOwn][2];
 
-  __device__ Consumer(const PrefillArguments& a, uint32_t out, uint32_t factors, int l, int w, int g)
-      : args(a), output(out), rows(factors), lane(l), warp(w), group(g) {}
+  __device__ Consumer(const PrefillArguments& a, uint32_t out, uint32_t factors, int l, int warp, int g)
+      : args(a),
+        output(out),
+        rows(factors),
+        lane(l),
+        group(g),
+        strip(kOwn == 2 ? warp : g),
+        block0(kOwn == 2 ? 2 * g : warp) {}
 
-  __device__ __forceinline__ int first_row() const { return row0 + 64 * warp + 32 * group; }
+  __device__ __forceinline__ int first_row() const { return row0 + 64 * strip + 16 * block0; }
   __device__ __forceinline__ int row(int j, int h) const { return first_row() + 16 * j + 8 * h + lane / 4; }
 
   // Where the stored (strip) order keeps this lane's row.
   __device__ __forceinline__ int stored(int j, int h) const {
-    return row0 + 64 * warp + 8 * (lane / 4) + 4 * group + 2 * j + h;
+    return row0 + 64 * strip + 8 * (lane / 4) + 2 * (block0 + j) + h;
   }
 
   // Zero point of a row, given by its row block in the strip.
   __device__ __forceinline__ float channel_zero(int block, int h) const {
-    const int at = row0 + 64 * warp + 8 * (lane / 4) + 2 * block + h;
+    const int at = row0 + 64 * strip + 8 * (lane / 4) + 2 * block + h;
     if (!args.channel_zeros) return args.zero;
     return at < args.padded_n ? __half2float(args.channel_zeros[at]) : 0.f;
   }
@@ -92,11 +100,18 @@ struct Consumer {
   // Everything the outputs need beside the sums, asked for before the sums are computed.
   __device__ __forceinline__ void begin(int row_tile, int token_tile) {
     row0 = row_tile * kRowTile, token0 = token_tile * Tokens;
-    raw_scale = make_uint2(0, 0);
-    if (args.channel_scales && stored(0, 0) < args.padded_n)
-      raw_scale = *reinterpret_cast<const uint2*>(args.channel_scales + stored(0, 0));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < kOwn; ++j) raw_scale[j] = 0;
+    if (args.channel_scales && stored(0, 0) < args.padded_n) {
+      if constexpr (kOwn == 2) {
+        const uint2 pairs = *reinterpret_cast<const uint2*>(args.channel_scales + stored(0, 0));
+        raw_scale[0] = pairs.x, raw_scale[1] = pairs.y;
+      } else {
+        raw_scale[0] = *reinterpret_cast<const uint32_t*>(args.channel_scales + stored(0, 0));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kOwn; ++i) {
       const int r = row(i / 2, i % 2);
       raw_bias[i / 2][i % 2] = 0;
       if (args.bias && r < args.n)
@@ -117,11 +132,11 @@ struct Consumer {
   // Before the first staged output: the stores of the tile before have read their staging memory.
   __device__ __forceinline__ void begin_outputs() {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2 * kOwn; ++i) {
       const int j = i / 2, h = i % 2;
-      scale[j][h] = args.channel_scales ? half_bits(j ? raw_scale.y : raw_scale.x, h) * kUnshrink : 1.f;
+      scale[j][h] = args.channel_scales ? half_bits(raw_scale[j], h) * kUnshrink : 1.f;
       bias[j][h] = bias_value(raw_bias[j][h]);
-      if (kInt8) zero[j][h] = channel_zero(2 * group + j, h);
+      if (kInt8) zero[j][h] = channel_zero(block0 + j, h);
     }
     if (args.row_scale) warpgroup_sync();
     if (lane == 0) hopper::store_wait_read();
@@ -145,30 +160,33 @@ struct Consumer {
     return !args.row_scale && args.y_dtype == (std::is_same<T, __half>::value ? TRIRUN_F16 : TRIRUN_BF16);
   }
 
-  // A staged row is 64 bytes, its four 16-byte parts permuted as the 64-byte swizzle of the copy engine has it.
+  // A staged row of 32 kOwn bytes, its 16-byte parts permuted as the copy engine's swizzle of so many bytes has it.
   __device__ __forceinline__ uint32_t staged(int token, int part) const {
-    return output + token * 64 + ((part ^ (token >> 1 & 3)) << 4);
+    return output + token * 32 * kOwn + ((part ^ (kOwn == 2 ? token >> 1 & 3 : token >> 2 & 1)) << 4);
   }
 
-  // The sums of eight tokens from 8 block on: staged transposed for 16-bit outputs, written at once for float32.
+  // Two quads of sums: of the two row blocks and the eight tokens from 8 block on, or of one row block and sixteen
+  // tokens. Staged transposed for 16-bit outputs, written at once for float32.
   template <bool Plain>
   __device__ __forceinline__ void put(const Accumulator (&s0)[4], const Accumulator (&s1)[4], int block) const {
-    const int local = 8 * block + 2 * (lane % 4);
+    const auto local = [&](int quad) { return 8 * (kOwn == 2 ? block : block + quad) + 2 * (lane % 4); };
     float v[2][4];
     // Factor and sum of the codes of tokens 2t and 2t + 1.
     uint4 factors = make_uint4(0x3f800000, 0, 0x3f800000, 0);
-    if (kInt8 || (!Plain && args.row_scale)) factors = hopper::shared_load(rows + 8 * local);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int j = i / 4, e = i % 4, h = e / 2;
-      const Accumulator sum = j ? s1[e] : s0[e];
+      const int quad = i / 4, j = kOwn == 2 ? quad : 0, e = i % 4, h = e / 2;
+      if ((kInt8 || (!Plain && args.row_scale)) && i % (kOwn == 2 ? 8 : 4) == 0)
+        factors = hopper::shared_load(rows + 8 * local(quad));
+      const Accumulator sum = quad ? s1[e] : s0[e];
       const float factor = __uint_as_float(e % 2 ? factors.z : factors.x);
       if constexpr (kInt8) {
         // The codes were shifted up by their place in the byte: the sums shift down exactly.
         const float codes = __uint_as_float(e % 2 ? factors.w : factors.y);
-        v[j][e] = fmaf(fmaf(-zero[j][h], codes, float(sum >> (4 * group + 2 * j))), scale[j][h] * factor, bias[j][h]);
+        v[quad][e] =
+            fmaf(fmaf(-zero[j][h], codes, float(sum >> 2 * (block0 + j))), scale[j][h] * factor, bias[j][h]);
       } else {
-        v[j][e] = fmaf(sum, Plain ? scale[j][h] : scale[j][h] * factor, bias[j][h]);
+        v[quad][e] = fmaf(sum, Plain ? scale[j][h] : scale[j][h] * factor, bias[j][h]);
       }
     }
     if (Plain || args.y_dtype != TRIRUN_F32) {
@@ -186,11 +204,13 @@ struct Consumer {
           r[i] = reinterpret_cast<const uint32_t&>(p);
         }
       }
-      hopper::store_transposed(staged(lane % 8, lane / 8) + 512 * block, r[0], r[1], r[2], r[3]);
+      const int tile = lane / 8;  // of 8 tokens by 8 rows of w
+      const uint32_t to = kOwn == 2 ? staged(lane % 8, tile) : staged(tile / 2 * 8 + lane % 8, tile % 2);
+      hopper::store_transposed(to + 256 * kOwn * block, r[0], r[1], r[2], r[3]);
     } else {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        const int r = row(e / 4, e / 2 % 2), token = token0 + local + e % 2;
+        const int r = row(kOwn == 2 ? e / 4 : 0, e / 2 % 2), token = token0 + local(e / 4) + e % 2;
         if (r < args.n && token < args.m) static_cast<float*>(args.y)[token * args.ldy + r] = v[e / 4][e % 4];
       }
     }
@@ -205,16 +225,17 @@ struct Consumer {
       __syncwarp();
       if (lane == 0 && n < args.n) {
         for (int block = first; block < last; block += whole ? kBlocks : 1)
-          hopper::tensor_store(&args.outputs, output + block * 512, n, token0 + 8 * block);
+          hopper::tensor_store(&args.outputs, output + block * 256 * kOwn, n, token0 + 8 * block);
         hopper::store_commit();
       }
       return;
     }
     __syncwarp();
-    for (int local = 8 * first + lane / 4; local < 8 * last; local += 8) {
-      const int token = token0 + local, column = n + lane % 4 * 8;
+    constexpr int kParts = 2 * kOwn;  // of a token, 16 bytes each
+    for (int local = 8 * first + lane / kParts; local < 8 * last; local += 32 / kParts) {
+      const int token = token0 + local, column = n + lane % kParts * 8;
       if (token >= args.m || column >= args.n) continue;
-      const uint4 v = hopper::shared_load(staged(local, lane % 4));
+      const uint4 v = hopper::shared_load(staged(local, lane % kParts));
       const uint32_t part[4] = {v.x, v.y, v.z, v.w};
       uint16_t* to = static_cast<uint16_t*>(args.y) + token * args.ldy + column;
 #pragma unroll

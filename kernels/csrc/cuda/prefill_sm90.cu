@@ -3,6 +3,7 @@
 #include "kernels.cuh"
 #include "prefill.cuh"
 #include "prefill_sm90.cuh"
+#include "prefill_strips.cuh"
 #include "tensor_map.cuh"
 
 namespace trirun {
@@ -17,9 +18,9 @@ int tail_splits(int rest, int sms) {
   return 1;
 }
 
-template <typename T, int Tokens, Scaling Mode>
-int launch(const Problem& p, const PreparedRows& rows) {
-  using Shape = PrefillShape<T, Tokens, Mode>;
+template <typename T, typename Shape>
+int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRows& rows) {
+  constexpr int kRowTile = Shape::kRowTile, kTokens = Shape::kTokens;
   const cuuint64_t n = p.w.n, k = p.w.k, m = p.m, columns = rows.columns;
   const auto type = sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   PrefillArguments a = {};
@@ -28,9 +29,9 @@ int launch(const Problem& p, const PreparedRows& rows) {
                         2,
                         {columns, m, 1},
                         {rows.ldx * sizeof(T), 0},
-                        {Shape::kSpanColumns, Tokens, 1}};
+                        {Shape::kSpanColumns, kTokens, 1}};
   int status = encode(&a.x, rows.x, box_of_x);
-  if (status == TRIRUN_OK) status = encode_words(&a.words, p.w, Shape::kBlocks);
+  if (status == TRIRUN_OK) status = encode_words(&a.words, p.w, Shape::kBlocks, Shape::kStrips);
   const bool grouped = Shape::kGrouped && p.w.group_size > 0;
   if (grouped) {
     const cuuint64_t groups = k / p.w.group_size;
@@ -57,7 +58,7 @@ int launch(const Problem& p, const PreparedRows& rows) {
   a.padded_n = int(p.w.n);
   a.k_stages = int(k / Shape::kColumns);
   a.row_tiles = int((n + kRowTile - 1) / kRowTile);
-  a.token_tiles = int((p.m + Tokens - 1) / Tokens);
+  a.token_tiles = int((p.m + kTokens - 1) / kTokens);
   a.raster = a.token_tiles < 8 ? a.token_tiles : 8;
   a.group_size = p.w.group_size;
   a.has_zeros = grouped && p.w.zeros;
@@ -66,7 +67,6 @@ int launch(const Problem& p, const PreparedRows& rows) {
   a.y_dtype = p.dtype;
   a.tensor_stores = p.dtype != TRIRUN_F32 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0 && p.ldy % 8 == 0;
 
-  const auto kernel = prefill_kernel<T, Tokens, Mode>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes);
   if (error != cudaSuccess) return error;
   const auto run = [&](int first, int last, int splits, bool remainder) {
@@ -77,11 +77,11 @@ int launch(const Problem& p, const PreparedRows& rows) {
     if (a.tensor_stores) {
       const int encoded = encode(&a.outputs, p.y,
                                  {CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                                  CU_TENSOR_MAP_SWIZZLE_64B,
+                                  Shape::kStoreColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B,
                                   2,
                                   {cuuint64_t(p.n), m, 1},
                                   {cuuint64_t(p.ldy) * 2, 0},
-                                  {32, splits > 1 ? 8u : Tokens, 1}});
+                                  {Shape::kStoreColumns, splits > 1 ? 8u : kTokens, 1}});
       if (encoded != TRIRUN_OK) return encoded;
     }
     cudaLaunchAttribute attributes[2];
@@ -92,7 +92,7 @@ int launch(const Problem& p, const PreparedRows& rows) {
     cudaLaunchConfig_t config = {};
     config.gridDim =
         dim3(unsigned(a.share > 0 || splits > 1 || last - first < p.sms ? (last - first) * splits : p.sms));
-    config.blockDim = dim3(kThreads);
+    config.blockDim = dim3(Shape::kThreads);
     config.dynamicSmemBytes = Shape::kBytes;
     config.stream = p.stream;
     config.attrs = attributes;
@@ -103,7 +103,7 @@ int launch(const Problem& p, const PreparedRows& rows) {
   if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
   if (p.plan.ctas > 0) {
     const int64_t units = a.k_stages / Shape::kUnit, total = tiles * units;
-    if (p.plan.cta_split > 1 || a.k_stages % Shape::kUnit || total > INT32_MAX || p.plan.ctas > COUNTERS / 32)
+    if (p.plan.cta_split > 1 || a.k_stages % Shape::kUnit || total > INT32_MAX || p.plan.ctas > COUNTERS / 4 / (Shape::kConsumers / 32))
       return TRIRUN_UNSUPPORTED;
     const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
     a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);
@@ -126,10 +126,17 @@ int launch(const Problem& p, const PreparedRows& rows) {
 
 template <typename T, Scaling Mode>
 int launch_tokens(const Problem& p, const PreparedRows& rows) {
+  if (p.plan.tile_n == 192) {
+    if constexpr (Mode == kChannelScales) {
+      if (p.plan.tile_m == 64) return launch<T, StripsShape<T, 64>>(strips_kernel<T, 64>, p, rows);
+      if (p.plan.tile_m == 128) return launch<T, StripsShape<T, 128>>(strips_kernel<T, 128>, p, rows);
+    }
+    return TRIRUN_UNSUPPORTED;
+  }
   // 64 tokens keep twice the row blocks in registers, which leaves no room for zero points of groups.
   if constexpr (Mode != kAnyScales)
-    if (p.plan.tile_m == 64) return launch<T, 64, Mode>(p, rows);
-  if (p.plan.tile_m == 128) return launch<T, 128, Mode>(p, rows);
+    if (p.plan.tile_m == 64) return launch<T, PrefillShape<T, 64, Mode>>(prefill_kernel<T, 64, Mode>, p, rows);
+  if (p.plan.tile_m == 128) return launch<T, PrefillShape<T, 128, Mode>>(prefill_kernel<T, 128, Mode>, p, rows);
   return TRIRUN_UNSUPPORTED;
 }
 
@@ -144,7 +151,8 @@ int launch_scaling(const Problem& p, const PreparedRows& rows) {
 
 size_t shared_tiles_bytes(const trirun_cuda_plan& plan) {
   const bool hopper = plan.kernel == TRIRUN_KERNEL_PREFILL_WGMMA || plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8;
-  return hopper && plan.ctas > 0 && plan.tile_m > 0 ? size_t(plan.ctas) * 2 * plan.tile_m * kRowTile * 4 : 0;
+  const int rows = plan.tile_n == 192 ? 192 : 256;
+  return hopper && plan.ctas > 0 && plan.tile_m > 0 ? size_t(plan.ctas) * 2 * plan.tile_m * rows * 4 : 0;
 }
 
 int launch_prefill_sm90(const Problem& p, const PreparedRows& rows) {

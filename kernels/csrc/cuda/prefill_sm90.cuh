@@ -14,61 +14,9 @@
 
 namespace trirun {
 
-#ifdef TRIRUN_HOPPER
-
-// One thread that keeps the stages full.
-template <typename Shape>
-__device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at,
-                                        uint32_t groups_at, uint32_t full, uint32_t empty) {
-  using namespace hopper;
-  const bool grouped = Shape::kGrouped && args.group_size > 0;
-  const int group_rows = args.group_size == 32 ? 2 : 1;
-  const uint32_t bytes = Shape::kX + Shape::kWords + (grouped ? group_rows * 512 * (args.has_zeros ? 2 : 1) : 0);
-  // slot: of the stage's barrier.
-  const auto load_weights = [&](int stage, int slot, int k, int row_tile) {
-    const uint32_t bar = full + 8 * slot;
-    barrier_expect(bar, bytes);
-    tensor_load(words_at + stage * Shape::kWords, &args.words, bar, 0, k * Shape::kBlocks, row_tile * 4);
-    if (grouped) {
-      const int group = k * Shape::kColumns / args.group_size;
-      const uint32_t to = groups_at + stage * 2 * Shape::kGroups;
-      tensor_load(to, &args.scales, bar, row_tile * kRowTile, group);
-      if (args.has_zeros) tensor_load(to + Shape::kGroups, &args.zeros, bar, row_tile * kRowTile, group);
-    }
-  };
-  const auto load_x = [&](int stage, int slot, int k, int token_tile) {
-#pragma unroll
-    for (int span = 0; span < Shape::kSpans; ++span)
-      tensor_load(base + stage * Shape::kX + span * Shape::kSpan, &args.x, full + 8 * slot,
-                  k * Shape::kColumns + span * Shape::kSpanColumns, token_tile * Shape::kTokens);
-  };
-  Walk walk(args, Shape::kUnit);
-  int row_tile, token_tile;
-  place(args, walk.tile, row_tile, token_tile);
-  // Weights never depend on the kernel before this one: the first stages are asked for before it has ended.
-  const int early = min(Shape::kStages, walk.last - walk.first);
-  for (int i = 0; i < early; ++i) load_weights(i, i, walk.first + i, row_tile);
-  if (!args.remainder) grid_dependency_wait();
-  for (int i = 0; i < early; ++i) load_x(i, i, walk.first + i, token_tile);
-  int stage = early % Shape::kStages, slot = early % Shape::kFull, parity = early == Shape::kStages ? 0 : 1;
-  for (int k = walk.first + early;;) {
-    for (; k < walk.last; ++k) {
-      barrier_wait(empty + 8 * stage, parity);
-      load_weights(stage, slot, k, row_tile);
-      load_x(stage, slot, k, token_tile);
-      if (++stage == Shape::kStages) stage = 0, parity ^= 1;
-      if (++slot == Shape::kFull) slot = 0;
-    }
-    if (!walk.next()) return;
-    place(args, walk.tile, row_tile, token_tile);
-    k = walk.first;
-  }
-}
-
-#endif  // TRIRUN_HOPPER
-
 template <typename T, int Tokens, Scaling Mode>
-__global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ PrefillArguments args) {
+__global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
+    prefill_kernel(const __grid_constant__ PrefillArguments args) {
 #ifdef TRIRUN_HOPPER
   using namespace hopper;
   using Shape = PrefillShape<T, Tokens, Mode>;
@@ -77,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   using Half = typename std::conditional<Part::kInt8, __half, T>::type;
   using D = Dequantize<Half>;
   constexpr int kStages = Shape::kStages, kFull = Shape::kFull, kTurns = Shape::kTurns;
-  constexpr int kRowBlocks = Shape::kRowBlocks;
+  constexpr int kRowBlocks = Shape::kRowBlocks, kConsumers = Shape::kConsumers;
   constexpr int kSteps = 4 * Shape::kSpans;  // wgmma steps along k in a stage
   // Fragments are made this many steps ahead; those of the step in flight and of the one before may still be read.
   constexpr bool kAny = Mode == kAnyScales;
@@ -114,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
     if (threadIdx.x == 0)
       produce<Shape>(args, base, words_at, groups_at, full, empty);
     else if (threadIdx.x >= 96 && args.share > 0)
-      SharedTile::announce(args, received, threadIdx.x - 96);
+      SharedTile<kConsumers>::announce(args, received, threadIdx.x - 96);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int thread = threadIdx.x - 128, lane = thread % 32;
@@ -143,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         const int block = j ^ 2 * group;
         block_mask[j] = keep(0x00030003u << 2 * block), block_unit[j] = keep(D::unit(block));
       }
-      words_of_lane = keep(words_at + part.warp * Shape::kBlocks * 512 + lane * 16);
+      words_of_lane = keep(words_at + part.strip * Shape::kBlocks * 512 + lane * 16);
     }
     const uint32_t shrunk_zero = D::pair(-args.zero / kShrink);
     uint32_t int8_mask[kRowBlocks];
@@ -174,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         group_rest[j][h] = D::pair(rest * D::first(group_scale[j][h]));
       };
       const auto read_groups = [&](int stage, int index) {
-        const uint32_t at = groups_at + stage * 2 * Shape::kGroups + index * 512 + part.warp * 128 + lane / 4 * 16;
+        const uint32_t at = groups_at + stage * 2 * Shape::kGroups + index * 512 + part.strip * 128 + lane / 4 * 16;
         // Eight values of 16 bits, two per row block; this warpgroup's own row blocks first.
         uint32_t s[4], z[4] = {};
 #pragma unroll
@@ -199,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       const auto await_stage = [&] { barrier_wait(full + 8 * (ring % kFull), ring / kFull & 1); };
       const auto read_block = [&](int stage, int i) {  // 32 columns of k
         if (Part::kInt8) return;
-        const uint32_t at = words_at + stage * Shape::kWords + part.warp * Shape::kBlocks * 512 + lane * 16;
+        const uint32_t at = words_at + stage * Shape::kWords + part.strip * Shape::kBlocks * 512 + lane * 16;
         words[i % kWordSets] = shared_load((kPaced ? words_of_lane + stage * Shape::kWords : at) + i * 512);
       };
       const auto read_words = [&](int stage, bool new_group) {
@@ -213,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
         if constexpr (Part::kInt8) {
           if (pair == 0)
             words[0] =
-                shared_load(words_at + stage * Shape::kWords + (part.warp * Shape::kBlocks + step) * 512 + lane * 16);
+                shared_load(words_at + stage * Shape::kWords + (part.strip * Shape::kBlocks + step) * 512 + lane * 16);
           const uint32_t raw[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
 #pragma unroll
           for (int i = 8 * pair; i < 8 * pair + 8; ++i)  // volatile: stays ahead of the fence that hands them over
@@ -380,7 +328,7 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       if (splits == 1) {
         part.begin_outputs();
         if (args.share > 0 && last - first < args.k_stages &&
-            !SharedTile(args, walk.tile, tile0, thread_now)
+            !SharedTile<kConsumers>(args, walk.tile, tile0, thread_now)
                  .add(reinterpret_cast<Accumulator(&)[Tokens / 4][4]>(total), received))
           continue;
         if (part.is_plain()) {

@@ -56,6 +56,55 @@ struct Walk {
   }
 };
 
+// One thread that keeps the stages full.
+template <typename Shape>
+__device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at,
+                                        uint32_t groups_at, uint32_t full, uint32_t empty) {
+  using namespace hopper;
+  const bool grouped = Shape::kGrouped && args.group_size > 0;
+  const int group_rows = args.group_size == 32 ? 2 : 1;
+  const uint32_t bytes = Shape::kX + Shape::kWords + (grouped ? group_rows * 512 * (args.has_zeros ? 2 : 1) : 0);
+  // slot: of the stage's barrier.
+  const auto load_weights = [&](int stage, int slot, int k, int row_tile) {
+    const uint32_t bar = full + 8 * slot;
+    barrier_expect(bar, bytes);
+    tensor_load(words_at + stage * Shape::kWords, &args.words, bar, 0, k * Shape::kBlocks, row_tile * Shape::kStrips);
+    if (grouped) {
+      const int group = k * Shape::kColumns / args.group_size;
+      const uint32_t to = groups_at + stage * 2 * Shape::kGroups;
+      tensor_load(to, &args.scales, bar, row_tile * Shape::kRowTile, group);
+      if (args.has_zeros) tensor_load(to + Shape::kGroups, &args.zeros, bar, row_tile * Shape::kRowTile, group);
+    }
+  };
+  const auto load_x = [&](int stage, int slot, int k, int token_tile) {
+#pragma unroll
+    for (int span = 0; span < Shape::kSpans; ++span)
+      tensor_load(base + stage * Shape::kX + span * Shape::kSpan, &args.x, full + 8 * slot,
+                  k * Shape::kColumns + span * Shape::kSpanColumns, token_tile * Shape::kTokens);
+  };
+  Walk walk(args, Shape::kUnit);
+  int row_tile, token_tile;
+  place(args, walk.tile, row_tile, token_tile);
+  // Weights never depend on the kernel before this one: the first stages are asked for before it has ended.
+  const int early = min(Shape::kStages, walk.last - walk.first);
+  for (int i = 0; i < early; ++i) load_weights(i, i, walk.first + i, row_tile);
+  if (!args.remainder) grid_dependency_wait();
+  for (int i = 0; i < early; ++i) load_x(i, i, walk.first + i, token_tile);
+  int stage = early % Shape::kStages, slot = early % Shape::kFull, parity = early == Shape::kStages ? 0 : 1;
+  for (int k = walk.first + early;;) {
+    for (; k < walk.last; ++k) {
+      barrier_wait(empty + 8 * stage, parity);
+      load_weights(stage, slot, k, row_tile);
+      load_x(stage, slot, k, token_tile);
+      if (++stage == Shape::kStages) stage = 0, parity ^= 1;
+      if (++slot == Shape::kFull) slot = 0;
+    }
+    if (!walk.next()) return;
+    place(args, walk.tile, row_tile, token_tile);
+    k = walk.first;
+  }
+}
+
 // Counts the warps that have left their sums of a tile, in memory that may begin as anything (that of a graph does): it
 // counts only under a mark in its upper 48 bits, so that no kernel before this one has to zero it, and ends as zero.
 struct ArrivalCounter {
@@ -123,6 +172,8 @@ struct ArrivalCounter {
 // not look back. The others end with this tile, and each warp's rows have an owner among them, which keeps its own sums
 // in registers, waits for the others' a while, and adds them. Only if they do not come does it leave its sums too, and
 // then the last to come adds all. Either way the owner's are first and the others' follow in the order of the CTAs.
+// kConsumers: threads that multiply.
+template <int kConsumers>
 struct SharedTile {
   const PrefillArguments& args;
   const int thread, begin, first, last;  // the tile's first unit, its first and last CTA

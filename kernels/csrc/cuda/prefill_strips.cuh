@@ -1,0 +1,154 @@
+// Prefill by tiles of three strips, 192 rows of w, by Tokens rows of x: where tiles of four would leave multiprocessors
+// idle, or share more of their sums.
+//
+// Every strip has a warpgroup of its own, whose warp i has row block i of it: one product a step for each, a dependent
+// one every third of the tensor cores' time, and sums that need no other warpgroup's. Words are read by four warps, each
+// of which masks its own two bits of every byte. See prefill_sm90.cuh for the rest: producer, shares, outputs.
+#pragma once
+
+#include "prefill_outputs.cuh"
+#include "prefill_walk.cuh"
+
+namespace trirun {
+
+template <typename T, int Tokens>
+__global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
+    strips_kernel(const __grid_constant__ PrefillArguments args) {
+#ifdef TRIRUN_HOPPER
+  using namespace hopper;
+  using Shape = StripsShape<T, Tokens>;
+  using Part = Consumer<T, Tokens, Shape::kStrips>;
+  using Accumulator = typename Part::Accumulator;
+  using D = Dequantize<typename std::conditional<Part::kInt8, __half, T>::type>;
+  constexpr int kStages = Shape::kStages, kConsumers = Shape::kConsumers, kBlocks = Shape::kBlocks;
+  constexpr int kOfBlock = Part::kInt8 ? 1 : 2;         // steps of wgmma along 32 columns of k
+  constexpr int kSteps = kBlocks * kOfBlock, kSets = 4;  // sets of fragments: of the next step, and of three in flight
+
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t base = smem_address(shared);
+  const uint32_t words_at = base + kStages * Shape::kX, output_at = words_at + kStages * Shape::kWords;
+  const uint32_t rows_at = output_at + Shape::kOutput, full = rows_at + Shape::kRows, empty = full + 8 * kStages;
+  const uint32_t stored = empty + 8 * kStages, spare = stored + 8;  // `spare` is what nobody waits for
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, kConsumers / 32);
+    }
+    barrier_init(stored, kConsumers / 32);
+    barrier_init(spare, kConsumers / 32);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (threadIdx.x == 0)
+      produce<Shape>(args, base, words_at, 0, full, empty);
+    else if (threadIdx.x >= 96 && args.share > 0)
+      SharedTile<kConsumers>::announce(args, stored, threadIdx.x - 96);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    const int thread = threadIdx.x - 128, lane = thread % 32;
+    // Read from a lane, so that the compiler knows it is the same for the warp.
+    const int strip = __shfl_sync(~0u, thread / 128, 0), block = __shfl_sync(~0u, thread / 32 % 4, 0);
+    Part part(args, output_at + thread / 32 * Tokens * 32, rows_at + strip * Tokens * 8, lane, block, strip);
+    grid_dependency_wait();
+    grid_launch_dependents();
+
+    // Out of a shuffle, though every lane's own: else the compiler computes them anew in every stage.
+    const auto keep = [&](uint32_t v) { return __shfl_sync(~0u, v, lane); };
+    const uint32_t mask = keep(0x03030303u << 2 * block), unit = keep(D::unit(block));
+    const uint32_t shrunk_zero = D::pair(-args.zero / kShrink);
+    const uint32_t words_of_lane = keep(words_at + strip * kBlocks * 512 + lane * 16);
+
+    int stage = 0, phase = 0;
+    Walk walk(args, Shape::kUnit);
+    const int tile0 = walk.tile;
+    do {
+      const int first = walk.first, last = walk.last;
+      int row_tile, token_tile;
+      place(args, walk.tile, row_tile, token_tile);
+      part.begin(row_tile, token_tile);
+      Accumulator sum[Tokens / 2] = {};
+      uint32_t fragment[kSets][4];
+      uint4 words[2];  // of two blocks of 32 columns
+      const auto read_block = [&](int stage, int i) {
+        words[i % 2] = shared_load(words_of_lane + stage * Shape::kWords + i * 512);
+      };
+      const auto make_fragment = [&](int step) {
+        const uint4& w = words[step / kOfBlock % 2];
+        uint32_t (&a)[4] = fragment[step % kSets];
+        if constexpr (Part::kInt8) {
+          const uint32_t raw[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i)  // volatile: stays ahead of the fence that hands them over
+            asm volatile("and.b32 %0, %1, %2;" : "=r"(a[i]) : "r"(raw[i]), "r"(mask));
+        } else {
+          uint32_t pairs[4];
+          spread(pairs, (step % 2 ? w.z : w.x) & mask, (step % 2 ? w.w : w.y) & mask);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = D::fma(pairs[i], unit, shrunk_zero);
+        }
+      };
+      uint32_t done = spare;
+      barrier_wait(full + 8 * stage, phase);
+      read_block(stage, 0), read_block(stage, 1);
+      make_fragment(0);
+      if constexpr (Part::kInt8) read_block(stage, 2);
+      for (int k = first; k < last; ++k) {
+        const int now = stage;
+        const uint64_t b = operand_descriptor(base + now * Shape::kX);
+        if (++stage == kStages) stage = 0, phase ^= 1;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          // Only the low word counts on: two instructions where a sum of 64 bits takes four.
+          const uint64_t b_step = b >> 32 << 32 | (uint32_t(b) + step / 4 * (Shape::kSpan >> 4) + step % 4 * 2);
+          wgmma_fence();
+          Wgmma<T, Tokens>::run(sum, fragment[step % kSets], b_step);
+          wgmma_commit();
+          wgmma_wait<kSets - 1>();  // the product whose fragment is to be replaced is complete
+          if (step == kSets - 2 && lane == 0) barrier_arrive(done);  // and with it the stage before
+          // Beyond the last stage fragments are made of what is there, and not used: no branch between products.
+          make_fragment((step + 1) % kSteps);
+          const int next = (step + 1) / kOfBlock + 2;  // block to read in the place of one that is used up
+          if ((step + 2) % kOfBlock == 0) {
+            if (next == kBlocks && k + 1 < last) barrier_wait(full + 8 * stage, phase);
+            read_block(next < kBlocks ? now : stage, next % kBlocks);
+          }
+        }
+        done = empty + 8 * now;
+      }
+      wgmma_wait<0>();
+      hold(sum);
+      if (lane == 0) barrier_arrive(done);
+      // Says that the lane may have changed: addresses of the outputs are then computed here, not kept in registers.
+      int thread_now = thread;
+      asm volatile("" : "+r"(thread_now));
+      part.lane = thread_now % 32;
+      // A copy: sums written here would be read by the next tile's first wgmma, as the compiler sees it.
+      Accumulator total[Tokens / 2];
+#pragma unroll
+      for (int i = 0; i < Tokens / 2; ++i) total[i] = sum[i];
+      part.begin_outputs();
+      if (args.share > 0 && last - first < args.k_stages &&
+          !SharedTile<kConsumers>(args, walk.tile, tile0, thread_now)
+               .add(reinterpret_cast<Accumulator(&)[Tokens / 8][4]>(total), stored))
+        continue;
+      const auto put_all = [&](auto plain) {
+#pragma unroll
+        for (int i = 0; i < Part::kBlocks; i += 2)
+          part.template put<decltype(plain)::value>(four(total, i), four(total, i + 1), i);
+      };
+      if (part.is_plain())
+        put_all(std::true_type{});
+      else
+        put_all(std::false_type{});
+      part.end_outputs(0, Part::kBlocks, true);
+    } while (walk.next());
+    if (lane == 0) store_wait_read();  // the copies end before the kernel does
+  }
+#endif
+}
+
+}  // namespace trirun
