@@ -29,6 +29,7 @@ struct PrefillArguments {
   // Equal shares: all units of k (`kUnit` stages) of all tiles form one line, of which CTA c (cta_number) has `share`,
   // and one more if c < rest. 0: every CTA, or cluster, takes whole tiles.
   int share, rest, units;  // units: of one tile
+  int pairs;               // 1 where two CTAs of a tile are a cluster, and no CTA has two tiles; else 0
   // Of a tile's first CTA, one for every warp: CTAs that end with the tile and have left their sums; behind those of
   // all CTAs as many more, set once the CTA that goes on from the tile has left its own.
   uint64_t* counters;
@@ -59,6 +60,7 @@ template <typename T, int Tokens, Scaling Mode>
 struct PrefillShape {
   static constexpr int kStrips = 4, kRowTile = kStrips * 64;
   static constexpr int kConsumers = 256, kThreads = kConsumers + 128;
+  static constexpr bool kPairs = true;
   static constexpr int kStoreColumns = 32;  // rows of w of one warp's outputs
   static constexpr bool kGrouped = Mode != kChannelScales;
   // Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens
@@ -97,6 +99,7 @@ template <typename T, int Tokens>
 struct StripsShape {
   static constexpr int kStrips = 3, kRowTile = kStrips * 64;
   static constexpr int kConsumers = kStrips * 128, kThreads = kConsumers + 128;
+  static constexpr bool kPairs = false;
   static constexpr int kStoreColumns = 16;
   static constexpr bool kGrouped = false;
   static constexpr int kSpans = Tokens == 64 && sizeof(T) == 2 ? 2 : 1;

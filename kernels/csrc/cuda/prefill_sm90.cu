@@ -74,6 +74,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
     a.last_tile = last;
     a.splits = splits;
     a.remainder = remainder;
+    const unsigned cluster = a.pairs ? 2 : splits;
     if (a.tensor_stores) {
       const int encoded = encode(&a.outputs, p.y,
                                  {CU_TENSOR_MAP_DATA_TYPE_UINT16,
@@ -81,14 +82,14 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
                                   2,
                                   {cuuint64_t(p.n), m, 1},
                                   {cuuint64_t(p.ldy) * 2, 0},
-                                  {Shape::kStoreColumns, splits > 1 ? 8u : kTokens, 1}});
+                                  {Shape::kStoreColumns, cluster > 1 ? 8u : kTokens, 1}});
       if (encoded != TRIRUN_OK) return encoded;
     }
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {unsigned(splits), 1, 1};
+    attributes[1].val.clusterDim = {cluster, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim =
         dim3(unsigned(a.share > 0 || splits > 1 || last - first < p.sms ? (last - first) * splits : p.sms));
@@ -96,24 +97,29 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
     config.dynamicSmemBytes = Shape::kBytes;
     config.stream = p.stream;
     config.attrs = attributes;
-    config.numAttrs = splits > 1 ? 2 : 1;
+    config.numAttrs = cluster > 1 ? 2 : 1;
     return int(cudaLaunchKernelEx(&config, kernel, a));
   };
   const int64_t tiles = int64_t(a.row_tiles) * a.token_tiles;
   if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
   if (p.plan.ctas > 0) {
     const int64_t units = a.k_stages / Shape::kUnit, total = tiles * units;
-    if (p.plan.cta_split > 1 || a.k_stages % Shape::kUnit || total > INT32_MAX || p.plan.ctas > COUNTERS / 4 / (Shape::kConsumers / 32))
+    if (p.plan.cta_split > 2 || a.k_stages % Shape::kUnit || total > INT32_MAX || p.plan.ctas > COUNTERS / 4 / (Shape::kConsumers / 32))
       return TRIRUN_UNSUPPORTED;
     const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
     a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);
+    // Pairs: only where every CTA has one tile, and every tile an even number of CTAs.
+    a.pairs = p.plan.cta_split == 2;
+    if (a.pairs && (!Shape::kPairs || a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0))
+      return TRIRUN_UNSUPPORTED;
     a.counters = reinterpret_cast<uint64_t*>(p.counters);
     a.parts = static_cast<uint4*>(rows.rest);
     return run(0, ctas, 1, false);
   }
   const int splits = p.plan.cta_split > 1 ? p.plan.cta_split : 1;
   const auto fits = [&](int s) {
-    return s <= 8 && s * Shape::kUnit <= a.k_stages && Shape::received(s) <= Shape::kStages * Shape::kStage;
+    const bool received = s == 1 || Shape::received(s) <= Shape::kStages * Shape::kStage;
+    return s <= 8 && s * Shape::kUnit <= a.k_stages && received;
   };
   if (!fits(splits)) return TRIRUN_UNSUPPORTED;
   // Tiles that would leave most CTAs idle in a last round are shared by clusters of several CTAs each, in a second

@@ -50,12 +50,14 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kFull; ++i) barrier_init(full + 8 * i, 1);
     for (int i = 0; i < kStages; ++i) barrier_init(empty + 8 * i, kConsumers / 32 / kTurns);
-    barrier_init(received, args.share > 0 ? kConsumers / 32 : 1);
+    barrier_init(received, args.share > 0 && !args.pairs ? kConsumers / 32 : 1);
     barrier_init(spare, kConsumers / 32);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (splits > 1) barrier_expect(received, (splits - 1) * (end - own) * 2 * kConsumers * 16);
+    if (args.pairs) barrier_expect(received, Part::kBlocks * kConsumers * 16);
   }
   __syncthreads();
+  if (args.pairs) cluster_arrive();
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -325,7 +327,43 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
         for (int i = 0; i < Tokens; ++i)
           total[i / (Tokens / 2)][i % (Tokens / 2)] = sum[i / (Tokens / 2)][i % (Tokens / 2)];
       }
-      if (splits == 1) {
+      if (args.pairs) {
+        // The other CTA of the cluster gets the sums of its half of the tokens, where its warp of the same rows will
+        // put outputs in order, and sends those of this one's.
+        constexpr int kHalf = Part::kBlocks / 2;
+        const int half = cta_number() & 1;
+        Accumulator mine[kHalf][2][4];
+        part.begin_outputs();
+        cluster_wait();  // it has begun
+        const uint32_t slot = part.output + part.lane * 16, other = blockIdx.x & 1 ^ 1;
+        const uint32_t to = cluster_address(slot, other), arrived = cluster_address(received, other);
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) {
+          const int block = i / 2;
+          Accumulator theirs[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const Accumulator low = four(total[i % 2], block)[e], high = four(total[i % 2], kHalf + block)[e];
+            mine[block][i % 2][e] = half ? high : low, theirs[e] = half ? low : high;
+          }
+          cluster_store(to + i * 512, reinterpret_cast<const uint4&>(theirs), arrived);
+        }
+        barrier_wait_cluster(received, 0);
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) {
+          const uint4 v = shared_load(slot + i * 512);
+          const uint32_t of_other[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) mine[i / 2][i % 2][e] += reinterpret_cast<const Accumulator&>(of_other[e]);
+        }
+        __syncwarp();
+        if (!SharedTile<kConsumers>(args, walk.tile, tile0, thread_now)
+                 .add(reinterpret_cast<Accumulator(&)[2 * kHalf][4]>(mine), received))
+          continue;
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) part.template put<false>(mine[i][0], mine[i][1], kHalf * half + i);
+        part.end_outputs(kHalf * half, kHalf * (half + 1), false);
+      } else if (splits == 1) {
         part.begin_outputs();
         if (args.share > 0 && last - first < args.k_stages &&
             !SharedTile<kConsumers>(args, walk.tile, tile0, thread_now)

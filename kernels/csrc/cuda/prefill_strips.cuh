@@ -1,9 +1,9 @@
 // Prefill by tiles of three strips, 192 rows of w, by Tokens rows of x: where tiles of four would leave multiprocessors
 // idle, or share more of their sums.
 //
-// Every strip has a warpgroup of its own, whose warp i has row block i of it: one product a step for each, a dependent
-// one every third of the tensor cores' time, and sums that need no other warpgroup's. Words are read by four warps, each
-// of which masks its own two bits of every byte. See prefill_sm90.cuh for the rest: producer, shares, outputs.
+// Every strip has a warpgroup of its own, whose warp i has row block i of it: one product a step, and sums that need no
+// other warpgroup's. Words are read by four warps, each of which masks its own two bits of every byte. See
+// prefill_sm90.cuh for the rest: producer, shares, outputs.
 #pragma once
 
 #include "prefill_outputs.cuh"

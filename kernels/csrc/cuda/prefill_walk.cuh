@@ -173,12 +173,17 @@ struct ArrivalCounter {
 // in registers, waits for the others' a while, and adds them. Only if they do not come does it leave its sums too, and
 // then the last to come adds all. Either way the owner's are first and the others' follow in the order of the CTAs.
 // kConsumers: threads that multiply.
+//
+// In pairs, the two CTAs of a cluster have added up what they have, each for half of the tokens, before they come here:
+// a tile then has half as many CTAs, numbered by their clusters, for each half of its tokens.
 template <int kConsumers>
 struct SharedTile {
   const PrefillArguments& args;
-  const int thread, begin, first, last;  // the tile's first unit, its first and last CTA
-  const bool later;                      // not the first tile of this CTA
-  const int ending;                      // CTAs that have nothing to do after this tile
+  const int thread, begin;
+  const int half, self;   // of a pair's tokens; this CTA, or pair
+  const int first, last;  // of the tile
+  const bool later;       // not the first tile of this CTA
+  const int ending;       // CTAs that have nothing to do after this tile
   const int owner;
   const ArrivalCounter counter;  // of those that end
   const ArrivalCounter left;     // set by the one that goes on
@@ -187,17 +192,21 @@ struct SharedTile {
       : args(a),
         thread(t),
         begin(tile * a.units),
-        first(a.owner(begin)),
-        last(a.owner(begin + a.units - 1)),
+        half(cta_number() & a.pairs),
+        self(cta_number() >> a.pairs),
+        first(a.owner(begin) >> a.pairs),
+        last(a.owner(begin + a.units - 1) >> a.pairs),
         later(tile != tile0),
-        ending(last - first + (a.start(last + 1) == begin + a.units)),
+        ending(last - first + (a.start((last + 1) << a.pairs) == begin + a.units)),
         owner(first + __shfl_sync(~0u, t / 32, 0) * ending / (kConsumers / 32)),
-        counter{a.counters + first * (kConsumers / 32) + t / 32, ending},
+        counter{a.counters + ((first << a.pairs) + half) * (kConsumers / 32) + t / 32, ending},
         left{counter.at + gridDim.x * (kConsumers / 32), 1} {}
 
   __device__ __forceinline__ uint4* part(int cta, bool later, int quarters) const {
-    return args.parts + static_cast<int64_t>(2 * cta + later) * quarters * kConsumers + thread;
+    return args.parts + static_cast<int64_t>(2 * cta + (later | half)) * quarters * kConsumers + thread;
   }
+  // Whether a CTA of this tile has one before it; in pairs none has.
+  __device__ __forceinline__ bool is_later(int cta) const { return args.start(cta << args.pairs) < begin; }
 
   // By a warp that has nothing else to do: once all consumer warps have arrived at `stored`, tells the owners of the
   // tile that this CTA goes on from, if there is one, that its sums are in the workspace. The fence takes as long as
@@ -220,19 +229,19 @@ struct SharedTile {
     if (last == first) return true;
     const int lane = thread % 32;
     const bool goes_on = ending == last - first;
-    const bool kept = owner == cta_number() && (ending == 1 || counter.others_come());
+    const bool kept = owner == self && (ending == 1 || counter.others_come());
     if (!kept) {
       const uint64_t seen = counter.look();
-      uint4* to = part(cta_number(), later, Quarters);
+      uint4* to = part(self, later, Quarters);
 #pragma unroll
       for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
       __syncwarp();
-      if (goes_on && cta_number() == last) {
+      if (goes_on && self == last) {
         if (lane == 0) hopper::barrier_arrive(stored);
         return false;
       }
       if (!counter.arrive(ArrivalCounter::of_first(seen), lane)) return false;
-      const uint4* from = part(owner, args.start(owner) < begin, Quarters);
+      const uint4* from = part(owner, is_later(owner), Quarters);
 #pragma unroll
       for (int q = 0; q < Quarters; ++q) reinterpret_cast<uint4&>(total[q]) = __ldcg(from + q * kConsumers);
     }
@@ -240,7 +249,7 @@ struct SharedTile {
 #pragma unroll 1
     for (int i = 1; i <= last - first; ++i) {
       const int cta = owner + i > last ? owner + i - (last - first + 1) : owner + i;
-      const uint4* from = part(cta, args.start(cta) < begin, Quarters);
+      const uint4* from = part(cta, is_later(cta), Quarters);
 #pragma unroll
       for (int chunk = 0; chunk < Quarters; chunk += kChunk) {
         uint4 v[kChunk];
