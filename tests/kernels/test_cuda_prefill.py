@@ -64,6 +64,7 @@ def plans():
         *(Plan(PREFILL_WGMMA, tile_m=128, tile_n=256, cta_split=split) for split in (1, 2, 3, 8)),
         *(Plan(PREFILL_WGMMA, tile_m=64, tile_n=256, cta_split=split) for split in (1, 2, 4)),
         *(Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=256, ctas=ctas) for tokens in (64, 128) for ctas in (1, 5, 132)),
+        *(Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=192, ctas=ctas) for tokens in (64, 128) for ctas in (0, 1, 5, 132)),
         Plan(PREFILL_SM80, tile_m=128),
     ]
 
@@ -79,12 +80,13 @@ def test_every_grid(hopper, dtype, group, zero):
     small = group != 32 and zero in (1.0, 1.5, 2.0)
     for (kernel, split, ctas), tokens in itertools.product(kernels, (64, 128) if small else (128,)):
         if kernel == PREFILL_WGMMA or tokens == 128:
-            y = run(x, w, Plan(kernel, tile_m=tokens, tile_n=256, cta_split=split, ctas=ctas), bias=bias, pitch=8)
-            check(x, w, y, bias=bias)
+            for rows_of_w in (256, 192) if small and group == -1 and split < 2 else (256,):
+                plan = Plan(kernel, tile_m=tokens, tile_n=rows_of_w, cta_split=split, ctas=ctas)
+                check(x, w, run(x, w, plan, bias=bias, pitch=8), bias=bias)
 
 
 @gpu
-@pytest.mark.parametrize("plan", plans(), ids=lambda p: f"{p.kernel}-{p.tile_m}-{p.cta_split}-{p.ctas}")
+@pytest.mark.parametrize("plan", plans(), ids=lambda p: f"{p.kernel}-{p.tile_m}x{p.tile_n}-{p.cta_split}-{p.ctas}")
 def test_every_row_count(hopper, plan):
     w = weight(200, 2048, -1, 1.0)
     for m in (*range(1, 258, 9), 64, 65, 128, 129, 255, 256, 257):
@@ -93,7 +95,7 @@ def test_every_row_count(hopper, plan):
 
 
 @gpu
-@pytest.mark.parametrize("plan", plans(), ids=lambda p: f"{p.kernel}-{p.tile_m}-{p.cta_split}-{p.ctas}")
+@pytest.mark.parametrize("plan", plans(), ids=lambda p: f"{p.kernel}-{p.tile_m}x{p.tile_n}-{p.cta_split}-{p.ctas}")
 @pytest.mark.parametrize(("n", "k"), [(1, 2048), (63, 2040), (1001, 2056), (257, 2176)])
 def test_tails_of_n_and_k(hopper, plan, n, k):
     w, wide = weight(n, k, -1, 1.0), rows(70, k + 8, torch.float16)
@@ -111,6 +113,7 @@ def test_int8_activations(hopper, split, tokens, zero, dtype):
     for plan in (
         Plan(PREFILL_W2A8, tile_m=tokens, tile_n=256, cta_split=split),
         Plan(PREFILL_W2A8, tile_m=tokens, tile_n=256, ctas=1 + 3 * split),
+        Plan(PREFILL_W2A8, tile_m=tokens, tile_n=192, ctas=split // 2 * 3),
     ):
         check(x, w, run(x, w, plan, act_bits=8, bias=bias), act_bits=8, bias=bias)
 
@@ -173,11 +176,12 @@ def test_graphs_of_shared_tiles_replay(hopper):
 
 @gpu
 @pytest.mark.parametrize("tokens", [64, 128])
-def test_counters_of_shared_tiles_need_no_zeros(hopper, tokens):
+@pytest.mark.parametrize(("rows_of_w", "pair", "ctas"), [(256, 0, 37), (192, 0, 37), (256, 2, 64)])
+def test_counters_of_shared_tiles_need_no_zeros(hopper, tokens, rows_of_w, pair, ctas):
     from trirun_kernels import cuda
 
     w, x = weight(1024, 2048, -1, 1.0), rows(100, 2048, torch.float16)
-    plan = Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=256, ctas=37)
+    plan = Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=rows_of_w, cta_split=pair, ctas=ctas)
     expected = run(x, w, plan)
     stream = torch.cuda.current_stream().cuda_stream
     counters = next(held for key, held in cuda._workspaces.items() if key[1] == stream)[: 64 << 10]
@@ -205,22 +209,44 @@ def test_streams_do_not_disturb_each_other(hopper):
 @gpu
 @pytest.mark.parametrize("act_bits", [16, 8])
 @pytest.mark.parametrize("tokens", [64, 128])
-def test_shares_of_several_tiles(hopper, tokens, act_bits):
+@pytest.mark.parametrize("rows_of_w", [256, 192])
+def test_shares_of_several_tiles(hopper, tokens, rows_of_w, act_bits):
     # CTAs that go on from what others end with, long before these get there or just before; and whole tiles between.
     w, x = weight(1792, 4096, -1, 1.5), rows(100, 4096, torch.float16)
     for ctas in (2, 3, 4, 5, 6, 9, 13):
-        plan = Plan(PREFILL_WGMMA if act_bits == 16 else PREFILL_W2A8, tile_m=tokens, tile_n=256, ctas=ctas)
+        kernel = PREFILL_WGMMA if act_bits == 16 else PREFILL_W2A8
+        plan = Plan(kernel, tile_m=tokens, tile_n=rows_of_w, ctas=ctas)
         y = run(x, w, plan, act_bits=act_bits)
         check(x, w, y, act_bits=act_bits)
         assert all(torch.equal(run(x, w, plan, act_bits=act_bits), y) for _ in range(5))
 
 
 @gpu
-@pytest.mark.parametrize(("tokens", "ctas"), [(64, 37), (64, 132), (128, 37), (128, 132)])
-def test_shared_tiles_wait_for_nobody(hopper, tokens, ctas):
+@pytest.mark.parametrize("tokens", [64, 128])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize(("dtype", "group", "act_bits"), [
+    (torch.float16, -1, 16), (torch.bfloat16, -1, 16), (torch.float16, 128, 16), (torch.float16, -1, 8)
+])  # fmt: skip
+def test_pairs_of_a_tile(hopper, tokens, parts, dtype, group, act_bits):
+    w, bias = weight(700, 2048, group, 1.5), torch.randn(700, device="cuda").to(dtype)
+    for m in (1, 60, 70, 129):
+        x, tiles = rows(m, 2048, dtype), 3 * -(-m // tokens)
+        kernel = PREFILL_WGMMA if act_bits == 16 else PREFILL_W2A8
+        plan = Plan(kernel, tile_m=tokens, tile_n=256, cta_split=2, ctas=tiles * parts)
+        y = run(x, w, plan, act_bits=act_bits, bias=bias, pitch=8 * (m % 2))
+        check(x, w, y, act_bits=act_bits, bias=bias)
+        assert torch.equal(run(x, w, plan, act_bits=act_bits, bias=bias), y)
+
+
+@gpu
+@pytest.mark.parametrize(("tokens", "rows_of_w", "pair", "ctas"), [
+    (64, 256, 0, 37), (64, 256, 0, 132), (128, 256, 0, 37), (128, 256, 0, 132), (64, 192, 0, 37), (128, 192, 0, 132),
+    (64, 256, 2, 128), (128, 256, 2, 64),
+])  # fmt: skip
+def test_shared_tiles_wait_for_nobody(hopper, tokens, rows_of_w, pair, ctas):
     # Beside other work the CTAs of a tile are not on the GPU together: whoever waits for the others' sums gives up.
     w, x = weight(1024, 4096, -1, 1.0), rows(100, 4096, torch.float16)
-    plan = Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=256, ctas=ctas)
+    plan = Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=rows_of_w, cta_split=pair, ctas=ctas)
     expected = run(x, w, plan)
     dense, other = torch.randn(8192, 8192, dtype=torch.float16, device="cuda"), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -263,7 +289,13 @@ def test_a_plan_without_an_instance_is_refused(hopper):
     from trirun_kernels.native import NativeError
 
     w, x = weight(256, 512, 32, 1.0), rows(70, 512, torch.float16)
-    for plan in (Plan(PREFILL_WGMMA, tile_m=64), Plan(PREFILL_WGMMA, tile_m=96), Plan(PREFILL_W2A8, tile_m=128)):
+    for plan in (
+        Plan(PREFILL_WGMMA, tile_m=64),
+        Plan(PREFILL_WGMMA, tile_m=96),
+        Plan(PREFILL_W2A8, tile_m=128),
+        Plan(PREFILL_WGMMA, tile_m=128, tile_n=192),  # groups
+        Plan(PREFILL_WGMMA, tile_m=128, tile_n=256, cta_split=2, ctas=3),
+    ):
         with pytest.raises(NativeError, match="no kernel"):
             run(x, w, plan)
 

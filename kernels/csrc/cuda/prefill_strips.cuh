@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
   using D = Dequantize<typename std::conditional<Part::kInt8, __half, T>::type>;
   constexpr int kStages = Shape::kStages, kConsumers = Shape::kConsumers, kBlocks = Shape::kBlocks;
   constexpr int kOfBlock = Part::kInt8 ? 1 : 2;         // steps of wgmma along 32 columns of k
-  constexpr int kSteps = kBlocks * kOfBlock, kSets = 4;  // sets of fragments: of the next step, and of three in flight
+  constexpr int kSteps = kBlocks * kOfBlock;
+  constexpr int kSets = 4, kWordSets = 4 / kOfBlock;  // in registers: fragments of steps, words of blocks of 32 columns
 
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = smem_address(shared);
@@ -72,12 +73,12 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
       part.begin(row_tile, token_tile);
       Accumulator sum[Tokens / 2] = {};
       uint32_t fragment[kSets][4];
-      uint4 words[2];  // of two blocks of 32 columns
+      uint4 words[kWordSets];
       const auto read_block = [&](int stage, int i) {
-        words[i % 2] = shared_load(words_of_lane + stage * Shape::kWords + i * 512);
+        words[i % kWordSets] = shared_load(words_of_lane + stage * Shape::kWords + i * 512);
       };
       const auto make_fragment = [&](int step) {
-        const uint4& w = words[step / kOfBlock % 2];
+        const uint4& w = words[step / kOfBlock % kWordSets];
         uint32_t (&a)[4] = fragment[step % kSets];
         if constexpr (Part::kInt8) {
           const uint32_t raw[4] = {w.x, w.y, w.z, w.w};
@@ -93,29 +94,32 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
       };
       uint32_t done = spare;
       barrier_wait(full + 8 * stage, phase);
-      read_block(stage, 0), read_block(stage, 1);
-      make_fragment(0);
-      if constexpr (Part::kInt8) read_block(stage, 2);
+#pragma unroll
+      for (int i = 0; i < kWordSets; ++i) read_block(stage, i);
+      make_fragment(0), make_fragment(1);
       for (int k = first; k < last; ++k) {
         const int now = stage;
         const uint64_t b = operand_descriptor(base + now * Shape::kX);
         if (++stage == kStages) stage = 0, phase ^= 1;
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          // Only the low word counts on: two instructions where a sum of 64 bits takes four.
-          const uint64_t b_step = b >> 32 << 32 | (uint32_t(b) + step / 4 * (Shape::kSpan >> 4) + step % 4 * 2);
+        for (int step = 0; step < kSteps; step += 2) {
           wgmma_fence();
-          Wgmma<T, Tokens>::run(sum, fragment[step % kSets], b_step);
-          wgmma_commit();
-          wgmma_wait<kSets - 1>();  // the product whose fragment is to be replaced is complete
-          if (step == kSets - 2 && lane == 0) barrier_arrive(done);  // and with it the stage before
-          // Beyond the last stage fragments are made of what is there, and not used: no branch between products.
-          make_fragment((step + 1) % kSteps);
-          const int next = (step + 1) / kOfBlock + 2;  // block to read in the place of one that is used up
-          if ((step + 2) % kOfBlock == 0) {
-            if (next == kBlocks && k + 1 < last) barrier_wait(full + 8 * stage, phase);
-            read_block(next < kBlocks ? now : stage, next % kBlocks);
+#pragma unroll
+          for (int i = step; i < step + 2; ++i) {
+            // Only the low word counts on: two instructions where a sum of 64 bits takes four.
+            const uint64_t b_step = b >> 32 << 32 | (uint32_t(b) + i / 4 * (Shape::kSpan >> 4) + i % 4 * 2);
+            Wgmma<T, Tokens>::run(sum, fragment[i % kSets], b_step);
+            wgmma_commit();
           }
+          // The words of the steps after the next two, in the place of those of these.
+          const int next = (step + 4) / kOfBlock;
+          if (next == kBlocks && k + 1 < last) barrier_wait(full + 8 * stage, phase);
+#pragma unroll
+          for (int i = next; i < next + 2 / kOfBlock; ++i) read_block(i < kBlocks ? now : stage, i % kBlocks);
+          wgmma_wait<2>();  // the products whose fragments are to be replaced are complete
+          if (step == 0 && lane == 0) barrier_arrive(done);  // and with them the stage before
+          // Beyond the last stage fragments are made of what is there, and not used: no branch between products.
+          make_fragment((step + 2) % kSteps), make_fragment((step + 3) % kSteps);
         }
         done = empty + 8 * now;
       }
