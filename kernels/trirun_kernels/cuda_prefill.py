@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # Clusters of so many CTAs that run at once, as a share of the multiprocessors: they do not cross the borders of a GPC
 # (132, 66, 39, 30, 17 and 15 of them on an H200's 132, by cudaOccupancyMaxActiveClusters).
 CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 6: 17 / 132, 8: 15 / 132}
-ROW_TILE = 256  # out_features of one CTA
-# Clock cycles per column of k of a tile: 64 tokens do not keep the tensor cores as busy as 128.
-CYCLES = {64: 8.7, 128: 16.2}
-CYCLES_GROUPS = {64: 14.0, 128: 18.1}  # scales enter the fragments
-CYCLES_INT8 = {64: 4.7, 128: 8.5}
+TALL, LOW = 256, 192  # out_features of one CTA: four strips of tile64, or three (scales per channel only)
+EARLY = 2  # stages of words asked for before x is there; all of them would be in its way
+# Clock cycles per column of k of a tile. 64 tokens do not keep the tensor cores as busy as 128 (16.2 and 12.2, counted
+# as what they are at the clock of 64: busier tensor cores have a lower one).
+CYCLES = {(TALL, 64): 8.7, (TALL, 128): 17.0, (LOW, 64): 7.1, (LOW, 128): 12.8}
+CYCLES_GROUPS = {(TALL, 64): 14.0, (TALL, 128): 18.1}  # scales enter the fragments
+CYCLES_INT8 = {(TALL, 64): 4.7, (TALL, 128): 8.5, (LOW, 64): 3.9, (LOW, 128): 6.25}
 LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
 NEXT_TILE = 1000  # cycles between tiles of 64 rows of a CTA, in which its warpgroups' sums come together
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
 # Cycles of a tile of 64 rows that several CTAs share: to leave sums in the workspace and be waited for, and to add
 # those of one CTA. Half as much again for 128 rows, and a quarter more for 8-bit products, by measured times.
-LEAVE, ADD = 4400, 1400
+LEAVE, ADD = {TALL: 3600, LOW: 2800}, {TALL: 1400, LOW: 800}
+# The same where two CTAs of a cluster have added up what they have before; and those cycles themselves.
+PAIRS_LEAVE, PAIRS_ADD, PAIR = 1300, 2100, 2700
 
 
-def prefill_tile(
-    n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, grouped: bool = False
-) -> tuple[int, int, int]:
-    """Rows of x of one CTA (64 or 128), the CTAs of a cluster that share a tile along k, and, where the CTAs share all
-    tiles' k equally instead, their number (otherwise 0).
+class Tile(NamedTuple):
+    """``tokens`` (64 or 128) by ``rows`` of w (256 or 192) in one CTA. ``split``: CTAs of a cluster that share a tile
+    along k. ``ctas``: of the whole launch, where they share all tiles' k equally; 0 where they do not. With both, all
+    tiles have as many CTAs, which meet in clusters of two (``split``) first."""
+
+    tokens: int
+    rows: int
+    split: int
+    ctas: int
+
+
+def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, grouped: bool = False) -> Tile:
+    """The tile of the fewest cycles for y[m, n] = x[m, k] · wᵀ.
 
     Args:
         n, k: padded sizes of the stored weight. m: rows of x. sms: multiprocessors.
@@ -31,43 +45,58 @@ def prefill_tile(
         grouped: scales per group of columns.
     """
     cycles = CYCLES_INT8 if int8 else CYCLES_GROUPS if grouped else CYCLES
-    choices = []
-    for tokens in (64, 128) if plain or int8 else (128,):
-        for split in CLUSTERS:
+    choices: list[tuple[float, Tile]] = []
+    for (rows, tokens), per_column in cycles.items():
+        if (tokens == 64 and not (plain or int8)) or (rows == LOW and not plain):
+            continue
+        for split in CLUSTERS if rows == TALL else (1,):
             if split == 1 or k // (128 if int8 else 64) >= 4 * split:
-                choices.append((_cycles(n, k, m, sms, tokens, split, cycles), tokens, split, 0))
-        tiles = -(-n // ROW_TILE) * -(-m // tokens)
+                whole = _whole_cycles(n, k, m, sms, Tile(tokens, rows, split, 0), per_column)
+                choices.append((whole, Tile(tokens, rows, split, 0)))
+        tiles = -(-n // rows) * -(-m // tokens)
         # Many rows of x were not measured so: CTAs at different k would not share words in L2.
-        if tiles < 2 * sms and m <= 256 and not (int8 and tokens == 64 and k % (2 * UNIT)):
-            for ctas in {sms, tiles * (sms // tiles)}:
-                if 0 < ctas <= tiles * (k // UNIT):
-                    work, exchange = _shared_cycles(k, tiles, ctas, tokens, cycles)
-                    choices.append((LAUNCH + work + exchange * (1.25 if int8 else 1), tokens, 1, ctas))
-    return min(choices)[1:]
+        if tiles >= 2 * sms or m > 256 or (int8 and tokens == 64 and k % (2 * UNIT)):
+            continue
+        for ctas in {sms, tiles * (sms // tiles)}:
+            if 0 < ctas <= tiles * (k // UNIT):
+                work, exchange = _shared_cycles(k, tiles, ctas, tokens, rows, per_column)
+                choices.append((LAUNCH + work + exchange * (1.25 if int8 else 1), Tile(tokens, rows, 1, ctas)))
+        for parts in (2, 4, 6, 8):
+            if rows == TALL and tiles * parts <= sms and k % (parts * UNIT * (1 + (int8 and tokens == 64))) == 0:
+                pairs = LAUNCH + k // parts * per_column + _pairs_cycles(tokens, parts) * (1.25 if int8 else 1)
+                choices.append((pairs, Tile(tokens, rows, 2, tiles * parts)))
+    return min(choices)[1]
 
 
-def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, cycles: dict[int, float]) -> tuple[float, float]:
+def _pairs_cycles(tokens: int, parts: int) -> float:
+    left = PAIRS_LEAVE + PAIRS_ADD * (parts // 2) if parts > 2 else 0
+    return (0.5 + tokens / 128) * (PAIR + left)
+
+
+def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, rows: int, per_column: float) -> tuple[float, float]:
     """Of the CTA with the most to do: its products, and what it has to do with the others' sums."""
     of_tile = k // UNIT
     units = -(-tiles * of_tile // ctas)
-    work = units * UNIT * cycles[tokens]
+    work = units * UNIT * per_column
     if tiles % ctas == 0:
         return work, 0
     # A CTA that ends one tile and begins another leaves sums of both. Of 128 rows, only where shares have nothing to do
     # with tiles: shares of a tile that are not quite equal cost less than two borders by measured times.
     borders = 1 if ctas % tiles == 0 and (tokens == 128 or of_tile % (ctas // tiles) == 0) else 2
-    return work, (0.5 + tokens / 128) * (borders * LEAVE + (1 + ctas / tiles) * ADD)
+    return work, (0.5 + tokens / 128) * (borders * LEAVE[rows] + (1 + ctas / tiles) * ADD[rows])
 
 
-def _cycles(n: int, k: int, m: int, sms: int, tokens: int, split: int, cycles: dict[int, float]) -> float:
-    tiles = -(-n // ROW_TILE) * -(-m // tokens)
-    per_tile = k * cycles[tokens]
+def _whole_cycles(n: int, k: int, m: int, sms: int, tile: Tile, per_column: float) -> float:
+    tokens, rows, split, _ = tile
+    tiles = -(-n // rows) * -(-m // tokens)
+    per_tile = k * per_column
     if split > 1:
         # Sums of other CTAs travel through shared memory; the more CTAs, the more of them.
         reduction = 5000 + 800 * split if tokens == 64 else 5000 + 1300 * split
         return LAUNCH + -(-tiles // int(sms * CLUSTERS[split])) * (per_tile / split + reduction)
     whole, rest = divmod(tiles, sms)
     # The kernel itself shares the tiles of a last, mostly empty round among clusters.
-    last = next((s for s in (8, 6, 4, 3, 2) if whole and rest * s * (32 if s == 2 else 36) <= sms * 32), 1)
+    lasts = (8, 6, 4, 3, 2) if whole and rows == TALL else ()
+    last = next((s for s in lasts if rest * s * (32 if s == 2 else 36) <= sms * 32), 1)
     round_of_tiles = per_tile + (NEXT_TILE if tokens == 64 else 0)
     return LAUNCH + whole * round_of_tiles + (rest > 0) * (per_tile / last + (8000 if last > 1 else 0))

@@ -12,9 +12,7 @@ GROUPED_CYCLES = {16: 740, 32: 875, 64: 1270}  # with a scale per 128 k
 PAIR_CYCLES, PARTS_CYCLES, ODD_CYCLES, CROSSING_CYCLES = 1500, 5000, 1500, {16: 9300, 32: 9300, 64: 11000}
 
 
-def runs_tile(
-    n: int, k: int, m: int, digits: int, sms: int, longest: int, *, grouped: bool = False
-) -> tuple[int, int]:
+def runs_tile(n: int, k: int, m: int, digits: int, sms: int, longest: int, *, grouped: bool = False) -> tuple[int, int]:
     """Columns of digits of a slice of x (16, 32 or 64), and the CTAs of a slice.
 
     Either every tile of 256 out_features has as many CTAs, which divide its k, or the k of all tiles is one line cut

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cuda_prefill import ROW_TILE, prefill_tile
+from .cuda_prefill import EARLY, prefill_tile
 from .cuda_runs import TILE, UNIT, cluster_of, runs_tile, whole_parts
 
 # TRIRUN_KERNEL_* of csrc/trirun.h
@@ -281,8 +281,15 @@ def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     # The int8 tile is computed in two turns of 128 columns at least.
     int8 = act_bits == 8 and group_size == -1 and 256 <= k <= 87040
     plain = plain and group_size != 32
-    tokens, split, ctas = prefill_tile(n, k, m, device.sms, plain=plain, int8=int8, grouped=group_size != -1)
-    return Plan(PREFILL_W2A8 if int8 else PREFILL_WGMMA, tile_m=tokens, tile_n=ROW_TILE, cta_split=split, ctas=ctas)
+    tile = prefill_tile(n, k, m, device.sms, plain=plain, int8=int8, grouped=group_size != -1)
+    return Plan(
+        PREFILL_W2A8 if int8 else PREFILL_WGMMA,
+        tile_m=tile.tokens,
+        tile_n=tile.rows,
+        cta_split=tile.split,
+        ctas=tile.ctas,
+        early=EARLY,
+    )
 
 
 def _floor_power(v: int) -> int:

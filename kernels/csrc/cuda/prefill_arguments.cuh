@@ -26,6 +26,7 @@ struct PrefillArguments {
   int raster;                  // token tiles that run side by side
   int splits;                  // CTAs of the cluster that share one tile along k
   int first_tile, last_tile;
+  int early;  // stages of words asked for before the kernel before this one has ended
   // Equal shares: all units of k (`kUnit` stages) of all tiles form one line, of which CTA c (cta_number) has `share`,
   // and one more if c < rest. 0: every CTA, or cluster, takes whole tiles.
   int share, rest, units;  // units: of one tile

@@ -60,6 +60,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
   a.row_tiles = int((n + kRowTile - 1) / kRowTile);
   a.token_tiles = int((p.m + kTokens - 1) / kTokens);
   a.raster = a.token_tiles < 8 ? a.token_tiles : 8;
+  a.early = p.plan.early > 0 && p.plan.early < Shape::kStages ? p.plan.early : Shape::kStages;
   a.group_size = p.w.group_size;
   a.has_zeros = grouped && p.w.zeros;
   a.zero = p.w.zero;

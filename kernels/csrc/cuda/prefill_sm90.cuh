@@ -302,6 +302,9 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
       // The next tile's first stage follows the last of this one, whichever warpgroup had that.
       if (kTurns == 2 && (last - first) % 2) ring += group ? 1 : -1;
 
+      const SharedTile<kConsumers> tile(args, walk.tile, tile0, thread_now);
+      const uint64_t seen = tile.is_shared() ? tile.counter.glance() : 0;
+
       // Sums of the two row blocks this warpgroup writes. Copies, where they are added to: sums written here would be
       // read by the next tile's first wgmma, as the compiler sees it.
       Accumulator total[2][Tokens / 2];
@@ -331,7 +334,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
         // The other CTA of the cluster gets the sums of its half of the tokens, where its warp of the same rows will
         // put outputs in order, and sends those of this one's.
         constexpr int kHalf = Part::kBlocks / 2;
-        const int half = cta_number() & 1;
+        const int half = tile.half;
         Accumulator mine[kHalf][2][4];
         part.begin_outputs();
         cluster_wait();  // it has begun
@@ -357,18 +360,20 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
           for (int e = 0; e < 4; ++e) mine[i / 2][i % 2][e] += reinterpret_cast<const Accumulator&>(of_other[e]);
         }
         __syncwarp();
-        if (!SharedTile<kConsumers>(args, walk.tile, tile0, thread_now)
-                 .add(reinterpret_cast<Accumulator(&)[2 * kHalf][4]>(mine), received))
-          continue;
+        if (!tile.add(reinterpret_cast<Accumulator(&)[2 * kHalf][4]>(mine), received, seen)) continue;
+        const auto put_half = [&](auto plain) {
 #pragma unroll
-        for (int i = 0; i < kHalf; ++i) part.template put<false>(mine[i][0], mine[i][1], kHalf * half + i);
+          for (int i = 0; i < kHalf; ++i)
+            part.template put<decltype(plain)::value>(mine[i][0], mine[i][1], kHalf * half + i);
+        };
+        if (part.is_plain())
+          put_half(std::true_type{});
+        else
+          put_half(std::false_type{});
         part.end_outputs(kHalf * half, kHalf * (half + 1), false);
       } else if (splits == 1) {
         part.begin_outputs();
-        if (args.share > 0 && last - first < args.k_stages &&
-            !SharedTile<kConsumers>(args, walk.tile, tile0, thread_now)
-                 .add(reinterpret_cast<Accumulator(&)[Tokens / 4][4]>(total), received))
-          continue;
+        if (!tile.add(reinterpret_cast<Accumulator(&)[Tokens / 4][4]>(total), received, seen)) continue;
         if (part.is_plain()) {
 #pragma unroll
           for (int block = 0; block < Part::kBlocks; ++block)

@@ -123,6 +123,9 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
         }
         done = empty + 8 * now;
       }
+      // While the last products run.
+      const SharedTile<kConsumers> tile(args, walk.tile, tile0, thread);
+      const uint64_t seen = tile.is_shared() ? tile.counter.glance() : 0;
       wgmma_wait<0>();
       hold(sum);
       if (lane == 0) barrier_arrive(done);
@@ -135,10 +138,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
 #pragma unroll
       for (int i = 0; i < Tokens / 2; ++i) total[i] = sum[i];
       part.begin_outputs();
-      if (args.share > 0 && last - first < args.k_stages &&
-          !SharedTile<kConsumers>(args, walk.tile, tile0, thread_now)
-               .add(reinterpret_cast<Accumulator(&)[Tokens / 8][4]>(total), stored))
-        continue;
+      if (!tile.add(reinterpret_cast<Accumulator(&)[Tokens / 8][4]>(total), stored, seen)) continue;
       const auto put_all = [&](auto plain) {
 #pragma unroll
         for (int i = 0; i < Part::kBlocks; i += 2)

@@ -82,11 +82,13 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
       tensor_load(base + stage * Shape::kX + span * Shape::kSpan, &args.x, full + 8 * slot,
                   k * Shape::kColumns + span * Shape::kSpanColumns, token_tile * Shape::kTokens);
   };
+  prefetch_map(&args.x);
   Walk walk(args, Shape::kUnit);
   int row_tile, token_tile;
   place(args, walk.tile, row_tile, token_tile);
-  // Weights never depend on the kernel before this one: the first stages are asked for before it has ended.
-  const int early = min(Shape::kStages, walk.last - walk.first);
+  // Weights never depend on the kernel before this one: some are asked for before it has ended, others behind x, in
+  // whose way they would be.
+  const int early = min(args.early, walk.last - walk.first);
   for (int i = 0; i < early; ++i) load_weights(i, i, walk.first + i, row_tile);
   if (!args.remainder) grid_dependency_wait();
   for (int i = 0; i < early; ++i) load_x(i, i, walk.first + i, token_tile);
@@ -119,6 +121,12 @@ struct ArrivalCounter {
   __device__ __forceinline__ uint64_t look() const {
     uint64_t seen;
     asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
+    return seen;
+  }
+  // What may have changed since: for a first guess.
+  __device__ __forceinline__ uint64_t glance() const {
+    uint64_t seen;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
     return seen;
   }
   __device__ __forceinline__ void set(uint64_t v) const {
@@ -194,8 +202,8 @@ struct SharedTile {
         begin(tile * a.units),
         half(cta_number() & a.pairs),
         self(cta_number() >> a.pairs),
-        first(a.owner(begin) >> a.pairs),
-        last(a.owner(begin + a.units - 1) >> a.pairs),
+        first(a.share > 0 ? a.owner(begin) >> a.pairs : 0),
+        last(a.share > 0 ? a.owner(begin + a.units - 1) >> a.pairs : 0),
         later(tile != tile0),
         ending(last - first + (a.start((last + 1) << a.pairs) == begin + a.units)),
         owner(first + __shfl_sync(~0u, t / 32, 0) * ending / (kConsumers / 32)),
@@ -221,17 +229,19 @@ struct SharedTile {
       ArrivalCounter{a.counters + (gridDim.x + a.owner(begin)) * kWarps + lane, 1}.set(ArrivalCounter::kMark);
   }
 
+  // Whether this CTA has but a part of the tile.
+  __device__ __forceinline__ bool is_shared() const { return last != first; }
+
   // True in the warp that has turned its sums into those of all CTAs; others leave theirs in the workspace. `stored`:
-  // the barrier that `announce` waits at.
+  // the barrier that `announce` waits at. `seen`: what the counter was a moment ago, asked for before it is needed.
   template <typename Accumulator, int Quarters>
-  __device__ __forceinline__ bool add(Accumulator (&total)[Quarters][4], uint32_t stored) const {
+  __device__ __forceinline__ bool add(Accumulator (&total)[Quarters][4], uint32_t stored, uint64_t seen) const {
     constexpr int kChunk = Quarters < 16 ? Quarters : 16;  // as many loads in flight as there are registers for
-    if (last == first) return true;
+    if (!is_shared()) return true;
     const int lane = thread % 32;
     const bool goes_on = ending == last - first;
     const bool kept = owner == self && (ending == 1 || counter.others_come());
     if (!kept) {
-      const uint64_t seen = counter.look();
       uint4* to = part(self, later, Quarters);
 #pragma unroll
       for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
