@@ -470,7 +470,7 @@ int launch_columns(const Problem& p) {
   const Instance* instance = instance_of(p, layout);
   const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
   // A team gives a stage back when the next one of its own, two further on, has come: three at least. And every stage
-  // is one team's: at the other's barrier it could look a phase too early, which parity does not tell from one too late.
+  // is one team's: at the other's barrier it could look a phase too early, which parity does not tell from too late.
   if (instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES ||
       (instance->teams == 2 && plan.stages % 2) || plan.ctas < 1 || plan.ctas > COUNTERS / 16 || total > INT32_MAX)
     return TRIRUN_UNSUPPORTED;

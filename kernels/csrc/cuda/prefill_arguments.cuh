@@ -61,7 +61,6 @@ template <typename T, int Tokens, Scaling Mode>
 struct PrefillShape {
   static constexpr int kStrips = 4, kRowTile = kStrips * 64;
   static constexpr int kConsumers = 256, kThreads = kConsumers + 128;
-  static constexpr bool kPairs = true;
   static constexpr int kStoreColumns = 32;  // rows of w of one warp's outputs
   static constexpr bool kGrouped = Mode != kChannelScales;
   // Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens
@@ -100,7 +99,6 @@ template <typename T, int Tokens>
 struct StripsShape {
   static constexpr int kStrips = 3, kRowTile = kStrips * 64;
   static constexpr int kConsumers = kStrips * 128, kThreads = kConsumers + 128;
-  static constexpr bool kPairs = false;
   static constexpr int kStoreColumns = 16;
   static constexpr bool kGrouped = false;
   static constexpr int kSpans = Tokens == 64 && sizeof(T) == 2 ? 2 : 1;
@@ -120,7 +118,7 @@ struct StripsShape {
   static constexpr int kRoom = (227 * 1024 - kFixed) / kStage;
   static constexpr int kStages = kRoom < 12 ? kRoom : 12, kFull = kStages;
   static constexpr int kBytes = kStages * kStage + kFixed;
-  static constexpr int received(int) { return kBytes; }  // no clusters
+  static constexpr int received(int splits) { return splits * ((Tokens / 16 + splits - 1) / splits) * 12288; }
 };
 
 }  // namespace trirun

@@ -40,6 +40,12 @@ struct Consumer {
   static constexpr int kOwn = Strips == 4 ? 2 : 1, kRowTile = Strips * 64;
   using Accumulator = typename std::conditional<kInt8, int, float>::type;
   static constexpr int kBlocks = Tokens / 8;
+  // A quad is a lane's four sums of a row block and a block of eight tokens; `put` takes the two of a unit at a time: of
+  // two row blocks, or of two blocks of tokens.
+  static constexpr int kQuads = kOwn * kBlocks, kUnits = kQuads / 2, kUnitBlocks = kBlocks / kUnits;
+  static __device__ __forceinline__ constexpr int quad(int unit, int i) {
+    return kOwn == 2 ? i * kBlocks + unit : 2 * unit + i;
+  }
   // With scales per channel the fragments of the 64-row tile and of three strips are (q - zero) / kShrink.
   static constexpr float kUnshrink = !kInt8 && (Tokens == 64 || kOwn == 1) ? kShrink : 1.f;
 
@@ -165,8 +171,8 @@ struct Consumer {
     return output + token * 32 * kOwn + ((part ^ (kOwn == 2 ? token >> 1 & 3 : token >> 2 & 1)) << 4);
   }
 
-  // Two quads of sums: of the two row blocks and the eight tokens from 8 block on, or of one row block and sixteen
-  // tokens. Staged transposed for 16-bit outputs, written at once for float32.
+  // The two quads of a unit whose tokens begin with block `block`: staged transposed for 16-bit outputs, written at
+  // once for float32.
   template <bool Plain>
   __device__ __forceinline__ void put(const Accumulator (&s0)[4], const Accumulator (&s1)[4], int block) const {
     const auto local = [&](int quad) { return 8 * (kOwn == 2 ? block : block + quad) + 2 * (lane % 4); };

@@ -76,10 +76,11 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
     a.splits = splits;
     a.remainder = remainder;
     const unsigned cluster = a.pairs ? 2 : splits;
+    const auto swizzle = Shape::kStoreColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
     if (a.tensor_stores) {
       const int encoded = encode(&a.outputs, p.y,
                                  {CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                                  Shape::kStoreColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B,
+                                  swizzle,
                                   2,
                                   {cuuint64_t(p.n), m, 1},
                                   {cuuint64_t(p.ldy) * 2, 0},
@@ -111,7 +112,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
     a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);
     // Pairs: only where every CTA has one tile, and every tile an even number of CTAs.
     a.pairs = p.plan.cta_split == 2;
-    if (a.pairs && (!Shape::kPairs || a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0))
+    if (a.pairs && (a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0))
       return TRIRUN_UNSUPPORTED;
     a.counters = reinterpret_cast<uint64_t*>(p.counters);
     a.parts = static_cast<uint4*>(rows.rest);

@@ -9,7 +9,7 @@
 // whoever comes last at a tile that several of them worked on adds what they left in the workspace.
 #pragma once
 
-#include "prefill_outputs.cuh"
+#include "prefill_finish.cuh"
 #include "prefill_walk.cuh"
 
 namespace trirun {
@@ -42,19 +42,12 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
   const uint32_t output_at = groups_at + kStages * 2 * Shape::kGroups, exchange_at = output_at + Shape::kOutput;
   const uint32_t rows_at = exchange_at + Shape::kExchange, full = rows_at + Shape::kRows, empty = full + 8 * kFull;
   const uint32_t received = empty + 8 * kStages, spare = received + 8;  // `spare` is what nobody waits for
-  const int splits = args.splits, rank = splits > 1 ? blockIdx.x % splits : 0;
-  // Of a tile's blocks of 8 tokens, those that this CTA of the cluster finishes; `share` is the most that any does.
-  const int share = (Part::kBlocks + splits - 1) / splits, own = Part::kBlocks * rank / splits;
-  const int end = Part::kBlocks * (rank + 1) / splits;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kFull; ++i) barrier_init(full + 8 * i, 1);
     for (int i = 0; i < kStages; ++i) barrier_init(empty + 8 * i, kConsumers / 32 / kTurns);
-    barrier_init(received, args.share > 0 && !args.pairs ? kConsumers / 32 : 1);
     barrier_init(spare, kConsumers / 32);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    if (splits > 1) barrier_expect(received, (splits - 1) * (end - own) * 2 * kConsumers * 16);
-    if (args.pairs) barrier_expect(received, Part::kBlocks * kConsumers * 16);
+    init_received<Shape, Part>(args, received);
   }
   __syncthreads();
   if (args.pairs) cluster_arrive();
@@ -330,112 +323,8 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
         for (int i = 0; i < Tokens; ++i)
           total[i / (Tokens / 2)][i % (Tokens / 2)] = sum[i / (Tokens / 2)][i % (Tokens / 2)];
       }
-      if (args.pairs) {
-        // The other CTA of the cluster gets the sums of its half of the tokens, where its warp of the same rows will
-        // put outputs in order, and sends those of this one's.
-        constexpr int kHalf = Part::kBlocks / 2;
-        const int half = tile.half;
-        Accumulator mine[kHalf][2][4];
-        part.begin_outputs();
-        cluster_wait();  // it has begun
-        const uint32_t slot = part.output + part.lane * 16, other = blockIdx.x & 1 ^ 1;
-        const uint32_t to = cluster_address(slot, other), arrived = cluster_address(received, other);
-#pragma unroll
-        for (int i = 0; i < 2 * kHalf; ++i) {
-          const int block = i / 2;
-          Accumulator theirs[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const Accumulator low = four(total[i % 2], block)[e], high = four(total[i % 2], kHalf + block)[e];
-            mine[block][i % 2][e] = half ? high : low, theirs[e] = half ? low : high;
-          }
-          cluster_store(to + i * 512, reinterpret_cast<const uint4&>(theirs), arrived);
-        }
-        barrier_wait_cluster(received, 0);
-#pragma unroll
-        for (int i = 0; i < 2 * kHalf; ++i) {
-          const uint4 v = shared_load(slot + i * 512);
-          const uint32_t of_other[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int e = 0; e < 4; ++e) mine[i / 2][i % 2][e] += reinterpret_cast<const Accumulator&>(of_other[e]);
-        }
-        __syncwarp();
-        if (!tile.add(reinterpret_cast<Accumulator(&)[2 * kHalf][4]>(mine), received, seen)) continue;
-        const auto put_half = [&](auto plain) {
-#pragma unroll
-          for (int i = 0; i < kHalf; ++i)
-            part.template put<decltype(plain)::value>(mine[i][0], mine[i][1], kHalf * half + i);
-        };
-        if (part.is_plain())
-          put_half(std::true_type{});
-        else
-          put_half(std::false_type{});
-        part.end_outputs(kHalf * half, kHalf * (half + 1), false);
-      } else if (splits == 1) {
-        part.begin_outputs();
-        if (!tile.add(reinterpret_cast<Accumulator(&)[Tokens / 4][4]>(total), received, seen)) continue;
-        if (part.is_plain()) {
-#pragma unroll
-          for (int block = 0; block < Part::kBlocks; ++block)
-            part.template put<true>(four(total[0], block), four(total[1], block), block);
-        } else {
-#pragma unroll
-          for (int block = 0; block < Part::kBlocks; ++block)
-            part.template put<false>(four(total[0], block), four(total[1], block), block);
-        }
-        part.end_outputs(0, Part::kBlocks, true);
-      } else {
-        // Every CTA of the cluster owns a share of the tokens and is sent everybody's sums of them, its own too, which
-        // land where the stages were. They are added by rank: the order is fixed. A loop over what has landed, not
-        // over registers: this code runs once, and is fetched to be run.
-        cluster_meet();
-        int owner = 0, owner_end = Part::kBlocks / splits;
-        const uint32_t slot = base + (rank * share * 2 * kConsumers + thread_now) * 16;
-        uint32_t to = cluster_address(slot, 0), arrived = cluster_address(received, 0);
-#pragma unroll
-        for (int block = 0; block < Part::kBlocks; ++block) {
-          if (block == owner_end) {
-            ++owner;
-            owner_end = Part::kBlocks * (owner + 1) / splits;
-            to = cluster_address(slot, owner), arrived = cluster_address(received, owner);
-          }
-          if (owner == rank) {  // read back by this very thread
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-              shared_store(slot + ((block - own) * 2 + j) * kConsumers * 16,
-                           *reinterpret_cast<const uint4*>(&four(total[j], block)));
-          } else {
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-              cluster_store(to + j * kConsumers * 16, *reinterpret_cast<const uint4*>(&four(total[j], block)), arrived);
-          }
-          to += 2 * kConsumers * 16;
-        }
-        part.begin_outputs();
-        barrier_wait_cluster(received, 0);
-        const auto finish = [&](auto plain) {
-#pragma unroll 1
-          for (int block = own; block < end; ++block) {
-            uint32_t from = base + ((block - own) * 2 * kConsumers + thread_now) * 16;
-            Accumulator all[2][4] = {};
-#pragma unroll 2
-            for (int source = 0; source < splits; ++source, from += share * 2 * kConsumers * 16)
-#pragma unroll
-              for (int j = 0; j < 2; ++j) {
-                const uint4 v = shared_load(from + j * kConsumers * 16);
-                Accumulator(&s)[4] = all[j];
-                s[0] += reinterpret_cast<const Accumulator&>(v.x), s[1] += reinterpret_cast<const Accumulator&>(v.y);
-                s[2] += reinterpret_cast<const Accumulator&>(v.z), s[3] += reinterpret_cast<const Accumulator&>(v.w);
-              }
-            part.template put<decltype(plain)::value>(all[0], all[1], block);
-          }
-        };
-        if (part.is_plain())
-          finish(std::true_type{});
-        else
-          finish(std::false_type{});
-        part.end_outputs(own, end, false);
-      }
+      finish_tile<Shape>(part, tile, seen, reinterpret_cast<Accumulator(&)[Part::kQuads][4]>(total), base, received,
+                         thread_now);
     } while (walk.next());
     if (lane == 0) store_wait_read();  // the copies end before the kernel does
     if (args.remainder) grid_dependency_wait();

@@ -6,7 +6,7 @@
 // prefill_sm90.cuh for the rest: producer, shares, outputs.
 #pragma once
 
-#include "prefill_outputs.cuh"
+#include "prefill_finish.cuh"
 #include "prefill_walk.cuh"
 
 namespace trirun {
@@ -29,32 +29,32 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
   const uint32_t base = smem_address(shared);
   const uint32_t words_at = base + kStages * Shape::kX, output_at = words_at + kStages * Shape::kWords;
   const uint32_t rows_at = output_at + Shape::kOutput, full = rows_at + Shape::kRows, empty = full + 8 * kStages;
-  const uint32_t stored = empty + 8 * kStages, spare = stored + 8;  // `spare` is what nobody waits for
+  const uint32_t received = empty + 8 * kStages, spare = received + 8;  // `spare` is what nobody waits for
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, kConsumers / 32);
     }
-    barrier_init(stored, kConsumers / 32);
     barrier_init(spare, kConsumers / 32);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    init_received<Shape, Part>(args, received);
   }
   __syncthreads();
+  if (args.pairs) cluster_arrive();
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (threadIdx.x == 0)
       produce<Shape>(args, base, words_at, 0, full, empty);
     else if (threadIdx.x >= 96 && args.share > 0)
-      SharedTile<kConsumers>::announce(args, stored, threadIdx.x - 96);
+      SharedTile<kConsumers>::announce(args, received, threadIdx.x - 96);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
     const int thread = threadIdx.x - 128, lane = thread % 32;
     // Read from a lane, so that the compiler knows it is the same for the warp.
     const int strip = __shfl_sync(~0u, thread / 128, 0), block = __shfl_sync(~0u, thread / 32 % 4, 0);
     Part part(args, output_at + thread / 32 * Tokens * 32, rows_at + strip * Tokens * 8, lane, block, strip);
-    grid_dependency_wait();
+    if (!args.remainder) grid_dependency_wait();  // a remainder at its end: see prefill_sm90.cuh
     grid_launch_dependents();
 
     // Out of a shuffle, though every lane's own: else the compiler computes them anew in every stage.
@@ -137,20 +137,11 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
       Accumulator total[Tokens / 2];
 #pragma unroll
       for (int i = 0; i < Tokens / 2; ++i) total[i] = sum[i];
-      part.begin_outputs();
-      if (!tile.add(reinterpret_cast<Accumulator(&)[Tokens / 8][4]>(total), stored, seen)) continue;
-      const auto put_all = [&](auto plain) {
-#pragma unroll
-        for (int i = 0; i < Part::kBlocks; i += 2)
-          part.template put<decltype(plain)::value>(four(total, i), four(total, i + 1), i);
-      };
-      if (part.is_plain())
-        put_all(std::true_type{});
-      else
-        put_all(std::false_type{});
-      part.end_outputs(0, Part::kBlocks, true);
+      finish_tile<Shape>(part, tile, seen, reinterpret_cast<Accumulator(&)[Part::kQuads][4]>(total), base, received,
+                         thread_now);
     } while (walk.next());
     if (lane == 0) store_wait_read();  // the copies end before the kernel does
+    if (args.remainder) grid_dependency_wait();
   }
 #endif
 }
