@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # Clusters of so many CTAs that run at once, as a share of the multiprocessors: they do not cross the borders of a GPC
-# (132, 66, 39, 30, 17 and 15 of them on an H200's 132, by cudaOccupancyMaxActiveClusters).
-CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 6: 17 / 132, 8: 15 / 132}
+# (132, 66, 39, 30, 17 and 15 of them on an H200's 132, by cudaOccupancyMaxActiveClusters; of five, 22 were seen to).
+CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 5: 22 / 132, 6: 17 / 132, 8: 15 / 132}
 TALL, LOW = 256, 192  # out_features of one CTA: four strips of tile64, or three (scales per channel only)
 EARLY = 2  # stages of words asked for before x is there; all of them would be in its way
 # Clock cycles per column of k of a tile. 64 tokens do not keep the tensor cores as busy as 128 (16.2 and 12.2, counted
@@ -15,13 +15,16 @@ CYCLES = {(TALL, 64): 8.7, (TALL, 128): 17.0, (LOW, 64): 7.1, (LOW, 128): 12.8}
 CYCLES_GROUPS = {(TALL, 64): 14.0, (TALL, 128): 18.1}  # scales enter the fragments
 CYCLES_INT8 = {(TALL, 64): 4.7, (TALL, 128): 8.5, (LOW, 64): 3.9, (LOW, 128): 6.25}
 LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
-NEXT_TILE = 1000  # cycles between tiles of 64 rows of a CTA, in which its warpgroups' sums come together
+LAST_ROUND = 125  # for each row of x: cycles of a second launch, whose clusters share the tiles of a last round
+NEXT_TILE = 2000  # cycles between tiles of 64 rows of a CTA, in which its warpgroups' sums come together
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
 # Cycles of a tile of 64 rows that several CTAs share: to leave sums in the workspace and be waited for, and to add
 # those of one CTA. Half as much again for 128 rows, and a quarter more for 8-bit products, by measured times.
 LEAVE, ADD = {TALL: 3600, LOW: 2800}, {TALL: 1400, LOW: 800}
 # The same where two CTAs of a cluster have added up what they have before; and those cycles themselves.
-PAIRS_LEAVE, PAIRS_ADD, PAIR = 1300, 2100, 2700
+PAIRS_LEAVE, PAIRS_ADD, PAIR = {TALL: 1300, LOW: 800}, {TALL: 2100, LOW: 1500}, 2700
+# Of a cluster that shares a tile, and for each of its CTAs: sums that travel through shared memory.
+CLUSTER_SUMS = {(TALL, 64): (5000, 800), (TALL, 128): (5000, 1300), (LOW, 64): (1200, 1150), (LOW, 128): (1500, 1500)}
 
 
 class Tile(NamedTuple):
@@ -46,30 +49,31 @@ def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, g
     """
     cycles = CYCLES_INT8 if int8 else CYCLES_GROUPS if grouped else CYCLES
     choices: list[tuple[float, Tile]] = []
+    tall_tiles = -(-n // TALL) * -(-m // 128)  # where there are many, tiles of either height fill the last round
     for (rows, tokens), per_column in cycles.items():
-        if (tokens == 64 and not (plain or int8)) or (rows == LOW and not plain):
+        if (tokens == 64 and not (plain or int8)) or (rows == LOW and (not plain or tall_tiles > 6 * sms)):
             continue
-        for split in CLUSTERS if rows == TALL else (1,):
+        for split in CLUSTERS:
             if split == 1 or k // (128 if int8 else 64) >= 4 * split:
                 whole = _whole_cycles(n, k, m, sms, Tile(tokens, rows, split, 0), per_column)
                 choices.append((whole, Tile(tokens, rows, split, 0)))
         tiles = -(-n // rows) * -(-m // tokens)
         # Many rows of x were not measured so: CTAs at different k would not share words in L2.
-        if tiles >= 2 * sms or m > 256 or (int8 and tokens == 64 and k % (2 * UNIT)):
+        if m > 256 or (int8 and tokens == 64 and k % (2 * UNIT)):
             continue
         for ctas in {sms, tiles * (sms // tiles)}:
             if 0 < ctas <= tiles * (k // UNIT):
                 work, exchange = _shared_cycles(k, tiles, ctas, tokens, rows, per_column)
                 choices.append((LAUNCH + work + exchange * (1.25 if int8 else 1), Tile(tokens, rows, 1, ctas)))
         for parts in (2, 4, 6, 8):
-            if rows == TALL and tiles * parts <= sms and k % (parts * UNIT * (1 + (int8 and tokens == 64))) == 0:
-                pairs = LAUNCH + k // parts * per_column + _pairs_cycles(tokens, parts) * (1.25 if int8 else 1)
+            if tiles * parts <= sms and k % (parts * UNIT * (1 + (int8 and tokens == 64))) == 0:
+                pairs = LAUNCH + k // parts * per_column + _pairs_cycles(tokens, rows, parts) * (1.25 if int8 else 1)
                 choices.append((pairs, Tile(tokens, rows, 2, tiles * parts)))
     return min(choices)[1]
 
 
-def _pairs_cycles(tokens: int, parts: int) -> float:
-    left = PAIRS_LEAVE + PAIRS_ADD * (parts // 2) if parts > 2 else 0
+def _pairs_cycles(tokens: int, rows: int, parts: int) -> float:
+    left = PAIRS_LEAVE[rows] + PAIRS_ADD[rows] * (parts // 2) if parts > 2 else 0
     return (0.5 + tokens / 128) * (PAIR + left)
 
 
@@ -91,12 +95,11 @@ def _whole_cycles(n: int, k: int, m: int, sms: int, tile: Tile, per_column: floa
     tiles = -(-n // rows) * -(-m // tokens)
     per_tile = k * per_column
     if split > 1:
-        # Sums of other CTAs travel through shared memory; the more CTAs, the more of them.
-        reduction = 5000 + 800 * split if tokens == 64 else 5000 + 1300 * split
-        return LAUNCH + -(-tiles // int(sms * CLUSTERS[split])) * (per_tile / split + reduction)
+        stage, (once, each) = 128 if tokens == 64 else 64, CLUSTER_SUMS[rows, tokens]
+        longest = -(-k // stage // split) * stage * per_column
+        return LAUNCH + -(-tiles // int(sms * CLUSTERS[split])) * (longest + once + each * split)
     whole, rest = divmod(tiles, sms)
     # The kernel itself shares the tiles of a last, mostly empty round among clusters.
-    lasts = (8, 6, 4, 3, 2) if whole and rows == TALL else ()
-    last = next((s for s in lasts if rest * s * (32 if s == 2 else 36) <= sms * 32), 1)
+    last = next((s for s in sorted(CLUSTERS, reverse=True) if whole and rest <= int(sms * CLUSTERS[s])), 1)
     round_of_tiles = per_tile + (NEXT_TILE if tokens == 64 else 0)
-    return LAUNCH + whole * round_of_tiles + (rest > 0) * (per_tile / last + (8000 if last > 1 else 0))
+    return LAUNCH + whole * round_of_tiles + (rest > 0) * (per_tile / last + (last > 1) * LAST_ROUND * tokens)

@@ -20,7 +20,7 @@ SLICE = 32  # rows of x of one CTA of the kernel of runs, at most
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
-SMALL = 1 << 24  # weights
+SMALL, TINY = 1 << 24, 1 << 22  # weights
 LARGE_RUNS, LONG_RUNS = 5 << 24, 3 << 12  # weights, columns of x: for the kernel of runs
 DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
@@ -88,7 +88,7 @@ def select(
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
         tile_of_64 = plain and group_size != 32
-        digits_win = group_size == -1 and n * k <= (LARGE_RUNS if act_bits == 8 else SMALL)
+        digits_win = group_size == -1 and n * k <= (LARGE_RUNS if act_bits == 8 else TINY)
         limit = 32 if tile_of_64 and not (quantized or wide or digits_win) else DECODE_ROWS
     if m <= limit or quantized or wide:
         plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide) if m <= limit else None

@@ -91,8 +91,8 @@ def test_many_rows_prefill():
     assert select(4096, 4096, 32, 128, 16, H200).kernel == select(22016, 4096, 9, 128, 16, H200).kernel == RUNS
     assert select(57344, 8192, 32, 128, 16, H200).kernel == select(4096, 4096, 32, 64, 16, H200).kernel == COLUMNS
     assert select(4096, 4096, 32, 128, 16, H200, quantized=True).kernel == COLUMNS
-    assert select(4096, 4096, 33, -1, 16, H200).kernel == select(4096, 4096, 64, -1, 16, H200).kernel == RUNS
-    assert select(5120, 5120, 33, -1, 16, H200).kernel == PREFILL_WGMMA
+    assert select(4096, 1024, 33, -1, 16, H200).kernel == select(4096, 4096, 64, -1, 8, H200).kernel == RUNS
+    assert select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(8192, 8192, 32, -1, 16, H200).kernel == RUNS
     assert select(8192, 8192, 64, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(8192, 8192, 64, -1, 8, H200).kernel == RUNS
@@ -172,13 +172,13 @@ def test_tiles_have_instances():
     for (n, k, m), plain, int8, grouped in product(shapes, *(((True, False),) * 3)):
         tile = prefill_tile(n, k, m, H200.sms, plain=plain, int8=int8, grouped=grouped and not int8)
         assert tile.tokens == 128 or (tile.tokens == 64 and (plain or int8))
-        assert tile.rows == TALL or (tile.rows == LOW and plain and tile.split == 1 and (int8 or not grouped))
+        assert tile.rows == TALL or (tile.rows == LOW and plain and (int8 or not grouped))
         assert tile.split in CLUSTERS and tile.ctas <= H200.sms and (tile.ctas == 0 or tile.split <= 2)
         # Every CTA of a cluster has work, and both warpgroups of a 64-token tile.
         assert tile.split == 1 or k // (128 if int8 else 64) >= 2 * tile.split
         if tile.ctas and tile.split == 2:
             # Clusters of two: every tile has as many CTAs, an even number, that divide its stages.
-            parts, rest = divmod(tile.ctas, -(-n // TALL) * -(-m // tile.tokens))
+            parts, rest = divmod(tile.ctas, -(-n // tile.rows) * -(-m // tile.tokens))
             turns = 256 if int8 and tile.tokens == 64 else 128
             assert rest == 0 and parts % 2 == 0 and k % (parts * turns) == 0
 
@@ -191,11 +191,12 @@ def test_tiles_have_instances():
         (8192, 8192, 128, False, (64, TALL, 2, 128)),  # 25.9, 26.0
         (8192, 8192, 192, False, (64, LOW, 1, 0)),  # 37.3, 40.1
         (8192, 8192, 256, False, (64, TALL, 1, 0)),  # 45.7, 47.0
-        (4096, 4096, 64, False, (64, TALL, 6, 0)),  # 11.1, 11.2
+        (4096, 4096, 64, False, (64, LOW, 4, 0)),  # 8.9, 9.5 (runs)
         (4096, 4096, 128, False, (64, TALL, 2, 128)),  # 12.1, 12.7
-        (4096, 4096, 192, False, (64, LOW, 1, 132)),  # 13.5, 15.0
+        (4096, 4096, 192, False, (64, LOW, 2, 132)),  # 12.9, 14.9
+        (5120, 5120, 64, False, (64, LOW, 4, 0)),  # 10.2, 12.4
         (4096, 4096, 256, False, (64, TALL, 2, 128)),  # 15.6, 15.9
-        (11008, 4096, 64, False, (64, LOW, 1, 116)),  # 13.7, 15.2
+        (11008, 4096, 64, False, (64, LOW, 2, 116)),  # 12.8, 15.1
         (11008, 4096, 128, False, (64, LOW, 1, 0)),  # 20.0, 23.8
         (11008, 4096, 256, False, (128, LOW, 1, 0)),  # 34.1, 38.3
         (22016, 4096, 64, False, (64, LOW, 1, 0)),  # 20.0, 23.6
@@ -205,13 +206,16 @@ def test_tiles_have_instances():
         (8192, 28672, 64, False, (64, TALL, 2, 128)),  # 45.0, 45.7
         (8192, 28672, 128, False, (64, TALL, 2, 128)),  # 78.6, 78.4
         (57344, 8192, 64, False, (64, TALL, 1, 132)),  # 87.6, 94.6
-        (57344, 8192, 128, False, (128, TALL, 1, 132)),  # 160.7, 159.8
+        (57344, 8192, 128, False, (128, LOW, 1, 132)),  # 159.8, 160.7
+        (57344, 8192, 256, False, (128, LOW, 1, 132)),  # 305.9, 312.9
+        (22016, 4096, 1024, False, (128, LOW, 1, 0)),  # 242, 257
         (8192, 8192, 4096, False, (128, TALL, 1, 0)),
         (8192, 8192, 128, True, (64, TALL, 2, 128)),  # 20.8, 23.2
         (8192, 8192, 256, True, (64, TALL, 1, 0)),  # 29.9, 31.5
         (8192, 28672, 64, True, (64, TALL, 2, 128)),  # 36.3, 36.6
         (8192, 28672, 128, True, (64, TALL, 2, 128)),  # 51.6, 54.1
         (11008, 4096, 128, True, (64, LOW, 1, 0)),  # 16.1, 18.5
+        (57344, 8192, 128, True, (128, LOW, 1, 132)),  # 86.8, 88.4
         (22016, 4096, 64, True, (64, LOW, 1, 0)),  # 16.5, 18.9
         (22016, 4096, 128, True, (128, LOW, 1, 0)),  # 22.9, 30.3
         (22016, 4096, 256, True, (128, LOW, 1, 0)),  # 38.6, 44.7

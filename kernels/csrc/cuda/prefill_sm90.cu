@@ -9,12 +9,12 @@
 namespace trirun {
 namespace {
 
-// The most CTAs of a cluster with which `rest` tiles still run at once. Clusters do not cross the borders of a GPC: of
-// 132 SMs, 39 clusters of 3 fit, 30 of 4 and 15 of 8 (cudaOccupancyMaxActiveClusters on an H200).
+// The most CTAs of a cluster with which `rest` tiles still run at once. Clusters do not cross the borders of a GPC: as in
+// cuda_prefill.py.
 int tail_splits(int rest, int sms) {
-  if (rest == 0) return 1;
-  for (int splits : {8, 6, 4, 3, 2})
-    if (rest * splits * (splits == 2 ? 32 : 36) <= sms * 32) return splits;
+  constexpr int kClusters[][2] = {{8, 15}, {6, 17}, {5, 22}, {4, 30}, {3, 39}, {2, 66}};  // CTAs, clusters on 132 SMs
+  for (const auto& [splits, clusters] : kClusters)
+    if (rest > 0 && rest <= sms * clusters / 132) return splits;
   return 1;
 }
 
