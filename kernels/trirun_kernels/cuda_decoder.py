@@ -48,7 +48,7 @@ class _Activations:
 
 
 def rows_in_digits(model: CudaModel, low: int, high: int) -> range:
-    """Numbers of rows, within low to high, for which every projection has a kernel that reads digits."""
+    """Numbers of rows, within low to high, for which every projection has a fast kernel that reads digits."""
     if not model.packed:
         return range(0)
     projections = {p.shape_key: p for layer in model.layers for p in layer.projections}

@@ -15,10 +15,9 @@ from .cuda import PlanStruct, device_of, library
 from .f16acc_int2 import FEWEST_ROWS, int2_gemm_f16acc
 from .native import Int2Struct, NativeError
 from .packing import PackedWeight
-from .select import select
+from .select import RUNS, select
 
-# Fewest and most rows that go from kernel to kernel as digits: the kernels in between quantize them for nothing, and up
-# to here the products that read digits are the faster ones (kernels/README.md).
+# Fewest and most rows that may go from kernel to kernel as digits, which the kernels in between make for nothing.
 DIGIT_ROWS = (1, 32)
 _LEAST_WORKSPACE = 16 << 20
 
@@ -66,14 +65,17 @@ class Projection:
         return self._struct.n, self._struct.k, self._struct.group_size, self.act_bits
 
     def reads_digits(self, m: int) -> bool:
-        """Whether :meth:`of_digits` has a kernel for m rows on the weight's device."""
+        """Whether :meth:`of_digits` has a kernel for m rows on the weight's device, and a fast one: the kernel of runs
+        gives x scales of its own and reads no 16-bit digits, but is faster than those that do by more than it takes to
+        quantize x (kernels/README.md)."""
         if not isinstance(self.weight, PackedWeight):
             return False
         try:
-            self._plan(m, torch.float16, self.weight.words.device, True)
+            of_digits, _ = self._plan(m, torch.float16, self.weight.words.device, True)
         except ValueError:
             return False
-        return True
+        of_values, _ = self._plan(m, torch.float16, self.weight.words.device, False)
+        return of_values.kernel != RUNS or of_digits.kernel == RUNS
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [m, k], contiguous and its rows on 16 bytes, → [m, n].

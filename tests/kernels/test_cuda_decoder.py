@@ -8,7 +8,7 @@ import pytest
 import torch
 from trirun_kernels import QuantSpec, cuda_decoder_reference, decoder_reference
 from trirun_kernels import cuda_decoder_ops as ops
-from trirun_kernels.cuda_decoder import CudaDecoder, Inputs, Segment, position_bytes
+from trirun_kernels.cuda_decoder import CudaDecoder, Inputs, Segment, position_bytes, rows_in_digits
 from trirun_kernels.cuda_decoder_weights import CudaModel, cuda_layer, fused
 from trirun_kernels.decoder_weights import LINEARS, NORMS
 from trirun_kernels.packing import dequantize
@@ -96,6 +96,15 @@ def test_whole_models_against_the_twin(name, act_bits, monkeypatch):
         for position in range(90, 100):
             pieces.append(run(decoder, [(2, position, ids[position : position + 1])]))
         assert close(torch.cat(pieces))
+
+
+@gpu
+@pytest.mark.parametrize(("act_bits", "most"), [(16, 8), (8, 32)])
+def test_digits_go_between_kernels_where_products_of_them_are_fast(act_bits, most):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    model = CudaModel.of(random_model(**MODELS["mha, per channel"]), "cuda", torch.float16, act_bits=act_bits)
+    assert rows_in_digits(model, 1, 32) == range(1, most + 1)
 
 
 @gpu
