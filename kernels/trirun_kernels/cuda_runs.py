@@ -4,6 +4,8 @@ from __future__ import annotations
 
 UNIT = 128  # k of one pipeline stage, K_PAD of the layout
 TILE = 256  # out_features of one CTA of the kernels of columns and runs
+RUN = 4  # units that share a scale of x
+SMALL = 1 << 24  # weights
 # Clock cycles of a stage by columns of digits, words coming from memory to all multiprocessors.
 STAGE_CYCLES = {16: 525, 32: 540, 64: 718}
 GROUPED_CYCLES = {16: 740, 32: 875, 64: 1270}  # with a scale per 128 k
@@ -51,3 +53,41 @@ def cluster_of(n: int, k: int, ctas: int) -> int:
     """2 where the CTAs of each tile are clusters of two, whose sums meet without the workspace."""
     parts = whole_parts(n, k, ctas)
     return 2 if parts and parts % 2 == 0 else 0
+
+
+def equal_shares(n: int, k: int, sms: int, least: int) -> int:
+    """CTAs: as many to every tile, each with ``least`` units or more, or equal shares that cross the tiles' borders."""
+    tiles, units = -(-n // TILE), k // UNIT
+    whole = max(1, min(sms // tiles, units // least))
+    if tiles <= sms and (10 * tiles * whole >= 9 * sms or units // (whole + 1) < least):
+        return tiles * whole
+    return min(sms, tiles * units)
+
+
+def fused_tile(n: int, k: int, m: int, sms: int, *, grouped: bool = False) -> tuple[int, int] | None:
+    """As :func:`runs_tile` where each CTA quantizes its columns of x itself: whole runs of k. None where a kernel that
+    quantizes apart is as fast: outside 8 to 32 rows, for long shares of k, and those that cut runs."""
+    if not 8 <= m <= 32:
+        return None
+    tiles, units = -(-n // TILE), k // UNIT
+
+    def shares(slices: int, longest: int) -> list[int]:
+        most = min(8, sms // (slices * tiles))
+        return [p for p in range(1, most + 1) if units % (RUN * p) == 0 and units // p <= longest]
+
+    if grouped:
+        # Sums become floats every 128 k: the shortest shares.
+        width, parts = (16 if m == 8 else 32), max(shares(1 if m <= 16 else 2, 8), default=0)
+    elif m > 8 and n * k <= SMALL:
+        # Two slices, fewer rows for each CTA to quantize; and of CTAs that share a tile few, an even number at best.
+        width, longest = (16, 16) if m <= 16 else (32, 12)
+        parts = min(shares(2, longest), key=lambda p: (p % 2, p), default=0)
+    else:
+        # Eight rows are quantized so soon that fewer CTAs' sums are worth longer shares.
+        width = max(16, 1 << (2 * m - 1).bit_length())
+        parts = whole_parts(n, k, equal_shares(n, k, sms, least=RUN if m > 8 else 2 * RUN))
+        if parts == 0 and m <= 16:
+            parts = max(shares(1, units), default=0)
+    if parts == 0 or units // parts % RUN or units // parts > (8 if 2 * m <= width else 16):
+        return None
+    return width, tiles * parts

@@ -9,18 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cuda_prefill import EARLY, prefill_tile
-from .cuda_runs import TILE, UNIT, cluster_of, runs_tile, whole_parts
+from .cuda_runs import RUN, TILE, UNIT, cluster_of, equal_shares, fused_tile, runs_tile, whole_parts
 
 # TRIRUN_KERNEL_* of csrc/trirun.h
 STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANTIZE, RUNS = range(1, 9)
 PREFILL = (PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8)
 STRIP = 64  # out_features that stream together
-RUN = 4  # units that share a scale of x
 SLICE = 32  # rows of x of one CTA of the kernel of runs, at most
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
-SMALL, TINY = 1 << 24, 1 << 22  # weights
+TINY = 1 << 22  # weights
 LARGE_RUNS, LONG_RUNS = 5 << 24, 3 << 12  # weights, columns of x: for the kernel of runs
 DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
@@ -107,17 +106,18 @@ def _decode(
     columns = m * (2 if act_bits == 16 else 1)
     # Large weights take wgmma a tile earlier: one copy of x for four strips is less traffic from L2, and long rows of x
     # need not fit the shared memory at once.
-    if m == 8 and group_size == -1 and act_bits == 16 and not (quantized or wide) and device.arch == 90:
-        plan = _fused_runs(n, k, m, device)
+    fuses = act_bits == 16 and group_size in (-1, UNIT) and not (quantized or wide)
+    if m == 8 and fuses and device.arch == 90:
+        plan = _fused_runs(n, k, m, device, grouped=group_size == UNIT)
         if plan is not None:
             return plan
     runs = group_size == -1 and (act_bits == 8 or not (quantized or wide))
     if device.arch == 90 and (columns > 16 or (columns > 8 and _heavy(n, k, act_bits, device, runs))):
         # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
         if runs:
-            return _runs(n, k, m, act_bits, device)
+            return _runs(n, k, m, act_bits, device, fuses=fuses)
         if group_size == UNIT and act_bits == 16 and m <= SLICE and not quantized and (m <= 8 or 2 * n * k < LARGE):
-            return _runs(n, k, m, act_bits, device, grouped=True)
+            return _runs(n, k, m, act_bits, device, grouped=True, fuses=fuses)
         return _columns(n, k, m, group_size, act_bits, device)
     for warps, warp_split, cta_split, stages, per_sm, fused in _stream_candidates(n, k, m, device, quantized):
         warp_split = min(warp_split, _floor_power(k // UNIT // cta_split))
@@ -209,15 +209,17 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     stage = 4 * 2048 + groups * 1024 + UNIT * width + 128 * -(-tokens * 8 // 128) + (groups > 1) * tokens * 16
     room = 227 * 1024 - 2048 - 1024 * width * 16 // act_bits * (width <= 32 or (width == 64 and act_bits == 16))
     stages = min(16 if width <= 32 else 8, room // (-(-stage // 128) * 128)) // 2 * 2
-    ctas, early = _equal_shares(n, k, device.sms, least=8), min(4, stages)
+    ctas, early = equal_shares(n, k, device.sms, least=8), min(4, stages)
     return Plan(COLUMNS, stages=stages, ctas=ctas, early=early, x_first=early)
 
 
-def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: bool = False) -> Plan:
+def _runs(
+    n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: bool = False, fuses: bool = False
+) -> Plan:
     """As :func:`_columns` for one scale per output channel or (grouped) per 128 columns of one: rows of x in slices,
-    and CTAs equally many to every tile or equal shares that cross the tiles' borders. Where that is faster, each CTA
-    quantizes its columns of x itself."""
-    fused = _fused_runs(n, k, m, device) if act_bits == 16 and not grouped else None
+    and CTAs equally many to every tile or equal shares that cross the tiles' borders. Where that is faster, and x such
+    that it can (fuses), each CTA quantizes its columns of x itself."""
+    fused = _fused_runs(n, k, m, device, grouped=grouped) if fuses else None
     if fused is not None:
         return fused
     digits = 2 if act_bits == 16 else 1
@@ -228,51 +230,27 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: boo
     # Words, digits and their scales; beside the ring eight warps' outputs. What is left of 228 KiB is for two CTAs of
     # the kernel that quantizes x, which wait beside this one.
     stage = 4 * 2048 + UNIT * width + 128 * -(-rows * 8 // 128) + 1024 * grouped
-    stages = min(16, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
-    # Weights asked for before x is there are in its way: the more, the more rows x has. Where shares cross tiles,
-    # few rows are there soon enough, and more weights are better.
-    whole = whole_parts(n, k, ctas) > 0
-    early, x_first = (2, 2) if m > 16 and whole and digits == 2 else (4, 4) if m > 16 or whole else (8, 0)
+    # Weights asked for before x, or all at once with it, are in its way: few are, the fewer the shorter k.
+    stages = min(10 if width == 16 else 8, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
+    early = 2 if k < 8192 and digits == 2 else 4
     return Plan(
-        RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=stages, ctas=ctas, early=early, x_first=x_first
+        RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=stages, ctas=ctas, early=early, x_first=early
     )
 
 
-def _equal_shares(n: int, k: int, sms: int, least: int) -> int:
-    """CTAs: as many to every tile, each with ``least`` units or more, or equal shares that cross the tiles' borders."""
-    tiles, units = -(-n // TILE), k // UNIT
-    whole = max(1, min(sms // tiles, units // least))
-    if tiles <= sms and (10 * tiles * whole >= 9 * sms or units // (whole + 1) < least):
-        return tiles * whole
-    return min(sms, tiles * units)
-
-
-def _fused_runs(n: int, k: int, m: int, device: Device) -> Plan | None:
-    """The kernel of runs where each CTA quantizes its columns of x itself, with as many stages of words beside them as
-    launch_runs has room for; None where a kernel that quantizes apart is as fast: for long shares of k, and those that
-    cut runs."""
-    if not 8 <= m <= SLICE:
+def _fused_runs(n: int, k: int, m: int, device: Device, *, grouped: bool = False) -> Plan | None:
+    """The kernel of runs where each CTA quantizes its columns of x itself, with stages of words beside them; None where
+    a kernel that quantizes apart is as fast."""
+    tile = fused_tile(n, k, m, device.sms, grouped=grouped)
+    if tile is None:
         return None
-    tiles, units = -(-n // TILE), k // UNIT
-    if m > 8 and n * k <= SMALL:
-        # Two slices, fewer rows for each CTA to quantize; and of CTAs that share a tile few, an even number at best.
-        width, longest = (16, 16) if m <= 16 else (32, 12)
-        most = device.sms // (2 * tiles)
-        shared = [p for p in range(1, most + 1) if units % (RUN * p) == 0 and units // p <= longest]
-        parts = min(shared, key=lambda p: (p % 2, p), default=0)
-    else:
-        # Eight rows are quantized so soon that fewer CTAs' sums are worth longer shares.
-        width = max(16, 1 << (2 * m - 1).bit_length())
-        parts = whole_parts(n, k, _equal_shares(n, k, device.sms, least=RUN if m > 8 else 2 * RUN))
-        if parts == 0 and m <= 16:
-            parts = max((p for p in range(1, 9) if units % (RUN * p) == 0 and tiles * p <= device.sms), default=0)
-    share = units // parts if parts else 0
-    if parts == 0 or share % RUN or share > (8 if 2 * m <= width else 16):
-        return None
-    rows, ctas = width // 2, tiles * parts
-    x = share * (UNIT // 16 * (rows * 32 + 16)) + (share // RUN + 2) * rows * 8 + 128
-    stages = min(16, (227 * 1024 - x - 8 * 80 * rows - 2048) // (4 * 2048))
-    return Plan(RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=stages, ctas=ctas, fused=1)
+    width, ctas = tile
+    rows, share = width // 2, -(-n // TILE) * (k // UNIT) // ctas
+    x = share * (UNIT // 16 * (rows * 32 + 16)) + (share if grouped else share // RUN + 2) * rows * 8 + 128
+    stages = (227 * 1024 - x - 8 * 80 * rows - 2048) // (4 * 2048 + 1024 * grouped)
+    # All words of a short share at once would be in the way of x; eight rows are there soon enough.
+    most = 6 if share <= 8 and width > 16 else 16
+    return Plan(RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=min(most, stages), ctas=ctas, fused=1)
 
 
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:

@@ -64,7 +64,7 @@ def poisoned(x, w, bias=None, act_bits=16, plan=None):
 def plans(n, m, k, act_bits, group_size):
     units, columns = -(-k // 128), m * (2 if act_bits == 16 else 1)
     grid = group_size, act_bits
-    fuses, runs = grid == (-1, 16) and m <= 32, grid in ((-1, 16), (-1, 8), (128, 16))
+    fuses, runs = grid in ((-1, 16), (128, 16)) and m <= 32, grid in ((-1, 16), (-1, 8), (128, 16))
     if columns <= 16:
         for kernel in (STREAM, STREAM_SM80) if HOPPER else (STREAM_SM80,):
             for warps, warp_split, cta_split, stages in ((8, 8, 1, 4), (8, 4, 2, 2), (16, 4, 4, 3), (4, 1, 1, 6)):
@@ -129,14 +129,14 @@ def test_outliers_of_every_kind(channels, factor):
 
 
 @pytest.mark.skipif(not HOPPER, reason="wgmma")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group, dtype", [(g, t) for g in (-1, 128) for t in (torch.float16, torch.bfloat16)])
 @pytest.mark.parametrize("n, k, ctas, pair", [(300, 128, 2, 0), (700, 2560, 7, 0), (512, 4096, 5, 0),
                                               (512, 4096, 16, 0), (512, 4096, 16, 2), (1500, 1800, 43, 0)])  # fmt: skip
-def test_x_quantized_by_the_product_has_the_same_digits(n, k, ctas, pair, dtype):
-    # Without a zero point the sums are the same numbers added in the same order.
-    w, plain = weight(n, k, zero=0.0), weight(n, k, zero=None)
+def test_x_quantized_by_the_product_has_the_same_digits(n, k, ctas, pair, group, dtype):
+    k -= k % 128 if group > 0 else 0  # without a zero point the same numbers are added in the same order
+    w, plain = weight(n, k, group, zero=0.0), weight(n, k, group, zero=None)
     bias = torch.randn(n, device="cuda", dtype=dtype)
-    for m, width in ((3, 0), (8, 0), (9, 16), (16, 0), (17, 32), (24, 16), (24, 0), (32, 32)):
+    for m, width in ((3, 0), (8, 0), (9, 16), (16, 0), (17, 32), (24, 16), (24, 0 if group < 0 else 32), (32, 32)):
         wide = rows(m, k + 8, dtype)
         for x in (wide[:, :k], wide[:, 8:], wide[:, 3 : k + 3]):  # the last is not on 16 bytes: quantized apart
             apart, fused = (Plan(RUNS, width, cta_split=pair, ctas=ctas, stages=4, fused=f) for f in (0, 1))

@@ -112,9 +112,9 @@ __device__ __forceinline__ void store_shared2(uint32_t address, float x, float y
 // The rows of x from row0 on that a CTA multiplies, quantized into shared memory, piece after piece: by WARPS warps,
 // of which each takes every WARPS-th row of a piece, with AHEAD rows on their way from memory. The barriers of `ready`
 // count the warps that are done with a piece. Addresses are shared ones; scales: [piece][row] scale of x, and the same
-// times the sum of the CTA's integers. a.k is a multiple of 8 and every row of x begins on 16 bytes. Rows beyond a.m
-// are left as they are: nobody reads their products.
-template <bool BF16, int COLUMNS, int WARPS, int AHEAD, typename Args>
+// times the sum of the CTA's integers; GROUPED: [unit][row], every unit having its own. a.k is a multiple of 8 and every
+// row of x begins on 16 bytes. Rows beyond a.m are left as they are: nobody reads their products.
+template <bool BF16, bool GROUPED, int COLUMNS, int WARPS, int AHEAD, typename Args>
 __device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_t digits, uint32_t scales,
                                                 uint32_t ready, int warp, int first, int last) {
   constexpr int ROWS = COLUMNS / 2, STEP = half_step(COLUMNS);
@@ -147,14 +147,28 @@ __device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) {
       if (row < m) {
-        const float amax = __uint_as_float(__reduce_max_sync(~0u, values[u].magnitude_bits()));
+        uint32_t bits = values[u].magnitude_bits();
+        if constexpr (GROUPED) {
+#pragma unroll
+          for (int i = 1; i < 8; i *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, i));
+        } else {
+          bits = __reduce_max_sync(~0u, bits);
+        }
+        const float amax = __uint_as_float(bits);
         const bool vanishes = amax < 1e-30f;
         const SixteenDigits d = quantize_sixteen(values[u], vanishes ? 0.f : __fdividef(ACT16_MAX, amax));
         if (mine) store_shared4(to + row * 32, d.hi), store_shared4(to + row * 32 + 16, d.lo);
-        const int sum = __reduce_add_sync(~0u, mine ? d.sum : 0);
-        if (lane == 0) {
+        int sum = d.sum;
+        if constexpr (GROUPED) {
+#pragma unroll
+          for (int i = 1; i < 8; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
+        } else {
+          sum = __reduce_add_sync(~0u, mine ? sum : 0);
+        }
+        if (GROUPED ? mine && lane % 8 == 0 : lane == 0) {
           const float scale = vanishes ? 0.f : amax * (1.f / ACT16_MAX);
-          store_shared2(scales + row * 8, scale, scale * static_cast<float>(sum));
+          const int unit = GROUPED ? lane / 8 - piece.before : 0;
+          store_shared2(scales + (unit * ROWS + row) * 8, scale, scale * static_cast<float>(sum));
         }
       }
       row += WARPS;
@@ -164,7 +178,7 @@ __device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_
       fence_stores();
       __syncwarp();
       if (lane == 0) barrier_arrive(ready);
-      ready += 8, scales += ROWS * 8, row = warp, left = blocks;
+      ready += 8, scales += (GROUPED ? piece.units : 1) * ROWS * 8, row = warp, left = blocks;
     }
     if (!more) break;
     piece = next;

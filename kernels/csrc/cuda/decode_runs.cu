@@ -88,9 +88,9 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       dependency_wait();
       const uint32_t x = shared + a.x_at, scales = shared + a.x_scales_at;
       if (a.dtype == TRIRUN_BF16)
-        quantize_pieces<true, N, WARPS, S::AHEAD>(a, token0, x, scales, x_ready, role, first, last);
+        quantize_pieces<true, GROUPED, N, WARPS, S::AHEAD>(a, token0, x, scales, x_ready, role, first, last);
       else
-        quantize_pieces<false, N, WARPS, S::AHEAD>(a, token0, x, scales, x_ready, role, first, last);
+        quantize_pieces<false, GROUPED, N, WARPS, S::AHEAD>(a, token0, x, scales, x_ready, role, first, last);
       if (role == 0) {
         if (lane == 0) produce(a, shared, full, empty, first, round, last, copy_words, [](int) {});
       } else if (role == 1) {
@@ -156,12 +156,12 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       for (int i = 0; i < 4; i++)  // volatile: stays ahead of the fence that hands over the registers
         asm volatile("and.b32 %0, %1, %2;" : "=r"(fragment[s % S::SETS][j][i]) : "r"(w[i]), "r"(masks[j]));
     };
-    // The integer sums of a run become floats: of the stage at `from`, or, fused, of a piece.
-    const auto convert = [&](uint32_t from) {
+    // The integer sums of a run become floats: with scales of x at `x_from`, and of groups those of the stage at `from`.
+    const auto convert = [&](uint32_t from, uint32_t x_from) {
       wgmma_wait<0>();
 #pragma unroll
       for (int j = 0; j < J; j++) wgmma_hold(c[j]);
-      const uint32_t x_scales = (FUSED ? shared + a.x_scales_at + from : from + a.x_scales_at) + (lane & 3) * 8;
+      const uint32_t x_scales = x_from + a.x_scales_at + (lane & 3) * 8;
       float row_scale[J][2], row_zero[J][2];  // of a group, for codes * 4^j
       if constexpr (GROUPED) {
         const uint32_t row = from + a.scales_at + strip * 128 + lane / 4 * 16 + block0 * 4;
@@ -183,7 +183,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
           x = load_shared_float2(x_scales + i * 32);
         else if constexpr (!S::EXACT)
           x.x = load_shared_float(x_scales + i * 32);
-        if constexpr (FUSED) total[i] += x.y;
+        if constexpr (FUSED && !GROUPED) total[i] += x.y;
 #pragma unroll
         for (int j = 0; j < J; j++)
 #pragma unroll
@@ -336,7 +336,10 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
         // Set to zero rather than overwritten by the first product, which counts as reading them.
 #pragma unroll
         for (int i = 0; i < J * N / 2; i++) (&c[0][0])[i] = 0;
-        if constexpr (FUSED) barrier_wait(x_ready + piece * 8, 0);
+        if constexpr (FUSED) {
+          if (GROUPED && at != first && (at - begin) % RUN == 0) piece++;
+          if (!GROUPED || at == first || (at - begin) % RUN == 0) barrier_wait(x_ready + piece * 8, 0);
+        }
 #pragma unroll 1
         do {
           const uint32_t before = stage;
@@ -364,10 +367,14 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
             if (s > 0) read_words(s);
           }
         } while (++at < stop);
-        convert(FUSED ? piece++ * (S::ROWS * 8) : now);
+        // Scales of x stand in the stage, or, fused, for every piece, of groups for every unit.
+        if constexpr (FUSED)
+          convert(now, shared + (GROUPED ? at - 1 - first : piece++) * (S::ROWS * 8));
+        else
+          convert(now, now);
         release(stage);
       } while (!S::EXACT && at < end);
-      if constexpr (FUSED) {
+      if constexpr (FUSED && !GROUPED) {
         // Of the CTA's own k, which is all it has quantized.
 #pragma unroll
         for (int t = 0; t < S::TOKENS; t++) subtract_zeros(t, total[t], 1.f);
@@ -424,6 +431,7 @@ constexpr Instance INSTANCES[] = {
     instance<2, 16, false>(), instance<2, 32, false>(), instance<2, 64, false>(), instance<1, 16, false>(),
     instance<1, 32, false>(), instance<2, 16, true>(),  instance<2, 32, true>(),  instance<2, 64, true>(),
     instance<2, 16, false, true>(), instance<2, 32, false, true>(), instance<2, 64, false, true>(),
+    instance<2, 16, true, true>(), instance<2, 32, true, true>(),
 };
 
 constexpr int SHARED_BYTES = 227 * 1024;  // that one CTA may have
@@ -441,7 +449,7 @@ int slices_of(const Problem& p, const ActivationLayout& layout) {
 
 // Whether x can be read, in 16-byte pieces of 16-bit values, by a kernel that quantizes it itself.
 bool fuses(const Problem& p) {
-  return p.plan.fused && p.w.group_size == -1 && p.activations == nullptr && p.dtype != TRIRUN_F32 && p.k % 8 == 0 &&
+  return p.plan.fused && (p.w.group_size == -1 || p.w.group_size == UNIT) && p.activations == nullptr && p.dtype != TRIRUN_F32 && p.k % 8 == 0 &&
          p.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
 }
 
@@ -506,7 +514,7 @@ int launch_runs(const Problem& p) {
   // A CTA quantizes every column of x at most once, in no more pieces than there are barriers for: runs, of which those
   // at the ends of its share and of a tile may be shorter.
   const int pieces = static_cast<int>((longest + 2 * (RUN - 1)) / RUN + 1);
-  if (plan.fused && (exact || instance->grouped || longest > units || pieces > PIECES))
+  if (plan.fused && (exact || longest > units || pieces > PIECES))
     return TRIRUN_UNSUPPORTED;
 
   RunsArgs a{};
@@ -533,16 +541,18 @@ int launch_runs(const Problem& p) {
   const int rows = instance->columns / layout.digits;
   a.stages = plan.stages;
   const int beside = instance->staged + (TOTALS_AT + 128) * 4 + (2 * MAX_STAGES + PIECES + 2) * 8;
+  const int group_bytes = instance->grouped ? STRIPS * 128 * (a.zeros != nullptr ? 2 : 1) : 0;
   if (fused) {
-    a.stage_bytes = STRIPS * UNIT_BYTES;
+    a.scales_at = STRIPS * UNIT_BYTES;
+    a.stage_bytes = a.scales_at + group_bytes;
     a.x_at = a.stages * a.stage_bytes;
     a.x_scales_at = a.x_at + static_cast<int>(longest) * 8 * half_step(instance->columns);
-    a.staged_at = align(a.x_scales_at + pieces * rows * 8);
+    a.staged_at = align(a.x_scales_at + (instance->grouped ? static_cast<int>(longest) : pieces) * rows * 8);
   } else {
     a.x_at = STRIPS * UNIT_BYTES;
     a.x_scales_at = a.x_at + UNIT * instance->columns;
     a.scales_at = a.x_scales_at + align(rows * 8);
-    a.stage_bytes = align(a.scales_at + (instance->grouped ? STRIPS * 128 * (a.zeros != nullptr ? 2 : 1) : 0));
+    a.stage_bytes = align(a.scales_at + group_bytes);
     // A fused plan counts on smaller stages.
     const int fitting = (SHARED_BYTES - beside) / a.stage_bytes;
     if (plan.fused && fitting < a.stages) a.stages = fitting;
