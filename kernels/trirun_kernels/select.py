@@ -112,11 +112,14 @@ def _decode(
         if plan is not None:
             return plan
     runs = group_size == -1 and (act_bits == 8 or not (quantized or wide))
-    if device.arch == 90 and (columns > 16 or (columns > 8 and _heavy(n, k, act_bits, device, runs))):
+    grouped = group_size == UNIT and act_bits == 16 and not quantized
+    grouped &= m <= SLICE // 2 or (m <= SLICE and 2 * n * k < LARGE)
+    heavy = columns > 8 and (_heavy(n, k, act_bits, device, runs) or (grouped and n * k >= LARGE_RUNS))
+    if device.arch == 90 and (columns > 16 or heavy):
         # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
         if runs:
             return _runs(n, k, m, act_bits, device, fuses=fuses)
-        if group_size == UNIT and act_bits == 16 and m <= SLICE and not quantized and (m <= 8 or 2 * n * k < LARGE):
+        if grouped:
             return _runs(n, k, m, act_bits, device, grouped=True, fuses=fuses)
         return _columns(n, k, m, group_size, act_bits, device)
     for warps, warp_split, cta_split, stages, per_sm, fused in _stream_candidates(n, k, m, device, quantized):
@@ -230,8 +233,12 @@ def _runs(
     # Words, digits and their scales; beside the ring eight warps' outputs. What is left of 228 KiB is for two CTAs of
     # the kernel that quantizes x, which wait beside this one.
     stage = 4 * 2048 + UNIT * width + 128 * -(-rows * 8 // 128) + 1024 * grouped
-    # Weights asked for before x, or all at once with it, are in its way: few are, the fewer the shorter k.
-    stages = min(10 if width == 16 else 8, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
+    # Weights asked for before x, or all at once with it, are in its way: few are, the fewer the shorter k. Of short
+    # shares all may be on their way.
+    parts = whole_parts(n, k, ctas)
+    short = digits == 2 and not grouped and parts > 0 and k // UNIT <= 12 * parts
+    most = 16 if short else 10 if width == 16 else 8
+    stages = min(most, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
     early = 2 if k < 8192 and digits == 2 else 4
     return Plan(
         RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=stages, ctas=ctas, early=early, x_first=early

@@ -156,34 +156,20 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
       for (int i = 0; i < 4; i++)  // volatile: stays ahead of the fence that hands over the registers
         asm volatile("and.b32 %0, %1, %2;" : "=r"(fragment[s % S::SETS][j][i]) : "r"(w[i]), "r"(masks[j]));
     };
-    // The integer sums of a run become floats: with scales of x at `x_from`, and of groups those of the stage at `from`.
-    const auto convert = [&](uint32_t from, uint32_t x_from) {
+    // The integer sums of a run become floats: of the stage at `from`, or, fused, of a piece.
+    const auto convert = [&](uint32_t from) {
       wgmma_wait<0>();
 #pragma unroll
       for (int j = 0; j < J; j++) wgmma_hold(c[j]);
-      const uint32_t x_scales = x_from + a.x_scales_at + (lane & 3) * 8;
-      float row_scale[J][2], row_zero[J][2];  // of a group, for codes * 4^j
-      if constexpr (GROUPED) {
-        const uint32_t row = from + a.scales_at + strip * 128 + lane / 4 * 16 + block0 * 4;
-#pragma unroll
-        for (int j = 0; j < J; j++) {
-          // Without zeros the scales stand in, unused: no branch.
-          const uint32_t s = load_shared(row + j * 4), z = load_shared(row + j * 4 + (real_zeros ? STRIPS * 128 : 0));
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            row_scale[j][h] = half_of(s, h) * __uint_as_float((127 - 2 * (block0 + j)) << 23);
-            row_zero[j][h] = (real_zeros ? half_of(z, h) : a.zero) * __uint_as_float((127 + 2 * (block0 + j)) << 23);
-          }
-        }
-      }
+      const uint32_t x_scales = (FUSED ? shared + a.x_scales_at + from : from + a.x_scales_at) + (lane & 3) * 8;
 #pragma unroll
       for (int i = 0; i < N / 8; i++) {
         float2 x = make_float2(1.f, 0.f);  // scale, and what the zero point multiplies
-        if constexpr (FUSED || GROUPED)
+        if constexpr (FUSED)
           x = load_shared_float2(x_scales + i * 32);
         else if constexpr (!S::EXACT)
           x.x = load_shared_float(x_scales + i * 32);
-        if constexpr (FUSED && !GROUPED) total[i] += x.y;
+        if constexpr (FUSED) total[i] += x.y;
 #pragma unroll
         for (int j = 0; j < J; j++)
 #pragma unroll
@@ -191,9 +177,6 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
             const int hi = c[j][i * 4 + e], lo = c[j][i * 4 + e + DIGITS - 1];
             if constexpr (S::EXACT)
               sum[j][i * 2 + e % 2][e / 2] = static_cast<float>(hi);  // there is but one run
-            else if constexpr (GROUPED)
-              sum[j][i][e / 2] +=
-                  row_scale[j][e / 2] * (x.x * static_cast<float>(hi * 256 + lo) - row_zero[j][e / 2] * x.y);
             else  // over several units 256 hi + lo need not fit an int32, though each digit's sum does
               sum[j][i][e / 2] += x.x * fmaf(static_cast<float>(hi), 256.f, static_cast<float>(lo));
           }
@@ -203,6 +186,62 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
     const auto release = [&](uint32_t stage) {
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + stage * 8);
+    };
+
+    // Of groups: a stage's products side by side, meanwhile what makes its sums floats, and then the fragments of the
+    // next. Beyond the last stage they are made of what is there, and not used.
+    const uint32_t x_scales_of_lane = a.x_scales_at + (lane & 3) * 8 + (FUSED ? shared : 0);
+    const uint32_t row_scales_of_lane = a.scales_at + strip * 128 + lane / 4 * 16 + block0 * 4;
+    const auto multiply_group = [&](auto has_zeros) {
+      constexpr bool ZEROS = decltype(has_zeros)::value;
+      const uint32_t now = base, stage = ring.stage;
+      const uint64_t x = x0 + (FUSED ? at - first : stage) * x_step;
+      wgmma_fence();
+#pragma unroll
+      for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int j = 0; j < J; j++) wgmma_u8s8(c[j], fragment[s % S::SETS][j], x + s * (HALF * 2 >> 4), s > 0);
+      wgmma_commit();
+      const uint32_t x_scales = x_scales_of_lane + (FUSED ? (at - first) * (S::ROWS * 8) : now);
+      float2 x_scale[N / 8];  // and what the zero point multiplies
+      float row_scale[J][2], row_zero[J][ZEROS ? 2 : 1];  // for codes * 4^j
+#pragma unroll
+      for (int i = 0; i < N / 8; i++) x_scale[i] = load_shared_float2(x_scales + i * 32);
+#pragma unroll
+      for (int j = 0; j < J; j++) {
+        const uint32_t row = now + row_scales_of_lane + j * 4, scales = load_shared(row);
+        const uint32_t zeros = ZEROS ? load_shared(row + STRIPS * 128) : 0;
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+          row_scale[j][h] = half_of(scales, h) * __uint_as_float((127 - 2 * (block0 + j)) << 23);
+#pragma unroll
+        for (int h = 0; h < (ZEROS ? 2 : 1); h++)
+          row_zero[j][h] = (ZEROS ? half_of(zeros, h) : a.zero) * __uint_as_float((127 + 2 * (block0 + j)) << 23);
+      }
+      ring.advance(a.stages);
+      base = shared + ring.stage * a.stage_bytes;
+      if (++at < last) barrier_wait(full + ring.stage * 8, ring.phase);
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) read_words(s);
+      wgmma_wait<0>();
+      release(stage);
+#pragma unroll
+      for (int j = 0; j < J; j++) wgmma_hold(c[j]);
+#pragma unroll
+      for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int j = 0; j < J; j++) make_fragment(s, j);
+#pragma unroll
+      for (int i = 0; i < N / 8; i++)
+#pragma unroll
+        for (int j = 0; j < J; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const float of_x = row_zero[j][ZEROS ? h : 0] * x_scale[i].y;
+            // At most 3 * 4^3 * ACT16_MAX * 128 < 2^31.
+            const int v = c[j][i * 4 + h * 2] * 256 + c[j][i * 4 + h * 2 + 1];
+            sum[j][i][h] += row_scale[j][h] * (x_scale[i].x * static_cast<float>(v) - of_x);
+          }
     };
 
     using Counter = std::conditional_t<FUSED, uint64_t, unsigned>;
@@ -314,7 +353,9 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
 #pragma unroll
     for (int s = 0; s < STEPS; s++) read_words(s);
 #pragma unroll
-    for (int j = 0; j < J; j++) make_fragment(0, j);
+    for (int s = 0; s < (GROUPED ? STEPS : 1); s++)
+#pragma unroll
+      for (int j = 0; j < J; j++) make_fragment(s, j);
 #pragma unroll 1
     while (at < last) {
       const int begin = tile * a.units, end = min(begin + a.units, last), from = at;
@@ -329,51 +370,55 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
 #pragma unroll
         for (int i = 0; i < S::TOKENS; i++) total[i] = 0.f;
       }
-#pragma unroll 1
-      do {
-        const int run = at, stop = min(end, begin + ((at - begin) | a.run_mask) + 1);
-        uint32_t now = base, stage = ring.stage;
-        // Set to zero rather than overwritten by the first product, which counts as reading them.
-#pragma unroll
-        for (int i = 0; i < J * N / 2; i++) (&c[0][0])[i] = 0;
-        if constexpr (FUSED) {
-          if (GROUPED && at != first && (at - begin) % RUN == 0) piece++;
-          if (!GROUPED || at == first || (at - begin) % RUN == 0) barrier_wait(x_ready + piece * 8, 0);
-        }
+      if constexpr (GROUPED) {
 #pragma unroll 1
         do {
-          const uint32_t before = stage;
-          now = base, stage = ring.stage;
-          const uint64_t x = x0 + (FUSED ? at - first : stage) * x_step;
+          if (FUSED && (at == first || (at - begin) % RUN == 0)) barrier_wait(x_ready + piece++ * 8, 0);
+          if (real_zeros)
+            multiply_group(std::true_type{});
+          else
+            multiply_group(std::false_type{});
+        } while (at < end);
+      } else {
+#pragma unroll 1
+        do {
+          const int run = at, stop = min(end, begin + ((at - begin) | a.run_mask) + 1);
+          uint32_t now = base, stage = ring.stage;
+          // Set to zero rather than overwritten by the first product, which counts as reading them.
 #pragma unroll
-          for (int s = 0; s < STEPS; s++) {
-            // The products of a step side by side: with fragments made between them they would be groups of their own,
-            // and fewer on their way. Beyond the last stage fragments are made of what is there, and not used.
-            wgmma_fence();
+          for (int i = 0; i < J * N / 2; i++) (&c[0][0])[i] = 0;
+          if constexpr (FUSED) barrier_wait(x_ready + piece * 8, 0);
+#pragma unroll 1
+          do {
+            const uint32_t before = stage;
+            now = base, stage = ring.stage;
+            const uint64_t x = x0 + (FUSED ? at - first : stage) * x_step;
 #pragma unroll
-            for (int j = 0; j < J; j++) wgmma_u8s8(c[j], fragment[s % S::SETS][j], x + s * (HALF * 2 >> 4), 1);
-            wgmma_commit();
-            if (s == 1) {
-              ring.advance(a.stages);
-              base = shared + ring.stage * a.stage_bytes;
-              if (at + 1 < last) barrier_wait(full + ring.stage * 8, ring.phase);
-              read_words(0);
+            for (int s = 0; s < STEPS; s++) {
+              // The products of a step side by side: with fragments made between them they would be groups of their
+              // own, and fewer on their way. Beyond the last stage fragments are made of what is there, and not used.
+              wgmma_fence();
+#pragma unroll
+              for (int j = 0; j < J; j++) wgmma_u8s8(c[j], fragment[s % S::SETS][j], x + s * (HALF * 2 >> 4), 1);
+              wgmma_commit();
+              if (s == 1) {
+                ring.advance(a.stages);
+                base = shared + ring.stage * a.stage_bytes;
+                if (at + 1 < last) barrier_wait(full + ring.stage * 8, ring.phase);
+                read_words(0);
+              }
+              wgmma_wait<S::SETS / 2>();
+              // The stage before is complete.
+              if (s == 1 && at > run) release(before);
+#pragma unroll
+              for (int j = 0; j < J; j++) make_fragment((s + 1) % STEPS, j);
+              if (s > 0) read_words(s);
             }
-            wgmma_wait<S::SETS / 2>();
-            // The stage before is complete.
-            if (s == 1 && at > run) release(before);
-#pragma unroll
-            for (int j = 0; j < J; j++) make_fragment((s + 1) % STEPS, j);
-            if (s > 0) read_words(s);
-          }
-        } while (++at < stop);
-        // Scales of x stand in the stage, or, fused, for every piece, of groups for every unit.
-        if constexpr (FUSED)
-          convert(now, shared + (GROUPED ? at - 1 - first : piece++) * (S::ROWS * 8));
-        else
-          convert(now, now);
-        release(stage);
-      } while (!S::EXACT && at < end);
+          } while (++at < stop);
+          convert(FUSED ? piece++ * (S::ROWS * 8) : now);
+          release(stage);
+        } while (!S::EXACT && at < end);
+      }
       if constexpr (FUSED && !GROUPED) {
         // Of the CTA's own k, which is all it has quantized.
 #pragma unroll
@@ -436,23 +481,6 @@ constexpr Instance INSTANCES[] = {
 
 constexpr int SHARED_BYTES = 227 * 1024;  // that one CTA may have
 
-int align(int v) { return (v + 127) / 128 * 128; }
-
-// Rows of x of one CTA; those beyond are other CTAs'.
-int slice_rows(const Problem& p, const ActivationLayout& layout) {
-  return p.plan.tile_m >= 16 ? p.plan.tile_m / layout.digits : SLICE;
-}
-int slices_of(const Problem& p, const ActivationLayout& layout) {
-  const int rows = slice_rows(p, layout);
-  return (layout.tokens + rows - 1) / rows;
-}
-
-// Whether x can be read, in 16-byte pieces of 16-bit values, by a kernel that quantizes it itself.
-bool fuses(const Problem& p) {
-  return p.plan.fused && (p.w.group_size == -1 || p.w.group_size == UNIT) && p.activations == nullptr && p.dtype != TRIRUN_F32 && p.k % 8 == 0 &&
-         p.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
-}
-
 const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bool fused) {
   const int rows = slice_rows(p, layout), columns = (layout.tokens < rows ? layout.tokens : rows) * layout.digits;
   const Instance* best = nullptr;
@@ -467,18 +495,6 @@ const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bo
 size_t parts_bytes(const Problem& p, const Instance& instance, int slices) {
   const size_t ctas = p.plan.ctas > 0 ? size_t(p.plan.ctas) * slices : 0;
   return ctas * 2 * instance.quarters * instance.consumers * sizeof(float4);
-}
-
-// One slice's digits of 128 k a copy, each 16 k apart; columns beyond the last arrive as zeros.
-int encode_digits(CUtensorMap* map, const uint8_t* digits, const ActivationLayout& layout, uint32_t columns) {
-  const cuuint64_t bytes = static_cast<cuuint64_t>(layout.columns) * 16;
-  return encode(map, digits,
-                {CU_TENSOR_MAP_DATA_TYPE_UINT32,
-                 CU_TENSOR_MAP_SWIZZLE_NONE,
-                 3,
-                 {bytes / 4, 2, static_cast<cuuint64_t>(layout.units) * STEPS},
-                 {bytes, bytes * 2},
-                 {columns * 4, 2, STEPS}});
 }
 
 }  // namespace

@@ -114,5 +114,35 @@ __device__ __forceinline__ float half_of(uint32_t pair, int h) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(h ? pair >> 16 : pair)));
 }
 
+inline int align(int v) { return (v + 127) / 128 * 128; }
+
+// Rows of x of one CTA; those beyond are other CTAs'.
+inline int slice_rows(const Problem& p, const ActivationLayout& layout) {
+  return p.plan.tile_m >= 16 ? p.plan.tile_m / layout.digits : SLICE;
+}
+inline int slices_of(const Problem& p, const ActivationLayout& layout) {
+  const int rows = slice_rows(p, layout);
+  return (layout.tokens + rows - 1) / rows;
+}
+
+// Whether x can be read, in 16-byte pieces of 16-bit values, by a kernel that quantizes it itself.
+inline bool fuses(const Problem& p) {
+  return p.plan.fused && (p.w.group_size == -1 || p.w.group_size == UNIT) && p.activations == nullptr &&
+         p.dtype != TRIRUN_F32 && p.k % 8 == 0 &&
+         p.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
+}
+
+// One slice's digits of 128 k a copy, each 16 k apart; columns beyond the last arrive as zeros.
+inline int encode_digits(CUtensorMap* map, const uint8_t* digits, const ActivationLayout& layout, uint32_t columns) {
+  const cuuint64_t bytes = static_cast<cuuint64_t>(layout.columns) * 16;
+  return encode(map, digits,
+                {CU_TENSOR_MAP_DATA_TYPE_UINT32,
+                 CU_TENSOR_MAP_SWIZZLE_NONE,
+                 3,
+                 {bytes / 4, 2, static_cast<cuuint64_t>(layout.units) * STEPS},
+                 {bytes, bytes * 2},
+                 {columns * 4, 2, STEPS}});
+}
+
 }  // namespace
 }  // namespace trirun
