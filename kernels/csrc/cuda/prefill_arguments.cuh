@@ -57,68 +57,56 @@ constexpr int kStageBytesOfX = 128;  // per row: one swizzle span
 // group fills whole stages (groups of 64 and 128); in the fragments, whatever the group and the zero points.
 enum Scaling { kChannelScales, kGroupScales, kAnyScales };
 
-template <typename T, int Tokens, Scaling Mode>
-struct PrefillShape {
-  static constexpr int kStrips = 4, kRowTile = kStrips * 64;
-  static constexpr int kConsumers = 256, kThreads = kConsumers + 128;
-  static constexpr int kStoreColumns = 32;  // rows of w of one warp's outputs
-  static constexpr bool kGrouped = Mode != kChannelScales;
-  // Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens
-  // a warpgroup takes all four row blocks of a strip, and the two warpgroups take turns at the stages.
-  static constexpr int kRowBlocks = Tokens == 64 ? 4 : 2;
-  static constexpr int kTurns = kRowBlocks / 2;
-  // Looking for a stage costs as much as converting 32 columns: scales per channel have room for stages of two spans.
-  static constexpr int kSpans = kTurns == 2 && !kGrouped && sizeof(T) == 2 ? 2 : 1;
-  static constexpr int kSpanColumns = kStageBytesOfX / int(sizeof(T));
+// A tile of Strips strips by Tokens rows of x, stages of Spans swizzle spans of x, and the warpgroups that multiply.
+template <typename T, int Tokens, int Strips, int Warpgroups, int Spans>
+struct TileShape {
+  static constexpr int kStrips = Strips, kRowTile = Strips * 64, kTokens = Tokens;
+  static constexpr int kConsumers = Warpgroups * 128, kThreads = kConsumers + 128;
+  static constexpr int kStoreColumns = kRowTile * 32 / kConsumers;  // rows of w of one warp's outputs
+  static constexpr int kSpans = Spans, kSpanColumns = kStageBytesOfX / int(sizeof(T));
   static constexpr int kColumns = kSpans * kSpanColumns;  // of k in a stage
-  static constexpr int kUnit = kTurns / kSpans;           // stages that CTAs divide k by
   static constexpr int kBlocks = kColumns / 32;
-  static constexpr int kTokens = Tokens;
   static constexpr int kSpan = Tokens * kStageBytesOfX, kX = kSpans * kSpan;
   static constexpr int kWords = kStrips * kBlocks * 512;
+  static constexpr int kOutput = kRowTile * Tokens * 2;  // values of 16 bits
+  static constexpr int kRows = Warpgroups * Tokens * 8;  // per warpgroup: factor and sum of every token
+  static constexpr int kBarriers = 256, kRoom = 227 * 1024 - kOutput - kRows - kBarriers;
+  // What the CTAs of a cluster send takes the place of the stages once all are consumed.
+  static constexpr int received(int splits) {
+    return splits * ((Tokens * kStoreColumns / 256 + splits - 1) / splits) * 2 * kConsumers * 16;
+  }
+};
+
+constexpr int fewer(int a, int b) { return a < b ? a : b; }
+
+// Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens a
+// warpgroup takes all four row blocks of a strip, and the two warpgroups take turns at the stages. Looking for a stage
+// costs as much as converting 32 columns: scales per channel have room for stages of two spans.
+template <typename T, int Tokens, Scaling Mode>
+struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChannelScales && sizeof(T) == 2 ? 2 : 1> {
+  using Tile = TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChannelScales && sizeof(T) == 2 ? 2 : 1>;
+  static constexpr bool kGrouped = Mode != kChannelScales;
+  static constexpr int kRowBlocks = Tokens == 64 ? 4 : 2, kTurns = kRowBlocks / 2;
+  static constexpr int kUnit = kTurns / Tile::kSpans;     // stages that CTAs divide k by
   static constexpr int kGroups = kGrouped ? 2 * 512 : 0;  // two groups of 256 scales; as much again for zeros
-  static constexpr int kStage = kX + kWords + 2 * kGroups;
-  static constexpr int kOutput = 8 * Tokens * 64;  // per warp: 32 values of 16 bits for every token
-  static constexpr int kRows = 2 * Tokens * 8;     // per warpgroup: factor and sum of every token
+  static constexpr int kStage = Tile::kX + Tile::kWords + 2 * kGroups;
   static constexpr int kExchange = kTurns == 2 ? 8 * Tokens * 128 : 0;  // sums that one warpgroup hands to the other
-  static constexpr int kBarriers = 256;
-  static constexpr int kFixed = kOutput + kExchange + kRows + kBarriers;
-  static constexpr int kRoom = (227 * 1024 - kFixed) / kStage;
-  static constexpr int kStages = kRoom < 12 ? kRoom : 12;
+  static constexpr int kStages = fewer((Tile::kRoom - kExchange) / kStage, 12);
   // Barriers of full stages. Warpgroups that take turns at an odd number of stages would wait at each other's barriers,
   // where parity does not tell a phase too early from one too late: a round later, every stage has another barrier.
   static constexpr int kFull = kStages * (kTurns == 2 && kStages % 2 ? 2 : 1);
-  static_assert((kFull + kStages + 2) * 8 <= kBarriers);
-  static constexpr int kBytes = kStages * kStage + kFixed;
-  // What the CTAs of a cluster send takes the place of the stages once all are consumed.
-  static constexpr int received(int splits) { return splits * ((Tokens / 8 + splits - 1) / splits) * 8192; }
+  static_assert((kFull + kStages + 2) * 8 <= Tile::kBarriers);
+  static constexpr int kBytes = 227 * 1024 - Tile::kRoom + kExchange + kStages * kStage;
 };
 
 // Of tiles of three strips, each with a warpgroup of its own (prefill_strips.cuh); scales per channel only.
 template <typename T, int Tokens>
-struct StripsShape {
-  static constexpr int kStrips = 3, kRowTile = kStrips * 64;
-  static constexpr int kConsumers = kStrips * 128, kThreads = kConsumers + 128;
-  static constexpr int kStoreColumns = 16;
+struct StripsShape : TileShape<T, Tokens, 3, 3, Tokens == 64 && sizeof(T) == 2 ? 2 : 1> {
+  using Tile = TileShape<T, Tokens, 3, 3, Tokens == 64 && sizeof(T) == 2 ? 2 : 1>;
   static constexpr bool kGrouped = false;
-  static constexpr int kSpans = Tokens == 64 && sizeof(T) == 2 ? 2 : 1;
-  static constexpr int kSpanColumns = kStageBytesOfX / int(sizeof(T));
-  static constexpr int kColumns = kSpans * kSpanColumns;
-  static constexpr int kUnit = 1;
-  static constexpr int kBlocks = kColumns / 32;
-  static constexpr int kTokens = Tokens;
-  static constexpr int kSpan = Tokens * kStageBytesOfX, kX = kSpans * kSpan;
-  static constexpr int kWords = kStrips * kBlocks * 512;
-  static constexpr int kGroups = 0;
-  static constexpr int kStage = kX + kWords;
-  static constexpr int kOutput = kConsumers * Tokens;  // per warp: 16 values of 16 bits for every token
-  static constexpr int kRows = kStrips * Tokens * 8;
-  static constexpr int kBarriers = 256;
-  static constexpr int kFixed = kOutput + kRows + kBarriers;
-  static constexpr int kRoom = (227 * 1024 - kFixed) / kStage;
-  static constexpr int kStages = kRoom < 12 ? kRoom : 12, kFull = kStages;
-  static constexpr int kBytes = kStages * kStage + kFixed;
-  static constexpr int received(int splits) { return splits * ((Tokens / 16 + splits - 1) / splits) * 12288; }
+  static constexpr int kUnit = 1, kGroups = 0, kStage = Tile::kX + Tile::kWords;
+  static constexpr int kStages = fewer(Tile::kRoom / kStage, 12), kFull = kStages;
+  static constexpr int kBytes = 227 * 1024 - Tile::kRoom + kStages * kStage;
 };
 
 }  // namespace trirun

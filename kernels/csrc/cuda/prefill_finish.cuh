@@ -35,15 +35,11 @@ __device__ __forceinline__ void init_received(const PrefillArguments& args, uint
 template <typename Part, int Units>
 __device__ __forceinline__ void put_units(const Part& part, const typename Part::Accumulator (&sums)[Units][2][4],
                                           int first) {
-  const auto put = [&](auto plain) {
+  part.by_plainness([&](auto plain) {
 #pragma unroll
     for (int i = 0; i < Units; ++i)
       part.template put<decltype(plain)::value>(sums[i][0], sums[i][1], (first + i) * Part::kUnitBlocks);
-  };
-  if (part.is_plain())
-    put(std::true_type{});
-  else
-    put(std::false_type{});
+  });
 }
 
 // In pairs: the other CTA of the cluster gets the sums of its half of the tokens, where its warp of the same rows will
@@ -119,7 +115,7 @@ __device__ __forceinline__ void finish_share(Part& part, const typename Part::Ac
   }
   part.begin_outputs();
   barrier_wait_cluster(received, 0);
-  const auto finish = [&](auto plain) {
+  part.by_plainness([&](auto plain) {
 #pragma unroll 1
     for (int unit = share.own; unit < share.end; ++unit) {
       uint32_t from = stages_at + ((unit - share.own) * 2 * kConsumers + thread) * 16;
@@ -135,20 +131,17 @@ __device__ __forceinline__ void finish_share(Part& part, const typename Part::Ac
         }
       part.template put<decltype(plain)::value>(all[0], all[1], unit * Part::kUnitBlocks);
     }
-  };
-  if (part.is_plain())
-    finish(std::true_type{});
-  else
-    finish(std::false_type{});
+  });
   part.end_outputs(share.own * Part::kUnitBlocks, share.end * Part::kUnitBlocks, false);
 }
 
 // By all consumer warps; `thread`: counted from their first. This CTA's sums of a tile to outputs, or those of all CTAs
 // that have parts of it. seen: what the tile's counter was a moment ago.
-template <typename Shape, typename Part>
+template <typename Shape, typename Part, typename Sums>
 __device__ __forceinline__ void finish_tile(Part& part, const SharedTile<Shape::kConsumers>& tile, uint64_t seen,
-                                            typename Part::Accumulator (&total)[Part::kQuads][4], uint32_t stages_at,
-                                            uint32_t received, int thread) {
+                                            Sums& sums, uint32_t stages_at, uint32_t received, int thread) {
+  auto& total = reinterpret_cast<typename Part::Accumulator(&)[Part::kQuads][4]>(sums);
+  static_assert(sizeof total == sizeof sums);
   if (part.args.pairs) {
     finish_half<Shape>(part, tile, seen, total, received);
   } else if (part.args.splits > 1) {
@@ -156,16 +149,12 @@ __device__ __forceinline__ void finish_tile(Part& part, const SharedTile<Shape::
   } else {
     part.begin_outputs();
     if (!tile.add(total, received, seen)) return;
-    const auto put = [&](auto plain) {
+    part.by_plainness([&](auto plain) {
 #pragma unroll
       for (int unit = 0; unit < Part::kUnits; ++unit)
         part.template put<decltype(plain)::value>(total[Part::quad(unit, 0)], total[Part::quad(unit, 1)],
                                                   unit * Part::kUnitBlocks);
-    };
-    if (part.is_plain())
-      put(std::true_type{});
-    else
-      put(std::false_type{});
+    });
     part.end_outputs(0, Part::kBlocks, true);
   }
 }

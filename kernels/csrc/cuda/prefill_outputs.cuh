@@ -40,8 +40,8 @@ struct Consumer {
   static constexpr int kOwn = Strips == 4 ? 2 : 1, kRowTile = Strips * 64;
   using Accumulator = typename std::conditional<kInt8, int, float>::type;
   static constexpr int kBlocks = Tokens / 8;
-  // A quad is a lane's four sums of a row block and a block of eight tokens; `put` takes the two of a unit at a time: of
-  // two row blocks, or of two blocks of tokens.
+  // A quad is a lane's four sums of a row block and a block of eight tokens; `put` takes the two of a unit, of two row
+  // blocks or of two blocks of tokens.
   static constexpr int kQuads = kOwn * kBlocks, kUnits = kQuads / 2, kUnitBlocks = kBlocks / kUnits;
   static __device__ __forceinline__ constexpr int quad(int unit, int i) {
     return kOwn == 2 ? i * kBlocks + unit : 2 * unit + i;
@@ -164,6 +164,15 @@ struct Consumer {
   __device__ __forceinline__ bool is_plain() const {
     if (kInt8) return args.y_dtype != TRIRUN_F32;
     return !args.row_scale && args.y_dtype == (std::is_same<T, __half>::value ? TRIRUN_F16 : TRIRUN_BF16);
+  }
+
+  // f(std::true_type) where they do, f(std::false_type) elsewhere.
+  template <typename F>
+  __device__ __forceinline__ void by_plainness(const F& f) const {
+    if (is_plain())
+      f(std::true_type{});
+    else
+      f(std::false_type{});
   }
 
   // A staged row of 32 kOwn bytes, its 16-byte parts permuted as the copy engine's swizzle of so many bytes has it.

@@ -9,7 +9,7 @@
 namespace trirun {
 namespace {
 
-// The most CTAs of a cluster with which `rest` tiles still run at once. Clusters do not cross the borders of a GPC: as in
+// The most CTAs of a cluster with which `rest` tiles still run at once. Clusters do not cross the borders of a GPC: see
 // cuda_prefill.py.
 int tail_splits(int rest, int sms) {
   constexpr int kClusters[][2] = {{8, 15}, {6, 17}, {5, 22}, {4, 30}, {3, 39}, {2, 66}};  // CTAs, clusters on 132 SMs
@@ -106,7 +106,8 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
   if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
   if (p.plan.ctas > 0) {
     const int64_t units = a.k_stages / Shape::kUnit, total = tiles * units;
-    if (p.plan.cta_split > 2 || a.k_stages % Shape::kUnit || total > INT32_MAX || p.plan.ctas > COUNTERS / 4 / (Shape::kConsumers / 32))
+    if (p.plan.cta_split > 2 || a.k_stages % Shape::kUnit || total > INT32_MAX ||
+        p.plan.ctas > COUNTERS / 4 / (Shape::kConsumers / 32))
       return TRIRUN_UNSUPPORTED;
     const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
     a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);

@@ -323,8 +323,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
         for (int i = 0; i < Tokens; ++i)
           total[i / (Tokens / 2)][i % (Tokens / 2)] = sum[i / (Tokens / 2)][i % (Tokens / 2)];
       }
-      finish_tile<Shape>(part, tile, seen, reinterpret_cast<Accumulator(&)[Part::kQuads][4]>(total), base, received,
-                         thread_now);
+      finish_tile<Shape>(part, tile, seen, total, base, received, thread_now);
     } while (walk.next());
     if (lane == 0) store_wait_read();  // the copies end before the kernel does
     if (args.remainder) grid_dependency_wait();

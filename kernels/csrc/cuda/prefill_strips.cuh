@@ -21,8 +21,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
   using Accumulator = typename Part::Accumulator;
   using D = Dequantize<typename std::conditional<Part::kInt8, __half, T>::type>;
   constexpr int kStages = Shape::kStages, kConsumers = Shape::kConsumers, kBlocks = Shape::kBlocks;
-  constexpr int kOfBlock = Part::kInt8 ? 1 : 2;         // steps of wgmma along 32 columns of k
-  constexpr int kSteps = kBlocks * kOfBlock;
+  constexpr int kOfBlock = Part::kInt8 ? 1 : 2, kSteps = kBlocks * kOfBlock;  // of wgmma: in 32 columns of k, a stage
   constexpr int kSets = 4, kWordSets = 4 / kOfBlock;  // in registers: fragments of steps, words of blocks of 32 columns
 
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -137,8 +136,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
       Accumulator total[Tokens / 2];
 #pragma unroll
       for (int i = 0; i < Tokens / 2; ++i) total[i] = sum[i];
-      finish_tile<Shape>(part, tile, seen, reinterpret_cast<Accumulator(&)[Part::kQuads][4]>(total), base, received,
-                         thread_now);
+      finish_tile<Shape>(part, tile, seen, total, base, received, thread_now);
     } while (walk.next());
     if (lane == 0) store_wait_read();  // the copies end before the kernel does
     if (args.remainder) grid_dependency_wait();
