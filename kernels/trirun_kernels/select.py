@@ -216,9 +216,7 @@ def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     return Plan(COLUMNS, stages=stages, ctas=ctas, early=early, x_first=early)
 
 
-def _runs(
-    n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: bool = False, fuses: bool = False
-) -> Plan:
+def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: bool = False, fuses: bool = False) -> Plan:
     """As :func:`_columns` for one scale per output channel or (grouped) per 128 columns of one: rows of x in slices,
     and CTAs equally many to every tile or equal shares that cross the tiles' borders. Where that is faster, and x such
     that it can (fuses), each CTA quantizes its columns of x itself."""

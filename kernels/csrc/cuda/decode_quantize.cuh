@@ -112,7 +112,7 @@ __device__ __forceinline__ void store_shared2(uint32_t address, float x, float y
 // The rows of x from row0 on that a CTA multiplies, quantized into shared memory, piece after piece: by WARPS warps,
 // of which each takes every WARPS-th row of a piece, with AHEAD rows on their way from memory. The barriers of `ready`
 // count the warps that are done with a piece. Addresses are shared ones; scales: [piece][row] scale of x, and the same
-// times the sum of the CTA's integers; GROUPED: [unit][row], every unit having its own. a.k is a multiple of 8, and rows
+// times the sum of the CTA's integers; GROUPED: [unit][row], every unit having its own. a.k is a multiple of 8; rows
 // of x begin on 16 bytes. Rows beyond a.m are left as they are: nobody reads their products.
 template <bool BF16, bool GROUPED, int COLUMNS, int WARPS, int AHEAD, typename Args>
 __device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_t digits, uint32_t scales,
