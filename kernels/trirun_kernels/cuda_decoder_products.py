@@ -66,8 +66,8 @@ class Projection:
 
     def reads_digits(self, m: int) -> bool:
         """Whether :meth:`of_digits` has a kernel for m rows on the weight's device, and a fast one: the kernel of runs
-        gives x scales of its own and reads no 16-bit digits, but is faster than those that do by more than it takes to
-        quantize x (kernels/README.md)."""
+        gives x scales of its own and reads no 16-bit digits, but with more than 8 rows it is faster than those that do
+        by more than it takes to quantize x (kernels/README.md)."""
         if not isinstance(self.weight, PackedWeight):
             return False
         try:
@@ -75,7 +75,7 @@ class Projection:
         except ValueError:
             return False
         of_values, _ = self._plan(m, torch.float16, self.weight.words.device, False)
-        return of_values.kernel != RUNS or of_digits.kernel == RUNS
+        return m <= 8 or of_values.kernel != RUNS or of_digits.kernel == RUNS
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [m, k], contiguous and its rows on 16 bytes, → [m, n].
