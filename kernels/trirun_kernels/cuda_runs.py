@@ -4,28 +4,34 @@ from __future__ import annotations
 
 UNIT = 128  # k of one pipeline stage, K_PAD of the layout
 TILE = 256  # out_features of one CTA of the kernels of columns and runs
+LOW_TILE = 192  # and of runs, where those fill the multiprocessors better
 RUN = 4  # units that share a scale of x
 SMALL = 1 << 24  # weights
 # Clock cycles of a stage by columns of digits, words coming from memory to all multiprocessors.
 STAGE_CYCLES = {16: 525, 32: 540, 64: 718}
+LOW_CYCLES = {16: 483, 32: 520, 64: 666}  # of a tile of 192
 GROUPED_CYCLES = {16: 655, 32: 780, 64: 1255}  # with a scale per 128 k
 # Of the sums of a tile: of two CTAs, a cluster; of more, in the workspace; of shares that cross the tiles' borders,
 # where a CTA has sums of two tiles.
 PAIR_CYCLES, PARTS_CYCLES, ODD_CYCLES, CROSSING_CYCLES = 1500, 5000, 1500, {16: 9300, 32: 9300, 64: 11000}
+GROUPED_CROSSING_CYCLES = {16: 6600, 32: 6600, 64: 9000}
 
 
-def runs_tile(n: int, k: int, m: int, digits: int, sms: int, longest: int, *, grouped: bool = False) -> tuple[int, int]:
-    """Columns of digits of a slice of x (16, 32 or 64), and the CTAs of a slice.
+def runs_tile(
+    n: int, k: int, m: int, digits: int, sms: int, longest: int, *, grouped: bool = False
+) -> tuple[int, int, int]:
+    """Columns of digits of a slice of x (16, 32 or 64), the CTAs of a slice, and the out_features of a tile.
 
     Either every tile of 256 out_features has as many CTAs, which divide its k, or the k of all tiles is one line cut
-    into equal shares. Slices of fewer rows of x leave multiprocessors for fewer CTAs a tile.
+    into equal shares; or every tile of 192 has one. Slices of fewer rows of x leave multiprocessors for fewer CTAs a
+    tile.
 
     Args:
         n, k: padded sizes of the stored weight. m: rows of x, ``digits`` (1 or 2) columns each.
         sms: multiprocessors. longest: units of 128 k that a CTA may add up of a tile. grouped: scales per 128 k.
     """
     tiles, units, choices = -(-n // TILE), k // UNIT, []
-    cycles = GROUPED_CYCLES if grouped else STAGE_CYCLES
+    cycles, crossing = (GROUPED_CYCLES, GROUPED_CROSSING_CYCLES) if grouped else (STAGE_CYCLES, CROSSING_CYCLES)
     for width in (16, 32, 64) if digits == 2 else (16, 32):
         slices = -(-m * digits // width)
         if (width == 16 and slices > 1) or (width > 16 and 2 * m * digits <= width):
@@ -33,13 +39,16 @@ def runs_tile(n: int, k: int, m: int, digits: int, sms: int, longest: int, *, gr
         for parts in range(1, 9):
             if tiles * parts * slices <= sms and units % parts == 0 and units // parts <= longest:
                 sums = PAIR_CYCLES * (parts - 1) if parts <= 2 else PARTS_CYCLES + 100 * parts + parts % 2 * ODD_CYCLES
-                choices.append((units // parts * cycles[width] + sums, width, tiles * parts))
+                choices.append((units // parts * cycles[width] + sums, width, tiles * parts, TILE))
         ctas = min(max(sms // slices, 1), tiles * units)
         share = -(-tiles * units // ctas)
         if min(share, units) <= longest:
-            choices.append((share * cycles[width] + CROSSING_CYCLES[width], width, ctas))
+            choices.append((share * cycles[width] + crossing[width], width, ctas, TILE))
+        low = -(-n // LOW_TILE)
+        if digits == 2 and not grouped and low * slices <= sms and units <= longest:
+            choices.append((units * LOW_CYCLES[width], width, low, LOW_TILE))
     if not choices:  # k so long that a CTA cannot add up one digit of it
-        return 32, -(-tiles * k // (longest * UNIT))
+        return 32, -(-tiles * k // (longest * UNIT)), TILE
     return min(choices)[1:]
 
 

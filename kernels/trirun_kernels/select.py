@@ -145,7 +145,8 @@ def _heavy(n: int, k: int, act_bits: int, device: Device, runs: bool) -> bool:
         return n * k >= LARGE or k >= LONG
     if act_bits == 8 or n * k >= LARGE_RUNS or k >= LONG or (k >= LONG_RUNS and 2 * n > STRIP * device.sms):
         return True
-    return 8 * n * k >= LARGE and 0 < whole_parts(n, k, _runs(n, k, 8, act_bits, device).ctas) <= 2
+    plan = _runs(n, k, 8, act_bits, device)
+    return 8 * n * k >= LARGE and (plan.tile_n > 0 or 0 < whole_parts(n, k, plan.ctas) <= 2)
 
 
 def _stream_candidates(
@@ -224,22 +225,23 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: boo
     if fused is not None:
         return fused
     digits = 2 if act_bits == 16 else 1
-    width, ctas = runs_tile(
+    width, ctas, tile = runs_tile(
         n, k, m, digits, device.sms, k // UNIT if digits == 2 else EXACT_SUM // UNIT, grouped=grouped
     )
     rows = width // digits
     # Words, digits and their scales; beside the ring eight warps' outputs. What is left of 228 KiB is for two CTAs of
     # the kernel that quantizes x, which wait beside this one.
-    stage = 4 * 2048 + UNIT * width + 128 * -(-rows * 8 // 128) + 1024 * grouped
+    stage = tile * 32 + UNIT * width + 128 * -(-rows * 8 // 128) + 1024 * grouped
     # Weights asked for before x, or all at once with it, are in its way: few are, the fewer the shorter k. Of short
     # shares all may be on their way.
-    parts = whole_parts(n, k, ctas)
+    parts = whole_parts(n, k, ctas) if tile == TILE else 1
     short = digits == 2 and not grouped and parts > 0 and k // UNIT <= 12 * parts
-    most = 16 if short else 10 if width == 16 else 8
+    most = 16 if short else 10 if width == 16 and tile == TILE else 8
     stages = min(most, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
     early = 2 if k < 8192 and digits == 2 else 4
+    pair, low = (cluster_of(n, k, ctas), 0) if tile == TILE else (0, tile)
     return Plan(
-        RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=stages, ctas=ctas, early=early, x_first=early
+        RUNS, tile_m=width, tile_n=low, cta_split=pair, stages=stages, ctas=ctas, early=early, x_first=early
     )
 
 

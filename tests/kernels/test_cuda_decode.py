@@ -74,10 +74,10 @@ def plans(n, m, k, act_bits, group_size):
     if HOPPER and columns > 8:
         for ctas, stages, early, first, w in ((1, 5, 2, 1, 0), (3, 4, 0, 0, 32), (7, 3, 1, 1, 16), (132, 3, 2, 0, 0)):
             yield Plan(COLUMNS, ctas=ctas, stages=stages + stages % 2, early=early, x_first=first)
-            if runs:
-                yield Plan(RUNS, tile_m=w, ctas=ctas, stages=stages, early=early, x_first=first)
-                if fuses:  # a CTA quantizes no column twice: of no more units than a tile has
-                    yield Plan(RUNS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
+            for tile in ((0, 192) if group_size == -1 else (0,)) if runs else ():
+                yield Plan(RUNS, w, tile, ctas=ctas, stages=stages, early=early, x_first=first)
+            if fuses:  # a CTA quantizes no column twice: of no more units than a tile has
+                yield Plan(RUNS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
         for parts, fused in ((2, 0), (4, 0), (2, 1), (4, 1)):  # clusters of two
             if runs and units % parts == 0 and fused <= fuses:
                 yield Plan(RUNS, cta_split=2, ctas=-(-n // 256) * parts, stages=4, fused=fused)

@@ -6,6 +6,7 @@
 // computes 256 rows of w (a tile) by the digits of up to 32 rows of x (a slice) at a time; two producer threads keep a
 // ring of stages of 128 k full: some words before the previous kernel has ended, then x, then the other words, in whose
 // way x would be. Each of two warpgroups multiplies two row blocks of every stage; its fragments are made 32 k ahead.
+// Or a tile is 192 rows, and each of three warpgroups has a strip, warp w its row block w, two steps side by side.
 //
 // FUSED: no kernel before this one quantizes x. Two more warpgroups do, all the columns of x that the CTA multiplies,
 // into shared memory beside the ring (decode_quantize.cuh), while the products of what they have quantized begin.
@@ -24,11 +25,12 @@
 namespace trirun {
 namespace {
 
-template <int DIGITS, int N, bool FUSED, bool GROUPED>
-__global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
+template <int DIGITS, int N, bool FUSED, bool GROUPED, int TILE_STRIPS>
+__global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_REGISTERS))
     runs(const __grid_constant__ RunsArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using S = RunsShape<DIGITS, N, FUSED>;
+  using S = RunsShape<DIGITS, N, FUSED, TILE_STRIPS>;
+  constexpr int STRIPS = S::STRIPS, J = S::J;
   extern __shared__ __align__(1024) uint8_t memory[];
   // Read from a lane, so that the compiler knows it is the same for the warp, and keeps it.
   const uint32_t shared = __shfl_sync(~0u, shared_address(memory), 0);
@@ -95,7 +97,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
         if (lane == 0) produce(a, shared, full, empty, first, round, last, copy_words, [](int) {});
       } else if (role == 1) {
         // Counters of the tiles that this CTA shares, at most two, for each warp that multiplies: zeroed by nobody.
-        static_assert(S::CONSUMERS == 256);
+        static_assert(!FUSED || S::CONSUMERS == 256);
         const int begin = (first / a.units + lane / 8) * a.units;
         if (lane < 16 && begin < last && a.owner(begin + a.units - 1) - a.owner(begin) > a.pairs)
           prepare_counter(reinterpret_cast<uint64_t*>(a.counters) +
@@ -133,7 +135,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
-    const int strip = warp % 4, group = warp / 4, block0 = group * J;
+    const int group = warp / 4, strip = S::TALL ? warp % 4 : group, block0 = S::TALL ? group * J : warp % 4;
     const bool real_zeros = a.zeros != nullptr;
     uint32_t masks[J];
 #pragma unroll
@@ -353,7 +355,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
 #pragma unroll
     for (int s = 0; s < STEPS; s++) read_words(s);
 #pragma unroll
-    for (int s = 0; s < (GROUPED ? STEPS : 1); s++)
+    for (int s = 0; s < (GROUPED ? STEPS : S::BURST); s++)
 #pragma unroll
       for (int j = 0; j < J; j++) make_fragment(s, j);
 #pragma unroll 1
@@ -394,25 +396,31 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
             now = base, stage = ring.stage;
             const uint64_t x = x0 + (FUSED ? at - first : stage) * x_step;
 #pragma unroll
-            for (int s = 0; s < STEPS; s++) {
-              // The products of a step side by side: with fragments made between them they would be groups of their
-              // own, and fewer on their way. Beyond the last stage fragments are made of what is there, and not used.
+            for (int s = 0; s < STEPS; s += S::BURST) {
+              // The products of a step, or of two, side by side: with fragments made between them they would be groups
+              // of their own, and fewer on their way. Beyond the last stage fragments are made of what is there, and
+              // not used.
+              const int end_step = s + S::BURST;
               wgmma_fence();
 #pragma unroll
-              for (int j = 0; j < J; j++) wgmma_u8s8(c[j], fragment[s % S::SETS][j], x + s * (HALF * 2 >> 4), 1);
+              for (int i = 0; i < S::BURST * J; i++)
+                wgmma_u8s8(c[i % J], fragment[(s + i / J) % S::SETS][i % J],
+                           x + (s + i / J) * (HALF * 2 >> 4), 1);
               wgmma_commit();
-              if (s == 1) {
+              if (end_step == 2) {
                 ring.advance(a.stages);
                 base = shared + ring.stage * a.stage_bytes;
                 if (at + 1 < last) barrier_wait(full + ring.stage * 8, ring.phase);
                 read_words(0);
               }
-              wgmma_wait<S::SETS / 2>();
+              wgmma_wait<S::SETS / 2 / S::BURST>();
               // The stage before is complete.
-              if (s == 1 && at > run) release(before);
+              if (end_step == 2 && at > run) release(before);
 #pragma unroll
-              for (int j = 0; j < J; j++) make_fragment((s + 1) % STEPS, j);
-              if (s > 0) read_words(s);
+              for (int i = 0; i < S::BURST * J; i++) make_fragment((end_step + i / J) % STEPS, i % J);
+#pragma unroll
+              for (int i = s; i < end_step; i++)
+                if (i > 0) read_words(i);
             }
           } while (++at < stop);
           convert(FUSED ? piece++ * (S::ROWS * 8) : now);
@@ -453,30 +461,24 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED>::LAUNCH_REGISTERS))
 #endif
 }
 
-using Kernel = void (*)(RunsArgs);
-
-struct Instance {
-  int digits, columns;
-  bool fused, grouped;
-  int consumers, threads, registers, quarters, staged;
-  Kernel kernel;
-};
-
-template <int DIGITS, int N, bool FUSED, bool GROUPED = false>
+template <int DIGITS, int N, bool FUSED, bool GROUPED = false, int TILE_STRIPS = 4>
 constexpr Instance instance() {
-  using S = RunsShape<DIGITS, N, FUSED>;
+  using S = RunsShape<DIGITS, N, FUSED, TILE_STRIPS>;
   constexpr int STAGED = S::STAGED * S::CONSUMERS / 32;
-  return {DIGITS,      N,           FUSED,  GROUPED, S::CONSUMERS, S::THREADS, S::LAUNCH_REGISTERS,
-          S::QUARTERS, STAGED,      runs<DIGITS, N, FUSED, GROUPED>};
+  return {S::STRIPS,   DIGITS,     N,           FUSED,  GROUPED,
+          S::CONSUMERS, S::THREADS, S::LAUNCH_REGISTERS, S::QUARTERS, STAGED,
+          runs<DIGITS, N, FUSED, GROUPED, TILE_STRIPS>};
 }
 
 // digits of x, columns (digits * rows of x, at most), whether it quantizes x, whether scales are of groups of 128
-// no-spill(90a): runs<*, *, *, *>
+// no-spill(90a): runs<*, *, *, *, *>
 constexpr Instance INSTANCES[] = {
     instance<2, 16, false>(), instance<2, 32, false>(), instance<2, 64, false>(), instance<1, 16, false>(),
     instance<1, 32, false>(), instance<2, 16, true>(),  instance<2, 32, true>(),  instance<2, 64, true>(),
     instance<2, 16, false, true>(), instance<2, 32, false, true>(), instance<2, 64, false, true>(),
     instance<2, 16, true, true>(), instance<2, 32, true, true>(),
+    instance<2, 16, false, false, 3>(), instance<2, 32, false, false, 3>(), instance<2, 64, false, false, 3>(),
+    instance<1, 16, false, false, 3>(), instance<1, 32, false, false, 3>(),
 };
 
 constexpr int SHARED_BYTES = 227 * 1024;  // that one CTA may have
@@ -485,16 +487,11 @@ const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bo
   const int rows = slice_rows(p, layout), columns = (layout.tokens < rows ? layout.tokens : rows) * layout.digits;
   const Instance* best = nullptr;
   for (const Instance& i : INSTANCES)
-    if (p.w.group_size == (i.grouped ? UNIT : -1) && i.digits == layout.digits && i.fused == fused &&
-        i.columns >= columns && (best == nullptr || i.columns < best->columns))
+    if ((p.plan.tile_n == 192 ? 3 : STRIPS) == i.strips && p.w.group_size == (i.grouped ? UNIT : -1) &&
+        i.digits == layout.digits && i.fused == fused && i.columns >= columns &&
+        (best == nullptr || i.columns < best->columns))
       best = &i;
   return best;
-}
-
-// Sums of tiles that several CTAs share.
-size_t parts_bytes(const Problem& p, const Instance& instance, int slices) {
-  const size_t ctas = p.plan.ctas > 0 ? size_t(p.plan.ctas) * slices : 0;
-  return ctas * 2 * instance.quarters * instance.consumers * sizeof(float4);
 }
 
 }  // namespace
@@ -513,7 +510,9 @@ int launch_runs(const Problem& p) {
   const ActivationLayout layout(p.m, p.w.k, p.act_bits);
   const bool fused = fuses(p);
   const Instance* instance = instance_of(p, layout, fused);
-  const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
+  const int64_t strips = p.w.n / 64, units = p.w.k / UNIT;
+  const int of_tile = instance != nullptr ? instance->strips : STRIPS;
+  const int64_t total = (strips + of_tile - 1) / of_tile * units;
   const int slices = slices_of(p, layout);
   // Several slices are each as wide as their kernel.
   if (instance == nullptr || (slices > 1 && instance->columns != slice_rows(p, layout) * layout.digits) ||
@@ -534,7 +533,7 @@ int launch_runs(const Problem& p) {
     return TRIRUN_UNSUPPORTED;
 
   RunsArgs a{};
-  if (const int code = encode_words(&a.words, p.w, STEPS)) return code;
+  if (const int code = encode_words(&a.words, p.w, STEPS, of_tile)) return code;
   a.scales = reinterpret_cast<const __half*>(p.w.scales);
   a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
   a.zero = p.w.zero;
@@ -547,7 +546,8 @@ int launch_runs(const Problem& p) {
   a.tokens = layout.tokens, a.slices = slices;
   // Only where every CTA has one tile, and every tile an even number of CTAs.
   a.pairs = plan.cta_split == 2;
-  if (a.pairs && (a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0)) return TRIRUN_UNSUPPORTED;
+  if (a.pairs && (of_tile != STRIPS || a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0))
+    return TRIRUN_UNSUPPORTED;
   a.x = p.x, a.ldx = p.ldx, a.pieces = pieces;
   a.bias = p.bias, a.y = p.y, a.ldy = p.ldy, a.dtype = p.dtype;
   auto* workspace = static_cast<uint8_t*>(p.workspace);
@@ -557,15 +557,15 @@ int launch_runs(const Problem& p) {
   const int rows = instance->columns / layout.digits;
   a.stages = plan.stages;
   const int beside = instance->staged + (TOTALS_AT + 128) * 4 + (2 * MAX_STAGES + PIECES + 2) * 8;
-  const int group_bytes = instance->grouped ? STRIPS * 128 * (a.zeros != nullptr ? 2 : 1) : 0;
+  const int group_bytes = instance->grouped ? of_tile * 128 * (a.zeros != nullptr ? 2 : 1) : 0;
   if (fused) {
-    a.scales_at = STRIPS * UNIT_BYTES;
+    a.scales_at = of_tile * UNIT_BYTES;
     a.stage_bytes = a.scales_at + group_bytes;
     a.x_at = a.stages * a.stage_bytes;
     a.x_scales_at = a.x_at + static_cast<int>(longest) * 8 * half_step(instance->columns);
     a.staged_at = align(a.x_scales_at + (instance->grouped ? static_cast<int>(longest) : pieces) * rows * 8);
   } else {
-    a.x_at = STRIPS * UNIT_BYTES;
+    a.x_at = of_tile * UNIT_BYTES;
     a.x_scales_at = a.x_at + UNIT * instance->columns;
     a.scales_at = a.x_scales_at + align(rows * 8);
     a.stage_bytes = align(a.scales_at + group_bytes);

@@ -9,7 +9,6 @@ namespace trirun {
 namespace {
 
 constexpr int STEPS = 4;       // of a stage, 32 k each
-constexpr int J = 2;           // row blocks of one warpgroup
 constexpr int SLICE = 32;      // rows of x whose digits one CTA multiplies, at most
 constexpr int PIECES = 32;     // of x that a CTA quantizes itself, at most
 constexpr int QUANTIZERS = 2;  // warpgroups that do
@@ -44,9 +43,13 @@ struct RunsArgs : EqualShares {
 }  // namespace
 
 // Not in the unnamed namespace, where an architecture without this kernel would warn of every unused member.
-template <int DIGITS, int N, bool FUSED>
+template <int DIGITS, int N, bool FUSED, int TILE_STRIPS = 4>
 struct RunsShape {
-  static constexpr int GROUPS = 4 / J;                      // warpgroups that multiply
+  static constexpr int STRIPS = TILE_STRIPS;
+  static constexpr bool TALL = STRIPS == 4;  // a warp has a strip, a warpgroup row blocks of all; else the other way
+  static constexpr int J = TALL ? 2 : 1;     // row blocks of one warp
+  static constexpr int BURST = TALL ? 1 : 2;  // steps whose products stand side by side
+  static constexpr int GROUPS = TALL ? 4 / J : STRIPS;  // warpgroups that multiply
   static constexpr int PRODUCERS = FUSED ? QUANTIZERS : 1;  // and that copy, or copy and quantize
   static constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + PRODUCERS * 128;
   static constexpr int ROWS = N / DIGITS;                     // of x in a slice
@@ -64,9 +67,9 @@ struct RunsShape {
   // others add, or the kernel waits forever. Some of a multiprocessor's are left over, so that CTAs of the kernel that
   // comes next, or quantizes its x, are there before this one ends. Given to the compiler as they are: launch bounds
   // come to a register count only in steps of a warp for every scheduler.
-  static constexpr int LAUNCH_REGISTERS = FUSED ? (N < 64 ? 112 : 128) : N < 64 ? 128 : 136;
+  static constexpr int LAUNCH_REGISTERS = !TALL ? 112 : FUSED ? (N < 64 ? 112 : 128) : N < 64 ? 128 : 136;
   static constexpr int PRODUCER_REGISTERS = !FUSED ? 24 : N < 64 ? 72 : 80;
-  static constexpr int CONSUMER_REGISTERS = FUSED ? (N < 64 ? 152 : 176) : N < 64 ? 176 : 192;
+  static constexpr int CONSUMER_REGISTERS = !TALL ? 136 : FUSED ? (N < 64 ? 152 : 176) : N < 64 ? 176 : 192;
   static_assert(PRODUCERS * PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <=
                 LAUNCH_REGISTERS * (GROUPS + PRODUCERS));
 };
@@ -114,6 +117,15 @@ __device__ __forceinline__ float half_of(uint32_t pair, int h) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(h ? pair >> 16 : pair)));
 }
 
+using Kernel = void (*)(RunsArgs);
+
+struct Instance {
+  int strips, digits, columns;
+  bool fused, grouped;
+  int consumers, threads, registers, quarters, staged;
+  Kernel kernel;
+};
+
 inline int align(int v) { return (v + 127) / 128 * 128; }
 
 // Rows of x of one CTA; those beyond are other CTAs'.
@@ -142,6 +154,12 @@ inline int encode_digits(CUtensorMap* map, const uint8_t* digits, const Activati
                  {bytes / 4, 2, static_cast<cuuint64_t>(layout.units) * STEPS},
                  {bytes, bytes * 2},
                  {columns * 4, 2, STEPS}});
+}
+
+// Sums of tiles that several CTAs share.
+inline size_t parts_bytes(const Problem& p, const Instance& instance, int slices) {
+  const size_t ctas = p.plan.ctas > 0 ? size_t(p.plan.ctas) * slices : 0;
+  return ctas * 2 * instance.quarters * instance.consumers * sizeof(float4);
 }
 
 }  // namespace
