@@ -226,7 +226,7 @@ typedef struct {
   int32_t kernel;       /* TRIRUN_KERNEL_... */
   int32_t tile_m;       /* rows of x of one CTA (prefill), or tensor-core columns that hold them (runs: 16, 32 or 64;
                            0: 32 rows) */
-  int32_t tile_n;       /* out_features of one CTA */
+  int32_t tile_n;       /* out_features of one CTA (runs: 192, or 0 for 256) */
   int32_t warps;        /* of one CTA */
   int32_t warp_split;   /* warps of a CTA that share a strip along k */
   int32_t cta_split;    /* CTAs that share a strip along k: a cluster on sm_90, through the workspace elsewhere;

@@ -294,7 +294,7 @@ def test_plans_without_an_instance_are_refused():
         Plan(STREAM, warps=16, warp_split=16, cta_split=4, stages=4),
         *(Plan(COLUMNS, ctas=ctas, stages=stages) for ctas, stages in ((1, 99), (0, 4), (1, 2), (1, 5))),
         *(Plan(RUNS, w, ctas=4, stages=s, early=2, x_first=x) for w, s, x in ((0, 2, 0), (0, 4, 3), (1, 4, 0))),
-        Plan(RUNS, cta_split=2, ctas=3, stages=4),
+        *(Plan(RUNS, 0, tile, cta_split=split, ctas=3, stages=4) for tile, split in ((0, 2), (64, 0))),
     ):
         with pytest.raises(NativeError, match=r"x torch.float16 \[1, 8192\], n=64"):
             cuda.run_plan(x, w, None, y, 16, plan)

@@ -516,7 +516,8 @@ int launch_runs(const Problem& p) {
   const int slices = slices_of(p, layout);
   // Several slices are each as wide as their kernel.
   if (instance == nullptr || (slices > 1 && instance->columns != slice_rows(p, layout) * layout.digits) ||
-      (plan.tile_m != 0 && (plan.tile_m < 16 || plan.tile_m > 64)) || layout.columns % 8 || plan.stages < 3 ||
+      (plan.tile_m != 0 && (plan.tile_m < 16 || plan.tile_m > 64)) || (plan.tile_n != 0 && plan.tile_n != 192) ||
+      layout.columns % 8 || plan.stages < 3 ||
       plan.stages > MAX_STAGES || plan.ctas < 1 || plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX)
     return TRIRUN_UNSUPPORTED;
   static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
