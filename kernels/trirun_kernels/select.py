@@ -240,9 +240,7 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: boo
     stages = min(most, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
     early = 2 if k < 8192 and digits == 2 else 4
     pair, low = (cluster_of(n, k, ctas), 0) if tile == TILE else (0, tile)
-    return Plan(
-        RUNS, tile_m=width, tile_n=low, cta_split=pair, stages=stages, ctas=ctas, early=early, x_first=early
-    )
+    return Plan(RUNS, tile_m=width, tile_n=low, cta_split=pair, stages=stages, ctas=ctas, early=early, x_first=early)
 
 
 def _fused_runs(n: int, k: int, m: int, device: Device, *, grouped: bool = False) -> Plan | None:

@@ -54,10 +54,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0)
-      produce<Shape>(args, base, words_at, groups_at, full, empty);
-    else if (threadIdx.x >= 96 && args.share > 0)
-      SharedTile<kConsumers>::announce(args, received, threadIdx.x - 96);
+    copy_and_announce<Shape>(args, base, words_at, groups_at, full, empty, received);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int thread = threadIdx.x - 128, lane = thread % 32;

@@ -277,6 +277,16 @@ struct SharedTile {
   }
 };
 
+// By the warpgroup that does not multiply: one thread keeps the stages full, a warp announces what the others stored.
+template <typename Shape>
+__device__ __forceinline__ void copy_and_announce(const PrefillArguments& args, uint32_t stages_at, uint32_t words_at,
+                                                  uint32_t groups_at, uint32_t full, uint32_t empty, uint32_t stored) {
+  if (threadIdx.x == 0)
+    produce<Shape>(args, stages_at, words_at, groups_at, full, empty);
+  else if (threadIdx.x >= 96 && args.share > 0)
+    SharedTile<Shape::kConsumers>::announce(args, stored, threadIdx.x - 96);
+}
+
 #endif  // TRIRUN_HOPPER
 
 }  // namespace trirun
