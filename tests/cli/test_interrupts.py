@@ -27,7 +27,7 @@ from trirun_cli.interrupts import Interrupts
 try:
     with Interrupts():
         import swallowing
-        print("imported", flush=True)
+        print("imported\\n", end="", flush=True)
         time.sleep(30)
 except KeyboardInterrupt:
     print("stopped", flush=True)
