@@ -74,8 +74,10 @@ class Projection:
             of_digits, _ = self._plan(m, torch.float16, self.weight.words.device, True)
         except ValueError:
             return False
+        if m <= 8 or of_digits.kernel == RUNS:
+            return True
         of_values, _ = self._plan(m, torch.float16, self.weight.words.device, False)
-        return m <= 8 or of_values.kernel != RUNS or of_digits.kernel == RUNS
+        return of_values.kernel != RUNS
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [m, k], contiguous and its rows on 16 bytes, → [m, n].

@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include <algorithm>
+
 namespace trirun {
 
 struct PrefillArguments {
@@ -77,8 +79,6 @@ struct TileShape {
   }
 };
 
-constexpr int fewer(int a, int b) { return a < b ? a : b; }
-
 // Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens a
 // warpgroup takes all four row blocks of a strip, and the two warpgroups take turns at the stages. Looking for a stage
 // costs as much as converting 32 columns: scales per channel have room for stages of two spans.
@@ -91,7 +91,7 @@ struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChanne
   static constexpr int kGroups = kGrouped ? 2 * 512 : 0;  // two groups of 256 scales; as much again for zeros
   static constexpr int kStage = Tile::kX + Tile::kWords + 2 * kGroups;
   static constexpr int kExchange = kTurns == 2 ? 8 * Tokens * 128 : 0;  // sums that one warpgroup hands to the other
-  static constexpr int kStages = fewer((Tile::kRoom - kExchange) / kStage, 12);
+  static constexpr int kStages = std::min((Tile::kRoom - kExchange) / kStage, 12);
   // Barriers of full stages. Warpgroups that take turns at an odd number of stages would wait at each other's barriers,
   // where parity does not tell a phase too early from one too late: a round later, every stage has another barrier.
   static constexpr int kFull = kStages * (kTurns == 2 && kStages % 2 ? 2 : 1);
@@ -105,7 +105,7 @@ struct StripsShape : TileShape<T, Tokens, 3, 3, Tokens == 64 && sizeof(T) == 2 ?
   using Tile = TileShape<T, Tokens, 3, 3, Tokens == 64 && sizeof(T) == 2 ? 2 : 1>;
   static constexpr bool kGrouped = false;
   static constexpr int kUnit = 1, kGroups = 0, kStage = Tile::kX + Tile::kWords;
-  static constexpr int kStages = fewer(Tile::kRoom / kStage, 12), kFull = kStages;
+  static constexpr int kStages = std::min(Tile::kRoom / kStage, 12), kFull = kStages;
   static constexpr int kBytes = 227 * 1024 - Tile::kRoom + kStages * kStage;
 };
 
