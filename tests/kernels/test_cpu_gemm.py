@@ -102,7 +102,10 @@ def test_any_shape_and_grid(n, blocks, ragged, m, group_size, zero, dtype, act_b
     size += 0 if b is None else b.double().norm() * math.sqrt(m)
     error, digits = (results[0].double() - want).norm(), rounding_of_digits(x, w) if act_bits == 16 else 0
     # The fewer rows, whose outputs share an error, the further it may be from the root of the mean square.
-    assert error <= ROUNDING[dtype] * size + 1.2 * (1 + 3.5 / math.sqrt(m)) * digits, (error, size, digits)
+    digits = 1.2 * (1 + 3.5 / math.sqrt(m)) * digits
+    if m * n >= 100 and act_bits == 16:
+        digits = min(digits, 3e-4 * size)
+    assert error <= ROUNDING[dtype] * size + digits, (error, size, digits)
     for name, result in zip(ISAS, results, strict=True):
         assert torch.equal(result, results[0]), f"{name} differs from {ISAS[0]}"
 
