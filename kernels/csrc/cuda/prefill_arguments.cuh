@@ -33,6 +33,7 @@ struct PrefillArguments {
   // and one more if c < rest. 0: every CTA, or cluster, takes whole tiles.
   int share, rest, units;  // units: of one tile
   int pairs;               // 1 where two CTAs of a tile are a cluster, and no CTA has two tiles; else 0
+  bool ahead;  // shares are at least a tile long: what a CTA adds to its last tile is stored before it begins with that
   // Of a tile's first CTA, one for every warp: CTAs that end with the tile and have left their sums; behind those of
   // all CTAs as many more, set once the CTA that goes on from the tile has left its own.
   uint64_t* counters;
@@ -77,6 +78,9 @@ struct TileShape {
   static constexpr int received(int splits) {
     return splits * ((Tokens * kStoreColumns / 256 + splits - 1) / splits) * 2 * kConsumers * 16;
   }
+  // Sums of another CTA, a quad of every consumer thread after another, take the places of x in consumed stages.
+  static constexpr int kQuads = kRowTile * Tokens / kConsumers / 4, kStageQuads = kX / (kConsumers * 16);
+  static constexpr int kSumStages = (kQuads + kStageQuads - 1) / kStageQuads;
 };
 
 // Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens a
@@ -95,7 +99,8 @@ struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChanne
   // Barriers of full stages. Warpgroups that take turns at an odd number of stages would wait at each other's barriers,
   // where parity does not tell a phase too early from one too late: a round later, every stage has another barrier.
   static constexpr int kFull = kStages * (kTurns == 2 && kStages % 2 ? 2 : 1);
-  static_assert((kFull + kStages + 2) * 8 <= Tile::kBarriers);
+  static_assert((kFull + kStages + 3) * 8 <= Tile::kBarriers);
+  static constexpr bool kAhead = Tile::kSumStages < kStages;
   static constexpr int kBytes = 227 * 1024 - Tile::kRoom + kExchange + kStages * kStage;
 };
 
@@ -106,6 +111,7 @@ struct StripsShape : TileShape<T, Tokens, 3, 3, Tokens == 64 && sizeof(T) == 2 ?
   static constexpr bool kGrouped = false;
   static constexpr int kUnit = 1, kGroups = 0, kStage = Tile::kX + Tile::kWords;
   static constexpr int kStages = std::min(Tile::kRoom / kStage, 12), kFull = kStages;
+  static constexpr bool kAhead = Tile::kSumStages < kStages;
   static constexpr int kBytes = 227 * 1024 - Tile::kRoom + kStages * kStage;
 };
 

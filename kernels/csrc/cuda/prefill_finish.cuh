@@ -76,7 +76,8 @@ __device__ __forceinline__ void finish_half(Part& part, const SharedTile<Shape::
     for (int e = 0; e < 4; ++e) mine[i / 2][i % 2][e] += reinterpret_cast<const Accumulator&>(of_other[e]);
   }
   __syncwarp();
-  if (!tile.add(reinterpret_cast<Accumulator(&)[2 * kHalf][4]>(mine), received, seen)) return;
+  const auto none = [] { return false; };
+  if (!tile.add(reinterpret_cast<Accumulator(&)[2 * kHalf][4]>(mine), received, seen, none)) return;
   put_units(part, mine, kHalf * tile.half);
   part.end_outputs(Part::kBlocks / 2 * tile.half, Part::kBlocks / 2 * (tile.half + 1), false);
 }
@@ -136,10 +137,13 @@ __device__ __forceinline__ void finish_share(Part& part, const typename Part::Ac
 }
 
 // By all consumer warps; `thread`: counted from their first. This CTA's sums of a tile to outputs, or those of all CTAs
-// that have parts of it. seen: what the tile's counter was a moment ago.
+// that have parts of it. seen: what the tile's counter was a moment ago. next_stage: where the producer put what comes
+// after the tile's stages, sums too, which `received` and a barrier count.
 template <typename Shape, typename Part, typename Sums>
 __device__ __forceinline__ void finish_tile(Part& part, const SharedTile<Shape::kConsumers>& tile, uint64_t seen,
-                                            Sums& sums, uint32_t stages_at, uint32_t received, int thread) {
+                                            Sums& sums, uint32_t stages_at, int next_stage, uint32_t received,
+                                            uint32_t sums_ready, int thread) {
+  using namespace hopper;
   auto& total = reinterpret_cast<typename Part::Accumulator(&)[Part::kQuads][4]>(sums);
   static_assert(sizeof total == sizeof sums);
   if (part.args.pairs) {
@@ -148,7 +152,23 @@ __device__ __forceinline__ void finish_tile(Part& part, const SharedTile<Shape::
     finish_share<Shape>(part, total, stages_at, received, thread);
   } else {
     part.begin_outputs();
-    if (!tile.add(total, received, seen)) return;
+    const auto take_ahead = [&] {
+      if constexpr (Shape::kAhead) {
+        barrier_wait(sums_ready, 0);
+#pragma unroll
+        for (int q = 0; q < Shape::kQuads; ++q) {
+          const int stage = next_stage + q / Shape::kStageQuads, at = q % Shape::kStageQuads * Shape::kConsumers + thread;
+          const uint4 v = shared_load(stages_at + (stage < Shape::kStages ? stage : stage - Shape::kStages) * Shape::kX +
+                                      at * 16);
+          const uint32_t of_other[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            total[q][e] += reinterpret_cast<const typename Part::Accumulator&>(of_other[e]);
+        }
+      }
+      return Shape::kAhead;
+    };
+    if (!tile.add(total, received, seen, take_ahead)) return;
     part.by_plainness([&](auto plain) {
 #pragma unroll
       for (int unit = 0; unit < Part::kUnits; ++unit)

@@ -61,6 +61,13 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, uint3
       : "memory");
 }
 
+// A piece of global memory into shared memory, both in multiples of 16 bytes.
+__device__ __forceinline__ void bulk_load(uint32_t dst, const void* from, uint32_t bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "l"(from), "r"(bytes), "r"(bar)
+               : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

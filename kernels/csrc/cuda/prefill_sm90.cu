@@ -111,6 +111,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
       return TRIRUN_UNSUPPORTED;
     const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
     a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);
+    a.ahead = Shape::kAhead && a.share >= a.units;
     // Pairs: only where every CTA has one tile, and every tile an even number of CTAs.
     a.pairs = p.plan.cta_split == 2;
     if (a.pairs && (a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0))

@@ -41,12 +41,14 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
   const uint32_t words_at = base + kStages * Shape::kX, groups_at = words_at + kStages * Shape::kWords;
   const uint32_t output_at = groups_at + kStages * 2 * Shape::kGroups, exchange_at = output_at + Shape::kOutput;
   const uint32_t rows_at = exchange_at + Shape::kExchange, full = rows_at + Shape::kRows, empty = full + 8 * kFull;
-  const uint32_t received = empty + 8 * kStages, spare = received + 8;  // `spare` is what nobody waits for
+  const uint32_t received = empty + 8 * kStages, sums_ready = received + 8;
+  const uint32_t spare = sums_ready + 8;  // what nobody waits for
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kFull; ++i) barrier_init(full + 8 * i, 1);
     for (int i = 0; i < kStages; ++i) barrier_init(empty + 8 * i, kConsumers / 32 / kTurns);
     barrier_init(spare, kConsumers / 32);
+    barrier_init(sums_ready, 1);
     init_received<Shape, Part>(args, received);
   }
   __syncthreads();
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    copy_and_announce<Shape>(args, base, words_at, groups_at, full, empty, received);
+    copy_and_announce<Shape>(args, base, words_at, groups_at, full, empty, received, sums_ready);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int thread = threadIdx.x - 128, lane = thread % 32;
@@ -320,7 +322,8 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
         for (int i = 0; i < Tokens; ++i)
           total[i / (Tokens / 2)][i % (Tokens / 2)] = sum[i / (Tokens / 2)][i % (Tokens / 2)];
       }
-      finish_tile<Shape>(part, tile, seen, total, base, received, thread_now);
+      const int next_stage = (kTurns == 1 ? ring : ring - group) % kStages;
+      finish_tile<Shape>(part, tile, seen, total, base, next_stage, received, sums_ready, thread_now);
     } while (walk.next());
     if (lane == 0) store_wait_read();  // the copies end before the kernel does
     if (args.remainder) grid_dependency_wait();

@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
   const uint32_t base = smem_address(shared);
   const uint32_t words_at = base + kStages * Shape::kX, output_at = words_at + kStages * Shape::kWords;
   const uint32_t rows_at = output_at + Shape::kOutput, full = rows_at + Shape::kRows, empty = full + 8 * kStages;
-  const uint32_t received = empty + 8 * kStages, spare = received + 8;  // `spare` is what nobody waits for
+  const uint32_t received = empty + 8 * kStages, sums_ready = received + 8;
+  const uint32_t spare = sums_ready + 8;  // what nobody waits for
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -36,6 +37,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
       barrier_init(empty + 8 * i, kConsumers / 32);
     }
     barrier_init(spare, kConsumers / 32);
+    barrier_init(sums_ready, 1);
     init_received<Shape, Part>(args, received);
   }
   __syncthreads();
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-    copy_and_announce<Shape>(args, base, words_at, 0, full, empty, received);
+    copy_and_announce<Shape>(args, base, words_at, 0, full, empty, received, sums_ready);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
     const int thread = threadIdx.x - 128, lane = thread % 32;
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
       Accumulator total[Tokens / 2];
 #pragma unroll
       for (int i = 0; i < Tokens / 2; ++i) total[i] = sum[i];
-      finish_tile<Shape>(part, tile, seen, total, base, received, thread_now);
+      finish_tile<Shape>(part, tile, seen, total, base, stage, received, sums_ready, thread_now);
     } while (walk.next());
     if (lane == 0) store_wait_read();  // the copies end before the kernel does
     if (args.remainder) grid_dependency_wait();

@@ -56,57 +56,6 @@ struct Walk {
   }
 };
 
-// One thread that keeps the stages full.
-template <typename Shape>
-__device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at,
-                                        uint32_t groups_at, uint32_t full, uint32_t empty) {
-  using namespace hopper;
-  const bool grouped = Shape::kGrouped && args.group_size > 0;
-  const int group_rows = args.group_size == 32 ? 2 : 1;
-  const uint32_t bytes = Shape::kX + Shape::kWords + (grouped ? group_rows * 512 * (args.has_zeros ? 2 : 1) : 0);
-  // slot: of the stage's barrier.
-  const auto load_weights = [&](int stage, int slot, int k, int row_tile) {
-    const uint32_t bar = full + 8 * slot;
-    barrier_expect(bar, bytes);
-    tensor_load(words_at + stage * Shape::kWords, &args.words, bar, 0, k * Shape::kBlocks, row_tile * Shape::kStrips);
-    if (grouped) {
-      const int group = k * Shape::kColumns / args.group_size;
-      const uint32_t to = groups_at + stage * 2 * Shape::kGroups;
-      tensor_load(to, &args.scales, bar, row_tile * Shape::kRowTile, group);
-      if (args.has_zeros) tensor_load(to + Shape::kGroups, &args.zeros, bar, row_tile * Shape::kRowTile, group);
-    }
-  };
-  const auto load_x = [&](int stage, int slot, int k, int token_tile) {
-#pragma unroll
-    for (int span = 0; span < Shape::kSpans; ++span)
-      tensor_load(base + stage * Shape::kX + span * Shape::kSpan, &args.x, full + 8 * slot,
-                  k * Shape::kColumns + span * Shape::kSpanColumns, token_tile * Shape::kTokens);
-  };
-  prefetch_map(&args.x);
-  Walk walk(args, Shape::kUnit);
-  int row_tile, token_tile;
-  place(args, walk.tile, row_tile, token_tile);
-  // Weights never depend on the kernel before this one: some are asked for before it has ended, others behind x, in
-  // whose way they would be.
-  const int early = min(args.early, walk.last - walk.first);
-  for (int i = 0; i < early; ++i) load_weights(i, i, walk.first + i, row_tile);
-  if (!args.remainder) grid_dependency_wait();
-  for (int i = 0; i < early; ++i) load_x(i, i, walk.first + i, token_tile);
-  int stage = early % Shape::kStages, slot = early % Shape::kFull, parity = early == Shape::kStages ? 0 : 1;
-  for (int k = walk.first + early;;) {
-    for (; k < walk.last; ++k) {
-      barrier_wait(empty + 8 * stage, parity);
-      load_weights(stage, slot, k, row_tile);
-      load_x(stage, slot, k, token_tile);
-      if (++stage == Shape::kStages) stage = 0, parity ^= 1;
-      if (++slot == Shape::kFull) slot = 0;
-    }
-    if (!walk.next()) return;
-    place(args, walk.tile, row_tile, token_tile);
-    k = walk.first;
-  }
-}
-
 // Counts the warps that have left their sums of a tile, in memory that may begin as anything (that of a graph does): it
 // counts only under a mark in its upper 48 bits, so that no kernel before this one has to zero it, and ends as zero.
 struct ArrivalCounter {
@@ -147,7 +96,13 @@ struct ArrivalCounter {
       }
     return false;
   }
-  // Waits for the one who sets it, and leaves zero. Only for what has been started: see cta_number.
+  // Waits for the one who sets it, and leaves zero: by one thread. Only for what has been started: see cta_number.
+  __device__ __forceinline__ void await() const {
+    while (look() != kMark) {
+    }
+    set(0);
+  }
+  // The same by a warp.
   __device__ __forceinline__ void take() const {
     while (of_first(look()) != kMark) {
     }
@@ -225,7 +180,7 @@ struct SharedTile {
     hopper::barrier_wait(stored, 0);
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
     constexpr int kWarps = kConsumers / 32;
-    if (lane < kWarps)
+    if (lane < (a.ahead ? 1 : kWarps))  // for the one that copies them, or for every warp that adds them
       ArrivalCounter{a.counters + (gridDim.x + a.owner(begin)) * kWarps + lane, 1}.set(ArrivalCounter::kMark);
   }
 
@@ -234,8 +189,9 @@ struct SharedTile {
 
   // True in the warp that has turned its sums into those of all CTAs; others leave theirs in the workspace. `stored`:
   // the barrier that `announce` waits at. `seen`: what the counter was a moment ago, asked for before it is needed.
-  template <typename Accumulator, int Quarters>
-  __device__ __forceinline__ bool add(Accumulator (&total)[Quarters][4], uint32_t stored, uint64_t seen) const {
+  template <typename Accumulator, int Quarters, typename TakeAhead>
+  __device__ __forceinline__ bool add(Accumulator (&total)[Quarters][4], uint32_t stored, uint64_t seen,
+                                      TakeAhead take_ahead) const {
     constexpr int kChunk = Quarters < 16 ? Quarters : 16;  // as many loads in flight as there are registers for
     if (!is_shared()) return true;
     const int lane = thread % 32;
@@ -255,6 +211,7 @@ struct SharedTile {
 #pragma unroll
       for (int q = 0; q < Quarters; ++q) reinterpret_cast<uint4&>(total[q]) = __ldcg(from + q * kConsumers);
     }
+    if (args.ahead && take_ahead()) return true;
     if (goes_on) left.take();  // without an end: that CTA was started before this one, and waits for nobody
 #pragma unroll 1
     for (int i = 1; i <= last - first; ++i) {
@@ -277,12 +234,81 @@ struct SharedTile {
   }
 };
 
+// One thread that keeps the stages full.
+template <typename Shape>
+__device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at,
+                                        uint32_t groups_at, uint32_t full, uint32_t empty, uint32_t sums_ready) {
+  using namespace hopper;
+  const bool grouped = Shape::kGrouped && args.group_size > 0;
+  const int group_rows = args.group_size == 32 ? 2 : 1;
+  const uint32_t bytes = Shape::kX + Shape::kWords + (grouped ? group_rows * 512 * (args.has_zeros ? 2 : 1) : 0);
+  // slot: of the stage's barrier.
+  const auto load_weights = [&](int stage, int slot, int k, int row_tile) {
+    const uint32_t bar = full + 8 * slot;
+    barrier_expect(bar, bytes);
+    tensor_load(words_at + stage * Shape::kWords, &args.words, bar, 0, k * Shape::kBlocks, row_tile * Shape::kStrips);
+    if (grouped) {
+      const int group = k * Shape::kColumns / args.group_size;
+      const uint32_t to = groups_at + stage * 2 * Shape::kGroups;
+      tensor_load(to, &args.scales, bar, row_tile * Shape::kRowTile, group);
+      if (args.has_zeros) tensor_load(to + Shape::kGroups, &args.zeros, bar, row_tile * Shape::kRowTile, group);
+    }
+  };
+  const auto load_x = [&](int stage, int slot, int k, int token_tile) {
+#pragma unroll
+    for (int span = 0; span < Shape::kSpans; ++span)
+      tensor_load(base + stage * Shape::kX + span * Shape::kSpan, &args.x, full + 8 * slot,
+                  k * Shape::kColumns + span * Shape::kSpanColumns, token_tile * Shape::kTokens);
+  };
+  prefetch_map(&args.x);
+  Walk walk(args, Shape::kUnit);
+  int row_tile, token_tile;
+  place(args, walk.tile, row_tile, token_tile);
+  // Weights never depend on the kernel before this one: some are asked for before it has ended, others behind x, in
+  // whose way they would be.
+  const int early = min(args.early, walk.last - walk.first);
+  for (int i = 0; i < early; ++i) load_weights(i, i, walk.first + i, row_tile);
+  if (!args.remainder) grid_dependency_wait();
+  for (int i = 0; i < early; ++i) load_x(i, i, walk.first + i, token_tile);
+  int stage = early % Shape::kStages, slot = early % Shape::kFull, parity = early == Shape::kStages ? 0 : 1;
+  for (int k = walk.first + early;;) {
+    for (; k < walk.last; ++k) {
+      barrier_wait(empty + 8 * stage, parity);
+      load_weights(stage, slot, k, row_tile);
+      load_x(stage, slot, k, token_tile);
+      if (++stage == Shape::kStages) stage = 0, parity ^= 1;
+      if (++slot == Shape::kFull) slot = 0;
+    }
+    if (!walk.next()) break;
+    place(args, walk.tile, row_tile, token_tile);
+    k = walk.first;
+  }
+  if constexpr (Shape::kAhead) {
+    // The rest of the last tile was the next CTA's first, which has left its sums by now: they come to the stages that
+    // are free, while the last ones are multiplied.
+    if (!args.ahead || walk.last == args.k_stages) return;
+    constexpr int kQuad = Shape::kConsumers * 16;
+    const ArrivalCounter left{args.counters + (gridDim.x + cta_number()) * (Shape::kConsumers / 32), 1};
+    left.await();
+    asm volatile("fence.proxy.async;" ::: "memory");
+    const uint4* from = args.parts + int64_t(2) * (cta_number() + 1) * Shape::kQuads * Shape::kConsumers;
+    barrier_expect(sums_ready, Shape::kQuads * kQuad);
+    for (int quad = 0; quad < Shape::kQuads; quad += Shape::kStageQuads) {
+      const int quads = min(Shape::kStageQuads, Shape::kQuads - quad);
+      barrier_wait(empty + 8 * stage, parity);
+      bulk_load(base + stage * Shape::kX, from + quad * Shape::kConsumers, quads * kQuad, sums_ready);
+      if (++stage == Shape::kStages) stage = 0, parity ^= 1;
+    }
+  }
+}
+
 // By the warpgroup that does not multiply: one thread keeps the stages full, a warp announces what the others stored.
 template <typename Shape>
 __device__ __forceinline__ void copy_and_announce(const PrefillArguments& args, uint32_t stages_at, uint32_t words_at,
-                                                  uint32_t groups_at, uint32_t full, uint32_t empty, uint32_t stored) {
+                                                  uint32_t groups_at, uint32_t full, uint32_t empty, uint32_t stored,
+                                                  uint32_t sums_ready) {
   if (threadIdx.x == 0)
-    produce<Shape>(args, stages_at, words_at, groups_at, full, empty);
+    produce<Shape>(args, stages_at, words_at, groups_at, full, empty, sums_ready);
   else if (threadIdx.x >= 96 && args.share > 0)
     SharedTile<Shape::kConsumers>::announce(args, stored, threadIdx.x - 96);
 }
