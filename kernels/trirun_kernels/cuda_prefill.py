@@ -17,10 +17,14 @@ CYCLES_INT8 = {(TALL, 64): 4.7, (TALL, 128): 8.5, (LOW, 64): 3.9, (LOW, 128): 6.
 LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
 LAST_ROUND = 125  # for each row of x: cycles of a second launch, whose clusters share the tiles of a last round
 NEXT_TILE = 2000  # cycles between tiles of 64 rows of a CTA, in which its warpgroups' sums come together
+MOST_SHARED = 9  # tiles a multiprocessor; with more, a last round is short beside the others
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
 # Cycles of a tile of 64 rows that several CTAs share: to leave sums in the workspace and be waited for, and to add
 # those of one CTA. Half as much again for 128 rows, and a quarter more for 8-bit products, by measured times.
 LEAVE, ADD = {TALL: 3600, LOW: 2800}, {TALL: 1400, LOW: 800}
+# Both where shares are at least a tile long: what a CTA adds comes to its stages while it multiplies. Not for the
+# largest tile, whose sums do not fit there.
+AHEAD = {(TALL, 64): 10000, (LOW, 64): 6500, (LOW, 128): 6000}
 # The same where two CTAs of a cluster have added up what they have before; and those cycles themselves.
 PAIRS_LEAVE, PAIRS_ADD, PAIR = {TALL: 1300, LOW: 800}, {TALL: 2100, LOW: 1500}, 2700
 # Of a cluster that shares a tile, and for each of its CTAs: sums that travel through shared memory.
@@ -58,8 +62,8 @@ def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, g
                 whole = _whole_cycles(n, k, m, sms, Tile(tokens, rows, split, 0), per_column)
                 choices.append((whole, Tile(tokens, rows, split, 0)))
         tiles = -(-n // rows) * -(-m // tokens)
-        # Many rows of x were not measured so: CTAs at different k would not share words in L2.
-        if m > 256 or (int8 and tokens == 64 and k % (2 * UNIT)):
+        # CTAs at different k do not share words in L2, which counts where many have the same rows of w.
+        if tiles > MOST_SHARED * sms or (int8 and tokens == 64 and k % (2 * UNIT)):
             continue
         for ctas in {sms, tiles * (sms // tiles)}:
             if 0 < ctas <= tiles * (k // UNIT):
@@ -84,6 +88,8 @@ def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, rows: int, per_co
     work = units * UNIT * per_column
     if tiles % ctas == 0:
         return work, 0
+    if ctas <= tiles and (rows, tokens) in AHEAD:
+        return work, AHEAD[rows, tokens]
     # A CTA that ends one tile and begins another leaves sums of both. Of 128 rows, only where shares have nothing to do
     # with tiles: shares of a tile that are not quite equal cost less than two borders by measured times.
     borders = 1 if ctas % tiles == 0 and (tokens == 128 or of_tile % (ctas // tiles) == 0) else 2

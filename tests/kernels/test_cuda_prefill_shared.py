@@ -29,7 +29,7 @@ def test_graphs_of_shared_tiles_replay():
 
 @hopper
 @pytest.mark.parametrize("tokens", [64, 128])
-@pytest.mark.parametrize(("rows_of_w", "pair", "ctas"), [(256, 0, 37), (192, 0, 37), (256, 2, 64)])
+@pytest.mark.parametrize(("rows_of_w", "pair", "ctas"), [(256, 0, 37), (192, 0, 37), (256, 2, 64), (256, 0, 3), (192, 0, 5)])
 def test_counters_of_shared_tiles_need_no_zeros(tokens, rows_of_w, pair, ctas):
     from trirun_kernels import cuda
 
@@ -80,7 +80,7 @@ def test_pairs_of_a_tile(tokens, parts, rows_of_w, dtype, group, act_bits):
 @hopper
 @pytest.mark.parametrize(("tokens", "rows_of_w", "pair", "ctas"), [
     (64, 256, 0, 37), (64, 256, 0, 132), (128, 256, 0, 37), (128, 256, 0, 132), (64, 192, 0, 37), (128, 192, 0, 132),
-    (64, 256, 2, 128), (128, 256, 2, 64),
+    (64, 256, 2, 128), (128, 256, 2, 64), (64, 256, 0, 5), (128, 192, 0, 5),
 ])  # fmt: skip
 def test_shared_tiles_wait_for_nobody(tokens, rows_of_w, pair, ctas):
     # Beside other work the CTAs of a tile are not on the GPU together: whoever waits for the others' sums gives up.
