@@ -17,7 +17,8 @@ CYCLES_INT8 = {(TALL, 64): 4.7, (TALL, 128): 8.5, (LOW, 64): 3.9, (LOW, 128): 6.
 LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
 LAST_ROUND = 125  # for each row of x: cycles of a second launch, whose clusters share the tiles of a last round
 NEXT_TILE = 2000  # cycles between tiles of 64 rows of a CTA, in which its warpgroups' sums come together
-MOST_SHARED = 9  # tiles a multiprocessor; with more, a last round is short beside the others
+# Tiles a multiprocessor, with more of which a last round is short beside the others: of tiles in AHEAD, of the rest.
+MOST_SHARED, MOST_LEFT = 9, 4
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
 # Cycles of a tile of 64 rows that several CTAs share: to leave sums in the workspace and be waited for, and to add
 # those of one CTA. Half as much again for 128 rows, and a quarter more for 8-bit products, by measured times.
@@ -55,7 +56,7 @@ def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, g
     choices: list[tuple[float, Tile]] = []
     tall_tiles = -(-n // TALL) * -(-m // 128)  # where there are many, tiles of either height fill the last round
     for (rows, tokens), per_column in cycles.items():
-        if (tokens == 64 and not (plain or int8)) or (rows == LOW and (not plain or tall_tiles > 6 * sms)):
+        if (tokens == 64 and not (plain or int8)) or (rows == LOW and (not plain or tall_tiles > 12 * sms)):
             continue
         for split in CLUSTERS:
             if split == 1 or k // (128 if int8 else 64) >= 4 * split:
@@ -63,7 +64,8 @@ def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, g
                 choices.append((whole, Tile(tokens, rows, split, 0)))
         tiles = -(-n // rows) * -(-m // tokens)
         # CTAs at different k do not share words in L2, which counts where many have the same rows of w.
-        if tiles > MOST_SHARED * sms or (int8 and tokens == 64 and k % (2 * UNIT)):
+        most = MOST_SHARED if (rows, tokens) in AHEAD else MOST_LEFT
+        if tiles > most * sms or (int8 and tokens == 64 and k % (2 * UNIT)):
             continue
         for ctas in {sms, tiles * (sms // tiles)}:
             if 0 < ctas <= tiles * (k // UNIT):
