@@ -29,7 +29,9 @@ def test_graphs_of_shared_tiles_replay():
 
 @hopper
 @pytest.mark.parametrize("tokens", [64, 128])
-@pytest.mark.parametrize(("rows_of_w", "pair", "ctas"), [(256, 0, 37), (192, 0, 37), (256, 2, 64), (256, 0, 3), (192, 0, 5)])
+@pytest.mark.parametrize(
+    ("rows_of_w", "pair", "ctas"), [(256, 0, 37), (192, 0, 37), (256, 2, 64), (256, 0, 3), (192, 0, 5)]
+)
 def test_counters_of_shared_tiles_need_no_zeros(tokens, rows_of_w, pair, ctas):
     from trirun_kernels import cuda
 

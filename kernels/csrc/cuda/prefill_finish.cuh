@@ -136,14 +136,30 @@ __device__ __forceinline__ void finish_share(Part& part, const typename Part::Ac
   part.end_outputs(share.own * Part::kUnitBlocks, share.end * Part::kUnitBlocks, false);
 }
 
+// What the producer put into the stages from `next_stage` on (see produce): another CTA's sums, quads of this thread.
+template <typename Shape, typename Accumulator>
+__device__ __forceinline__ void add_ahead(Accumulator (&total)[Shape::kQuads][4], uint32_t stages_at, int next_stage,
+                                          uint32_t sums_ready, int thread) {
+  hopper::barrier_wait(sums_ready, 0);
+#pragma unroll
+  for (int q = 0; q < Shape::kQuads; ++q) {
+    int stage = next_stage + q / Shape::kStageQuads;
+    if (stage >= Shape::kStages) stage -= Shape::kStages;
+    const int quad = q % Shape::kStageQuads * Shape::kConsumers + thread;
+    const uint4 v = hopper::shared_load(stages_at + stage * Shape::kX + quad * 16);
+    const uint32_t of_other[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) total[q][e] += reinterpret_cast<const Accumulator&>(of_other[e]);
+  }
+}
+
 // By all consumer warps; `thread`: counted from their first. This CTA's sums of a tile to outputs, or those of all CTAs
 // that have parts of it. seen: what the tile's counter was a moment ago. next_stage: where the producer put what comes
-// after the tile's stages, sums too, which `received` and a barrier count.
+// after the stages of the tile; sums_ready: the barrier that counts it.
 template <typename Shape, typename Part, typename Sums>
 __device__ __forceinline__ void finish_tile(Part& part, const SharedTile<Shape::kConsumers>& tile, uint64_t seen,
                                             Sums& sums, uint32_t stages_at, int next_stage, uint32_t received,
                                             uint32_t sums_ready, int thread) {
-  using namespace hopper;
   auto& total = reinterpret_cast<typename Part::Accumulator(&)[Part::kQuads][4]>(sums);
   static_assert(sizeof total == sizeof sums);
   if (part.args.pairs) {
@@ -153,19 +169,7 @@ __device__ __forceinline__ void finish_tile(Part& part, const SharedTile<Shape::
   } else {
     part.begin_outputs();
     const auto take_ahead = [&] {
-      if constexpr (Shape::kAhead) {
-        barrier_wait(sums_ready, 0);
-#pragma unroll
-        for (int q = 0; q < Shape::kQuads; ++q) {
-          const int stage = next_stage + q / Shape::kStageQuads, at = q % Shape::kStageQuads * Shape::kConsumers + thread;
-          const uint4 v = shared_load(stages_at + (stage < Shape::kStages ? stage : stage - Shape::kStages) * Shape::kX +
-                                      at * 16);
-          const uint32_t of_other[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            total[q][e] += reinterpret_cast<const typename Part::Accumulator&>(of_other[e]);
-        }
-      }
+      if constexpr (Shape::kAhead) add_ahead<Shape>(total, stages_at, next_stage, sums_ready, thread);
       return Shape::kAhead;
     };
     if (!tile.add(total, received, seen, take_ahead)) return;
