@@ -269,10 +269,13 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
       for (int i = 0; i < 4; i++) w[i] = load_shared4(source + i * 512);
       const UnitActivations x{x_digits + unit * 8 * half, half, x_scales + unit * a.tokens * 8,
                               x_sums + unit * a.tokens * 16};
-      // The words are in registers: the stage is refilled while they are multiplied.
-      if constexpr (SCALE == PER_CHANNEL) fill(stage);
-      partial.add(w, x, a.tokens, source - lane * 16 + UNIT_BYTES, real_zeros, a.zero, a.group_rows);
-      if constexpr (SCALE != PER_CHANNEL) {
+      const uint32_t scales = source - lane * 16 + UNIT_BYTES;
+      const auto rows = partial.row_scales(scales);
+      // What the stage held is in registers, but for scales of every 32 k: it is refilled while that is multiplied.
+      if constexpr (partial.OF_UNITS) __syncwarp();
+      if constexpr (SCALE != PER_BLOCK) fill(stage);
+      partial.add(w, x, a.tokens, rows, scales, real_zeros, a.zero, a.group_rows);
+      if constexpr (SCALE == PER_BLOCK) {
         __syncwarp();
         fill(stage);
       }
@@ -383,6 +386,7 @@ struct Instance {
 // no-spill(90a): stream<2, 1, *>
 // no-spill(90a): stream<2, 2, 0>
 // no-spill(90a): stream<2, 2, 1>
+// no-spill(90a): stream<2, 2, 3>
 // no-spill(90a): stream<1, 1, 0>
 constexpr Instance INSTANCES[] = {
     {2, 1, PER_CHANNEL, stream<2, 1, PER_CHANNEL>}, {2, 1, PER_UNIT, stream<2, 1, PER_UNIT>},
@@ -391,6 +395,8 @@ constexpr Instance INSTANCES[] = {
     {1, 1, PER_CHANNEL, stream<1, 1, PER_CHANNEL>}, {1, 1, PER_UNIT, stream<1, 1, PER_UNIT>},
     {1, 1, PER_BLOCK, stream<1, 1, PER_BLOCK>},     {1, 2, PER_CHANNEL, stream<1, 2, PER_CHANNEL>},
     {1, 2, PER_UNIT, stream<1, 2, PER_UNIT>},       {1, 2, PER_BLOCK, stream<1, 2, PER_BLOCK>},
+    {2, 1, PER_UNIT_PLAIN, stream<2, 1, PER_UNIT_PLAIN>}, {2, 2, PER_UNIT_PLAIN, stream<2, 2, PER_UNIT_PLAIN>},
+    {1, 1, PER_UNIT_PLAIN, stream<1, 1, PER_UNIT_PLAIN>}, {1, 2, PER_UNIT_PLAIN, stream<1, 2, PER_UNIT_PLAIN>},
 };
 
 bool power_of_2(int v) { return v > 0 && (v & (v - 1)) == 0; }
@@ -420,7 +426,8 @@ int launch_stream(const Problem& p) {
   const bool clustered = plan.kernel == TRIRUN_KERNEL_STREAM && plan.cta_split > 1;
   if (p.arch < 80 || (clustered && p.arch < 90)) return TRIRUN_UNSUPPORTED;
   const int digits = p.act_bits == TRIRUN_ACT16 ? 2 : 1, tiles = static_cast<int>((p.m * digits + 7) / 8);
-  const int scale = p.w.group_size == -1 ? PER_CHANNEL : p.w.group_size == UNIT ? PER_UNIT : PER_BLOCK;
+  const int of_units = p.w.zeros != nullptr ? PER_UNIT : PER_UNIT_PLAIN;
+  const int scale = p.w.group_size == -1 ? PER_CHANNEL : p.w.group_size == UNIT ? of_units : PER_BLOCK;
   const Instance* instance = nullptr;
   for (const Instance& i : INSTANCES)
     if (i.digits == digits && i.tiles == tiles && i.scale == scale) instance = &i;

@@ -10,8 +10,9 @@
 
 namespace trirun {
 
-// Where weight scales enter: never inside the loop, per 128 k, or per 32 k (groups of 32 and 64).
-enum { PER_CHANNEL = 0, PER_UNIT = 1, PER_BLOCK = 2 };
+// Where weight scales enter: never inside the loop, per 128 k, or per 32 k (groups of 32 and 64). PER_UNIT_PLAIN, of
+// the stream kernel: per 128 k, and the zero point is one number.
+enum { PER_CHANNEL = 0, PER_UNIT = 1, PER_BLOCK = 2, PER_UNIT_PLAIN = 3 };
 
 // k whose int32 sum of one-digit products cannot overflow: 2^31 / (3 * 64 * 128), rounded down to whole units.
 constexpr int64_t EXACT_SUM = 87296;
@@ -31,6 +32,7 @@ struct Partial {
   static constexpr int TOKENS = DIGITS == 2 ? 1 : 2;  // of one thread in one column tile
   // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
   static constexpr bool EXACT = DIGITS == 1 && SCALE == PER_CHANNEL;
+  static constexpr bool OF_UNITS = SCALE == PER_UNIT || SCALE == PER_UNIT_PLAIN;
   using Sum = std::conditional_t<EXACT, int, float>;
 
   Sum sum[4][NT][2][TOKENS];  // row block, tile, rows r and r + 8, token
@@ -71,10 +73,24 @@ struct Partial {
     }
   }
 
-  // Adds one unit. w: the four 32-k blocks of this lane. scales: shared address of the unit's group scales of this
-  // strip (64 halves per group), real zeros behind them when `real_zeros`; unused for PER_CHANNEL.
-  __device__ __forceinline__ void add(const uint4 (&w)[4], const UnitActivations& x, int tokens, uint32_t scales,
-                                      bool real_zeros, float zero, int groups) {
+  // Of this lane's eight rows; half 2j + h is row block j's, row half h's.
+  struct RowScales {
+    uint4 scales, zeros;
+  };
+
+  // scales: shared address of the unit's scales of this strip, 64 halves, real zeros behind them.
+  __device__ __forceinline__ static RowScales row_scales(uint32_t scales) {
+    RowScales rows{};
+    const uint32_t at = scales + threadIdx.x % 32 / 4 * 16;
+    if constexpr (OF_UNITS) rows.scales = load_shared4(at);
+    if constexpr (SCALE == PER_UNIT) rows.zeros = load_shared4(at + 128);
+    return rows;
+  }
+
+  // Adds one unit. w: the four 32-k blocks of this lane. scales (groups of 32 and 64): as of row_scales, 64 halves per
+  // group, zeros when `real_zeros`.
+  __device__ __forceinline__ void add(const uint4 (&w)[4], const UnitActivations& x, int tokens, const RowScales& rows,
+                                      uint32_t scales, bool real_zeros, float zero, int groups) {
     float scale[NT][TOKENS], zero_sum[NT][TOKENS];
 #pragma unroll
     for (int n = 0; n < NT; n++)
@@ -87,12 +103,6 @@ struct Partial {
     if constexpr (SCALE == PER_BLOCK) {
       add_blocks(w, x, tokens, scales, real_zeros, zero, groups, scale);
     } else {
-      uint4 row_scales{}, row_zeros{};
-      const uint32_t lane_offset = threadIdx.x % 32 / 4 * 16;
-      if constexpr (SCALE == PER_UNIT) {
-        row_scales = load_shared4(scales + lane_offset);
-        if (real_zeros) row_zeros = load_shared4(scales + 128 + lane_offset);
-      }
       uint32_t b[4][NT][2];
 #pragma unroll
       for (int block = 0; block < 4; block++) load_columns(b[block], x, block);
@@ -117,18 +127,24 @@ struct Partial {
         }
         if constexpr (!EXACT) {
 #pragma unroll
-          for (int n = 0; n < NT; n++)
+          for (int h = 0; h < 2; h++) {
+            // v is 4^j times too large, and zero_sum as well: the row's scale takes that back.
+            const float row_scale = OF_UNITS ? half_of(rows.scales, j, h) * quarter_power(j) : 0.f;
+            const float z = SCALE == PER_UNIT ? half_of(rows.zeros, j, h) : zero;
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int n = 0; n < NT; n++)
 #pragma unroll
               for (int e = 0; e < TOKENS; e++) {
                 const float v = static_cast<float>(combine(c[n], h, e));
-                if constexpr (SCALE == PER_CHANNEL)
-                  sum[j][n][h][e] += scale[n][e] * v;
+                if constexpr (OF_UNITS)
+                  sum[j][n][h][e] += row_scale * (scale[n][e] * v - z * zero_sum[n][e]);
                 else
-                  scaled(j, n, h, e, v * quarter_power(j), scale[n][e], zero_sum[n][e], row_scales, row_zeros,
-                         real_zeros, zero);
+                  sum[j][n][h][e] += scale[n][e] * v;
               }
+          }
+          if constexpr (OF_UNITS)
+#pragma unroll
+            for (int i = 0; i < NT * TOKENS; i++) (&zero_sum[0][0])[i] *= 4.f;
         }
       }
     }
