@@ -10,11 +10,12 @@ SMALL = 1 << 24  # weights
 # Clock cycles of a stage by columns of digits, words coming from memory to all multiprocessors.
 STAGE_CYCLES = {16: 525, 32: 540, 64: 718}
 LOW_CYCLES = {16: 483, 32: 520, 64: 666}  # of a tile of 192
-GROUPED_CYCLES = {16: 655, 32: 780, 64: 1255}  # with a scale per 128 k
+GROUPED_CYCLES = {16: 590, 32: 660, 64: 1050}  # with a scale per 128 k
 # Of the sums of a tile: of two CTAs, a cluster; of more, in the workspace; of shares that cross the tiles' borders,
 # where a CTA has sums of two tiles.
 PAIR_CYCLES, PARTS_CYCLES, ODD_CYCLES, CROSSING_CYCLES = 1500, 5000, 1500, {16: 9300, 32: 9300, 64: 11000}
-GROUPED_CROSSING_CYCLES = {16: 6600, 32: 6600, 64: 9000}
+GROUPED_CROSSING_CYCLES = {16: 8300, 32: 8300, 64: 11000}
+GROUPED_WIDE = 1.5  # times the sums of tiles with 64 columns
 
 
 def runs_tile(
@@ -32,6 +33,7 @@ def runs_tile(
     """
     tiles, units, choices = -(-n // TILE), k // UNIT, []
     cycles, crossing = (GROUPED_CYCLES, GROUPED_CROSSING_CYCLES) if grouped else (STAGE_CYCLES, CROSSING_CYCLES)
+    wide = {64: GROUPED_WIDE} if grouped else {}
     for width in (16, 32, 64) if digits == 2 else (16, 32):
         slices = -(-m * digits // width)
         if (width == 16 and slices > 1) or (width > 16 and 2 * m * digits <= width):
@@ -39,7 +41,7 @@ def runs_tile(
         for parts in range(1, 9):
             if tiles * parts * slices <= sms and units % parts == 0 and units // parts <= longest:
                 sums = PAIR_CYCLES * (parts - 1) if parts <= 2 else PARTS_CYCLES + 100 * parts + parts % 2 * ODD_CYCLES
-                choices.append((units // parts * cycles[width] + sums, width, tiles * parts, TILE))
+                choices.append((units // parts * cycles[width] + sums * wide.get(width, 1), width, tiles * parts, TILE))
         ctas = min(max(sms // slices, 1), tiles * units)
         share = -(-tiles * units // ctas)
         if min(share, units) <= longest:

@@ -112,9 +112,8 @@ def _decode(
         if plan is not None:
             return plan
     runs = group_size == -1 and (act_bits == 8 or not (quantized or wide))
-    grouped = group_size == UNIT and act_bits == 16 and not quantized
-    grouped &= m <= SLICE // 2 or (m <= SLICE and 2 * n * k < LARGE)
-    heavy = columns > 8 and (_heavy(n, k, act_bits, device, runs) or (grouped and n * k >= LARGE_RUNS))
+    grouped = group_size == UNIT and act_bits == 16 and not quantized and m <= SLICE
+    heavy = columns > 8 and _heavy(n, k, act_bits, device, runs, grouped)
     if device.arch == 90 and (columns > 16 or heavy):
         # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
         if runs:
@@ -138,15 +137,16 @@ def _decode(
     return None
 
 
-def _heavy(n: int, k: int, act_bits: int, device: Device, runs: bool) -> bool:
+def _heavy(n: int, k: int, act_bits: int, device: Device, runs: bool, grouped: bool) -> bool:
     """Whether a weight takes wgmma for more than 8 columns of digits although mma.sync has 16: by the kernel of runs
     earlier than by columns, earlier still where few of its CTAs share a tile."""
-    if not runs:
+    if not (runs or grouped):
         return n * k >= LARGE or k >= LONG
     if act_bits == 8 or n * k >= LARGE_RUNS or k >= LONG or (k >= LONG_RUNS and 2 * n > STRIP * device.sms):
         return True
-    plan = _runs(n, k, 8, act_bits, device)
-    return 8 * n * k >= LARGE and (plan.tile_n > 0 or 0 < whole_parts(n, k, plan.ctas) <= 2)
+    plan = _runs(n, k, 8, act_bits, device, grouped=grouped)
+    few = plan.tile_n > 0 or 0 < whole_parts(n, k, plan.ctas) <= 2
+    return few and n * k * (16 if grouped else 8) >= LARGE
 
 
 def _stream_candidates(
@@ -236,7 +236,7 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: boo
     # shares all may be on their way.
     parts = whole_parts(n, k, ctas) if tile == TILE else 1
     short = digits == 2 and not grouped and parts > 0 and k // UNIT <= 12 * parts
-    most = 16 if short else 10 if width == 16 and tile == TILE else 8
+    most = 16 if short else 6 if grouped else 10 if width == 16 and tile == TILE else 8
     stages = min(most, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
     early = 2 if k < 8192 and digits == 2 else 4
     pair, low = (cluster_of(n, k, ctas), 0) if tile == TILE else (0, tile)

@@ -191,9 +191,10 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     };
 
     // Of groups: a stage's products side by side, meanwhile what makes its sums floats, and then the fragments of the
-    // next. Beyond the last stage they are made of what is there, and not used.
-    const uint32_t x_scales_of_lane = a.x_scales_at + (lane & 3) * 8 + (FUSED ? shared : 0);
-    const uint32_t row_scales_of_lane = a.scales_at + strip * 128 + lane / 4 * 16 + block0 * 4;
+    // next. Beyond the last stage they are made of what is there, and not used. Addresses come out of a shuffle, though
+    // they are every lane's own: else the compiler computes them anew in every stage.
+    const uint32_t x_scales_of_lane = __shfl_sync(~0u, a.x_scales_at + (lane & 3) * 8 + (FUSED ? shared : 0), lane);
+    const uint32_t row_scales_of_lane = __shfl_sync(~0u, a.scales_at + strip * 128 + lane / 4 * 16 + block0 * 4, lane);
     const auto multiply_group = [&](auto has_zeros) {
       constexpr bool ZEROS = decltype(has_zeros)::value;
       const uint32_t now = base, stage = ring.stage;
@@ -373,14 +374,17 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
         for (int i = 0; i < S::TOKENS; i++) total[i] = 0.f;
       }
       if constexpr (GROUPED) {
+        const auto multiply_groups = [&](auto has_zeros) {
 #pragma unroll 1
-        do {
-          if (FUSED && (at == first || (at - begin) % RUN == 0)) barrier_wait(x_ready + piece++ * 8, 0);
-          if (real_zeros)
-            multiply_group(std::true_type{});
-          else
-            multiply_group(std::false_type{});
-        } while (at < end);
+          do {
+            if (FUSED && (at == first || (at - begin) % RUN == 0)) barrier_wait(x_ready + piece++ * 8, 0);
+            multiply_group(has_zeros);
+          } while (at < end);
+        };
+        if (real_zeros)
+          multiply_groups(std::true_type{});
+        else
+          multiply_groups(std::false_type{});
       } else {
 #pragma unroll 1
         do {
