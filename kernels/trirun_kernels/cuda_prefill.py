@@ -44,7 +44,14 @@ class Tile(NamedTuple):
 
 
 def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, grouped: bool = False) -> Tile:
-    """The tile of the fewest cycles for y[m, n] = x[m, k] · wᵀ.
+    """The tile of the fewest cycles for y[m, n] = x[m, k] · wᵀ: see :func:`prefill_cycles`."""
+    return prefill_cycles(n, k, m, sms, plain=plain, int8=int8, grouped=grouped)[1]
+
+
+def prefill_cycles(
+    n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, grouped: bool = False
+) -> tuple[float, Tile]:
+    """The fewest cycles of a tile for y[m, n] = x[m, k] · wᵀ, and that tile.
 
     Args:
         n, k: padded sizes of the stored weight. m: rows of x. sms: multiprocessors.
@@ -75,7 +82,7 @@ def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, g
             if tiles * parts <= sms and k % (parts * UNIT * (1 + (int8 and tokens == 64))) == 0:
                 pairs = LAUNCH + k // parts * per_column + _pairs_cycles(tokens, rows, parts) * (1.25 if int8 else 1)
                 choices.append((pairs, Tile(tokens, rows, 2, tiles * parts)))
-    return min(choices)[1]
+    return min(choices)
 
 
 def _pairs_cycles(tokens: int, rows: int, parts: int) -> float:

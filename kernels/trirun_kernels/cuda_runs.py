@@ -20,8 +20,9 @@ GROUPED_WIDE = 1.5  # times the sums of tiles with 64 columns
 
 def runs_tile(
     n: int, k: int, m: int, digits: int, sms: int, longest: int, *, grouped: bool = False
-) -> tuple[int, int, int]:
-    """Columns of digits of a slice of x (16, 32 or 64), the CTAs of a slice, and the out_features of a tile.
+) -> tuple[float, int, int, int]:
+    """Cycles of products and sums; columns of digits of a slice of x (16, 32 or 64), the CTAs of a slice, and the
+    out_features of a tile.
 
     Either every tile of 256 out_features has as many CTAs, which divide its k, or the k of all tiles is one line cut
     into equal shares; or every tile of 192 has one. Slices of fewer rows of x leave multiprocessors for fewer CTAs a
@@ -50,8 +51,8 @@ def runs_tile(
         if digits == 2 and not grouped and low * slices <= sms and units <= longest:
             choices.append((units * LOW_CYCLES[width], width, low, LOW_TILE))
     if not choices:  # k so long that a CTA cannot add up one digit of it
-        return 32, -(-tiles * k // (longest * UNIT)), TILE
-    return min(choices)[1:]
+        return float(k), 32, -(-tiles * k // (longest * UNIT)), TILE
+    return min(choices)
 
 
 def whole_parts(n: int, k: int, ctas: int) -> int:
