@@ -137,9 +137,11 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
     const int group = warp / 4, strip = S::TALL ? warp % 4 : group, block0 = S::TALL ? group * J : warp % 4;
     const bool real_zeros = a.zeros != nullptr;
+    // Out of a shuffle, though every lane's own: else the compiler computes it anew in every stage of groups.
+    const auto keep = [&](uint32_t v) { return GROUPED ? __shfl_sync(~0u, v, lane) : v; };
     uint32_t masks[J];
 #pragma unroll
-    for (int j = 0; j < J; j++) masks[j] = 0x03030303u << 2 * (block0 + j);
+    for (int j = 0; j < J; j++) masks[j] = keep(0x03030303u << 2 * (block0 + j));
     float sum[J][S::TOKENS][2];
     int c[J][N / 2];
     uint32_t fragment[S::SETS][J][4];
@@ -151,12 +153,21 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     Ring ring;
     uint32_t base = shared;  // of the stage in hand
 
-    const auto read_words = [&](int s) { words[s] = load_shared4(base + strip * UNIT_BYTES + s * 512 + lane * 16); };
+    const uint32_t words_of_lane = keep(strip * UNIT_BYTES + lane * 16);
+    const auto read_words = [&](int s) { words[s] = load_shared4(base + words_of_lane + s * 512); };
+    const auto read_stage = [&] {
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) read_words(s);
+    };
     const auto make_fragment = [&](int s, int j) {
       const uint32_t w[4] = {words[s].x, words[s].y, words[s].z, words[s].w};
 #pragma unroll
       for (int i = 0; i < 4; i++)  // volatile: stays ahead of the fence that hands over the registers
         asm volatile("and.b32 %0, %1, %2;" : "=r"(fragment[s % S::SETS][j][i]) : "r"(w[i]), "r"(masks[j]));
+    };
+    const auto make_fragments = [&](auto steps) {
+#pragma unroll
+      for (int i = 0; i < steps.value * J; i++) make_fragment(i / J, i % J);
     };
     // The integer sums of a run become floats: of the stage at `from`, or, fused, of a piece.
     const auto convert = [&](uint32_t from) {
@@ -191,10 +202,16 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     };
 
     // Of groups: a stage's products side by side, meanwhile what makes its sums floats, and then the fragments of the
-    // next. Beyond the last stage they are made of what is there, and not used. Addresses come out of a shuffle, though
-    // they are every lane's own: else the compiler computes them anew in every stage.
-    const uint32_t x_scales_of_lane = __shfl_sync(~0u, a.x_scales_at + (lane & 3) * 8 + (FUSED ? shared : 0), lane);
-    const uint32_t row_scales_of_lane = __shfl_sync(~0u, a.scales_at + strip * 128 + lane / 4 * 16 + block0 * 4, lane);
+    // next. Beyond the last stage they are made of what is there, and not used.
+    const uint32_t x_scales_of_lane = keep(a.x_scales_at + (lane & 3) * 8 + (FUSED ? shared : 0));
+    const uint32_t row_scales_of_lane = keep(a.scales_at + strip * 128 + lane / 4 * 16 + block0 * 4);
+    uint32_t quarter[J], fours[J];  // 4^-j, and 4^j or that times the one zero point, as bits
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+      quarter[j] = keep((127 - 2 * (block0 + j)) << 23);
+      const float power = __uint_as_float((127 + 2 * (block0 + j)) << 23);
+      fours[j] = keep(__float_as_uint(real_zeros ? power : power * a.zero));
+    }
     const auto multiply_group = [&](auto has_zeros) {
       constexpr bool ZEROS = decltype(has_zeros)::value;
       const uint32_t now = base, stage = ring.stage;
@@ -216,24 +233,20 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
         const uint32_t zeros = ZEROS ? load_shared(row + STRIPS * 128) : 0;
 #pragma unroll
         for (int h = 0; h < 2; h++)
-          row_scale[j][h] = half_of(scales, h) * __uint_as_float((127 - 2 * (block0 + j)) << 23);
+          row_scale[j][h] = half_of(scales, h) * __uint_as_float(quarter[j]);
 #pragma unroll
         for (int h = 0; h < (ZEROS ? 2 : 1); h++)
-          row_zero[j][h] = (ZEROS ? half_of(zeros, h) : a.zero) * __uint_as_float((127 + 2 * (block0 + j)) << 23);
+          row_zero[j][h] = (ZEROS ? half_of(zeros, h) : 1.f) * __uint_as_float(fours[j]);
       }
       ring.advance(a.stages);
       base = shared + ring.stage * a.stage_bytes;
       if (++at < last) barrier_wait(full + ring.stage * 8, ring.phase);
-#pragma unroll
-      for (int s = 0; s < STEPS; s++) read_words(s);
+      read_stage();
       wgmma_wait<0>();
       release(stage);
 #pragma unroll
       for (int j = 0; j < J; j++) wgmma_hold(c[j]);
-#pragma unroll
-      for (int s = 0; s < STEPS; s++)
-#pragma unroll
-        for (int j = 0; j < J; j++) make_fragment(s, j);
+      make_fragments(std::integral_constant<int, STEPS>{});
 #pragma unroll
       for (int i = 0; i < N / 8; i++)
 #pragma unroll
@@ -353,12 +366,8 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     int tile = first / a.units;
     uint32_t piece = 0;
     barrier_wait(full, 0);
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) read_words(s);
-#pragma unroll
-    for (int s = 0; s < (GROUPED ? STEPS : S::BURST); s++)
-#pragma unroll
-      for (int j = 0; j < J; j++) make_fragment(s, j);
+    read_stage();
+    make_fragments(std::integral_constant<int, GROUPED ? STEPS : S::BURST>{});
 #pragma unroll 1
     while (at < last) {
       const int begin = tile * a.units, end = min(begin + a.units, last), from = at;
@@ -485,8 +494,6 @@ constexpr Instance INSTANCES[] = {
     instance<1, 16, false, false, 3>(), instance<1, 32, false, false, 3>(),
 };
 
-constexpr int SHARED_BYTES = 227 * 1024;  // that one CTA may have
-
 const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bool fused) {
   const int rows = slice_rows(p, layout), columns = (layout.tokens < rows ? layout.tokens : rows) * layout.digits;
   const Instance* best = nullptr;
@@ -559,25 +566,10 @@ int launch_runs(const Problem& p) {
   a.counters = p.counters;
   a.parts = reinterpret_cast<float4*>(workspace);
   workspace += parts_bytes(p, *instance, slices);
-  const int rows = instance->columns / layout.digits;
-  a.stages = plan.stages;
-  const int beside = instance->staged + (TOTALS_AT + 128) * 4 + (2 * MAX_STAGES + PIECES + 2) * 8;
-  const int group_bytes = instance->grouped ? of_tile * 128 * (a.zeros != nullptr ? 2 : 1) : 0;
-  if (fused) {
-    a.scales_at = of_tile * UNIT_BYTES;
-    a.stage_bytes = a.scales_at + group_bytes;
-    a.x_at = a.stages * a.stage_bytes;
-    a.x_scales_at = a.x_at + static_cast<int>(longest) * 8 * half_step(instance->columns);
-    a.staged_at = align(a.x_scales_at + (instance->grouped ? static_cast<int>(longest) : pieces) * rows * 8);
-  } else {
-    a.x_at = of_tile * UNIT_BYTES;
-    a.x_scales_at = a.x_at + UNIT * instance->columns;
-    a.scales_at = a.x_scales_at + align(rows * 8);
-    a.stage_bytes = align(a.scales_at + group_bytes);
-    // A fused plan counts on smaller stages.
-    const int fitting = (SHARED_BYTES - beside) / a.stage_bytes;
-    if (plan.fused && fitting < a.stages) a.stages = fitting;
-    a.staged_at = a.stages * a.stage_bytes;
+  // A fused plan that cannot be counts on smaller stages.
+  const int bytes = lay_out(a, *instance, plan.stages, static_cast<int>(longest), plan.fused && !fused);
+  if (bytes > SHARED_BYTES) return TRIRUN_UNSUPPORTED;
+  if (!fused) {
     auto* base = static_cast<const uint8_t*>(p.activations != nullptr ? p.activations : workspace);
     if (const int code = encode_digits(&a.digits, base, layout, instance->columns)) return code;
     a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
@@ -585,11 +577,7 @@ int launch_runs(const Problem& p) {
   a.early = plan.early > 0 && plan.early < a.stages ? plan.early : a.stages;
   a.x_first = plan.x_first;
   if (a.x_first < 0 || a.x_first > a.early) return TRIRUN_UNSUPPORTED;
-  a.totals_at = a.staged_at + instance->staged;
-  a.barriers_at = a.totals_at + (TOTALS_AT + 128) * 4;
-  const int bytes = a.staged_at + beside;
   a.vectors = p.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
-  if (bytes > SHARED_BYTES) return TRIRUN_UNSUPPORTED;
   if (p.activations == nullptr && !fused)
     if (const int code =
             launch_quantize(p, workspace, runs ? RUN : 1, p.counters, ctas * slices * instance->consumers / 32))

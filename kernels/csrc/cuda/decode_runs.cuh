@@ -128,6 +128,35 @@ struct Instance {
 
 inline int align(int v) { return (v + 127) / 128 * 128; }
 
+constexpr int SHARED_BYTES = 227 * 1024;  // that one CTA may have
+
+// Where the kernel keeps what, and how much that is in all. longest: units of k of one CTA, at most. shrinks: there may
+// be fewer stages.
+inline int lay_out(RunsArgs& a, const Instance& i, int stages, int longest, bool shrinks) {
+  const int rows = i.columns / i.digits, words = i.strips * UNIT_BYTES;
+  const int group_bytes = i.grouped ? i.strips * 128 * (a.zeros != nullptr ? 2 : 1) : 0;
+  const int beside = i.staged + (TOTALS_AT + 128) * 4 + (2 * MAX_STAGES + PIECES + 2) * 8;
+  a.stages = stages;
+  if (i.fused) {
+    a.scales_at = words;
+    a.stage_bytes = a.scales_at + group_bytes;
+    a.x_at = a.stages * a.stage_bytes;
+    a.x_scales_at = a.x_at + longest * 8 * half_step(i.columns);
+    a.staged_at = align(a.x_scales_at + (i.grouped ? longest : a.pieces) * rows * 8);
+  } else {
+    a.x_at = words;
+    a.x_scales_at = a.x_at + UNIT * i.columns;
+    a.scales_at = a.x_scales_at + align(rows * 8);
+    a.stage_bytes = align(a.scales_at + group_bytes);
+    const int fitting = (SHARED_BYTES - beside) / a.stage_bytes;
+    if (shrinks && fitting < a.stages) a.stages = fitting;
+    a.staged_at = a.stages * a.stage_bytes;
+  }
+  a.totals_at = a.staged_at + i.staged;
+  a.barriers_at = a.totals_at + (TOTALS_AT + 128) * 4;
+  return a.staged_at + beside;
+}
+
 // Rows of x of one CTA; those beyond are other CTAs'.
 inline int slice_rows(const Problem& p, const ActivationLayout& layout) {
   return p.plan.tile_m >= 16 ? p.plan.tile_m / layout.digits : SLICE;
