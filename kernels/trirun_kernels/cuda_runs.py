@@ -11,6 +11,7 @@ SMALL = 1 << 24  # weights
 STAGE_CYCLES = {16: 525, 32: 540, 64: 718}
 LOW_CYCLES = {16: 483, 32: 520, 64: 666}  # of a tile of 192
 GROUPED_CYCLES = {16: 590, 32: 660, 64: 1050}  # with a scale per 128 k
+GROUPED_LOW_CYCLES = {16: 550, 32: 610, 64: 950}
 # Of the sums of a tile: of two CTAs, a cluster; of more, in the workspace; of shares that cross the tiles' borders,
 # where a CTA has sums of two tiles.
 PAIR_CYCLES, PARTS_CYCLES, ODD_CYCLES, CROSSING_CYCLES = 1500, 5000, 1500, {16: 9300, 32: 9300, 64: 11000}
@@ -34,7 +35,7 @@ def runs_tile(
     """
     tiles, units, choices = -(-n // TILE), k // UNIT, []
     cycles, crossing = (GROUPED_CYCLES, GROUPED_CROSSING_CYCLES) if grouped else (STAGE_CYCLES, CROSSING_CYCLES)
-    wide = {64: GROUPED_WIDE} if grouped else {}
+    low_cycles, wide = (GROUPED_LOW_CYCLES, {64: GROUPED_WIDE}) if grouped else (LOW_CYCLES, {})
     for width in (16, 32, 64) if digits == 2 else (16, 32):
         slices = -(-m * digits // width)
         if (width == 16 and slices > 1) or (width > 16 and 2 * m * digits <= width):
@@ -48,8 +49,8 @@ def runs_tile(
         if min(share, units) <= longest:
             choices.append((share * cycles[width] + crossing[width], width, ctas, TILE))
         low = -(-n // LOW_TILE)
-        if digits == 2 and not grouped and low * slices <= sms and units <= longest:
-            choices.append((units * LOW_CYCLES[width], width, low, LOW_TILE))
+        if digits == 2 and low * slices <= sms and units <= longest:
+            choices.append((units * low_cycles[width], width, low, LOW_TILE))
     if not choices:  # k so long that a CTA cannot add up one digit of it
         return float(k), 32, -(-tiles * k // (longest * UNIT)), TILE
     return min(choices)

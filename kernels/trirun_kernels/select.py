@@ -246,7 +246,7 @@ def _runs(n: int, k: int, m: int, act_bits: int, device: Device, *, grouped: boo
     # shares all may be on their way.
     parts = whole_parts(n, k, ctas) if tile == TILE else 1
     short = digits == 2 and not grouped and parts > 0 and k // UNIT <= 12 * parts
-    most = 16 if short else 6 if grouped else 10 if width == 16 and tile == TILE else 8
+    most = 16 if short else 6 if grouped and tile == TILE else 10 if width == 16 and tile == TILE else 8
     stages = min(most, (224 * 1024 - 1792 - 8 * 80 * rows) // stage)
     early = 2 if k < 8192 and digits == 2 else 4
     pair, low = (cluster_of(n, k, ctas), 0) if tile == TILE else (0, tile)

@@ -492,6 +492,7 @@ constexpr Instance INSTANCES[] = {
     instance<2, 16, true, true>(), instance<2, 32, true, true>(),
     instance<2, 16, false, false, 3>(), instance<2, 32, false, false, 3>(), instance<2, 64, false, false, 3>(),
     instance<1, 16, false, false, 3>(), instance<1, 32, false, false, 3>(),
+    instance<2, 16, false, true, 3>(), instance<2, 32, false, true, 3>(), instance<2, 64, false, true, 3>(),
 };
 
 const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bool fused) {
