@@ -170,7 +170,10 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
   const int rank = blockIdx.x & ((1 << a.cta_split_log) - 1), group = blockIdx.x >> a.cta_split_log;
   const int wk = warp & ((1 << a.warp_split_log) - 1), wn = warp >> a.warp_split_log;
   const int split_log = a.warp_split_log + a.cta_split_log, chunk = (rank << a.warp_split_log) + wk;
-  const int unit0 = chunk * a.units >> split_log, units = ((chunk + 1) * a.units >> split_log) - unit0;
+  const int unit0 = chunk * a.units >> split_log;
+  // Out of a shuffle, though every lane's own: else the compiler computes it anew for every unit.
+  const auto keep = [&](uint32_t v) { return __shfl_sync(~0u, v, lane); };
+  const int units = keep(((chunk + 1) * a.units >> split_log) - unit0);
   const int cta_unit0 = (rank << a.warp_split_log) * a.units >> split_log;
   const int cta_units = (((rank + 1) << a.warp_split_log) * a.units >> split_log) - cta_unit0;
   const bool real_zeros = a.zeros != nullptr, clustered = a.parts_log > a.warp_split_log;
@@ -178,27 +181,32 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
   const int part = clustered ? chunk : wk, rows_log = 6 - a.parts_log, rows = 1 << rows_log;
 
   // The ring: stage after stage takes unit after unit of strip after strip.
-  const uint32_t ring = shared + a.ring_at + warp * a.stages * a.stage_bytes + lane * 16;
+  const uint32_t ring = keep(shared + a.ring_at + warp * a.stages * a.stage_bytes + lane * 16);
   const int tile0 = group * a.tile_strips + wn, tile_step = (gridDim.x >> a.cta_split_log) * a.tile_strips;
   int fill_strip = tile0, fill_unit = 0;
   const uint8_t* fill_from = a.words + (static_cast<int64_t>(tile0) * a.units + unit0) * UNIT_BYTES + lane * 16;
+  // Of a unit's scales, and zeros: the row of its first group, and from one unit to the next.
+  const int group_rows = Partial<DIGITS, NT, SCALE>::OF_UNITS ? 1 : a.group_rows;
+  const int64_t scale_step = group_rows * a.n_pad;
+  int64_t scales_at = unit0 * scale_step + lane / 8 * a.n_pad + tile0 * 64 + lane % 8 * 8;
   const auto fill = [&](int stage) {
     if (fill_strip < a.strips) {
       const uint32_t target = ring + stage * a.stage_bytes;
 #pragma unroll
       for (int i = 0; i < 4; i++) copy_async16(target + i * 512, fill_from + i * 512);
       if constexpr (SCALE != PER_CHANNEL) {
-        if (lane < a.group_rows * 8) {
-          const int64_t at = (static_cast<int64_t>(unit0 + fill_unit) * a.group_rows + lane / 8) * a.n_pad +
-                             fill_strip * 64 + lane % 8 * 8;
-          copy_async16(target + UNIT_BYTES, a.scales + at);
-          if (real_zeros) copy_async16(target + UNIT_BYTES + a.group_rows * 128, a.zeros + at);
+        if (lane < group_rows * 8) {
+          copy_async16(target + UNIT_BYTES, a.scales + scales_at);
+          if (SCALE != PER_UNIT_PLAIN && real_zeros)
+            copy_async16(target + UNIT_BYTES + group_rows * 128, a.zeros + scales_at);
         }
+        scales_at += scale_step;
       }
       fill_from += UNIT_BYTES;
       if (++fill_unit == units) {
         fill_unit = 0, fill_strip += tile_step;
         fill_from += (static_cast<int64_t>(tile_step) * a.units - units) * UNIT_BYTES;
+        scales_at += tile_step * 64 - units * scale_step;
       }
     }
     copy_async_commit();
@@ -274,7 +282,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
       // What the stage held is in registers, but for scales of every 32 k: it is refilled while that is multiplied.
       if constexpr (partial.OF_UNITS) __syncwarp();
       if constexpr (SCALE != PER_BLOCK) fill(stage);
-      partial.add(w, x, a.tokens, rows, scales, real_zeros, a.zero, a.group_rows);
+      partial.add(w, x, a.tokens, rows, scales, real_zeros, a.zero, group_rows);
       if constexpr (SCALE == PER_BLOCK) {
         __syncwarp();
         fill(stage);
