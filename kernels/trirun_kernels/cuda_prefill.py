@@ -66,7 +66,8 @@ def prefill_cycles(
         if (tokens == 64 and not (plain or int8)) or (rows == LOW and (not plain or tall_tiles > 12 * sms)):
             continue
         for split in CLUSTERS:
-            if split == 1 or k // (128 if int8 else 64) >= 4 * split:
+            long = k // (128 if int8 else 64) >= 4 * split
+            if split == 1 or (long and sums_fit(tokens, rows, split, int8=int8, scaled=grouped or not plain)):
                 whole = _whole_cycles(n, k, m, sms, Tile(tokens, rows, split, 0), per_column)
                 choices.append((whole, Tile(tokens, rows, split, 0)))
         tiles = -(-n // rows) * -(-m // tokens)
@@ -83,6 +84,19 @@ def prefill_cycles(
                 pairs = LAUNCH + k // parts * per_column + _pairs_cycles(tokens, rows, parts) * (1.25 if int8 else 1)
                 choices.append((pairs, Tile(tokens, rows, 2, tiles * parts)))
     return min(choices)
+
+
+def sums_fit(tokens: int, rows: int, split: int, *, int8: bool, scaled: bool) -> bool:
+    """Whether the sums that ``split`` CTAs of a cluster send each other fit where their stages were: the arithmetic of
+    ``TileShape`` in csrc/cuda/prefill_arguments.cuh. scaled: scales enter the fragments (groups, real zero points)."""
+    strips, warpgroups = rows // 64, 2 if rows == TALL else 3
+    spans = 2 if tokens == 64 and not int8 and not scaled else 1
+    columns = spans * (128 if int8 else 64)
+    stage = spans * tokens * 128 + strips * columns // 32 * 512 + 2048 * scaled * (not int8)
+    exchange = 1024 * tokens if rows == TALL and tokens == 64 else 0
+    room = 227 * 1024 - 2 * rows * tokens - 8 * warpgroups * tokens - 256 - exchange
+    units = tokens * rows // (8 * 128 * warpgroups)  # of sums: two registers of four for every thread
+    return -(-units // split) * split * 2 * 16 * 128 * warpgroups <= min(room // stage, 12) * stage
 
 
 def _pairs_cycles(tokens: int, rows: int, parts: int) -> float:

@@ -1,10 +1,9 @@
-"""select: every plan is one the C side has an instance for, on every device and shape; prefill's tiles are the
-measured best."""
+"""select: every plan is one the C side has an instance for, on every device and shape. test_select_prefill.py has
+prefill's tiles."""
 
 from itertools import product
 
 import pytest
-from trirun_kernels.cuda_prefill import CLUSTERS, LOW, TALL, prefill_tile
 from trirun_kernels.cuda_runs import runs_tile
 from trirun_kernels.select import (
     COLUMNS,
@@ -212,80 +211,3 @@ def test_float32_rows_stay_on_decode_kernels():
 def test_old_devices_are_refused():
     with pytest.raises(ValueError, match=r"8\.0"):
         select(4096, 4096, 1, -1, 16, Device(75, 40))
-
-
-def test_tiles_have_instances():
-    shapes = product((64, 320, 4096, 22016, 57344), (128, 512, 4096, 28672), (17, 65, 129, 256, 1000, 16384))
-    for (n, k, m), plain, int8, grouped in product(shapes, *(((True, False),) * 3)):
-        tile = prefill_tile(n, k, m, H200.sms, plain=plain, int8=int8, grouped=grouped and not int8)
-        assert tile.tokens == 128 or (tile.tokens == 64 and (plain or int8))
-        assert tile.rows == TALL or (tile.rows == LOW and plain and (int8 or not grouped))
-        assert tile.split in CLUSTERS and tile.ctas <= H200.sms and (tile.ctas == 0 or tile.split <= 2)
-        # Every CTA of a cluster has work, and both warpgroups of a 64-token tile.
-        assert tile.split == 1 or k // (128 if int8 else 64) >= 2 * tile.split
-        if tile.ctas and tile.split == 2:
-            # Clusters of two: every tile has as many CTAs, an even number, that divide its stages.
-            parts, rest = divmod(tile.ctas, -(-n // tile.rows) * -(-m // tile.tokens))
-            turns = 256 if int8 and tile.tokens == 64 else 128
-            assert rest == 0 and parts % 2 == 0 and k % (parts * turns) == 0
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "m", "int8", "expected"),
-    [
-        # Measured on an H200: microseconds of the choice, then of the best of another kind.
-        (8192, 8192, 64, False, (64, TALL, 2, 128)),  # 17.5, 18.6
-        (8192, 8192, 128, False, (64, TALL, 2, 128)),  # 25.9, 26.0
-        (8192, 8192, 192, False, (64, LOW, 1, 0)),  # 37.3, 40.1
-        (8192, 8192, 256, False, (64, TALL, 1, 0)),  # 45.7, 47.0
-        (4096, 4096, 64, False, (64, LOW, 4, 0)),  # 8.9, 9.5 (runs)
-        (4096, 4096, 128, False, (64, TALL, 2, 128)),  # 12.1, 12.7
-        (4096, 4096, 192, False, (64, LOW, 2, 132)),  # 12.9, 14.9
-        (5120, 5120, 64, False, (64, LOW, 4, 0)),  # 10.2, 12.4
-        (4096, 4096, 256, False, (64, TALL, 2, 128)),  # 15.6, 15.9
-        (11008, 4096, 64, False, (64, LOW, 2, 116)),  # 12.8, 15.1
-        (11008, 4096, 128, False, (64, LOW, 1, 0)),  # 20.0, 23.8
-        (11008, 4096, 256, False, (128, LOW, 1, 0)),  # 34.1, 38.3
-        (22016, 4096, 64, False, (64, LOW, 1, 0)),  # 20.0, 23.6
-        (22016, 4096, 128, False, (128, LOW, 1, 0)),  # 34.0, 38.4
-        (22016, 4096, 256, False, (128, LOW, 1, 132)),  # 66.5, 68.4
-        (27648, 5120, 128, False, (128, LOW, 1, 132)),  # 50.2, 53.9
-        (8192, 28672, 64, False, (64, TALL, 2, 128)),  # 45.0, 45.7
-        (8192, 28672, 128, False, (64, TALL, 2, 128)),  # 78.6, 78.4
-        (57344, 8192, 64, False, (64, TALL, 1, 132)),  # 87.6, 94.6
-        (57344, 8192, 128, False, (128, LOW, 1, 132)),  # 159.8, 160.7
-        (57344, 8192, 256, False, (128, LOW, 1, 132)),  # 305.9, 312.9
-        (28672, 4096, 128, False, (128, LOW, 1, 132)),  # 43.8, 45.7
-        (18944, 3584, 256, False, (128, LOW, 1, 132)),  # 46.8, 51.5
-        (13824, 5120, 512, False, (128, LOW, 1, 132)),  # 97.1, 102.7
-        (28672, 8192, 512, False, (128, LOW, 1, 132)),  # 315, 326
-        (22016, 4096, 1024, False, (128, LOW, 1, 0)),  # 242, 257
-        (8192, 8192, 4096, False, (128, TALL, 1, 0)),
-        (8192, 8192, 128, True, (64, TALL, 2, 128)),  # 20.8, 23.2
-        (8192, 8192, 256, True, (64, TALL, 1, 0)),  # 29.9, 31.5
-        (8192, 28672, 64, True, (64, TALL, 2, 128)),  # 36.3, 36.6
-        (8192, 28672, 128, True, (64, TALL, 2, 128)),  # 51.6, 54.1
-        (11008, 4096, 128, True, (64, LOW, 1, 0)),  # 16.1, 18.5
-        (57344, 8192, 128, True, (128, LOW, 1, 132)),  # 86.8, 88.4
-        (22016, 4096, 64, True, (64, LOW, 1, 0)),  # 16.5, 18.9
-        (22016, 4096, 128, True, (128, LOW, 1, 0)),  # 22.9, 30.3
-        (22016, 4096, 256, True, (128, LOW, 1, 0)),  # 38.6, 44.7
-        (57344, 8192, 64, True, (64, TALL, 1, 132)),  # 55.5, 59.3
-    ],
-)
-def test_tile_is_the_measured_best(n, k, m, int8, expected):
-    assert prefill_tile(n, k, m, H200.sms, plain=True, int8=int8) == expected
-
-
-def test_tile_of_groups_is_the_measured_best():
-    # 23.8, 29.3 and 30.0, 38.6 microseconds: scales in the fragments cost tiles of 64 rows more than those of 128.
-    for m, tokens in ((64, 64), (128, 128)):
-        tile = prefill_tile(8192, 8192, m, H200.sms, plain=True, int8=False, grouped=True)
-        assert tile == (tokens, TALL, 2, 128)
-
-
-def test_small_products_share_a_tile_only_when_clusters_fit():
-    for n, m in product((1024, 4096, 8192, 16384), (65, 128, 256, 512)):
-        tile = prefill_tile(n, 4096, m, H200.sms, plain=True, int8=False)
-        tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-        assert tile.ctas or tile.split == 1 or tiles <= H200.sms * CLUSTERS[tile.split]
