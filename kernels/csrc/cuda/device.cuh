@@ -1,4 +1,4 @@
-// The instructions the decode kernels use beyond C++, one wrapper each.
+// The instructions the kernels use beyond C++, one wrapper each; prefill_hopper.cuh has those of prefill alone.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -200,6 +200,19 @@ __device__ __forceinline__ void store_peer_counted(uint32_t address, float4 v, u
 }
 __device__ __forceinline__ void barrier_arrive_peer(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+#endif
+
+// ---- wgmma (sm_90a) ----------------------------------------------------------------------------------------------
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
 #endif

@@ -78,14 +78,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   using namespace hopper;
   using S = Shape<TileN>;
   extern __shared__ __align__(1024) uint8_t shared[];
-  const uint32_t base = smem_address(shared);
+  const uint32_t base = shared_address(shared);
   const uint32_t full = base + S::kBarriers, empty = full + 8 * kStages;
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   if (threadIdx.x == 0) {
-    prefetch_map(&maps.a);
-    prefetch_map(&maps.b);
-    prefetch_map(&maps.y);
+    tensor_map_prefetch(&maps.a);
+    tensor_map_prefetch(&maps.b);
+    tensor_map_prefetch(&maps.y);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, kCluster * 8);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int group = __shfl_sync(~0u, warp / 4, 0);
     const uint32_t staging = base + S::kStaging + warp * 2 * kBox;
     // Lane 0 tells this CTA's producer that a stage is free, lane 1 the other's: its half of b comes here too.
-    const uint32_t peer = cluster_address(empty, rank ^ (this_lane & 1));
+    const uint32_t peer = peer_address(empty, rank ^ (this_lane & 1));
     const auto release = [&](int stage) {
       if (this_lane < kCluster) barrier_arrive_cluster(peer + 8 * stage);
     };

@@ -24,11 +24,11 @@ struct ClusterShare {
 template <typename Shape, typename Part>
 __device__ __forceinline__ void init_received(const PrefillArguments& args, uint32_t received) {
   constexpr int kUnit = 2 * Shape::kConsumers * 16;  // bytes
-  hopper::barrier_init(received, args.share > 0 && !args.pairs ? Shape::kConsumers / 32 : 1);
+  barrier_init(received, args.share > 0 && !args.pairs ? Shape::kConsumers / 32 : 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   const ClusterShare share(args, Part::kUnits);
-  if (args.splits > 1) hopper::barrier_expect(received, (args.splits - 1) * (share.end - share.own) * kUnit);
-  if (args.pairs) hopper::barrier_expect(received, Part::kUnits / 2 * kUnit);
+  if (args.splits > 1) barrier_expect(received, (args.splits - 1) * (share.end - share.own) * kUnit);
+  if (args.pairs) barrier_expect(received, Part::kUnits / 2 * kUnit);
 }
 
 // Outputs of the units from `first` on, from their quads.
@@ -55,7 +55,7 @@ __device__ __forceinline__ void finish_half(Part& part, const SharedTile<Shape::
   part.begin_outputs();
   cluster_wait();  // the other has begun
   const uint32_t slot = part.output + part.lane * 16, other = blockIdx.x & 1 ^ 1;
-  const uint32_t to = cluster_address(slot, other), arrived = cluster_address(received, other);
+  const uint32_t to = peer_address(slot, other), arrived = peer_address(received, other);
 #pragma unroll
   for (int i = 0; i < 2 * kHalf; ++i) {
     const int unit = i / 2, j = i % 2;
@@ -96,13 +96,13 @@ __device__ __forceinline__ void finish_share(Part& part, const typename Part::Ac
   cluster_meet();
   int owner = 0, owner_end = kUnits / splits;
   const uint32_t slot = stages_at + (share.rank * share.most * 2 * kConsumers + thread) * 16;
-  uint32_t to = cluster_address(slot, 0), arrived = cluster_address(received, 0);
+  uint32_t to = peer_address(slot, 0), arrived = peer_address(received, 0);
 #pragma unroll
   for (int unit = 0; unit < kUnits; ++unit) {
     while (unit >= owner_end) {
       ++owner;
       owner_end = kUnits * (owner + 1) / splits;
-      to = cluster_address(slot, owner), arrived = cluster_address(received, owner);
+      to = peer_address(slot, owner), arrived = peer_address(received, owner);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void finish_share(Part& part, const typename Part::Ac
 template <typename Shape, typename Accumulator>
 __device__ __forceinline__ void add_ahead(Accumulator (&total)[Shape::kQuads][4], uint32_t stages_at, int next_stage,
                                           uint32_t sums_ready, int thread) {
-  hopper::barrier_wait(sums_ready, 0);
+  barrier_wait(sums_ready, 0);
 #pragma unroll
   for (int q = 0; q < Shape::kQuads; ++q) {
     int stage = next_stage + q / Shape::kStageQuads;

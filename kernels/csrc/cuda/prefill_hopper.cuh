@@ -1,9 +1,7 @@
-// The Hopper instructions the prefill kernel is made of: mbarrier, bulk tensor copies, wgmma with A in registers.
+// Hopper instructions of prefill and fp16 sums beside those of device.cuh: tensor copies, clusters, wgmma.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
+#include "device.cuh"
 
 // Architecture-specific code exists only in the sm_90a part of the fatbin; every other part compiles empty bodies.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -12,37 +10,7 @@
 
 namespace trirun::hopper {
 
-__device__ __forceinline__ uint32_t smem_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 #ifdef TRIRUN_HOPPER
-
-__device__ __forceinline__ void barrier_init(uint32_t bar, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
-}
-
-__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra ready;\n"
-      "bra again;\n"
-      "ready:\n"
-      "}\n" ::"r"(bar),
-      "r"(parity)
-      : "memory");
-}
 
 // A box of a 2-D or 3-D tensor into shared memory; out-of-range elements arrive as zeros and still count as bytes.
 __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, uint32_t bar, int c0, int c1) {
@@ -61,42 +29,13 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, uint3
       : "memory");
 }
 
-// A piece of global memory into shared memory, both in multiples of 16 bytes.
-__device__ __forceinline__ void bulk_load(uint32_t dst, const void* from, uint32_t bytes, uint32_t bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-               "l"(from), "r"(bytes), "r"(bar)
-               : "memory");
-}
-
-__device__ __forceinline__ void prefetch_map(const void* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void grid_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// In two steps, for whoever has something to do meanwhile.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
 // Every thread of the cluster is here. Orders no memory: whoever has data to hand over uses cluster_store.
 __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// Where a CTA of the cluster keeps what this one keeps at `address`.
-__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
 }
 
 // 16 bytes into the shared memory of a CTA of the cluster, which that CTA's barrier counts as they arrive.
@@ -105,21 +44,6 @@ __device__ __forceinline__ void cluster_store(uint32_t remote, uint4 v, uint32_t
                    remote),
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(remote_barrier)
                : "memory");
-}
-
-// As barrier_wait, for bytes that other CTAs of the cluster stored.
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra ready;\n"
-      "bra again;\n"
-      "ready:\n"
-      "}\n" ::"r"(bar),
-      "r"(parity)
-      : "memory");
 }
 
 __device__ __forceinline__ uint4 shared_load(uint32_t address) {
@@ -164,13 +88,6 @@ __device__ __forceinline__ void store_transposed(uint32_t address, uint32_t a, u
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int Pending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
 // K-major B operand, rows of 128 bytes under the 128-byte swizzle: 8-row groups follow each other at 1024 bytes.

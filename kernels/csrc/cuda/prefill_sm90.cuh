@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
   constexpr int kWordSets = Shape::kBlocks < 2 ? Shape::kBlocks : 2;  // blocks of 32 columns in registers
 
   extern __shared__ __align__(1024) uint8_t shared[];
-  const uint32_t base = smem_address(shared);
+  const uint32_t base = shared_address(shared);
   const uint32_t words_at = base + kStages * Shape::kX, groups_at = words_at + kStages * Shape::kWords;
   const uint32_t output_at = groups_at + kStages * 2 * Shape::kGroups, exchange_at = output_at + Shape::kOutput;
   const uint32_t rows_at = exchange_at + Shape::kExchange, full = rows_at + Shape::kRows, empty = full + 8 * kFull;
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
     Part part(args, output_at + thread / 32 * Tokens * 64, rows_at + group * Tokens * 8, lane, thread / 32 % 4, group);
     // A remainder starts when every CTA of the launch before it has passed this wait: the rows of x are there. It waits
     // at its end instead, so that a kernel behind it finds both launches complete.
-    if (!args.remainder) grid_dependency_wait();
-    grid_launch_dependents();
+    if (!args.remainder) dependency_wait();
+    dependency_launch();
 
     uint32_t magic, unit[2], offset[2];
     const float whole_zero = kAny && args.split_zero ? 0.f : args.zero;
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
       finish_tile<Shape>(part, tile, seen, total, base, next_stage, received, sums_ready, thread_now);
     } while (walk.next());
     if (lane == 0) store_wait_read();  // the copies end before the kernel does
-    if (args.remainder) grid_dependency_wait();
+    if (args.remainder) dependency_wait();
   }
 #endif
 }

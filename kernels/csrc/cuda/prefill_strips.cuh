@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
   constexpr int kSets = 4, kWordSets = 4 / kOfBlock;  // in registers: fragments of steps, words of blocks of 32 columns
 
   extern __shared__ __align__(1024) uint8_t shared[];
-  const uint32_t base = smem_address(shared);
+  const uint32_t base = shared_address(shared);
   const uint32_t words_at = base + kStages * Shape::kX, output_at = words_at + kStages * Shape::kWords;
   const uint32_t rows_at = output_at + Shape::kOutput, full = rows_at + Shape::kRows, empty = full + 8 * kStages;
   const uint32_t received = empty + 8 * kStages, sums_ready = received + 8;
@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
     // Read from a lane, so that the compiler knows it is the same for the warp.
     const int strip = __shfl_sync(~0u, thread / 128, 0), block = __shfl_sync(~0u, thread / 32 % 4, 0);
     Part part(args, output_at + thread / 32 * Tokens * 32, rows_at + strip * Tokens * 8, lane, block, strip);
-    if (!args.remainder) grid_dependency_wait();  // a remainder at its end: see prefill_sm90.cuh
-    grid_launch_dependents();
+    if (!args.remainder) dependency_wait();  // a remainder at its end: see prefill_sm90.cuh
+    dependency_launch();
 
     // Out of a shuffle, though every lane's own: else the compiler computes them anew in every stage.
     const auto keep = [&](uint32_t v) { return __shfl_sync(~0u, v, lane); };
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
       finish_tile<Shape>(part, tile, seen, total, base, stage, received, sums_ready, thread_now);
     } while (walk.next());
     if (lane == 0) store_wait_read();  // the copies end before the kernel does
-    if (args.remainder) grid_dependency_wait();
+    if (args.remainder) dependency_wait();
   }
 #endif
 }

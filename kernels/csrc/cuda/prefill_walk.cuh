@@ -177,7 +177,7 @@ struct SharedTile {
   static __device__ __forceinline__ void announce(const PrefillArguments& a, uint32_t stored, int lane) {
     const int at = a.start(cta_number()), begin = at / a.units * a.units;
     if (at == begin || a.start(cta_number() + 1) <= begin + a.units) return;
-    hopper::barrier_wait(stored, 0);
+    barrier_wait(stored, 0);
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
     constexpr int kWarps = kConsumers / 32;
     if (lane < (a.ahead ? 1 : kWarps))  // for the one that copies them, or for every warp that adds them
@@ -203,7 +203,7 @@ struct SharedTile {
       for (int q = 0; q < Quarters; ++q) __stcg(to + q * kConsumers, reinterpret_cast<const uint4&>(total[q]));
       __syncwarp();
       if (goes_on && self == last) {
-        if (lane == 0) hopper::barrier_arrive(stored);
+        if (lane == 0) barrier_arrive(stored);
         return false;
       }
       if (!counter.arrive(ArrivalCounter::of_first(seen), lane)) return false;
@@ -260,7 +260,7 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
       tensor_load(base + stage * Shape::kX + span * Shape::kSpan, &args.x, full + 8 * slot,
                   k * Shape::kColumns + span * Shape::kSpanColumns, token_tile * Shape::kTokens);
   };
-  prefetch_map(&args.x);
+  tensor_map_prefetch(&args.x);
   Walk walk(args, Shape::kUnit);
   int row_tile, token_tile;
   place(args, walk.tile, row_tile, token_tile);
@@ -268,7 +268,7 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
   // whose way they would be.
   const int early = min(args.early, walk.last - walk.first);
   for (int i = 0; i < early; ++i) load_weights(i, i, walk.first + i, row_tile);
-  if (!args.remainder) grid_dependency_wait();
+  if (!args.remainder) dependency_wait();
   for (int i = 0; i < early; ++i) load_x(i, i, walk.first + i, token_tile);
   int stage = early % Shape::kStages, slot = early % Shape::kFull, parity = early == Shape::kStages ? 0 : 1;
   for (int k = walk.first + early;;) {
