@@ -1,7 +1,7 @@
 """A Llama of any size with random weights, in shards, for timing what depends on shapes alone.
 
-    python scripts/synthetic_llama.py /dev/shm/llama-7b --tokenizer MODEL            # Llama-2-7B's shape, 13 GB
-    python scripts/synthetic_llama.py /dev/shm/llama-cut --tokenizer MODEL --layers 4
+python scripts/synthetic_llama.py /dev/shm/llama-7b --tokenizer MODEL            # Llama-2-7B's shape, 13 GB
+python scripts/synthetic_llama.py /dev/shm/llama-cut --tokenizer MODEL --layers 4
 """
 
 from __future__ import annotations

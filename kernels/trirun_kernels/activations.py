@@ -56,7 +56,17 @@ def int2_gemm_quantized(
     if bias is not None and (tuple(bias.shape) != (w.n,) or bias.dtype != dtype):
         raise ValueError(f"int2_gemm_quantized: bias must be {dtype} [{w.n}], got {bias.dtype} {list(bias.shape)}")
     return torch.ops.trirun.int2_gemm_quantized(
-        activations, w.words, w.scales, w.zeros, bias, w.n, w.k, m, w.spec.group_size, w.spec.zero_operand, act_bits,
+        activations,
+        w.words,
+        w.scales,
+        w.zeros,
+        bias,
+        w.n,
+        w.k,
+        m,
+        w.spec.group_size,
+        w.spec.zero_operand,
+        act_bits,
         dtype,
     )
 

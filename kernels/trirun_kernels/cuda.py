@@ -170,9 +170,7 @@ def _workspace(
     *,
     quantized: bool = False,
 ) -> Tensor | None:
-    size = library().trirun_cuda_int2_workspace(
-        ctypes.byref(struct), m, DTYPES[dtype], act_bits, ctypes.byref(plan)
-    )
+    size = library().trirun_cuda_int2_workspace(ctypes.byref(struct), m, DTYPES[dtype], act_bits, ctypes.byref(plan))
     if size == 0:
         return None
     if torch.cuda.is_current_stream_capturing():

@@ -48,9 +48,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
 
 
-def _attention(
-    weights: DecoderWeights, layer: LayerWeights, x: Tensor, act_bits: int, stored: Stored | None
-) -> Tensor:
+def _attention(weights: DecoderWeights, layer: LayerWeights, x: Tensor, act_bits: int, stored: Stored | None) -> Tensor:
     shape, m = weights.shape, x.shape[0]
     q, k, v = (_linear(linear, x, act_bits).view(m, -1, shape.head_dim) for linear in (layer.q, layer.k, layer.v))
     if layer.q_norm is not None:

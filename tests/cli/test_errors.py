@@ -86,7 +86,6 @@ def test_a_full_disk_is_said_so(arguments, unbuffered):
     assert done.returncode == 1 and b"no space left" in done.stderr and b"Traceback" not in done.stderr
 
 
-
 def test_what_libraries_say_of_an_output_that_cannot_be_written():
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         rust = type("SafetensorError", (Exception,), {})(f"I/O error: it said so (os error {number})")
