@@ -61,13 +61,14 @@ def prefill_cycles(
     """
     cycles = CYCLES_INT8 if int8 else CYCLES_GROUPS if grouped else CYCLES
     choices: list[tuple[float, Tile]] = []
+    scaled = grouped or not plain
     tall_tiles = -(-n // TALL) * -(-m // 128)  # where there are many, tiles of either height fill the last round
     for (rows, tokens), per_column in cycles.items():
         if (tokens == 64 and not (plain or int8)) or (rows == LOW and (not plain or tall_tiles > 12 * sms)):
             continue
         for split in CLUSTERS:
             long = k // (128 if int8 else 64) >= 4 * split
-            if split == 1 or (long and sums_fit(tokens, rows, split, int8=int8, scaled=grouped or not plain)):
+            if split == 1 or (long and sums_fit(tokens, rows, split, int8=int8, scaled=scaled)):
                 whole = _whole_cycles(n, k, m, sms, Tile(tokens, rows, split, 0), per_column)
                 choices.append((whole, Tile(tokens, rows, split, 0)))
         tiles = -(-n // rows) * -(-m // tokens)

@@ -7,6 +7,7 @@ decision scaled by their multiprocessors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .cuda_prefill import EARLY, prefill_cycles, prefill_tile
 from .cuda_runs import RUN, TILE, UNIT, cluster_of, equal_shares, fused_tile, runs_tile, whole_parts
@@ -51,6 +52,7 @@ class Plan:
     x_first: int = 0
 
 
+@lru_cache(maxsize=1 << 14)  # prefill's choices take 0.1 ms to compare
 def select(
     n: int,
     k: int,
