@@ -171,9 +171,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
   const int wk = warp & ((1 << a.warp_split_log) - 1), wn = warp >> a.warp_split_log;
   const int split_log = a.warp_split_log + a.cta_split_log, chunk = (rank << a.warp_split_log) + wk;
   const int unit0 = chunk * a.units >> split_log;
-  // Out of a shuffle, though every lane's own: else the compiler computes it anew for every unit.
-  const auto keep = [&](uint32_t v) { return __shfl_sync(~0u, v, lane); };
-  const int units = keep(((chunk + 1) * a.units >> split_log) - unit0);
+  const int units = kept(((chunk + 1) * a.units >> split_log) - unit0, lane);
   const int cta_unit0 = (rank << a.warp_split_log) * a.units >> split_log;
   const int cta_units = (((rank + 1) << a.warp_split_log) * a.units >> split_log) - cta_unit0;
   const bool real_zeros = a.zeros != nullptr, clustered = a.parts_log > a.warp_split_log;
@@ -181,7 +179,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
   const int part = clustered ? chunk : wk, rows_log = 6 - a.parts_log, rows = 1 << rows_log;
 
   // The ring: stage after stage takes unit after unit of strip after strip.
-  const uint32_t ring = keep(shared + a.ring_at + warp * a.stages * a.stage_bytes + lane * 16);
+  const uint32_t ring = kept(shared + a.ring_at + warp * a.stages * a.stage_bytes + lane * 16, lane);
   const int tile0 = group * a.tile_strips + wn, tile_step = (gridDim.x >> a.cta_split_log) * a.tile_strips;
   int fill_strip = tile0, fill_unit = 0;
   const uint8_t* fill_from = a.words + (static_cast<int64_t>(tile0) * a.units + unit0) * UNIT_BYTES + lane * 16;

@@ -137,8 +137,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
     const int group = warp / 4, strip = S::TALL ? warp % 4 : group, block0 = S::TALL ? group * J : warp % 4;
     const bool real_zeros = a.zeros != nullptr;
-    // Out of a shuffle, though every lane's own: else the compiler computes it anew in every stage of groups.
-    const auto keep = [&](uint32_t v) { return GROUPED ? __shfl_sync(~0u, v, lane) : v; };
+    const auto keep = [&](uint32_t v) { return GROUPED ? kept(v, lane) : v; };
     uint32_t masks[J];
 #pragma unroll
     for (int j = 0; j < J; j++) masks[j] = keep(0x03030303u << 2 * (block0 + j));

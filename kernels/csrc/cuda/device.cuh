@@ -38,6 +38,9 @@ __device__ __forceinline__ void dependency_launch() {
 #endif
 }
 
+// A lane's own value out of a shuffle, which the compiler cannot repeat: else it may compute it anew at every use.
+__device__ __forceinline__ uint32_t kept(uint32_t v, int lane) { return __shfl_sync(~0u, v, lane); }
+
 // ---- shared memory ----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  cluster_sync();
+  cluster_arrive();
+  cluster_wait();
 
   const bool has_bias = args.bias && args.parts == 1;
   const int units = args.m_tiles * args.n_tiles * args.parts, step = gridDim.x / kCluster;
@@ -245,7 +246,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
   }
   // The other CTA may still write here and count on these barriers.
-  cluster_sync();
+  cluster_arrive();
+  cluster_wait();
 #endif
 }
 

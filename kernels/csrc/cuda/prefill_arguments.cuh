@@ -74,12 +74,14 @@ struct TileShape {
   static constexpr int kOutput = kRowTile * Tokens * 2;  // values of 16 bits
   static constexpr int kRows = Warpgroups * Tokens * 8;  // per warpgroup: factor and sum of every token
   static constexpr int kBarriers = 256, kRoom = 227 * 1024 - kOutput - kRows - kBarriers;
-  // What the CTAs of a cluster send takes the place of the stages once all are consumed.
+  // Of every consumer thread's sums, four at a time.
+  static constexpr int kQuads = kRowTile * Tokens / kConsumers / 4;
+  // What the CTAs of a cluster send, in pairs of quads, takes the place of the stages once all are consumed.
   static constexpr int received(int splits) {
-    return splits * ((Tokens * kStoreColumns / 256 + splits - 1) / splits) * 2 * kConsumers * 16;
+    return splits * ((kQuads / 2 + splits - 1) / splits) * 2 * kConsumers * 16;
   }
-  // Sums of another CTA, a quad of every consumer thread after another, take the places of x in consumed stages.
-  static constexpr int kQuads = kRowTile * Tokens / kConsumers / 4, kStageQuads = kX / (kConsumers * 16);
+  // Sums of another CTA, a quad of all threads after another, take the places of x in consumed stages.
+  static constexpr int kStageQuads = kX / (kConsumers * 16);
   static constexpr int kSumStages = (kQuads + kStageQuads - 1) / kStageQuads;
 };
 

@@ -29,10 +29,6 @@ __device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, uint3
       : "memory");
 }
 
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // Every thread of the cluster is here. Orders no memory: whoever has data to hand over uses cluster_store.
 __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

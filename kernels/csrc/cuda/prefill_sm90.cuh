@@ -78,14 +78,12 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
     uint32_t block_mask[kRowBlocks], block_unit[kRowBlocks];
     uint32_t words_of_lane = 0;
     if constexpr (kPaced) {
-      // Out of a shuffle, though every lane's own: else the compiler computes them anew in every stage.
-      const auto keep = [&](uint32_t v) { return __shfl_sync(~0u, v, lane); };
 #pragma unroll
       for (int j = 0; j < kRowBlocks; ++j) {
         const int block = j ^ 2 * group;
-        block_mask[j] = keep(0x00030003u << 2 * block), block_unit[j] = keep(D::unit(block));
+        block_mask[j] = kept(0x00030003u << 2 * block, lane), block_unit[j] = kept(D::unit(block), lane);
       }
-      words_of_lane = keep(words_at + part.strip * Shape::kBlocks * 512 + lane * 16);
+      words_of_lane = kept(words_at + part.strip * Shape::kBlocks * 512 + lane * 16, lane);
     }
     const uint32_t shrunk_zero = D::pair(-args.zero / kShrink);
     uint32_t int8_mask[kRowBlocks];

@@ -55,11 +55,9 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
     if (!args.remainder) dependency_wait();  // a remainder at its end: see prefill_sm90.cuh
     dependency_launch();
 
-    // Out of a shuffle, though every lane's own: else the compiler computes them anew in every stage.
-    const auto keep = [&](uint32_t v) { return __shfl_sync(~0u, v, lane); };
-    const uint32_t mask = keep(0x03030303u << 2 * block), unit = keep(D::unit(block));
+    const uint32_t mask = kept(0x03030303u << 2 * block, lane), unit = kept(D::unit(block), lane);
     const uint32_t shrunk_zero = D::pair(-args.zero / kShrink);
-    const uint32_t words_of_lane = keep(words_at + strip * kBlocks * 512 + lane * 16);
+    const uint32_t words_of_lane = kept(words_at + strip * kBlocks * 512 + lane * 16, lane);
 
     int stage = 0, phase = 0;
     Walk walk(args, Shape::kUnit);
