@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .cuda_prefill import EARLY, prefill_cycles, prefill_tile
+from .cuda_prefill import CLUSTERS, EARLY, prefill_cycles, prefill_tile
 from .cuda_runs import RUN, TILE, UNIT, cluster_of, equal_shares, fused_tile, runs_tile, whole_parts
+from .cuda_stream import SMALLER, STRIP, stream_plans
 
 # TRIRUN_KERNEL_* of csrc/trirun.h
 STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANTIZE, RUNS = range(1, 9)
 PREFILL = (PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8)
-STRIP = 64  # out_features that stream together
 SLICE = 32  # rows of x of one CTA of the kernel of runs, at most
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
@@ -117,26 +117,42 @@ def _decode(
             return plan
     runs = group_size == -1 and (act_bits == 8 or not (quantized or wide))
     grouped = group_size == UNIT and act_bits == 16 and not quantized
-    heavy = columns > 8 and _heavy(n, k, act_bits, device, runs, grouped)
-    if device.arch == 90 and (columns > 16 or heavy):
-        # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
-        if runs:
-            return _runs(n, k, m, act_bits, device, fuses=fuses)
-        if grouped:
-            return _runs(n, k, m, act_bits, device, grouped=True, fuses=fuses)
-        return _columns(n, k, m, group_size, act_bits, device)
-    for warps, warp_split, cta_split, stages, per_sm, fused in _stream_candidates(n, k, m, device, quantized):
-        warp_split = min(warp_split, _floor_power(k // UNIT // cta_split))
+    wgmma = device.arch == 90 and columns > 8
+    if not wgmma or (columns <= 16 and not _heavy(n, k, group_size, act_bits, device, runs, grouped)):
+        plan = _stream(n, k, m, group_size, act_bits, device, quantized)
+        if plan is not None or not wgmma:
+            return plan
+    # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
+    if runs:
+        return _runs(n, k, m, act_bits, device, fuses=fuses)
+    if grouped:
+        return _runs(n, k, m, act_bits, device, grouped=True, fuses=fuses)
+    return _columns(n, k, m, group_size, act_bits, device)
+
+
+def _stream(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool) -> Plan | None:
+    """mma.sync, each warp with weights of its own; None where x fits no CTA."""
+    grouped, clusters = group_size != -1, device.arch >= 90
+    for stream in stream_plans(n, k, m, act_bits, device.sms, grouped=grouped, ready=quantized, clusters=clusters):
+        if stream.ctas > max(1, k // UNIT):
+            continue
         plan = Plan(
-            STREAM if device.arch >= 90 else STREAM_SM80,
-            warps=warps,
-            warp_split=warp_split,
-            cta_split=cta_split,
-            stages=stages,
-            ctas=device.sms * per_sm,
-            fused=int(fused and not quantized),
+            STREAM if clusters else STREAM_SM80,
+            warps=stream.warps,
+            warp_split=min(stream.split, _floor_power(k // UNIT // stream.ctas)),
+            cta_split=stream.ctas,
+            stages=stream.stages,
+            ctas=device.sms * stream.per_sm,
+            fused=int(stream.fused),
         )
-        if shared_bytes(n, k, m, group_size, act_bits, plan) * per_sm <= SHARED_MEMORY.get(device.arch, 99) * 1024:
+        shared = shared_bytes(n, k, m, group_size, act_bits, plan)
+        if shared * stream.per_sm > SHARED_MEMORY.get(device.arch, 99) * 1024:
+            continue
+        # Clusters that find no room beside the others would wait for these to end.
+        tiles = -(-n // STRIP // (plan.warps // plan.warp_split))
+        held = min(16 // plan.warps, 228 * 1024 // (shared + 1024))
+        room = int(device.sms * CLUSTERS[stream.ctas]) * held
+        if not clusters or stream in SMALLER or min(tiles, plan.ctas // stream.ctas) <= room:
             return plan
     return None
 
@@ -149,54 +165,18 @@ def _groups_by_digits(n: int, k: int, m: int, device: Device) -> bool:
     return 7000 + runs < 1.09 * prefill
 
 
-def _heavy(n: int, k: int, act_bits: int, device: Device, runs: bool, grouped: bool) -> bool:
+def _heavy(n: int, k: int, group_size: int, act_bits: int, device: Device, runs: bool, grouped: bool) -> bool:
     """Whether a weight takes wgmma for more than 8 columns of digits although mma.sync has 16: by the kernel of runs
-    earlier than by columns, earlier still where few of its CTAs share a tile."""
+    earlier than by columns, earlier still where few of its CTAs share a tile. Rows of x too long for the shared memory
+    of few CTAs do, unless the weight has few strips, which more CTAs share anyway."""
+    too_long = k >= LONG and 2 * n > STRIP * device.sms
     if not (runs or grouped):
-        return n * k >= LARGE or k >= LONG
-    if act_bits == 8 or n * k >= LARGE_RUNS or k >= LONG or (k >= LONG_RUNS and 2 * n > STRIP * device.sms):
+        return too_long if act_bits == 16 and group_size in (-1, UNIT) else n * k >= LARGE or k >= LONG
+    if act_bits == 8 or too_long or n * k >= LARGE_RUNS or (k >= LONG_RUNS and 2 * n > STRIP * device.sms):
         return True
     plan = _runs(n, k, 8, act_bits, device, grouped=grouped)
     few = plan.tile_n > 0 or 0 < whole_parts(n, k, plan.ctas) <= 2
     return few and n * k * (16 if grouped else 8) >= LARGE
-
-
-def _stream_candidates(
-    n: int, k: int, m: int, device: Device, quantized: bool
-) -> list[tuple[int, int, int, int, int, bool]]:
-    """(warps, warp_split, cta_split, stages, CTAs per SM, fused), best first; the first that fits is taken.
-
-    A strip is shared by so many warps that one wave has work for every SM; quantizing in the prologue saves a launch
-    and pays while x is small. The last ones are for x too large for the others' shared memory.
-    """
-    strips, wide_k = n // STRIP, k >= 16384
-    if strips * 2 <= device.sms:
-        if quantized:
-            few = (4, 4, 2, 4, 1, False) if m <= 4 and k >= 1024 else (8, 8, 1, 2, 1, False)
-            best = [(8, 8, 2, 2, 1, False) if k >= 8192 else few]
-        elif k >= 8192:
-            best = [(8, 2, 4, 4, 1, True) if m <= 2 else (8, 8, 2, 4 if m <= 4 else 2, 1, False)]
-        elif m <= 4 and k >= 1024:
-            few = (8, 8, 1, 6, 1, False) if k >= 4096 else (16, 16, 1, 2, 1, False)
-            best = [(8, 8, 2, 2, 1, True) if m <= 2 else few]
-        else:
-            best = [(8, 8, 2, 4, 1, False) if m > 4 and k >= 4096 else (8, 8, 1, 2, 1, m <= 2)]
-    elif strips <= device.sms:
-        if m <= 2:
-            best = [(8, 8, 1, 6, 1, False)] if wide_k else [(16, 16, 1, 2, 1, True)]
-        else:
-            best = [(8, 4, 2, 6, 1, False)] if wide_k else [(8, 8, 1, 3 if m <= 4 else 2, 1, False)]
-    elif strips <= 2 * device.sms and k < 8192:
-        best = [(8, 8, 1, 2, 2, m <= 2)] if m <= 4 else [(8, 4, 2, 2, 2, False)]
-    elif m <= 2:
-        best = [(8, 2, 2, 6, 2, True), (8, 2, 2, 4, 2, True)] if k >= 8192 else [(8, 4, 1, 3, 2, True)]
-    elif m <= 4:
-        best = [(16, 4, 1, 4, 1, False)] if k >= 8192 else [(8, 4, 1, 4, 2, False), (16, 4, 1, 4, 1, False)]
-    else:
-        best = [(16, 2, 2, 2, 1, False)] if k >= 8192 else [(8, 2, 2, 2, 2, False)]
-    smaller = [(8, 8, 1, 2, 1, False), (8, 4, 2, 2, 1, False), (8, 2, 4, 2, 1, False), (8, 1, 8, 2, 1, False)]
-    smaller += [(4, 4, 1, 2, 1, False), (4, 2, 4, 2, 1, False), (4, 1, 8, 2, 1, False)]
-    return [plan for plan in best + smaller if plan[2] <= max(1, k // UNIT)]
 
 
 def shared_bytes(n: int, k: int, m: int, group_size: int, act_bits: int, plan: Plan) -> int:

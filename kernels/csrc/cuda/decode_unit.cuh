@@ -35,7 +35,7 @@ struct Partial {
   static constexpr bool OF_UNITS = SCALE == PER_UNIT || SCALE == PER_UNIT_PLAIN;
   using Sum = std::conditional_t<EXACT, int, float>;
 
-  Sum sum[4][NT][2][TOKENS];  // row block, tile, rows r and r + 8, token
+  Sum sum[4][NT][2][TOKENS];  // row block j (4^j times too large), tile, rows r and r + 8, token
   float x_sum[NT][TOKENS];    // sum of x over k: what the zero point multiplies (PER_CHANNEL)
 
   __device__ __forceinline__ void clear() {
@@ -97,7 +97,7 @@ struct Partial {
 #pragma unroll
       for (int e = 0; e < TOKENS; e++) {
         const float2 s = load_shared_float2(x.scales + token(n, e, tokens) * 8);
-        scale[n][e] = s.x, zero_sum[n][e] = s.y;
+        scale[n][e] = s.x, zero_sum[n][e] = SCALE == PER_UNIT_PLAIN ? zero * s.y : s.y;
         if (SCALE == PER_CHANNEL) x_sum[n][e] += s.y;
       }
     if constexpr (SCALE == PER_BLOCK) {
@@ -128,26 +128,30 @@ struct Partial {
         if constexpr (!EXACT) {
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            // v is 4^j times too large, and zero_sum as well: the row's scale takes that back.
-            const float row_scale = OF_UNITS ? half_of(rows.scales, j, h) * quarter_power(j) : 0.f;
-            const float z = SCALE == PER_UNIT ? half_of(rows.zeros, j, h) : zero;
+            const float row_scale = OF_UNITS ? half_of(rows.scales, j, h) : 0.f;
 #pragma unroll
             for (int n = 0; n < NT; n++)
 #pragma unroll
               for (int e = 0; e < TOKENS; e++) {
                 const float v = static_cast<float>(combine(c[n], h, e));
-                if constexpr (OF_UNITS)
-                  sum[j][n][h][e] += row_scale * (scale[n][e] * v - z * zero_sum[n][e]);
+                if constexpr (SCALE == PER_UNIT)
+                  sum[j][n][h][e] += row_scale * (scale[n][e] * v - half_of(rows.zeros, j, h) * zero_sum[n][e]);
+                else if constexpr (OF_UNITS)
+                  sum[j][n][h][e] += row_scale * (scale[n][e] * v - zero_sum[n][e]);
                 else
                   sum[j][n][h][e] += scale[n][e] * v;
               }
           }
-          if constexpr (OF_UNITS)
-#pragma unroll
-            for (int i = 0; i < NT * TOKENS; i++) (&zero_sum[0][0])[i] *= 4.f;
+          if constexpr (OF_UNITS) quadruple(zero_sum);
         }
       }
     }
+  }
+
+  // From one row block to the next: what is compared with sums of codes that are four times as large there.
+  __device__ __forceinline__ static void quadruple(float (&v)[NT][TOKENS]) {
+#pragma unroll
+    for (int i = 0; i < NT * TOKENS; i++) (&v[0][0])[i] *= 4.f;
   }
 
   // sum += s_w * (s_x * v - z * (sum of x)) for one row; the row's scale and zero are halves 2j + h of 16 bytes.
@@ -193,9 +197,10 @@ struct Partial {
           for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int e = 0; e < TOKENS; e++)
-              scaled(j, n, h, e, static_cast<float>(combine(c, h, e)) * quarter_power(j), scale[n][e], zero_sum[n][e],
-                     row_scales, row_zeros, real_zeros, zero);
+              scaled(j, n, h, e, static_cast<float>(combine(c, h, e)), scale[n][e], zero_sum[n][e], row_scales,
+                     row_zeros, real_zeros, zero);
         }
+        quadruple(zero_sum);
       }
     }
   }
@@ -204,9 +209,9 @@ struct Partial {
   // eight zero points when `real_zeros`. x_scale: the row's activation scale (EXACT only).
   __device__ __forceinline__ float value(int j, int n, int h, int e, float x_scale, const uint4& row_zeros,
                                          bool real_zeros, float zero) const {
-    if constexpr (SCALE != PER_CHANNEL) return sum[j][n][h][e];
-    const float z = real_zeros ? half_of(row_zeros, j, h) : zero;
     const float v = static_cast<float>(sum[j][n][h][e]) * quarter_power(j);
+    if constexpr (SCALE != PER_CHANNEL) return v;
+    const float z = real_zeros ? half_of(row_zeros, j, h) : zero;
     return (EXACT ? v * x_scale : v) - z * x_sum[n][e];
   }
 };
