@@ -17,6 +17,9 @@ GROUPED_LOW_CYCLES = {16: 550, 32: 610, 64: 950}
 PAIR_CYCLES, PARTS_CYCLES, ODD_CYCLES, CROSSING_CYCLES = 1500, 5000, 1500, {16: 9300, 32: 9300, 64: 11000}
 GROUPED_CROSSING_CYCLES = {16: 8300, 32: 8300, 64: 11000}
 GROUPED_WIDE = 1.5  # times the sums of tiles with 64 columns
+# One digit: int32 sums over all k. Of sums, for each CTA of a tile beside what any meeting costs.
+DIGIT_CYCLES = {16: 410, 32: 490}
+DIGIT_PAIR, DIGIT_PARTS, DIGIT_CROSSING = 1800, (3500, 420), (5000, 1200)
 
 
 def runs_tile(
@@ -33,12 +36,14 @@ def runs_tile(
         n, k: padded sizes of the stored weight. m: rows of x, ``digits`` (1 or 2) columns each.
         sms: multiprocessors. longest: units of 128 k that a CTA may add up of a tile. grouped: scales per 128 k.
     """
+    if digits == 1:
+        return _one_digit(-(-n // TILE), k, m, sms, longest)
     tiles, units, choices = -(-n // TILE), k // UNIT, []
     cycles, crossing = (GROUPED_CYCLES, GROUPED_CROSSING_CYCLES) if grouped else (STAGE_CYCLES, CROSSING_CYCLES)
     low_cycles, wide = (GROUPED_LOW_CYCLES, {64: GROUPED_WIDE}) if grouped else (LOW_CYCLES, {})
-    for width in (16, 32, 64) if digits == 2 else (16, 32):
-        slices = -(-m * digits // width)
-        if (width == 16 and slices > 1) or (width > 16 and 2 * m * digits <= width):
+    for width in (16, 32, 64):
+        slices = -(-m * 2 // width)
+        if (width == 16 and slices > 1) or (width > 16 and 4 * m <= width):
             continue
         for parts in range(1, 9):
             if tiles * parts * slices <= sms and units % parts == 0 and units // parts <= longest:
@@ -49,8 +54,29 @@ def runs_tile(
         if min(share, units) <= longest:
             choices.append((share * cycles[width] + crossing[width], width, ctas, TILE))
         low = -(-n // LOW_TILE)
-        if digits == 2 and low * slices <= sms and units <= longest:
+        if low * slices <= sms and units <= longest:
             choices.append((units * low_cycles[width], width, low, LOW_TILE))
+    if not choices:  # k so long that a CTA cannot add up one digit of it
+        return float(k), 32, -(-tiles * k // (longest * UNIT)), TILE
+    return min(choices)
+
+
+def _one_digit(tiles: int, k: int, m: int, sms: int, longest: int) -> tuple[float, int, int, int]:
+    """Of 8-bit activations: slices of 16 rows of x are worth it for small weights, whose sums then meet in pairs."""
+    units, choices = k // UNIT, []
+    for width in (16, 32):
+        slices = -(-m // width)
+        if width > 16 and 2 * m <= width:
+            continue
+        for parts in range(1, 9):
+            if tiles * parts * slices <= sms and units % parts == 0 and units // parts <= longest:
+                odd, (once, each) = parts % 2 * ODD_CYCLES, DIGIT_PARTS
+                sums = DIGIT_PAIR * (parts - 1) if parts <= 2 else once + each * parts + odd
+                choices.append((float(units // parts * DIGIT_CYCLES[width] + sums), width, tiles * parts, TILE))
+        ctas = min(max(sms // slices, 1), tiles * units)
+        share, (once, each) = -(-tiles * units // ctas), DIGIT_CROSSING
+        if min(share, units) <= longest:
+            choices.append((share * DIGIT_CYCLES[width] + once + each * ctas / tiles, width, ctas, TILE))
     if not choices:  # k so long that a CTA cannot add up one digit of it
         return float(k), 32, -(-tiles * k // (longest * UNIT)), TILE
     return min(choices)

@@ -154,6 +154,12 @@ def _many(strips: int, k: int, m: int, sms: int, grouped: bool, ready: bool) -> 
 
 def _one_digit(strips: int, k: int, m: int, sms: int, ready: bool) -> list[Stream]:
     """8-bit activations: every CTA would need all of x's rows for their scales, so that x is never quantized here."""
+    if m > 8 and strips <= sms:
+        if 2 * strips <= sms and k >= 6144:
+            return [Stream(8, 8, 2, 2, 1)]
+        if ready:
+            return [Stream(8, 8, 1, 2, 1) if k >= 8192 else Stream(4, 4, 2, 4, 2)]
+        return [Stream(8, 8, 2, 4, 1) if k < 4096 else Stream(8, 8, 1, 2, 1)]
     if 2 * strips <= sms:
         few = 3 * strips <= sms
         if few and m > 2 and k >= 8192:

@@ -118,7 +118,7 @@ def _decode(
     runs = group_size == -1 and (act_bits == 8 or not (quantized or wide))
     grouped = group_size == UNIT and act_bits == 16 and not quantized
     wgmma = device.arch == 90 and columns > 8
-    if not wgmma or (columns <= 16 and not _heavy(n, k, group_size, act_bits, device, runs, grouped)):
+    if not wgmma or (columns <= 16 and not _heavy(n, k, group_size, act_bits, device, runs, grouped, quantized)):
         plan = _stream(n, k, m, group_size, act_bits, device, quantized)
         if plan is not None or not wgmma:
             return plan
@@ -165,18 +165,23 @@ def _groups_by_digits(n: int, k: int, m: int, device: Device) -> bool:
     return 7000 + runs < 1.09 * prefill
 
 
-def _heavy(n: int, k: int, group_size: int, act_bits: int, device: Device, runs: bool, grouped: bool) -> bool:
+def _heavy(
+    n: int, k: int, group_size: int, act_bits: int, device: Device, runs: bool, grouped: bool, quantized: bool
+) -> bool:
     """Whether a weight takes wgmma for more than 8 columns of digits although mma.sync has 16: by the kernel of runs
     earlier than by columns, earlier still where few of its CTAs share a tile. Rows of x too long for the shared memory
     of few CTAs do, unless the weight has few strips, which more CTAs share anyway."""
-    too_long = k >= LONG and 2 * n > STRIP * device.sms
+    few = 2 * n <= STRIP * device.sms
+    too_long = k >= LONG and not few
     if not (runs or grouped):
         return too_long if act_bits == 16 and group_size in (-1, UNIT) else n * k >= LARGE or k >= LONG
-    if act_bits == 8 or too_long or n * k >= LARGE_RUNS or (k >= LONG_RUNS and 2 * n > STRIP * device.sms):
+    if act_bits == 8:
+        return not (few or (quantized and n <= STRIP * device.sms and k < LONG_RUNS))
+    if too_long or n * k >= LARGE_RUNS or (k >= LONG_RUNS and not few):
         return True
     plan = _runs(n, k, 8, act_bits, device, grouped=grouped)
-    few = plan.tile_n > 0 or 0 < whole_parts(n, k, plan.ctas) <= 2
-    return few and n * k * (16 if grouped else 8) >= LARGE
+    shared = plan.tile_n > 0 or 0 < whole_parts(n, k, plan.ctas) <= 2
+    return shared and n * k * (16 if grouped else 8) >= LARGE
 
 
 def shared_bytes(n: int, k: int, m: int, group_size: int, act_bits: int, plan: Plan) -> int:

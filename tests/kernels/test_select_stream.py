@@ -38,6 +38,8 @@ def plan_of(stream: Stream, device: Device = H200) -> Plan:
         (6912, 2560, 1, -1, 8, False, Stream(8, 8, 1, 6, 1)),
         (2560, 6912, 8, -1, 8, False, Stream(8, 8, 2, 6, 1)),
         (22016, 4096, 2, -1, 8, True, Stream(8, 4, 1, 3, 2)),
+        (4096, 11008, 16, -1, 8, False, Stream(8, 8, 2, 2, 1)),
+        (2560, 2560, 16, -1, 8, True, Stream(4, 4, 2, 4, 2)),
     ],
 )
 def test_plans_are_the_measured_best(n, k, m, group_size, act_bits, ready, expected):
@@ -90,6 +92,10 @@ def test_without_clusters_ctas_share_a_strip_only_if_x_fits_no_other_way():
     assert plan.kernel == STREAM_SM80 and plan.cta_split == 1
 
 
-def test_long_rows_of_few_strips_stay_on_mma():
+def test_weights_of_few_strips_stay_on_mma():
     assert select(3584, 18944, 8, -1, 16, H200).kernel == STREAM
     assert select(8192, 28672, 8, -1, 16, H200).kernel == RUNS
+    # One digit: up to 16 rows, wider weights where x is ready.
+    assert select(4096, 11008, 16, -1, 8, H200).kernel == STREAM
+    assert select(8192, 8192, 16, -1, 8, H200, quantized=True).kernel == STREAM
+    assert select(8192, 8192, 16, -1, 8, H200).kernel == RUNS
