@@ -7,9 +7,10 @@ runs every kernel at small shapes; runs go on side by side (nothing is timed). E
 the limit or an error was found in a kernel of trirun.
 
 What the tools do not see is told apart by kernel, and by source line where the library was built with --lineinfo:
-racecheck does not follow mbarriers and reports their hand-overs as hazards; initcheck does not see what the copy engine
-writes, so that torch's own products (cuBLAS) are reported as not initialised by whoever reads them. Outputs that torch
-allocates for a caller are filled first, with NaN, under initcheck.
+racecheck does not follow mbarriers and reports their hand-overs as hazards, and stores to other CTAs of a cluster as
+such to a CTA that may have ended; initcheck does not see what the copy engine writes, so that torch's own products
+(cuBLAS) are reported as not initialised by whoever reads them. Outputs that torch allocates for a caller are filled
+first, with NaN, under initcheck. racecheck of CUDA 13.0 fails with an internal error in most of prefill.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SELECTIONS = {
     "prefill int8": ("test_cuda_prefill.py", "int8_activations and float16"),
     "prefill shared": ("test_cuda_prefill_shared.py", "(pairs_of_a_tile and 4-64]) or (shares_of_several and 192-64)"),
     "prefill other": ("test_cuda_prefill.py", "identity_reads or dense_weight or spoils_only_itself"),
-    "decoder rows": ("test_cuda_decoder_ops.py", "test_rows and 96"),
+    "decoder rows": ("test_cuda_decoder_ops.py", "test_rows and -96-"),
     "decoder attention": ("test_cuda_decoder_ops.py", "test_attention and dtype0"),
     "decoder sampling": ("test_cuda_decoder_sampling.py", "203 and not draws"),
     "f16acc tails": ("test_f16acc_cuda.py", "every_plan_on_every_tail and not 4104 and not 4096"),
@@ -118,7 +119,9 @@ def _count(text: str) -> tuple[dict[str, int], dict[str, int]]:
     first = ""
     for line in text.splitlines():
         race = "Race reported between" in line
-        if "========= " not in line or not (race or " at " in line or " and " in line):  # pytest's dots may be before it
+        if "========= " not in line or not (
+            race or " at " in line or " and " in line
+        ):  # pytest's dots may be before it
             continue
         ours, at = _OURS.search(line), _LINE.search(line)
         if " and " not in line or race:
