@@ -73,7 +73,8 @@ class Outcome:
 
     @property
     def clean(self) -> bool:
-        ours = sum(count for kernel, count in self.kernels.items() if kernel != "others")
+        """No report, or under initcheck and racecheck none of a kernel of trirun."""
+        ours = self.errors if self.tool == "memcheck" else sum(self.kernels.values()) - self.kernels.get("others", 0)
         return self.errors is not None and ours == self.lost == self.failed == 0 and self.passed > 0
 
 
@@ -119,9 +120,8 @@ def _count(text: str) -> tuple[dict[str, int], dict[str, int]]:
     first = ""
     for line in text.splitlines():
         race = "Race reported between" in line
-        if "========= " not in line or not (
-            race or " at " in line or " and " in line
-        ):  # pytest's dots may be before it
+        # Not at the beginning of a line: pytest's dots may be before it.
+        if "========= " not in line or not (race or " at " in line or " and " in line):
             continue
         ours, at = _OURS.search(line), _LINE.search(line)
         if " and " not in line or race:
