@@ -193,6 +193,27 @@ def test_runs_are_divided_as_measured_best(n, k, m, grouped, expected):
     assert runs_tile(n, k, m, 2, H200.sms, k // 128, grouped=grouped)[1:] == (*expected, 256)[:3]
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "m", "expected"),
+    [
+        (8192, 8192, 16, (16, 128)),
+        (8192, 8192, 64, (32, 64)),  # 15.6, 17.1
+        (4096, 4096, 32, (16, 32)),  # 8.1, 9.7 in one slice
+        (4096, 4096, 64, (16, 32)),  # 9.2, 9.8
+        (2560, 2560, 48, (16, 20)),  # 7.0, 7.8
+        (6912, 2560, 64, (32, 54)),  # 8.8, 9.1
+        (2560, 6912, 32, (16, 60)),  # 9.6, 10.1
+        (11008, 4096, 48, (16, 43)),  # 11.5, 13.0
+        (4096, 11008, 32, (16, 66)),  # 14.7, 16.0
+        (5120, 5120, 32, (16, 40)),  # 9.6, 10.3
+        (22016, 4096, 32, (32, 86)),
+        (57344, 8192, 16, (16, 132)),
+    ],
+)
+def test_runs_of_one_digit_take_narrow_slices_of_small_weights(n, k, m, expected):
+    assert runs_tile(n, k, m, 1, H200.sms, 682)[1:] == (*expected, 256)
+
+
 def test_float32_rows_stay_on_decode_kernels():
     assert select(4096, 4096, 64, -1, 16, H200, wide=True).kernel == COLUMNS
     assert select(4096, 4096, 8, -1, 16, A100, wide=True).kernel == STREAM_SM80
