@@ -132,7 +132,7 @@ def _decode(
 
 def _stream(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool) -> Plan | None:
     """mma.sync, each warp with weights of its own; None where x fits no CTA."""
-    grouped, clusters = group_size != -1, device.arch >= 90
+    grouped, clusters, room = group_size != -1, device.arch >= 90, SHARED_MEMORY.get(device.arch, 99)
     for stream in stream_plans(n, k, m, act_bits, device.sms, grouped=grouped, ready=quantized, clusters=clusters):
         if stream.ctas > max(1, k // UNIT):
             continue
@@ -146,13 +146,13 @@ def _stream(n: int, k: int, m: int, group_size: int, act_bits: int, device: Devi
             fused=int(stream.fused),
         )
         shared = shared_bytes(n, k, m, group_size, act_bits, plan)
-        if shared * stream.per_sm > SHARED_MEMORY.get(device.arch, 99) * 1024:
+        if shared * stream.per_sm > room * 1024:
             continue
         # Clusters that find no room beside the others would wait for these to end.
         tiles = -(-n // STRIP // (plan.warps // plan.warp_split))
-        held = min(16 // plan.warps, 228 * 1024 // (shared + 1024))
-        room = int(device.sms * CLUSTERS[stream.ctas]) * held
-        if not clusters or stream in SMALLER or min(tiles, plan.ctas // stream.ctas) <= room:
+        held = min(16 // plan.warps, (room + 1) * 1024 // (shared + 1024))
+        at_once = int(device.sms * CLUSTERS[stream.ctas]) * held
+        if not clusters or stream in SMALLER or min(tiles, plan.ctas // stream.ctas) <= at_once:
             return plan
     return None
 
