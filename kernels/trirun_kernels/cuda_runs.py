@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 UNIT = 128  # k of one pipeline stage, K_PAD of the layout
 TILE = 256  # out_features of one CTA of the kernels of columns and runs
 LOW_TILE = 192  # and of runs, where those fill the multiprocessors better
 RUN = 4  # units that share a scale of x
 SMALL = 1 << 24  # weights
-# Clock cycles of a stage by columns of digits, words coming from memory to all multiprocessors.
-STAGE_CYCLES = {16: 525, 32: 540, 64: 718}
-LOW_CYCLES = {16: 483, 32: 520, 64: 666}  # of a tile of 192
-GROUPED_CYCLES = {16: 590, 32: 660, 64: 1050}  # with a scale per 128 k
-GROUPED_LOW_CYCLES = {16: 550, 32: 610, 64: 950}
-# Of the sums of a tile: of two CTAs, a cluster; of more, in the workspace; of shares that cross the tiles' borders,
-# where a CTA has sums of two tiles.
-PAIR_CYCLES, PARTS_CYCLES, ODD_CYCLES, CROSSING_CYCLES = 1500, 5000, 1500, {16: 9300, 32: 9300, 64: 11000}
-GROUPED_CROSSING_CYCLES = {16: 8300, 32: 8300, 64: 11000}
-GROUPED_WIDE = 1.5  # times the sums of tiles with 64 columns
-# One digit: int32 sums over all k. Of sums, for each CTA of a tile beside what any meeting costs.
-DIGIT_CYCLES = {16: 410, 32: 490}
-DIGIT_PAIR, DIGIT_PARTS, DIGIT_CROSSING = 1800, (3500, 420), (5000, 1200)
+
+
+class Cycles(NamedTuple):
+    """Of a stage, by columns of digits, words coming from memory to all multiprocessors; of a tile of 192 rows (none:
+    there is no kernel for it). Of a tile's sums: of two CTAs, a cluster; of more, in the workspace, once and for each
+    CTA; where shares cross the tiles' borders and a CTA has sums of two, by columns and for each CTA of a tile."""
+
+    stage: dict[int, int]
+    low: dict[int, int]
+    pair: int
+    parts: tuple[int, int]
+    crossing: tuple[dict[int, int], int]
+    wide: float = 1  # times the sums of tiles with 64 columns
+
+
+CHANNELS = Cycles(
+    stage={16: 525, 32: 540, 64: 718},
+    low={16: 483, 32: 520, 64: 666},
+    pair=1500,
+    parts=(5000, 100),
+    crossing=({16: 9300, 32: 9300, 64: 11000}, 0),
+)
+GROUPS = CHANNELS._replace(  # a scale per 128 k
+    stage={16: 590, 32: 660, 64: 1050},
+    low={16: 550, 32: 610, 64: 950},
+    crossing=({16: 8300, 32: 8300, 64: 11000}, 0),
+    wide=1.5,
+)
+# One digit: int32 sums over all k. Slices of 16 rows are worth it for small weights, whose sums then meet in pairs.
+ONE_DIGIT = Cycles(
+    stage={16: 410, 32: 490}, low={}, pair=1800, parts=(3500, 420), crossing=({16: 5000, 32: 5000}, 1200)
+)
+ODD_CYCLES = 1500  # of an odd number of CTAs, more than two
 
 
 def runs_tile(
@@ -36,47 +58,25 @@ def runs_tile(
         n, k: padded sizes of the stored weight. m: rows of x, ``digits`` (1 or 2) columns each.
         sms: multiprocessors. longest: units of 128 k that a CTA may add up of a tile. grouped: scales per 128 k.
     """
-    if digits == 1:
-        return _one_digit(-(-n // TILE), k, m, sms, longest)
+    cycles = ONE_DIGIT if digits == 1 else GROUPS if grouped else CHANNELS
     tiles, units, choices = -(-n // TILE), k // UNIT, []
-    cycles, crossing = (GROUPED_CYCLES, GROUPED_CROSSING_CYCLES) if grouped else (STAGE_CYCLES, CROSSING_CYCLES)
-    low_cycles, wide = (GROUPED_LOW_CYCLES, {64: GROUPED_WIDE}) if grouped else (LOW_CYCLES, {})
-    for width in (16, 32, 64):
-        slices = -(-m * 2 // width)
-        if (width == 16 and slices > 1) or (width > 16 and 4 * m <= width):
+    for width, stage in cycles.stage.items():
+        slices, wide = -(-m * digits // width), cycles.wide if width == 64 else 1
+        if (width == 16 and digits == 2 and slices > 1) or (width > 16 and 2 * m * digits <= width):
             continue
         for parts in range(1, 9):
             if tiles * parts * slices <= sms and units % parts == 0 and units // parts <= longest:
-                sums = PAIR_CYCLES * (parts - 1) if parts <= 2 else PARTS_CYCLES + 100 * parts + parts % 2 * ODD_CYCLES
-                choices.append((units // parts * cycles[width] + sums * wide.get(width, 1), width, tiles * parts, TILE))
+                once, each = cycles.parts
+                sums = cycles.pair * (parts - 1) if parts <= 2 else once + each * parts + parts % 2 * ODD_CYCLES
+                choices.append((units // parts * stage + sums * wide, width, tiles * parts, TILE))
         ctas = min(max(sms // slices, 1), tiles * units)
         share = -(-tiles * units // ctas)
         if min(share, units) <= longest:
-            choices.append((share * cycles[width] + crossing[width], width, ctas, TILE))
+            crossing, each = cycles.crossing
+            choices.append((share * stage + crossing[width] + each * ctas / tiles, width, ctas, TILE))
         low = -(-n // LOW_TILE)
-        if low * slices <= sms and units <= longest:
-            choices.append((units * low_cycles[width], width, low, LOW_TILE))
-    if not choices:  # k so long that a CTA cannot add up one digit of it
-        return float(k), 32, -(-tiles * k // (longest * UNIT)), TILE
-    return min(choices)
-
-
-def _one_digit(tiles: int, k: int, m: int, sms: int, longest: int) -> tuple[float, int, int, int]:
-    """Of 8-bit activations: slices of 16 rows of x are worth it for small weights, whose sums then meet in pairs."""
-    units, choices = k // UNIT, []
-    for width in (16, 32):
-        slices = -(-m // width)
-        if width > 16 and 2 * m <= width:
-            continue
-        for parts in range(1, 9):
-            if tiles * parts * slices <= sms and units % parts == 0 and units // parts <= longest:
-                odd, (once, each) = parts % 2 * ODD_CYCLES, DIGIT_PARTS
-                sums = DIGIT_PAIR * (parts - 1) if parts <= 2 else once + each * parts + odd
-                choices.append((float(units // parts * DIGIT_CYCLES[width] + sums), width, tiles * parts, TILE))
-        ctas = min(max(sms // slices, 1), tiles * units)
-        share, (once, each) = -(-tiles * units // ctas), DIGIT_CROSSING
-        if min(share, units) <= longest:
-            choices.append((share * DIGIT_CYCLES[width] + once + each * ctas / tiles, width, ctas, TILE))
+        if width in cycles.low and low * slices <= sms and units <= longest:
+            choices.append((units * cycles.low[width], width, low, LOW_TILE))
     if not choices:  # k so long that a CTA cannot add up one digit of it
         return float(k), 32, -(-tiles * k // (longest * UNIT)), TILE
     return min(choices)

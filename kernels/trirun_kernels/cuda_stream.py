@@ -65,9 +65,10 @@ def _alone(plan: Stream) -> Stream:
 
 def _few(strips: int, k: int, m: int, sms: int, grouped: bool, ready: bool) -> list[Stream]:
     """Two multiprocessors and more for every strip."""
+    pairs = Stream(8, 8, 2, 2, 1)
     if m > 4:
         if k >= 8192:
-            return [Stream(8, 4, 4, 4, 1), Stream(8, 8, 2, 2, 1)] if k >= 16384 else [Stream(8, 8, 2, 2, 1)]
+            return [Stream(8, 4, 4, 4, 1), pairs] if k >= 16384 else [pairs]
         return [Stream(4, 4, 2, 6, 2) if ready and k < 6144 else Stream(8, 8, 2, 6, 1)]
     very_few = 4 * strips <= sms
     if k < 6144:
@@ -82,8 +83,8 @@ def _few(strips: int, k: int, m: int, sms: int, grouped: bool, ready: bool) -> l
         if k < 8192:
             return [Stream(8, 8, 2, 6, 1)]
         if m > 2:
-            return [Stream(4, 4, 4, 4, 2), Stream(8, 8, 2, 2, 1)] if k < 16384 else [Stream(8, 8, 2, 2, 1)]
-        return [Stream(4, 4, 4, 6, 2), Stream(8, 8, 2, 2, 1)] if grouped or k >= 16384 else [Stream(8, 8, 2, 2, 1)]
+            return [Stream(4, 4, 4, 4, 2), pairs] if k < 16384 else [pairs]
+        return [Stream(4, 4, 4, 6, 2), pairs] if grouped or k >= 16384 else [pairs]
     if m == 1:
         return [Stream(8, 8, 2, 6, 1) if grouped and k >= 12288 else Stream(8, 4, 4, 4, 2, True)]
     if m == 2:

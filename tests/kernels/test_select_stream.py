@@ -86,8 +86,7 @@ def test_clusters_of_four_run_at_once():
 def test_without_clusters_ctas_share_a_strip_only_if_x_fits_no_other_way():
     for n, k, m, bits, ready in product(SIZES, SIZES[:-1], (1, 2, 4, 8), (8, 16), (False, True)):
         plans = stream_plans(n, k, m, bits, 108, grouped=False, ready=ready, clusters=False)
-        alone = [p.ctas == 1 for p in plans]
-        assert alone[0] and plans[-len(SMALLER) :] == SMALLER, plans
+        assert plans[0].ctas == 1 and plans[-len(SMALLER) :] == SMALLER, plans
     plan = select(4096, 8192, 1, -1, 16, A100)
     assert plan.kernel == STREAM_SM80 and plan.cta_split == 1
 
