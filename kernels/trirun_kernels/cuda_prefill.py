@@ -8,13 +8,17 @@ from typing import NamedTuple
 # (132, 66, 39, 30, 17 and 15 of them on an H200's 132, by cudaOccupancyMaxActiveClusters; of five, 22 were seen to).
 CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 5: 22 / 132, 6: 17 / 132, 8: 15 / 132}
 TALL, LOW = 256, 192  # out_features of one CTA: four strips of tile64, or three (scales per channel only)
+# Two strips and 64 rows of x (scales per channel, 16 bits): two CTAs fit a multiprocessor, so that those of the next
+# kernel begin while these end.
+HALF = 128
 EARLY = 2  # stages of words asked for before x is there; all of them would be in its way
 # Clock cycles per column of k of a tile. 64 tokens do not keep the tensor cores as busy as 128 (16.2 and 12.2, counted
 # as what they are at the clock of 64: busier tensor cores have a lower one).
-CYCLES = {(TALL, 64): 8.7, (TALL, 128): 17.0, (LOW, 64): 7.1, (LOW, 128): 12.8}
+CYCLES = {(TALL, 64): 8.7, (TALL, 128): 17.0, (LOW, 64): 7.1, (LOW, 128): 12.8, (HALF, 64): 5.14}
 CYCLES_GROUPS = {(TALL, 64): 14.0, (TALL, 128): 18.1}  # scales enter the fragments
 CYCLES_INT8 = {(TALL, 64): 4.7, (TALL, 128): 8.5, (LOW, 64): 3.9, (LOW, 128): 6.25}
-LAUNCH = 4000  # cycles from launch to first product, and of the outputs of the last tile
+# Cycles from launch to first product, and of the outputs of the last tile.
+LAUNCH = {TALL: 4000, LOW: 4000, HALF: 2400}
 LAST_ROUND = 125  # for each row of x: cycles of a second launch, whose clusters share the tiles of a last round
 NEXT_TILE = 2000  # cycles between tiles of 64 rows of a CTA, in which its warpgroups' sums come together
 # Tiles a multiprocessor, with more of which a last round is short beside the others: of tiles in AHEAD, of the rest.
@@ -22,20 +26,27 @@ MOST_SHARED, MOST_LEFT = 9, 4
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
 # Cycles of a tile of 64 rows that several CTAs share: to leave sums in the workspace and be waited for, and to add
 # those of one CTA. Half as much again for 128 rows, and a quarter more for 8-bit products, by measured times.
-LEAVE, ADD = {TALL: 3600, LOW: 2800}, {TALL: 1400, LOW: 800}
+LEAVE, ADD = {TALL: 3600, LOW: 2800, HALF: 3000}, {TALL: 1400, LOW: 800, HALF: 1100}
 # Both where shares are at least a tile long: what a CTA adds comes to its stages while it multiplies. Not for the
 # largest tile, whose sums do not fit there.
-AHEAD = {(TALL, 64): 10000, (LOW, 64): 6500, (LOW, 128): 6000}
+AHEAD = {(TALL, 64): 10000, (LOW, 64): 6500, (LOW, 128): 6000, (HALF, 64): 5800}
 # The same where two CTAs of a cluster have added up what they have before; and those cycles themselves.
-PAIRS_LEAVE, PAIRS_ADD, PAIR = {TALL: 1300, LOW: 800}, {TALL: 2100, LOW: 1500}, 2700
+PAIRS_LEAVE, PAIRS_ADD = {TALL: 1300, LOW: 800, HALF: 1200}, {TALL: 2100, LOW: 1500, HALF: 1400}
+PAIR = {TALL: 2700, LOW: 2700, HALF: 3400}
 # Of a cluster that shares a tile, and for each of its CTAs: sums that travel through shared memory.
-CLUSTER_SUMS = {(TALL, 64): (5000, 800), (TALL, 128): (5000, 1300), (LOW, 64): (1200, 1150), (LOW, 128): (1500, 1500)}
+CLUSTER_SUMS = {
+    (TALL, 64): (5000, 800),
+    (TALL, 128): (5000, 1300),
+    (LOW, 64): (1200, 1150),
+    (LOW, 128): (1500, 1500),
+    (HALF, 64): (2800, 650),
+}
 
 
 class Tile(NamedTuple):
-    """``tokens`` (64 or 128) by ``rows`` of w (256 or 192) in one CTA. ``split``: CTAs of a cluster that share a tile
-    along k. ``ctas``: of the whole launch, where they share all tiles' k equally; 0 where they do not. With both, all
-    tiles have as many CTAs, which meet in clusters of two (``split``) first."""
+    """``tokens`` (64 or 128) by ``rows`` of w (256, 192 or 128) in one CTA. ``split``: CTAs of a cluster that share a
+    tile along k. ``ctas``: of the whole launch, where they share all tiles' k equally; 0 where they do not. With both,
+    all tiles have as many CTAs, which meet in clusters of two (``split``) first."""
 
     tokens: int
     rows: int
@@ -64,10 +75,12 @@ def prefill_cycles(
     scaled = grouped or not plain
     tall_tiles = -(-n // TALL) * -(-m // 128)  # where there are many, tiles of either height fill the last round
     for (rows, tokens), per_column in cycles.items():
-        if (tokens == 64 and not (plain or int8)) or (rows == LOW and (not plain or tall_tiles > 12 * sms)):
+        if (tokens == 64 and not (plain or int8)) or (rows != TALL and (not plain or tall_tiles > 12 * sms)):
             continue
         for split in CLUSTERS:
             long = k // (128 if int8 else 64) >= 4 * split
+            if rows == HALF and split not in (1, 2, 4, 8):  # its sums are units of four, which others divide badly
+                continue
             if split == 1 or (long and sums_fit(tokens, rows, split, int8=int8, scaled=scaled)):
                 whole = _whole_cycles(n, k, m, sms, Tile(tokens, rows, split, 0), per_column)
                 choices.append((whole, Tile(tokens, rows, split, 0)))
@@ -79,30 +92,31 @@ def prefill_cycles(
         for ctas in {sms, tiles * (sms // tiles)}:
             if 0 < ctas <= tiles * (k // UNIT):
                 work, exchange = _shared_cycles(k, tiles, ctas, tokens, rows, per_column)
-                choices.append((LAUNCH + work + exchange * (1.25 if int8 else 1), Tile(tokens, rows, 1, ctas)))
+                choices.append((LAUNCH[rows] + work + exchange * (1.25 if int8 else 1), Tile(tokens, rows, 1, ctas)))
         for parts in (2, 4, 6, 8):
             if tiles * parts <= sms and k % (parts * UNIT * (1 + (int8 and tokens == 64))) == 0:
-                pairs = LAUNCH + k // parts * per_column + _pairs_cycles(tokens, rows, parts) * (1.25 if int8 else 1)
-                choices.append((pairs, Tile(tokens, rows, 2, tiles * parts)))
+                sums = _pairs_cycles(tokens, rows, parts) * (1.25 if int8 else 1)
+                choices.append((LAUNCH[rows] + k // parts * per_column + sums, Tile(tokens, rows, 2, tiles * parts)))
     return min(choices)
 
 
 def sums_fit(tokens: int, rows: int, split: int, *, int8: bool, scaled: bool) -> bool:
     """Whether the sums that ``split`` CTAs of a cluster send each other fit where their stages were: the arithmetic of
     ``TileShape`` in csrc/cuda/prefill_arguments.cuh. scaled: scales enter the fragments (groups, real zero points)."""
-    strips, warpgroups = rows // 64, 2 if rows == TALL else 3
+    strips = rows // 64
+    warpgroups = 2 if rows == TALL else strips
     spans = 2 if tokens == 64 and not int8 and not scaled else 1
     columns = spans * (128 if int8 else 64)
     stage = spans * tokens * 128 + strips * columns // 32 * 512 + 2048 * scaled * (not int8)
     exchange = 1024 * tokens if rows == TALL and tokens == 64 else 0
-    room = 227 * 1024 - 2 * rows * tokens - 8 * warpgroups * tokens - 256 - exchange
+    room = (113 if rows == HALF else 227) * 1024 - 2 * rows * tokens - 8 * warpgroups * tokens - 256 - exchange
     units = tokens * rows // (8 * 128 * warpgroups)  # of sums: two registers of four for every thread
     return -(-units // split) * split * 2 * 16 * 128 * warpgroups <= min(room // stage, 12) * stage
 
 
 def _pairs_cycles(tokens: int, rows: int, parts: int) -> float:
     left = PAIRS_LEAVE[rows] + PAIRS_ADD[rows] * (parts // 2) if parts > 2 else 0
-    return (0.5 + tokens / 128) * (PAIR + left)
+    return (0.5 + tokens / 128) * (PAIR[rows] + left)
 
 
 def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, rows: int, per_column: float) -> tuple[float, float]:
@@ -127,9 +141,9 @@ def _whole_cycles(n: int, k: int, m: int, sms: int, tile: Tile, per_column: floa
     if split > 1:
         stage, (once, each) = 128 if tokens == 64 else 64, CLUSTER_SUMS[rows, tokens]
         longest = -(-k // stage // split) * stage * per_column
-        return LAUNCH + -(-tiles // int(sms * CLUSTERS[split])) * (longest + once + each * split)
+        return LAUNCH[rows] + -(-tiles // int(sms * CLUSTERS[split])) * (longest + once + each * split)
     whole, rest = divmod(tiles, sms)
     # The kernel itself shares the tiles of a last, mostly empty round among clusters.
     last = next((s for s in sorted(CLUSTERS, reverse=True) if whole and rest <= int(sms * CLUSTERS[s])), 1)
     round_of_tiles = per_tile + (NEXT_TILE if tokens == 64 else 0)
-    return LAUNCH + whole * round_of_tiles + (rest > 0) * (per_tile / last + (last > 1) * LAST_ROUND * tokens)
+    return LAUNCH[rows] + whole * round_of_tiles + (rest > 0) * (per_tile / last + (last > 1) * LAST_ROUND * tokens)

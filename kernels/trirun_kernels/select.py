@@ -20,7 +20,6 @@ SLICE = 32  # rows of x of one CTA of the kernel of runs, at most
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
-TINY = 1 << 22  # weights
 LARGE_RUNS, LONG_RUNS = 5 << 24, 3 << 12  # weights, columns of x: for the kernel of runs
 DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
@@ -89,7 +88,7 @@ def select(
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
         tile_of_64 = plain and group_size != 32
-        digits_win = group_size == -1 and n * k <= (LARGE_RUNS if act_bits == 8 else TINY)
+        digits_win = group_size == -1 and act_bits == 8 and n * k <= LARGE_RUNS
         if group_size == UNIT and act_bits == 16 and SLICE < m <= DECODE_ROWS and tile_of_64:
             digits_win = _groups_by_digits(n, k, m, device)
         limit = 32 if tile_of_64 and not (quantized or wide or digits_win) else DECODE_ROWS

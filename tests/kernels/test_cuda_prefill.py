@@ -18,6 +18,8 @@ def plans():
         *(Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=256, ctas=ctas) for tokens in (64, 128) for ctas in (1, 5, 132)),
         *(Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=192, ctas=ctas) for tokens in (64, 128) for ctas in (0, 1, 5, 132)),
         *(Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=192, cta_split=split) for tokens in (64, 128) for split in (2, 5)),
+        *(Plan(PREFILL_WGMMA, tile_m=64, tile_n=128, cta_split=split) for split in (1, 2, 4, 8)),
+        *(Plan(PREFILL_WGMMA, tile_m=64, tile_n=128, ctas=ctas) for ctas in (1, 5, 132)),
         Plan(PREFILL_SM80, tile_m=128),
     ]
 
@@ -33,7 +35,7 @@ def test_every_grid(dtype, group, zero):
     small = group != 32 and zero in (1.0, 1.5, 2.0)
     for (kernel, split, ctas), tokens in itertools.product(kernels, (64, 128) if small else (128,)):
         if kernel == PREFILL_WGMMA or tokens == 128:
-            for rows_of_w in (256, 192) if small and group == -1 else (256,):
+            for rows_of_w in (256, 192, 128)[: 1 if not small or group != -1 else 2 if tokens == 128 else 3]:
                 plan = Plan(kernel, tile_m=tokens, tile_n=rows_of_w, cta_split=split, ctas=ctas)
                 check(x, w, run(x, w, plan, bias=bias, pitch=8), bias=bias)
 
@@ -158,6 +160,7 @@ def test_a_plan_without_an_instance_is_refused():
         Plan(PREFILL_WGMMA, tile_m=96),
         Plan(PREFILL_W2A8, tile_m=128),
         Plan(PREFILL_WGMMA, tile_m=128, tile_n=192),  # groups
+        Plan(PREFILL_WGMMA, tile_m=64, tile_n=128),
         Plan(PREFILL_WGMMA, tile_m=128, tile_n=256, cta_split=2, ctas=3),
     ):
         with pytest.raises(NativeError, match="no kernel"):

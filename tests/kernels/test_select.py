@@ -97,8 +97,8 @@ def test_many_rows_prefill():
     assert select(8192, 8192, 8, 128, 16, H200).kernel == select(4096, 11008, 8, 128, 16, H200).kernel == STREAM
     assert select(8192, 4096, 8, 128, 16, H200).kernel == STREAM  # 7.40 us, 8.05
     assert select(4096, 4096, 32, 128, 16, H200, quantized=True).kernel == COLUMNS
-    assert select(4096, 1024, 33, -1, 16, H200).kernel == select(4096, 4096, 64, -1, 8, H200).kernel == RUNS
-    assert select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
+    assert select(4096, 4096, 64, -1, 8, H200).kernel == RUNS
+    assert select(4096, 1024, 33, -1, 16, H200).kernel == select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(8192, 8192, 32, -1, 16, H200).kernel == RUNS
     assert select(8192, 8192, 64, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(8192, 8192, 64, -1, 8, H200).kernel == RUNS

@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from trirun_kernels.cuda_prefill import CLUSTERS, LOW, TALL, prefill_tile, sums_fit
+from trirun_kernels.cuda_prefill import CLUSTERS, HALF, LOW, TALL, prefill_tile, sums_fit
 from trirun_kernels.select import Device, select
 
 H200 = Device(90, 132)
@@ -14,7 +14,8 @@ def test_tiles_have_instances():
     for (n, k, m), plain, int8, grouped in product(shapes, *(((True, False),) * 3)):
         tile = prefill_tile(n, k, m, H200.sms, plain=plain, int8=int8, grouped=grouped and not int8)
         assert tile.tokens == 128 or (tile.tokens == 64 and (plain or int8))
-        assert tile.rows == TALL or (tile.rows == LOW and plain and (int8 or not grouped))
+        assert tile.rows == TALL or (plain and (int8 or not grouped))
+        assert tile.rows in (TALL, LOW) or (tile.rows, tile.tokens, int8) == (HALF, 64, False)
         assert tile.split in CLUSTERS and tile.ctas <= H200.sms and (tile.ctas == 0 or tile.split <= 2)
         # Every CTA of a cluster has work, and both warpgroups of a 64-token tile.
         assert tile.split == 1 or k // (128 if int8 else 64) >= 2 * tile.split
@@ -29,15 +30,20 @@ def test_tiles_have_instances():
     ("n", "k", "m", "int8", "expected"),
     [
         # Measured on an H200: microseconds of the choice, then of the best of another kind.
-        (8192, 8192, 64, False, (64, TALL, 2, 128)),  # 17.5, 18.6
+        (8192, 8192, 64, False, (64, HALF, 2, 128)),  # 15.8, 17.5
         (8192, 8192, 128, False, (64, TALL, 2, 128)),  # 25.9, 26.0
         (8192, 8192, 192, False, (64, LOW, 1, 0)),  # 37.3, 40.1
         (8192, 8192, 256, False, (64, TALL, 1, 0)),  # 45.7, 47.0
-        (4096, 4096, 64, False, (64, LOW, 4, 0)),  # 8.9, 9.5 (runs)
-        (4096, 4096, 128, False, (64, TALL, 2, 128)),  # 12.1, 12.7
+        (4096, 4096, 64, False, (64, HALF, 2, 128)),  # 7.9, 9.0
+        (4096, 4096, 128, False, (64, HALF, 2, 128)),  # 9.2, 12.0
         (4096, 4096, 192, False, (64, LOW, 2, 132)),  # 12.9, 14.9
         (5120, 5120, 64, False, (64, LOW, 4, 0)),  # 10.2, 12.4
-        (4096, 4096, 256, False, (64, TALL, 2, 128)),  # 15.6, 15.9
+        (4096, 4096, 256, False, (64, HALF, 1, 0)),  # 15.1, 16.0
+        (3584, 3584, 64, False, (64, HALF, 4, 0)),  # 6.7, 8.4
+        (1024, 4096, 64, False, (64, HALF, 8, 0)),  # 6.2, 7.9 (runs)
+        (4096, 11008, 64, False, (64, LOW, 5, 0)),  # 15.1, 15.4
+        (4096, 14336, 64, False, (64, HALF, 2, 128)),  # 15.5, 17.8
+        (14336, 4096, 64, False, (64, HALF, 1, 0)),  # 14.8, 15.5
         (11008, 4096, 64, False, (64, LOW, 2, 116)),  # 12.8, 15.1
         (11008, 4096, 128, False, (64, LOW, 1, 0)),  # 20.0, 23.8
         (11008, 4096, 256, False, (128, LOW, 1, 0)),  # 34.1, 38.3
@@ -74,6 +80,8 @@ def test_tile_is_the_measured_best(n, k, m, int8, expected):
 
 def test_sums_of_a_cluster_fit_its_shared_memory():
     # The kernels refuse plans whose sums do not: five CTAs of the largest tile, where stages of scales leave less.
+    for split in CLUSTERS:
+        assert sums_fit(64, HALF, split, int8=False, scaled=False)
     for tokens, rows, split, int8 in product((64, 128), (TALL, LOW), CLUSTERS, (True, False)):
         for scaled in (True, False) if rows == TALL and not int8 else (False,):
             refused = (tokens, rows, split) == (128, TALL, 5) and (int8 or scaled)

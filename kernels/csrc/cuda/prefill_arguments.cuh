@@ -60,9 +60,11 @@ constexpr int kStageBytesOfX = 128;  // per row: one swizzle span
 // group fills whole stages (groups of 64 and 128); in the fragments, whatever the group and the zero points.
 enum Scaling { kChannelScales, kGroupScales, kAnyScales };
 
-// A tile of Strips strips by Tokens rows of x, stages of Spans swizzle spans of x, and the warpgroups that multiply.
-template <typename T, int Tokens, int Strips, int Warpgroups, int Spans>
+// A tile of Strips strips by Tokens rows of x, stages of Spans swizzle spans of x, the warpgroups that multiply, and the
+// CTAs that a multiprocessor has room for: with two, those of the next kernel begin beside these.
+template <typename T, int Tokens, int Strips, int Warpgroups, int Spans, int Ctas = 1>
 struct TileShape {
+  static constexpr int kCtas = Ctas, kShared = (228 / Ctas - 1) * 1024;
   static constexpr int kStrips = Strips, kRowTile = Strips * 64, kTokens = Tokens;
   static constexpr int kConsumers = Warpgroups * 128, kThreads = kConsumers + 128;
   static constexpr int kStoreColumns = kRowTile * 32 / kConsumers;  // rows of w of one warp's outputs
@@ -73,7 +75,7 @@ struct TileShape {
   static constexpr int kWords = kStrips * kBlocks * 512;
   static constexpr int kOutput = kRowTile * Tokens * 2;  // values of 16 bits
   static constexpr int kRows = Warpgroups * Tokens * 8;  // per warpgroup: factor and sum of every token
-  static constexpr int kBarriers = 256, kRoom = 227 * 1024 - kOutput - kRows - kBarriers;
+  static constexpr int kBarriers = 256, kRoom = kShared - kOutput - kRows - kBarriers;
   // Of every consumer thread's sums, four at a time.
   static constexpr int kQuads = kRowTile * Tokens / kConsumers / 4;
   // What the CTAs of a cluster send, in pairs of quads, takes the place of the stages once all are consumed.
@@ -103,18 +105,18 @@ struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChanne
   static constexpr int kFull = kStages * (kTurns == 2 && kStages % 2 ? 2 : 1);
   static_assert((kFull + kStages + 3) * 8 <= Tile::kBarriers);
   static constexpr bool kAhead = Tile::kSumStages < kStages;
-  static constexpr int kBytes = 227 * 1024 - Tile::kRoom + kExchange + kStages * kStage;
+  static constexpr int kBytes = Tile::kShared - Tile::kRoom + kExchange + kStages * kStage;
 };
 
-// Of tiles of three strips, each with a warpgroup of its own (prefill_strips.cuh); scales per channel only.
-template <typename T, int Tokens>
-struct StripsShape : TileShape<T, Tokens, 3, 3, Tokens == 64 && sizeof(T) == 2 ? 2 : 1> {
-  using Tile = TileShape<T, Tokens, 3, 3, Tokens == 64 && sizeof(T) == 2 ? 2 : 1>;
+// Of tiles of two or three strips, each with a warpgroup of its own (prefill_strips.cuh); scales per channel only.
+template <typename T, int Tokens, int Strips>
+struct StripsShape : TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, Strips == 2 ? 2 : 1> {
+  using Tile = TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, Strips == 2 ? 2 : 1>;
   static constexpr bool kGrouped = false;
   static constexpr int kUnit = 1, kGroups = 0, kStage = Tile::kX + Tile::kWords;
   static constexpr int kStages = std::min(Tile::kRoom / kStage, 12), kFull = kStages;
   static constexpr bool kAhead = Tile::kSumStages < kStages;
-  static constexpr int kBytes = 227 * 1024 - Tile::kRoom + kStages * kStage;
+  static constexpr int kBytes = Tile::kShared - Tile::kRoom + kStages * kStage;
 };
 
 }  // namespace trirun

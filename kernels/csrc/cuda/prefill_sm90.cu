@@ -138,9 +138,14 @@ template <typename T, Scaling Mode>
 int launch_tokens(const Problem& p, const PreparedRows& rows) {
   if (p.plan.tile_n == 192) {
     if constexpr (Mode == kChannelScales) {
-      if (p.plan.tile_m == 64) return launch<T, StripsShape<T, 64>>(strips_kernel<T, 64>, p, rows);
-      if (p.plan.tile_m == 128) return launch<T, StripsShape<T, 128>>(strips_kernel<T, 128>, p, rows);
+      if (p.plan.tile_m == 64) return launch<T, StripsShape<T, 64, 3>>(strips_kernel<T, 64, 3>, p, rows);
+      if (p.plan.tile_m == 128) return launch<T, StripsShape<T, 128, 3>>(strips_kernel<T, 128, 3>, p, rows);
     }
+    return TRIRUN_UNSUPPORTED;
+  }
+  if (p.plan.tile_n == 128) {
+    if constexpr (Mode == kChannelScales && sizeof(T) == 2)
+      if (p.plan.tile_m == 64) return launch<T, StripsShape<T, 64, 2>>(strips_kernel<T, 64, 2>, p, rows);
     return TRIRUN_UNSUPPORTED;
   }
   // 64 tokens keep twice the row blocks in registers, which leaves no room for zero points of groups.
@@ -161,7 +166,7 @@ int launch_scaling(const Problem& p, const PreparedRows& rows) {
 
 size_t shared_tiles_bytes(const trirun_cuda_plan& plan) {
   const bool hopper = plan.kernel == TRIRUN_KERNEL_PREFILL_WGMMA || plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8;
-  const int rows = plan.tile_n == 192 ? 192 : 256;
+  const int rows = plan.tile_n == 128 || plan.tile_n == 192 ? plan.tile_n : 256;
   return hopper && plan.ctas > 0 && plan.tile_m > 0 ? size_t(plan.ctas) * 2 * plan.tile_m * rows * 4 : 0;
 }
 

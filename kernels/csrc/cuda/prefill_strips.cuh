@@ -11,12 +11,12 @@
 
 namespace trirun {
 
-template <typename T, int Tokens>
-__global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
+template <typename T, int Tokens, int Strips>
+__global__ void __launch_bounds__(StripsShape<T, Tokens, Strips>::kThreads, StripsShape<T, Tokens, Strips>::kCtas)
     strips_kernel(const __grid_constant__ PrefillArguments args) {
 #ifdef TRIRUN_HOPPER
   using namespace hopper;
-  using Shape = StripsShape<T, Tokens>;
+  using Shape = StripsShape<T, Tokens, Strips>;
   using Part = Consumer<T, Tokens, Shape::kStrips>;
   using Accumulator = typename Part::Accumulator;
   using D = Dequantize<typename std::conditional<Part::kInt8, __half, T>::type>;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens>::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     copy_and_announce<Shape>(args, base, words_at, 0, full, empty, received, sums_ready);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Strips == 2 ? 104 : 160));
     const int thread = threadIdx.x - 128, lane = thread % 32;
     // Read from a lane, so that the compiler knows it is the same for the warp.
     const int strip = __shfl_sync(~0u, thread / 128, 0), block = __shfl_sync(~0u, thread / 32 % 4, 0);
