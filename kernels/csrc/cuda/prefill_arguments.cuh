@@ -11,6 +11,7 @@ namespace trirun {
 
 struct PrefillArguments {
   CUtensorMap x;       // [m][k], boxes of Tokens x 128 bytes, 128-byte swizzle
+  CUtensorMap last_x;  // boxes of as many rows as the last token tile has: rows out of range take the copy engine longer
   CUtensorMap words;   // [n/64][k/32][128]
   CUtensorMap scales;  // [k/g][n] in strip order; grouped kernels only
   CUtensorMap zeros;
@@ -26,6 +27,7 @@ struct PrefillArguments {
   int k_stages;                // stages along k
   int row_tiles, token_tiles;  // of 256 or 192 rows of w, of Tokens rows of x
   int raster;                  // token tiles that run side by side
+  int last_rows;               // of x in a box of last_x, a multiple of 8
   int splits;                  // CTAs of the cluster that share one tile along k
   int first_tile, last_tile;
   int early;  // stages of words asked for before the kernel before this one has ended

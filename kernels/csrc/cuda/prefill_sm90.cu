@@ -24,13 +24,16 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
   const cuuint64_t n = p.w.n, k = p.w.k, m = p.m, columns = rows.columns;
   const auto type = sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   PrefillArguments a = {};
-  const Box box_of_x = {type,
-                        CU_TENSOR_MAP_SWIZZLE_128B,
-                        2,
-                        {columns, m, 1},
-                        {rows.ldx * sizeof(T), 0},
-                        {Shape::kSpanColumns, kTokens, 1}};
+  Box box_of_x = {type,
+                  CU_TENSOR_MAP_SWIZZLE_128B,
+                  2,
+                  {columns, m, 1},
+                  {rows.ldx * sizeof(T), 0},
+                  {Shape::kSpanColumns, kTokens, 1}};
   int status = encode(&a.x, rows.x, box_of_x);
+  a.last_rows = int((m - 1) % kTokens / 8 + 1) * 8;
+  box_of_x.box[1] = cuuint32_t(a.last_rows);
+  if (status == TRIRUN_OK) status = encode(&a.last_x, rows.x, box_of_x);
   if (status == TRIRUN_OK) status = encode_words(&a.words, p.w, Shape::kBlocks, Shape::kStrips);
   const bool grouped = Shape::kGrouped && p.w.group_size > 0;
   if (grouped) {

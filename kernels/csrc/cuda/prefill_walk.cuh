@@ -241,11 +241,18 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
   using namespace hopper;
   const bool grouped = Shape::kGrouped && args.group_size > 0;
   const int group_rows = args.group_size == 32 ? 2 : 1;
-  const uint32_t bytes = Shape::kX + Shape::kWords + (grouped ? group_rows * 512 * (args.has_zeros ? 2 : 1) : 0);
+  const uint32_t bytes_of_weights = Shape::kWords + (grouped ? group_rows * 512 * (args.has_zeros ? 2 : 1) : 0);
+  const void* map_of_x;  // of this token tile, and its bytes in a stage
+  uint32_t bytes_of_x;
+  const auto begin_tile = [&](int token_tile) {
+    const bool is_last = token_tile == args.token_tiles - 1;
+    map_of_x = is_last ? &args.last_x : &args.x;
+    bytes_of_x = is_last ? Shape::kSpans * args.last_rows * kStageBytesOfX : Shape::kX;
+  };
   // slot: of the stage's barrier.
   const auto load_weights = [&](int stage, int slot, int k, int row_tile) {
     const uint32_t bar = full + 8 * slot;
-    barrier_expect(bar, bytes);
+    barrier_expect(bar, bytes_of_x + bytes_of_weights);
     tensor_load(words_at + stage * Shape::kWords, &args.words, bar, 0, k * Shape::kBlocks, row_tile * Shape::kStrips);
     if (grouped) {
       const int group = k * Shape::kColumns / args.group_size;
@@ -257,13 +264,14 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
   const auto load_x = [&](int stage, int slot, int k, int token_tile) {
 #pragma unroll
     for (int span = 0; span < Shape::kSpans; ++span)
-      tensor_load(base + stage * Shape::kX + span * Shape::kSpan, &args.x, full + 8 * slot,
+      tensor_load(base + stage * Shape::kX + span * Shape::kSpan, map_of_x, full + 8 * slot,
                   k * Shape::kColumns + span * Shape::kSpanColumns, token_tile * Shape::kTokens);
   };
-  tensor_map_prefetch(&args.x);
   Walk walk(args, Shape::kUnit);
   int row_tile, token_tile;
   place(args, walk.tile, row_tile, token_tile);
+  begin_tile(token_tile);
+  tensor_map_prefetch(map_of_x);
   // Weights never depend on the kernel before this one: some are asked for before it has ended, others behind x, in
   // whose way they would be.
   const int early = min(args.early, walk.last - walk.first);
@@ -281,6 +289,7 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
     }
     if (!walk.next()) break;
     place(args, walk.tile, row_tile, token_tile);
+    begin_tile(token_tile);
     k = walk.first;
   }
   if constexpr (Shape::kAhead) {
