@@ -155,8 +155,9 @@ def _stream() -> int:
     return torch.cuda.current_stream().cuda_stream
 
 
-# One workspace per device and stream: kernels of one stream run in order, so they can share it. It only grows; its
-# first 64 KiB are the zeros that trirun.h asks for.
+COUNTER_BYTES = 64 << 10  # at the start of a workspace: the zeros that trirun.h asks for
+
+# One workspace per device and stream: kernels of one stream run in order, so they can share it. It only grows.
 _workspaces: dict[tuple[int, int], Tensor] = {}
 
 
@@ -178,7 +179,10 @@ def _workspace(
         # at capture need not be at replay. Otherwise a fill would be one more kernel in every replay.
         # Those of COLUMNS and RUNS are zeroed by the kernel that quantizes x, where there is one.
         counts = plan.cta_split > 1 if plan.kernel == STREAM_SM80 else plan.kernel in (COLUMNS, RUNS) and quantized
-        return (torch.zeros if counts else torch.empty)(size, dtype=torch.uint8, device=device)
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        if counts:
+            workspace[:COUNTER_BYTES].zero_()
+        return workspace
     key = (device.index, _stream())
     held = _workspaces.get(key)
     if held is None or held.numel() < size:

@@ -94,6 +94,9 @@ def select(
         limit = 32 if tile_of_64 and not (quantized or wide or digits_win) else DECODE_ROWS
     if m <= limit or quantized or wide:
         plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide) if m <= limit else None
+        free = group_size == -1 and act_bits == 16 and plain and not (quantized or wide)
+        if plan is not None and free and plan.kernel == RUNS and not plan.fused and _half_tile_wins(n, k, m, device):
+            return _prefill(n, k, m, group_size, act_bits, device, plain)
         if plan is not None:
             return plan
         if quantized or wide:
@@ -154,6 +157,13 @@ def _stream(n: int, k: int, m: int, group_size: int, act_bits: int, device: Devi
         if not clusters or stream in SMALLER or min(tiles, plan.ctas // stream.ctas) <= at_once:
             return plan
     return None
+
+
+def _half_tile_wins(n: int, k: int, m: int, device: Device) -> bool:
+    """Whether a prefill tile of 64 rows is faster for few rows, where the kernel of runs divides n and k badly: by the
+    cycles of both, 1.5 thousand a microsecond of its own, 2.5 thousand more to quantize x, and 1.8 of prefill's."""
+    digits = runs_tile(n, k, m, 2, device.sms, k // UNIT)[0]
+    return prefill_cycles(n, k, m, device.sms, plain=True, int8=False)[0] / 1.8 < (digits + 2500) / 1.5
 
 
 def _groups_by_digits(n: int, k: int, m: int, device: Device) -> bool:
