@@ -98,7 +98,7 @@ def test_many_rows_prefill():
     assert select(8192, 4096, 8, 128, 16, H200).kernel == STREAM  # 7.40 us, 8.05
     assert select(4096, 4096, 32, 128, 16, H200, quantized=True).kernel == COLUMNS
     assert select(4096, 4096, 64, -1, 8, H200).kernel == RUNS
-    # Few rows, where shares of k are unequal or short: 7.6 us by runs, 6.7, and 11.1, 8.7; elsewhere 7.4, 7.8 and 6.8, 8.3.
+    # Few rows, where shares of k are unequal or short: 7.6 us by runs, 6.7, and 11.1, 8.7; elsewhere 7.4 and 7.8.
     assert select(3584, 3584, 9, -1, 16, H200).kernel == select(1536, 8960, 16, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(4096, 4096, 32, -1, 16, H200).kernel == select(1280, 8192, 32, -1, 16, H200).kernel == RUNS
     assert select(4096, 1024, 33, -1, 16, H200).kernel == select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
