@@ -15,7 +15,7 @@ from .cuda import PlanStruct, device_of, library
 from .f16acc_int2 import FEWEST_ROWS, int2_gemm_f16acc
 from .native import Int2Struct, NativeError
 from .packing import PackedWeight
-from .select import RUNS, select
+from .select import PREFILL, RUNS, select
 
 # Fewest and most rows that may go from kernel to kernel as digits, which the kernels in between make for nothing.
 DIGIT_ROWS = (1, 32)
@@ -66,8 +66,8 @@ class Projection:
 
     def reads_digits(self, m: int) -> bool:
         """Whether :meth:`of_digits` has a kernel for m rows on the weight's device, and a fast one: the kernel of runs
-        gives x scales of its own and reads no 16-bit digits, but with more than 8 rows it is faster than those that do
-        by more than it takes to quantize x (kernels/README.md)."""
+        gives x scales of its own and reads no 16-bit digits, nor does a prefill tile, but with more than 8 rows they
+        are faster than those that do by more than it takes to quantize x (kernels/README.md)."""
         if not isinstance(self.weight, PackedWeight):
             return False
         try:
@@ -77,7 +77,7 @@ class Projection:
         if m <= 8 or of_digits.kernel == RUNS:
             return True
         of_values, _ = self._plan(m, torch.float16, self.weight.words.device, False)
-        return of_values.kernel != RUNS
+        return of_values.kernel != RUNS and of_values.kernel not in PREFILL
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [m, k], contiguous and its rows on 16 bytes, → [m, n].
