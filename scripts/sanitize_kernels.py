@@ -44,7 +44,10 @@ SELECTIONS = {
     "prefill tails": ("test_cuda_prefill.py", "tails_of_n_and_k and (1001 or 63)"),
     "prefill grids": ("test_cuda_prefill.py", "every_grid and float16"),
     "prefill int8": ("test_cuda_prefill.py", "int8_activations and float16"),
-    "prefill shared": ("test_cuda_prefill_shared.py", "(pairs_of_a_tile and 4-64]) or (shares_of_several and (64-192 or 64-128))"),
+    "prefill shared": (
+        "test_cuda_prefill_shared.py",
+        "(pairs_of_a_tile and 4-64]) or (shares_of_several and (64-192 or 64-128))",
+    ),
     "prefill other": ("test_cuda_prefill.py", "identity_reads or dense_weight or spoils_only_itself"),
     "decoder rows": ("test_cuda_decoder_ops.py", "test_rows and -96-"),
     "decoder attention": ("test_cuda_decoder_ops.py", "test_attention and dtype0"),
