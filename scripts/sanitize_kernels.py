@@ -10,8 +10,8 @@ What the tools do not see is told apart by kernel, and by source line where the 
 racecheck does not follow mbarriers and reports their hand-overs as hazards, and stores to other CTAs of a cluster as
 such to a CTA that may have ended; initcheck does not see what the copy engine writes, so that torch's own products
 (cuBLAS) are reported as not initialised by whoever reads them. Outputs that torch allocates for a caller are filled
-first, with NaN, under initcheck. Under racecheck every test is a process of its own: the tool of CUDA 13.0 ends with an
-internal error in most selections of prefill, though in none of their tests alone.
+first, with NaN, under initcheck. Under racecheck every test is a process of its own; that of CUDA 13.0 ends with an
+internal error in those of prefill whose reference is a product of 129 or 150 rows by cuBLAS, not in the kernels alone.
 """
 
 from __future__ import annotations

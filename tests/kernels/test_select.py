@@ -52,6 +52,7 @@ def test_every_plan_is_launchable(device):
             assert plan.kernel == COLUMNS or group == -1 or (group == 128 and bits == 16), where
             assert 0 <= plan.x_first <= (plan.early or plan.stages) <= plan.stages, where
             assert plan.tile_n == 0 or (plan.kernel, plan.tile_n, plan.fused, plan.cta_split) == (RUNS, 192, 0, 0)
+            assert plan.tile_n == 0 or plan.ctas == -(-n // 192), where
             if plan.cta_split:
                 # Clusters of two: every tile has as many CTAs, an even number, and no CTA has two tiles.
                 parts, rest = divmod(plan.ctas, -(-n // 256))

@@ -537,6 +537,8 @@ int launch_runs(const Problem& p) {
   const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
   const int64_t longest = (total + ctas - 1) / ctas;
   const bool exact = layout.digits == 1;
+  // Tiles of three strips: a CTA each. CTAs with several of them gave wrong sums now and then (kernels/README.md).
+  if (of_tile != STRIPS && ctas * units != total) return TRIRUN_UNSUPPORTED;
   if (exact && (longest < units ? longest : units) * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
   // A CTA quantizes every column of x at most once, in no more pieces than there are barriers for: runs, of which those
   // at the ends of its share and of a tile may be shorter.

@@ -46,7 +46,7 @@ struct PrefillArguments {
   bool split_zero;  // zero points that q - zero is not exact for: subtracted in two parts
   float zero;
   int y_dtype;
-  bool tensor_stores;  // y's rows start at multiples of 16 bytes and hold 16-bit values
+  bool tensor_stores;  // y's rows start and end at multiples of 16 bytes and hold 16-bit values
 
   __host__ __device__ int start(int cta) const { return cta * share + (cta < rest ? cta : rest); }
   // The CTA that has this unit.

@@ -69,7 +69,9 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
   a.zero = p.w.zero;
   a.split_zero = p.w.zeros || !quarters(p.w.zero);
   a.y_dtype = p.dtype;
-  a.tensor_stores = p.dtype != TRIRUN_F32 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0 && p.ldy % 8 == 0;
+  // The copy engine writes the last 16 bytes of a row whole, whatever the tensor's width: what lies beside is the caller's.
+  a.tensor_stores =
+      p.dtype != TRIRUN_F32 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0 && p.ldy % 8 == 0 && p.n % 8 == 0;
 
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes);
   if (error != cudaSuccess) return error;
