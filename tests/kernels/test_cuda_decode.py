@@ -74,9 +74,8 @@ def plans(n, m, k, act_bits, group_size):
     if HOPPER and columns > 8:
         for ctas, stages, early, first, w in ((1, 5, 2, 1, 0), (3, 4, 0, 0, 32), (7, 3, 1, 1, 16), (132, 3, 2, 0, 0)):
             yield Plan(COLUMNS, ctas=ctas, stages=stages + stages % 2, early=early, x_first=first)
-            for tile in (0, 192) if runs else ():  # tiles of 192 have a CTA each
-                of_tile = -(-n // 192) if tile else ctas
-                yield Plan(RUNS, w, tile, ctas=of_tile, stages=stages, early=early, x_first=first)
+            for tile, of in ((0, ctas), (192, -(-n // 192))) if runs else ():  # tiles of 192 have a CTA each
+                yield Plan(RUNS, w, tile, ctas=of, stages=stages, early=early, x_first=first)
             if fuses:  # a CTA quantizes no column twice: of no more units than a tile has
                 yield Plan(RUNS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
         for parts, fused in ((2, 0), (4, 0), (2, 1), (4, 1)):  # clusters of two

@@ -11,7 +11,7 @@ namespace trirun {
 
 struct PrefillArguments {
   CUtensorMap x;       // [m][k], boxes of Tokens x 128 bytes, 128-byte swizzle
-  CUtensorMap last_x;  // boxes of as many rows as the last token tile has: rows out of range take the copy engine longer
+  CUtensorMap last_x;  // boxes of as many rows as the last token tile has: rows out of range take longer to copy
   CUtensorMap words;   // [n/64][k/32][128]
   CUtensorMap scales;  // [k/g][n] in strip order; grouped kernels only
   CUtensorMap zeros;
@@ -62,8 +62,8 @@ constexpr int kStageBytesOfX = 128;  // per row: one swizzle span
 // group fills whole stages (groups of 64 and 128); in the fragments, whatever the group and the zero points.
 enum Scaling { kChannelScales, kGroupScales, kAnyScales };
 
-// A tile of Strips strips by Tokens rows of x, stages of Spans swizzle spans of x, the warpgroups that multiply, and the
-// CTAs that a multiprocessor has room for: with two, those of the next kernel begin beside these.
+// A tile of Strips strips by Tokens rows of x, stages of Spans swizzle spans of x, the warpgroups that multiply, and
+// the CTAs that a multiprocessor has room for: with two, those of the next kernel begin beside these.
 template <typename T, int Tokens, int Strips, int Warpgroups, int Spans, int Ctas = 1>
 struct TileShape {
   static constexpr int kCtas = Ctas, kShared = (228 / Ctas - 1) * 1024;

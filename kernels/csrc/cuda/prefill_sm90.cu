@@ -69,7 +69,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
   a.zero = p.w.zero;
   a.split_zero = p.w.zeros || !quarters(p.w.zero);
   a.y_dtype = p.dtype;
-  // The copy engine writes the last 16 bytes of a row whole, whatever the tensor's width: what lies beside is the caller's.
+  // The copy engine writes the last 16 bytes of a row whole, whatever the tensor's width; what lies beside is not ours.
   a.tensor_stores =
       p.dtype != TRIRUN_F32 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0 && p.ldy % 8 == 0 && p.n % 8 == 0;
 
