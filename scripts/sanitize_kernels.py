@@ -84,24 +84,26 @@ class Outcome:
         return ours == self.lost == self.failed == self.unfinished == 0 and self.passed > 0
 
 
+def _selected(selection: str) -> list[str]:
+    file, expression = SELECTIONS[selection]
+    return [str(ROOT / "tests" / "kernels" / file), "-k", expression]
+
+
 def tests_of(selection: str) -> list[str]:
     """The selection's tests, by pytest's names."""
-    file, expression = SELECTIONS[selection]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    command += [str(ROOT / "tests" / "kernels" / file), "-k", expression]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *_selected(selection)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [line for line in found.splitlines() if "::" in line]
 
 
 def run(sanitizer: str, tool: str, selection: str, test: str | None, limit: float, log: Path) -> Outcome:
     """One selection, or one test of it, under one tool; what it prints goes to a file."""
-    file, expression = SELECTIONS[selection]
     command = [sanitizer, "--tool", tool, "--show-backtrace", "no", "--print-limit", "100000"]
     # What others write has to be seen, for initcheck; else their kernels, of the references, only take time.
     command += [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=trirun"]
     command += [sys.executable, *(("-c", _FILLED) if tool == "initcheck" else ("-m", "pytest"))]
     command += ["-q", "--tb=line", "-p", "no:cacheprovider"]
-    command += [test] if test else [str(ROOT / "tests" / "kernels" / file), "-k", expression]
+    command += [test] if test else _selected(selection)
     # Every tensor an allocation of its own, so that one byte behind it is out of bounds and its memory not yet written.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     started = time.monotonic()
@@ -171,7 +173,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", default=",".join(TOOLS), help="comma-separated; default: all three")
     parser.add_argument("--only", default=",".join(SELECTIONS), help="comma-separated selections; default: all")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one selection under one tool")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a selection, or test, under one tool")
     parser.add_argument("--jobs", type=int, default=8, help="runs side by side")
     parser.add_argument("--logs", type=Path, help="directory for the tools' output; default: a temporary one")
     parser.add_argument("--json", action="store_true")

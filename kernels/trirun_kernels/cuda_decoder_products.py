@@ -77,7 +77,7 @@ class Projection:
         if m <= 8 or of_digits.kernel == RUNS:
             return True
         of_values, _ = self._plan(m, torch.float16, self.weight.words.device, False)
-        return of_values.kernel != RUNS and of_values.kernel not in PREFILL
+        return of_values.kernel not in (RUNS, *PREFILL)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [m, k], contiguous and its rows on 16 bytes, → [m, n].

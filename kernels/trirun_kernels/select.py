@@ -90,13 +90,10 @@ def select(
         tile_of_64 = plain and group_size != 32
         digits_win = group_size == -1 and act_bits == 8 and n * k <= LARGE_RUNS
         if group_size == UNIT and act_bits == 16 and SLICE < m <= DECODE_ROWS and tile_of_64:
-            digits_win = _groups_by_digits(n, k, m, device)
+            digits_win = _digits_win(n, k, m, device, grouped=True)
         limit = 32 if tile_of_64 and not (quantized or wide or digits_win) else DECODE_ROWS
     if m <= limit or quantized or wide:
-        plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide) if m <= limit else None
-        free = group_size == -1 and act_bits == 16 and plain and not (quantized or wide)
-        if plan is not None and free and plan.kernel == RUNS and not plan.fused and _half_tile_wins(n, k, m, device):
-            return _prefill(n, k, m, group_size, act_bits, device, plain)
+        plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide, plain) if m <= limit else None
         if plan is not None:
             return plan
         if quantized or wide:
@@ -107,8 +104,9 @@ def select(
 
 
 def _decode(
-    n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool, wide: bool
+    n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool, wide: bool, plain: bool
 ) -> Plan | None:
+    """None where no decode kernel takes the product, or prefill's smallest tile is faster."""
     columns = m * (2 if act_bits == 16 else 1)
     # Large weights take wgmma a tile earlier: one copy of x for four strips is less traffic from L2, and long rows of x
     # need not fit the shared memory at once.
@@ -126,7 +124,9 @@ def _decode(
             return plan
     # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
     if runs:
-        return _runs(n, k, m, act_bits, device, fuses=fuses)
+        plan = _runs(n, k, m, act_bits, device, fuses=fuses)
+        lost = fuses and plain and not plan.fused and not _digits_win(n, k, m, device, grouped=False)
+        return None if lost else plan
     if grouped:
         return _runs(n, k, m, act_bits, device, grouped=True, fuses=fuses)
     return _columns(n, k, m, group_size, act_bits, device)
@@ -159,19 +159,12 @@ def _stream(n: int, k: int, m: int, group_size: int, act_bits: int, device: Devi
     return None
 
 
-def _half_tile_wins(n: int, k: int, m: int, device: Device) -> bool:
-    """Whether a prefill tile of 64 rows is faster for few rows, where the kernel of runs divides n and k badly: by the
-    cycles of both, 1.5 thousand a microsecond of its own, 2.5 thousand more to quantize x, and 1.8 of prefill's."""
-    digits = runs_tile(n, k, m, 2, device.sms, k // UNIT)[0]
-    return prefill_cycles(n, k, m, device.sms, plain=True, int8=False)[0] / 1.8 < (digits + 2500) / 1.5
-
-
-def _groups_by_digits(n: int, k: int, m: int, device: Device) -> bool:
-    """Whether the kernel of runs is faster than prefill's tile of 64 rows, by what both take for the fewest cycles:
-    0.54 ns of the former and 0.59 of the latter, and 4 us until x is quantized."""
-    runs = runs_tile(n, k, m, 2, device.sms, k // UNIT, grouped=True)[0]
-    prefill = prefill_cycles(n, k, m, device.sms, plain=True, int8=False, grouped=True)[0]
-    return 7000 + runs < 1.09 * prefill
+def _digits_win(n: int, k: int, m: int, device: Device, *, grouped: bool) -> bool:
+    """Whether the kernel of runs is faster than prefill's tiles, by what both take for the fewest cycles: 0.67 ns of
+    the former and 0.56 of the latter (groups: 0.54 and 0.59), and 1.7 us (4) until x is quantized."""
+    runs = runs_tile(n, k, m, 2, device.sms, k // UNIT, grouped=grouped)[0]
+    prefill = prefill_cycles(n, k, m, device.sms, plain=True, int8=False, grouped=grouped)[0]
+    return 7000 + runs < 1.09 * prefill if grouped else 2500 + runs <= prefill / 1.2
 
 
 def _heavy(

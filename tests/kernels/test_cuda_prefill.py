@@ -35,7 +35,8 @@ def test_every_grid(dtype, group, zero):
     small = group != 32 and zero in (1.0, 1.5, 2.0)
     for (kernel, split, ctas), tokens in itertools.product(kernels, (64, 128) if small else (128,)):
         if kernel == PREFILL_WGMMA or tokens == 128:
-            for rows_of_w in (256, 192, 128)[: 1 if not small or group != -1 else 2 if tokens == 128 else 3]:
+            lower = (192, 128) if tokens == 64 else (192,)  # tiles of scales per channel
+            for rows_of_w in (256, *lower) if small and group == -1 else (256,):
                 plan = Plan(kernel, tile_m=tokens, tile_n=rows_of_w, cta_split=split, ctas=ctas)
                 check(x, w, run(x, w, plan, bias=bias, pitch=8), bias=bias)
 

@@ -25,7 +25,7 @@ struct PrefillArguments {
   int64_t ldy;
   int m, n, padded_n;          // true sizes of y; rows of w as stored
   int k_stages;                // stages along k
-  int row_tiles, token_tiles;  // of 256 or 192 rows of w, of Tokens rows of x
+  int row_tiles, token_tiles;  // of 256, 192 or 128 rows of w, of Tokens rows of x
   int raster;                  // token tiles that run side by side
   int last_rows;               // of x in a box of last_x, a multiple of 8
   int splits;                  // CTAs of the cluster that share one tile along k

@@ -1,5 +1,5 @@
-// Prefill by tiles of three strips, 192 rows of w, by Tokens rows of x: where tiles of four would leave multiprocessors
-// idle, or share more of their sums.
+// Prefill by tiles of two or three strips, 128 or 192 rows of w, by Tokens rows of x: where tiles of four would leave
+// multiprocessors idle, or share more of their sums. Tiles of two strips have room for the next kernel's CTAs.
 //
 // Every strip has a warpgroup of its own, whose warp i has row block i of it: one product a step, and sums that need no
 // other warpgroup's. Words are read by four warps, each of which masks its own two bits of every byte. See
