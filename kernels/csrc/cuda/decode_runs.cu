@@ -168,8 +168,10 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
 #pragma unroll
       for (int i = 0; i < steps.value * J; i++) make_fragment(i / J, i % J);
     };
-    // The integer sums of a run become floats: of the stage at `from`, or, fused, of a piece.
+    // The integer sums of a run become floats: of the stage at `from`, or, fused, of a piece. Returns bits of all that
+    // it reads of that stage.
     const auto convert = [&](uint32_t from) {
+      uint32_t loaded = 0;
       wgmma_wait<0>();
 #pragma unroll
       for (int j = 0; j < J; j++) wgmma_hold(c[j]);
@@ -180,7 +182,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
         if constexpr (FUSED)
           x = load_shared_float2(x_scales + i * 32);
         else if constexpr (!S::EXACT)
-          x.x = load_shared_float(x_scales + i * 32);
+          loaded |= __float_as_uint(x.x = load_shared_float(x_scales + i * 32));
         if constexpr (FUSED) total[i] += x.y;
 #pragma unroll
         for (int j = 0; j < J; j++)
@@ -193,12 +195,10 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
               sum[j][i][e / 2] += x.x * fmaf(static_cast<float>(hi), 256.f, static_cast<float>(lo));
           }
       }
+      return loaded;
     };
     int at = first;
-    const auto release = [&](uint32_t stage) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + stage * 8);
-    };
+    const auto release = [&](uint32_t stage, uint32_t loaded) { release_stage(empty + stage * 8, loaded, a.nought); };
 
     // Of groups: a stage's products side by side, meanwhile what makes its sums floats, and then the fragments of the
     // next. Beyond the last stage they are made of what is there, and not used.
@@ -226,10 +226,12 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
       float row_scale[J][2], row_zero[J][ZEROS ? 2 : 1];  // for codes * 4^j
 #pragma unroll
       for (int i = 0; i < N / 8; i++) x_scale[i] = load_shared_float2(x_scales + i * 32);
+      uint32_t loaded = FUSED ? 0 : __float_as_uint(x_scale[N / 8 - 1].x);  // loads of a warp come in their order
 #pragma unroll
       for (int j = 0; j < J; j++) {
         const uint32_t row = now + row_scales_of_lane + j * 4, scales = load_shared(row);
         const uint32_t zeros = ZEROS ? load_shared(row + STRIPS * 128) : 0;
+        if (j == J - 1) loaded |= ZEROS ? zeros : scales;
 #pragma unroll
         for (int h = 0; h < 2; h++)
           row_scale[j][h] = half_of(scales, h) * __uint_as_float(quarter[j]);
@@ -242,7 +244,6 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
       if (++at < last) barrier_wait(full + ring.stage * 8, ring.phase);
       read_stage();
       wgmma_wait<0>();
-      release(stage);
 #pragma unroll
       for (int j = 0; j < J; j++) wgmma_hold(c[j]);
       make_fragments(std::integral_constant<int, STEPS>{});
@@ -257,6 +258,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
             const int v = c[j][i * 4 + h * 2] * 256 + c[j][i * 4 + h * 2 + 1];
             sum[j][i][h] += row_scale[j][h] * (x_scale[i].x * static_cast<float>(v) - of_x);
           }
+      release(stage, loaded);
     };
 
     using Counter = std::conditional_t<FUSED, uint64_t, unsigned>;
@@ -427,7 +429,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
               }
               wgmma_wait<S::SETS / 2 / S::BURST>();
               // The stage before is complete.
-              if (end_step == 2 && at > run) release(before);
+              if (end_step == 2 && at > run) release(before, 0);
 #pragma unroll
               for (int i = 0; i < S::BURST * J; i++) make_fragment((end_step + i / J) % STEPS, i % J);
 #pragma unroll
@@ -435,8 +437,8 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
                 if (i > 0) read_words(i);
             }
           } while (++at < stop);
-          convert(FUSED ? piece++ * (S::ROWS * 8) : now);
-          release(stage);
+          const uint32_t loaded = convert(FUSED ? piece++ * (S::ROWS * 8) : now);
+          release(stage, loaded);
         } while (!S::EXACT && at < end);
       }
       if constexpr (FUSED && !GROUPED) {
@@ -537,8 +539,6 @@ int launch_runs(const Problem& p) {
   const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
   const int64_t longest = (total + ctas - 1) / ctas;
   const bool exact = layout.digits == 1;
-  // Tiles of three strips: a CTA each. CTAs with several of them gave wrong sums now and then (kernels/README.md).
-  if (of_tile != STRIPS && ctas * units != total) return TRIRUN_UNSUPPORTED;
   if (exact && (longest < units ? longest : units) * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
   // A CTA quantizes every column of x at most once, in no more pieces than there are barriers for: runs, of which those
   // at the ends of its share and of a tile may be shorter.

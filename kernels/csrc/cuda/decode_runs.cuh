@@ -15,6 +15,7 @@ constexpr int QUANTIZERS = 2;  // warpgroups that do
 
 struct RunsArgs : EqualShares {
   CUtensorMap words, digits;
+  uint32_t nought;  // see release_stage
   const __half* scales;
   const __half* zeros;  // or null
   float zero;

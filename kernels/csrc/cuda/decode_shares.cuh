@@ -29,6 +29,14 @@ inline EqualShares equal_shares(int64_t total, int ctas) {
   return {static_cast<int>(total / ctas), static_cast<int>(total % ctas)};
 }
 
+// A warp gives a stage of its ring back. An arrival overtakes loads from shared memory, even those of its own thread,
+// and the copy engine may fill the stage anew while they wait (kernels/README.md): so the address depends on what they
+// bring. loaded: bits of what may still be on its way; nought: 0, which the compiler does not know.
+__device__ __forceinline__ void release_stage(uint32_t barrier, uint32_t loaded, uint32_t nought) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier + loaded * nought);
+}
+
 // Counts this warp, whose lanes have stored what belongs to the count; returns how many came before. Whoever sees the
 // last count sees what all of them stored.
 __device__ __forceinline__ unsigned arrive_counted(unsigned* counter) {

@@ -25,6 +25,7 @@ constexpr int J = 2;       // row blocks of one warpgroup
 
 struct ColumnsArgs : EqualShares {
   CUtensorMap words;
+  uint32_t nought;  // see release_stage
   const __half* scales;
   const __half* zeros;  // or null
   float zero;
@@ -232,11 +233,13 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
         between(b);
       }
     };
+    uint32_t loaded = 0;  // bits of what the last step of a stage has read there
     // Of the integer sums of a step over a piece of the stage at `at`, those that the `part`-th product of the next
     // step leaves time for become floats.
     const auto convert = [&](auto step, uint32_t at, int piece, int part) {
       constexpr int j = decltype(step)::value / S::HALVES, half = decltype(step)::value % S::HALVES;
       int (&sums)[S::WIDTH / 2] = c[decltype(step)::value % 2];
+      const auto note = [&](uint32_t v) { loaded |= decltype(step)::value == J * S::HALVES - 1 ? v : 0; };
       if (part == 0) wgmma_hold(sums);
       if constexpr (S::EXACT) return;
       if (SCALE != PER_CHANNEL && half == 0 && part == 0) {
@@ -244,6 +247,7 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
                               lane / 4 * 16 + group * 8 + j * 4;
         // Without zeros the scales stand in, unused: no branch between wgmmas.
         const uint32_t s = load_shared(from), z = load_shared(from + (real_zeros ? a.group_rows * STRIPS * 128 : 0));
+        note(s | z);
         const float2 scales = __half22float2(reinterpret_cast<const __half2&>(s));
         const float2 zeros = __half22float2(reinterpret_cast<const __half2&>(z));
         row_scale[0] = scales.x * quarter[j], row_scale[1] = scales.y * quarter[j];
@@ -261,6 +265,7 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
           if constexpr (SCALE == PER_BLOCK)
             x_sum = load_shared_float(at + a.x_sums_at + ((lane & 3) * (2 / DIGITS) + e + n * (8 / DIGITS)) * 16 +
                                       piece * 4);
+          note(__float_as_uint(s.x) | (SCALE == PER_BLOCK ? __float_as_uint(x_sum) : 0));
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             const float v = static_cast<float>(DIGITS == 2 ? sums[i * 4 + 2 * h] * 256 + sums[i * 4 + 2 * h + 1]
@@ -273,8 +278,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
         }
     };
     const auto release = [&](uint32_t stage) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + stage * 8);
+      release_stage(empty + stage * 8, loaded, a.nought);
+      loaded = 0;
     };
     // Steps of a piece but the first, each with the one before.
     const auto go_on = [&](int piece, int fresh) {
