@@ -7,15 +7,18 @@ from typing import NamedTuple
 # Clusters of so many CTAs that run at once, as a share of the multiprocessors: they do not cross the borders of a GPC
 # (132, 66, 39, 30, 17 and 15 of them on an H200's 132, by cudaOccupancyMaxActiveClusters; of five, 22 were seen to).
 CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 5: 22 / 132, 6: 17 / 132, 8: 15 / 132}
-TALL, LOW = 256, 192  # out_features of one CTA: four strips of tile64, or three (scales per channel only)
-# Two strips and 64 rows of x (scales per channel, 16 bits): two CTAs fit a multiprocessor, so that those of the next
+# out_features of one CTA: four strips of tile64, or three (scales per channel or per 128 columns)
+TALL, LOW = 256, 192
+# Two strips and 64 rows of x (the same scales, 16 bits): two CTAs fit a multiprocessor, so that those of the next
 # kernel begin while these end.
 HALF = 128
 EARLY = 2  # stages of words asked for before x is there; all of them would be in its way
 # Clock cycles per column of k of a tile. 64 tokens do not keep the tensor cores as busy as 128 (16.2 and 12.2, counted
 # as what they are at the clock of 64: busier tensor cores have a lower one).
 CYCLES = {(TALL, 64): 8.7, (TALL, 128): 17.0, (LOW, 64): 7.1, (LOW, 128): 12.8, (HALF, 64): 5.14}
-CYCLES_GROUPS = {(TALL, 64): 14.0, (TALL, 128): 18.1}  # scales enter the fragments
+# Scales enter the fragments: in tiles of four strips by a multiplication more, in lower ones as a factor of the codes.
+CYCLES_GROUPS = {(TALL, 64): 11.5, (TALL, 128): 16.5}
+CYCLES_UNITS = CYCLES_GROUPS | {(LOW, 64): 7.8, (LOW, 128): 13.2, (HALF, 64): 5.9}  # groups of 128
 CYCLES_INT8 = {(TALL, 64): 4.7, (TALL, 128): 8.5, (LOW, 64): 3.9, (LOW, 128): 6.25}
 # Cycles from launch to first product, and of the outputs of the last tile.
 LAUNCH = {TALL: 4000, LOW: 4000, HALF: 2400}
@@ -54,25 +57,26 @@ class Tile(NamedTuple):
     ctas: int
 
 
-def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, grouped: bool = False) -> Tile:
-    """The tile of the fewest cycles for y[m, n] = x[m, k] · wᵀ: see :func:`prefill_cycles`."""
-    return prefill_cycles(n, k, m, sms, plain=plain, int8=int8, grouped=grouped)[1]
+def prefill_tile(n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, group_size: int = -1) -> Tile:
+    """The tile of the fewest cycles for y[m, n] = x[m, k] · wᵀ: see :func:`prefill_choices`."""
+    return min(prefill_choices(n, k, m, sms, plain=plain, int8=int8, group_size=group_size))[1]
 
 
-def prefill_cycles(
-    n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, grouped: bool = False
-) -> tuple[float, Tile]:
-    """The fewest cycles of a tile for y[m, n] = x[m, k] · wᵀ, and that tile.
+def prefill_choices(
+    n: int, k: int, m: int, sms: int, *, plain: bool, int8: bool, group_size: int = -1
+) -> list[tuple[float, Tile]]:
+    """Tiles for y[m, n] = x[m, k] · wᵀ, each behind its cycles.
 
     Args:
         n, k: padded sizes of the stored weight. m: rows of x. sms: multiprocessors.
         plain: a zero point in quarters and no groups of 32; only such weights have a kernel for 64 rows.
-        int8: 8-bit activations on integer tensor cores, twice the rate.
-        grouped: scales per group of columns.
+        int8: 8-bit activations on integer tensor cores, twice the rate; only with one scale per output channel.
+        group_size: columns of a scale, or -1.
     """
-    cycles = CYCLES_INT8 if int8 else CYCLES_GROUPS if grouped else CYCLES
+    per_group = CYCLES_UNITS if group_size == UNIT else CYCLES_GROUPS
+    cycles = CYCLES_INT8 if int8 else CYCLES if group_size == -1 else per_group
     choices: list[tuple[float, Tile]] = []
-    scaled = grouped or not plain
+    scaled = group_size != -1 or not plain
     tall_tiles = -(-n // TALL) * -(-m // 128)  # where there are many, tiles of either height fill the last round
     for (rows, tokens), per_column in cycles.items():
         if (tokens == 64 and not (plain or int8)) or (rows != TALL and (not plain or tall_tiles > 12 * sms)):
@@ -97,7 +101,7 @@ def prefill_cycles(
             if tiles * parts <= sms and k % (parts * UNIT * (1 + (int8 and tokens == 64))) == 0:
                 sums = _pairs_cycles(tokens, rows, parts) * (1.25 if int8 else 1)
                 choices.append((LAUNCH[rows] + k // parts * per_column + sums, Tile(tokens, rows, 2, tiles * parts)))
-    return min(choices)
+    return choices
 
 
 def sums_fit(tokens: int, rows: int, split: int, *, int8: bool, scaled: bool) -> bool:
@@ -105,9 +109,10 @@ def sums_fit(tokens: int, rows: int, split: int, *, int8: bool, scaled: bool) ->
     ``TileShape`` in csrc/cuda/prefill_arguments.cuh. scaled: scales enter the fragments (groups, real zero points)."""
     strips = rows // 64
     warpgroups = 2 if rows == TALL else strips
-    spans = 2 if tokens == 64 and not int8 and not scaled else 1
+    spans = 2 if tokens == 64 and not int8 and not (scaled and rows == TALL) else 1
     columns = spans * (128 if int8 else 64)
-    stage = spans * tokens * 128 + strips * columns // 32 * 512 + 2048 * scaled * (not int8)
+    scales = scaled * (not int8) * (2048 if rows == TALL else 2 * rows)
+    stage = spans * tokens * 128 + strips * columns // 32 * 512 + scales
     exchange = 1024 * tokens if rows == TALL and tokens == 64 else 0
     room = (113 if rows == HALF else 227) * 1024 - 2 * rows * tokens - 8 * warpgroups * tokens - 256 - exchange
     units = tokens * rows // (8 * 128 * warpgroups)  # of sums: two registers of four for every thread

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .cuda_prefill import CLUSTERS, EARLY, prefill_cycles, prefill_tile
+from .cuda_prefill import CLUSTERS, EARLY, prefill_choices, prefill_tile
 from .cuda_runs import RUN, TILE, UNIT, cluster_of, equal_shares, fused_tile, runs_tile, whole_parts
 from .cuda_stream import SMALLER, STRIP, stream_plans
 
@@ -21,7 +21,7 @@ DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x
 LARGE_RUNS, LONG_RUNS = 5 << 24, 3 << 12  # weights, columns of x: for the kernel of runs
-DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats scales inside the sums
+DENSE_ROWS = 2048  # rows of x from which a library's product on the dense weight beats groups of 32, or zero points
 EXACT_SUM = 87296  # k over which int32 sums of codes times one digit cannot overflow (csrc/cuda/decode_unit.cuh)
 SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB one CTA may have; 99 elsewhere
 
@@ -89,8 +89,6 @@ def select(
     if device.arch == 90:
         tile_of_64 = plain and group_size != 32
         digits_win = group_size == -1 and act_bits == 8 and n * k <= LARGE_RUNS
-        if group_size == UNIT and act_bits == 16 and SLICE < m <= DECODE_ROWS and tile_of_64:
-            digits_win = _digits_win(n, k, m, device, grouped=True)
         limit = 32 if tile_of_64 and not (quantized or wide or digits_win) else DECODE_ROWS
     if m <= limit or quantized or wide:
         plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide, plain) if m <= limit else None
@@ -98,7 +96,8 @@ def select(
             return plan
         if quantized or wide:
             raise ValueError(f"{m} rows of k={k} do not fit a decode kernel of compute capability {device.arch / 10}")
-    if dense and group_size != -1 and act_bits == 16 and m >= DENSE_ROWS and n * k <= LARGE and device.arch == 90:
+    scaled = group_size != -1 and (group_size == 32 or not plain)  # by more than one factor a fragment
+    if dense and scaled and act_bits == 16 and m >= DENSE_ROWS and n * k <= LARGE and device.arch == 90:
         return Plan(DEQUANTIZE)
     return _prefill(n, k, m, group_size, act_bits, device, plain)
 
@@ -123,12 +122,10 @@ def _decode(
         if plan is not None or not wgmma:
             return plan
     # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
-    if runs:
-        plan = _runs(n, k, m, act_bits, device, fuses=fuses)
-        lost = fuses and plain and not plan.fused and not _digits_win(n, k, m, device, grouped=False)
+    if runs or grouped:
+        plan = _runs(n, k, m, act_bits, device, grouped=grouped, fuses=fuses)
+        lost = fuses and plain and not plan.fused and not _digits_win(n, k, m, device, grouped=grouped)
         return None if lost else plan
-    if grouped:
-        return _runs(n, k, m, act_bits, device, grouped=True, fuses=fuses)
     return _columns(n, k, m, group_size, act_bits, device)
 
 
@@ -161,10 +158,11 @@ def _stream(n: int, k: int, m: int, group_size: int, act_bits: int, device: Devi
 
 def _digits_win(n: int, k: int, m: int, device: Device, *, grouped: bool) -> bool:
     """Whether the kernel of runs is faster than prefill's tiles, by what both take for the fewest cycles: 0.67 ns of
-    the former and 0.56 of the latter (groups: 0.54 and 0.59), and 1.7 us (4) until x is quantized."""
+    the former and 0.56 of the latter, and 1.7 us (4) until x is quantized."""
     runs = runs_tile(n, k, m, 2, device.sms, k // UNIT, grouped=grouped)[0]
-    prefill = prefill_cycles(n, k, m, device.sms, plain=True, int8=False, grouped=grouped)[0]
-    return 7000 + runs < 1.09 * prefill if grouped else 2500 + runs <= prefill / 1.2
+    group_size = UNIT if grouped else -1
+    prefill = min(prefill_choices(n, k, m, device.sms, plain=True, int8=False, group_size=group_size))[0]
+    return 7000 + runs < 1.05 * prefill if grouped else 2500 + runs <= prefill / 1.2
 
 
 def _heavy(
@@ -263,7 +261,7 @@ def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
     # The int8 tile is computed in two turns of 128 columns at least.
     int8 = act_bits == 8 and group_size == -1 and 256 <= k <= 87040
     plain = plain and group_size != 32
-    tile = prefill_tile(n, k, m, device.sms, plain=plain, int8=int8, grouped=group_size != -1)
+    tile = prefill_tile(n, k, m, device.sms, plain=plain, int8=int8, group_size=group_size)
     return Plan(
         PREFILL_W2A8 if int8 else PREFILL_WGMMA,
         tile_m=tile.tokens,

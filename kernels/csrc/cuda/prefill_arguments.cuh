@@ -17,6 +17,7 @@ struct PrefillArguments {
   CUtensorMap zeros;
   CUtensorMap outputs;  // [m][n], boxes of 32 columns (64-byte swizzle) by 8 tokens, or by Tokens where splits is 1
   const __half* channel_scales;  // one row of scales, or null when scales enter the fragments
+  const __half* group_scales;    // those, as the map `scales` has them
   const __half* channel_zeros;   // one row of real zeros (group size -1), or null
   const float* row_scale;        // [m] factor of every row of x, or null
   const int* row_sum;            // [m] sum of the int8 codes of every row of x; int8 kernels only
@@ -45,6 +46,7 @@ struct PrefillArguments {
   bool has_zeros;   // zeros come with every group
   bool split_zero;  // zero points that q - zero is not exact for: subtracted in two parts
   float zero;
+  float zero_near, zero_rest;  // the zero point in two: 1 or 2, from which codes are 0 or a power of two away; the rest
   int y_dtype;
   bool tensor_stores;  // y's rows start and end at multiples of 16 bytes and hold 16-bit values
 
@@ -110,12 +112,14 @@ struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChanne
   static constexpr int kBytes = Tile::kShared - Tile::kRoom + kExchange + kStages * kStage;
 };
 
-// Of tiles of two or three strips, each with a warpgroup of its own (prefill_strips.cuh); scales per channel only.
-template <typename T, int Tokens, int Strips>
+// Of tiles of two or three strips, each with a warpgroup of its own (prefill_strips.cuh); scales per channel, or per
+// group of 128 columns, with a plain zero point.
+template <typename T, int Tokens, int Strips, bool Grouped>
 struct StripsShape : TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, Strips == 2 ? 2 : 1> {
   using Tile = TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, Strips == 2 ? 2 : 1>;
-  static constexpr bool kGrouped = false;
-  static constexpr int kUnit = 1, kGroups = 0, kStage = Tile::kX + Tile::kWords;
+  static constexpr bool kGrouped = Grouped;
+  static constexpr int kGroups = Grouped ? Tile::kRowTile : 0;  // one group of 16-bit scales is 2 kGroups bytes
+  static constexpr int kUnit = 1, kStage = Tile::kX + Tile::kWords + 2 * kGroups;
   static constexpr int kStages = std::min(Tile::kRoom / kStage, 12), kFull = kStages;
   static constexpr bool kAhead = Tile::kSumStages < kStages;
   static constexpr int kBytes = Tile::kShared - Tile::kRoom + kStages * kStage;

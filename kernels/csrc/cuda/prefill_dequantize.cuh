@@ -24,6 +24,7 @@ constexpr float kShrink = 512.f;
 
 template <>
 struct Dequantize<__half> {
+  static constexpr int kSmallest = 24;  // 2^-24 is the smallest number
   static constexpr uint32_t kMagic = 0x64006400;  // 1024
   static constexpr float kBase = 1024.f;
   static __device__ __forceinline__ uint32_t unit(int block) { return (30 - 2 * block) * 0x04000400; }  // 2^(24-9-2b)
@@ -45,6 +46,7 @@ struct Dequantize<__half> {
 
 template <>
 struct Dequantize<__nv_bfloat16> {
+  static constexpr int kSmallest = 133;
   static constexpr uint32_t kMagic = 0x43004300;  // 128
   static constexpr float kBase = 128.f;
   static __device__ __forceinline__ uint32_t unit(int block) { return (251 - 2 * block) * 0x00800080; }  // 2^(133-9-2b)
@@ -60,6 +62,59 @@ struct Dequantize<__nv_bfloat16> {
     uint32_t d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
+  }
+};
+
+// What makes weights of masked codes of one row block, two rows of a lane, where scales are of groups: code times scale
+// + offset (+ rest) is s (q - zero) 2^-e. e: of every row, such that the largest of the scales measured comes to 2^-10
+// and more; then the factor of masked codes is at most 2^15, and what small scales lose to the smallest numbers is
+// little beside the rounding of the largest ones' weights. bf16 has room for any scale: one e.
+template <typename T>
+struct GroupFactors {
+  using D = Dequantize<T>;
+  static constexpr bool kMeasures = D::kSmallest == 24;
+  static constexpr uint32_t kBias = 127 << 23;  // bits of 2^0
+
+  uint32_t scale[2], offset[2], rest[2];  // pairs, of rows r and r + 8
+  uint32_t grown[2];                      // bits of 2^e
+  uint32_t near, rest_of_near;            // of the offset: what it is of the scale; of the rest: of the offset
+  uint32_t powers;                        // bits of 2^(smallest - 2 block), as a product's exponent
+
+  // zero_near: 1 or 2, the zero point less zero_rest.
+  __device__ __forceinline__ GroupFactors(float zero_near, float zero_rest, int block) {
+    // As codes are: so many smallest numbers.
+    near = 0x80008000u | (static_cast<uint32_t>(zero_near) << 2 * block) * 0x00010001u;
+    rest_of_near = D::pair(zero_rest / zero_near);
+    grown[0] = grown[1] = kBias + (24 << 23);
+    powers = kBias + (D::kSmallest - 2 * block << 23);
+  }
+
+  // By all lanes of a warp, of which 4i to 4i + 3 have the same two rows: the scales of these, at `scales` and then
+  // every `stride` pairs, of groups [first, last).
+  __device__ __forceinline__ void measure(const uint32_t* scales, int stride, int first, int last, int lane) {
+    if constexpr (kMeasures) {
+      uint32_t most = 0;
+#pragma unroll 4
+      for (int group = first + lane % 4; group < last; group += 4)
+        most = __vmaxu2(most, __ldg(scales + static_cast<int64_t>(group) * stride) & 0x7fff7fffu);
+      most = __vmaxu2(most, __shfl_xor_sync(~0u, most, 1));
+      most = __vmaxu2(most, __shfl_xor_sync(~0u, most, 2));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int exponent = max(most >> (16 * h + 10) & 31, 1);  // of fp16: 15 is that of 1
+        grown[h] = kBias + (exponent - 15 + 10 << 23);
+      }
+    }
+  }
+
+  // From now on, scales of both rows, in fp16.
+  __device__ __forceinline__ void set(uint32_t scales) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      scale[h] = D::pair(half_bits(scales, h) * __uint_as_float(powers + kBias - grown[h]));
+      offset[h] = D::fma(scale[h], near, 0);
+      rest[h] = D::fma(offset[h], rest_of_near, 0);
+    }
   }
 };
 

@@ -9,6 +9,9 @@
 namespace trirun {
 namespace {
 
+// 1 or 2: codes less that are 0 or a power of two, whose product with a scale is exact.
+float zero_near(float zero) { return zero < 1.5f ? 1.f : 2.f; }
+
 // The most CTAs of a cluster with which `rest` tiles still run at once. Clusters do not cross the borders of a GPC: see
 // cuda_prefill.py.
 int tail_splits(int rest, int sms) {
@@ -46,6 +49,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
                      {kRowTile, p.w.group_size == 32 ? 2u : 1u, 1}};
     if (status == TRIRUN_OK) status = encode(&a.scales, p.w.scales, box);
     if (status == TRIRUN_OK && p.w.zeros) status = encode(&a.zeros, p.w.zeros, box);
+    a.group_scales = reinterpret_cast<const __half*>(p.w.scales);
   } else {
     a.channel_scales = reinterpret_cast<const __half*>(p.w.scales);
     a.channel_zeros = reinterpret_cast<const __half*>(p.w.zeros);
@@ -67,6 +71,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
   a.group_size = p.w.group_size;
   a.has_zeros = grouped && p.w.zeros;
   a.zero = p.w.zero;
+  a.zero_near = zero_near(p.w.zero), a.zero_rest = p.w.zero - a.zero_near;
   a.split_zero = p.w.zeros || !quarters(p.w.zero);
   a.y_dtype = p.dtype;
   // The copy engine writes the last 16 bytes of a row whole, whatever the tensor's width; what lies beside is not ours.
@@ -139,18 +144,30 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
   return status != TRIRUN_OK ? status : run(int(tiles) - rest, int(tiles), tail, true);
 }
 
+template <typename T, int Tokens, int Strips, StripScales Scales>
+int launch_strips(const Problem& p, const PreparedRows& rows) {
+  return launch<T, StripsShape<T, Tokens, Strips, Scales != kNoGroups>>(strips_kernel<T, Tokens, Strips, Scales>, p,
+                                                                       rows);
+}
+
+// Tiles of three strips by 64 or 128 rows of x, of two by 64.
+template <typename T, StripScales Scales>
+int launch_low(const Problem& p, const PreparedRows& rows) {
+  if (p.plan.tile_n == 192 && p.plan.tile_m == 64) return launch_strips<T, 64, 3, Scales>(p, rows);
+  if (p.plan.tile_n == 192 && p.plan.tile_m == 128) return launch_strips<T, 128, 3, Scales>(p, rows);
+  if constexpr (sizeof(T) == 2)
+    if (p.plan.tile_n == 128 && p.plan.tile_m == 64) return launch_strips<T, 64, 2, Scales>(p, rows);
+  return TRIRUN_UNSUPPORTED;
+}
+
 template <typename T, Scaling Mode>
 int launch_tokens(const Problem& p, const PreparedRows& rows) {
-  if (p.plan.tile_n == 192) {
-    if constexpr (Mode == kChannelScales) {
-      if (p.plan.tile_m == 64) return launch<T, StripsShape<T, 64, 3>>(strips_kernel<T, 64, 3>, p, rows);
-      if (p.plan.tile_m == 128) return launch<T, StripsShape<T, 128, 3>>(strips_kernel<T, 128, 3>, p, rows);
-    }
-    return TRIRUN_UNSUPPORTED;
-  }
-  if (p.plan.tile_n == 128) {
-    if constexpr (Mode == kChannelScales && sizeof(T) == 2)
-      if (p.plan.tile_m == 64) return launch<T, StripsShape<T, 64, 2>>(strips_kernel<T, 64, 2>, p, rows);
+  if (p.plan.tile_n == 192 || p.plan.tile_n == 128) {
+    if constexpr (Mode == kChannelScales) return launch_low<T, kNoGroups>(p, rows);
+    if constexpr (Mode == kGroupScales)
+      if (p.w.group_size == kGroup)
+        return p.w.zero == zero_near(p.w.zero) ? launch_low<T, kGroups>(p, rows)
+                                               : launch_low<T, kGroupsWithRest>(p, rows);
     return TRIRUN_UNSUPPORTED;
   }
   // 64 tokens keep twice the row blocks in registers, which leaves no room for zero points of groups.

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
   const uint32_t spare = sums_ready + 8;  // what nobody waits for
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kFull; ++i) barrier_init(full + 8 * i, 1);
+    for (int i = 0; i < kFull; ++i) barrier_init(full + 8 * i, producers<Shape>(args));
     for (int i = 0; i < kStages; ++i) barrier_init(empty + 8 * i, kConsumers / 32 / kTurns);
     barrier_init(spare, kConsumers / 32);
     barrier_init(sums_ready, 1);

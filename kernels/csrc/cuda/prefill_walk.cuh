@@ -234,90 +234,132 @@ struct SharedTile {
   }
 };
 
-// One thread that keeps the stages full.
+// Whether every stage has scales.
 template <typename Shape>
-__device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at,
-                                        uint32_t groups_at, uint32_t full, uint32_t empty, uint32_t sums_ready) {
+__device__ __forceinline__ bool has_groups(const PrefillArguments& args) {
+  return Shape::kGrouped && args.group_size > 0;
+}
+
+// A thread's way through the stages of all its CTA's tiles, each of which it fills when those that multiply have given
+// it back; slot: of the stage's barrier.
+template <typename Shape>
+struct Producer {
+  const PrefillArguments& args;
+  const uint32_t empty;
+  Walk walk;
+  int row_tile, token_tile;
+  int stage = 0, slot = 0, parity = 1;
+
+  __device__ __forceinline__ Producer(const PrefillArguments& a, uint32_t e)
+      : args(a), empty(e), walk(a, Shape::kUnit) {
+    place(args, walk.tile, row_tile, token_tile);
+  }
+  __device__ __forceinline__ void await() const { barrier_wait(empty + 8 * stage, parity); }
+  __device__ __forceinline__ void advance() {
+    if (++stage == Shape::kStages) stage = 0, parity ^= 1;
+    if (++slot == Shape::kFull) slot = 0;
+  }
+  // load(k): of the stage in hand; begin(): when a tile has come. All but the first `from` stages, which are taken.
+  template <typename Begin, typename Load>
+  __device__ __forceinline__ void fill(int from, const Begin& begin, const Load& load) {
+    stage = from % Shape::kStages, slot = from % Shape::kFull, parity = from == Shape::kStages ? 0 : 1;
+    for (int k = walk.first + from;;) {
+      for (; k < walk.last; ++k, advance()) {
+        await();
+        load(k);
+      }
+      if (!walk.next()) return;
+      place(args, walk.tile, row_tile, token_tile);
+      begin();
+      k = walk.first;
+    }
+  }
+};
+
+// The thread that copies words and x.
+template <typename Shape>
+__device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at, uint32_t full,
+                                        uint32_t empty, uint32_t sums_ready) {
   using namespace hopper;
-  const bool grouped = Shape::kGrouped && args.group_size > 0;
-  const int group_rows = args.group_size == 32 ? 2 : 1;
-  const uint32_t bytes_of_weights = Shape::kWords + (grouped ? group_rows * 512 * (args.has_zeros ? 2 : 1) : 0);
+  Producer<Shape> at(args, empty);
   const void* map_of_x;  // of this token tile, and its bytes in a stage
   uint32_t bytes_of_x;
-  const auto begin_tile = [&](int token_tile) {
-    const bool is_last = token_tile == args.token_tiles - 1;
+  const auto begin = [&] {
+    const bool is_last = at.token_tile == args.token_tiles - 1;
     map_of_x = is_last ? &args.last_x : &args.x;
     bytes_of_x = is_last ? Shape::kSpans * args.last_rows * kStageBytesOfX : Shape::kX;
   };
-  // slot: of the stage's barrier.
-  const auto load_weights = [&](int stage, int slot, int k, int row_tile) {
-    const uint32_t bar = full + 8 * slot;
-    barrier_expect(bar, bytes_of_x + bytes_of_weights);
-    tensor_load(words_at + stage * Shape::kWords, &args.words, bar, 0, k * Shape::kBlocks, row_tile * Shape::kStrips);
-    if (grouped) {
-      const int group = k * Shape::kColumns / args.group_size;
-      const uint32_t to = groups_at + stage * 2 * Shape::kGroups;
-      tensor_load(to, &args.scales, bar, row_tile * Shape::kRowTile, group);
-      if (args.has_zeros) tensor_load(to + Shape::kGroups, &args.zeros, bar, row_tile * Shape::kRowTile, group);
-    }
+  const auto load_words = [&](int stage, int slot, int k) {
+    barrier_expect(full + 8 * slot, bytes_of_x + Shape::kWords);
+    tensor_load(words_at + stage * Shape::kWords, &args.words, full + 8 * slot, 0, k * Shape::kBlocks,
+                at.row_tile * Shape::kStrips);
   };
-  const auto load_x = [&](int stage, int slot, int k, int token_tile) {
+  const auto load_x = [&](int stage, int slot, int k) {
 #pragma unroll
     for (int span = 0; span < Shape::kSpans; ++span)
       tensor_load(base + stage * Shape::kX + span * Shape::kSpan, map_of_x, full + 8 * slot,
-                  k * Shape::kColumns + span * Shape::kSpanColumns, token_tile * Shape::kTokens);
+                  k * Shape::kColumns + span * Shape::kSpanColumns, at.token_tile * Shape::kTokens);
   };
-  Walk walk(args, Shape::kUnit);
-  int row_tile, token_tile;
-  place(args, walk.tile, row_tile, token_tile);
-  begin_tile(token_tile);
+  begin();
   tensor_map_prefetch(map_of_x);
-  // Weights never depend on the kernel before this one: some are asked for before it has ended, others behind x, in
-  // whose way they would be.
-  const int early = min(args.early, walk.last - walk.first);
-  for (int i = 0; i < early; ++i) load_weights(i, i, walk.first + i, row_tile);
+  // Words never depend on the kernel before this one: some are asked for before it has ended, others behind x, in whose
+  // way they would be.
+  const int early = min(args.early, at.walk.last - at.walk.first);
+  for (int i = 0; i < early; ++i) load_words(i, i, at.walk.first + i);
   if (!args.remainder) dependency_wait();
-  for (int i = 0; i < early; ++i) load_x(i, i, walk.first + i, token_tile);
-  int stage = early % Shape::kStages, slot = early % Shape::kFull, parity = early == Shape::kStages ? 0 : 1;
-  for (int k = walk.first + early;;) {
-    for (; k < walk.last; ++k) {
-      barrier_wait(empty + 8 * stage, parity);
-      load_weights(stage, slot, k, row_tile);
-      load_x(stage, slot, k, token_tile);
-      if (++stage == Shape::kStages) stage = 0, parity ^= 1;
-      if (++slot == Shape::kFull) slot = 0;
-    }
-    if (!walk.next()) break;
-    place(args, walk.tile, row_tile, token_tile);
-    begin_tile(token_tile);
-    k = walk.first;
-  }
+  for (int i = 0; i < early; ++i) load_x(i, i, at.walk.first + i);
+  at.fill(early, begin, [&](int k) { load_words(at.stage, at.slot, k), load_x(at.stage, at.slot, k); });
   if constexpr (Shape::kAhead) {
     // The rest of the last tile was the next CTA's first, which has left its sums by now: they come to the stages that
     // are free, while the last ones are multiplied.
-    if (!args.ahead || walk.last == args.k_stages) return;
+    if (!args.ahead || at.walk.last == args.k_stages) return;
     constexpr int kQuad = Shape::kConsumers * 16;
     const ArrivalCounter left{args.counters + (gridDim.x + cta_number()) * (Shape::kConsumers / 32), 1};
     left.await();
     asm volatile("fence.proxy.async;" ::: "memory");
     const uint4* from = args.parts + int64_t(2) * (cta_number() + 1) * Shape::kQuads * Shape::kConsumers;
     barrier_expect(sums_ready, Shape::kQuads * kQuad);
-    for (int quad = 0; quad < Shape::kQuads; quad += Shape::kStageQuads) {
+    for (int quad = 0; quad < Shape::kQuads; quad += Shape::kStageQuads, at.advance()) {
       const int quads = min(Shape::kStageQuads, Shape::kQuads - quad);
-      barrier_wait(empty + 8 * stage, parity);
-      bulk_load(base + stage * Shape::kX, from + quad * Shape::kConsumers, quads * kQuad, sums_ready);
-      if (++stage == Shape::kStages) stage = 0, parity ^= 1;
+      at.await();
+      bulk_load(base + at.stage * Shape::kX, from + quad * Shape::kConsumers, quads * kQuad, sums_ready);
     }
   }
 }
 
-// By the warpgroup that does not multiply: one thread keeps the stages full, a warp announces what the others stored.
+// The thread that copies scales and zero points of groups: with one more copy a stage, the other would be what all wait
+// for. So would this one, if it divided.
+template <typename Shape>
+__device__ __forceinline__ void produce_groups(const PrefillArguments& args, uint32_t groups_at, uint32_t full,
+                                               uint32_t empty) {
+  using namespace hopper;
+  const uint32_t bytes = (args.group_size == 32 ? 2 : 1) * Shape::kRowTile * 2;
+  const int group_log = __ffs(args.group_size) - 1;
+  Producer<Shape> at(args, empty);
+  at.fill(0, [] {}, [&](int k) {
+    const uint32_t to = groups_at + at.stage * 2 * Shape::kGroups, bar = full + 8 * at.slot;
+    const int row = at.row_tile * Shape::kRowTile, group = k * Shape::kColumns >> group_log;
+    barrier_expect(bar, args.has_zeros ? 2 * bytes : bytes);
+    tensor_load(to, &args.scales, bar, row, group);
+    if (args.has_zeros) tensor_load(to + Shape::kGroups, &args.zeros, bar, row, group);
+  });
+}
+
+// Threads that fill a stage, each of which arrives at its barrier.
+template <typename Shape>
+__device__ __forceinline__ int producers(const PrefillArguments& args) {
+  return has_groups<Shape>(args) ? 2 : 1;
+}
+
+// By the warpgroup that does not multiply: those, and a warp that announces what the others stored.
 template <typename Shape>
 __device__ __forceinline__ void copy_and_announce(const PrefillArguments& args, uint32_t stages_at, uint32_t words_at,
                                                   uint32_t groups_at, uint32_t full, uint32_t empty, uint32_t stored,
                                                   uint32_t sums_ready) {
   if (threadIdx.x == 0)
-    produce<Shape>(args, stages_at, words_at, groups_at, full, empty, sums_ready);
+    produce<Shape>(args, stages_at, words_at, full, empty, sums_ready);
+  else if (threadIdx.x == 32 && has_groups<Shape>(args))
+    produce_groups<Shape>(args, groups_at, full, empty);
   else if (threadIdx.x >= 96 && args.share > 0)
     SharedTile<Shape::kConsumers>::announce(args, stored, threadIdx.x - 96);
 }
