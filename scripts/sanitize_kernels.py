@@ -8,10 +8,10 @@ the limit or an error was found in a kernel of trirun.
 
 What the tools do not see is told apart by kernel, and by source line where the library was built with --lineinfo:
 racecheck does not follow mbarriers and reports their hand-overs as hazards, and stores to other CTAs of a cluster as
-such to a CTA that may have ended; initcheck does not see what the copy engine writes, so that torch's own products
-(cuBLAS) are reported as not initialised by whoever reads them. Outputs that torch allocates for a caller are filled
-first, with NaN, under initcheck. Under racecheck every test is a process of its own; that of CUDA 13.0 ends with an
-internal error in those of prefill whose reference is a product of 129 or 150 rows by cuBLAS, not in the kernels alone.
+such to a CTA that may have ended; initcheck does not see what the copy engine writes. Products to compare with are
+made on the CPU: racecheck of CUDA 13.0 ends with an internal error in cuBLAS, and initcheck takes what that writes for
+not initialised. Outputs that torch allocates for a caller are filled first, with NaN, under initcheck. Under racecheck
+every test is a process of its own.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def run(sanitizer: str, tool: str, selection: str, test: str | None, limit: floa
     command += ["-q", "--tb=line", "-p", "no:cacheprovider"]
     command += [test] if test else _selected(selection)
     # Every tensor an allocation of its own, so that one byte behind it is out of bounds and its memory not yet written.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRIRUN_REFERENCE": "cpu"}
     started = time.monotonic()
     # A run that the limit cuts leaves no summary: it is reported as unfinished.
     with log.open("w") as out, contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,6 @@
-"""What tests of CUDA prefill share."""
+"""What tests of CUDA products share."""
+
+import os
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
 )
+# Where products are made that those of the kernels are compared with: scripts/sanitize_kernels.py asks for the CPU.
+REFERENCE = os.environ.get("TRIRUN_REFERENCE", "cuda")
 
 
 def weight(n, k, group, zero, seed=0):
@@ -43,11 +47,16 @@ def run(x, w, plan, act_bits=16, bias=None, pitch=0):
 
 def check(x, w, y, act_bits=16, bias=None):
     """Relative error against float64 at most 1.5 times that of torch in 16 bits on the dense weight."""
+    x, w, y = x.to(REFERENCE), w.to(REFERENCE), y.to(REFERENCE)
+    bias = None if bias is None else bias.to(REFERENCE)
     exact = x.double() if act_bits == 16 else int8_round_trip(x.float()).double()
     dense = dequantize(w, torch.float64)
     expected = exact @ dense.t() + (0 if bias is None else bias.double())
     kind = torch.float16 if x.dtype == torch.float32 else x.dtype
-    theirs = torch.nn.functional.linear(exact.to(kind), dense.to(kind), None if bias is None else bias.to(kind))
+    # On the CPU in float32, as the GPU adds up, rounded once.
+    of = torch.float32 if REFERENCE == "cpu" else kind
+    operands = (v if v is None else v.to(kind).to(of) for v in (exact, dense, bias))
+    theirs = torch.nn.functional.linear(*operands).to(kind)
     assert not y.isnan().any()
     error, allowed = ((v.double() - expected).norm() / expected.norm() for v in (y, theirs))
     assert error <= 1.5 * allowed, f"{error:.2e} against torch's {allowed:.2e}"

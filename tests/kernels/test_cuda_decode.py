@@ -13,6 +13,8 @@ from trirun_kernels.activations import activation_bytes, int2_gemm_quantized, qu
 from trirun_kernels.native import NativeError, library_path
 from trirun_kernels.select import COLUMNS, RUNS, STREAM, STREAM_SM80, Plan
 
+from tests.kernels.prefill_support import REFERENCE
+
 if not library_path("cuda").exists():
     pytest.skip("libtrirun_cuda.so is not built", allow_module_level=True)
 
@@ -42,11 +44,12 @@ def rows(m, k, dtype=torch.float16, seed=1):
 
 
 def exact(x, w, bias=None, act_bits=16):
+    x, w = x.to(REFERENCE), w.to(REFERENCE)
     values = x.double()
     if act_bits == 8:
         scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
         values = (x.float() / scale).round().clamp(-128, 127).double() * scale.double()
-    y = values @ dequantize(w, torch.float32).double().T
+    y = (values @ dequantize(w, torch.float32).double().T).to("cuda")
     return y if bias is None else y + bias.double()
 
 

@@ -49,12 +49,13 @@ def test_counters_of_shared_tiles_need_no_zeros(tokens, rows_of_w, pair, ctas):
 
 
 @hopper
-@pytest.mark.parametrize(("act_bits", "tokens", "rows_of_w"), [
-    *itertools.product((16, 8), (64, 128), (256, 192)), (16, 64, 128),
+@pytest.mark.parametrize(("act_bits", "tokens", "rows_of_w", "group"), [
+    *itertools.product((16, 8), (64, 128), (256, 192), (-1,)), (16, 64, 128, -1),
+    (16, 64, 128, 128), (16, 64, 192, 128), (16, 128, 192, 128),
 ])  # fmt: skip
-def test_shares_of_several_tiles(tokens, rows_of_w, act_bits):
+def test_shares_of_several_tiles(tokens, rows_of_w, act_bits, group):
     # CTAs that go on from what others end with, long before these get there or just before; and whole tiles between.
-    w, x = weight(1792, 4096, -1, 1.5), rows(100, 4096, torch.float16)
+    w, x = weight(1792, 4096, group, 1.5), rows(100, 4096, torch.float16)
     for ctas in (2, 3, 4, 5, 6, 9, 13):
         kernel = PREFILL_WGMMA if act_bits == 16 else PREFILL_W2A8
         plan = Plan(kernel, tile_m=tokens, tile_n=rows_of_w, ctas=ctas)
@@ -70,6 +71,7 @@ def test_shares_of_several_tiles(tokens, rows_of_w, act_bits):
     (256, torch.float16, -1, 16), (256, torch.bfloat16, -1, 16), (256, torch.float16, 128, 16),
     (256, torch.float16, -1, 8), (192, torch.float16, -1, 16), (192, torch.bfloat16, -1, 16),
     (192, torch.float16, -1, 8), (128, torch.float16, -1, 16), (128, torch.bfloat16, -1, 16),
+    (192, torch.float16, 128, 16), (128, torch.float16, 128, 16), (128, torch.bfloat16, 128, 16),
 ])  # fmt: skip
 def test_pairs_of_a_tile(tokens, parts, rows_of_w, dtype, group, act_bits):
     if rows_of_w == 128 and tokens == 128:
