@@ -17,8 +17,9 @@ EARLY = 2  # stages of words asked for before x is there; all of them would be i
 # as what they are at the clock of 64: busier tensor cores have a lower one).
 CYCLES = {(TALL, 64): 8.7, (TALL, 128): 17.0, (LOW, 64): 7.1, (LOW, 128): 12.8, (HALF, 64): 5.14}
 # Scales enter the fragments: in tiles of four strips by a multiplication more, in lower ones as a factor of the codes.
-CYCLES_GROUPS = {(TALL, 64): 11.5, (TALL, 128): 16.5}
-CYCLES_UNITS = CYCLES_GROUPS | {(LOW, 64): 7.8, (LOW, 128): 13.2, (HALF, 64): 5.9}  # groups of 128
+CYCLES_GROUPS = {(TALL, 64): 11.0, (TALL, 128): 16.0}
+CYCLES_UNITS = CYCLES_GROUPS | {(LOW, 64): 7.8, (LOW, 128): 12.9, (HALF, 64): 5.9}  # groups of 128
+CYCLES_SMALL = CYCLES_GROUPS | {(LOW, 64): 10.5, (LOW, 128): 14.0, (HALF, 64): 8.0}  # of 32 and 64
 CYCLES_INT8 = {(TALL, 64): 4.7, (TALL, 128): 8.5, (LOW, 64): 3.9, (LOW, 128): 6.25}
 # Cycles from launch to first product, and of the outputs of the last tile.
 LAUNCH = {TALL: 4000, LOW: 4000, HALF: 2400}
@@ -69,17 +70,19 @@ def prefill_choices(
 
     Args:
         n, k: padded sizes of the stored weight. m: rows of x. sms: multiprocessors.
-        plain: a zero point in quarters and no groups of 32; only such weights have a kernel for 64 rows.
+        plain: a zero point in quarters; only such weights have tiles of fewer strips, or for 64 rows.
         int8: 8-bit activations on integer tensor cores, twice the rate; only with one scale per output channel.
         group_size: columns of a scale, or -1.
     """
-    per_group = CYCLES_UNITS if group_size == UNIT else CYCLES_GROUPS
+    per_group = CYCLES_UNITS if group_size == UNIT else CYCLES_SMALL
     cycles = CYCLES_INT8 if int8 else CYCLES if group_size == -1 else per_group
     choices: list[tuple[float, Tile]] = []
     scaled = group_size != -1 or not plain
     tall_tiles = -(-n // TALL) * -(-m // 128)  # where there are many, tiles of either height fill the last round
     for (rows, tokens), per_column in cycles.items():
         if (tokens == 64 and not (plain or int8)) or (rows != TALL and (not plain or tall_tiles > 12 * sms)):
+            continue
+        if group_size == 32 and (rows, tokens) == (TALL, 64):
             continue
         for split in CLUSTERS:
             long = k // (128 if int8 else 64) >= 4 * split
@@ -111,7 +114,7 @@ def sums_fit(tokens: int, rows: int, split: int, *, int8: bool, scaled: bool) ->
     warpgroups = 2 if rows == TALL else strips
     spans = 2 if tokens == 64 and not int8 and not (scaled and rows == TALL) else 1
     columns = spans * (128 if int8 else 64)
-    scales = scaled * (not int8) * (2048 if rows == TALL else 2 * rows)
+    scales = scaled * (not int8) * (2048 if rows == TALL else 2 * rows * columns // 32)
     stage = spans * tokens * 128 + strips * columns // 32 * 512 + scales
     exchange = 1024 * tokens if rows == TALL and tokens == 64 else 0
     room = (113 if rows == HALF else 227) * 1024 - 2 * rows * tokens - 8 * warpgroups * tokens - 256 - exchange

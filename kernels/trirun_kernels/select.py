@@ -83,13 +83,15 @@ def select(
         raise ValueError(f"the CUDA kernels need compute capability 8.0 or newer, this device has {device.arch / 10}")
     if quantized and m > DECODE_ROWS:
         raise ValueError(f"quantized activations of {m} rows: the decode kernels take at most {DECODE_ROWS}")
-    # Without wgmma, up to two tensor-core tiles of columns; with it, as far as digits are faster than a prefill tile of
-    # 64 rows, which groups of 32 and odd zero points do not have.
+    # Without wgmma, and for small groups, up to two tensor-core tiles of columns; with it, as far as digits are faster
+    # than a prefill tile of 64 rows, which odd zero points do not have.
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
-        tile_of_64 = plain and group_size != 32
         digits_win = group_size == -1 and act_bits == 8 and n * k <= LARGE_RUNS
-        limit = 32 if tile_of_64 and not (quantized or wide or digits_win) else DECODE_ROWS
+        if not plain or quantized or wide or digits_win:
+            limit = DECODE_ROWS
+        elif group_size in (-1, UNIT):
+            limit = 32
     if m <= limit or quantized or wide:
         plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide, plain) if m <= limit else None
         if plan is not None:
@@ -251,7 +253,7 @@ def _fused_runs(n: int, k: int, m: int, device: Device, *, grouped: bool = False
     x = share * (UNIT // 16 * (rows * 32 + 16)) + (share if grouped else share // RUN + 2) * rows * 8 + 128
     stages = (227 * 1024 - x - 8 * 80 * rows - 2048) // (4 * 2048 + 1024 * grouped)
     # All words of a short share at once would be in the way of x; eight rows are there soon enough.
-    most = 6 if share <= 8 and width > 16 else 16
+    most = 6 if share <= 8 and (width > 16 or grouped) else 16
     return Plan(RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=min(most, stages), ctas=ctas, fused=1)
 
 
@@ -260,7 +262,6 @@ def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Dev
         return Plan(PREFILL_SM80, tile_m=128)
     # The int8 tile is computed in two turns of 128 columns at least.
     int8 = act_bits == 8 and group_size == -1 and 256 <= k <= 87040
-    plain = plain and group_size != 32
     tile = prefill_tile(n, k, m, device.sms, plain=plain, int8=int8, group_size=group_size)
     return Plan(
         PREFILL_W2A8 if int8 else PREFILL_WGMMA,

@@ -13,55 +13,12 @@ from trirun_kernels.activations import activation_bytes, int2_gemm_quantized, qu
 from trirun_kernels.native import NativeError, library_path
 from trirun_kernels.select import COLUMNS, RUNS, STREAM, STREAM_SM80, Plan
 
-from tests.kernels.prefill_support import REFERENCE
+from tests.kernels.decode_support import HOPPER, TOLERANCE, error, exact, poisoned, rows, weight
 
 if not library_path("cuda").exists():
     pytest.skip("libtrirun_cuda.so is not built", allow_module_level=True)
 
-HOPPER = torch.cuda.get_device_capability() == (9, 0)
 GRIDS = [(-1, 1.0), (-1, 1.5), (-1, None), (128, 1.0), (128, None), (64, 2.0), (64, None), (32, 1.5), (32, None)]
-# Relative error against float64. Rounding an exact product to the type alone gives about 2.1e-4 and 1.7e-3; the
-# float32 bound is that of 16-bit digits under 30x outliers.
-TOLERANCE = {torch.float16: 3.6e-4, torch.bfloat16: 3e-3, torch.float32: 3e-4}
-
-
-def weight(n, k, group_size=-1, zero=1.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    spec = QuantSpec(group_size, zero)
-    codes = torch.randint(0, 4, (n, k), dtype=torch.uint8, generator=generator)
-    shape = (n, spec.groups(k))
-    scales = (torch.rand(shape, generator=generator) + 0.5) * torch.randn(shape, generator=generator).sign() * 0.02
-    zeros = (torch.rand(shape, generator=generator) * 3).half() if zero is None else None
-    return pack(codes, scales.half(), spec, zeros).to("cuda")
-
-
-def rows(m, k, dtype=torch.float16, seed=1):
-    """Gaussian rows with planted 30x outliers."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(m, k, generator=generator)
-    x[:, torch.randperm(k, generator=generator)[: max(1, k // 500)]] *= 30
-    return x.to("cuda", dtype)
-
-
-def exact(x, w, bias=None, act_bits=16):
-    x, w = x.to(REFERENCE), w.to(REFERENCE)
-    values = x.double()
-    if act_bits == 8:
-        scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
-        values = (x.float() / scale).round().clamp(-128, 127).double() * scale.double()
-    y = (values @ dequantize(w, torch.float32).double().T).to("cuda")
-    return y if bias is None else y + bias.double()
-
-
-def error(y, reference):
-    assert torch.isfinite(y).all()
-    return ((y.double() - reference).norm() / reference.norm()).item()
-
-
-def poisoned(x, w, bias=None, act_bits=16, plan=None):
-    y = torch.full((x.shape[0], w.n), float("nan"), dtype=x.dtype, device=x.device)
-    cuda.run_plan(x, w, bias, y, act_bits, plan)
-    return y
 
 
 def plans(n, m, k, act_bits, group_size):
@@ -108,55 +65,6 @@ def test_every_row_count(dtype, act_bits):
             continue
         x = rows(m, 1152, dtype)
         assert error(int2_gemm(x, w, act_bits=act_bits), exact(x, w, None, act_bits)) < TOLERANCE[dtype], m
-
-
-def spiked(m, k, channels, factor):
-    """Normal rows, some columns of which are larger in every row, as in language models."""
-    x = torch.randn(m, k, generator=torch.Generator().manual_seed(2))
-    x[:, channels] *= factor
-    return x.to("cuda", torch.float16)
-
-
-@pytest.mark.skipif(not HOPPER, reason="one scale for several units of k needs wgmma")
-@pytest.mark.parametrize(
-    "channels, factor",
-    [([], 1), ([77], 200), ([5, 1500, 2600, 4000], 100), ([5, 1500, 2600, 4000], 1000), (slice(0, None, 512), 60)],
-)
-def test_outliers_of_every_kind(channels, factor):
-    w = weight(512, 4096)
-    for m in (16, 32, 64):
-        x = spiked(m, 4096, channels, factor)
-        reference = exact(x, w)
-        rounding = error(reference.half(), reference)
-        assert error(poisoned(x, w, None, 16, Plan(RUNS, ctas=5, stages=4)), reference) < 1.5 * rounding
-
-
-@pytest.mark.skipif(not HOPPER, reason="wgmma")
-@pytest.mark.parametrize("group, dtype", [(g, t) for g in (-1, 128) for t in (torch.float16, torch.bfloat16)])
-@pytest.mark.parametrize("n, k, ctas, pair", [(300, 128, 2, 0), (700, 2560, 7, 0), (512, 4096, 5, 0),
-                                              (512, 4096, 16, 0), (512, 4096, 16, 2), (1500, 1800, 43, 0)])  # fmt: skip
-def test_x_quantized_by_the_product_has_the_same_digits(n, k, ctas, pair, group, dtype):
-    k -= k % 128 if group > 0 else 0  # without a zero point the same numbers are added in the same order
-    w, plain = weight(n, k, group, zero=0.0), weight(n, k, group, zero=None)
-    bias = torch.randn(n, device="cuda", dtype=dtype)
-    for m, width in ((3, 0), (8, 0), (9, 16), (16, 0), (17, 32), (24, 16), (24, 0 if group < 0 else 32), (32, 32)):
-        wide = rows(m, k + 8, dtype)
-        for x in (wide[:, :k], wide[:, 8:], wide[:, 3 : k + 3]):  # the last is not on 16 bytes: quantized apart
-            apart, fused = (Plan(RUNS, width, cta_split=pair, ctas=ctas, stages=4, fused=f) for f in (0, 1))
-            assert torch.equal(poisoned(x, w, bias, 16, fused), poisoned(x, w, bias, 16, apart)), m
-            assert error(poisoned(x, plain, bias, 16, fused), exact(x, plain, bias)) < TOLERANCE[dtype], m
-
-
-@pytest.mark.skipif(not HOPPER, reason="wgmma")
-@pytest.mark.parametrize("m", [16, 32, 64])
-def test_stages_are_filled_anew_only_when_their_scales_are_read(m):
-    """Rows of y that end within 16 bytes are written two bytes at a time, and what a CTA's other warps want to read of
-    shared memory waits behind that."""
-    w, x = weight(2458, 1536), rows(m, 1536)
-    reference = exact(x, w)
-    for plan in (Plan(RUNS, 32, 192, ctas=3, stages=8), Plan(RUNS, ctas=1, stages=8), Plan(COLUMNS, ctas=1, stages=8)):
-        for _ in range(50):
-            assert error(poisoned(x, w, None, 16, plan), reference) < TOLERANCE[x.dtype], plan
 
 
 @pytest.mark.parametrize("n, k", [(1, 2), (65, 130), (100, 200), (63, 127), (1000, 999), (257, 4100)])

@@ -31,25 +31,28 @@ def plans():
 def test_every_grid(dtype, group, zero):
     w, x = weight(320, 1152, group, zero), rows(129, 1152, dtype)
     bias = torch.randn(320, device="cuda").to(dtype)
-    kernels = (PREFILL_WGMMA, 1, 0), (PREFILL_WGMMA, 3, 0), (PREFILL_WGMMA, 0, 3), (PREFILL_SM80, 1, 0)
-    small = group != 32 and zero in (1.0, 1.5, 2.0)
-    for (kernel, split, ctas), tokens in itertools.product(kernels, (64, 128) if small else (128,)):
-        if kernel == PREFILL_WGMMA or tokens == 128:
-            lower = (192, 128) if tokens == 64 else (192,)  # tiles of scales per channel, or per 128 columns
-            for rows_of_w in (256, *lower) if small and group in (-1, 128) else (256,):
-                plan = Plan(kernel, tile_m=tokens, tile_n=rows_of_w, cta_split=split, ctas=ctas)
-                check(x, w, run(x, w, plan, bias=bias, pitch=8), bias=bias)
+    plain = zero in (1.0, 1.5, 2.0)
+    tiles = [(128, 256)] + [(64, 256)] * (plain and group != 32)
+    if plain or (group > 0 and zero is not None):
+        tiles += [(64, 192), (128, 192), (64, 128)]
+    for (tokens, rows_of_w), (split, ctas) in itertools.product(tiles, ((1, 0), (3, 0), (0, 3))):
+        plan = Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=rows_of_w, cta_split=split, ctas=ctas)
+        check(x, w, run(x, w, plan, bias=bias, pitch=8), bias=bias)
+    plan = Plan(PREFILL_SM80, tile_m=128)
+    check(x, w, run(x, w, plan, bias=bias, pitch=8), bias=bias)
 
 
 @hopper
 @pytest.mark.parametrize("dtype, allowed", [(torch.float32, 4e-4), (torch.bfloat16, 4e-3)], ids=str)
 @pytest.mark.parametrize("zero", [0.0, 1.0, 1.5, 2.0, -1.25])
-def test_scales_of_groups_may_have_any_size(dtype, allowed, zero):
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_scales_of_groups_may_have_any_size(dtype, allowed, zero, group):
     # Rows with scales near the smallest or the largest there are, with both, and with none; each judged by itself.
     sizes = torch.tensor([[2**-20] * 8, [3e4] * 8, [2**-10, 1, 2**-16, 200] * 2, [0, 2**-18, 0, 2**-5] * 2, [0] * 8])
-    scales = (sizes.repeat(64, 1) * (1 + torch.rand(320, 8, generator=torch.Generator().manual_seed(3)))).half()
-    codes = torch.randint(0, 4, (320, 1024), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
-    w, x = pack(codes, scales, QuantSpec(128, zero)).to("cuda"), rows(70, 1024, dtype)
+    sizes, generator = sizes.repeat(64, 128 // group), torch.Generator().manual_seed(3)
+    scales = (sizes * (1 + torch.rand(320, 1024 // group, generator=generator))).half()
+    codes = torch.randint(0, 4, (320, 1024), dtype=torch.uint8, generator=generator)
+    w, x = pack(codes, scales, QuantSpec(group, zero)).to("cuda"), rows(70, 1024, dtype)
     expected = (x.double() @ dequantize(w, torch.float64).t()).view(70, 64, 5)
     for tokens, rows_of_w in ((64, 128), (64, 192), (128, 192)):
         y = run(x, w, Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=rows_of_w)).view(70, 64, 5)

@@ -92,7 +92,7 @@ def test_many_rows_prefill():
     assert select(4096, 4096, 16, -1, 16, H200).kernel == RUNS
     assert select(4096, 4096, 32, -1, 16, H200).kernel == RUNS
     assert select(4096, 4096, 32, 128, 16, H200).kernel == select(22016, 4096, 9, 128, 16, H200).kernel == RUNS
-    assert select(4096, 4096, 32, 64, 16, H200).kernel == COLUMNS
+    assert select(4096, 4096, 32, 64, 16, H200, plain=False).kernel == COLUMNS
     # Groups of 128, runs beside columns: 48.5 us and 59.5, 72.3 and 85.9; beside mma.sync 8.7 and 9.4.
     assert select(57344, 8192, 16, 128, 16, H200).kernel == select(57344, 8192, 32, 128, 16, H200).kernel == RUNS
     assert select(11008, 4096, 8, 128, 16, H200).kernel == RUNS
@@ -108,7 +108,7 @@ def test_many_rows_prefill():
     assert select(8192, 8192, 64, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(8192, 8192, 64, -1, 8, H200).kernel == RUNS
     assert select(22016, 4096, 64, -1, 8, H200).kernel == PREFILL_W2A8
-    assert select(4096, 4096, 64, 32, 16, H200).kernel == COLUMNS
+    assert select(4096, 4096, 64, 32, 16, H200, plain=False).kernel == COLUMNS
     assert select(57344, 8192, 8, -1, 16, H200).kernel == RUNS
     assert select(8192, 28672, 8, -1, 16, H200).kernel == RUNS
     assert select(22016, 4096, 5, -1, 16, H200).kernel == select(5120, 13824, 8, -1, 16, H200).kernel == RUNS
@@ -155,7 +155,11 @@ def test_groups_take_digits_where_those_are_faster():
     assert select(11008, 4096, 48, 128, 16, H200).kernel == PREFILL_WGMMA  # 16.6, 13.7
     assert select(57344, 8192, 64, 128, 16, H200).kernel == PREFILL_WGMMA  # 139, 109
     assert select(4096, 4096, 33, 128, 16, H200, plain=False).kernel == RUNS
-    assert select(4096, 4096, 64, 64, 16, H200).kernel == PREFILL_WGMMA
+    for group in (32, 64):
+        assert select(4096, 4096, 8, group, 16, H200).kernel == STREAM  # 7.3, 9.5
+        assert select(4096, 4096, 9, group, 16, H200).kernel == PREFILL_WGMMA  # 14.8 (columns), 9.5
+        assert select(4096, 4096, 9, group, 16, H200, plain=False).kernel == COLUMNS
+        assert select(4096, 4096, 16, group, 8, H200).kernel == STREAM
 
 
 def test_ctas_of_whole_tiles_are_pairs():

@@ -118,11 +118,24 @@ def test_tile_of_groups_is_the_measured_best(n, k, m, expected):
     assert prefill_tile(n, k, m, H200.sms, plain=True, int8=False, group_size=128) == expected
 
 
-def test_groups_of_64_have_tiles_of_four_strips():
-    # 21.9, 28.8 and 29.8, 35.8 microseconds: scales in the fragments cost tiles of 64 rows more than those of 128.
-    for m, tokens in ((64, 64), (128, 128)):
-        tile = prefill_tile(8192, 8192, m, H200.sms, plain=True, int8=False, group_size=64)
-        assert tile == (tokens, TALL, 2, 128)
+@pytest.mark.parametrize(
+    ("n", "k", "m", "group", "expected"),
+    [
+        # Microseconds of the choice, then of the best of another kind (columns have digits).
+        (4096, 4096, 16, 64, (64, HALF, 2, 128)),  # 9.6, 12.5 (columns: 14.9)
+        (8192, 8192, 64, 64, (64, TALL, 2, 128)),  # 21.5, 21.8
+        (8192, 8192, 128, 64, (128, TALL, 2, 128)),  # 29.6, 34.7
+        (11008, 4096, 32, 64, (64, LOW, 2, 116)),  # 17.8, 19.0
+        (22016, 4096, 64, 64, (64, TALL, 1, 132)),  # 29.1, 30.8
+        (22016, 4096, 128, 64, (128, LOW, 1, 0)),  # 39.9, 41.8
+        (57344, 8192, 16, 64, (64, TALL, 1, 132)),  # 106, 133 (columns: 141)
+        (4096, 4096, 64, 32, (64, HALF, 2, 128)),  # 10.0, 12.0
+        (8192, 8192, 16, 32, (64, HALF, 2, 128)),  # 22.1, 27.3 (columns: 26.8)
+        (22016, 4096, 32, 32, (64, LOW, 1, 0)),  # 32.2, 36.3
+    ],
+)
+def test_tile_of_small_groups_is_the_measured_best(n, k, m, group, expected):
+    assert prefill_tile(n, k, m, H200.sms, plain=True, int8=False, group_size=group) == expected
 
 
 def test_small_products_share_a_tile_only_when_clusters_fit():

@@ -112,13 +112,17 @@ struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChanne
   static constexpr int kBytes = Tile::kShared - Tile::kRoom + kExchange + kStages * kStage;
 };
 
-// Of tiles of two or three strips, each with a warpgroup of its own (prefill_strips.cuh); scales per channel, or per
-// group of 128 columns, with a plain zero point.
-template <typename T, int Tokens, int Strips, bool Grouped>
+// What the codes of a tile of two or three strips are multiplied by: nothing but a constant, scales being per channel;
+// the scale of their group of 128 columns; the same, where zero_rest is not 0; that of a smaller group.
+enum StripScales { kNoGroups, kGroups, kGroupsWithRest, kSmallGroups };
+
+// Of such tiles, whose strips have a warpgroup each (prefill_strips.cuh).
+template <typename T, int Tokens, int Strips, StripScales Scales>
 struct StripsShape : TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, Strips == 2 ? 2 : 1> {
   using Tile = TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, Strips == 2 ? 2 : 1>;
-  static constexpr bool kGrouped = Grouped;
-  static constexpr int kGroups = Grouped ? Tile::kRowTile : 0;  // one group of 16-bit scales is 2 kGroups bytes
+  static constexpr bool kGrouped = Scales != kNoGroups;
+  // 16-bit scales of a stage, as a number of them.
+  static constexpr int kGroups = kGrouped ? Tile::kRowTile * (Scales == kSmallGroups ? Tile::kBlocks : 1) : 0;
   static constexpr int kUnit = 1, kStage = Tile::kX + Tile::kWords + 2 * kGroups;
   static constexpr int kStages = std::min(Tile::kRoom / kStage, 12), kFull = kStages;
   static constexpr bool kAhead = Tile::kSumStages < kStages;

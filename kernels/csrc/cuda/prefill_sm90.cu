@@ -46,7 +46,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
                      2,
                      {n, groups, 1},
                      {n * 2, 0},
-                     {kRowTile, p.w.group_size == 32 ? 2u : 1u, 1}};
+                     {kRowTile, cuuint32_t(std::max(1, Shape::kColumns / p.w.group_size)), 1}};
     if (status == TRIRUN_OK) status = encode(&a.scales, p.w.scales, box);
     if (status == TRIRUN_OK && p.w.zeros) status = encode(&a.zeros, p.w.zeros, box);
     a.group_scales = reinterpret_cast<const __half*>(p.w.scales);
@@ -146,8 +146,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
 
 template <typename T, int Tokens, int Strips, StripScales Scales>
 int launch_strips(const Problem& p, const PreparedRows& rows) {
-  return launch<T, StripsShape<T, Tokens, Strips, Scales != kNoGroups>>(strips_kernel<T, Tokens, Strips, Scales>, p,
-                                                                       rows);
+  return launch<T, StripsShape<T, Tokens, Strips, Scales>>(strips_kernel<T, Tokens, Strips, Scales>, p, rows);
 }
 
 // Tiles of three strips by 64 or 128 rows of x, of two by 64.
@@ -165,9 +164,11 @@ int launch_tokens(const Problem& p, const PreparedRows& rows) {
   if (p.plan.tile_n == 192 || p.plan.tile_n == 128) {
     if constexpr (Mode == kChannelScales) return launch_low<T, kNoGroups>(p, rows);
     if constexpr (Mode == kGroupScales)
-      if (p.w.group_size == kGroup)
+      if (p.w.group_size == 128)
         return p.w.zero == zero_near(p.w.zero) ? launch_low<T, kGroups>(p, rows)
                                                : launch_low<T, kGroupsWithRest>(p, rows);
+    if constexpr (Mode != kChannelScales)
+      if (p.w.group_size > 0 && !p.w.zeros) return launch_low<T, kSmallGroups>(p, rows);
     return TRIRUN_UNSUPPORTED;
   }
   // 64 tokens keep twice the row blocks in registers, which leaves no room for zero points of groups.

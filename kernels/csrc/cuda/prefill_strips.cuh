@@ -15,18 +15,13 @@
 
 namespace trirun {
 
-// What the codes of a tile are multiplied by: nothing but a constant, scales being per channel; the scale of their
-// group of columns; the same, where zero_rest is not 0.
-enum StripScales { kNoGroups, kGroups, kGroupsWithRest };
-constexpr int kGroup = 128;  // columns
-
 template <typename T, int Tokens, int Strips, StripScales Scales>
-__global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales != kNoGroups>::kThreads,
-                                  StripsShape<T, Tokens, Strips, Scales != kNoGroups>::kCtas)
+__global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThreads,
+                                  StripsShape<T, Tokens, Strips, Scales>::kCtas)
     strips_kernel(const __grid_constant__ PrefillArguments args) {
 #ifdef TRIRUN_HOPPER
   using namespace hopper;
-  using Shape = StripsShape<T, Tokens, Strips, Scales != kNoGroups>;
+  using Shape = StripsShape<T, Tokens, Strips, Scales>;
   using Part = Consumer<T, Tokens, Shape::kStrips>;
   using Accumulator = typename Part::Accumulator;
   using Half = typename std::conditional<Part::kInt8, __half, T>::type;
@@ -69,12 +64,13 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales != kNoGr
     int row_tile, token_tile;
     place(args, walk.tile, row_tile, token_tile);
     GroupFactors<Half> factors(args.zero_near, args.zero_rest, block);
+    const int group_log = Scales == kSmallGroups ? __ffs(args.group_size) - 1 : 7;
     const auto measure_scales = [&] {
       if constexpr (Shape::kGrouped) {
         const int stored = row_tile * Shape::kRowTile + strip * 64 + lane / 4 * 8 + block * 2;
-        const int end = stored < args.padded_n ? (walk.last * Shape::kColumns + kGroup - 1) / kGroup : 0;
+        const int end = stored < args.padded_n ? (walk.last * Shape::kColumns - 1 >> group_log) + 1 : 0;
         factors.measure(reinterpret_cast<const uint32_t*>(args.group_scales + stored), args.padded_n / 2,
-                        walk.first * Shape::kColumns / kGroup, end, lane);
+                        walk.first * Shape::kColumns >> group_log, end, lane);
       }
     };
     measure_scales();
@@ -101,9 +97,10 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales != kNoGr
       const auto read_block = [&](int stage, int i) {
         words[i % kWordSets] = shared_load(words_of_lane + stage * Shape::kWords + i * 512);
       };
-      uint32_t scales = 0;  // of the stage whose words come next: those of this lane's two rows
-      const auto read_scales = [&](int stage) {
-        if (Shape::kGrouped) scales = load_shared(groups_of_lane + stage * 2 * Shape::kGroups);
+      uint32_t scales = 0;  // of this lane's two rows, for the fragments that come next
+      const auto read_scales = [&](int stage, int block) {
+        const int group = Scales == kSmallGroups ? block * 32 >> group_log : 0;
+        scales = load_shared(groups_of_lane + (stage * Shape::kGroups + group * Shape::kRowTile) * 2);
       };
       const auto make_fragment = [&](int step) {
         const uint4& w = words[step / kOfBlock % kWordSets];
@@ -122,7 +119,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales != kNoGr
               a[i] = D::fma(pairs[i], factors.scale[i % 2], factors.offset[i % 2]);
             else
               a[i] = D::fma(pairs[i], unit, shrunk_zero);
-            if constexpr (Scales == kGroupsWithRest) a[i] = D::fma(a[i], one, factors.rest[i % 2]);
+            if constexpr (Scales >= kGroupsWithRest) a[i] = D::fma(a[i], one, factors.rest[i % 2]);
           }
         }
       };
@@ -130,8 +127,10 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales != kNoGr
       barrier_wait(full + 8 * stage, phase);
 #pragma unroll
       for (int i = 0; i < kWordSets; ++i) read_block(stage, i);
-      read_scales(stage);
-      if (Shape::kGrouped) factors.set(scales);
+      if constexpr (Shape::kGrouped) {
+        read_scales(stage, 0);
+        factors.set(scales);
+      }
       make_fragment(0), make_fragment(1);
       for (int k = first; k < last; ++k) {
         const int now = stage;
@@ -152,12 +151,16 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales != kNoGr
           if (next == kBlocks && k + 1 < last) barrier_wait(full + 8 * stage, phase);
 #pragma unroll
           for (int i = next; i < next + 2 / kOfBlock; ++i) read_block(i < kBlocks ? now : stage, i % kBlocks);
-          if (next == kBlocks) read_scales(stage);
+          const int later = (step + 2) % kSteps;  // what fragments are made for
+          if (Scales == kSmallGroups)
+            read_scales(later ? now : stage, later / kOfBlock);
+          else if (Shape::kGrouped && next == kBlocks)
+            read_scales(stage, 0);
           wgmma_wait<2>();  // the products whose fragments are to be replaced are complete
           if (step == 0 && lane == 0) barrier_arrive(done);  // and with them the stage before
-          if (Shape::kGrouped && step + 2 == kSteps) factors.set(scales);
+          if (Shape::kGrouped && (Scales == kSmallGroups || later == 0)) factors.set(scales);
           // Beyond the last stage fragments are made of what is there, and not used: no branch between products.
-          make_fragment((step + 2) % kSteps), make_fragment((step + 3) % kSteps);
+          make_fragment(later), make_fragment(later + 1);
         }
         done = empty + 8 * now;
       }

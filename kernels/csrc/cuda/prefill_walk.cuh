@@ -333,7 +333,7 @@ template <typename Shape>
 __device__ __forceinline__ void produce_groups(const PrefillArguments& args, uint32_t groups_at, uint32_t full,
                                                uint32_t empty) {
   using namespace hopper;
-  const uint32_t bytes = (args.group_size == 32 ? 2 : 1) * Shape::kRowTile * 2;
+  const uint32_t bytes = max(1, Shape::kColumns / args.group_size) * Shape::kRowTile * 2;
   const int group_log = __ffs(args.group_size) - 1;
   Producer<Shape> at(args, empty);
   at.fill(0, [] {}, [&](int k) {
