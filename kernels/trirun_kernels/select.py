@@ -160,11 +160,14 @@ def _stream(n: int, k: int, m: int, group_size: int, act_bits: int, device: Devi
 
 def _digits_win(n: int, k: int, m: int, device: Device, *, grouped: bool) -> bool:
     """Whether the kernel of runs is faster than prefill's tiles, by what both take for the fewest cycles: 0.67 ns of
-    the former and 0.56 of the latter, and 1.7 us (4) until x is quantized."""
-    runs = runs_tile(n, k, m, 2, device.sms, k // UNIT, grouped=grouped)[0]
+    the former and 0.56 of the latter, and 1.7 us until x is quantized. Of groups 0.67 and 1.7, or 0.53 and 2.8 us where
+    rows of x make one slice, and 0.58."""
+    runs, width, *_ = runs_tile(n, k, m, 2, device.sms, k // UNIT, grouped=grouped)
     group_size = UNIT if grouped else -1
     prefill = min(prefill_choices(n, k, m, device.sms, plain=True, int8=False, group_size=group_size))[0]
-    return 7000 + runs < 1.05 * prefill if grouped else 2500 + runs <= prefill / 1.2
+    if grouped:
+        return (2800 + 0.53 * runs if width == 64 else 1700 + 0.67 * runs) < 0.58 * prefill
+    return 2500 + runs <= prefill / 1.2
 
 
 def _heavy(
