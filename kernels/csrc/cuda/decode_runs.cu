@@ -224,14 +224,17 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
       const uint32_t x_scales = x_scales_of_lane + (FUSED ? (at - first) * (S::ROWS * 8) : now);
       float2 x_scale[N / 8];  // and what the zero point multiplies
       float row_scale[J][2], row_zero[J][ZEROS ? 2 : 1];  // for codes * 4^j
+      uint32_t loaded = 0;
 #pragma unroll
-      for (int i = 0; i < N / 8; i++) x_scale[i] = load_shared_float2(x_scales + i * 32);
-      uint32_t loaded = FUSED ? 0 : __float_as_uint(x_scale[N / 8 - 1].x);  // loads of a warp come in their order
+      for (int i = 0; i < N / 8; i++) {
+        x_scale[i] = load_shared_float2(x_scales + i * 32);
+        if (!FUSED) loaded |= __float_as_uint(x_scale[i].x);
+      }
 #pragma unroll
       for (int j = 0; j < J; j++) {
         const uint32_t row = now + row_scales_of_lane + j * 4, scales = load_shared(row);
         const uint32_t zeros = ZEROS ? load_shared(row + STRIPS * 128) : 0;
-        if (j == J - 1) loaded |= ZEROS ? zeros : scales;
+        loaded |= scales | zeros;
 #pragma unroll
         for (int h = 0; h < 2; h++)
           row_scale[j][h] = half_of(scales, h) * __uint_as_float(quarter[j]);
