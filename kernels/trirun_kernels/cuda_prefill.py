@@ -7,9 +7,8 @@ from typing import NamedTuple
 # Clusters of so many CTAs that run at once, as a share of the multiprocessors: they do not cross the borders of a GPC
 # (132, 66, 39, 30, 17 and 15 of them on an H200's 132, by cudaOccupancyMaxActiveClusters; of five, 22 were seen to).
 CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 5: 22 / 132, 6: 17 / 132, 8: 15 / 132}
-# out_features of one CTA: four strips of tile64, or three (scales per channel or per 128 columns)
-TALL, LOW = 256, 192
-# Two strips and 64 rows of x (the same scales, 16 bits): two CTAs fit a multiprocessor, so that those of the next
+TALL, LOW = 256, 192  # out_features of one CTA: four strips of tile64, or three (zero points in quarters only)
+# Two strips and 64 rows of x (the same, 16 bits): two CTAs fit a multiprocessor, so that those of the next
 # kernel begin while these end.
 HALF = 128
 EARLY = 2  # stages of words asked for before x is there; all of them would be in its way

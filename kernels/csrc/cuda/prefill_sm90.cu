@@ -1,5 +1,6 @@
 // Hopper prefill on the host: tensor maps, grid, and the list of compiled instances.
 // no-spill(90a): prefill_kernel<*>
+// no-spill(90a): strips_kernel<*>
 #include "kernels.cuh"
 #include "prefill.cuh"
 #include "prefill_sm90.cuh"
