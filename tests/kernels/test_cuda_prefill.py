@@ -176,17 +176,19 @@ def test_dense_weight(dtype, group, zero):
 def test_a_plan_without_an_instance_is_refused():
     from trirun_kernels.native import NativeError
 
-    w, x = weight(256, 512, 32, 1.0), rows(70, 512, torch.float16)
-    for plan in (
+    plans = (
         Plan(PREFILL_WGMMA, tile_m=64),
         Plan(PREFILL_WGMMA, tile_m=96),
         Plan(PREFILL_W2A8, tile_m=128),
-        Plan(PREFILL_WGMMA, tile_m=128, tile_n=192),  # groups
-        Plan(PREFILL_WGMMA, tile_m=64, tile_n=128),
         Plan(PREFILL_WGMMA, tile_m=128, tile_n=256, cta_split=2, ctas=3),
-    ):
-        with pytest.raises(NativeError, match="no kernel"):
-            run(x, w, plan)
+    )
+    low = Plan(PREFILL_WGMMA, tile_m=128, tile_n=192), Plan(PREFILL_WGMMA, tile_m=64, tile_n=128)
+    x = rows(70, 512, torch.float16)
+    for zero, refused in ((1.0, plans), (None, plans + low)):  # tiles of fewer strips have no real zero points
+        w = weight(256, 512, 32, zero)
+        for plan in refused:
+            with pytest.raises(NativeError, match="no kernel"):
+                run(x, w, plan)
 
 
 @hopper
