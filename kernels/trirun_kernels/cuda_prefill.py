@@ -108,7 +108,8 @@ def prefill_choices(
 
 def sums_fit(tokens: int, rows: int, split: int, *, int8: bool, scaled: bool) -> bool:
     """Whether the sums that ``split`` CTAs of a cluster send each other fit where their stages were: the arithmetic of
-    ``TileShape`` in csrc/cuda/prefill_arguments.cuh. scaled: scales enter the fragments (groups, real zero points)."""
+    ``TileShape`` in csrc/cuda/prefill_arguments.cuh. scaled: scales enter the fragments (groups, real zero points), and
+    take as much of a stage as groups of 32 do."""
     strips = rows // 64
     warpgroups = 2 if rows == TALL else strips
     spans = 2 if tokens == 64 and not int8 and not (scaled and rows == TALL) else 1

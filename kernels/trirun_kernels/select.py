@@ -16,7 +16,6 @@ from .cuda_stream import SMALLER, STRIP, stream_plans
 # TRIRUN_KERNEL_* of csrc/trirun.h
 STREAM, STREAM_SM80, COLUMNS, PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8, DEQUANTIZE, RUNS = range(1, 9)
 PREFILL = (PREFILL_WGMMA, PREFILL_SM80, PREFILL_W2A8)
-SLICE = 32  # rows of x of one CTA of the kernel of runs, at most
 DECODE_ROWS = 64  # rows of x a decode kernel takes at most
 LARGE = 1 << 28  # weights, 64 MiB of words
 LONG = 1 << 14  # columns of x

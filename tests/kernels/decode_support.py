@@ -1,11 +1,10 @@
 """What tests of the CUDA decode kernels share."""
 
 import torch
-from trirun_kernels import QuantSpec, cuda, dequantize, pack
+from trirun_kernels import QuantSpec, dequantize, pack
 
 from tests.kernels.prefill_support import REFERENCE
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # Relative error against float64. Rounding an exact product to the type alone gives about 2.1e-4 and 1.7e-3; the
 # float32 bound is that of 16-bit digits under 30x outliers.
 TOLERANCE = {torch.float16: 3.6e-4, torch.bfloat16: 3e-3, torch.float32: 3e-4}
@@ -42,9 +41,3 @@ def exact(x, w, bias=None, act_bits=16):
 def error(y, reference):
     assert torch.isfinite(y).all()
     return ((y.double() - reference).norm() / reference.norm()).item()
-
-
-def poisoned(x, w, bias=None, act_bits=16, plan=None):
-    y = torch.full((x.shape[0], w.n), float("nan"), dtype=x.dtype, device=x.device)
-    cuda.run_plan(x, w, bias, y, act_bits, plan)
-    return y

@@ -9,9 +9,8 @@ from trirun_kernels.reference import int8_round_trip
 from trirun_kernels.spec import QuantSpec
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
-)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
 # Where products are made that those of the kernels are compared with: scripts/sanitize_kernels.py asks for the CPU.
 REFERENCE = os.environ.get("TRIRUN_REFERENCE", "cuda")
 

@@ -13,7 +13,8 @@ from trirun_kernels.activations import activation_bytes, int2_gemm_quantized, qu
 from trirun_kernels.native import NativeError, library_path
 from trirun_kernels.select import COLUMNS, RUNS, STREAM, STREAM_SM80, Plan
 
-from tests.kernels.decode_support import HOPPER, TOLERANCE, error, exact, poisoned, rows, weight
+from tests.kernels.decode_support import TOLERANCE, error, exact, rows, weight
+from tests.kernels.prefill_support import HOPPER, run
 
 if not library_path("cuda").exists():
     pytest.skip("libtrirun_cuda.so is not built", allow_module_level=True)
@@ -53,7 +54,7 @@ def test_every_plan_on_every_grid(group_size, zero, act_bits):
             bias = torch.randn(n, device="cuda").half()
             reference = exact(x, w, bias, act_bits)
             for plan in plans(n, m, k, act_bits, group_size):
-                assert error(poisoned(x, w, bias, act_bits, plan), reference) < TOLERANCE[x.dtype], (n, k, m, plan)
+                assert error(run(x, w, plan, act_bits, bias), reference) < TOLERANCE[x.dtype], (n, k, m, plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -6,7 +6,8 @@ import torch
 from trirun_kernels.native import library_path
 from trirun_kernels.select import COLUMNS, RUNS, Plan
 
-from tests.kernels.decode_support import HOPPER, TOLERANCE, error, exact, poisoned, rows, weight
+from tests.kernels.decode_support import TOLERANCE, error, exact, rows, weight
+from tests.kernels.prefill_support import HOPPER, run
 
 if not (HOPPER and library_path("cuda").exists()):
     pytest.skip("no Hopper GPU, or libtrirun_cuda.so is not built", allow_module_level=True)
@@ -29,7 +30,7 @@ def test_outliers_of_every_kind(channels, factor):
         x = spiked(m, 4096, channels, factor)
         reference = exact(x, w)
         rounding = error(reference.half(), reference)
-        assert error(poisoned(x, w, None, 16, Plan(RUNS, ctas=5, stages=4)), reference) < 1.5 * rounding
+        assert error(run(x, w, Plan(RUNS, ctas=5, stages=4)), reference) < 1.5 * rounding
 
 
 @pytest.mark.parametrize("group, dtype", [(g, t) for g in (-1, 128) for t in (torch.float16, torch.bfloat16)])
@@ -43,8 +44,8 @@ def test_x_quantized_by_the_product_has_the_same_digits(n, k, ctas, pair, group,
         wide = rows(m, k + 8, dtype)
         for x in (wide[:, :k], wide[:, 8:], wide[:, 3 : k + 3]):  # the last is not on 16 bytes: quantized apart
             apart, fused = (Plan(RUNS, width, cta_split=pair, ctas=ctas, stages=4, fused=f) for f in (0, 1))
-            assert torch.equal(poisoned(x, w, bias, 16, fused), poisoned(x, w, bias, 16, apart)), m
-            assert error(poisoned(x, plain, bias, 16, fused), exact(x, plain, bias)) < TOLERANCE[dtype], m
+            assert torch.equal(run(x, w, fused, 16, bias), run(x, w, apart, 16, bias)), m
+            assert error(run(x, plain, fused, 16, bias), exact(x, plain, bias)) < TOLERANCE[dtype], m
 
 
 @pytest.mark.parametrize("m", [16, 32, 64])
@@ -55,4 +56,4 @@ def test_stages_are_filled_anew_only_when_their_scales_are_read(m):
     reference = exact(x, w)
     for plan in (Plan(RUNS, 32, 192, ctas=3, stages=8), Plan(RUNS, ctas=1, stages=8), Plan(COLUMNS, ctas=1, stages=8)):
         for _ in range(50):
-            assert error(poisoned(x, w, None, 16, plan), reference) < TOLERANCE[x.dtype], plan
+            assert error(run(x, w, plan), reference) < TOLERANCE[x.dtype], plan

@@ -113,8 +113,8 @@ struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChanne
 };
 
 // What the codes of a tile of two or three strips are multiplied by: nothing but a constant, scales being per channel;
-// the scale of their group of 128 columns; the same, where zero_rest is not 0; that of a smaller group.
-enum StripScales { kNoGroups, kGroups, kGroupsWithRest, kSmallGroups };
+// the scale of their group of 128 columns; the same, where zero_rest is not 0; that of a smaller group, with any rest.
+enum StripScales { kNoGroups, kGroupsOf128, kGroupsWithRest, kSmallGroups };
 
 // Of such tiles, whose strips have a warpgroup each (prefill_strips.cuh).
 template <typename T, int Tokens, int Strips, StripScales Scales>

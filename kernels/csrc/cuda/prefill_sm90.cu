@@ -166,7 +166,7 @@ int launch_tokens(const Problem& p, const PreparedRows& rows) {
     if constexpr (Mode == kChannelScales) return launch_low<T, kNoGroups>(p, rows);
     if constexpr (Mode == kGroupScales)
       if (p.w.group_size == 128)
-        return p.w.zero == zero_near(p.w.zero) ? launch_low<T, kGroups>(p, rows)
+        return p.w.zero == zero_near(p.w.zero) ? launch_low<T, kGroupsOf128>(p, rows)
                                                : launch_low<T, kGroupsWithRest>(p, rows);
     if constexpr (Mode != kChannelScales)
       if (p.w.group_size > 0 && !p.w.zeros) return launch_low<T, kSmallGroups>(p, rows);

@@ -80,7 +80,6 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
     const uint32_t mask = kept(0x03030303u << 2 * block, lane), unit = kept(D::unit(block), lane);
     const uint32_t shrunk_zero = D::pair(-args.zero / kShrink), one = D::pair(1.f);
     const uint32_t words_of_lane = kept(words_at + strip * kBlocks * 512 + lane * 16, lane);
-
     const uint32_t groups_of_lane = kept(groups_at + strip * 128 + lane / 4 * 16 + block * 4, lane);
 
     int stage = 0, phase = 0;
