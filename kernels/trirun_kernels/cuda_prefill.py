@@ -8,8 +8,8 @@ from typing import NamedTuple
 # (132, 66, 39, 30, 17 and 15 of them on an H200's 132, by cudaOccupancyMaxActiveClusters; of five, 22 were seen to).
 CLUSTERS = {1: 1.0, 2: 66 / 132, 3: 39 / 132, 4: 30 / 132, 5: 22 / 132, 6: 17 / 132, 8: 15 / 132}
 TALL, LOW = 256, 192  # out_features of one CTA: four strips of tile64, or three (zero points in quarters only)
-# Two strips and 64 rows of x (the same, 16 bits): two CTAs fit a multiprocessor, so that those of the next
-# kernel begin while these end.
+# Two strips and 64 rows of x (the same): of 16 bits two CTAs fit a multiprocessor, so that those of the next kernel
+# begin while these end.
 HALF = 128
 EARLY = 2  # stages of words asked for before x is there; all of them would be in its way
 # Clock cycles per column of k of a tile. 64 tokens do not keep the tensor cores as busy as 128 (16.2 and 12.2, counted
@@ -19,7 +19,8 @@ CYCLES = {(TALL, 64): 8.7, (TALL, 128): 17.0, (LOW, 64): 7.1, (LOW, 128): 12.8, 
 CYCLES_GROUPS = {(TALL, 64): 11.0, (TALL, 128): 16.0}
 CYCLES_UNITS = CYCLES_GROUPS | {(LOW, 64): 7.8, (LOW, 128): 12.9, (HALF, 64): 5.9}  # groups of 128
 CYCLES_SMALL = CYCLES_GROUPS | {(LOW, 64): 10.5, (LOW, 128): 14.0, (HALF, 64): 8.0}  # of 32 and 64
-CYCLES_INT8 = {(TALL, 64): 4.7, (TALL, 128): 8.5, (LOW, 64): 3.9, (LOW, 128): 6.25}
+CYCLES_INT8 = {(TALL, 64): 4.7, (TALL, 128): 8.5, (LOW, 64): 3.9, (LOW, 128): 6.25, (HALF, 64): 3.2}
+SUMS_INT8 = {TALL: 1.3, LOW: 1.3, HALF: 1.0}  # what the exchange of sums takes, beside that of 16-bit products
 # Cycles from launch to first product, and of the outputs of the last tile.
 LAUNCH = {TALL: 4000, LOW: 4000, HALF: 2400}
 LAST_ROUND = 125  # for each row of x: cycles of a second launch, whose clusters share the tiles of a last round
@@ -28,7 +29,7 @@ NEXT_TILE = 2000  # cycles between tiles of 64 rows of a CTA, in which its warpg
 MOST_SHARED, MOST_LEFT = 9, 4
 UNIT = 128  # columns of k that the CTAs sharing all tiles divide by
 # Cycles of a tile of 64 rows that several CTAs share: to leave sums in the workspace and be waited for, and to add
-# those of one CTA. Half as much again for 128 rows, and a quarter more for 8-bit products, by measured times.
+# those of one CTA. Half as much again for 128 rows, and SUMS_INT8 times that of 8-bit products, by measured times.
 LEAVE, ADD = {TALL: 3600, LOW: 2800, HALF: 3000}, {TALL: 1400, LOW: 800, HALF: 1100}
 # Both where shares are at least a tile long: what a CTA adds comes to its stages while it multiplies. Not for the
 # largest tile, whose sums do not fit there.
@@ -83,25 +84,27 @@ def prefill_choices(
             continue
         if group_size == 32 and (rows, tokens) == (TALL, 64):
             continue
+        factor = SUMS_INT8[rows] if int8 else 1
         for split in CLUSTERS:
             long = k // (128 if int8 else 64) >= 4 * split
-            if rows == HALF and split not in (1, 2, 4, 8):  # its sums are units of four, which others divide badly
+            if rows == HALF and split not in (1, 2, 3 if int8 else 1, 4, 8):  # its sums are four units
                 continue
             if split == 1 or (long and sums_fit(tokens, rows, split, int8=int8, scaled=scaled)):
-                whole = _whole_cycles(n, k, m, sms, Tile(tokens, rows, split, 0), per_column)
+                whole = _whole_cycles(n, k, m, sms, Tile(tokens, rows, split, 0), per_column, factor)
                 choices.append((whole, Tile(tokens, rows, split, 0)))
         tiles = -(-n // rows) * -(-m // tokens)
         # CTAs at different k do not share words in L2, which counts where many have the same rows of w.
         most = MOST_SHARED if (rows, tokens) in AHEAD else MOST_LEFT
-        if tiles > most * sms or (int8 and tokens == 64 and k % (2 * UNIT)):
+        unit = 2 * UNIT if int8 and (rows, tokens) == (TALL, 64) else UNIT  # of columns: warpgroups take turns there
+        if tiles > most * sms or k % unit:
             continue
         for ctas in {sms, tiles * (sms // tiles)}:
             if 0 < ctas <= tiles * (k // UNIT):
                 work, exchange = _shared_cycles(k, tiles, ctas, tokens, rows, per_column)
-                choices.append((LAUNCH[rows] + work + exchange * (1.25 if int8 else 1), Tile(tokens, rows, 1, ctas)))
+                choices.append((LAUNCH[rows] + work + exchange * factor, Tile(tokens, rows, 1, ctas)))
         for parts in (2, 4, 6, 8):
-            if tiles * parts <= sms and k % (parts * UNIT * (1 + (int8 and tokens == 64))) == 0:
-                sums = _pairs_cycles(tokens, rows, parts) * (1.25 if int8 else 1)
+            if tiles * parts <= sms and k % (parts * unit) == 0:
+                sums = _pairs_cycles(tokens, rows, parts) * factor
                 choices.append((LAUNCH[rows] + k // parts * per_column + sums, Tile(tokens, rows, 2, tiles * parts)))
     return choices
 
@@ -117,7 +120,8 @@ def sums_fit(tokens: int, rows: int, split: int, *, int8: bool, scaled: bool) ->
     scales = scaled * (not int8) * (2048 if rows == TALL else 2 * rows * columns // 32)
     stage = spans * tokens * 128 + strips * columns // 32 * 512 + scales
     exchange = 1024 * tokens if rows == TALL and tokens == 64 else 0
-    room = (113 if rows == HALF else 227) * 1024 - 2 * rows * tokens - 8 * warpgroups * tokens - 256 - exchange
+    shared = (113 if rows == HALF and not int8 else 227) * 1024
+    room = shared - 2 * rows * tokens - 8 * warpgroups * tokens - 256 - exchange
     units = tokens * rows // (8 * 128 * warpgroups)  # of sums: two registers of four for every thread
     return -(-units // split) * split * 2 * 16 * 128 * warpgroups <= min(room // stage, 12) * stage
 
@@ -142,14 +146,15 @@ def _shared_cycles(k: int, tiles: int, ctas: int, tokens: int, rows: int, per_co
     return work, (0.5 + tokens / 128) * (borders * LEAVE[rows] + (1 + ctas / tiles) * ADD[rows])
 
 
-def _whole_cycles(n: int, k: int, m: int, sms: int, tile: Tile, per_column: float) -> float:
+def _whole_cycles(n: int, k: int, m: int, sms: int, tile: Tile, per_column: float, factor: float) -> float:
     tokens, rows, split, _ = tile
     tiles = -(-n // rows) * -(-m // tokens)
     per_tile = k * per_column
     if split > 1:
         stage, (once, each) = 128 if tokens == 64 else 64, CLUSTER_SUMS[rows, tokens]
         longest = -(-k // stage // split) * stage * per_column
-        return LAUNCH[rows] + -(-tiles // int(sms * CLUSTERS[split])) * (longest + once + each * split)
+        rounds = -(-tiles // int(sms * CLUSTERS[split]))
+        return LAUNCH[rows] + rounds * (longest + (once + each * split) * factor)
     whole, rest = divmod(tiles, sms)
     # The kernel itself shares the tiles of a last, mostly empty round among clusters.
     last = next((s for s in sorted(CLUSTERS, reverse=True) if whole and rest <= int(sms * CLUSTERS[s])), 1)

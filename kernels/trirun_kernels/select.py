@@ -86,8 +86,7 @@ def select(
     # than a prefill tile of 64 rows, which odd zero points do not have.
     limit = 16 if act_bits == 8 else 8
     if device.arch == 90:
-        digits_win = group_size == -1 and act_bits == 8 and n * k <= LARGE_RUNS
-        if not plain or quantized or wide or digits_win:
+        if not plain or quantized or wide:
             limit = DECODE_ROWS
         elif group_size in (-1, UNIT):
             limit = 32
@@ -125,8 +124,9 @@ def _decode(
     # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
     if runs or grouped:
         plan = _runs(n, k, m, act_bits, device, grouped=grouped, fuses=fuses)
-        lost = fuses and plain and not plan.fused and not _digits_win(n, k, m, device, grouped=grouped)
-        return None if lost else plan
+        int8 = act_bits == 8 and m > 16 and k >= 256 and not (quantized or wide)
+        compared = (fuses or int8) and plain and not plan.fused
+        return plan if not compared or _digits_win(n, k, m, device, grouped=grouped, int8=int8) else None
     return _columns(n, k, m, group_size, act_bits, device)
 
 
@@ -157,13 +157,16 @@ def _stream(n: int, k: int, m: int, group_size: int, act_bits: int, device: Devi
     return None
 
 
-def _digits_win(n: int, k: int, m: int, device: Device, *, grouped: bool) -> bool:
+def _digits_win(n: int, k: int, m: int, device: Device, *, grouped: bool, int8: bool) -> bool:
     """Whether the kernel of runs is faster than prefill's tiles, by what both take for the fewest cycles: 0.67 ns of
     the former and 0.56 of the latter, and 1.7 us until x is quantized. Of groups 0.67 and 1.7, or 0.53 and 2.8 us where
-    rows of x make one slice, and 0.58."""
-    runs, width, *_ = runs_tile(n, k, m, 2, device.sms, k // UNIT, grouped=grouped)
+    rows of x make one slice, and 0.58. Of 8-bit activations, which both quantize apart, 0.73 and 2 us, and 0.69."""
+    digits, most = (1, EXACT_SUM // UNIT) if int8 else (2, k // UNIT)
+    runs, width, *_ = runs_tile(n, k, m, digits, device.sms, most, grouped=grouped)
     group_size = UNIT if grouped else -1
-    prefill = min(prefill_choices(n, k, m, device.sms, plain=True, int8=False, group_size=group_size))[0]
+    prefill = min(prefill_choices(n, k, m, device.sms, plain=True, int8=int8, group_size=group_size))[0]
+    if int8:
+        return 2000 + 0.73 * runs < 0.69 * prefill
     if grouped:
         return (2800 + 0.53 * runs if width == 64 else 1700 + 0.67 * runs) < 0.58 * prefill
     return 2500 + runs <= prefill / 1.2

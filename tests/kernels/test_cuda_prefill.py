@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 import torch
+from trirun_kernels.ops import int2_gemm
 from trirun_kernels.packing import dequantize, pack
+from trirun_kernels.reference import int8_round_trip
 from trirun_kernels.select import DEQUANTIZE, PREFILL_SM80, PREFILL_W2A8, PREFILL_WGMMA, Plan
 from trirun_kernels.spec import QuantSpec
 
@@ -92,8 +94,27 @@ def test_int8_activations(split, tokens, zero, dtype):
         Plan(PREFILL_W2A8, tile_m=tokens, tile_n=256, ctas=1 + 3 * split),
         Plan(PREFILL_W2A8, tile_m=tokens, tile_n=192, ctas=split // 2 * 3),
         Plan(PREFILL_W2A8, tile_m=tokens, tile_n=192, cta_split=split),
+        Plan(PREFILL_W2A8, tile_m=64, tile_n=128, cta_split=split + split // 2),
+        Plan(PREFILL_W2A8, tile_m=64, tile_n=128, ctas=split * 4 - 3),
     ):
         check(x, w, run(x, w, plan, act_bits=8, bias=bias), act_bits=8, bias=bias)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_int8_codes_are_those_of_a_division(dtype):
+    # Products with the identity: the codes times a power of two, and half of them are ties, at 24 scales.
+    codes = torch.eye(256, dtype=torch.uint8) + 1
+    w = pack(codes, torch.ones(256, 1), QuantSpec(-1, 1.0)).to("cuda")
+    generator = torch.Generator().manual_seed(5)
+    scales = 2.0 ** torch.arange(-16, 8).unsqueeze(1)
+    x = torch.randint(-252, 253, (24, 256), generator=generator) / 2 * scales
+    x[:, 7] = 127 * scales[:, 0]
+    x = x.to(dtype)
+    expected = int8_round_trip(x.float()).to(dtype).cuda()
+    for plan in (Plan(PREFILL_W2A8, tile_m=64, tile_n=128), Plan(PREFILL_SM80, tile_m=128)):
+        assert torch.equal(run(x.cuda(), w, plan, act_bits=8), expected)
+    assert torch.equal(int2_gemm(x.cuda()[:16], w, act_bits=8), expected[:16])  # as decode's kernels quantize
 
 
 @hopper

@@ -50,7 +50,7 @@ def test_counters_of_shared_tiles_need_no_zeros(tokens, rows_of_w, pair, ctas):
 
 @hopper
 @pytest.mark.parametrize(("act_bits", "tokens", "rows_of_w", "group"), [
-    *itertools.product((16, 8), (64, 128), (256, 192), (-1,)), (16, 64, 128, -1),
+    *itertools.product((16, 8), (64, 128), (256, 192), (-1,)), (16, 64, 128, -1), (8, 64, 128, -1),
     (16, 64, 128, 128), (16, 64, 192, 128), (16, 128, 192, 128),
 ])  # fmt: skip
 def test_shares_of_several_tiles(tokens, rows_of_w, act_bits, group):
@@ -72,6 +72,7 @@ def test_shares_of_several_tiles(tokens, rows_of_w, act_bits, group):
     (256, torch.float16, -1, 8), (192, torch.float16, -1, 16), (192, torch.bfloat16, -1, 16),
     (192, torch.float16, -1, 8), (128, torch.float16, -1, 16), (128, torch.bfloat16, -1, 16),
     (192, torch.float16, 128, 16), (128, torch.float16, 128, 16), (128, torch.bfloat16, 128, 16),
+    (128, torch.float16, -1, 8),
 ])  # fmt: skip
 def test_pairs_of_a_tile(tokens, parts, rows_of_w, dtype, group, act_bits):
     if rows_of_w == 128 and tokens == 128:

@@ -65,10 +65,10 @@ constexpr int kStageBytesOfX = 128;  // per row: one swizzle span
 enum Scaling { kChannelScales, kGroupScales, kAnyScales };
 
 // A tile of Strips strips by Tokens rows of x, stages of Spans swizzle spans of x, the warpgroups that multiply, and
-// the CTAs that a multiprocessor has room for: with two, those of the next kernel begin beside these.
+// the CTAs that have room in shared memory: with two, those of the next kernel begin beside these.
 template <typename T, int Tokens, int Strips, int Warpgroups, int Spans, int Ctas = 1>
 struct TileShape {
-  static constexpr int kCtas = Ctas, kShared = (228 / Ctas - 1) * 1024;
+  static constexpr int kShared = (228 / Ctas - 1) * 1024;
   static constexpr int kStrips = Strips, kRowTile = Strips * 64, kTokens = Tokens;
   static constexpr int kConsumers = Warpgroups * 128, kThreads = kConsumers + 128;
   static constexpr int kStoreColumns = kRowTile * 32 / kConsumers;  // rows of w of one warp's outputs
@@ -116,10 +116,17 @@ struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChanne
 // the scale of their group of 128 columns; the same, where zero_rest is not 0; that of a smaller group, with any rest.
 enum StripScales { kNoGroups, kGroupsOf128, kGroupsWithRest, kSmallGroups };
 
-// Of such tiles, whose strips have a warpgroup each (prefill_strips.cuh).
+// Of such tiles, whose strips have a warpgroup each (prefill_strips.cuh). Of 8 bits two CTAs do not share a
+// multiprocessor: there the kernel that prepares x stands between them, and where it has CTAs the next ones' would
+// rather go together elsewhere.
+template <typename T, int Tokens, int Strips>
+using StripsTile = TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1,
+                             Strips == 2 && sizeof(T) == 2 ? 2 : 1>;
+
 template <typename T, int Tokens, int Strips, StripScales Scales>
-struct StripsShape : TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, Strips == 2 ? 2 : 1> {
-  using Tile = TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, Strips == 2 ? 2 : 1>;
+struct StripsShape : StripsTile<T, Tokens, Strips> {
+  using Tile = StripsTile<T, Tokens, Strips>;
+  static constexpr int kCtas = Strips == 2 ? 2 : 1;  // that registers are shared out for
   static constexpr bool kGrouped = Scales != kNoGroups;
   // 16-bit scales of a stage, as a number of them.
   static constexpr int kGroups = kGrouped ? Tile::kRowTile * (Scales == kSmallGroups ? Tile::kBlocks : 1) : 0;

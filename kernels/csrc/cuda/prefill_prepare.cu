@@ -4,14 +4,17 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
+#include "activations.cuh"
 #include "prefill.cuh"
 
 namespace trirun {
 namespace {
 
-constexpr int kThreads = 512;
 constexpr int kVector = 16;  // columns of one thread at a time: the span that int8 codes are reordered in
 constexpr int kKept = 2;     // spans of a thread that stay in registers: rows of 16384 columns are read once
+constexpr int kMostThreads = 512;
 
 struct RowArguments {
   const void* x;
@@ -24,58 +27,66 @@ struct RowArguments {
   int* sum;
 };
 
+// 16 columns of a row as they lie in memory, zeros from column k on.
 template <typename T>
-__device__ float as_float(T v) {
-  return static_cast<float>(v);
-}
+struct Span {
+  static constexpr int kWords = kVector * int(sizeof(T)) / 4;
+  uint32_t words[kWords] = {};
 
-template <typename T>
-__device__ void read_columns(const RowArguments& a, const T* row, int64_t column, float (&v)[kVector]) {
-  if (a.aligned && column + kVector <= a.k) {
-    uint4 raw[kVector * sizeof(T) / 16];
+  __device__ __forceinline__ void read(const RowArguments& a, const T* row, int64_t column) {
+    if (a.aligned && column + kVector <= a.k) {
 #pragma unroll
-    for (int i = 0; i < int(kVector * sizeof(T) / 16); ++i) raw[i] = reinterpret_cast<const uint4*>(row + column)[i];
-    const T* values = reinterpret_cast<const T*>(raw);
+      for (int i = 0; i < kWords / 4; ++i)
+        reinterpret_cast<uint4*>(words)[i] = reinterpret_cast<const uint4*>(row + column)[i];
+    } else {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) v[i] = as_float(values[i]);
-    return;
+      for (int i = 0; i < kVector; ++i)
+        if (column + i < a.k) reinterpret_cast<T*>(words)[i] = row[column + i];
+    }
   }
+  __device__ __forceinline__ float value(int i) const {
+    return static_cast<float>(reinterpret_cast<const T*>(words)[i]);
+  }
+  // The largest magnitude, as the bits of a float: integers have the order of the magnitudes they are the bits of, and
+  // infinities and NaN are above all others.
+  __device__ __forceinline__ uint32_t magnitude_bits() const {
+    uint32_t most = 0;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) v[i] = column + i < a.k ? as_float(row[column + i]) : 0.f;
-}
+    for (const uint32_t word : words)
+      most = sizeof(T) == 4 ? max(most, word & 0x7fffffffu) : __vmaxu2(most, word & 0x7fff7fffu);
+    if constexpr (sizeof(T) == 2) {
+      const uint16_t bits = uint16_t(max(most & 0xffffu, most >> 16));
+      most = __float_as_uint(static_cast<float>(reinterpret_cast<const T&>(bits)));
+    }
+    return most;
+  }
+};
 
-__device__ float block_max(float v, float* shared) {
-  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = v;
-  __syncthreads();
-  v = shared[threadIdx.x % (kThreads / 32)];
-  for (int o = kThreads / 64; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
-  return v;
-}
-
-// 16 columns as they are stored: codes or scaled values. Returns the sum of the codes.
-__device__ int write_columns(const RowArguments& a, int64_t row, int64_t column, const float (&v)[kVector],
-                             float scale) {
+// A span as it is stored: codes or scaled values. Returns the sum of the codes.
+template <typename T>
+__device__ __forceinline__ int write_span(const RowArguments& a, int64_t row, int64_t column, const Span<T>& span,
+                                          float scale, float reciprocal) {
   if (a.format == kRowsInt8) {
+    uint32_t packed[4];
     int sum = 0;
-    uint32_t packed[4] = {};
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const int code = max(-128, min(127, __float2int_rn(__fdiv_rn(v[i], scale))));
-      sum += code;
-      packed[i % 8 / 2] |= uint32_t(code & 255) << 8 * (i % 2 + 2 * (i / 8));
+    for (int t = 0; t < 4; ++t) {
+      const auto value = [&](int i) { return span.value(2 * t + i); };
+      packed[t] = act8_codes(make_float4(value(0), value(1), value(8), value(9)), scale, reciprocal);
+      sum = __dp4a(int(packed[t]), 0x01010101, sum);
     }
     reinterpret_cast<uint4*>(static_cast<int8_t*>(a.out) + row * a.k_pad + column)[0] =
         make_uint4(packed[0], packed[1], packed[2], packed[3]);
     return sum;
   }
-  const float inverse = 1.f / scale;  // exact for a power of two; the codes divide, as their definition does
-  const auto stored = [&](float value) {
-    return a.format == kRowsHalf ? value * inverse : fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -128.f), 127.f);
+  // The reciprocal of a power of two is exact.
+  const auto stored = [&](int i) {
+    const float v = span.value(i);
+    return a.format == kRowsHalf ? v * reciprocal : act8_code(v, scale, reciprocal) - ACT8_MAGIC;
   };
   __half2 packed[kVector / 2];
 #pragma unroll
-  for (int i = 0; i < kVector; i += 2) packed[i / 2] = __floats2half2_rn(stored(v[i]), stored(v[i + 1]));
+  for (int i = 0; i < kVector; i += 2) packed[i / 2] = __floats2half2_rn(stored(i), stored(i + 1));
   uint4* to = reinterpret_cast<uint4*>(static_cast<__half*>(a.out) + row * a.k_pad + column);
   to[0] = reinterpret_cast<uint4*>(packed)[0];
   to[1] = reinterpret_cast<uint4*>(packed)[1];
@@ -84,62 +95,57 @@ __device__ int write_columns(const RowArguments& a, int64_t row, int64_t column,
 
 // One CTA per row: its largest magnitude, then the codes. Rows longer than the registers hold are read twice.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) prepare_rows(RowArguments a) {
+__global__ void __launch_bounds__(kMostThreads) prepare_rows(const __grid_constant__ RowArguments a) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  __shared__ float shared[kThreads / 32];
-  __shared__ int sums[kThreads / 32];
-  constexpr int kStep = kThreads * kVector;
-  const int64_t m = blockIdx.x, column0 = threadIdx.x * kVector;
+  __shared__ uint32_t of_warp[2][kMostThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int64_t m = blockIdx.x, step = blockDim.x * kVector, column0 = threadIdx.x * kVector;
   const T* row = static_cast<const T*>(a.x) + m * a.ldx;
-  float kept[kKept][kVector] = {}, v[kVector], largest = 0.f;
-  bool finite = true;
-  const auto look = [&](const float (&values)[kVector]) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      largest = fmaxf(largest, fabsf(values[i]));
-      finite = finite && isfinite(values[i]);
-    }
-  };
+  Span<T> kept[kKept];
 #pragma unroll
   for (int i = 0; i < kKept; ++i)
-    if (column0 + i * kStep < a.k) read_columns(a, row, column0 + i * kStep, kept[i]);
+    if (column0 + i * step < a.k) kept[i].read(a, row, column0 + i * step);
+  uint32_t most = 0;
 #pragma unroll
-  for (int i = 0; i < kKept; ++i) look(kept[i]);
-  for (int64_t column = column0 + kKept * kStep; column < a.k; column += kStep) {
-    read_columns(a, row, column, v);
-    look(v);
+  for (const Span<T>& span : kept) most = max(most, span.magnitude_bits());
+  for (int64_t column = column0 + kKept * step; column < a.k; column += step) {
+    Span<T> span;
+    span.read(a, row, column);
+    most = max(most, span.magnitude_bits());
   }
-  // fmaxf drops NaN: a row that holds one, or an infinity, must not come out as numbers.
-  const bool poisoned = __syncthreads_or(!finite);
-  largest = block_max(largest, shared);
-  float scale;
-  if (a.format == kRowsHalf) {
+  most = __reduce_max_sync(~0u, most);
+  if (lane == 0) of_warp[0][warp] = most;
+  __syncthreads();
+  most = __reduce_max_sync(~0u, lane < warps ? of_warp[0][lane] : 0);
+  // Where a row holds a NaN or an infinity a NaN, so that it does not come out as numbers.
+  float scale = act8_scale(most);
+  if (a.format == kRowsHalf && scale == scale) {
     // The largest value lands in [2^13, 2^14): far from fp16's overflow, and 2^27 above its smallest number.
     int exponent = 0;
-    if (largest > 0.f) frexpf(largest, &exponent);
+    if (most > 0) frexpf(__uint_as_float(most), &exponent);
     scale = ldexpf(1.f, max(exponent - 14, -126));
-  } else {
-    scale = fmaxf(largest, 1e-5f) / 127.f;
   }
+  const float reciprocal = 1.f / scale;
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < kKept; ++i)
-    if (column0 + i * kStep < a.k_pad) sum += write_columns(a, m, column0 + i * kStep, kept[i], scale);
-  for (int64_t column = column0 + kKept * kStep; column < a.k_pad; column += kStep) {
-    read_columns(a, row, column, v);
-    sum += write_columns(a, m, column, v, scale);
+    if (column0 + i * step < a.k_pad) sum += write_span(a, m, column0 + i * step, kept[i], scale, reciprocal);
+  for (int64_t column = column0 + kKept * step; column < a.k_pad; column += step) {
+    Span<T> span;
+    span.read(a, row, column);
+    sum += write_span(a, m, column, span, scale, reciprocal);
   }
   sum = __reduce_add_sync(~0u, sum);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  if (lane == 0) of_warp[1][warp] = uint32_t(sum);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int total = 0;
-    for (int i = 0; i < kThreads / 32; ++i) total += sums[i];
-    a.scale[m] = poisoned ? __int_as_float(0x7fffffff) : scale;
-    a.sum[m] = total;
+  if (warp != 0) return;
+  sum = __reduce_add_sync(~0u, lane < warps ? int(of_warp[1][lane]) : 0);
+  if (lane == 0) {
+    a.scale[m] = scale;
+    a.sum[m] = sum;
   }
 }
 
@@ -228,7 +234,8 @@ int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRow
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(p.m));
-  config.blockDim = dim3(kThreads);
+  // A span for every thread, as far as there are threads.
+  config.blockDim = dim3(unsigned(std::min<int64_t>((p.w.k / kVector + 31) / 32 * 32, kMostThreads)));
   config.stream = p.stream;
   config.attrs = &attribute;
   config.numAttrs = p.arch >= 90 ? 1 : 0;

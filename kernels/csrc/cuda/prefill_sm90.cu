@@ -155,8 +155,7 @@ template <typename T, StripScales Scales>
 int launch_low(const Problem& p, const PreparedRows& rows) {
   if (p.plan.tile_n == 192 && p.plan.tile_m == 64) return launch_strips<T, 64, 3, Scales>(p, rows);
   if (p.plan.tile_n == 192 && p.plan.tile_m == 128) return launch_strips<T, 128, 3, Scales>(p, rows);
-  if constexpr (sizeof(T) == 2)
-    if (p.plan.tile_n == 128 && p.plan.tile_m == 64) return launch_strips<T, 64, 2, Scales>(p, rows);
+  if (p.plan.tile_n == 128 && p.plan.tile_m == 64) return launch_strips<T, 64, 2, Scales>(p, rows);
   return TRIRUN_UNSUPPORTED;
 }
 
