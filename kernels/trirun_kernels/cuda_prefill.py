@@ -87,7 +87,8 @@ def prefill_choices(
         factor = SUMS_INT8[rows] if int8 else 1
         for split in CLUSTERS:
             long = k // (128 if int8 else 64) >= 4 * split
-            if rows == HALF and split not in (1, 2, 3 if int8 else 1, 4, 8):  # its sums are four units
+            # Its sums are four units, which others divide badly; in threes only 8-bit products gain.
+            if rows == HALF and split not in ((1, 2, 3, 4, 8) if int8 else (1, 2, 4, 8)):
                 continue
             if split == 1 or (long and sums_fit(tokens, rows, split, int8=int8, scaled=scaled)):
                 whole = _whole_cycles(n, k, m, sms, Tile(tokens, rows, split, 0), per_column, factor)

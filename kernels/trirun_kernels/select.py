@@ -124,7 +124,7 @@ def _decode(
     # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
     if runs or grouped:
         plan = _runs(n, k, m, act_bits, device, grouped=grouped, fuses=fuses)
-        int8 = act_bits == 8 and m > 16 and k >= 256 and not (quantized or wide)
+        int8 = m > 16 and _has_int8_tiles(k, group_size, act_bits) and not (quantized or wide)
         compared = (fuses or int8) and plain and not plan.fused
         return plan if not compared or _digits_win(n, k, m, device, grouped=grouped, int8=int8) else None
     return _columns(n, k, m, group_size, act_bits, device)
@@ -262,11 +262,15 @@ def _fused_runs(n: int, k: int, m: int, device: Device, *, grouped: bool = False
     return Plan(RUNS, tile_m=width, cta_split=cluster_of(n, k, ctas), stages=min(most, stages), ctas=ctas, fused=1)
 
 
+def _has_int8_tiles(k: int, group_size: int, act_bits: int) -> bool:
+    """Of 8-bit activations: one scale per channel, two turns of 128 columns at least, sums that int32 holds."""
+    return act_bits == 8 and group_size == -1 and 256 <= k <= 87040
+
+
 def _prefill(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, plain: bool) -> Plan:
     if device.arch != 90:
         return Plan(PREFILL_SM80, tile_m=128)
-    # The int8 tile is computed in two turns of 128 columns at least.
-    int8 = act_bits == 8 and group_size == -1 and 256 <= k <= 87040
+    int8 = _has_int8_tiles(k, group_size, act_bits)
     tile = prefill_tile(n, k, m, device.sms, plain=plain, int8=int8, group_size=group_size)
     return Plan(
         PREFILL_W2A8 if int8 else PREFILL_WGMMA,

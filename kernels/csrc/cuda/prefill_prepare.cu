@@ -31,7 +31,7 @@ struct RowArguments {
 template <typename T>
 struct Span {
   static constexpr int kWords = kVector * int(sizeof(T)) / 4;
-  uint32_t words[kWords] = {};
+  alignas(16) uint32_t words[kWords] = {};
 
   __device__ __forceinline__ void read(const RowArguments& a, const T* row, int64_t column) {
     if (a.aligned && column + kVector <= a.k) {
