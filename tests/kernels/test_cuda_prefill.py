@@ -103,14 +103,14 @@ def test_int8_activations(split, tokens, zero, dtype):
 @hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_int8_codes_are_those_of_a_division(dtype):
-    # Products with the identity: the codes times a power of two, and half of them are ties, at 24 scales.
+    # Products with the identity are the codes times a scale: ties, where that is a power of two, and any values.
     codes = torch.eye(256, dtype=torch.uint8) + 1
     w = pack(codes, torch.ones(256, 1), QuantSpec(-1, 1.0)).to("cuda")
     generator = torch.Generator().manual_seed(5)
     scales = 2.0 ** torch.arange(-16, 8).unsqueeze(1)
     x = torch.randint(-252, 253, (24, 256), generator=generator) / 2 * scales
     x[:, 7] = 127 * scales[:, 0]
-    x = x.to(dtype)
+    x = torch.cat((x, torch.randn(200, 256, generator=generator))).to(dtype)
     expected = int8_round_trip(x.float()).to(dtype).cuda()
     for plan in (Plan(PREFILL_W2A8, tile_m=64, tile_n=128), Plan(PREFILL_SM80, tile_m=128)):
         assert torch.equal(run(x.cuda(), w, plan, act_bits=8), expected)
