@@ -2,6 +2,7 @@
 
 import torch
 from trirun_kernels import QuantSpec, dequantize, pack
+from trirun_kernels.reference import int8_round_trip
 
 from tests.kernels.prefill_support import REFERENCE
 
@@ -30,10 +31,7 @@ def rows(m, k, dtype=torch.float16, seed=1):
 
 def exact(x, w, bias=None, act_bits=16):
     x, w = x.to(REFERENCE), w.to(REFERENCE)
-    values = x.double()
-    if act_bits == 8:
-        scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
-        values = (x.float() / scale).round().clamp(-128, 127).double() * scale.double()
+    values = x.double() if act_bits == 16 else int8_round_trip(x.float()).double()
     y = (values @ dequantize(w, torch.float32).double().T).to("cuda")
     return y if bias is None else y + bias.double()
 
