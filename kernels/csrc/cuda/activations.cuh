@@ -95,20 +95,32 @@ __device__ __forceinline__ uint32_t magnitude_bits(float4 v) {
   return max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
 }
 
+// Of two magnitudes of 16 bits side by side the larger one, as the bits of a float.
+__device__ __forceinline__ uint32_t larger_of_pair(uint32_t pair, bool bf16) {
+  const uint32_t half = max(pair & 0xffffu, pair >> 16);
+  return bf16 ? half << 16 : __float_as_uint(__half2float(__ushort_as_half(half)));
+}
+
+// 1.5 * 2^23: added to a float it rounds to an integer, half to even, and leaves that in the low bits.
+constexpr float ROUNDER = 12582912.f;
+
+// Byte 0 of four words.
+__device__ __forceinline__ uint32_t low_bytes(uint32_t q0, uint32_t q1, uint32_t q2, uint32_t q3) {
+  return __byte_perm(__byte_perm(q0, q1, 0x0040), __byte_perm(q2, q3, 0x0040), 0x5410);
+}
+
 // amax_bits: of the largest magnitude that shares the scale, this unit's or a run's.
 __device__ __forceinline__ QuantizedUnit quantize_unit16(float4 v, uint32_t amax_bits) {
   const float amax = __uint_as_float(amax_bits);
   // Below 1e-30 the inverse would overflow; such a group is zero beside anything else a layer computes.
   const bool vanishes = amax < 1e-30f;
   const float inverse = vanishes ? 0.f : __fdividef(ACT16_MAX, amax);
-  // Adding 1.5 * 2^23 rounds to an integer q (half to even) and leaves it in the low bits of the float, where the low
-  // digit is byte 0 of q and the high digit byte 1 of q + 128.
-  constexpr float MAGIC = 12582912.f;
-  const uint32_t q0 = __float_as_uint(fmaf(v.x, inverse, MAGIC)), q1 = __float_as_uint(fmaf(v.y, inverse, MAGIC));
-  const uint32_t q2 = __float_as_uint(fmaf(v.z, inverse, MAGIC)), q3 = __float_as_uint(fmaf(v.w, inverse, MAGIC));
+  // The low digit is byte 0 of the integer q, the high digit byte 1 of q + 128.
+  const uint32_t q0 = __float_as_uint(fmaf(v.x, inverse, ROUNDER)), q1 = __float_as_uint(fmaf(v.y, inverse, ROUNDER));
+  const uint32_t q2 = __float_as_uint(fmaf(v.z, inverse, ROUNDER)), q3 = __float_as_uint(fmaf(v.w, inverse, ROUNDER));
   QuantizedUnit q;
   q.digit[0] = __byte_perm(__byte_perm(q0 + 128, q1 + 128, 0x0051), __byte_perm(q2 + 128, q3 + 128, 0x0051), 0x5410);
-  q.digit[1] = __byte_perm(__byte_perm(q0, q1, 0x0040), __byte_perm(q2, q3, 0x0040), 0x5410);
+  q.digit[1] = low_bytes(q0, q1, q2, q3);
   q.scale = vanishes ? 0.f : amax * (1.f / ACT16_MAX);
   q.sum = static_cast<int>(q0 + q1 + q2 + q3 - 4 * 0x4b400000u);
   return q;
@@ -126,17 +138,16 @@ __device__ __forceinline__ float act8_scale(uint32_t amax_bits) {
 
 // The code of a value in the low byte of what is returned, given 1 / scale, rounded: the quotient as a division rounds
 // it (Markstein 1990; Muller et al., Handbook of Floating-Point Arithmetic, 4.7), in three instructions where that
-// takes a dozen, rounded to an integer by adding 1.5 * 2^23. None is beyond 127, by what a scale is.
-constexpr float ACT8_MAGIC = 12582912.f;
+// takes a dozen. None is beyond 127, by what a scale is.
 __device__ __forceinline__ float act8_code(float value, float scale, float reciprocal) {
   const float quotient = value * reciprocal;
-  return fmaf(fmaf(-quotient, scale, value), reciprocal, quotient) + ACT8_MAGIC;
+  return fmaf(fmaf(-quotient, scale, value), reciprocal, quotient) + ROUNDER;
 }
 
 // Four codes, one byte each.
 __device__ __forceinline__ uint32_t act8_codes(float4 v, float scale, float reciprocal) {
   const auto bits = [&](float value) { return __float_as_uint(act8_code(value, scale, reciprocal)); };
-  return __byte_perm(__byte_perm(bits(v.x), bits(v.y), 0x0040), __byte_perm(bits(v.z), bits(v.w), 0x0040), 0x5410);
+  return low_bytes(bits(v.x), bits(v.y), bits(v.z), bits(v.w));
 }
 
 __device__ __forceinline__ QuantizedUnit quantize_unit8(float4 v, float scale) {

@@ -80,7 +80,7 @@ struct SixteenDigits {
 template <bool BF16>
 __device__ __forceinline__ SixteenDigits quantize_sixteen(const SixteenValues<BF16>& x, float inverse) {
   // Rounds as there, to q + 128: byte 1 is the high digit, and byte 0 the low one with its sign turned over.
-  constexpr float MAGIC = 12582912.f + 128.f;
+  constexpr float MAGIC = ROUNDER + 128.f;
   SixteenDigits d;
   uint32_t sum = 0;
 #pragma unroll

@@ -104,16 +104,15 @@ struct QueryDigits {
     const bool vanishes = amax < 1e-30f;
     const float inverse = vanishes ? 0.f : __fdividef(ACT16_MAX, amax);
     scale = vanishes ? 0.f : amax * (1.f / ACT16_MAX);
-    // As quantize_unit16: adding 1.5 * 2^23 leaves the integer q in the low bits.
-    constexpr float MAGIC = 12582912.f;
+    // As quantize_unit16.
 #pragma unroll
     for (int w = 0; w < 4 * LOADS; w++) {
-      const uint32_t q0 = __float_as_uint(fmaf(v[w].x, inverse, MAGIC));
-      const uint32_t q1 = __float_as_uint(fmaf(v[w].y, inverse, MAGIC));
-      const uint32_t q2 = __float_as_uint(fmaf(v[w].z, inverse, MAGIC));
-      const uint32_t q3 = __float_as_uint(fmaf(v[w].w, inverse, MAGIC));
+      const uint32_t q0 = __float_as_uint(fmaf(v[w].x, inverse, ROUNDER));
+      const uint32_t q1 = __float_as_uint(fmaf(v[w].y, inverse, ROUNDER));
+      const uint32_t q2 = __float_as_uint(fmaf(v[w].z, inverse, ROUNDER));
+      const uint32_t q3 = __float_as_uint(fmaf(v[w].w, inverse, ROUNDER));
       high[w] = __byte_perm(__byte_perm(q0 + 128, q1 + 128, 0x0051), __byte_perm(q2 + 128, q3 + 128, 0x0051), 0x5410);
-      low[w] = __byte_perm(__byte_perm(q0, q1, 0x0040), __byte_perm(q2, q3, 0x0040), 0x5410);
+      low[w] = low_bytes(q0, q1, q2, q3);
     }
   }
 };

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "activations.cuh"
 #include "prefill.cuh"
@@ -54,11 +55,7 @@ struct Span {
 #pragma unroll
     for (const uint32_t word : words)
       most = sizeof(T) == 4 ? max(most, word & 0x7fffffffu) : __vmaxu2(most, word & 0x7fff7fffu);
-    if constexpr (sizeof(T) == 2) {
-      const uint16_t bits = uint16_t(max(most & 0xffffu, most >> 16));
-      most = __float_as_uint(static_cast<float>(reinterpret_cast<const T&>(bits)));
-    }
-    return most;
+    return sizeof(T) == 4 ? most : larger_of_pair(most, std::is_same<T, __nv_bfloat16>::value);
   }
 };
 
@@ -82,7 +79,7 @@ __device__ __forceinline__ int write_span(const RowArguments& a, int64_t row, in
   // The reciprocal of a power of two is exact.
   const auto stored = [&](int i) {
     const float v = span.value(i);
-    return a.format == kRowsHalf ? v * reciprocal : act8_code(v, scale, reciprocal) - ACT8_MAGIC;
+    return a.format == kRowsHalf ? v * reciprocal : act8_code(v, scale, reciprocal) - ROUNDER;
   };
   __half2 packed[kVector / 2];
 #pragma unroll
@@ -96,10 +93,8 @@ __device__ __forceinline__ int write_span(const RowArguments& a, int64_t row, in
 // One CTA per row: its largest magnitude, then the codes. Rows longer than the registers hold are read twice.
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads) prepare_rows(const __grid_constant__ RowArguments a) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  dependency_launch();
+  dependency_wait();
   __shared__ uint32_t of_warp[2][kMostThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int64_t m = blockIdx.x, step = blockDim.x * kVector, column0 = threadIdx.x * kVector;

@@ -75,9 +75,7 @@ __device__ __forceinline__ uint32_t row_magnitude(const QuantizeArgs& a, const u
 #pragma unroll
     for (uint32_t w : words) most = a.dtype == TRIRUN_F32 ? max(most, w) : __vmaxu2(most, w);
   }
-  if (a.dtype == TRIRUN_F32) return most;
-  const uint32_t half = max(most & 0xffffu, most >> 16);
-  return a.dtype == TRIRUN_BF16 ? half << 16 : __float_as_uint(__half2float(__ushort_as_half(half)));
+  return a.dtype == TRIRUN_F32 ? most : larger_of_pair(most, a.dtype == TRIRUN_BF16);
 }
 
 // A CTA per token and 16 units, one for each warp: the scale is the row's, and every CTA of a token finds it for
