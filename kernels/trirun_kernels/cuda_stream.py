@@ -153,8 +153,37 @@ def _many(strips: int, k: int, m: int, sms: int, grouped: bool, ready: bool) -> 
     return [*quad, Stream(8, 4, 1, 3, 2, not ready and m == 1)]
 
 
+def _one_digit_here(strips: int, k: int, m: int, sms: int) -> list[Stream]:
+    """8-bit activations quantized in the prologue, where every CTA copies whole rows of x for their largest values: one
+    row, two of small weights, four of very small ones. None where a kernel that quantizes apart is as fast."""
+    if m > 4 or k >= 12288:
+        return []
+    if 8 * strips <= sms and k < 6144:
+        return [Stream(4, 4, 4, 4, 2, True) if m == 1 else Stream(8, 4, 4, 4, 2, True)]
+    if m > 2:
+        return []
+    if k < 4096 and strips <= sms:
+        if m == 1 and 3 * strips > 2 * sms:
+            return [Stream(8, 4, 1, 4, 2, True)]
+        return [Stream(8, 8, 1, 6, 1, True)]
+    if 3 * strips <= sms and m == 1 and k >= 6144:
+        return [Stream(8, 8, 2, 6, 1, True)]
+    if k >= 6144:
+        return []
+    if strips <= sms:
+        if m == 2:
+            return [Stream(8, 4, 2, 6, 1, True)]
+        return [Stream(8, 8, 2, 6, 1, True) if 2 * strips <= sms else Stream(8, 8, 1, 6, 1, True)]
+    if m == 2:
+        return []
+    return [Stream(8, 8, 1, 3, 2, True) if strips <= 2 * sms else Stream(8, 4, 1, 4, 2, True)]
+
+
 def _one_digit(strips: int, k: int, m: int, sms: int, ready: bool) -> list[Stream]:
-    """8-bit activations: every CTA would need all of x's rows for their scales, so that x is never quantized here."""
+    """8-bit activations."""
+    here = [] if ready else _one_digit_here(strips, k, m, sms)
+    if here:
+        return here
     if m > 8 and strips <= sms:
         if 2 * strips <= sms and k >= 6144:
             return [Stream(8, 8, 2, 2, 1)]
@@ -181,6 +210,8 @@ def _one_digit(strips: int, k: int, m: int, sms: int, ready: bool) -> list[Strea
     if strips <= sms:
         if m > 4:
             return [Stream(8, 4, 2, 4, 1) if k >= 16384 else Stream(8, 8, 1, 4, 1)]
+        if not ready and 6144 <= k < 12288:
+            return [Stream(4, 4, 2, 6, 2)]
         if not ready or (k >= 16384 and m <= 2):
             return [Stream(8, 8, 1, 6, 1)]
         if m > 2:

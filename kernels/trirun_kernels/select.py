@@ -203,7 +203,8 @@ def shared_bytes(n: int, k: int, m: int, group_size: int, act_bits: int, plan: P
     sets = 1 if tiles <= plan.ctas // plan.cta_split else 2
     slots = plan.warps * sets * STRIP * tokens * 4
     ring = plan.warps * plan.stages * (2048 + 256 * groups)
-    return x + slots + ring + (1536 if act_bits == 8 else 1024)
+    rows = plan.fused * (act_bits == 8) * m * k * 2  # of x as they are: whole ones, for their largest values
+    return x + rows + slots + ring + (1536 if act_bits == 8 else 1024)
 
 
 def _columns(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device) -> Plan:

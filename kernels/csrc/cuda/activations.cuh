@@ -95,6 +95,15 @@ __device__ __forceinline__ uint32_t magnitude_bits(float4 v) {
   return max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
 }
 
+// Of 16-bit magnitudes, two in a word, the larger ones: so far, and of eight values. As integers, which have the order
+// of the magnitudes they are the bits of.
+__device__ __forceinline__ uint32_t larger_pairs(uint32_t most, uint4 v) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (uint32_t w : words) most = __vmaxu2(most, w & 0x7fff7fffu);
+  return most;
+}
+
 // Of two magnitudes of 16 bits side by side the larger one, as the bits of a float.
 __device__ __forceinline__ uint32_t larger_of_pair(uint32_t pair, bool bf16) {
   const uint32_t half = max(pair & 0xffffu, pair >> 16);

@@ -42,7 +42,7 @@ struct StreamArgs {
   int stages, stage_bytes, tile_strips;
   unsigned* counters;  // workspace exchange: arrivals per (strip, owner), and the parts; null with a cluster
   float* partials;
-  int scales_at, sums_at, slots_at, slot_bytes, slot_sets, barriers_at, amax_at, ring_at;  // offsets in shared memory
+  int scales_at, sums_at, slots_at, slot_bytes, slot_sets, barriers_at, amax_at, x_at, ring_at;  // in shared memory
 };
 
 // All but the newest stages - 1 groups have landed. wait_group takes an immediate; comparisons rather than a switch,
@@ -80,31 +80,29 @@ __device__ __forceinline__ RowConstants load_constants(const StreamArgs& a, int 
   return c;
 }
 
-// Quantizes this CTA's units of every row into shared memory. `k` is a.k, or 0 to read nothing. Compact on purpose:
-// a launch runs this code once, and every line of it is fetched anew.
+// What one warp made of a unit of one row of x, to where products read it.
 template <int DIGITS, int SCALE>
-__device__ __forceinline__ void quantize_here(const StreamArgs& a, uint8_t* memory, int cta_unit0, int cta_units,
-                                              int k) {
+__device__ __forceinline__ void put_unit(const StreamArgs& a, uint8_t* memory, const QuantizedUnit& q, int unit,
+                                         int token) {
+  const int lane = threadIdx.x % 32, pair = unit * a.tokens + token;
+  uint8_t* block = memory + ((unit * 8 + lane / 4) * a.columns + token * DIGITS) * 16 + lane % 4 * 4;
+  *reinterpret_cast<uint32_t*>(block) = q.digit[0];
+  if (DIGITS == 2) *reinterpret_cast<uint32_t*>(block + 16) = q.digit[1];
+  const float sum128 = q.sum128();  // by the whole warp
+  if (lane == 0) *reinterpret_cast<float2*>(memory + a.scales_at + pair * 8) = make_float2(q.scale, sum128);
+  if (SCALE == PER_BLOCK) {
+    const float sum32 = q.sum32();
+    if (lane % 8 == 0) *reinterpret_cast<float*>(memory + a.sums_at + pair * 16 + lane / 2) = sum32;
+  }
+}
+
+// Quantizes this CTA's units of every row into shared memory, to two digits. Compact on purpose: a launch runs this code
+// once, and every line of it is fetched anew.
+template <int SCALE>
+__device__ __forceinline__ void quantize_here(const StreamArgs& a, uint8_t* memory, int cta_unit0, int cta_units) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const uint16_t* lane_x = static_cast<const uint16_t*>(a.x) + (lane >> 2) * 16 + lane % 4 * 2;
-  const auto load = [&](int token, int unit) {
-    return load_unit_paired16(lane_x + token * a.ldx + unit * UNIT, unit * UNIT + (lane >> 2) * 16 + lane % 4 * 2, k);
-  };
   const bool bf16 = a.dtype == TRIRUN_BF16;
-  uint32_t* amax = reinterpret_cast<uint32_t*>(memory + a.amax_at);
-  if constexpr (DIGITS == 1) {
-    // Every CTA finds each row's maximum for itself: x is small and in L2.
-#pragma unroll 1
-    for (int token = 0; token < a.m; token++) {
-      uint32_t bits = 0;
-#pragma unroll 4
-      for (int unit = warp; unit < a.units; unit += warps)
-        bits = max(bits, magnitude_bits(widen(load(token, unit), bf16)));
-      bits = __reduce_max_sync(~0u, bits);
-      if (lane == 0) amax[token * MAX_WARPS + warp] = bits;
-    }
-    __syncthreads();
-  }
   // (unit, token) pairs, token fastest; the loads of a batch are in flight together.
   const int pairs = cta_units * a.tokens, tokens_log = __popc(a.tokens - 1);
 #pragma unroll 1
@@ -112,37 +110,24 @@ __device__ __forceinline__ void quantize_here(const StreamArgs& a, uint8_t* memo
     uint2 v[FUSED_BATCH];
 #pragma unroll
     for (int i = 0; i < FUSED_BATCH; i++) {
-      const int pair = first + i * warps, token = pair & (a.tokens - 1);
+      const int pair = first + i * warps, token = pair & (a.tokens - 1), unit = cta_unit0 + (pair >> tokens_log);
       v[i] = make_uint2(0, 0);
-      if (pair < pairs && token < a.m) v[i] = load(token, cta_unit0 + (pair >> tokens_log));
+      if (pair < pairs && token < a.m)
+        v[i] = load_unit_paired16(lane_x + token * a.ldx + unit * UNIT, unit * UNIT + (lane >> 2) * 16 + lane % 4 * 2,
+                                  a.k);
     }
 #pragma unroll 1
     for (int pair = first; pair < min(first + warps * FUSED_BATCH, pairs); pair += warps) {
-      const int token = pair & (a.tokens - 1), unit = pair >> tokens_log;
-      QuantizedUnit q;
-      if constexpr (DIGITS == 1) {
-        uint32_t bits = lane < warps && token < a.m ? amax[token * MAX_WARPS + lane] : 0;
-        q = quantize_unit8(widen(v[0], bf16), act8_scale(__reduce_max_sync(~0u, bits)));
-      } else {
-        q = quantize_unit16(widen(v[0], bf16));
-      }
+      const QuantizedUnit q = quantize_unit16(widen(v[0], bf16));
 #pragma unroll
       for (int i = 1; i < FUSED_BATCH; i++) v[i - 1] = v[i];
-      uint8_t* block = memory + ((unit * 8 + lane / 4) * a.columns + token * DIGITS) * 16 + lane % 4 * 4;
-      *reinterpret_cast<uint32_t*>(block) = q.digit[0];
-      if (DIGITS == 2) *reinterpret_cast<uint32_t*>(block + 16) = q.digit[1];
-      const float sum128 = q.sum128();  // by the whole warp
-      if (lane == 0) *reinterpret_cast<float2*>(memory + a.scales_at + pair * 8) = make_float2(q.scale, sum128);
-      if (SCALE == PER_BLOCK) {
-        const float sum32 = q.sum32();
-        if (lane % 8 == 0) *reinterpret_cast<float*>(memory + a.sums_at + pair * 16 + lane / 2) = sum32;
-      }
+      put_unit<2, SCALE>(a, memory, q, pair >> tokens_log, pair & (a.tokens - 1));
     }
   }
 }
 
-// Copies x's part from where quantize.cu left it. The copy engine has a path of its own: loads by threads would queue
-// behind the weights that this SM has in flight.
+// Copies x, or what quantize.cu made of it. The copy engine has a path of its own: loads by threads would queue behind
+// the weights that this SM has in flight.
 __device__ __forceinline__ void copy_here(uint8_t* to, const void* from, int bytes, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) bulk_load(shared_address(to), from, bytes, barrier);
@@ -160,6 +145,37 @@ __device__ __forceinline__ void copy_here(uint8_t* to, const void* from, int byt
       if (first + i * blockDim.x < bytes / 16) reinterpret_cast<uint4*>(to)[first + i * blockDim.x] = v[i];
   }
 #endif
+}
+
+// The same to one digit, of rows of x as they are, in shared memory from `a.x_at` on: whole ones, since every CTA finds a
+// row's largest magnitude for itself.
+template <int SCALE>
+__device__ __forceinline__ void quantize_rows_here(const StreamArgs& a, uint8_t* memory, int cta_unit0, int cta_units) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const uint32_t x = shared_address(memory) + a.x_at, row = a.units * UNIT * 2;  // bytes
+  const bool bf16 = a.dtype == TRIRUN_BF16;
+  const int tokens_log = __popc(a.tokens - 1), of_row = max(warps >> tokens_log, 1);  // warps for one row
+  uint32_t* amax = reinterpret_cast<uint32_t*>(memory + a.amax_at);
+#pragma unroll 1
+  for (int part = warp; part < of_row << tokens_log; part += warps) {
+    const int token = part & (a.tokens - 1), first = (part >> tokens_log) * 32;
+    uint32_t most = 0;
+#pragma unroll 4
+    for (int i = first + lane; i < (token < a.m ? a.k / 8 : 0); i += of_row * 32)
+      most = larger_pairs(most, load_shared4(x + token * row + i * 16));
+    amax[token * MAX_WARPS + first / 32] = __reduce_max_sync(~0u, larger_of_pair(most, bf16));
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int pair = warp; pair < cta_units << tokens_log; pair += warps) {
+    const int token = pair & (a.tokens - 1), unit = pair >> tokens_log;
+    const int column = (cta_unit0 + unit) * UNIT + (lane >> 2) * 16 + lane % 4 * 2, end = token < a.m ? a.k : 0;
+    const uint32_t from = x + token * row + column * 2;
+    const uint2 v = make_uint2(column < end ? load_shared(from) : 0, column + 8 < end ? load_shared(from + 16) : 0);
+    const uint32_t bits = lane < of_row ? amax[token * MAX_WARPS + lane] : 0;
+    const QuantizedUnit q = quantize_unit8(widen(v, bf16), act8_scale(__reduce_max_sync(~0u, bits)));
+    put_unit<1, SCALE>(a, memory, q, unit, token);
+  }
 }
 
 template <int DIGITS, int NT, int SCALE>
@@ -231,8 +247,27 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
   dependency_launch();
   dependency_wait();
 
+  const auto await_x = [&] {
+#if __CUDA_ARCH__ >= 900
+    barrier_wait(x_ready, 0);
+#else
+    __syncthreads();
+#endif
+  };
   if (a.x != nullptr) {
-    quantize_here<DIGITS, SCALE>(a, memory, cta_unit0, cta_units, a.k);
+    if constexpr (DIGITS == 1) {
+#if __CUDA_ARCH__ >= 900
+      if (threadIdx.x == 0) barrier_expect(x_ready, a.m * a.k * 2);
+#endif
+#pragma unroll 1
+      for (int token = 0; token < a.m; token++)
+        copy_here(memory + a.x_at + token * a.units * UNIT * 2, static_cast<const uint16_t*>(a.x) + token * a.ldx,
+                  a.k * 2, x_ready);
+      await_x();
+      quantize_rows_here<SCALE>(a, memory, cta_unit0, cta_units);
+    } else {
+      quantize_here<SCALE>(a, memory, cta_unit0, cta_units);
+    }
     __syncthreads();
   } else {
     const int digit_bytes = cta_units * UNIT * a.columns, scale_bytes = cta_units * a.tokens * 8;
@@ -244,11 +279,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) stream(const __grid_constant__
     copy_here(memory, a.digits + static_cast<int64_t>(cta_unit0) * UNIT * a.columns, digit_bytes, x_ready);
     copy_here(memory + a.scales_at, a.x_scales + first, scale_bytes, x_ready);
     if (SCALE == PER_BLOCK) copy_here(memory + a.sums_at, a.x_sums + first, sum_bytes, x_ready);
-#if __CUDA_ARCH__ >= 900
-    barrier_wait(x_ready, 0);
-#else
-    __syncthreads();
-#endif
+    await_x();
   }
 #if __CUDA_ARCH__ >= 900
   if (clustered) cluster_wait();
@@ -409,9 +440,11 @@ bool power_of_2(int v) { return v > 0 && (v & (v - 1)) == 0; }
 int log2_of(int v) { return 31 - __builtin_clz(v); }
 int align(int v) { return (v + 127) / 128 * 128; }
 
+// The prologue reads 16-bit values two at a time, or copies rows of them in pieces of 16 bytes.
 bool fuses(const Problem& p) {
-  return p.plan.fused && p.activations == nullptr && p.dtype != TRIRUN_F32 && p.k % 2 == 0 && p.ldx % 2 == 0 &&
-         reinterpret_cast<uintptr_t>(p.x) % 4 == 0;
+  const int at_once = p.act_bits == TRIRUN_ACT8 ? 8 : 2;
+  return p.plan.fused && p.activations == nullptr && p.dtype != TRIRUN_F32 && p.k % at_once == 0 &&
+         p.ldx % at_once == 0 && reinterpret_cast<uintptr_t>(p.x) % (2 * at_once) == 0;
 }
 
 bool uses_workspace(const trirun_cuda_plan& plan) {
@@ -449,7 +482,7 @@ int launch_stream(const Problem& p) {
                 part = (units + plan.warp_split * plan.cta_split - 1) / (plan.warp_split * plan.cta_split);
   if (digits == 1 && scale == PER_CHANNEL && part * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
 
-  // The prologue reads pairs of 16-bit values; any other x takes the kernel of its own.
+  // Any other x takes the kernel of its own.
   const bool fused = fuses(p);
   ActivationLayout layout(p.m, p.w.k, p.act_bits);
   if (fused && p.m == 1) layout.tokens = 1, layout.columns = digits;
@@ -501,7 +534,9 @@ int launch_stream(const Problem& p) {
   a.slot_sets = groups < tiles_n ? 2 : 1;
   a.barriers_at = align(a.slots_at + plan.warps * a.slot_sets * a.slot_bytes);
   a.amax_at = a.barriers_at + MAX_WARPS * 16 + 16;
-  a.ring_at = align(a.amax_at + (digits == 1 && fused ? MAX_FUSED * MAX_WARPS * 4 : 0));
+  const bool whole_rows = digits == 1 && fused;
+  a.x_at = align(a.amax_at + (whole_rows ? MAX_FUSED * MAX_WARPS * 4 : 0));
+  a.ring_at = align(a.x_at + (whole_rows ? a.m * a.units * UNIT * 2 : 0));
   const int bytes = a.ring_at + plan.warps * plan.stages * a.stage_bytes;
   if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
   if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
