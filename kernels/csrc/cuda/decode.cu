@@ -96,8 +96,8 @@ __device__ __forceinline__ void put_unit(const StreamArgs& a, uint8_t* memory, c
   }
 }
 
-// Quantizes this CTA's units of every row into shared memory, to two digits. Compact on purpose: a launch runs this code
-// once, and every line of it is fetched anew.
+// Quantizes this CTA's units of every row into shared memory, to two digits. Compact on purpose: a launch runs this
+// code once, and every line of it is fetched anew.
 template <int SCALE>
 __device__ __forceinline__ void quantize_here(const StreamArgs& a, uint8_t* memory, int cta_unit0, int cta_units) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -147,8 +147,8 @@ __device__ __forceinline__ void copy_here(uint8_t* to, const void* from, int byt
 #endif
 }
 
-// The same to one digit, of rows of x as they are, in shared memory from `a.x_at` on: whole ones, since every CTA finds a
-// row's largest magnitude for itself.
+// The same to one digit, of rows of x as they are, in shared memory from `a.x_at` on: whole ones, since every CTA finds
+// a row's largest magnitude for itself.
 template <int SCALE>
 __device__ __forceinline__ void quantize_rows_here(const StreamArgs& a, uint8_t* memory, int cta_unit0, int cta_units) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
