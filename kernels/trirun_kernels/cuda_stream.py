@@ -42,7 +42,8 @@ def stream_plans(
     """
     strips = n // STRIP
     if act_bits == 8:
-        best = _one_digit(strips, k, m, sms, ready)
+        here = [] if ready else _one_digit_here(strips, k, m, sms)
+        best = [*here, *_one_digit(strips, k, m, sms, ready)]
     elif 2 * strips <= sms:
         best = _few(strips, k, m, sms, grouped, ready)
     elif strips <= sms:
@@ -180,10 +181,7 @@ def _one_digit_here(strips: int, k: int, m: int, sms: int) -> list[Stream]:
 
 
 def _one_digit(strips: int, k: int, m: int, sms: int, ready: bool) -> list[Stream]:
-    """8-bit activations."""
-    here = [] if ready else _one_digit_here(strips, k, m, sms)
-    if here:
-        return here
+    """8-bit activations that come quantized, or from a kernel that quantizes them."""
     if m > 8 and strips <= sms:
         if 2 * strips <= sms and k >= 6144:
             return [Stream(8, 8, 2, 2, 1)]
