@@ -25,9 +25,19 @@ export TRIRUN_CUDA=0  # for the packages built below; the CUDA library gets a st
 install dev
 phase install true
 
-step "Linting, and checking types"
+step "Linting; checking types meanwhile"
 phase lint "$venv/bin/ruff" check .
-phase types "$venv/bin/mypy"
+types=$(mktemp)
+"$venv/bin/mypy" > "$types" 2>&1 &
+checker=$!
+trap 'rm -f "$types"' EXIT
+# What it found, once it has ended: most of the time beside compilers that leave it half a core.
+checked_types() {
+  local code=0
+  wait "$checker" || code=$?
+  cat "$types"
+  return "$code"
+}
 
 if [ "$cuda" = 0 ]; then
   step "CUDA is left out (TRIRUN_CUDA=0)"
@@ -38,6 +48,7 @@ else
   phase cuda "$venv/bin/python" scripts/trirun_build.py cuda ${cuda:+--arch "$cuda"} --spills
 fi
 
+phase types checked_types
 step "Testing (so far: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')${failed:+; FAILED:$failed})"
 "$venv/bin/python" -m pytest -q "$@" || exit
 [ -z "$failed" ]

@@ -170,8 +170,8 @@ def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS) -> Path:
     cores = os.cpu_count() or 1
     threads = ("--threads", str(max(2, cores // len(sources))))
     steps = {}
-    # The longest first, so that the last to finish is a short one.
-    for source in sorted(sources, key=lambda path: -path.stat().st_size):
+    # Those of the most text first, with all they include, so that the last to finish is a short one.
+    for source in sorted(sources, key=lambda path: -sum(part.stat().st_size for part in included(tree, path))):
         only = arch_of(source)
         target = gencode([only], ptx=False) if only else gencode(archs, ptx=True)
         steps[source] = Step((nvcc,), made_by, (*NVCC_FLAGS, *target, *_tree_flags(tree)), (*host, *threads))
