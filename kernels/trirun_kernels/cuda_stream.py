@@ -156,7 +156,7 @@ def _many(strips: int, k: int, m: int, sms: int, grouped: bool, ready: bool) -> 
 
 def _one_digit_here(strips: int, k: int, m: int, sms: int) -> list[Stream]:
     """8-bit activations quantized in the prologue, where every CTA copies whole rows of x for their largest values: one
-    row, two of small weights, four of very small ones. None where a kernel that quantizes apart is as fast."""
+    row, two of small weights, four of very small ones. Empty where a kernel that quantizes apart is as fast."""
     if m > 4 or k >= 12288:
         return []
     if 8 * strips <= sms and k < 6144:
