@@ -167,10 +167,8 @@ def _one_digit_here(strips: int, k: int, m: int, sms: int) -> list[Stream]:
         if m == 1 and 3 * strips > 2 * sms:
             return [Stream(8, 4, 1, 4, 2, True)]
         return [Stream(8, 8, 1, 6, 1, True)]
-    if 3 * strips <= sms and m == 1 and k >= 6144:
-        return [Stream(8, 8, 2, 6, 1, True)]
     if k >= 6144:
-        return []
+        return [Stream(8, 8, 2, 6, 1, True)] if 3 * strips <= sms and m == 1 else []
     if strips <= sms:
         if m == 2:
             return [Stream(8, 4, 2, 6, 1, True)]

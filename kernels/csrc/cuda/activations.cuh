@@ -95,18 +95,17 @@ __device__ __forceinline__ uint32_t magnitude_bits(float4 v) {
   return max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
 }
 
-// Of 16-bit magnitudes, two in a word, the larger ones: so far, and of eight values. As integers, which have the order
-// of the magnitudes they are the bits of.
-__device__ __forceinline__ uint32_t larger_pairs(uint32_t most, uint4 v) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (uint32_t w : words) most = __vmaxu2(most, w & 0x7fff7fffu);
-  return most;
+// The largest magnitude so far, and of one more word: as integers, which have the order of the magnitudes they are the
+// bits of; infinities and NaN are above all others. A float32 (wide), or two values of 16 bits.
+__device__ __forceinline__ uint32_t larger_bits(uint32_t most, uint32_t word, bool wide) {
+  const uint32_t magnitude = word & (wide ? 0x7fffffffu : 0x7fff7fffu);
+  return wide ? max(most, magnitude) : __vmaxu2(most, magnitude);
 }
 
-// Of two magnitudes of 16 bits side by side the larger one, as the bits of a float.
-__device__ __forceinline__ uint32_t larger_of_pair(uint32_t pair, bool bf16) {
-  const uint32_t half = max(pair & 0xffffu, pair >> 16);
+// What that comes to in the end, as the bits of a float.
+__device__ __forceinline__ uint32_t largest_bits(uint32_t most, bool wide, bool bf16) {
+  if (wide) return most;
+  const uint32_t half = max(most & 0xffffu, most >> 16);
   return bf16 ? half << 16 : __float_as_uint(__half2float(__ushort_as_half(half)));
 }
 

@@ -126,6 +126,41 @@ __device__ __forceinline__ void quantize_here(const StreamArgs& a, uint8_t* memo
   }
 }
 
+// The same to one digit, of rows of x as they are, in shared memory from `a.x_at` on: whole ones, since every CTA finds
+// a row's largest magnitude for itself.
+template <int SCALE>
+__device__ __forceinline__ void quantize_rows_here(const StreamArgs& a, uint8_t* memory, int cta_unit0, int cta_units) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const uint32_t x = shared_address(memory) + a.x_at, row = a.units * UNIT * 2;  // bytes
+  const bool bf16 = a.dtype == TRIRUN_BF16;
+  const int tokens_log = __popc(a.tokens - 1), of_row = max(warps >> tokens_log, 1);  // warps for one row
+  uint32_t* amax = reinterpret_cast<uint32_t*>(memory + a.amax_at);
+#pragma unroll 1
+  for (int part = warp; part < of_row << tokens_log; part += warps) {
+    const int token = part & (a.tokens - 1), at = part >> tokens_log;
+    uint32_t most = 0;
+#pragma unroll 4
+    for (int i = at * 32 + lane; i < (token < a.m ? a.k / 8 : 0); i += of_row * 32) {
+      const uint4 v = load_shared4(x + token * row + i * 16);
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (uint32_t word : words) most = larger_bits(most, word, false);
+    }
+    amax[token * MAX_WARPS + at] = __reduce_max_sync(~0u, largest_bits(most, false, bf16));
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int pair = warp; pair < cta_units << tokens_log; pair += warps) {
+    const int token = pair & (a.tokens - 1), unit = pair >> tokens_log;
+    const int column = (cta_unit0 + unit) * UNIT + (lane >> 2) * 16 + lane % 4 * 2, end = token < a.m ? a.k : 0;
+    const uint32_t from = x + token * row + column * 2;
+    const uint2 v = make_uint2(column < end ? load_shared(from) : 0, column + 8 < end ? load_shared(from + 16) : 0);
+    const uint32_t bits = lane < of_row ? amax[token * MAX_WARPS + lane] : 0;
+    const QuantizedUnit q = quantize_unit8(widen(v, bf16), act8_scale(__reduce_max_sync(~0u, bits)));
+    put_unit<1, SCALE>(a, memory, q, unit, token);
+  }
+}
+
 // Copies x, or what quantize.cu made of it. The copy engine has a path of its own: loads by threads would queue behind
 // the weights that this SM has in flight.
 __device__ __forceinline__ void copy_here(uint8_t* to, const void* from, int bytes, uint32_t barrier) {
@@ -145,37 +180,6 @@ __device__ __forceinline__ void copy_here(uint8_t* to, const void* from, int byt
       if (first + i * blockDim.x < bytes / 16) reinterpret_cast<uint4*>(to)[first + i * blockDim.x] = v[i];
   }
 #endif
-}
-
-// The same to one digit, of rows of x as they are, in shared memory from `a.x_at` on: whole ones, since every CTA finds
-// a row's largest magnitude for itself.
-template <int SCALE>
-__device__ __forceinline__ void quantize_rows_here(const StreamArgs& a, uint8_t* memory, int cta_unit0, int cta_units) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const uint32_t x = shared_address(memory) + a.x_at, row = a.units * UNIT * 2;  // bytes
-  const bool bf16 = a.dtype == TRIRUN_BF16;
-  const int tokens_log = __popc(a.tokens - 1), of_row = max(warps >> tokens_log, 1);  // warps for one row
-  uint32_t* amax = reinterpret_cast<uint32_t*>(memory + a.amax_at);
-#pragma unroll 1
-  for (int part = warp; part < of_row << tokens_log; part += warps) {
-    const int token = part & (a.tokens - 1), first = (part >> tokens_log) * 32;
-    uint32_t most = 0;
-#pragma unroll 4
-    for (int i = first + lane; i < (token < a.m ? a.k / 8 : 0); i += of_row * 32)
-      most = larger_pairs(most, load_shared4(x + token * row + i * 16));
-    amax[token * MAX_WARPS + first / 32] = __reduce_max_sync(~0u, larger_of_pair(most, bf16));
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int pair = warp; pair < cta_units << tokens_log; pair += warps) {
-    const int token = pair & (a.tokens - 1), unit = pair >> tokens_log;
-    const int column = (cta_unit0 + unit) * UNIT + (lane >> 2) * 16 + lane % 4 * 2, end = token < a.m ? a.k : 0;
-    const uint32_t from = x + token * row + column * 2;
-    const uint2 v = make_uint2(column < end ? load_shared(from) : 0, column + 8 < end ? load_shared(from + 16) : 0);
-    const uint32_t bits = lane < of_row ? amax[token * MAX_WARPS + lane] : 0;
-    const QuantizedUnit q = quantize_unit8(widen(v, bf16), act8_scale(__reduce_max_sync(~0u, bits)));
-    put_unit<1, SCALE>(a, memory, q, unit, token);
-  }
 }
 
 template <int DIGITS, int NT, int SCALE>

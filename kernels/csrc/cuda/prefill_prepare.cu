@@ -48,14 +48,13 @@ struct Span {
   __device__ __forceinline__ float value(int i) const {
     return static_cast<float>(reinterpret_cast<const T*>(words)[i]);
   }
-  // The largest magnitude, as the bits of a float: integers have the order of the magnitudes they are the bits of, and
-  // infinities and NaN are above all others.
+  // The largest magnitude, as the bits of a float.
   __device__ __forceinline__ uint32_t magnitude_bits() const {
+    constexpr bool kWide = sizeof(T) == 4;
     uint32_t most = 0;
 #pragma unroll
-    for (const uint32_t word : words)
-      most = sizeof(T) == 4 ? max(most, word & 0x7fffffffu) : __vmaxu2(most, word & 0x7fff7fffu);
-    return sizeof(T) == 4 ? most : larger_of_pair(most, std::is_same<T, __nv_bfloat16>::value);
+    for (const uint32_t word : words) most = larger_bits(most, word, kWide);
+    return largest_bits(most, kWide, std::is_same<T, __nv_bfloat16>::value);
   }
 };
 

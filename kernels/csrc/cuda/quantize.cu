@@ -62,20 +62,19 @@ __global__ void __launch_bounds__(256, 6) quantize16(const __grid_constant__ Qua
   if (unit < a.units) store_unit(a, quantize_unit16(v, bits), token, unit, 2);
 }
 
-// The bits of the largest magnitude among this thread's share of a row, whose columns the CTA reads 16 bytes at a time:
-// as integers, which have the order of the magnitudes they are the bits of.
+// The bits of the largest magnitude among this thread's share of a row, whose columns the CTA reads 16 bytes at a time.
 __device__ __forceinline__ uint32_t row_magnitude(const QuantizeArgs& a, const uint4* row) {
-  const int count = static_cast<int>(a.k * (a.dtype == TRIRUN_F32 ? 4 : 2) / 16);
-  const uint32_t mask = a.dtype == TRIRUN_F32 ? 0x7fffffffu : 0x7fff7fffu;
+  const bool wide = a.dtype == TRIRUN_F32;
+  const int count = static_cast<int>(a.k * (wide ? 4 : 2) / 16);
   uint32_t most = 0;
 #pragma unroll 4
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
     const uint4 v = __ldcg(row + i);
-    const uint32_t words[4] = {v.x & mask, v.y & mask, v.z & mask, v.w & mask};
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (uint32_t w : words) most = a.dtype == TRIRUN_F32 ? max(most, w) : __vmaxu2(most, w);
+    for (uint32_t word : words) most = larger_bits(most, word, wide);
   }
-  return a.dtype == TRIRUN_F32 ? most : larger_of_pair(most, a.dtype == TRIRUN_BF16);
+  return largest_bits(most, a.dtype == TRIRUN_F32, a.dtype == TRIRUN_BF16);
 }
 
 // A CTA per token and 16 units, one for each warp: the scale is the row's, and every CTA of a token finds it for
