@@ -22,33 +22,44 @@ phase() {
 
 cuda=${TRIRUN_CUDA-}
 export TRIRUN_CUDA=0  # for the packages built below; the CUDA library gets a step of its own
+
+logs=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
+# What a background command said and whether it succeeded, once it has ended: outcome NAME PROCESS.
+outcome() {
+  local code=0
+  wait "$2" || code=$?
+  cat "$logs/$1"
+  return "$code"
+}
+
+has_nvcc() { PYTHONPATH=scripts "$1" -c 'import sys, trirun_toolchain as t; sys.exit(not t.find_nvcc())'; }
+compile_cuda() { "$1" scripts/trirun_build.py cuda ${cuda:+--arch "$cuda"} --spills; }
+compiler=
+# It needs nothing of what is installed below, and a download leaves it the processor.
+if [ "$cuda" != 0 ] && python=$(find_python 2>/dev/null) && has_nvcc "$python"; then
+  compile_cuda "$python" >"$logs/cuda" 2>&1 &
+  compiler=$!
+fi
+
 install dev
 phase install true
 
 step "Linting; checking types meanwhile"
 phase lint "$venv/bin/ruff" check .
-types=$(mktemp)
-"$venv/bin/mypy" > "$types" 2>&1 &
+"$venv/bin/mypy" >"$logs/types" 2>&1 &
 checker=$!
-trap 'rm -f "$types"' EXIT
-# What it found, once it has ended: most of the time beside compilers that leave it half a core.
-checked_types() {
-  local code=0
-  wait "$checker" || code=$?
-  cat "$types"
-  return "$code"
-}
 
 if [ "$cuda" = 0 ]; then
   step "CUDA is left out (TRIRUN_CUDA=0)"
-elif ! PYTHONPATH=scripts "$venv/bin/python" -c 'import sys, trirun_toolchain as t; sys.exit(not t.find_nvcc())'; then
+elif [ -z "$compiler" ] && ! has_nvcc "$venv/bin/python"; then
   step "CUDA is left out: no nvcc of a recent CUDA toolkit"
 else
   step "Compiling the CUDA kernels for ${cuda:-every architecture}; kernels marked no-spill must not spill"
-  phase cuda "$venv/bin/python" scripts/trirun_build.py cuda ${cuda:+--arch "$cuda"} --spills
+  if [ -n "$compiler" ]; then phase cuda outcome cuda "$compiler"; else phase cuda compile_cuda "$venv/bin/python"; fi
 fi
 
-phase types checked_types
+phase types outcome types "$checker"
 step "Testing (so far: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')${failed:+; FAILED:$failed})"
 "$venv/bin/python" -m pytest -q "$@" || exit
 [ -z "$failed" ]

@@ -117,10 +117,10 @@ class Tree:
         return done.stderr
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """One build at a time in one tree."""
+    def locked(self, device: str) -> Iterator[None]:
+        """One build of a device's library at a time in one tree."""
         self.objects.mkdir(parents=True, exist_ok=True)
-        with open(self.objects / "lock", "w") as lock:
+        with open(self.objects / f"lock_{device}", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -208,7 +208,7 @@ def included(tree: Tree, source: Path) -> list[Path]:
 
 def _build(tree: Tree, device: str, steps: dict[Path, Step], link: Step, facts: dict[str, Any]) -> Path:
     library = tree.libraries / f"libtrirun_{device}.so"
-    with tree.locked():
+    with tree.locked(device):
         objects = _compile_all(tree, steps)
         names = {source.name: obj.name for source, obj in objects.items()}
         key = link.digest(*names.values(), (tree.csrc / "exports.map").read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import re
 import subprocess
@@ -12,11 +11,10 @@ from pathlib import Path
 import pytest
 import trirun_build
 import trirun_compile
-import trirun_toolchain
 from trirun_compile import Tree, build_cpu, build_cuda, compiler_logs
 from trirun_kernels.native import ABI_VERSION
 from trirun_spills import parse_usage, spill_report
-from trirun_toolchain import ALL_ARCHS, CUDA_WHEELS, BuildError, arch_of, find_nvcc, parse_archs
+from trirun_toolchain import BuildError, find_nvcc
 
 HEADER = """
 #pragma once
@@ -226,53 +224,6 @@ def test_no_spill_marks(tree: Tree, mark: str, fails: bool, says: str) -> None:
     assert text.endswith(says)
     assert ("BROKEN: scaled<8> on sm_90a: 1200 bytes of stack, 12 of spills" in text) is ("1 broken" in says)
     assert "48+1200+12" in text
-
-
-def test_which_files_belong_to_one_architecture() -> None:
-    assert [arch_of(Path(name)) for name in ("x_sm90.cu", "x_sm90a.cu", "x_sm80.cu", "x.cu")] == [
-        "90a",
-        "90a",
-        None,
-        None,
-    ]
-
-
-def test_architectures_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_archs("80, 90a sm_120") == ("80", "90a", "120")
-    with pytest.raises(BuildError, match="'hopper' is not a CUDA architecture"):
-        parse_archs("hopper")
-    for text, archs in (("", ALL_ARCHS), ("0", ()), ("90a,120", ("90a", "120"))):
-        monkeypatch.setenv("TRIRUN_CUDA", text)
-        assert trirun_build.cuda_archs() == archs
-
-
-def test_compiler_wheels_are_asked_for_where_nvcc_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRIRUN_CUDA", raising=False)
-    monkeypatch.setattr(trirun_build, "find_nvcc", lambda: None)
-    for hook in (trirun_build.get_requires_for_build_wheel, trirun_build.get_requires_for_build_editable):
-        assert set(CUDA_WHEELS) <= set(hook())
-        assert not any("torch" in requirement for requirement in hook())
-    monkeypatch.setenv("TRIRUN_CUDA", "0")
-    assert not set(CUDA_WHEELS) & set(trirun_build.get_requires_for_build_wheel())
-
-
-def test_nvcc_of_the_wheels_is_found_and_an_old_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(folder: Path, release: str) -> Path:
-        folder.mkdir(parents=True)
-        nvcc = folder / "nvcc"
-        nvcc.write_text(f'#!/bin/sh\necho "Cuda compilation tools, release {release}, V{release}.1"\n')
-        nvcc.chmod(0o755)
-        return nvcc
-
-    fake(tmp_path / "old", "11.8")
-    wheel = fake(tmp_path / "site" / "nvidia" / "cu13" / "bin", "13.0")
-    monkeypatch.setattr(trirun_toolchain.shutil, "which", lambda name: str(tmp_path / "old" / name))
-    monkeypatch.setattr(trirun_toolchain.sys, "path", ["", str(tmp_path / "site")])
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
-    if not os.path.exists("/usr/local/cuda/bin/nvcc"):
-        assert find_nvcc() == str(wheel)
-    wheel.unlink()
-    assert find_nvcc() in (None, "/usr/local/cuda/bin/nvcc")
 
 
 def test_command_reports_failure_in_its_exit_code(tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -243,41 +243,41 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
             make_pair(step + 1 < kSteps ? now : stage, (step + 1) % kSteps, pair);
           }
           done = empty + 8 * now;
-          continue;
-        }
+        } else {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          // While the tensor cores work: the fragments of `kAhead` steps from here.
-          const int later = (step + kAhead) % kSteps;
-          const bool enters = later == 0;
-          if (enters) {
-            ring += kTurns;
-            stage = ring % kStages;
-            if (next_k < last) await_stage();
-          }
-          if constexpr (kAny) {
-            multiply(step, b);
-            if (enters && next_k < last)
-              read_words(stage, args.group_size > 0 && (next_k * Shape::kColumns & (args.group_size - 1)) == 0);
-            if (step + kAhead < kSteps || next_k < last) make_fragments(step + kAhead < kSteps ? now : stage, later);
-          } else {
-            // A product holds its warp until its fragments have been read, so the work stands between the products.
-            // Beyond the last stage fragments are made of what is there, and not used: no branch between products.
-            wgmma_fence();
-#pragma unroll
-            for (int j = 0; j < kRowBlocks; ++j) {
-              if (j > 1) wgmma_fence();  // behind fragments made between the products
-              Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
-              if (j == kRowBlocks - 1) wgmma_commit();
-              if (j == 0 && enters) read_words(stage, false);
-              if (j > 0 && j <= kRowBlocks / 2) make_pair(step + kAhead < kSteps ? now : stage, later, j - 1);
+          for (int step = 0; step < kSteps; ++step) {
+            // While the tensor cores work: the fragments of `kAhead` steps from here.
+            const int later = (step + kAhead) % kSteps;
+            const bool enters = later == 0;
+            if (enters) {
+              ring += kTurns;
+              stage = ring % kStages;
+              if (next_k < last) await_stage();
             }
+            if constexpr (kAny) {
+              multiply(step, b);
+              if (enters && next_k < last)
+                read_words(stage, args.group_size > 0 && (next_k * Shape::kColumns & (args.group_size - 1)) == 0);
+              if (step + kAhead < kSteps || next_k < last) make_fragments(step + kAhead < kSteps ? now : stage, later);
+            } else {
+              // A product holds its warp until its fragments have been read, so the work stands between the products.
+              // Beyond the last stage fragments are made of what is there, and not used: no branch between products.
+              wgmma_fence();
+#pragma unroll
+              for (int j = 0; j < kRowBlocks; ++j) {
+                if (j > 1) wgmma_fence();  // behind fragments made between the products
+                Wgmma<T, Tokens>::run(sum[j], fragment[step][j], b + 2 * step);
+                if (j == kRowBlocks - 1) wgmma_commit();
+                if (j == 0 && enters) read_words(stage, false);
+                if (j > 0 && j <= kRowBlocks / 2) make_pair(step + kAhead < kSteps ? now : stage, later, j - 1);
+              }
+            }
+            // The step before is complete, and with it, at the first step, the stage before.
+            wgmma_wait<1>();
+            if (step == 0 && k > begin && lane == 0) barrier_arrive(empty + 8 * before);
           }
-          // The step before is complete, and with it, at the first step, the stage before.
-          wgmma_wait<1>();
-          if (step == 0 && k > begin && lane == 0) barrier_arrive(empty + 8 * before);
+          before = now;
         }
-        before = now;
       }
       wgmma_wait<0>();
 #pragma unroll
