@@ -42,8 +42,7 @@ ISAS = frozenset(isa for table in ISA_FLAGS.values() for isa in table)
 
 ALL_ARCHS = ("80", "86", "89", "90a", "100", "120")
 # Machine code of the first is made from PTX of the second: no kernel asks for more than tells these pairs apart, and
-# PTX takes as long to make as machine code. That of sm_100 suits every later GPU, where that of sm_120 leaves out
-# sm_110.
+# PTX takes as long to make as machine code.
 PTX_OF = {"86": "80", "89": "80", "120": "100"}
 MIN_CUDA = (12, 8)  # the first to know sm_100 and sm_120
 # NVIDIA's compiler as wheels, for machines without a CUDA toolkit: nvcc is then in nvidia/cu13/bin of site-packages.
@@ -115,14 +114,14 @@ def static_runtime(cxx: Sequence[str]) -> tuple[str, ...]:
 
 
 def gencode(archs: Sequence[str], *, ptx: bool) -> tuple[str, ...]:
-    """nvcc's flags for machine code of these architectures and, if asked, the PTX that the newest is made from."""
+    """nvcc's flags for machine code of these architectures and, if asked, the PTX that the oldest and the newest are
+    made from: for Jetson (sm_87), which runs no other's machine code, and for what comes later (sm_110, say)."""
     codes: dict[str, list[str]] = {}
     for arch in archs:
         codes.setdefault(PTX_OF.get(arch, arch), []).append(f"sm_{arch}")
     if ptx:
-        newest = max(archs, key=_arch_number)
-        newest = PTX_OF.get(newest, newest)
-        codes[newest].append(f"compute_{newest}")
+        for arch in {PTX_OF.get(end, end) for end in (min(archs, key=_arch_number), max(archs, key=_arch_number))}:
+            codes[arch].append(f"compute_{arch}")
     return tuple(
         flag for arch, made in codes.items() for flag in ("-gencode", f"arch=compute_{arch},code=[{','.join(made)}]")
     )

@@ -14,10 +14,11 @@ from trirun_toolchain import ALL_ARCHS, CUDA_WHEELS, PTX_OF, BuildError, arch_of
 
 def test_architectures_of_the_same_features_are_made_from_one_ptx() -> None:
     assert gencode(ALL_ARCHS, ptx=True) == (
-        *("-gencode", "arch=compute_80,code=[sm_80,sm_86,sm_89]"),
+        *("-gencode", "arch=compute_80,code=[sm_80,sm_86,sm_89,compute_80]"),
         *("-gencode", "arch=compute_90a,code=[sm_90a]"),
         *("-gencode", "arch=compute_100,code=[sm_100,sm_120,compute_100]"),
     )
+    assert gencode(["90a"], ptx=True) == ("-gencode", "arch=compute_90a,code=[sm_90a,compute_90a]")
     assert gencode(["89"], ptx=False) == ("-gencode", "arch=compute_80,code=[sm_89]")
     assert gencode(["120"], ptx=True) == ("-gencode", "arch=compute_100,code=[sm_120,compute_100]")
 

@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 7
+#define TRIRUN_ABI_VERSION 8
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -27,7 +27,8 @@ enum {
   TRIRUN_BAD_SHAPE = -1,     /* a size is negative, unpadded, or does not fit the group size */
   TRIRUN_BAD_POINTER = -2,   /* null or misaligned */
   TRIRUN_UNSUPPORTED = -3,   /* dtype, group size or activation width this library has no kernel for */
-  TRIRUN_NO_WORKSPACE = -4   /* the workspace is smaller than the function asks for */
+  TRIRUN_NO_WORKSPACE = -4,  /* the workspace is smaller than the function asks for */
+  TRIRUN_OLD_BUILD = -5      /* CUDA: built for older devices alone than the current one */
 };
 
 /* Element types of x, y and bias. */

@@ -14,24 +14,10 @@ bool aligned(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p
 
 bool known_dtype(int dtype) { return dtype == TRIRUN_F32 || dtype == TRIRUN_F16 || dtype == TRIRUN_BF16; }
 
-// What a device is never changes, and the attribute queries cost more than a small product's launch.
 int describe_device(Problem& p) {
-  constexpr int DEVICES = 64;
-  struct Facts {
-    int arch, sms;
-  };
-  static Facts known[DEVICES];  // written whole and with the same values by every thread that gets there
-  if (const cudaError_t e = cudaGetDevice(&p.device)) return e;
-  if (p.device < DEVICES && known[p.device].sms != 0) {
-    p.arch = known[p.device].arch, p.sms = known[p.device].sms;
-    return TRIRUN_OK;
-  }
-  int major = 0, minor = 0;
-  if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, p.device)) return e;
-  if (const cudaError_t e = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, p.device)) return e;
-  if (const cudaError_t e = cudaDeviceGetAttribute(&p.sms, cudaDevAttrMultiProcessorCount, p.device)) return e;
-  p.arch = 10 * major + minor;
-  if (p.device < DEVICES) known[p.device].arch = p.arch, known[p.device].sms = p.sms;
+  trirun::DeviceFacts facts;
+  if (const int code = trirun::device_facts(facts)) return code;
+  p.device = facts.device, p.arch = facts.arch, p.sms = facts.sms;
   return TRIRUN_OK;
 }
 
@@ -95,6 +81,7 @@ EXPORT const char* trirun_cuda_error(int code) {
     case TRIRUN_BAD_POINTER: return "a pointer is null or misaligned";
     case TRIRUN_UNSUPPORTED: return "no kernel for this plan, type or device";
     case TRIRUN_NO_WORKSPACE: return "the workspace is too small";
+    case TRIRUN_OLD_BUILD: return "libtrirun_cuda.so was built for older GPUs than this one; rebuild it for this one";
     default: return code > 0 ? cudaGetErrorString(static_cast<cudaError_t>(code)) : "unknown code";
   }
 }

@@ -543,29 +543,9 @@ int launch_stream(const Problem& p) {
   a.ring_at = align(a.x_at + (whole_rows ? a.m * a.units * UNIT * 2 : 0));
   const int bytes = a.ring_at + plan.warps * plan.stages * a.stage_bytes;
   if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
-  if (const cudaError_t e = cudaFuncSetAttribute(instance->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
-    return e;
-
-  cudaLaunchAttribute attributes[2]{};
-  int used = 0;
-  if (p.arch >= 90) {
-    attributes[used].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[used++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (clustered) {
-    attributes[used].id = cudaLaunchAttributeClusterDimension;
-    attributes[used].val.clusterDim.x = plan.cta_split;
-    attributes[used].val.clusterDim.y = attributes[used].val.clusterDim.z = 1;
-    used++;
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(groups * plan.cta_split));
-  config.blockDim = dim3(plan.warps * 32);
-  config.dynamicSmemBytes = bytes;
-  config.stream = p.stream;
-  config.attrs = attributes;
-  config.numAttrs = used;
-  return cudaLaunchKernelEx(&config, instance->kernel, a);
+  const dim3 grid(static_cast<unsigned>(groups * plan.cta_split));
+  return launch_kernel(instance->kernel,
+                       {grid, plan.warps * 32, bytes, p.stream, p.arch >= 90, clustered ? plan.cta_split : 1}, a);
 }
 
 }  // namespace trirun

@@ -587,7 +587,8 @@ int launch_runs(const Problem& p) {
     if (const int code =
             launch_quantize(p, workspace, runs ? RUN : 1, p.counters, ctas * slices * instance->consumers / 32))
       return code;
-  return launch_chained(instance->kernel, a, ctas * slices, instance->threads, bytes, p.stream, 1 + a.pairs);
+  const dim3 grid(static_cast<unsigned>(ctas * slices));
+  return launch_kernel(instance->kernel, {grid, instance->threads, bytes, p.stream, true, 1 + a.pairs}, a);
 }
 
 }  // namespace trirun

@@ -169,24 +169,4 @@ __device__ __forceinline__ void take_sums(float (&flat)[QUARTERS * 4], uint32_t 
   }
 }
 
-// The kernel, behind the one that quantizes x if the stream says so (programmatic dependent launch).
-template <typename Args>
-int launch_chained(void (*kernel)(Args), const Args& args, int ctas, int threads, int bytes, cudaStream_t stream,
-                   int cluster = 1) {
-  if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = cluster > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
-}
-
 }  // namespace trirun

@@ -523,7 +523,7 @@ int launch_columns(const Problem& p) {
   if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
   if (p.activations == nullptr)
     if (const int code = launch_quantize(p, workspace, 1, p.counters, ctas * instance->consumers() / 32)) return code;
-  return launch_chained(instance->kernel, a, ctas, instance->threads, bytes, p.stream);
+  return launch_kernel(instance->kernel, {dim3(ctas), instance->threads, bytes, p.stream, true}, a);
 }
 
 }  // namespace trirun

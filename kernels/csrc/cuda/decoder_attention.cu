@@ -290,13 +290,17 @@ EXPORT int trirun_cuda_attention_decode(const trirun_attention* t, void* workspa
       if (a.chunks == 1 && t->kv_heads % teams == 0 && a.group * teams <= MAX_GROUP &&
           5 * ctas >= 9 * teams * facts.sms)
         a.teams = teams;
-    kernel = int8_attention(bf16, t->head_dim, shared);
+    kernel = int8_attention(facts, bf16, t->head_dim, shared);
   } else {
     a.room = room_for(a.group);
     kernel = bf16 ? for_head<true>(t->head_dim, a.room) : for_head<false>(t->head_dim, a.room);
   }
   const dim3 grid(t->splits, static_cast<unsigned>(t->kv_heads / a.teams * a.chunks), static_cast<unsigned>(rows));
-  a.clustered = facts.arch >= 90 && t->splits > 1 && t->splits <= MAX_CLUSTER;
-  const int parts = a.clustered ? t->splits * a.teams * a.room * (t->head_dim + 2) * 4 : 0;
-  return launch_dependent(kernel, a, grid, WARPS * 32, shared + parts, stream, a.clustered ? t->splits : 1);
+  // Where there is no room for the parts of all splits beside the ring, they meet in the workspace.
+  const int parts = static_cast<int>(t->splits) * a.teams * a.room * static_cast<int>(t->head_dim + 2) * 4;
+  int room = 0;
+  if (const int code = shared_room(reinterpret_cast<const void*>(kernel), room)) return code;
+  a.clustered = facts.arch >= 90 && t->splits > 1 && t->splits <= MAX_CLUSTER && shared + parts <= room;
+  return launch_dependent(kernel, a, grid, WARPS * 32, a.clustered ? shared + parts : shared, stream,
+                          a.clustered ? static_cast<int>(t->splits) : 1);
 }

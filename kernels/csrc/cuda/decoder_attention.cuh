@@ -25,8 +25,8 @@ struct AttentionArgs {
 
 using AttentionKernel = void (*)(AttentionArgs);
 
-// Of decoder_attention_int8.cu: the kernel, and its dynamic shared memory.
-AttentionKernel int8_attention(bool bf16, int head_dim, int& shared_bytes);
+// Of decoder_attention_int8.cu: the kernel, and its dynamic shared memory on such a device.
+AttentionKernel int8_attention(const DeviceFacts& device, bool bf16, int head_dim, int& shared_bytes);
 
 // 16 bytes, or zeros.
 __device__ __forceinline__ void copy_async16_or_zero(uint32_t shared, const void* global, bool wanted) {

@@ -124,15 +124,25 @@ struct Tile {
   static constexpr int KEY_LOADS = WIDTH / 64;  // of a lane per key, 16 bytes each
   static constexpr int VALUE_BYTES = WIDTH == 64 ? 8 : 16, VALUE_LOADS = WIDTH / (8 * VALUE_BYTES);
   static constexpr int KEY_BYTES = KEYS * WIDTH, BYTES = 2 * KEY_BYTES + 128;  // with a word of scales per lane
-  static constexpr int STAGES = WIDTH == 64 ? 6 : WIDTH == 128 ? 3 : 2;        // of a warp's ring
 };
 
-// Shared memory that takes the rings of all warps and, after them, the warps' parts: two CTAs to a multiprocessor.
+// Stages of a warp's ring: two CTAs to a multiprocessor of sm_90 (227 KiB), one to that of sm_86, 89 and 120 (99 KiB).
+__host__ __device__ constexpr int ring_stages(int width, bool sm90) {
+  return width == 64 ? (sm90 ? 6 : 5) : width == 128 && sm90 ? 3 : 2;
+}
+
+// Shared memory that takes the rings of all warps and, after them, the warps' parts.
 template <int WIDTH>
-__host__ __device__ constexpr int ring_bytes() {
-  constexpr int rings = WARPS * Tile<WIDTH>::STAGES * Tile<WIDTH>::BYTES, parts = WARPS * MAX_GROUP * (WIDTH + 2) * 4;
+__host__ __device__ constexpr int ring_bytes(bool sm90) {
+  const int rings = WARPS * ring_stages(WIDTH, sm90) * Tile<WIDTH>::BYTES, parts = WARPS * MAX_GROUP * (WIDTH + 2) * 4;
   return rings > parts ? rings : parts;
 }
+
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+constexpr bool SM90 = true;
+#else
+constexpr bool SM90 = false;
+#endif
 
 // A team of warps attends to the keys of one key head. Where a row's heads are many, a CTA has several teams: parts of
 // fewer warps are put together, and what begins and ends is a larger piece of work.
@@ -143,7 +153,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
   __shared__ __align__(16) uint32_t new_key[WARPS][WIDTH / 4], new_value[WARPS][WIDTH / 4];
   using T = Tile<WIDTH>;
   constexpr int BLOCKS = T::BLOCKS, KEYS = T::KEYS, KEY_LOADS = T::KEY_LOADS, VALUE_LOADS = T::VALUE_LOADS;
-  constexpr int VALUE_BYTES = T::VALUE_BYTES, STAGES = T::STAGES;
+  constexpr int VALUE_BYTES = T::VALUE_BYTES, STAGES = ring_stages(WIDTH, SM90);
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, sub = lane % 4;
   const AttentionShare c(a, KEYS);
@@ -366,21 +376,22 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
     if (quad == 0) part[WIDTH] = maximum[e], part[WIDTH + 1] = total[e];
   }
   __syncthreads();
-  put_together<BF16>(a, c, parts, a.room, WIDTH, a.teams, shared_address(memory + ring_bytes<WIDTH>()));
+  put_together<BF16>(a, c, parts, a.room, WIDTH, a.teams, shared_address(memory + ring_bytes<WIDTH>(SM90)));
 }
 
 // no-spill(90a): attend_int8<*, *>
 template <int WIDTH>
-AttentionKernel instance(bool bf16, int& shared_bytes) {
-  shared_bytes = ring_bytes<WIDTH>();
+AttentionKernel instance(bool sm90, bool bf16, int& shared_bytes) {
+  shared_bytes = ring_bytes<WIDTH>(sm90);
   return bf16 ? attend_int8<true, WIDTH> : attend_int8<false, WIDTH>;
 }
 
 }  // namespace
 
-AttentionKernel int8_attention(bool bf16, int head_dim, int& shared_bytes) {
-  if (head_dim <= 64) return instance<64>(bf16, shared_bytes);
-  return head_dim <= 128 ? instance<128>(bf16, shared_bytes) : instance<256>(bf16, shared_bytes);
+AttentionKernel int8_attention(const DeviceFacts& device, bool bf16, int head_dim, int& shared_bytes) {
+  const bool sm90 = device.ptx >= 90 && device.ptx < 100;  // as the code for the device was compiled
+  if (head_dim <= 64) return instance<64>(sm90, bf16, shared_bytes);
+  return head_dim <= 128 ? instance<128>(sm90, bf16, shared_bytes) : instance<256>(sm90, bf16, shared_bytes);
 }
 
 }  // namespace trirun

@@ -2,30 +2,9 @@
 #pragma once
 
 #include "device.cuh"
+#include "launch.cuh"
 
 namespace trirun {
-
-struct DeviceFacts {
-  int arch, sms;
-};
-
-// What a device is never changes, and asking costs more than launching.
-inline int device_facts(DeviceFacts& facts) {
-  constexpr int DEVICES = 64;
-  static DeviceFacts known[DEVICES];  // written whole and with the same values by every thread that gets there
-  int device = 0, major = 0, minor = 0, sms = 0;
-  if (const cudaError_t e = cudaGetDevice(&device)) return e;
-  if (device < DEVICES && known[device].sms != 0) {
-    facts = known[device];
-    return TRIRUN_OK;
-  }
-  if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
-  if (const cudaError_t e = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) return e;
-  if (const cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return e;
-  facts.arch = 10 * major + minor, facts.sms = sms;
-  if (device < DEVICES) known[device] = facts;
-  return TRIRUN_OK;
-}
 
 // Every kernel launched this way must call dependency_wait() in every thread before it touches what an earlier kernel
 // wrote or still reads: only then does "the previous kernel has ended" carry over from kernel to kernel.
@@ -36,23 +15,8 @@ int launch_dependent(void (*kernel)(Args), const Args& args, dim3 grid, int thre
   DeviceFacts facts;
   if (const int code = device_facts(facts)) return code;
   if (facts.arch < 80) return TRIRUN_UNSUPPORTED;
-  if (shared > 48 * 1024)
-    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared))
-      return e;
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = cluster;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = facts.arch < 90 ? 0 : cluster > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  const Launch how{grid, threads, shared, static_cast<cudaStream_t>(stream), facts.arch >= 90, cluster};
+  return launch_kernel(kernel, how, args);
 }
 
 inline bool aligned_to(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }

@@ -198,13 +198,10 @@ __global__ void __launch_bounds__(kThreads) f16acc_reduce_kernel(const __grid_co
 
 }  // namespace
 
-int launch_mma(const Arguments& args, int sms, cudaStream_t stream) {
+int launch_mma(const Arguments& args, cudaStream_t stream) {
   const int64_t ctas = int64_t(args.m_tiles) * args.n_tiles * args.parts;
   if (ctas > INT32_MAX) return TRIRUN_BAD_SHAPE;
-  const auto bytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  if (const cudaError_t e = cudaFuncSetAttribute(f16acc_mma_kernel, bytes, kBytes)) return e;
-  f16acc_mma_kernel<<<unsigned(ctas), kThreads, kBytes, stream>>>(args);
-  return cudaGetLastError();
+  return launch_kernel(f16acc_mma_kernel, {dim3(unsigned(ctas)), kThreads, kBytes, stream, false}, args);
 }
 
 }  // namespace trirun::f16acc
@@ -231,11 +228,9 @@ EXPORT int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, in
   if (plan->chunk <= 0 || plan->chunk % kStage || plan->parts < 1 || plan->parts > 64) return TRIRUN_UNSUPPORTED;
   if (workspace_bytes < trirun_cuda_f16acc_workspace(m, n, plan)) return TRIRUN_NO_WORKSPACE;
   if (plan->parts > 1 && (!workspace || !aligned(workspace, 16))) return TRIRUN_BAD_POINTER;
-  int device = 0, sms = 0, major = 0;
-  if (const cudaError_t e = cudaGetDevice(&device)) return e;
-  if (const cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return e;
-  if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
-  if (major < 8) return TRIRUN_UNSUPPORTED;
+  trirun::DeviceFacts device;
+  if (const int code = trirun::device_facts(device)) return code;
+  if (device.arch < 80) return TRIRUN_UNSUPPORTED;
 
   Arguments args = {};
   args.a = static_cast<const __half*>(a), args.b = static_cast<const __half*>(b);
@@ -249,12 +244,12 @@ EXPORT int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, in
   args.raster = 16;
   const auto on = static_cast<cudaStream_t>(stream);
   int code = TRIRUN_UNSUPPORTED;
-  if (plan->kernel == TRIRUN_F16ACC_WGMMA && major == 9)
-    code = launch_wgmma(args, plan->tile_n, sms, on);
+  if (plan->kernel == TRIRUN_F16ACC_WGMMA && device.arch == 90)
+    code = launch_wgmma(args, plan->tile_n, device.sms, on);
   else if (plan->kernel == TRIRUN_F16ACC_MMA && plan->tile_n == kTileN && !plan->along_rows)
-    code = launch_mma(args, sms, on);
+    code = launch_mma(args, on);
   if (code != TRIRUN_OK || plan->parts == 1) return code;
   const int64_t blocks = (m * n + kThreads - 1) / kThreads;
-  f16acc_reduce_kernel<<<unsigned(blocks < 8 * sms ? blocks : 8 * sms), kThreads, 0, on>>>(args);
-  return cudaGetLastError();
+  const dim3 grid(unsigned(blocks < 8 * device.sms ? blocks : 8 * device.sms));
+  return trirun::launch_kernel(f16acc_reduce_kernel, {grid, kThreads, 0, on, false}, args);
 }

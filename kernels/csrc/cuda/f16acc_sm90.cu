@@ -267,8 +267,6 @@ template <int TileN, bool TransA, bool TransB>
 int launch(Arguments args, int sms, cudaStream_t stream) {
   using S = Shape<TileN>;
   const auto kernel = f16acc_wgmma_kernel<TileN, TransA, TransB>;
-  if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared))
-    return e;
   Tensors maps = {};
   int code = TransA ? encode(&maps.a, args.a, args.a_column, args.k, args.m, kStage)
                     : encode(&maps.a, args.a, args.a_row, args.m, args.k, kTileM);
@@ -283,17 +281,8 @@ int launch(Arguments args, int sms, cudaStream_t stream) {
   // place() counts pairs of row tiles here.
   args.m_tiles = (args.m_tiles + 1) / 2;
   args.raster /= 2;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kCluster, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(kCluster * unsigned(units < sms / kCluster ? units : sms / kCluster));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = S::kShared;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args, maps);
+  const dim3 grid(kCluster * unsigned(units < sms / kCluster ? units : sms / kCluster));
+  return launch_kernel(kernel, {grid, kThreads, S::kShared, stream, false, kCluster}, args, maps);
 }
 
 // What a product and its two gradients need: a . b^T, a . b, a^T . b.

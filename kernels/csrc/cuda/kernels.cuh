@@ -2,9 +2,7 @@
 // kernel family. api.cu fills a Problem from the C interface, checks it, and dispatches on plan.kernel.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include "../trirun.h"
+#include "launch.cuh"
 
 namespace trirun {
 

@@ -223,19 +223,12 @@ int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRow
   a.sum = reinterpret_cast<int*>(at + aligned(size_t(p.m) * 4));
   *rows = {a.out, p.w.k, p.w.k, TRIRUN_F16, a.scale, a.sum, rows->rest};
 
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(p.m));
   // A span for every thread, as far as there are threads.
-  config.blockDim = dim3(unsigned(std::min<int64_t>((p.w.k / kVector + 31) / 32 * 32, kMostThreads)));
-  config.stream = p.stream;
-  config.attrs = &attribute;
-  config.numAttrs = p.arch >= 90 ? 1 : 0;
-  if (p.dtype == TRIRUN_F32) return cudaLaunchKernelEx(&config, prepare_rows<float>, a);
-  if (p.dtype == TRIRUN_F16) return cudaLaunchKernelEx(&config, prepare_rows<__half>, a);
-  return cudaLaunchKernelEx(&config, prepare_rows<__nv_bfloat16>, a);
+  const int threads = int(std::min<int64_t>((p.w.k / kVector + 31) / 32 * 32, kMostThreads));
+  const auto kernel = p.dtype == TRIRUN_F32   ? prepare_rows<float>
+                      : p.dtype == TRIRUN_F16 ? prepare_rows<__half>
+                                              : prepare_rows<__nv_bfloat16>;
+  return launch_kernel(kernel, {dim3(unsigned(p.m)), threads, 0, p.stream, p.arch >= 90}, a);
 }
 
 int launch_dequantize(const Problem& p) {
@@ -244,10 +237,10 @@ int launch_dequantize(const Problem& p) {
   if (strips > 65535) return TRIRUN_BAD_SHAPE;
   const int warps = p.dtype == TRIRUN_F32 ? 2 : 4;
   const dim3 grid(unsigned((p.w.k / 64 + warps - 1) / warps), unsigned(strips));
-  if (p.dtype == TRIRUN_F32) dequantize<float><<<grid, 32 * warps, 0, p.stream>>>(a);
-  if (p.dtype == TRIRUN_F16) dequantize<__half><<<grid, 32 * warps, 0, p.stream>>>(a);
-  if (p.dtype == TRIRUN_BF16) dequantize<__nv_bfloat16><<<grid, 32 * warps, 0, p.stream>>>(a);
-  return cudaGetLastError();
+  const auto kernel = p.dtype == TRIRUN_F32   ? dequantize<float>
+                      : p.dtype == TRIRUN_F16 ? dequantize<__half>
+                                              : dequantize<__nv_bfloat16>;
+  return launch_kernel(kernel, {grid, 32 * warps, 0, p.stream, false}, a);
 }
 
 }  // namespace trirun

@@ -240,13 +240,10 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
 
 template <typename T>
 int launch(const Problem& p, const Arguments& a) {
-  const auto kernel = prefill_sm80_kernel<T>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
   const int64_t token_tiles = (p.m + kTokens - 1) / kTokens, row_tiles = (p.w.n / 64 + kStrips - 1) / kStrips;
   if (row_tiles > 65535) return TRIRUN_BAD_SHAPE;
-  kernel<<<dim3(unsigned(token_tiles), unsigned(row_tiles)), kThreads, kBytes, p.stream>>>(a);
-  return cudaGetLastError();
+  const dim3 grid(static_cast<unsigned>(token_tiles), static_cast<unsigned>(row_tiles));
+  return launch_kernel(prefill_sm80_kernel<T>, {grid, kThreads, kBytes, p.stream, false}, a);
 }
 
 }  // namespace

@@ -79,8 +79,6 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
   a.tensor_stores =
       p.dtype != TRIRUN_F32 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0 && p.ldy % 8 == 0 && p.n % 8 == 0;
 
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes);
-  if (error != cudaSuccess) return error;
   const auto run = [&](int first, int last, int splits, bool remainder) {
     a.first_tile = first;
     a.last_tile = last;
@@ -98,20 +96,9 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
                                   {Shape::kStoreColumns, cluster > 1 ? 8u : kTokens, 1}});
       if (encoded != TRIRUN_OK) return encoded;
     }
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {cluster, 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim =
-        dim3(unsigned(a.share > 0 || splits > 1 || last - first < p.sms ? (last - first) * splits : p.sms));
-    config.blockDim = dim3(Shape::kThreads);
-    config.dynamicSmemBytes = Shape::kBytes;
-    config.stream = p.stream;
-    config.attrs = attributes;
-    config.numAttrs = cluster > 1 ? 2 : 1;
-    return int(cudaLaunchKernelEx(&config, kernel, a));
+    const int ctas = a.share > 0 || splits > 1 || last - first < p.sms ? (last - first) * splits : p.sms;
+    return launch_kernel(kernel, {dim3(unsigned(ctas)), Shape::kThreads, Shape::kBytes, p.stream, true, int(cluster)},
+                         a);
   };
   const int64_t tiles = int64_t(a.row_tiles) * a.token_tiles;
   if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;

@@ -1,7 +1,7 @@
 // A kernel that only reads: the floor under every kernel that must read the same bytes.
 #include <cuda_runtime.h>
 
-#include "../trirun.h"
+#include "launch.cuh"
 
 namespace trirun {
 namespace {
@@ -38,14 +38,13 @@ extern "C" __attribute__((visibility("default"))) int trirun_cuda_read_probe(con
                                                                              void* stream) {
   if (data == nullptr || sink == nullptr || reinterpret_cast<uintptr_t>(data) % 16 || bytes % 16)
     return TRIRUN_BAD_POINTER;
-  int device = 0, sms = 0;
-  if (const cudaError_t error = cudaGetDevice(&device)) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return error;
+  trirun::DeviceFacts device;
+  if (const int code = trirun::device_facts(device)) return code;
   const size_t count = bytes / 16,
                spans = (count + trirun::kThreads * trirun::kLoads - 1) / (trirun::kThreads * trirun::kLoads);
-  const unsigned grid = unsigned(spans < size_t(sms) * 8 ? spans : size_t(sms) * 8);
+  const unsigned grid = unsigned(spans < size_t(device.sms) * 8 ? spans : size_t(device.sms) * 8);
   if (grid == 0) return TRIRUN_OK;
-  trirun::read_probe<<<grid, trirun::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const uint4*>(data), count, static_cast<uint32_t*>(sink));
-  return cudaGetLastError();
+  const trirun::Launch how{dim3(grid), trirun::kThreads, 0, static_cast<cudaStream_t>(stream), false};
+  return trirun::launch_kernel(trirun::read_probe, how, static_cast<const uint4*>(data), count,
+                               static_cast<uint32_t*>(sink));
 }

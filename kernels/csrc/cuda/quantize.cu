@@ -127,21 +127,13 @@ int launch_quantize(const Problem& p, void* activations, int run, unsigned* coun
                  run,
                  counters,
                  count};
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.stream = p.stream;
-  config.attrs = &attribute;
-  config.numAttrs = p.arch >= 90 ? 1 : 0;
+  const bool dependent = p.arch >= 90;
   if (p.act_bits == TRIRUN_ACT16) {
-    config.gridDim = dim3(static_cast<unsigned>(((layout.units + RUN - 1) / RUN * layout.tokens + 1) / 2));
-    config.blockDim = dim3(2 * RUN * 32);
-    return cudaLaunchKernelEx(&config, quantize16, a);
+    const dim3 grid(static_cast<unsigned>(((layout.units + RUN - 1) / RUN * layout.tokens + 1) / 2));
+    return launch_kernel(quantize16, {grid, 2 * RUN * 32, 0, p.stream, dependent}, a);
   }
-  config.gridDim = dim3(static_cast<unsigned>(layout.tokens), static_cast<unsigned>((layout.units + 15) / 16));
-  config.blockDim = dim3(512);
-  return cudaLaunchKernelEx(&config, quantize8, a);
+  const dim3 grid(static_cast<unsigned>(layout.tokens), static_cast<unsigned>((layout.units + 15) / 16));
+  return launch_kernel(quantize8, {grid, 512, 0, p.stream, dependent}, a);
 }
 
 }  // namespace trirun
