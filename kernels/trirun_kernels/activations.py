@@ -51,10 +51,15 @@ def int2_gemm_quantized(
     """``int2_gemm`` on what :func:`quantize_activations` made of m rows: [m, n] in ``dtype``, the bias's dtype.
 
     Raises:
-        ValueError: the buffer is not one of m rows and k columns, or the bias does not fit.
+        ValueError: the buffer is not one of m rows and k columns, the bias does not fit, or they are elsewhere than w.
     """
-    if bias is not None and (tuple(bias.shape) != (w.n,) or bias.dtype != dtype):
-        raise ValueError(f"int2_gemm_quantized: bias must be {dtype} [{w.n}], got {bias.dtype} {list(bias.shape)}")
+    if activations.device != w.words.device:
+        raise ValueError(f"int2_gemm_quantized: activations on {activations.device}, weight on {w.words.device}")
+    if bias is not None and (tuple(bias.shape) != (w.n,) or bias.dtype != dtype or bias.device != w.words.device):
+        raise ValueError(
+            f"int2_gemm_quantized: bias must be {dtype} [{w.n}] on {w.words.device}, "
+            f"got {bias.dtype} {list(bias.shape)} on {bias.device}"
+        )
     return torch.ops.trirun.int2_gemm_quantized(
         activations,
         w.words,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from .cpu import DTYPES
+from .cpu import DTYPES, rows_of
 from .native import Int2Struct, NativeError, load
 from .packing import PackedWeight
 from .select import COLUMNS, DECODE_ROWS, DEQUANTIZE, PREFILL, RUNS, STREAM_SM80, Device, Plan, select
@@ -42,9 +43,11 @@ def int2_gemm(
         NativeError: the library is missing, or refused the call; the message has the shapes.
     """
     w = PackedWeight.of_operands(words, scales, zeros, n, k, group_size, zero)
-    rows = x.reshape(-1, k)
-    y = torch.empty((rows.shape[0], n), dtype=x.dtype, device=x.device)
-    if rows.shape[0]:
+    rows, m, stride = rows_of(x, k)
+    if rows.stride(0) < k:  # of one row torch leaves it open
+        rows = rows.as_strided((m, k), (stride, 1))
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    if m:
         with torch.cuda.device(x.device):
             _gemm(rows, w, bias, y, act_bits)
     return y.view(*x.shape[:-1], n)
@@ -52,16 +55,16 @@ def int2_gemm(
 
 def quantize_activations(x: Tensor, act_bits: int) -> Tensor:
     """The CUDA implementation of ``trirun::quantize_activations``: x [m, k], m at most 64, to uint8 [bytes]."""
-    m, k = x.shape
+    k = x.shape[1]
+    rows, m, stride = rows_of(x, k)
     if not 0 < m <= DECODE_ROWS:
         raise ValueError(f"quantize_activations: x has {m} rows; 1 to {DECODE_ROWS} are supported")
-    x = x if x.stride(-1) == 1 else x.contiguous()
     k_pad = -(-k // 128) * 128
     with torch.cuda.device(x.device):
         size = library().trirun_cuda_activation_bytes(m, k_pad, act_bits)
         out = torch.empty(size, dtype=torch.uint8, device=x.device)
         code = library().trirun_cuda_quantize(
-            x.data_ptr(), DTYPES[x.dtype], m, k, x.stride(0), k_pad, act_bits, out.data_ptr(), size, _stream()
+            rows.data_ptr(), DTYPES[x.dtype], m, k, stride, k_pad, act_bits, out.data_ptr(), size, _stream()
         )
     _check(code, f"quantize_activations: x {x.dtype} {list(x.shape)}, act_bits={act_bits}")
     return out
@@ -84,17 +87,19 @@ def int2_gemm_quantized(
     """The CUDA implementation of ``trirun::int2_gemm_quantized``: activations of ``m`` rows to [m, n] of ``dtype``."""
     w = PackedWeight.of_operands(words, scales, zeros, n, k, group_size, zero)
     y = torch.empty((m, n), dtype=dtype, device=activations.device)
+    bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
     with torch.cuda.device(y.device):
         struct, device = Int2Struct.of(w), device_of(y.device.index)
         plan = PlanStruct.of(select(struct.n, struct.k, m, group_size, act_bits, device, quantized=True))
         size = library().trirun_cuda_activation_bytes(m, struct.k, act_bits)
         if activations.numel() != size or not activations.is_contiguous():
             raise ValueError(f"int2_gemm_quantized: {activations.numel()} bytes for m={m}, k={k}; expected {size}")
-        workspace = _workspace(struct, m, dtype, act_bits, plan, y.device, quantized=True)
-        code = library().trirun_cuda_int2_gemm_quantized(
-            ctypes.byref(struct), n, activations.data_ptr(), m, None if bias is None else bias.data_ptr(), y.data_ptr(),
-            DTYPES[dtype], n, act_bits, ctypes.byref(plan), *_span(workspace), _stream(),
-        )  # fmt: skip
+        with _launching:
+            workspace = _workspace(struct, m, dtype, act_bits, plan, y.device, quantized=True)
+            code = library().trirun_cuda_int2_gemm_quantized(
+                ctypes.byref(struct), n, activations.data_ptr(), m, None if bias is None else bias.data_ptr(),
+                y.data_ptr(), DTYPES[dtype], n, act_bits, ctypes.byref(plan), *_span(workspace), _stream(),
+            )  # fmt: skip
     _check(code, f"int2_gemm_quantized: m={m}, n={n}, k={k}, group_size={group_size}, act_bits={act_bits}")
     return y
 
@@ -106,12 +111,13 @@ def run_plan(x: Tensor, w: PackedWeight, bias: Tensor | None, y: Tensor, act_bit
     """
     struct, plan_struct = Int2Struct.of(w), PlanStruct.of(plan)
     m = x.shape[0]
-    workspace = _workspace(struct, m, x.dtype, act_bits, plan_struct, x.device)
-    code = library().trirun_cuda_int2_gemm(
-        ctypes.byref(struct), w.n, w.k, x.data_ptr(), DTYPES[x.dtype], m, x.stride(0),
-        None if bias is None else bias.data_ptr(), y.data_ptr(), y.stride(0), act_bits, ctypes.byref(plan_struct),
-        *_span(workspace), _stream(),
-    )  # fmt: skip
+    with _launching:
+        workspace = _workspace(struct, m, x.dtype, act_bits, plan_struct, x.device)
+        code = library().trirun_cuda_int2_gemm(
+            ctypes.byref(struct), w.n, w.k, x.data_ptr(), DTYPES[x.dtype], m, x.stride(0),
+            None if bias is None else bias.data_ptr(), y.data_ptr(), y.stride(0), act_bits, ctypes.byref(plan_struct),
+            *_span(workspace), _stream(),
+        )  # fmt: skip
     _check(code, f"int2_gemm: x {x.dtype} {list(x.shape)}, n={w.n}, {w.spec}, act_bits={act_bits}, {plan}")
 
 
@@ -126,7 +132,6 @@ def _gemm(x: Tensor, w: PackedWeight, bias: Tensor | None, y: Tensor, act_bits: 
     device, wide = device_of(x.device.index), x.dtype == torch.float32
     n_pad, k_pad = w.words.shape[0] * 64, w.words.shape[1] * 32
     bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
-    x = x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous()
     if wide:
         # float32 keeps its accuracy only on the digit kernels: more rows than they take go through in pieces.
         step = DECODE_ROWS if device.arch == 90 else 4
@@ -136,8 +141,9 @@ def _gemm(x: Tensor, w: PackedWeight, bias: Tensor | None, y: Tensor, act_bits: 
             run_plan(part, w, bias, y[first : first + step], act_bits, plan)
         return
     plan = select(
-        n_pad, k_pad, x.shape[0], w.spec.group_size, act_bits, device, plain=w.spec.has_plain_zero, dense=True
-    )
+        n_pad, k_pad, x.shape[0], w.spec.group_size, act_bits, device, apart=not reads_vectors(x, act_bits),
+        plain=w.spec.has_plain_zero, dense=True,
+    )  # fmt: skip
     if plan.kernel == DEQUANTIZE:
         dense = torch.empty((w.n, w.k), dtype=x.dtype, device=x.device)
         run_plan(dense, w, None, dense, act_bits, plan)
@@ -151,6 +157,13 @@ def _gemm(x: Tensor, w: PackedWeight, bias: Tensor | None, y: Tensor, act_bits: 
     run_plan(x, w, bias, y, act_bits, plan)
 
 
+def reads_vectors(x: Tensor, act_bits: int) -> bool:
+    """Whether a kernel can read 16-bit rows x [m, k] by what its prologue takes at once: two numbers, or eight of rows
+    that it copies whole, for 8-bit activations."""
+    at_once = 8 if act_bits == 8 else 2
+    return not (x.shape[1] % at_once or x.stride(0) % at_once or x.data_ptr() % (2 * at_once))
+
+
 def _stream() -> int:
     return torch.cuda.current_stream().cuda_stream
 
@@ -159,6 +172,9 @@ COUNTER_BYTES = 64 << 10  # at the start of a workspace: the zeros that trirun.h
 
 # One workspace per device and stream: kernels of one stream run in order, so they can share it. It only grows.
 _workspaces: dict[tuple[int, int], Tensor] = {}
+# A call makes up to two launches, the first of which leaves digits in the workspace for the second: another thread's on
+# the same stream must not come between.
+_launching = threading.Lock()
 
 
 def _workspace(

@@ -28,7 +28,8 @@ class PackedWeight:
         spec: the grid.
 
     Raises:
-        PackError: a tensor's shape or dtype contradicts n, k and spec.
+        PackError: a tensor's shape or dtype contradicts n, k and spec, one is not contiguous, or they are not on one
+            device.
     """
 
     words: Tensor
@@ -46,6 +47,9 @@ class PackedWeight:
             raise PackError(f"zeros must be given exactly when spec.zero is None, and spec.zero is {self.spec.zero}")
         if self.zeros is not None:
             _expect("zeros", self.zeros, scales, torch.float16)
+        for name, tensor in (("scales", self.scales), ("zeros", self.zeros)):
+            if tensor is not None and tensor.device != self.words.device:
+                raise PackError(f"{name} are on {tensor.device}, words on {self.words.device}")
 
     @classmethod
     def of_operands(
@@ -152,6 +156,8 @@ def zero_points(spec: QuantSpec, zeros: Tensor | None) -> float | Tensor:
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
         raise PackError(f"{name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise PackError(f"{name} must be contiguous, got {list(shape)} with strides {list(tensor.stride())}")
 
 
 def _exact_fp16(name: str, value: Tensor, shape: tuple[int, int]) -> Tensor:

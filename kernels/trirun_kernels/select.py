@@ -61,6 +61,7 @@ def select(
     *,
     quantized: bool = False,
     wide: bool = False,
+    apart: bool = False,
     plain: bool = True,
     dense: bool = False,
 ) -> Plan:
@@ -74,6 +75,7 @@ def select(
         plain: the zero point is one number in quarters, which is exact beside the codes (prefill).
         dense: the caller can multiply by a dense weight itself; only then is the answer ever DEQUANTIZE.
         wide: x is float32, which only the decode kernels keep exact (more rows than they take run in pieces).
+        apart: x cannot be read by vectors (:func:`.cuda.reads_vectors`): a kernel of its own must quantize it.
 
     Raises:
         ValueError: the device is older than any kernel, or x must stay on the decode kernels and is too large for them.
@@ -91,11 +93,14 @@ def select(
         elif group_size in (-1, UNIT):
             limit = 32
     if m <= limit or quantized or wide:
-        plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide, plain) if m <= limit else None
+        fits = m <= limit
+        plan = _decode(n, k, m, group_size, act_bits, device, quantized, wide, apart or wide, plain) if fits else None
         if plan is not None:
             return plan
         if quantized or wide:
-            raise ValueError(f"{m} rows of k={k} do not fit a decode kernel of compute capability {device.arch / 10}")
+            most = "" if fits else f": it takes at most {limit} rows"
+            capability = f"compute capability {device.arch / 10}"
+            raise ValueError(f"{m} rows of k={k} do not fit a decode kernel of {capability}{most}")
     scaled = group_size != -1 and (group_size == 32 or not plain)  # by more than one factor a fragment
     if dense and scaled and act_bits == 16 and m >= DENSE_ROWS and n * k <= LARGE and device.arch == 90:
         return Plan(DEQUANTIZE)
@@ -103,13 +108,15 @@ def select(
 
 
 def _decode(
-    n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool, wide: bool, plain: bool
-) -> Plan | None:
+    n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool, wide: bool, apart: bool,
+    plain: bool,
+) -> Plan | None:  # fmt: skip
     """None where no decode kernel takes the product, or prefill's smallest tile is faster."""
     columns = m * (2 if act_bits == 16 else 1)
     # Large weights take wgmma a tile earlier: one copy of x for four strips is less traffic from L2, and long rows of x
     # need not fit the shared memory at once.
-    fuses = act_bits == 16 and group_size in (-1, UNIT) and not (quantized or wide)
+    runs_take = act_bits == 16 and group_size in (-1, UNIT) and not (quantized or wide)
+    fuses = runs_take and not apart
     if m == 8 and fuses and device.arch == 90:
         plan = _fused_runs(n, k, m, device, grouped=group_size == UNIT)
         if plan is not None:
@@ -118,19 +125,21 @@ def _decode(
     grouped = group_size == UNIT and act_bits == 16 and not quantized
     wgmma = device.arch == 90 and columns > 8
     if not wgmma or (columns <= 16 and not _heavy(n, k, group_size, act_bits, device, runs, grouped, quantized)):
-        plan = _stream(n, k, m, group_size, act_bits, device, quantized)
+        plan = _stream(n, k, m, group_size, act_bits, device, quantized, apart)
         if plan is not None or not wgmma:
             return plan
     # Units of 128 k that share a scale of x: where this call quantizes it, and float32 is not to show it.
     if runs or grouped:
         plan = _runs(n, k, m, act_bits, device, grouped=grouped, fuses=fuses)
         int8 = m > 16 and _has_int8_tiles(k, group_size, act_bits) and not (quantized or wide)
-        compared = (fuses or int8) and plain and not plan.fused
+        compared = (runs_take or int8) and plain and not plan.fused
         return plan if not compared or _digits_win(n, k, m, device, grouped=grouped, int8=int8) else None
     return _columns(n, k, m, group_size, act_bits, device)
 
 
-def _stream(n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool) -> Plan | None:
+def _stream(
+    n: int, k: int, m: int, group_size: int, act_bits: int, device: Device, quantized: bool, apart: bool
+) -> Plan | None:
     """mma.sync, each warp with weights of its own; None where x fits no CTA."""
     grouped, clusters, room = group_size != -1, device.arch >= 90, SHARED_MEMORY.get(device.arch, 99)
     for stream in stream_plans(n, k, m, act_bits, device.sms, grouped=grouped, ready=quantized, clusters=clusters):
@@ -143,7 +152,7 @@ def _stream(n: int, k: int, m: int, group_size: int, act_bits: int, device: Devi
             cta_split=stream.ctas,
             stages=stream.stages,
             ctas=device.sms * stream.per_sm,
-            fused=int(stream.fused),
+            fused=int(stream.fused and not apart),
         )
         shared = shared_bytes(n, k, m, group_size, act_bits, plan)
         if shared * stream.per_sm > room * 1024:

@@ -207,6 +207,10 @@ def test_quantized_once_is_the_same(isa):
             bias = torch.randn(n, generator=generator).half()
             want = int2_gemm(x, w, bias, act_bits=act_bits)
             assert torch.equal(int2_gemm_quantized(act, 10, w, bias, act_bits=act_bits), want)
+    with pytest.raises(ValueError, match=r"bias must be torch.float16 \[130\] on cpu, got .* on meta"):
+        int2_gemm_quantized(act, 10, w, bias.to("meta"), act_bits=8)
+    with pytest.raises(ValueError, match="activations on meta, weight on cpu"):
+        int2_gemm_quantized(act.to("meta"), 10, w)
 
 
 def test_operator_on_views_and_empty_batches(isa):

@@ -158,6 +158,10 @@ def test_a_packed_weight_refuses_tensors_that_contradict_it():
         PackedWeight(w.words[:, :2], w.scales, None, 64, 128, w.spec)
     with pytest.raises(PackError, match="scales must be"):
         PackedWeight(w.words, w.scales.float(), None, 64, 128, w.spec)
+    with pytest.raises(PackError, match=r"scales must be contiguous, got \[2, 64\] with strides \[128, 1\]"):
+        PackedWeight(w.words, w.scales.repeat(1, 2)[:, :64], None, 64, 128, w.spec)
+    with pytest.raises(PackError, match="scales are on meta, words on cpu"):
+        PackedWeight(w.words, w.scales.to("meta"), None, 64, 128, w.spec)
 
 
 @pytest.mark.parametrize(("group_size", "zero"), [(16, 1.0), (0, 1.0), (128, float("inf")), (128, float("nan"))])

@@ -193,7 +193,8 @@ def checked_error(x: Tensor, w: PackedWeight, act_bits: int, acc: str = "fp32") 
     last = (w.n - 1) // 64
     for strip in sorted({0, last // 2, last}):
         first, count = strip * 64, min(64, w.n - strip * 64)
-        part = PackedWeight(w.words[strip : strip + 1], w.scales[:, first : first + 64], None, count, w.k, w.spec)
+        scales = w.scales[:, first : first + 64].contiguous()
+        part = PackedWeight(w.words[strip : strip + 1], scales, None, count, w.k, w.spec)
         dense = dequantize(part, torch.float64)
         expected = exact @ dense.t()
         difference += float((y[picked, first : first + count].double() - expected).square().sum())
