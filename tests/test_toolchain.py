@@ -26,10 +26,10 @@ def test_architectures_of_the_same_features_are_made_from_one_ptx() -> None:
 def test_no_kernel_tells_architectures_apart_that_share_a_ptx(repo_root: Path) -> None:
     csrc = repo_root / "kernels" / "csrc" / "cuda"
     asked = "".join(path.read_text() for path in csrc.iterdir())
-    bounds = {int(number) for number in re.findall(r"__CUDA_ARCH__ *>= *(\d+)", asked)}
+    bounds = {int(number) for number in re.findall(r"__CUDA_ARCH__ *(?:>=|<) *(\d+)", asked)}
     assert bounds
     # Nothing else is asked of __CUDA_ARCH__ than such bounds, and whether there is one at all.
-    assert not re.search(r"(?<!defined\()__CUDA_ARCH__(?! *>= *\d)", asked)
+    assert not re.search(r"(?<!defined\()__CUDA_ARCH__(?! *(?:>=|<) *\d)", asked)
     for arch, ptx in PTX_OF.items():
         assert not [bound for bound in bounds if int(ptx) * 10 < bound <= int(arch) * 10]
 
