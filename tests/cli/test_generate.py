@@ -169,6 +169,9 @@ def test_a_stop_string_ends_the_text(trirun, packed):
     stop = whole[len(whole) // 2 :][:5]
     document = json.loads(trirun("generate", "-c", packed, "-p", "The", "-n", 12, "--stop", stop, "--json")[1])
     assert document["finish_reason"] == "stop" and document["text"] == whole[: whole.index(stop)]
+    # The last token that counts is the one that completes it, however many came at once.
+    texts = [json.loads(trirun("generate", "-c", packed, "-p", "The", "-n", n, "--json")[1])["text"] for n in range(12)]
+    assert document["generated_tokens"] == next(n for n, text in enumerate(texts) if stop in text)
 
 
 def test_ctrl_c_ends_with_the_text_so_far(trirun, packed, monkeypatch):
