@@ -127,6 +127,23 @@ def test_metrics(site):
     asyncio.run(scenario())
 
 
+def test_an_answer_that_a_stop_string_ends_has_its_usage_and_queue_time(site):
+    async def scenario():
+        async with site(" the sea was calm and on and on it went", slots=1) as demo:
+            body = {"prompt": "The ship lay still", "max_tokens": 9, "stop": "was"}
+            for _ in range(2):
+                _, answer = await demo.post(PATH, body)
+                await demo.idle()
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            # The last token of a prompt is always run.
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == answer["usage"]["prompt_tokens"] - 1 > 0
+            text = (await demo.client.get("/metrics")).text
+            assert 'trirun:request_queue_time_seconds_count{model_name="demo"} 2.0' in text
+
+    asyncio.run(scenario())
+
+
 def test_a_defect_is_a_500_and_hurts_nobody_else(site, check_error, monkeypatch, caplog):
     async def scenario():
         async with site() as demo:
