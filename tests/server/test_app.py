@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import pytest
+
 PATH = "/v1/completions"
 
 
@@ -39,6 +41,28 @@ def test_tokenize_and_back(site, check_error, tokenizer):
             _, back = await demo.post("/detokenize", {"tokens": there["tokens"]})
             assert back == {"prompt": "naïve 日本"}
             check_error(await demo.client.post("/detokenize", json={"tokens": [10**9]}), 400, "tokens")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", r'{"prompt": "a\ud800"}', "prompt"),
+        (PATH, r'{"prompt": ["x", "\ud800"]}', "prompt[1]"),
+        ("/v1/chat/completions", r'{"messages": [{"role": "user", "content": "\udc00"}]}', "messages"),
+        ("/v1/chat/completions", r'{"messages": [{"role": "\udc00", "content": "x"}]}', "messages"),
+    ],
+)
+def test_half_a_character_is_no_text(site, check_error, path, body, param):
+    async def scenario():
+        async with site() as demo:
+            answer = await demo.client.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert check_error(answer, 400, param)["message"] == f"{param}: is not valid Unicode"
+        # A template that quotes it.
+        async with site(template="{{ raise_exception('no ' ~ messages[0].role) }}") as demo:
+            answer = await demo.client.post(path, content=body, headers={"Content-Type": "application/json"})
+            check_error(answer, 400, param)
 
     asyncio.run(scenario())
 

@@ -57,12 +57,17 @@ class Vocabulary:
         """Token ids of a text; ``special`` adds what the tokenizer puts around one, as a BOS token.
 
         Raises:
-            ApiError: 400, the text cannot fit the context; ``param`` names where it was.
+            ApiError: 400, the text is no Unicode or cannot fit the context; ``param`` names where it was.
         """
         self._check_length(len(text), param)
-        return await _maybe_elsewhere(len(text), lambda: self._ids(text, special))
+        return await _maybe_elsewhere(len(text), lambda: self._ids(text, special, param))
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _ids(self, text: str, special: bool, param: str) -> list[int]:
+        try:
+            text.encode()
+        # JSON can write half of a surrogate pair, which is no text.
+        except UnicodeEncodeError:
+            raise ApiError(400, f"{param}: is not valid Unicode", param=param, code="invalid_value") from None
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _check_length(self, characters: int, param: str) -> None:
@@ -74,7 +79,8 @@ class Vocabulary:
         """Token ids of a conversation.
 
         Raises:
-            ApiError: 400, the model has no chat template, the template refuses the messages, or they cannot fit.
+            ApiError: 400, the model has no chat template, the template refuses the messages, or they are no Unicode or
+                cannot fit.
         """
         if not self.chat_template:
             message = "this model has no chat template: use /v1/completions, or serve it with --chat-template FILE"
@@ -99,7 +105,7 @@ class Vocabulary:
             )
             # With tools, and whatever else the messages hold.
             self._check_length(len(text), "messages")
-            return self._ids(text, special=False)
+            return self._ids(text, special=False, param="messages")
 
         try:
             # How long its text becomes is known afterwards; what goes into it tells enough.
@@ -108,7 +114,8 @@ class Vocabulary:
             raise
         # Templates raise whatever they like: jinja2's errors by their own words, Python's by accident.
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
+            # What they quote of the messages may be no Unicode, and an answer must be.
+            reason = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()
             message = f"the chat template does not take these messages: {reason}"
             raise ApiError(400, message, param="messages", code="invalid_value") from error
 
