@@ -34,6 +34,9 @@ class Vocabulary:
             :class:`~trirun_cli.runtime.light_tokenizer.LightTokenizer`.
         size: token ids of the model are below it. context: most tokens of a sequence.
         chat_template: Jinja source that replaces the tokenizer's own; None keeps that.
+
+    Attributes:
+        special: ids of tokens that are no text, as BOS.
     """
 
     def __init__(self, tokenizer: Any, *, size: int, context: int, chat_template: str | None = None) -> None:
@@ -42,7 +45,7 @@ class Vocabulary:
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
-        self._special = frozenset(token for token, content in added.items() if content.special)
+        self.special = frozenset(token for token, content in added.items() if content.special)
         pieces = self._backend.get_vocab()
         self._metaspace = any(piece.startswith("▁") for piece in pieces)
         # No token is longer than this, so a longer text cannot fit; refusing it costs nothing, tokenizing it seconds.
@@ -149,7 +152,7 @@ class Vocabulary:
         if piece is None:
             # A model's vocabulary may be padded beyond its tokenizer's.
             return b""
-        if token not in self._special:
+        if token not in self.special:
             if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
                 return bytes([int(piece[3:5], 16)])
             if self._metaspace:
@@ -175,15 +178,35 @@ class Vocabulary:
 class Offsets:
     """Where each token of a text begins, counted in whole characters."""
 
-    def __init__(self, vocabulary: Vocabulary, start: int = 0) -> None:
-        self._bytes, self._at = vocabulary.token_bytes, start
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._bytes, self._special, self._at = vocabulary.token_bytes, vocabulary.special, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of_prompt(self, tokens: Sequence[int], text: str) -> list[int]:
+        """The offsets of a prompt's tokens in its text, with which the whole text begins. What the tokenizer has added,
+        such as BOS or a space before the first word, is not in it and has no width."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._at)
+            piece = self._piece(token)
+            if not text.startswith(piece, self._at):
+                bare = piece.removeprefix(" ")
+                if token in self._special:
+                    piece = ""
+                elif text.startswith(bare, self._at):
+                    piece = bare
+            self._at = min(self._at + len(piece), len(text))
+        self._at = len(text)
+        return offsets
 
     def next(self, token: int) -> int:
         """The offset of the next token."""
         at = self._at
-        self._at += len(self._decoder.decode(self._bytes(token) or b""))
+        self._at += len(self._piece(token))
         return at
+
+    def _piece(self, token: int) -> str:
+        return self._decoder.decode(self._bytes(token) or b"")
 
 
 async def _maybe_elsewhere(characters: int, work: Callable[[], T]) -> T:
