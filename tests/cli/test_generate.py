@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 
 from trirun_cli.errors import InputError
 from trirun_cli.runtime.generation import GenerationStats, generate_tokens
@@ -99,6 +101,31 @@ def test_a_character_that_the_prompt_left_unfinished(tokenizer, burst):
     assert "".join(map(stream.push, tokenizer("b")["input_ids"])) == "b"
 
 
+@pytest.mark.parametrize("burst", [1, 7])
+@pytest.mark.parametrize("seed", range(3))
+def test_bytes_that_are_no_characters_hide_none(tokenizer, burst, seed):
+    pieces = {piece: id for piece, id in tokenizer.get_vocab().items() if len(piece) == 1 and not piece.isascii()}
+    ids = random.Random(seed).choices(sorted(pieces.values()), k=3000)
+    stream = TextStream(tokenizer, tokenizer("a")["input_ids"])
+    bursts = [ids[first : first + burst] for first in range(0, len(ids), burst)]
+    assert "".join([*map(stream.extend, bursts), stream.flush()]) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("burst", [1, 7])
+@pytest.mark.parametrize("start", [9, 13, 15, 18])
+def test_characters_of_a_token_for_every_byte(burst, start):
+    """Where a run of bytes is decoded as a whole or not at all, it must not begin within a character."""
+    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    text = "日本語🙂é" * 20
+    ids = [byte + 1 for byte in text.encode()]
+    stream = TextStream(backend, ids[:start])
+    bursts = [ids[first : first + burst] for first in range(start, len(ids), burst)]
+    shown = "".join([*map(stream.extend, bursts), stream.flush()])
+    assert shown == text[len(text.encode()[:start].decode()) :]
+
+
 def test_a_character_that_never_completes_is_still_shown(tokenizer):
     ids = tokenizer("a🙂")["input_ids"][:-1]
     stream = TextStream(tokenizer, [])
@@ -169,6 +196,9 @@ def test_a_stop_string_ends_the_text(trirun, packed):
     stop = whole[len(whole) // 2 :][:5]
     document = json.loads(trirun("generate", "-c", packed, "-p", "The", "-n", 12, "--stop", stop, "--json")[1])
     assert document["finish_reason"] == "stop" and document["text"] == whole[: whole.index(stop)]
+    # The last token that counts is the one that completes it, however many came at once.
+    texts = [json.loads(trirun("generate", "-c", packed, "-p", "The", "-n", n, "--json")[1])["text"] for n in range(12)]
+    assert document["generated_tokens"] == next(n for n, text in enumerate(texts) if stop in text)
 
 
 def test_ctrl_c_ends_with_the_text_so_far(trirun, packed, monkeypatch):

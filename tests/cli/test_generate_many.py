@@ -39,6 +39,17 @@ def test_answers_are_those_of_single_prompts(trirun, packed, prompts_file, tmp_p
             assert answers[index][name] == alone[name]
 
 
+def test_tokens_after_a_stop_string_are_not_counted(trirun, packed, tmp_path):
+    options = ("generate", "-c", packed, "--json")
+    texts = [json.loads(trirun(*options, "-p", "The sea", "-n", n)[1])["text"] for n in range(5)]
+    stop = texts[4].removeprefix(texts[2])
+    count = next(n for n, text in enumerate(texts) if stop in text)
+    (tmp_path / "prompts.txt").write_text("The sea\n")
+    options += ("--stop", stop, "-n", 60)
+    document = json.loads(trirun(*options, "--prompts-file", tmp_path / "prompts.txt")[1])
+    assert document["answers"][0]["generated_tokens"] == document["generated_tokens"] == count
+
+
 def test_a_run_is_taken_up_where_it_stopped(trirun, packed, prompts_file, tmp_path):
     out = tmp_path / "new" / "answers.jsonl"
     options = ("generate", "-c", packed, "--prompts-file", prompts_file, "--out", out, *SAMPLED)

@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import pytest
+
 PATH = "/v1/completions"
 
 
@@ -39,6 +41,28 @@ def test_tokenize_and_back(site, check_error, tokenizer):
             _, back = await demo.post("/detokenize", {"tokens": there["tokens"]})
             assert back == {"prompt": "naïve 日本"}
             check_error(await demo.client.post("/detokenize", json={"tokens": [10**9]}), 400, "tokens")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", r'{"prompt": "a\ud800"}', "prompt"),
+        (PATH, r'{"prompt": ["x", "\ud800"]}', "prompt[1]"),
+        ("/v1/chat/completions", r'{"messages": [{"role": "user", "content": "\udc00"}]}', "messages"),
+        ("/v1/chat/completions", r'{"messages": [{"role": "\udc00", "content": "x"}]}', "messages"),
+    ],
+)
+def test_half_a_character_is_no_text(site, check_error, path, body, param):
+    async def scenario():
+        async with site() as demo:
+            answer = await demo.client.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert check_error(answer, 400, param)["message"] == f"{param}: is not valid Unicode"
+        # A template that quotes it.
+        async with site(template="{{ raise_exception('no ' ~ messages[0].role) }}") as demo:
+            answer = await demo.client.post(path, content=body, headers={"Content-Type": "application/json"})
+            check_error(answer, 400, param)
 
     asyncio.run(scenario())
 
@@ -123,6 +147,23 @@ def test_metrics(site):
             assert float(values[f"trirun:e2e_request_latency_seconds_count{label}"]) == 3
             assert float(values['trirun:request_success_total{finished_reason="length",model_name="demo"}']) == 1
             assert "trirun:inter_token_latency_seconds_bucket" in text and "trirun:num_requests_waiting" in text
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_a_stop_string_ends_has_its_usage_and_queue_time(site):
+    async def scenario():
+        async with site(" the sea was calm and on and on it went", slots=1) as demo:
+            body = {"prompt": "The ship lay still", "max_tokens": 9, "stop": "was"}
+            for _ in range(2):
+                _, answer = await demo.post(PATH, body)
+                await demo.idle()
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            # The last token of a prompt is always run.
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == answer["usage"]["prompt_tokens"] - 1 > 0
+            text = (await demo.client.get("/metrics")).text
+            assert 'trirun:request_queue_time_seconds_count{model_name="demo"} 2.0' in text
 
     asyncio.run(scenario())
 

@@ -4,6 +4,11 @@ import asyncio
 
 import pytest
 
+from trirun_cli.runtime.sampling import Token
+from trirun_cli.server.job import Delta
+from trirun_cli.server.replies import CompletionReply
+from trirun_cli.server.vocabulary import Vocabulary
+
 PATH = "/v1/completions"
 
 
@@ -64,6 +69,7 @@ def test_every_sampling_field_reaches_the_engine(site):
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.2,
         "max_tokens": 9,
+        "stop": ("end", "over"),
     }
 
     async def scenario():
@@ -145,6 +151,34 @@ def test_echo_and_logprobs(site, tokenizer):
             assert plain["choices"][0]["text"] == "naïve é" and plain["choices"][0]["logprobs"] is None
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("text", ["the sea", " the sea"])
+def test_offsets_leave_out_what_the_tokenizer_adds_to_a_prompt(text):
+    """A BOS token, and the space before the first word."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = {piece: id for id, piece in enumerate(["<s>", "▁", "▁the", "▁sea", "▁was"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<s>"))
+    backend.add_special_tokens(["<s>"])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    vocabulary = Vocabulary(tokenizer, size=5, context=64)
+    ids = tokenizer(text)["input_ids"]
+
+    def offsets(echo):
+        reply = CompletionReply("m", vocabulary, logprobs=True, token_ids=False, echoes=[echo])
+        chunk = reply.chunk(Delta(0, " was", [Token(4, -1.0)], [Token(ids[0]), *(Token(id, -1.0) for id in ids[1:])]))
+        (choice,) = chunk["choices"]
+        return choice["text"], dict(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
+
+    start = len(text) - len("the sea")
+    assert offsets(text) == (f"{text} was", {"<s>": 0, " the": 0, " sea": start + 3, " was": start + 7})
+    # Where the text has it, as that of a prompt of ids, it counts.
+    assert offsets("<s> the sea") == ("<s> the sea was", {"<s>": 0, " the": 3, " sea": 7, " was": 11})
 
 
 def as_bytes(token):

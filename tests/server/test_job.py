@@ -35,7 +35,7 @@ def play(tokenizer):
         async def main():
             engine = Engine()
             job = Job(engine, Outbox(asyncio.get_running_loop()), Metrics("m", lambda: None), 0.0)
-            requests = [Request(name, (1,), SamplingParams()) for name in "ab"]
+            requests = [Request(name, (1,), SamplingParams(stop=stop)) for name in "ab"]
             job.start(requests, lambda request: TextStream(Decoder(tokenizer), [1], stop))
             return await asyncio.wait_for(scenario(job, engine), 10)
 
@@ -105,6 +105,19 @@ def test_a_stop_string_frees_the_place_and_later_tokens_are_nobodys(play, tokeni
 
     (texts, finishes), aborted = play(scenario, stop=("was",))
     assert texts == {0: " the sea ", 1: " the sea "} and finishes == {0: "stop", 1: "stop"} and aborted == ["a", "b"]
+
+
+def test_tokens_that_came_with_those_of_a_stop_string_are_not_part_of_the_answer(play, tokenizer):
+    wanted = tokens(tokenizer, " the sea was")
+
+    async def scenario(job, engine):
+        engine.sinks["a"](Event("a", tokens(tokenizer, " the sea was calm and the ship lay still")))
+        engine.sinks["b"](Event("b", tokens(tokenizer, " the sea was calm"), FinishReason.LENGTH))
+        deltas = await job.whole()
+        return [(delta.text, tuple(delta.tokens)) for delta in deltas], [choice.generated for choice in job.choices]
+
+    answers, counts = play(scenario, stop=("was",))
+    assert answers == [(" the sea ", wanted)] * 2 and counts == [len(wanted)] * 2
 
 
 def test_closing_frees_what_is_open_once(play, tokenizer):

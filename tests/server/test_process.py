@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
@@ -223,6 +224,38 @@ def test_answers_that_outlast_the_draining_are_ended_properly(start_server):
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
     code, err = server.process.wait(30), server.process.stderr.read()
     assert code == 0 and "Traceback" not in err
+
+
+def test_a_second_interrupt_tells_every_client_and_ends_at_once(start_server):
+    server = start_server("--drain", "60")
+    body = {"prompt": "x", "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "n": 16}
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+    host, port = server.url.removeprefix("http://").split(":")
+    whole = []
+    asking = threading.Thread(
+        target=lambda: whole.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=30))
+    )
+    with (
+        socket.create_connection((host, int(port)), timeout=10) as slow,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=30) as answer,
+    ):
+        slow.sendall(half)
+        lines = answer.iter_lines()
+        next(lines)
+        asking.start()
+        while server.metric("num_requests_running") + server.metric("num_requests_waiting") < 17:
+            assert asking.is_alive()
+        for _ in range(2):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        rest = [line for line in lines if line]
+        assert b" 503 " in slow.recv(65536)[:20]
+    asking.join()
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert whole[0].status_code == 503 and whole[0].json()["error"]["code"] == "shutting_down"
+    code, err = server.process.wait(30), server.process.stderr.read()
+    assert code == 130 and "Traceback" not in err and "ERROR" not in err
 
 
 def test_a_taken_port_and_a_damaged_checkpoint_are_one_clear_line(server, checkpoint, tmp_path):

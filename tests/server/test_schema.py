@@ -1,6 +1,7 @@
 """Fields that are wrong, unsupported or unknown."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -26,6 +27,7 @@ PATH = "/v1/completions"
         ("stop", ""),
         ("stop", ["a", "b", "c", "d", "e"]),
         ("stop", 5),
+        ("stop", "\ud800"),
         ("presence_penalty", 3),
         ("frequency_penalty", -3),
         ("repetition_penalty", 0),
@@ -47,12 +49,14 @@ PATH = "/v1/completions"
         ("prompt", [-1]),
         ("prompt", [10**30]),
         ("prompt", {"text": "x"}),
+        ("prompt", "\ud800"),
     ],
 )
 def test_bad_fields_are_named(site, check_error, field, value):
     async def scenario():
         async with site() as demo:
-            answer = await demo.client.post(PATH, json={"prompt": "x"} | {field: value})
+            body = json.dumps({"prompt": "x"} | {field: value})
+            answer = await demo.client.post(PATH, content=body, headers={"Content-Type": "application/json"})
             assert check_error(answer, 400, field)["type"] == "invalid_request_error"
             assert demo.runner.bound == []
 

@@ -88,7 +88,7 @@ def generate_many(
                     continue
                 answers.add(prompts[int(completion.id)], _answer(completion))
                 done.append(completion)
-                written += completion.usage.generated_tokens
+                written += len(completion.tokens)
                 bar.advance()
                 bar.describe(f"prompts, {written / (time.perf_counter() - started):.0f} tokens/s")
             stopped = interrupted()
@@ -107,7 +107,7 @@ def _answer(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "finish_reason": completion.finish,
         "prompt_tokens": completion.usage.prompt_tokens,
-        "generated_tokens": completion.usage.generated_tokens,
+        "generated_tokens": len(completion.tokens),
     }
 
 
@@ -120,7 +120,7 @@ def _report(
     stats: bool,
     engine: str,
 ) -> None:
-    generated = sum(completion.usage.generated_tokens for completion in done)
+    generated = sum(len(completion.tokens) for completion in done)
     read = sum(completion.usage.prompt_tokens for completion in done)
     reused = sum(completion.usage.reused_tokens for completion in done)
     first = median([completion.usage.first_token_s for completion in done]) if done else 0.0

@@ -97,7 +97,7 @@ def answer_facts(done: Completion) -> dict[str, Any]:
         "finish_reason": done.finish,
         "prompt_tokens": usage.prompt_tokens,
         "reused_tokens": usage.reused_tokens,
-        "generated_tokens": usage.generated_tokens,
+        "generated_tokens": len(done.tokens),
         "time_to_first_token_s": usage.first_token_s,
         "decode_tokens_per_s": usage.decode_tokens_per_s,
     }
@@ -109,5 +109,5 @@ def answer_speed(done: Completion) -> str:
     reused = f" ({usage.reused_tokens} reused)" if usage.reused_tokens else ""
     return (
         f"{usage.prompt_tokens} prompt tokens{reused}, first token after {usage.first_token_s * 1e3:.0f} ms; "
-        f"{usage.generated_tokens} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
+        f"{len(done.tokens)} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
     )

@@ -65,8 +65,8 @@ def command(
     """Serve a model over HTTP, as OpenAI's API.
 
     /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize; /health, /version and /metrics need no
-    key. SIGTERM or Ctrl-C lets running requests end, then exits with code 0. --json prints one document when requests
-    are taken.
+    key. SIGTERM or Ctrl-C lets running requests end, then exits with code 0; a second Ctrl-C ends them. --json prints
+    one document when requests are taken.
 
     Examples:
 

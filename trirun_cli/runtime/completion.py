@@ -29,8 +29,10 @@ class Completion:
     """How a prompt was continued.
 
     Attributes:
-        text: without the stop string that may have ended it. tokens: ids, those of a stop string among them.
+        text: without the stop string that may have ended it. tokens: ids, those of a stop string among them, and none
+            after it.
         finish: "stop" (a stop string or an end-of-text token), "length", or "abort" when it was interrupted.
+        usage: the engine's. Where a stop string ended the text, it counts what the engine wrote until it was told, too.
     """
 
     id: str
@@ -43,24 +45,26 @@ class Completion:
 class _Writer:
     """One prompt's text on its way."""
 
-    def __init__(self, stream: TextStream, on_text: Callable[[str, str], None]) -> None:
-        self._stream, self._on_text = stream, on_text
+    def __init__(self, stream: TextStream, on_text: Callable[[str, str], None], stops: bool) -> None:
+        self._stream, self._on_text, self._stops = stream, on_text, stops
         self._pieces: list[str] = []
         self._tokens: list[int] = []
 
     def take(self, event: Event) -> bool:
         """The text of new tokens; whether a stop string has been met."""
-        ids = [token.id for token in event.tokens]
-        self._tokens += ids
-        self._show(event.request_id, self._stream.extend(ids))
+        ids, piece = [token.id for token in event.tokens], ""
+        # Where a stop string may end it, every token by itself: those after it are not part of the answer.
+        for new in zip(ids) if self._stops else (ids,):
+            if self._stream.stopped:
+                break
+            self._tokens += new
+            piece += self._stream.extend(new)
         if event.finish is not None:
-            self._show(event.request_id, self._stream.flush())
-        return self._stream.stopped
-
-    def _show(self, id: str, piece: str) -> None:
+            piece += self._stream.flush()
         if piece:
             self._pieces.append(piece)
-            self._on_text(id, piece)
+            self._on_text(event.request_id, piece)
+        return self._stream.stopped
 
     def completion(self, event: Event) -> Completion:
         """Of the last event, which has both a reason and a usage."""
@@ -95,7 +99,7 @@ def complete(
             if interrupted():
                 return
             stream = TextStream(tokenizer, list(prompt.ids), prompt.params.stop)
-            writers[prompt.id] = _Writer(stream, on_text)
+            writers[prompt.id] = _Writer(stream, on_text, stops=bool(prompt.params.stop))
             yield Request(prompt.id, tuple(prompt.ids), prompt.params, ends)
 
     ending = False

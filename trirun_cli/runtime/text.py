@@ -114,7 +114,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt: list[int], stop: tuple[str, ...] = ()) -> None:
         self._tokenizer = tokenizer
         # A few ids of context settle how the first piece is spaced; the whole prompt would be decoded at every step.
-        self._ids = list(prompt[-8:])
+        self._ids = self._last(prompt, 8)
         text = self._decode(self._ids)
         self._shown = len(text)
         # A prompt of token ids may end in the middle of a character, which is new text when it is complete.
@@ -142,7 +142,7 @@ class TextStream:
         if len(tokens) > 1 and not self._stop:
             ids = [*self._ids, *tokens]
             text = self._decode(ids)
-            if not text.endswith("\ufffd"):
+            if "\ufffd" not in text:
                 self._ids, self._waiting = ids, 0
                 return self._take(text)
         return "".join(map(self.push, tokens))
@@ -159,11 +159,19 @@ class TextStream:
         if not text.startswith(self._unfinished):
             self._shown = len(self._unfinished.rstrip("\ufffd"))
         self._unfinished = ""
-        new, self._shown = text[self._shown :], len(text)
+        # After bytes that are no character, the last ones may still begin one: three where every byte is a token.
+        unsure = min(len(text) - len(text.rstrip("\ufffd")), 3)
+        end = max(self._shown, len(text) - unsure)
+        new, self._shown = text[self._shown : end], end
         if len(self._ids) > 64:
-            self._ids = self._ids[-16:]
-            self._shown = len(self._decode(self._ids))
+            self._ids = self._last(self._ids, 16)
+            self._shown = max(len(self._decode(self._ids)) - (len(text) - end), 0)
         return self._release(new)
+
+    def _last(self, ids: list[int], count: int) -> list[int]:
+        # The rest of a character cut in two would make the bytes after it no characters either: up to three more.
+        ends = [ids[-size:] for size in range(count, count + 4)]
+        return next((end for end in ends if not self._decode(end).startswith("\ufffd")), ends[0])
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -55,15 +55,30 @@ class Guard:
             await send(message)
 
         try:
+            await self._admit(scope, headers, receive, send_with_id)
+        except asyncio.CancelledError:
+            if not started:
+                error = ApiError(503, "the server is shutting down", code="shutting_down")
+                await error.response()(scope, receive, send_with_id)
+            raise
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if not started:
+                error = ApiError(500, "internal error; the server's log has more", code="internal_error")
+                await error.response()(scope, receive, send_with_id)
+
+    async def _admit(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        """Hand a request to the application with its whole body, or refuse it."""
+        try:
             self._check_key(scope["path"], headers)
             async with asyncio.timeout(self._body_s):
                 body = await self._read(headers, receive)
         except TimeoutError:
             message = f"the body did not come within {self._body_s:g} s"
             refusal = ApiError(408, message, headers={"Connection": "close"})
-            return await refusal.response()(scope, receive, send_with_id)
+            return await refusal.response()(scope, receive, send)
         except ApiError as refusal:
-            return await refusal.response()(scope, receive, send_with_id)
+            return await refusal.response()(scope, receive, send)
         if body is None:
             return None
         unread = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -71,13 +86,7 @@ class Guard:
         async def receive_body() -> Message:
             return next(unread, None) or await receive()
 
-        try:
-            await self._app(scope, receive_body, send_with_id)
-        except Exception:
-            log.exception("request %s failed", request_id)
-            if not started:
-                error = ApiError(500, "internal error; the server's log has more", code="internal_error")
-                await error.response()(scope, receive, send_with_id)
+        await self._app(scope, receive_body, send)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if self._key is None or path in OPEN_PATHS:

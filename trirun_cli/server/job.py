@@ -45,7 +45,8 @@ class Choice:
     """One continuation of one prompt.
 
     Attributes:
-        finish: "stop" or "length" once it ended well. generated: tokens so far. usage: once the engine has ended it.
+        finish: "stop" or "length" once it ended well. generated: tokens so far.
+        usage: what the engine said last, at the first tokens or at its end.
         stopped: a stop string was met while the engine is still at work on it.
     """
 
@@ -63,6 +64,7 @@ class Choice:
         if self.finish is not None:
             return
         delta = self._delta
+        self.usage = event.usage or self.usage
         if event.prompt_logprobs is not None:
             delta.scores = event.prompt_logprobs
         pieces = [delta.text]
@@ -200,7 +202,6 @@ class Job:
             self._engine.abort(request_id)
         if event.finish is not None or choice.finish is not None:
             del self._open[request_id]
-            choice.usage = event.usage
             self._metrics.ended(choice.finish or str(event.finish), now - self._arrived, choice)
         self._news[choice.index] = choice
         self._changed.set()

@@ -88,17 +88,20 @@ class CompletionReply(Reply):
         return delta.index in self._echoes or super()._shows(delta)
 
     def _part(self, delta: Delta) -> dict[str, Any]:
-        text = self._echoes.pop(delta.index, "") + delta.text
-        return {"text": text, "logprobs": self._scores(delta) if self._logprobs else None, **self._ids(delta)}
+        echo = self._echoes.pop(delta.index, "")
+        scores = self._scores(delta, echo) if self._logprobs else None
+        return {"text": echo + delta.text, "logprobs": scores, **self._ids(delta)}
 
-    def _scores(self, delta: Delta) -> dict[str, Any]:
+    def _scores(self, delta: Delta, echo: str) -> dict[str, Any]:
         offsets = self._offsets.setdefault(delta.index, Offsets(self._vocabulary))
-        tokens = [*(delta.scores if self._echoing else ()), *delta.tokens]
+        prompt = delta.scores if self._echoing else ()
+        places = offsets.of_prompt([token.id for token in prompt], echo) if prompt else []
+        tokens = [*prompt, *delta.tokens]
         return {
             "tokens": [self._vocabulary.token_text(token.id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [self._alternatives(token) for token in tokens],
-            "text_offset": [offsets.next(token.id) for token in tokens],
+            "text_offset": [*places, *(offsets.next(token.id) for token in delta.tokens)],
         }
 
     def _alternatives(self, token: Token) -> dict[str, float] | None:

@@ -24,6 +24,8 @@ from .service import Model, Service
 
 # Answers that are cut off at the end of draining get this long to say so.
 _FAREWELL_S = 5
+# The same after a second Ctrl-C, for clients that read.
+_HURRIED_FAREWELL_S = 0.5
 # Longer than clients keep an idle connection, so that none sends a request into one that is just being closed.
 _KEEP_ALIVE_S = 75
 
@@ -92,7 +94,7 @@ def serve(
     )
     server = _Server(config, service, drain_s)
     asyncio.run(_serve(server, service, listener, load, ready, stream_interval_s))
-    if server.force_exit:
+    if server.hurried:
         raise KeyboardInterrupt
 
 
@@ -154,14 +156,20 @@ async def _on_thread(work: Callable[[], Any]) -> Any:
 
 class _Server(uvicorn.Server):
     """uvicorn with two differences: being told to stop is no failure, and answers that outlast the draining are ended
-    in the language of their protocol."""
+    in the language of their protocol.
+
+    Attributes:
+        hurried: a second Ctrl-C has cut the draining short.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
         super().__init__(config)
         self._service, self._drain_s = service, drain_s
+        self.hurried = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        self._loop = asyncio.get_running_loop()
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -170,9 +178,19 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # The second Ctrl-C does not wait; a second SIGTERM changes nothing.
-        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        # The second Ctrl-C waits until clients are told, the third for nothing; a second SIGTERM changes nothing.
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit, self.hurried = self.hurried, True
+            self._loop.call_soon_threadsafe(self._hurry)
         self.should_exit = True
+
+    def _hurry(self) -> None:
+        self._service.draining = True
+        self._service.abort_all()
+        self._loop.call_later(_HURRIED_FAREWELL_S, self._force)
+
+    def _force(self) -> None:
+        self.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.draining = True
@@ -185,6 +203,8 @@ class _Server(uvicorn.Server):
 
 def _set_up_logging(log_requests: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
+    # A request is only cancelled where the server ends, and what is left of it says so to its client.
+    handler.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     for name in ("trirun", "uvicorn"):
         logger = logging.getLogger(name)

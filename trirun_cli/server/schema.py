@@ -61,6 +61,14 @@ def _strings(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _unicode(value: list[str] | None) -> list[str] | None:
+    try:
+        "".join(value or ()).encode()
+    except UnicodeEncodeError:
+        raise ValueError("is not valid Unicode") from None
+    return value
+
+
 def _token_bias(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
@@ -128,7 +136,7 @@ class SamplingFields(BaseModel):
     top_k: Annotated[int | None, AfterValidator(_at_least(-1))] = None
     min_p: Annotated[float | None, AfterValidator(_at_least(0, 1))] = None
     seed: Annotated[int | None, AfterValidator(_at_least(-(2**63), 2**63 - 1))] = None
-    stop: Annotated[list[str] | None, BeforeValidator(_strings), Field(max_length=4)] = None
+    stop: Annotated[list[str] | None, BeforeValidator(_strings), Field(max_length=4), AfterValidator(_unicode)] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty = None
@@ -178,10 +186,6 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     if len(value) > MOST_PROMPTS:
         raise ValueError(f"has {len(value)} prompts, at most {MOST_PROMPTS} are taken")
     if all(isinstance(prompt, str) for prompt in value):
-        for prompt in value:
-            # JSON can write half of a surrogate pair, which is no text.
-            if not prompt.isascii() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
-                raise ValueError("is not valid Unicode")
         return value
     if all(isinstance(prompt, list) and _all_ids(prompt) for prompt in value):
         return value

@@ -128,7 +128,7 @@ class Service:
         requests = self._requests(
             body, prompts, "prompt", limit=limit, usual=DEFAULT_COMPLETION_TOKENS, logprobs=body.logprobs, scores=scores
         )
-        job = self._start(requests, body, arrived)
+        job = self._start(requests, arrived)
         if not body.echo:
             return job, None
         texts = [text if isinstance(text, str) else vocabulary.decode(text) for text in body.prompt]
@@ -146,7 +146,7 @@ class Service:
             raise ApiError(400, "messages have no tokens", param="messages", code="invalid_value")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._start(self._requests(body, [prompt], "messages", limit=limit, logprobs=logprobs), body, arrived)
+        return self._start(self._requests(body, [prompt], "messages", limit=limit, logprobs=logprobs), arrived)
 
     def abort_all(self) -> None:
         """End every request; their clients are told that the server is shutting down."""
@@ -167,14 +167,13 @@ class Service:
             message = f"the request asks for {count} choices; this server never takes more than {most} at once"
             raise ApiError(400, message, param=param, code="invalid_value")
 
-    def _start(self, requests: Sequence[Request], body: SamplingFields, arrived: float) -> Job:
+    def _start(self, requests: Sequence[Request], arrived: float) -> Job:
         model = self.model
         assert self._outbox is not None
-        stop = tuple(body.stop or ())
         job = Job(model.engine, self._outbox, self.metrics, arrived)
         decoder = model.vocabulary.decoder
         try:
-            job.start(requests, lambda request: TextStream(decoder, list(request.prompt), stop))
+            job.start(requests, lambda request: TextStream(decoder, list(request.prompt), request.params.stop))
         except EngineStopped as error:
             raise ApiError(500, str(error), code="engine_dead") from error
         except TrirunError as error:
@@ -211,6 +210,7 @@ class Service:
                         max_tokens=most,
                         # Choices differ by their seeds; the first is what n = 1 gives.
                         seed=(seed + index) & _MASK,
+                        stop=tuple(body.stop or ()),
                         presence_penalty=body.presence_penalty or 0.0,
                         frequency_penalty=body.frequency_penalty or 0.0,
                         logit_bias=bias,

@@ -34,6 +34,9 @@ class Vocabulary:
             :class:`~trirun_cli.runtime.light_tokenizer.LightTokenizer`.
         size: token ids of the model are below it. context: most tokens of a sequence.
         chat_template: Jinja source that replaces the tokenizer's own; None keeps that.
+
+    Attributes:
+        special: ids of tokens that are no text, as BOS.
     """
 
     def __init__(self, tokenizer: Any, *, size: int, context: int, chat_template: str | None = None) -> None:
@@ -42,7 +45,7 @@ class Vocabulary:
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
-        self._special = frozenset(token for token, content in added.items() if content.special)
+        self.special = frozenset(token for token, content in added.items() if content.special)
         pieces = self._backend.get_vocab()
         self._metaspace = any(piece.startswith("▁") for piece in pieces)
         # No token is longer than this, so a longer text cannot fit; refusing it costs nothing, tokenizing it seconds.
@@ -57,12 +60,17 @@ class Vocabulary:
         """Token ids of a text; ``special`` adds what the tokenizer puts around one, as a BOS token.
 
         Raises:
-            ApiError: 400, the text cannot fit the context; ``param`` names where it was.
+            ApiError: 400, the text is no Unicode or cannot fit the context; ``param`` names where it was.
         """
         self._check_length(len(text), param)
-        return await _maybe_elsewhere(len(text), lambda: self._ids(text, special))
+        return await _maybe_elsewhere(len(text), lambda: self._ids(text, special, param))
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _ids(self, text: str, special: bool, param: str) -> list[int]:
+        try:
+            text.encode()
+        # JSON can write half of a surrogate pair, which is no text.
+        except UnicodeEncodeError:
+            raise ApiError(400, f"{param}: is not valid Unicode", param=param, code="invalid_value") from None
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _check_length(self, characters: int, param: str) -> None:
@@ -74,7 +82,8 @@ class Vocabulary:
         """Token ids of a conversation.
 
         Raises:
-            ApiError: 400, the model has no chat template, the template refuses the messages, or they cannot fit.
+            ApiError: 400, the model has no chat template, the template refuses the messages, or they are no Unicode or
+                cannot fit.
         """
         if not self.chat_template:
             message = "this model has no chat template: use /v1/completions, or serve it with --chat-template FILE"
@@ -99,7 +108,7 @@ class Vocabulary:
             )
             # With tools, and whatever else the messages hold.
             self._check_length(len(text), "messages")
-            return self._ids(text, special=False)
+            return self._ids(text, special=False, param="messages")
 
         try:
             # How long its text becomes is known afterwards; what goes into it tells enough.
@@ -108,7 +117,8 @@ class Vocabulary:
             raise
         # Templates raise whatever they like: jinja2's errors by their own words, Python's by accident.
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
+            # What they quote of the messages may be no Unicode, and an answer must be.
+            reason = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()
             message = f"the chat template does not take these messages: {reason}"
             raise ApiError(400, message, param="messages", code="invalid_value") from error
 
@@ -142,7 +152,7 @@ class Vocabulary:
         if piece is None:
             # A model's vocabulary may be padded beyond its tokenizer's.
             return b""
-        if token not in self._special:
+        if token not in self.special:
             if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
                 return bytes([int(piece[3:5], 16)])
             if self._metaspace:
@@ -168,15 +178,35 @@ class Vocabulary:
 class Offsets:
     """Where each token of a text begins, counted in whole characters."""
 
-    def __init__(self, vocabulary: Vocabulary, start: int = 0) -> None:
-        self._bytes, self._at = vocabulary.token_bytes, start
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._bytes, self._special, self._at = vocabulary.token_bytes, vocabulary.special, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of_prompt(self, tokens: Sequence[int], text: str) -> list[int]:
+        """The offsets of a prompt's tokens in its text, with which the whole text begins. What the tokenizer has added,
+        such as BOS or a space before the first word, is not in it and has no width."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._at)
+            piece = self._piece(token)
+            if not text.startswith(piece, self._at):
+                bare = piece.removeprefix(" ")
+                if token in self._special:
+                    piece = ""
+                elif text.startswith(bare, self._at):
+                    piece = bare
+            self._at = min(self._at + len(piece), len(text))
+        self._at = len(text)
+        return offsets
 
     def next(self, token: int) -> int:
         """The offset of the next token."""
         at = self._at
-        self._at += len(self._decoder.decode(self._bytes(token) or b""))
+        self._at += len(self._piece(token))
         return at
+
+    def _piece(self, token: int) -> str:
+        return self._decoder.decode(self._bytes(token) or b"")
 
 
 async def _maybe_elsewhere(characters: int, work: Callable[[], T]) -> T:

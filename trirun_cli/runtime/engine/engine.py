@@ -244,7 +244,7 @@ class Engine:
             elif scores is not None:
                 self._tell(sequence, Event(request.id, prompt_logprobs=scores))
             return
-        if not sequence.first_token:
+        if first := not sequence.first_token:
             sequence.first_token = time.perf_counter()
         tokens = (token, *outcome.more)
         sequence.computed += len(outcome.more)
@@ -260,7 +260,8 @@ class Engine:
         elif len(sequence.tokens) == len(request.prompt) + sequence.limit:
             self._end(sequence, FinishReason.LENGTH, tokens, scores)
         else:
-            self._tell(sequence, Event(request.id, tokens, prompt_logprobs=scores))
+            usage = sequence.usage() if first else None
+            self._tell(sequence, Event(request.id, tokens, prompt_logprobs=scores, usage=usage))
 
     def _end(
         self,

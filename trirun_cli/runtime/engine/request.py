@@ -69,11 +69,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """News of one request. The last one of a request, and no other, has ``finish`` and ``usage``.
+    """News of one request. The last one of a request, and no other, has ``finish``.
 
     Attributes:
         tokens: new ones, in order. error: the message, where ``finish`` is ERROR.
         prompt_logprobs: once, where they are asked for: a token per prompt token, the first without a probability.
+        usage: until now, with the first tokens and with the end.
     """
 
     request_id: str
