@@ -165,6 +165,15 @@ def test_bare_bench_measures_this_machine(trirun, monkeypatch):
     assert code == 0 and "64 × 128" in out
 
 
+@pytest.mark.parametrize(
+    ("before", "command"), [(("--json",), "kernels"), (("--device", "cpu"), "model"), (("-q",), "f16acc")]
+)
+def test_options_before_the_command_are_refused(trirun, before, command):
+    code, out, err = trirun("bench", *before, command, "--seconds", "0")
+    option = {"-q": "--quiet"}.get(before[0], before[0])
+    assert code == 2 and not out and f"{option} belongs after the command: trirun bench {command} {option}" in err
+
+
 @pytest.mark.parametrize(("load", "cores", "said"), [(16.2, 2, "load average 16.2 on 2 cores"), (0.5, 2, None)])
 def test_a_busy_machine_is_named(monkeypatch, load, cores, said):
     from trirun_cli.commands.bench import busy

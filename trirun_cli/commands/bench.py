@@ -24,6 +24,7 @@ from .options import (
     end_gathering,
     gather,
     help_text,
+    options_given,
     positive_numbers,
 )
 
@@ -45,6 +46,9 @@ def machine(context: typer.Context, device: Device = "auto", json: Json = False,
     """
     if context.invoked_subcommand is None:
         kernels(shapes=None, m=_QUICK_ROWS, device=device, json=json, quiet=quiet)
+    elif misplaced := options_given(context):
+        name = misplaced[0]
+        raise UsageError(f"{name} belongs after the command: trirun bench {context.invoked_subcommand} {name} ...")
 
 
 def kernels(

@@ -88,6 +88,12 @@ def help_text(command: Callable[..., None]) -> str:
     return re.sub(r"(?<=\S)\n(?=\S)", " ", cleandoc(command.__doc__ or ""))
 
 
+def options_given(context: typer.Context) -> list[str]:
+    """The names of the options that a command was given on the command line itself."""
+    sources = [(option, context.get_parameter_source(option.name or "")) for option in context.command.params]
+    return [option.opts[0] for option, source in sources if source is not None and source.name == "COMMANDLINE"]
+
+
 def let_threads_sleep() -> None:
     """torch's threads on the CPU sleep while they wait for each other, unless the environment says how they wait. Those
     that spin instead, as they do by themselves, keep the processor from the very thread that they wait for wherever
