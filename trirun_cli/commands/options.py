@@ -102,6 +102,32 @@ def let_threads_sleep() -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
+def busy() -> str | None:
+    """What says that other programs use this machine's processors now, or None."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"load average {load:.1f} on {cores} cores" if load > max(1.0, 0.75 * cores) else None
+
+
+def sleep_if_busy() -> str | None:
+    """Before a benchmark imports torch: its threads sleep while they wait (:func:`let_threads_sleep`) where other
+    programs run too. Returns what :func:`busy` says, for the document and :func:`warn_if_busy`.
+
+    Elsewhere they wait as torch has them do, since that is torch's own speed: a product of 1024 × 1024 with one row
+    takes two cores 50 µs with threads that spin and 130 with threads that have to be woken. On two cores that others
+    use as well it takes 12 ms with the first and 0.16 with the second, which is no speed of torch's.
+    """
+    crowd = busy()
+    if crowd:
+        let_threads_sleep()
+    return crowd
+
+
+def warn_if_busy(console: Console, crowd: str | None, device: str) -> None:
+    """Say what :func:`busy` found, where the processors are what is timed."""
+    if crowd and device == "cpu":
+        console.warn(f"{crowd}: other work takes part in these timings")
+
+
 def output_dir(given: Path | None, default: str) -> Path:
     """The directory to write: the one given, or a default beside the caller. It has a name, as "." does not."""
     out = Path(default) if given is None else given
