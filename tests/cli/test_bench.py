@@ -64,6 +64,12 @@ def test_table_has_units_and_every_cell(trirun):
     assert out.count("128 × 256") == 2 and out.count("70 × 200") == 2
 
 
+def test_the_smallest_shapes(trirun):
+    code, out, err = trirun("bench", "kernels", "--shapes", "1x1,2x1", "--m", "1", *QUICK[2:], "--json")
+    assert code == 0, err
+    assert [(r["n"], r["k"]) for r in json.loads(out)["results"]] == [(1, 1), (2, 1)]
+
+
 def test_ctrl_c_keeps_what_has_been_measured(trirun, monkeypatch):
     timed, asked = kernel_bench._time, []
 
