@@ -2,14 +2,15 @@
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from trirun_kernels.packing import unpack
 from trirun_kernels.spec import QuantSpec
 
-from trirun_cli.commands.options import busy, check_measuring, positive_numbers
-from trirun_cli.errors import CheckFailed, UsageError
+from trirun_cli.commands.options import busy, check_measuring, check_output, positive_numbers
+from trirun_cli.errors import CheckFailed, InputError, UsageError
 from trirun_cli.runtime import f16acc_bench, kernel_bench
 from trirun_cli.runtime.bench_shapes import load_shapes, parse_shapes
 from trirun_cli.runtime.bench_timing import copies, interleaved
@@ -49,6 +50,27 @@ def test_a_picture_that_cannot_be_drawn_is_refused_first(trirun, command):
     options = ("--shape", "tiny") if command == "model" else ()
     code, out, err = trirun("bench", command, *options, "--device", "cpu", "--plot", "speed.jpeg2")
     assert code == 2 and out == "" and "--plot speed.jpeg2: a name that ends in" in err
+
+
+@pytest.mark.parametrize("command", ["kernels", "model", "f16acc"])
+def test_a_picture_that_cannot_be_written_is_refused_first(trirun, tmp_path, command):
+    options = ("--shape", "tiny") if command == "model" else ()
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    for name, reason in (("file/a/b.png", "Not a directory"), ("folder.png", "Is a directory")):
+        path = tmp_path / name
+        code, out, err = trirun("bench", command, *options, "--device", "cpu", "--plot", path)
+        assert code == 3 and out == "" and f"--plot {path}: {reason}" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/proc/a/x"])
+def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path, place):
+    for folder in (False, True):
+        with pytest.raises(InputError, match=f"--out {place}: "):
+            check_output("--out", Path(place), folder=folder)
+        check_output("--out", tmp_path / "new" / "folder" / "x", folder=folder)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
@@ -154,7 +176,7 @@ def test_copies_outlast_the_cache():
 
 
 def test_plot(trirun, tmp_path):
-    path = tmp_path / "bench.png"
+    path = tmp_path / "new" / "bench.png"
     code, _, err = trirun("bench", "kernels", *QUICK, "--m", "1,2", "--plot", path)
     if find_spec("matplotlib") is None:
         assert code == 4 and "trirun[plot]" in err and not path.exists()

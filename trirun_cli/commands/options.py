@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from inspect import cleandoc
 from math import isfinite
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from ..errors import UsageError
+from ..errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from ..console import Console, ProgressBar
@@ -214,16 +217,42 @@ def end_gathering(console: Console, done: int, total: int) -> None:
         raise KeyboardInterrupt
 
 
+def check_output(option: str, path: Path | None, *, folder: bool = False) -> None:
+    """Refuse a file, or a folder, that results could not be written to, before the work that they are of. Folders
+    that are missing are made once there is something to write; this leaves none.
+
+    Raises:
+        InputError: naming the option and the reason.
+    """
+    if path is None:
+        return
+    place = path if folder else path.parent
+    missing = [each for each in (place, *place.parents) if not each.exists()]
+    try:
+        if not folder and path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        place.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise InputError(f"{option} {path}: {error.strerror}") from None
+    finally:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
+
+
 def check_plot(path: Path | None) -> None:
     """Refuse a --plot that could not be drawn, before anything is measured for it.
 
     Raises:
-        UsageError: its name is not one of a picture. MissingError: matplotlib is not installed.
+        UsageError: its name is not one of a picture. InputError: it cannot be written. MissingError: matplotlib is not
+            installed.
     """
     if path is None:
         return
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot {path}: a name that ends in .png, .svg or .pdf")
+    check_output("--plot", path)
     from ..runtime.bench_plot import require_matplotlib
 
     require_matplotlib()
