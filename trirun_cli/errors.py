@@ -58,7 +58,8 @@ def explain(error: BaseException) -> TrirunError | None:
         return error
     names = {kind.__name__ for kind in type(error).__mro__}
     text = " ".join(str(error).split())
-    if "OutOfMemoryError" in names or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:
+    exhausted = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if exhausted or "OutOfMemoryError" in names or "DefaultCPUAllocator: can't allocate" in text:
         return OutOfMemoryError(f"out of memory: {text}", "use a smaller batch, a shorter context, or another --device")
     # A library written in Rust says the number alone.
     if (isinstance(error, OSError) and error.errno in _FULL) or any(f"(os error {number})" in text for number in _FULL):

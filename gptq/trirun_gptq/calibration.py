@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import QuantizationError
+from .quiet_hub import quiet_hub
 from .recipe import Recipe
 
 SEPARATOR = "<|endoftext|>"  # a line of its own between the documents of a text file
@@ -211,10 +212,14 @@ def _from_hub(source: str, seed: int) -> Iterator[Any]:
 
     try:
         # Streaming reads only as many shards as the sample needs.
-        dataset = load_dataset(repo, config or None, split=parts[2], streaming=True).shuffle(
-            seed=seed, buffer_size=1000
-        )
-        for row in dataset:
+        with quiet_hub():
+            dataset = load_dataset(repo, config or None, split=parts[2], streaming=True)
+            rows = iter(dataset.shuffle(seed=seed, buffer_size=1000))
+        while True:
+            with quiet_hub():
+                row = next(rows, None)
+            if row is None:
+                return
             if parts[3] not in row:
                 raise QuantizationError(f"{source}: no column {parts[3]} (found: {', '.join(row)})")
             yield row[parts[3]]

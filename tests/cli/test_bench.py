@@ -2,15 +2,16 @@
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from trirun_kernels.packing import unpack
 from trirun_kernels.spec import QuantSpec
 
-from trirun_cli.commands.options import check_measuring, positive_numbers
-from trirun_cli.errors import CheckFailed, UsageError
-from trirun_cli.runtime import kernel_bench
+from trirun_cli.commands.options import busy, check_measuring, check_output, positive_numbers
+from trirun_cli.errors import CheckFailed, InputError, UsageError
+from trirun_cli.runtime import f16acc_bench, kernel_bench
 from trirun_cli.runtime.bench_shapes import load_shapes, parse_shapes
 from trirun_cli.runtime.bench_timing import copies, interleaved
 from trirun_cli.runtime.synthetic import random_ternary
@@ -51,6 +52,27 @@ def test_a_picture_that_cannot_be_drawn_is_refused_first(trirun, command):
     assert code == 2 and out == "" and "--plot speed.jpeg2: a name that ends in" in err
 
 
+@pytest.mark.parametrize("command", ["kernels", "model", "f16acc"])
+def test_a_picture_that_cannot_be_written_is_refused_first(trirun, tmp_path, command):
+    options = ("--shape", "tiny") if command == "model" else ()
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    for name, reason in (("file/a/b.png", "Not a directory"), ("folder.png", "Is a directory")):
+        path = tmp_path / name
+        code, out, err = trirun("bench", command, *options, "--device", "cpu", "--plot", path)
+        assert code == 3 and out == "" and f"--plot {path}: {reason}" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/proc/a/x"])
+def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path, place):
+    for folder in (False, True):
+        with pytest.raises(InputError, match=f"--out {place}: "):
+            check_output("--out", Path(place), folder=folder)
+        check_output("--out", tmp_path / "new" / "folder" / "x", folder=folder)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_measuring_has_a_length(seconds):
     with pytest.raises(UsageError, match="--seconds"):
@@ -62,6 +84,12 @@ def test_table_has_units_and_every_cell(trirun):
     assert code == 0
     assert "GB/s" in out and "TFLOP/s" in out and "µs" in out
     assert out.count("128 × 256") == 2 and out.count("70 × 200") == 2
+
+
+def test_the_smallest_shapes(trirun):
+    code, out, err = trirun("bench", "kernels", "--shapes", "1x1,2x1", "--m", "1", *QUICK[2:], "--json")
+    assert code == 0, err
+    assert [(r["n"], r["k"]) for r in json.loads(out)["results"]] == [(1, 1), (2, 1)]
 
 
 def test_ctrl_c_keeps_what_has_been_measured(trirun, monkeypatch):
@@ -148,7 +176,7 @@ def test_copies_outlast_the_cache():
 
 
 def test_plot(trirun, tmp_path):
-    path = tmp_path / "bench.png"
+    path = tmp_path / "new" / "bench.png"
     code, _, err = trirun("bench", "kernels", *QUICK, "--m", "1,2", "--plot", path)
     if find_spec("matplotlib") is None:
         assert code == 4 and "trirun[plot]" in err and not path.exists()
@@ -165,10 +193,31 @@ def test_bare_bench_measures_this_machine(trirun, monkeypatch):
     assert code == 0 and "64 × 128" in out
 
 
-@pytest.mark.parametrize(("load", "cores", "said"), [(16.2, 2, "load average 16.2 on 2 cores"), (0.5, 2, None)])
-def test_a_busy_machine_is_named(monkeypatch, load, cores, said):
-    from trirun_cli.commands.bench import busy
+@pytest.mark.parametrize(
+    ("before", "command"), [(("--json",), "kernels"), (("--device", "cpu"), "model"), (("-q",), "f16acc")]
+)
+def test_options_before_the_command_are_refused(trirun, before, command):
+    code, out, err = trirun("bench", *before, command, "--seconds", "0")
+    option = {"-q": "--quiet"}.get(before[0], before[0])
+    assert code == 2 and not out and f"{option} belongs after the command: trirun bench {command} {option}" in err
 
+
+CROWD = "load average 16.2 on 2 cores"
+
+
+@pytest.mark.parametrize(("load", "said"), [(16.2, CROWD), (0.5, None)])
+def test_a_busy_machine_is_named(trirun, monkeypatch, load, said):
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setattr(f16acc_bench, "PICTURE_N", 64)
+    monkeypatch.setattr(f16acc_bench, "PICTURE_K", 2048)
     assert busy() == said
+    for command in (
+        ("kernels", *QUICK, "--m", "1"),
+        ("model", "--shape", "tiny", "--batch", "1", "--context", "8", "--seconds", "0.001", "--device", "cpu"),
+        ("f16acc", "--splits", "1", "--device", "cpu"),
+    ):
+        code, out, err = trirun("bench", *command, "--json")
+        warned = f"{CROWD}: other work takes part in these timings" in " ".join(err.split())
+        assert code == 0 and json.loads(out)["busy"] == said and warned == (said is not None), command

@@ -99,6 +99,7 @@ def test_what_libraries_say_of_a_full_disk_and_of_memory():
     assert explain(full).exit_code == 1 and "answers.jsonl: no space left" in str(explain(full))
     copied = OSError(errno.ENOSPC, "No space left on device", "from.json", None, "to.json")
     assert "to.json: no space left" in str(explain(copied))
+    assert explain(OSError(errno.ENOMEM, "Cannot allocate memory")).exit_code == 5
     try:
         torch.empty(2**60, dtype=torch.uint8)
     except RuntimeError as error:

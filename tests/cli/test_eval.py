@@ -60,9 +60,22 @@ def test_texts_that_cannot_be_used(trirun, packed, text, tmp_path):
         assert code == 3 and message in err
 
 
-def test_a_report_that_cannot_be_written_leaves_nothing(trirun, packed, text, tmp_path):
+@pytest.mark.parametrize(("option", "place"), [("--markdown", "taken"), ("--log-samples", "text.txt")])
+def test_a_place_where_nothing_can_be_written_is_refused_first(trirun, packed, text, tmp_path, option, place):
     (tmp_path / "taken").mkdir()
-    arguments = ("--text", text, "--window", "64", "--limit", "1", "--markdown", tmp_path / "taken")
+    arguments = ("--text", text, "--window", "64", "--limit", "1", option, tmp_path / place)
     code, out, err = trirun("eval", "-c", packed, *arguments)
-    assert code == 3 and "taken: Is a directory" in err and "perplexity" in out
+    assert code == 3 and f"error: {option} {tmp_path / place}: " in err and out == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["taken", "text.txt"]
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing_of_itself_and_the_samples(
+    trirun, packed, text, tmp_path, monkeypatch
+):
+    (tmp_path / "taken").mkdir()
+    monkeypatch.setattr("trirun_cli.commands.evaluate.check_output", lambda *_, **__: None)
+    arguments = ("--text", text, "--window", "64", "--limit", "1", "--markdown", tmp_path / "taken")
+    code, out, err = trirun("eval", "-c", packed, *arguments, "--log-samples", tmp_path / "samples")
+    assert code == 3 and "taken: Is a directory" in err and "perplexity" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["samples", "taken", "text.txt"]
+    assert (tmp_path / "samples" / "checkpoint" / "perplexity.jsonl").is_file()

@@ -13,6 +13,7 @@ import typer.rich_utils
 
 from trirun_cli import __version__
 from trirun_cli.app import app
+from trirun_cli.commands import options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +69,7 @@ def test_help_fits_80_columns_with_every_example_on_a_line_of_its_own(trirun, mo
 
 WAITING = """
 import os, sys
+os.getloadavg = lambda: (99.0, 0.0, 0.0)
 from trirun_cli.app import main
 from trirun_cli.commands import {0} as module
 let = module.let_threads_sleep
@@ -75,6 +77,7 @@ def checked():
     assert "torch" not in sys.modules
     let()
     print(os.environ.get("OMP_WAIT_POLICY"))
+    sys.exit(3)
 module.let_threads_sleep = checked
 sys.argv = ["trirun", {1}]
 main()
@@ -84,7 +87,14 @@ main()
 @pytest.mark.parametrize("given", [None, "active"])
 @pytest.mark.parametrize(
     ("module", "arguments"),
-    [("quantize", "'quantize', '/none'"), ("finetune", "'finetune', '/none'"), ("evaluate", "'eval', '-c', '/none'")],
+    [
+        ("quantize", "'quantize', '/none'"),
+        ("finetune", "'finetune', '/none'"),
+        ("evaluate", "'eval', '-c', '/none'"),
+        ("options", "'bench'"),
+        ("options", "'bench', 'model', '--shape', 'tiny'"),
+        ("options", "'bench', 'f16acc'"),
+    ],
 )
 def test_torch_is_told_how_its_threads_wait_before_it_is_imported(module, arguments, given):
     environment = {
@@ -94,6 +104,14 @@ def test_torch_is_told_how_its_threads_wait_before_it_is_imported(module, argume
     code = WAITING.format(module, arguments)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 3 and done.stdout == f"{given or 'passive'}\n", done.stderr
+
+
+@pytest.mark.parametrize(("load", "policy"), [(0.0, None), (99.0, "passive")])
+def test_torch_waits_in_its_own_way_where_it_is_timed_alone(monkeypatch, load, policy):
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert (options.sleep_if_busy() is None) == (policy is None)
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
 def test_version_as_an_option(trirun):

@@ -1,6 +1,7 @@
 """Calibration data: every source gives the same kind of sequences; every defect gives one clear line."""
 
 import json
+import logging
 from dataclasses import replace
 
 import pyarrow
@@ -10,6 +11,9 @@ import torch
 from trirun_gptq.calibration import load
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.recipe import Recipe
+
+from trirun_cli.errors import InputError
+from trirun_cli.eval.corpus import wikitext2
 
 RECIPE = Recipe(samples=3, held_out=1, seqlen=8)
 
@@ -121,3 +125,30 @@ def test_defects_are_named(tmp_path):
         load(str(tmp_path / "data.csv"), Letters(), RECIPE)
     with pytest.raises(QuantizationError, match=r"written hf:REPO\[@CONFIG\]:SPLIT:COLUMN"):
         load("hf:org/data:train", Letters(), RECIPE)
+
+
+def test_a_hub_that_fails_is_one_error_and_no_commentary(monkeypatch, caplog):
+    import datasets
+    from huggingface_hub.utils import logging as hub_logging
+
+    def fail(*_, **__):
+        hub_logging.get_logger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        datasets.logging.get_logger("datasets.load").warning("Using the latest cached version")
+        raise ConnectionError("Couldn't reach 'org/nope' on the Hub")
+
+    class Rows(list):
+        def shuffle(self, **_):
+            hub_logging.get_logger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+            return self
+
+    for name in ("huggingface_hub", "datasets"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [caplog.handler])
+    before = [logging.getLogger(name).level for name in ("huggingface_hub", "datasets")]
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(QuantizationError, match=r"^hf:org/nope:train:text: Couldn't reach 'org/nope' on the Hub$"):
+        load("hf:org/nope:train:text", Letters(), RECIPE)
+    with pytest.raises(InputError, match="wikitext2 cannot be loaded from the hub"):
+        wikitext2([])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Rows({"text": text} for text in documents()))
+    assert len(load("hf:org/data:train:text", Letters(), RECIPE)) == 4
+    assert caplog.text == "" and before == [logging.getLogger(name).level for name in ("huggingface_hub", "datasets")]

@@ -24,7 +24,10 @@ from .options import (
     end_gathering,
     gather,
     help_text,
+    options_given,
     positive_numbers,
+    sleep_if_busy,
+    warn_if_busy,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +48,9 @@ def machine(context: typer.Context, device: Device = "auto", json: Json = False,
     """
     if context.invoked_subcommand is None:
         kernels(shapes=None, m=_QUICK_ROWS, device=device, json=json, quiet=quiet)
+    elif misplaced := options_given(context):
+        name = misplaced[0]
+        raise UsageError(f"{name} belongs after the command: trirun bench {context.invoked_subcommand} {name} ...")
 
 
 def kernels(
@@ -77,6 +83,7 @@ def kernels(
     if accumulate not in ("fp32", "fp16") or (accumulate == "fp16" and (act_bits != 16 or dtype != "float16")):
         raise UsageError(f"--accumulate {accumulate}: fp32, or fp16 with --dtype float16 and --act-bits 16")
     console = Console(as_json=json, quiet=quiet)
+    crowd = sleep_if_busy()
     import torch
 
     from ..runtime.model import pick_device
@@ -89,9 +96,7 @@ def kernels(
     check_plot(plot)
     from ..runtime.kernel_bench import measure_machine, run
 
-    crowd = busy()
-    if place.type == "cpu" and crowd:
-        console.warn(f"{crowd}: other work takes part in these timings")
+    warn_if_busy(console, crowd, place.type)
     kind = ("float32" if place.type == "cpu" else "float16") if dtype == "auto" else dtype
     console.note("measuring memory and arithmetic")
     limits = measure_machine(place)
@@ -114,7 +119,8 @@ def kernels(
 
     documents = [result.document(limits) for result in results]
     complete = len(results) == total
-    console.json("bench.kernels/1", {"machine": asdict(limits), "complete": complete, "results": documents})
+    facts = {"machine": asdict(limits), "busy": crowd, "complete": complete}
+    console.json("bench.kernels/1", facts | {"results": documents})
     _print(console, limits, results)
     if plot is not None:
         from ..runtime.bench_plot import save_plot
@@ -132,14 +138,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name, cls=Command, help=help_text(_command))(_command)
-
-
-def busy() -> str | None:
-    """What says that other programs use this machine's processors now, or None."""
-    import os
-
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return f"load average {load:.1f} on {cores} cores" if load > max(1.0, 0.75 * cores) else None
 
 
 def _print(console: Console, limits: Machine, results: Sequence[Result]) -> None:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..console import Console
-from .options import Device, Json, Quiet, check_measuring, check_plot, positive_numbers
+from .options import (
+    Device,
+    Json,
+    Quiet,
+    check_measuring,
+    check_plot,
+    positive_numbers,
+    sleep_if_busy,
+    warn_if_busy,
+)
 
 if TYPE_CHECKING:
     from ..runtime.f16acc_bench import Error, Speed
@@ -37,6 +46,7 @@ def command(
     check_measuring(seconds)
     sides = None if sizes is None else positive_numbers("--sizes", sizes)
     console = Console(as_json=json, quiet=quiet)
+    crowd = sleep_if_busy()
     import torch
 
     from ..runtime.model import pick_device
@@ -47,6 +57,7 @@ def command(
     from ..runtime import f16acc_bench
 
     check_plot(plot)
+    warn_if_busy(console, crowd, place.type)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU (reference twin)"
     measured, found = [], []
     with console.progress("products", len(sides) * len(f16acc_bench.contestants(place)) + len(counts)) as bar:
@@ -64,6 +75,7 @@ def command(
             "device": str(place),
             "name": name,
             "torch": torch.__version__,
+            "busy": crowd,
             "speeds": [asdict(s) | {"tflops": s.tflops} for s in measured],
             "errors": [asdict(e) for e in found],
         },

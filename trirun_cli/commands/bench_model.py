@@ -23,6 +23,8 @@ from .options import (
     end_gathering,
     gather,
     positive_numbers,
+    sleep_if_busy,
+    warn_if_busy,
 )
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ def command(
     if checkpoint is not None:
         checkpoint = local_model(checkpoint, console)
     contexts = given or [_usual_context(checkpoint)]
+    crowd = sleep_if_busy()
     import torch
 
     from ..runtime.bench_contestants import of_checkpoint, of_shape
@@ -103,6 +106,7 @@ def command(
             raise MissingError("trirun was built without CUDA", "use --device cpu, or reinstall with nvcc")
     elif "int8" in caches:
         raise UsageError("--kv-cache-dtype int8: the lean decoder of a GPU has it alone")
+    warn_if_busy(console, crowd, place.type)
     console.note("loading the weights" if shape is None else "making random weights")
     most = max(contexts) + 1
     if sizes is not None:
@@ -124,7 +128,7 @@ def command(
         cells = gather(run(contestants, batches, contexts, seconds=seconds, progress=bar.describe), bar)
     machine = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     facts = document(contestants, cells, model=name, device=machine, errors=errors)
-    console.json("bench.model/1", facts | {"complete": len(cells) == total})
+    console.json("bench.model/1", facts | {"busy": crowd, "complete": len(cells) == total})
     weights = ", ".join(f"{each.name} {bytes_text(each.weight_bytes)}" for each in contestants)
     title = f"{name}\n{machine}; weights: {weights}\nprefill: one prompt, first token"
     if errors:

@@ -10,7 +10,17 @@ import typer
 from ..console import Console
 from ..errors import CheckFailed, UsageError
 from ..hub import local_model
-from .options import ActBits, Device, DType, Json, KvCacheDType, Quiet, check_machine, let_threads_sleep
+from .options import (
+    ActBits,
+    Device,
+    DType,
+    Json,
+    KvCacheDType,
+    Quiet,
+    check_machine,
+    check_output,
+    let_threads_sleep,
+)
 
 _MACHINE, _LONG, _OUTPUT = "Machine", "Long runs", "Output"
 
@@ -111,6 +121,8 @@ def command(
     for directory in data_dir or ():
         if not directory.exists():
             raise UsageError(f"--data-dir {directory}: no such file or directory")
+    check_output("--markdown", markdown)
+    check_output("--log-samples", log_samples, folder=True)
     let_threads_sleep()
     console = Console(as_json=json, quiet=quiet)
 
@@ -142,10 +154,12 @@ def command(
         console.table(table.title, table.columns, table.brief)
         if table.detail:
             console.note(f"{len(table.detail)} more rows in --json and --markdown")
-    if markdown is not None:
-        write_text(markdown, report.markdown())
-    if log_samples is not None:
-        report.write_samples(log_samples)
+    try:
+        if markdown is not None:
+            write_text(markdown, report.markdown())
+    finally:
+        if log_samples is not None:
+            report.write_samples(log_samples)
     for name, (ratio, _) in report.ratios.items():
         if max_ratio is not None and ratio > max_ratio:
             raise CheckFailed(f"{name} ratio {ratio:.4f} is above --max-ratio {max_ratio}")

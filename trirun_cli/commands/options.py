@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from inspect import cleandoc
 from math import isfinite
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from ..errors import UsageError
+from ..errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from ..console import Console, ProgressBar
@@ -88,12 +91,44 @@ def help_text(command: Callable[..., None]) -> str:
     return re.sub(r"(?<=\S)\n(?=\S)", " ", cleandoc(command.__doc__ or ""))
 
 
+def options_given(context: typer.Context) -> list[str]:
+    """The names of the options that a command was given on the command line itself."""
+    sources = [(option, context.get_parameter_source(option.name or "")) for option in context.command.params]
+    return [option.opts[0] for option, source in sources if source is not None and source.name == "COMMANDLINE"]
+
+
 def let_threads_sleep() -> None:
     """torch's threads on the CPU sleep while they wait for each other, unless the environment says how they wait. Those
     that spin instead, as they do by themselves, keep the processor from the very thread that they wait for wherever
     other programs run too. OpenMP asks but once, as torch is imported: call it before."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def busy() -> str | None:
+    """What says that other programs use this machine's processors now, or None."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"load average {load:.1f} on {cores} cores" if load > max(1.0, 0.75 * cores) else None
+
+
+def sleep_if_busy() -> str | None:
+    """Before a benchmark imports torch: its threads sleep while they wait (:func:`let_threads_sleep`) where other
+    programs run too. Returns what :func:`busy` says, for the document and :func:`warn_if_busy`.
+
+    Elsewhere they wait as torch has them do, since that is torch's own speed: a product of 1024 × 1024 with one row
+    takes two cores 50 µs with threads that spin and 130 with threads that have to be woken. On two cores that others
+    use as well it takes 12 ms with the first and 0.16 with the second, which is no speed of torch's.
+    """
+    crowd = busy()
+    if crowd:
+        let_threads_sleep()
+    return crowd
+
+
+def warn_if_busy(console: Console, crowd: str | None, device: str) -> None:
+    """Say what :func:`busy` found, where the processors are what is timed."""
+    if crowd and device == "cpu":
+        console.warn(f"{crowd}: other work takes part in these timings")
 
 
 def output_dir(given: Path | None, default: str) -> Path:
@@ -182,16 +217,42 @@ def end_gathering(console: Console, done: int, total: int) -> None:
         raise KeyboardInterrupt
 
 
+def check_output(option: str, path: Path | None, *, folder: bool = False) -> None:
+    """Refuse a file, or a folder, that results could not be written to, before the work that they are of. Folders
+    that are missing are made once there is something to write; this leaves none.
+
+    Raises:
+        InputError: naming the option and the reason.
+    """
+    if path is None:
+        return
+    place = path if folder else path.parent
+    missing = [each for each in (place, *place.parents) if not each.exists()]
+    try:
+        if not folder and path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        place.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise InputError(f"{option} {path}: {error.strerror}") from None
+    finally:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
+
+
 def check_plot(path: Path | None) -> None:
     """Refuse a --plot that could not be drawn, before anything is measured for it.
 
     Raises:
-        UsageError: its name is not one of a picture. MissingError: matplotlib is not installed.
+        UsageError: its name is not one of a picture. InputError: it cannot be written. MissingError: matplotlib is not
+            installed.
     """
     if path is None:
         return
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot {path}: a name that ends in .png, .svg or .pdf")
+    check_output("--plot", path)
     from ..runtime.bench_plot import require_matplotlib
 
     require_matplotlib()

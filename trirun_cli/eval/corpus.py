@@ -78,9 +78,11 @@ def join_rows(rows: list[str]) -> str:
 
 def _hub_rows() -> list[str]:
     from datasets import load_dataset
+    from trirun_gptq.quiet_hub import quiet_hub
 
     try:
-        return list(load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")["text"])
+        with quiet_hub():
+            return list(load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")["text"])
     except Exception as error:
         # Whatever the hub's libraries raise, the user's way out is the same.
         reason = " ".join(str(error).split())

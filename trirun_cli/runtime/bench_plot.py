@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import MissingError
 from .kernel_bench import Machine, Result
@@ -16,6 +17,19 @@ def require_matplotlib() -> None:
 
     if find_spec("matplotlib") is None:
         raise MissingError("--plot needs matplotlib", "pip install 'trirun[plot]'")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write one of matplotlib's figures, in a folder that is made if need be, and forget it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def save_plot(path: Path, machine: Machine, results: Sequence[Result]) -> None:
@@ -53,8 +67,7 @@ def save_plot(path: Path, machine: Machine, results: Sequence[Result]) -> None:
     speed.set(title=f"group size {results[0].group_size}, {results[0].act_bits}-bit activations")
     speed.grid(alpha=0.3)
     roof.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def save_model_plot(path: Path, model: str, machine: str, cells: Sequence[Cell]) -> None:
@@ -77,5 +90,4 @@ def save_model_plot(path: Path, model: str, machine: str, cells: Sequence[Cell])
     axes.set(title=f"{model}\n{machine}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save_figure(figure, path)

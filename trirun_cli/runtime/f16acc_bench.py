@@ -12,7 +12,7 @@ from torch import Tensor
 from trirun_kernels.f16acc import chunk_length, f16acc_gemm
 
 from ..errors import CheckFailed
-from .bench_plot import require_matplotlib
+from .bench_plot import require_matplotlib, save_figure
 from .bench_timing import copies, interleaved
 
 # The original's accuracy picture: one row of a product of 14336 columns, normal times 0.1 · normal, σ about 12.
@@ -171,8 +171,7 @@ def save_plot(path: Path, title: str, measured: Sequence[Speed], found: Sequence
     pyplot.setp(boxes.get_xticklabels(), rotation=30, ha="right", rotation_mode="anchor")
     boxes.grid(alpha=0.3)
     boxes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def _label(e: Error) -> str:

@@ -106,7 +106,7 @@ def run(
     """
     for shape in shapes:
         spec = QuantSpec(group_size, 1.0)
-        packed_bytes = shape.n * shape.k // 4
+        packed_bytes = max(1, shape.n * shape.k // 4)
         count = copies(packed_bytes, device)
         generator = torch.Generator(device).manual_seed(0)
         weights = [random_ternary(shape.n, shape.k, spec, generator) for _ in range(count)]
