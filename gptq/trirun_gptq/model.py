@@ -65,12 +65,14 @@ def quantize_model(
 
     Raises:
         QuantizationError: the model has no list of decoder layers or layers this walk cannot quantize (fused experts,
-            Conv1D), a tensor is missing or not finite, a group size does not divide k, or a Hessian cannot be factored.
+            Conv1D), a tensor is missing, of another shape or not finite, a group size does not divide k, or a Hessian
+            cannot be factored.
     """
     observer = observer or Observer()
     device = torch.device(device)
     source = TensorSource(model_dir)
     skeleton = Skeleton(source)
+    skeleton.require_tensors()
     require_calibration(calibration, recipe, skeleton)
     require_group_sizes(skeleton, recipe)
     if device.type == "cuda" and not has_triton():

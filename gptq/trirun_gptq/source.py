@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from trirun_kernels.experts import separate_experts
 
 from .errors import QuantizationError
-from .expert_names import stored_as
+from .expert_names import Cut, stored_as
 
 
 class TensorSource:
@@ -56,20 +58,31 @@ class TensorSource:
         An expert's layer may lie in the files under another name, or as a slice of a fused tensor: see
         :func:`~trirun_gptq.expert_names.stored_as`.
         """
+        with self._stored(name) as (handle, stored, part):
+            return handle.get_tensor(stored) if part is None else part(handle.get_slice(stored))
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of what :meth:`read` returns, by the header of its file alone."""
+        with self._stored(name) as (handle, stored, part):
+            shape: list[int] = handle.get_slice(stored).get_shape()
+            return shape if part is None else part.shape(shape)
+
+    def release(self) -> None:
+        """Close the files. Open ones stay mapped, and what was read of them counts as this process's memory."""
+        self._open.clear()
+
+    @contextmanager
+    def _stored(self, name: str) -> Iterator[tuple[Any, str, Cut | None]]:
+        """Where a tensor lies: the open file, its name there, and how to cut it from that; for the time of reading."""
         stored, part = stored_as(name, self._file_of)
         if stored is None:
             raise QuantizationError(f"{self.directory}: tensor {name} is missing")
         from safetensors import SafetensorError
 
         try:
-            handle = self._handle(self._file_of[stored])
-            return handle.get_tensor(stored) if part is None else part(handle.get_slice(stored))
+            yield self._handle(self._file_of[stored]), stored, part
         except SafetensorError as error:
             raise QuantizationError(f"{self.directory / self._file_of[stored]}: {stored}: {error}") from None
-
-    def release(self) -> None:
-        """Close the files. Open ones stay mapped, and what was read of them counts as this process's memory."""
-        self._open.clear()
 
     def _handle(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -122,6 +135,24 @@ class Skeleton:
         """Path of one block."""
         return f"{self.blocks_name}.{index}"
 
+    def require_tensors(self) -> None:
+        """Every parameter is in the files, in the model's shape; a head that shares the embeddings need not be.
+
+        Raises:
+            QuantizationError: one is not; it is named.
+        """
+        head = self.model.get_output_embeddings()
+        for name, module in self.model.named_modules():
+            for key, parameter in module._parameters.items():
+                stored = f"{name}.{key}" if name else key
+                if parameter is None or (module is head and stored not in self.source):
+                    continue
+                found = self.source.shape(stored)
+                if found != list(parameter.shape):
+                    shapes = f"{found} in the file, {list(parameter.shape)} by config.json"
+                    raise QuantizationError(f"{stored}: {shapes}")
+        self.source.release()
+
     def load_block(self, index: int, device: torch.device) -> nn.Module:
         """A float32 copy of one block with its weights, on ``device``."""
         block = copy.deepcopy(self.blocks[index])
@@ -162,11 +193,7 @@ class Skeleton:
             for key, parameter in owner._parameters.items():
                 if parameter is None:
                     continue
-                value = self.source.read(f"{base}.{key}")
-                if value.shape != parameter.shape:
-                    shapes = f"{list(value.shape)} in the file, {list(parameter.shape)} by config.json"
-                    raise QuantizationError(f"{base}.{key}: {shapes}")
-                value = value.to(device, torch.float32)
+                value = self.source.read(f"{base}.{key}").to(device, torch.float32)
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
             for key, buffer in owner._buffers.items():
                 if buffer is not None:

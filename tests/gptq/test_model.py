@@ -203,13 +203,28 @@ def test_broken_weights_are_named(tmp_path):
     save_file(broken, file, {"format": "pt"})
     with pytest.raises(QuantizationError, match=r"layers\.1.*NaN"):
         run(tmp_path)
-    save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}, file, {"format": "pt"})
-    with pytest.raises(QuantizationError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
-        run(tmp_path)
     save_file(tensors, file, {"format": "pt"})
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(QuantizationError, match="cannot be read"):
         run(tmp_path)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_missing_and_misshapen_tensors_are_named_before_anything_is_computed(tmp_path, monkeypatch, dry_run):
+    make_model(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+
+    def begun(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("trirun_gptq.model._embed", begun)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file, {"format": "pt"})
+    with pytest.raises(QuantizationError, match=rf"tensor {name} is missing"):
+        run(tmp_path, dry_run=dry_run)
+    save_file(tensors | {name: tensors[name][:80]}, file, {"format": "pt"})
+    with pytest.raises(QuantizationError, match=rf"{name}: \[80, 64\] in the file, \[96, 64\] by config"):
+        run(tmp_path, dry_run=dry_run)
 
 
 def test_unsupported_architectures_are_refused(tmp_path):
