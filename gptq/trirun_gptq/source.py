@@ -128,6 +128,7 @@ class Skeleton:
         self.source = source
         self.blocks_name, self.blocks = decoder_blocks(self.model)
         self._empty = list(self.blocks)
+        self._shared = self._shared_names()
         for name, module in self.blocks.named_modules(prefix=self.blocks_name):
             _require_supported(name, module)
 
@@ -147,7 +148,7 @@ class Skeleton:
                 stored = f"{name}.{key}" if name else key
                 if parameter is None or (module is head and stored not in self.source):
                     continue
-                found = self.source.shape(stored)
+                found = self.source.shape(self._stored_name(stored))
                 if found != list(parameter.shape):
                     shapes = f"{found} in the file, {list(parameter.shape)} by config.json"
                     raise QuantizationError(f"{stored}: {shapes}")
@@ -176,7 +177,7 @@ class Skeleton:
         if head is None:
             raise QuantizationError(f"{type(self.model).__name__} has no output head")
         name = next(name for name, module in self.model.named_modules() if module is head)
-        if f"{name}.weight" in self.source:
+        if f"{name}.weight" in self.source and f"{name}.weight" not in self._shared.values():
             self._fill(head, name, device, recurse=False)
         else:
             head.weight = self.model.get_input_embeddings().weight
@@ -186,6 +187,18 @@ class Skeleton:
         for index, empty in enumerate(self._empty):
             self.blocks[index] = empty
 
+    def _shared_names(self) -> dict[str, str]:
+        """The embeddings' name to the head's, where they share one tensor and the files have it under the latter."""
+        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if head is None or not getattr(self.model.config.get_text_config(), "tie_word_embeddings", False):
+            return {}
+        names = {module: f"{name}.weight" for name, module in self.model.named_modules()}
+        mine, other = names.get(embeddings, ""), names.get(head, "")
+        return {mine: other} if mine not in self.source and other in self.source else {}
+
+    def _stored_name(self, name: str) -> str:
+        return self._shared.get(name, name)
+
     def _fill(self, module: nn.Module, prefix: str, device: torch.device, recurse: bool = True) -> None:
         owners = dict(module.named_modules()) if recurse else {"": module}
         for path, owner in owners.items():
@@ -193,7 +206,7 @@ class Skeleton:
             for key, parameter in owner._parameters.items():
                 if parameter is None:
                     continue
-                value = self.source.read(f"{base}.{key}").to(device, torch.float32)
+                value = self.source.read(self._stored_name(f"{base}.{key}")).to(device, torch.float32)
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
             for key, buffer in owner._buffers.items():
                 if buffer is not None:

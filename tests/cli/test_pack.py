@@ -11,6 +11,7 @@ from trirun_cli.checkpoint import Checkpoint
 from trirun_cli.checkpoint_writer import CheckpointWriter
 from trirun_cli.model_dir import ModelDir
 from trirun_cli.pack_model import pack_model
+from trirun_cli.runtime.decoder import LeanDecoder
 
 
 def test_every_matrix_is_exact_and_smaller(trirun, ternary_model, tmp_path):
@@ -29,6 +30,13 @@ def test_every_matrix_is_exact_and_smaller(trirun, ternary_model, tmp_path):
     for companion in ("tokenizer.json", "generation_config.json", "trirun_recipe.yaml"):
         assert (tmp_path / "T" / companion).is_file()
     assert not (tmp_path / "T.partial").exists()
+
+
+def test_tied_embeddings_may_be_stored_by_the_name_of_the_head(trirun, ternary_model, packed, stored_by_head, tmp_path):
+    assert trirun("pack", stored_by_head(ternary_model), "--out", tmp_path / "T")[0] == 0
+    assert "model.embed_tokens.weight" not in Checkpoint(tmp_path / "T") and trirun("verify", tmp_path / "T")[0] == 0
+    expected, found = (LeanDecoder(out, threads=1).forward([5, 6, 7]) for out in (packed, tmp_path / "T"))
+    assert (found == expected).all()
 
 
 def test_scales_per_row_and_per_group_are_found(save_llama, tmp_path):

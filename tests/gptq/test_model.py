@@ -83,6 +83,18 @@ def test_families(tmp_path, family, extra, layers):
     assert true_error(original, quantized, sequences, 0) == pytest.approx(report.blocks[0].error, rel=0.05)
 
 
+def test_tied_embeddings_may_be_stored_by_the_name_of_the_head(tmp_path):
+    make_model(tmp_path, tie_word_embeddings=True)
+    usual, report, _ = run(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    written, other, _ = run(tmp_path)
+    usual["lm_head.weight"] = usual.pop("model.embed_tokens.weight")
+    assert written.keys() == usual.keys() and all(torch.equal(written[name], usual[name]) for name in usual)
+    assert other.predictions == report.predictions
+
+
 def test_overrides_and_ignore(tmp_path):
     make_model(tmp_path)
     recipe = replace(
