@@ -1,6 +1,7 @@
 """``trirun pack``: lossless or not at all."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -124,6 +125,26 @@ def test_an_interrupted_run_leaves_the_old_checkpoint(ternary_model, tmp_path, i
 class _Module:
     def __init__(self, name, n, k, spec):
         self.name, self.n, self.k, self.spec = name, n, k, spec
+
+
+def test_a_mount_point_is_refused_before_the_work(trirun, ternary_model, tmp_path, monkeypatch):
+    (tmp_path / "T").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "T")
+    code, _, err = trirun("pack", ternary_model, "--out", tmp_path / "T")
+    assert (
+        code == 3 and "is a mount point" in err and "name a folder inside it" in err and os.listdir(tmp_path) == ["T"]
+    )
+    code, _, err = trirun("pack", ternary_model, "--out", "/")
+    assert code == 3 and "error: /" in err
+
+
+def test_weight_files_are_as_readable_as_the_others(ternary_model, tmp_path):
+    umask = os.umask(0o027)
+    try:
+        pack_model(ternary_model, tmp_path / "T")
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "T").iterdir()} == {0o640}
 
 
 def test_a_second_run_to_the_same_place_leaves_the_first_alone(trirun, ternary_model, tmp_path):
