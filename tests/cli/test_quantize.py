@@ -80,6 +80,10 @@ def test_a_sample_that_cannot_be_shown_undoes_nothing(trirun, plain_model, tmp_p
         (("--samples", "0"), 2, "--samples 0: samples=0: at least 1"),
         (("--override", "(=keep"), 2, "--override (=keep: '(' is not a regular expression"),
         (("--override", "nothing_here=keep"), 2, "'nothing_here' matches none of the 14 linear layers"),
+        (("--override", ".=keep"), 2, "none of the 14 linear layers in the decoder blocks is left to quantize"),
+        (("--override", "down_proj=g0"), 2, "--override down_proj=g0: QuantSpec: group_size=0"),
+        (("--override", "down_proj="), 2, "--override down_proj=: overrides['down_proj']: unknown grid ''"),
+        (("--override", "down_proj=g--1"), 2, "unknown grid 'g--1'"),
         (("--calibration", "missing"), 3, "missing: no such file"),
     ],
 )
