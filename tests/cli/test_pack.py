@@ -81,6 +81,11 @@ def test_kept_layers_stay_dense(trirun, save_llama, to_ternary, tmp_path):
     assert packed.meta("model.layers.0.mlp.down_proj.weight")[1] == "F16"
 
 
+def test_a_pattern_that_keeps_nothing_is_refused(trirun, ternary_model, tmp_path):
+    code, _, err = trirun("pack", ternary_model, "--out", tmp_path / "T", "--keep", "zzz")
+    assert code == 2 and "--keep zzz: matches none of the 15 linear layers" in err and not list(tmp_path.iterdir())
+
+
 def test_sharded_source_and_sharded_output(save_llama, to_ternary, tmp_path):
     source = save_llama(to_ternary, shard_size="300KB", vocab_size=1024)
     assert (source / "model.safetensors.index.json").is_file()
