@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -145,6 +146,12 @@ def _finish(walk: _Walk, waiting: Blocks, report: Report, writer: Writer) -> Non
         if not phases:
             with costs.stage("compare"):
                 report.predictions = walk.retrying(lambda: compare(head, walk.held_out))
+        found = report.predictions
+        if found is not None and not math.isfinite(found.divergence):
+            raise QuantizationError(
+                "the model's predictions on held-out calibration text are not finite numbers: perplexity "
+                f"{found.original_perplexity:g} before quantization, {found.perplexity:g} after"
+            )
     for index, quantized in enumerate(waiting):
         with costs.stage("write"):
             layers = linear_layers(skeleton.blocks[index])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,6 +208,7 @@ class Skeleton:
                 if parameter is None:
                     continue
                 value = self.source.read(self._stored_name(f"{base}.{key}")).to(device, torch.float32)
+                _require_finite(f"{base}.{key}", value)
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
             for key, buffer in owner._buffers.items():
                 if buffer is not None:
@@ -233,6 +235,13 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if best is None:
         raise QuantizationError(f"{type(model).__name__} has no list of decoder layers")
     return best[1], best[2]
+
+
+def _require_finite(name: str, value: Tensor) -> None:
+    # Of the extremes first: they take no memory beside a matrix that may be the largest there is.
+    if value.numel() and not all(map(math.isfinite, map(float, torch.aminmax(value)))):
+        bad = int((~torch.isfinite(value)).sum())
+        raise QuantizationError(f"{name}: {bad} of {value.numel()} values are NaN or infinite")
 
 
 def _require_supported(name: str, module: nn.Module) -> None:

@@ -204,20 +204,42 @@ def test_defects_are_named(tmp_path):
         run(tmp_path / "m")
 
 
-def test_broken_weights_are_named(tmp_path):
-    from safetensors.torch import load_file, save_file
-
+@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj", "layers.0.input_layernorm", "norm", "embed_tokens"])
+def test_broken_weights_are_named(tmp_path, name):
     make_model(tmp_path)
-    file = tmp_path / "model.safetensors"
+    file, name = tmp_path / "model.safetensors", f"model.{name}.weight"
     tensors = load_file(file)
-    broken = {**tensors, "model.layers.1.mlp.up_proj.weight": tensors["model.layers.1.mlp.up_proj.weight"].clone()}
-    broken["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
-    save_file(broken, file, {"format": "pt"})
-    with pytest.raises(QuantizationError, match=r"layers\.1.*NaN"):
-        run(tmp_path)
+    tensors[name].view(-1)[7] = float("nan") if "proj" in name else float("-inf")
     save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(QuantizationError) as caught:
+        run(tmp_path)
+    assert str(caught.value) == f"{name}: 1 of {tensors[name].numel()} values are NaN or infinite"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(QuantizationError, match="cannot be read"):
+        run(tmp_path)
+
+
+def test_weights_that_no_fp16_scale_reaches_are_named(tmp_path):
+    make_model(tmp_path, dtype=torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.weight"] += 1e6
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        QuantizationError, match=r"^model\.layers\.0\.self_attn\.k_proj: a scale of 5e\+05 does not fit"
+    ):
+        run(tmp_path)
+
+
+def test_predictions_that_are_not_finite_are_an_error(tmp_path):
+    make_model(tmp_path, dtype=torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    # Finite itself, and beyond float32 in every logit.
+    tensors["model.norm.weight"] *= 3e38
+    tensors["lm_head.weight"] *= 1e5
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        QuantizationError, match="are not finite numbers: perplexity nan before quantization, nan after"
+    ):
         run(tmp_path)
 
 
