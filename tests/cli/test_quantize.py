@@ -159,17 +159,26 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(trirun, plain_model, tmp_pa
     assert "memory plan" in err and "rehearsal" in err
 
 
-def test_another_recipe_does_not_continue_a_stopped_run(trirun, plain_model, tmp_path, monkeypatch):
-    command = ("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS)
+def test_a_run_that_fails_says_what_it_leaves_and_only_its_like_continues(trirun, plain_model, tmp_path, monkeypatch):
+    command, run = ("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS), BlockRun.run
 
-    def stop(self):
-        raise KeyboardInterrupt
+    def fail_at(index):
+        def fail(self):
+            if self.index == index:
+                raise QuantizationError("no more")
+            return run(self)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockRun, "run", stop)
-        assert trirun(*command)[0] == 130
+        monkeypatch.setattr(BlockRun, "run", fail)
+
+    # One that has finished no block leaves nothing that could be in the way of another.
+    fail_at(0)
+    code, _, err = trirun(*command)
+    assert code == 3 and "no more" in err and "kept" not in err and list(tmp_path.iterdir()) == []
+    fail_at(1)
+    code, _, err = trirun(*command)
+    assert code == 3 and "Q.state, the same command continues" in err and "--no-resume" in err
     code, _, err = trirun(*command, "--seed", "5")
-    assert code == 3 and "Q.state" in err and not (tmp_path / "Q").exists()
+    assert code == 3 and "state of another run" in err and "continues" not in err and not (tmp_path / "Q").exists()
 
 
 KILLED = """
