@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .checkpoint import SCALE, WEIGHT, ZERO, Format
-from .errors import InputError
+from .errors import InputError, writing
 from .model_dir import INDEX, SINGLE, ModelDir
 
 if TYPE_CHECKING:
@@ -135,11 +135,20 @@ class CheckpointWriter:
         Returns:
             the format section written to config.json.
         """
+        self._close_shard()
+        with writing(self.partial):
+            made = self._complete(list(packed), linears, recipe, activation_bits)
+        self._publish()
+        return made
+
+    def _complete(
+        self, packed: list[PackedModule], linears: Iterable[str], recipe: dict[str, Any], activation_bits: int
+    ) -> Format:
+        """All but the renaming."""
         import yaml
 
-        self._close_shard()
         self._name_shards()
-        made = _format(list(packed), linears, activation_bits)
+        made = _format(packed, linears, activation_bits)
         config = {key: value for key, value in self.source.config.items() if key != "quantization_config"}
         _write(self.partial / "config.json", json.dumps(config | {"quantization_config": made.to_dict()}, indent=2))
         for file in self.partial.glob("*.safetensors"):
@@ -154,14 +163,14 @@ class CheckpointWriter:
         for file in self.partial.iterdir():
             _flush(file)
         _flush(self.partial)
-        self._publish()
         return made
 
     def _close_shard(self) -> None:
         from safetensors.torch import save_file
 
         if self._shard:
-            save_file(self._shard, self.partial / f"shard-{len(self._shards)}", metadata={"format": "pt"})
+            with writing(self.partial):
+                save_file(self._shard, self.partial / f"shard-{len(self._shards)}", metadata={"format": "pt"})
             self._shards.append(list(self._shard))
             self._shard = {}
 

@@ -1,10 +1,12 @@
 """``trirun pack``: lossless or not at all."""
 
+import errno
 import json
 import os
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from trirun_kernels import dequantize
 
@@ -150,6 +152,18 @@ def test_weight_files_are_as_readable_as_the_others(ternary_model, tmp_path):
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "T").iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("place", ["safetensors.torch.save_file", "yaml.safe_dump"])
+def test_a_full_disk_is_named(trirun, ternary_model, tmp_path, monkeypatch, place):
+    def full(*_, **__):
+        if "yaml" in place:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(place, full)
+    code, _, err = trirun("pack", ternary_model, "--out", tmp_path / "T")
+    assert code == 1 and "T.partial: no space left to write" in " ".join(err.split()) and not list(tmp_path.iterdir())
 
 
 def test_a_second_run_to_the_same_place_leaves_the_first_alone(trirun, ternary_model, tmp_path):

@@ -1,5 +1,6 @@
 """The walk over a whole model: what is written, families, resuming, and refusals."""
 
+import errno
 from dataclasses import replace
 
 import pytest
@@ -172,6 +173,17 @@ def test_the_state_of_another_run_is_refused(tmp_path):
     (state / "state.json").write_text("{")
     with pytest.raises(QuantizationError, match=r"state.json is damaged"):
         run(model, state_dir=state)
+
+
+def test_a_state_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    make_model(tmp_path / "model")
+    monkeypatch.setattr("trirun_gptq.state.os.fsync", full)
+    with pytest.raises(OSError) as caught:
+        run(tmp_path / "model", state_dir=tmp_path / "state")
+    assert caught.value.filename.startswith(str(tmp_path / "state"))
 
 
 def test_other_weights_of_the_same_shapes_are_another_run(tmp_path, monkeypatch):
