@@ -163,14 +163,18 @@ class Skeleton:
         return block
 
     def load_rest(self, device: torch.device) -> None:
-        """Fill in what runs before the first block (embeddings, rotary tables); the output head stays empty."""
+        """Fill in what runs before the first block (embeddings, rotary tables); the output head stays empty, and is
+        looked through for what would spoil the end of a run."""
         head = self.model.get_output_embeddings()
         for name, module in self.model.named_modules():
-            inside = name == self.blocks_name or name.startswith(f"{self.blocks_name}.")
-            tied = module is head and head is not None
-            if inside or tied or not (module._parameters or module._buffers):
+            if name == self.blocks_name or name.startswith(f"{self.blocks_name}."):
                 continue
-            self._fill(module, name, device, recurse=False)
+            if module is head and head is not None:
+                for stored in (f"{name}.{key}" for key in module._parameters):
+                    if stored in self.source:
+                        _require_finite(stored, self.source.read(stored))
+            elif module._parameters or module._buffers:
+                self._fill(module, name, device, recurse=False)
 
     def load_head(self, device: torch.device) -> None:
         """Fill in the output head; a tied one shares the embeddings that :meth:`load_rest` filled in."""

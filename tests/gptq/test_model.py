@@ -231,6 +231,16 @@ def test_broken_weights_are_named(tmp_path, name):
         run(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_broken_head_is_named_before_the_first_block(tmp_path, dtype):
+    make_model(tmp_path, dtype=dtype)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"][3, 3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(QuantizationError, match=r"^lm_head\.weight: 1 of 7680 values are NaN or infinite"):
+        run(tmp_path, dry_run=True)
+
+
 def test_weights_that_no_fp16_scale_reaches_are_named(tmp_path):
     make_model(tmp_path, dtype=torch.float32)
     tensors = load_file(tmp_path / "model.safetensors")
