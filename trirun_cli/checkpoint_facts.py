@@ -107,6 +107,9 @@ def _recorded_hashes(path: Path) -> dict[str, str]:
         return {}
     try:
         recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
-    return (recipe.get("files") if isinstance(recipe, dict) else None) or {}
+    files = (recipe.get("files") if isinstance(recipe, dict) else None) or {}
+    if not isinstance(files, dict):
+        raise InputError(f"{file}: files is {files!r}, not the checksums by name")
+    return files

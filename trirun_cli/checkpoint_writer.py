@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .checkpoint import SCALE, WEIGHT, ZERO, Format
-from .errors import InputError
+from .errors import InputError, writing
 from .model_dir import INDEX, SINGLE, ModelDir
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class CheckpointWriter:
         max_shard_bytes: a weight file is closed before it grows past this.
 
     Raises:
-        InputError: ``out`` is not empty and ``overwrite`` is False, or it may not be replaced: it is a file, no model
-            directory, or holds the source. On entering: another run is writing it.
+        InputError: ``out`` is not empty and ``overwrite`` is False, or it may not be replaced: it is a file, a mount
+            point, no model directory, or holds the source. On entering: another run is writing it.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class CheckpointWriter:
     ) -> None:
         # Resolved, so that "." has a name, and so that where a link points is replaced and not the link.
         self.out, self.source = Path(out).resolve(), source
+        self._check(out, overwrite)
         self.partial = self.out.with_name(self.out.name + ".partial")
         self._max_shard_bytes = max_shard_bytes
         self._shard: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
         self._total_bytes = 0
         self._published = False
-        self._check(out, overwrite)
 
     def __enter__(self) -> CheckpointWriter:
         self.partial.mkdir(parents=True, exist_ok=True)
@@ -97,6 +97,8 @@ class CheckpointWriter:
             raise InputError(f"{out} is or holds the model itself; write the checkpoint to another directory")
         if not self.out.is_dir():
             raise InputError(f"{out} is a file; a checkpoint is a directory")
+        if os.path.ismount(self.out):
+            raise InputError(f"{out} is a mount point, which cannot be replaced", "name a folder inside it")
         if not any(self.out.iterdir()):
             return
         if not overwrite:
@@ -133,13 +135,25 @@ class CheckpointWriter:
         Returns:
             the format section written to config.json.
         """
+        self._close_shard()
+        with writing(self.partial):
+            made = self._complete(list(packed), linears, recipe, activation_bits)
+        self._publish()
+        return made
+
+    def _complete(
+        self, packed: list[PackedModule], linears: Iterable[str], recipe: dict[str, Any], activation_bits: int
+    ) -> Format:
+        """All but the renaming."""
         import yaml
 
-        self._close_shard()
         self._name_shards()
-        made = _format(list(packed), linears, activation_bits)
+        made = _format(packed, linears, activation_bits)
         config = {key: value for key, value in self.source.config.items() if key != "quantization_config"}
         _write(self.partial / "config.json", json.dumps(config | {"quantization_config": made.to_dict()}, indent=2))
+        for file in self.partial.glob("*.safetensors"):
+            # Their library gives nobody else leave to read them; config.json has what the umask leaves.
+            file.chmod((self.partial / "config.json").stat().st_mode)
         hashes = {file.name: file_hash(file) for file in sorted(self.partial.glob("*.safetensors"))}
         _write(self.partial / RECIPE_FILE, yaml.safe_dump(recipe | {"files": hashes}, sort_keys=False))
         for pattern in COMPANIONS:
@@ -149,14 +163,14 @@ class CheckpointWriter:
         for file in self.partial.iterdir():
             _flush(file)
         _flush(self.partial)
-        self._publish()
         return made
 
     def _close_shard(self) -> None:
         from safetensors.torch import save_file
 
         if self._shard:
-            save_file(self._shard, self.partial / f"shard-{len(self._shards)}", metadata={"format": "pt"})
+            with writing(self.partial):
+                save_file(self._shard, self.partial / f"shard-{len(self._shards)}", metadata={"format": "pt"})
             self._shards.append(list(self._shard))
             self._shard = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -61,8 +62,7 @@ def explain(error: BaseException) -> TrirunError | None:
     exhausted = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if exhausted or "OutOfMemoryError" in names or "DefaultCPUAllocator: can't allocate" in text:
         return OutOfMemoryError(f"out of memory: {text}", "use a smaller batch, a shorter context, or another --device")
-    # A library written in Rust says the number alone.
-    if (isinstance(error, OSError) and error.errno in _FULL) or any(f"(os error {number})" in text for number in _FULL):
+    if _is_full(error):
         # Of a copy, the second name is the one written.
         place = (error.filename2 or error.filename) if isinstance(error, OSError) else None
         return TrirunError(f"{place}: no space left to write" if place else "no space left to write", "free some space")
@@ -79,6 +79,28 @@ def explain(error: BaseException) -> TrirunError | None:
     if isinstance(error, OSError) and error.filename:
         return InputError(f"{error.filename}: {error.strerror}")
     return None
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether there was no space to write."""
+    # A library written in Rust says the number alone.
+    told = any(f"(os error {number})" in str(error) for number in _FULL)
+    return told or (isinstance(error, OSError) and error.errno in _FULL)
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """Around writing below a directory.
+
+    Raises:
+        OSError: in the place of an error that says of no file that there is no space for it; ``path`` is named.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_full(error) and not getattr(error, "filename", None):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
 
 
 @contextmanager

@@ -58,7 +58,8 @@ def publish(plan: Plan, student: Student, writer: CheckpointWriter) -> None:
         CheckFailed: what else was trained does not fit the dtype it is stored in.
     """
     weights = hardened(student)
-    rest = student.trained()
+    # A tied embedding may be stored by the name of the head.
+    rest = {name: p for name, p in student.model.named_parameters(remove_duplicate=False) if p.requires_grad}
     modules = []
     for tensor_name in writer.source.names:
         name = tensor_name.removesuffix(WEIGHT)

@@ -25,7 +25,7 @@ class ModelDir:
         self._files: dict[str, Any] = {}
         self._where = self._locate()
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._where
 
     def __fspath__(self) -> str:

@@ -69,7 +69,7 @@ def pack_model(
 
     Raises:
         InputError: the directory is quantized in another format, or nothing in it is left to pack.
-        UsageError: ``keep`` is no regular expression, or names layers that are packed already.
+        UsageError: ``keep`` is no regular expression, matches no layer, or names layers that are packed already.
         QuantizationError: a weight is not ternary; the message names the worst offender. Nothing is written.
     """
     try:
@@ -88,6 +88,8 @@ def pack_model(
         chosen -= bitnet.kept
         if keep is not None:
             raise UsageError(f"--keep {keep}: the layers of {model} are stored packed and cannot be kept as they are")
+    if keep is not None and not any(map(kept.search, linears)):
+        raise UsageError(f"--keep {keep}: matches none of the {len(linears)} linear layers")
     if not chosen:
         raise InputError(f"{model} has no linear layer to pack")
 

@@ -148,9 +148,15 @@ def plan_run(
                 f"{pattern!r} matches none of the {len(inside)} linear layers in the decoder blocks",
                 f"their names are like {inside[-1]}" if inside else None,
             )
-    for name, (_, k) in linears.items():
-        choice = recipe.choice(name) if name.startswith(blocks) else None
-        if choice is not None and choice[0].group_size > 0 and k % choice[0].group_size:
+    choices = {name: choice for name in inside if (choice := recipe.choice(name)) is not None}
+    if not choices:
+        raise UsageError(
+            f"none of the {len(inside)} linear layers in the decoder blocks is left to quantize",
+            "fewer patterns of --override REGEX=keep, or of the recipe's ignore",
+        )
+    for name, choice in choices.items():
+        k = linears[name][1]
+        if choice[0].group_size > 0 and k % choice[0].group_size:
             fits = next(size for size in (64, 32, -1) if size == -1 or k % size == 0)
             raise UsageError(
                 f"{name} has k={k} input features, not a multiple of group size {choice[0].group_size}",
@@ -276,6 +282,6 @@ def parse_override(text: str) -> tuple[str, Override]:
         raise UsageError(f"--override {text}: the form is REGEX=keep, REGEX=g64 or REGEX=zero")
     if setting == "keep":
         return pattern, Override(keep=True)
-    if setting[:1] == "g" and setting[1:].lstrip("-").isdecimal():
-        return pattern, Override(group_size=int(setting[1:]))
+    if group := re.fullmatch(r"g(-?\d+)", setting):
+        return pattern, Override(group_size=int(group[1]))
     return pattern, Override(grid=setting)

@@ -15,14 +15,14 @@ from trirun_kernels import QuantSpec
 from . import ranks
 from .activations import Batch, compute, has_bfloat16, input_groups, inputs_of, run_block
 from .costs import Costs
-from .errors import QuantizationError
+from .errors import QuantizationError, ScaleError
 from .expert_names import is_expert
 from .hessian import Hessian
 from .observer import BlockReport, ModuleReport, Observer
 from .quantized import Quantized
 from .recipe import Recipe
 from .refine import Job, block_error, refine_block
-from .solver import Solution, System, check, corrected_target
+from .solver import Solution, System, corrected_target
 from .source import Skeleton, linear_layers
 
 
@@ -162,8 +162,12 @@ class BlockRun:
         for grids in dict.fromkeys(self.grids[name] for name in stage):
             names = [name for name in stage if self.grids[name] == grids]
             started = time.perf_counter()
-            weight = torch.cat([self.layers[name].weight for name in names])
-            solution = self._best_solution(weight, system, hessian, held_out, grids)
+            weights = {name: self.layers[name].weight for name in names}
+            try:
+                solution = self._best_solution(torch.cat(list(weights.values())), system, hessian, held_out, grids)
+            except ScaleError as error:
+                largest = max(weights, key=lambda name: float(weights[name].abs().max()))
+                raise QuantizationError(f"{self.name}.{largest}: {error}") from None
             quantized = ranks.from_first(solution.quantized)
             rows = [self.layers[name].out_features for name in names]
             for name, part in zip(names, split_rows(quantized, rows), strict=True):
@@ -200,7 +204,6 @@ class BlockRun:
             targets.append(system.target(corrected_target(source, hessian, recipe.damp, recipe.correction)))
         best, least, aim = None, float("inf"), targets[0]
         for spec, ternary in grids:
-            check(weight, hessian, spec, ternary)
             for target in targets:
                 quantized = system.solve(target, spec, ternary=ternary, **settings)
                 found = error(quantized)

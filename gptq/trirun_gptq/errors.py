@@ -1,4 +1,4 @@
-"""The one exception of this library."""
+"""The exceptions of this library."""
 
 from __future__ import annotations
 
@@ -8,3 +8,7 @@ class QuantizationError(ValueError):
 
     The message names the module and the numbers; nothing falls back silently to a weaker method.
     """
+
+
+class ScaleError(QuantizationError):
+    """A scale that fp16 cannot hold, found where the layer's name is not known: whoever knows it names it."""

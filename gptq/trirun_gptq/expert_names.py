@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Container
+from collections.abc import Container
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,26 @@ _EXPERT = re.compile(r"(?P<path>.*\.experts)\.(?P<index>\d+)\.(?P<layer>gate|up|
 _STORED = ({"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}, {"gate": "w1", "up": "w3", "down": "w2"})
 
 
-def stored_as(name: str, files: Container[str]) -> tuple[str | None, Callable[[Any], Tensor] | None]:
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One expert's matrix of a fused tensor [experts, n, k], or the upper (0) or lower (1) half of its rows."""
+
+    expert: int
+    half: int | None = None
+
+    def __call__(self, fused: Any) -> Tensor:
+        """Of a safetensors slice."""
+        matrix = fused[self.expert : self.expert + 1][0]
+        return matrix if self.half is None else matrix.chunk(2)[self.half]
+
+    def shape(self, fused: list[int]) -> list[int]:
+        """Of the matrix, by that of the fused tensor; the latter itself where it holds no such matrix."""
+        if len(fused) != 3 or self.expert >= fused[0]:
+            return fused
+        return [fused[1] if self.half is None else fused[1] // 2, fused[2]]
+
+
+def stored_as(name: str, files: Container[str]) -> tuple[str | None, Cut | None]:
     """The stored name of a module's tensor, and how to cut it from a slice of that; None when it is all of it.
 
     Args:
@@ -36,16 +55,10 @@ def stored_as(name: str, files: Container[str]) -> tuple[str | None, Callable[[A
             if f"{path}.{index}.{names[layer]}.weight" in files:
                 return f"{path}.{index}.{names[layer]}.weight", None
         if layer == "down" and f"{path}.down_proj" in files:
-            return f"{path}.down_proj", functools.partial(_cut, expert=index)
+            return f"{path}.down_proj", Cut(index)
         if layer != "down" and f"{path}.gate_up_proj" in files:
-            return f"{path}.gate_up_proj", functools.partial(_cut, expert=index, half=0 if layer == "gate" else 1)
+            return f"{path}.gate_up_proj", Cut(index, 0 if layer == "gate" else 1)
     return None, None
-
-
-def _cut(fused: Any, expert: int, half: int | None = None) -> Tensor:
-    """One expert's matrix of a safetensors slice [experts, n, k], or the upper or lower half of its rows."""
-    matrix = fused[expert : expert + 1][0]
-    return matrix if half is None else matrix.chunk(2)[half]
 
 
 def is_expert(name: str) -> bool:

@@ -14,7 +14,7 @@ from trirun_kernels import QuantSpec
 from trirun_kernels.packing import zero_points
 
 from .columns import assign, has_triton
-from .errors import QuantizationError
+from .errors import ScaleError
 from .quantized import Quantized
 
 SHRINKS = 16  # starting ranges per group
@@ -42,7 +42,7 @@ def search_grid(
         fp16 [n, groups] scales, never zero; fp16 zeros shaped alike, or None.
 
     Raises:
-        QuantizationError: a scale does not fit fp16.
+        ScaleError: a scale does not fit fp16.
     """
     k = weight.shape[1]
     groups = spec.groups(k)
@@ -71,7 +71,7 @@ def round_to_nearest(weight: Tensor, spec: QuantSpec, *, levels: int = 4, clip: 
         clip: scales of least squared error; False, such that each group's extreme weights are levels of its grid.
 
     Raises:
-        QuantizationError: a scale does not fit fp16.
+        ScaleError: a scale does not fit fp16.
     """
     scales, zeros = search_grid(weight, torch.ones_like(weight[0]), spec, levels=levels, clip=clip)
     grouped = weight.view(*scales.shape, -1)
@@ -165,12 +165,12 @@ def store_scales(scales: Tensor) -> Tensor:
     """Scales as they will be stored: the nearest fp16, at least its smallest normal number in magnitude.
 
     Raises:
-        QuantizationError: a scale is not finite in fp16.
+        ScaleError: a scale is not finite in fp16.
     """
     away = torch.where(scales < 0, -1.0, 1.0) * scales.abs().clamp_min(MIN_SCALE)
     half = away.to(torch.float16)
     if not bool(torch.isfinite(half).all()):
-        raise QuantizationError(f"a scale of {float(scales.abs().max()):.4g} does not fit fp16")
+        raise ScaleError(f"a scale of {float(scales.abs().max()):.4g} does not fit fp16")
     return half
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -65,12 +66,14 @@ def quantize_model(
 
     Raises:
         QuantizationError: the model has no list of decoder layers or layers this walk cannot quantize (fused experts,
-            Conv1D), a tensor is missing or not finite, a group size does not divide k, or a Hessian cannot be factored.
+            Conv1D), a tensor is missing, of another shape or not finite, a group size does not divide k, or a Hessian
+            cannot be factored.
     """
     observer = observer or Observer()
     device = torch.device(device)
     source = TensorSource(model_dir)
     skeleton = Skeleton(source)
+    skeleton.require_tensors()
     require_calibration(calibration, recipe, skeleton)
     require_group_sizes(skeleton, recipe)
     if device.type == "cuda" and not has_triton():
@@ -143,6 +146,12 @@ def _finish(walk: _Walk, waiting: Blocks, report: Report, writer: Writer) -> Non
         if not phases:
             with costs.stage("compare"):
                 report.predictions = walk.retrying(lambda: compare(head, walk.held_out))
+        found = report.predictions
+        if found is not None and not math.isfinite(found.divergence):
+            raise QuantizationError(
+                "the model's predictions on held-out calibration text are not finite numbers: perplexity "
+                f"{found.original_perplexity:g} before quantization, {found.perplexity:g} after"
+            )
     for index, quantized in enumerate(waiting):
         with costs.stage("write"):
             layers = linear_layers(skeleton.blocks[index])

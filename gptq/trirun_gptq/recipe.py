@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ class Override:
     group_size: int | None = None
     grid: str | None = None
     keep: bool = False
+
+    def over(self, group_size: int, grid: str) -> tuple[int, str]:
+        """Group size and grid with its own in their place."""
+        return group_size if self.group_size is None else self.group_size, grid if self.grid is None else self.grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,9 @@ class Recipe:
         _require(0 < self.damp <= 1, f"damp={self.damp}: a fraction in (0, 1] is needed")
         _require(0 <= self.correction <= 1, f"correction={self.correction}: a strength in [0, 1] is needed")
         _require(0 <= self.e2e_ce <= 1, f"e2e_ce={self.e2e_ce}: a weight in [0, 1] is needed")
+        for key in ("refine_lr", "refine_scale_lr", "e2e_lr", "e2e_code_lr"):
+            value = getattr(self, key)
+            _require(math.isfinite(value) and value >= 0, f"{key}={value}: a number of at least 0 is needed")
         _require(len(self.engines) > 0, f"engines is empty; known: {', '.join(ENGINES)}")
         for engine in self.engines:
             _require(engine in ENGINES, suggest("engine", engine, ENGINES))
@@ -123,9 +131,9 @@ class Recipe:
             except re.error as error:
                 raise QuantizationError(f"recipe: {pattern!r} is not a regular expression: {error}") from None
         for pattern, override in self.overrides.items():
-            grid = override.grid or self.grid
+            group_size, grid = override.over(self.group_size, self.grid)
             _require(grid in _GRID_NAMES, f"overrides[{pattern!r}]: {suggest('grid', grid, _GRID_NAMES)}")
-            _specs(override.group_size or self.group_size, grid)
+            _specs(group_size, grid)
 
     @property
     def end_to_end(self) -> bool:
@@ -146,7 +154,7 @@ class Recipe:
             if re.search(pattern, module):
                 if override.keep:
                     return ()
-                group_size, grid = override.group_size or group_size, override.grid or grid
+                group_size, grid = override.over(group_size, grid)
         return _specs(group_size, grid)
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from trirun_kernels.experts import separate_experts
 
 from .errors import QuantizationError
-from .expert_names import stored_as
+from .expert_names import Cut, stored_as
 
 
 class TensorSource:
@@ -56,20 +59,31 @@ class TensorSource:
         An expert's layer may lie in the files under another name, or as a slice of a fused tensor: see
         :func:`~trirun_gptq.expert_names.stored_as`.
         """
+        with self._stored(name) as (handle, stored, part):
+            return handle.get_tensor(stored) if part is None else part(handle.get_slice(stored))
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of what :meth:`read` returns, by the header of its file alone."""
+        with self._stored(name) as (handle, stored, part):
+            shape: list[int] = handle.get_slice(stored).get_shape()
+            return shape if part is None else part.shape(shape)
+
+    def release(self) -> None:
+        """Close the files. Open ones stay mapped, and what was read of them counts as this process's memory."""
+        self._open.clear()
+
+    @contextmanager
+    def _stored(self, name: str) -> Iterator[tuple[Any, str, Cut | None]]:
+        """Where a tensor lies: the open file, its name there, and how to cut it from that; for the time of reading."""
         stored, part = stored_as(name, self._file_of)
         if stored is None:
             raise QuantizationError(f"{self.directory}: tensor {name} is missing")
         from safetensors import SafetensorError
 
         try:
-            handle = self._handle(self._file_of[stored])
-            return handle.get_tensor(stored) if part is None else part(handle.get_slice(stored))
+            yield self._handle(self._file_of[stored]), stored, part
         except SafetensorError as error:
             raise QuantizationError(f"{self.directory / self._file_of[stored]}: {stored}: {error}") from None
-
-    def release(self) -> None:
-        """Close the files. Open ones stay mapped, and what was read of them counts as this process's memory."""
-        self._open.clear()
 
     def _handle(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -115,12 +129,31 @@ class Skeleton:
         self.source = source
         self.blocks_name, self.blocks = decoder_blocks(self.model)
         self._empty = list(self.blocks)
+        self._shared = self._shared_names()
         for name, module in self.blocks.named_modules(prefix=self.blocks_name):
             _require_supported(name, module)
 
     def block_name(self, index: int) -> str:
         """Path of one block."""
         return f"{self.blocks_name}.{index}"
+
+    def require_tensors(self) -> None:
+        """Every parameter is in the files, in the model's shape; a head that shares the embeddings need not be.
+
+        Raises:
+            QuantizationError: one is not; it is named.
+        """
+        head = self.model.get_output_embeddings()
+        for name, module in self.model.named_modules():
+            for key, parameter in module._parameters.items():
+                stored = f"{name}.{key}" if name else key
+                if parameter is None or (module is head and stored not in self.source):
+                    continue
+                found = self.source.shape(self._stored_name(stored))
+                if found != list(parameter.shape):
+                    shapes = f"{found} in the file, {list(parameter.shape)} by config.json"
+                    raise QuantizationError(f"{stored}: {shapes}")
+        self.source.release()
 
     def load_block(self, index: int, device: torch.device) -> nn.Module:
         """A float32 copy of one block with its weights, on ``device``."""
@@ -130,14 +163,18 @@ class Skeleton:
         return block
 
     def load_rest(self, device: torch.device) -> None:
-        """Fill in what runs before the first block (embeddings, rotary tables); the output head stays empty."""
+        """Fill in what runs before the first block (embeddings, rotary tables); the output head stays empty, and is
+        looked through for what would spoil the end of a run."""
         head = self.model.get_output_embeddings()
         for name, module in self.model.named_modules():
-            inside = name == self.blocks_name or name.startswith(f"{self.blocks_name}.")
-            tied = module is head and head is not None
-            if inside or tied or not (module._parameters or module._buffers):
+            if name == self.blocks_name or name.startswith(f"{self.blocks_name}."):
                 continue
-            self._fill(module, name, device, recurse=False)
+            if module is head and head is not None:
+                for stored in (f"{name}.{key}" for key in module._parameters):
+                    if stored in self.source:
+                        _require_finite(stored, self.source.read(stored))
+            elif module._parameters or module._buffers:
+                self._fill(module, name, device, recurse=False)
 
     def load_head(self, device: torch.device) -> None:
         """Fill in the output head; a tied one shares the embeddings that :meth:`load_rest` filled in."""
@@ -145,7 +182,7 @@ class Skeleton:
         if head is None:
             raise QuantizationError(f"{type(self.model).__name__} has no output head")
         name = next(name for name, module in self.model.named_modules() if module is head)
-        if f"{name}.weight" in self.source:
+        if f"{name}.weight" in self.source and f"{name}.weight" not in self._shared.values():
             self._fill(head, name, device, recurse=False)
         else:
             head.weight = self.model.get_input_embeddings().weight
@@ -155,6 +192,18 @@ class Skeleton:
         for index, empty in enumerate(self._empty):
             self.blocks[index] = empty
 
+    def _shared_names(self) -> dict[str, str]:
+        """The embeddings' name to the head's, where they share one tensor and the files have it under the latter."""
+        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if head is None or not getattr(self.model.config.get_text_config(), "tie_word_embeddings", False):
+            return {}
+        names = {module: f"{name}.weight" for name, module in self.model.named_modules()}
+        mine, other = names.get(embeddings, ""), names.get(head, "")
+        return {mine: other} if mine not in self.source and other in self.source else {}
+
+    def _stored_name(self, name: str) -> str:
+        return self._shared.get(name, name)
+
     def _fill(self, module: nn.Module, prefix: str, device: torch.device, recurse: bool = True) -> None:
         owners = dict(module.named_modules()) if recurse else {"": module}
         for path, owner in owners.items():
@@ -162,11 +211,8 @@ class Skeleton:
             for key, parameter in owner._parameters.items():
                 if parameter is None:
                     continue
-                value = self.source.read(f"{base}.{key}")
-                if value.shape != parameter.shape:
-                    shapes = f"{list(value.shape)} in the file, {list(parameter.shape)} by config.json"
-                    raise QuantizationError(f"{base}.{key}: {shapes}")
-                value = value.to(device, torch.float32)
+                value = self.source.read(self._stored_name(f"{base}.{key}")).to(device, torch.float32)
+                _require_finite(f"{base}.{key}", value)
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
             for key, buffer in owner._buffers.items():
                 if buffer is not None:
@@ -193,6 +239,13 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if best is None:
         raise QuantizationError(f"{type(model).__name__} has no list of decoder layers")
     return best[1], best[2]
+
+
+def _require_finite(name: str, value: Tensor) -> None:
+    # Of the extremes first: they take no memory beside a matrix that may be the largest there is.
+    if value.numel() and not all(map(math.isfinite, map(float, torch.aminmax(value)))):
+        bad = int((~torch.isfinite(value)).sum())
+        raise QuantizationError(f"{name}: {bad} of {value.numel()} values are NaN or infinite")
 
 
 def _require_supported(name: str, module: nn.Module) -> None:

@@ -27,7 +27,8 @@ PIECES = 1 << 10  # at most, spread over the file: up to 32 MiB all of it, and o
 
 
 class RunState:
-    """A directory with one file per finished block and ``state.json``, which says what run they belong to.
+    """A directory with one file per finished block and ``state.json``, which says what run they belong to. It is made
+    with the first of them.
 
     Every file is written beside its name and renamed, so a file that exists is complete. Activations are not stored:
     a resumed run replays them through the finished blocks, which is exact and costs a forward pass each.
@@ -37,22 +38,25 @@ class RunState:
     """
 
     def __init__(self, directory: str | Path, fingerprint: dict[str, str]) -> None:
-        self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        record = self.directory / "state.json"
-        if record.exists():
+        self.directory, self._fingerprint = Path(directory), fingerprint
+        self._record = self.directory / "state.json"
+        if self._record.exists():
             try:
-                stored = json.loads(record.read_text(encoding="utf-8"))
+                stored = json.loads(self._record.read_text(encoding="utf-8"))
             except json.JSONDecodeError:
-                raise QuantizationError(f"{record} is damaged; remove {self.directory} to start over") from None
+                raise QuantizationError(f"{self._record} is damaged; remove {self.directory} to start over") from None
             differing = sorted(key for key in {*fingerprint, *stored} if fingerprint.get(key) != stored.get(key))
             if differing:
                 raise QuantizationError(
                     f"{self.directory} is the state of another run (different {', '.join(differing)}); remove it to "
                     "start over, or repeat the run that left it"
                 )
-        else:
-            _write(record, json.dumps(fingerprint, indent=2).encode())
+
+    def begin(self) -> None:
+        """Make the directory and say whose it is, unless that is done."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self._record.exists():
+            _write(self._record, json.dumps(self._fingerprint, indent=2).encode())
 
     def load(self, index: int) -> BlockResult | None:
         """A finished block, its report marked as resumed; None when it is not there."""
@@ -93,6 +97,7 @@ class RunState:
             "kept": result.kept,
             "report": dataclasses.asdict(result.report),
         }
+        self.begin()
         _write(self._path(index), save(tensors, {"facts": json.dumps(facts)}))
 
     def _path(self, index: int) -> Path:
@@ -139,8 +144,12 @@ def _hash(data: bytes) -> str:
 def _write(path: Path, data: Any) -> None:
     # Several processes may write the same file at once.
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        # A write that fails does not say of which file.
+        raise OSError(error.errno, error.strerror, str(partial)) from None
     partial.replace(path)

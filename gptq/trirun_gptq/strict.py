@@ -15,7 +15,7 @@ def read_mapping(path: str | Path) -> Mapping[str, Any]:
     """The mapping that a YAML file holds.
 
     Raises:
-        QuantizationError: the file is missing, is not YAML, or holds something else.
+        QuantizationError: the file is missing, is not YAML in UTF-8, or holds something else.
     """
     import yaml
 
@@ -23,6 +23,8 @@ def read_mapping(path: str | Path) -> Mapping[str, Any]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise QuantizationError(f"recipe {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise QuantizationError(f"recipe {path}: not UTF-8 text: {error}") from None
     except yaml.YAMLError as error:
         raise QuantizationError(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, Mapping):

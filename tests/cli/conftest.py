@@ -94,3 +94,18 @@ def copy_of(tmp_path):
         return target
 
     return copy
+
+
+@pytest.fixture
+def stored_by_head(copy_of):
+    """A private copy of a tied model, its embeddings stored by the name of the head."""
+    from safetensors.torch import load_file, save_file
+
+    def copy(directory):
+        target = copy_of(directory)
+        tensors = load_file(target / "model.safetensors")
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        return target
+
+    return copy

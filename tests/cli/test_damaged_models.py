@@ -172,6 +172,14 @@ def test_a_flipped_bit_fails_verification(trirun, packed, copy_of):
     assert "checks failed" in err
 
 
+@pytest.mark.parametrize("content", [b"files: 5", b"files: [a]", b"name: \xff"])
+def test_checksums_that_are_none(trirun, packed, copy_of, content):
+    damaged = copy_of(packed)
+    (damaged / "trirun_recipe.yaml").write_bytes(content)
+    code, _, err = trirun("verify", damaged)
+    assert code == 3 and len(one_line(err)) == 1 and "trirun_recipe.yaml" in err
+
+
 def test_verify_against_another_model_names_the_difference(trirun, packed, plain_model, ternary_model):
     assert trirun("verify", packed, "--against", ternary_model)[0] == 0
     code, out, _ = trirun("verify", packed, "--against", plain_model)

@@ -12,6 +12,7 @@ import torch
 
 from trirun_cli import finetune_publish
 from trirun_cli.checkpoint import Checkpoint
+from trirun_cli.model_dir import ModelDir
 
 SMALL = ("--group-size", "64", "--seqlen", "64", "--batch", "4", "--held-out", "4", "--precision", "fp32")
 OPTIONS = (*SMALL, "--init", "nearest", "--steps", "12", "--evaluations", "3")
@@ -58,6 +59,13 @@ def test_a_model_becomes_ternary(trirun, plain_model, tmp_path):
     assert len(opened.modules) == 14 and opened.format.group_size == 64 and opened.format.activation_bits == 16
     assert [path.name for path in tmp_path.iterdir()] == ["F"]
     assert trirun("generate", "-c", out, "-p", "The sea", "-n", "4")[0] == 0
+
+
+def test_a_tied_embedding_trains_by_either_name(trirun, plain_model, stored_by_head, tmp_path):
+    options = ("--out", tmp_path / "F", *OPTIONS, "--rest-lr", "1e-3")
+    assert trirun("finetune", stored_by_head(plain_model), *options)[0] == 0
+    before, after = (ModelDir(path).tensor("lm_head.weight") for path in (tmp_path / "copy", tmp_path / "F"))
+    assert not torch.equal(before, after)
 
 
 def test_a_stopped_run_continues_to_the_same_bytes(trirun, plain_model, tmp_path, stop_after, monkeypatch):

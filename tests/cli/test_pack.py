@@ -1,9 +1,12 @@
 """``trirun pack``: lossless or not at all."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from trirun_kernels import dequantize
 
@@ -11,6 +14,7 @@ from trirun_cli.checkpoint import Checkpoint
 from trirun_cli.checkpoint_writer import CheckpointWriter
 from trirun_cli.model_dir import ModelDir
 from trirun_cli.pack_model import pack_model
+from trirun_cli.runtime.decoder import LeanDecoder
 
 
 def test_every_matrix_is_exact_and_smaller(trirun, ternary_model, tmp_path):
@@ -29,6 +33,13 @@ def test_every_matrix_is_exact_and_smaller(trirun, ternary_model, tmp_path):
     for companion in ("tokenizer.json", "generation_config.json", "trirun_recipe.yaml"):
         assert (tmp_path / "T" / companion).is_file()
     assert not (tmp_path / "T.partial").exists()
+
+
+def test_tied_embeddings_may_be_stored_by_the_name_of_the_head(trirun, ternary_model, packed, stored_by_head, tmp_path):
+    assert trirun("pack", stored_by_head(ternary_model), "--out", tmp_path / "T")[0] == 0
+    assert "model.embed_tokens.weight" not in Checkpoint(tmp_path / "T") and trirun("verify", tmp_path / "T")[0] == 0
+    expected, found = (LeanDecoder(out, threads=1).forward([5, 6, 7]) for out in (packed, tmp_path / "T"))
+    assert (found == expected).all()
 
 
 def test_scales_per_row_and_per_group_are_found(save_llama, tmp_path):
@@ -70,6 +81,11 @@ def test_kept_layers_stay_dense(trirun, save_llama, to_ternary, tmp_path):
     packed = Checkpoint(tmp_path / "T")
     assert "model.layers.0.mlp.down_proj" in packed.format.modules_to_not_convert
     assert packed.meta("model.layers.0.mlp.down_proj.weight")[1] == "F16"
+
+
+def test_a_pattern_that_keeps_nothing_is_refused(trirun, ternary_model, tmp_path):
+    code, _, err = trirun("pack", ternary_model, "--out", tmp_path / "T", "--keep", "zzz")
+    assert code == 2 and "--keep zzz: matches none of the 15 linear layers" in err and not list(tmp_path.iterdir())
 
 
 def test_sharded_source_and_sharded_output(save_llama, to_ternary, tmp_path):
@@ -116,6 +132,38 @@ def test_an_interrupted_run_leaves_the_old_checkpoint(ternary_model, tmp_path, i
 class _Module:
     def __init__(self, name, n, k, spec):
         self.name, self.n, self.k, self.spec = name, n, k, spec
+
+
+def test_a_mount_point_is_refused_before_the_work(trirun, ternary_model, tmp_path, monkeypatch):
+    (tmp_path / "T").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "T")
+    code, _, err = trirun("pack", ternary_model, "--out", tmp_path / "T")
+    assert (
+        code == 3 and "is a mount point" in err and "name a folder inside it" in err and os.listdir(tmp_path) == ["T"]
+    )
+    code, _, err = trirun("pack", ternary_model, "--out", "/")
+    assert code == 3 and "error: /" in err
+
+
+def test_weight_files_are_as_readable_as_the_others(ternary_model, tmp_path):
+    umask = os.umask(0o027)
+    try:
+        pack_model(ternary_model, tmp_path / "T")
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "T").iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("place", ["safetensors.torch.save_file", "yaml.safe_dump"])
+def test_a_full_disk_is_named(trirun, ternary_model, tmp_path, monkeypatch, place):
+    def full(*_, **__):
+        if "yaml" in place:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(place, full)
+    code, _, err = trirun("pack", ternary_model, "--out", tmp_path / "T")
+    assert code == 1 and "T.partial: no space left to write" in " ".join(err.split()) and not list(tmp_path.iterdir())
 
 
 def test_a_second_run_to_the_same_place_leaves_the_first_alone(trirun, ternary_model, tmp_path):

@@ -80,6 +80,10 @@ def test_a_sample_that_cannot_be_shown_undoes_nothing(trirun, plain_model, tmp_p
         (("--samples", "0"), 2, "--samples 0: samples=0: at least 1"),
         (("--override", "(=keep"), 2, "--override (=keep: '(' is not a regular expression"),
         (("--override", "nothing_here=keep"), 2, "'nothing_here' matches none of the 14 linear layers"),
+        (("--override", ".=keep"), 2, "none of the 14 linear layers in the decoder blocks is left to quantize"),
+        (("--override", "down_proj=g0"), 2, "--override down_proj=g0: QuantSpec: group_size=0"),
+        (("--override", "down_proj="), 2, "--override down_proj=: overrides['down_proj']: unknown grid ''"),
+        (("--override", "down_proj=g--1"), 2, "unknown grid 'g--1'"),
         (("--calibration", "missing"), 3, "missing: no such file"),
     ],
 )
@@ -155,17 +159,26 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(trirun, plain_model, tmp_pa
     assert "memory plan" in err and "rehearsal" in err
 
 
-def test_another_recipe_does_not_continue_a_stopped_run(trirun, plain_model, tmp_path, monkeypatch):
-    command = ("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS)
+def test_a_run_that_fails_says_what_it_leaves_and_only_its_like_continues(trirun, plain_model, tmp_path, monkeypatch):
+    command, run = ("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS), BlockRun.run
 
-    def stop(self):
-        raise KeyboardInterrupt
+    def fail_at(index):
+        def fail(self):
+            if self.index == index:
+                raise QuantizationError("no more")
+            return run(self)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockRun, "run", stop)
-        assert trirun(*command)[0] == 130
+        monkeypatch.setattr(BlockRun, "run", fail)
+
+    # One that has finished no block leaves nothing that could be in the way of another.
+    fail_at(0)
+    code, _, err = trirun(*command)
+    assert code == 3 and "no more" in err and "kept" not in err and list(tmp_path.iterdir()) == []
+    fail_at(1)
+    code, _, err = trirun(*command)
+    assert code == 3 and "Q.state, the same command continues" in err and "--no-resume" in err
     code, _, err = trirun(*command, "--seed", "5")
-    assert code == 3 and "Q.state" in err and not (tmp_path / "Q").exists()
+    assert code == 3 and "state of another run" in err and "continues" not in err and not (tmp_path / "Q").exists()
 
 
 KILLED = """
@@ -202,7 +215,11 @@ def test_nan_weights_are_an_error_that_names_them(trirun, save_llama, tmp_path):
         model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
 
     code, _, err = trirun("quantize", save_llama(change), "--out", tmp_path / "Q", *OPTIONS, "--no-resume")
-    assert code == 3 and "model.layers.1.mlp" in err and list(tmp_path.iterdir()) == []
+    assert (
+        code == 3
+        and "model.layers.1.mlp.up_proj.weight: 1 of 24576 values are NaN" in err
+        and list(tmp_path.iterdir()) == []
+    )
 
 
 def test_two_grids_in_one_model_run_on_the_same_engine(trirun, plain_model, tmp_path):

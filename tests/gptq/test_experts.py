@@ -7,7 +7,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from trirun_gptq.errors import QuantizationError
 from trirun_gptq.recipe import Override
+from trirun_gptq.source import Skeleton, TensorSource
 from trirun_kernels import PackedWeight, dequantize
 from trirun_kernels.experts import SeparateExperts, is_fused, separate_experts
 
@@ -91,6 +93,19 @@ def test_every_expert_is_quantized_on_its_own_tokens(tmp_path, family, fused):
         wanted = torch.stack(sequences[RECIPE.samples :])[:, 1:]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
     assert report.predictions.perplexity == pytest.approx(loss.exp().item(), rel=0.1)
+
+
+def test_fused_experts_of_another_shape_are_named_before_anything_is_computed(tmp_path):
+    make_model(tmp_path, "Qwen3Moe", torch.float32, **MOE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    for change, shape in ((lambda t: t[:3], r"\[3, 64, 64\]"), (lambda t: t[:, :60], r"\[30, 64\]")):
+        damaged = tensors | {name: change(tensors[name]).contiguous()}
+        save_file(damaged, tmp_path / "model.safetensors", {"format": "pt"})
+        skeleton = Skeleton(TensorSource(tmp_path))
+        with pytest.raises(QuantizationError, match=rf"layers\.1\.mlp\.experts\.\d\.gate\.weight: {shape} in the file"):
+            skeleton.require_tensors()
 
 
 class Warnings(Log):

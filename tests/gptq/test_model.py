@@ -1,5 +1,6 @@
 """The walk over a whole model: what is written, families, resuming, and refusals."""
 
+import errno
 from dataclasses import replace
 
 import pytest
@@ -83,6 +84,18 @@ def test_families(tmp_path, family, extra, layers):
     assert true_error(original, quantized, sequences, 0) == pytest.approx(report.blocks[0].error, rel=0.05)
 
 
+def test_tied_embeddings_may_be_stored_by_the_name_of_the_head(tmp_path):
+    make_model(tmp_path, tie_word_embeddings=True)
+    usual, report, _ = run(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    written, other, _ = run(tmp_path)
+    usual["lm_head.weight"] = usual.pop("model.embed_tokens.weight")
+    assert written.keys() == usual.keys() and all(torch.equal(written[name], usual[name]) for name in usual)
+    assert other.predictions == report.predictions
+
+
 def test_overrides_and_ignore(tmp_path):
     make_model(tmp_path)
     recipe = replace(
@@ -162,6 +175,17 @@ def test_the_state_of_another_run_is_refused(tmp_path):
         run(model, state_dir=state)
 
 
+def test_a_state_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    make_model(tmp_path / "model")
+    monkeypatch.setattr("trirun_gptq.state.os.fsync", full)
+    with pytest.raises(OSError) as caught:
+        run(tmp_path / "model", state_dir=tmp_path / "state")
+    assert caught.value.filename.startswith(str(tmp_path / "state"))
+
+
 def test_other_weights_of_the_same_shapes_are_another_run(tmp_path, monkeypatch):
     monkeypatch.setattr("trirun_gptq.state.PIECE", 256)
     model, state = make_model(tmp_path / "model"), tmp_path / "state"
@@ -192,24 +216,71 @@ def test_defects_are_named(tmp_path):
         run(tmp_path / "m")
 
 
-def test_broken_weights_are_named(tmp_path):
-    from safetensors.torch import load_file, save_file
-
+@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj", "layers.0.input_layernorm", "norm", "embed_tokens"])
+def test_broken_weights_are_named(tmp_path, name):
     make_model(tmp_path)
-    file = tmp_path / "model.safetensors"
+    file, name = tmp_path / "model.safetensors", f"model.{name}.weight"
     tensors = load_file(file)
-    broken = {**tensors, "model.layers.1.mlp.up_proj.weight": tensors["model.layers.1.mlp.up_proj.weight"].clone()}
-    broken["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
-    save_file(broken, file, {"format": "pt"})
-    with pytest.raises(QuantizationError, match=r"layers\.1.*NaN"):
-        run(tmp_path)
-    save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}, file, {"format": "pt"})
-    with pytest.raises(QuantizationError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
-        run(tmp_path)
+    tensors[name].view(-1)[7] = float("nan") if "proj" in name else float("-inf")
     save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(QuantizationError) as caught:
+        run(tmp_path)
+    assert str(caught.value) == f"{name}: 1 of {tensors[name].numel()} values are NaN or infinite"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(QuantizationError, match="cannot be read"):
         run(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_broken_head_is_named_before_the_first_block(tmp_path, dtype):
+    make_model(tmp_path, dtype=dtype)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"][3, 3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(QuantizationError, match=r"^lm_head\.weight: 1 of 7680 values are NaN or infinite"):
+        run(tmp_path, dry_run=True)
+
+
+def test_weights_that_no_fp16_scale_reaches_are_named(tmp_path):
+    make_model(tmp_path, dtype=torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.weight"] += 1e6
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        QuantizationError, match=r"^model\.layers\.0\.self_attn\.k_proj: a scale of 5e\+05 does not fit"
+    ):
+        run(tmp_path)
+
+
+def test_predictions_that_are_not_finite_are_an_error(tmp_path):
+    make_model(tmp_path, dtype=torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    # Finite itself, and beyond float32 in every logit.
+    tensors["model.norm.weight"] *= 3e38
+    tensors["lm_head.weight"] *= 1e5
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        QuantizationError, match="are not finite numbers: perplexity nan before quantization, nan after"
+    ):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_missing_and_misshapen_tensors_are_named_before_anything_is_computed(tmp_path, monkeypatch, dry_run):
+    make_model(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+
+    def begun(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("trirun_gptq.model._embed", begun)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file, {"format": "pt"})
+    with pytest.raises(QuantizationError, match=rf"tensor {name} is missing"):
+        run(tmp_path, dry_run=dry_run)
+    save_file(tensors | {name: tensors[name][:80]}, file, {"format": "pt"})
+    with pytest.raises(QuantizationError, match=rf"{name}: \[80, 64\] in the file, \[96, 64\] by config"):
+        run(tmp_path, dry_run=dry_run)
 
 
 def test_unsupported_architectures_are_refused(tmp_path):

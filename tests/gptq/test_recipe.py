@@ -29,6 +29,12 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
         ({"ignore": ["("]}, r"'\(' is not a regular expression"),
         ({"overrides": {"down": {"grop_size": 64}}}, "unknown key 'grop_size'; did you mean 'group_size'"),
         ({"overrides": {"down": {"group_size": 48}}}, "group_size=48 is not one of"),
+        ({"overrides": {"down": {"group_size": 0}}}, "group_size=0 is not one of"),
+        ({"overrides": {"down": {"grid": ""}}}, "unknown grid ''"),
+        ({"refine_lr": -1}, "refine_lr=-1.0: a number of at least 0"),
+        ({"refine_scale_lr": float("inf")}, "refine_scale_lr=inf: a number of at least 0"),
+        ({"e2e_lr": float("nan")}, "e2e_lr=nan: a number of at least 0"),
+        ({"e2e_code_lr": -1}, "e2e_code_lr=-1.0: a number of at least 0"),
     ],
 )
 def test_bad_values_are_refused_by_name(values, message):
@@ -70,6 +76,9 @@ def test_yaml_files(tmp_path):
         load_recipe(path)
     path.write_text("- 1\n")
     with pytest.raises(QuantizationError, match="a mapping of keys to values is needed, got list"):
+        load_recipe(path)
+    path.write_bytes(b"name: \xff\n")
+    with pytest.raises(QuantizationError, match=r"mine.yaml: not UTF-8 text"):
         load_recipe(path)
     with pytest.raises(QuantizationError, match="No such file"):
         load_recipe(tmp_path / "none.yaml")

@@ -97,12 +97,18 @@ def command(
             report = rehearse(plan, view)
         show_dry_run(console, plan, report)
         return
+    view = QuantizeView(console)
     try:
-        with QuantizeView(console) as view:
+        with view:
             result = run(plan, view, resume=resume)
-    except KeyboardInterrupt:
-        if (state := state_dir(plan)).exists():
-            console.warn(f"interrupted: finished blocks are kept in {state}, the same command continues from there")
+    except (KeyboardInterrupt, Exception) as error:
+        # Of another run's state the error itself speaks.
+        stopped = isinstance(error, KeyboardInterrupt)
+        if resume and (stopped or view.finished) and (state := state_dir(plan)).exists():
+            console.warn(
+                f"{'interrupted: ' if stopped else ''}finished blocks are kept in {state}, the same command continues "
+                "from there; with --no-resume it starts over"
+            )
         raise
     if result is None:
         return

@@ -29,11 +29,12 @@ STAGES = {
 
 
 class QuantizeView(Observer):
-    """One progress bar over all blocks, its text saying what the current block is doing."""
+    """One progress bar over all blocks, its text saying what the current block is doing; ``finished`` of them are."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._stack = console, ExitStack()
         self._warned: set[str] = set()
+        self.finished = 0
 
     def __enter__(self) -> QuantizeView:
         self._bar = self._stack.enter_context(self._console.progress("preparing"))
@@ -73,6 +74,7 @@ class QuantizeView(Observer):
 
     def block_finished(self, report: BlockReport) -> None:
         self._bar.advance()
+        self.finished += 1
         taken = "taken from the stopped run" if report.resumed else f"{report.seconds:.1f} s"
         self._console.note(f"{report.name}: output error {report.error:.3%} of its energy, {taken}")
 

@@ -12,8 +12,8 @@ from trirun_kernels.decoder_weights import LINEARS as NAMES
 from ..checkpoint import QUANT_METHOD, SCALE, Checkpoint
 from ..errors import InputError
 from ..model_dir import ModelDir
-from .decoder import EMBEDDING, FINAL_NORM, HEAD, LINEARS, NORMS
-from .llama_config import NotLean, decoder_shape, longest_context, rotary_angles
+from .decoder import FINAL_NORM, LINEARS, NORMS
+from .llama_config import NotLean, decoder_shape, embedding_names, longest_context, rotary_angles
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -48,10 +48,10 @@ def load_model(
     kind = compute_dtype(config, dtype)
     bits = act_bits or (source.format.activation_bits if isinstance(source, Checkpoint) else 16)
     layers = [_layer(source, f"model.layers.{i}.", device, kind, bits) for i in range(shape.layers)]
-    embedding = source.tensor(EMBEDDING).to(device, kind)
-    tied = config.get("tie_word_embeddings", False) or HEAD not in source
-    head = embedding if tied else source.tensor(HEAD).to(device, kind)
-    for name, tensor in ((EMBEDDING, embedding), (HEAD, head)):
+    names = embedding_names(config, source)
+    embedding = source.tensor(names[0]).to(device, kind)
+    head = embedding if names[1] == names[0] else source.tensor(names[1]).to(device, kind)
+    for name, tensor in zip(names, (embedding, head), strict=True):
         if tuple(tensor.shape) != (shape.vocab, shape.hidden):
             raise InputError(f"{path}: {name} is {list(tensor.shape)}, config.json says {[shape.vocab, shape.hidden]}")
     positions = min(longest, context or longest)

@@ -27,7 +27,7 @@ from trirun_kernels.decoder_weights import (
 from ..checkpoint import SCALE, WEIGHT, ZERO, Format
 from ..errors import InputError
 from ..model_dir import read_json, weight_files
-from .llama_config import NotLean, chosen_context, decoder_shape, rotary_angles
+from .llama_config import NotLean, chosen_context, decoder_shape, embedding_names, rotary_angles
 from .weight_memory import StoredTensors, WeightMemory
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ NORMS = {
     "attention_sub_norm": "self_attn.attn_sub_norm.weight",
     "mlp_sub_norm": "mlp.ffn_sub_norm.weight",
 }
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
 # Rows of the head that are converted at a time.
 HEAD_ROWS = 256
 _FIRST_ROW = np.zeros(1, np.int64)
@@ -238,9 +238,9 @@ def decoder_weights(
     bare = [f"model.layers.{i}.{name}" for i in range(shape.layers) for name in LINEARS.values()]
     if missing := [module for module in bare if module + SCALE not in stored]:
         raise NotLean(f"{missing[0]} is not packed ({len(missing)} of {len(bare)} linear layers are not)")
-    head = EMBEDDING if config.get("tie_word_embeddings", False) or HEAD not in stored else HEAD
+    embedding, head = embedding_names(config, stored)
     norms = [f"model.layers.{i}.{NORMS[name]}" for i in range(shape.layers) for name in ("attention_norm", "mlp_norm")]
-    needed = [module + WEIGHT for module in bare] + [EMBEDDING, FINAL_NORM, *norms]
+    needed = [module + WEIGHT for module in bare] + [embedding, FINAL_NORM, *norms]
     if lost := [name for name in needed if name not in stored]:
         raise InputError(f"{path} holds no {lost[0]}")
     names = [module + part for module in bare for part in (WEIGHT, SCALE, ZERO) if module + part in stored]
@@ -252,7 +252,7 @@ def decoder_weights(
     return DecoderWeights(
         shape,
         [_layer(stored, form, f"model.layers.{i}.", memory.tensor) for i in range(shape.layers)],
-        stored.mapped(EMBEDDING),
+        stored.mapped(embedding),
         _int8_head(stored, head, memory, shape, threads) if int8_head else stored.mapped(head),
         stored.floats(FINAL_NORM),
         cosines,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,12 +32,22 @@ _ROTARY_NUMBERS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Longer contexts are for the asking; a cache of this length is at hand without a thought.
 DEFAULT_CONTEXT = 8192
 
 
 class NotLean(ValueError):
     """Why a model cannot run on the lean decoder; transformers' own modelling can run it."""
+
+
+def embedding_names(config: dict[str, Any], stored: Container[str]) -> tuple[str, str]:
+    """Under which names the embedding and the output head are to be read. A tied model stores one tensor for both, by
+    the name of either."""
+    tied = config.get("tie_word_embeddings", False)
+    if tied and EMBEDDING not in stored and HEAD in stored:
+        return HEAD, HEAD
+    return EMBEDDING, EMBEDDING if tied or HEAD not in stored else HEAD
 
 
 def decoder_shape(config: dict[str, Any]) -> DecoderShape:

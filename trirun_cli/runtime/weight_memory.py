@@ -41,7 +41,7 @@ class StoredTensors:
             base, header = _header(path)
             self._where |= {name: (path, base, facts) for name, facts in header.items()}
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._where
 
     def nbytes(self, name: str) -> int:

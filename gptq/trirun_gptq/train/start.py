@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from trirun_kernels import PackedWeight, QuantSpec, unpack
 
-from ..errors import QuantizationError
+from ..errors import QuantizationError, ScaleError
 from ..grid import round_to_nearest
 from ..model import quantize_model
 from ..observer import BlockReport, Observer
@@ -47,11 +47,18 @@ def recipe_grids(model: Any, recipe: TrainRecipe) -> Grids:
 
 
 def nearest(source: TensorSource, grids: Grids, device: torch.device) -> dict[str, Quantized]:
-    """Every weight rounded to the nearest code, with the scales of least squared error."""
+    """Every weight rounded to the nearest code, with the scales of least squared error.
+
+    Raises:
+        QuantizationError: a scale does not fit fp16; the layer is named.
+    """
     start = {}
     for name, (spec, ternary) in grids.items():
         weight = source.read(f"{name}.weight").to(device, torch.float32)
-        start[name] = round_to_nearest(weight, spec, levels=3 if ternary else 4)
+        try:
+            start[name] = round_to_nearest(weight, spec, levels=3 if ternary else 4)
+        except ScaleError as error:
+            raise QuantizationError(f"{name}: {error}") from None
     return start
 
 

@@ -67,7 +67,9 @@ class TrainState:
     """
 
     def __init__(self, directory: str | Path, fingerprint: dict[str, str]) -> None:
-        self.directory = RunState(directory, fingerprint).directory
+        run = RunState(directory, fingerprint)
+        run.begin()
+        self.directory = run.directory
 
     def save(self, progress: Progress) -> None:
         """Record a run."""
