@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -110,6 +111,18 @@ def test_nothing_is_made_up_beside_packed_weights(trirun, packed, copy_of):
     change_tensors(damaged, lambda tensors: tensors.pop("model.norm.weight"))
     code, _, err = trirun("generate", "-c", damaged, "-p", "x", "--device", "cpu", "--engine", "transformers")
     assert code == 3 and "holds no model.norm.weight" in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("options", [(), ("--temperature", 1), ("--engine", "transformers", "--temperature", 1)])
+def test_a_weight_that_is_infinite(trirun, packed, copy_of, options):
+    damaged = copy_of(packed)
+    change_tensors(damaged, lambda tensors: tensors["model.norm.weight"][3:4].fill_(torch.inf))
+    code, out, err = trirun("generate", "-c", damaged, "-p", "x", "-q", "--device", "cpu", *options)
+    assert code == 3 and out == "x\n" and err.startswith("error: the model's logits are not finite")
+    (damaged / "prompts.txt").write_text("a\nb\n")
+    code, _, err = trirun("generate", "-c", damaged, "--prompts-file", damaged / "prompts.txt", "-q", *options)
+    assert code == 3 and len(one_line(err)) == 1
 
 
 def test_experts_that_are_incomplete(tmp_path):

@@ -151,16 +151,18 @@ def command(
     console.note(f"{checkpoint} on {model.name}")
     if not use_chat:
         console.text(text, end="")
-    with interruptions() as interrupted:
-        (done,) = complete(
-            model,
-            tokenizer,
-            [Prompt("0", ids, params)],
-            stop_ids(checkpoint),
-            on_text=lambda _, piece: console.text(piece, end=""),
-            interrupted=interrupted,
-        )
-    console.text("")
+    try:
+        with interruptions() as interrupted:
+            (done,) = complete(
+                model,
+                tokenizer,
+                [Prompt("0", ids, params)],
+                stop_ids(checkpoint),
+                on_text=lambda _, piece: console.text(piece, end=""),
+                interrupted=interrupted,
+            )
+    finally:
+        console.text("")
     console.json("generate/1", {"prompt": text, "text": done.text, **answer_facts(done), "engine": model.name})
     if stats:
         console.note(answer_speed(done))
