@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError, as_input_error
+from .errors import InputError
 from .model_dir import ModelDir
 
 if TYPE_CHECKING:
@@ -168,18 +168,11 @@ def load_checkpoint(path: str | Path, device: str = "cpu", dtype: Any = None) ->
             precision arithmetic is emulated.
 
     Raises:
-        InputError: see :class:`Checkpoint`.
+        InputError: see :class:`Checkpoint` and :func:`~.pretrained.load_pretrained`.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     from . import hf_quantizer
+    from .pretrained import load_pretrained
 
     Checkpoint(path)
     hf_quantizer.register()
-    logging.disable_progress_bar()
-    if dtype is None:
-        dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
-    with as_input_error(path):
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device).eval()
+    return load_pretrained(path, device, dtype)

@@ -112,7 +112,7 @@ class MockBurstRunner(MockRunner):
             outcomes = self.launch([item._replace(position=item.position + step) for item in work]).collect()
             for tokens, outcome in zip(chosen, outcomes, strict=True):
                 tokens.append(outcome.token)
-            if any(tokens[-1].id in self.stop_ids[item.slot] for tokens, item in zip(chosen, work, strict=True)):
+            if any(tokens[-1].id in (-1, *self.stop_ids[item.slot]) for tokens, item in zip(chosen, work, strict=True)):
                 break
         self.bursts.append(step + 1)
         outcomes = [Outcome(tokens[0], (), tuple(tokens[1:])) for tokens in chosen]

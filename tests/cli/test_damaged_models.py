@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from trirun_cli.errors import InputError
 from trirun_cli.model_dir import weight_files
+from trirun_cli.pretrained import load_pretrained
 from trirun_cli.runtime.weight_memory import StoredTensors
 
 
@@ -76,6 +79,59 @@ def test_a_tensor_that_is_not_there(trirun, packed, copy_of, name):
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
     code, _, err = trirun("generate", "-c", damaged, "-p", "x", "--device", "cpu")
     assert code == 3 and len(one_line(err)) == 1 and f"holds no {name}" in err
+
+
+def change_tensors(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(UP), f"holds no {UP}"),
+        (lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name], "and 7 more tensors"),
+        (lambda tensors: tensors.update({UP: tensors[UP][:100].clone()}), "[100, 128], config.json says [192, 128]"),
+    ],
+)
+@pytest.mark.parametrize("command", [("generate", "-p", "x", "-q", "-c"), ("eval", "-c")])
+def test_nothing_is_made_up_in_the_place_of_a_tensor(trirun, plain_model, copy_of, command, change, message):
+    damaged = copy_of(plain_model)
+    change_tensors(damaged, change)
+    code, out, err = trirun(*command, damaged, "--device", "cpu")
+    assert code == 3 and out == "" and message in err and len(err.strip().splitlines()) == 1
+
+
+def test_nothing_is_made_up_beside_packed_weights(trirun, packed, copy_of):
+    damaged = copy_of(packed)
+    change_tensors(damaged, lambda tensors: tensors.pop("model.norm.weight"))
+    code, _, err = trirun("generate", "-c", damaged, "-p", "x", "--device", "cpu", "--engine", "transformers")
+    assert code == 3 and "holds no model.norm.weight" in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("options", [(), ("--temperature", 1), ("--engine", "transformers", "--temperature", 1)])
+def test_a_weight_that_is_infinite(trirun, packed, copy_of, options):
+    damaged = copy_of(packed)
+    change_tensors(damaged, lambda tensors: tensors["model.norm.weight"][3:4].fill_(torch.inf))
+    code, out, err = trirun("generate", "-c", damaged, "-p", "x", "-q", "--device", "cpu", *options)
+    assert code == 3 and out == "x\n" and err.startswith("error: the model's logits are not finite")
+    (damaged / "prompts.txt").write_text("a\nb\n")
+    code, _, err = trirun("generate", "-c", damaged, "--prompts-file", damaged / "prompts.txt", "-q", *options)
+    assert code == 3 and len(one_line(err)) == 1
+
+
+def test_experts_that_are_incomplete(tmp_path):
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), 16)
+    counts = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_local_experts"), 2)
+    MixtralForCausalLM(MixtralConfig(**sizes, **counts)).save_pretrained(tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.pop(next(name for name in tensors if "experts.1" in name)))
+    with pytest.raises(InputError, match="as those of experts, differ in number or shape"):
+        load_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("content", ['{"weight_map": {"a": 3}}', '{"weight_map": {}}', "[]"])

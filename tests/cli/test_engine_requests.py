@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from tests.cli.mock_runner import MockRunner, continuation, request, run_all, submit
+from tests.cli import mock_runner
+from tests.cli.mock_runner import MockBurstRunner, MockRunner, continuation, request, run_all, submit
 from trirun_cli.runtime.engine.engine import Engine
 from trirun_cli.runtime.engine.request import EngineStopped, FinishReason, QueueFull
 
@@ -84,6 +85,19 @@ def test_a_failing_runner_ends_every_request(lookahead):
         submit(engine, 9, [1])
     engine.abort("1")
     engine.close()
+
+
+@pytest.mark.parametrize("kind", [MockRunner, MockBurstRunner])
+def test_logits_that_are_not_finite_end_their_request_alone(kind, monkeypatch):
+    after = mock_runner.token_after
+    monkeypatch.setattr(mock_runner, "token_after", lambda held: -1 if held[0] == 7 and len(held) > 3 else after(held))
+    engine = Engine(kind(slots=2))
+    early, late, other = submit(engine, 1, [7] * 4, 9), submit(engine, 2, [7], 9), submit(engine, 3, [8], 9)
+    run_all(engine)
+    for lost, count in ((early, 0), (late, 3)):
+        assert lost.finish == FinishReason.ERROR and "not finite" in lost.events[-1].error
+        assert len(lost.tokens) == lost.events[-1].usage.generated_tokens == count and -1 not in lost.tokens
+    assert other.finish == FinishReason.LENGTH and other.tokens == continuation([8], 9) and engine.alive
 
 
 def test_a_failure_on_the_engines_thread():

@@ -62,6 +62,13 @@ def test_the_context_is_the_limit():
         run(model, [100])
 
 
+def test_logits_that_are_not_finite():
+    model = ScriptedModel([5])
+    model.forward = lambda tokens: torch.full((1, model.vocab_size), torch.nan)
+    with pytest.raises(InputError, match="logits are not finite"):
+        run(model, [1])
+
+
 @pytest.fixture(scope="module")
 def tokenizer(plain_model):
     return load_tokenizer(plain_model)

@@ -58,7 +58,7 @@ def test_a_run_is_taken_up_where_it_stopped(trirun, packed, prompts_file, tmp_pa
     assert len(whole) == 6
     code, _, err = trirun(*options)
     assert code == 2 and "exists" in err and lines(out) == whole
-    kept = "".join(out.read_text().splitlines(keepends=True)[:2])
+    kept = "".join([line for line in out.read_text().splitlines(keepends=True) if '"text"' in line][:2])
     out.write_text(kept + '{"index": 5, "prompt": "In the mor')
     code, _, err = trirun(*options, "--resume")
     assert "2 of 6 prompts are answered already" in err and lines(out) == whole
@@ -103,6 +103,9 @@ def test_one_document_of_everything(trirun, packed, tmp_path):
         (("--prompt", "a"), 2, "one is enough"),
         (("--resume",), 2, "--resume needs the --out"),
         (("--batch", "0"), 2, "--batch 0"),
+        (("--overwrite",), 2, "--overwrite needs the --out"),
+        (("--out", "a.jsonl", "--resume", "--overwrite"), 2, "contradict"),
+        (("--chat",), 3, "no chat template"),
     ],
 )
 def test_options_that_contradict(trirun, packed, prompts_file, options, code, message):
@@ -146,7 +149,48 @@ def test_ctrl_c_keeps_what_is_finished(trirun, packed, tmp_path, monkeypatch):
     assert [entry["prompt"] for entry in lines(out)] == [f"Prompt {i}" for i in range(20)]
 
 
+@pytest.mark.parametrize("option", [("--batch", 4), ("--overwrite",), ("--out", "a.jsonl"), ("--resume",)])
+def test_options_of_many_prompts_go_with_no_single_one(trirun, packed, option):
+    code, out, err = trirun("generate", "-c", packed, "-p", "x", *option)
+    assert code == 2 and out == "" and "belong to --prompts-file" in err
+
+
+def test_a_refusal_is_no_answer_to_be_kept(trirun, packed, prompts_file, tmp_path, monkeypatch):
+    out = tmp_path / "answers.jsonl"
+    options = ("generate", "-c", packed, "--prompts-file", prompts_file, "--out", out, *SAMPLED)
+    assert trirun(*options)[0] == 1
+    before = lines(out)
+    code, _, err = trirun(*options, "--resume")
+    assert code == 1 and "5 of 6 prompts are answered already" in err and "1 of 6 prompts were refused" in err
+    assert lines(out) == before
+    monkeypatch.setattr("trirun_cli.runtime.text.token_ids", lambda *args, **kwargs: [5, 6, 7])
+    assert trirun(*options, "--resume")[0] == 0
+    after = lines(out)
+    assert after[3]["text"] and after[:3] + after[4:] == before[:3] + before[4:] and len(after) == 6
+    code, _, err = trirun(*options, "--resume")
+    assert code == 0 and "6 of 6" in err and [file.name for file in tmp_path.glob("*answers*")] == [out.name]
+
+
+def test_answers_of_another_model_or_precision_are_not_taken_up(trirun, packed, copy_of, tmp_path):
+    model, out = copy_of(packed), tmp_path / "answers.jsonl"
+    (tmp_path / "prompts.txt").write_text("The sea\n")
+    options = ("generate", "-c", model, "--prompts-file", tmp_path / "prompts.txt", "--out", out, "-n", 3, "--resume")
+    assert trirun(*options)[0] == trirun(*options, "--batch", 2)[0] == 0
+    for other in (("--act-bits", 8), ("--dtype", "bfloat16"), ("--engine", "transformers"), ("--ctx", 64)):
+        code, _, err = trirun(*options, *other)
+        assert code == 2 and "other settings" in err
+    data = bytearray((model / "model.safetensors").read_bytes())
+    data[-2] ^= 1
+    (model / "model.safetensors").write_bytes(data)
+    assert trirun(*options)[0] == 2
+
+
 def test_a_file_without_prompts_is_said_so(trirun, packed, tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     code, out, err = trirun("generate", "-c", packed, "--prompts-file", tmp_path / "empty.txt", "--out", tmp_path / "a")
     assert code == 0 and out == "" and "holds no prompt" in err and not (tmp_path / "a").exists()
+    # Answers that are to be replaced are, be it by none.
+    (tmp_path / "a").write_text("{}\n")
+    options = ("--prompts-file", tmp_path / "empty.txt", "--out", tmp_path / "a")
+    assert trirun("generate", "-c", packed, *options)[0] == 2 and (tmp_path / "a").exists()
+    assert trirun("generate", "-c", packed, *options, "--overwrite")[0] == 0 and not (tmp_path / "a").exists()

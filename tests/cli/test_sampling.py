@@ -45,6 +45,17 @@ def test_distribution():
     np.testing.assert_allclose(distribution(LOGITS, min_p=0.2), two, rtol=1e-6)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"logprobs": 2}, {"repetition_penalty": 1.2}])
+def test_logits_that_are_not_finite_give_no_token(bad, params):
+    logits = LOGITS.copy()
+    logits[2] = bad
+    assert draw(logits, 2, **params) == [-1, -1]
+    logits[2] = -np.inf
+    assert draw(logits, 1, **params)[0] in (0, 1, 3)
+    assert draw(np.full_like(LOGITS, -np.inf), 1, **params) == [-1]
+
+
 def test_a_nucleus_larger_than_the_first_search(p=0.9):
     logits = np.random.default_rng(0).normal(size=5000).astype(np.float32)
     order = np.argsort(-logits, kind="stable")

@@ -29,6 +29,7 @@ from .generation_options import (
 from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, KvCacheDType, Quiet, Tf32, check_machine
 
 _MANY = "Many prompts"
+_BATCH = 16
 
 
 def command(
@@ -62,7 +63,9 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace --out if it is there.", rich_help_panel=_MANY)
     ] = False,
-    batch: Annotated[int, typer.Option(help="Prompts that run at once.", rich_help_panel=_MANY)] = 16,
+    batch: Annotated[
+        int | None, typer.Option(help=f"Prompts that run at once. Default: {_BATCH}.", rich_help_panel=_MANY)
+    ] = None,
     context: Context = None,
     device: Device = "auto",
     dtype: DType = "auto",
@@ -128,12 +131,12 @@ def command(
             stats=stats,
             machine=machine,
             out=out,
-            batch=batch,
+            batch=_BATCH if batch is None else batch,
             resume=resume,
             overwrite=overwrite,
         )
-    if out is not None or resume:
-        raise UsageError("--out and --resume belong to --prompts-file")
+    if out is not None or resume or overwrite or batch is not None:
+        raise UsageError("--out, --resume, --overwrite and --batch belong to --prompts-file")
 
     from ..runtime.completion import Prompt, complete, interruptions
     from ..runtime.engine.opening import open_engine
@@ -151,16 +154,18 @@ def command(
     console.note(f"{checkpoint} on {model.name}")
     if not use_chat:
         console.text(text, end="")
-    with interruptions() as interrupted:
-        (done,) = complete(
-            model,
-            tokenizer,
-            [Prompt("0", ids, params)],
-            stop_ids(checkpoint),
-            on_text=lambda _, piece: console.text(piece, end=""),
-            interrupted=interrupted,
-        )
-    console.text("")
+    try:
+        with interruptions() as interrupted:
+            (done,) = complete(
+                model,
+                tokenizer,
+                [Prompt("0", ids, params)],
+                stop_ids(checkpoint),
+                on_text=lambda _, piece: console.text(piece, end=""),
+                interrupted=interrupted,
+            )
+    finally:
+        console.text("")
     console.json("generate/1", {"prompt": text, "text": done.text, **answer_facts(done), "engine": model.name})
     if stats:
         console.note(answer_speed(done))

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ..runtime.completion import Completion
     from ..runtime.sampling import SamplingParams
 
+# What of the machine changes no answer, or what a run may have to be continued without.
+_SAME_ANSWERS = ("device", "compiled")
+
 
 def generate_many(
     console: Console,
@@ -38,23 +41,30 @@ def generate_many(
         TrirunError: prompts were refused; the others are answered, and each refusal stands in place of its answer.
         KeyboardInterrupt: Ctrl-C, after what was finished has been written.
     """
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite contradict each other")
     if resume and out is None:
         raise UsageError("--resume needs the --out of the run that it continues")
+    if overwrite and out is None:
+        raise UsageError("--overwrite needs the --out that it replaces")
     if batch < 1:
         raise UsageError(f"--batch {batch}: at least 1")
     from ..runtime.completion import Prompt, complete, interruptions
     from ..runtime.engine.opening import open_engine
     from ..runtime.engine.request import FinishReason, Request
     from ..runtime.generation import stop_ids
-    from ..runtime.prompt_files import AnswerFile, read_prompts
-    from ..runtime.text import encode_prompt, quick_tokenizer
+    from ..runtime.prompt_files import AnswerFile, model_identity, read_prompts
+    from ..runtime.text import encode_prompt, quick_tokenizer, require_chat_template
 
     prompts = read_prompts(prompts_file)
     if not prompts:
         console.warn(f"{prompts_file} holds no prompt")
     tokenizer = quick_tokenizer(checkpoint, chat=chat is not False)
     use_chat = bool(tokenizer.chat_template) if chat is None else chat
-    settings = {"checkpoint": checkpoint.name, "chat": use_chat, **asdict(params)}
+    if use_chat:
+        require_chat_template(tokenizer)
+    precision = {name: value for name, value in machine.items() if name not in _SAME_ANSWERS}
+    settings = {"model": model_identity(checkpoint), "chat": use_chat, **precision, **asdict(params)}
     # With --json the answers are part of the one document.
     with closing(AnswerFile(out, settings, resume=resume, overwrite=overwrite, kept_back=console.as_json)) as answers:
         answers.check(prompts)
@@ -62,6 +72,7 @@ def generate_many(
         if len(open_prompts) < len(prompts):
             console.note(f"{out}: {len(prompts) - len(open_prompts)} of {len(prompts)} prompts are answered already")
         if not open_prompts:
+            answers.settle()
             return _report(console, answers.answers, [], 0.0, out, stats=stats, engine="")
 
         engine = open_engine(checkpoint, slots=min(batch, len(open_prompts)), **machine)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import InputError
 from .engine.engine import Engine
 from .engine.request import Event, FinishReason, Request, Usage
 from .sampling import SamplingParams
@@ -90,7 +91,8 @@ def complete(
         interrupted: asked after every step; once it says so, everything ends with what there is.
 
     Raises:
-        InputError: a prompt does not fit the model. What the engine's runner raises.
+        InputError: a prompt does not fit the model, or the model gives no finite logits. What the engine's runner
+            raises.
     """
     ends, writers = frozenset(stop_ids), {}
 
@@ -105,6 +107,8 @@ def complete(
     ending = False
     for event in engine.generate(requests()):
         stopped = writers[event.request_id].take(event)
+        if event.finish is FinishReason.ERROR:
+            raise InputError(event.error or "the engine failed")
         if event.finish is not None:
             yield writers.pop(event.request_id).completion(event)
         elif stopped:

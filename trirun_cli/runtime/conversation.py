@@ -67,7 +67,8 @@ class Conversation:
             the answer, and how many messages had to be left out.
 
         Raises:
-            InputError: the message alone is too long, or the template refuses it; the history is as before.
+            InputError: the message alone is too long, the template refuses it, or the model's logits are not finite;
+                the history is as before.
         """
         turns = [*self.messages, {"role": "user", "content": text}]
         room = self._engine.context - min(self._params.max_tokens, self._engine.context // 4)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from ..model_dir import read_config, read_json
 from .host_sampling import HostSampler
-from .sampling import SamplingParams
+from .sampling import NOT_FINITE, SamplingParams
 
 if TYPE_CHECKING:
     from .model import CausalLM
@@ -45,7 +45,8 @@ def generate_tokens(
         stats: filled in as the generation goes.
 
     Raises:
-        InputError: the prompt is longer than the context, or holds an id the model does not have.
+        InputError: the prompt is longer than the context, or holds an id the model does not have; or the logits are not
+            finite.
     """
     import torch
 
@@ -65,6 +66,8 @@ def generate_tokens(
     for step in range(limit):
         (chosen,) = sampler.sample(logits[-1:].float().cpu().numpy(), (0,))
         token = chosen.id
+        if token < 0:
+            raise InputError(NOT_FINITE)
         now = time.perf_counter()
         if step == 0:
             stats.first_token_s = now - started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 
@@ -92,7 +93,10 @@ class HostSampler:
         tokens = [Token(id) for id in logits.argmax(1).tolist()]
         for row, slot in enumerate(slots):
             state = self._states[slot]
-            if not state.plain:
+            # numpy takes what is no number for the largest.
+            if not isfinite(logits[row, tokens[row].id]):
+                tokens[row] = Token(-1)
+            elif not state.plain:
                 tokens[row] = self._choose(logits[row], state)
                 state.index += 1
         return tokens

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import QUANT_METHOD, load_checkpoint
-from ..errors import InputError, MissingError, UsageError, as_input_error
+from ..errors import InputError, MissingError, UsageError
 from ..model_dir import ModelDir
+from ..pretrained import load_pretrained
 from .dense import matmul_precision, pad_dense
 
 
@@ -170,7 +171,7 @@ def load_transformers(source: ModelDir, device: str, dtype: torch.dtype | None, 
         reason = f"is quantized by {source.quant_method!r}; trirun runs its own format and plain models"
         raise InputError(f"{source.path} {reason}")
     if source.quant_method is None:
-        return _load_plain(source, device, dtype)
+        return load_pretrained(source.path, device, dtype)
     model = load_checkpoint(source.path, device, dtype)
     if act_bits is not None:
         _set_act_bits(model, act_bits)
@@ -211,16 +212,6 @@ def pick_device(device: str) -> str:
     elif device != "cpu":
         raise UsageError(f"--device {device}: not one of auto, cpu, cuda, cuda:N")
     return device
-
-
-def _load_plain(source: ModelDir, device: str, dtype: torch.dtype | None) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    usual = torch.float32 if device == "cpu" else "auto"
-    with as_input_error(source.path):
-        return AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype or usual, device_map=device).eval()
 
 
 def _set_act_bits(model: Any, act_bits: int) -> None:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from ..checkpoint_writer import RECIPE_FILE
 from ..errors import InputError, UsageError
+from ..model_dir import weight_files
+
+# What decides a model's answers besides its weights; and how many bytes of a file are read, at how many places.
+_IDENTIFYING = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", RECIPE_FILE),
+)
+_SAMPLE, _SAMPLES = 2**14, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,8 @@ class AnswerFile:
     Args:
         path: the file; None is standard output, which holds nothing yet.
         settings: what answers depend on besides their prompts; a digest of it is in every line.
-        resume: keep what the file holds. overwrite: replace it when the first answer comes.
+        resume: keep what the file holds, but for refusals, which are no answers. overwrite: replace it when the first
+            answer comes.
         kept_back: write nothing to standard output; the answers are in ``answers`` only.
 
     Raises:
@@ -84,16 +95,13 @@ class AnswerFile:
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.answers: dict[int, dict[str, Any]] = {}
         self._file: IO[bytes] | None = None
+        # What the file shall hold before the first new answer, where that is not what it holds.
+        self._kept: bytes | None = None
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         # Opened before anything is computed, so that a place which cannot be written to is known at once.
-        self._file = open(path, "ab")  # noqa: SIM115 (stays open while the run lasts)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
-            raise InputError(f"{path} is in use by another run") from error
+        self._file = _locked(path)
         try:
             self._kept = self._begin(path, resume, overwrite)
         except BaseException:
@@ -116,11 +124,27 @@ class AnswerFile:
             sys.stdout.write(line)
             sys.stdout.flush()
         if self._file is not None:
-            if self._kept is not None:
-                self._file.truncate(self._kept)
-                self._kept = None
+            self.settle()
             self._file.write(line.encode())
             self._file.flush()
+
+    def settle(self) -> None:
+        """Make the file hold what is kept of it, and no more; :meth:`add` does it too."""
+        if self._path is None or self._file is None or self._kept is None:
+            return
+        if not self._kept:
+            self._file.truncate(0)
+        else:
+            # A run that is killed here leaves the file as it was.
+            place = self._path.resolve()
+            beside = place.with_name(f".{place.name}.new")
+            beside.unlink(missing_ok=True)
+            with self._file:
+                self._file = _locked(beside)
+                self._file.write(self._kept)
+                self._file.flush()
+                beside.replace(place)
+        self._kept = None
 
     def close(self) -> None:
         """Close the file; an empty one is removed."""
@@ -129,21 +153,20 @@ class AnswerFile:
                 self._path.unlink()
             self._file.close()
 
-    def _begin(self, path: Path, resume: bool, overwrite: bool) -> int | None:
-        """Where in the file the first answer goes, None at its end."""
+    def _begin(self, path: Path, resume: bool, overwrite: bool) -> bytes | None:
+        """What is kept of the file, None for all of it."""
         if path.stat().st_size == 0:
             return None
         if resume:
             return self._read(path)
         if not overwrite:
             raise UsageError(f"{path} exists", "--resume continues it, --overwrite replaces it")
-        return 0
+        return b""
 
-    def _read(self, path: Path) -> int:
-        content = path.read_bytes()
+    def _read(self, path: Path) -> bytes | None:
+        content, kept = path.read_bytes(), []
         # A line that a killed run left half-written is no answer; the first new one takes its place.
-        kept = content.rfind(b"\n") + 1
-        for number, line in enumerate(content[:kept].split(b"\n")[:-1], 1):
+        for number, line in enumerate(content.split(b"\n")[:-1], 1):
             try:
                 entry = json.loads(line)
                 index, settings = entry["index"], entry["settings"]
@@ -153,5 +176,36 @@ class AnswerFile:
                 raise UsageError(
                     f"{path} was written with other settings", "name another --out, or use the same options"
                 )
-            self.answers[index] = entry
-        return kept
+            if "error" not in entry:
+                self.answers[index] = entry
+                kept.append(line + b"\n")
+        left = b"".join(kept)
+        return None if left == content else left
+
+
+def _locked(path: Path) -> IO[bytes]:
+    file = open(path, "ab")  # noqa: SIM115 (stays open while the run lasts)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise InputError(f"{path} is in use by another run") from error
+    return file
+
+
+def model_identity(path: Path) -> str:
+    """A digest of what a model answers from; of large files, of samples alone.
+
+    Raises:
+        InputError: the index of its weights is damaged.
+    """
+    state = hashlib.sha256()
+    small = [path / name for name in _IDENTIFYING if (path / name).is_file()]
+    for file in small + weight_files(path):
+        with open(file, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            state.update(f"{file.name}\0{size}\0".encode())
+            for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
+                stream.seek(start)
+                state.update(stream.read(_SAMPLE))
+    return state.hexdigest()

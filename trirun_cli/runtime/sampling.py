@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from ..errors import UsageError
 
+# What is wrong where a token's id is -1.
+NOT_FINITE = "the model's logits are not finite numbers: a weight is damaged, or the precision too low"
 _MASK = 2**64 - 1
 
 
@@ -98,7 +100,8 @@ class SamplingParams:
 
 # A dataclass that is frozen takes twice as long to make, and a small model on a CPU makes one in 0.1 ms.
 class Token(NamedTuple):
-    """A token, its log-probability where asked for, and the likeliest ones (id, log-probability), likeliest first."""
+    """A token, its log-probability where asked for, and the likeliest ones (id, log-probability), likeliest first. Its
+    id is -1 where the logits were not finite."""
 
     id: int
     logprob: float | None = None

@@ -84,6 +84,12 @@ def token_ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
+def require_chat_template(tokenizer: Any) -> None:
+    """Raises InputError where a tokenizer has no chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError("this model's tokenizer has no chat template", "trirun generate continues plain text")
+
+
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
     """A conversation as the model reads it, up to where its answer begins.
 
@@ -93,8 +99,7 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
     Raises:
         InputError: the tokenizer has no chat template, or its template refuses the conversation.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError("this model's tokenizer has no chat template", "trirun generate continues plain text")
+    require_chat_template(tokenizer)
     from jinja2 import TemplateError
 
     try:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
 
 from ...errors import InputError
-from ..sampling import Token
+from ..sampling import NOT_FINITE, Token
 from .request import EngineStats, EngineStopped, Event, FinishReason, QueueFull, Request, Sink
 from .runner import BurstRunner, Outcome, Pending, Runner
 from .scheduler import SHARED_BURST_S, Scheduler, Share, Step
@@ -249,19 +249,13 @@ class Engine:
         tokens = (token, *outcome.more)
         sequence.computed += len(outcome.more)
         sequence.sampled += len(outcome.more)
-        # A burst takes no step after one that brings a stop id.
-        stopped = tokens[-1].id in request.stop_ids and not request.params.ignore_stop_ids
-        if stopped:
-            tokens = tokens[:-1]
-        sequence.tokens += [token.id for token in tokens]
+        tokens, reason = sequence.take(tokens)
         self._generated_tokens += len(tokens)
-        if stopped:
-            self._end(sequence, FinishReason.STOP, tokens, scores)
-        elif len(sequence.tokens) == len(request.prompt) + sequence.limit:
-            self._end(sequence, FinishReason.LENGTH, tokens, scores)
-        else:
+        if reason is None:
             usage = sequence.usage() if first else None
             self._tell(sequence, Event(request.id, tokens, prompt_logprobs=scores, usage=usage))
+        else:
+            self._end(sequence, reason, tokens, scores)
 
     def _end(
         self,
@@ -275,7 +269,8 @@ class Engine:
             del self._live[sequence.request.id]
             self._changed.notify_all()
         self._finished[reason] += 1
-        self._tell(sequence, Event(sequence.request.id, tokens, reason, None, scores, sequence.usage()))
+        error = NOT_FINITE if reason is FinishReason.ERROR else None
+        self._tell(sequence, Event(sequence.request.id, tokens, reason, error, scores, sequence.usage()))
 
     def _tell(self, sequence: Sequence, event: Event) -> None:
         try:

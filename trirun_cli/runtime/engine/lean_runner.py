@@ -34,7 +34,7 @@ class LeanRunner:
         self.slots, self.context = decoder.slots, decoder.context
         self.max_rows, self.vocab_size = decoder.max_rows, decoder.shape.vocab
         self.cache = SlotCache(self.slots, self.context, copy=decoder.native.copy_prefix)
-        self._sampler = HostSampler(self.slots, self.vocab_size, self._drawn)
+        self._sampler = HostSampler(self.slots, self.vocab_size, _drawn)
         # Committed as far as it is used.
         self._logits = np.empty((self.max_rows, self.vocab_size), np.float32)
         self._logits_array = Array.of(self._logits)
@@ -108,9 +108,7 @@ class LeanRunner:
         outcomes = []
         for row, slot in enumerate(slots):
             ids = chosen[row : done * rows : rows].tolist()
-            # A row of logits without a number ends the burst.
-            if ids[-1] < 0:
-                raise self._not_numbers()
+            # A row of logits without a number ends the burst, with -1 in the place of its token.
             self._last[slot] = ids[-1]
             token, *more = plain_tokens(ids)
             outcomes.append(Outcome(token, more=tuple(more)))
@@ -125,15 +123,6 @@ class LeanRunner:
             last[slot] = token.id
         return chosen
 
-    def _drawn(self, logits: np.ndarray, how: Draw) -> int:
-        token = draw(Array.of(logits), _draw_struct(how))
-        if token < 0:
-            raise self._not_numbers()
-        return token
-
-    def _not_numbers(self) -> FloatingPointError:
-        return FloatingPointError(f"{self.name}: logits that are not numbers")
-
     def _outcomes(self, logits: np.ndarray, work: Sequence[Work], slots: Sequence[int]) -> list[Outcome]:
         """Of a step in which some prompts are scored, or end without a token to sample."""
         scores, rows, first = [], [], 0
@@ -145,6 +134,10 @@ class LeanRunner:
             first = last + item.sample
         chosen = iter(self._choose(logits[rows], slots) if rows else ())
         return [Outcome(next(chosen) if item.sample else None, score) for item, score in zip(work, scores, strict=True)]
+
+
+def _drawn(logits: np.ndarray, how: Draw) -> int:
+    return draw(Array.of(logits), _draw_struct(how))
 
 
 def _draw_struct(how: Draw | None) -> DrawStruct:

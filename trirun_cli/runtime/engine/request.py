@@ -35,7 +35,7 @@ class Request:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: a stop id; max_tokens or the context's end; abort(); a failed runner."""
+    """Why a request ended: a stop id; max_tokens or the context's end; abort(); a failed runner or no finite logits."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from ..sampling import Token
-from .request import Request, Sink, Usage
+from .request import FinishReason, Request, Sink, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +50,19 @@ class Sequence:
     def generated(self) -> int:
         """Tokens generated and collected."""
         return len(self.tokens) - len(self.request.prompt)
+
+    def take(self, tokens: tuple[Token, ...]) -> tuple[tuple[Token, ...], FinishReason | None]:
+        """Take in sampled tokens; those of them that are text, and why it ends with them, or None."""
+        # A burst takes no step after one that brings a stop id, or no token at all.
+        params, last, reason = self.request.params, tokens[-1].id, None
+        if last < 0:
+            tokens, reason = tokens[:-1], FinishReason.ERROR
+        elif last in self.request.stop_ids and not params.ignore_stop_ids:
+            tokens, reason = tokens[:-1], FinishReason.STOP
+        self.tokens += [token.id for token in tokens]
+        if reason is None and self.generated == self.limit:
+            reason = FinishReason.LENGTH
+        return tokens, reason
 
     def take_scores(self, scores: tuple[Token, ...]) -> tuple[Token, ...] | None:
         """Take in log-probabilities of more prompt tokens; all of them, once, when they are complete."""
