@@ -12,8 +12,10 @@ from trirun_kernels.decoder_weights import LINEARS as NAMES
 from ..checkpoint import QUANT_METHOD, SCALE, Checkpoint
 from ..errors import InputError
 from ..model_dir import ModelDir
-from .decoder import EMBEDDING, FINAL_NORM, HEAD, LINEARS, NORMS
+from .decoder import FINAL_NORM, LINEARS, NORMS
 from .llama_config import NotLean, decoder_shape, longest_context, rotary_angles
+from .output_head import EMBEDDING, head_name
+from .weight_memory import StoredTensors
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -49,9 +51,9 @@ def load_model(
     bits = act_bits or (source.format.activation_bits if isinstance(source, Checkpoint) else 16)
     layers = [_layer(source, f"model.layers.{i}.", device, kind, bits) for i in range(shape.layers)]
     embedding = source.tensor(EMBEDDING).to(device, kind)
-    tied = config.get("tie_word_embeddings", False) or HEAD not in source
-    head = embedding if tied else source.tensor(HEAD).to(device, kind)
-    for name, tensor in ((EMBEDDING, embedding), (HEAD, head)):
+    output = head_name(config, StoredTensors(source.files))
+    head = embedding if output == EMBEDDING else source.tensor(output).to(device, kind)
+    for name, tensor in ((EMBEDDING, embedding), (output, head)):
         if tuple(tensor.shape) != (shape.vocab, shape.hidden):
             raise InputError(f"{path}: {name} is {list(tensor.shape)}, config.json says {[shape.vocab, shape.hidden]}")
     positions = min(longest, context or longest)

@@ -28,6 +28,7 @@ from ..checkpoint import SCALE, WEIGHT, ZERO, Format
 from ..errors import InputError
 from ..model_dir import read_json, weight_files
 from .llama_config import NotLean, chosen_context, decoder_shape, rotary_angles
+from .output_head import EMBEDDING, head_name
 from .weight_memory import StoredTensors, WeightMemory
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ NORMS = {
     "attention_sub_norm": "self_attn.attn_sub_norm.weight",
     "mlp_sub_norm": "mlp.ffn_sub_norm.weight",
 }
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
 # Rows of the head that are converted at a time.
 HEAD_ROWS = 256
 _FIRST_ROW = np.zeros(1, np.int64)
@@ -238,7 +239,7 @@ def decoder_weights(
     bare = [f"model.layers.{i}.{name}" for i in range(shape.layers) for name in LINEARS.values()]
     if missing := [module for module in bare if module + SCALE not in stored]:
         raise NotLean(f"{missing[0]} is not packed ({len(missing)} of {len(bare)} linear layers are not)")
-    head = EMBEDDING if config.get("tie_word_embeddings", False) or HEAD not in stored else HEAD
+    head = head_name(config, stored)
     norms = [f"model.layers.{i}.{NORMS[name]}" for i in range(shape.layers) for name in ("attention_norm", "mlp_norm")]
     needed = [module + WEIGHT for module in bare] + [EMBEDDING, FINAL_NORM, *norms]
     if lost := [name for name in needed if name not in stored]:
