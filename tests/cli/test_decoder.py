@@ -184,6 +184,8 @@ def test_old_rotary_settings_are_read():
     new, found = rotary_angles(base | {"rope_parameters": LLAMA3}, 64), rotary_angles(old_config, 64)
     assert np.array_equal(new[0], found[0]) and np.array_equal(new[1], found[1])
     assert not np.array_equal(new[0], rotary_angles(base, 64)[0])
+    both = rotary_angles(old_config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 64)
+    assert np.array_equal(new[0], both[0]) and np.array_equal(new[1], both[1])
 
 
 @pytest.mark.parametrize(
@@ -192,6 +194,8 @@ def test_old_rotary_settings_are_read():
         ({"model_type": "gpt_neox"}, "not gpt_neox"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
         ({"num_key_value_heads": 3}, "4 heads over 3"),
     ],
 )
@@ -205,7 +209,11 @@ def test_other_models_are_refused(change, message):
     [
         ({"model_type": "mistral", "sliding_window": 4096}, 4096),
         ({"model_type": "mistral", "sliding_window": None}, 32768),
+        ({"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False}, 4096),
+        ({"model_type": "mistral", "sliding_window": 64, "layer_types": ["full_attention"]}, 64),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 32768),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "layer_types": None}, 64),
+        ({"model_type": "qwen3", "sliding_window": 4096}, 32768),
         ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention"]}, 32768),
         ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
     ],
