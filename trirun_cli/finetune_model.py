@@ -35,7 +35,7 @@ from .finetune_publish import check, finishing, publish
 from .finetune_start import checkpoint_grids, load_start, with_grid
 from .model_dir import ModelDir
 from .resources import configs_dir
-from .runtime.model import pick_device
+from .runtime.model import longest_sequence, pick_device
 from .runtime.text import load_tokenizer
 from .skeleton import build, linear_modules
 
@@ -153,8 +153,8 @@ def plan_run(
     # Refuses a non-empty output before the long part.
     CheckpointWriter(out, source, overwrite=overwrite)
     skeleton = build(source)
-    context = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and recipe.seqlen > context:
+    context = longest_sequence(skeleton.config.get_text_config())
+    if recipe.seqlen > context:
         raise UsageError(f"--seqlen {recipe.seqlen}: the model's context ends at {context} tokens")
     linears = linear_modules(skeleton)
     if _from_checkpoint(recipe):

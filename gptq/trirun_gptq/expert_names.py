@@ -1,4 +1,4 @@
-"""Where an expert's layers lie in a model's files."""
+"""Where the tensors of a mixture of experts lie in a model's files."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def stored_as(name: str, files: Container[str]) -> tuple[str | None, Cut | None]
     Returns:
         (None, None) when it is not stored.
     """
-    # transformers renames Mixtral's blocks while it loads.
-    for candidate in (name, name.replace(".mlp.", ".block_sparse_moe.")):
+    # transformers renames Mixtral's blocks while it loads, and EXAONE's tensors beside the gate.
+    for candidate in (name, name.replace(".mlp.", ".block_sparse_moe."), name.replace(".mlp.gate.", ".mlp.")):
         if candidate in files:
             return candidate, None
         match = _EXPERT.fullmatch(candidate)

@@ -216,9 +216,21 @@ class Skeleton:
                 owner._parameters[key] = nn.Parameter(value, requires_grad=False)
             for key, buffer in owner._buffers.items():
                 if buffer is not None:
-                    stored = f"{base}.{key}"
-                    persistent = key not in owner._non_persistent_buffers_set and stored in self.source
-                    owner._buffers[key] = (self.source.read(stored) if persistent else buffer).to(device)
+                    name = f"{base}.{key}"
+                    persistent = key not in owner._non_persistent_buffers_set
+                    if persistent and stored_as(name, self.source)[0] is not None:
+                        buffer = self.source.read(name)
+                    elif persistent and recurse:
+                        self._require_no_other_name(name, module, prefix)
+                    owner._buffers[key] = buffer.to(device)
+
+    def _require_no_other_name(self, lost: str, module: nn.Module, prefix: str) -> None:
+        """Refuse a buffer that no file holds where one holds a tensor that nothing in the module takes: it may be this
+        one. Without any, the buffer is what the model makes it."""
+        taken = {stored_as(f"{prefix}.{name}", self.source)[0] for name in module.state_dict()}
+        others = (name for name in self.source.names if name.startswith(f"{prefix}.") and name not in taken)
+        if other := next(others, None):
+            raise QuantizationError(f"{self.source.directory}: tensor {lost} is missing, and nothing takes {other}")
 
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Linear]:

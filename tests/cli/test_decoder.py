@@ -17,10 +17,14 @@ from trirun_kernels.decoder_ops import Segment
 
 from tests.small_models import SIZES, save_ternary
 from trirun_cli.errors import InputError
+from trirun_cli.model_dir import read_json
 from trirun_cli.pack_model import pack_model
+from trirun_cli.runtime.cuda_weights import load_model
 from trirun_cli.runtime.decoder import LeanDecoder, LeanLM
 from trirun_cli.runtime.llama_config import NotLean, decoder_shape, longest_context, rotary_angles
 from trirun_cli.runtime.model import BatchLM
+from trirun_cli.runtime.output_head import embedding_names
+from trirun_cli.runtime.weight_memory import StoredTensors
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -50,6 +54,11 @@ def save_packed(family, change, out):
     """A random ternary model of a family, and its packed checkpoint in ``out``."""
     model, _, packed = save_ternary(family, change, out)
     return model, packed
+
+
+def change_config(directory, **change):
+    file = directory / "config.json"
+    file.write_text(json.dumps(read_json(file) | change))
 
 
 def error(found, expected):
@@ -90,6 +99,30 @@ def test_one_token_at_a_time(tmp_path):
     batch = lm.forward_batch([tokens[:30], tokens[:77]], [3, 1])
     assert torch.equal(batch[0], every[27:30]) and torch.equal(batch[1], every[76:77])
     assert torch.equal(lm.forward(tokens[50:60], last_only=False), every[50:60])
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_tied_heads_are_those_that_are_equal(differ, tmp_path):
+    """As transformers does: config.json may say that head and embedding are tied where the file holds two that differ,
+    be it in the last byte alone."""
+    _, packed = save_packed("llama", {"tie_word_embeddings": not differ}, tmp_path)
+    change_config(packed, tie_word_embeddings=True)
+    file = packed / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += 8 * differ
+    save_file(tensors, file, {"format": "pt"})
+    _, head = embedding_names(read_json(packed / "config.json"), StoredTensors([file]))
+    assert head == ("lm_head.weight" if differ else "model.embed_tokens.weight")
+    expected = AutoModelForCausalLM.from_pretrained(packed.parent / "model", dtype=torch.float32).eval()
+    expected.lm_head.weight = torch.nn.Parameter(tensors["lm_head.weight"].float())
+    tokens = torch.randint(3, 96, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        logits = expected(tokens.unsqueeze(0)).logits[0]
+    found = logits_of(LeanDecoder(packed, kv_dtype="float32", int8_head=False, threads=1), tokens, keep=20)
+    assert error(found, logits) < 1e-3
+    on_gpu = load_model(packed, device=torch.device("cpu"))
+    assert torch.equal(on_gpu.head[:96].float(), tensors["lm_head.weight"].half().float())
 
 
 def test_slots_are_independent_sequences(tmp_path):
@@ -151,6 +184,8 @@ def test_old_rotary_settings_are_read():
     new, found = rotary_angles(base | {"rope_parameters": LLAMA3}, 64), rotary_angles(old_config, 64)
     assert np.array_equal(new[0], found[0]) and np.array_equal(new[1], found[1])
     assert not np.array_equal(new[0], rotary_angles(base, 64)[0])
+    both = rotary_angles(old_config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 64)
+    assert np.array_equal(new[0], both[0]) and np.array_equal(new[1], both[1])
 
 
 @pytest.mark.parametrize(
@@ -159,6 +194,8 @@ def test_old_rotary_settings_are_read():
         ({"model_type": "gpt_neox"}, "not gpt_neox"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
         ({"num_key_value_heads": 3}, "4 heads over 3"),
     ],
 )
@@ -172,7 +209,11 @@ def test_other_models_are_refused(change, message):
     [
         ({"model_type": "mistral", "sliding_window": 4096}, 4096),
         ({"model_type": "mistral", "sliding_window": None}, 32768),
+        ({"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False}, 4096),
+        ({"model_type": "mistral", "sliding_window": 64, "layer_types": ["full_attention"]}, 64),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 32768),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "layer_types": None}, 64),
+        ({"model_type": "qwen3", "sliding_window": 4096}, 32768),
         ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention"]}, 32768),
         ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
     ],

@@ -8,6 +8,7 @@ from tests.small_models import SIZES, save_ternary
 from trirun_cli.errors import InputError
 from trirun_cli.runtime.engine.opening import open_engine
 from trirun_cli.runtime.engine.request import Request
+from trirun_cli.runtime.model import open_model
 from trirun_cli.runtime.sampling import SamplingParams
 
 LEAN = {
@@ -109,6 +110,19 @@ def test_compiled_models_write_the_same(tmp_path, monkeypatch):
     plain, through = (open_engine(tmp_path, device="cpu", slots=2, compiled=way, tf32=way) for way in (False, True))
     assert greedy(through)[0] == greedy(plain)[0]
     assert len(compiled) == 1
+
+
+def test_longrope_ends_at_the_length_of_its_first_training(tmp_path):
+    """With more tokens transformers turns the keys by other angles than those in the cache."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)], "rope_theta": 1e4}
+    rotary = {"rope_type": "longrope", **factors, "original_max_position_embeddings": 60}
+    config = AutoConfig.for_model("llama", **(SIZES | {"num_hidden_layers": 1, "rope_parameters": rotary}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert open_engine(tmp_path, device="cpu", slots=1).context == 60
+    assert open_engine(tmp_path, device="cpu", slots=1, context=50).context == 50
+    with pytest.raises(InputError, match=r"a context of 61 tokens; the model runs on up to 60 \(with LongRoPE"):
+        open_engine(tmp_path, device="cpu", slots=1, context=61)
+    assert open_model(tmp_path, device="cpu").max_positions == 60
 
 
 def test_models_without_a_key_value_cache_are_refused(tmp_path):

@@ -148,3 +148,46 @@ def test_an_expert_that_is_kept_goes_by_its_own_name(tmp_path):
     kept = written["model.layers.0.mlp.experts.1.up.weight"]
     assert torch.equal(kept, source["model.layers.0.mlp.experts.1.up_proj.weight"])
     assert "model.layers.0.mlp.experts.1.gate" in report.kept
+
+
+BIASED = {
+    "MiniMaxM2": ("block_sparse_moe", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "ExaoneMoe": ("mlp", MOE | {"first_k_dense_replace": 0, "sliding_window": 16}),
+}
+
+
+def save_with_biases(directory, family):
+    """A random model whose routers' biases are no zeros, as transformers saves it."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | BIASED[family][1])
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("family", BIASED)
+def test_buffers_are_found_under_their_stored_names(tmp_path, family):
+    model = save_with_biases(tmp_path, family)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert f"model.layers.1.{BIASED[family][0]}.e_score_correction_bias" in stored
+    found = dict(Skeleton(TensorSource(tmp_path)).load_block(1, torch.device("cpu")).named_buffers())
+    biases = {name: value for name, value in found.items() if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 1
+    for name, value in biases.items():
+        assert torch.equal(value, model.model.layers[1].get_buffer(name)) and value.any()
+
+
+def test_a_buffer_under_an_unknown_name_is_refused(tmp_path):
+    save_with_biases(tmp_path, "MiniMaxM2")
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    bias = stored.pop("model.layers.1.block_sparse_moe.e_score_correction_bias")
+    save_file(stored | {"model.layers.1.block_sparse_moe.expert_bias": bias}, file, {"format": "pt"})
+    with pytest.raises(QuantizationError, match=r"e_score_correction_bias is missing, and nothing takes .*expert_bias"):
+        Skeleton(TensorSource(tmp_path)).load_block(1, torch.device("cpu"))
+    save_file(stored, file, {"format": "pt"})
+    buffers = dict(Skeleton(TensorSource(tmp_path)).load_block(1, torch.device("cpu")).named_buffers())
+    assert not buffers["mlp.e_score_correction_bias"].any()

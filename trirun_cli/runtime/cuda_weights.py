@@ -13,7 +13,9 @@ from ..checkpoint import QUANT_METHOD, SCALE, Checkpoint
 from ..errors import InputError
 from ..model_dir import ModelDir
 from .decoder import FINAL_NORM, LINEARS, NORMS
-from .llama_config import NotLean, decoder_shape, embedding_names, longest_context, rotary_angles
+from .llama_config import NotLean, decoder_shape, longest_context, rotary_angles
+from .output_head import embedding_names
+from .weight_memory import StoredTensors
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -48,7 +50,7 @@ def load_model(
     kind = compute_dtype(config, dtype)
     bits = act_bits or (source.format.activation_bits if isinstance(source, Checkpoint) else 16)
     layers = [_layer(source, f"model.layers.{i}.", device, kind, bits) for i in range(shape.layers)]
-    names = embedding_names(config, source)
+    names = embedding_names(config, StoredTensors(source.files))
     embedding = source.tensor(names[0]).to(device, kind)
     head = embedding if names[1] == names[0] else source.tensor(names[1]).to(device, kind)
     for name, tensor in zip(names, (embedding, head), strict=True):

@@ -27,7 +27,8 @@ from trirun_kernels.decoder_weights import (
 from ..checkpoint import SCALE, WEIGHT, ZERO, Format
 from ..errors import InputError
 from ..model_dir import read_json, weight_files
-from .llama_config import NotLean, chosen_context, decoder_shape, embedding_names, rotary_angles
+from .llama_config import NotLean, chosen_context, decoder_shape, rotary_angles
+from .output_head import embedding_names
 from .weight_memory import StoredTensors, WeightMemory
 
 if TYPE_CHECKING:

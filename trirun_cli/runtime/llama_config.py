@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,22 +32,12 @@ _ROTARY_NUMBERS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Longer contexts are for the asking; a cache of this length is at hand without a thought.
 DEFAULT_CONTEXT = 8192
 
 
 class NotLean(ValueError):
     """Why a model cannot run on the lean decoder; transformers' own modelling can run it."""
-
-
-def embedding_names(config: dict[str, Any], stored: Container[str]) -> tuple[str, str]:
-    """Under which names the embedding and the output head are to be read. A tied model stores one tensor for both, by
-    the name of either."""
-    tied = config.get("tie_word_embeddings", False)
-    if tied and EMBEDDING not in stored and HEAD in stored:
-        return HEAD, HEAD
-    return EMBEDDING, EMBEDDING if tied or HEAD not in stored else HEAD
 
 
 def decoder_shape(config: dict[str, Any]) -> DecoderShape:
@@ -75,6 +65,9 @@ def decoder_shape(config: dict[str, Any]) -> DecoderShape:
     rotary = rotary_parameters(config)
     if rotary["rope_type"] not in ROTARY_TYPES:
         raise NotLean(f"rotary type {rotary['rope_type']!r} is not one of {', '.join(ROTARY_TYPES)}")
+    if rotary["partial_rotary_factor"] != 1:
+        # Of these families transformers turns the whole head for some rotary types and a part of it for others.
+        raise NotLean(f"partial_rotary_factor {rotary['partial_rotary_factor']!r}")
     return DecoderShape(
         layers=config["num_hidden_layers"],
         hidden=hidden,
@@ -83,7 +76,7 @@ def decoder_shape(config: dict[str, Any]) -> DecoderShape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=config["vocab_size"],
-        rotary_half=int(head_dim * rotary["partial_rotary_factor"]) // 2,
+        rotary_half=head_dim // 2,
         norm_eps=config.get("rms_norm_eps") or 1e-6,
         attention_scale=head_dim**-0.5,
         activation=ACTIVATIONS[activation],
@@ -96,10 +89,12 @@ def longest_context(config: dict[str, Any]) -> int:
     config = _with_family(config)
     _check_numbers(config, _OPTIONAL_COUNTS, int)
     longest, window = config.get("max_position_embeddings") or 2048, config.get("sliding_window")
-    if "layer_types" in config:
-        slides = "sliding_attention" in (config["layer_types"] or ())
+    if config.get("model_type") not in ("qwen2", "qwen3"):
+        slides = True  # Mistral's, in every layer, without a flag
+    elif config.get("layer_types"):
+        slides = "sliding_attention" in config["layer_types"]
     else:
-        slides = config.get("use_sliding_window", config.get("model_type") != "qwen2")
+        slides = config.get("use_sliding_window", False)
     return min(longest, window) if window and slides else longest
 
 
@@ -116,13 +111,14 @@ def chosen_context(config: dict[str, Any], asked: int | None) -> int:
 
 
 def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings of a config.json of any age: ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``.
+    """Rotary settings of a config.json of any age: ``rope_parameters``, or ``rope_theta`` with ``rope_scaling``; of
+    both the latter counts, as for transformers.
 
     Raises:
         InputError: they are no settings, or one that their type needs is missing or no number.
     """
     config = _with_family(config)
-    stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    stored = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(stored, dict):
         raise InputError(f"config.json: rotary settings are {stored!r}, not an object")
     found = dict(stored)

@@ -66,7 +66,7 @@ class TransformersLM:
         text = model.config.get_text_config()
         self.can_rewind = keeps_every_token(model)
         self.vocab_size = int(text.vocab_size)
-        self.max_positions = int(getattr(text, "max_position_embeddings", 2**31))
+        self.max_positions = longest_sequence(text)
         self.engine = f"transformers on {model.device}"
 
     def reset(self) -> None:
@@ -187,6 +187,16 @@ def first_positions(cache: Any, length: int) -> Any:
         if layer.is_initialized:
             layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
     return cache
+
+
+def longest_sequence(config: Any) -> int:
+    """Positions that a model runs on, by transformers' configuration of its text: its own, of LongRoPE those of its
+    first training. With a token beyond these, transformers turns every key of a forward pass by other angles than the
+    keys that are in the cache by then."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kinds = [rotary, *(kind for kind in rotary.values() if isinstance(kind, dict))]  # one for all layers, or by type
+    trained = [kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"]
+    return int(min(filter(None, [getattr(config, "max_position_embeddings", None), *trained, 2**31])))
 
 
 def keeps_every_token(model: Any) -> bool:

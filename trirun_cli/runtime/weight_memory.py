@@ -23,6 +23,8 @@ from ..errors import InputError
 # safetensors' names of the types a decoder reads.
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "I32": "int32"}
 ALIGNMENT = 256
+# Bytes of two tensors that are compared at a time.
+COMPARED_BYTES = 1 << 20
 
 
 class StoredTensors:
@@ -104,6 +106,24 @@ class StoredTensors:
                 if count == 0:
                     raise InputError(f"{path} is truncated: it ends inside {name}")
                 buffer, at = buffer[count:], at + count
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have one dtype, one shape and the same bytes.
+
+        Raises:
+            InputError: the file ends before they do.
+        """
+        if any(self._where[name][2][fact] != self._where[other][2][fact] for fact in ("dtype", "shape")):
+            return False
+        size = self.nbytes(name)
+        first, second = (bytearray(min(COMPARED_BYTES, size)) for _ in range(2))
+        for start in range(0, size, COMPARED_BYTES):
+            count = min(COMPARED_BYTES, size - start)
+            self.read_into(name, memoryview(first)[:count], start)
+            self.read_into(other, memoryview(second)[:count], start)
+            if first[:count] != second[:count]:
+                return False
+        return True
 
 
 class WeightMemory:

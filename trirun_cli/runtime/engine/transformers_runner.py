@@ -11,7 +11,7 @@ import torch
 from ...errors import InputError
 from ..dense import matmul_precision, pad_dense
 from ..host_sampling import HostSampler, token_logprobs
-from ..model import first_positions, keeps_every_token
+from ..model import first_positions, keeps_every_token, longest_sequence
 from .request import Request
 from .runner import Done, Outcome, Work
 from .slot_cache import SlotCache
@@ -27,7 +27,8 @@ class TransformersRunner:
         tf32: allow it for float32 products on a GPU. compiled: run through torch.compile, with sizes left open.
 
     Raises:
-        InputError: the model does not keep its past in a cache of keys and values.
+        InputError: the model does not keep its past in a cache of keys and values, or has fewer positions than
+            ``context``.
     """
 
     lookahead = 0
@@ -38,13 +39,16 @@ class TransformersRunner:
         if "past_key_values" not in signature(model.forward).parameters:
             raise InputError(f"{type(model).__name__} has no key-value cache, by which trirun runs models")
         text = model.config.get_text_config()
-        longest = int(getattr(text, "max_position_embeddings", 2**31))
+        longest = longest_sequence(text)
+        if context is not None and context > longest:
+            reason = f"the model runs on up to {longest} (with LongRoPE, original_max_position_embeddings)"
+            raise InputError(f"a context of {context} tokens; {reason}")
         if model.device.type == "cuda":
             pad_dense(model)
         self._model, self._caches = model, [None] * slots
         self._forward, self._tf32 = torch.compile(model, dynamic=True) if compiled else model, tf32
         self.name = f"transformers on {model.device}"
-        self.slots, self.context = slots, min(context or longest, longest)
+        self.slots, self.context = slots, context or longest
         self.max_rows, self.vocab_size = max(MAX_ROWS[model.device.type], slots), int(text.vocab_size)
         self.cache = SlotCache(slots, self.context, rewind=keeps_every_token(model))
         self._lengths = [0] * slots
