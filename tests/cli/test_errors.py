@@ -163,6 +163,7 @@ def test_options_that_make_no_sense(trirun, packed):
         (("generate", "-c", packed, "--batch", "0", "--prompts-file", "-"), "--batch 0"),
         (("serve", "-c", packed, "--threads", "100000"), "--threads 100000: this process may use"),
         (("serve", "-c", packed, "--port", "70000"), "--port 70000"),
+        (("serve", "-c", "nothing", "--served-model-name", ""), "--served-model-name '': no name"),
         (("generate", "-c", packed, "-p", "x", "--device", "cuda:x"), "--device cuda:x: not one of"),
         (("nonsense",), "No such command"),
     ]:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from trirun_cli.interrupts import Interrupts, importing
+from trirun_cli.runtime.completion import interruptions
 
 SWALLOWING = """
 import sys, time
@@ -71,6 +72,17 @@ def test_an_ignored_interrupt_stays_ignored(tmp_path):
     assert process.stdout.readline() == "imported\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=20)[0] == "stopped\n"
+
+
+def test_an_ignored_interrupt_does_not_end_an_answer():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruptions() as interrupted:
+            signal.raise_signal(signal.SIGINT)
+            assert not interrupted()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_outside_of_imports_the_signal_is_answered_at_once():

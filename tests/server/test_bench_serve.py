@@ -177,12 +177,21 @@ def test_a_server_of_its_own(bench, checkpoint):
         (("http://127.0.0.1:1",), 3, "no OpenAI-compatible server"),
         (("nonsense",), 3, "no OpenAI-compatible server"),
         (("http://127.0.0.1:1", "--prompt-words", "100000000"), 3, "words"),
-        (("--checkpoint", "/nothing", "--requests", "1"), 1, "the server did not start: exit code 3"),
+        (("--checkpoint", "/nothing", "--requests", "1"), 3, "error: /nothing: no such directory\n"),
+        (("--checkpoint", "x", "--serve-options", "--bogus"), 2, "error: --serve-options --bogus: No such option"),
+        (("--checkpoint", "x", "--serve-options", "--port y"), 2, "error: --serve-options --port y: Invalid value"),
     ],
 )
 def test_bad_calls(bench, arguments, code, words):
     got, _, err = bench(*arguments)
-    assert got == code and words in err
+    assert got == code and words in err and err.count("error:") == 1
+
+
+def test_a_server_that_does_not_start_has_said_why(checkpoint, capfd):
+    with pytest.raises(SystemExit) as stop:
+        ServerProcess(checkpoint, ["--max-batch", "0"])
+    assert stop.value.code == 2
+    assert capfd.readouterr().err == "error: --max-batch 0: at least 1\n"
 
 
 def test_an_interrupt_while_its_server_starts_ends_the_server(checkpoint, monkeypatch):

@@ -11,6 +11,8 @@ import typer
 
 from ..console import Console, bytes_text
 from ..errors import CheckFailed, MissingError, TrirunError, UsageError
+from ..hub import local_model
+from . import serve
 from .options import Json, Quiet
 
 if TYPE_CHECKING:
@@ -81,10 +83,7 @@ def command(
     for name, value in positive.items():
         if value is not None and not 0 < value < 1e9:
             raise UsageError(f"{name} {value:g}: more than 0" + (", and an end" if value > 0 else ""))
-    try:
-        options = shlex.split(serve_options)
-    except ValueError as error:
-        raise UsageError(f"--serve-options {serve_options}: {error}") from None
+    options = _serve_options(serve_options)
     try:
         from ..runtime.serve_bench import Load, pick_prompts
     except ModuleNotFoundError as error:
@@ -106,9 +105,11 @@ def command(
     if url is not None:
         document = _measure(console, url, api_key, load, check)
     else:
+        from ..model_dir import read_config
         from ..runtime.server_process import ServerProcess
 
         assert checkpoint is not None
+        read_config(local_model(checkpoint, console))
         console.note(f"starting a server on {checkpoint}")
         with ServerProcess(checkpoint, options) as server:
             document = _measure(console, server.url, api_key, load, check)
@@ -120,6 +121,26 @@ def command(
         raise CheckFailed(f"{len(wrong)} of {prompts} prompts were answered otherwise than alone, as prompt {wrong[0]}")
     if document["errors"]:
         raise TrirunError(f"{sum(document['errors'].values())} of {document['requests']} requests failed")
+
+
+def _serve_options(given: str) -> list[str]:
+    """Options of ``trirun serve``, its command line's rules kept.
+
+    Raises:
+        UsageError: they are not.
+    """
+    # click's, which typer keeps in different places.
+    misuse: Any = typer.BadParameter.__base__
+    parser = typer.Typer()
+    parser.command()(serve.command)
+    try:
+        options = shlex.split(given)
+        typer.main.get_command(parser).make_context("serve", ["--checkpoint", "", *options])
+    except ValueError as error:
+        raise UsageError(f"--serve-options {given}: {error}") from None
+    except misuse as error:
+        raise UsageError(f"--serve-options {given}: {error.format_message()}") from None
+    return options
 
 
 def _measure(console: Console, url: str, api_key: str | None, load: Load, check: bool) -> dict[str, Any]:

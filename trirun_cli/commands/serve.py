@@ -89,6 +89,9 @@ def command(
         raise UsageError(f"--stream-interval {stream_interval:g}: milliseconds from 0 to 10000")
     if not 0 <= port < 65_536:
         raise UsageError(f"--port {port}: from 0 to 65535")
+    for name in served_model_name or ():
+        if not name.strip() or not name.isprintable():
+            raise UsageError(f"--served-model-name {name!r}: no name of printable characters")
     key = _key(api_key, api_key_file)
     template = None if chat_template is None else _text(chat_template)
     console = Console(as_json=json, quiet=quiet)

@@ -122,7 +122,8 @@ def complete(
 @contextmanager
 def interruptions() -> Iterator[Callable[[], bool]]:
     """Within it, a first Ctrl-C only makes what it gives say True, so that a step ends as a step should; a second one
-    interrupts as ever. Elsewhere than on the main thread Ctrl-C never comes."""
+    interrupts as ever. Elsewhere than on the main thread Ctrl-C never comes, and ignored, as for a job in the
+    background, it stays ignored."""
     met = False
 
     def meet(signum: int, frame: Any) -> None:
@@ -130,7 +131,7 @@ def interruptions() -> Iterator[Callable[[], bool]]:
         met = True
         signal.signal(signal.SIGINT, before)
 
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         yield lambda: False
         return
     before = signal.signal(signal.SIGINT, meet)

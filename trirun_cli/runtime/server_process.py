@@ -24,7 +24,7 @@ class ServerProcess:
         checkpoint: what it serves. options: further options of ``trirun serve``.
 
     Raises:
-        TrirunError: it did not start; what it wrote has been shown on stderr.
+        SystemExit: it did not start and has said why on stderr; with its exit code. TrirunError: it was ended.
     """
 
     def __init__(self, checkpoint: Path, options: Sequence[str] = ()) -> None:
@@ -54,14 +54,21 @@ class ServerProcess:
         self._end(60 if kind is None else 5)
 
     def _wait_until_ready(self) -> dict[str, Any]:
-        """The document that the server prints when it takes requests."""
+        """The document that the server prints when it takes requests.
+
+        Raises:
+            SystemExit, TrirunError: it has ended.
+        """
         lines = []
         assert self._process.stdout is not None
         for line in self._process.stdout:
             lines.append(line)
             if line == "}\n":
                 return json.loads("".join(lines))
-        raise TrirunError(f"the server did not start: exit code {self._process.wait()}")
+        code = self._process.wait()
+        if code > 0:
+            raise SystemExit(code)
+        raise TrirunError(f"the server did not start: {f'signal {-code}' if code else 'it was told to stop'}")
 
     def _end(self, patience_s: float) -> None:
         self._process.terminate()
