@@ -36,6 +36,8 @@ def test_shapes_mix_lists_and_sizes_without_repeats():
 def test_unknown_shapes_are_named(word):
     with pytest.raises(UsageError, match="neither NxK nor one of default"):
         parse_shapes(f"64x128,{word}", "cpu")
+    with pytest.raises(UsageError, match="neither NxK nor one of default"):
+        parse_shapes(word, "cpu")
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "two", "", "²", "1_0", "9" * 10])

@@ -152,6 +152,8 @@ def test_plot(trirun, tmp_path):
     "options, message",
     [
         ((), "or --shape"),
+        (("DIR", "--group-size", "64"), "--group-size belongs to --shape"),
+        (("--shape", "tiny", "--group-size", "0"), "--group-size 0"),
         (("--shape", "tiny", "--batch", "x"), "--batch x"),
         (("--shape", "tiny", "--kv-cache-dtype", "auto,fp8"), "auto,fp8"),
         (("--shape", "tiny", "--kv-cache-dtype", "int8", "--device", "cpu"), "of a GPU"),

@@ -48,7 +48,7 @@ def open_engine(
 
     Raises:
         InputError: the directory cannot be loaded, or not on that engine, or the context is longer than the model's.
-        UsageError: slots or context are below 1, or an option does not go with the device.
+        UsageError: slots or context are below 1, or an option does not go with the device or the engine.
         MissingError: the device is not there.
         OutOfMemoryError: the cache does not fit.
     """
@@ -59,6 +59,9 @@ def open_engine(
     longest = config.get("max_position_embeddings")
     if context is not None and isinstance(longest, int) and context > longest:
         raise InputError(f"{path}: a context of {context} tokens; the model's own is {longest}")
+    for option, given in (("--tf32", tf32), ("--compile", compiled)):
+        if given and engine == "lean":
+            raise UsageError(f"{option} is for transformers, not for --engine lean")
     if accumulate != "fp32":
         from ..accumulation import check_accumulation
 
