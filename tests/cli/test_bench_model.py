@@ -164,6 +164,11 @@ def test_contradictions_are_named(trirun, options, message):
     assert code == 2 and message in " ".join(err.split())
 
 
+def test_a_context_that_the_model_does_not_have(trirun, packed):
+    code, out, err = trirun("bench", "model", packed, "--device", "cpu", "--context", "64,128")
+    assert code == 2 and not out and "--context 128: " in err and "attends to 128 positions at once" in err
+
+
 def test_the_usual_context_leaves_room_for_a_token(trirun, packed):
     code, out, err = trirun("bench", "model", packed, "--device", "cpu", "--batch", "1", "--seconds", "0.01", "--json")
     assert code == 0, err
