@@ -1,6 +1,7 @@
 """trirun bench: shapes, checks before timings, the table, the JSON document and the plot."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def test_shapes_mix_lists_and_sizes_without_repeats():
 def test_unknown_shapes_are_named(word):
     with pytest.raises(UsageError, match="neither NxK nor one of default"):
         parse_shapes(f"64x128,{word}", "cpu")
+    with pytest.raises(UsageError, match="neither NxK nor one of default"):
+        parse_shapes(word, "cpu")
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "two", "", "²", "1_0", "9" * 10])
@@ -117,6 +120,7 @@ def test_json_document(trirun):
     assert document["machine"]["read_gbps"] > 0 and document["machine"]["peak_tflops"] > 0
     assert [(r["n"], r["k"], r["m"]) for r in document["results"]] == [(128, 256, 2), (70, 200, 2)]
     for result in document["results"]:
+        assert result["accumulate"] == "fp32"
         assert result["relative_error"] <= result["allowed_error"]
         assert result["us"] > 0 and result["floor_us"] > 0
         assert result["speedup_torch"] == pytest.approx(min(result["peers_us"].values()) / result["us"])
@@ -129,6 +133,20 @@ def test_json_document(trirun):
 def test_bad_options_are_refused(trirun, arguments):
     code, out, err = trirun("bench", "kernels", *QUICK, "--m", "1", *arguments)
     assert code == 2 and arguments[0] in err and not out
+
+
+def test_fp16_sums_are_refused_on_a_cpu_and_named_elsewhere(trirun, monkeypatch):
+    options = ("bench", "kernels", "--shapes", "64x128", "--m", "1", "--seconds", "0.001", "-q", "--dtype", "float16")
+    code, out, err = trirun(*options, "--device", "cpu", "--accumulate", "fp16")
+    assert code == 2 and not out and "--accumulate fp16: fp16 sums are for GPUs, this is a CPU" in err
+
+    def run_in_fp16(*arguments, accumulate, **settings):
+        return (replace(result, accumulate="fp16") for result in right(*arguments, **settings))
+
+    right = kernel_bench.run
+    monkeypatch.setattr(kernel_bench, "run", run_in_fp16)
+    code, out, _ = trirun(*options, "--device", "cpu")
+    assert code == 0 and "float16, sums in fp16; medians" in out
 
 
 def test_nothing_is_timed_while_the_check_is_red(monkeypatch):

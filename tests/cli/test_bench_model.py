@@ -152,6 +152,8 @@ def test_plot(trirun, tmp_path):
     "options, message",
     [
         ((), "or --shape"),
+        (("DIR", "--group-size", "64"), "--group-size belongs to --shape"),
+        (("--shape", "tiny", "--group-size", "0"), "--group-size 0"),
         (("--shape", "tiny", "--batch", "x"), "--batch x"),
         (("--shape", "tiny", "--kv-cache-dtype", "auto,fp8"), "auto,fp8"),
         (("--shape", "tiny", "--kv-cache-dtype", "int8", "--device", "cpu"), "of a GPU"),
@@ -160,6 +162,11 @@ def test_plot(trirun, tmp_path):
 def test_contradictions_are_named(trirun, options, message):
     code, _, err = trirun("bench", "model", *options)
     assert code == 2 and message in " ".join(err.split())
+
+
+def test_a_context_that_the_model_does_not_have(trirun, packed):
+    code, out, err = trirun("bench", "model", packed, "--device", "cpu", "--context", "64,128")
+    assert code == 2 and not out and "--context 128: " in err and "attends to 128 positions at once" in err
 
 
 def test_the_usual_context_leaves_room_for_a_token(trirun, packed):

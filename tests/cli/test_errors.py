@@ -157,6 +157,14 @@ def test_options_that_make_no_sense(trirun, packed):
         (("eval", "-c", packed, "--tasks", "nonsense"), "known tasks are"),
         (("eval",), "give --checkpoint"),
         (("eval", "-c", packed, "--window", "0"), "--window 0: at least 2"),
+        (("eval", "-c", packed, "-t", "piqa", "--text", "x"), "--text: no task of --tasks piqa uses it"),
+        (("eval", "-c", packed, "-t", "piqa,mmlu", "--window", "7"), "--window: no task of --tasks piqa,mmlu uses it"),
+        (("eval", "-c", packed, "-t", "wikitext2", "--text", "x"), "--text: no task"),
+        (("eval", "-c", packed, "--data-dir", "."), "--data-dir: no task of --tasks perplexity uses it"),
+        (("eval", "-c", packed, "--num-fewshot", "5"), "--num-fewshot: no task"),
+        (("eval", "-c", packed, "--seed", "0"), "--seed: no task"),
+        (("eval", "-c", packed, "--batch-size", "4"), "--batch-size: no task"),
+        (("eval", "-c", packed, "--chat-template"), "--chat-template: no task"),
         (("eval", "-c", packed, "-m", packed, "--max-ratio", "nan"), "--max-ratio nan"),
         (("generate", "-c", packed, "-p", "x", "--ctx", "0"), "--ctx 0: at least 1"),
         (("chat", "-c", packed, "--ctx", "-1"), "--ctx -1: at least 1"),
@@ -165,6 +173,8 @@ def test_options_that_make_no_sense(trirun, packed):
         (("serve", "-c", packed, "--port", "70000"), "--port 70000"),
         (("serve", "-c", "nothing", "--served-model-name", ""), "--served-model-name '': no name"),
         (("generate", "-c", packed, "-p", "x", "--device", "cuda:x"), "--device cuda:x: not one of"),
+        (("generate", "-c", packed, "-p", "x", "--engine", "lean", "--tf32"), "--tf32 is for transformers"),
+        (("serve", "-c", packed, "--port", "0", "--engine", "lean", "--compile"), "--compile is for transformers"),
         (("nonsense",), "No such command"),
     ]:
         code, out, err = trirun(*arguments)

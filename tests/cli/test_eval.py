@@ -1,5 +1,6 @@
 """``trirun eval``: perplexity against an independent computation, and bounds that fail."""
 
+import hashlib
 import json
 import math
 
@@ -49,15 +50,28 @@ def test_a_bound_that_does_not_hold_fails(trirun, packed, ternary_model, text):
 def test_texts_that_cannot_be_used(trirun, packed, text, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "short.txt").write_text("Too short.")
-    for arguments, message in [
-        (("--text", tmp_path / "nowhere.txt"), "No such file"),
-        (("--text", tmp_path / "binary"), "is not UTF-8"),
-        (("--text", tmp_path / "short.txt"), "less than one window"),
-        (("--text", text, "--window", "4096"), "less than one window"),
-        (("--text", text, "--window", "200"), "does not fit a context of 2..128"),
+    for arguments, wanted, message in [
+        (("--text", tmp_path / "nowhere.txt"), 3, "No such file"),
+        (("--text", tmp_path / "binary"), 3, "is not UTF-8"),
+        (("--text", tmp_path / "short.txt"), 3, "less than one window"),
+        (("--text", text, "--window", "4096"), 2, "4096 tokens does not fit the model's context of 128"),
+        (("--text", text, "--window", "200"), 2, "200 tokens does not fit the model's context of 128"),
     ]:
         code, _, err = trirun("eval", "-c", packed, *arguments)
-        assert code == 3 and message in err
+        assert code == wanted and message in err
+
+
+def test_one_window_has_no_standard_error_and_the_digest_is_the_files(trirun, packed, tmp_path):
+    content = TEXT.replace(". ", ".\r\n").encode()
+    (tmp_path / "text.txt").write_bytes(content)
+    arguments = ("eval", "-c", packed, "--text", tmp_path / "text.txt", "--window", "64", "--limit", "1")
+    code, out, _ = trirun(*arguments, "--json")
+    document = json.loads(out)
+    (found,) = document["results"]
+    assert code == 0 and found["perplexity"] > 1
+    assert found["nll_stderr"] is None and found["perplexity_stderr"] is None
+    assert document["data"]["perplexity"]["sha256"] == hashlib.sha256(content).hexdigest()
+    assert "│ –" in " ".join(trirun(*arguments)[1].split())
 
 
 @pytest.mark.parametrize(("option", "place"), [("--markdown", "taken"), ("--log-samples", "text.txt")])

@@ -173,6 +173,7 @@ def test_a_server_of_its_own(bench, checkpoint):
         (("http://127.0.0.1:1", "--rate", "0"), 2, "--rate 0: more than 0"),
         (("http://127.0.0.1:1", "--seconds", "inf"), 2, "--seconds inf: more than 0, and an end"),
         (("--checkpoint", "x", "--serve-options", "'"), 2, "--serve-options '"),
+        (("http://127.0.0.1:1", "--serve-options", "--max-batch 2"), 2, "--serve-options belongs to --checkpoint"),
         (("http://127.0.0.1:1", "--check", "--temperature", "1"), 2, "--check needs greedy"),
         (("http://127.0.0.1:1",), 3, "no OpenAI-compatible server"),
         (("nonsense",), 3, "no OpenAI-compatible server"),

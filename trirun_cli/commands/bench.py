@@ -89,6 +89,8 @@ def kernels(
     from ..runtime.model import pick_device
 
     place = torch.device(pick_device(device))
+    if accumulate == "fp16" and place.type == "cpu":
+        raise UsageError(f"--accumulate {accumulate}: fp16 sums are for GPUs, this is a CPU")
     chosen = parse_shapes(shapes, "cpu" if place.type == "cpu" else "default")
     for shape in chosen:
         if group_size > 0 and shape.k % group_size:
@@ -111,7 +113,7 @@ def kernels(
             act_bits=act_bits,
             machine=limits,
             seconds=seconds,
-            acc=accumulate,
+            accumulate=accumulate,
             progress=bar.describe,
         )
         results = gather(cells, bar)
@@ -167,10 +169,11 @@ def _print(console: Console, limits: Machine, results: Sequence[Result]) -> None
         table.append(line)
     first = results[0]
     grid = "per channel" if first.group_size == -1 else f"groups of {first.group_size}"
+    sums = "" if first.accumulate == "fp32" else f", sums in {first.accumulate}"
     console.table(
         f"{limits.name}, torch {limits.torch}: reads {limits.read_gbps:.0f} GB/s, "
         f"multiplies {limits.peak_tflops:.3g} TFLOP/s (both measured)\n"
-        f"INT2 {grid}, {first.act_bits}-bit activations, {first.dtype}; medians, weights from memory\n"
+        f"INT2 {grid}, {first.act_bits}-bit activations, {first.dtype}{sums}; medians, weights from memory\n"
         "floor: reading the weights and nothing else; read %, peak %: of the above; × best: than the fastest other",
         columns,
         table,

@@ -42,7 +42,9 @@ def command(
         typer.Option(help="Comma-separated tokens that each sequence holds. Default: 1024, or what the model takes."),
     ] = None,
     dense: Annotated[bool, typer.Option("--dense/--no-dense", help="Measure it in 16 bits beside.")] = True,
-    group_size: Annotated[int, typer.Option(help="With --shape: weights per scale, 32, 64, 128, or -1: a row.")] = -1,
+    group_size: Annotated[
+        int | None, typer.Option(help="With --shape: weights per scale, 32, 64, 128, or -1: a row. Default: -1.")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Measuring time per contestant and cell.")] = 0.5,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG: tokens per second over the batch.")] = None,
     device: Device = "auto",
@@ -76,6 +78,9 @@ def command(
 
     if (checkpoint is None) == (shape is None):
         raise UsageError("give a checkpoint directory or --shape, one of them")
+    if shape is None and group_size is not None:
+        raise UsageError("--group-size belongs to --shape; a checkpoint has its own")
+    group_size = -1 if group_size is None else group_size
     batches = positive_numbers("--batch", batch)
     given = None if context is None else positive_numbers("--context", context)
     check_machine(dtype, act_bits)

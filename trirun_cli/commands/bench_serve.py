@@ -67,6 +67,8 @@ def command(
     """
     if (url is None) == (checkpoint is None):
         raise UsageError("give the URL of a server or --checkpoint, one of the two")
+    if url is not None and serve_options:
+        raise UsageError("--serve-options belongs to --checkpoint; the server at URL is running already")
     if concurrency is not None and rate is not None:
         raise UsageError("--concurrency is a closed loop and --rate an open one; give one of the two")
     if check and temperature != 0:

@@ -24,6 +24,18 @@ from .options import (
 
 _MACHINE, _LONG, _OUTPUT = "Machine", "Long runs", "Output"
 
+# The options that belong to some tasks only: those of the tasks that need no lm-eval. The others have all but the first
+# two.
+_OF_TEXTS = {
+    "perplexity": {"--text", "--window"},
+    "kl": {"--text", "--window"},
+    "wikitext2": {"--window", "--data-dir"},
+}
+
+
+def _uses(task: str, option: str) -> bool:
+    return option in _OF_TEXTS[task] if task in _OF_TEXTS else option not in ("--text", "--window")
+
 
 def command(
     checkpoint: Annotated[
@@ -118,6 +130,19 @@ def command(
             raise UsageError("--tasks kl compares --checkpoint with --model; give both")
     if max_ratio is not None and not {"perplexity", "wikitext2"} & set(wanted):
         raise UsageError("--max-ratio bounds a perplexity; add perplexity or wikitext2 to --tasks")
+    # What no task of --tasks would look at.
+    chosen = {
+        "--text": text,
+        "--window": window,
+        "--data-dir": data_dir or None,
+        "--num-fewshot": num_fewshot,
+        "--chat-template": chat_template or None,
+        "--seed": seed,
+        "--batch-size": batch_size,
+    }
+    for option, setting in chosen.items():
+        if setting is not None and not any(_uses(task, option) for task in wanted):
+            raise UsageError(f"{option}: no task of --tasks {tasks} uses it")
     for directory in data_dir or ():
         if not directory.exists():
             raise UsageError(f"--data-dir {directory}: no such file or directory")

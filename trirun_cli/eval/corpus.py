@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
-from ..runtime.text import read_text
+from ..runtime.text import read_text_and_bytes
 
 RAW_TEST = "wiki.test.raw"
 # Of the test split as its authors released it.
@@ -17,7 +17,8 @@ RAW_TEST_SHA256 = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7d
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text to be cut into windows. ``sha256`` is the file's; ``warning``, where given, says what is odd about it."""
+    """A text to be cut into windows. ``sha256`` is that of the file's bytes; ``warning``, where given, says what is odd
+    about it."""
 
     name: str
     text: str
@@ -31,8 +32,8 @@ def text_corpus(path: Path | None) -> Corpus:
     Raises:
         InputError: it is missing or not UTF-8.
     """
-    text, name = read_text(path)
-    return Corpus(name, text, hashlib.sha256(text.encode()).hexdigest())
+    text, name, content = read_text_and_bytes(path)
+    return Corpus(name, text, hashlib.sha256(content).hexdigest())
 
 
 def wikitext2(directories: Sequence[Path]) -> Corpus:
@@ -56,8 +57,8 @@ def wikitext2(directories: Sequence[Path]) -> Corpus:
         places += [directory / below / RAW_TEST for below in ("", "wikitext2", "wikitext-2-raw")]
         for file in places:
             if file.is_file():
-                text, _ = read_text(file)
-                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                text, _, content = read_text_and_bytes(file)
+                digest = hashlib.sha256(content).hexdigest()
                 odd = None if digest == RAW_TEST_SHA256 else f"{file} is not the official raw test split (its SHA-256)"
                 return Corpus(f"{RAW_TEST}, rows joined", join_rows(file_rows(text)), digest, odd)
     raise InputError(f"wikitext2: no {RAW_TEST} in {', '.join(map(str, directories))}")

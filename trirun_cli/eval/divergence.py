@@ -57,7 +57,7 @@ def divergence(
     """Compare two models over windows int64 [windows, window], predicting every token but each window's first.
 
     Raises:
-        InputError: a window does not fit a context, or the vocabularies differ.
+        UsageError: a window does not fit a context. InputError: the vocabularies differ.
     """
     count, window = windows.shape
     check_window(model, window)

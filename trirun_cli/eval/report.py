@@ -80,7 +80,7 @@ class Report:
                 "task": name,
                 "metrics": ["perplexity", "nll"],
                 "perplexity": found.value,
-                "perplexity_stderr": found.value * found.stderr,
+                "perplexity_stderr": found.value_stderr,
                 "nll": found.nll,
                 "nll_stderr": found.stderr,
                 "windows": found.windows,
@@ -124,7 +124,7 @@ class Report:
             ratio = ""
             if name in self.ratios:
                 ratio = _with_error(*self.ratios[name]) if side.role == "checkpoint" else "1"
-            error = f"{found.value * found.stderr:.3f}"
+            error = "–" if found.value_stderr is None else f"{found.value_stderr:.3f}"
             rows.append((str(side.path), f"{found.value:.3f}", error, ratio, str(found.tokens)))
         window = self.evaluation.sides[0].perplexities[name].window
         title = f"{name} of {self.evaluation.corpora[name].name}, windows of {window} tokens"

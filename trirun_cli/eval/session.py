@@ -148,7 +148,6 @@ def _run_text(side: Side, name: str, corpus: Corpus, settings: Settings, console
     assert side.runner is not None
     started = time.perf_counter()
     windows = _windows(side, corpus, settings)
-    check_window(side.runner, windows.shape[1])
     losses, spent = [], 0.0
     with console.progress(f"{side.role} {name}", len(windows)) as bar:
         for tokens in windows:
@@ -228,4 +227,5 @@ def _run_divergence(result: Evaluation, settings: Settings, console: Console) ->
 def _windows(side: Side, corpus: Corpus, settings: Settings) -> Any:
     assert side.runner is not None
     length = settings.window or min(WINDOW, side.runner.max_positions)
+    check_window(side.runner, length)
     return cut_windows(side.tokenizer(corpus.text, verbose=False)["input_ids"], length, settings.limit)

@@ -11,7 +11,7 @@ import torch
 from trirun_kernels.decoder_weights import DecoderShape
 from trirun_kernels.spec import QuantSpec
 
-from ..errors import InputError, OutOfMemoryError
+from ..errors import InputError, OutOfMemoryError, UsageError
 from ..model_dir import quant_method, read_config
 from .llama_config import NotLean
 from .model_bench import Contestant
@@ -71,7 +71,7 @@ def of_checkpoint(
     """A packed checkpoint (or a plain model, alone) and, if asked for, the same model dense; and its vocabulary.
 
     Raises:
-        InputError: the lean decoder of the device does not run it, or not that far.
+        InputError: the lean decoder of the device does not run it. UsageError: not that far.
     """
     from .llama_config import decoder_shape, longest_context
 
@@ -79,7 +79,8 @@ def of_checkpoint(
         config = read_config(path)
         shape, longest = decoder_shape(config), longest_context(config)
         if positions > longest:
-            raise InputError(f"{path} attends to {longest} positions at once, the benchmark needs {positions}")
+            reason = f"{path} attends to {longest} positions at once, and a step adds one"
+            raise UsageError(f"--context {positions - 1}: {reason}")
         if device.type == "cuda":
             return _on_gpu(path, device, dtype, act_bits, positions, dense, caches), shape.vocab
         return _on_cpu(path, config, act_bits, positions, dense), shape.vocab

@@ -40,7 +40,7 @@ def parse_shapes(text: str | None, default: str) -> list[Shape]:
     """
     lists = load_shapes()
     chosen: dict[tuple[int, int], Shape] = {}
-    for word in (text or default).split(","):
+    for word in (default if text is None else text).split(","):
         match = re.fullmatch(r"(\d+)x(\d+)", word.strip())
         if match and int(match[1]) > 0 and int(match[2]) > 0:
             found = [Shape(int(match[1]), int(match[2]), word.strip())]

@@ -47,6 +47,7 @@ class Result:
     group_size: int
     act_bits: int
     dtype: str
+    accumulate: str
     copies: int
     relative_error: float
     allowed_error: float
@@ -91,14 +92,14 @@ def run(
     act_bits: int,
     machine: Machine,
     seconds: float,
-    acc: str = "fp32",
+    accumulate: str = "fp32",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Result]:
     """Check and time every shape with every row count.
 
     Args:
         group_size: of the weight; a shape whose k is no multiple of it raises.
-        act_bits: 16 or 8. seconds: measuring time per contestant. acc: type of the sums, "fp32" or "fp16".
+        act_bits: 16 or 8. seconds: measuring time per contestant. accumulate: type of the sums, "fp32" or "fp16".
         progress: told what is being measured.
 
     Raises:
@@ -114,13 +115,13 @@ def run(
         for m in rows:
             progress(f"{shape.label} {shape.n} × {shape.k}, m = {m}")
             x = outlier_rows(m, shape.k, dtype, device)
-            error, allowed = checked_error(x, weights[0], act_bits, acc)
+            error, allowed = checked_error(x, weights[0], act_bits, accumulate)
             if not error <= allowed:
                 raise CheckFailed(
                     f"{shape} m={m} group_size={group_size} act_bits={act_bits} {dtype}: relative error {error:.2e}, "
                     f"at most {allowed:.2e} allowed; nothing was timed"
                 )
-            yield _time(shape, m, x, weights, peers, (error, allowed), act_bits, acc, machine, seconds)
+            yield _time(shape, m, x, weights, peers, (error, allowed), act_bits, accumulate, machine, seconds)
         del weights, peers
 
 
@@ -132,13 +133,13 @@ def _time(
     peers: Sequence[Peer],
     errors: tuple[float, float],
     act_bits: int,
-    acc: str,
+    accumulate: str,
     machine: Machine,
     seconds: float,
 ) -> Result:
     from trirun_kernels.ops import int2_gemm
 
-    ours = [partial(int2_gemm, x, w, act_bits=act_bits, acc=acc) for w in weights]
+    ours = [partial(int2_gemm, x, w, act_bits=act_bits, acc=accumulate) for w in weights]
     contestants: dict[str, Sequence[Call]] = {"trirun": ours}
     for peer in peers:
         contestants[peer.name] = peer.calls(x)
@@ -159,6 +160,7 @@ def _time(
         group_size=weights[0].spec.group_size,
         act_bits=act_bits,
         dtype=str(x.dtype).removeprefix("torch."),
+        accumulate=accumulate,
         copies=len(weights),
         relative_error=errors[0],
         allowed_error=errors[1],

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, UsageError
 from .model import CausalLM
 
 
@@ -20,18 +20,23 @@ class Perplexity:
 
     Attributes:
         value: the perplexity.
-        nll: mean negative log-likelihood in nats per token; stderr: its standard error over windows.
+        nll: mean negative log-likelihood in nats per token; stderr: its standard error over windows, None for one.
         windows, window, tokens: how many windows, their length, and the tokens predicted.
         losses: mean negative log-likelihood of each window.
     """
 
     value: float
     nll: float
-    stderr: float
+    stderr: float | None
     windows: int
     window: int
     tokens: int
     losses: tuple[float, ...]
+
+    @property
+    def value_stderr(self) -> float | None:
+        """Standard error of the perplexity (delta method); None for one window."""
+        return None if self.stderr is None else self.value * self.stderr
 
 
 def cut_windows(ids: list[int], window: int, limit: int | None = None) -> Tensor:
@@ -49,9 +54,11 @@ def cut_windows(ids: list[int], window: int, limit: int | None = None) -> Tensor
 
 
 def check_window(model: CausalLM, window: int) -> None:
-    """Raises InputError when a window is longer than the model's context or has fewer than two tokens."""
-    if not 2 <= window <= model.max_positions:
-        raise InputError(f"a window of {window} tokens does not fit a context of 2..{model.max_positions}")
+    """Raises UsageError when a window is longer than the model's context or has fewer than two tokens."""
+    if window < 2:
+        raise UsageError(f"a window of {window} tokens has none to predict; at least 2")
+    if window > model.max_positions:
+        raise UsageError(f"a window of {window} tokens does not fit the model's context of {model.max_positions}")
 
 
 def window_loss(model: CausalLM, tokens: Tensor) -> float:
@@ -66,7 +73,7 @@ def perplexity_of(losses: Iterable[float], window: int) -> Perplexity:
     losses = tuple(losses)
     count = len(losses)
     nll = sum(losses) / count
-    spread = math.sqrt(sum((loss - nll) ** 2 for loss in losses) / max(count - 1, 1) / count)
+    spread = math.sqrt(sum((loss - nll) ** 2 for loss in losses) / (count - 1) / count) if count > 1 else None
     value = math.exp(nll) if nll < 709 else math.inf
     return Perplexity(value, nll, spread, count, window, count * (window - 1), losses)
 
@@ -75,7 +82,7 @@ def perplexity(model: CausalLM, windows: Tensor, on_window: Callable[[], None] =
     """Perplexity of a model over windows int64 [windows, window].
 
     Raises:
-        InputError: a window is longer than the model's context or has fewer than two tokens.
+        UsageError: a window is longer than the model's context or has fewer than two tokens.
     """
     check_window(model, windows.shape[1])
     losses = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,17 @@ def read_text(path: Path | None) -> tuple[str, str]:
     Raises:
         InputError: it is missing or not UTF-8.
     """
+    text, name, _ = read_text_and_bytes(path)
+    return text, name
+
+
+def read_text_and_bytes(path: Path | None) -> tuple[str, str, bytes]:
+    """:func:`read_text`, and the bytes that lie in the file, whose lines may end in other ways. It is read once, as a
+    pipe can be."""
     file = path or configs_dir() / "demo-model" / "valid.txt"
     try:
-        return file.read_text(encoding="utf-8"), file.name
+        content = file.read_bytes()
+        return TextIOWrapper(BytesIO(content), encoding="utf-8").read(), file.name, content
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

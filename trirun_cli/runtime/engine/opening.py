@@ -47,8 +47,9 @@ def open_engine(
         max_waiting: requests that wait beyond those; None is no limit.
 
     Raises:
-        InputError: the directory cannot be loaded, or not on that engine, or the context is longer than the model's.
-        UsageError: slots or context are below 1, or an option does not go with the device.
+        InputError: the directory cannot be loaded, or not on that engine.
+        UsageError: slots or context are below 1, the context is longer than the model's, or an option does not go with
+            the device or the engine.
         MissingError: the device is not there.
         OutOfMemoryError: the cache does not fit.
     """
@@ -58,7 +59,10 @@ def open_engine(
             raise UsageError(f"{value} {what}: at least 1")
     longest = config.get("max_position_embeddings")
     if context is not None and isinstance(longest, int) and context > longest:
-        raise InputError(f"{path}: a context of {context} tokens; the model's own is {longest}")
+        raise UsageError(f"{path}: a context of {context} tokens; the model's own is {longest}")
+    for option, given in (("--tf32", tf32), ("--compile", compiled)):
+        if given and engine == "lean":
+            raise UsageError(f"{option} is for transformers, not for --engine lean")
     if accumulate != "fp32":
         from ..accumulation import check_accumulation
 
