@@ -9,7 +9,7 @@ import torch
 from trirun_kernels.cuda_decoder_weights import CudaLayer, CudaModel, cuda_layer, padded_head
 from trirun_kernels.decoder_weights import LINEARS as NAMES
 
-from ..checkpoint import QUANT_METHOD, SCALE, Checkpoint
+from ..checkpoint import QUANT_METHOD, SCALE, WEIGHT, Checkpoint
 from ..errors import InputError
 from ..model_dir import ModelDir
 from .decoder import EMBEDDING, FINAL_NORM, HEAD, LINEARS, NORMS
@@ -76,6 +76,9 @@ def compute_dtype(config: dict[str, Any], dtype: str) -> torch.dtype:
 
 
 def _layer(source: ModelDir, prefix: str, device: torch.device, dtype: torch.dtype, act_bits: int) -> CudaLayer:
+    needed = [LINEARS[name] + WEIGHT for name in NAMES] + [NORMS["attention_norm"], NORMS["mlp_norm"]]
+    if lost := [name for name in needed if prefix + name not in source]:
+        raise NotLean(f"there is no tensor {prefix}{lost[0]}")
     weights: dict[str, Any] = {}
     biases: dict[str, Any] = {}
     for name in NAMES:
@@ -83,7 +86,7 @@ def _layer(source: ModelDir, prefix: str, device: torch.device, dtype: torch.dty
         if isinstance(source, Checkpoint) and module + SCALE in source:
             weights[name] = source.packed(module)
         else:
-            weights[name] = source.tensor(module + ".weight")
+            weights[name] = source.tensor(module + WEIGHT)
         if module + ".bias" in source:
             biases[name] = source.tensor(module + ".bias")
     norms = {name: source.tensor(prefix + tensor) for name, tensor in NORMS.items() if prefix + tensor in source}

@@ -19,6 +19,7 @@ import numpy as np
 from trirun_kernels.arrays import ITEM_BYTES, Array
 
 from ..errors import InputError
+from .llama_config import NotLean
 
 # safetensors' names of the types a decoder reads.
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "I32": "int32"}
@@ -57,11 +58,11 @@ class StoredTensors:
         """Its dtype, by numpy's name.
 
         Raises:
-            InputError: one that no decoder reads.
+            NotLean: one that this decoder does not read.
         """
-        path, _, facts = self._where[name]
+        facts = self._where[name][2]
         if facts["dtype"] not in DTYPES:
-            raise InputError(f"{path}: {name} is {facts['dtype']}, not one of {', '.join(DTYPES)}")
+            raise NotLean(f"{name} is {facts['dtype']}, not one of {', '.join(DTYPES)}")
         return DTYPES[facts["dtype"]]
 
     def floats(self, name: str) -> np.ndarray:
