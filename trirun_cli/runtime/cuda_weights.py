@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..model_dir import ModelDir
 from .decoder import EMBEDDING, FINAL_NORM, HEAD, LINEARS, NORMS
 from .llama_config import NotLean, decoder_shape, longest_context, rotary_angles
+from .stored_layers import check_layers_alike
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -45,6 +46,7 @@ def load_model(
     shape, longest = decoder_shape(config), longest_context(config)
     if shape.ffn % 16 or shape.head_dim % 8 or shape.head_dim > 256:
         raise NotLean(f"feed-forward size {shape.ffn} and head size {shape.head_dim}")
+    check_layers_alike(set(source.names), shape.layers)
     kind = compute_dtype(config, dtype)
     bits = act_bits or (source.format.activation_bits if isinstance(source, Checkpoint) else 16)
     layers = [_layer(source, f"model.layers.{i}.", device, kind, bits) for i in range(shape.layers)]

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -64,6 +64,11 @@ class StoredTensors:
         if facts["dtype"] not in DTYPES:
             raise NotLean(f"{name} is {facts['dtype']}, not one of {', '.join(DTYPES)}")
         return DTYPES[facts["dtype"]]
+
+    @property
+    def names(self) -> KeysView[str]:
+        """Every tensor's name."""
+        return self._where.keys()
 
     def floats(self, name: str) -> np.ndarray:
         """A small tensor, a norm or a bias, as float32."""
