@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
@@ -16,6 +17,10 @@ def main() -> None:
             main()
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        # While Python ends, an exception would only be printed.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

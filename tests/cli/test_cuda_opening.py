@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from trirun_kernels.decoder_weights import DecoderShape
 
 from trirun_cli.errors import OutOfMemoryError
 from trirun_cli.runtime import cuda_opening
 from trirun_cli.runtime.cuda_opening import CACHE_SHARE, cache_pages
+from trirun_cli.runtime.cuda_weights import load_model
 from trirun_cli.runtime.llama_config import NotLean
 
 SHAPE = DecoderShape(32, 4096, 11008, 32, 32, 128, 32000, 64, 1e-5, 128**-0.5)
@@ -32,6 +34,16 @@ def test_pages_fill_what_is_free(monkeypatch, kind, page_bytes):
     with pytest.raises(OutOfMemoryError, match="a context of 1024") as caught:
         cache_pages(model, 1, 1024, kind)
     assert ("int8" in str(caught.value.fix)) == (kind != torch.int8)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"])
+def test_what_is_missing_is_left_to_transformers_to_judge(plain_model, copy_of, name):
+    model = copy_of(plain_model)
+    tensors = load_file(model / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NotLean, match=f"no tensor {name}"):
+        load_model(model, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("positions", "window", "reason"), [(None, None, "loaded"), (4096, 64, "window of 64")])

@@ -87,7 +87,7 @@ def change_tensors(directory, change):
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 
 
 @pytest.mark.parametrize(
@@ -108,16 +108,26 @@ def test_nothing_is_made_up_in_the_place_of_a_tensor(trirun, plain_model, copy_o
 
 def test_nothing_is_made_up_beside_packed_weights(trirun, packed, copy_of):
     damaged = copy_of(packed)
-    change_tensors(damaged, lambda tensors: tensors.pop("model.norm.weight"))
+    change_tensors(damaged, lambda tensors: tensors.pop(NORM))
     code, _, err = trirun("generate", "-c", damaged, "-p", "x", "--device", "cpu", "--engine", "transformers")
-    assert code == 3 and "holds no model.norm.weight" in err and len(err.strip().splitlines()) == 1
+    assert code == 3 and f"holds no {NORM}" in err and len(err.strip().splitlines()) == 1
+
+
+def test_types_that_transformers_alone_reads(trirun, packed, copy_of):
+    wide = copy_of(packed)
+    change_tensors(wide, lambda tensors: tensors.update({NORM: tensors[NORM].double()}))
+    options = ("generate", "-c", wide, "-p", "x", "-n", 1, "--device", "cpu")
+    code, _, err = trirun(*options)
+    assert code == 0 and "on transformers" in err
+    code, _, err = trirun(*options, "--engine", "lean")
+    assert code == 3 and len(one_line(err)) == 1 and f"{NORM} is F64, not one of" in err
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("options", [(), ("--temperature", 1), ("--engine", "transformers", "--temperature", 1)])
 def test_a_weight_that_is_infinite(trirun, packed, copy_of, options):
     damaged = copy_of(packed)
-    change_tensors(damaged, lambda tensors: tensors["model.norm.weight"][3:4].fill_(torch.inf))
+    change_tensors(damaged, lambda tensors: tensors[NORM][3:4].fill_(torch.inf))
     code, out, err = trirun("generate", "-c", damaged, "-p", "x", "-q", "--device", "cpu", *options)
     assert code == 3 and out == "x\n" and err.startswith("error: the model's logits are not finite")
     (damaged / "prompts.txt").write_text("a\nb\n")

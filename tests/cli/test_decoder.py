@@ -205,6 +205,19 @@ def test_other_models_are_refused(change, message):
 
 
 @pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen2", "model.layers.0.self_attn.k_proj.bias"), ("qwen3", "model.layers.1.self_attn.q_norm.weight")],
+)
+def test_a_norm_or_a_bias_of_other_layers_alone_is_not_left_out(tmp_path, family, name):
+    _, packed = save_packed(family, {}, tmp_path)
+    tensors = load_file(packed / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NotLean, match=f"no tensor {name}"):
+        LeanDecoder(packed)
+
+
+@pytest.mark.parametrize(
     ("config", "longest"),
     [
         ({"model_type": "mistral", "sliding_window": 4096}, 4096),

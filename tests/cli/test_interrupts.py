@@ -85,6 +85,22 @@ def test_an_ignored_interrupt_does_not_end_an_answer():
         signal.signal(signal.SIGINT, before)
 
 
+ENDING = """
+import atexit, signal, sys
+from trirun_cli.__main__ import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(lambda: signal.raise_signal(signal.SIGINT))
+sys.argv = ["trirun", "--version"]
+main()
+"""
+
+
+def test_a_signal_while_python_ends_prints_nothing():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, env=environment)
+    assert done.returncode == -signal.SIGINT and done.stdout.startswith("trirun ") and done.stderr == ""
+
+
 def test_outside_of_imports_the_signal_is_answered_at_once():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     before = [signal.getsignal(number) for number in numbers]

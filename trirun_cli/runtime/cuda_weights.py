@@ -9,12 +9,13 @@ import torch
 from trirun_kernels.cuda_decoder_weights import CudaLayer, CudaModel, cuda_layer, padded_head
 from trirun_kernels.decoder_weights import LINEARS as NAMES
 
-from ..checkpoint import QUANT_METHOD, SCALE, Checkpoint
+from ..checkpoint import QUANT_METHOD, SCALE, WEIGHT, Checkpoint
 from ..errors import InputError
 from ..model_dir import ModelDir
 from .decoder import FINAL_NORM, LINEARS, NORMS
 from .llama_config import NotLean, decoder_shape, longest_context, rotary_angles
 from .output_head import embedding_names
+from .stored_layers import check_layers_alike
 from .weight_memory import StoredTensors
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -47,6 +48,7 @@ def load_model(
     shape, longest = decoder_shape(config), longest_context(config)
     if shape.ffn % 16 or shape.head_dim % 8 or shape.head_dim > 256:
         raise NotLean(f"feed-forward size {shape.ffn} and head size {shape.head_dim}")
+    check_layers_alike(set(source.names), shape.layers)
     kind = compute_dtype(config, dtype)
     bits = act_bits or (source.format.activation_bits if isinstance(source, Checkpoint) else 16)
     layers = [_layer(source, f"model.layers.{i}.", device, kind, bits) for i in range(shape.layers)]
@@ -78,6 +80,9 @@ def compute_dtype(config: dict[str, Any], dtype: str) -> torch.dtype:
 
 
 def _layer(source: ModelDir, prefix: str, device: torch.device, dtype: torch.dtype, act_bits: int) -> CudaLayer:
+    needed = [LINEARS[name] + WEIGHT for name in NAMES] + [NORMS["attention_norm"], NORMS["mlp_norm"]]
+    if lost := [name for name in needed if prefix + name not in source]:
+        raise NotLean(f"there is no tensor {prefix}{lost[0]}")
     weights: dict[str, Any] = {}
     biases: dict[str, Any] = {}
     for name in NAMES:
@@ -85,7 +90,7 @@ def _layer(source: ModelDir, prefix: str, device: torch.device, dtype: torch.dty
         if isinstance(source, Checkpoint) and module + SCALE in source:
             weights[name] = source.packed(module)
         else:
-            weights[name] = source.tensor(module + ".weight")
+            weights[name] = source.tensor(module + WEIGHT)
         if module + ".bias" in source:
             biases[name] = source.tensor(module + ".bias")
     norms = {name: source.tensor(prefix + tensor) for name, tensor in NORMS.items() if prefix + tensor in source}

@@ -29,6 +29,7 @@ from ..errors import InputError
 from ..model_dir import read_json, weight_files
 from .llama_config import NotLean, chosen_context, decoder_shape, rotary_angles
 from .output_head import embedding_names
+from .stored_layers import check_layers_alike
 from .weight_memory import StoredTensors, WeightMemory
 
 if TYPE_CHECKING:
@@ -236,6 +237,7 @@ def decoder_weights(
         NotLean, InputError: see :class:`LeanDecoder`.
     """
     shape, stored = decoder_shape(config), StoredTensors(weight_files(path))
+    check_layers_alike(stored.names, shape.layers)
     bare = [f"model.layers.{i}.{name}" for i in range(shape.layers) for name in LINEARS.values()]
     if missing := [module for module in bare if module + SCALE not in stored]:
         raise NotLean(f"{missing[0]} is not packed ({len(missing)} of {len(bare)} linear layers are not)")

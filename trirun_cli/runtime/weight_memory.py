@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,6 +19,7 @@ import numpy as np
 from trirun_kernels.arrays import ITEM_BYTES, Array
 
 from ..errors import InputError
+from .llama_config import NotLean
 
 # safetensors' names of the types a decoder reads.
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "I32": "int32"}
@@ -59,12 +60,17 @@ class StoredTensors:
         """Its dtype, by numpy's name.
 
         Raises:
-            InputError: one that no decoder reads.
+            NotLean: one that this decoder does not read.
         """
-        path, _, facts = self._where[name]
+        facts = self._where[name][2]
         if facts["dtype"] not in DTYPES:
-            raise InputError(f"{path}: {name} is {facts['dtype']}, not one of {', '.join(DTYPES)}")
+            raise NotLean(f"{name} is {facts['dtype']}, not one of {', '.join(DTYPES)}")
         return DTYPES[facts["dtype"]]
+
+    @property
+    def names(self) -> KeysView[str]:
+        """Every tensor's name."""
+        return self._where.keys()
 
     def floats(self, name: str) -> np.ndarray:
         """A small tensor, a norm or a bias, as float32."""
