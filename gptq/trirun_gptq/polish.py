@@ -13,6 +13,11 @@ from trirun_kernels.packing import dequantize_codes, zero_points
 from .columns import loops
 from .grid import store_scales, store_zeros
 
+# Of the size of W and H together: what the equations of refitted scales may take.
+EQUATION_MATRICES = 4
+# Of those equations, float32, at the peak: as they are, with a ridge, factored, and in float64.
+SOLVE_COPIES = 6
+
 
 @dataclass(frozen=True)
 class Target:
@@ -78,11 +83,29 @@ def refit_scales(
     """Least-squares scales (and zeros) of every row for the codes at hand, kept in the rows whose loss drops.
 
     Solves, per row, the normal equations of ``Σ_g s_g·a_g`` (``+ b_g·1_g`` for real zeros, with b = −s·z) against the
-    target under H, then rounds to fp16.
+    target under H, then rounds to fp16. Rows are solved some at a time, so that their equations take no more memory
+    than a few matrices of the size of W and H.
 
     Returns:
         Codes float [n, k] (unchanged), and the accepted scales and zeros.
     """
+    n, k = codes.shape
+    width = problem.spec.groups(k) * (1 if zeros is None else 2)
+    rows = max(EQUATION_MATRICES * (n * k + k * k) // (SOLVE_COPIES * width * width), 1)
+    parts = -(-n // rows)
+    fitted = []
+    for index in range(parts):
+        part = slice(n * index // parts, n * (index + 1) // parts)
+        pull, own_zeros = problem.target.pull[part], None if zeros is None else zeros[part]
+        fitted.append(_refit_rows(problem, pull, codes[part], scales[part], own_zeros))
+    kept_scales = torch.cat([scales for scales, _ in fitted])
+    return codes, kept_scales, None if zeros is None else torch.cat([zeros for _, zeros in fitted if zeros is not None])
+
+
+def _refit_rows(
+    problem: Problem, pull: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The accepted scales and zeros of some rows, whose ``pull`` this is."""
     n, k = codes.shape
     hessian = problem.target.hessian
     groups = problem.spec.groups(k)
@@ -92,7 +115,7 @@ def refit_scales(
     right = torch.empty(n, width, device=codes.device)
     size = k // groups
     for b, left in enumerate(basis):
-        right[:, b * groups : (b + 1) * groups] = (problem.target.pull * left).view(n, groups, size).sum(-1)
+        right[:, b * groups : (b + 1) * groups] = (pull * left).view(n, groups, size).sum(-1)
         for g in range(groups):
             end = (g + 1) * size
             # The matrix is symmetric: groups up to this one are enough.
@@ -120,4 +143,4 @@ def refit_scales(
 
     better = (usable & (loss(new_scales, new_zeros) < loss(scales, zeros))).unsqueeze(1)
     kept_zeros = None if zeros is None or new_zeros is None else torch.where(better, new_zeros, zeros)
-    return codes, torch.where(better, new_scales, scales), kept_zeros
+    return torch.where(better, new_scales, scales), kept_zeros

@@ -8,6 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+# Fused modules with a product of gate and up of their own, which is Expert's but for the precision it is computed in.
+PLAIN_GATES = ("BeamExperts",)
+
 
 class Expert(nn.Module):
     """One gated feed-forward network: ``down(act(gate(x)) · up(x))``."""
@@ -56,7 +59,14 @@ class SeparateExperts(nn.Module):
 
 def is_fused(module: nn.Module) -> bool:
     """Whether a module holds gated experts fused as transformers 5 does: ``gate_up_proj`` [experts, 2·inner, hidden],
-    ``down_proj`` [experts, hidden, inner], no biases, called with (hidden states, indices, weights)."""
+    ``down_proj`` [experts, hidden, inner], no biases, called with (hidden states, indices, weights), and computes
+    nothing else than :class:`Expert` does: no product of gate and up of its own, no norm within."""
+    if any(list(child.parameters()) for name, child in module.named_children() if name != "act_fn"):
+        return False
+    # Classes without such a method get a function from transformers, which is none of a class.
+    gate = getattr(type(module), "_apply_gate", None)
+    if gate is not None and "." in gate.__qualname__ and type(module).__name__ not in PLAIN_GATES:
+        return False
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     if parameters.keys() != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
         return False

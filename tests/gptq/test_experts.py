@@ -49,6 +49,24 @@ def test_separate_experts_compute_what_fused_ones_do(family):
         torch.testing.assert_close(model(tokens).logits, expected)
 
 
+def test_experts_that_compute_something_else_stay_fused():
+    fused = next(module for module in fused_model("Mixtral").modules() if is_fused(module))
+    kind = type(fused)
+    clamped = type("Clamped", (kind,), {"_apply_gate": Clamping._apply_gate})
+    beam = type("BeamExperts", (kind,), {"_apply_gate": Clamping._apply_gate})
+    for own, expected in ((clamped, False), (type("Heir", (clamped,), {}), False), (beam, True), (kind, True)):
+        fused.__class__ = own
+        assert is_fused(fused) == expected
+    fused.post_expert_norm = nn.RMSNorm(4)
+    assert not is_fused(fused)
+
+
+class Clamping:
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=1)) * up
+
+
 def dense_twin(directory, written, report):
     """The quantized model: the fused original with every expert's slice replaced."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

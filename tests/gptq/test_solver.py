@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trirun_gptq import polish
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.grid import round_to_nearest, search_grid
 from trirun_gptq.hessian import Hessian
@@ -98,6 +99,21 @@ def test_polish_never_raises_the_loss(seed, grid, group_size):
     tolerance = before * 1e-4 + 1e-7
     assert (middle <= before + tolerance).all()
     assert (after <= middle + tolerance).all()
+
+
+@pytest.mark.parametrize("zero", [None, 1.0])
+def test_scales_are_refitted_in_bounded_memory(zero, monkeypatch):
+    weight, hessian, _ = layer(n=200, k=128)
+    problem = Problem(Target(weight, hessian.matrix), QuantSpec(32, zero), 4)
+    scales, zeros = search_grid(weight, torch.ones(128), problem.spec)
+    codes, solve, solved = torch.randint(0, 4, weight.shape).float(), torch.linalg.solve_ex, []
+    whole = refit_scales(problem, codes, scales, zeros)
+    monkeypatch.setattr(polish, "SOLVE_COPIES", 100)
+    monkeypatch.setattr(torch.linalg, "solve_ex", lambda a, b: solved.append(a.numel()) or solve(a, b))
+    parted = refit_scales(problem, codes, scales, zeros)
+    assert len(solved) > 1 and max(solved) * 100 <= polish.EQUATION_MATRICES * (200 * 128 + 128 * 128)
+    assert torch.equal(whole[1], parted[1]) and not torch.equal(whole[1], scales)
+    assert whole[2] is parted[2] is None if zeros is None else torch.equal(whole[2], parted[2])
 
 
 def test_stacked_rows_solve_as_they_would_alone():
