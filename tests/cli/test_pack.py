@@ -14,6 +14,7 @@ from trirun_cli.checkpoint import Checkpoint
 from trirun_cli.checkpoint_writer import CheckpointWriter
 from trirun_cli.model_dir import ModelDir
 from trirun_cli.pack_model import pack_model
+from trirun_cli.runtime.cuda_weights import load_model
 from trirun_cli.runtime.decoder import LeanDecoder
 
 
@@ -40,6 +41,9 @@ def test_tied_embeddings_may_be_stored_by_the_name_of_the_head(trirun, ternary_m
     assert "model.embed_tokens.weight" not in Checkpoint(tmp_path / "T") and trirun("verify", tmp_path / "T")[0] == 0
     expected, found = (LeanDecoder(out, threads=1).forward([5, 6, 7]) for out in (packed, tmp_path / "T"))
     assert (found == expected).all()
+    # As the CUDA decoder takes it.
+    on_gpu = load_model(tmp_path / "T", device=torch.device("cpu"))
+    assert torch.equal(on_gpu.embedding, Checkpoint(tmp_path / "T").tensor("lm_head.weight"))
 
 
 def test_scales_per_row_and_per_group_are_found(save_llama, tmp_path):
