@@ -1,12 +1,15 @@
 """``trirun generate --prompts-file``: every prompt answered as if alone, and no answer lost."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from trirun_cli.commands.options import check_output
 from trirun_cli.errors import InputError
+from trirun_cli.eval.report import write_text
 from trirun_cli.runtime.prompt_files import AnswerFile, PromptLine
 
 PROMPTS = ["Once upon a time", "The sea", "She said that", "word " * 300, "He was", "In the morning"]
@@ -70,6 +73,21 @@ def test_a_run_is_taken_up_where_it_stopped(trirun, packed, prompts_file, tmp_pa
     assert code == 3 and "to another prompt" in err and lines(out) == whole
     code, _, _ = trirun(*options, "--overwrite")
     assert code == 0 and [entry["prompt"] for entry in lines(out)] == ["Another"]
+
+
+def test_a_pipe_stays_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    AnswerFile(pipe, {}).close()
+    answers = AnswerFile(pipe, {})
+    answers.add(PromptLine(0, "a"), {"text": "b"})
+    answers.close()
+    assert json.loads(os.read(reader, 1000))["text"] == "b"
+    check_output("--markdown", pipe)
+    write_text(pipe, "a table")
+    assert os.read(reader, 1000) == b"a table" and pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+    os.close(reader)
 
 
 def test_a_file_that_cannot_be_written_is_known_before_anything_is_computed(tmp_path):

@@ -219,12 +219,12 @@ def end_gathering(console: Console, done: int, total: int) -> None:
 
 def check_output(option: str, path: Path | None, *, folder: bool = False) -> None:
     """Refuse a file, or a folder, that results could not be written to, before the work that they are of. Folders
-    that are missing are made once there is something to write; this leaves none.
+    that are missing are made once there is something to write; this leaves none. Devices and pipes are not tried.
 
     Raises:
         InputError: naming the option and the reason.
     """
-    if path is None:
+    if path is None or (path.exists() and not path.is_file() and not path.is_dir()):
         return
     place = path if folder else path.parent
     missing = [each for each in (place, *place.parents) if not each.exists()]

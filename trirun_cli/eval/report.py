@@ -211,19 +211,22 @@ class Report:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all; a device or a pipe takes what it can and stays what it is.
 
     Raises:
         InputError: it cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
+    special = path.exists() and not path.is_file()
+    partial = path if special else path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        if not special:
+            partial.replace(path)
     except BaseException as error:
         with suppress(OSError):
-            partial.unlink()
+            if not special:
+                partial.unlink()
         if not isinstance(error, OSError):
             raise
         raise InputError(f"{path}: {error.strerror}") from error

@@ -147,9 +147,9 @@ class AnswerFile:
         self._kept = None
 
     def close(self) -> None:
-        """Close the file; an empty one is removed."""
+        """Close the file; an empty one is removed, but no device or pipe."""
         if self._file is not None and self._path is not None:
-            if self._path.stat().st_size == 0:
+            if self._path.is_file() and self._path.stat().st_size == 0:
                 self._path.unlink()
             self._file.close()
 
