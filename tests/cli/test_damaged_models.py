@@ -144,7 +144,10 @@ def test_experts_that_are_incomplete(tmp_path):
         load_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("content", ['{"weight_map": {"a": 3}}', '{"weight_map": {}}', "[]"])
+@pytest.mark.parametrize(
+    "content",
+    ['{"weight_map": {"a": 3}}', '{"weight_map": {}}', "[]", '{"weight_map": {"a": "../copy/model.safetensors"}}'],
+)
 @pytest.mark.parametrize("command", [("inspect",), ("generate", "-p", "x", "-c")])
 def test_an_index_that_is_none(trirun, packed, copy_of, command, content):
     damaged = copy_of(packed)
