@@ -113,8 +113,8 @@ def weight_map(path: Path) -> dict[str, str] | None:
     where = read_json(path / INDEX).get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
         raise InputError(f"{path / INDEX} has no weight_map of file names")
-    if outside := next((file for file in where.values() if Path(file).name != file or file in ("", "..")), None):
-        raise InputError(f"{path / INDEX} names {outside!r}, which is no file of its directory")
+    if outside := [file for file in where.values() if Path(file).name != file or file in ("", "..")]:
+        raise InputError(f"{path / INDEX} names {outside[0]!r}, which is no file of its directory")
     return where
 
 
