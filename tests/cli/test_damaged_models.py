@@ -158,13 +158,26 @@ def test_an_index_that_is_none(trirun, packed, copy_of, command, content):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"eos_token_id": "x"}, "eos_token_id is 'x'"), ({"do_sample": True, "top_p": []}, "top_p is []")],
+    [
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ({"do_sample": True, "top_p": []}, "top_p is []"),
+        ({"do_sample": True, "top_k": 2.5}, "top_k is 2.5"),
+    ],
 )
 def test_settings_of_generation_that_are_none(trirun, packed, copy_of, settings, message):
     damaged = copy_of(packed)
     (damaged / "generation_config.json").write_text(json.dumps(settings))
-    code, _, err = trirun("generate", "-c", damaged, "-p", "x")
-    assert code == 3 and len(one_line(err)) == 1 and message in err
+    code, out, err = trirun("generate", "-c", damaged, "-p", "x")
+    assert code == 3 and out == "" and len(one_line(err)) == 1 and message in err
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ 'a' + 1 }}", 5])
+def test_chat_templates_that_fail(trirun, packed, copy_of, template):
+    damaged = copy_of(packed)
+    config = json.loads((damaged / "tokenizer_config.json").read_text())
+    (damaged / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    code, out, err = trirun("generate", "-c", damaged, "-p", "x")
+    assert code == 3 and out == "" and len(one_line(err)) == 1 and "chat template fails" in err
 
 
 def test_unknown_architecture(trirun, plain_model, copy_of, tmp_path):

@@ -184,11 +184,9 @@ def _answer(console: Console, conversation: Conversation, line: str, stats: bool
     from ..runtime.completion import interruptions
     from ..runtime.engine.request import FinishReason
 
-    try:
-        with interruptions() as interrupted:
-            done, left_out = conversation.answer(line, lambda piece: console.text(piece, end=""), interrupted)
-    finally:
-        console.text("")
+    with interruptions() as interrupted:
+        done, left_out = conversation.answer(line, lambda piece: console.text(piece, end=""), interrupted)
+    console.text("")
     if left_out:
         console.note(f"the oldest {left_out} messages no longer fit the context and are left out")
     if stats:

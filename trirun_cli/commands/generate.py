@@ -148,6 +148,7 @@ def command(
     tokenizer = quick_tokenizer(checkpoint, chat=chat is not False)
     use_chat = bool(tokenizer.chat_template) if chat is None else chat
     ids = encode_prompt(tokenizer, text, chat=use_chat)
+    ends = stop_ids(checkpoint)
     model = open_engine(checkpoint, slots=1, **machine)
     # Before the prompt is shown as the beginning of a result.
     model.check(Request("0", tuple(ids), params))
@@ -160,7 +161,7 @@ def command(
                 model,
                 tokenizer,
                 [Prompt("0", ids, params)],
-                stop_ids(checkpoint),
+                ends,
                 on_text=lambda _, piece: console.text(piece, end=""),
                 interrupted=interrupted,
             )

@@ -107,4 +107,6 @@ def generation_defaults(path: str | os.PathLike[str]) -> dict[str, Any]:
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
         if not isinstance(found.get(name), int | float | None):
             raise InputError(f"{file}: {name} is {found[name]!r}, not a number")
+    if isinstance(found.get("top_k"), float):
+        raise InputError(f"{file}: top_k is {found['top_k']!r}, not a count")
     return found

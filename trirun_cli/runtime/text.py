@@ -106,7 +106,7 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
         messages: of "role" (system, user or assistant) and "content".
 
     Raises:
-        InputError: the tokenizer has no chat template, or its template refuses the conversation.
+        InputError: the tokenizer has no chat template, or its template refuses the conversation or fails.
     """
     require_chat_template(tokenizer)
     from jinja2 import TemplateError
@@ -115,6 +115,9 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except TemplateError as error:
         raise InputError(f"the model's chat template refuses the conversation: {error}") from error
+    # A template is a program, and no source of one may be anything.
+    except Exception as error:
+        raise InputError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
 
 
 class TextStream:
