@@ -106,13 +106,15 @@ def weight_map(path: Path) -> dict[str, str] | None:
     """Tensor name to file name, by the index of a sharded model; None where there is no index.
 
     Raises:
-        InputError: the index is damaged.
+        InputError: the index is damaged, or names a file that is not in the directory itself.
     """
     if not (path / INDEX).is_file():
         return None
     where = read_json(path / INDEX).get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
         raise InputError(f"{path / INDEX} has no weight_map of file names")
+    if outside := [file for file in where.values() if Path(file).name != file or file in ("", "..")]:
+        raise InputError(f"{path / INDEX} names {outside[0]!r}, which is no file of its directory")
     return where
 
 

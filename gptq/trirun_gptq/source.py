@@ -19,7 +19,7 @@ class TensorSource:
     """The tensors of a directory's safetensors files by name, read when asked for.
 
     Raises:
-        QuantizationError: no safetensors, a missing or damaged shard.
+        QuantizationError: no safetensors, a missing or damaged shard, one outside of the directory.
     """
 
     def __init__(self, model_dir: str | Path) -> None:
@@ -30,8 +30,11 @@ class TensorSource:
         if index.is_file():
             try:
                 self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (json.JSONDecodeError, KeyError, TypeError):
+                outside = [file for file in self._file_of.values() if Path(file).name != file or file in ("", "..")]
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
                 raise QuantizationError(f"{index} is not a safetensors index") from None
+            if outside:
+                raise QuantizationError(f"{index} names {outside[0]!r}, which is no file of its directory")
         elif single.is_file():
             self._file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
         else:

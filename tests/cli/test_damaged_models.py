@@ -78,7 +78,10 @@ def test_a_tensor_that_is_not_there(trirun, packed, copy_of, name):
     assert code == 3 and len(one_line(err)) == 1 and f"holds no {name}" in err
 
 
-@pytest.mark.parametrize("content", ['{"weight_map": {"a": 3}}', '{"weight_map": {}}', "[]"])
+@pytest.mark.parametrize(
+    "content",
+    ['{"weight_map": {"a": 3}}', '{"weight_map": {}}', "[]", '{"weight_map": {"a": "../copy/model.safetensors"}}'],
+)
 @pytest.mark.parametrize("command", [("inspect",), ("generate", "-p", "x", "-c")])
 def test_an_index_that_is_none(trirun, packed, copy_of, command, content):
     damaged = copy_of(packed)

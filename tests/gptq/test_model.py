@@ -1,5 +1,6 @@
 """The walk over a whole model: what is written, families, resuming, and refusals."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,11 @@ from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model import quantize_model
 from trirun_gptq.observer import Observer
 from trirun_gptq.recipe import Override
+from trirun_gptq.source import TensorSource
 
 from tests.gptq.models import RECIPE, SIZES, Tensors, calibration, load_result, make_model, run
+from trirun_cli.errors import InputError
+from trirun_cli.model_dir import weight_map
 
 
 def true_error(original, quantized, sequences, index):
@@ -219,3 +223,13 @@ def test_unsupported_architectures_are_refused(tmp_path):
     ).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(QuantizationError, match="Conv1D layers"):
         run(tmp_path / "gpt2")
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/model.safetensors", "..", "", 3])
+def test_shards_lie_in_their_directory(tmp_path, file):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": file}}))
+    with pytest.raises(QuantizationError, match=r"is no file of its directory|is not a safetensors index"):
+        TensorSource(tmp_path)
+    with pytest.raises(InputError, match=r"is no file of its directory|no weight_map of file names"):
+        weight_map(tmp_path)
