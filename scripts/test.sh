@@ -34,11 +34,11 @@ outcome() {
 }
 
 has_nvcc() { PYTHONPATH=scripts "$1" -c 'import sys, trirun_toolchain as t; sys.exit(not t.find_nvcc())'; }
-compile_cuda() { "$1" scripts/trirun_build.py cuda ${cuda:+--arch "$cuda"} --spills; }
+compile_cuda=(scripts/trirun_build.py cuda ${cuda:+--arch "$cuda"} --spills)
 compiler=
 # It needs nothing of what is installed below, and a download leaves it the processor.
 if [ "$cuda" != 0 ] && python=$(find_python 2>/dev/null) && has_nvcc "$python"; then
-  compile_cuda "$python" >"$logs/cuda" 2>&1 &
+  "$python" "${compile_cuda[@]}" >"$logs/cuda" 2>&1 &
   compiler=$!
 fi
 
@@ -56,7 +56,7 @@ elif [ -z "$compiler" ] && ! has_nvcc "$venv/bin/python"; then
   step "CUDA is left out: no nvcc of a recent CUDA toolkit"
 else
   step "Compiling the CUDA kernels for ${cuda:-every architecture}; kernels marked no-spill must not spill"
-  if [ -n "$compiler" ]; then phase cuda outcome cuda "$compiler"; else phase cuda compile_cuda "$venv/bin/python"; fi
+  if [ -n "$compiler" ]; then phase cuda outcome cuda "$compiler"; else phase cuda "$venv/bin/python" "${compile_cuda[@]}"; fi
 fi
 
 phase types outcome types "$checker"
