@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.grid import round_to_nearest
@@ -13,8 +14,10 @@ from trirun_gptq.train.data import Batches, Text
 from trirun_gptq.train.generate import sample
 from trirun_gptq.train.layers import AbsmeanLinear, LearnedLinear
 from trirun_gptq.train.recipe import TrainRecipe
-from trirun_gptq.train.student import held_out_loss
+from trirun_gptq.train.student import held_out_loss, load_model
 from trirun_kernels import QuantSpec
+
+from tests.gptq.models import make_model
 
 GRIDS = [(1.0, 4), (1.0, 3), (1.5, 4), (None, 4)]
 
@@ -200,3 +203,13 @@ def test_a_bad_recipe_is_one_clear_line(values, message):
     with pytest.raises(QuantizationError, match=message) as raised:
         TrainRecipe.from_dict(values)
     assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_lacks_a_tensor_is_not_trained(tmp_path, capfd):
+    make_model(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    save_file({key: value for key, value in load_file(file).items() if key != name}, file, {"format": "pt"})
+    capfd.readouterr()
+    with pytest.raises(QuantizationError, match=f"tensor {name} is missing"):
+        load_model(tmp_path, torch.float32, torch.device("cpu"))
+    assert capfd.readouterr().err == ""
