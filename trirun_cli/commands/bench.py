@@ -89,8 +89,6 @@ def kernels(
     from ..runtime.model import pick_device
 
     place = torch.device(pick_device(device))
-    if accumulate == "fp16" and place.type == "cpu":
-        raise UsageError(f"--accumulate {accumulate}: fp16 sums are for GPUs, this is a CPU")
     chosen = parse_shapes(shapes, "cpu" if place.type == "cpu" else "default")
     for shape in chosen:
         if group_size > 0 and shape.k % group_size:
