@@ -56,7 +56,11 @@ elif [ -z "$compiler" ] && ! has_nvcc "$venv/bin/python"; then
   step "CUDA is left out: no nvcc of a recent CUDA toolkit"
 else
   step "Compiling the CUDA kernels for ${cuda:-every architecture}; kernels marked no-spill must not spill"
-  if [ -n "$compiler" ]; then phase cuda outcome cuda "$compiler"; else phase cuda "$venv/bin/python" "${compile_cuda[@]}"; fi
+  if [ -z "$compiler" ]; then
+    phase cuda "$venv/bin/python" "${compile_cuda[@]}"
+  else
+    phase cuda outcome cuda "$compiler"
+  fi
 fi
 
 phase types outcome types "$checker"
