@@ -1,5 +1,6 @@
 """A signal ends a command wherever it comes, also in the middle of an import that would swallow it."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -7,9 +8,12 @@ import sys
 import time
 
 import pytest
+import uvicorn
+from trirun_gptq.train.loop import _deferred_interrupt
 
 from trirun_cli.interrupts import Interrupts, importing
 from trirun_cli.runtime.completion import interruptions
+from trirun_cli.server.run import _Server
 
 SWALLOWING = """
 import sys, time
@@ -74,15 +78,41 @@ def test_an_ignored_interrupt_stays_ignored(tmp_path):
     assert process.communicate(timeout=20)[0] == "stopped\n"
 
 
-def test_an_ignored_interrupt_does_not_end_an_answer():
+@pytest.fixture
+def ignored_interrupt():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with interruptions() as interrupted:
+    yield
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ignored_interrupt")
+def test_an_ignored_interrupt_does_not_end_an_answer():
+    with interruptions() as interrupted:
+        signal.raise_signal(signal.SIGINT)
+        assert not interrupted()
+
+
+@pytest.mark.usefixtures("ignored_interrupt")
+def test_an_ignored_interrupt_does_not_end_training():
+    with _deferred_interrupt() as stopped:
+        signal.raise_signal(signal.SIGINT)
+        assert not stopped.is_set()
+        signal.raise_signal(signal.SIGTERM)
+        assert stopped.is_set()
+
+
+@pytest.mark.usefixtures("ignored_interrupt")
+def test_an_ignored_interrupt_does_not_end_a_server():
+    async def serve():
+        server = _Server(uvicorn.Config(None), None, 0.0)
+        with server.capture_signals():
             signal.raise_signal(signal.SIGINT)
-            assert not interrupted()
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+            assert not server.should_exit
+            signal.raise_signal(signal.SIGTERM)
+            assert server.should_exit
+
+    asyncio.run(serve())
 
 
 ENDING = """

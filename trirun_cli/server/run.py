@@ -170,7 +170,9 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         self._loop = asyncio.get_running_loop()
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        # Ignored, as for a job in the background, a signal stays ignored.
+        heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self.handle_exit) for number in heard}
         try:
             yield
         finally:

@@ -232,7 +232,9 @@ def _deferred_interrupt() -> Iterator[threading.Event]:
         # Only the main thread may set handlers; elsewhere nobody presses Ctrl-C.
         yield stopped
         return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Ignored, as for a job in the background, a signal stays ignored.
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in heard}
     try:
         yield stopped
     finally:
