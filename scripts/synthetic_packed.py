@@ -20,8 +20,8 @@ from trirun_kernels.decoder_weights import DecoderShape
 
 from trirun_cli.checkpoint import SCALE, WEIGHT, Format
 from trirun_cli.runtime.decoder import FINAL_NORM, LINEARS, NORMS
-from trirun_cli.runtime.llama_config import EMBEDDING, HEAD
 from trirun_cli.runtime.model_bench import decoder_shape_named
+from trirun_cli.runtime.output_head import EMBEDDING, HEAD
 from trirun_cli.runtime.synthetic import random_ternary
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -216,6 +217,16 @@ def test_top_level_entries_are_the_house(repo_root: Path) -> None:
         pytest.skip("not a git checkout")
     entries = {name.split("/")[0] for name in tracked.splitlines() if not name.startswith(".")}
     assert entries <= {name for name in CHECKOUT if not name.startswith(".")}
+
+
+def test_scripts_import_what_is_there(repo_root: Path) -> None:
+    seen = 0
+    for script in (repo_root / "scripts").glob("*.py"):
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in TOP_LEVEL:
+                exec(ast.unparse(node), {})
+                seen += 1
+    assert seen
 
 
 def test_files_are_short_and_named_for_what_they_do(repo_root: Path) -> None:
