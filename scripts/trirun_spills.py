@@ -25,20 +25,22 @@ _MARK = re.compile(r"//\s*no-spill(?:\(([^)]*)\))?:\s*(.+?)\s*$", re.MULTILINE)
 _ENTRY = re.compile(
     r"Compiling entry function '(?P<name>[^']+)' for 'sm_(?P<arch>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
-    r"Used (?P<registers>\d+) registers",
+    r"Used (?P<registers>\d+) registers(?:[^\n]*?(?P<shared>\d+) bytes smem)?",
     re.DOTALL,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one kernel takes on one architecture; sizes in bytes per thread."""
+    """What one kernel takes on one architecture; sizes in bytes per thread, ``shared`` (static) per CTA."""
 
     name: str
+    symbol: str
     arch: str
     registers: int
     stack: int
     spills: int
+    shared: int
 
     @property
     def clean(self) -> bool:
@@ -96,7 +98,15 @@ def parse_usage(log: str) -> list[Usage]:
     found = list(_ENTRY.finditer(log))
     names = demangle([entry["name"] for entry in found])
     return [
-        Usage(name, m["arch"], int(m["registers"]), int(m["stack"]), int(m["stores"]) + int(m["loads"]))
+        Usage(
+            name,
+            m["name"],
+            m["arch"],
+            int(m["registers"]),
+            int(m["stack"]),
+            int(m["stores"]) + int(m["loads"]),
+            int(m["shared"] or 0),
+        )
         for name, m in zip(names, found, strict=True)
     ]
 

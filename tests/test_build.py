@@ -60,7 +60,7 @@ ptxas info    : Compile time = 460.858 ms
 ptxas info    : Compiling entry function '_Z6scaledILi2EEvPf' for 'sm_80'
 ptxas info    : Function properties for _Z6scaledILi2EEvPf
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 17 registers, used 0 barriers, 360 bytes cmem[0]
+ptxas info    : Used 17 registers, used 0 barriers, 2048 bytes smem, 360 bytes cmem[0]
 """
 
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc of a recent CUDA toolkit")
@@ -197,7 +197,8 @@ def test_cuda_library_of_two_architectures(tree: Tree) -> None:
 def test_usage_is_read_from_the_compiler_log() -> None:
     spilling, clean = parse_usage(PTXAS_LOG)
     assert (spilling.name, spilling.arch, spilling.registers) == ("scaled<8>", "90a", 48)
-    assert (spilling.stack, spilling.spills) == (1200, 12)
+    assert (spilling.stack, spilling.spills, spilling.shared, clean.shared) == (1200, 12, 0, 2048)
+    assert (spilling.symbol, clean.symbol) == ("_Z6scaledILi8EEvPf", "_Z6scaledILi2EEvPf")
     assert not spilling.clean
     assert (clean.name, clean.arch, clean.registers, clean.clean) == ("scaled<2>", "80", 17, True)
 

@@ -4,7 +4,6 @@ each, and whether such a GPU would take them."""
 from __future__ import annotations
 
 import ctypes
-import re
 import subprocess
 from dataclasses import dataclass
 from functools import cache
@@ -14,13 +13,9 @@ from trirun_compile import Tree, compiler_logs
 from trirun_kernels.cuda import PlanStruct, library
 from trirun_kernels.native import DTYPES, Int2Struct
 from trirun_kernels.select import Device, Plan
+from trirun_spills import Usage, parse_usage
 from trirun_toolchain import find_nvcc
 
-_ENTRY = re.compile(
-    r"Compiling entry function '(?P<name>[^']+)' for 'sm_(?P<arch>\w+)'.*?"
-    r"Used (?P<registers>\d+) registers(?:[^\n]*?(?P<shared>\d+) bytes smem)?",
-    re.DOTALL,
-)
 MEMORY = 1 << 44  # where pointers point that nothing follows
 
 
@@ -70,14 +65,9 @@ def built_archs() -> set[str]:
 
 
 @cache
-def kernels() -> dict[str, dict[str, tuple[int, int]]]:
-    """By architecture and symbol: registers of a thread and bytes of static shared memory, as ptxas reported them."""
-    found: dict[str, dict[str, tuple[int, int]]] = {}
-    for log in compiler_logs(Tree(), "cuda").values():
-        for entry in _ENTRY.finditer(log):
-            usage = int(entry["registers"]), int(entry["shared"] or 0)
-            found.setdefault(entry["arch"], {})[entry["name"]] = usage
-    return found
+def kernels() -> list[Usage]:
+    """What every kernel takes on every architecture, as ptxas reported it."""
+    return [usage for log in compiler_logs(Tree(), "cuda").values() for usage in parse_usage(log)]
 
 
 def link(folder: Path) -> ctypes.CDLL:
@@ -99,8 +89,9 @@ def link(folder: Path) -> ctypes.CDLL:
 def describe(linked: ctypes.CDLL, gpu: Gpu) -> None:
     """The device from here on."""
     linked.described_device(gpu.arch, gpu.ptx, gpu.sms, gpu.shared * 1024)
-    for name, (registers, shared) in kernels()[gpu.code].items():
-        linked.described_kernel(name.encode(), registers, shared)
+    for usage in kernels():
+        if usage.arch == gpu.code:
+            linked.described_kernel(usage.symbol.encode(), usage.registers, usage.shared)
     linked.described_clear()
 
 
