@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +24,7 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: Any = None) ->
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from trirun_gptq.quiet_hub import quiet_transformers
 
     options: dict[str, Any] = {
         "dtype": dtype or (torch.float32 if torch.device(device).type == "cpu" else "auto"),
@@ -33,7 +32,7 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: Any = None) ->
         "ignore_mismatched_sizes": True,
         "output_loading_info": True,
     }
-    with as_input_error(path), _without_report():
+    with as_input_error(path), quiet_transformers():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
         except RuntimeError as error:
@@ -53,17 +52,3 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: Any = None) ->
 
 def _first(names: list[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more tensors" if len(names) > 2 else "")
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Within it transformers shows no progress, and no table of what it did not find."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

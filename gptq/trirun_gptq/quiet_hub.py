@@ -1,4 +1,4 @@
-"""The libraries of the Hugging Face hub without their running commentary."""
+"""Hugging Face's libraries without their running commentary."""
 
 from __future__ import annotations
 
@@ -24,3 +24,17 @@ def quiet_hub() -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Around loading a model: no progress, and no table of tensors that were not found, which are an error here."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)

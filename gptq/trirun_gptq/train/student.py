@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import QuantizationError
 from ..quantized import Quantized
+from ..quiet_hub import quiet_transformers
 from ..source import TensorSource, decoder_blocks
 from .layers import AbsmeanLinear, LearnedLinear, TrainedLinear
 from .losses import IGNORED, Terms, distillation, terms
@@ -151,25 +152,19 @@ def load_model(model_dir: str | Path, dtype: torch.dtype | str, device: torch.de
         QuantizationError: transformers cannot load it, or would fill a tensor that is missing with random numbers.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
-    # What it tells of missing tensors is an error here.
-    logging.set_verbosity_error()
     try:
         config = AutoConfig.from_pretrained(model_dir)
         # Distillation regularizes by itself, and a step without chance can be repeated exactly.
         for key in [key for key in vars(config) if "dropout" in key or key.endswith("pdrop")]:
             setattr(config, key, 0.0)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, config=config, dtype=dtype, output_loading_info=True
-        )
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                model_dir, config=config, dtype=dtype, output_loading_info=True
+            )
     except (ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise QuantizationError(f"{model_dir} cannot be loaded as a causal language model: {reason[:300]}") from error
-    finally:
-        logging.set_verbosity(verbosity)
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise QuantizationError(f"{model_dir}: tensor {missing[0]} is missing")
