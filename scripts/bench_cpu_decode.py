@@ -31,13 +31,13 @@ import numpy as np
 import peer_models
 from trirun_kernels.arrays import Array
 
+from trirun_cli.backends.cpu.model import LeanDecoder
+from trirun_cli.backends.cpu.runner import LeanRunner
+from trirun_cli.engine.completion import Prompt, complete
+from trirun_cli.engine.engine import Engine
+from trirun_cli.engine.sampling import SamplingParams
 from trirun_cli.resources import configs_dir
-from trirun_cli.runtime.completion import Prompt, complete
-from trirun_cli.runtime.decoder import LeanDecoder
-from trirun_cli.runtime.engine.engine import Engine
-from trirun_cli.runtime.engine.lean_runner import LeanRunner
-from trirun_cli.runtime.sampling import SamplingParams
-from trirun_cli.runtime.text import quick_tokenizer
+from trirun_cli.text.detokenizer import quick_tokenizer
 
 BOUND, STRICT, DECODER, GENERATE = "products, called", "products, one region", "decoder", "generate"
 SAMPLING: dict[str, dict[str, Any]] = {

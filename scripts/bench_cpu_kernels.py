@@ -25,10 +25,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
-from trirun_kernels import cpu, native
-from trirun_kernels.packing import PackedWeight, dequantize, pack
-from trirun_kernels.reference import int8_round_trip
-from trirun_kernels.spec import QuantSpec
+from trirun_kernels import native
+from trirun_kernels.gemm import cpu
+from trirun_kernels.gemm.reference import int8_round_trip
+from trirun_kernels.weights.packing import PackedWeight, dequantize, pack
+from trirun_kernels.weights.spec import QuantSpec
 
 HIDDEN, FFN = 2048, 5632
 LINEARS = [(HIDDEN, HIDDEN)] * 4 + [(FFN, HIDDEN)] * 2 + [(HIDDEN, FFN)]

@@ -83,7 +83,7 @@ def worker(arguments: list[str]) -> None:
 
 def run_trirun(arguments: list[str]) -> None:
     """Prefill and decode: checkpoint, threads, act_bits, prompt and decode lengths."""
-    from trirun_cli.runtime.decoder import LeanDecoder
+    from trirun_cli.backends.cpu.model import LeanDecoder
 
     checkpoint, threads, act_bits, prompt, length = arguments[0], *map(int, arguments[1:])
     decoder = LeanDecoder(checkpoint, threads=threads, act_bits=act_bits, context=2048)
@@ -146,7 +146,7 @@ def bandwidth(threads: int, size: int) -> float:
 
 def trirun_token_bytes(checkpoint: Path) -> int:
     """Bytes of weights that one token reads: packed layers and the 8-bit head."""
-    from trirun_cli.checkpoint import Checkpoint
+    from trirun_cli.checkpoint.reader import Checkpoint
 
     packed = sum(Checkpoint(checkpoint).packed(module).nbytes for module in Checkpoint(checkpoint).modules)
     return packed + peer_models.SHAPE["vocab_size"] * peer_models.SHAPE["hidden_size"]

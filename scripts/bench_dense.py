@@ -18,8 +18,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trirun_cli.runtime.bench_timing import Call, copies, interleaved
-from trirun_cli.runtime.dense import PaddedLinear, matmul_precision
+from trirun_cli.backends.transformers.dense import PaddedLinear, matmul_precision
+from trirun_cli.bench.timing import Call, copies, interleaved
 
 # (name, n, k, rows of x, dtype): GPT-2's head, a head with an odd vocabulary, an odd MLP.
 PADDED = (

@@ -35,7 +35,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
-from trirun_kernels.f16acc import f16acc_gemm
+from trirun_kernels.f16acc.ops import f16acc_gemm
 
 PIXELS, CLASSES = 784, 10
 WARM_UP = 5  # steps without timing

@@ -76,7 +76,7 @@ def write_trirun(out: Path, layers: int) -> None:
     from transformers import LlamaConfig
     from trirun_kernels import QuantSpec, pack
 
-    from trirun_cli.checkpoint import Format
+    from trirun_cli.checkpoint.reader import Format
 
     spec = QuantSpec(-1, 1.0)
     hidden, vocab = SHAPE["hidden_size"], SHAPE["vocab_size"]

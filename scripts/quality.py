@@ -21,12 +21,12 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "gptq")]
 
-from trirun_gptq.grid import round_to_nearest  # noqa: E402
-from trirun_gptq.model import quantize_model  # noqa: E402
-from trirun_gptq.observer import Report  # noqa: E402
+from trirun_gptq.layer.scale_search import round_to_nearest  # noqa: E402
+from trirun_gptq.model.writer import Collected  # noqa: E402
+from trirun_gptq.pipeline import quantize_model  # noqa: E402
 from trirun_gptq.recipe import Recipe, load_recipe  # noqa: E402
+from trirun_gptq.run.progress import Report  # noqa: E402
 from trirun_gptq.train.start import collected  # noqa: E402
-from trirun_gptq.writing import Collected  # noqa: E402
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

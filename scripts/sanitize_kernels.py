@@ -34,26 +34,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# name: (test file, pytest -k expression). Captured graphs are left out: they need the caching allocator.
+# name: (test file below tests/kernels, -k expression). Captured graphs are left out: they need the caching allocator.
 SELECTIONS = {
     "decode": (
-        "test_cuda_decode.py",
+        "gemm/test_cuda_stream.py",
         "any_shape or strided or one_code or identity or not_a_number or zero_rows or quantized_activations",
     ),
-    "decode rows": ("test_cuda_decode.py", "every_row_count and dtype0"),
-    "prefill tails": ("test_cuda_prefill.py", "tails_of_n_and_k and (1001 or 63)"),
-    "prefill grids": ("test_cuda_prefill.py", "every_grid and float16"),
-    "prefill int8": ("test_cuda_prefill.py", "int8_activations and float16"),
+    "decode rows": ("gemm/test_cuda_stream.py", "every_row_count and dtype0"),
+    "prefill tails": ("gemm/test_cuda_prefill.py", "tails_of_n_and_k and (1001 or 63)"),
+    "prefill grids": ("gemm/test_cuda_prefill.py", "every_grid and float16"),
+    "prefill int8": ("gemm/test_cuda_prefill.py", "int8_activations and float16"),
     "prefill shared": (
-        "test_cuda_prefill_shared.py",
+        "gemm/test_cuda_prefill_shared.py",
         "(pairs_of_a_tile and 4-64]) or (shares_of_several and (64-192 or 64-128))",
     ),
-    "prefill other": ("test_cuda_prefill.py", "identity_reads or dense_weight or spoils_only_itself"),
-    "decoder rows": ("test_cuda_decoder_ops.py", "test_rows and -96-"),
-    "decoder attention": ("test_cuda_decoder_ops.py", "test_attention and dtype0"),
-    "decoder sampling": ("test_cuda_decoder_sampling.py", "203 and not draws"),
-    "f16acc tails": ("test_f16acc_cuda.py", "every_plan_on_every_tail and not 4104 and not 4096"),
-    "f16acc other": ("test_f16acc_cuda.py", "transposed_operands or any_shape"),
+    "prefill other": ("gemm/test_cuda_prefill.py", "identity_reads or dense_weight or spoils_only_itself"),
+    "decoder rows": ("decoder/test_cuda_ops.py", "test_rows and -96-"),
+    "decoder attention": ("decoder/test_cuda_ops.py", "test_attention and dtype0"),
+    "decoder sampling": ("decoder/test_cuda_sampling.py", "203 and not draws"),
+    "f16acc tails": ("f16acc/test_f16acc_cuda.py", "every_plan_on_every_tail and not 4104 and not 4096"),
+    "f16acc other": ("f16acc/test_f16acc_cuda.py", "transposed_operands or any_shape"),
 }
 TOOLS = ("memcheck", "racecheck", "initcheck")
 _OURS = re.compile(r"trirun::(?:<unnamed>::|\(anonymous namespace\)::)?\w+")

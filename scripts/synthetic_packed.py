@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from trirun_kernels import QuantSpec
-from trirun_kernels.decoder_weights import DecoderShape
+from trirun_kernels.decoder.weights import DecoderShape
 
-from trirun_cli.checkpoint import SCALE, WEIGHT, Format
-from trirun_cli.runtime.decoder import FINAL_NORM, LINEARS, NORMS
-from trirun_cli.runtime.model_bench import decoder_shape_named
-from trirun_cli.runtime.output_head import EMBEDDING, HEAD
-from trirun_cli.runtime.synthetic import random_ternary
+from trirun_cli.backends.cpu.model import FINAL_NORM, LINEARS, NORMS
+from trirun_cli.bench.models import decoder_shape_named
+from trirun_cli.checkpoint.reader import SCALE, WEIGHT, Format
+from trirun_cli.models.output_head import EMBEDDING, HEAD
+from trirun_cli.models.synthetic import random_ternary
 
 
 def write(directory: Path, shape: DecoderShape, *, tokens: int, context: int, group_size: int, device: str) -> None:

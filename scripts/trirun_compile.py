@@ -99,10 +99,14 @@ class Tree:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def sources(self, device: str, suffix: str) -> list[Path]:
-        found = sorted((self.csrc / device).glob(f"*{suffix}"))
+        found = sorted((self.csrc / device).rglob(f"*{suffix}"))
         if not found:
             raise BuildError(f"no {suffix} files in {self.csrc / device}: the source tree is incomplete")
         return found
+
+    def object_name(self, device: str, source: Path) -> str:
+        """``"decoder.sample"`` for cuda/decoder/sample.cu: names of objects tell folders apart."""
+        return ".".join(source.relative_to(self.csrc / device).with_suffix("").parts)
 
     def say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -209,8 +213,8 @@ def included(tree: Tree, source: Path) -> list[Path]:
 def _build(tree: Tree, device: str, steps: dict[Path, Step], link: Step, facts: dict[str, Any]) -> Path:
     library = tree.libraries / f"libtrirun_{device}.so"
     with tree.locked(device):
-        objects = _compile_all(tree, steps)
-        names = {source.name: obj.name for source, obj in objects.items()}
+        objects = _compile_all(tree, device, steps)
+        names = {source.relative_to(tree.csrc / device).as_posix(): obj.name for source, obj in objects.items()}
         key = link.digest(*names.values(), (tree.csrc / "exports.map").read_text())
         if tree.report(device).get("key") == key and library.exists():
             tree.say(f"trirun: {library.name} is up to date")
@@ -227,12 +231,12 @@ def _build(tree: Tree, device: str, steps: dict[Path, Step], link: Step, facts: 
     return library
 
 
-def _compile_all(tree: Tree, steps: dict[Path, Step]) -> dict[Path, Path]:
+def _compile_all(tree: Tree, device: str, steps: dict[Path, Step]) -> dict[Path, Path]:
     """Each source file's object, compiled where it is not there yet, as many at once as there are cores."""
-    objects, missing = {}, {}
+    objects, missing, csrc = {}, {}, tree.csrc.resolve()
     for source, step in steps.items():
-        texts = [text for path in included(tree, source) for text in (path.name, path.read_text())]
-        obj = tree.objects / f"{source.stem}-{step.digest(*texts)}.o"
+        texts = [text for path in included(tree, source) for text in (str(path.relative_to(csrc)), path.read_text())]
+        obj = tree.objects / f"{tree.object_name(device, source)}-{step.digest(*texts)}.o"
         objects[source] = obj
         if obj.exists():
             os.utime(obj)
@@ -262,7 +266,7 @@ def _compile(tree: Tree, source: Path, step: Step, obj: Path) -> None:
         tree.say("\n".join(line for line in told if line))
     obj.with_suffix(".log").write_text(log)
     partial.replace(obj)
-    others = [path for path in tree.objects.glob("*.o") if path.stem.rpartition("-")[0] == source.stem]
+    others = [path for path in tree.objects.glob("*.o") if path.stem.rpartition("-")[0] == obj.stem.rpartition("-")[0]]
     for stale in sorted(others, key=lambda path: path.stat().st_mtime)[:-KEPT_OBJECTS]:
         stale.unlink()
         stale.with_suffix(".log").unlink(missing_ok=True)

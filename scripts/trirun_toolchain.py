@@ -128,9 +128,9 @@ def gencode(archs: Sequence[str], *, ptx: bool) -> tuple[str, ...]:
 
 
 def arch_of(source: Path) -> str | None:
-    """``"90a"`` for name_sm90.cu and name_sm90a.cu: instructions of sm_90a exist there alone. None for any other name,
-    name_sm80.cu too: what is written for sm_80 runs on all that came after."""
-    found = re.search(r"_sm(\d+)a?$", source.stem)
+    """``"90a"`` for sm90.cu, name_sm90.cu and name_sm90a.cu: instructions of sm_90a exist there alone. None for any
+    other name, name_sm80.cu too: what is written for sm_80 runs on all that came after."""
+    found = re.search(r"(?:^|_)sm(\d+)a?$", source.stem)
     return next((arch for arch in ALL_ARCHS if found and arch == f"{found[1]}a"), None)
 
 

@@ -1,8 +1,10 @@
 """What every test may ask for: the checkout, the demo model, reference data beside the checkout, the command line in
-this process, one thread."""
+this process, one thread; a tiny random model on disk: as it is, ternary, and packed."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,7 +37,7 @@ def shared() -> Path:
 @pytest.fixture
 def trirun(capsys, monkeypatch):
     """Run the command line: ``trirun("pack", path)`` → (exit code, stdout, stderr)."""
-    from trirun_cli.app import main
+    from trirun_cli.commands.app import main
 
     def run(*arguments, stdin=None):
         monkeypatch.setattr(sys, "argv", ["trirun", *map(str, arguments)])
@@ -62,3 +64,112 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+PROJECT_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer(pytestconfig):
+    return [pytestconfig.rootpath / "configs" / "demo-model" / name for name in PROJECT_TOKENIZER]
+
+
+@pytest.fixture(scope="session")
+def save_llama(tmp_path_factory, demo_tokenizer):
+    """Save a random Llama with the demo tokenizer: ``save_llama(change=...)`` → its directory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def save(change=None, shard_size="5GB", **config):
+        shape = {
+            "vocab_size": 8192,
+            "hidden_size": 128,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "tie_word_embeddings": True,
+        }
+        import torch
+
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**(shape | config))).half()
+        if change is not None:
+            change(model)
+        directory = tmp_path_factory.mktemp("model") / "llama"
+        model.save_pretrained(directory, max_shard_size=shard_size)
+        for file in demo_tokenizer:
+            shutil.copy(file, directory)
+        return directory
+
+    return save
+
+
+def make_ternary(model):
+    """Every decoder matrix to {−s, 0, s}, one scale per matrix."""
+    import torch
+
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for module in layer.modules():
+                if isinstance(module, torch.nn.Linear):
+                    scale = module.weight.abs().mean()
+                    module.weight.copy_((module.weight / scale).round().clamp(-1, 1) * scale)
+
+
+@pytest.fixture(scope="session")
+def to_ternary():
+    return make_ternary
+
+
+@pytest.fixture(scope="session")
+def plain_model(save_llama):
+    return save_llama()
+
+
+@pytest.fixture(scope="session")
+def ternary_model(save_llama):
+    return save_llama(make_ternary)
+
+
+@pytest.fixture(scope="session")
+def packed(ternary_model, tmp_path_factory):
+    """The ternary model as a packed checkpoint. Read only: copy it before damaging it."""
+    from trirun_cli.workflows.pack import pack_model
+
+    out = tmp_path_factory.mktemp("packed") / "checkpoint"
+    pack_model(ternary_model, out)
+    return out
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """A private copy of a directory, optionally with its config.json's quantization section changed."""
+
+    def copy(directory, **quantization):
+        target = tmp_path / "copy"
+        shutil.copytree(directory, target)
+        if quantization:
+            config = json.loads((target / "config.json").read_text())
+            config["quantization_config"] |= quantization
+            (target / "config.json").write_text(json.dumps(config))
+        return target
+
+    return copy
+
+
+@pytest.fixture
+def stored_by_head(copy_of):
+    """A private copy of a tied model, its embeddings stored by the name of the head."""
+    from safetensors.torch import load_file, save_file
+
+    def copy(directory):
+        target = copy_of(directory)
+        tensors = load_file(target / "model.safetensors")
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        return target
+
+    return copy

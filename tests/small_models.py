@@ -31,7 +31,7 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
     Returns:
         the model in float32, its directory ``out/model``, and its packed checkpoint ``out/packed``.
     """
-    from trirun_cli.pack_model import pack_model
+    from trirun_cli.workflows.pack import pack_model
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SIZES | change))).eval()

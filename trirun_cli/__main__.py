@@ -7,12 +7,12 @@ import sys
 
 
 def main() -> None:
-    """:func:`trirun_cli.app.main`, whose import takes long enough to be interrupted."""
+    """:func:`trirun_cli.commands.app.main`, whose import takes long enough to be interrupted."""
     try:
         from .interrupts import Interrupts
 
         with Interrupts():
-            from .app import main
+            from .commands.app import main
 
             main()
     except KeyboardInterrupt:

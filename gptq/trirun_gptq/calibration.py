@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .errors import QuantizationError
-from .quiet_hub import quiet_hub
 from .recipe import Recipe
+from .run.quiet_hub import quiet_hub
 
 SEPARATOR = "<|endoftext|>"  # a line of its own between the documents of a text file
 PIECE = 1 << 16  # characters of a long document that are tokenized at a time

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .errors import QuantizationError
+from .model.loader import Skeleton, linear_layers
 from .recipe import Recipe
-from .source import Skeleton, linear_layers
 
 
 def require_calibration(calibration: list[Tensor], recipe: Recipe, skeleton: Skeleton) -> None:

@@ -3,7 +3,7 @@
  * Two libraries implement it: libtrirun_cpu.so (csrc/cpu) and libtrirun_cuda.so (csrc/cuda). Neither knows
  * Python or torch. The caller checks shapes, dtypes, devices and contiguity; these functions re-check what
  * would corrupt memory. n = out_features, k = in_features, m = rows of x. The weight layout (tile64) is
- * defined in kernels/README.md and in trirun_kernels/layout.py.
+ * defined in kernels/README.md and in trirun_kernels/weights/layout.py.
  */
 #ifndef TRIRUN_H
 #define TRIRUN_H
@@ -221,7 +221,7 @@ enum {
   TRIRUN_KERNEL_RUNS = 8           /* decode of many rows with one scale per output channel: sm_90a */
 };
 
-/* How a product is computed: the kernel and its tile, chosen by trirun_kernels/select.py. A field that a family does
+/* How a product is computed: the kernel and its tile, chosen by trirun_kernels/plan/select.py. A field that a family does
  * not use is 0. Every value is checked; one without a compiled instance returns TRIRUN_UNSUPPORTED. */
 typedef struct {
   int32_t kernel;       /* TRIRUN_KERNEL_... */
@@ -255,7 +255,7 @@ int trirun_cuda_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void
                           void* workspace, size_t workspace_bytes, void* stream);
 
 /* The two halves of a decode product, for an engine that quantizes x once for several weights: bytes of the quantized
- * form of m rows (layout: csrc/cuda/quantize.cu), the quantization, and the product on it. */
+ * form of m rows (layout: csrc/cuda/common/quantize.cu), the quantization, and the product on it. */
 size_t trirun_cuda_activation_bytes(int64_t m, int64_t k_pad, int act_bits);
 int trirun_cuda_quantize(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, int64_t k_pad, int act_bits,
                          void* activations, size_t activation_bytes, void* stream);
@@ -279,7 +279,7 @@ enum {
 
 enum { TRIRUN_F16ACC_A = 1, TRIRUN_F16ACC_B = 2 };
 
-/* How such a product is computed, chosen by trirun_kernels/f16acc_cuda.py. */
+/* How such a product is computed, chosen by trirun_kernels/f16acc/cuda.py. */
 typedef struct {
   int32_t kernel; /* TRIRUN_F16ACC_... */
   int32_t tile_n; /* columns of y of one CTA */

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .packing import PackedWeight, PackError, dequantize, pack, unpack
-    from .spec import QuantSpec
+    from .weights.packing import PackedWeight, PackError, dequantize, pack, unpack
+    from .weights.spec import QuantSpec
 
 __all__ = ["PackError", "PackedWeight", "QuantSpec", "dequantize", "pack", "unpack"]
 
@@ -15,5 +15,5 @@ __all__ = ["PackError", "PackedWeight", "QuantSpec", "dequantize", "pack", "unpa
 def __getattr__(name: str) -> Any:
     # On first use, so that the grid and the native decoder are there without torch, whose import takes seconds.
     if name in __all__:
-        return getattr(import_module(".spec" if name == "QuantSpec" else ".packing", __name__), name)
+        return getattr(import_module(".weights.spec" if name == "QuantSpec" else ".weights.packing", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

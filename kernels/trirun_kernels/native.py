@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .packing import PackedWeight
+    from .weights.packing import PackedWeight
 
 ABI_VERSION = 8  # TRIRUN_ABI_VERSION of csrc/trirun.h
 LIBRARY_DIR = Path(__file__).resolve().parent / "_lib"

@@ -2,9 +2,9 @@
 
 import torch
 import transformers
-from trirun_gptq.model import quantize_model
-from trirun_gptq.observer import Observer
+from trirun_gptq.pipeline import quantize_model
 from trirun_gptq.recipe import Recipe
+from trirun_gptq.run.progress import Observer
 from trirun_kernels import PackedWeight, dequantize
 
 from tests import small_models

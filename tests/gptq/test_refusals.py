@@ -8,11 +8,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from trirun_gptq.errors import QuantizationError
-from trirun_gptq.source import TensorSource
+from trirun_gptq.model.loader import TensorSource
 
 from tests.gptq.models import RECIPE, calibration, make_model, run
+from trirun_cli.checkpoint.model_dir import weight_map
 from trirun_cli.errors import InputError
-from trirun_cli.model_dir import weight_map
 
 
 def test_defects_are_named(tmp_path):
@@ -92,7 +92,7 @@ def test_missing_and_misshapen_tensors_are_named_before_anything_is_computed(tmp
     def begun(*_):
         raise AssertionError
 
-    monkeypatch.setattr("trirun_gptq.model._embed", begun)
+    monkeypatch.setattr("trirun_gptq.pipeline._embed", begun)
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, file, {"format": "pt"})
     with pytest.raises(QuantizationError, match=rf"tensor {name} is missing"):
         run(tmp_path, dry_run=dry_run)

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from trirun_compile import Tree, compiler_logs
-from trirun_kernels.cuda import PlanStruct, library
+from trirun_kernels.gemm.cuda import PlanStruct, library
 from trirun_kernels.native import DTYPES, Int2Struct
-from trirun_kernels.select import Device, Plan
+from trirun_kernels.plan.select import Device, Plan
 from trirun_spills import Usage, parse_usage
 from trirun_toolchain import find_nvcc
 

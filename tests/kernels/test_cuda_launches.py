@@ -11,13 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trirun_kernels import QuantSpec, cuda, pack
-from trirun_kernels.cuda_decoder import CudaDecoder
-from trirun_kernels.cuda_decoder_structs import AttentionStruct
-from trirun_kernels.f16acc_cuda import WGMMA, select_f16acc
-from trirun_kernels.f16acc_cuda import PlanStruct as F16AccStruct
+from trirun_kernels import QuantSpec, pack
+from trirun_kernels.decoder.cuda import CudaDecoder
+from trirun_kernels.decoder.cuda_structs import AttentionStruct
+from trirun_kernels.f16acc.cuda import WGMMA, select_f16acc
+from trirun_kernels.f16acc.cuda import PlanStruct as F16AccStruct
+from trirun_kernels.gemm import cuda
 from trirun_kernels.native import NativeError
-from trirun_kernels.select import DECODE_ROWS, PREFILL, Device, select
+from trirun_kernels.plan.select import DECODE_ROWS, PREFILL, Device, select
 
 from tests.kernels.described_devices import GPUS, MEMORY, built_archs, describe, launched, link, product
 
@@ -145,7 +146,7 @@ def test_what_a_kernel_may_have_never_shrinks(linked):
 
 @pytest.fixture
 def hopper_for_cpu_tensors(linked, monkeypatch):
-    """trirun_kernels.cuda takes CPU tensors, whose products are launched on a described H200."""
+    """trirun_kernels.gemm.cuda takes CPU tensors, whose products are launched on a described H200."""
     describe(linked, H200)
     monkeypatch.setattr(cuda, "library", lambda: linked)
     monkeypatch.setattr(cuda, "device_of", lambda index: H200.device)

@@ -14,16 +14,16 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs trirun[serve]")
 
-from trirun_cli.runtime.engine.engine import Engine
-from trirun_cli.runtime.engine.request import Request
-from trirun_cli.runtime.engine.runner import Done, Outcome
-from trirun_cli.runtime.engine.slot_cache import SlotCache
-from trirun_cli.runtime.sampling import Token
-from trirun_cli.runtime.text import load_tokenizer
+from trirun_cli.engine.engine import Engine
+from trirun_cli.engine.request import Request
+from trirun_cli.engine.runner import Done, Outcome
+from trirun_cli.engine.sampling import Token
+from trirun_cli.engine.slot_cache import SlotCache
 from trirun_cli.server.app import create_app
-from trirun_cli.server.outbox import Outbox
+from trirun_cli.server.event_bridge import Outbox
 from trirun_cli.server.service import Model, Service
-from trirun_cli.server.vocabulary import Vocabulary
+from trirun_cli.server.tokenizer import Vocabulary
+from trirun_cli.text.detokenizer import load_tokenizer
 
 END = 0
 TEMPLATE = (
@@ -162,7 +162,7 @@ def check_error():
 @pytest.fixture(scope="session")
 def checkpoint(pytestconfig, tmp_path_factory):
     """A packed checkpoint: the ternary model of ../shared, or else the demo model rounded to ternary."""
-    from trirun_cli.pack_model import pack_model
+    from trirun_cli.workflows.pack import pack_model
 
     out = tmp_path_factory.mktemp("server") / "checkpoint"
     real = pytestconfig.rootpath.parent / "shared" / "models" / "bookshelf-28m-ternary"

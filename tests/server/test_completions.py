@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from trirun_cli.runtime.sampling import Token
-from trirun_cli.server.job import Delta
+from trirun_cli.engine.sampling import Token
 from trirun_cli.server.replies import CompletionReply
-from trirun_cli.server.vocabulary import Vocabulary
+from trirun_cli.server.request_group import Delta
+from trirun_cli.server.tokenizer import Vocabulary
 
 PATH = "/v1/completions"
 

@@ -90,7 +90,7 @@ def test_lm_eval_gets_the_likelihoods_of_trirun_eval(server, checkpoint):
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    from trirun_cli.eval.adapter import TrirunLM
+    from trirun_cli.integrations.lm_eval import TrirunLM
 
     pairs = [
         (STORY, " the wind was cold."),
@@ -279,7 +279,7 @@ def test_a_taken_port_and_a_damaged_checkpoint_are_one_clear_line(server, checkp
 
 
 def test_without_the_extra_it_says_what_to_install(checkpoint):
-    script = "import sys; sys.modules['fastapi'] = None; from trirun_cli.app import main; main()"
+    script = "import sys; sys.modules['fastapi'] = None; from trirun_cli.commands.app import main; main()"
     command = [sys.executable, "-c", script, "serve", "-c", str(checkpoint)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 4 and "fastapi" in done.stderr and "trirun[serve]" in done.stderr

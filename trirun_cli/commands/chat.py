@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..checkpoint.hub import local_model
 from ..console import Console
 from ..errors import InputError
-from ..hub import local_model
-from .generation_options import (
+from .shared.generation_options import (
     Checkpoint,
     Context,
     MinP,
@@ -26,10 +26,10 @@ from .generation_options import (
     answer_speed,
     sampling_params,
 )
-from .options import ActBits, Compile, Device, DType, Engine, Json, KvCacheDType, Quiet, Tf32, check_machine
+from .shared.options import ActBits, Compile, Device, DType, Engine, Json, KvCacheDType, Quiet, Tf32, check_machine
 
 if TYPE_CHECKING:
-    from ..runtime.conversation import Conversation
+    from ..text.conversation import Conversation
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system message and begins anew, /exit leaves"
 
@@ -85,10 +85,10 @@ def command(
         seed=seed,
         stop=stop,
     )
-    from ..runtime.conversation import Conversation
-    from ..runtime.engine.opening import open_engine
-    from ..runtime.generation import stop_ids
-    from ..runtime.text import quick_tokenizer
+    from ..backends.registry import open_engine
+    from ..engine.generation import stop_ids
+    from ..text.conversation import Conversation
+    from ..text.detokenizer import quick_tokenizer
 
     tokenizer = quick_tokenizer(checkpoint, chat=not plain)
     if not plain and not tokenizer.chat_template:
@@ -181,8 +181,8 @@ def _obey(console: Console, conversation: Conversation, line: str) -> str:
 
 
 def _answer(console: Console, conversation: Conversation, line: str, stats: bool) -> dict[str, Any]:
-    from ..runtime.completion import interruptions
-    from ..runtime.engine.request import FinishReason
+    from ..engine.completion import interruptions
+    from ..engine.request import FinishReason
 
     with interruptions() as interrupted:
         done, left_out = conversation.answer(line, lambda piece: console.text(piece, end=""), interrupted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..console import Console
 from ..errors import CheckFailed
-from .options import Json
+from .shared.options import Json
 
 
 def command(json: Json = False) -> None:
@@ -15,7 +15,7 @@ def command(json: Json = False) -> None:
     Example: trirun doctor --json
     """
     console = Console(as_json=json)
-    from ..diagnosis import diagnose
+    from ..workflows.diagnose import diagnose
 
     findings = list(diagnose())
     failed = [finding for finding in findings if finding.status == "fail"]

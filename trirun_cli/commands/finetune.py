@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoint.hub import local_model, model_name
 from ..console import Console, bytes_text
 from ..errors import UsageError
-from ..hub import local_model, model_name
-from .options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
+from .shared.options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
 
 METHODS = ("learned", "trilm", "bitnet")
 
@@ -116,8 +116,8 @@ def command(
         "seed": seed,
     }
 
-    from ..finetune_model import plan_run, run
-    from .finetune_view import FinetuneView, show_plan, show_report
+    from ..workflows.finetune import plan_run, run
+    from .views.finetune import FinetuneView, show_plan, show_report
 
     plan = plan_run(
         model,

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ..checkpoint.hub import local_model
 from ..console import Console
 from ..errors import InputError, UsageError
-from ..hub import local_model
-from .generation_options import (
+from .shared.generation_options import (
     Checkpoint,
     Context,
     MinP,
@@ -26,7 +26,19 @@ from .generation_options import (
     answer_speed,
     sampling_params,
 )
-from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, KvCacheDType, Quiet, Tf32, check_machine
+from .shared.options import (
+    Accumulate,
+    ActBits,
+    Compile,
+    Device,
+    DType,
+    Engine,
+    Json,
+    KvCacheDType,
+    Quiet,
+    Tf32,
+    check_machine,
+)
 
 _MANY = "Many prompts"
 _BATCH = 16
@@ -120,7 +132,7 @@ def command(
     if prompts_file is not None:
         if prompt is not None or prompt_file is not None:
             raise UsageError("--prompts-file and a single prompt are both given; one is enough")
-        from .generate_many import generate_many
+        from .views.prompts_file import generate_many
 
         return generate_many(
             console,
@@ -138,11 +150,11 @@ def command(
     if out is not None or resume or overwrite or batch is not None:
         raise UsageError("--out, --resume, --overwrite and --batch belong to --prompts-file")
 
-    from ..runtime.completion import Prompt, complete, interruptions
-    from ..runtime.engine.opening import open_engine
-    from ..runtime.engine.request import FinishReason, Request
-    from ..runtime.generation import stop_ids
-    from ..runtime.text import encode_prompt, quick_tokenizer
+    from ..backends.registry import open_engine
+    from ..engine.completion import Prompt, complete, interruptions
+    from ..engine.generation import stop_ids
+    from ..engine.request import FinishReason, Request
+    from ..text.detokenizer import encode_prompt, quick_tokenizer
 
     text = _read_prompt(prompt, prompt_file)
     tokenizer = quick_tokenizer(checkpoint, chat=chat is not False)

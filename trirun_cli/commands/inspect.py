@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoint.hub import local_model
+from ..checkpoint.model_dir import read_config
 from ..console import Console, bytes_text
-from ..hub import local_model
-from ..model_dir import read_config
-from .options import Json
+from .shared.options import Json
 
 
 def command(
@@ -25,8 +25,8 @@ def command(
     checkpoint = local_model(checkpoint, console)
     # Before torch is imported for one that is not there.
     read_config(checkpoint)
-    from ..checkpoint import Checkpoint
-    from ..checkpoint_facts import module_facts, totals
+    from ..checkpoint.facts import module_facts, totals
+    from ..checkpoint.reader import Checkpoint
 
     opened = Checkpoint(checkpoint)
     with console.progress("reading", len(opened.modules)) as bar:

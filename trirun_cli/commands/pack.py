@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoint.hub import local_model, model_name
 from ..console import Console, bytes_text
 from ..errors import UsageError
-from ..hub import local_model, model_name
-from .options import Json, Overwrite, Quiet, output_dir
+from .shared.options import Json, Overwrite, Quiet, output_dir
 
 
 def command(
@@ -44,7 +44,7 @@ def command(
     console = Console(as_json=json, quiet=quiet)
     out, model = output_dir(out, f"{model_name(model)}-packed"), local_model(model, console)
     console.note(f"packing {model} into {out}")
-    from ..pack_model import pack_model
+    from ..workflows.pack import pack_model
 
     with console.progress("packing") as bar:
         started = False

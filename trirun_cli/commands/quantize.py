@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoint.hub import local_model, model_name
 from ..console import Console, bytes_text
 from ..errors import UsageError
-from ..hub import local_model, model_name
-from .options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
+from .shared.options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
 
 PRESETS = ("fast", "default", "best")
 
@@ -76,8 +76,8 @@ def command(
     out, model = output_dir(out, f"{model_name(model)}-2bit"), local_model(model, console)
     settings = {"group_size": group_size, "grid": grid, "samples": samples, "seqlen": seqlen, "seed": seed}
 
-    from ..quantize_model import plan_run, rehearse, run, state_dir
-    from .quantize_view import QuantizeView, show_dry_run, show_plan, show_report
+    from ..workflows.quantize import plan_run, rehearse, run, state_dir
+    from .views.quantize import QuantizeView, show_dry_run, show_plan, show_report
 
     plan = plan_run(
         model,

@@ -8,11 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..checkpoint.hub import local_model, model_name
 from ..console import Console
 from ..errors import InputError, MissingError, UsageError
-from ..hub import local_model, model_name
-from .generation_options import Checkpoint
-from .options import Accumulate, ActBits, Compile, Device, DType, Engine, Json, KvCacheDType, Quiet, Tf32, check_machine
+from .shared.generation_options import Checkpoint
+from .shared.options import (
+    Accumulate,
+    ActBits,
+    Compile,
+    Device,
+    DType,
+    Engine,
+    Json,
+    KvCacheDType,
+    Quiet,
+    Tf32,
+    check_machine,
+)
 
 if TYPE_CHECKING:
     from ..server.service import Model
@@ -96,7 +108,7 @@ def command(
     template = None if chat_template is None else _text(chat_template)
     console = Console(as_json=json, quiet=quiet)
 
-    from ..model_dir import read_config
+    from ..checkpoint.model_dir import read_config
 
     names = served_model_name or [model_name(checkpoint)]
     checkpoint = local_model(checkpoint, console)
@@ -114,7 +126,7 @@ def command(
     app = create_app(service, api_key=key, cors_origins=cors_origin or ())
 
     def load() -> Model:
-        from ..runtime.engine.opening import open_engine
+        from ..backends.registry import open_engine
         from ..server.loading import make_model
 
         opened = open_engine(

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoint.hub import local_model
+from ..checkpoint.model_dir import ModelDir, read_config
 from ..console import Console
 from ..errors import CheckFailed
-from ..hub import local_model
-from ..model_dir import ModelDir, read_config
-from .options import Json, Quiet
+from .shared.options import Json, Quiet
 
 
 def command(
@@ -33,8 +33,8 @@ def command(
     # Before torch is imported for one that is not there.
     read_config(checkpoint)
     original = None if against is None else ModelDir(local_model(against, console))
-    from ..checkpoint import Checkpoint
-    from ..checkpoint_facts import verify_files, verify_modules
+    from ..checkpoint.facts import verify_files, verify_modules
+    from ..checkpoint.reader import Checkpoint
 
     opened = Checkpoint(checkpoint)
     checks = list(verify_files(opened))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import __version__
 from ..console import Console
-from .options import Json
+from .shared.options import Json
 
 PACKAGES = ("torch", "transformers", "safetensors", "datasets", "accelerate", "typer", "rich")
 

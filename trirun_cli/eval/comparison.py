@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ..errors import InputError
-from ..runtime.perplexity import Perplexity
 from . import statistics
-from .harness import Sample, TaskScore, strata
+from .perplexity import Perplexity
+from .tasks.harness import Sample, TaskScore, strata
 
 
 @dataclass(frozen=True, slots=True)

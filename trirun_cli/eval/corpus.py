@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
-from ..runtime.text import read_text_and_bytes
+from ..text.detokenizer import read_text_and_bytes
 
 RAW_TEST = "wiki.test.raw"
 # Of the test split as its authors released it.
@@ -79,7 +79,7 @@ def join_rows(rows: list[str]) -> str:
 
 def _hub_rows() -> list[str]:
     from datasets import load_dataset
-    from trirun_gptq.quiet_hub import quiet_hub
+    from trirun_gptq.run.quiet_hub import quiet_hub
 
     try:
         with quiet_hub():

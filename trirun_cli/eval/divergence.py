@@ -11,9 +11,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..backends.transformers.model import CausalLM
 from ..errors import InputError
-from ..runtime.model import CausalLM
-from ..runtime.perplexity import check_window
+from .perplexity import check_window
 from .request_cache import RequestCache
 from .statistics import stderr_of_mean
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..errors import InputError
 from .comparison import Difference, compare, perplexity_ratio
-from .harness import TaskScore, seeds
 from .session import Evaluation, Side
+from .tasks.harness import TaskScore, seeds
 
 SCHEMA = "eval/2"
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.model_dir import ModelDir
 from ..errors import InputError
-from ..model_dir import ModelDir
 
 SCHEMA = "trirun.eval.requests/1"
 # Seconds between writes: what a crash can lose.

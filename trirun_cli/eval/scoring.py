@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..backends.transformers.model import BatchLM, CausalLM
 from ..errors import InputError
-from ..runtime.model import BatchLM, CausalLM
 from .request_cache import RequestCache
 
 Tokens = tuple[int, ...]

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.model_dir import ModelDir
 from ..console import Console
+from ..engine.generation import stop_ids
 from ..errors import InputError, UsageError
-from ..model_dir import ModelDir
-from ..runtime.generation import stop_ids
-from ..runtime.perplexity import check_window, cut_windows, perplexity_of, window_loss
+from .candidate import Side, library_versions, open_side
 from .corpus import Corpus, text_corpus, wikitext2
 from .divergence import Divergence, divergence
+from .perplexity import check_window, cut_windows, perplexity_of, window_loss
 from .request_cache import RequestCache
-from .side import Side, library_versions, open_side
 
 if TYPE_CHECKING:
-    from .tasks import HarnessTask
+    from .tasks.resolve import HarnessTask
 
 # Tasks that need no lm-eval.
 TEXT_TASKS = ("perplexity", "wikitext2")
@@ -123,10 +123,10 @@ def _text(settings: Settings) -> Corpus:
 
 
 def _load_tasks(settings: Settings, console: Console) -> dict[str, HarnessTask]:
-    from .tasks import Loader, needs_lm_eval
+    from .tasks.resolve import Loader, needs_lm_eval
 
     with needs_lm_eval(settings.harness_tasks):
-        from .harness import quiet_harness
+        from .tasks.harness import quiet_harness
 
         loader, tasks = Loader(settings.data_dirs, settings.num_fewshot), {}
         for name in settings.harness_tasks:
@@ -166,8 +166,8 @@ def _run_text(side: Side, name: str, corpus: Corpus, settings: Settings, console
 
 
 def _run_harness(side: Side, task: HarnessTask, settings: Settings, console: Console) -> None:
-    from .adapter import TrirunLM
-    from .harness import run_task, seeds
+    from ..integrations.lm_eval import TrirunLM
+    from .tasks.harness import run_task, seeds
 
     assert side.runner is not None
     terminal = sys.stderr

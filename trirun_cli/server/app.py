@@ -16,8 +16,8 @@ from .. import __version__
 from . import errors, metrics, sse
 from .errors import ApiError
 from .guard import Guard
-from .job import Job
 from .replies import ChatReply, CompletionReply, Reply
+from .request_group import Job
 from .schema import ChatBody, CompletionBody, SamplingFields
 from .service import Service
 from .tools import parser_for

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..engine.engine import Engine
+from ..engine.generation import generation_defaults, stop_ids
 from ..errors import InputError
-from ..runtime.engine.engine import Engine
-from ..runtime.generation import generation_defaults, stop_ids
-from ..runtime.text import load_tokenizer, quick_tokenizer
+from ..text.detokenizer import load_tokenizer, quick_tokenizer
 from .service import Model
-from .vocabulary import Vocabulary
+from .tokenizer import Vocabulary
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

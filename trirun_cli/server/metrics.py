@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from ..runtime.engine.engine import Engine
-    from .job import Choice
+    from ..engine.engine import Engine
+    from .request_group import Choice
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MILLISECONDS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)

@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..runtime.sampling import Token
-from .job import Choice, Delta, Job
+from ..engine.sampling import Token
+from .request_group import Choice, Delta, Job
+from .tokenizer import Offsets, Vocabulary
 from .tools import ToolParser
-from .vocabulary import Offsets, Vocabulary
 
 # JSON has no −∞; this is what OpenAI and vLLM write for it.
 _IMPOSSIBLE = -9999.0

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ..errors import UsageError
-from .outbox import Outbox
+from .event_bridge import Outbox
 from .service import Model, Service
 
 # Answers that are cut off at the end of draining get this long to say so.

@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..engine.engine import Engine
+from ..engine.request import EngineStopped, Request
+from ..engine.sampling import SamplingParams
 from ..errors import TrirunError
-from ..runtime.engine.engine import Engine
-from ..runtime.engine.request import EngineStopped, Request
-from ..runtime.sampling import SamplingParams
-from ..runtime.text import TextStream
+from ..text.detokenizer import TextStream
 from .errors import ApiError
-from .job import Job
+from .event_bridge import Outbox
 from .metrics import Metrics
-from .outbox import Outbox
+from .request_group import Job
 from .schema import ChatBody, CompletionBody, SamplingFields
-from .vocabulary import Vocabulary
+from .tokenizer import Vocabulary
 
 # Tokens of a completion that says nothing about it, as in OpenAI's interface.
 DEFAULT_COMPLETION_TOKENS = 16

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from trirun_kernels import QuantSpec
-from trirun_kernels.reference import int8_round_trip
+from trirun_kernels.gemm.reference import int8_round_trip
 
-from ..grid import MIN_SCALE
-from ..quantized import Quantized
-from ..trainable import MARGIN
+from ..block.trainable import MARGIN
+from ..layer.quantized import Quantized
+from ..layer.scale_search import MIN_SCALE
 
 MIN_ABSMEAN = 1e-5  # as BitNet's weight_quant: a matrix of zeros keeps a scale
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import QuantizationError
 from .data import Batches
-from .observer import TrainObserver
+from .progress import TrainObserver
 from .recipe import TrainRecipe
 from .state import Evaluation, Progress, TrainState, moments_of, set_moments
 from .student import Distiller, Student, held_out_loss

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..activations import has_bfloat16
-from ..quantized import Quantized
+from ..layer.quantized import Quantized
+from ..model.activations import has_bfloat16
 from .data import Batches, Text
 from .generate import sample
 from .loop import Training
-from .observer import TrainObserver
+from .progress import TrainObserver
 from .recipe import TrainRecipe
 from .start import Grids
 from .state import Progress, TrainState

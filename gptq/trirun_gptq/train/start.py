@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from trirun_kernels import PackedWeight, QuantSpec, unpack
 
 from ..errors import QuantizationError, ScaleError
-from ..grid import round_to_nearest
-from ..model import quantize_model
-from ..observer import BlockReport, Observer
-from ..quantized import Quantized
-from ..source import TensorSource, decoder_blocks
-from ..writing import Collected
+from ..layer.quantized import Quantized
+from ..layer.scale_search import round_to_nearest
+from ..model.loader import TensorSource, decoder_blocks
+from ..model.writer import Collected
+from ..pipeline import quantize_model
+from ..run.progress import BlockReport, Observer
 from .recipe import TrainRecipe
 
 # Module name to its grid and whether it is ternary (code 3 unused).
@@ -91,7 +91,7 @@ def gptq(
         progress: called with ("start", blocks done, blocks).
 
     Raises:
-        QuantizationError: the text is too short, or see :func:`trirun_gptq.model.quantize_model`.
+        QuantizationError: the text is too short, or see :func:`trirun_gptq.pipeline.quantize_model`.
     """
     settings = recipe.quantization()
     settings = dataclasses.replace(settings, samples=min(settings.samples, len(stream) // recipe.seqlen - 2))

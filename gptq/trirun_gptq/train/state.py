@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import QuantizationError
-from ..state import RunState
+from ..run.resume import RunState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

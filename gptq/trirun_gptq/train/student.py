@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import QuantizationError
-from ..quantized import Quantized
-from ..quiet_hub import quiet_transformers
-from ..source import TensorSource, decoder_blocks
+from ..layer.quantized import Quantized
+from ..model.loader import TensorSource, decoder_blocks
+from ..run.quiet_hub import quiet_transformers
 from .layers import AbsmeanLinear, LearnedLinear, TrainedLinear
 from .losses import IGNORED, Terms, distillation, terms
 from .recipe import TrainRecipe

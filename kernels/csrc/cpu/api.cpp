@@ -10,9 +10,9 @@
 #include <unistd.h>
 #endif
 
-#include "kernels.h"
-#include "numbers.h"
-#include "threads.h"
+#include "cpu/gemm/kernels.h"
+#include "cpu/common/numbers.h"
+#include "cpu/common/threads.h"
 
 #define TRIRUN_EXPORT extern "C" __attribute__((visibility("default")))
 

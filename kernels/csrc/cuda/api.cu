@@ -1,5 +1,5 @@
 // The C interface of libtrirun_cuda.so: checks what would corrupt memory, fills a Problem, dispatches on plan.kernel.
-#include "activations.cuh"
+#include "cuda/common/activations.cuh"
 #include "kernels.cuh"
 
 using trirun::Problem;

@@ -1,7 +1,7 @@
 // A kernel that only reads: the floor under every kernel that must read the same bytes.
 #include <cuda_runtime.h>
 
-#include "launch.cuh"
+#include "cuda/common/launch.cuh"
 
 namespace trirun {
 namespace {

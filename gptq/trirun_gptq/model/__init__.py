@@ -1,0 +1,1 @@
+"""A model as the quantizer reads it, block by block: loading, experts, activations between blocks, writing."""

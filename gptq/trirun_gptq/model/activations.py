@@ -1,0 +1,281 @@
+"""What flows between the blocks: captured once before the first, then carried from block to block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trirun_kernels.weights.experts import SeparateExperts
+
+from ..errors import QuantizationError
+from .loader import Skeleton
+
+BATCH_TOKENS = 4096
+
+
+class _Stop(Exception):
+    """Everything needed has been seen; the rest of a forward pass would be wasted."""
+
+
+class _WrongStyle(Exception):
+    """A model took a block's stand-in output apart differently than expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where activations are computed, and where and how precisely they wait between blocks.
+
+    Attributes:
+        device: of the computation. store: of the waiting; the same device, or the CPU.
+        dtype: of the waiting, float32 or bfloat16.
+    """
+
+    device: torch.device
+    store: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def keep(self, states: Tensor) -> Tensor:
+        """Hidden states as they wait."""
+        if self.store.type == "cpu" and self.device.type == "cuda":
+            # Pinned memory comes back at the full speed of the bus.
+            waiting = torch.empty(states.shape, dtype=self.dtype, pin_memory=True)
+            return waiting.copy_(states)
+        return states.to(self.store, self.dtype)
+
+    def fetch(self, states: Tensor) -> Tensor:
+        """Hidden states for the computation, float32."""
+        return states.to(self.device, torch.float32, non_blocking=True)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Sequences of one length that travel together.
+
+    Attributes:
+        place: where its hidden states wait.
+        first: index of the first sequence in the calibration list, for messages.
+        tokens: int64 [b, t].
+        calls: for every block, the positional (after hidden_states) and keyword arguments the model passes it.
+        original, quantized: [b, t, h], hidden states before the current block in the original model and in the
+            quantized one, as ``place`` keeps them. The same tensor until the first quantized block.
+    """
+
+    place: Placement
+    first: int
+    tokens: Tensor
+    calls: list[tuple[tuple, dict[str, Any]]]
+    original: Tensor
+    quantized: Tensor
+
+
+def make_batches(sequences: list[Tensor], first: int = 0) -> list[tuple[int, Tensor]]:
+    """Neighbouring sequences of equal length stacked to about 4096 tokens: (index of the first, [b, t]).
+
+    Sequences of natural length mostly travel alone: padding them would put padding into the statistics.
+    """
+    batches: list[tuple[int, Tensor]] = []
+    run: list[Tensor] = []
+    for i, sequence in enumerate(sequences):
+        if run and (len(sequence) != len(run[0]) or (len(run) + 1) * len(sequence) > BATCH_TOKENS):
+            batches.append((first + i - len(run), torch.stack(run)))
+            run = []
+        run.append(sequence)
+    if run:
+        batches.append((first + len(sequences) - len(run), torch.stack(run)))
+    return batches
+
+
+def capture(
+    skeleton: Skeleton, batches: list[tuple[int, Tensor]], place: Placement, step: Callable[[], None]
+) -> list[Batch]:
+    """Run the model up to its blocks and record what each block would be called with.
+
+    The blocks are replaced by stand-ins that return their input, so embeddings, rotary tables and per-layer masks come
+    from the model's own forward. Whether a block returns a tensor or a tuple differs between models; both are tried.
+    """
+    captured: list[Batch] = []
+    for first, tokens in batches:
+        hidden, calls = _record(skeleton, tokens.to(place.device))
+        if not bool(torch.isfinite(hidden).all()):
+            raise QuantizationError(f"the embeddings of calibration sample {first} and following are not finite")
+        # Rotary tables and masks are equal for batches of one shape; one copy of them is enough.
+        for earlier in captured:
+            if earlier.tokens.shape == tokens.shape and _same(earlier.calls, calls):
+                calls = earlier.calls
+                break
+        hidden = place.keep(hidden)
+        captured.append(Batch(place, first, tokens, calls, hidden, hidden))
+        step()
+    return captured
+
+
+def halve(skeleton: Skeleton, batches: list[Batch]) -> list[Batch]:
+    """The same sequences in batches half as large; what they are called with is recorded anew."""
+    halves: list[Batch] = []
+    for batch in batches:
+        size = -(-len(batch.tokens) // 2)
+        for start in range(0, len(batch.tokens), size):
+            part = slice(start, start + size)
+            calls = _record(skeleton, batch.tokens[part].to(batch.place.device))[1]
+            if halves and halves[-1].tokens.shape == batch.tokens[part].shape and _same(halves[-1].calls, calls):
+                calls = halves[-1].calls
+            states = batch.original[part], batch.quantized[part]
+            halves.append(Batch(batch.place, batch.first + start, batch.tokens[part], calls, *states))
+    return halves
+
+
+def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tuple, dict[str, Any]]]]:
+    blocks = skeleton.blocks
+    for as_tuple in (False, True):
+        calls: list[tuple[tuple, dict[str, Any]]] = []
+        hidden: list[Tensor] = []
+
+        def stand_in(
+            *args: Any,
+            as_tuple: bool = as_tuple,
+            calls: list[Any] = calls,
+            hidden: list[Tensor] = hidden,
+            **kwargs: Any,
+        ) -> Any:
+            states = args[0] if args else kwargs.pop("hidden_states", None)
+            if not isinstance(states, Tensor) or states.shape[:2] != tokens.shape:
+                raise _WrongStyle
+            if not hidden:
+                hidden.append(states)
+            kwargs.pop("past_key_values", None)
+            calls.append((args[1:], kwargs))
+            if len(calls) == len(blocks):
+                raise _Stop
+            return (states,) if as_tuple else states
+
+        saved = [block.__dict__.get("forward") for block in blocks]
+        try:
+            for block in blocks:
+                block.forward = stand_in
+            with torch.no_grad():
+                skeleton.model(input_ids=tokens, use_cache=False)
+        except _Stop:
+            return hidden[0], calls
+        except _WrongStyle:
+            continue
+        finally:
+            for block, forward in zip(blocks, saved, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
+        break
+    raise QuantizationError(
+        f"{type(skeleton.model).__name__} does not call each of its {len(blocks)} decoder layers once with hidden "
+        f"states [batch, length, features]"
+    )
+
+
+def run_block(block: nn.Module, index: int, batch: Batch, hidden: Tensor) -> Tensor:
+    """The block's output [b, t, h] on ``hidden``, called as the model calls it."""
+    args, kwargs = batch.calls[index]
+    out = block(batch.place.fetch(hidden), *args, **kwargs)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def inputs_of(
+    block: nn.Module, index: int, batch: Batch, hidden: Tensor, layers: list[nn.Module]
+) -> dict[nn.Module, Tensor]:
+    """The inputs of some layers of a block on ``hidden``; the forward pass ends as soon as all were seen.
+
+    Layers that are not called, as experts that no token chose, are not in the answer.
+    """
+    seen: dict[nn.Module, Tensor] = {}
+
+    def hook(module: nn.Module, args: tuple) -> None:
+        seen[module] = args[0]
+        if len(seen) == len(layers):
+            raise _Stop
+
+    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
+    try:
+        run_block(block, index, batch, hidden)
+    except _Stop:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def input_groups(block: nn.Module, index: int, batch: Batch, layers: dict[str, nn.Linear]) -> list[list[list[str]]]:
+    """Layers that read the very same tensor, in the order of execution: [[[q, k, v]], [[o]], [[gate, up]], [[down]]].
+
+    What can be solved at once is one entry: the experts of a layer, each with a tensor of its own or none at all, are
+    two, [[gate 0, up 0], [gate 1, up 1], ...] and [[down 0], [down 1], ...].
+
+    Raises:
+        QuantizationError: a layer that is no expert's is never called, or more than once.
+    """
+    order: list[tuple[Tensor | None, list[list[str]]]] = []
+    calls = dict.fromkeys(layers, 0)
+    experts = {name: module for name, module in block.named_modules() if isinstance(module, SeparateExperts)}
+    owner = {layer: name for name in experts for layer in layers if layer.startswith(f"{name}.")}
+
+    def note(name: str) -> Callable[[nn.Module, tuple], None]:
+        def hook(module: nn.Module, args: tuple) -> None:
+            calls[name] += 1
+            # The tensors are kept alive here, so that identity means identity.
+            for tensor, groups in order:
+                if tensor is args[0]:
+                    groups[0].append(name)
+                    return
+            order.append((args[0], [[name]]))
+
+        return hook
+
+    def note_experts(name: str) -> Callable[[nn.Module, tuple], None]:
+        def hook(module: nn.Module, args: tuple) -> None:
+            for roles in (("gate", "up"), ("down",)):
+                groups = [[f"{name}.{expert}.{role}" for role in roles] for expert, _ in module.named_children()]
+                present = [[layer for layer in group if layer in layers] for group in groups]
+                order.append((None, [group for group in present if group]))
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items() if name not in owner]
+    handles += [module.register_forward_pre_hook(note_experts(name)) for name, module in experts.items()]
+    try:
+        run_block(block, index, batch, batch.quantized)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, count in calls.items():
+        if count != 1 and name not in owner:
+            raise QuantizationError(
+                f"block {index}: {name} is called {count} times in one forward pass; layers that are skipped or shared "
+                "are not supported"
+            )
+    return [groups for _, groups in order if groups]
+
+
+@contextmanager
+def compute(device: torch.device, exact: bool = False) -> Iterator[None]:
+    """Matrix products in bfloat16 (sums in float32) where the device has instructions for it; ``exact`` forbids it."""
+    with nullcontext() if exact else torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
+        yield
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 products are faster than float32 ones on this device."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
+    return a == b

@@ -1,0 +1,1 @@
+"""What a run needs around the mathematics: preflight, memory plan, resume, progress, profile, several processes."""

@@ -1,0 +1,1 @@
+"""Training after all blocks are quantized: scales, then codes, against the original model end to end."""

@@ -1,0 +1,262 @@
+"""End-to-end training: the scales of the quantized model, or its codes too, against the original model's predictions.
+
+The blocks were trained one at a time; here the whole model is run, and what is lowered is the divergence of its
+next-token distribution from the original's (Chen et al. 2024, "EfficientQAT", E2E-QP, with distillation in place of the
+text's own cross entropy, which can be mixed in). The original's predictions come from its hidden states after the last
+block, which the walk carries anyway: the original's blocks are not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..block.cuda_graph import Recorded, recordable
+from ..block.optim import Adam, step_batches
+from ..errors import QuantizationError
+from ..layer.quantized import Quantized
+from ..model.activations import Batch, compute
+from ..model.loader import Skeleton
+from ..recipe import Recipe
+from ..run import distributed as ranks
+from ..run.progress import Predictions
+from .codes import CodedLinear, ScaledLinear
+
+EVALUATIONS = 8  # times per run that the held-out divergence is measured
+CLIP = 1.0  # of the gradient's norm
+Blocks = list[dict[str, Quantized]]
+Layers = dict[str, ScaledLinear | CodedLinear]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training of the whole model, as :func:`tune` does it.
+
+    Attributes:
+        head: of the original model, and of the one that is trained.
+        train, held_out: batches with hidden states after the last block.
+        codes: train every code and scale; False, the scales (and real zeros) alone.
+        recompute: the blocks' activations in the backward pass, instead of keeping them.
+        record: steps as CUDA graphs where they can be.
+    """
+
+    head: Head
+    train: list[Batch]
+    held_out: list[Batch]
+    recipe: Recipe
+    codes: bool
+    recompute: bool
+    record: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Of the computation."""
+        return self.train[0].place.device
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return self.recipe.e2e_code_steps if self.codes else self.recipe.e2e_steps
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate."""
+        return self.recipe.e2e_code_lr if self.codes else self.recipe.e2e_lr
+
+
+class Head:
+    """What follows the last block, as the model's own class computes it, in float32."""
+
+    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+        skeleton.load_head(device)
+        self.skeleton = skeleton
+        self.as_tuple = False
+
+    def logits(self, batch: Batch, states: Tensor) -> Tensor:
+        """Logits [b, t, vocabulary], float32, from hidden states after the last block, [b, t, h]."""
+        for as_tuple in (self.as_tuple, not self.as_tuple):
+            with _answering(self.skeleton.blocks, batch.place.fetch(states), as_tuple):
+                logits = predict(self.skeleton, batch.tokens.to(batch.place.device))
+            if logits.shape[:2] == batch.tokens.shape:
+                self.as_tuple = as_tuple
+                return logits
+        kind = type(self.skeleton.model).__name__
+        raise QuantizationError(f"{kind}: its head does not take hidden states [batch, length, features]")
+
+
+def predict(skeleton: Skeleton, tokens: Tensor) -> Tensor:
+    """The model's logits in float32; the head's product is exact."""
+    head = skeleton.model.get_output_embeddings()
+    plain = head.forward
+
+    def exact(states: Tensor) -> Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            return plain(states.float())
+
+    head.forward = exact
+    try:
+        return skeleton.model(input_ids=tokens, use_cache=False).logits.float()
+    finally:
+        del head.forward
+
+
+def compare(head: Head, batches: list[Batch], student: Callable[[Batch], Tensor] | None = None) -> Predictions:
+    """Both models on batches whose hidden states are those after the last block.
+
+    Args:
+        student: logits of a batch; None takes the quantized stream.
+    """
+    loss = original_loss = divergence = 0.0
+    tokens = positions = 0
+    with torch.no_grad():
+        for batch in batches:
+            teacher = head.logits(batch, batch.original).log_softmax(-1)
+            ours = (head.logits(batch, batch.quantized) if student is None else student(batch)).log_softmax(-1)
+            wanted = batch.tokens[:, 1:].to(teacher.device).flatten()
+            loss += float(F.nll_loss(ours[:, :-1].flatten(0, 1), wanted, reduction="sum"))
+            original_loss += float(F.nll_loss(teacher[:, :-1].flatten(0, 1), wanted, reduction="sum"))
+            divergence += float(F.kl_div(ours, teacher, reduction="sum", log_target=True))
+            tokens, positions = tokens + wanted.numel(), positions + batch.tokens.numel()
+    mine, original, apart, predicted, seen = ranks.total_of(loss, original_loss, divergence, tokens, positions)
+    perplexity, original_perplexity = (torch.tensor(total / predicted).exp().item() for total in (mine, original))
+    return Predictions(perplexity, original_perplexity, apart / seen, int(predicted))
+
+
+def tune(job: Job, blocks: Blocks, progress: Callable[[int, int], None]) -> tuple[Blocks, Predictions, Predictions]:
+    """Train the scales of all blocks together, or their codes too.
+
+    The whole quantized model is on the device: a byte per weight, or latents with their gradients and moments.
+
+    Args:
+        blocks: the finished blocks.
+        progress: called with (steps done, steps).
+
+    Returns:
+        The blocks as they end, and the predictions on held-out text before and after; the blocks that came in, and the
+        same predictions twice, where training did not lower the divergence.
+    """
+    skeleton = job.head.skeleton
+    try:
+        layers = _load_student(skeleton, blocks, job.device, job.recipe if job.codes else None)
+        kept, before, best = _train(job, layers, progress)
+    finally:
+        skeleton.unload_blocks()
+    if kept is None:
+        return blocks, before, before
+    named = ({name: kept[f"{index}.{name}"] for name in block} for index, block in enumerate(blocks))
+    return list(named), before, best
+
+
+def _train(
+    job: Job, layers: Layers, progress: Callable[[int, int], None]
+) -> tuple[dict[str, Quantized] | None, Predictions, Predictions]:
+    """The best state on held-out text (None: the start), and the predictions of the start and of the best."""
+    head, recipe, device, steps = job.head, job.recipe, job.device, job.steps
+    skeleton, weight = head.skeleton, recipe.e2e_ce
+    groups = [
+        {"params": [p for layer in layers.values() for p in layer.scales()], "lr": job.rate},
+        {"params": [p for layer in layers.values() for p in layer.codes()], "lr": job.rate},
+    ]
+    optimizer = Adam([group for group in groups if group["params"]], device)
+    order = step_batches(job.train, steps, recipe.seed * 1019)
+    interval = max(1, steps // EVALUATIONS)
+
+    def student(batch: Batch) -> Tensor:
+        with compute(device):
+            return predict(skeleton, batch.tokens.to(device))
+
+    def learn(chosen: list[Batch]) -> None:
+        optimizer.zero_grad()
+        for batch in chosen:
+            with torch.no_grad():
+                teacher = head.logits(batch, batch.original).log_softmax(-1)
+            with _checkpointing(skeleton.blocks) if job.recompute else nullcontext():
+                mine = student(batch).log_softmax(-1)
+                loss = F.kl_div(mine, teacher, reduction="sum", log_target=True) / batch.tokens.numel()
+                if weight:
+                    wanted = batch.tokens[:, 1:].to(device).flatten()
+                    own = F.nll_loss(mine[:, :-1].flatten(0, 1), wanted)
+                    loss = (1 - weight) * loss + weight * own
+                (loss / len(chosen)).backward()
+        ranks.average_gradients(optimizer.parameters)
+        nn.utils.clip_grad_norm_(optimizer.parameters, CLIP, foreach=True)
+        optimizer.step()
+
+    recorded = None
+    if job.record and recordable(job.train, order, skeleton.blocks):
+        alike = job.train[0]
+        recorded = Recorded(lambda tokens, x: learn([replace(alike, tokens=tokens, original=x)]), device)
+    before = best = compare(head, job.held_out, student)
+    kept = None
+    for step in range(steps):
+        optimizer.schedule(step, steps)
+        chosen = [job.train[b] for b in order[step]]
+        if recorded is None:
+            learn(chosen)
+        else:
+            recorded(chosen[0].tokens.to(device), chosen[0].place.fetch(chosen[0].original))
+        if (step + 1) % interval == 0 or step + 1 == steps:
+            now = compare(head, job.held_out, student)
+            if now.divergence < best.divergence:
+                best, kept = now, {name: layer.harden() for name, layer in layers.items()}
+        progress(step + 1, steps)
+    return kept, before, best
+
+
+def _load_student(skeleton: Skeleton, blocks: Blocks, device: torch.device, recipe: Recipe | None) -> Layers:
+    """The skeleton's own blocks filled in, their quantized layers replaced; the layers by ``<block>.<path>``. Given a
+    recipe, which knows their grids, codes train too."""
+    layers: Layers = {}
+    for index, block in enumerate(blocks):
+        loaded = skeleton.load_block(index, device)
+        for name, weight in block.items():
+            linear: Any = loaded.get_submodule(name)
+            layer: ScaledLinear | CodedLinear
+            if recipe is None:
+                layer = ScaledLinear(weight, linear.bias, device)
+            else:
+                # Codes 0..3, or 0..2 where the grid is ternary.
+                choice = recipe.choice(f"{skeleton.block_name(index)}.{name}")
+                levels = 3 if choice is not None and choice[1] else 4
+                layer = CodedLinear(weight.to(device), linear.weight.detach(), linear.bias, levels)
+            loaded.set_submodule(name, layer)
+            layers[f"{index}.{name}"] = layer
+        skeleton.blocks[index] = loaded
+    return layers
+
+
+@contextmanager
+def _answering(blocks: nn.ModuleList, states: Tensor, as_tuple: bool) -> Iterator[None]:
+    """Every block answers with these hidden states."""
+    answer = (states,) if as_tuple else states
+    with _forwards(blocks, [lambda *args, **kwargs: answer] * len(blocks)):
+        yield
+
+
+@contextmanager
+def _checkpointing(blocks: nn.ModuleList) -> Iterator[None]:
+    """Every block is run again in the backward pass instead of keeping what it computed."""
+
+    def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    with _forwards(blocks, [recomputed(block.forward) for block in blocks]):
+        yield
+
+
+@contextmanager
+def _forwards(blocks: nn.ModuleList, forwards: list[Callable[..., Any]]) -> Iterator[None]:
+    try:
+        for block, forward in zip(blocks, forwards, strict=True):
+            block.forward = forward
+        yield
+    finally:
+        for block in blocks:
+            block.__dict__.pop("forward", None)

@@ -1,0 +1,385 @@
+/* Attention on Lanes, in one pass over the keys. Included by ops_impl.h. */
+#ifndef TRIRUN_CPU_DECODER_ATTENTION_IMPL_H
+#define TRIRUN_CPU_DECODER_ATTENTION_IMPL_H
+
+#include <math.h>
+
+#include "ops.h"
+#include "simd.h"
+
+namespace trirun {
+namespace {
+
+/* How many accumulators a tile of attention may hold: queries x sixteen keys (or sixteen dimensions). 24 of 32
+ * registers with AVX-512; with AVX2, where Lanes are two registers, 4 x 2 of 16. */
+#if defined(__AVX512F__)
+constexpr int kTileQueries = 6, kTileLanes = 4;
+#else
+constexpr int kTileQueries = 4, kTileLanes = 1;
+#endif
+
+/* Up to so many queries a tile waits for memory, and fetches the next block of keys while it works on this one: one
+ * block of a head is a few pages, each too short for the processor's own prefetching. */
+constexpr int kFewQueries = 2;
+
+/* p[i][16 j ..] = q[i] . key for Q queries and 16 K keys: each sum runs over d in ascending order in one lane. */
+template <int Q, int K, bool ahead, class KV>
+void scores_tile(const float* const* q, const KV* keys, int64_t head_dim, float* p) {
+  Lanes sum[Q][K];
+#pragma GCC unroll 8
+  for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < K; ++j) sum[i][j] = splat(0);
+  for (int64_t d = 0; d < head_dim; ++d) {
+    Lanes key[K];
+#pragma GCC unroll 8
+    for (int j = 0; j < K; ++j) key[j] = load(keys + (j * head_dim + d) * kLanes);
+    if (ahead)
+#pragma GCC unroll 8
+      for (int j = 0; j < K; ++j)
+        __builtin_prefetch(keys + (j * head_dim + d + kKeyBlock / kLanes * head_dim) * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < Q; ++i) {
+      Lanes value = splat(q[i][d]);
+#pragma GCC unroll 8
+      for (int j = 0; j < K; ++j) sum[i][j] = fma(value, key[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < K; ++j) store(p + i * kKeyBlock + j * kLanes, sum[i][j]);
+}
+
+/* out[i][0, 16 D) += p[i][0, keys) . values for Q queries, keys in ascending order. */
+template <int Q, int D, bool ahead, class KV>
+void weigh_tile(float* out, int64_t ldo, const float* p, const KV* values, int64_t stride, int64_t keys) {
+  Lanes sum[Q][D];
+#pragma GCC unroll 8
+  for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < D; ++j) sum[i][j] = load(out + i * ldo + j * kLanes);
+  for (int64_t key = 0; key < keys; ++key) {
+    Lanes value[D];
+#pragma GCC unroll 8
+    for (int j = 0; j < D; ++j) value[j] = load(values + key * stride + j * kLanes);
+    if (ahead)
+#pragma GCC unroll 8
+      for (int j = 0; j < D; ++j) __builtin_prefetch(values + (key + kKeyBlock) * stride + j * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < Q; ++i) {
+      Lanes weight = splat(p[i * kKeyBlock + key]);
+#pragma GCC unroll 8
+      for (int j = 0; j < D; ++j) sum[i][j] = fma(weight, value[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < D; ++j) store(out + i * ldo + j * kLanes, sum[i][j]);
+}
+
+/* The state of kMaxQueries queries on their way along the keys. */
+struct Walk {
+  float* out;      /* [queries][stride], not yet divided by the weights' sum */
+  float* p;        /* [queries][kKeyBlock]: scores, then weights */
+  float* weights;  /* [queries][16], lane-wise sums of the weights */
+  float* highest;  /* [queries] */
+  int64_t stride;
+};
+
+template <int Q, bool ahead, class KV>
+void scores_of(const float* const* q, const KV* keys, int64_t head_dim, int64_t sixteens, float* p) {
+  int64_t j = 0;
+  /* For a few queries a tile takes as long as one multiply-add after another, however wide it is: rather some scores
+   * that nobody reads, of keys that are yet to come, than another tile. */
+  if (Q <= kFewQueries && kTileLanes == 4 && sixteens == 2) return scores_tile<Q, 2, ahead>(q, keys, head_dim, p);
+  if (Q <= kFewQueries && kTileLanes == 4 && sixteens == 3) sixteens = 4;
+  for (; j + kTileLanes <= sixteens; j += kTileLanes)
+    scores_tile<Q, kTileLanes, ahead>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
+  for (; j < sixteens; ++j) scores_tile<Q, 1, ahead>(q, keys + j * kLanes * head_dim, head_dim, p + j * kLanes);
+}
+
+template <int Q, bool ahead, class KV>
+void weigh(float* out, int64_t stride, const float* p, const KV* values, int64_t keys) {
+  int64_t d = 0;
+  /* A single query has registers for twice the columns, and needs them to hide latency. */
+  if (Q == 1)
+    for (; d + 8 * kLanes <= stride; d += 8 * kLanes)
+      weigh_tile<1, 8, ahead>(out + d, stride, p, values + d, stride, keys);
+  for (; d + kTileLanes * kLanes <= stride; d += kTileLanes * kLanes)
+    weigh_tile<Q, kTileLanes, ahead>(out + d, stride, p, values + d, stride, keys);
+  for (; d < stride; d += kLanes) weigh_tile<Q, 1, ahead>(out + d, stride, p, values + d, stride, keys);
+}
+
+/* Scores to weights for one query, `seen` of whose block's keys count; out and the sum of weights are rescaled when
+ * the highest score so far grows. */
+inline void softmax_step(const Walk& walk, int64_t query, int64_t seen, int64_t sixteens) {
+  float* p = walk.p + query * kKeyBlock;
+  Lanes score[kKeyBlock / kLanes], top = splat(-INFINITY);
+  for (int64_t j = 0; j < sixteens; ++j) {
+    score[j] = keep_first(load(p + j * kLanes), static_cast<int>(seen - j * kLanes), -INFINITY);
+    top = max(top, score[j]);
+  }
+  float before = walk.highest[query], block_top = max_of(top);
+  float highest = before > block_top ? before : block_top;
+  Lanes reference = splat(highest), added = splat(0);
+  for (int64_t j = 0; j < sixteens; ++j) {
+    Lanes weight = exp2(score[j] - reference);
+    store(p + j * kLanes, weight);
+    added = added + weight;
+  }
+  float* weights = walk.weights + query * kLanes;
+  if (highest == before) {
+    store(weights, load(weights) + added);
+    return;
+  }
+  walk.highest[query] = highest;
+  if (before == -INFINITY) {
+    /* The first block: there is nothing to rescale. */
+    store(weights, added);
+    return;
+  }
+  Lanes shrink = exp2(splat(before) - reference);
+  store(weights, fma(load(weights), shrink, added));
+  float* out = walk.out + query * walk.stride;
+  for (int64_t d = 0; d < walk.stride; d += kLanes) store(out + d, load(out + d) * shrink);
+}
+
+/* Q queries, from walk entry `first` on, over one block of keys at absolute position `base`; `ahead`: another follows,
+ * and is worth fetching. */
+template <int Q, bool ahead, class KV>
+void block_step(const AttentionJob& job, const Walk& walk, int64_t begin, int64_t first, int64_t base) {
+  const float* q[Q];
+  int64_t seen[Q];
+  for (int i = 0; i < Q; ++i) {
+    int64_t f = begin + first + i, row = f / job.group;
+    q[i] = job.q + row * job.ldq + f % job.group * job.head_dim;
+    int64_t keys = job.position + row + 1 - base;
+    seen[i] = keys < kKeyBlock ? keys : kKeyBlock;
+  }
+  /* Later queries see more keys. */
+  int64_t most = seen[Q - 1], sixteens = (most + kLanes - 1) / kLanes;
+  float* p = walk.p + first * kKeyBlock;
+  scores_of<Q, ahead>(q, static_cast<const KV*>(job.keys) + base * job.head_dim, job.head_dim, sixteens, p);
+  for (int i = 0; i < Q; ++i) softmax_step(walk, first + i, seen[i], sixteens);
+  const KV* values = static_cast<const KV*>(job.values) + base * walk.stride;
+  float* out = walk.out + first * walk.stride;
+  weigh<Q, ahead>(out, walk.stride, p, values, seen[0]);
+  /* What only later queries see: a weight of 0 would not keep a NaN of the future out of the past. */
+  for (int i = 1; i < Q; ++i)
+    if (seen[i] > seen[0])
+      weigh<1, ahead>(out + i * walk.stride, walk.stride, p + i * kKeyBlock + seen[0], values + seen[0] * walk.stride,
+               seen[i] - seen[0]);
+}
+
+/* The walk's entries [first, queries), a few at a time. */
+template <bool ahead, class KV>
+void few_steps(const AttentionJob& job, const Walk& walk, int64_t begin, int64_t first, int64_t queries, int64_t base) {
+  for (; first + kFewQueries <= queries; first += kFewQueries)
+    block_step<kFewQueries, ahead, KV>(job, walk, begin, first, base);
+  for (; first < queries; ++first) block_step<1, ahead, KV>(job, walk, begin, first, base);
+}
+
+/* A walk in `scratch` that has met no keys yet. */
+inline Walk begin_walk(int64_t head_dim, int64_t queries, float* scratch) {
+  Walk walk;
+  walk.stride = value_stride_of(head_dim);
+  walk.out = scratch;
+  walk.p = walk.out + kMaxQueries * walk.stride;
+  walk.weights = walk.p + kMaxQueries * kKeyBlock;
+  walk.highest = walk.weights + kMaxQueries * kLanes;
+  memset(walk.out, 0, sizeof(float) * static_cast<size_t>(queries * walk.stride));
+  memset(walk.weights, 0, sizeof(float) * static_cast<size_t>(queries * kLanes));
+  for (int64_t i = 0; i < queries; ++i) walk.highest[i] = -INFINITY;
+  return walk;
+}
+
+/* The end of a walk: its entry becomes the output of query f. */
+inline void leave(const Walk& walk, int64_t entry, const AttentionJob& job, int64_t f) {
+  float* out = job.out + f / job.group * job.ldo + f % job.group * job.head_dim;
+  Lanes inverse = splat(1.0f / sum_of(load(walk.weights + entry * kLanes)));
+  for (int64_t d = 0; d < job.head_dim; d += kLanes) {
+    Lanes y = load(walk.out + entry * walk.stride + d) * inverse;
+    store_first(out + d, y, job.head_dim - d >= kLanes ? kLanes : static_cast<int>(job.head_dim - d));
+  }
+}
+
+template <class KV>
+void attend_as(const AttentionJob& job, int64_t begin, int64_t end, float* scratch) {
+  int64_t queries = end - begin;
+  Walk walk = begin_walk(job.head_dim, queries, scratch);
+  int64_t last = job.position + (end - 1) / job.group;
+  for (int64_t base = 0; base <= last; base += kKeyBlock) {
+    /* Rows before the block's first position do not see it. */
+    int64_t row = base > job.position ? base - job.position : 0;
+    int64_t first = row * job.group > begin ? row * job.group - begin : 0;
+    for (; first + kTileQueries <= queries; first += kTileQueries)
+      block_step<kTileQueries, false, KV>(job, walk, begin, first, base);
+    if (base + kKeyBlock <= last)
+      few_steps<true, KV>(job, walk, begin, first, queries, base);
+    else
+      few_steps<false, KV>(job, walk, begin, first, queries, base);
+  }
+  for (int64_t i = 0; i < queries; ++i) leave(walk, i, job, begin + i);
+}
+
+void attend(const AttentionJob& job, int64_t begin, int64_t end, float* scratch) {
+  if (job.kv_dtype == TRIRUN_F16)
+    attend_as<uint16_t>(job, begin, end, scratch);
+  else
+    attend_as<float>(job, begin, end, scratch);
+}
+
+/* ---- two kv heads of one row ----------------------------------------------------------------------------- */
+
+/* Near their end two heads walk their keys side by side, and two blocks of scores are taken at a time: with one or two
+ * queries each, a tile of a single head takes as long as one multiply-add after another. The numbers are those of
+ * attend_as, added in its order. */
+constexpr int64_t kTail = 2 * kKeyBlock;
+
+/* Where a query's scores of a sixteen of the tail lie. */
+inline float* tail_score(float* p, int64_t queries, int64_t query, int64_t sixteen) {
+  constexpr int64_t kSixteens = kKeyBlock / kLanes;
+  return p + (sixteen / kSixteens * queries + query) * kKeyBlock + sixteen % kSixteens * kLanes;
+}
+
+/* Scores of 2 x Q queries and the keys of K sixteens, of which `first` is the first. */
+template <int Q, int K, class KV>
+void pair_scores_tile(const float* const* q, const KV* const* keys, int64_t head_dim, int64_t first, float* p) {
+  Lanes sum[2][Q][K];
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h)
+#pragma GCC unroll 2
+    for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < K; ++j) sum[h][i][j] = splat(0);
+  for (int64_t d = 0; d < head_dim; ++d)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      Lanes value[Q];
+#pragma GCC unroll 2
+      for (int i = 0; i < Q; ++i) value[i] = splat(q[h * Q + i][d]);
+#pragma GCC unroll 8
+      for (int j = 0; j < K; ++j) {
+        Lanes key = load(keys[h] + ((first + j) * head_dim + d) * kLanes);
+#pragma GCC unroll 2
+        for (int i = 0; i < Q; ++i) sum[h][i][j] = fma(value[i], key, sum[h][i][j]);
+      }
+    }
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h)
+#pragma GCC unroll 2
+    for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < K; ++j) store(tail_score(p, 2 * Q, h * Q + i, first + j), sum[h][i][j]);
+}
+
+template <int Q, class KV>
+void pair_scores(const float* const* q, const KV* const* keys, int64_t head_dim, int64_t sixteens, float* p) {
+  switch (sixteens) {
+    case 1: return pair_scores_tile<Q, 1>(q, keys, head_dim, 0, p);
+    case 2: return pair_scores_tile<Q, 2>(q, keys, head_dim, 0, p);
+    case 3: return pair_scores_tile<Q, 3>(q, keys, head_dim, 0, p);
+    case 4: return pair_scores_tile<Q, 4>(q, keys, head_dim, 0, p);
+    case 5: return pair_scores_tile<Q, 5>(q, keys, head_dim, 0, p);
+    case 6: return pair_scores_tile<Q, 6>(q, keys, head_dim, 0, p);
+    case 7:
+      pair_scores_tile<Q, 4>(q, keys, head_dim, 0, p);
+      return pair_scores_tile<Q, 3>(q, keys, head_dim, 4, p);
+    default:
+      pair_scores_tile<Q, 4>(q, keys, head_dim, 0, p);
+      return pair_scores_tile<Q, 4>(q, keys, head_dim, 4, p);
+  }
+}
+
+/* out[h][i][d, d + 16 D) += p[h][i][0, keys) . values[h] for 2 x Q queries. */
+template <int Q, int D, class KV>
+void pair_weigh_tile(const Walk& walk, const KV* const* values, int64_t d, int64_t keys) {
+  float* out = walk.out + d;
+  Lanes sum[2][Q][D];
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h)
+#pragma GCC unroll 2
+    for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < D; ++j) sum[h][i][j] = load(out + (h * Q + i) * walk.stride + j * kLanes);
+  for (int64_t key = 0; key < keys; ++key)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      Lanes weight[Q];
+#pragma GCC unroll 2
+      for (int i = 0; i < Q; ++i) weight[i] = splat(walk.p[(h * Q + i) * kKeyBlock + key]);
+#pragma GCC unroll 8
+      for (int j = 0; j < D; ++j) {
+        Lanes value = load(values[h] + key * walk.stride + d + j * kLanes);
+#pragma GCC unroll 2
+        for (int i = 0; i < Q; ++i) sum[h][i][j] = fma(weight[i], value, sum[h][i][j]);
+      }
+    }
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h)
+#pragma GCC unroll 2
+    for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < D; ++j) store(out + (h * Q + i) * walk.stride + j * kLanes, sum[h][i][j]);
+}
+
+/* The last keys, from position `base` on. */
+template <int Q, class KV>
+void pair_tail(const AttentionJob* jobs, Walk walk, int64_t base) {
+  const int64_t head_dim = jobs->head_dim, seen = jobs->position + 1 - base;
+  const float* q[2 * Q];
+  const KV *keys[2], *values[2];
+  for (int i = 0; i < 2 * Q; ++i) q[i] = jobs[i / Q].q + i % Q * head_dim;
+  for (int h = 0; h < 2; ++h) {
+    keys[h] = static_cast<const KV*>(jobs[h].keys) + base * head_dim;
+    values[h] = static_cast<const KV*>(jobs[h].values) + base * walk.stride;
+  }
+  pair_scores<Q>(q, keys, head_dim, (seen + kLanes - 1) / kLanes, walk.p);
+  for (int64_t block = 0; block < seen; block += kKeyBlock) {
+    const int64_t count = seen - block < kKeyBlock ? seen - block : kKeyBlock;
+    for (int i = 0; i < 2 * Q; ++i) softmax_step(walk, i, count, (count + kLanes - 1) / kLanes);
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= walk.stride; d += 4 * kLanes) pair_weigh_tile<Q, 4>(walk, values, d, count);
+    for (; d < walk.stride; d += kLanes) pair_weigh_tile<Q, 1>(walk, values, d, count);
+    walk.p += 2 * Q * kKeyBlock;
+    for (int h = 0; h < 2; ++h) values[h] += kKeyBlock * walk.stride;
+  }
+}
+
+/* Two kv heads of Q queries each. */
+template <int Q, class KV>
+void attend_pair_as(const AttentionJob* jobs, float* scratch) {
+  const Walk walk = begin_walk(jobs->head_dim, 2 * Q, scratch);
+  const int64_t blocks = jobs->position / kKeyBlock + 1;
+  const int64_t tail = blocks * kKeyBlock > kTail ? blocks * kKeyBlock - kTail : 0;
+  /* Far from it they walk alone: what is read then is in order. */
+  for (int64_t h = 0; h < 2; ++h)
+    for (int64_t base = 0; base < tail; base += kKeyBlock)
+      block_step<Q, true, KV>(jobs[h], walk, -h * Q, h * Q, base);
+  pair_tail<Q, KV>(jobs, walk, tail);
+  for (int i = 0; i < 2 * Q; ++i) leave(walk, i, jobs[i / Q], i % Q);
+}
+
+void attend_pair(const AttentionJob* jobs, float* scratch) {
+  const bool half = jobs->kv_dtype == TRIRUN_F16;
+  if (jobs->group == 1)
+    half ? attend_pair_as<1, uint16_t>(jobs, scratch) : attend_pair_as<1, float>(jobs, scratch);
+  else
+    half ? attend_pair_as<2, uint16_t>(jobs, scratch) : attend_pair_as<2, float>(jobs, scratch);
+}
+
+void attend_row(const AttentionJob* jobs, int64_t heads, float* scratch) {
+  int64_t head = 0;
+  /* Registers are too few for two heads' queries elsewhere. */
+  if (kTileLanes == 4 && jobs->group <= kFewQueries)
+    for (; head + 2 <= heads; head += 2) attend_pair(jobs + head, scratch);
+  for (; head < heads; ++head)
+    for (int64_t f = 0; f < jobs->group; f += kMaxQueries)
+      attend(jobs[head], f, f + kMaxQueries < jobs->group ? f + kMaxQueries : jobs->group, scratch);
+}
+
+}  // namespace
+}  // namespace trirun
+#endif

@@ -1,0 +1,216 @@
+/* The decoder's operations, written once on Lanes; each decoder_<isa>.cpp includes this file and names its table. */
+#ifndef TRIRUN_CPU_DECODER_OPS_IMPL_H
+#define TRIRUN_CPU_DECODER_OPS_IMPL_H
+
+#include <math.h>
+
+#include "attention_impl.h"
+#include "sample_impl.h"
+#include "head_impl.h"
+#include "ops.h"
+#include "simd.h"
+
+namespace trirun {
+namespace {
+
+constexpr float kLog2e = 1.44269504f;
+
+template <class X>
+inline void load_row_as(float* out, const X* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) store(out + i, load(x + i));
+}
+
+void load_row(float* out, const void* x, int dtype, int64_t n) {
+  if (dtype == TRIRUN_F32)
+    load_row_as(out, static_cast<const float*>(x), n);
+  else if (dtype == TRIRUN_F16)
+    load_row_as(out, static_cast<const uint16_t*>(x), n);
+  else
+    load_row_as(out, static_cast<const Bfloat*>(x), n);
+}
+
+void rms_norm(float* out, const float* x, const float* weight, int64_t n, float eps) {
+  /* Four sums hide the latency of the multiply-add. */
+  Lanes squares[4] = {splat(0), splat(0), splat(0), splat(0)};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) {
+      Lanes a = load(x + i + j * kLanes);
+      squares[j] = fma(a, a, squares[j]);
+    }
+  for (; i < n; i += kLanes) {
+    Lanes a = n - i >= kLanes ? load(x + i) : load_first(x + i, static_cast<int>(n - i));
+    squares[0] = fma(a, a, squares[0]);
+  }
+  float total = sum_of((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  float inverse = 1.0f / sqrtf(total / static_cast<float>(n) + eps);
+  for (i = 0; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * splat(inverse) * load(weight + i));
+  for (; i < n; ++i) out[i] = x[i] * inverse * weight[i];
+}
+
+void add(float* x, const float* y, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(x + i, load(x + i) + load(y + i));
+  for (; i < n; ++i) x[i] += y[i];
+}
+
+inline Lanes silu(Lanes x) {
+  /* Beyond 2^126 the quotient is below fp32's normal range; a larger power would overflow exp2. The second operand of
+   * min is what comes back for a NaN. */
+  Lanes power = min(splat(126.0f), x * splat(-kLog2e));
+  return x / (splat(1.0f) + exp2(power));
+}
+
+inline Lanes relu2(Lanes x) {
+  Lanes positive = max(splat(0), x);
+  return positive * positive;
+}
+
+void gate(float* h, const float* up, int64_t n, int activation) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    int count = n - i >= kLanes ? kLanes : static_cast<int>(n - i);
+    Lanes a = count == kLanes ? load(h + i) : load_first(h + i, count);
+    Lanes b = count == kLanes ? load(up + i) : load_first(up + i, count);
+    Lanes y = (activation == TRIRUN_RELU2 ? relu2(a) : silu(a)) * b;
+    if (count == kLanes)
+      store(h + i, y);
+    else
+      store_first(h + i, y, count);
+  }
+}
+
+void rotate(float* x, const float* cosines, const float* sines, int64_t half, int64_t n, float scale) {
+  Lanes factor = splat(scale);
+  for (int64_t i = 0; i < half; i += kLanes) {
+    int count = half - i >= kLanes ? kLanes : static_cast<int>(half - i);
+    Lanes a = load_first(x + i, count), b = load_first(x + half + i, count);
+    Lanes c = load_first(cosines + i, count), s = load_first(sines + i, count);
+    store_first(x + i, fma(a, c, splat(0) - b * s) * factor, count);
+    store_first(x + half + i, fma(b, c, a * s) * factor, count);
+  }
+  for (int64_t i = 2 * half; i < n; ++i) x[i] *= scale;
+}
+
+template <class KV>
+inline void convert(KV* out, const float* x, int count) {
+  Lanes a = count == kLanes ? load(x) : load_first(x, count);
+  store(out, a);
+}
+
+template <class KV>
+void store_key_as(KV* keys, const float* x, int64_t head_dim, int64_t position) {
+  KV* column = keys + position / kLanes * kLanes * head_dim + position % kLanes;
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    int count = head_dim - d >= kLanes ? kLanes : static_cast<int>(head_dim - d);
+    KV converted[kLanes];
+    convert(converted, x + d, count);
+    for (int i = 0; i < count; ++i) column[(d + i) * kLanes] = converted[i];
+  }
+}
+
+template <class KV>
+void store_value_as(KV* values, const float* x, int64_t head_dim, int64_t position) {
+  /* The padding up to value_stride is written as zeros: attend multiplies it. */
+  KV* row = values + position * value_stride_of(head_dim);
+  for (int64_t d = 0; d < head_dim; d += kLanes)
+    convert(row + d, x + d, head_dim - d >= kLanes ? kLanes : static_cast<int>(head_dim - d));
+}
+
+void store_key(void* keys, int kv_dtype, const float* x, int64_t head_dim, int64_t position) {
+  if (kv_dtype == TRIRUN_F16)
+    store_key_as(static_cast<uint16_t*>(keys), x, head_dim, position);
+  else
+    store_key_as(static_cast<float*>(keys), x, head_dim, position);
+}
+
+void store_value(void* values, int kv_dtype, const float* x, int64_t head_dim, int64_t position) {
+  if (kv_dtype == TRIRUN_F16)
+    store_value_as(static_cast<uint16_t*>(values), x, head_dim, position);
+  else
+    store_value_as(static_cast<float*>(values), x, head_dim, position);
+}
+
+/* y[r][0, O) = x[r] . w[0, O) for R rows: every dot product is one chain of multiply-adds per lane. */
+template <int R, int O, class W>
+void dense_tile(const float* x, int64_t ldx, const W* w, int64_t k, float* y, int64_t ldy) {
+  Lanes sum[R][O];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) sum[r][o] = splat(0);
+  for (int64_t i = 0; i < k; i += kLanes) {
+    Lanes weight[O];
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) weight[o] = load(w + o * k + i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      Lanes value = load(x + r * ldx + i);
+#pragma GCC unroll 8
+      for (int o = 0; o < O; ++o) sum[r][o] = fma(value, weight[o], sum[r][o]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) y[r * ldy + o] = sum_of(sum[r][o]);
+}
+
+template <int O, class W>
+void dense_columns(const float* x, int64_t ldx, int64_t m, const W* w, int64_t k, float* y, int64_t ldy) {
+  int64_t r = 0;
+  for (; r + 4 <= m; r += 4) dense_tile<4, O>(x + r * ldx, ldx, w, k, y + r * ldy, ldy);
+  for (; r < m; ++r) dense_tile<1, O>(x + r * ldx, ldx, w, k, y + r * ldy, ldy);
+}
+
+template <class W>
+void dense_as(const float* x, int64_t ldx, int64_t m, const W* w, int64_t k, float* y, int64_t ldy, int64_t begin,
+              int64_t end) {
+  constexpr int kOutputs = kTileLanes == 1 ? 2 : 6;
+  int64_t o = begin;
+  for (; o + kOutputs <= end; o += kOutputs) dense_columns<kOutputs>(x, ldx, m, w + o * k, k, y + o, ldy);
+  for (; o < end; ++o) dense_columns<1>(x, ldx, m, w + o * k, k, y + o, ldy);
+}
+
+void dense(const float* x, int64_t ldx, int64_t m, const void* w, int dtype, int64_t k, float* y, int64_t ldy,
+           int64_t begin, int64_t end) {
+  if (dtype == TRIRUN_F32)
+    dense_as(x, ldx, m, static_cast<const float*>(w), k, y, ldy, begin, end);
+  else if (dtype == TRIRUN_F16)
+    dense_as(x, ldx, m, static_cast<const uint16_t*>(w), k, y, ldy, begin, end);
+  else
+    dense_as(x, ldx, m, static_cast<const Bfloat*>(w), k, y, ldy, begin, end);
+}
+
+int64_t largest(const float* x, int64_t n, float* value) {
+  /* The best block is remembered, and searched in the end. */
+  constexpr int64_t kBlock = 16 * kLanes;
+  float best = -INFINITY;
+  int64_t from = 0;
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t end = i + kBlock < n ? i + kBlock : n;
+    Lanes lanes[2] = {splat(-INFINITY), splat(-INFINITY)};
+    int64_t j = i;
+    /* The second operand of max is what comes back for a NaN. */
+    for (; j + 2 * kLanes <= end; j += 2 * kLanes)
+      for (int half = 0; half < 2; ++half) lanes[half] = max(load(x + j + half * kLanes), lanes[half]);
+    float top = max_of(max(lanes[0], lanes[1]));
+    for (; j < end; ++j) top = x[j] > top ? x[j] : top;
+    if (top > best) {
+      best = top;
+      from = i;
+    }
+  }
+  *value = best;
+  if (best == -INFINITY) return -1;
+  while (x[from] != best) ++from;
+  return from;
+}
+
+}  // namespace
+
+#define TRIRUN_DECODER_TABLE \
+  { load_row, rms_norm, add, gate, rotate, store_key, store_value, attend, attend_row, dense, head_digits, head_bytes, \
+    head_int8, largest, tops, reached, gather, masses }
+
+}  // namespace trirun
+#endif

@@ -1,0 +1,104 @@
+// One head of one row: its optional RMS norm and its rotary embedding, by one warp, through shared memory.
+#pragma once
+
+#include "launch.cuh"
+
+namespace trirun {
+
+constexpr int MAX_HEAD_DIM = 256;
+constexpr int PAGE = 64;  // positions of one page of the cache
+
+// A warp's part of one head: lane l holds dimensions l, l + 32, ... The angles and the norm are constants of the step,
+// so they can be asked for before the head itself is there.
+template <int PER_LANE>
+struct HeadConstants {
+  float cosine[PER_LANE], sine[PER_LANE], weight[PER_LANE];
+
+  __device__ __forceinline__ void load(const float* cosines, const float* sines, const float* norm, int half,
+                                       int head_dim) {
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+      const int d = threadIdx.x % 32 + j * 32, pair = d < half ? d : d - half;
+      cosine[j] = 1.f, sine[j] = 0.f, weight[j] = 1.f;
+      if (d < 2 * half) {
+        cosine[j] = __ldg(cosines + pair), sine[j] = __ldg(sines + pair);
+        if (d < half) sine[j] = -sine[j];
+      }
+      if (norm != nullptr && d < head_dim) weight[j] = __ldg(norm + d);
+    }
+  }
+};
+
+// One dimension of a rotated pair; rounded in the same way wherever it is computed.
+__device__ __forceinline__ float rotated(float v, float cosine, float other, float sine) {
+  return fmaf(v, cosine, __fmul_rn(other, sine));
+}
+
+// values[head_dim] (shared memory, this warp's own) = rotate(norm(x[head_dim])) * scale. The rotation turns the pairs
+// (i, i + half); dimensions from 2 * half on stay as they are.
+template <bool BF16, int PER_LANE>
+__device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, const HeadConstants<PER_LANE>& c,
+                                             int head_dim, bool normed, float eps, int half, float scale) {
+  const int lane = threadIdx.x % 32;
+  float v[PER_LANE];
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? widen_one<BF16>(x[lane + j * 32]) : 0.f;
+  if (normed) {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) sum += v[j] * v[j];
+    const float inverse = rsqrtf(warp_sum(sum) / head_dim + eps);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) v[j] *= inverse * c.weight[j];
+  }
+  if (PER_LANE > 1 && 2 * half == PER_LANE * 32) {
+    // The other half of every pair is in the same lane.
+    float turned[PER_LANE];
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) turned[j] = rotated(v[j], c.cosine[j], v[j ^ PER_LANE / 2], c.sine[j]);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) v[j] = turned[j];
+  } else if (half > 0) {
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+      if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j];
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+      const int d = lane + j * 32;
+      if (d < 2 * half) v[j] = rotated(v[j], c.cosine[j], values[d < half ? d + half : d - half], c.sine[j]);
+    }
+    __syncwarp();
+  }
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++)
+    if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j] * scale;
+  __syncwarp();
+}
+
+// Where position p of a slot lies in the keys or values of a layer: [pages][kv_heads][PAGE][head_dim].
+__device__ __forceinline__ int64_t cache_offset(int page, int kv_heads, int kv_head, int position, int head_dim) {
+  return ((static_cast<int64_t>(page) * kv_heads + kv_head) * PAGE + position % PAGE) * head_dim;
+}
+
+// Checks what would corrupt memory.
+inline int check_attention(const trirun_attention* t) {
+  if (t == nullptr) return TRIRUN_BAD_POINTER;
+  if (t->m < 0 || t->m > 65535 || t->heads <= 0 || t->kv_heads <= 0 || t->heads % t->kv_heads || t->head_dim <= 0 ||
+      t->head_dim % 8 || t->head_dim > MAX_HEAD_DIM || t->rotary_half < 0 || 2 * t->rotary_half > t->head_dim ||
+      t->splits < 1 || t->splits > 256 || t->ld_q < t->heads * t->head_dim ||
+      t->ld_kv < t->kv_heads * t->head_dim || t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0)
+    return TRIRUN_BAD_SHAPE;
+  if (!half_dtype(t->dtype)) return TRIRUN_UNSUPPORTED;
+  for (const void* p : {t->q, t->k, t->v, static_cast<const void*>(t->keys), static_cast<const void*>(t->values)})
+    if (p == nullptr || !aligned_to(p, 16)) return TRIRUN_BAD_POINTER;
+  if (!aligned_to(t->scales, 4)) return TRIRUN_BAD_POINTER;
+  if ((t->y == nullptr && t->activations == nullptr) || !aligned_to(t->y, 2) || !aligned_to(t->activations, 256))
+    return TRIRUN_BAD_POINTER;
+  if (t->block_tables == nullptr || t->slots == nullptr || t->positions == nullptr || t->cosines == nullptr ||
+      t->sines == nullptr)
+    return TRIRUN_BAD_POINTER;
+  return TRIRUN_OK;
+}
+
+}  // namespace trirun

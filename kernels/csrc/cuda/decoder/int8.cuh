@@ -1,0 +1,118 @@
+// Keys and values of a cache of 8-bit elements: a head of a token is int8 [head_dim rounded up to 16], with one scale
+// for its key and one for its value, so that an element's step is 1/127 of the largest beside it. Keys of language
+// models have a few dimensions that are many times as large as the rest: they and the queries are mixed by a Hadamard
+// matrix first (Ashkboos et al. 2024, "QuaRot"), which changes no score and leaves no dimension larger than the others.
+#pragma once
+
+#include "cuda/common/activations.cuh"
+#include "heads.cuh"
+
+namespace trirun {
+
+constexpr float INT8_MAX_CODE = 127.f;
+
+// Bytes of a head of one token, a whole number of 16-byte loads.
+__host__ __device__ __forceinline__ int int8_row_bytes(int head_dim) { return (head_dim + 15) / 16 * 16; }
+
+// One token of one head, of a warp: lane l holds dimensions 4(l + 32 i) to 4(l + 32 i) + 3 in word i.
+template <int WORDS>
+struct Int8Token {
+  uint32_t key[WORDS], value[WORDS];
+  __half2 scales;  // of the key, of the value
+};
+
+// Multiplies a head of a warp's own, in shared memory, by the orthogonal Hadamard matrix, in blocks of the largest
+// power of two that divides head_dim.
+template <int PER_LANE>
+__device__ __forceinline__ void mix_head(float* values, int head_dim) {
+  const int lane = threadIdx.x % 32, block = head_dim & -head_dim;
+  float v[PER_LANE];
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? values[lane + j * 32] : 0.f;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    if (offset >= block) break;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+      const float other = __shfl_xor_sync(~0u, v[j], offset);
+      v[j] = lane & offset ? other - v[j] : v[j] + other;
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < PER_LANE; step *= 2) {
+    if (32 * step >= block) break;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+      if (!(j & step)) {
+        const float low = v[j], high = v[j + step];
+        v[j] = low + high, v[j + step] = low - high;
+      }
+  }
+  const float scale = rsqrtf(static_cast<float>(block));
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++)
+    if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j] * scale;
+  __syncwarp();
+}
+
+// The scale is rounded up, so that no code leaves -127..127; a NaN or an infinity becomes a scale that is not a number
+// or not finite, and reaches whatever attends to the token.
+template <int WORDS>
+__device__ __forceinline__ __half quantize_head(uint32_t (&words)[WORDS], const float4 (&v)[WORDS]) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) bits = max(bits, magnitude_bits(v[i]));
+  const __half rounded = __float2half_ru(__fdiv_rn(__uint_as_float(__reduce_max_sync(~0u, bits)), INT8_MAX_CODE));
+  const float inverse = __frcp_rn(__half2float(rounded));
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) {
+    const float f[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+    words[i] = 0;
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      // Zeros times the inverse of zero are NaN, which as an integer is 0.
+      const int code = min(max(__float2int_rn(__fmul_rn(f[b], inverse)), -127), 127);
+      words[i] |= static_cast<uint32_t>(code & 255) << 8 * b;
+    }
+  }
+  return rounded;
+}
+
+// From a rotated and mixed key in shared memory (16-byte aligned, complete for this warp) and a 16-bit value.
+template <bool BF16, int WORDS>
+__device__ __forceinline__ Int8Token<WORDS> quantize_token(const float* key, const uint16_t* value, int head_dim) {
+  const int lane = threadIdx.x % 32;
+  float4 k[WORDS], v[WORDS];
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) {
+    const int d = 4 * (lane + 32 * i);
+    k[i] = v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (d < head_dim) {
+      const uint2 pair = *reinterpret_cast<const uint2*>(value + d);
+      const float2 low = widen_pair<BF16>(pair.x), high = widen_pair<BF16>(pair.y);
+      k[i] = *reinterpret_cast<const float4*>(key + d);
+      v[i] = make_float4(low.x, low.y, high.x, high.y);
+    }
+  }
+  Int8Token<WORDS> token;
+  const __half key_scale = quantize_head(token.key, k), value_scale = quantize_head(token.value, v);
+  token.scales = __halves2half2(key_scale, value_scale);
+  return token;
+}
+
+template <int WORDS>
+__device__ __forceinline__ void store_token(const trirun_attention& t, const Int8Token<WORDS>& token, int page,
+                                            int kv_head, int position) {
+  const int lane = threadIdx.x % 32, bytes = int8_row_bytes(t.head_dim);
+  const int64_t at = cache_offset(page, t.kv_heads, kv_head, position, 1);
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) {
+    const int d = 4 * (lane + 32 * i);
+    if (d >= bytes) break;
+    *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(t.keys) + at * bytes + d) = token.key[i];
+    *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(t.values) + at * bytes + d) = token.value[i];
+  }
+  if (lane == 0) static_cast<__half2*>(t.scales)[at] = token.scales;
+}
+
+}  // namespace trirun

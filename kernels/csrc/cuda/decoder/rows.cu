@@ -1,0 +1,325 @@
+// What a decoder does to whole rows between its matrix products, in one pass each: a row's source (residual plus the
+// last product, an embedding, act(gate) * up, or plain values), an optional RMS norm, and the result as 16-bit values,
+// as the digits that int2_gemm_quantized reads, or as both.
+//
+// A warp owns units of 128 columns, in the lane order of activations.cuh, and keeps its values in registers from the
+// first load to the last store. Rows of prompts, which nobody wants as digits, are read and written 16 bytes at a time.
+#include "limbs.cuh"
+#include "launch.cuh"
+
+namespace trirun {
+namespace {
+
+constexpr int MAX_WARPS = 32;
+
+struct RowsArgs {
+  trirun_rows r;
+  DigitRows quantized;
+  int tokens, units;
+};
+
+__device__ __forceinline__ float activate(float gate, int activation) {
+  if (activation == TRIRUN_RELU2) {
+    const float positive = fmaxf(gate, 0.f);
+    return positive * positive;
+  }
+  return gate / (1.f + __expf(-gate));
+}
+
+// A row without a token of its own goes on with the one its slot sampled last; one without a slot is padding.
+__device__ __forceinline__ int token_of(const trirun_rows& r, int row) {
+  int token = r.tokens[row];
+  const int slot = r.slots != nullptr ? r.slots[row] : 0;
+  if (token < 0 && slot >= 0 && r.latest != nullptr) token = r.latest[slot];
+  return token < 0 || token >= r.vocab ? 0 : token;
+}
+
+template <int SOURCE>
+__device__ __forceinline__ float4 load_source(const trirun_rows& r, int row, int token, int column) {
+  const auto four = [&](const void* p, int64_t at) {
+    const float2 a = load_pair(p, at, r.dtype), b = load_pair(p, at + 8, r.dtype);
+    return make_float4(a.x, a.y, b.x, b.y);
+  };
+  if constexpr (SOURCE == TRIRUN_ROWS_PLAIN) {
+    return four(r.x, row * r.ldx + column);
+  } else if constexpr (SOURCE == TRIRUN_ROWS_GATE) {
+    const float4 gate = four(r.x, row * r.ldx + column), up = four(r.up, row * r.ldx + column);
+    return make_float4(activate(gate.x, r.activation) * up.x, activate(gate.y, r.activation) * up.y,
+                       activate(gate.z, r.activation) * up.z, activate(gate.w, r.activation) * up.w);
+  } else {
+    float* at = r.residual + static_cast<int64_t>(row) * r.n + column;
+    float4 v;
+    if constexpr (SOURCE == TRIRUN_ROWS_EMBED) {
+      v = four(r.x, static_cast<int64_t>(token) * r.ldx + column);
+    } else {
+      const float2 a = *reinterpret_cast<const float2*>(at), b = *reinterpret_cast<const float2*>(at + 8);
+      v = make_float4(a.x, a.y, b.x, b.y);
+      if (r.x != nullptr) {
+        const float4 d = four(r.x, row * r.ldx + column);
+        v = make_float4(v.x + d.x, v.y + d.y, v.z + d.z, v.w + d.w);
+      }
+    }
+    *reinterpret_cast<float2*>(at) = make_float2(v.x, v.y);
+    *reinterpret_cast<float2*>(at + 8) = make_float2(v.z, v.w);
+    return v;
+  }
+}
+
+template <int SOURCE, int PER_WARP>
+__global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ RowsArgs a) {
+  __shared__ float squares[MAX_WARPS];
+  __shared__ uint32_t magnitudes[MAX_WARPS];
+  const trirun_rows& r = a.r;
+  const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int unit0 = blockIdx.y * warps * PER_WARP + warp;
+  const int lane_column = (lane >> 2) * 16 + lane % 4 * 2;
+  const auto norm_weight = [&](int i) {
+    const int column = (unit0 + i * warps) * UNIT + lane_column;
+    if (column >= r.n) return make_float4(0.f, 0.f, 0.f, 0.f);
+    const float2 p = __ldg(reinterpret_cast<const float2*>(r.norm + column));
+    const float2 q = __ldg(reinterpret_cast<const float2*>(r.norm + column + 8));
+    return make_float4(p.x, p.y, q.x, q.y);
+  };
+  // Weights are fetched while the previous kernel still runs, unless registers are short.
+  constexpr bool EARLY = PER_WARP <= 2;
+  float4 weight[EARLY ? PER_WARP : 1];
+  if (EARLY && r.norm != nullptr) {
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) weight[EARLY ? i : 0] = norm_weight(i);
+  }
+  dependency_launch();
+  dependency_wait();
+
+  const int token = SOURCE == TRIRUN_ROWS_EMBED && row < r.m ? token_of(r, row) : 0;
+  float4 v[PER_WARP];
+#pragma unroll
+  for (int i = 0; i < PER_WARP; i++) {
+    const int column = (unit0 + i * warps) * UNIT + lane_column;
+    v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (row < r.m && column < r.n) v[i] = load_source<SOURCE>(r, row, token, column);
+  }
+  if (r.norm != nullptr) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++)
+      sum += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
+    sum = warp_sum(sum);
+    if (lane == 0) squares[warp] = sum;
+    __syncthreads();
+    const float inverse = rsqrtf(warp_sum(lane < warps ? squares[lane] : 0.f) / r.n + r.eps);
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) {
+      const float4 w = EARLY ? weight[EARLY ? i : 0] : norm_weight(i);
+      v[i] = make_float4(v[i].x * inverse * w.x, v[i].y * inverse * w.y,  //
+                         v[i].z * inverse * w.z, v[i].w * inverse * w.w);
+    }
+  }
+  if (r.y != nullptr && row < r.m) {
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) {
+      const int column = (unit0 + i * warps) * UNIT + lane_column;
+      if (column >= r.n) continue;
+      uint32_t words[2];
+      if (r.dtype == TRIRUN_BF16)
+        words[0] = narrow_pair<true>(v[i].x, v[i].y), words[1] = narrow_pair<true>(v[i].z, v[i].w);
+      else
+        words[0] = narrow_pair<false>(v[i].x, v[i].y), words[1] = narrow_pair<false>(v[i].z, v[i].w);
+      uint16_t* to = static_cast<uint16_t*>(r.y) + row * r.ldy + column;
+      *reinterpret_cast<uint32_t*>(to) = words[0];
+      *reinterpret_cast<uint32_t*>(to + 8) = words[1];
+    }
+  }
+  if (a.quantized.digits == nullptr) return;
+  const bool two = r.act_bits == TRIRUN_ACT16;
+  float scale = 0.f;
+  if (!two) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) bits = max(bits, magnitude_bits(v[i]));
+    bits = __reduce_max_sync(~0u, bits);
+    if (lane == 0) magnitudes[warp] = bits;
+    __syncthreads();
+    scale = act8_scale(__reduce_max_sync(~0u, lane < warps ? magnitudes[lane] : 0));
+  }
+#pragma unroll
+  for (int i = 0; i < PER_WARP; i++) {
+    const int unit = unit0 + i * warps;
+    if (unit >= a.units) continue;
+    const QuantizedUnit q = two ? quantize_unit16(v[i]) : quantize_unit8(v[i], scale);
+    a.quantized.store(q, row, unit, two);
+  }
+}
+
+constexpr int PROMPT_THREADS = 256;
+constexpr int PROMPT_ROWS = 64;  // from so many rows on bytes count, not the way from load to store
+
+// Eight columns of what `load_source` loads.
+template <int SOURCE, bool BF16>
+__device__ __forceinline__ void load_eight(float (&v)[8], const trirun_rows& r, int64_t row, int column) {
+  const auto widen = [](float (&to)[8], const void* p, int64_t at) {
+    const uint4 w = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p) + at);
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 pair = widen_pair<BF16>(words[i]);
+      to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
+    }
+  };
+  if constexpr (SOURCE == TRIRUN_ROWS_GATE) {
+    float up[8];
+    widen(v, r.x, row * r.ldx + column);
+    widen(up, r.up, row * r.ldx + column);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = activate(v[i], r.activation) * up[i];
+  } else {
+    auto* at = reinterpret_cast<float4*>(r.residual + row * r.n + column);
+    float x[8] = {};
+    const float4 low = at[0], high = at[1];
+    if (r.x != nullptr) widen(x, r.x, row * r.ldx + column);
+    v[0] = low.x + x[0], v[1] = low.y + x[1], v[2] = low.z + x[2], v[3] = low.w + x[3];
+    v[4] = high.x + x[4], v[5] = high.y + x[5], v[6] = high.z + x[6], v[7] = high.w + x[7];
+    at[0] = make_float4(v[0], v[1], v[2], v[3]), at[1] = make_float4(v[4], v[5], v[6], v[7]);
+  }
+}
+
+// As `rows`, for what every layer does: 16-bit values alone, of two sources, pointers and strides of whole 16 bytes.
+template <int SOURCE, bool BF16, int EIGHTS>
+__global__ void __launch_bounds__(PROMPT_THREADS) prompt_rows(const __grid_constant__ trirun_rows r) {
+  __shared__ float squares[PROMPT_THREADS / 32];
+  const int row = blockIdx.x, first = (blockIdx.y * PROMPT_THREADS * EIGHTS + threadIdx.x) * 8;
+  const auto column_of = [&](int i) { return first + i * PROMPT_THREADS * 8; };
+  dependency_launch();
+  dependency_wait();
+  float v[EIGHTS][8];
+#pragma unroll
+  for (int i = 0; i < EIGHTS; i++) {
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[i][e] = 0.f;
+    if (column_of(i) < r.n) load_eight<SOURCE, BF16>(v[i], r, row, column_of(i));
+  }
+  if (r.norm != nullptr) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < EIGHTS; i++)
+#pragma unroll
+      for (int e = 0; e < 8; e++) sum += v[i][e] * v[i][e];
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < PROMPT_THREADS / 32; w++) sum += squares[w];
+    const float inverse = rsqrtf(sum / r.n + r.eps);
+#pragma unroll
+    for (int i = 0; i < EIGHTS; i++) {
+      if (column_of(i) >= r.n) continue;
+      const auto* norm = reinterpret_cast<const float4*>(r.norm + column_of(i));
+      const float4 low = __ldg(norm), high = __ldg(norm + 1);
+      const float weight[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int e = 0; e < 8; e++) v[i][e] *= inverse * weight[e];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < EIGHTS; i++) {
+    if (column_of(i) >= r.n) continue;
+    uint32_t words[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) words[e] = narrow_pair<BF16>(v[i][2 * e], v[i][2 * e + 1]);
+    auto* to = static_cast<uint16_t*>(r.y) + row * r.ldy + column_of(i);
+    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+using PromptKernel = void (*)(trirun_rows);
+
+// no-spill: prompt_rows<*, *, *>
+template <int SOURCE, bool BF16>
+PromptKernel prompt_instance(int64_t eights) {
+  if (eights <= 2 * PROMPT_THREADS) return prompt_rows<SOURCE, BF16, 2>;
+  if (eights <= 4 * PROMPT_THREADS) return prompt_rows<SOURCE, BF16, 4>;
+  return eights <= 8 * PROMPT_THREADS ? prompt_rows<SOURCE, BF16, 8> : nullptr;
+}
+
+template <int SOURCE>
+PromptKernel prompt_instance(int64_t eights, int dtype) {
+  return dtype == TRIRUN_BF16 ? prompt_instance<SOURCE, true>(eights) : prompt_instance<SOURCE, false>(eights);
+}
+
+// The kernel for rows of prompts, and how many CTAs share a row; null where `rows` does it.
+PromptKernel prompt_kernel(const trirun_rows& r, unsigned& parts) {
+  if (r.m < PROMPT_ROWS || r.activations != nullptr || r.y == nullptr || r.n % 8 || r.ldx % 8 || r.ldy % 8)
+    return nullptr;
+  for (const void* p : {r.x, r.up, static_cast<const void*>(r.residual), static_cast<const void*>(r.norm),
+                        static_cast<const void*>(r.y)})
+    if (!aligned_to(p, 16)) return nullptr;
+  const int64_t eights = r.n / 8, each = r.norm != nullptr ? eights : PROMPT_THREADS * 2;
+  parts = static_cast<unsigned>((eights + each - 1) / each);
+  if (r.source == TRIRUN_ROWS_RESIDUAL) return prompt_instance<TRIRUN_ROWS_RESIDUAL>(each, r.dtype);
+  return r.source == TRIRUN_ROWS_GATE ? prompt_instance<TRIRUN_ROWS_GATE>(each, r.dtype) : nullptr;
+}
+
+using Kernel = void (*)(RowsArgs);
+
+// no-spill: rows<*, 1>
+// no-spill: rows<*, 2>
+// no-spill: rows<*, 4>
+template <int SOURCE>
+Kernel instance(int per_warp) {
+  if (per_warp <= 1) return rows<SOURCE, 1>;
+  if (per_warp <= 2) return rows<SOURCE, 2>;
+  if (per_warp <= 4) return rows<SOURCE, 4>;
+  return per_warp <= 8 ? rows<SOURCE, 8> : nullptr;
+}
+
+}  // namespace
+}  // namespace trirun
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int trirun_cuda_rows(const trirun_rows* r, void* stream) {
+  using namespace trirun;
+  if (r == nullptr) return TRIRUN_BAD_POINTER;
+  if (r->m == 0) return TRIRUN_OK;
+  if (r->m < 0 || r->n <= 0 || r->n % 16 || r->n > (1 << 20) || r->ldx % 2 || r->ldy % 2) return TRIRUN_BAD_SHAPE;
+  if (!half_dtype(r->dtype) || r->source < TRIRUN_ROWS_RESIDUAL || r->source > TRIRUN_ROWS_PLAIN)
+    return TRIRUN_UNSUPPORTED;
+  const bool residual = r->source == TRIRUN_ROWS_RESIDUAL || r->source == TRIRUN_ROWS_EMBED;
+  if ((residual && r->residual == nullptr) || (r->source != TRIRUN_ROWS_RESIDUAL && r->x == nullptr) ||
+      (r->source == TRIRUN_ROWS_GATE && r->up == nullptr) ||
+      (r->source == TRIRUN_ROWS_EMBED && (r->tokens == nullptr || r->vocab <= 0)))
+    return TRIRUN_BAD_POINTER;
+  if (!aligned_to(r->residual, 8) || !aligned_to(r->x, 4) || !aligned_to(r->up, 4) || !aligned_to(r->norm, 8) ||
+      !aligned_to(r->y, 4) || !aligned_to(r->activations, 256))
+    return TRIRUN_BAD_POINTER;
+  unsigned shared_by = 1;
+  if (const PromptKernel kernel = prompt_kernel(*r, shared_by))
+    return launch_dependent(kernel, *r, dim3(static_cast<unsigned>(r->m), shared_by), PROMPT_THREADS, 0, stream);
+  RowsArgs a{};
+  a.r = *r;
+  a.units = static_cast<int>((r->n + UNIT - 1) / UNIT);
+  a.tokens = static_cast<int>(r->m);
+  if (r->activations != nullptr) {
+    if (r->act_bits != TRIRUN_ACT8 && r->act_bits != TRIRUN_ACT16) return TRIRUN_UNSUPPORTED;
+    const int64_t k_pad = static_cast<int64_t>(a.units) * UNIT;
+    if (r->m > 128 || r->activation_bytes < ActivationLayout(r->m, k_pad, r->act_bits).bytes)
+      return TRIRUN_NO_WORKSPACE;
+    a.quantized = DigitRows(r->activations, r->m, k_pad, r->act_bits);
+    a.tokens = a.quantized.tokens;
+  }
+  // Where a row has no common norm or scale its units go to as many CTAs as there are; else one CTA owns the row.
+  const bool whole = r->norm != nullptr || (r->activations != nullptr && r->act_bits == TRIRUN_ACT8);
+  const int most = whole ? MAX_WARPS : 4, warps = a.units < most ? a.units : most;
+  const int per_warp = whole ? (a.units + warps - 1) / warps : 1;
+  Kernel kernel = nullptr;
+  switch (r->source) {
+    case TRIRUN_ROWS_RESIDUAL: kernel = instance<TRIRUN_ROWS_RESIDUAL>(per_warp); break;
+    case TRIRUN_ROWS_EMBED: kernel = instance<TRIRUN_ROWS_EMBED>(per_warp); break;
+    case TRIRUN_ROWS_GATE: kernel = instance<TRIRUN_ROWS_GATE>(per_warp); break;
+    default: kernel = instance<TRIRUN_ROWS_PLAIN>(per_warp); break;
+  }
+  if (kernel == nullptr) return TRIRUN_UNSUPPORTED;
+  const int parts = whole ? 1 : (a.units + warps - 1) / warps;
+  const dim3 grid(static_cast<unsigned>(a.tokens), static_cast<unsigned>(parts));
+  return launch_dependent(kernel, a, grid, warps * 32, 0, stream);
+}

@@ -1,0 +1,196 @@
+// What the kernel of runs is given, how its CTAs are laid out, and how their stages are filled (spans.cu).
+#pragma once
+
+#include "stream_quantize.cuh"
+#include "split_k.cuh"
+#include "cuda/common/tensor_map.cuh"
+
+namespace trirun {
+namespace {
+
+constexpr int STEPS = 4;       // of a stage, 32 k each
+constexpr int SLICE = 32;      // rows of x whose digits one CTA multiplies, at most
+constexpr int PIECES = 32;     // of x that a CTA quantizes itself, at most
+constexpr int QUANTIZERS = 2;  // warpgroups that do
+
+struct RunsArgs : EqualShares {
+  CUtensorMap words, digits;
+  uint32_t nought;  // see release_stage
+  const __half* scales;
+  const __half* zeros;  // or null
+  float zero;
+  int strips, units;
+  int run_mask;     // units of one scale of x, a power of two, less one
+  int n, m;
+  const float2* x_scales;
+  int tokens, slices;
+  int pairs;  // 1 where the CTAs of a tile are clusters of two, else 0
+  const void* x;  // what the fused kernel quantizes itself: [m][ldx]
+  int64_t ldx;
+  int k, pieces;  // columns of x; runs of them that a CTA has, or has a part of, at most
+  const void* bias;
+  void* y;
+  int64_t ldy;
+  int dtype;
+  bool vectors;  // y can be written 16 bytes at a time
+  int early, x_first;  // stages of words asked for before the wait; of x asked for before other words
+  int scales_at;  // of groups, within a stage
+  int stages, stage_bytes, x_at, x_scales_at;  // offsets within a stage, words at 0; fused: in shared memory
+  int staged_at, totals_at, barriers_at;       // offsets in shared memory; stages at 0
+  unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
+  float4* parts;       // [CTA][slice][first, last tile][quarter of a thread's sums][consumer]
+};
+
+}  // namespace
+
+// Not in the unnamed namespace, where an architecture without this kernel would warn of every unused member.
+template <int DIGITS, int N, bool FUSED, int TILE_STRIPS = 4>
+struct RunsShape {
+  static constexpr int STRIPS = TILE_STRIPS;
+  static constexpr bool TALL = STRIPS == 4;  // a warp has a strip, a warpgroup row blocks of all; else the other way
+  static constexpr int J = TALL ? 2 : 1;     // row blocks of one warp
+  static constexpr int BURST = TALL ? 1 : 2;  // steps whose products stand side by side
+  static constexpr int GROUPS = TALL ? 4 / J : STRIPS;  // warpgroups that multiply
+  static constexpr int PRODUCERS = FUSED ? QUANTIZERS : 1;  // and that copy, or copy and quantize
+  static constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + PRODUCERS * 128;
+  static constexpr int ROWS = N / DIGITS;                     // of x in a slice
+  static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
+  // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
+  static constexpr bool EXACT = DIGITS == 1;
+  static constexpr int QUARTERS = J * TOKENS * 2 / 4;
+  // Of fragments: one in use, one being made, and where there are registers for them two that may still be read.
+  static constexpr int SETS = FUSED && N == 64 ? 2 : 4;
+  // Rows of x that a quantizing warp has on their way from memory.
+  static constexpr int AHEAD = FUSED ? ROWS / (PRODUCERS * 4) : 0;
+  // Where a warp's outputs are put in order: rows of tokens, 16 bytes apart in banks.
+  static constexpr int STAGED_ROW = J * 32 + 16, STAGED = ROWS * STAGED_ROW;
+  // Registers of a thread at launch, of a copying and of a multiplying one: what the first give up must cover what the
+  // others add, or the kernel waits forever. Some of a multiprocessor's are left over, so that CTAs of the kernel that
+  // comes next, or quantizes its x, are there before this one ends. Given to the compiler as they are: launch bounds
+  // come to a register count only in steps of a warp for every scheduler.
+  static constexpr int LAUNCH_REGISTERS = !TALL ? 112 : FUSED ? (N < 64 ? 112 : 128) : N < 64 ? 128 : 136;
+  static constexpr int PRODUCER_REGISTERS = !FUSED ? 24 : N < 64 ? 72 : 80;
+  static constexpr int CONSUMER_REGISTERS = !TALL ? 136 : FUSED ? (N < 64 ? 152 : 176) : N < 64 ? 176 : 192;
+  static_assert(PRODUCERS * PRODUCER_REGISTERS + GROUPS * CONSUMER_REGISTERS <=
+                LAUNCH_REGISTERS * (GROUPS + PRODUCERS));
+};
+
+namespace {
+
+// Where the pipeline is: a ring of stages, each used once a round.
+struct Ring {
+  uint32_t stage = 0, phase = 0;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == static_cast<uint32_t>(stages)) stage = 0, phase ^= 1;
+  }
+};
+
+// Calls copy(stage's address, its barrier, tile, unit of the tile, whether it is the last of the CTA) for every unit
+// [from, last) of this CTA, once its stage is free: by one thread. from: the first, or the first after a whole ring.
+template <typename Copy, typename Count>
+__device__ __forceinline__ void produce(const RunsArgs& a, uint32_t shared, uint32_t full, uint32_t empty, int first,
+                                        int from, int last, Copy copy, Count count) {
+  int tile = from / a.units, unit = from - tile * a.units;
+  Ring ring;
+  ring.phase = from != first;
+#pragma unroll 1
+  for (int i = from; i < last; i++) {
+    count(i - first);
+    if (i - first >= a.stages) barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
+    copy(shared + ring.stage * a.stage_bytes, full + ring.stage * 8, tile, unit, i + 1 == last);
+    ring.advance(a.stages);
+    if (++unit == a.units) unit = 0, tile++;
+  }
+}
+
+// Whether int32 sums end with this unit of a tile, and become floats.
+__device__ __forceinline__ bool closes(const RunsArgs& a, int unit, bool last) {
+  return (unit & a.run_mask) == a.run_mask || unit + 1 == a.units || last;
+}
+
+// Two halves that nothing writes, now rather than where they are needed.
+__device__ __forceinline__ uint32_t load_constant(const __half* pair) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(pair));
+  return v;
+}
+__device__ __forceinline__ float half_of(uint32_t pair, int h) {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(h ? pair >> 16 : pair)));
+}
+
+using Kernel = void (*)(RunsArgs);
+
+struct Instance {
+  int strips, digits, columns;
+  bool fused, grouped;
+  int consumers, threads, registers, quarters, staged;
+  Kernel kernel;
+};
+
+inline int align(int v) { return (v + 127) / 128 * 128; }
+
+constexpr int SHARED_BYTES = 227 * 1024;  // that one CTA may have
+
+// Where the kernel keeps what, and how much that is in all. longest: units of k of one CTA, at most. shrinks: there may
+// be fewer stages.
+inline int lay_out(RunsArgs& a, const Instance& i, int stages, int longest, bool shrinks) {
+  const int rows = i.columns / i.digits, words = i.strips * UNIT_BYTES;
+  const int group_bytes = i.grouped ? i.strips * 128 * (a.zeros != nullptr ? 2 : 1) : 0;
+  const int beside = i.staged + (TOTALS_AT + 128) * 4 + (2 * MAX_STAGES + PIECES + 2) * 8;
+  a.stages = stages;
+  if (i.fused) {
+    a.scales_at = words;
+    a.stage_bytes = a.scales_at + group_bytes;
+    a.x_at = a.stages * a.stage_bytes;
+    a.x_scales_at = a.x_at + longest * 8 * half_step(i.columns);
+    a.staged_at = align(a.x_scales_at + (i.grouped ? longest : a.pieces) * rows * 8);
+  } else {
+    a.x_at = words;
+    a.x_scales_at = a.x_at + UNIT * i.columns;
+    a.scales_at = a.x_scales_at + align(rows * 8);
+    a.stage_bytes = align(a.scales_at + group_bytes);
+    const int fitting = (SHARED_BYTES - beside) / a.stage_bytes;
+    if (shrinks && fitting < a.stages) a.stages = fitting;
+    a.staged_at = a.stages * a.stage_bytes;
+  }
+  a.totals_at = a.staged_at + i.staged;
+  a.barriers_at = a.totals_at + (TOTALS_AT + 128) * 4;
+  return a.staged_at + beside;
+}
+
+// Rows of x of one CTA; those beyond are other CTAs'.
+inline int slice_rows(const Problem& p, const ActivationLayout& layout) {
+  return p.plan.tile_m >= 16 ? p.plan.tile_m / layout.digits : SLICE;
+}
+inline int slices_of(const Problem& p, const ActivationLayout& layout) {
+  const int rows = slice_rows(p, layout);
+  return (layout.tokens + rows - 1) / rows;
+}
+
+// Whether x can be read, in 16-byte pieces of 16-bit values, by a kernel that quantizes it itself.
+inline bool fuses(const Problem& p) {
+  return p.plan.fused && (p.w.group_size == -1 || p.w.group_size == UNIT) && p.activations == nullptr &&
+         p.dtype != TRIRUN_F32 && p.k % 8 == 0 &&
+         p.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
+}
+
+// One slice's digits of 128 k a copy, each 16 k apart; columns beyond the last arrive as zeros.
+inline int encode_digits(CUtensorMap* map, const uint8_t* digits, const ActivationLayout& layout, uint32_t columns) {
+  const cuuint64_t bytes = static_cast<cuuint64_t>(layout.columns) * 16;
+  return encode(map, digits,
+                {CU_TENSOR_MAP_DATA_TYPE_UINT32,
+                 CU_TENSOR_MAP_SWIZZLE_NONE,
+                 3,
+                 {bytes / 4, 2, static_cast<cuuint64_t>(layout.units) * STEPS},
+                 {bytes, bytes * 2},
+                 {columns * 4, 2, STEPS}});
+}
+
+// Sums of tiles that several CTAs share.
+inline size_t parts_bytes(const Problem& p, const Instance& instance, int slices) {
+  const size_t ctas = p.plan.ctas > 0 ? size_t(p.plan.ctas) * slices : 0;
+  return ctas * 2 * instance.quarters * instance.consumers * sizeof(float4);
+}
+
+}  // namespace
+}  // namespace trirun

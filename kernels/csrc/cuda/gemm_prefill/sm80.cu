@@ -1,0 +1,275 @@
+// Prefill for every GPU since Ampere: mma.sync m16n8k16 on fragments made from tile64, copies by cp.async.
+//
+// One CTA computes 128 rows of w (two strips) by 128 rows of x with 8 warps, each one strip by 32 tokens. A stage holds
+// 64 columns of x, its 16-byte parts permuted within a row so that ldmatrix meets no bank conflict, and 2 x 2 blocks of
+// tile64. Four stages are in flight.
+// no-spill: prefill_sm80_kernel<*>
+#include "prefill.cuh"
+#include "dequantize.cuh"
+
+namespace trirun {
+namespace {
+
+constexpr int kTokens = 128, kStrips = 2, kColumns = 64, kStages = 4, kThreads = 256;
+constexpr int kX = kTokens * kColumns * 2, kWords = kStrips * (kColumns / 32) * 512, kStage = kX + kWords;
+constexpr int kBytes = kStages * kStage;
+
+struct Arguments {
+  const void* x;
+  const uint32_t* words;
+  const __half *scales, *zeros;
+  const float* row_scale;
+  const void* bias;
+  void* y;
+  int64_t ldx, ldy, k, padded_k, padded_n;
+  int m, n, group_size, y_dtype;
+  float zero;
+  bool split_zero;
+};
+
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ __forceinline__ void multiply<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                        uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// An 8x8 tile of 16-bit values, transposed among the lanes: rows of w become neighbours in a lane.
+__device__ __forceinline__ uint32_t transposed(uint32_t v) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
+
+__device__ __forceinline__ float read_value(const void* p, int i, int dtype) {
+  if (dtype == TRIRUN_F32) return static_cast<const float*>(p)[i];
+  if (dtype == TRIRUN_F16) return __half2float(static_cast<const __half*>(p)[i]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+}
+
+__device__ __forceinline__ uint32_t packed(float lo, float hi, int dtype) {
+  if (dtype == TRIRUN_BF16) {
+    __nv_bfloat162 h = __floats2bfloat162_rn(lo, hi);
+    return reinterpret_cast<uint32_t&>(h);
+  }
+  __half2 h = __floats2half2_rn(lo, hi);
+  return reinterpret_cast<uint32_t&>(h);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_constant__ Arguments a) {
+  using D = Dequantize<T>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, strip = warp % kStrips,
+            tokens = warp / kStrips * 32;
+  // Token tiles are the fast index: CTAs that run together share rows of w.
+  const int64_t token0 = int64_t(blockIdx.x) * kTokens;
+  const int strip0 = blockIdx.y * kStrips, last_strip = int(a.padded_n / 64) - 1;
+  const int stages = int(a.padded_k / kColumns);
+
+  const auto load_stage = [&](int k) {
+    const uint32_t x_at = base + k % kStages * kStage, words_at = x_at + kX;
+#pragma unroll
+    for (int i = 0; i < kTokens * 8 / kThreads; ++i) {
+      const int row = i * (kThreads / 8) + thread / 8, part = thread % 8;
+      const int64_t column = int64_t(k) * kColumns + part * 8, left = (a.k - column) * 2;
+      const bool inside = token0 + row < a.m && left > 0;
+      const T* from = static_cast<const T*>(a.x) + (inside ? (token0 + row) * a.ldx + column : 0);
+      copy_async(x_at + row * 128 + ((part ^ row & 7) << 4), from, inside ? int(left < 16 ? left : 16) : 0);
+    }
+    if (thread < kWords / 16) {
+      const int s = thread / 64, part = thread % 64;
+      const int64_t row = min(strip0 + s, last_strip);
+      copy_async(words_at + thread * 16, a.words + (row * (a.padded_k / 32) + k * 2) * 128 + part * 4, 16);
+    }
+  };
+
+  const int stored = min(strip0 + strip, last_strip) * 64 + lane / 4 * 8;  // this lane's eight rows, in strip order
+  const bool grouped = a.group_size > 0, whole_zero = !a.split_zero;
+  uint32_t magic, unit[2], offset[2];
+  asm volatile("mov.b32 %0, %1;" : "=r"(magic) : "n"(D::kMagic));
+  unit[0] = D::pair(0.25f), unit[1] = D::pair(0.0625f);
+  offset[0] = D::pair(-D::kBase * 0.25f - (whole_zero ? a.zero : 0.f));
+  offset[1] = D::pair(-D::kBase * 0.0625f - (whole_zero ? a.zero : 0.f));
+  // [row block][row half], as pairs: scale, and the zero point in two parts, the second multiplied by the scale.
+  uint32_t scale[4][2], zero[4][2], rest[4][2];
+  const auto set_groups = [&](int64_t group) {
+    const uint4 s =
+        grouped ? *reinterpret_cast<const uint4*>(a.scales + group * a.padded_n + stored) : make_uint4(0, 0, 0, 0);
+    const uint4 z =
+        a.zeros ? *reinterpret_cast<const uint4*>(a.zeros + group * a.padded_n + stored) : make_uint4(0, 0, 0, 0);
+    const uint32_t sj[4] = {s.x, s.y, s.z, s.w}, zj[4] = {z.x, z.y, z.z, z.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int j = i / 2, h = i % 2;
+      const float value = a.zeros ? half_bits(zj[j], h) : a.zero;
+      scale[j][h] = D::pair(grouped ? half_bits(sj[j], h) : 1.f);
+      zero[j][h] = D::pair(-value);
+      rest[j][h] = D::pair(a.split_zero ? (-value - D::first(zero[j][h])) * D::first(scale[j][h]) : 0.f);
+    }
+  };
+  const uint32_t one = D::pair(1.f);
+  if (!grouped) set_groups(0);
+
+  float sum[4][4][4] = {};  // [row block][8 tokens]
+  for (int k = 0; k < kStages - 1; ++k) {
+    if (k < stages) load_stage(k);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  for (int k = 0; k < stages; ++k) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    __syncthreads();
+    // Everyone is past the stage that this one replaces.
+    if (k + kStages - 1 < stages) load_stage(k + kStages - 1);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    const uint32_t x_at = base + k % kStages * kStage, words_at = x_at + kX;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const int64_t column = int64_t(k) * kColumns + block * 32;
+      if (grouped && column % a.group_size == 0) set_groups(column / a.group_size);
+      uint4 words;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                   : "r"(words_at + (strip * 2 + block) * 512 + lane * 16)
+                   : "memory");
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t fragment[4][4], b[2][4];
+        load_fragments<T>(fragment[0], fragment[1], words, half, 30, magic, unit, offset);
+        load_fragments<T>(fragment[2], fragment[3], words, half, 2, magic, unit, offset);
+        if (grouped || a.split_zero)
+#pragma unroll
+          for (int i = 0; i < 16; ++i) {
+            uint32_t& v = fragment[i / 4][i % 4];
+            if (a.split_zero) v = D::fma(v, one, zero[i / 4][i % 2]);
+            v = D::fma(v, scale[i / 4][i % 2], rest[i / 4][i % 2]);
+          }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int row = tokens + i * 16 + lane % 8 + lane / 16 * 8, part = block * 4 + half * 2 + lane / 8 % 2;
+          load_matrices(b[i], x_at + row * 128 + ((part ^ row & 7) << 4));
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int t = 0; t < 4; ++t) multiply<T>(sum[j][t], fragment[j], b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+      }
+    }
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+
+  const int row0 = (strip0 + strip) * 64;
+  uint4 raw = make_uint4(0, 0, 0, 0);
+  if (!grouped) raw = *reinterpret_cast<const uint4*>(a.scales + stored);
+  const uint32_t channel[4] = {raw.x, raw.y, raw.z, raw.w};
+  const uint32_t staged = base + warp * 32 * 144;  // 32 tokens of 128 bytes, padded by 16 against bank conflicts
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int64_t token = token0 + tokens + 8 * t + lane % 4 * 2;
+    float factor[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) factor[e] = a.row_scale && token + e < a.m ? a.row_scale[token + e] : 1.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int j = i / 2, h = i % 2, r = row0 + 16 * j + 8 * h + lane / 4;
+      const float s = grouped ? 1.f : half_bits(channel[j], h),
+                  bias = a.bias && r < a.n ? read_value(a.bias, r, a.y_dtype) : 0.f;
+      const float lo = fmaf(sum[j][t][2 * h], s * factor[0], bias),
+                  hi = fmaf(sum[j][t][2 * h + 1], s * factor[1], bias);
+      if (a.y_dtype == TRIRUN_F32) {
+        if (r < a.n && token < a.m) static_cast<float*>(a.y)[token * a.ldy + r] = lo;
+        if (r < a.n && token + 1 < a.m) static_cast<float*>(a.y)[(token + 1) * a.ldy + r] = hi;
+      } else {
+        const uint32_t v = transposed(packed(lo, hi, a.y_dtype));
+        asm volatile(
+            "st.shared.u32 [%0], %1;" ::"r"(staged + (8 * t + lane / 4) * 144 + 32 * j + 16 * h + lane % 4 * 4), "r"(v)
+            : "memory");
+      }
+    }
+  }
+  if (a.y_dtype == TRIRUN_F32) return;
+  __syncwarp();
+  const bool whole = a.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int local = i * 4 + lane / 8, column = row0 + lane % 8 * 8;
+    const int64_t token = token0 + tokens + local;
+    if (token >= a.m || column >= a.n) continue;
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(staged + local * 144 + lane % 8 * 16)
+                 : "memory");
+    uint16_t* to = static_cast<uint16_t*>(a.y) + token * a.ldy + column;
+    if (whole && column + 8 <= a.n) {
+      *reinterpret_cast<uint4*>(to) = v;
+    } else {
+      const uint32_t part[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        if (column + e < a.n) to[e] = static_cast<uint16_t>(part[e / 2] >> 16 * (e % 2));
+    }
+  }
+}
+
+template <typename T>
+int launch(const Problem& p, const Arguments& a) {
+  const int64_t token_tiles = (p.m + kTokens - 1) / kTokens, row_tiles = (p.w.n / 64 + kStrips - 1) / kStrips;
+  if (row_tiles > 65535) return TRIRUN_BAD_SHAPE;
+  const dim3 grid(static_cast<unsigned>(token_tiles), static_cast<unsigned>(row_tiles));
+  return launch_kernel(prefill_sm80_kernel<T>, {grid, kThreads, kBytes, p.stream, false}, a);
+}
+
+}  // namespace
+
+int launch_prefill_sm80(const Problem& p, const PreparedRows& rows) {
+  if (p.plan.tile_m != kTokens || p.plan.cta_split > 1) return TRIRUN_UNSUPPORTED;
+  Arguments a = {};
+  a.x = rows.x;
+  a.ldx = rows.ldx;
+  a.k = rows.columns;
+  a.words = p.w.words;
+  a.scales = reinterpret_cast<const __half*>(p.w.scales);
+  a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
+  a.row_scale = rows.scale;
+  a.bias = p.bias;
+  a.y = p.y;
+  a.ldy = p.ldy;
+  a.padded_k = p.w.k;
+  a.padded_n = p.w.n;
+  a.m = int(p.m);
+  a.n = int(p.n);
+  a.group_size = p.w.group_size;
+  a.y_dtype = p.dtype;
+  a.zero = p.w.zero;
+  a.split_zero = p.w.zeros || !quarters(p.w.zero);
+  return rows.dtype == TRIRUN_BF16 ? launch<__nv_bfloat16>(p, a) : launch<__half>(p, a);
+}
+
+}  // namespace trirun

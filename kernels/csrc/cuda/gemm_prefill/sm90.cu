@@ -1,0 +1,188 @@
+// Hopper prefill on the host: tensor maps, grid, and the list of compiled instances.
+// no-spill(90a): prefill_kernel<*>
+// no-spill(90a): strips_kernel<*>
+#include "cuda/kernels.cuh"
+#include "prefill.cuh"
+#include "sm90.cuh"
+#include "sm90_tiles.cuh"
+#include "cuda/common/tensor_map.cuh"
+
+namespace trirun {
+namespace {
+
+// 1 or 2: codes less that are 0 or a power of two, whose product with a scale is exact.
+float zero_near(float zero) { return zero < 1.5f ? 1.f : 2.f; }
+
+// The most CTAs of a cluster with which `rest` tiles still run at once. Clusters do not cross the borders of a GPC: see
+// cuda_prefill.py.
+int tail_splits(int rest, int sms) {
+  constexpr int kClusters[][2] = {{8, 15}, {6, 17}, {5, 22}, {4, 30}, {3, 39}, {2, 66}};  // CTAs, clusters on 132 SMs
+  for (const auto& [splits, clusters] : kClusters)
+    if (rest > 0 && rest <= sms * clusters / 132) return splits;
+  return 1;
+}
+
+template <typename T, typename Shape>
+int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRows& rows) {
+  constexpr int kRowTile = Shape::kRowTile, kTokens = Shape::kTokens;
+  const cuuint64_t n = p.w.n, k = p.w.k, m = p.m, columns = rows.columns;
+  const auto type = sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  PrefillArguments a = {};
+  Box box_of_x = {type,
+                  CU_TENSOR_MAP_SWIZZLE_128B,
+                  2,
+                  {columns, m, 1},
+                  {rows.ldx * sizeof(T), 0},
+                  {Shape::kSpanColumns, kTokens, 1}};
+  int status = encode(&a.x, rows.x, box_of_x);
+  a.last_rows = int((m - 1) % kTokens / 8 + 1) * 8;
+  box_of_x.box[1] = cuuint32_t(a.last_rows);
+  if (status == TRIRUN_OK) status = encode(&a.last_x, rows.x, box_of_x);
+  if (status == TRIRUN_OK) status = encode_words(&a.words, p.w, Shape::kBlocks, Shape::kStrips);
+  const bool grouped = Shape::kGrouped && p.w.group_size > 0;
+  if (grouped) {
+    const cuuint64_t groups = k / p.w.group_size;
+    const Box box = {CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                     CU_TENSOR_MAP_SWIZZLE_NONE,
+                     2,
+                     {n, groups, 1},
+                     {n * 2, 0},
+                     {kRowTile, cuuint32_t(std::max(1, Shape::kColumns / p.w.group_size)), 1}};
+    if (status == TRIRUN_OK) status = encode(&a.scales, p.w.scales, box);
+    if (status == TRIRUN_OK && p.w.zeros) status = encode(&a.zeros, p.w.zeros, box);
+    a.group_scales = reinterpret_cast<const __half*>(p.w.scales);
+  } else {
+    a.channel_scales = reinterpret_cast<const __half*>(p.w.scales);
+    a.channel_zeros = reinterpret_cast<const __half*>(p.w.zeros);
+  }
+  if (status != TRIRUN_OK) return status;
+  a.row_scale = rows.scale;
+  a.row_sum = rows.sum;
+  a.bias = p.bias;
+  a.y = p.y;
+  a.ldy = p.ldy;
+  a.m = int(p.m);
+  a.n = int(p.n);
+  a.padded_n = int(p.w.n);
+  a.k_stages = int(k / Shape::kColumns);
+  a.row_tiles = int((n + kRowTile - 1) / kRowTile);
+  a.token_tiles = int((p.m + kTokens - 1) / kTokens);
+  a.raster = a.token_tiles < 8 ? a.token_tiles : 8;
+  a.early = p.plan.early > 0 && p.plan.early < Shape::kStages ? p.plan.early : Shape::kStages;
+  a.group_size = p.w.group_size;
+  a.has_zeros = grouped && p.w.zeros;
+  a.zero = p.w.zero;
+  a.zero_near = zero_near(p.w.zero), a.zero_rest = p.w.zero - a.zero_near;
+  a.split_zero = p.w.zeros || !quarters(p.w.zero);
+  a.y_dtype = p.dtype;
+  // The copy engine writes the last 16 bytes of a row whole, whatever the tensor's width; what lies beside is not ours.
+  a.tensor_stores =
+      p.dtype != TRIRUN_F32 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0 && p.ldy % 8 == 0 && p.n % 8 == 0;
+
+  const auto run = [&](int first, int last, int splits, bool remainder) {
+    a.first_tile = first;
+    a.last_tile = last;
+    a.splits = splits;
+    a.remainder = remainder;
+    const unsigned cluster = a.pairs ? 2 : splits;
+    const auto swizzle = Shape::kStoreColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
+    if (a.tensor_stores) {
+      const int encoded = encode(&a.outputs, p.y,
+                                 {CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                                  swizzle,
+                                  2,
+                                  {cuuint64_t(p.n), m, 1},
+                                  {cuuint64_t(p.ldy) * 2, 0},
+                                  {Shape::kStoreColumns, cluster > 1 ? 8u : kTokens, 1}});
+      if (encoded != TRIRUN_OK) return encoded;
+    }
+    const int ctas = a.share > 0 || splits > 1 || last - first < p.sms ? (last - first) * splits : p.sms;
+    return launch_kernel(kernel, {dim3(unsigned(ctas)), Shape::kThreads, Shape::kBytes, p.stream, true, int(cluster)},
+                         a);
+  };
+  const int64_t tiles = int64_t(a.row_tiles) * a.token_tiles;
+  if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
+  if (p.plan.ctas > 0) {
+    const int64_t units = a.k_stages / Shape::kUnit, total = tiles * units;
+    if (p.plan.cta_split > 2 || a.k_stages % Shape::kUnit || total > INT32_MAX ||
+        p.plan.ctas > COUNTERS / 4 / (Shape::kConsumers / 32))
+      return TRIRUN_UNSUPPORTED;
+    const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
+    a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);
+    a.ahead = Shape::kAhead && a.share >= a.units;
+    // Pairs: only where every CTA has one tile, and every tile an even number of CTAs.
+    a.pairs = p.plan.cta_split == 2;
+    if (a.pairs && (a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0))
+      return TRIRUN_UNSUPPORTED;
+    a.counters = reinterpret_cast<uint64_t*>(p.counters);
+    a.parts = static_cast<uint4*>(rows.rest);
+    return run(0, ctas, 1, false);
+  }
+  const int splits = p.plan.cta_split > 1 ? p.plan.cta_split : 1;
+  const auto fits = [&](int s) {
+    const bool received = s == 1 || Shape::received(s) <= Shape::kStages * Shape::kStage;
+    return s <= 8 && s * Shape::kUnit <= a.k_stages && received;
+  };
+  if (!fits(splits)) return TRIRUN_UNSUPPORTED;
+  // Tiles that would leave most CTAs idle in a last round are shared by clusters of several CTAs each, in a second
+  // launch that starts as the first one's CTAs finish.
+  const int rest = int(tiles % p.sms), tail = splits == 1 && tiles > p.sms ? tail_splits(rest, p.sms) : 1;
+  if (tail == 1 || !fits(tail) || p.w.k < 1024) return run(0, int(tiles), splits, false);
+  status = run(0, int(tiles) - rest, 1, false);
+  return status != TRIRUN_OK ? status : run(int(tiles) - rest, int(tiles), tail, true);
+}
+
+template <typename T, int Tokens, int Strips, StripScales Scales>
+int launch_strips(const Problem& p, const PreparedRows& rows) {
+  return launch<T, StripsShape<T, Tokens, Strips, Scales>>(strips_kernel<T, Tokens, Strips, Scales>, p, rows);
+}
+
+// Tiles of three strips by 64 or 128 rows of x, of two by 64.
+template <typename T, StripScales Scales>
+int launch_low(const Problem& p, const PreparedRows& rows) {
+  if (p.plan.tile_n == 192 && p.plan.tile_m == 64) return launch_strips<T, 64, 3, Scales>(p, rows);
+  if (p.plan.tile_n == 192 && p.plan.tile_m == 128) return launch_strips<T, 128, 3, Scales>(p, rows);
+  if (p.plan.tile_n == 128 && p.plan.tile_m == 64) return launch_strips<T, 64, 2, Scales>(p, rows);
+  return TRIRUN_UNSUPPORTED;
+}
+
+template <typename T, Scaling Mode>
+int launch_tokens(const Problem& p, const PreparedRows& rows) {
+  if (p.plan.tile_n == 192 || p.plan.tile_n == 128) {
+    if constexpr (Mode == kChannelScales) return launch_low<T, kNoGroups>(p, rows);
+    if constexpr (Mode == kGroupScales)
+      if (p.w.group_size == 128)
+        return p.w.zero == zero_near(p.w.zero) ? launch_low<T, kGroupsOf128>(p, rows)
+                                               : launch_low<T, kGroupsWithRest>(p, rows);
+    if constexpr (Mode != kChannelScales)
+      if (p.w.group_size > 0 && !p.w.zeros) return launch_low<T, kSmallGroups>(p, rows);
+    return TRIRUN_UNSUPPORTED;
+  }
+  // 64 tokens keep twice the row blocks in registers, which leaves no room for zero points of groups.
+  if constexpr (Mode != kAnyScales)
+    if (p.plan.tile_m == 64) return launch<T, PrefillShape<T, 64, Mode>>(prefill_kernel<T, 64, Mode>, p, rows);
+  if (p.plan.tile_m == 128) return launch<T, PrefillShape<T, 128, Mode>>(prefill_kernel<T, 128, Mode>, p, rows);
+  return TRIRUN_UNSUPPORTED;
+}
+
+template <typename T>
+int launch_scaling(const Problem& p, const PreparedRows& rows) {
+  if (p.w.zeros || !quarters(p.w.zero)) return launch_tokens<T, kAnyScales>(p, rows);
+  if (p.w.group_size < 0) return launch_tokens<T, kChannelScales>(p, rows);
+  return p.w.group_size >= 64 ? launch_tokens<T, kGroupScales>(p, rows) : launch_tokens<T, kAnyScales>(p, rows);
+}
+
+}  // namespace
+
+size_t shared_tiles_bytes(const trirun_cuda_plan& plan) {
+  const bool hopper = plan.kernel == TRIRUN_KERNEL_PREFILL_WGMMA || plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8;
+  const int rows = plan.tile_n == 128 || plan.tile_n == 192 ? plan.tile_n : 256;
+  return hopper && plan.ctas > 0 && plan.tile_m > 0 ? size_t(plan.ctas) * 2 * plan.tile_m * rows * 4 : 0;
+}
+
+int launch_prefill_sm90(const Problem& p, const PreparedRows& rows) {
+  if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8) return launch_tokens<int8_t, kChannelScales>(p, rows);
+  return rows.dtype == TRIRUN_BF16 ? launch_scaling<__nv_bfloat16>(p, rows) : launch_scaling<__half>(p, rows);
+}
+
+}  // namespace trirun

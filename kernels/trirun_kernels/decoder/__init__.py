@@ -1,0 +1,1 @@
+"""The native decoder: a whole transformer on CPU or CUDA kernels, its weights, and its reference."""

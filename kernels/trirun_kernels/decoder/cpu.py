@@ -1,0 +1,288 @@
+"""The lean decoder on the CPU library: a whole forward step in one native call.
+
+:mod:`trirun_kernels.decoder.reference` is its slow twin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ..arrays import Array
+from ..native import DTYPES, NativeError, load
+from .structs import DrawStruct, LayerStruct, SegmentStruct, decoder_struct, layer_struct
+from .weights import KEY_BLOCK, DecoderWeights, Int8Head
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``count`` consecutive tokens of one slot, the first of them at ``position``."""
+
+    slot: int
+    position: int
+    count: int
+
+
+class CpuDecoder:
+    """A model with its key-value cache and working memory, ready to run step by step.
+
+    Args:
+        weights: the model; its tensors are used in place and kept alive.
+        slots: sequences the cache holds. context: positions of each, rounded up to 64.
+        act_bits: 16 or 8, the width at which linears read activations (the head always reads float32).
+        kv_dtype: of the cache, "float16" or "float32".
+        max_rows: most tokens of one step; working memory grows with it.
+        threads: of the library's pool.
+
+    Raises:
+        ValueError: a tensor's shape, dtype, device or layout does not fit. NativeError: the library is missing.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        *,
+        slots: int = 1,
+        context: int,
+        act_bits: int = 16,
+        kv_dtype: str = "float16",
+        max_rows: int = 192,
+        threads: int,
+    ) -> None:
+        if slots < 1 or max_rows < 1 or threads < 1 or context < 1:
+            raise ValueError(f"decoder: slots={slots}, context={context}, max_rows={max_rows}, threads={threads}")
+        context = -(-context // KEY_BLOCK) * KEY_BLOCK
+        weights.check(context)
+        if act_bits not in (8, 16) or kv_dtype not in ("float16", "float32"):
+            raise ValueError(f"decoder: act_bits={act_bits}, kv_dtype={kv_dtype}")
+        self._library = _library()
+        self._weights = weights
+        self.shape, self.slots, self.context, self.max_rows = weights.shape, slots, context, max_rows
+        self.threads = threads
+        layers = (LayerStruct * weights.shape.layers)(*map(layer_struct, weights.layers))
+        self._struct = decoder_struct(weights, layers, slots, context, act_bits, kv_dtype)
+        size = self._library.trirun_cpu_decoder_cache_bytes(ctypes.byref(self._struct))
+        work = self._library.trirun_cpu_decoder_workspace(ctypes.byref(self._struct), max_rows)
+        if not size or not work:
+            raise ValueError(f"decoder: the CPU library cannot run {weights.shape}")
+        # Small pages: a cache for many long sequences costs what the sequences that are there need.
+        self._cache = tuple(_memory(size, "MADV_NOHUGEPAGE") for _ in range(2))
+        self._struct.keys, self._struct.values = (cache.address for cache in self._cache)
+        self._workspace = _memory(work, "MADV_HUGEPAGE")
+        self._segments = (SegmentStruct * slots)()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes reserved for keys and values of all slots."""
+        return sum(cache.nbytes for cache in self._cache)
+
+    def step(self, segments: Sequence[Segment], tokens: Tensor, logit_rows: Tensor) -> Tensor:
+        """:meth:`run` on torch tensors: tokens int64 [m], logit_rows int64 [l] → float32 [l, vocab]."""
+        import torch
+
+        logits = torch.empty(logit_rows.numel(), self.shape.vocab)
+        self.run(segments, Array.of(tokens), Array.of(logit_rows), Array.of(logits))
+        return logits
+
+    def run(self, segments: Sequence[Segment], tokens: Array, logit_rows: Array, logits: Array) -> None:
+        """Run tokens and append them to the cache.
+
+        Args:
+            segments: whose tokens they are, in order of ascending slots, each slot at most once.
+            tokens: int64 [m], the segments' one after another; m at most ``max_rows``.
+            logit_rows: int64 [l], which of the m rows to return logits of.
+            logits: float32 [l, vocab], written. A row's logits are the same bit for bit whatever else is in the batch,
+                however its sequence is split into steps, and for any number of threads.
+
+        Raises:
+            ValueError: tokens, slots or positions are out of range. NativeError: memory has run out.
+        """
+        (rows,), (wanted,) = tokens.shape, logit_rows.shape
+        if rows > self.max_rows or len(segments) > self.slots:
+            raise ValueError(
+                f"decoder step: {rows} rows in {len(segments)} segments, made for {self.max_rows} and {self.slots}"
+            )
+        if tokens.dtype != "int64" or logit_rows.dtype != "int64":
+            raise ValueError(f"decoder step: tokens are {tokens.dtype}, logit_rows {logit_rows.dtype}, not int64")
+        if logits.dtype != "float32" or logits.shape != (wanted, self.shape.vocab):
+            raise ValueError(f"decoder step: logits are {logits.dtype} {list(logits.shape)}")
+        for struct, segment in zip(self._segments, segments, strict=False):
+            struct.slot, struct.position, struct.count = segment.slot, segment.position, segment.count
+        code = self._library.trirun_cpu_decoder_step(
+            ctypes.byref(self._struct),
+            self._segments,
+            len(segments),
+            tokens.address,
+            rows,
+            logit_rows.address,
+            wanted,
+            logits.address,
+            self._workspace.address,
+            self._workspace.nbytes,
+            self.threads,
+        )
+        if code:
+            self._fail(code, f"step of {rows} rows, {list(segments)}")
+
+    def generate(
+        self,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        tokens: Sequence[int],
+        steps: int,
+        stop: Sequence[int],
+        out: Array,
+        logits: Array,
+        draws: Sequence[DrawStruct] = (),
+    ) -> int:
+        """Decode in one native call: every step's tokens are chosen from the logits of the one before.
+
+        Args:
+            slots, positions, tokens: of each sequence the slot, ascending, the next position and the token there.
+            steps: most steps to make; a step that brings a token of ``stop`` is the last.
+            out: int64 [steps, sequences], written; -1 says that a row of logits held no number, and ends the call too.
+            logits: float32 [sequences, vocab], those of the last step, written.
+            draws: how each sequence's tokens are drawn; where there are none, the largest logits win, the first of
+                equals.
+
+        Returns:
+            how many steps were made.
+
+        Raises:
+            ValueError: tokens, slots, positions or a draw's parameters are out of range. NativeError: memory has run
+                out.
+        """
+        count = len(slots)
+        if not 0 < count <= min(self.slots, self.max_rows) or steps < 1 or len(draws) not in (0, count):
+            raise ValueError(f"decoder generate: {count} sequences, {steps} steps, made for {self.slots} slots")
+        if out.dtype != "int64" or out.shape != (steps, count) or logits.shape != (count, self.shape.vocab):
+            raise ValueError(f"decoder generate: out is {out.dtype} {list(out.shape)}, logits {list(logits.shape)}")
+        for struct, slot, position in zip(self._segments, slots, positions, strict=False):
+            struct.slot, struct.position, struct.count = slot, position, 1
+        done = ctypes.c_int64(0)
+        code = self._library.trirun_cpu_decoder_generate(
+            ctypes.byref(self._struct),
+            self._segments,
+            count,
+            (ctypes.c_int64 * count)(*tokens),
+            steps,
+            (DrawStruct * count)(*draws) if draws else None,
+            (ctypes.c_int64 * len(stop))(*stop),
+            len(stop),
+            out.address,
+            ctypes.byref(done),
+            logits.address,
+            self._workspace.address,
+            self._workspace.nbytes,
+            self.threads,
+        )
+        if code:
+            self._fail(code, f"generate: {count} sequences at {list(positions)}, {steps} steps")
+        return done.value
+
+    def products(self, steps: int, *, apart: bool) -> None:
+        """The products and the head of ``steps`` decoding steps on inputs made beforehand, and nothing else: the
+        bound of decoding. ``apart``: one call after another; otherwise in one parallel region without barriers."""
+        code = self._library.trirun_cpu_decoder_products(ctypes.byref(self._struct), steps, apart, self.threads)
+        if code:
+            self._fail(code, f"products of {steps} steps")
+
+    def _fail(self, code: int, what: str) -> NoReturn:
+        if code == -3:
+            raise ValueError(f"decoder {what}: a draw's parameters are out of range")
+        if code == -1:
+            raise ValueError(
+                f"decoder {what}: out of range for a vocabulary of {self.shape.vocab}, {self.slots} slots of "
+                f"{self.context} positions"
+            )
+        raise NativeError(f"decoder {what}: failed with code {code}")
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the keys and values of a slot's first ``length`` positions to another slot.
+
+        Raises:
+            ValueError: a slot or the length is out of range.
+        """
+        if not (0 <= source < self.slots and 0 <= target < self.slots and 0 <= length <= self.context):
+            raise ValueError(f"decoder: {length} positions of slot {source} to {target}, of {self.slots} slots")
+        shape, blocks = self.shape, self.context // KEY_BLOCK
+        whole = -(-length // KEY_BLOCK)
+        for cache in self._cache:
+            # [layers, slots, kv_heads, blocks, bytes]: a block's positions lie together whatever their order.
+            memory = np.frombuffer(cache.owner, np.uint8)
+            parts = memory.reshape(shape.layers, self.slots, shape.kv_heads, blocks, -1)
+            parts[:, target, :, :whole] = parts[:, source, :, :whole]
+
+
+def quantize_head(head: Any, out: Int8Head, threads: int) -> Int8Head:
+    """A head [vocab, hidden] in 8 bits: the nearest of 255 levels between a row's ±max.
+
+    Args:
+        head: float16, bfloat16 or float32, contiguous, hidden a multiple of 16. out: where to put it.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+    """
+    source = Array.of(head)
+    n, k = source.shape
+    if source.dtype not in DTYPES or k % 16:
+        raise ValueError(f"quantize_head: {source.dtype} {[n, k]}")
+    out.check(n, k)
+    code = _library().trirun_cpu_head_int8(
+        source.address, DTYPES[source.dtype], n, k, out.rows.data_ptr(), out.scales.data_ptr(), threads
+    )
+    if code:
+        raise NativeError(f"quantize_head of {[n, k]} failed with code {code}")
+    return out
+
+
+def draw(logits: Array, how: DrawStruct) -> int:
+    """A token drawn from logits, float32 [vocab]; -1 where none is a number. The temperature must not be 0.
+
+    Raises:
+        ValueError: the parameters are out of range, or the logits of another type.
+    """
+    token = ctypes.c_int64()
+    (vocab,) = logits.shape
+    code = _library().trirun_cpu_draw(logits.address, vocab, ctypes.byref(how), ctypes.byref(token))
+    if code == -4:
+        raise NativeError(f"draw from {vocab} logits: out of memory")
+    if code or logits.dtype != "float32":
+        parameters = {field[0]: getattr(how, field[0]) for field in how._fields_}
+        raise ValueError(f"draw from {vocab} logits of {logits.dtype}: {parameters}")
+    return token.value
+
+
+def _memory(size: int, advice: str) -> Array:
+    """Zeroed memory that is committed as it is written, in pages that ``mmap``'s advice of that name says."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, advice):
+        memory.madvise(getattr(mmap, advice))
+    return Array.within(memory, "uint8", (size,))
+
+
+def _library() -> Any:
+    library = load("cpu")
+    size, pointer, whole = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
+    library.trirun_cpu_decoder_cache_bytes.restype = size
+    library.trirun_cpu_decoder_workspace.restype = size
+    library.trirun_cpu_decoder_workspace.argtypes = [pointer, whole]
+    library.trirun_cpu_decoder_step.argtypes = [
+        *(pointer, pointer, whole, pointer, whole, pointer, whole, pointer, pointer, size, ctypes.c_int)
+    ]
+    library.trirun_cpu_decoder_generate.argtypes = [
+        *(pointer, pointer, whole, pointer, whole, pointer, pointer, whole, pointer, pointer, pointer, pointer, size),
+        ctypes.c_int,
+    ]
+    library.trirun_cpu_draw.argtypes = [pointer, whole, pointer, pointer]
+    library.trirun_cpu_decoder_products.argtypes = [pointer, whole, ctypes.c_int, ctypes.c_int]
+    library.trirun_cpu_head_int8.argtypes = [pointer, ctypes.c_int, whole, whole, pointer, pointer, ctypes.c_int]
+    return library

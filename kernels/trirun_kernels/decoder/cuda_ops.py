@@ -1,0 +1,270 @@
+"""What lies between a decoder's matrix products on CUDA: rows, attention over a paged cache, sampling.
+
+Thin wrappers of csrc/cuda/decoder_*.cu on torch tensors. They launch on the current stream, allocate nothing, and can
+be captured in CUDA graphs; :mod:`trirun_kernels.decoder.cuda_reference` holds their slow twins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..gemm.cpu import DTYPES
+from ..native import NativeError, load
+from .cuda_structs import AttentionStruct, GatherStruct, RowsStruct, SampleStruct
+from .weights import ACTIVATIONS
+
+RESIDUAL, EMBED, GATE, PLAIN = range(4)  # TRIRUN_ROWS_*
+PAGE = 64  # positions of one page
+PROMPT_TOKEN = -(2**31)  # of the counts of penalties: the token is in the prompt
+SAMPLER_BYTES = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What attention needs to know of a model and a layer.
+
+    Attributes:
+        heads, kv_heads, head_dim: sizes. scale: of q · k. eps: of the head norms.
+        cosines, sines: float32 [positions, rotary_half] on the device.
+        q_norm, k_norm: float32 [head_dim] or None.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    eps: float
+    cosines: Tensor
+    sines: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Keys and values of one layer, and int32 [slots, blocks] page numbers.
+
+    Attributes:
+        keys, values: [pages, kv_heads, 64, head_dim] of the model's dtype; or int8, head_dim rounded up to 16.
+        scales: of int8, float16 [pages, kv_heads, 64, 2]: of a token's key, which is mixed, and of its value.
+    """
+
+    keys: Tensor
+    values: Tensor
+    block_tables: Tensor
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """What sampling keeps on the device.
+
+    Attributes:
+        samplers: uint8 [slots, 48], a ``trirun_sampler`` each. latest: int32 [slots], the last sampled token.
+        counts: int32 [slots, vocab], how often a token was generated, negative where it is in the prompt; or None.
+        bias_tokens, bias_values: int32 and float32 [slots, capacity].
+        work: float32 [rows, vocab].
+    """
+
+    samplers: Tensor
+    latest: Tensor
+    counts: Tensor | None
+    bias_tokens: Tensor
+    bias_values: Tensor
+    work: Tensor
+
+
+def rows(
+    source: int,
+    x: Tensor | None,
+    *,
+    up: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    y: Tensor | None = None,
+    digits: Tensor | None = None,
+    act_bits: int = 16,
+    activation: str = "silu",
+    tokens: Tensor | None = None,
+    slots: Tensor | None = None,
+    latest: Tensor | None = None,
+) -> None:
+    """One pass over rows: a source, an optional RMS norm, and 16-bit values or digits as result.
+
+    Args:
+        source: RESIDUAL (``residual += x``), EMBED (``residual = x[token]``), GATE (``act(x) * up``) or PLAIN (``x``).
+        x: [m, n] of float16 or bfloat16, unit column stride; for EMBED the embedding [vocab, n]. up: as x, same stride.
+        residual: float32 [m, n], written by the first two sources. norm: float32 [n].
+        y: [m, n] of x's dtype.
+        digits: uint8, as :func:`trirun_kernels.gemm.activations.quantize_activations` makes them.
+        tokens: int32 [m]; a negative one stands for ``latest[slots[row]]``, int32 both.
+
+    Raises:
+        NativeError: the library is missing, or refused the call; the message has the shapes.
+    """
+    like, typed = x if residual is None else residual, y if x is None else x
+    if like is None or typed is None:
+        raise ValueError(f"rows: source {source} needs x, or a residual and y")
+    (m, n), dtype, vocab = like.shape, typed.dtype, 0
+    if tokens is not None:
+        m, vocab = tokens.shape[0], typed.shape[0]
+    struct = RowsStruct(
+        _pointer(x), _pointer(up), _pointer(residual), _pointer(norm), _pointer(y), _pointer(digits),
+        0 if digits is None else digits.numel(), _pointer(tokens), _pointer(slots), _pointer(latest),
+        m, n, n if x is None else x.stride(0), n if y is None else y.stride(0), vocab,
+        eps, source, DTYPES[dtype], ACTIVATIONS[activation], act_bits,
+    )  # fmt: skip
+    _check(_library().trirun_cuda_rows(ctypes.byref(struct), _stream()), f"rows: source {source}, {dtype} {[m, n]}")
+
+
+def attention_workspace(m: int, heads: Heads, splits: int, device: torch.device) -> Tensor:
+    """Zeroed working memory for :func:`attention_decode` of at most m rows with these splits."""
+    chunks = -(-(heads.heads // heads.kv_heads) // 8)
+    counters = -(-m * heads.kv_heads * chunks * 4 // 256) * 256
+    size = counters + m * heads.heads * splits * (heads.head_dim + 2) * 4
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def attention_makes_digits(heads: Heads) -> bool:
+    """Whether the query heads of a key head (of eight query heads, if more) fill units of 128 columns."""
+    group = heads.heads // heads.kv_heads
+    return group * heads.head_dim % 128 == 0 and (group <= 8 or 8 * heads.head_dim % 128 == 0)
+
+
+def attention_decode(
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
+    splits: int, workspace: Tensor, *, digits: Tensor | None = None,
+) -> None:  # fmt: skip
+    """One new token per row: norm and rotate q and k, append k and v to the cache, attend, write y or its digits.
+
+    Args:
+        q: [m, heads·head_dim]; k, v: [m, kv_heads·head_dim] with one stride; y: as q. float16 or bfloat16.
+        digits: uint8, takes y's 16-bit digits instead; only where :func:`attention_makes_digits`.
+        slots, positions: int32 [m]; rows of distinct slots; a negative slot skips its row.
+        splits: CTAs that share the keys of a row.
+        workspace: of :func:`attention_workspace` for exactly these rows and splits.
+    """
+    struct = _attention(q, k, v, y, heads, cache, slots, positions, splits, digits)
+    code = _library().trirun_cuda_attention_decode(
+        ctypes.byref(struct), workspace.data_ptr(), workspace.numel(), _stream()
+    )
+    _check(code, f"attention_decode: q {q.dtype} {list(q.shape)}, {heads.heads} over {heads.kv_heads} heads")
+
+
+def attention_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    heads: Heads,
+    cache: Cache,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    rotate_keys: bool = False,
+) -> None:
+    """The first half of :func:`attention_decode` for any rows of any slots: y is the rotated q, and may be q; mixed as
+    the keys are for an int8 cache (:func:`.cuda_decoder_reference.mixed`).
+
+    Args:
+        rotate_keys: k itself becomes what a cache of its type has of it.
+    """
+    struct = _attention(q, k, v, y, heads, cache, slots, positions, 1)
+    keys = _pointer(k if rotate_keys else None)
+    code = _library().trirun_cuda_attention_append(ctypes.byref(struct), keys, _stream())
+    _check(code, f"attention_append: q {q.dtype} {list(q.shape)}, {heads.heads} over {heads.kv_heads} heads")
+
+
+def gather(
+    cache: Cache, slots: Tensor, starts: Tensor, total: int, longest: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The first positions of some slots, one slot after another: keys (of an int8 cache mixed) and values, which are
+    [total, kv_heads, head_dim]. It allocates them.
+
+    Args:
+        slots: int32 [n]. starts: int32 [n + 1], where each slot's positions begin, and ``total`` at the end.
+        longest: most positions of one slot.
+    """
+    kv_heads = cache.keys.shape[1]
+    keys = torch.empty(total, kv_heads, head_dim, dtype=dtype, device=cache.keys.device)
+    values = torch.empty_like(keys)
+    struct = GatherStruct(
+        cache.keys.data_ptr(), cache.values.data_ptr(), _pointer(cache.scales), cache.block_tables.data_ptr(),
+        slots.data_ptr(), starts.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.shape[0], longest, kv_heads,
+        cache.block_tables.stride(0), head_dim, DTYPES[dtype],
+    )  # fmt: skip
+    _check(_library().trirun_cuda_attention_gather(ctypes.byref(struct), _stream()), f"gather: {list(keys.shape)}")
+    return keys, values
+
+
+def sample(
+    logits: Tensor,
+    slots: Tensor,
+    state: SamplingState,
+    sampled: Tensor,
+    *,
+    logprobs: Tensor | None = None,
+    wanted: Tensor | None = None,
+    positions: Tensor | None = None,
+    tokens: Tensor | None = None,
+) -> None:
+    """The next token of every row.
+
+    Args:
+        logits: [m, vocab], any of the three dtypes. slots: int32 [m], distinct; a negative one skips its row.
+        sampled: int32 [m], the result. logprobs: float32 [m], of the unmodified logits, for slots that want them.
+        wanted: int32 [m], 0 leaves a row out. positions, tokens: int32 [m], advanced to the next step's.
+    """
+    struct = SampleStruct(
+        logits.data_ptr(), slots.data_ptr(), _pointer(wanted), state.samplers.data_ptr(), _pointer(state.counts),
+        state.bias_tokens.data_ptr(), state.bias_values.data_ptr(), state.work.data_ptr(), sampled.data_ptr(),
+        _pointer(logprobs), state.latest.data_ptr(), _pointer(positions), _pointer(tokens), logits.shape[0],
+        logits.shape[1], logits.stride(0), state.bias_tokens.shape[1], DTYPES[logits.dtype], 0,
+    )  # fmt: skip
+    _check(_library().trirun_cuda_sample(ctypes.byref(struct), _stream()), f"sample: logits {list(logits.shape)}")
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
+    splits: int, digits: Tensor | None = None,
+) -> AttentionStruct:  # fmt: skip
+    return AttentionStruct(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(digits),
+        0 if digits is None else digits.numel(), cache.keys.data_ptr(), cache.values.data_ptr(),
+        _pointer(cache.scales), cache.block_tables.data_ptr(), slots.data_ptr(), positions.data_ptr(),
+        _pointer(heads.q_norm), _pointer(heads.k_norm), heads.cosines.data_ptr(), heads.sines.data_ptr(),
+        q.shape[0], heads.heads, heads.kv_heads, q.stride(0), k.stride(0), q.shape[1] if y is None else y.stride(0),
+        cache.block_tables.stride(0), heads.head_dim, heads.cosines.shape[1], splits, DTYPES[q.dtype], heads.eps,
+        heads.scale,
+    )  # fmt: skip
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library, pointer = load("cuda"), ctypes.c_void_p
+    library.trirun_cuda_error.restype = ctypes.c_char_p
+    library.trirun_cuda_rows.argtypes = [pointer, pointer]
+    library.trirun_cuda_attention_decode.argtypes = [pointer, pointer, ctypes.c_size_t, pointer]
+    library.trirun_cuda_attention_append.argtypes = [pointer, pointer, pointer]
+    library.trirun_cuda_attention_gather.argtypes = [pointer, pointer]
+    library.trirun_cuda_sample.argtypes = [pointer, pointer]
+    return library
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        raise NativeError(f"{what}: {_library().trirun_cuda_error(code).decode()} (code {code})")

@@ -1,0 +1,1 @@
+"""Products whose sums are kept in fp16: operators, layer, CUDA plans and the reference."""

@@ -1,0 +1,171 @@
+"""Codes and scales into the packed form and back, refusing anything that would not survive the round trip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layout import K_BLOCK, STRIP, natural_order, padded, strip_order, tile_codes, untile_codes
+from .spec import QuantSpec
+
+
+class PackError(ValueError):
+    """The data does not fit the 2-bit grid or the tile64 layout; the message names the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """One packed [n, k] weight.
+
+    Attributes:
+        words: int32 [n_pad/64, k_pad/32, 128], the codes in tile64 (see :mod:`trirun_kernels.weights.layout`).
+        scales: fp16 [k_pad/group_size, n_pad] in strip order; one row for group_size -1.
+        zeros: fp16, shaped as scales, when ``spec.zero`` is None; otherwise None.
+        n, k: the true shape, before padding.
+        spec: the grid.
+
+    Raises:
+        PackError: a tensor's shape or dtype contradicts n, k and spec, one is not contiguous, or they are not on one
+            device.
+    """
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    n: int
+    k: int
+    spec: QuantSpec
+
+    def __post_init__(self) -> None:
+        words, scales = stored_shapes(self.n, self.k, self.spec)
+        _expect("words", self.words, words, torch.int32)
+        _expect("scales", self.scales, scales, torch.float16)
+        if (self.zeros is None) != (self.spec.zero is not None):
+            raise PackError(f"zeros must be given exactly when spec.zero is None, and spec.zero is {self.spec.zero}")
+        if self.zeros is not None:
+            _expect("zeros", self.zeros, scales, torch.float16)
+        for name, tensor in (("scales", self.scales), ("zeros", self.zeros)):
+            if tensor is not None and tensor.device != self.words.device:
+                raise PackError(f"{name} are on {tensor.device}, words on {self.words.device}")
+
+    @classmethod
+    def of_operands(
+        cls, words: Tensor, scales: Tensor, zeros: Tensor | None, n: int, k: int, group_size: int, zero: float
+    ) -> PackedWeight:
+        """A weight as operators take it apart: ``zero`` is the grid's where there are no zeros."""
+        return cls(words, scales, zeros, n, k, QuantSpec(group_size, zero if zeros is None else None))
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of words, scales and zeros."""
+        return sum(t.nbytes for t in (self.words, self.scales, self.zeros) if t is not None)
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        """The same weight on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return PackedWeight(self.words.to(device), self.scales.to(device), zeros, self.n, self.k, self.spec)
+
+
+def stored_shapes(n: int, k: int, spec: QuantSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of ``words`` and of ``scales`` (and ``zeros``) for an [n, k] weight.
+
+    Raises:
+        PackError: n or k is not positive, or k is not a multiple of the group size.
+    """
+    if n <= 0 or k <= 0:
+        raise PackError(f"a weight of shape [{n}, {k}] cannot be packed")
+    try:
+        spec.groups(k)
+    except ValueError as error:
+        raise PackError(str(error)) from None
+    n_pad, k_pad = padded(n, k)
+    return (n_pad // STRIP, k_pad // K_BLOCK, 4 * K_BLOCK), (spec.groups(k_pad), n_pad)
+
+
+def pack(codes: Tensor, scales: Tensor, spec: QuantSpec, zeros: Tensor | None = None) -> PackedWeight:
+    """Pack codes and scales into tile64.
+
+    Args:
+        codes: uint8 [n, k], every value in 0..3.
+        scales: [n, k/group_size] ([n, 1] for group_size -1), finite; each value must be exact in fp16.
+        spec: the grid the codes belong to.
+        zeros: shaped as scales, given exactly when ``spec.zero`` is None; each value must be exact in fp16.
+
+    Raises:
+        PackError: a shape, dtype or value would not survive the round trip; the first offender is named.
+    """
+    if codes.dim() != 2 or codes.dtype != torch.uint8:
+        raise PackError(f"codes must be uint8 [n, k], got {codes.dtype} {list(codes.shape)}")
+    n, k = codes.shape
+    words_shape, groups_shape = stored_shapes(n, k, spec)
+    if codes.max() > 3:
+        row, column = divmod(int(codes.flatten().argmax()), k)
+        raise PackError(f"codes[{row}, {column}] = {int(codes[row, column])} is not in 0..3")
+    stored = {"scales": _exact_fp16("scales", scales, (n, spec.groups(k)))}
+    if zeros is not None:
+        stored["zeros"] = _exact_fp16("zeros", zeros, (n, spec.groups(k)))
+
+    n_pad, k_pad = padded(n, k)
+    # The padding decodes to zero where the grid has one; elsewhere a zero activation meets it.
+    filler = int(spec.zero) if spec.zero is not None and spec.zero in (0, 1, 2, 3) else 1
+    tiled = tile_codes(F.pad(codes, (0, k_pad - k, 0, n_pad - n), value=filler))
+    ordered = {
+        name: strip_order(F.pad(value, (0, groups_shape[0] - value.shape[1], 0, n_pad - n)))
+        for name, value in stored.items()
+    }
+    assert tiled.shape == words_shape
+    return PackedWeight(tiled, ordered["scales"], ordered.get("zeros"), n, k, spec)
+
+
+def unpack(w: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The exact inverse of :func:`pack`: codes uint8 [n, k], scales fp16 [n, k/group_size], zeros likewise or None."""
+    groups = w.spec.groups(w.k)
+    codes = untile_codes(w.words)[: w.n, : w.k]
+    scales = natural_order(w.scales)[: w.n, :groups]
+    zeros = None if w.zeros is None else natural_order(w.zeros)[: w.n, :groups]
+    return codes, scales, zeros
+
+
+def dequantize(w: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight as a dense [n, k] tensor: ``s · (q − zero)`` evaluated in float32, then rounded to ``dtype``."""
+    codes, scales, zeros = unpack(w)
+    return dequantize_codes(codes, scales, w.spec, zeros).to(dtype)
+
+
+def dequantize_codes(codes: Tensor, scales: Tensor, spec: QuantSpec, zeros: Tensor | None = None) -> Tensor:
+    """``s · (q − zero)`` in float32 for codes [n, k] and scales [n, k/group_size], before packing."""
+    n, k = codes.shape
+    grouped = codes.view(n, spec.groups(k), -1).float()
+    zero = zero_points(spec, zeros)
+    return (scales.float().unsqueeze(-1) * (grouped - zero)).view(n, k)
+
+
+def zero_points(spec: QuantSpec, zeros: Tensor | None) -> float | Tensor:
+    """What is subtracted from codes [n, groups, group_size]: the grid's zero, or each group's own, float32 [n, groups,
+    1]. Raises ValueError where there is neither."""
+    if zeros is not None:
+        return zeros.float().unsqueeze(-1)
+    if spec.zero is None:
+        raise ValueError("a grid without a zero point needs one for every group")
+    return spec.zero
+
+
+def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise PackError(f"{name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise PackError(f"{name} must be contiguous, got {list(shape)} with strides {list(tensor.stride())}")
+
+
+def _exact_fp16(name: str, value: Tensor, shape: tuple[int, int]) -> Tensor:
+    if tuple(value.shape) != shape:
+        raise PackError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
+    half = value.to(torch.float16)
+    wrong = ~(half.to(value.dtype) == value) | ~torch.isfinite(half)
+    if wrong.any():
+        row, group = divmod(int(wrong.flatten().int().argmax()), shape[1])
+        raise PackError(f"{name}[{row}, {group}] = {value[row, group].item()!r} is not a finite fp16 value")
+    return half

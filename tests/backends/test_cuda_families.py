@@ -1,0 +1,108 @@
+"""Every family that the lean decoder runs, packed and dense, on a GPU against transformers on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trirun_kernels.native import library_path
+
+from tests.small_models import save_ternary
+from trirun_cli.backends.transformers.model import BatchLM
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not library_path("cuda").exists(),
+    reason="no CUDA device, or libtrirun_cuda.so is not built",
+)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+FAMILIES = {
+    "llama": {},
+    "llama, yarn": {"rope_parameters": YARN},
+    "llama, tied": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 64},
+    "bitnet": {},
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def models(request, tmp_path):
+    """Directories of a random ternary model: as it is, and packed."""
+    change = {"vocab_size": 65, "hidden_size": 128, "intermediate_size": 192} | FAMILIES[request.param]
+    return save_ternary(request.param.split(",")[0], change, tmp_path)[1:]
+
+
+def test_logits_are_those_of_transformers(models):
+    from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
+
+    from trirun_cli.backends.cuda.weights import load_model
+
+    tokens = torch.randint(3, 65, (150,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
+        expected = reference(tokens.unsqueeze(0)).logits[0]
+    for path in models:
+        model = load_model(path, device=torch.device("cuda", 0), dtype="float16", act_bits=16)
+        assert model.packed == (path is models[1])
+        decoder = CudaDecoder(model, slots=1, context=192)
+        decoder.block_tables.copy_(torch.arange(3))
+        found = []
+        # A whole prompt, a second piece of it, single tokens.
+        for first, last in ((0, 90), (90, 140), *((i, i + 1) for i in range(140, 150))):
+            rows = tokens[first:last], torch.zeros(last - first), torch.arange(first, last)
+            inputs = Inputs(*(row.to("cuda", torch.int32) for row in rows))
+            segments = [Segment(0, last - first, 0, first)] if last - first > 1 else []
+            found.append(decoder.forward(inputs, segments).float().cpu())
+        found = torch.cat(found)
+        errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        assert torch.isfinite(found).all() and errors.median() < 3e-3, path.name
+
+
+def test_engine_opens_the_lean_decoder(models):
+    from trirun_cli.backends.registry import open_engine
+    from trirun_cli.engine.request import Request
+    from trirun_cli.engine.sampling import SamplingParams
+
+    engine = open_engine(models[1], device="cuda", slots=4)
+    assert engine.name.startswith("lean decoder on")
+    params = SamplingParams(max_tokens=5, ignore_stop_ids=True)
+    requests = [Request(str(i), tuple(range(3, 20 + i)), params) for i in range(6)]
+    tokens = [token for event in engine.generate(requests) for token in event.tokens]
+    assert len(tokens) == 30 and all(0 <= token.id < 65 for token in tokens)
+    engine.close()
+
+
+@pytest.mark.parametrize("rows", [4096, 64])
+def test_scoring_is_that_of_transformers(models, monkeypatch, rows):
+    """Whole sequences side by side, in steps of few or many tokens, and one by one."""
+    from trirun_cli.backends.cuda import model as cuda_lm
+    from trirun_cli.backends.transformers.model import open_model
+
+    monkeypatch.setattr(cuda_lm, "MAX_ROWS", rows)
+    generator = torch.Generator().manual_seed(2)
+    sequences = [torch.randint(3, 65, (length,), generator=generator) for length in (1, 40, 150, 2, 1, 64, 63)]
+    keep = [1, 3, 150, 2, 1, 10, 63]
+    reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = [reference(tokens.unsqueeze(0)).logits[0] for tokens in sequences]
+    for kv_cache_dtype, allowed in (("auto", 3e-3), ("int8", 2e-2)):
+        lm = open_model(models[1], device="cuda", kv_cache_dtype=kv_cache_dtype)
+        assert lm.engine.startswith("lean decoder on") and isinstance(lm, BatchLM)
+        together = lm.forward_batch(sequences, keep)
+        for found, logits, count in zip(together, expected, keep, strict=True):
+            assert found.shape == (count, lm.vocab_size)
+            errors = (found.cpu() - logits[-count:]).norm(dim=1) / logits[-count:].norm(dim=1)
+            assert errors.median() < allowed
+        # The sequence of forward is apart from those of a batch.
+        first = lm.forward(sequences[2][:100], last_only=False)
+        lm.forward_batch(sequences, keep)
+        rest = lm.forward(sequences[2][100:], last_only=False)
+        lm.rewind(100)
+        assert torch.equal(lm.forward(sequences[2][100:], last_only=False), rest)
+        errors = (torch.cat((first, rest)).cpu() - expected[2]).norm(dim=1) / expected[2].norm(dim=1)
+        assert errors.median() < allowed
+        lm.reset()
+        again = lm.forward(sequences[1])
+        assert again.shape == (1, lm.vocab_size)
+        assert (again.cpu() - expected[1][-1:]).norm() / expected[1][-1:].norm() < 2 * allowed

@@ -1,0 +1,60 @@
+"""How many pages of cache a GPU gets; no GPU needed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trirun_kernels.decoder.weights import DecoderShape
+
+from trirun_cli.backends.cuda import opening as cuda_opening
+from trirun_cli.backends.cuda.opening import CACHE_SHARE, cache_pages
+from trirun_cli.backends.cuda.weights import load_model
+from trirun_cli.errors import OutOfMemoryError
+from trirun_cli.models.llama_config import NotLean
+
+SHAPE = DecoderShape(32, 4096, 11008, 32, 32, 128, 32000, 64, 1e-5, 128**-0.5)
+PAGE_16 = 2 * 32 * 32 * 64 * 128 * 2  # bytes of 64 positions of Llama-2-7B in 16 bits
+PAGE_8 = 2 * 32 * 32 * 64 * 130  # a scale of two bytes per head
+
+
+@pytest.mark.parametrize("kind, page_bytes", [(torch.float16, PAGE_16), (torch.int8, PAGE_8)])
+def test_pages_fill_what_is_free(monkeypatch, kind, page_bytes):
+    free = 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    model = SimpleNamespace(shape=SHAPE, device="cuda:0")
+    free = 20 << 30
+    assert cache_pages(model, 64, 4096, kind) == int((free - 64 * 32000 * 20) * CACHE_SHARE) // page_bytes
+    # No more than all slots can use.
+    assert cache_pages(model, 2, 1000, kind) == 2 * 16 + 1
+    free = 17 * page_bytes
+    with pytest.raises(OutOfMemoryError, match="a context of 1024") as caught:
+        cache_pages(model, 1, 1024, kind)
+    assert ("int8" in str(caught.value.fix)) == (kind != torch.int8)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"])
+def test_what_is_missing_is_left_to_transformers_to_judge(plain_model, copy_of, name):
+    model = copy_of(plain_model)
+    tensors = load_file(model / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NotLean, match=f"no tensor {name}"):
+        load_model(model, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("positions", "window", "reason"), [(None, None, "loaded"), (4096, 64, "window of 64")])
+def test_scoring_needs_all_positions_that_a_model_names(monkeypatch, tmp_path, positions, window, reason):
+    def load(path, *, context, **options):
+        assert context == 2048  # the default of a config.json that names none
+        raise NotLean("loaded")
+
+    monkeypatch.setattr(cuda_opening, "usable_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(cuda_opening, "load_model", load)
+    config = {"model_type": "llama", "max_position_embeddings": positions, "sliding_window": window}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
+    with pytest.raises(NotLean, match=reason):
+        cuda_opening.cuda_lm(tmp_path, device="cuda", dtype="auto", act_bits=None)

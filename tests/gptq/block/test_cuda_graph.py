@@ -1,0 +1,119 @@
+"""Training steps as CUDA graphs: which can be, and that they train as plain ones do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from trirun_gptq import pipeline as model
+from trirun_gptq.block import reconstruct as refine
+from trirun_gptq.block.cuda_graph import LAUNCH_BOUND, CannotRecord, Recorded, recordable
+from trirun_gptq.model.activations import Batch, Placement
+from trirun_gptq.whole import scales as endtoend
+from trirun_kernels.weights.experts import SeparateExperts
+
+from tests.gptq.models import RECIPE, Log, Tensors, calibration, make_model, quantize_model
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+TRAINED = replace(
+    RECIPE, samples=12, refine_steps=40, refine_lr=2e-3, engines=("ste", "gumbel"), e2e_steps=24, e2e_code_steps=24
+)
+
+
+def batches(count=3, device="cuda", length=8):
+    place, calls = Placement(torch.device(device), torch.device(device)), [((), {})]
+    return [Batch(place, i, torch.zeros(2, length, dtype=torch.int64), calls, None, None) for i in range(count)]
+
+
+def test_only_steps_that_are_all_alike_are_recorded(monkeypatch):
+    block, order = nn.Linear(4, 4), [[0], [1], [2]]
+    assert recordable(batches(), order, [block])
+    assert not recordable(batches(device="cpu"), order, [block])
+    assert not recordable(batches(), [[0, 1], [2]], [block])
+    assert not recordable([*batches(2), *batches(1, length=9)], order, [block])
+    # Of the same shape, but with another mask.
+    assert not recordable([*batches(2), replace(batches(1)[0], calls=[((), {})])], order, [block])
+    assert not recordable(batches(), order, [nn.Linear(LAUNCH_BOUND, 1, device="meta"), block])
+    assert not recordable(batches(), order, [SeparateExperts.__new__(SeparateExperts)])
+
+
+def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path, monkeypatch):
+    make_model(tmp_path)
+    recipe = replace(TRAINED, refine_steps=6, e2e_steps=4, e2e_code_steps=4)
+
+    def quantized(log):
+        written = Tensors()
+        quantize_model(tmp_path, recipe, calibration(14), written, log)
+        return written
+
+    plain = quantized(Log())
+
+    class Refusing:
+        def __init__(self, step, device, generator=None):
+            pass
+
+        def __call__(self, *inputs):
+            raise CannotRecord("a stranger synchronizes")
+
+    for module in (refine, endtoend):
+        monkeypatch.setattr(module, "recordable", lambda *_: True)
+        monkeypatch.setattr(module, "Recorded", Refusing)
+    log, messages = Log(), []
+    log.warning = messages.append
+    written = quantized(log)
+    assert [message for message in messages if "a stranger synchronizes" in message] == [
+        "training steps are launched kernel by kernel, more slowly: a stranger synchronizes"
+    ]
+    assert all(torch.equal(written[name], plain[name]) for name in plain)
+
+
+@needs_gpu
+def test_recorded_steps_follow_inputs_rates_and_noise():
+    generator = torch.Generator("cuda").manual_seed(1)
+    weight = torch.zeros(4, device="cuda")
+    rate = torch.ones((), device="cuda")
+
+    def step(x):
+        weight.add_(rate * (x + torch.empty_like(x).exponential_(generator=generator)))
+
+    def result(take):
+        weight.zero_()
+        generator.manual_seed(1)
+        for i in range(8):
+            rate.fill_(1.0 + i)
+            take(torch.full((4,), float(i), device="cuda"))
+        return weight.clone()
+
+    torch.testing.assert_close(result(Recorded(step, torch.device("cuda"), generator)), result(step))
+
+
+@needs_gpu
+def test_what_waits_for_the_gpu_cannot_be_recorded():
+    take = Recorded(lambda x: x.sum().item(), torch.device("cuda"))
+    with pytest.raises(CannotRecord):
+        for _ in range(8):
+            take(torch.ones(2, device="cuda"))
+    assert float(torch.ones(2, device="cuda").sum()) == 2
+
+
+@needs_gpu
+def test_recorded_training_is_training(tmp_path, monkeypatch):
+    make_model(tmp_path)
+    messages, answers = [], []
+
+    def quantized(answer):
+        for module in (refine, endtoend):
+            monkeypatch.setattr(module, "recordable", answer)
+        log = Log()
+        log.warning = messages.append
+        return model.quantize_model(tmp_path, TRAINED, calibration(14), Tensors(), log, device="cuda")
+
+    def honest(*arguments):
+        answers.append(recordable(*arguments))
+        return answers[-1]
+
+    recorded, plain = quantized(honest), quantized(lambda *_: False)
+    assert answers and all(answers) and not any("kernel by kernel" in message for message in messages)
+    for mine, other in zip(recorded.blocks, plain.blocks, strict=True):
+        assert mine.error == pytest.approx(other.error, rel=0.02) and mine.engine == other.engine
+    assert recorded.predictions.divergence == pytest.approx(plain.predictions.divergence, rel=0.02)

@@ -1,0 +1,84 @@
+"""Checkpoints through transformers itself: loads once registered, refuses loudly otherwise."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trirun_kernels.gemm.linear import Int2Linear
+
+from trirun_cli.checkpoint.reader import load_checkpoint
+from trirun_cli.workflows.pack import pack_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def tokens():
+    return torch.arange(1, 30).unsqueeze(0)
+
+
+def test_logits_equal_the_original(packed, ternary_model, tokens):
+    original = AutoModelForCausalLM.from_pretrained(ternary_model, dtype=torch.float32)
+    model = load_checkpoint(packed)
+    assert sum(isinstance(module, Int2Linear) for module in model.modules()) == 14
+    with torch.inference_mode():
+        want, got = original(tokens).logits, model(tokens).logits
+    assert ((got - want).norm() / want.norm()).item() < 1e-3
+
+
+def test_save_pretrained_round_trip(packed, tokens, tmp_path):
+    first = load_checkpoint(packed)
+    first.save_pretrained(tmp_path / "again")
+    second = load_checkpoint(tmp_path / "again")
+    assert first.config.quantization_config.to_dict() == second.config.quantization_config.to_dict()
+    assert torch.equal(first.generate(tokens, max_new_tokens=8), second.generate(tokens, max_new_tokens=8))
+
+
+def test_odd_shapes_are_padded_and_loaded(save_llama, to_ternary, tokens, tmp_path):
+    odd = {"hidden_size": 120, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 3}
+    source = save_llama(to_ternary, **odd)
+    pack_model(source, tmp_path / "T")
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = load_checkpoint(tmp_path / "T")
+    with torch.inference_mode():
+        want, got = original(tokens).logits, model(tokens).logits
+    assert ((got - want).norm() / want.norm()).item() < 1e-3
+
+
+def test_dequantize_gives_an_ordinary_model_back(packed, ternary_model, tokens):
+    original = AutoModelForCausalLM.from_pretrained(ternary_model, dtype=torch.float32)
+    dense = load_checkpoint(packed).dequantize()
+    assert not any(isinstance(module, Int2Linear) for module in dense.modules())
+    with torch.inference_mode():
+        torch.testing.assert_close(dense(tokens).logits, original(tokens).logits)
+
+
+def in_a_fresh_process(code):
+    """Run Python from the repository root, as a user would, and return the process."""
+    paths = os.pathsep.join([str(ROOT / "kernels"), str(ROOT / "gptq"), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}
+    )
+
+
+def test_from_pretrained_works_once_trirun_is_imported(packed):
+    done = in_a_fresh_process(
+        "import trirun_cli.integrations.transformers\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(packed)!r})\n"
+        "print(type(model.model.layers[0].mlp.up_proj).__name__)"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "Int2Linear"
+
+
+def test_plain_transformers_refuses_instead_of_loading_random_weights(packed):
+    done = in_a_fresh_process(
+        f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({str(packed)!r})"
+    )
+    assert done.returncode != 0
+    assert "mismatched" in done.stderr

@@ -1,0 +1,214 @@
+"""Whole models on the CUDA decoder against the twin of the decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from trirun_kernels import QuantSpec
+from trirun_kernels.decoder import cuda_ops as ops
+from trirun_kernels.decoder import cuda_reference as cuda_decoder_reference
+from trirun_kernels.decoder import reference as decoder_reference
+from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment, position_bytes, rows_in_digits
+from trirun_kernels.decoder.cuda_weights import CudaModel, cuda_layer, fused
+from trirun_kernels.decoder.weights import LINEARS, NORMS
+from trirun_kernels.weights.packing import dequantize
+
+from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, bind, error, gpu, random_packed, sampling_state
+from tests.kernels.decoder.models import VOCAB, random_model
+
+MODELS = {
+    "gqa": {},
+    "mha, per channel": {"kv_heads": 4, "spec": QuantSpec(-1, 1.0)},
+    "mqa, real zeros": {"kv_heads": 1, "spec": QuantSpec(32, None)},
+    "Qwen2: biases": {"bias": True},
+    "Qwen3: head norms, head_dim 128": {"qk_norm": True, "head_dim": 128},
+    "BitNet: sub-norms, relu2": {"sub_norm": True, "activation": "relu2", "spec": QuantSpec(-1, 1.0)},
+    "partial rotation": {"half": 5},
+    "fused": {"hidden": 128, "ffn": 256, "spec": QuantSpec(128, 1.0), "kv_heads": 2, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("spec", [QuantSpec(-1, 1.0), QuantSpec(32, None)])
+def test_fused_weights_are_their_rows_one_after_another(spec):
+    parts = [random_packed(n, 96, spec, seed) for seed, n in enumerate((128, 64, 70))]
+    whole = fused(parts)
+    assert torch.equal(dequantize(whole), torch.cat([dequantize(part) for part in parts]))
+    assert fused(parts[::-1]) is None, "padding would lie between the outputs"
+    assert fused([parts[0], random_packed(64, 96, QuantSpec(-1, 1.5))]) is None
+    dense = [torch.randn(4, 8), torch.randn(2, 8)]
+    assert torch.equal(fused(dense), torch.cat(dense))
+
+
+def on_gpu(weights, dtype=torch.float16, slots=4, context=192, act_bits=16, **options):
+    model = CudaModel.of(weights, "cuda", dtype, act_bits=act_bits)
+    decoder = CudaDecoder(model, slots=slots, context=context, **options)
+    blocks = decoder.block_tables.shape[1]
+    order = torch.randperm(slots * blocks, generator=torch.Generator().manual_seed(0))
+    decoder.block_tables.copy_(order.view(slots, blocks))
+    return decoder
+
+
+def run(decoder, parts):
+    """One step of [(slot, position, tokens)]: single tokens first. Logits of every row, float32 on the CPU."""
+    tokens, slots, positions, segments = [], [], [], []
+    for slot, position, piece in parts:
+        if len(piece) > 1:
+            segments.append(Segment(len(tokens), len(piece), slot, position))
+        tokens += piece
+        slots += [slot] * len(piece)
+        positions += range(position, position + len(piece))
+    inputs = Inputs(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in (tokens, slots, positions)))
+    return decoder.forward(inputs, segments).float().cpu()
+
+
+def rounded_forward(weights, tokens, act_bits, monkeypatch):
+    exact = decoder_reference._linear
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            decoder_reference, "_linear", lambda linear, x, bits: exact(linear, x.half().float(), bits).half().float()
+        )
+        return decoder_reference.forward(weights, tokens, act_bits=act_bits)
+
+
+@gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("act_bits", [16, 8])
+def test_whole_models_against_the_twin(name, act_bits, monkeypatch):
+    weights = random_model(**MODELS[name])
+    tokens = torch.randint(0, VOCAB, (100,), generator=torch.Generator().manual_seed(3))
+    expected = decoder_reference.forward(weights, tokens, act_bits=act_bits)
+    rounded = rounded_forward(weights, tokens, act_bits, monkeypatch)
+
+    def close(found):
+        """As far from the twin as the twin itself, its linears' inputs and outputs rounded to 16 bits; of most rows,
+        since a softmax between near-equal scores or a digit next to a tie magnifies the last bits of a few."""
+        errors = [((x - expected).norm(dim=1) / expected.norm(dim=1)).median() for x in (found, rounded)]
+        return torch.isfinite(found).all() and errors[0] < 3 * errors[1] + 3e-4
+
+    for digit_rows in ((1, 32), (3, 16), (1, 0)):
+        decoder = on_gpu(weights, act_bits=act_bits, digit_rows=digit_rows)
+        ids = tokens.tolist()
+        whole = run(decoder, [(1, 0, ids)])
+        assert close(whole)
+        # In chunks and single tokens, beside other slots.
+        pieces = [run(decoder, [(2, 0, ids[:37])])]
+        pieces.append(run(decoder, [(1, 50, ids[50:51]), (3, 0, ids[:9]), (2, 37, ids[37:90])])[10:])
+        for position in range(90, 100):
+            pieces.append(run(decoder, [(2, position, ids[position : position + 1])]))
+        assert close(torch.cat(pieces))
+
+
+@gpu
+@pytest.mark.parametrize(("act_bits", "most"), [(16, 8), (8, 32)])
+def test_digits_go_between_kernels_where_products_of_them_are_fast(act_bits, most):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    model = CudaModel.of(random_model(**MODELS["mha, per channel"]), "cuda", torch.float16, act_bits=act_bits)
+    assert rows_in_digits(model, 1, 32) == range(1, most + 1)
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize("name", ["gqa", "mha, per channel", "Qwen3: head norms, head_dim 128", "fused"])
+def test_int8_cache(name, dtype):
+    """Near the cache of 16 bits, and the same however a text is cut: a token attends to what is stored of itself."""
+    weights = random_model(**MODELS[name])
+    ids = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(3)).tolist()
+    wide, narrow = on_gpu(weights, dtype), on_gpu(weights, dtype, kv_dtype=torch.int8)
+    assert narrow.cache_bytes < 0.6 * wide.cache_bytes
+    assert narrow.cache_bytes == narrow.pages * ops.PAGE * position_bytes(weights.shape, torch.int8)
+    # Random models attend sharply: small changes of keys change much. So against the twin with such a cache.
+    tokens = torch.tensor(ids)
+    plain = decoder_reference.forward(weights, tokens)
+    expected = decoder_reference.forward(weights, tokens, stored=cuda_decoder_reference.int8_round_trip)
+    whole = run(narrow, [(1, 0, ids)])
+
+    def median(found, exact):
+        return ((found - exact).norm(dim=1) / exact.norm(dim=1)).median()
+
+    allowed = median(run(wide, [(1, 0, ids)]), plain)
+    assert torch.isfinite(whole).all() and median(whole, expected) < 3 * allowed + 1e-3
+    pieces = [run(narrow, [(2, 0, ids[:37])])]
+    pieces.append(run(narrow, [(1, 50, ids[50:51]), (3, 0, ids[:9]), (2, 37, ids[37:140])])[10:])
+    for position in range(140, 150):
+        pieces.append(run(narrow, [(2, position, ids[position : position + 1])]))
+    assert median(torch.cat(pieces), expected) < 3 * allowed + 1e-3
+
+
+def test_a_cache_is_of_the_models_type_or_int8():
+    shape = random_model(head_dim=24).shape
+    # 2 layers, 2 key heads: keys and values of 24 elements; of int8 in 32 bytes, with 2 bytes of scale.
+    assert position_bytes(shape, torch.float16) == 2 * 2 * 2 * 24 * 2
+    assert position_bytes(shape, torch.int8) == 2 * 2 * 2 * (32 + 2)
+
+
+@gpu
+@BOTH
+def test_dense_and_packed_weights_are_the_same_model(dtype):
+    weights = random_model(hidden=128, ffn=256)
+    model = CudaModel.of(weights, "cuda", dtype)
+    assert model.packed and len(model.layers[0].gate_up) == 1
+    layers = [
+        cuda_layer(
+            {name: dequantize(getattr(layer, name).weight) for name in LINEARS}, {},
+            {name: getattr(layer, name) for name in NORMS}, "cuda", dtype, 16,
+        )
+        for layer in weights.layers
+    ]  # fmt: skip
+    dense = dataclasses.replace(model, layers=layers)
+    assert not dense.packed and dense.nbytes > model.nbytes
+    ids = torch.arange(50).tolist()
+    results = []
+    for each in (model, dense):
+        decoder = CudaDecoder(each, slots=1, context=64)
+        results.append(run(decoder, [(0, 0, ids)]))
+    assert error(*results) < 10 * ROUNDING[dtype]
+
+
+@gpu
+def test_captured_steps_repeat_and_go_on_by_themselves():
+    weights = random_model()
+    decoder = on_gpu(weights)
+    ids = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(4)).tolist()
+    for slot, prompt in enumerate(ids):
+        run(decoder, [(slot, 0, prompt)])
+    start = decoder.cache.clone()
+    state = sampling_state(4, VOCAB, 4)
+    for slot in range(4):
+        bind(state, slot)
+    static = Inputs(*(torch.zeros(4, dtype=torch.int32, device="cuda") for _ in range(3)))
+    sampled = torch.zeros(4, dtype=torch.int32, device="cuda")
+
+    def step():
+        logits = decoder.forward(static)
+        ops.sample(logits, static.slots, state, sampled, positions=static.positions, tokens=static.tokens)
+
+    def begin():
+        decoder.cache.copy_(start)
+        static.tokens.copy_(torch.tensor([5, 6, 7, 0]))
+        static.slots.copy_(torch.tensor([0, 1, 2, -1]))
+        static.positions.copy_(torch.tensor([20, 20, 20, 0]))
+
+    def roll(advance):
+        begin()
+        out = []
+        for _ in range(40):
+            advance()
+            out.append(sampled[:3].tolist())
+        return out
+
+    decoder.latest = state.latest
+    plain = roll(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    assert roll(graph.replay) == plain
+    assert roll(graph.replay) == plain
+    # Against the twin, teacher-forced on what the graph chose.
+    for slot in range(3):
+        text = ids[slot] + [5 + slot] + [step[slot] for step in plain]
+        logits = decoder_reference.forward(weights, torch.tensor(text[:-1]))[20:]
+        chosen = logits.gather(1, torch.tensor(text[21:]).unsqueeze(1)).squeeze(1)
+        assert (logits.max(1).values - chosen).max() < 0.05 * logits.std()

@@ -1,0 +1,1 @@
+"""The native decoder on a CPU."""

@@ -1,0 +1,149 @@
+"""The lean decoder of the CPU as a runner: decode rows and prompt chunks of all slots in one native step."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from math import inf
+from time import perf_counter
+
+import numpy as np
+from trirun_kernels.arrays import Array
+from trirun_kernels.decoder.cpu import Segment, draw
+from trirun_kernels.decoder.structs import DrawStruct
+
+from ...engine.request import Request
+from ...engine.runner import Done, Outcome, Work
+from ...engine.sampling import Token, plain_tokens
+from ...engine.slot_cache import SlotCache
+from .model import LeanDecoder
+from .sampler import Draw, HostSampler, token_logprobs
+
+# Most steps of one native call.
+BURST_STEPS = 128
+
+
+class LeanRunner:
+    """Runs a :class:`LeanDecoder`; the tokens of a request are the same whatever else is in the batch."""
+
+    lookahead = 0
+
+    def __init__(self, decoder: LeanDecoder) -> None:
+        self._decoder = decoder
+        self.name = decoder.name
+        self.slots, self.context = decoder.slots, decoder.context
+        self.max_rows, self.vocab_size = decoder.max_rows, decoder.shape.vocab
+        self.cache = SlotCache(self.slots, self.context, copy=decoder.native.copy_prefix)
+        self._sampler = HostSampler(self.slots, self.vocab_size, _drawn)
+        # Committed as far as it is used.
+        self._logits = np.empty((self.max_rows, self.vocab_size), np.float32)
+        self._logits_array = Array.of(self._logits)
+        self._last = [0] * self.slots
+        self._alternatives = [0] * self.slots
+        self._stop_ids: list[frozenset[int]] = [frozenset()] * self.slots
+        # Seconds of a step that decodes so many sequences, inf where none has been met.
+        self._step_s = [inf] * (self.slots + 1)
+
+    def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
+        """See :class:`~.runner.Runner`."""
+        self._sampler.bind(slot, request.params, request.prompt, generated)
+        self._alternatives[slot] = request.params.prompt_logprobs or 0
+        self._stop_ids[slot] = frozenset() if request.params.ignore_stop_ids else request.stop_ids
+
+    def burst(self, slots: Sequence[int], seconds: float) -> int:
+        """See :class:`~.runner.BurstRunner`: tokens that the library chooses need nothing between two steps."""
+        steps = min(BURST_STEPS, int(seconds / self._step_s[len(slots)]))
+        return steps if steps > 1 and all(map(self._sampler.is_simple, slots)) else 1
+
+    def launch(self, work: Sequence[Work]) -> Done:
+        """See :class:`~.runner.Runner`; it is over when this returns."""
+        started = perf_counter()
+        tokens: list[int] = []
+        wanted: list[int] = []
+        segments, sampled = [], []
+        for slot, position, piece, sample, targets in work:
+            first = len(tokens)
+            if piece is None:
+                tokens.append(self._last[slot])
+            else:
+                tokens += piece
+            last = len(tokens)
+            segments.append(Segment(slot, position, last - first))
+            wanted += range(first, first + len(targets))
+            if sample:
+                wanted.append(last - 1)
+                sampled.append(slot)
+        logits = self._decoder.step_into(self._logits[: len(wanted)], segments, tokens, wanted)
+        elapsed = perf_counter() - started
+        decodes = len(tokens) == len(wanted) == len(sampled)
+        # A prompt takes no less than a step of one sequence; a step by itself, on cold caches, no less than one of a
+        # burst.
+        rows = len(tokens) if decodes else 1
+        self._step_s[rows] = min(self._step_s[rows], elapsed)
+        if decodes:
+            return Done([Outcome(token) for token in self._choose(logits, sampled)])
+        return Done(self._outcomes(logits, work, sampled))
+
+    def launch_burst(self, work: Sequence[Work], steps: int) -> Done:
+        """See :class:`~.runner.BurstRunner`."""
+        started = perf_counter()
+        slots, rows = [item.slot for item in work], len(work)
+        # No numpy here: what it touches is no longer in any cache after a burst.
+        chosen = array("q", bytes(8 * steps * rows))
+        stop_ids = sorted(frozenset().union(*(self._stop_ids[slot] for slot in slots)))
+        draws = [self._sampler.draw_of(slot) for slot in slots]
+        done = self._decoder.native.generate(
+            slots,
+            [item.position for item in work],
+            [self._last[slot] for slot in slots],
+            steps,
+            stop_ids,
+            Array(chosen.buffer_info()[0], "int64", (steps, rows), chosen),
+            self._logits_array.rows(0, rows),
+            list(map(_draw_struct, draws)) if any(draws) else (),
+        )
+        for slot in slots:
+            self._sampler.skip(slot, done)
+        self._step_s[rows] = (perf_counter() - started) / done
+        outcomes = []
+        for row, slot in enumerate(slots):
+            ids = chosen[row : done * rows : rows].tolist()
+            # A row of logits without a number ends the burst, with -1 in the place of its token.
+            self._last[slot] = ids[-1]
+            token, *more = plain_tokens(ids)
+            outcomes.append(Outcome(token, more=tuple(more)))
+        return Done(outcomes)
+
+    def close(self) -> None:
+        """See :class:`~.runner.Runner`."""
+
+    def _choose(self, logits: np.ndarray, slots: Sequence[int]) -> list[Token]:
+        chosen, last = self._sampler.sample(logits, slots), self._last
+        for slot, token in zip(slots, chosen, strict=True):
+            last[slot] = token.id
+        return chosen
+
+    def _outcomes(self, logits: np.ndarray, work: Sequence[Work], slots: Sequence[int]) -> list[Outcome]:
+        """Of a step in which some prompts are scored, or end without a token to sample."""
+        scores, rows, first = [], [], 0
+        for item in work:
+            last = first + len(item.targets)
+            scores.append(token_logprobs(logits[first:last], item.targets, self._alternatives[item.slot]))
+            if item.sample:
+                rows.append(last)
+            first = last + item.sample
+        chosen = iter(self._choose(logits[rows], slots) if rows else ())
+        return [Outcome(next(chosen) if item.sample else None, score) for item, score in zip(work, scores, strict=True)]
+
+
+def _drawn(logits: np.ndarray, how: Draw) -> int:
+    return draw(Array.of(logits), _draw_struct(how))
+
+
+def _draw_struct(how: Draw | None) -> DrawStruct:
+    if how is None:
+        return DrawStruct(top_p=1.0)
+    params = how.params
+    # Beyond any vocabulary; the library takes 64 bits.
+    top_k = min(params.top_k, 2**31)
+    return DrawStruct(params.temperature, params.top_p, params.min_p, top_k, how.stream, how.index)

@@ -1,0 +1,210 @@
+"""Sampling in numpy, a row at a time: on a CPU a token costs microseconds, and torch's calls alone would cost more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+
+from ...engine.sampling import SamplingParams, Token, stream_of, uniform
+
+# A nucleus is looked for among tokens at least this likely, relative to the likeliest; the first are mostly enough.
+_LIKELY = (2.0**-8, 2.0**-16, 0.0)
+# Weights that are added up at once where one of more than 32 such blocks is drawn.
+_BLOCK = 32
+
+
+@dataclass(slots=True)
+class _State:
+    """Of one slot: its stream of random numbers, how many tokens it has, and what it saw where penalties need it."""
+
+    params: SamplingParams
+    stream: int
+    index: int
+    counts: np.ndarray | None  # int32 [vocab], of generated tokens
+    seen: np.ndarray | None  # bool [vocab], in the prompt or generated
+    biased: tuple[np.ndarray, np.ndarray] | None  # ids int64 [b], biases float32 [b]
+    plain: bool  # greedy, nothing to report, nothing changed
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a token is drawn: by the temperature, top-k, top-p and min-p of ``params``, at a number of a stream."""
+
+    params: SamplingParams
+    stream: int
+    index: int
+
+
+def drawn_token(logits: np.ndarray, draw: Draw) -> int:
+    """The token of a draw from logits, float32 [vocab]."""
+    ids, weights = token_probabilities(logits, draw.params)
+    at = _drawn(weights, uniform(draw.stream, draw.index))
+    return at if ids is None else int(ids[at])
+
+
+class HostSampler:
+    """Chooses tokens for the slots of a runner.
+
+    Args:
+        slots: their number. vocab: size of the vocabulary.
+        drawn: what draws a token where the temperature is not 0.
+    """
+
+    def __init__(self, slots: int, vocab: int, drawn: Callable[[np.ndarray, Draw], int] = drawn_token) -> None:
+        self._drawn = drawn
+        self._states = [_State(SamplingParams(), 0, 0, None, None, None, True)] * slots
+        self._vocab = vocab
+
+    def bind(self, slot: int, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
+        """Begin a slot's request, after the tokens that it has generated already."""
+        counts = seen = biased = None
+        if params.penalizes:
+            counts = np.bincount(np.asarray(generated, np.int64), minlength=self._vocab).astype(np.int32)
+            seen = counts > 0
+            seen[np.asarray(prompt, np.int64)] = True
+        if params.logit_bias:
+            biased = np.fromiter(params.logit_bias, np.int64), np.fromiter(params.logit_bias.values(), np.float32)
+        plain = params.temperature == 0 and params.logprobs is None and not params.changes_logits
+        self._states[slot] = _State(params, stream_of(params.seed), len(generated), counts, seen, biased, plain)
+
+    def is_simple(self, slot: int) -> bool:
+        """Whether a slot's tokens are its largest logits, or drawn from them, and nothing else is asked for."""
+        params = self._states[slot].params
+        return params.logprobs is None and not params.changes_logits
+
+    def draw_of(self, slot: int) -> Draw | None:
+        """How a slot's next token is drawn; None where it is the largest logit."""
+        state = self._states[slot]
+        return None if state.params.temperature == 0 else Draw(state.params, state.stream, state.index)
+
+    def skip(self, slot: int, count: int) -> None:
+        """A slot's next ``count`` tokens were chosen elsewhere."""
+        self._states[slot].index += count
+
+    def sample(self, logits: np.ndarray, slots: Sequence[int]) -> list[Token]:
+        """The next token of each slot.
+
+        Args:
+            logits: float32 [len(slots), vocab], a row per slot; not written.
+        """
+        tokens = [Token(id) for id in logits.argmax(1).tolist()]
+        for row, slot in enumerate(slots):
+            state = self._states[slot]
+            # numpy takes what is no number for the largest.
+            if not isfinite(logits[row, tokens[row].id]):
+                tokens[row] = Token(-1)
+            elif not state.plain:
+                tokens[row] = self._choose(logits[row], state)
+                state.index += 1
+        return tokens
+
+    def _choose(self, logits: np.ndarray, state: _State) -> Token:
+        params, original = state.params, logits
+        if params.changes_logits:
+            logits = _changed(logits, state)
+        if params.temperature == 0:
+            id = int(logits.argmax())
+        else:
+            id = self._drawn(logits, Draw(params, state.stream, state.index))
+        if state.counts is not None and state.seen is not None:
+            state.counts[id] += 1
+            state.seen[id] = True
+        return Token(id) if params.logprobs is None else _report(original, id, params.logprobs)
+
+
+def token_logprobs(logits: np.ndarray, ids: Sequence[int], alternatives: int) -> tuple[Token, ...]:
+    """Tokens with their log-probabilities, and those of the likeliest ``alternatives``, from logits [rows, vocab]."""
+    return tuple(_report(row, id, alternatives) for row, id in zip(logits, ids, strict=True))
+
+
+def token_probabilities(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray | None, np.ndarray]:
+    """What is sampled from, where the temperature is not 0: ids ascending, None for all, and their probabilities up to
+    a factor."""
+    vocab = logits.size
+    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    ids = None
+    if top_k < vocab:
+        # Ties with the last one stay: which of equals a partition keeps is nobody's choice.
+        ids = np.flatnonzero(logits >= np.partition(logits, vocab - top_k)[vocab - top_k])
+        logits = logits[ids]
+    weights = logits - logits.max()
+    weights *= np.float32(1 / params.temperature)
+    np.exp(weights, out=weights)
+    if params.top_p < 1:
+        kept = _nucleus(weights, params.top_p)
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    if params.min_p > 0:
+        kept = np.flatnonzero(weights >= params.min_p * weights.max())
+        ids, weights = kept if ids is None else ids[kept], weights[kept]
+    return ids, weights
+
+
+def _nucleus(weights: np.ndarray, p: float) -> np.ndarray:
+    """Indices, ascending, of the fewest largest weights that make up a share ``p`` of their sum; of equal ones the
+    first. The largest weight is 1."""
+    wanted = p * float(weights.sum())
+    for least in _LIKELY:
+        kept = np.flatnonzero(weights >= least)
+        candidates = weights[kept]
+        # Sorting values is many times cheaper than finding their order.
+        largest = np.sort(candidates)[::-1]
+        mass = largest.astype(np.float64).cumsum()
+        if mass[-1] >= wanted:
+            break
+    # A token stays while the mass before it is below p, so that the first one always stays.
+    last = min(int(np.searchsorted(mass, wanted)), largest.size - 1)
+    inside = candidates >= largest[last]
+    if surplus := int(np.count_nonzero(inside)) - last - 1:
+        tied = np.flatnonzero(candidates == largest[last])
+        inside[tied[tied.size - surplus :]] = False
+    return kept[inside]
+
+
+def _drawn(weights: np.ndarray, number: float) -> int:
+    """Where the cumulative weights reach ``number``, in [0, 1), of their sum. Of many, blocks are added up first:
+    adding one weight after another is slow, and needed in one block alone."""
+    first = 0
+    if weights.size > 32 * _BLOCK:
+        whole = weights.size // _BLOCK * _BLOCK
+        blocks = np.einsum("ij->i", weights[:whole].reshape(-1, _BLOCK))
+        mass = np.append(blocks, weights[whole:].sum()).astype(np.float64).cumsum()
+        number *= mass[-1]
+        block = min(int(np.searchsorted(mass, number, side="right")), (weights.size - 1) // _BLOCK)
+        first = block * _BLOCK
+        number -= mass[block - 1] if block else 0.0
+        mass = weights[first : first + _BLOCK].astype(np.float64).cumsum()
+    else:
+        mass = weights.astype(np.float64).cumsum()
+        number *= mass[-1]
+    return first + min(int(np.searchsorted(mass, number, side="right")), mass.size - 1)
+
+
+def _changed(logits: np.ndarray, state: _State) -> np.ndarray:
+    params, logits = state.params, logits.copy()
+    if state.counts is not None:
+        if params.repetition_penalty != 1:
+            seen = logits[state.seen]
+            factor = np.float32(params.repetition_penalty)
+            logits[state.seen] = np.where(seen > 0, seen / factor, seen * factor)
+        if params.presence_penalty or params.frequency_penalty:
+            logits -= np.float32(params.frequency_penalty) * state.counts
+            logits -= np.float32(params.presence_penalty) * (state.counts > 0)
+    if state.biased is not None:
+        ids, biases = state.biased
+        logits[ids] += biases
+    return logits
+
+
+def _report(logits: np.ndarray, id: int, alternatives: int) -> Token:
+    highest = logits.max()
+    norm = float(highest) + float(np.log(np.exp(logits - highest).sum(dtype=np.float64)))
+    top: tuple[tuple[int, float], ...] = ()
+    if alternatives:
+        count = min(alternatives, logits.size)
+        likeliest = np.argpartition(logits, logits.size - count)[logits.size - count :]
+        likeliest = likeliest[np.lexsort((likeliest, -logits[likeliest]))]
+        top = tuple((int(i), float(logits[i]) - norm) for i in likeliest)
+    return Token(id, float(logits[id]) - norm, top)

@@ -1,0 +1,200 @@
+"""The lean decoder on a GPU as a runner of the engine.
+
+A step in which every slot adds one token is one captured CUDA graph per batch size, from the embedding to the sampled
+token: it reads what the step before has left on the device, so the next one can be launched before this one's tokens
+are known. Steps with pieces of prompts run the same kernels uncaptured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from trirun_kernels.decoder import cuda_ops as ops
+from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
+
+from ...engine.paged_cache import PagedCache
+from ...engine.request import Request
+from ...engine.runner import Outcome, Work
+from .sampler import CudaSampler, Reading
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+MAX_ROWS = 2048  # tokens of a step that runs prompts
+# Host buffers of copies on their way: more than the steps that can be in flight at once.
+RING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured step of so many rows and where its logits are."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPending:
+    """A step on its way: what to read, and in which order its works come."""
+
+    reading: Reading | None
+    places: Sequence[int | None]
+    prompts: Sequence[tuple[int, int]]
+
+    def collect(self) -> list[Outcome]:
+        """See :class:`~.engine.runner.Pending`."""
+        tokens, scores = ([], []) if self.reading is None else self.reading.wait()
+        return [
+            Outcome(None if place is None else tokens[place], tuple(scores[first : first + count]))
+            for place, (first, count) in zip(self.places, self.prompts, strict=True)
+        ]
+
+
+def engine_name(decoder: CudaDecoder) -> str:
+    """What runs a model, for people."""
+    model = decoder.model
+    kind = str(model.dtype).removeprefix("torch.")
+    weights = f"{model.act_bits}-bit activations" if model.packed else "dense"
+    cache = ", int8 cache" if decoder.scales is not None else ""
+    return f"lean decoder on {torch.cuda.get_device_name(model.device)}, {weights}, {kind}{cache}"
+
+
+class CudaRunner:
+    """Runs a :class:`CudaDecoder`.
+
+    Args:
+        decoder: with a page more than its slots share, page 0, to which rows that only fill up a batch may write.
+        max_rows: most tokens of a step.
+    """
+
+    lookahead = 1
+
+    def __init__(self, decoder: CudaDecoder, *, max_rows: int = MAX_ROWS) -> None:
+        model, device = decoder.model, decoder.model.device
+        self._decoder, self._device = decoder, device
+        self.name = engine_name(decoder)
+        self.slots, self.context, self.vocab_size = decoder.slots, decoder.context, model.shape.vocab
+        self.max_rows = max(max_rows, self.slots)
+        self.cache = PagedCache(self.slots, decoder.pages, self.context, page_size=ops.PAGE)
+        self._sampler = CudaSampler(self.slots, self.vocab_size, decoder.latest)
+        self._buckets = [size for size in BUCKETS if size < self.slots]
+        self._buckets.append(self.slots if self.slots > BUCKETS[-1] else min(b for b in BUCKETS if b >= self.slots))
+        largest = self._buckets[-1]
+        self._static = torch.zeros(3, largest, dtype=torch.int32, device=device)
+        self._static[1] = -1
+        self._inputs = Inputs(*self._static.unbind(0))
+        # What the graphs' inputs hold once the last step has ended, for as long as nothing else was launched.
+        self._expected: np.ndarray | None = None
+        self._tables = self.cache.tables.copy()
+        self._staging = [torch.zeros(3, self.max_rows, dtype=torch.int32).pin_memory() for _ in range(RING)]
+        self._staged_tables = [torch.from_numpy(self._tables).clone().pin_memory() for _ in range(RING)]
+        self._turn = 0
+        with torch.cuda.device(device), torch.inference_mode():
+            self._graphs = self._capture()
+
+    def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
+        """See :class:`~.engine.runner.Runner`."""
+        with torch.cuda.device(self._device), torch.inference_mode():
+            self._sampler.bind(slot, request.params, request.prompt, generated)
+
+    def launch(self, work: Sequence[Work]) -> CudaPending:
+        """See :class:`~.engine.runner.Runner`."""
+        self._turn = (self._turn + 1) % RING
+        with torch.cuda.device(self._device), torch.inference_mode():
+            self._copy_tables()
+            if all(item.rows == 1 and item.sample and not item.targets for item in work):
+                return self._decode(work)
+            return self._mixed(work)
+
+    def close(self) -> None:
+        """See :class:`~.engine.runner.Runner`."""
+        torch.cuda.synchronize(self._device)
+        self._graphs = {}
+
+    def _capture(self) -> dict[int, _Graph]:
+        graphs: dict[int, _Graph] = {}
+        stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        # Weights and inputs are still on their way there on the current stream, which orders nothing on another: on a
+        # busy GPU the first step would read slots and tables that are not written yet.
+        stream.wait_stream(torch.cuda.current_stream())
+        # The largest first: the others then live in the memory that it needs.
+        for size in reversed(self._buckets):
+            inputs = self._inputs.rows(size)
+            with torch.cuda.stream(stream):
+                # Libraries choose algorithms and allocate on their first call. Rows without a slot change nothing.
+                self._sampler.sample(self._decoder.forward(inputs), inputs.slots, inputs.positions, inputs.tokens)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                logits = self._decoder.forward(inputs)
+                self._sampler.sample(logits, inputs.slots, inputs.positions, inputs.tokens)
+            graphs[size] = _Graph(graph, logits)
+        torch.cuda.synchronize()
+        return graphs
+
+    def _copy_tables(self) -> None:
+        if not np.array_equal(self._tables, self.cache.tables):
+            np.copyto(self._tables, self.cache.tables)
+            staged = self._staged_tables[self._turn]
+            np.copyto(staged.numpy(), self._tables)
+            self._decoder.block_tables.copy_(staged, non_blocking=True)
+
+    def _decode(self, work: Sequence[Work]) -> CudaPending:
+        size = next(bucket for bucket in self._buckets if bucket >= len(work))
+        wanted = np.zeros((3, self._static.shape[1]), np.int32)
+        wanted[1] = -1
+        for row, item in enumerate(work):
+            wanted[:, row] = -1 if item.tokens is None else item.tokens[0], item.slot, item.position
+        if self._expected is None or not np.array_equal(self._expected, wanted):
+            staged = self._staging[self._turn][:, : wanted.shape[1]]
+            np.copyto(staged.numpy(), wanted)
+            self._static.copy_(staged, non_blocking=True)
+        graph = self._graphs[size]
+        graph.graph.replay()
+        wanted[0, : len(work)] = -1
+        wanted[2, : len(work)] += 1
+        self._expected = wanted
+        reading = self._sampler.read(graph.logits, [item.slot for item in work], self._turn)
+        return CudaPending(reading, range(len(work)), [(0, 0)] * len(work))
+
+    def _mixed(self, work: Sequence[Work]) -> CudaPending:
+        # Single tokens first, whatever they continue; pieces of prompts after them.
+        order = sorted(range(len(work)), key=lambda i: work[i].rows > 1)
+        staged = self._staging[self._turn].numpy()
+        segments: list[Segment] = []
+        # (row of the batch, slot), and the token whose log-probability is wanted of it.
+        sampled: list[tuple[int, int]] = []
+        scored: list[tuple[int, int, int]] = []
+        rows = 0
+        prompts: list[tuple[int, int]] = [(0, 0)] * len(work)
+        places: list[int | None] = [None] * len(work)
+        for i in order:
+            slot, position, tokens, sample, targets = work[i]
+            count = work[i].rows
+            last = rows + count
+            staged[0, rows:last] = -1 if tokens is None else tokens
+            staged[1, rows:last] = slot
+            staged[2, rows:last] = range(position, position + count)
+            if count > 1:
+                segments.append(Segment(rows, count, slot, position))
+            if sample:
+                places[i] = len(sampled)
+                sampled.append((last - 1, slot))
+            prompts[i] = len(scored), len(targets)
+            scored.extend((rows + j, slot, target) for j, target in enumerate(targets))
+            rows = last
+        device_rows = self._staging[self._turn][:, :rows].to(self._device, non_blocking=True)
+        wanted = torch.tensor([row for row, *_ in sampled] + [row for row, *_ in scored], dtype=torch.int64)
+        inputs = Inputs(*(part.contiguous() for part in device_rows.unbind(0)))
+        self._expected = None
+        logits = self._decoder.forward(inputs, segments, wanted.to(self._device))
+        if not len(wanted):
+            return CudaPending(None, places, prompts)
+        slots = [slot for _, slot in sampled]
+        if slots:
+            self._sampler.sample(logits[: len(slots)], torch.tensor(slots, dtype=torch.int32).to(self._device))
+        scores = [(slot, target) for _, slot, target in scored]
+        reading = self._sampler.read(logits, slots, self._turn, scores)
+        return CudaPending(reading, places, prompts)

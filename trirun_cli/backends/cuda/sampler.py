@@ -1,0 +1,157 @@
+"""Sampling on the GPU for a runner's slots, and what of it travels back to the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from trirun_kernels.decoder import cuda_ops as ops
+from trirun_kernels.decoder.cuda_structs import SamplerStruct
+
+from ...engine.sampling import SamplingParams, Token, stream_of
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Results on their way to pinned memory; complete once ``done`` is reached.
+
+    Attributes:
+        sampled: int32 [m]. logprobs: float32 [m], of those slots whose ``alternatives`` are not None.
+        top_ids, top_logprobs: [m, n], the likeliest tokens, or None where no slot wants them.
+        scores: float32 [t], log-probabilities of the targets; with score_ids and score_logprobs [t, n] likewise.
+    """
+
+    done: torch.cuda.Event
+    alternatives: Sequence[int | None]
+    sampled: Tensor
+    logprobs: Tensor
+    top: tuple[Tensor, Tensor] | None
+    targets: Sequence[int]
+    target_alternatives: Sequence[int]
+    scores: tuple[Tensor, Tensor, Tensor] | None
+
+    def wait(self) -> tuple[list[Token], list[Token]]:
+        """The sampled tokens, and the targets with their log-probabilities."""
+        self.done.synchronize()
+        sampled = self.sampled.tolist()
+        if all(count is None for count in self.alternatives):
+            tokens = [Token(id) for id in sampled]
+        else:
+            logprobs = self.logprobs.tolist()
+            tokens = [
+                Token(id) if count is None else Token(id, logprob, _first(self.top, row, count))
+                for row, (id, logprob, count) in enumerate(zip(sampled, logprobs, self.alternatives, strict=True))
+            ]
+        if self.scores is None:
+            return tokens, []
+        values, *top = self.scores
+        scores = [
+            Token(target, value, _first(tuple(top), row, count))
+            for row, (target, value, count) in enumerate(
+                zip(self.targets, values.tolist(), self.target_alternatives, strict=True)
+            )
+        ]
+        return tokens, scores
+
+
+class CudaSampler:
+    """Sampling state of the slots on the device of ``latest``, in tensors that never move.
+
+    Args:
+        slots: their number. vocab: size of the vocabulary. latest: int32 [slots], the decoder's.
+    """
+
+    def __init__(self, slots: int, vocab: int, latest: Tensor) -> None:
+        def make(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=latest.device)
+
+        rows = max(slots, 64)
+        self._vocab, self._slots = vocab, slots
+        self._counts = make(slots, vocab, dtype=torch.int32)
+        self._state = ops.SamplingState(
+            make(slots, ops.SAMPLER_BYTES, dtype=torch.uint8), latest, self._counts,
+            make(slots, vocab, dtype=torch.int32), make(slots, vocab, dtype=torch.float32),
+            make(rows, vocab, dtype=torch.float32),
+        )  # fmt: skip
+        # Tokens and the bits of their log-probabilities in one tensor, so that one copy brings both.
+        self._results = make(2, rows, dtype=torch.int32)
+        self._pinned = [torch.zeros(2, rows, dtype=torch.int32).pin_memory() for _ in range(4)]
+        self._alternatives: list[int | None] = [None] * slots
+        self._prompt_alternatives = [0] * slots
+
+    def bind(self, slot: int, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
+        """Begin a slot's request, after the tokens that it has generated already."""
+        device = self._results.device
+        self._alternatives[slot] = params.logprobs
+        self._prompt_alternatives[slot] = params.prompt_logprobs or 0
+        struct = SamplerStruct(
+            params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
+            params.repetition_penalty, min(params.top_k, 2**31 - 1), len(params.logit_bias), stream_of(params.seed),
+            len(generated), params.logprobs is not None,
+        )  # fmt: skip
+        raw = np.frombuffer(ctypes.string_at(ctypes.addressof(struct), ops.SAMPLER_BYTES), np.uint8).copy()
+        self._state.samplers[slot].copy_(torch.from_numpy(raw))
+        if params.penalizes:
+            counts = np.bincount(np.asarray(generated, np.int64), minlength=self._vocab).astype(np.int32)
+            counts[np.asarray(prompt, np.int64)] |= np.int32(ops.PROMPT_TOKEN)
+            self._counts[slot].copy_(torch.from_numpy(counts))
+        if params.logit_bias:
+            count = len(params.logit_bias)
+            tokens, values = torch.tensor(list(params.logit_bias)), torch.tensor(list(params.logit_bias.values()))
+            self._state.bias_tokens[slot, :count].copy_(tokens.to(device, torch.int32))
+            self._state.bias_values[slot, :count].copy_(values.to(device, torch.float32))
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, positions: Tensor | None = None, tokens: Tensor | None = None
+    ) -> None:
+        """The next token of every row: logits [m, vocab], slots int32 [m]; positions and tokens go on, see
+        :func:`trirun_kernels.decoder.cuda_ops.sample`."""
+        count = slots.shape[0]
+        ops.sample(
+            logits, slots, self._state, self._results[0, :count],
+            logprobs=self._results[1].view(torch.float32)[:count], positions=positions, tokens=tokens,
+        )  # fmt: skip
+
+    def read(self, logits: Tensor, slots: Sequence[int], turn: int, targets: Sequence[tuple[int, int]] = ()) -> Reading:
+        """Start bringing back what was sampled for these slots.
+
+        Args:
+            logits: [m + t, vocab], of the m slots' rows, then of the targets'.
+            turn: which pinned buffer to use, 0 to 3; one comes again when its reading is over.
+            targets: (slot, token id) whose log-probabilities are wanted.
+        """
+        count = len(slots)
+        pinned = self._pinned[turn]
+        if count:
+            pinned.copy_(self._results, non_blocking=True)
+        alternatives = [self._alternatives[slot] for slot in slots]
+        top = scores = None
+        if most := max((n or 0 for n in alternatives), default=0):
+            top = _likeliest(logits[:count], most)
+        ids = [token for _, token in targets]
+        counts = [self._prompt_alternatives[slot] for slot, _ in targets]
+        if targets:
+            logprobs = logits[count : count + len(targets)].float().log_softmax(-1)
+            chosen = torch.tensor(ids).to(logits.device).unsqueeze(1)
+            values = logprobs.gather(1, chosen).squeeze(1).to("cpu", non_blocking=True)
+            scores = values, *_likeliest(logprobs, max(max(counts), 1))
+        done = torch.cuda.Event()
+        done.record()
+        return Reading(done, alternatives, pinned[0, :count], pinned[1, :count].view(torch.float32), top, ids, counts,
+                       scores)  # fmt: skip
+
+
+def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities [m, count] of the likeliest tokens, on their way to the host."""
+    values, ids = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
+    return ids.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True)
+
+
+def _first(top: tuple[Tensor, ...] | None, row: int, count: int) -> tuple[tuple[int, float], ...]:
+    if top is None or not count:
+        return ()
+    return tuple(zip(top[0][row, :count].tolist(), top[1][row, :count].tolist(), strict=True))

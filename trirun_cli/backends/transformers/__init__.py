@@ -1,0 +1,1 @@
+"""transformers' own modelling, for families that the native decoder does not run."""

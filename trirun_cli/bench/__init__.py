@@ -1,0 +1,1 @@
+"""Benchmarks: kernels, whole models and servers, timed beside what they compete with."""

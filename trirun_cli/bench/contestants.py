@@ -1,0 +1,130 @@
+"""Who takes part in ``trirun bench model``: a checkpoint or a shape, packed, and the same model dense."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from trirun_kernels.decoder.weights import DecoderShape
+from trirun_kernels.weights.spec import QuantSpec
+
+from ..checkpoint.model_dir import quant_method, read_config
+from ..errors import InputError, OutOfMemoryError, UsageError
+from ..models.llama_config import NotLean
+from .models import Contestant
+
+if TYPE_CHECKING:
+    from trirun_kernels.decoder.cuda_weights import CudaModel
+
+DENSE = torch.bfloat16  # of the dense model on a CPU: half the bytes, and the same products as float32
+
+
+def of_shape(
+    shape: DecoderShape,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    group_size: int,
+    act_bits: int,
+    positions: int,
+    dense: bool,
+    caches: Sequence[str] = ("auto",),
+) -> list[Contestant]:
+    """A random ternary model of a shape and, if asked for, the same one dense, each with each of these caches.
+
+    Raises:
+        OutOfMemoryError: the GPU does not hold them.
+    """
+    spec = QuantSpec(group_size, 1.0)
+    kind = str(dtype).removeprefix("torch.")
+    if device.type == "cuda":
+        from ..models.synthetic import dense_twin, random_model
+
+        try:
+            model = random_model(shape, spec, positions=positions + 64, device=device, dtype=dtype, act_bits=act_bits)
+            models = {"int2": model} | ({kind: dense_twin(model)} if dense else {})
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(" ".join(str(error).split())[:300], "try --no-dense or a smaller --shape") from None
+        return _with_caches(models, caches)
+    from .cpu_contestant import CpuContestant, DenseContestant, dense_llama, random_weights
+
+    weights = random_weights(shape, spec, positions=positions + 64)
+    out: list[Contestant] = [CpuContestant("int2", weights, act_bits=act_bits, threads=len(os.sched_getaffinity(0)))]
+    if dense:
+        out.append(DenseContestant(str(DENSE).removeprefix("torch."), dense_llama(weights, DENSE)))
+    return out
+
+
+def of_checkpoint(
+    path: Path,
+    *,
+    device: torch.device,
+    dtype: str,
+    act_bits: int | None,
+    positions: int,
+    dense: bool,
+    caches: Sequence[str] = ("auto",),
+) -> tuple[list[Contestant], int]:
+    """A packed checkpoint (or a plain model, alone) and, if asked for, the same model dense; and its vocabulary.
+
+    Raises:
+        InputError: the lean decoder of the device does not run it. UsageError: not that far.
+    """
+    from ..models.llama_config import decoder_shape, longest_context
+
+    try:
+        config = read_config(path)
+        shape, longest = decoder_shape(config), longest_context(config)
+        if positions > longest:
+            reason = f"{path} attends to {longest} positions at once, and a step adds one"
+            raise UsageError(f"--context {positions - 1}: {reason}")
+        if device.type == "cuda":
+            return _on_gpu(path, device, dtype, act_bits, positions, dense, caches), shape.vocab
+        return _on_cpu(path, config, act_bits, positions, dense), shape.vocab
+    except NotLean as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _on_gpu(
+    path: Path,
+    device: torch.device,
+    dtype: str,
+    act_bits: int | None,
+    positions: int,
+    dense: bool,
+    caches: Sequence[str],
+) -> list[Contestant]:
+    from ..backends.cuda.weights import load_model
+    from ..models.synthetic import dense_twin
+
+    model = load_model(path, device=device, dtype=dtype, act_bits=act_bits, context=positions)
+    kind = str(model.dtype).removeprefix("torch.")
+    models = {"int2" if model.packed else kind: model}
+    if dense and model.packed:
+        models[kind] = dense_twin(model)
+    return _with_caches(models, caches)
+
+
+def _with_caches(models: dict[str, CudaModel], caches: Sequence[str]) -> list[Contestant]:
+    from .cuda_contestant import CudaContestant
+
+    return [CudaContestant(name, each, int8_cache=c == "int8") for c in caches for name, each in models.items()]
+
+
+def _on_cpu(path: Path, config: dict, act_bits: int | None, positions: int, dense: bool) -> list[Contestant]:
+    from ..backends.cpu.model import decoder_weights
+    from ..checkpoint.reader import QUANT_METHOD, Format
+    from .cpu_contestant import CpuContestant, DenseContestant, dense_checkpoint
+
+    if quant_method(config) != QUANT_METHOD:
+        raise InputError(f"{path} is not a packed checkpoint; on a CPU the lean decoder runs only those")
+    form, threads = Format.from_dict(config["quantization_config"], path), len(os.sched_getaffinity(0))
+    weights = decoder_weights(path, config, form, positions, threads=threads)
+    bits = act_bits or form.activation_bits
+    out: list[Contestant] = [CpuContestant("int2", weights, act_bits=bits, threads=threads)]
+    if dense:
+        out.append(DenseContestant(str(DENSE).removeprefix("torch."), dense_checkpoint(path, DENSE)))
+    return out

@@ -1,0 +1,180 @@
+"""Models on a CPU as ``trirun bench model`` times them: the lean decoder, and transformers for the dense model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from trirun_kernels.decoder.cpu import CpuDecoder, Segment
+from trirun_kernels.decoder.weights import LINEARS, DecoderShape, DecoderWeights, LayerWeights, Linear
+from trirun_kernels.weights.packing import dequantize
+from trirun_kernels.weights.spec import QuantSpec
+
+from ..backends.cpu.model import LINEARS as MODULES
+from ..models.synthetic import angles, random_ternary
+
+MAX_ROWS = 192
+
+
+class CpuContestant:
+    """The lean decoder; greedy sampling is an argmax over its logits."""
+
+    settle_s = 0.0
+
+    def __init__(self, name: str, weights: DecoderWeights, *, act_bits: int, threads: int) -> None:
+        self.name, self._weights, self._act_bits, self._threads = name, weights, act_bits, threads
+        self.weight_bytes = weight_bytes(weights)
+
+    def logits(self, tokens: Sequence[int]) -> list[float]:
+        """See :class:`~.model_bench.Contestant`."""
+        decoder = self._decoder(1, len(tokens))
+        return _prompt(decoder, torch.tensor(tokens))()[0].tolist()
+
+    def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
+        """See :class:`~.model_bench.Contestant`."""
+        decoder, vocab = self._decoder(batch, context + 1), self._weights.shape.vocab
+        generator = torch.Generator().manual_seed(0)
+        prompt = torch.randint(vocab, (context,), generator=generator)
+        prefill = _prompt(decoder, prompt)
+        # Other slots hold the same sequence.
+        for slot in range(1, batch):
+            _prompt(decoder, prompt, slot)()
+        segments = [Segment(slot, context, 1) for slot in range(batch)]
+        tokens, rows = torch.randint(vocab, (batch,), generator=generator), torch.arange(batch)
+        return _timed(lambda: prefill().argmax(1)), _timed(lambda: decoder.step(segments, tokens, rows).argmax(1))
+
+    def _decoder(self, slots: int, context: int) -> CpuDecoder:
+        return CpuDecoder(
+            self._weights, slots=slots, context=context, act_bits=self._act_bits, max_rows=MAX_ROWS,
+            threads=self._threads,
+        )  # fmt: skip
+
+
+class DenseContestant:
+    """A model in transformers."""
+
+    settle_s = 0.0
+
+    def __init__(self, name: str, model: Any) -> None:
+        self.name, self._model, self._vocab = name, model, model.config.vocab_size
+        self.weight_bytes = sum(p.nbytes for p in self._model.parameters())
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> list[float]:
+        """See :class:`~.model_bench.Contestant`."""
+        return self._model(torch.tensor([list(tokens)]), logits_to_keep=1).logits[0, -1].float().tolist()
+
+    @torch.inference_mode()
+    def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
+        """See :class:`~.model_bench.Contestant`."""
+        prompts = torch.randint(self._vocab, (batch, context), generator=torch.Generator().manual_seed(0))
+        cache = self._model(prompts, use_cache=True, logits_to_keep=1).past_key_values
+
+        def prefill() -> Any:
+            with torch.inference_mode():
+                return self._model(prompts[:1], use_cache=True, logits_to_keep=1).logits.argmax(-1)
+
+        def step() -> Any:
+            with torch.inference_mode():
+                out = self._model(prompts[:, -1:], past_key_values=cache, use_cache=True).logits.argmax(-1)
+                cache.crop(-1)
+                return out
+
+        return _timed(prefill), _timed(step)
+
+
+def random_weights(shape: DecoderShape, spec: QuantSpec, *, positions: int, seed: int = 0) -> DecoderWeights:
+    """A ternary model on the CPU as :func:`.synthetic.random_model` makes one on a GPU."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = shape.hidden
+
+    def layer() -> LayerWeights:
+        linears = {name: Linear(random_ternary(n, k, spec, generator)) for name, (n, k) in shape.linear_sizes.items()}
+        return LayerWeights(**linears, attention_norm=torch.ones(hidden), mlp_norm=torch.ones(hidden))
+
+    embedding, head = (torch.randn(shape.vocab, hidden, generator=generator) for _ in range(2))
+    layers = [layer() for _ in range(shape.layers)]
+    head = (head / hidden**0.5).half()
+    return DecoderWeights(shape, layers, embedding.half(), head, torch.ones(hidden), *angles(shape, positions))
+
+
+def weight_bytes(weights: DecoderWeights) -> int:
+    """Bytes of all weights as the decoder holds them."""
+    total = 0
+    for layer in weights.layers:
+        for name in LINEARS:
+            w = getattr(layer, name).weight
+            total += sum(part.nbytes for part in (w.words, w.scales, w.zeros) if part is not None)
+    head = weights.head
+    total += weights.embedding.nbytes
+    if head is not weights.embedding:
+        total += head.nbytes if hasattr(head, "nbytes") else head.rows.nbytes + head.scales.nbytes
+    return total
+
+
+def dense_llama(weights: DecoderWeights, dtype: torch.dtype) -> Any:
+    """A transformers Llama of these weights; they must be torch tensors of a plain Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    s = weights.shape
+    config = LlamaConfig(
+        vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.ffn, num_hidden_layers=s.layers,
+        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, head_dim=s.head_dim, rms_norm_eps=s.norm_eps,
+        max_position_embeddings=weights.cosines.shape[0], tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(config)
+    model = model.to(dtype).to_empty(device="cpu").eval()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    state: dict[str, Tensor] = {
+        "model.embed_tokens.weight": weights.embedding,
+        "model.norm.weight": weights.final_norm,
+        "lm_head.weight": weights.head,
+    }
+    for index, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{index}."
+        for name, module in MODULES.items():
+            state[f"{prefix}{module}.weight"] = dequantize(getattr(layer, name).weight, dtype)
+        state[f"{prefix}input_layernorm.weight"] = layer.attention_norm
+        state[f"{prefix}post_attention_layernorm.weight"] = layer.mlp_norm
+    model.load_state_dict(state)
+    return model
+
+
+def dense_checkpoint(path: str | Path, dtype: torch.dtype) -> Any:
+    """A packed checkpoint in transformers with its packed layers as dense ones."""
+    from trirun_kernels.gemm.linear import Int2Linear
+
+    from ..checkpoint.reader import load_checkpoint
+
+    model = load_checkpoint(path, "cpu", dtype)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Int2Linear):
+            model.set_submodule(name, module.to_dense(dtype))
+    return model
+
+
+def _prompt(decoder: CpuDecoder, tokens: Tensor, slot: int = 0) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        for first in range(0, len(tokens), MAX_ROWS):
+            piece = tokens[first : first + MAX_ROWS]
+            last = first + len(piece) == len(tokens)
+            rows = torch.tensor([len(piece) - 1] if last else [], dtype=torch.int64)
+            logits = decoder.step([Segment(slot, first, len(piece))], piece, rows)
+        return logits
+
+    return run
+
+
+def _timed(call: Callable[[], Any]) -> Callable[[], float]:
+    def run() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return run

@@ -1,0 +1,115 @@
+"""A model on the CUDA decoder as ``trirun bench model`` times it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
+from trirun_kernels.decoder.cuda_weights import CudaModel
+
+from ..backends.cuda.sampler import CudaSampler
+from ..errors import OutOfMemoryError
+from .timing import captured
+
+STEPS = 4  # of one round: as in an engine that looks ahead, the next is launched before the last has ended
+# Tokens of a prompt that run at once.
+CHUNK = 2048
+
+
+class CudaContestant:
+    """Prefill and captured decode steps, greedy sampling included, of sequences whose cache holds random numbers."""
+
+    settle_s = 0.25
+
+    def __init__(self, name: str, model: CudaModel, *, int8_cache: bool = False) -> None:
+        self.name = f"{name}, int8 cache" if int8_cache else name
+        self.weight_bytes, self._model = model.nbytes, model
+        self._kind = torch.int8 if int8_cache else model.dtype
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> list[float]:
+        """See :class:`~.model_bench.Contestant`."""
+        decoder = self._decoder(1, len(tokens))
+        wanted = torch.tensor([len(tokens) - 1], device=self._model.device)
+        return self._prompt(decoder, list(tokens), wanted)()[0].float().tolist()
+
+    @torch.inference_mode()
+    def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
+        """See :class:`~.model_bench.Contestant`."""
+        try:
+            decoder = self._decoder(batch, context + 1)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{self.name}: {' '.join(str(error).split())[:200]}") from None
+        # Zeros would flatter: they cost less power, and less of it means a higher clock.
+        if decoder.scales is None:
+            decoder.cache.normal_()
+        else:
+            # As normal numbers would be: the largest of a head's is about 2.6.
+            for layer in decoder.cache:
+                layer.copy_(torch.randn(layer.shape, device=layer.device).mul_(127 / 2.6).clamp_(-127, 127))
+            decoder.scales.fill_(2.6 / 127)
+        device, vocab = self._model.device, self._model.shape.vocab
+        sampler = CudaSampler(batch, vocab, decoder.latest)
+        slots = torch.arange(batch, dtype=torch.int32, device=device)
+        prompt = torch.randint(vocab, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+        run = self._prompt(decoder, prompt, torch.tensor([context - 1], device=device))
+
+        def prefill() -> None:
+            sampler.sample(run(), slots[:1])
+
+        inputs = Inputs(torch.full_like(slots, -1), slots, torch.full_like(slots, context))
+
+        def step() -> None:
+            sampler.sample(decoder.forward(inputs), slots)
+
+        return _timed(prefill), _timed(_replayed(step), STEPS)
+
+    def _decoder(self, slots: int, context: int) -> CudaDecoder:
+        decoder = CudaDecoder(self._model, slots=slots, context=context, kv_dtype=self._kind)
+        tables = decoder.block_tables
+        tables.copy_(torch.arange(tables.numel(), device=tables.device).view(tables.shape))
+        return decoder
+
+    def _prompt(self, decoder: CudaDecoder, tokens: list[int], wanted: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Runs a prompt in slot 0, in chunks, and gives the logits after its last token."""
+        pieces = []
+        for first in range(0, len(tokens), CHUNK):
+            piece = tokens[first : first + CHUNK]
+            rows = (piece, [0] * len(piece), range(first, first + len(piece)))
+            inputs = Inputs(*(torch.tensor(row, dtype=torch.int32, device=self._model.device) for row in rows))
+            pieces.append((inputs, (Segment(0, len(piece), 0, first),) if len(piece) > 1 else ()))
+        last = wanted % CHUNK
+
+        def run() -> torch.Tensor:
+            for inputs, segments in pieces:
+                logits = decoder.forward(inputs, segments, last if inputs is pieces[-1][0] else last[:0])
+            return logits
+
+        return run
+
+
+def _replayed(call: Callable[[], None]) -> Callable[[], None]:
+    graph = captured([call])
+
+    def replay(alive: Callable[[], None] = call) -> None:
+        # A graph does not keep what it reads: `call` does.
+        graph.replay()
+
+    return replay
+
+
+def _timed(call: Callable[[], None], repeats: int = 1) -> Callable[[], float]:
+    """Seconds of one call on the device."""
+
+    def run() -> float:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.inference_mode():
+            start.record()
+            for _ in range(repeats):
+                call()
+            stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) * 1e-3 / repeats
+
+    return run

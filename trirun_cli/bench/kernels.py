@@ -1,0 +1,217 @@
+"""``trirun bench kernels``: each product is checked against float64 first, and only then timed beside its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from trirun_kernels.gemm.reference import int8_round_trip
+from trirun_kernels.weights.packing import PackedWeight, dequantize
+from trirun_kernels.weights.spec import QuantSpec
+
+from ..errors import CheckFailed
+from ..models.synthetic import random_ternary
+from .peers import Peer, peers_for
+from .shapes import Shape
+from .timing import Call, Timing, copies, interleaved, matrix_peak, read_bandwidth
+
+# Error allowed beside that of torch's 16-bit product on the dense weight, by the type of the sums (fp16: 2.7 times on
+# normal x, and x has outliers here); 8-bit activations round the output only.
+ERROR_RATIO = {"fp32": 1.5, "fp16": 4.0}
+ERROR_ACT8 = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the figures come from. Measured: ``read_gbps`` in 10^9 bytes/s, ``peak_tflops`` in 10^12 operations/s."""
+
+    device: str
+    name: str
+    torch: str
+    read_gbps: float
+    peak_tflops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One product. Times in microseconds: medians, with the distance between quartiles of ours as ``spread_us``."""
+
+    label: str
+    n: int
+    k: int
+    m: int
+    group_size: int
+    act_bits: int
+    dtype: str
+    accumulate: str
+    copies: int
+    relative_error: float
+    allowed_error: float
+    us: float
+    spread_us: float
+    weight_bytes: int
+    floor_us: float
+    peers_us: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.n * self.k * self.m
+
+    def derived(self, machine: Machine) -> dict[str, float | None]:
+        """Shares of this machine's measured limits, and speed-ups over torch and over the fastest other peer."""
+        dense = [us for name, us in self.peers_us.items() if name.startswith("torch")]
+        others = [us for name, us in self.peers_us.items() if not name.startswith("torch")]
+        return {
+            "read_share": self.weight_bytes / (self.us * 1e-6) / (machine.read_gbps * 1e9),
+            "peak_share": self.flops / (self.us * 1e-6) / (machine.peak_tflops * 1e12),
+            "speedup_torch": min(dense) / self.us if dense else None,
+            "speedup_peer": min(others) / self.us if others else None,
+        }
+
+    def document(self, machine: Machine) -> dict[str, Any]:
+        return {**asdict(self), **self.derived(machine)}
+
+
+def measure_machine(device: torch.device) -> Machine:
+    """The limits that results are compared with, measured now."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return Machine(str(device), name, torch.__version__, read_bandwidth(device) / 1e9, matrix_peak(device) / 1e12)
+
+
+def run(
+    shapes: Sequence[Shape],
+    rows: Sequence[int],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    group_size: int,
+    act_bits: int,
+    machine: Machine,
+    seconds: float,
+    accumulate: str = "fp32",
+    progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[Result]:
+    """Check and time every shape with every row count.
+
+    Args:
+        group_size: of the weight; a shape whose k is no multiple of it raises.
+        act_bits: 16 or 8. seconds: measuring time per contestant. accumulate: type of the sums, "fp32" or "fp16".
+        progress: told what is being measured.
+
+    Raises:
+        CheckFailed: a product is wrong; nothing of it was timed.
+    """
+    for shape in shapes:
+        spec = QuantSpec(group_size, 1.0)
+        packed_bytes = max(1, shape.n * shape.k // 4)
+        count = copies(packed_bytes, device)
+        generator = torch.Generator(device).manual_seed(0)
+        weights = [random_ternary(shape.n, shape.k, spec, generator) for _ in range(count)]
+        peers = peers_for(shape.n, shape.k, dtype, device, group_size, act_bits)
+        for m in rows:
+            progress(f"{shape.label} {shape.n} × {shape.k}, m = {m}")
+            x = outlier_rows(m, shape.k, dtype, device)
+            error, allowed = checked_error(x, weights[0], act_bits, accumulate)
+            if not error <= allowed:
+                raise CheckFailed(
+                    f"{shape} m={m} group_size={group_size} act_bits={act_bits} {dtype}: relative error {error:.2e}, "
+                    f"at most {allowed:.2e} allowed; nothing was timed"
+                )
+            yield _time(shape, m, x, weights, peers, (error, allowed), act_bits, accumulate, machine, seconds)
+        del weights, peers
+
+
+def _time(
+    shape: Shape,
+    m: int,
+    x: Tensor,
+    weights: Sequence[PackedWeight],
+    peers: Sequence[Peer],
+    errors: tuple[float, float],
+    act_bits: int,
+    accumulate: str,
+    machine: Machine,
+    seconds: float,
+) -> Result:
+    from trirun_kernels.gemm.ops import int2_gemm
+
+    ours = [partial(int2_gemm, x, w, act_bits=act_bits, acc=accumulate) for w in weights]
+    contestants: dict[str, Sequence[Call]] = {"trirun": ours}
+    for peer in peers:
+        contestants[peer.name] = peer.calls(x)
+    if x.device.type == "cuda":
+        from .probe import read_stream
+
+        sink = torch.zeros(1, dtype=torch.int32, device=x.device)
+        contestants["floor"] = [partial(read_stream, w.words, sink) for w in weights]
+    timings: dict[str, Timing] = interleaved(contestants, x.device, seconds)
+    nbytes = weights[0].nbytes
+    floor = timings.pop("floor").median if "floor" in timings else nbytes / (machine.read_gbps * 1e9)
+    own = timings.pop("trirun")
+    return Result(
+        label=shape.label,
+        n=shape.n,
+        k=shape.k,
+        m=m,
+        group_size=weights[0].spec.group_size,
+        act_bits=act_bits,
+        dtype=str(x.dtype).removeprefix("torch."),
+        accumulate=accumulate,
+        copies=len(weights),
+        relative_error=errors[0],
+        allowed_error=errors[1],
+        us=own.median * 1e6,
+        spread_us=own.spread * 1e6,
+        weight_bytes=nbytes,
+        floor_us=floor * 1e6,
+        peers_us={name: timing.median * 1e6 for name, timing in timings.items()},
+    )
+
+
+def outlier_rows(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal rows with one column in 200 thirty times larger, as activations of language models have them."""
+    x = torch.randn(m, k, device=device)
+    x[:, torch.randperm(k, device=device)[: max(1, k // 200)]] *= 30
+    return x.to(dtype)
+
+
+def checked_error(x: Tensor, w: PackedWeight, act_bits: int, acc: str = "fp32") -> tuple[float, float]:
+    """Relative error of our product against float64, and the error allowed: 1.5 times that of torch's 16-bit product
+    with 16-bit activations, one rounding of the output with 8-bit ones. Three strips of rows of w are compared, and at
+    most 64 rows of x; every output must be finite."""
+    from trirun_kernels.gemm.ops import int2_gemm
+
+    y = int2_gemm(x, w, act_bits=act_bits, acc=acc)
+    if not y.isfinite().all():
+        return float("inf"), 0.0
+    picked = torch.linspace(0, x.shape[0] - 1, min(64, x.shape[0]), device=x.device).long()
+    exact = x[picked].double() if act_bits == 16 else int8_round_trip(x[picked].float()).double()
+    kind = torch.float16 if x.dtype == torch.float32 else x.dtype
+    difference = norm = dense_difference = 0.0
+    last = (w.n - 1) // 64
+    for strip in sorted({0, last // 2, last}):
+        first, count = strip * 64, min(64, w.n - strip * 64)
+        scales = w.scales[:, first : first + 64].contiguous()
+        part = PackedWeight(w.words[strip : strip + 1], scales, None, count, w.k, w.spec)
+        dense = dequantize(part, torch.float64)
+        expected = exact @ dense.t()
+        difference += float((y[picked, first : first + count].double() - expected).square().sum())
+        norm += float(expected.square().sum())
+        theirs = torch.nn.functional.linear(exact.to(kind), dense.to(kind)).double()
+        dense_difference += float((theirs - expected).square().sum())
+    error = (difference / norm) ** 0.5
+    return error, ERROR_RATIO[acc] * (dense_difference / norm) ** 0.5 if act_bits == 16 else ERROR_ACT8[x.dtype]
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    threads = torch.get_num_threads()
+    return f"{names[0] if names else 'CPU'}, {threads} threads"

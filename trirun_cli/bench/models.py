@@ -1,0 +1,223 @@
+"""``trirun bench model``: whole decoders, packed beside dense, checked first and timed in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import CheckFailed, OutOfMemoryError, UsageError
+from ..resources import configs_dir
+
+if TYPE_CHECKING:
+    from trirun_kernels.decoder.weights import DecoderShape
+
+# Of logits after a prompt, packed against dense: both compute in 16 bits, and every layer adds its roundings.
+ALLOWED_ERROR = 0.05
+CHECK_TOKENS = 64
+TURNS = 3  # of each contestant in a cell
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One contestant in one cell.
+
+    Attributes:
+        prefill_s: of one prompt as long as the context, the first token sampled: the time to the first token.
+        step_s: median of a step that adds a token to every sequence of the batch: the time between tokens.
+        spread_s: distance between the quartiles of that.
+    """
+
+    prefill_s: float
+    step_s: float
+    spread_s: float
+
+    def document(self, batch: int, context: int) -> dict[str, float]:
+        """With the rates that follow from the times."""
+        return {
+            "prefill_tokens_per_s": context / self.prefill_s,
+            "time_to_first_token_ms": self.prefill_s * 1e3,
+            "decode_tokens_per_s": batch / self.step_s,
+            "inter_token_latency_ms": self.step_s * 1e3,
+            "inter_token_spread_ms": self.spread_s * 1e3,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """``batch`` sequences of ``context`` tokens each, and how fast each contestant goes on with them."""
+
+    batch: int
+    context: int
+    speeds: dict[str, Speed] = field(default_factory=dict)
+
+    def document(self) -> dict:
+        """For --json; ``speedup`` is over the second contestant: the first one's, and in their own part that of all."""
+        out: dict = {"batch": self.batch, "context": self.context}
+        out |= {name: speed.document(self.batch, self.context) for name, speed in self.speeds.items()}
+        if len(self.speeds) > 1:
+            _, theirs, *_ = self.speeds.values()
+            for name, speed in self.speeds.items():
+                out[name]["decode_speedup"] = theirs.step_s / speed.step_s
+                out[name]["prefill_speedup"] = theirs.prefill_s / speed.prefill_s
+            ours = out[next(iter(self.speeds))]
+            out |= {name: ours[name] for name in ("decode_speedup", "prefill_speedup")}
+        return out
+
+
+class Contestant(Protocol):
+    """A model that can be timed.
+
+    Attributes:
+        name: for people and for --json. weight_bytes: of all its weights where it computes.
+        settle_s: how long it runs at each of its turns before it is timed.
+    """
+
+    name: str
+    weight_bytes: int
+    settle_s: float
+
+    def logits(self, tokens: Sequence[int]) -> list[float]:
+        """After the last of these tokens, [vocab]."""
+
+    def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
+        """Two functions that run, and time in seconds, the prefill of one sequence and a step of the whole batch.
+
+        Raises:
+            OutOfMemoryError: there is no room.
+        """
+
+
+def load_decoder_shapes() -> dict[str, DecoderShape]:
+    """The decoders of configs/shapes.yaml by name."""
+    import yaml
+    from trirun_kernels.decoder.weights import DecoderShape
+
+    listed = yaml.safe_load((configs_dir() / "shapes.yaml").read_text())["decoders"]
+    return {
+        name: DecoderShape(
+            **sizes, rotary_half=sizes["head_dim"] // 2, norm_eps=1e-5, attention_scale=sizes["head_dim"] ** -0.5
+        )
+        for name, sizes in listed.items()
+    }
+
+
+def decoder_shape_named(name: str) -> DecoderShape:
+    """The decoder of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    shapes = load_decoder_shapes()
+    if name not in shapes:
+        raise UsageError(f"--shape {name}: not one of {', '.join(shapes)}")
+    return shapes[name]
+
+
+def check(contestants: Sequence[Contestant], vocab: int) -> dict[str, float]:
+    """Relative difference of every other contestant's logits after a short prompt from the second one's, by name.
+
+    Raises:
+        CheckFailed: a logit is not finite, or the difference is too large. Nothing was timed then.
+    """
+    tokens = [(17 * i * i + 3 * i + 1) % vocab for i in range(CHECK_TOKENS)]
+    found = {contestant.name: contestant.logits(tokens) for contestant in contestants}
+    for name, logits in found.items():
+        # A number that is none differs from itself.
+        if any(not abs(v) < float("inf") for v in logits):
+            raise CheckFailed(f"{name}: logits are not finite; nothing was timed")
+    if len(found) < 2:
+        return {}
+    second = contestants[1].name
+    size = sum(b * b for b in found[second]) ** 0.5
+    errors = {}
+    for name, logits in found.items():
+        if name == second:
+            continue
+        errors[name] = sum((a - b) ** 2 for a, b in zip(logits, found[second], strict=True)) ** 0.5 / size
+        if not errors[name] <= ALLOWED_ERROR:
+            raise CheckFailed(
+                f"{name} and {second} differ by {errors[name]:.2%} in their logits, at most {ALLOWED_ERROR:.0%} is "
+                "allowed; nothing was timed"
+            )
+    return errors
+
+
+def run(
+    contestants: Sequence[Contestant],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    *,
+    seconds: float,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[Cell]:
+    """Time every cell, the contestants taking turns, since machines are shared and change.
+
+    A GPU sets its clock by the power it drew over the last tenths of a second. Turns of one run each, tens of
+    milliseconds, would give all contestants the same clock, that of their mean power (measured: a prefill of 2048
+    tokens 45.6 ms packed and 45.1 dense in such turns, 43.7 and 46.8 each by itself), and whoever runs second in turns
+    without a pause would inherit the first one's. Hence each runs for a while before it is timed.
+
+    Args:
+        seconds: measuring time per contestant and cell, at least three prefills and six steps.
+        progress: told what is being measured.
+
+    Raises:
+        OutOfMemoryError: a contestant has no room for a cell.
+    """
+    for context in contexts:
+        for batch in batches:
+            progress(f"batch {batch}, context {context}")
+            yield Cell(batch, context, _race(contestants, batch, context, seconds))
+
+
+def _race(contestants: Sequence[Contestant], batch: int, context: int, seconds: float) -> dict[str, Speed]:
+    try:
+        opened = {contestant.name: contestant.open(batch, context) for contestant in contestants}
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"batch {batch}, context {context}: {error}", "measure fewer or shorter") from None
+    settle = {contestant.name: contestant.settle_s for contestant in contestants}
+    prefills: dict[str, list[float]] = {name: [] for name in opened}
+    steps: dict[str, list[float]] = {name: [] for name in opened}
+    for prefill, step in opened.values():
+        prefill(), step()
+    for times, which, least in ((prefills, 0, 1), (steps, 1, 2)):
+        for _ in range(TURNS):
+            for name, functions in opened.items():
+                times[name] += _turn(functions[which], settle[name], seconds / TURNS, least)
+    speeds = {}
+    for name in opened:
+        low, middle, high = statistics.quantiles(steps[name], n=4)
+        speeds[name] = Speed(statistics.median(prefills[name]), middle, high - low)
+    return speeds
+
+
+def _turn(run: Callable[[], float], settle_s: float, seconds: float, least: int) -> list[float]:
+    """Times of as many runs as ``seconds`` hold, at least ``least``, after runs for ``settle_s`` that do not count."""
+    end = time.perf_counter() + settle_s
+    while time.perf_counter() < end:
+        run()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < end:
+        times.append(run())
+    return times
+
+
+def document(
+    contestants: Sequence[Contestant], cells: Sequence[Cell], *, model: str, device: str, errors: dict[str, float]
+) -> dict:
+    """The whole of --json."""
+    weights = {contestant.name: contestant.weight_bytes for contestant in contestants}
+    ratio = contestants[0].weight_bytes / contestants[1].weight_bytes if len(contestants) > 1 else None
+    return {
+        "model": model,
+        "device": device,
+        "weight_bytes": weights,
+        "weight_ratio": ratio,
+        "logit_difference": errors.get(contestants[0].name, 0.0),
+        "logit_differences": errors,
+        "results": [cell.document() for cell in cells],
+    }

@@ -1,0 +1,1 @@
+"""Foreign packed formats, one file each."""

@@ -1,0 +1,74 @@
+"""Models by their names on the Hugging Face hub: downloaded once, into the hub's own cache."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import InputError, TrirunError
+
+if TYPE_CHECKING:
+    from ..console import Console
+
+_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+# What a model directory is made of: config, weights, tokenizers of every kind, chat templates. Other formats of the
+# weights, which may be several times as large, stay where they are.
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "trirun_recipe.yaml"]
+_UNWANTED = ["*/*", "consolidated*"]
+
+
+def hub_name(given: Path) -> tuple[str, str | None] | None:
+    """ORG/NAME and revision of ORG/NAME[@REVISION], where ``given`` is that rather than a place on this machine: a file
+    or directory of that name, or a directory of the organisation's, is what is meant where it exists."""
+    matched = _NAME.fullmatch(str(given))
+    if matched is None or given.exists() or given.parent.exists():
+        return None
+    return matched["name"], matched["revision"]
+
+
+def model_name(given: Path) -> str:
+    """What a model is called, for the names of what is made of it: its directory's name, or the hub's without ORG."""
+    named = hub_name(given)
+    return given.resolve().name if named is None else named[0].partition("/")[2]
+
+
+def local_model(given: Path, console: Console) -> Path:
+    """The directory of a model: ``given``, or the hub's ORG/NAME[@REVISION] in the hub's cache, downloaded as far
+    as it is not there (HF_HUB_OFFLINE=1: only looked for).
+
+    Raises:
+        InputError: the hub has no such model, or not for this user. TrirunError: the hub cannot be reached.
+    """
+    named = hub_name(given)
+    if named is None:
+        return given
+    name, revision = named
+    import huggingface_hub
+    from huggingface_hub import errors
+    from huggingface_hub.utils import disable_progress_bars
+
+    if console.quiet or console.as_json or not sys.stderr.isatty():
+        disable_progress_bars()
+    console.note(f"{given} is no directory here: taking it from the Hugging Face hub")
+    try:
+        found = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
+    except errors.GatedRepoError:
+        fix = f"accept its terms on https://huggingface.co/{name}, then: hf auth login"
+        raise InputError(f"{given}: a gated model of the hub", fix) from None
+    except errors.RevisionNotFoundError:
+        raise InputError(f"{given}: the hub has no such revision of it") from None
+    except errors.RepositoryNotFoundError:
+        fix = "hf auth login, if it is private"
+        raise InputError(f"{given}: no such directory, and no such model on the hub", fix) from None
+    except errors.LocalEntryNotFoundError:
+        fix = "connect, or give a directory"
+        raise InputError(
+            f"{given}: no such directory, nor in the hub's cache, and the hub is not reached", fix
+        ) from None
+    except (errors.HfHubHTTPError, ConnectionError) as error:
+        raise TrirunError(f"{given}: the hub answers: {' '.join(str(error).split())[:300]}") from error
+    return Path(found)

@@ -1,0 +1,178 @@
+"""A packed checkpoint: a Hugging Face directory whose linear weights are tile64.
+
+For every packed module there is ``<module>.weight`` int32 [n/64, k/32, 128], ``<module>.weight_scale`` fp16
+[k/g, n] and, where the grid has real zeros, ``<module>.weight_zero``. The grid is in
+``config.json["quantization_config"]``; see :class:`Format`. The name ``weight`` makes a plain transformers refuse the
+directory instead of filling the layers with random numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from .model_dir import ModelDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from trirun_kernels import PackedWeight, QuantSpec
+
+QUANT_METHOD = "trirun"
+FORMAT_VERSION = 1
+LAYOUT = "tile64"
+WEIGHT, SCALE, ZERO = ".weight", ".weight_scale", ".weight_zero"
+
+
+@dataclass(slots=True)
+class Format:
+    """``quantization_config`` of a packed checkpoint.
+
+    Attributes:
+        group_size, zero: the grid of every packed module that ``overrides`` does not name (see
+            :class:`trirun_kernels.QuantSpec`; ``zero`` null means stored zeros).
+        overrides: module name to its own ``{"group_size", "zero"}``.
+        padded: module name to its true [n, k] where that is not the stored, padded shape.
+        modules_to_not_convert: linear modules kept as they were.
+        activation_bits: 16, or 8 for a model trained with 8-bit activations.
+    """
+
+    group_size: int = 128
+    zero: float | None = 1.0
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    padded: dict[str, list[int]] = field(default_factory=dict)
+    modules_to_not_convert: list[str] = field(default_factory=list)
+    activation_bits: int = 16
+
+    def to_dict(self) -> dict[str, Any]:
+        """The section as config.json holds it."""
+        head = {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "layout": LAYOUT, "bits": 2}
+        return head | asdict(self)
+
+    @classmethod
+    def from_dict(cls, section: dict[str, Any], where: object = "quantization_config") -> Format:
+        """Read and check a ``quantization_config``.
+
+        Raises:
+            InputError: another method, a newer format version, another layout, or fields of the wrong kind.
+        """
+        if not isinstance(section, dict):
+            raise InputError(f"{where}: quantization_config is {section!r}, not an object")
+        if section.get("quant_method") != QUANT_METHOD:
+            raise InputError(f"{where} is not a trirun checkpoint: quant_method is {section.get('quant_method')!r}")
+        version = section.get("format_version")
+        if not isinstance(version, int) or version < 1:
+            raise InputError(f"{where}: format_version is {version!r}")
+        if version > FORMAT_VERSION:
+            raise InputError(
+                f"{where} has format version {version}; this trirun reads up to {FORMAT_VERSION}", "upgrade trirun"
+            )
+        if section.get("layout") != LAYOUT or section.get("bits") != 2:
+            raise InputError(
+                f"{where}: layout {section.get('layout')!r} with {section.get('bits')!r} bits is not 2-bit {LAYOUT}"
+            )
+        known = {name: section[name] for name in cls.__dataclass_fields__ if name in section}
+        made = cls(**known)
+        for name, kind in (("overrides", dict), ("padded", dict), ("modules_to_not_convert", list)):
+            if not isinstance(getattr(made, name), kind):
+                raise InputError(f"{where}: {name} is {getattr(made, name)!r}")
+        if made.activation_bits not in (8, 16):
+            raise InputError(f"{where}: activation_bits is {made.activation_bits!r}, not 8 or 16")
+        try:
+            made.spec("")
+            for module in made.overrides:
+                made.spec(module)
+        except (TypeError, ValueError, KeyError) as error:
+            raise InputError(f"{where}: {error}") from None
+        return made
+
+    def spec(self, module: str) -> QuantSpec:
+        """The grid of one module."""
+        from trirun_kernels import QuantSpec
+
+        own = self.overrides.get(module, {"group_size": self.group_size, "zero": self.zero})
+        return QuantSpec(own["group_size"], own["zero"])
+
+
+class Checkpoint(ModelDir):
+    """A packed checkpoint opened for reading. Opening checks every packed tensor's name, shape and dtype.
+
+    Raises:
+        InputError: it is not a trirun checkpoint, is damaged, or a stored shape contradicts the format.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        if self.quant_method is None:
+            raise InputError(f"{self.path} is not quantized", f"trirun quantize {self.path} --wbits 2 makes it 2-bit")
+        self.format = Format.from_dict(self.config["quantization_config"], self.path)
+        self.modules = sorted(name.removesuffix(SCALE) for name in self.names if name.endswith(SCALE))
+        if not self.modules:
+            raise InputError(f"{self.path} says it is packed but holds no packed weight")
+        for module in self.modules:
+            self._check(module)
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """The true [n, k] of a packed module."""
+        if module in self.format.padded:
+            n, k = self.format.padded[module]
+            return n, k
+        strips, blocks, _ = self.meta(module + WEIGHT)[0]
+        return strips * 64, blocks * 32
+
+    def packed(self, module: str) -> PackedWeight:
+        """One packed weight, still in the mapped file."""
+        from trirun_kernels import PackedWeight
+
+        n, k = self.shape(module)
+        zeros = self.tensor(module + ZERO) if module + ZERO in self else None
+        return PackedWeight(
+            self.tensor(module + WEIGHT), self.tensor(module + SCALE), zeros, n, k, self.format.spec(module)
+        )
+
+    def _check(self, module: str) -> None:
+        from trirun_kernels.weights.packing import PackError, stored_shapes
+
+        if module + WEIGHT not in self:
+            raise InputError(f"{self.path}: {module}{SCALE} has no {module}{WEIGHT} beside it")
+        words, kind = self.meta(module + WEIGHT)
+        if kind != "I32" or len(words) != 3 or words[2] != 128:
+            raise InputError(f"{self.path}: {module}{WEIGHT} is {kind} {words}, not I32 [n/64, k/32, 128]")
+        spec = self.format.spec(module)
+        try:
+            expected_words, expected_groups = stored_shapes(*self.shape(module), spec)
+        except (PackError, TypeError, ValueError) as error:
+            raise InputError(f"{self.path}: {module}: {error}") from None
+        expected = {WEIGHT: ("I32", expected_words), SCALE: ("F16", expected_groups)}
+        if spec.zero is None:
+            expected[ZERO] = ("F16", expected_groups)
+        elif module + ZERO in self:
+            raise InputError(f"{self.path}: {module}{ZERO} is stored, but the grid's zero is {spec.zero}")
+        for suffix, (dtype, shape) in expected.items():
+            if module + suffix not in self:
+                raise InputError(f"{self.path}: {module}{suffix} is missing")
+            found, found_dtype = self.meta(module + suffix)
+            if tuple(found) != shape or found_dtype != dtype:
+                raise InputError(
+                    f"{self.path}: {module}{suffix} is {found_dtype} {found}, the format says {dtype} {list(shape)}"
+                )
+
+
+def load_checkpoint(path: str | Path, device: str = "cpu", dtype: Any = None) -> PreTrainedModel:
+    """A packed checkpoint as a transformers model with :class:`~trirun_kernels.gemm.linear.Int2Linear` layers.
+
+    Args:
+        path: the checkpoint directory. device: where to put it.
+        dtype: of everything that is not packed; None keeps the checkpoint's, except float32 on the CPU, where half
+            precision arithmetic is emulated.
+
+    Raises:
+        InputError: see :class:`Checkpoint` and :func:`~.pretrained.load_pretrained`.
+    """
+    from ..integrations import transformers as hf_quantizer
+    from ..models.pretrained import load_pretrained
+
+    Checkpoint(path)
+    hf_quantizer.register()
+    return load_pretrained(path, device, dtype)

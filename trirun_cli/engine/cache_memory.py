@@ -1,0 +1,57 @@
+"""How long the sequences of a cache in main memory can be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import OutOfMemoryError
+
+if TYPE_CHECKING:
+    from trirun_kernels.decoder.weights import DecoderShape
+
+# Of what is available when the model is opened; the weights and everyone else need the rest.
+SHARE = 0.5
+LEAST = 512
+_BLOCK = 64
+
+
+def affordable_context(shape: DecoderShape, slots: int, longest: int, available: int | None = None) -> int:
+    """Positions per slot of a 16-bit cache that takes at most half of the memory that is available.
+
+    Args:
+        longest: positions that are wanted. available: bytes; None asks the system.
+
+    Raises:
+        OutOfMemoryError: less than 512 (or ``longest``, where that is less) fit.
+    """
+    if available is None:
+        available = available_bytes()
+    # Keys and values, 2 bytes each, heads padded to 16 elements as the native cache pads them.
+    position = 2 * 2 * shape.layers * shape.kv_heads * (-(-shape.head_dim // 16) * 16)
+    budget, least = SHARE * available, min(LEAST, longest)
+    fits = int(budget) // (position * slots) // _BLOCK * _BLOCK
+    if fits < least:
+        need = f"{slots} sequences of {least} tokens need {slots * least * position / 2**30:.2f} GiB of cache"
+        raise OutOfMemoryError(f"{need}, half of the free memory is {budget / 2**30:.2f} GiB", "run fewer at once")
+    return min(fits, longest)
+
+
+def available_bytes() -> int:
+    """Memory that can still be taken without swapping, within the limit of this process's control group."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            found = int(line.split()[1]) * 1024
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdecimal() and used.isdecimal():
+        found = min(found, max(int(limit) - int(used), 0))
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -1,0 +1,143 @@
+"""What differs between devices: how a batch is run and sampled from, and how the key-value cache is shared out.
+
+The engine asks in this order: ``cache.admit`` and ``bind`` for a request's slot, then one :class:`Work` per step and
+slot through ``launch``, and ``cache.release`` when it ends. Whatever a runner does for these calls takes effect in the
+order of the calls (on a GPU: one stream), so a slot may be given away while its last step is still on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from .request import Request
+from .sampling import Token
+
+
+class Work(NamedTuple):
+    """One slot's share of a step.
+
+    Attributes:
+        slot: whose. position: how many tokens of the slot come before these; the slot forgets any beyond them.
+        tokens: at least one; None is one token, the one sampled last for this slot, which may still be on the device.
+        sample: choose the token after the last of them.
+        targets: what follows the first ``len(targets)`` of them in the prompt; their log-probabilities are wanted,
+            with the alternatives that ``request.params.prompt_logprobs`` asks for.
+    """
+
+    slot: int
+    position: int
+    tokens: Sequence[int] | None
+    sample: bool
+    targets: Sequence[int] = ()
+
+    @property
+    def rows(self) -> int:
+        """Tokens that it runs."""
+        return 1 if self.tokens is None else len(self.tokens)
+
+
+class Outcome(NamedTuple):
+    """What one :class:`Work` gave: the sampled token, the log-probabilities of its targets, and, of a burst, the tokens
+    sampled after the first."""
+
+    token: Token | None
+    prompt: tuple[Token, ...] = ()
+    more: tuple[Token, ...] = ()
+
+
+class Pending(Protocol):
+    """A step on its way."""
+
+    def collect(self) -> Sequence[Outcome]:
+        """Wait for it; one outcome per work, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was over when it was launched."""
+
+    outcomes: Sequence[Outcome]
+
+    def collect(self) -> Sequence[Outcome]:
+        """See :class:`Pending`."""
+        return self.outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A slot, and how many of the prompt's tokens it already holds: fewer than the prompt has."""
+
+    slot: int
+    reused: int
+
+
+class KvCache(Protocol):
+    """Who owns which part of the key-value cache. Accounting only, on the host.
+
+    A slot's tokens are its prompt and what was generated; ``reuse`` finds some of them computed by others.
+    """
+
+    def admit(self, prompt: Sequence[int], *, reuse: bool = True) -> Admission | None:
+        """Room for a prompt, or None when there is none now; ``reuse`` False computes all of it anew."""
+
+    def grow(self, slot: int, length: int) -> bool:
+        """Room for a slot's first ``length`` tokens; False when there is none now."""
+
+    def computed(self, slot: int, length: int) -> None:
+        """A slot's first ``length`` tokens are computed by a step that has been launched; others may reuse those of
+        its prompt from the next step on."""
+
+    def release(self, slot: int, tokens: Sequence[int]) -> None:
+        """Take back a slot that holds these tokens, all of them computed, for others to reuse."""
+
+    @property
+    def usage(self) -> float:
+        """The share of the cache in use by running requests, 0 to 1."""
+
+
+class Runner(Protocol):
+    """A model on a device.
+
+    Attributes:
+        name: what runs it, for people: "lean decoder on cpu, 2 threads".
+        slots: sequences that can run at once. context: most tokens of one. max_rows: most tokens of one step, at least
+            ``slots``. vocab_size: token ids are below it.
+        lookahead: 1: the next step may be launched, with tokens=None, before this one is collected. 0: it may not.
+    """
+
+    name: str
+    slots: int
+    context: int
+    max_rows: int
+    vocab_size: int
+    lookahead: int
+
+    @property
+    def cache(self) -> KvCache:
+        """Whose slots these are."""
+
+    def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
+        """Give a slot to a request: the sampling state (random numbers, penalties, bias) is that of ``request.params``
+        after the tokens ``generated``, which are not empty where a request comes back after it was put aside."""
+
+    def launch(self, work: Sequence[Work]) -> Pending:
+        """Start a step: slots in ascending order, each at most once, and at most ``max_rows`` tokens in all."""
+
+    def close(self) -> None:
+        """Give memory and devices back."""
+
+
+@runtime_checkable
+class BurstRunner(Protocol):
+    """A runner without lookahead that can take several decoding steps in one launch, for models so small that a step
+    costs no more than asking for it."""
+
+    def burst(self, slots: Sequence[int], seconds: float) -> int:
+        """Most steps that a launch of these slots should take to be over within that time, 1 when it should be an
+        ordinary one."""
+
+    def launch_burst(self, work: Sequence[Work], steps: int) -> Pending:
+        """Start that many steps of work without tokens, or fewer: as many for every slot, and none after one that
+        brought a slot's stop id."""

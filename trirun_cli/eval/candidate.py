@@ -1,0 +1,120 @@
+"""One model of an evaluation: what runs it, what its results depend on, and what has come out so far."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..backends.transformers.model import CausalLM, open_model, pick_device
+from ..checkpoint.model_dir import ModelDir
+from ..checkpoint.reader import QUANT_METHOD, Checkpoint
+from ..console import Console
+from ..errors import InputError
+from ..text.detokenizer import load_tokenizer
+from .perplexity import Perplexity
+from .request_cache import RequestCache, model_digest
+
+if TYPE_CHECKING:
+    from .session import Settings
+    from .tasks.harness import HarnessRun
+
+
+@dataclass(slots=True)
+class Side:
+    """One model's part: "model" or "checkpoint".
+
+    Attributes:
+        facts: what ran it, for the results document. windows: of each text.
+        wall_s, model_s: seconds of each task, and of them in the model.
+    """
+
+    role: str
+    path: Path
+    facts: dict[str, Any]
+    runner: CausalLM | None
+    tokenizer: Any
+    cache: RequestCache | None = None
+    perplexities: dict[str, Perplexity] = field(default_factory=dict)
+    runs: dict[str, HarnessRun] = field(default_factory=dict)
+    wall_s: dict[str, float] = field(default_factory=dict)
+    model_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a result depends on besides the tokens asked about, and the versions it was computed with."""
+        kept = ("sha256", "device", "dtype", "kernel", "act_bits")
+        # The lean decoder's results are the same for any number of threads.
+        engine = re.sub(r", \d+ threads", "", self.facts["engine"])
+        return {name: self.facts[name] for name in kept} | {"engine": engine, "versions": library_versions()}
+
+
+def open_side(role: str, path: Path, settings: Settings, console: Console) -> Side:
+    """Open a model and say what runs it.
+
+    Args:
+        role: "model" or "checkpoint". path: its directory.
+
+    Raises:
+        InputError: it cannot be loaded, has no chat template where one is wanted, or its finished requests are of
+            another model. MissingError: the device is not there.
+    """
+    device = pick_device(settings.device)
+    runner = open_model(
+        path,
+        device=device,
+        dtype=settings.dtype,
+        act_bits=settings.act_bits,
+        exact=not settings.as_served,
+        kv_cache_dtype=settings.kv_cache_dtype,
+    )
+    tokenizer = load_tokenizer(path)
+    if settings.chat_template and not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"{path}: its tokenizer has no chat template", "leave out --chat-template")
+    facts = {
+        "path": str(path),
+        "sha256": model_digest(path),
+        "engine": runner.engine,
+        "device": device,
+        "dtype": settings.dtype,
+        **_quantization(path, device, settings),
+        "bos": _bos(tokenizer),
+    }
+    side = Side(role, path, facts, runner, tokenizer)
+    if settings.resume:
+        side.cache = RequestCache(settings.resume / f"{role}.jsonl", side.identity)
+        if side.cache.found:
+            console.note(f"{role}: {side.cache.found:,} finished requests in {settings.resume}")
+    kernel = f", {facts['kernel']} kernels, {facts['act_bits']}-bit activations" if facts["kernel"] else ""
+    console.note(f"{role} {path} on {runner.engine}{kernel}; BOS {facts['bos']}")
+    return side
+
+
+def _quantization(path: Path, device: str, settings: Settings) -> dict[str, Any]:
+    """The kernels that run a packed checkpoint, and its activation width."""
+    if ModelDir(path).quant_method != QUANT_METHOD:
+        return {"kernel": None, "act_bits": None}
+    kernel = "CUDA"
+    if device == "cpu":
+        from trirun_kernels.gemm import cpu
+
+        kernel = cpu.backend()
+    return {"kernel": kernel, "act_bits": settings.act_bits or Checkpoint(path).format.activation_bits}
+
+
+def _bos(tokenizer: Any) -> str:
+    """Whether texts begin with BOS, as the tokenizer has it."""
+    if tokenizer.bos_token_id is None:
+        return "none: the tokenizer has no such token"
+    ids = tokenizer("a")["input_ids"]
+    added = "added" if ids[:1] == [tokenizer.bos_token_id] else "not added"
+    return f"{tokenizer.bos_token} ({tokenizer.bos_token_id}): {added} by the tokenizer"
+
+
+def library_versions(*more: str) -> dict[str, str]:
+    """Versions of trirun, of what results depend on, and of further packages."""
+    packages = ("torch", "transformers", "tokenizers", *more)
+    return {"trirun": __version__} | {package: metadata.version(package) for package in packages}

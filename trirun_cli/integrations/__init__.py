@@ -1,0 +1,1 @@
+"""trirun inside of other libraries: transformers and lm-eval."""

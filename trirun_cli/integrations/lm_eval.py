@@ -1,0 +1,214 @@
+"""trirun as a model of lm-eval: ``lm_eval.simple_evaluate("trirun", model_args={"pretrained": DIR})``.
+
+Importing this module registers the name; lm-eval has no entry points to do it by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from ..backends.transformers.model import CausalLM, open_model, pick_device
+from ..engine.generation import GenerationStats, generate_tokens
+from ..engine.sampling import SamplingParams
+from ..errors import InputError
+from ..eval.request_cache import RequestCache
+from ..eval.scoring import Likelihood, Scorer
+from ..text.detokenizer import load_tokenizer
+
+# Shows progress: what is done and how many of it, then a function to call with each further share of it.
+Watch = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
+# Strings handed to the tokenizer at once.
+TOKENIZE = 4096
+
+
+@register_model("trirun")
+class TrirunLM(TemplateLM):
+    """Any model directory that trirun runs, answering lm-eval's requests.
+
+    Prompts are tokenized as lm-eval's ``hf`` model does it: with the special tokens that the tokenizer adds by itself,
+    unless the prompt begins with BOS already; an empty context becomes BOS, or EOS where there is no BOS.
+
+    Args:
+        pretrained: a model directory, or a model that is open already.
+        tokenizer: its tokenizer; None loads the directory's.
+        device, dtype, act_bits: as :func:`trirun_cli.backends.transformers.model.open_model`.
+        batch_size: sequences of a batch, or "auto".
+        stop_ids: end a generated text, besides the tokenizer's EOS. seed: of sampled texts.
+        cache: where finished requests are kept. watch: shows progress.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | CausalLM,
+        tokenizer: Any = None,
+        *,
+        device: str | None = None,
+        dtype: str = "auto",
+        act_bits: int | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        stop_ids: Collection[int] = (),
+        seed: int = 1234,
+        cache: RequestCache | None = None,
+        watch: Watch = lambda what, count: nullcontext(lambda share: None),
+    ) -> None:
+        super().__init__()
+        target = pick_device(device or "auto")
+        if isinstance(pretrained, str):
+            tokenizer = tokenizer or load_tokenizer(pretrained)
+            pretrained = open_model(pretrained, device=target, dtype=dtype, act_bits=act_bits)
+        self._device = torch.device(target)
+        self.model, self.tokenizer = pretrained, tokenizer
+        size = None if batch_size in (None, "auto") else int(batch_size)
+        self.scorer = Scorer(pretrained, target, batch_size=size, cache=cache)
+        self._stop_ids = {*stop_ids, self.eot_token_id}
+        self._seed, self._cache, self._watch = seed, cache, watch
+        if self.prefix_token_id is None:
+            raise InputError("the tokenizer has neither a BOS nor an EOS token, one of which must begin a bare text")
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def max_length(self) -> int:
+        return self.model.max_positions
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self._encode([string], add_special_tokens)[string]
+
+    def _encode(self, strings: Sequence[str], special: bool | None = None) -> dict[str, list[int]]:
+        """Token ids of distinct strings, many at a time, which the tokenizer spreads over the processors."""
+        bos = self.tokenizer.decode(self.prefix_token_id)
+        encoded: dict[str, list[int]] = {}
+        kinds: dict[bool, list[str]] = {}
+        for string in dict.fromkeys(strings):
+            add = special if special is not None else not has_bos_prefix(string, bos)
+            kinds.setdefault(add, []).append(string)
+        for add, group in kinds.items():
+            for start in range(0, len(group), TOKENIZE):
+                part = group[start : start + TOKENIZE]
+                ids = self.tokenizer(part, add_special_tokens=add, verbose=False)["input_ids"]
+                encoded.update(zip(part, ids, strict=True))
+        return encoded
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Likelihood]:
+        pairs = [_moved_spaces(*request.args) for request in requests]
+        bare = self._encode([answer for context, answer in pairs if not context], special=False)
+        whole = self._encode([text for context, answer in pairs if context for text in (context, context + answer)])
+        split = []
+        for context, answer in pairs:
+            if context:
+                head = whole[context]
+                tail = whole[context + answer][len(head) :]
+                if not tail:
+                    raise InputError(f"the answer {answer!r} leaves no token of its own after ...{context[-40:]!r}")
+                split.append((head, tail))
+            else:
+                ids = bare[answer]
+                begun = ids[:1] == [self.prefix_token_id]
+                split.append((ids[:1], ids[1:]) if begun else ([self.prefix_token_id], ids))
+        with self._watch("likelihoods", len(requests)) as advance:
+            return self.scorer.score(split, advance)
+
+    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[Likelihood]:
+        return self.scorer.score([(context, answer) for _, context, answer in requests], lambda share: None)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        texts = [request.args[0] for request in requests]
+        encoded = self._encode(texts)
+        windows, owners = [], []
+        for owner, text in enumerate(texts):
+            for pair in get_rolling_token_windows(encoded[text], self.prefix_token_id, self.max_length, 1):
+                windows.append(make_disjoint_window(pair))
+                owners.append(owner)
+        with self._watch("windows", len(windows)) as advance:
+            scores = self.scorer.score(windows, advance)
+        totals = [0.0] * len(texts)
+        for owner, (likelihood, _) in zip(owners, scores, strict=True):
+            totals[owner] += likelihood
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        prompts = self._encode([request.args[0] for request in requests])
+        texts = []
+        with self._watch("texts", len(requests)) as advance:
+            for number, request in enumerate(requests):
+                texts.append(self._generate(prompts[request.args[0]], request.args[1], number))
+                advance(1 / len(requests))
+        return texts
+
+    def _generate(self, prompt: list[int], settings: dict[str, Any], number: int) -> str:
+        options = normalize_gen_kwargs(settings, 256)
+        most = int(options["max_gen_toks"])
+        room = self.max_length - most
+        if room < 1:
+            raise InputError(f"generating {most} tokens leaves no room for a prompt in a context of {self.max_length}")
+        self.scorer.truncated += len(prompt) > room
+        prompt = prompt[-room:] or [self.prefix_token_id]
+        stops = [stop for stop in options.get("until", []) if stop]
+        sampled = bool(options.get("do_sample"))
+        params = SamplingParams(
+            max_tokens=most,
+            temperature=float(options.get("temperature") or 1.0) if sampled else 0.0,
+            top_p=float(options.get("top_p") or 1.0) if sampled else 1.0,
+            top_k=int(options.get("top_k") or 0) if sampled else 0,
+            # A seed of its own for each repetition of a question, whatever was answered from the cache before it.
+            seed=self._seed + number,
+        )
+        key = (prompt, [ord(letter) for letter in repr((most, stops, params))])
+        found = self._cache.get("generate", *key) if self._cache else None
+        if found is None:
+            found = self._write(prompt, params, stops)
+            if self._cache:
+                self._cache.put("generate", *key, value=found)
+        return found
+
+    def _write(self, prompt: list[int], params: SamplingParams, stops: list[str]) -> str:
+        stats = GenerationStats()
+        ids: list[int] = []
+        # A stop string spans at most one token per byte of it, and one begun before it.
+        tail = max((len(stop.encode()) for stop in stops), default=0) + 1
+        for token in generate_tokens(self.model, prompt, params, self._stop_ids, stats):
+            ids.append(token)
+            recent = self.tokenizer.decode(ids[-tail:])
+            if any(stop in recent for stop in stops):
+                break
+        self.scorer.model_s += stats.first_token_s + stats.decode_s
+        self.scorer.tokens += stats.prompt_tokens + stats.generated_tokens
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        for stop in stops:
+            text = text.split(stop)[0]
+        return text
+
+
+def _moved_spaces(context: str, answer: str) -> tuple[str, str]:
+    """Spaces at the end of a context go to the answer, where tokenizers expect them."""
+    bare = context.rstrip()
+    return bare, context[len(bare) :] + answer

@@ -1,0 +1,90 @@
+"""Teaching transformers the packed format: ``from_pretrained`` and ``save_pretrained`` on trirun checkpoints.
+
+transformers has no discovery of third-party methods, so :func:`register` must run first (importing this module runs
+it). A process that never does gets an error about mismatched sizes, because the packed tensors are named ``weight``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
+from trirun_kernels.gemm.linear import Int2Linear
+from trirun_kernels.weights.experts import separate_experts
+
+from ..checkpoint.reader import QUANT_METHOD, Format
+from ..errors import InputError
+
+
+class TrirunConfig(QuantizationConfigMixin):
+    """``quantization_config`` as transformers carries it: a :class:`~trirun_cli.checkpoint.reader.Format`."""
+
+    def __init__(self, **section: Any) -> None:
+        self.format = Format.from_dict({"quant_method": QUANT_METHOD, **section})
+        self.quant_method: Any = QUANT_METHOD
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.format.to_dict()
+
+
+class TrirunQuantizer(HfQuantizer):
+    """Swaps every packed ``nn.Linear`` of the model on meta for an :class:`Int2Linear` of the same name."""
+
+    requires_calibration = True
+    quantization_config: TrirunConfig
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        layout = self.quantization_config.format
+        kept = set(layout.modules_to_not_convert)
+        separate_experts(model)
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, nn.Linear) or name in kept:
+                continue
+            n, k = layout.padded.get(name, (module.out_features, module.in_features))
+            if (n, k) != (module.out_features, module.in_features):
+                raise InputError(
+                    f"{name} is packed as [{n}, {k}], the model has [{module.out_features}, {module.in_features}]"
+                )
+            bias = module.bias is not None
+            act_bits = layout.activation_bits
+            packed = Int2Linear(k, n, layout.spec(name), bias, act_bits, module.weight.dtype, device="meta")
+            model.set_submodule(name, packed)
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        # A tensor in a mapped safetensors file starts at any multiple of 8 bytes; the kernels read whole cache lines.
+        for module in model.modules():
+            if isinstance(module, Int2Linear) and module.weight.data_ptr() % 64:
+                module.weight.data = module.weight.data.clone()
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Int2Linear):
+                model.set_submodule(name, module.to_dense(dtype or torch.float32))
+        return model
+
+
+def register() -> None:
+    """Register the method with transformers, once; later calls do nothing."""
+    if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(QUANT_METHOD)(TrirunConfig)
+        register_quantizer(QUANT_METHOD)(TrirunQuantizer)
+
+
+register()

@@ -1,0 +1,223 @@
+"""The tokenizer as the server needs it: prompts in, and the text and bytes of single tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from .errors import ApiError
+from .schema import ChatBody
+from .tools import for_template
+
+# Longer texts are tokenized on another thread, so that other answers go on meanwhile.
+_INLINE_CHARACTERS = 16_384
+T = TypeVar("T")
+
+
+class Decoder:
+    """``decode`` as the tokenizers library does it. transformers' own looks at every id on the way, which costs several
+    times as much as the decoding, once per token of every stream."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        polished = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self.decode: Callable[..., str] = tokenizer.decode if polished else tokenizer.backend_tokenizer.decode
+
+
+class Vocabulary:
+    """A tokenizer and what follows from it.
+
+    Args:
+        tokenizer: of transformers and backed by the tokenizers library, or a
+            :class:`~trirun_cli.text.tokenizer.LightTokenizer`.
+        size: token ids of the model are below it. context: most tokens of a sequence.
+        chat_template: Jinja source that replaces the tokenizer's own; None keeps that.
+
+    Attributes:
+        special: ids of tokens that are no text, as BOS.
+    """
+
+    def __init__(self, tokenizer: Any, *, size: int, context: int, chat_template: str | None = None) -> None:
+        self.tokenizer, self.size, self.context = tokenizer, size, context
+        self.decoder = Decoder(tokenizer)
+        self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
+        self._backend = tokenizer.backend_tokenizer
+        added = self._backend.get_added_tokens_decoder()
+        self.special = frozenset(token for token, content in added.items() if content.special)
+        pieces = self._backend.get_vocab()
+        self._metaspace = any(piece.startswith("▁") for piece in pieces)
+        # No token is longer than this, so a longer text cannot fit; refusing it costs nothing, tokenizing it seconds.
+        self._most_characters = context * max(map(len, pieces), default=1)
+        # The first call settles padding and truncation, which changes the tokenizer; later ones only read it, and may
+        # do so from several threads.
+        tokenizer("a")
+        self.token_text = lru_cache(maxsize=65_536)(self._token_text)
+        self.token_bytes = lru_cache(maxsize=65_536)(self._token_bytes)
+
+    async def encode(self, text: str, *, special: bool, param: str) -> list[int]:
+        """Token ids of a text; ``special`` adds what the tokenizer puts around one, as a BOS token.
+
+        Raises:
+            ApiError: 400, the text is no Unicode or cannot fit the context; ``param`` names where it was.
+        """
+        self._check_length(len(text), param)
+        return await _maybe_elsewhere(len(text), lambda: self._ids(text, special, param))
+
+    def _ids(self, text: str, special: bool, param: str) -> list[int]:
+        try:
+            text.encode()
+        # JSON can write half of a surrogate pair, which is no text.
+        except UnicodeEncodeError:
+            raise ApiError(400, f"{param}: is not valid Unicode", param=param, code="invalid_value") from None
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _check_length(self, characters: int, param: str) -> None:
+        if characters > self._most_characters:
+            message = f"{param} has {characters} characters, more than the {self.context} tokens of the context can be"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+    async def render(self, body: ChatBody) -> list[int]:
+        """Token ids of a conversation.
+
+        Raises:
+            ApiError: 400, the model has no chat template, the template refuses the messages, or they are no Unicode or
+                cannot fit.
+        """
+        if not self.chat_template:
+            message = "this model has no chat template: use /v1/completions, or serve it with --chat-template FILE"
+            raise ApiError(400, message, param="messages", code="no_chat_template")
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if body.offers_tools else None
+        if tools and "tools" not in self.chat_template:
+            message = "this model's chat template knows nothing of tools"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        messages = for_template([message.model_dump(exclude_unset=True) for message in body.messages])
+        # Of the characters of a template itself nothing is known; the messages must fit by themselves.
+        self._check_length(sum(len(message.get("content") or "") for message in messages), "messages")
+
+        def template() -> list[int]:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                **(body.chat_template_kwargs or {}),
+            )
+            # With tools, and whatever else the messages hold.
+            self._check_length(len(text), "messages")
+            return self._ids(text, special=False, param="messages")
+
+        try:
+            # How long its text becomes is known afterwards; what goes into it tells enough.
+            return await _maybe_elsewhere(len(repr((messages, tools))), template)
+        except ApiError:
+            raise
+        # Templates raise whatever they like: jinja2's errors by their own words, Python's by accident.
+        except Exception as error:
+            # What they quote of the messages may be no Unicode, and an answer must be.
+            reason = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()
+            message = f"the chat template does not take these messages: {reason}"
+            raise ApiError(400, message, param="messages", code="invalid_value") from error
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Refuse token ids that the model does not have.
+
+        Raises:
+            ApiError: 400, naming ``param``.
+        """
+        if ids and not (min(ids) >= 0 and max(ids) < self.size):
+            wrong = next(token for token in ids if not 0 <= token < self.size)
+            message = f"{param}: token id {wrong} is outside the model's vocabulary of {self.size}"
+            raise ApiError(400, message, param=param, code="invalid_value")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included, as ``echo`` and /detokenize show it."""
+        return self.decoder.decode(list(ids), skip_special_tokens=False)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """:meth:`decode` of any number of ids, while other answers go on.
+
+        Raises:
+            ApiError: 400, an id that the model does not have.
+        """
+        self.check_ids(ids, "tokens")
+        return await _maybe_elsewhere(len(ids), lambda: self.decode(ids))
+
+    def _token_bytes(self, token: int) -> bytes | None:
+        """The bytes a token stands for, also where they are no whole character; None where nobody can tell."""
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            # A model's vocabulary may be padded beyond its tokenizer's.
+            return b""
+        if token not in self.special:
+            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return bytes([int(piece[3:5], 16)])
+            if self._metaspace:
+                return piece.replace("▁", " ").encode()
+        text = self.decode([token])
+        if "\ufffd" not in text:
+            return text.encode()
+        if all(character in _BYTE_OF for character in piece):
+            return bytes(_BYTE_OF[character] for character in piece)
+        return None
+
+    def _token_text(self, token: int) -> str:
+        """A token for people: its text, or ``bytes:\\xe2`` for a part of a character, as OpenAI writes it."""
+        raw = self.token_bytes(token)
+        if raw is None:
+            return str(self._backend.id_to_token(token))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class Offsets:
+    """Where each token of a text begins, counted in whole characters."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._bytes, self._special, self._at = vocabulary.token_bytes, vocabulary.special, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of_prompt(self, tokens: Sequence[int], text: str) -> list[int]:
+        """The offsets of a prompt's tokens in its text, with which the whole text begins. What the tokenizer has added,
+        such as BOS or a space before the first word, is not in it and has no width."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._at)
+            piece = self._piece(token)
+            if not text.startswith(piece, self._at):
+                bare = piece.removeprefix(" ")
+                if token in self._special:
+                    piece = ""
+                elif text.startswith(bare, self._at):
+                    piece = bare
+            self._at = min(self._at + len(piece), len(text))
+        self._at = len(text)
+        return offsets
+
+    def next(self, token: int) -> int:
+        """The offset of the next token."""
+        at = self._at
+        self._at += len(self._piece(token))
+        return at
+
+    def _piece(self, token: int) -> str:
+        return self._decoder.decode(self._bytes(token) or b"")
+
+
+async def _maybe_elsewhere(characters: int, work: Callable[[], T]) -> T:
+    return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's way of writing any byte as one printable character, the other way round."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,1 @@
+"""What a command calls and a program can call: quantize, pack, finetune, diagnose. They print nothing."""

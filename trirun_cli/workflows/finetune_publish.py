@@ -1,0 +1,110 @@
+"""The end of ``trirun finetune``: how long it will take, packing and writing, and the check of what was written."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from trirun_gptq.train.model import hardened
+from trirun_gptq.train.student import Student
+from trirun_kernels import QuantSpec
+
+from ..backends.transformers.model import TransformersLM, open_model
+from ..checkpoint.reader import WEIGHT
+from ..checkpoint.writer import CheckpointWriter
+from ..errors import CheckFailed
+from ..eval.perplexity import perplexity
+
+if TYPE_CHECKING:
+    from .finetune import Plan
+
+OPENING = 3.0  # seconds to open a packed checkpoint and its kernels
+WRITTEN = 300e6  # bytes per second, hashed and on disk
+AGREEMENT = 2e-3  # nats per token by which the kernels' arithmetic may move the packed model from the trained one
+CHECK_WINDOWS = 16  # held-out windows on which the two are compared
+
+
+@torch.no_grad()
+def finishing(plan: Plan, student: Student, held_out: Tensor) -> float:
+    """About how many seconds pass between the last step and the end: the last evaluation, packing, writing, the check.
+
+    Packing is rehearsed on one layer, and the forward pass on one window, each twice for the sake of the first time.
+    """
+    layer = max(student.layers.values(), key=lambda layer: layer.latent.numel())
+    model, window = student.model, held_out[:1].to(student.model.device)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(2):
+            begun = time.perf_counter()
+            layer.harden().pack().to("cpu")
+            packed = time.perf_counter()
+            float(model(input_ids=window, use_cache=False).logits.sum())
+            ran = time.perf_counter()
+    packing = (packed - begun) * plan.weights / layer.latent.numel()
+    rest = sum(parameter.numel() for parameter in model.parameters()) - plan.weights
+    writing = (plan.weights * plan.bits_per_weight / 8 + 2 * rest) / WRITTEN
+    # Either of the two models runs over the windows of the evaluation, and over those of the check.
+    running = 2 * (len(held_out) + min(len(held_out), CHECK_WINDOWS)) * (ran - packed)
+    return OPENING + 1.25 * (packing + writing + running)
+
+
+def publish(plan: Plan, student: Student, writer: CheckpointWriter) -> None:
+    """Pack every trained layer and write the checkpoint, whole or not at all.
+
+    Raises:
+        CheckFailed: what else was trained does not fit the dtype it is stored in.
+    """
+    weights = hardened(student)
+    # A tied embedding may be stored by the name of the head.
+    rest = {name: p for name, p in student.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    modules = []
+    for tensor_name in writer.source.names:
+        name = tensor_name.removesuffix(WEIGHT)
+        if name in weights and tensor_name.endswith(WEIGHT):
+            # pack() proves that the packed form unpacks to these very codes and scales.
+            writer.add_packed(name, weights[name].pack().to("cpu"))
+            modules.append(_Module(name, *plan.linears[name], weights[name].spec))
+            continue
+        stored = writer.source.tensor(tensor_name)
+        if tensor_name in rest:
+            stored = rest[tensor_name].detach().to("cpu", stored.dtype)
+            if not bool(torch.isfinite(stored).all()):
+                raise CheckFailed(f"{tensor_name} does not fit {stored.dtype} after training", "lower rest_lr")
+            # From here on the trained model is the one that is stored.
+            rest[tensor_name].data.copy_(stored)
+        writer.add(tensor_name, stored)
+    writer.finish(modules, plan.linears, plan.to_dict(), plan.recipe.activation_bits)
+
+
+def check(plan: Plan, student: Student, held_out: Tensor) -> tuple[float, float]:
+    """Perplexity of the trained weights and of the packed checkpoint, both in float32, on the same held-out windows.
+
+    Raises:
+        CheckFailed: they differ by more than the kernels' arithmetic explains; the checkpoint is now ``OUT.failed``.
+    """
+    windows = held_out[:CHECK_WINDOWS]
+    packed = open_model(plan.out, device=plan.device, dtype="float32", exact=True)
+    # With a cache and other shapes, compiled blocks would be compiled again, once per layer.
+    with torch.compiler.set_stance("force_eager"):
+        first, second = (perplexity(model, windows) for model in (TransformersLM(student.model.eval()), packed))
+    if not abs(first.nll - second.nll) <= AGREEMENT:
+        failed = plan.out.with_name(plan.out.name + ".failed")
+        shutil.rmtree(failed, ignore_errors=True)
+        plan.out.rename(failed)
+        raise CheckFailed(
+            f"{failed} has perplexity {second.value:.4f} on {len(windows)} held-out windows, the trained weights "
+            f"{first.value:.4f}",
+            f"the state of the run is kept in {plan.out}.state",
+        )
+    return first.value, second.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    name: str
+    n: int
+    k: int
+    spec: QuantSpec
