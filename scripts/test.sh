@@ -46,7 +46,11 @@ install dev
 phase install true
 
 step "Linting; checking types meanwhile"
-phase lint "$venv/bin/ruff" check .
+lint() {
+  "$venv/bin/ruff" check . && "$venv/bin/ruff" format --check --quiet . &&
+    git ls-files -z '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -0 "$venv/bin/clang-format" --dry-run --Werror
+}
+phase lint lint
 "$venv/bin/mypy" >"$logs/types" 2>&1 &
 checker=$!
 

@@ -309,21 +309,21 @@ int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t l
 /* Where a row comes from. */
 enum {
   TRIRUN_ROWS_RESIDUAL = 0, /* residual += x (x may be NULL) */
-  TRIRUN_ROWS_EMBED = 1,    /* residual = x[token] */
-  TRIRUN_ROWS_GATE = 2,     /* act(x) * up */
-  TRIRUN_ROWS_PLAIN = 3     /* x */
+  TRIRUN_ROWS_EMBED = 1, /* residual = x[token] */
+  TRIRUN_ROWS_GATE = 2, /* act(x) * up */
+  TRIRUN_ROWS_PLAIN = 3 /* x */
 };
 
 /* Rows from a source, through an RMS norm if there is one, to 16-bit values, to quantized activations, or to both. */
 typedef struct {
-  const void* x;          /* [m][ldx]; TRIRUN_ROWS_EMBED: [vocab][ldx] */
-  const void* up;         /* [m][ldx], for TRIRUN_ROWS_GATE */
-  float* residual;        /* [m][n], for the first two sources */
-  const float* norm;      /* [n] or NULL */
-  void* y;                /* [m][ldy] or NULL */
-  void* activations;      /* as trirun_cuda_quantize makes of y in float32, or NULL; m at most 128 then */
+  const void* x; /* [m][ldx]; TRIRUN_ROWS_EMBED: [vocab][ldx] */
+  const void* up; /* [m][ldx], for TRIRUN_ROWS_GATE */
+  float* residual; /* [m][n], for the first two sources */
+  const float* norm; /* [n] or NULL */
+  void* y; /* [m][ldy] or NULL */
+  void* activations; /* as trirun_cuda_quantize makes of y in float32, or NULL; m at most 128 then */
   size_t activation_bytes;
-  const int32_t* tokens;  /* [m], for TRIRUN_ROWS_EMBED; a negative one is latest[slots[row]] */
+  const int32_t* tokens; /* [m], for TRIRUN_ROWS_EMBED; a negative one is latest[slots[row]] */
   const int32_t* slots;
   const int32_t* latest;
   int64_t m, n, ldx, ldy, vocab; /* n a multiple of 16 */
@@ -339,30 +339,30 @@ int trirun_cuda_rows(const trirun_rows* rows, void* stream);
  * magnitude / 127 rounded up, and code = round(x * (1 / scale)); keys, and queries for them, are mixed by an orthogonal
  * Hadamard matrix first, in blocks of the largest power of two that divides head_dim. */
 typedef struct {
-  const void* q;            /* [m][ld_q]: heads * head_dim */
-  const void* k;            /* [m][ld_kv]: kv_heads * head_dim */
+  const void* q; /* [m][ld_q]: heads * head_dim */
+  const void* k; /* [m][ld_kv]: kv_heads * head_dim */
   const void* v;
-  void* y;                  /* [m][ld_y]: heads * head_dim; or NULL */
-  void* activations;        /* instead: y quantized to 16 bits, as trirun_cuda_quantize does; of decoding alone, where
+  void* y; /* [m][ld_y]: heads * head_dim; or NULL */
+  void* activations; /* instead: y quantized to 16 bits, as trirun_cuda_quantize does; of decoding alone, where
                                the heads of a key head (eight of them, if more) fill units of 128 columns */
   size_t activation_bytes;
   void* keys;
   void* values;
-  void* scales;             /* fp16 [pages][kv_heads][64][2], of keys and of values; or NULL */
+  void* scales; /* fp16 [pages][kv_heads][64][2], of keys and of values; or NULL */
   const int32_t* block_tables; /* [slots][ld_blocks] */
-  const int32_t* slots;     /* [m] */
+  const int32_t* slots; /* [m] */
   const int32_t* positions; /* [m], of the row's token */
-  const float* q_norm;      /* [head_dim] or NULL */
+  const float* q_norm; /* [head_dim] or NULL */
   const float* k_norm;
-  const float* cosines;     /* [positions][rotary_half] */
+  const float* cosines; /* [positions][rotary_half] */
   const float* sines;
   int64_t m, heads, kv_heads, ld_q, ld_kv, ld_y, ld_blocks;
-  int32_t head_dim;         /* a multiple of 8, at most 256 */
+  int32_t head_dim; /* a multiple of 8, at most 256 */
   int32_t rotary_half;
-  int32_t splits;           /* CTAs that share a row's keys */
+  int32_t splits; /* CTAs that share a row's keys */
   int32_t dtype;
   float eps;
-  float scale;              /* of q . k */
+  float scale; /* of q . k */
 } trirun_attention;
 
 /* Bytes of workspace (256-byte aligned, zero before its first use, left fit for the next) of a decode call. */
@@ -382,11 +382,11 @@ int trirun_cuda_attention_append(const trirun_attention* attention, void* rotate
 typedef struct {
   const void* keys;
   const void* values;
-  const void* scales;          /* NULL: the cache is of dtype */
+  const void* scales; /* NULL: the cache is of dtype */
   const int32_t* block_tables; /* [slots][ld_blocks] */
-  const int32_t* slots;        /* [count] */
-  const int32_t* starts;       /* [count + 1]: slots[i] goes to positions starts[i] to starts[i + 1] of the output */
-  void* keys_out;              /* [starts[count]][kv_heads][head_dim] */
+  const int32_t* slots; /* [count] */
+  const int32_t* starts; /* [count + 1]: slots[i] goes to positions starts[i] to starts[i + 1] of the output */
+  void* keys_out; /* [starts[count]][kv_heads][head_dim] */
   void* values_out;
   int64_t count, longest, kv_heads, ld_blocks; /* longest: most positions of one slot */
   int32_t head_dim, dtype;
@@ -396,34 +396,34 @@ int trirun_cuda_attention_gather(const trirun_gather* gather, void* stream);
 
 /* How a slot's tokens are chosen. */
 typedef struct {
-  float temperature;      /* 0: the likeliest token */
-  float top_p;            /* 1: all */
-  float min_p;            /* 0: all */
+  float temperature; /* 0: the likeliest token */
+  float top_p; /* 1: all */
+  float min_p; /* 0: all */
   float presence, frequency; /* 0: none */
-  float repetition;       /* 1: none */
-  int32_t top_k;          /* 0: all */
+  float repetition; /* 1: none */
+  int32_t top_k; /* 0: all */
   int32_t bias_count;
-  uint64_t seed;          /* of SplitMix64 */
-  uint32_t drawn;         /* tokens drawn so far; raised by every draw */
+  uint64_t seed; /* of SplitMix64 */
+  uint32_t drawn; /* tokens drawn so far; raised by every draw */
   int32_t wants_logprobs;
 } trirun_sampler;
 
 /* The next token of m rows. Rows are of different slots; one whose slot is negative is skipped. */
 typedef struct {
-  const void* logits;          /* [m][ld] of dtype, any */
-  const int32_t* slots;        /* [m] */
-  const int32_t* wanted;       /* [m], 0: do not sample this row; or NULL */
-  trirun_sampler* samplers;    /* [slots], 8-byte aligned */
-  int32_t* counts;             /* [slots][vocab]: occurrences in the generated text, bit 31 set for tokens of the
+  const void* logits; /* [m][ld] of dtype, any */
+  const int32_t* slots; /* [m] */
+  const int32_t* wanted; /* [m], 0: do not sample this row; or NULL */
+  trirun_sampler* samplers; /* [slots], 8-byte aligned */
+  int32_t* counts; /* [slots][vocab]: occurrences in the generated text, bit 31 set for tokens of the
                                   prompt; raised by every draw; or NULL */
-  const int32_t* bias_tokens;  /* [slots][bias_capacity] */
+  const int32_t* bias_tokens; /* [slots][bias_capacity] */
   const float* bias_values;
-  float* work;                 /* [m][vocab] */
-  int32_t* sampled;            /* [m], -1 where not wanted */
-  float* logprobs;             /* [m] of the unmodified logits, where the slot wants them; or NULL */
-  int32_t* latest;             /* [slots]: becomes the sampled token */
-  int32_t* positions;          /* [m] or NULL: raised by one */
-  int32_t* tokens;             /* [m] or NULL: becomes -1 */
+  float* work; /* [m][vocab] */
+  int32_t* sampled; /* [m], -1 where not wanted */
+  float* logprobs; /* [m] of the unmodified logits, where the slot wants them; or NULL */
+  int32_t* latest; /* [slots]: becomes the sampled token */
+  int32_t* positions; /* [m] or NULL: raised by one */
+  int32_t* tokens; /* [m] or NULL: becomes -1 */
   int64_t m, vocab, ld, bias_capacity;
   int32_t dtype;
   int32_t reserved;

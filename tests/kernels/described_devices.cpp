@@ -28,8 +28,8 @@ struct Kernel {
 struct State {
   std::mutex lock;
   std::map<const void*, std::string> names;  // registered by the objects, before main
-  std::map<std::string, Kernel> kernels;     // of the current device's code
-  std::map<const void*, int> allowed;        // dynamic shared memory
+  std::map<std::string, Kernel> kernels;  // of the current device's code
+  std::map<const void*, int> allowed;  // dynamic shared memory
   std::vector<std::string> launched;
   Device device{90, 90, 132, 227 * 1024};
   int ordinal = 0, pause = 0;  // microseconds that a launch takes

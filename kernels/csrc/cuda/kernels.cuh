@@ -34,16 +34,16 @@ struct Problem {
 // A launch returns TRIRUN_OK, a negative TRIRUN_ code, or a cudaError_t. It must refuse (TRIRUN_UNSUPPORTED) an
 // architecture for which its body was not compiled, and a plan it has no instance for.
 size_t workspace_stream(const Problem& p);
-int launch_stream(const Problem& p);         // gemm_decode/stream.cu: mma.sync; TRIRUN_KERNEL_STREAM and _STREAM_SM80
+int launch_stream(const Problem& p);  // gemm_decode/stream.cu: mma.sync; TRIRUN_KERNEL_STREAM and _STREAM_SM80
 
 size_t workspace_columns(const Problem& p);
-int launch_columns(const Problem& p);        // gemm_decode/groups.cu: wgmma u8.s8, A in registers (sm_90a)
+int launch_columns(const Problem& p);  // gemm_decode/groups.cu: wgmma u8.s8, A in registers (sm_90a)
 
 size_t workspace_runs(const Problem& p);
-int launch_runs(const Problem& p);           // gemm_decode/spans.cu: the same with sums over several units of k
+int launch_runs(const Problem& p);  // gemm_decode/spans.cu: the same with sums over several units of k
 
 size_t workspace_prefill(const Problem& p);
-int launch_prefill(const Problem& p);        // prefill*.cu: every plan.kernel from TRIRUN_KERNEL_PREFILL_WGMMA on
+int launch_prefill(const Problem& p);  // prefill*.cu: every plan.kernel from TRIRUN_KERNEL_PREFILL_WGMMA on
 
 // The quantized form of m rows of x (see activations.cuh for the layout): its bytes, and the kernel that writes it, and
 // zeros to `count` counters for the kernel behind it. With two digits, `run` (1 or RUN) units have one scale.

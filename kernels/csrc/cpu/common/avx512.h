@@ -87,9 +87,9 @@ TRIRUN_INLINE void transpose_block(const uint32_t* block, __m512i quads[8]) {
     for (int i = 0; i < 2; ++i)
       for (int odd = 0; odd < 2; ++odd) {
         const char* first = bytes + 64 * (4 * i + odd) + 32 * half;
-        joined[i][odd] = _mm512_inserti64x4(
-            _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first))),
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first + 128)), 1);
+        joined[i][odd] =
+            _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first))),
+                               _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first + 128)), 1);
       }
     for (int high = 0; high < 2; ++high) {
       __m512i pairs[2];
@@ -108,8 +108,8 @@ TRIRUN_INLINE __m512i code_mask(int j) { return _mm512_set1_epi8(static_cast<cha
 TRIRUN_INLINE void load_strip_values(const uint16_t* stored, __m512 values[4]) {
   const __m512i low = _mm512_loadu_si512(stored), high = _mm512_loadu_si512(stored + 32);
   for (int j = 0; j < 4; ++j) {
-    const __m512i index = _mm512_add_epi32(_mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0),
-                                           _mm512_set1_epi32(j));
+    const __m512i index =
+        _mm512_add_epi32(_mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0), _mm512_set1_epi32(j));
     values[j] = _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutex2var_epi32(low, index, high)));
   }
 }

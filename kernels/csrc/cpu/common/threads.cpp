@@ -203,8 +203,9 @@ void Team::wait_for_all() {
     if (own.sleepers.load(std::memory_order_relaxed) > 0) futex_wake_all(&own.reached);
     Progress& other = progress_[(rank_ + size_ - distance) % size_];
     const uint32_t wanted = reached_;
-    wait_until(&other.reached, &other.sleepers,
-               [wanted](uint32_t value) { return static_cast<int32_t>(value - wanted) >= 0; }, &kNap);
+    wait_until(
+        &other.reached, &other.sleepers, [wanted](uint32_t value) { return static_cast<int32_t>(value - wanted) >= 0; },
+        &kNap);
   }
 }
 

@@ -170,7 +170,7 @@ void block_step(const AttentionJob& job, const Walk& walk, int64_t begin, int64_
   for (int i = 1; i < Q; ++i)
     if (seen[i] > seen[0])
       weigh<1, ahead>(out + i * walk.stride, walk.stride, p + i * kKeyBlock + seen[0], values + seen[0] * walk.stride,
-               seen[i] - seen[0]);
+                      seen[i] - seen[0]);
 }
 
 /* The walk's entries [first, queries), a few at a time. */
@@ -284,12 +284,8 @@ void pair_scores(const float* const* q, const KV* const* keys, int64_t head_dim,
     case 4: return pair_scores_tile<Q, 4>(q, keys, head_dim, 0, p);
     case 5: return pair_scores_tile<Q, 5>(q, keys, head_dim, 0, p);
     case 6: return pair_scores_tile<Q, 6>(q, keys, head_dim, 0, p);
-    case 7:
-      pair_scores_tile<Q, 4>(q, keys, head_dim, 0, p);
-      return pair_scores_tile<Q, 3>(q, keys, head_dim, 4, p);
-    default:
-      pair_scores_tile<Q, 4>(q, keys, head_dim, 0, p);
-      return pair_scores_tile<Q, 4>(q, keys, head_dim, 4, p);
+    case 7: pair_scores_tile<Q, 4>(q, keys, head_dim, 0, p); return pair_scores_tile<Q, 3>(q, keys, head_dim, 4, p);
+    default: pair_scores_tile<Q, 4>(q, keys, head_dim, 0, p); return pair_scores_tile<Q, 4>(q, keys, head_dim, 4, p);
   }
 }
 
@@ -356,8 +352,7 @@ void attend_pair_as(const AttentionJob* jobs, float* scratch) {
   const int64_t tail = blocks * kKeyBlock > kTail ? blocks * kKeyBlock - kTail : 0;
   /* Far from it they walk alone: what is read then is in order. */
   for (int64_t h = 0; h < 2; ++h)
-    for (int64_t base = 0; base < tail; base += kKeyBlock)
-      block_step<Q, true, KV>(jobs[h], walk, -h * Q, h * Q, base);
+    for (int64_t base = 0; base < tail; base += kKeyBlock) block_step<Q, true, KV>(jobs[h], walk, -h * Q, h * Q, base);
   pair_tail<Q, KV>(jobs, walk, tail);
   for (int i = 0; i < 2 * Q; ++i) leave(walk, i, jobs[i / Q], i % Q);
 }

@@ -142,8 +142,7 @@ class Rows : public Model {
     each(t, firsts[3], chunk_of(t.team.size(), firsts[3]), [&](int64_t begin, int64_t end) {
       for (int i = 0; i < 3; ++i) {
         const int64_t from = larger(begin, firsts[i]), to = end < firsts[i + 1] ? end : firsts[i + 1];
-        if (from < to)
-          product(part_of(*parts[i], t.act, outputs[i], qkv_width_, from - firsts[i], to - firsts[i]));
+        if (from < to) product(part_of(*parts[i], t.act, outputs[i], qkv_width_, from - firsts[i], to - firsts[i]));
       }
     });
   }

@@ -250,9 +250,16 @@ class Model {
   AttentionJob job_of(int64_t layer, int64_t slot, int64_t position, const float* qkv, float* out,
                       int64_t kv_head) const {
     const int64_t column = kv_head * group_ * d.head_dim;
-    return {qkv + column, qkv_width_, out + column, d.heads * d.head_dim,
-            cache(d.keys, layer, slot, kv_head), cache(d.values, layer, slot, kv_head),
-            d.kv_dtype, d.head_dim, group_, position};
+    return {qkv + column,
+            qkv_width_,
+            out + column,
+            d.heads * d.head_dim,
+            cache(d.keys, layer, slot, kv_head),
+            cache(d.values, layer, slot, kv_head),
+            d.kv_dtype,
+            d.head_dim,
+            group_,
+            position};
   }
 
   void attend_one(const AttentionJob& job, float* memory) const {
@@ -271,9 +278,7 @@ class Model {
   }
 
   /* Strips of the head that a thread takes at once: eight helpings each, for balance. */
-  int64_t head_helping(int threads) const {
-    return larger(1, strips_of(d.vocab) / (8 * threads));
-  }
+  int64_t head_helping(int threads) const { return larger(1, strips_of(d.vocab) / (8 * threads)); }
 
   /* The largest of logits [begin, end) of a row. */
   Best best_of(const float* logits, int64_t begin, int64_t end) const {

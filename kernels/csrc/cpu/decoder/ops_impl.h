@@ -208,9 +208,9 @@ int64_t largest(const float* x, int64_t n, float* value) {
 
 }  // namespace
 
-#define TRIRUN_DECODER_TABLE \
-  { load_row, rms_norm, add, gate, rotate, store_key, store_value, attend, attend_row, dense, head_digits, head_bytes, \
-    head_int8, largest, tops, reached, gather, masses }
+#define TRIRUN_DECODER_TABLE                                                                          \
+  {load_row, rms_norm,    add,        gate,      rotate,  store_key, store_value, attend, attend_row, \
+   dense,    head_digits, head_bytes, head_int8, largest, tops,      reached,     gather, masses}
 
 }  // namespace trirun
 #endif

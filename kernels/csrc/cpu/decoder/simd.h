@@ -63,9 +63,7 @@ inline Lanes operator/(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Lanes max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Lanes min(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
-inline Lanes round_even(Lanes a) {
-  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
-}
+inline Lanes round_even(Lanes a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 /* a * 2^n for integral n in -126..127. */
 inline Lanes scale_by_power(Lanes a, Lanes n) {
   __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
@@ -105,27 +103,15 @@ inline void store(uint16_t* half, Lanes a) {
   _mm_storeu_si128(p, _mm256_cvtps_ph(a.v[0], _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128(p + 1, _mm256_cvtps_ph(a.v[1], _MM_FROUND_TO_NEAREST_INT));
 }
-inline Lanes operator+(Lanes a, Lanes b) {
-  return {{_mm256_add_ps(a.v[0], b.v[0]), _mm256_add_ps(a.v[1], b.v[1])}};
-}
-inline Lanes operator-(Lanes a, Lanes b) {
-  return {{_mm256_sub_ps(a.v[0], b.v[0]), _mm256_sub_ps(a.v[1], b.v[1])}};
-}
-inline Lanes operator*(Lanes a, Lanes b) {
-  return {{_mm256_mul_ps(a.v[0], b.v[0]), _mm256_mul_ps(a.v[1], b.v[1])}};
-}
-inline Lanes operator/(Lanes a, Lanes b) {
-  return {{_mm256_div_ps(a.v[0], b.v[0]), _mm256_div_ps(a.v[1], b.v[1])}};
-}
+inline Lanes operator+(Lanes a, Lanes b) { return {{_mm256_add_ps(a.v[0], b.v[0]), _mm256_add_ps(a.v[1], b.v[1])}}; }
+inline Lanes operator-(Lanes a, Lanes b) { return {{_mm256_sub_ps(a.v[0], b.v[0]), _mm256_sub_ps(a.v[1], b.v[1])}}; }
+inline Lanes operator*(Lanes a, Lanes b) { return {{_mm256_mul_ps(a.v[0], b.v[0]), _mm256_mul_ps(a.v[1], b.v[1])}}; }
+inline Lanes operator/(Lanes a, Lanes b) { return {{_mm256_div_ps(a.v[0], b.v[0]), _mm256_div_ps(a.v[1], b.v[1])}}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) {
   return {{_mm256_fmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fmadd_ps(a.v[1], b.v[1], c.v[1])}};
 }
-inline Lanes max(Lanes a, Lanes b) {
-  return {{_mm256_max_ps(a.v[0], b.v[0]), _mm256_max_ps(a.v[1], b.v[1])}};
-}
-inline Lanes min(Lanes a, Lanes b) {
-  return {{_mm256_min_ps(a.v[0], b.v[0]), _mm256_min_ps(a.v[1], b.v[1])}};
-}
+inline Lanes max(Lanes a, Lanes b) { return {{_mm256_max_ps(a.v[0], b.v[0]), _mm256_max_ps(a.v[1], b.v[1])}}; }
+inline Lanes min(Lanes a, Lanes b) { return {{_mm256_min_ps(a.v[0], b.v[0]), _mm256_min_ps(a.v[1], b.v[1])}}; }
 inline Lanes round_even(Lanes a) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {{_mm256_round_ps(a.v[0], mode), _mm256_round_ps(a.v[1], mode)}};
@@ -153,8 +139,8 @@ inline Lanes keep_first(Lanes a, int count, float other) {
 struct Lanes {
   float v[kLanes];
 };
-#define TRIRUN_LANEWISE(expression)              \
-  Lanes out;                                     \
+#define TRIRUN_LANEWISE(expression)                         \
+  Lanes out;                                                \
   for (int i = 0; i < kLanes; ++i) out.v[i] = (expression); \
   return out
 inline Lanes splat(float x) { TRIRUN_LANEWISE(x); }

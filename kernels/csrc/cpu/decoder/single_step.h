@@ -168,8 +168,7 @@ class Single : public Model {
 
   /* What is to be added to the residual stream. */
   void multiply(Thread& t, const trirun_linear& linear, const trirun_act& act) {
-    if (t.hidden.begin < t.hidden.end)
-      product(part_of(linear, act, s.x, linear.n, t.hidden.begin, t.hidden.end));
+    if (t.hidden.begin < t.hidden.end) product(part_of(linear, act, s.x, linear.n, t.hidden.begin, t.hidden.end));
   }
 
   void gate_up(Thread& t, const trirun_layer& l) {

@@ -11,13 +11,12 @@
 namespace trirun {
 namespace {
 
-#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
+#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t::)
 #define TILE_LOAD(t, at, stride) \
-  asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(at), "r"(static_cast<int64_t>(stride)) : "memory")
+  asm volatile("tileloadd (%0,%1,1), %%tmm" #t::"r"(at), "r"(static_cast<int64_t>(stride)) : "memory")
 #define TILE_STORE(t, at, stride) \
   asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(at), "r"(static_cast<int64_t>(stride)) : "memory")
-#define TILE_MULTIPLY(sum, digits, codes) \
-  asm volatile("tdpbsud %%tmm" #codes ", %%tmm" #digits ", %%tmm" #sum ::)
+#define TILE_MULTIPLY(sum, digits, codes) asm volatile("tdpbsud %%tmm" #codes ", %%tmm" #digits ", %%tmm" #sum::)
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};

@@ -43,11 +43,10 @@ TRIRUN_INLINE void unpack_block(const uint32_t* block, uint8_t (*codes)[2][4][32
       const __m256i quads[2] = {_mm256_unpacklo_epi64(joined[0], joined[1]),
                                 _mm256_unpackhi_epi64(joined[0], joined[1])};
       TRIRUN_UNROLL
-      for (int u = 0; u < 2; ++u)
-        TRIRUN_UNROLL
-        for (int j = 0; j < 4; ++j)
-          _mm256_store_si256(reinterpret_cast<__m256i*>(codes[2 * q + u][half][j]),
-                             _mm256_and_si256(_mm256_srli_epi32(quads[u], 2 * j), mask));
+      for (int u = 0; u < 2; ++u) TRIRUN_UNROLL
+      for (int j = 0; j < 4; ++j)
+        _mm256_store_si256(reinterpret_cast<__m256i*>(codes[2 * q + u][half][j]),
+                           _mm256_and_si256(_mm256_srli_epi32(quads[u], 2 * j), mask));
     }
   }
   for (int line = 0; line < 8; ++line) _mm_prefetch(bytes + kAhead + 64 * line, _MM_HINT_T0);
@@ -76,9 +75,8 @@ TRIRUN_INLINE void dot_half(const Workspace& work, int half, int64_t begin, int6
                             const int8_t* const digits[planes], __m256i dot[planes][4]) {
   __m256i sum[planes][4];
   TRIRUN_UNROLL
-  for (int c = 0; c < planes; ++c)
-    TRIRUN_UNROLL
-    for (int j = 0; j < 4; ++j) sum[c][j] = _mm256_setzero_si256();
+  for (int c = 0; c < planes; ++c) TRIRUN_UNROLL
+  for (int j = 0; j < 4; ++j) sum[c][j] = _mm256_setzero_si256();
   for (int64_t quad = begin; quad < end; ++quad) {
     __m256i x[planes];
     TRIRUN_UNROLL
@@ -95,9 +93,8 @@ TRIRUN_INLINE void dot_half(const Workspace& work, int half, int64_t begin, int6
     }
   }
   TRIRUN_UNROLL
-  for (int c = 0; c < planes; ++c)
-    TRIRUN_UNROLL
-    for (int j = 0; j < 4; ++j) dot[c][j] = _mm256_madd_epi16(sum[c][j], _mm256_set1_epi16(1));
+  for (int c = 0; c < planes; ++c) TRIRUN_UNROLL
+  for (int j = 0; j < 4; ++j) dot[c][j] = _mm256_madd_epi16(sum[c][j], _mm256_set1_epi16(1));
 }
 
 /* Rows of x taken together: their fp32 and integer sums, 64 each, stay in L1 or L2 while the strips pass by. */
@@ -260,8 +257,7 @@ bool int2_gemm(const Int2Job& job, int64_t begin, int64_t end) {
 
 }  // namespace
 
-void quantize_avx2(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin,
-                   int64_t end);
+void quantize_avx2(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin, int64_t end);
 
 const Isa kAvx2 = {"avx2", quantize_avx2, int2_gemm, nullptr};
 

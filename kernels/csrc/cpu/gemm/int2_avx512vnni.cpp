@@ -68,9 +68,8 @@ TRIRUN_INLINE void add_block(Strip<mode, rows>& strip, const int8_t* digits, int
     _mm_prefetch(reinterpret_cast<const char*>(strip.words) + strip.ahead + 64 * line, _MM_HINT_T0);
   __m512i quads[8], sum[columns][4];
   TRIRUN_UNROLL
-  for (int c = 0; c < columns; ++c)
-    TRIRUN_UNROLL
-    for (int j = 0; j < 4; ++j) sum[c][j] = _mm512_load_si512(strip.sums[c][j]);
+  for (int c = 0; c < columns; ++c) TRIRUN_UNROLL
+  for (int j = 0; j < 4; ++j) sum[c][j] = _mm512_load_si512(strip.sums[c][j]);
   transpose_block(strip.words, quads);
   TRIRUN_UNROLL
   for (int u = 0; u < 8; ++u) {
@@ -87,9 +86,8 @@ TRIRUN_INLINE void add_block(Strip<mode, rows>& strip, const int8_t* digits, int
     }
   }
   TRIRUN_UNROLL
-  for (int c = 0; c < columns; ++c)
-    TRIRUN_UNROLL
-    for (int j = 0; j < 4; ++j) _mm512_store_si512(strip.sums[c][j], sum[c][j]);
+  for (int c = 0; c < columns; ++c) TRIRUN_UNROLL
+  for (int j = 0; j < 4; ++j) _mm512_store_si512(strip.sums[c][j], sum[c][j]);
   strip.words += 128;
 }
 
@@ -112,8 +110,7 @@ TRIRUN_INLINE void end_step(Strip<mode, rows>& strip, int64_t step, const float*
     }
     if (is_wide(mode)) {
       TRIRUN_UNROLL
-      for (int j = 0; j < 4; ++j)
-        dot[0][j] = _mm512_add_epi32(_mm512_slli_epi32(dot[0][j], 8), dot[planes - 1][j]);
+      for (int j = 0; j < 4; ++j) dot[0][j] = _mm512_add_epi32(_mm512_slli_epi32(dot[0][j], 8), dot[planes - 1][j]);
     }
     add_step<mode>(strip.acc[i], dot[0], values, x_sums[step * rows + i], x_scales[step * rows + i]);
   }
@@ -221,10 +218,9 @@ struct MultiplyVnni {
     for (int64_t k = 0, s = 0; k < p.columns; k += span, ++s) {
       __m512i dot[columns][4];
       TRIRUN_UNROLL
-      for (int c = 0; c < columns; ++c)
-        TRIRUN_UNROLL
-        for (int j = 0; j < 4; ++j)
-          dot[c][j] = mode == kLong8 ? _mm512_loadu_si512(p.dots + 64 * (row + c) + 16 * j) : _mm512_setzero_si512();
+      for (int c = 0; c < columns; ++c) TRIRUN_UNROLL
+      for (int j = 0; j < 4; ++j)
+        dot[c][j] = mode == kLong8 ? _mm512_loadu_si512(p.dots + 64 * (row + c) + 16 * j) : _mm512_setzero_si512();
       for (int64_t i = k; i < k + span; i += 32) {
         const uint8_t* codes = p.codes + i / 64 * 4096 + i % 64 * 16;
         TRIRUN_UNROLL
@@ -248,11 +244,10 @@ struct MultiplyVnni {
           for (int j = 0; j < 4; ++j) _mm512_storeu_si512(p.dots + 64 * (row + i) + 16 * j, dot[i][j]);
           continue;
         }
-        if (is_wide(mode))
-          TRIRUN_UNROLL
-          for (int j = 0; j < 4; ++j)
-            dot[i * planes][j] =
-                _mm512_add_epi32(_mm512_slli_epi32(dot[i * planes][j], 8), dot[i * planes + planes - 1][j]);
+        if (is_wide(mode)) TRIRUN_UNROLL
+        for (int j = 0; j < 4; ++j)
+          dot[i * planes][j] =
+              _mm512_add_epi32(_mm512_slli_epi32(dot[i * planes][j], 8), dot[i * planes + planes - 1][j]);
         const int64_t at = s * p.x_stride + row + i;
         add_step<mode>(p.acc + 64 * (row + i), dot[i * planes], p.values[s], p.x_sums[at],
                        is_wide(mode) ? p.x_scales[at] : 0);

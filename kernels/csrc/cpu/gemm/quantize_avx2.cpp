@@ -25,9 +25,8 @@ inline void load32(const void* x, int dtype, int64_t first, int64_t last, __m256
     }
     const uint16_t* from = static_cast<const uint16_t*>(x) + first + 8 * q;
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-    value[q] = dtype == TRIRUN_F16
-                   ? _mm256_cvtph_ps(bits)
-                   : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    value[q] = dtype == TRIRUN_F16 ? _mm256_cvtph_ps(bits)
+                                   : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
   }
 }
 
@@ -61,8 +60,7 @@ inline __m256i order_digits(const __m256i value[4]) {
 }
 
 inline int32_t block_sum(__m256i digits) {
-  const __m256i eights =
-      _mm256_sad_epu8(_mm256_xor_si256(digits, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+  const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(digits, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
   const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
   return static_cast<int32_t>(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1)) - 128 * 32;
 }

@@ -52,9 +52,9 @@ TRIRUN_INLINE __m512i order_digits(__m512i first, __m512i second) {
   // The packs leave, in dword 4q + i, columns 16i + 4q .. + 3; the 16-bit pair p of it is number 8q + 2i + p. Digit
   // pair d = 0, 1 of (block, t, c) is columns 2t + 8d of i = 2 block + c: q = t / 2 + 2d, p = t % 2.
   const __m512i packed = _mm512_packs_epi16(first, second);
-#define TRIRUN_PAIRS(block, t, c)                                                       \
+#define TRIRUN_PAIRS(block, t, c) \
   8 * ((t) / 2) + 2 * (2 * (block) + (c)) + (t) % 2, 8 * ((t) / 2 + 2) + 2 * (2 * (block) + (c)) + (t) % 2
-#define TRIRUN_BLOCK(block)                                                             \
+#define TRIRUN_BLOCK(block)                                                                                   \
   TRIRUN_PAIRS(block, 0, 0), TRIRUN_PAIRS(block, 0, 1), TRIRUN_PAIRS(block, 1, 0), TRIRUN_PAIRS(block, 1, 1), \
       TRIRUN_PAIRS(block, 2, 0), TRIRUN_PAIRS(block, 2, 1), TRIRUN_PAIRS(block, 3, 0), TRIRUN_PAIRS(block, 3, 1)
   alignas(64) static constexpr int16_t kOrder[32] = {TRIRUN_BLOCK(0), TRIRUN_BLOCK(1)};
@@ -139,8 +139,8 @@ TRIRUN_INLINE void digits16(const trirun_act& act, const void* x, int dtype, int
   for (int q = 0; q < 4; ++q) {
     const __m512 first = load_columns<whole>(x, dtype, i + 32 * q, k);
     const __m512 second = load_columns<whole>(x, dtype, i + 32 * q + 16, k);
-    value[q] = _mm512_packs_epi32(round_to_int(_mm512_mul_ps(first, inverse)),
-                                  round_to_int(_mm512_mul_ps(second, inverse)));
+    value[q] =
+        _mm512_packs_epi32(round_to_int(_mm512_mul_ps(first, inverse)), round_to_int(_mm512_mul_ps(second, inverse)));
   }
   TRIRUN_UNROLL
   for (int part = 0; part < 2; ++part) {
@@ -180,8 +180,7 @@ TRIRUN_INLINE bool groups16(const trirun_act& act, const void* x, int dtype, int
   _mm_mask_storeu_ps(act.scales + row * (act.k / 128) + i / 128, there, _mm_div_ps(amax, full));
   alignas(16) float inverse[4];
   _mm_store_ps(inverse, _mm_div_ps(full, amax));
-  for (int g = 0; g < groups; ++g)
-    digits16<whole>(act, x, dtype, k, row, i + 128 * g, _mm512_set1_ps(inverse[g]));
+  for (int g = 0; g < groups; ++g) digits16<whole>(act, x, dtype, k, row, i + 128 * g, _mm512_set1_ps(inverse[g]));
   return true;
 }
 

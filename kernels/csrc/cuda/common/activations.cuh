@@ -17,8 +17,8 @@
 namespace trirun {
 
 constexpr float ACT16_MAX = 32639.f;  // 127 * 256 + 127: the largest integer whose two balanced digits are both s8
-constexpr int UNIT = 128;             // k of one activation group, and of one stage of every decode kernel
-constexpr int RUN = 4;                // units that may be given one scale, so that int32 sums run on over them
+constexpr int UNIT = 128;  // k of one activation group, and of one stage of every decode kernel
+constexpr int RUN = 4;  // units that may be given one scale, so that int32 sums run on over them
 
 __host__ __device__ inline int padded_tokens(int64_t m) {
   if (m > 16) return static_cast<int>((m + 15) / 16 * 16);
@@ -32,9 +32,7 @@ struct ActivationLayout {
   int64_t units, scales_offset, sums_offset, bytes;  // offsets from the start of the buffer
 
   __host__ __device__ ActivationLayout(int64_t m, int64_t k_pad, int act_bits)
-      : tokens(padded_tokens(m)),
-        digits(act_bits == TRIRUN_ACT16 ? 2 : 1),
-        columns(tokens * digits),
+      : tokens(padded_tokens(m)), digits(act_bits == TRIRUN_ACT16 ? 2 : 1), columns(tokens * digits),
         units(k_pad / UNIT) {
     scales_offset = k_pad * columns;
     sums_offset = scales_offset + units * tokens * 8;

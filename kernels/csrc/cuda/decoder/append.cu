@@ -206,7 +206,7 @@ EXPORT int trirun_cuda_attention_gather(const trirun_gather* g, void* stream) {
   if (g->count == 0 || g->longest == 0) return TRIRUN_OK;
   const dim3 grid(static_cast<unsigned>((g->longest + PAGE - 1) / PAGE), static_cast<unsigned>(g->count),
                   static_cast<unsigned>(2 * g->kv_heads));
-  const auto kernel = g->scales == nullptr         ? gather<false, false>
+  const auto kernel = g->scales == nullptr      ? gather<false, false>
                       : g->dtype == TRIRUN_BF16 ? gather<true, true>
                                                 : gather<false, true>;
   return launch_dependent(kernel, *g, grid, WARPS * 32, 0, stream);

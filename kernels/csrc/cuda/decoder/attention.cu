@@ -16,7 +16,7 @@ namespace trirun {
 namespace {
 
 constexpr int WARPS = ATTEND_WARPS, STAGES = 2;
-constexpr int LOADS = 8;                                // 16-byte loads of a lane per tile, of keys and of values each
+constexpr int LOADS = 8;  // 16-byte loads of a lane per tile, of keys and of values each
 constexpr int STAGE_BYTES = 2 * LOADS * 512;
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 
@@ -124,8 +124,7 @@ __global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3)
       v_words = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(t.v) + row * t.ld_kv +
                                                 c.kv_head * head_dim + sub * 8);
       if (c.chunk == 0 && lane < LANES) {
-        const int64_t at =
-            cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim) + sub * 8;
+        const int64_t at = cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim) + sub * 8;
         *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.keys) + at) = k_words;
         *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.values) + at) = v_words;
       }

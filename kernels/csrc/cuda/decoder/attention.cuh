@@ -30,8 +30,7 @@ AttentionKernel int8_attention(const DeviceFacts& device, bool bf16, int head_di
 
 // 16 bytes, or zeros.
 __device__ __forceinline__ void copy_async16_or_zero(uint32_t shared, const void* global, bool wanted) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(wanted ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
                : "memory");
 }
 
@@ -172,8 +171,8 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
     cluster_arrive();
     if (c.split != 0) return;
     cluster_wait();
-    finish(combined(
-        [=](int s, int g, int i) { return load_shared_float(received + ((s * heads + g) * size + i) * 4); }));
+    finish(
+        combined([=](int s, int g, int i) { return load_shared_float(received + ((s * heads + g) * size + i) * 4); }));
     return;
   }
 #endif

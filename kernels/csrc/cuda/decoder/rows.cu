@@ -101,8 +101,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
   if (r.norm != nullptr) {
     float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < PER_WARP; i++)
-      sum += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
+    for (int i = 0; i < PER_WARP; i++) sum += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
     sum = warp_sum(sum);
     if (lane == 0) squares[warp] = sum;
     __syncthreads();

@@ -180,8 +180,7 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
   const trirun_sampler p = state;
   const Row raw{static_cast<const char*>(s.logits) + row * s.ld * (s.dtype == TRIRUN_F32 ? 4 : 2), s.dtype, vocab};
   int32_t* counts = s.counts == nullptr ? nullptr : s.counts + static_cast<int64_t>(slot) * vocab;
-  const bool penalised =
-      counts != nullptr && (p.repetition != 1.f || p.presence != 0.f || p.frequency != 0.f);
+  const bool penalised = counts != nullptr && (p.repetition != 1.f || p.presence != 0.f || p.frequency != 0.f);
   const bool changed = penalised || p.bias_count > 0;
 
   float* work = s.work + static_cast<int64_t>(row) * vocab;

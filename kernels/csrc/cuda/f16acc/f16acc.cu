@@ -27,10 +27,9 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
 }
 
 __device__ __forceinline__ void multiply(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
-      : "+r"(d[0]), "+r"(d[1])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+               : "+r"(d[0]), "+r"(d[1])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // 16-byte part `part` of a row of 128 bytes: eight rows that ldmatrix reads together meet all banks once.
@@ -96,7 +95,7 @@ __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base,
         next_stage_arrives();
       }
       load_fragments(stage, (step + 1) % kSteps);  // after the last stage: of no use, and no harm
-      const uint32_t(&x)[4][4] = a[step % 2], (&w)[2][4] = b[step % 2];
+      const uint32_t (&x)[4][4] = a[step % 2], (&w)[2][4] = b[step % 2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -162,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) f16acc_mma_kernel(const __grid_const
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int row = row0 + i * 8 + lane / 4;
-      const float(&v)[4] = total[i / 2][j];
+      const float (&v)[4] = total[i / 2][j];
       *reinterpret_cast<__half2*>(shared + row * kStaged + (column0 + j * 8 + lane % 4 * 2) * 2) =
           __floats2half2_rn(v[i % 2 * 2] + lo, v[i % 2 * 2 + 1] + hi);
     }

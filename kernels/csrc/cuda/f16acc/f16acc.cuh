@@ -63,7 +63,7 @@ __device__ __forceinline__ void promote(float& lo, float& hi, uint32_t sums) {
 // Infinities and NaNs: of fp16 sums that overflowed, or of operands that are no numbers.
 __device__ __forceinline__ bool is_finite(float v) { return (__float_as_uint(v) & 0x7F800000u) != 0x7F800000u; }
 
-int launch_mma(const Arguments& a, cudaStream_t stream);                         // f16acc.cu: sm_80 and newer
+int launch_mma(const Arguments& a, cudaStream_t stream);  // f16acc.cu: sm_80 and newer
 int launch_wgmma(const Arguments& a, int tile_n, int sms, cudaStream_t stream);  // f16acc_sm90.cu: sm_90a
 
 }  // namespace trirun::f16acc

@@ -34,8 +34,7 @@ struct Shape {
 
 // A warp's 16 x columns of y once more, with fp32 sums and from memory: slow, and only for sums that left fp16's range.
 // Eight columns at a time, so that the usual way keeps the registers and little code lies beside it.
-__device__ __forceinline__ void recompute(const Arguments& args, int lane, int row, int column, int columns,
-                                          int part) {
+__device__ __forceinline__ void recompute(const Arguments& args, int lane, int row, int column, int columns, int part) {
   const int quad = lane % 4 * 2;
   const auto load = [&](const __half* matrix, int64_t row_step, int64_t column_step, int64_t at, int rows, int64_t k) {
     if (at >= rows || k >= args.k) return 0u;

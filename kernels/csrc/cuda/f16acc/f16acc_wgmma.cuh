@@ -17,17 +17,19 @@ __device__ __forceinline__ uint64_t operand_descriptor_rows(uint32_t address) {
 // the operand is stored along its rows. accumulate 0 starts a new sum.
 template <bool TransA, bool TransB>
 __device__ __forceinline__ void wgmma_half(uint32_t (&d)[32], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f16.f16.f16 " TRIRUN_D32 "%32, %33, p, 1, 1, %35, %36;\n}\n"
-               : TRIRUN_R32("+r", 0)
-               : "l"(a), "l"(b), "r"(accumulate), "n"(int(TransA)), "n"(int(TransB)));
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f16.f16.f16 " TRIRUN_D32 "%32, %33, p, 1, 1, %35, %36;\n}\n"
+      : TRIRUN_R32("+r", 0)
+      : "l"(a), "l"(b), "r"(accumulate), "n"(int(TransA)), "n"(int(TransB)));
 }
 template <bool TransA, bool TransB>
 __device__ __forceinline__ void wgmma_half(uint32_t (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n256k16.f16.f16.f16 " TRIRUN_D64 "%64, %65, p, 1, 1, %67, %68;\n}\n"
-               : TRIRUN_R64("+r", 0)
-               : "l"(a), "l"(b), "r"(accumulate), "n"(int(TransA)), "n"(int(TransB)));
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f16.f16.f16 " TRIRUN_D64 "%64, %65, p, 1, 1, %67, %68;\n}\n"
+      : TRIRUN_R64("+r", 0)
+      : "l"(a), "l"(b), "r"(accumulate), "n"(int(TransA)), "n"(int(TransB)));
 }
 
 // A box of a 2-D tensor to the same place in every CTA of the cluster that `ctas` names by bits; each one's barrier

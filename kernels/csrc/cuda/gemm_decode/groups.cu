@@ -21,7 +21,7 @@ namespace trirun {
 namespace {
 
 constexpr int TEAM = 256;  // threads that multiply the same stage
-constexpr int J = 2;       // row blocks of one warpgroup
+constexpr int J = 2;  // row blocks of one warpgroup
 
 struct ColumnsArgs : EqualShares {
   CUtensorMap words;
@@ -42,9 +42,9 @@ struct ColumnsArgs : EqualShares {
   int dtype;
   int early, x_first;  // stages of weights asked for before the wait; of x asked for before other weights
   int stages, stage_bytes, scales_at, x_at, x_scales_at, x_sums_at;  // offsets within a stage; words at 0
-  int exchange_at, totals_at, barriers_at;                           // offsets in shared memory; stages at 0
+  int exchange_at, totals_at, barriers_at;  // offsets in shared memory; stages at 0
   unsigned* counters;  // warps that have left their sums of a tile; of its first CTA, one for every warp
-  float4* parts;       // [CTA][first, last tile][quarter of a thread's sums][consumer]
+  float4* parts;  // [CTA][first, last tile][quarter of a thread's sums][consumer]
 };
 
 }  // namespace
@@ -59,7 +59,7 @@ struct Shape {
   static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
   // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
   static constexpr bool EXACT = DIGITS == 1 && SCALE == PER_CHANNEL;
-  static constexpr int OWN = J / TEAMS;                      // row blocks whose sums a thread finishes
+  static constexpr int OWN = J / TEAMS;  // row blocks whose sums a thread finishes
   static constexpr int QUARTERS = OWN * TOKENS * 2 / 4;
   // Whether registers hold the fragments of two products at a time.
   static constexpr bool AHEAD = N == 64 && !HALVED;
@@ -137,8 +137,7 @@ __device__ __forceinline__ void produce_x(const ColumnsArgs& a, uint32_t shared,
 }
 
 template <int DIGITS, int N, int SCALE>
-__global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
-    columns(const __grid_constant__ ColumnsArgs a) {
+__global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1) columns(const __grid_constant__ ColumnsArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using S = Shape<DIGITS, N, SCALE>;
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -190,7 +189,7 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
     uint4 words[BLOCKS];
     Ring ring;
     ring.stage = team;
-    uint32_t base = 0;                // of the stage in hand
+    uint32_t base = 0;  // of the stage in hand
     float row_scale[2], row_zero[2];  // of the two rows being converted
 
     // The stage in hand, once it has come.
@@ -380,8 +379,8 @@ __global__ void __launch_bounds__(Shape<DIGITS, N, SCALE>::THREADS, 1)
       if constexpr (S::TEAMS == 2) {
         // Each team finishes one row block of every warpgroup and gives its sums of the other to the other team. Two
         // buffers: whoever writes one again has met everybody after they read it.
-        float(&low)[S::QUARTERS * 4] = reinterpret_cast<float(&)[S::QUARTERS * 4]>(sum[0]);
-        float(&high)[S::QUARTERS * 4] = reinterpret_cast<float(&)[S::QUARTERS * 4]>(sum[1]);
+        float (&low)[S::QUARTERS * 4] = reinterpret_cast<float (&)[S::QUARTERS * 4]>(sum[0]);
+        float (&high)[S::QUARTERS * 4] = reinterpret_cast<float (&)[S::QUARTERS * 4]>(sum[1]);
         const uint32_t buffer = shared + a.exchange_at + (tile - tile0) % 2 * S::QUARTERS * 16 * S::CONSUMERS;
 #pragma unroll
         for (int i = 0; i < S::QUARTERS * 4; i++) {

@@ -115,18 +115,19 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
       tensor_map_prefetch(&a.digits);
       dependency_wait();
       if (lane == 0)
-        produce(a, shared, full, empty, first, first, last,
-                [&](uint32_t to, uint32_t barrier, int, int unit, bool ends) {
-                  const bool scaled = !S::EXACT && closes(a, unit, ends);
-                  barrier_expect(barrier, UNIT * N + (scaled ? tokens * 8 : 0));
-                  tensor_load(to + a.x_at, &a.digits, barrier, slice * N * 4, 0, unit * STEPS, policy);
-                  if (scaled)
-                    bulk_load(to + a.x_scales_at, a.x_scales + static_cast<int64_t>(unit) * a.tokens + token0,
-                              tokens * 8, barrier);
-                },
-                [&](int i) {
-                  if (i == a.x_first) barrier_arrive(x_asked);
-                });
+        produce(
+            a, shared, full, empty, first, first, last,
+            [&](uint32_t to, uint32_t barrier, int, int unit, bool ends) {
+              const bool scaled = !S::EXACT && closes(a, unit, ends);
+              barrier_expect(barrier, UNIT * N + (scaled ? tokens * 8 : 0));
+              tensor_load(to + a.x_at, &a.digits, barrier, slice * N * 4, 0, unit * STEPS, policy);
+              if (scaled)
+                bulk_load(to + a.x_scales_at, a.x_scales + static_cast<int64_t>(unit) * a.tokens + token0, tokens * 8,
+                          barrier);
+            },
+            [&](int i) {
+              if (i == a.x_first) barrier_arrive(x_asked);
+            });
     } else if (!GROUPED) {
       dependency_wait();
       add_totals(a, totals, token0, tokens, TOTALS_AT + 64);
@@ -236,8 +237,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
         const uint32_t zeros = ZEROS ? load_shared(row + STRIPS * 128) : 0;
         loaded |= scales | zeros;
 #pragma unroll
-        for (int h = 0; h < 2; h++)
-          row_scale[j][h] = half_of(scales, h) * __uint_as_float(quarter[j]);
+        for (int h = 0; h < 2; h++) row_scale[j][h] = half_of(scales, h) * __uint_as_float(quarter[j]);
 #pragma unroll
         for (int h = 0; h < (ZEROS ? 2 : 1); h++)
           row_zero[j][h] = (ZEROS ? half_of(zeros, h) : 1.f) * __uint_as_float(fours[j]);
@@ -421,8 +421,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
               wgmma_fence();
 #pragma unroll
               for (int i = 0; i < S::BURST * J; i++)
-                wgmma_u8s8(c[i % J], fragment[(s + i / J) % S::SETS][i % J],
-                           x + (s + i / J) * (HALF * 2 >> 4), 1);
+                wgmma_u8s8(c[i % J], fragment[(s + i / J) % S::SETS][i % J], x + (s + i / J) * (HALF * 2 >> 4), 1);
               wgmma_commit();
               if (end_step == 2) {
                 ring.advance(a.stages);
@@ -466,8 +465,10 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
           if (a.pairs) take_sums<S::QUARTERS>(flat, slot, received);
           if (last_cta - first_cta > a.pairs) {
             if constexpr (FUSED) barrier_wait(counters_ready, 0);
-            mine = add_shares<S::QUARTERS, S::CONSUMERS, N == 64 || DIGITS == 1 ? 2 : 4>(
-                flat, cta >> a.pairs, first_cta >> a.pairs, last_cta >> a.pairs, counter_of(first_cta), part);
+            mine = add_shares < S::QUARTERS, S::CONSUMERS,
+            N == 64 || DIGITS == 1
+                ? 2
+                : 4 > (flat, cta >> a.pairs, first_cta >> a.pairs, last_cta >> a.pairs, counter_of(first_cta), part);
           }
         }
       }
@@ -482,21 +483,43 @@ template <int DIGITS, int N, bool FUSED, bool GROUPED = false, int TILE_STRIPS =
 constexpr Instance instance() {
   using S = RunsShape<DIGITS, N, FUSED, TILE_STRIPS>;
   constexpr int STAGED = S::STAGED * S::CONSUMERS / 32;
-  return {S::STRIPS,   DIGITS,     N,           FUSED,  GROUPED,
-          S::CONSUMERS, S::THREADS, S::LAUNCH_REGISTERS, S::QUARTERS, STAGED,
+  return {S::STRIPS,
+          DIGITS,
+          N,
+          FUSED,
+          GROUPED,
+          S::CONSUMERS,
+          S::THREADS,
+          S::LAUNCH_REGISTERS,
+          S::QUARTERS,
+          STAGED,
           runs<DIGITS, N, FUSED, GROUPED, TILE_STRIPS>};
 }
 
 // digits of x, columns (digits * rows of x, at most), whether it quantizes x, whether scales are of groups of 128
 // no-spill(90a): runs<*, *, *, *, *>
 constexpr Instance INSTANCES[] = {
-    instance<2, 16, false>(), instance<2, 32, false>(), instance<2, 64, false>(), instance<1, 16, false>(),
-    instance<1, 32, false>(), instance<2, 16, true>(),  instance<2, 32, true>(),  instance<2, 64, true>(),
-    instance<2, 16, false, true>(), instance<2, 32, false, true>(), instance<2, 64, false, true>(),
-    instance<2, 16, true, true>(), instance<2, 32, true, true>(),
-    instance<2, 16, false, false, 3>(), instance<2, 32, false, false, 3>(), instance<2, 64, false, false, 3>(),
-    instance<1, 16, false, false, 3>(), instance<1, 32, false, false, 3>(),
-    instance<2, 16, false, true, 3>(), instance<2, 32, false, true, 3>(), instance<2, 64, false, true, 3>(),
+    instance<2, 16, false>(),
+    instance<2, 32, false>(),
+    instance<2, 64, false>(),
+    instance<1, 16, false>(),
+    instance<1, 32, false>(),
+    instance<2, 16, true>(),
+    instance<2, 32, true>(),
+    instance<2, 64, true>(),
+    instance<2, 16, false, true>(),
+    instance<2, 32, false, true>(),
+    instance<2, 64, false, true>(),
+    instance<2, 16, true, true>(),
+    instance<2, 32, true, true>(),
+    instance<2, 16, false, false, 3>(),
+    instance<2, 32, false, false, 3>(),
+    instance<2, 64, false, false, 3>(),
+    instance<1, 16, false, false, 3>(),
+    instance<1, 32, false, false, 3>(),
+    instance<2, 16, false, true, 3>(),
+    instance<2, 32, false, true, 3>(),
+    instance<2, 64, false, true, 3>(),
 };
 
 const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bool fused) {
@@ -533,8 +556,8 @@ int launch_runs(const Problem& p) {
   // Several slices are each as wide as their kernel.
   if (instance == nullptr || (slices > 1 && instance->columns != slice_rows(p, layout) * layout.digits) ||
       (plan.tile_m != 0 && (plan.tile_m < 16 || plan.tile_m > 64)) || (plan.tile_n != 0 && plan.tile_n != 192) ||
-      layout.columns % 8 || plan.stages < 3 ||
-      plan.stages > MAX_STAGES || plan.ctas < 1 || plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX)
+      layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
+      plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX)
     return TRIRUN_UNSUPPORTED;
   static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
   if (!starts_whole(whole[instance - INSTANCES], reinterpret_cast<const void*>(instance->kernel), instance->registers))
@@ -546,8 +569,7 @@ int launch_runs(const Problem& p) {
   // A CTA quantizes every column of x at most once, in no more pieces than there are barriers for: runs, of which those
   // at the ends of its share and of a tile may be shorter.
   const int pieces = static_cast<int>((longest + 2 * (RUN - 1)) / RUN + 1);
-  if (plan.fused && (exact || longest > units || pieces > PIECES))
-    return TRIRUN_UNSUPPORTED;
+  if (plan.fused && (exact || longest > units || pieces > PIECES)) return TRIRUN_UNSUPPORTED;
 
   RunsArgs a{};
   if (const int code = encode_words(&a.words, p.w, STEPS, of_tile)) return code;

@@ -170,8 +170,7 @@ inline int slices_of(const Problem& p, const ActivationLayout& layout) {
 // Whether x can be read, in 16-byte pieces of 16-bit values, by a kernel that quantizes it itself.
 inline bool fuses(const Problem& p) {
   return p.plan.fused && (p.w.group_size == -1 || p.w.group_size == UNIT) && p.activations == nullptr &&
-         p.dtype != TRIRUN_F32 && p.k % 8 == 0 &&
-         p.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
+         p.dtype != TRIRUN_F32 && p.k % 8 == 0 && p.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
 }
 
 // One slice's digits of 128 k a copy, each 16 k apart; columns beyond the last arrive as zeros.

@@ -430,14 +430,22 @@ struct Instance {
 // no-spill(90a): stream<2, 2, 3>
 // no-spill(90a): stream<1, 1, 0>
 constexpr Instance INSTANCES[] = {
-    {2, 1, PER_CHANNEL, stream<2, 1, PER_CHANNEL>}, {2, 1, PER_UNIT, stream<2, 1, PER_UNIT>},
-    {2, 1, PER_BLOCK, stream<2, 1, PER_BLOCK>},     {2, 2, PER_CHANNEL, stream<2, 2, PER_CHANNEL>},
-    {2, 2, PER_UNIT, stream<2, 2, PER_UNIT>},       {2, 2, PER_BLOCK, stream<2, 2, PER_BLOCK>},
-    {1, 1, PER_CHANNEL, stream<1, 1, PER_CHANNEL>}, {1, 1, PER_UNIT, stream<1, 1, PER_UNIT>},
-    {1, 1, PER_BLOCK, stream<1, 1, PER_BLOCK>},     {1, 2, PER_CHANNEL, stream<1, 2, PER_CHANNEL>},
-    {1, 2, PER_UNIT, stream<1, 2, PER_UNIT>},       {1, 2, PER_BLOCK, stream<1, 2, PER_BLOCK>},
-    {2, 1, PER_UNIT_PLAIN, stream<2, 1, PER_UNIT_PLAIN>}, {2, 2, PER_UNIT_PLAIN, stream<2, 2, PER_UNIT_PLAIN>},
-    {1, 1, PER_UNIT_PLAIN, stream<1, 1, PER_UNIT_PLAIN>}, {1, 2, PER_UNIT_PLAIN, stream<1, 2, PER_UNIT_PLAIN>},
+    {2, 1, PER_CHANNEL, stream<2, 1, PER_CHANNEL>},
+    {2, 1, PER_UNIT, stream<2, 1, PER_UNIT>},
+    {2, 1, PER_BLOCK, stream<2, 1, PER_BLOCK>},
+    {2, 2, PER_CHANNEL, stream<2, 2, PER_CHANNEL>},
+    {2, 2, PER_UNIT, stream<2, 2, PER_UNIT>},
+    {2, 2, PER_BLOCK, stream<2, 2, PER_BLOCK>},
+    {1, 1, PER_CHANNEL, stream<1, 1, PER_CHANNEL>},
+    {1, 1, PER_UNIT, stream<1, 1, PER_UNIT>},
+    {1, 1, PER_BLOCK, stream<1, 1, PER_BLOCK>},
+    {1, 2, PER_CHANNEL, stream<1, 2, PER_CHANNEL>},
+    {1, 2, PER_UNIT, stream<1, 2, PER_UNIT>},
+    {1, 2, PER_BLOCK, stream<1, 2, PER_BLOCK>},
+    {2, 1, PER_UNIT_PLAIN, stream<2, 1, PER_UNIT_PLAIN>},
+    {2, 2, PER_UNIT_PLAIN, stream<2, 2, PER_UNIT_PLAIN>},
+    {1, 1, PER_UNIT_PLAIN, stream<1, 1, PER_UNIT_PLAIN>},
+    {1, 2, PER_UNIT_PLAIN, stream<1, 2, PER_UNIT_PLAIN>},
 };
 
 bool power_of_2(int v) { return v > 0 && (v & (v - 1)) == 0; }
@@ -478,8 +486,7 @@ int launch_stream(const Problem& p) {
   if (instance == nullptr || plan.warps < 1 || plan.warps > MAX_WARPS || !power_of_2(plan.warp_split) ||
       !power_of_2(plan.cta_split) || plan.warps % plan.warp_split || !known_depth || plan.ctas < 0 ||
       plan.cta_split > 8 || plan.warp_split * plan.cta_split > MAX_PARTS ||
-      plan.warp_split * plan.cta_split > p.w.k / UNIT ||
-      (plan.fused && p.m > MAX_FUSED))
+      plan.warp_split * plan.cta_split > p.w.k / UNIT || (plan.fused && p.m > MAX_FUSED))
     return TRIRUN_UNSUPPORTED;
   // int32 holds the sum of so many products of a code shifted by six bits and a digit.
   const int64_t units = p.w.k / UNIT,

@@ -35,15 +35,15 @@ struct PrefillArguments {
   // Equal shares: all units of k (`kUnit` stages) of all tiles form one line, of which CTA c (cta_number) has `share`,
   // and one more if c < rest. 0: every CTA, or cluster, takes whole tiles.
   int share, rest, units;  // units: of one tile
-  int pairs;               // 1 where two CTAs of a tile are a cluster, and no CTA has two tiles; else 0
+  int pairs;  // 1 where two CTAs of a tile are a cluster, and no CTA has two tiles; else 0
   bool ahead;  // shares are at least a tile long: what a CTA adds to its last tile is stored before it begins with that
   // Of a tile's first CTA, one for every warp: CTAs that end with the tile and have left their sums; behind those of
   // all CTAs as many more, set once the CTA that goes on from the tile has left its own.
   uint64_t* counters;
-  uint4* parts;            // [CTA][first, last tile][four of a thread's sums][thread]
+  uint4* parts;  // [CTA][first, last tile][four of a thread's sums][thread]
   bool remainder;  // launched behind the tiles before first_tile, to fill the CTAs that those leave idle
   int group_size;
-  bool has_zeros;   // zeros come with every group
+  bool has_zeros;  // zeros come with every group
   bool split_zero;  // zero points that q - zero is not exact for: subtracted in two parts
   float zero;
   float zero_near, zero_rest;  // the zero point in two: 1 or 2, from which codes are 0 or a power of two away; the rest
@@ -99,7 +99,7 @@ struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChanne
   using Tile = TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChannelScales && sizeof(T) == 2 ? 2 : 1>;
   static constexpr bool kGrouped = Mode != kChannelScales;
   static constexpr int kRowBlocks = Tokens == 64 ? 4 : 2, kTurns = kRowBlocks / 2;
-  static constexpr int kUnit = kTurns / Tile::kSpans;     // stages that CTAs divide k by
+  static constexpr int kUnit = kTurns / Tile::kSpans;  // stages that CTAs divide k by
   static constexpr int kGroups = kGrouped ? 2 * 512 : 0;  // two groups of 256 scales; as much again for zeros
   static constexpr int kStage = Tile::kX + Tile::kWords + 2 * kGroups;
   static constexpr int kExchange = kTurns == 2 ? 8 * Tokens * 128 : 0;  // sums that one warpgroup hands to the other
@@ -120,8 +120,8 @@ enum StripScales { kNoGroups, kGroupsOf128, kGroupsWithRest, kSmallGroups };
 // multiprocessor: there the kernel that prepares x stands between them, and where it has CTAs the next ones' would
 // rather go together elsewhere.
 template <typename T, int Tokens, int Strips>
-using StripsTile = TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1,
-                             Strips == 2 && sizeof(T) == 2 ? 2 : 1>;
+using StripsTile =
+    TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, Strips == 2 && sizeof(T) == 2 ? 2 : 1>;
 
 template <typename T, int Tokens, int Strips, StripScales Scales>
 struct StripsShape : StripsTile<T, Tokens, Strips> {

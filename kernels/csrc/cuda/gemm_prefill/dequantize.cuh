@@ -76,9 +76,9 @@ struct GroupFactors {
   static constexpr uint32_t kBias = 127 << 23;  // bits of 2^0
 
   uint32_t scale[2], offset[2], rest[2];  // pairs, of rows r and r + 8
-  uint32_t grown[2];                      // bits of 2^e
-  uint32_t near, rest_of_near;            // of the offset: what it is of the scale; of the rest: of the offset
-  uint32_t powers;                        // bits of 2^(smallest - 2 block), as a product's exponent
+  uint32_t grown[2];  // bits of 2^e
+  uint32_t near, rest_of_near;  // of the offset: what it is of the scale; of the rest: of the offset
+  uint32_t powers;  // bits of 2^(smallest - 2 block), as a product's exponent
 
   // zero_near: 1 or 2, the zero point less zero_rest.
   __device__ __forceinline__ GroupFactors(float zero_near, float zero_rest, int block) {

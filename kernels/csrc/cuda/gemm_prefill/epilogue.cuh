@@ -13,10 +13,8 @@ struct ClusterShare {
   int rank, most, own, end;
 
   __device__ __forceinline__ ClusterShare(const PrefillArguments& args, int units)
-      : rank(args.splits > 1 ? blockIdx.x % args.splits : 0),
-        most((units + args.splits - 1) / args.splits),
-        own(units * rank / args.splits),
-        end(units * (rank + 1) / args.splits) {}
+      : rank(args.splits > 1 ? blockIdx.x % args.splits : 0), most((units + args.splits - 1) / args.splits),
+        own(units * rank / args.splits), end(units * (rank + 1) / args.splits) {}
 };
 
 // The barrier that counts what comes from other CTAs of the cluster; without one, the warps that have stored what

@@ -36,10 +36,10 @@ __device__ __forceinline__ void cluster_meet() {
 
 // 16 bytes into the shared memory of a CTA of the cluster, which that CTA's barrier counts as they arrive.
 __device__ __forceinline__ void cluster_store(uint32_t remote, uint4 v, uint32_t remote_barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                   remote),
-               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(remote_barrier)
-               : "memory");
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(remote_barrier)
+      : "memory");
 }
 
 __device__ __forceinline__ uint4 shared_load(uint32_t address) {

@@ -60,12 +60,7 @@ struct Consumer {
   float scale[kOwn][2], bias[kOwn][2], zero[kOwn][2];
 
   __device__ Consumer(const PrefillArguments& a, uint32_t out, uint32_t factors, int l, int warp, int g)
-      : args(a),
-        output(out),
-        rows(factors),
-        lane(l),
-        group(g),
-        strip(kOwn == 2 ? warp : g),
+      : args(a), output(out), rows(factors), lane(l), group(g), strip(kOwn == 2 ? warp : g),
         block0(kOwn == 2 ? 2 * g : warp) {}
 
   __device__ __forceinline__ int first_row() const { return row0 + 64 * strip + 16 * block0; }
@@ -198,8 +193,7 @@ struct Consumer {
       if constexpr (kInt8) {
         // The codes were shifted up by their place in the byte: the sums shift down exactly.
         const float codes = __uint_as_float(e % 2 ? factors.w : factors.y);
-        v[quad][e] =
-            fmaf(fmaf(-zero[j][h], codes, float(sum >> 2 * (block0 + j))), scale[j][h] * factor, bias[j][h]);
+        v[quad][e] = fmaf(fmaf(-zero[j][h], codes, float(sum >> 2 * (block0 + j))), scale[j][h] * factor, bias[j][h]);
       } else {
         v[quad][e] = fmaf(sum, Plain ? scale[j][h] : scale[j][h] * factor, bias[j][h]);
       }

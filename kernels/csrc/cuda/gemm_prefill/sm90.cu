@@ -112,8 +112,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
     a.ahead = Shape::kAhead && a.share >= a.units;
     // Pairs: only where every CTA has one tile, and every tile an even number of CTAs.
     a.pairs = p.plan.cta_split == 2;
-    if (a.pairs && (a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0))
-      return TRIRUN_UNSUPPORTED;
+    if (a.pairs && (a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0)) return TRIRUN_UNSUPPORTED;
     a.counters = reinterpret_cast<uint64_t*>(p.counters);
     a.parts = static_cast<uint4*>(rows.rest);
     return run(0, ctas, 1, false);

@@ -152,14 +152,9 @@ struct SharedTile {
   const ArrivalCounter left;     // set by the one that goes on
 
   __device__ __forceinline__ SharedTile(const PrefillArguments& a, int tile, int tile0, int t)
-      : args(a),
-        thread(t),
-        begin(tile * a.units),
-        half(cta_number() & a.pairs),
-        self(cta_number() >> a.pairs),
+      : args(a), thread(t), begin(tile * a.units), half(cta_number() & a.pairs), self(cta_number() >> a.pairs),
         first(a.share > 0 ? a.owner(begin) >> a.pairs : 0),
-        last(a.share > 0 ? a.owner(begin + a.units - 1) >> a.pairs : 0),
-        later(tile != tile0),
+        last(a.share > 0 ? a.owner(begin + a.units - 1) >> a.pairs : 0), later(tile != tile0),
         ending(last - first + (a.start((last + 1) << a.pairs) == begin + a.units)),
         owner(first + __shfl_sync(~0u, t / 32, 0) * ending / (kConsumers / 32)),
         counter{a.counters + ((first << a.pairs) + half) * (kConsumers / 32) + t / 32, ending},
@@ -336,13 +331,15 @@ __device__ __forceinline__ void produce_groups(const PrefillArguments& args, uin
   const uint32_t bytes = max(1, Shape::kColumns / args.group_size) * Shape::kRowTile * 2;
   const int group_log = __ffs(args.group_size) - 1;
   Producer<Shape> at(args, empty);
-  at.fill(0, [] {}, [&](int k) {
-    const uint32_t to = groups_at + at.stage * 2 * Shape::kGroups, bar = full + 8 * at.slot;
-    const int row = at.row_tile * Shape::kRowTile, group = k * Shape::kColumns >> group_log;
-    barrier_expect(bar, args.has_zeros ? 2 * bytes : bytes);
-    tensor_load(to, &args.scales, bar, row, group);
-    if (args.has_zeros) tensor_load(to + Shape::kGroups, &args.zeros, bar, row, group);
-  });
+  at.fill(
+      0, [] {},
+      [&](int k) {
+        const uint32_t to = groups_at + at.stage * 2 * Shape::kGroups, bar = full + 8 * at.slot;
+        const int row = at.row_tile * Shape::kRowTile, group = k * Shape::kColumns >> group_log;
+        barrier_expect(bar, args.has_zeros ? 2 * bytes : bytes);
+        tensor_load(to, &args.scales, bar, row, group);
+        if (args.has_zeros) tensor_load(to + Shape::kGroups, &args.zeros, bar, row, group);
+      });
 }
 
 // Threads that fill a stage, each of which arrives at its barrier.
