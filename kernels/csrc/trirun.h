@@ -221,8 +221,8 @@ enum {
   TRIRUN_KERNEL_RUNS = 8           /* decode of many rows with one scale per output channel: sm_90a */
 };
 
-/* How a product is computed: the kernel and its tile, chosen by trirun_kernels/plan/select.py. A field that a family does
- * not use is 0. Every value is checked; one without a compiled instance returns TRIRUN_UNSUPPORTED. */
+/* How a product is computed: the kernel and its tile, chosen by trirun_kernels/plan/select.py. A field that a family
+ * does not use is 0. Every value is checked; one without a compiled instance returns TRIRUN_UNSUPPORTED. */
 typedef struct {
   int32_t kernel;       /* TRIRUN_KERNEL_... */
   int32_t tile_m;       /* rows of x of one CTA (prefill), or tensor-core columns that hold them (runs: 16, 32 or 64;

@@ -246,7 +246,7 @@ def test_sampling_defaults_come_from_the_model(trirun, copy_of, packed):
 
 LIGHT = """
 import sys
-from trirun_cli.app import main
+from trirun_cli.commands.app import main
 sys.argv = ["trirun", "generate", "--checkpoint", sys.argv[1], "--prompt", "The", "-n", "3", "--device", "cpu"]
 try:
     main()

@@ -70,8 +70,8 @@ def test_help_fits_80_columns_with_every_example_on_a_line_of_its_own(trirun, mo
 WAITING = """
 import os, sys
 os.getloadavg = lambda: (99.0, 0.0, 0.0)
-from trirun_cli.app import main
-from trirun_cli.commands import {0} as module
+from trirun_cli.commands.app import main
+import trirun_cli.commands.{0} as module
 let = module.let_threads_sleep
 def checked():
     assert "torch" not in sys.modules
@@ -90,10 +90,10 @@ main()
     [
         ("quantize", "'quantize', '/none'"),
         ("finetune", "'finetune', '/none'"),
-        ("evaluate", "'eval', '-c', '/none'"),
-        ("options", "'bench'"),
-        ("options", "'bench', 'model', '--shape', 'tiny'"),
-        ("options", "'bench', 'f16acc'"),
+        ("eval", "'eval', '-c', '/none'"),
+        ("shared.options", "'bench'"),
+        ("shared.options", "'bench', 'model', '--shape', 'tiny'"),
+        ("shared.options", "'bench', 'f16acc'"),
     ],
 )
 def test_torch_is_told_how_its_threads_wait_before_it_is_imported(module, arguments, given):

@@ -101,7 +101,7 @@ def test_where_messages_may_hold_more_transformers_fills_them_in(with_template):
 
 LIGHT = """
 import sys
-from trirun_cli.app import main
+from trirun_cli.commands.app import main
 sys.argv = ["trirun", "chat", "--checkpoint", sys.argv[1], "--max-tokens", "3", "--device", "cpu"]
 try:
     main()

@@ -185,7 +185,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from trirun_cli.commands import quantize
-from trirun_gptq.state import RunState
+from trirun_gptq.run.resume import RunState
 
 save = RunState.save
 

@@ -157,7 +157,8 @@ def geforce(request, repo_root, tmp_path_factory):
     out = tmp_path_factory.mktemp("sass") / "f16acc.cubin"
     source = repo_root / "kernels" / "csrc" / "cuda" / "f16acc" / "f16acc.cu"
     target = ["-gencode", f"arch=compute_{request.param},code=sm_{request.param}", "-cubin"]
-    command = [nvcc, *NVCC_FLAGS, *target, str(source), "-o", str(out)]
+    includes = ["-I", str(repo_root / "kernels" / "csrc")]
+    command = [nvcc, *NVCC_FLAGS, *target, *includes, str(source), "-o", str(out)]
     return out, subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 

@@ -252,7 +252,7 @@ def test_bad_arguments_are_refused(arguments, code):
 
 
 def test_environment_chooses_the_instruction_set():
-    program = "from trirun_kernels import cpu; print(cpu.backend())"
+    program = "from trirun_kernels.gemm import cpu; print(cpu.backend())"
     for name in ISAS[:1]:
         environment = os.environ | {"TRIRUN_CPU_ISA": name, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)

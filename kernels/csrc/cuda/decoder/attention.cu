@@ -8,8 +8,9 @@
 // griddepcontrol.wait, while the projection is still running. Up to eight CTAs that share a row's keys are a cluster
 // and put their parts together in the first one's shared memory; more of them meet in the workspace.
 //
-// A warp is an agent, as in gemm_decode/stream.cu: it streams its own tiles of keys and values through a private cp.async ring, in
-// which every lane reads back what it copied itself. A lane holds eight dimensions of a key, so LANES lanes hold a key.
+// A warp is an agent, as in gemm_decode/stream.cu: it streams its own tiles of keys and values through a private
+// cp.async ring, in which every lane reads back what it copied itself. A lane holds eight dimensions of a key, so LANES
+// lanes hold a key.
 #include "attention.cuh"
 
 namespace trirun {
