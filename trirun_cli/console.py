@@ -75,9 +75,11 @@ class Console:
             self._err.print(escape(message), style="dim")
 
     def warn(self, message: str) -> None:
+        """What may be wrong, though work goes on; shown with --quiet too."""
         self._err.print(f"[yellow]warning:[/yellow] {escape(message)}")
 
     def error(self, error: TrirunError) -> None:
+        """Why a command ended, and below it what to do, if the error knows."""
         self._err.print(f"[red]error:[/red] {escape(str(error))}")
         if error.fix:
             self._err.print(f"  [dim]{escape(error.fix)}[/dim]")
@@ -109,12 +111,15 @@ class ProgressBar:
         self._bars, self._task = bars, task
 
     def advance(self, steps: float = 1) -> None:
+        """So many more steps are done."""
         self._bars.advance(self._task, steps)
 
     def describe(self, description: str) -> None:
+        """Replace the text before the bar."""
         self._bars.update(self._task, description=description)
 
     def reset(self, total: int) -> None:
+        """Begin anew with another number of steps."""
         self._bars.reset(self._task, total=total)
 
 

@@ -21,7 +21,7 @@ from trirun_cli import __version__
 TOP_LEVEL = {"trirun_cli", "trirun_gptq", "trirun_kernels"}
 PLATFORM = sysconfig.get_platform().replace("-", "_").replace(".", "_")
 FOLDERS = ("trirun_cli", "kernels", "gptq", "configs", "scripts", "tests", ".ci")
-CHECKOUT = ("pyproject.toml", "README.md", "LICENSE", *FOLDERS)
+CHECKOUT = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", *FOLDERS)
 
 
 def in_isolation(code: str, cwd: Path, *paths: Path, **environment: str) -> str:
