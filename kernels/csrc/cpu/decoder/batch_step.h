@@ -58,7 +58,7 @@ class BatchStep : public Model {
     void lay_out(const BatchStep& step, Arena& arrays) {
       const int64_t widest_output = larger(n_tiles_of(step.d.ffn), n_tiles_of(step.d.hidden));
       row = arrays.take<float>(widest_input(step.d));
-      block = arrays.take<float>(step.rows_ * step.chunk_of(team.size(), widest_output) * 64);
+      block = arrays.take<float>(step.rows_ * step.chunk_of(team.size(), widest_output) * kTileN);
       attention = arrays.take<float>(attention_scratch(step.d.head_dim));
     }
   };
@@ -151,7 +151,7 @@ class BatchStep : public Model {
     each(t, n_tiles, chunk_of(t.team.size(), n_tiles), [&](int64_t begin, int64_t end) {
       const int64_t columns = columns_of(linear, begin, end);
       product(block_of(linear, t.act, t.block, begin, end));
-      for (int64_t r = 0; r < rows_; ++r) ops_.add(s.x + r * d.hidden + begin * 64, t.block + r * columns, columns);
+      for (int64_t r = 0; r < rows_; ++r) ops_.add(s.x + r * d.hidden + begin * kTileN, t.block + r * columns, columns);
     });
   }
 
@@ -162,7 +162,7 @@ class BatchStep : public Model {
       const int64_t columns = columns_of(l.up, begin, end);
       product(block_of(l.up, t.act, t.block, begin, end));
       for (int64_t r = 0; r < rows_; ++r)
-        ops_.gate(s.h + r * d.ffn + begin * 64, t.block + r * columns, columns, d.activation);
+        ops_.gate(s.h + r * d.ffn + begin * kTileN, t.block + r * columns, columns, d.activation);
     });
   }
 

@@ -175,12 +175,13 @@ class Model {
   static Int2Part block_of(const trirun_linear& linear, const trirun_act& act, float* block, int64_t begin,
                            int64_t end) {
     /* Kernels count columns from the weight's first row. */
-    const uintptr_t origin = reinterpret_cast<uintptr_t>(block) - static_cast<uintptr_t>(begin) * 64 * sizeof(float);
+    const uintptr_t origin =
+        reinterpret_cast<uintptr_t>(block) - static_cast<uintptr_t>(begin) * kTileN * sizeof(float);
     return part_of(linear, act, reinterpret_cast<float*>(origin), columns_of(linear, begin, end), begin, end);
   }
 
   static int64_t columns_of(const trirun_linear& linear, int64_t begin, int64_t end) {
-    return (end * 64 < linear.n ? end * 64 : linear.n) - begin * 64;
+    return (end * kTileN < linear.n ? end * kTileN : linear.n) - begin * kTileN;
   }
 
   void product(const Int2Part& part) {
@@ -252,7 +253,7 @@ class Model {
   /* Logits of rows of normalised x, n tiles [begin, end) of the vocabulary. */
   void head_tiles(const float* x, const HeadInput& input, int64_t rows, float* logits, int64_t begin,
                   int64_t end) const {
-    const int64_t first = begin * 64, last = end * 64 < d.vocab ? end * 64 : d.vocab;
+    const int64_t first = begin * kTileN, last = end * kTileN < d.vocab ? end * kTileN : d.vocab;
     if (d.head_dtype == TRIRUN_HEAD_INT8)
       ops_.head_int8(input, rows, static_cast<const uint8_t*>(d.head), d.head_scales, logits, d.vocab, first, last);
     else

@@ -66,7 +66,7 @@ class SingleStep : public Model {
       ffn = team.share(n_tiles_of(d.ffn));
       vocab = team.share(n_tiles_of(d.vocab));
       heads = team.share(d.kv_heads);
-      own_heads = d.head_dim % 64 == 0 && d.kv_heads % team.size() == 0;
+      own_heads = d.head_dim % kTileN == 0 && d.kv_heads % team.size() == 0;
       const size_t bytes = static_cast<size_t>(act_bytes(d, 1));
       trirun_cpu_act_init(&of_hidden, act_memory, bytes, 1, round_up(d.hidden, kPaddedK), d.act_bits);
       trirun_cpu_act_init(&of_attention, act_memory, bytes, 1, round_up(d.heads * d.head_dim, kPaddedK), d.act_bits);
@@ -76,7 +76,7 @@ class SingleStep : public Model {
     void lay_out(const trirun_decoder& d, Arena& memory) {
       x = memory.take<float>(d.hidden);
       row = memory.take<float>(widest_input(d));
-      up = memory.take<float>(64 * (n_tiles_of(d.ffn) / team.size() + 1));
+      up = memory.take<float>(kTileN * (n_tiles_of(d.ffn) / team.size() + 1));
       attention = memory.take<float>(attention_scratch(d.head_dim));
       act_memory = memory.take<char>(act_bytes(d, 1));
       head = take_head_input(memory, d, 1);
@@ -122,7 +122,7 @@ class SingleStep : public Model {
   /* A thread projects what its kv heads need, and attends with them. */
   void attend_own_heads(Thread& t, int64_t index) {
     const trirun_layer& l = d.layer[index];
-    const int64_t n_tiles = d.head_dim / 64, begin = t.heads.begin * n_tiles, end = t.heads.end * n_tiles;
+    const int64_t n_tiles = d.head_dim / kTileN, begin = t.heads.begin * n_tiles, end = t.heads.end * n_tiles;
     float *key = s.qkv + d.heads * d.head_dim, *value = key + d.kv_heads * d.head_dim;
     const Int2Part parts[] = {
         part_of(l.q, t.of_hidden, s.qkv, qkv_width_, begin * group_, end * group_),
@@ -177,7 +177,7 @@ class SingleStep : public Model {
     const Int2Part parts[] = {part_of(l.gate, t.of_hidden, s.h, d.ffn, begin, end),
                               block_of(l.up, t.of_hidden, t.up, begin, end)};
     products(parts, 2);
-    ops_.gate(s.h + begin * 64, t.up, columns_of(l.up, begin, end), d.activation);
+    ops_.gate(s.h + begin * kTileN, t.up, columns_of(l.up, begin, end), d.activation);
   }
 
   void head(Thread& t) {
@@ -188,8 +188,8 @@ class SingleStep : public Model {
 
   /* The token that follows, from the logits of all threads. */
   int64_t choose(Thread& t, int64_t step) {
-    const int64_t end = t.vocab.end * 64 < d.vocab ? t.vocab.end * 64 : d.vocab;
-    s.best[t.team.rank()] = best_of(batch_.logits, t.vocab.begin * 64, end);
+    const int64_t end = t.vocab.end * kTileN < d.vocab ? t.vocab.end * kTileN : d.vocab;
+    s.best[t.team.rank()] = best_of(batch_.logits, t.vocab.begin * kTileN, end);
     t.team.barrier();
     const Best best = winner(s.best, t.team.size());
     if (t.team.rank() == 0) {
