@@ -1,5 +1,5 @@
-/* Activation quantization with AVX2, limb for limb that of portable.cpp: 32 columns at a time, whose saturating packs end
- * one byte shuffle away from tile64's order. */
+/* Activation quantization with AVX2, limb for limb that of portable.cpp: 32 columns at a time, whose saturating packs
+ * end one byte shuffle away from tile64's order. */
 #include "quantize.h"
 
 #if defined(__AVX2__)

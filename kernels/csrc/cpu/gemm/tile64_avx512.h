@@ -1,5 +1,5 @@
-/* The weight and the sums of AVX-512 products: the transposition of tile64's blocks, and the fp32 accumulation of isa.h.
- * In an unnamed namespace: every source has its own copy, compiled with its own flags.
+/* The weight and the sums of AVX-512 products: the transposition of tile64's blocks, and the fp32 accumulation of
+ * isa.h. In an unnamed namespace: every source has its own copy, compiled with its own flags.
  *
  * A 512-byte block of tile64 holds, as a matrix of 8-byte elements, lane rows r = 0..7 by quads of k u = 2t + c; an
  * element is the pair h = 0, 1 of words. Its 8 x 8 transpose gives one vector per quad, whose dword 2r + h is the four

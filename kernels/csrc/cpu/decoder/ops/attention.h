@@ -148,8 +148,8 @@ inline void softmax_step(const Softmax& state, int64_t query, int64_t seen, int6
   for (int64_t d = 0; d < state.stride; d += kLanes) store(out + d, load(out + d) * shrink);
 }
 
-/* Q queries, from entry `first` of the state on, over one block of keys at absolute position `base`; `ahead`: another follows,
- * and is worth fetching. */
+/* Q queries, from entry `first` of the state on, over one block of keys at absolute position `base`; `ahead`: another
+ * follows, and is worth fetching. */
 template <int Q, bool ahead, class KV>
 void block_step(const AttentionJob& job, const Softmax& state, int64_t begin, int64_t first, int64_t base) {
   const float* q[Q];
@@ -236,8 +236,8 @@ void attend(const AttentionJob& job, int64_t begin, int64_t end, float* scratch)
 
 /* ---- two kv heads of one row ----------------------------------------------------------------------------- */
 
-/* Near their end the keys of two heads are read side by side, and two blocks of scores are taken at a time: with one or two
- * queries each, a tile of a single head takes as long as one multiply-add after another. The numbers are those of
+/* Near their end the keys of two heads are read side by side, and two blocks of scores are taken at a time: with one or
+ * two queries each, a tile of a single head takes as long as one multiply-add after another. The numbers are those of
  * attend_as, added in its order. */
 constexpr int64_t kTail = 2 * kKeyBlock;
 

@@ -95,8 +95,8 @@ struct DecoderOps {
   /* Index of the largest of x[n], the first of equals, NaNs left out, and its value; -1 where none is above
    * -infinity. */
   int64_t (*largest)(const float* x, int64_t n, float* value);
-  /* Maxima of disjoint parts of x[n], kMaximumSpan numbers each or fewer, NaNs left out; returns how many parts: a multiple
-   * of 16, n / kMaximumSpan rounded up to it. Parts without a number have -infinity. */
+  /* Maxima of disjoint parts of x[n], kMaximumSpan numbers each or fewer, NaNs left out; returns how many parts: a
+   * multiple of 16, n / kMaximumSpan rounded up to it. Parts without a number have -infinity. */
   int64_t (*block_maxima)(float* out, const float* x, int64_t n);
   /* A number that k of x[n] reach at least, or -infinity; not many more reach it where `top` is the largest of them. */
   float (*threshold)(const float* x, int64_t n, int64_t k, float top);

@@ -1,5 +1,5 @@
-/* What a decoder layer does to a row between its products: norm, residual sum, gate, rotation, and keys and values to the
- * cache. */
+/* What a decoder layer does to a row between its products: norm, residual sum, gate, rotation, and keys and values to
+ * the cache. */
 #ifndef TRIRUN_CPU_DECODER_OPS_ROWS_H
 #define TRIRUN_CPU_DECODER_OPS_ROWS_H
 

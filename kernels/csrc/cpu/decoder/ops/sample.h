@@ -1,5 +1,6 @@
-/* The vector parts of choosing a token (decoder/sample.cpp): the largest logit, and for a draw block maxima, a threshold,
- * a filter and probability masses. A whole vocabulary is read a few times, without a branch on a single number. */
+/* The vector parts of choosing a token (decoder/sample.cpp): the largest logit, and for a draw block maxima, a
+ * threshold, a filter and probability masses. A whole vocabulary is read a few times, without a branch on a single
+ * number. */
 #ifndef TRIRUN_CPU_DECODER_OPS_SAMPLE_H
 #define TRIRUN_CPU_DECODER_OPS_SAMPLE_H
 
