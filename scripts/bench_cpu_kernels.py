@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from ctypes import byref, c_int, c_int64, c_void_p
+from ctypes import byref
 from pathlib import Path
 
 import torch
@@ -66,12 +66,12 @@ class Model:
         self.scale_bytes = sum(s.nbytes for s in self.scales)
 
     def run(self, x: torch.Tensor, y: torch.Tensor, act_bits: int, threads: int) -> None:
-        gemm, m = cpu._int2_gemm(), x.shape[0]
+        gemm, m = native.cpu().trirun_cpu_int2_gemm, x.shape[0]
         for w in self.structs:
             code = gemm(
                 byref(w), w.n, w.k, x.data_ptr(), 0, m, FFN, None, y.data_ptr(), FFN, act_bits, threads
             )  # fmt: skip
-            cpu.check(code, f"bench: [{w.n}, {w.k}], m={m}")
+            native.check_cpu(code, f"bench: [{w.n}, {w.k}], m={m}")
 
 
 def check(isa: str, group_size: int, act_bits: int, m: int) -> None:
@@ -97,7 +97,7 @@ def run_one(w: PackedWeight, x: torch.Tensor, act_bits: int) -> torch.Tensor:
 
 
 def set_isa(name: str) -> None:
-    cpu.check(native.load("cpu").trirun_cpu_set_isa(name.encode()), f"this machine has no {name}")
+    native.check_cpu(native.cpu().trirun_cpu_set_isa(name.encode()), f"this machine has no {name}")
 
 
 def spread_threads() -> None:
@@ -112,7 +112,7 @@ def spread_threads() -> None:
 def measure(model: Model, m: int, act_bits: int, threads: int, seconds: float) -> dict[str, float]:
     x, y = huge(m * FFN * 4).view(torch.float32).view(m, FFN), huge(m * FFN * 4).view(torch.float32).view(m, FFN)
     x.normal_()
-    read = cpu.function("trirun_cpu_read", c_void_p, c_int64, c_int, c_void_p)
+    read = native.cpu().trirun_cpu_read
     checksum = ctypes.c_uint64()
     model.run(x, y, act_bits, threads)
     spread_threads()

@@ -1,4 +1,4 @@
-"""trirun's lean decoder beside llama.cpp on one CPU: the same ternary model, interleaved runs, medians.
+"""trirun's native decoder beside llama.cpp on one CPU: the same ternary model, interleaved runs, medians.
 
 Set up the peer once (its source comes with the llama-cpp-python package):
 
@@ -129,7 +129,7 @@ def bandwidth(threads: int, size: int) -> float:
     """
     import ctypes
 
-    from trirun_kernels.native import load
+    from trirun_kernels import native
 
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -139,7 +139,7 @@ def bandwidth(threads: int, size: int) -> float:
     seconds = []
     for _ in range(60):
         started = time.perf_counter()
-        load("cpu").trirun_cpu_read(buffer, ctypes.c_int64(size), threads, ctypes.byref(ctypes.c_uint64()))
+        native.cpu().trirun_cpu_read(buffer, size, threads, ctypes.byref(ctypes.c_uint64()))
         seconds.append(time.perf_counter() - started)
     return size / statistics.median(seconds) / 1e9
 

@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 8
+#define TRIRUN_ABI_VERSION 9
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -62,11 +62,11 @@ const char* trirun_cpu_isa(void);
 int trirun_cpu_set_isa(const char* name);
 
 /* Activations quantized once and read by every linear on them. Rows are independent of each other: a row has the
- * same digits alone and in a batch. A row that holds a NaN or an infinity has a NaN scale and makes NaN outputs. */
+ * same limbs alone and in a batch. A row that holds a NaN or an infinity has a NaN scale and makes NaN outputs. */
 typedef struct {
-  int8_t* digits;    /* [m][act_bits/8][k]: every 32 columns in tile64's order (t, c, b); 16 bits: row hi, row lo */
-  float* scales;     /* act_bits 8: [m], 16: [m][k/128]; x = scale * digit, or scale * (256 hi + lo) */
-  int32_t* sums;     /* [m][k/32]: the sum of the 32 digits (256 hi + lo) of each block, for the zero point */
+  int8_t* limbs;     /* [m][act_bits/8][k]: every 32 columns in tile64's order (t, c, b); 16 bits: row high, row low */
+  float* scales;     /* act_bits 8: [m], 16: [m][k/128]; x = scale * limb, or scale * (256 high + low) */
+  int32_t* sums;     /* [m][k/32]: the sum of the 32 limbs (256 high + low) of each block, for the zero point */
   int64_t m;
   int64_t k;         /* padded to a multiple of 128, as the weight's; the padding is zero */
   int32_t act_bits;
@@ -76,9 +76,9 @@ typedef struct {
 size_t trirun_cpu_act_bytes(int64_t m, int64_t k, int act_bits);
 int trirun_cpu_act_init(trirun_act* act, void* memory, size_t bytes, int64_t m, int64_t k, int act_bits);
 
-/* Quantizes x[m][k], k the true one, into an initialised act. act_bits 8: digit = round(x / (amax/127)), half to even,
- * in fp32 with amax at least 1e-5: the digits of BitNet b1.58. act_bits 16: per 128 columns,
- * 256 hi + lo = round(x * 32639/amax), with hi and lo in -128..127. */
+/* Quantizes x[m][k], k the true one, into an initialised act. act_bits 8: limb = round(x / (amax/127)), half to even,
+ * in fp32 with amax at least 1e-5: the int8 activations of BitNet b1.58. act_bits 16: per 128 columns,
+ * 256 high + low = round(x * 32639/amax), with high and low in -128..127. */
 int trirun_cpu_quantize(trirun_act* act, const void* x, int dtype, int64_t k, int64_t ldx, int threads);
 
 /* y[m][n] = act . w^T + bias; dtype is that of bias and y. */
@@ -96,7 +96,7 @@ int trirun_cpu_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void*
  * on. */
 int trirun_cpu_read(const void* memory, int64_t bytes, int threads, uint64_t* sum);
 
-/* ---- libtrirun_cpu.so: the lean decoder ----------------------------------------------------------------- */
+/* ---- libtrirun_cpu.so: the native decoder ----------------------------------------------------------------- */
 
 /* Llama-like decoders, a whole forward step in one call. What the fields below cannot say it does not run: the caller
  * refuses such models. All activations are fp32; linears read them quantized to act_bits. */
@@ -128,7 +128,7 @@ typedef struct {
 typedef struct {
   int64_t layers, hidden, ffn, heads, kv_heads, head_dim, vocab;
   int64_t slots;       /* sequences the cache holds */
-  int64_t context;     /* positions of a slot, a multiple of 64 */
+  int64_t context;     /* positions of a slot, as trirun_cpu_decoder_context rounds them */
   int64_t rotary_half; /* pairs that rotate, head_dim / 2 unless rotation is partial */
   float norm_eps;
   float attention_scale;
@@ -139,8 +139,8 @@ typedef struct {
   const void* embedding; /* [vocab][hidden] */
   int32_t head_dtype;
   int32_t reserved;
-  const void* head;      /* [vocab][hidden]; the embedding where they are tied. TRIRUN_HEAD_INT8: [vocab][hidden
-                            rounded up to 64] bytes, weight = scale * (byte - 128) */
+  const void* head;      /* [vocab][hidden]; the embedding where they are tied. TRIRUN_HEAD_INT8: bytes
+                            [vocab][trirun_cpu_head_stride(hidden)], weight = scale * (byte - 128) */
   const float* head_scales; /* [vocab] for TRIRUN_HEAD_INT8 */
   const trirun_layer* layer;
   const float* final_norm;
@@ -155,8 +155,14 @@ typedef struct {
   int64_t slot, position, count;
 } trirun_segment;
 
+/* Bytes of a row of an 8-bit head of k columns. */
+int64_t trirun_cpu_head_stride(int64_t k);
+
 /* Makes rows of an 8-bit head, and their scales, from x[n][k] of dtype, k a multiple of 16. */
 int trirun_cpu_head_int8(const void* x, int dtype, int64_t n, int64_t k, uint8_t* rows, float* scales, int threads);
+
+/* The least context of a decoder that holds so many positions: keys lie in blocks. */
+int64_t trirun_cpu_decoder_context(int64_t positions);
 
 /* Bytes of `keys`, and of `values`; 0 for sizes that the decoder cannot run. Only the sizes of d are read. */
 size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d);

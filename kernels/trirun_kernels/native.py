@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .weights.packing import PackedWeight
 
-ABI_VERSION = 8  # TRIRUN_ABI_VERSION of csrc/trirun.h
+ABI_VERSION = 9  # TRIRUN_ABI_VERSION of csrc/trirun.h
 LIBRARY_DIR = Path(__file__).resolve().parent / "_lib"
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # TRIRUN_F32, _F16, _BF16
 
@@ -78,3 +78,67 @@ def load(name: str) -> ctypes.CDLL:
 
 def _needs(name: str) -> str:
     return " and nvcc" if name == "cuda" else ""
+
+
+@cache
+def cpu() -> ctypes.CDLL:
+    """libtrirun_cpu.so with the signatures of csrc/trirun.h.
+
+    Raises:
+        NativeError: as :func:`load`.
+    """
+    pointer, whole, long, size, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_char_p
+    signatures: dict[str, tuple[type, tuple[type, ...]]] = {
+        "isa": (text, ()),
+        "set_isa": (whole, (text,)),
+        "act_bytes": (size, (long, long, whole)),
+        "act_init": (whole, (pointer, pointer, size, long, long, whole)),
+        "quantize": (whole, (pointer, pointer, whole, long, long, whole)),
+        "int2_gemm_act": (whole, (pointer, long, pointer, whole, pointer, pointer, long, whole)),
+        "int2_gemm": (
+            whole,
+            (pointer, long, long, pointer, whole, long, long, pointer, pointer, long, whole, whole),
+        ),
+        "read": (whole, (pointer, long, whole, pointer)),
+        "head_stride": (long, (long,)),
+        "head_int8": (whole, (pointer, whole, long, long, pointer, pointer, whole)),
+        "decoder_context": (long, (long,)),
+        "decoder_cache_bytes": (size, (pointer,)),
+        "decoder_workspace": (size, (pointer, long)),
+        "decoder_step": (
+            whole,
+            (pointer, pointer, long, pointer, long, pointer, long, pointer, pointer, size, whole),
+        ),
+        "decoder_generate": (
+            whole,
+            (*(pointer, pointer, long, pointer, long, pointer, pointer, long), *[pointer] * 4, size, whole),
+        ),
+        "draw": (whole, (pointer, long, pointer, pointer)),
+        "decoder_products": (whole, (pointer, long, whole, whole)),
+    }
+    library = load("cpu")
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"trirun_cpu_{name}")
+        function.restype, function.argtypes = result, list(arguments)
+    return library
+
+
+# Return codes of libtrirun_cpu.so other than 0.
+BAD_SHAPE, BAD_POINTER, UNSUPPORTED, NO_WORKSPACE = -1, -2, -3, -4
+_CPU_CODES = {
+    BAD_SHAPE: "BAD_SHAPE",
+    BAD_POINTER: "BAD_POINTER",
+    UNSUPPORTED: "UNSUPPORTED",
+    NO_WORKSPACE: "NO_WORKSPACE (out of memory)",
+}
+
+
+def cpu_error(code: int, what: str) -> NativeError:
+    """The error with ``what`` and the reason for a return code of libtrirun_cpu.so."""
+    return NativeError(f"{what}: {_CPU_CODES.get(code, code)}")
+
+
+def check_cpu(code: int, what: str) -> None:
+    """Raise :func:`cpu_error` for a return code other than 0."""
+    if code:
+        raise cpu_error(code, what)

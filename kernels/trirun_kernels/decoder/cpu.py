@@ -1,6 +1,6 @@
-"""The lean decoder on the CPU library: a whole forward step in one native call.
+"""The native decoder on the CPU: a whole forward step, or a whole generation, in one call of the library.
 
-:mod:`trirun_kernels.decoder.reference` is its slow twin.
+:mod:`trirun_kernels.decoder.reference` is its reference.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from ..arrays import Array
-from ..native import DTYPES, NativeError, load
+from ..native import BAD_SHAPE, DTYPES, NO_WORKSPACE, UNSUPPORTED, check_cpu, cpu_error
+from ..native import cpu as library
 from .structs import DrawStruct, LayerStruct, SegmentStruct, decoder_struct, layer_struct
-from .weights import KEY_BLOCK, DecoderWeights, Int8Head
+from .weights import DecoderWeights, Int8Head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,12 +32,21 @@ class Segment:
     count: int
 
 
+def padded_context(positions: int) -> int:
+    """Positions that a cache of at least ``positions`` holds: the library keeps keys in blocks.
+
+    Raises:
+        NativeError: the CPU library is not built.
+    """
+    return library().trirun_cpu_decoder_context(positions)
+
+
 class CpuDecoder:
     """A model with its key-value cache and working memory, ready to run step by step.
 
     Args:
         weights: the model; its tensors are used in place and kept alive.
-        slots: sequences the cache holds. context: positions of each, rounded up to 64.
+        slots: sequences the cache holds. context: positions of each, see :func:`padded_context`.
         act_bits: 16 or 8, the width at which linears read activations (the head always reads float32).
         kv_dtype: of the cache, "float16" or "float32".
         max_rows: most tokens of one step; working memory grows with it.
@@ -59,11 +69,11 @@ class CpuDecoder:
     ) -> None:
         if slots < 1 or max_rows < 1 or threads < 1 or context < 1:
             raise ValueError(f"decoder: slots={slots}, context={context}, max_rows={max_rows}, threads={threads}")
-        context = -(-context // KEY_BLOCK) * KEY_BLOCK
+        context = padded_context(context)
         weights.check(context)
         if act_bits not in (8, 16) or kv_dtype not in ("float16", "float32"):
             raise ValueError(f"decoder: act_bits={act_bits}, kv_dtype={kv_dtype}")
-        self._library = _library()
+        self._library = library()
         self._weights = weights
         self.shape, self.slots, self.context, self.max_rows = weights.shape, slots, context, max_rows
         self.threads = threads
@@ -190,20 +200,24 @@ class CpuDecoder:
 
     def products(self, steps: int, *, apart: bool) -> None:
         """The products and the head of ``steps`` decoding steps on inputs made beforehand, and nothing else: the
-        bound of decoding. ``apart``: one call after another; otherwise in one parallel region without barriers."""
+        bound of decoding. ``apart``: one call after another; otherwise in one parallel region without barriers.
+
+        Raises:
+            ValueError: steps is not positive. NativeError: memory has run out.
+        """
         code = self._library.trirun_cpu_decoder_products(ctypes.byref(self._struct), steps, apart, self.threads)
         if code:
             self._fail(code, f"products of {steps} steps")
 
     def _fail(self, code: int, what: str) -> NoReturn:
-        if code == -3:
+        if code == UNSUPPORTED:
             raise ValueError(f"decoder {what}: a draw's parameters are out of range")
-        if code == -1:
+        if code == BAD_SHAPE:
             raise ValueError(
                 f"decoder {what}: out of range for a vocabulary of {self.shape.vocab}, {self.slots} slots of "
                 f"{self.context} positions"
             )
-        raise NativeError(f"decoder {what}: failed with code {code}")
+        raise cpu_error(code, f"decoder {what}")
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the keys and values of a slot's first ``length`` positions to another slot.
@@ -213,12 +227,11 @@ class CpuDecoder:
         """
         if not (0 <= source < self.slots and 0 <= target < self.slots and 0 <= length <= self.context):
             raise ValueError(f"decoder: {length} positions of slot {source} to {target}, of {self.slots} slots")
-        shape, blocks = self.shape, self.context // KEY_BLOCK
-        whole = -(-length // KEY_BLOCK)
+        shape, whole = self.shape, padded_context(length)
         for cache in self._cache:
-            # [layers, slots, kv_heads, blocks, bytes]: a block's positions lie together whatever their order.
+            # [layers, slots, kv_heads, context, bytes]: a block's positions lie together whatever their order.
             memory = np.frombuffer(cache.owner, np.uint8)
-            parts = memory.reshape(shape.layers, self.slots, shape.kv_heads, blocks, -1)
+            parts = memory.reshape(shape.layers, self.slots, shape.kv_heads, self.context, -1)
             parts[:, target, :, :whole] = parts[:, source, :, :whole]
 
 
@@ -227,20 +240,23 @@ def quantize_head(head: Any, out: Int8Head, threads: int) -> Int8Head:
 
     Args:
         head: float16, bfloat16 or float32, contiguous, hidden a multiple of 16. out: where to put it.
+        threads: of the library's pool.
+
+    Returns:
+        ``out``.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a shape or dtype does not fit. NativeError: memory has run out.
     """
     source = Array.of(head)
     n, k = source.shape
     if source.dtype not in DTYPES or k % 16:
         raise ValueError(f"quantize_head: {source.dtype} {[n, k]}")
     out.check(n, k)
-    code = _library().trirun_cpu_head_int8(
+    code = library().trirun_cpu_head_int8(
         source.address, DTYPES[source.dtype], n, k, out.rows.data_ptr(), out.scales.data_ptr(), threads
     )
-    if code:
-        raise NativeError(f"quantize_head of {[n, k]} failed with code {code}")
+    check_cpu(code, f"quantize_head of {[n, k]}")
     return out
 
 
@@ -248,14 +264,16 @@ def draw(logits: Array, how: DrawStruct) -> int:
     """A token drawn from logits, float32 [vocab]; -1 where none is a number. The temperature must not be 0.
 
     Raises:
-        ValueError: the parameters are out of range, or the logits of another type.
+        ValueError: the parameters are out of range, or the logits of another type. NativeError: memory has run out.
     """
     token = ctypes.c_int64()
     (vocab,) = logits.shape
-    code = _library().trirun_cpu_draw(logits.address, vocab, ctypes.byref(how), ctypes.byref(token))
-    if code == -4:
-        raise NativeError(f"draw from {vocab} logits: out of memory")
-    if code or logits.dtype != "float32":
+    code = UNSUPPORTED
+    if logits.dtype == "float32":
+        code = library().trirun_cpu_draw(logits.address, vocab, ctypes.byref(how), ctypes.byref(token))
+    if code == NO_WORKSPACE:
+        raise cpu_error(code, f"draw from {vocab} logits")
+    if code:
         parameters = {field[0]: getattr(how, field[0]) for field in how._fields_}
         raise ValueError(f"draw from {vocab} logits of {logits.dtype}: {parameters}")
     return token.value
@@ -267,22 +285,3 @@ def _memory(size: int, advice: str) -> Array:
     if hasattr(mmap, advice):
         memory.madvise(getattr(mmap, advice))
     return Array.within(memory, "uint8", (size,))
-
-
-def _library() -> Any:
-    library = load("cpu")
-    size, pointer, whole = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
-    library.trirun_cpu_decoder_cache_bytes.restype = size
-    library.trirun_cpu_decoder_workspace.restype = size
-    library.trirun_cpu_decoder_workspace.argtypes = [pointer, whole]
-    library.trirun_cpu_decoder_step.argtypes = [
-        *(pointer, pointer, whole, pointer, whole, pointer, whole, pointer, pointer, size, ctypes.c_int)
-    ]
-    library.trirun_cpu_decoder_generate.argtypes = [
-        *(pointer, pointer, whole, pointer, whole, pointer, pointer, whole, pointer, pointer, pointer, pointer, size),
-        ctypes.c_int,
-    ]
-    library.trirun_cpu_draw.argtypes = [pointer, whole, pointer, pointer]
-    library.trirun_cpu_decoder_products.argtypes = [pointer, whole, ctypes.c_int, ctypes.c_int]
-    library.trirun_cpu_head_int8.argtypes = [pointer, ctypes.c_int, whole, whole, pointer, pointer, ctypes.c_int]
-    return library

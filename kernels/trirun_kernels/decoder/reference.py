@@ -1,4 +1,4 @@
-"""The slow twin of the lean decoder: the same model in a page of torch, without a cache."""
+"""The reference of the native decoder: the same model in a page of torch, without a cache."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16, stor
 
     Returns:
         float32 [m, vocab].
+
+    Raises:
+        TypeError: a linear is not a :class:`PackedWeight` of torch tensors.
     """
     x = weights.embedding[tokens].float()
     for layer in weights.layers:
@@ -36,12 +39,14 @@ def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16, stor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension (Zhang & Sennrich 2019)."""
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, x float32 [..., n], weight [n] (Zhang & Sennrich
+    2019)."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate pairs (i, i + half) of x [m, heads, head_dim] by angles [m, half] (Su et al. 2021)."""
+    """Rotate pairs (i, i + half) of x float32 [m, heads, head_dim] by angles [m, half] (Su et al. 2021); what comes
+    after 2·half stays as it is."""
     half = cosines.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     c, s = cosines.unsqueeze(1), sines.unsqueeze(1)
@@ -78,5 +83,5 @@ def _mlp(weights: DecoderWeights, layer: LayerWeights, x: Tensor, act_bits: int)
 
 def _linear(linear: Linear, x: Tensor, act_bits: int) -> Tensor:
     if not isinstance(linear.weight, PackedWeight):
-        raise TypeError("the twin computes with torch tensors: weights must be PackedWeight")
+        raise TypeError("the reference computes with torch tensors: weights must be PackedWeight")
     return reference.int2_gemm(x, linear.weight, linear.bias, act_bits=act_bits)

@@ -1,4 +1,6 @@
-"""The C structures of the decoder section of csrc/trirun.h, filled from :class:`DecoderWeights`."""
+"""The C structures of csrc/trirun.h's section on the native decoder, filled from :class:`DecoderWeights`.
+
+A structure points into the arrays that it was made from: keep them alive."""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ HEAD_INT8 = 16  # TRIRUN_HEAD_INT8
 
 
 class LinearStruct(ctypes.Structure):
-    """``trirun_linear``."""
+    """``trirun_linear``: a packed weight [n, k] and its float32 bias [n]."""
 
     _fields_ = (("weight", Int2Struct), ("bias", ctypes.c_void_p), ("n", ctypes.c_int64), ("k", ctypes.c_int64))
 
 
 class LayerStruct(ctypes.Structure):
-    """``trirun_layer``."""
+    """``trirun_layer``: the linears and norms of :class:`~.weights.LayerWeights`."""
 
     _fields_ = (*((name, LinearStruct) for name in LINEARS), *((name, ctypes.c_void_p) for name in NORMS))
 
 
 class DecoderStruct(ctypes.Structure):
-    """``trirun_decoder``."""
+    """``trirun_decoder``: sizes, weights and cache of a whole model."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (*SIZES, "slots", "context", "rotary_half")),
@@ -43,13 +45,18 @@ class DecoderStruct(ctypes.Structure):
 
 
 class SegmentStruct(ctypes.Structure):
-    """``trirun_segment``."""
+    """``trirun_segment``: consecutive tokens of one slot."""
 
     _fields_ = (("slot", ctypes.c_int64), ("position", ctypes.c_int64), ("count", ctypes.c_int64))
 
 
 class DrawStruct(ctypes.Structure):
-    """``trirun_draw``: how a token is drawn; a temperature of 0 takes the largest logit."""
+    """``trirun_draw``: how a token is drawn; a temperature of 0 takes the largest logit.
+
+    Attributes:
+        temperature, top_p, min_p, top_k: as samplers know them; 1 of top_p, 0 of the others leaves a filter out.
+        stream: of random numbers (SplitMix64). index: of the number that the first token is drawn with.
+    """
 
     _fields_ = (
         *((name, ctypes.c_double) for name in ("temperature", "top_p", "min_p")),
@@ -60,6 +67,7 @@ class DrawStruct(ctypes.Structure):
 
 
 def layer_struct(layer: LayerWeights) -> LayerStruct:
+    """A layer as C sees it, from weights that :meth:`DecoderWeights.check` has seen."""
     struct = LayerStruct()
     for name in LINEARS:
         linear = getattr(layer, name)
@@ -78,6 +86,13 @@ def _address(x: Any) -> int:
 def decoder_struct(
     weights: DecoderWeights, layers: Any, slots: int, context: int, act_bits: int, kv_dtype: str
 ) -> DecoderStruct:
+    """A model as C sees it, but for the addresses of its cache.
+
+    Args:
+        weights: that :meth:`DecoderWeights.check` has seen. layers: an array of :class:`LayerStruct`.
+        slots: sequences of the cache. context: positions of each, as ``trirun_cpu_decoder_context`` rounds them.
+        act_bits: 8 or 16. kv_dtype: "float16" or "float32".
+    """
     shape, int8 = weights.shape, isinstance(weights.head, Int8Head)
     return DecoderStruct(
         *(getattr(shape, name) for name in SIZES),

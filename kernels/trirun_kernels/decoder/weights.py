@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from .. import native
 from ..arrays import Array
 from ..weights.spec import QuantSpec
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ..weights.packing import PackedWeight
 
 ACTIVATIONS = {"silu": 0, "relu2": 1}  # TRIRUN_SILU, TRIRUN_RELU2
-KEY_BLOCK = 64  # a slot's context is a multiple of this
 FLOATS = ("float16", "bfloat16", "float32")
 
 
@@ -27,7 +27,8 @@ class DecoderShape:
     """Sizes and constants of a Llama-like decoder.
 
     Attributes:
-        layers, hidden, ffn, heads, kv_heads, head_dim, vocab: sizes; heads is a multiple of kv_heads.
+        layers, hidden, ffn, heads, kv_heads, head_dim, vocab: sizes; heads is a multiple of kv_heads. The CPU decoder
+            wants hidden to be a multiple of 16.
         rotary_half: pairs that rotate, head_dim / 2 unless the rotation is partial.
         norm_eps: of every RMS norm. attention_scale: of q · k.
         activation: "silu" or "relu2", of ``act(gate) * up``.
@@ -56,7 +57,12 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class PackedArrays:
-    """:class:`~trirun_kernels.weights.packing.PackedWeight` without torch: the same fields, arrays of any kind."""
+    """:class:`~trirun_kernels.weights.packing.PackedWeight` without torch: the same fields, arrays of any kind.
+
+    Attributes:
+        words: int32 [n_pad/64, k_pad/32, 128]. scales: float16 [k_pad/group_size, n_pad], one row for group_size -1.
+        zeros: float16, shaped as scales, or None. n, k: the true shape. spec: the grid.
+    """
 
     words: Any
     scales: Any
@@ -68,7 +74,7 @@ class PackedArrays:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``y = x @ weight.T + bias``, bias float32 [n] or None."""
+    """``y = x @ weight.T + bias``: x [m, k] → [m, n], weight packed [n, k], bias float32 [n] or None."""
 
     weight: PackedWeight | PackedArrays
     bias: Any | None = None
@@ -94,8 +100,15 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Norms are float32: [hidden]; q_norm and k_norm [head_dim], of every head by itself before the
-    rotation (Qwen3); attention_sub_norm [heads·head_dim] before o and mlp_sub_norm [ffn] before down (BitNet)."""
+    """One decoder layer.
+
+    Attributes:
+        q, k, v, o, gate, up, down: linears of the sizes of :attr:`DecoderShape.linear_sizes`.
+        attention_norm, mlp_norm: float32 [hidden].
+        q_norm, k_norm: float32 [head_dim], of every head by itself before the rotation (Qwen3), or None.
+        attention_sub_norm: float32 [heads·head_dim], before o (BitNet), or None.
+        mlp_sub_norm: float32 [ffn], before down (BitNet), or None.
+    """
 
     q: Linear
     k: Linear
@@ -117,7 +130,7 @@ class Int8Head:
     """An output head [vocab, hidden] in 8 bits, ``weight = scale · (byte − 128)``.
 
     Attributes:
-        rows: uint8 [vocab, hidden rounded up to 64]. scales: float32 [vocab]. hidden: the true k.
+        rows: uint8 [vocab, :meth:`stride`]. scales: float32 [vocab]. hidden: the true k.
     """
 
     rows: Any
@@ -126,8 +139,12 @@ class Int8Head:
 
     @staticmethod
     def stride(hidden: int) -> int:
-        """Bytes of one row."""
-        return -(-hidden // 64) * 64
+        """Bytes of one row.
+
+        Raises:
+            NativeError: the CPU library is not built.
+        """
+        return native.cpu().trirun_cpu_head_stride(hidden)
 
     def dequantize(self) -> Tensor:
         """The head as a float32 tensor [vocab, hidden]; rows and scales must be tensors."""
@@ -149,6 +166,7 @@ class DecoderWeights:
     """A whole model.
 
     Attributes:
+        shape: its sizes. layers: of its ``shape.layers`` layers.
         embedding: [vocab, hidden], float16, bfloat16 or float32; rows are read one by one, so a mapped file serves.
         head: [vocab, hidden] likewise, the embedding itself where the two are tied; or in 8 bits.
         final_norm: float32 [hidden].

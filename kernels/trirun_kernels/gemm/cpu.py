@@ -1,9 +1,8 @@
-"""int2_gemm on CPU tensors: the compiled library where it is built, the reference twin where it is not."""
+"""int2_gemm on CPU tensors: the compiled library where it is built, the reference where it is not."""
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import byref, c_int, c_int64, c_void_p
+from ctypes import byref
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,6 @@ from ..weights.packing import PackedWeight
 from . import reference
 
 DTYPES = {getattr(torch, name): code for name, code in native.DTYPES.items()}
-_CODES = {-1: "BAD_SHAPE", -2: "BAD_POINTER", -3: "UNSUPPORTED", -4: "NO_WORKSPACE (out of memory)"}
 
 
 def backend() -> str:
@@ -27,22 +25,7 @@ def backend() -> str:
     """
     if not native.library_path("cpu").exists():
         return "reference"
-    name = native.load("cpu").trirun_cpu_isa
-    name.restype = ctypes.c_char_p
-    return name().decode()
-
-
-def function(name: str, *argtypes: type) -> Any:
-    """A function of the library that returns a code, with its argument types."""
-    found = getattr(native.load("cpu"), name)
-    found.argtypes, found.restype = argtypes, c_int
-    return found
-
-
-def check(code: int, what: str) -> None:
-    """Raises NativeError for a return code that is not TRIRUN_OK; ``what`` has the numbers."""
-    if code:
-        raise native.NativeError(f"{what}: {_CODES.get(code, code)}")
+    return native.cpu().trirun_cpu_isa().decode()
 
 
 def rows_of(x: Tensor, k: int) -> tuple[Tensor, int, int]:
@@ -68,8 +51,13 @@ def int2_gemm(
     zero: float,
     act_bits: int,
 ) -> Tensor:
-    """The CPU implementation of ``trirun::int2_gemm``; arguments as in :mod:`trirun_kernels.gemm.ops`. Runs on
-    ``torch.get_num_threads()`` threads of the library's own pool; the result does not depend on their number."""
+    """The CPU implementation of ``trirun::int2_gemm``: x [..., k] → [..., n] in x's dtype (float32, float16 or
+    bfloat16), the other arguments as in :mod:`trirun_kernels.gemm.ops`. Runs on ``torch.get_num_threads()`` threads of
+    the library's own pool; the result does not depend on their number.
+
+    Raises:
+        NativeError: the library refuses the arguments or is out of memory; the message has the sizes.
+    """
     run = _int2_gemm()
     if run is None:
         w = PackedWeight.of_operands(words, scales, zeros, n, k, group_size, zero)
@@ -79,25 +67,29 @@ def int2_gemm(
     words, scales = words.contiguous(), scales.contiguous()
     zeros = None if zeros is None else zeros.contiguous()
     bias = None if bias is None else bias.contiguous()
-    strips, blocks, _ = words.shape
-    struct = native.Int2Struct(
-        words.data_ptr(), scales.data_ptr(), None if zeros is None else zeros.data_ptr(),
-        strips * 64, blocks * 32, group_size, zero,
-    )  # fmt: skip
+    struct = weight_struct(words, scales, zeros, group_size, zero)
     code = run(
         byref(struct), n, k, flat.data_ptr(), DTYPES[x.dtype], m, stride,
         None if bias is None else bias.data_ptr(), y.data_ptr(), n, act_bits, torch.get_num_threads(),
     )  # fmt: skip
     if code:
-        check(code, f"trirun_cpu_int2_gemm: x [{m}, {k}] {x.dtype}, weight [{n}, {k}] in groups of {group_size}")
+        native.check_cpu(
+            code, f"trirun_cpu_int2_gemm: x [{m}, {k}] {x.dtype}, weight [{n}, {k}] in groups of {group_size}"
+        )
     return y
+
+
+def weight_struct(
+    words: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, zero: float
+) -> native.Int2Struct:
+    """``trirun_int2`` of the contiguous tensors of a packed weight: words int32 [n/64, k/32, 128], n and k padded."""
+    n_tiles, k_blocks, _ = words.shape
+    return native.Int2Struct(
+        words.data_ptr(), scales.data_ptr(), None if zeros is None else zeros.data_ptr(),
+        n_tiles * 64, k_blocks * 32, group_size, zero,
+    )  # fmt: skip
 
 
 @cache
 def _int2_gemm() -> Any | None:
-    if backend() == "reference":
-        return None
-    return function(
-        "trirun_cpu_int2_gemm", c_void_p, c_int64, c_int64, c_void_p, c_int, c_int64, c_int64,
-        c_void_p, c_void_p, c_int64, c_int, c_int,
-    )  # fmt: skip
+    return None if backend() == "reference" else native.cpu().trirun_cpu_int2_gemm

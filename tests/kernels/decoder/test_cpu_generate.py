@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
+from trirun_kernels import native
 from trirun_kernels.arrays import Array
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment, draw
 from trirun_kernels.decoder.structs import DrawStruct
-from trirun_kernels.native import load
 
 from tests.kernels.decoder.models import VOCAB, random_model
 
@@ -81,7 +81,7 @@ def test_draws_equal_single_steps(threads, which):
 def test_one_row_is_a_row_of_many(isa, shape):
     """Whether heads of 64 divide among the threads or not, and on every instruction set."""
     weights = random_model(**shape, hidden=128, ffn=320)
-    library = load("cpu")
+    library = native.cpu()
     expected = generate(decoder_of(weights), (0, 1, 2), 6)[0]
     if library.trirun_cpu_set_isa(isa.encode()):
         pytest.skip(f"this machine has no {isa}")
@@ -119,7 +119,7 @@ def test_a_stop_token_ends_the_call():
 
 @pytest.mark.parametrize("isa", ["amx", "avx512vnni", "avx2", "portable"])
 def test_of_equal_logits_the_first_wins_and_nan_never(isa):
-    library = load("cpu")
+    library = native.cpu()
     if library.trirun_cpu_set_isa(isa.encode()):
         pytest.skip(f"this machine has no {isa}")
     weights = random_model()

@@ -1,4 +1,4 @@
-"""The native decoder step against its twin, and the invariances that serving rests on."""
+"""The native decoder step against its reference, and the invariances that serving rests on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import math
 
 import pytest
 import torch
-from trirun_kernels import QuantSpec
+from trirun_kernels import QuantSpec, native
 from trirun_kernels.decoder import reference as decoder_reference
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment, quantize_head
 from trirun_kernels.decoder.weights import DecoderWeights, Int8Head, Linear
-from trirun_kernels.native import load
 
 from tests.kernels.decoder.models import CONTEXT, VOCAB, random_model
 
@@ -55,7 +54,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_step_equals_the_twin(name):
+def test_step_equals_the_reference(name):
     weights = random_model(**MODELS[name])
     tokens = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(1))
     decoder = CpuDecoder(weights, context=CONTEXT, kv_dtype="float32", threads=2)
@@ -68,12 +67,12 @@ def test_step_equals_the_twin(name):
     assert relative_error(all_logits(half, tokens), expected) < 5e-3
 
 
-def test_eight_bit_activations_equal_the_twin():
+def test_eight_bit_activations_equal_the_reference():
     weights = random_model()
     tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(1))
     decoder = CpuDecoder(weights, context=64, act_bits=8, kv_dtype="float32", threads=2)
     expected = decoder_reference.forward(weights, tokens, act_bits=8)
-    # A value on the border between two digits may fall either way.
+    # A value on the border between two integers may fall either way.
     assert relative_error(all_logits(decoder, tokens), expected) < 1e-2
     assert relative_error(expected, decoder_reference.forward(weights, tokens)) > 2e-3
 
@@ -121,7 +120,7 @@ def test_eight_bit_head(dtype):
 
 
 def test_eight_bit_head_is_exact_at_the_extremes():
-    """Every byte 0 or 255 against digits of ±full range: sums of k = 8,192 that 16-bit accumulators would lose."""
+    """Every byte 0 or 255 against limbs of ±full range: sums of k = 8,192 that 16-bit accumulators would lose."""
     hidden = 8192
     weights = random_model(hidden=hidden, heads=1, kv_heads=1, ffn=32, layers=1)
     rows = torch.full((VOCAB, hidden), 255, dtype=torch.uint8)
@@ -159,7 +158,7 @@ def test_every_instruction_set_gives_the_same_bits(int8_head):
     if int8_head:
         weights = dataclasses.replace(weights, head=int8_head_of(weights))
     tokens = torch.randint(0, VOCAB, (90,), generator=torch.Generator().manual_seed(3))
-    library, results = load("cpu"), {}
+    library, results = native.cpu(), {}
     try:
         for name in ("amx", "avx512vnni", "avx2", "portable"):
             if library.trirun_cpu_set_isa(name.encode()) == 0:

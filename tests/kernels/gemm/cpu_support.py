@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import byref, c_int, c_int64, c_void_p
+from ctypes import byref
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,7 @@ def run_guarded(x, w, bias, act_bits, threads=2, ldx=None, ldy=None):
     y = out[guard:-guard].view(x.dtype).as_strided((m, w.n), (ldy, 1))
     y.fill_(float("nan"))
     before = out.clone()
-    run = cpu.function(
-        "trirun_cpu_int2_gemm", c_void_p, c_int64, c_int64, c_void_p, c_int, c_int64, c_int64,
-        c_void_p, c_void_p, c_int64, c_int, c_int,
-    )  # fmt: skip
-    code = run(
+    code = native.cpu().trirun_cpu_int2_gemm(
         byref(native.Int2Struct.of(w)), w.n, k, source.data_ptr(), cpu.DTYPES[x.dtype], m, ldx,
         None if bias is None else bias.data_ptr(), y.data_ptr(), ldy, act_bits, threads,
     )  # fmt: skip
@@ -39,8 +35,8 @@ def run_guarded(x, w, bias, act_bits, threads=2, ldx=None, ldy=None):
     return result
 
 
-def rounding_of_digits(x, w):
-    """What rounding x to 16-bit digits costs the whole product, as the root of the sum of its variances: a step of
+def rounding_of_limbs(x, w):
+    """What rounding x to two int8 limbs costs the whole product, as the root of the sum of its variances: a step of
     amax / 32639 for every row and 128 columns, whatever the weights of the column that has the maximum."""
     steps = F.pad(x.double(), (0, -x.shape[1] % 128)).unflatten(1, (-1, 128)).abs().amax(-1) / 32639
     dense = F.pad(dequantize(w, torch.float64), (0, -w.k % 128)).unflatten(1, (-1, 128))

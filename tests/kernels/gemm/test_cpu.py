@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from trirun_kernels import native
 from trirun_kernels.gemm import cpu, reference
 from trirun_kernels.gemm.activations import int2_gemm_quantized, quantize_activations
-from trirun_kernels.gemm.activations_cpu import digit_scales, digits
+from trirun_kernels.gemm.activations_cpu import integer_scales, integers
 from trirun_kernels.gemm.ops import int2_gemm
 from trirun_kernels.weights.packing import PackedWeight, dequantize, pack
 from trirun_kernels.weights.spec import QuantSpec
 
-from tests.kernels.gemm.cpu_support import rounding_of_digits, run_guarded
+from tests.kernels.gemm.cpu_support import rounding_of_limbs, run_guarded
 
 if cpu.backend() == "reference":
     pytest.skip("libtrirun_cpu is not built: python scripts/trirun_build.py cpu", allow_module_level=True)
 
-LIBRARY = native.load("cpu")
+LIBRARY = native.cpu()
 ALL_ISAS = ("portable", "avx2", "avx512vnni", "amx")
 BEST = cpu.backend()
 
@@ -101,12 +101,12 @@ def test_any_shape_and_grid(n, blocks, ragged, m, group_size, zero, dtype, act_b
     # Relative to what the sums would be if signs were random: one output alone may cancel to nothing.
     size = (x.double().square() @ dequantize(w, torch.float64).square().T).sum().sqrt()
     size += 0 if b is None else b.double().norm() * math.sqrt(m)
-    error, digits = (results[0].double() - want).norm(), rounding_of_digits(x, w) if act_bits == 16 else 0
+    error, limbs = (results[0].double() - want).norm(), rounding_of_limbs(x, w) if act_bits == 16 else 0
     # The fewer rows, whose outputs share an error, the further it may be from the root of the mean square.
-    digits = 1.2 * (1 + 3.5 / math.sqrt(m)) * digits
+    limbs = 1.2 * (1 + 3.5 / math.sqrt(m)) * limbs
     if m * n >= 100 and act_bits == 16:
-        digits = min(digits, 3e-4 * size)
-    assert error <= ROUNDING[dtype] * size + digits, (error, size, digits)
+        limbs = min(limbs, 3e-4 * size)
+    assert error <= ROUNDING[dtype] * size + limbs, (error, size, limbs)
     for name, result in zip(ISAS, results, strict=True):
         assert torch.equal(result, results[0]), f"{name} differs from {ISAS[0]}"
 
@@ -128,7 +128,7 @@ def test_row_is_the_same_alone_in_a_batch_and_on_any_threads(isa, group_size, ac
 
 @pytest.mark.parametrize(("k", "group_size"), [(4096, -1), (28672, -1), (28672, 32), (28672, 128), (40960, -1)])
 def test_extremes_do_not_overflow(isa, k, group_size):
-    """Every code 3, every digit +-127, and the zero point that adds to it: the sums that overflow 16 bits, and would
+    """Every code 3, every limb +-127, and the zero point that adds to it: the sums that overflow 16 bits, and would
     overflow 32 if the row blocks' factor 4^j were left in for too long."""
     w = pack(torch.full((64, k), 3, dtype=torch.uint8), torch.ones(64, k // group_size if group_size > 0 else 1),
              QuantSpec(group_size, -2.0))  # fmt: skip
@@ -142,7 +142,7 @@ def test_extremes_do_not_overflow(isa, k, group_size):
 
 
 def test_minus_128_is_summed_exactly(isa):
-    """A digit of -128 cannot come from quantize, but the interface allows it."""
+    """A limb of -128 cannot come from quantize, but the interface allows it."""
     w = pack(torch.full((64, 28672), 3, dtype=torch.uint8), torch.ones(64, 1), QuantSpec(-1, 0.0))
     for m in (1, 6, 33):
         act = quantize_activations(torch.ones(m, 28672), 8)
@@ -153,10 +153,10 @@ def test_minus_128_is_summed_exactly(isa):
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize("k", [77, 128, 1000])
-def test_digits_are_those_of_the_reference(isa, k, dtype):
+def test_limbs_are_those_of_the_reference(isa, k, dtype):
     generator = seeded(k)
     x = torch.randn(40, k, generator=generator)
-    # Rows made of ties: multiples of half a digit, which the division leaves exact or just beside.
+    # Rows made of ties: multiples of half a limb, which the division leaves exact or just beside.
     steps = torch.randint(-254, 255, (20, k), generator=generator)
     steps[:, 0] = 254
     x[:20] = steps * torch.rand(20, 1, generator=generator)
@@ -166,17 +166,17 @@ def test_digits_are_those_of_the_reference(isa, k, dtype):
     x = x.to(dtype)
     act = quantize_activations(x, 8)
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
-    found = digits(act, 40, k, 8)
-    assert torch.equal(digit_scales(act, 40, k, 8), scale)
+    found = integers(act, 40, k, 8)
+    assert torch.equal(integer_scales(act, 40, k, 8), scale)
     assert torch.equal(found, (x.float() / scale).round().clamp(-128, 127).int())
     assert torch.equal(found * scale, reference.int8_round_trip(x.float()))
 
 
-def test_two_digits_hold_15_bits(isa):
+def test_two_limbs_hold_15_bits(isa):
     x = torch.randn(9, 700, generator=seeded(3)) * 10.0 ** torch.arange(-20, 16, 4).unsqueeze(1)
     act = quantize_activations(x, 16)
-    found = digits(act, 9, 700, 16)
-    scales = digit_scales(act, 9, 700, 16).repeat_interleave(128, dim=1)[:, :700]
+    found = integers(act, 9, 700, 16)
+    scales = integer_scales(act, 9, 700, 16).repeat_interleave(128, dim=1)[:, :700]
     assert ((found.double() * scales - x.double()).abs() <= scales.double() * 0.51).all()
     assert found.abs().max() == 32639
 
@@ -234,7 +234,7 @@ def test_bad_weights_are_refused(change, code):
     for field, value in change.items():
         setattr(struct, field, value)
     x, y = torch.zeros(1, 128), torch.zeros(1, 64)
-    run = cpu._int2_gemm()
+    run = native.cpu().trirun_cpu_int2_gemm
     assert run(byref(struct), 64, 128, x.data_ptr(), 0, 1, 128, None, y.data_ptr(), 64, 8, 1) == code
 
 
@@ -248,7 +248,7 @@ def test_bad_arguments_are_refused(arguments, code):
     x, y = torch.zeros(1, 128), torch.zeros(1, 64)
     given = {"n": 64, "k": 128, "x": x.data_ptr(), "dtype": 0, "m": 1, "ldx": 128, "bias": None, "y": y.data_ptr(),
              "ldy": 64, "act_bits": 8, "threads": 1}  # fmt: skip
-    assert cpu._int2_gemm()(byref(native.Int2Struct.of(w)), *(given | arguments).values()) == code
+    assert native.cpu().trirun_cpu_int2_gemm(byref(native.Int2Struct.of(w)), *(given | arguments).values()) == code
 
 
 def test_environment_chooses_the_instruction_set():

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from trirun_kernels.arrays import Array
-from trirun_kernels.decoder.cpu import CpuDecoder, Segment, quantize_head
+from trirun_kernels.decoder.cpu import CpuDecoder, Segment, padded_context, quantize_head
 from trirun_kernels.decoder.weights import (
-    KEY_BLOCK,
     DecoderShape,
     DecoderWeights,
     Int8Head,
@@ -251,7 +250,7 @@ def decoder_weights(
     if int8_head:
         capacity += WeightMemory.size(shape.vocab * Int8Head.stride(shape.hidden))
     memory = WeightMemory(stored, capacity)
-    cosines, sines = rotary_angles(config, -(-context // KEY_BLOCK) * KEY_BLOCK)
+    cosines, sines = rotary_angles(config, padded_context(context))
     return DecoderWeights(
         shape,
         [_layer(stored, form, f"model.layers.{i}.", memory.tensor) for i in range(shape.layers)],

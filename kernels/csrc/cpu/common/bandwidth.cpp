@@ -1,7 +1,8 @@
-/* How fast this machine reads memory: the yardstick of decoding, which reads every weight once per token. */
+/* How fast this machine reads memory: the bound of decoding, which reads every weight once per token. */
 #include <atomic>
 
 #include "trirun.h"
+#include "compiler.h"
 #include "threads.h"
 
 using namespace trirun;
@@ -28,8 +29,7 @@ uint64_t read_all(const char* memory, int64_t bytes) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int trirun_cpu_read(const void* memory, int64_t bytes, int threads,
-                                                                      uint64_t* sum) {
+TRIRUN_EXPORT int trirun_cpu_read(const void* memory, int64_t bytes, int threads, uint64_t* sum) {
   if (!memory || !sum) return TRIRUN_BAD_POINTER;
   if (bytes < 0 || threads < 1) return TRIRUN_BAD_SHAPE;
   std::atomic<uint64_t> total{0};

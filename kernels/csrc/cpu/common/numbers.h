@@ -1,5 +1,5 @@
-/* Scalar conversions between fp32 and the 16-bit types, and the loads and stores that use them. Everything is in an
- * unnamed namespace: a copy compiled with one instruction set's flags must never serve another's. */
+/* Numbers one at a time: conversions between fp32 and the 16-bit types, the loads and stores that use them, and what a
+ * size may be. In an unnamed namespace: a copy compiled with one instruction set's flags must never serve another's. */
 #ifndef TRIRUN_CPU_NUMBERS_H
 #define TRIRUN_CPU_NUMBERS_H
 
@@ -10,6 +10,12 @@
 
 namespace trirun {
 namespace {
+
+/* Sizes beyond this are nonsense, and their products could leave int64. */
+constexpr int64_t kMaxSize = int64_t{1} << 31;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline uint32_t bits_of(float value) {
   uint32_t bits;
@@ -48,6 +54,8 @@ inline uint16_t float_to_bfloat(float value) {
   if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+
+inline bool is_float_type(int dtype) { return dtype == TRIRUN_F32 || dtype == TRIRUN_F16 || dtype == TRIRUN_BF16; }
 
 inline int64_t bytes_of(int dtype) { return dtype == TRIRUN_F32 ? 4 : 2; }
 

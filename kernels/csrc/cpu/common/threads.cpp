@@ -1,11 +1,12 @@
+/* The thread pool: a region begins with one store to the epoch that every worker watches, and its barriers are those of
+ * log2(size) meetings of two threads. What makes both fast is how a thread waits: it looks, pauses, yields, and only
+ * then sleeps on a futex. */
 #include "threads.h"
 
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -182,13 +183,6 @@ Pool* get_pool() {
   return fresh;
 }
 
-struct Scratch {
-  void* memory = nullptr;
-  int64_t size = 0;
-  ~Scratch() { free(memory); }
-};
-thread_local Scratch thread_scratch[kScratchSlots];
-
 }  // namespace
 
 /* The dissemination barrier (Hensgen, Finkel & Manber 1988): in round r a thread says that it is there and waits for
@@ -215,22 +209,6 @@ void parallel_raw(int threads, void (*body)(void*, Team&), void* context) {
   if (shared) return shared->run(threads, body, context);
   Team alone(0, 1, nullptr);
   body(context, alone);
-}
-
-void* scratch(ScratchSlot slot, int64_t bytes) {
-  Scratch& own = thread_scratch[slot];
-  if (bytes > own.size) {
-    free(own.memory);
-    own.size = 0;
-    /* Whole 2 MiB pages for all but small buffers: they are read many times over, at strides of many pages. */
-    int64_t unit = bytes >= (1 << 17) ? 1 << 21 : 4096;
-    bytes = (bytes + unit - 1) / unit * unit;
-    own.memory = aligned_alloc(static_cast<size_t>(unit), static_cast<size_t>(bytes));
-    if (!own.memory) return nullptr;
-    if (unit > 4096) madvise(own.memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);
-    own.size = bytes;
-  }
-  return own.memory;
 }
 
 }  // namespace trirun

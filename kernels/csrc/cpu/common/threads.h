@@ -64,12 +64,5 @@ static inline void parallel(int threads, Body&& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-/* Who a thread's scratch memory is for: callers of different layers hold theirs at the same time. */
-enum ScratchSlot { kScratchKernel, kScratchActivations, kScratchDecoder, kScratchSampling, kScratchSlots };
-
-/* At least `bytes` of 64-byte aligned memory that belongs to the calling thread until it asks again for the same
- * slot; its contents are arbitrary. Null when memory has run out. */
-void* scratch(ScratchSlot slot, int64_t bytes);
-
 }  // namespace trirun
 #endif

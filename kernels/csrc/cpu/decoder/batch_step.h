@@ -2,19 +2,19 @@
  *
  * A layer is five phases with a barrier after each: q|k|v on the normalised, quantized rows; rotation, cache and
  * attention; o added to the residual; gate|up with the activation; down added to the residual. Within a phase threads
- * take strips, heads or rows from shared queues. */
-#ifndef TRIRUN_CPU_DECODER_ROWS_H
-#define TRIRUN_CPU_DECODER_ROWS_H
+ * take n tiles, heads or rows from shared queues. */
+#ifndef TRIRUN_CPU_DECODER_BATCH_STEP_H
+#define TRIRUN_CPU_DECODER_BATCH_STEP_H
 
 #include "model.h"
 
 namespace trirun {
 namespace {
 
-class Rows : public Model {
+class BatchStep : public Model {
  public:
-  Rows(const trirun_decoder& decoder, const Batch& batch, const Shared& shared, const Burst* burst)
-      : Model(decoder), batch_(batch), rows_(batch.rows), s(shared), queues_(shared.cursors), burst_(burst),
+  BatchStep(const trirun_decoder& decoder, const Batch& batch, const Shared& shared, const Generation* generation)
+      : Model(decoder), batch_(batch), rows_(batch.rows), s(shared), queues_(shared.cursors), generation_(generation),
         single_positions_(batch.segment_count == batch.rows) {
     int64_t row = 0;
     for (int64_t i = 0; i < batch.segment_count; ++i)
@@ -33,7 +33,7 @@ class Rows : public Model {
     for (int64_t r = mine.begin; r < mine.end; ++r) embed(s.x + r * d.hidden, batch_.tokens[r]);
     team.barrier();
     forward(t);
-    if (burst_) decode(t, *burst_);
+    if (generation_) generate(t, *generation_);
   }
 
  private:
@@ -41,24 +41,24 @@ class Rows : public Model {
   struct Thread {
     Team& team;
     int64_t phase = 0;
-    char* memory;
+    void* memory;
     float* row;        // [widest_input]
-    float* tile;       // [rows][columns of one helping]
+    float* block;      // [rows][columns of one chunk]
     float* attention;  // attention_scratch
     trirun_act act;
 
-    Thread(Team& own_team, const Rows& step) : team(own_team) {
-      Memory sizes(nullptr);
+    Thread(Team& own_team, const BatchStep& step) : team(own_team) {
+      Arena sizes(nullptr);
       lay_out(step, sizes);
-      memory = static_cast<char*>(scratch(kScratchDecoder, sizes.used()));
-      Memory arrays(memory);
+      memory = scratch(kScratchDecoder, sizes.used());
+      Arena arrays(memory);
       lay_out(step, arrays);
     }
 
-    void lay_out(const Rows& step, Memory& arrays) {
-      const int64_t widest_output = larger(strips_of(step.d.ffn), strips_of(step.d.hidden));
+    void lay_out(const BatchStep& step, Arena& arrays) {
+      const int64_t widest_output = larger(n_tiles_of(step.d.ffn), n_tiles_of(step.d.hidden));
       row = arrays.take<float>(widest_input(step.d));
-      tile = arrays.take<float>(step.rows_ * step.chunk_of(team.size(), widest_output) * 64);
+      block = arrays.take<float>(step.rows_ * step.chunk_of(team.size(), widest_output) * kTileN);
       attention = arrays.take<float>(attention_scratch(step.d.head_dim));
     }
   };
@@ -69,34 +69,33 @@ class Rows : public Model {
   }
 
   /* After a step: its tokens, and further steps on them. */
-  void decode(Thread& t, const Burst& burst) {
+  void generate(Thread& t, const Generation& generation) {
     const Range mine = t.team.share(rows_), columns = t.team.share(d.vocab);
     for (int64_t step = 0;; ++step) {
       for (int64_t r = 0; r < rows_; ++r)
         s.best[r * kMaxTeam + t.team.rank()] = best_of(batch_.logits + r * d.vocab, columns.begin, columns.end);
       t.team.barrier();
-      int64_t* tokens = burst.out + step * rows_;
+      int64_t* tokens = generation.out + step * rows_;
       for (int64_t r = mine.begin; r < mine.end; ++r) {
         const Best best = winner(s.best + r * kMaxTeam, t.team.size());
-        tokens[r] = chosen(burst, r, step, batch_.logits + r * d.vocab, best);
+        tokens[r] = chosen(generation, r, step, batch_.logits + r * d.vocab, best);
         ++s.position[r];
         if (tokens[r] >= 0) embed(s.x + r * d.hidden, tokens[r]);
       }
       t.team.barrier();
-      if (t.team.rank() == 0) *burst.done = step + 1;
-      if (step + 1 == burst.steps || burst.ends(tokens, rows_)) return;
+      if (t.team.rank() == 0) *generation.done = step + 1;
+      if (step + 1 == generation.steps || generation.ends(tokens, rows_)) return;
       forward(t);
     }
   }
 
-  /* Strips taken from a queue at once. Few rows: four helpings per thread, for balance, but four strips, which kernels
-   * read side by side, where a thread gets so many. Many rows: two helpings, because a kernel brings the rows into an
+  /* n tiles taken from a queue at once. Few rows: four chunks per thread, for balance, but four n tiles, which kernels
+   * read side by side, where a thread gets so many. Many rows: two chunks, because a kernel brings the rows into an
    * order of its own on every call. */
-  int64_t chunk_of(int threads, int64_t strips) const {
-    const int64_t share = (strips + threads - 1) / threads;
+  int64_t chunk_of(int threads, int64_t n_tiles) const {
+    const int64_t share = (n_tiles + threads - 1) / threads;
     if (rows_ > 16) return larger(1, share / 2);
-    const int64_t helping = larger(4, share / 16 * 4);
-    return helping < share ? helping : share;
+    return smaller(larger(4, share / 16 * 4), share);
   }
 
   template <class Body>
@@ -138,7 +137,7 @@ class Rows : public Model {
     const trirun_linear* parts[] = {&l.q, &l.k, &l.v};
     float* outputs[] = {s.qkv, s.qkv + d.heads * d.head_dim, s.qkv + (d.heads + d.kv_heads) * d.head_dim};
     int64_t firsts[4] = {0};
-    for (int i = 0; i < 3; ++i) firsts[i + 1] = firsts[i] + strips_of(parts[i]->n);
+    for (int i = 0; i < 3; ++i) firsts[i + 1] = firsts[i] + n_tiles_of(parts[i]->n);
     each(t, firsts[3], chunk_of(t.team.size(), firsts[3]), [&](int64_t begin, int64_t end) {
       for (int i = 0; i < 3; ++i) {
         const int64_t from = larger(begin, firsts[i]), to = end < firsts[i + 1] ? end : firsts[i + 1];
@@ -148,22 +147,22 @@ class Rows : public Model {
   }
 
   void add_to_residual(Thread& t, const trirun_linear& linear) {
-    const int64_t strips = strips_of(linear.n);
-    each(t, strips, chunk_of(t.team.size(), strips), [&](int64_t begin, int64_t end) {
+    const int64_t n_tiles = n_tiles_of(linear.n);
+    each(t, n_tiles, chunk_of(t.team.size(), n_tiles), [&](int64_t begin, int64_t end) {
       const int64_t columns = columns_of(linear, begin, end);
-      product(tile_of(linear, t.act, t.tile, begin, end));
-      for (int64_t r = 0; r < rows_; ++r) ops_.add(s.x + r * d.hidden + begin * 64, t.tile + r * columns, columns);
+      product(block_of(linear, t.act, t.block, begin, end));
+      for (int64_t r = 0; r < rows_; ++r) ops_.add(s.x + r * d.hidden + begin * kTileN, t.block + r * columns, columns);
     });
   }
 
   void gate_up(Thread& t, const trirun_layer& l) {
-    const int64_t strips = strips_of(d.ffn);
-    each(t, strips, chunk_of(t.team.size(), strips), [&](int64_t begin, int64_t end) {
+    const int64_t n_tiles = n_tiles_of(d.ffn);
+    each(t, n_tiles, chunk_of(t.team.size(), n_tiles), [&](int64_t begin, int64_t end) {
       product(part_of(l.gate, t.act, s.h, d.ffn, begin, end));
       const int64_t columns = columns_of(l.up, begin, end);
-      product(tile_of(l.up, t.act, t.tile, begin, end));
+      product(block_of(l.up, t.act, t.block, begin, end));
       for (int64_t r = 0; r < rows_; ++r)
-        ops_.gate(s.h + r * d.ffn + begin * 64, t.tile + r * columns, columns, d.activation);
+        ops_.gate(s.h + r * d.ffn + begin * kTileN, t.block + r * columns, columns, d.activation);
     });
   }
 
@@ -218,11 +217,11 @@ class Rows : public Model {
       const int64_t r = batch_.logit_rows ? batch_.logit_rows[i] : i;
       float* row = s.attention + i * d.hidden;
       ops_.rms_norm(row, s.x + r * d.hidden, d.final_norm, d.hidden, d.norm_eps);
-      if (d.head_dtype == TRIRUN_HEAD_INT8) ops_.head_digits(s.head, i, row, d.hidden);
+      if (d.head_dtype == TRIRUN_HEAD_INT8) ops_.head_limbs(s.head, i, row, d.hidden);
     }
     t.team.barrier();
-    each(t, strips_of(d.vocab), head_helping(t.team.size()), [&](int64_t begin, int64_t end) {
-      head_strips(s.attention, s.head, batch_.logit_count, batch_.logits, begin, end);
+    each(t, n_tiles_of(d.vocab), head_chunk(t.team.size()), [&](int64_t begin, int64_t end) {
+      head_tiles(s.attention, s.head, batch_.logit_count, batch_.logits, begin, end);
     });
   }
 
@@ -230,7 +229,7 @@ class Rows : public Model {
   const int64_t rows_;
   Shared s;
   Queues queues_;
-  const Burst* burst_;
+  const Generation* generation_;
   const bool single_positions_;  // every segment has one token
 };
 

@@ -1,11 +1,12 @@
-/* The lean decoder's C interface: a forward step of a Llama-like model, or several, in one parallel region. */
+/* The native decoder's C interface: a forward step of a Llama-like model, or several, in one parallel region. Checks of
+ * arguments, and the choice between the ways to run the layers: a single row is decoded by threads that wait as little
+ * as they can, more rows by threads that take their work from queues. */
 #include <math.h>
-#include <string.h>
 
 #include "batch_step.h"
+#include "products.h"
 #include "single_step.h"
-
-#define TRIRUN_EXPORT extern "C" __attribute__((visibility("default")))
+#include "cpu/common/compiler.h"
 
 namespace trirun {
 namespace {
@@ -13,19 +14,21 @@ namespace {
 /* Hidden size up to which the 8-bit head's int32 sums are exact. */
 constexpr int64_t kLongestHead = 65536;
 
-bool bad_linear(const trirun_linear& linear, int64_t n, int64_t k) {
-  const trirun_int2& w = linear.weight;
-  return !w.words || !w.scales || linear.n != n || linear.k != k || w.n < n || w.k < k || w.n % 64 || w.k % 128 ||
-         (reinterpret_cast<uintptr_t>(w.words) & 15) || w.k != round_up(k, 128);
+int check_linear(const trirun_linear& linear, int64_t n, int64_t k) {
+  if (linear.n != n || linear.k != k || linear.weight.k != round_up(k, kPaddedK)) return TRIRUN_BAD_SHAPE;
+  return check_weight(&linear.weight, n);
 }
 
 int check_layer(const trirun_decoder& d, const trirun_layer& l) {
   const int64_t q = d.heads * d.head_dim, kv = d.kv_heads * d.head_dim;
   if (!l.attention_norm || !l.mlp_norm) return TRIRUN_BAD_POINTER;
-  if (bad_linear(l.q, q, d.hidden) || bad_linear(l.k, kv, d.hidden) || bad_linear(l.v, kv, d.hidden) ||
-      bad_linear(l.o, d.hidden, q) || bad_linear(l.gate, d.ffn, d.hidden) || bad_linear(l.up, d.ffn, d.hidden) ||
-      bad_linear(l.down, d.hidden, d.ffn))
-    return TRIRUN_BAD_SHAPE;
+  const struct {
+    const trirun_linear& linear;
+    int64_t n, k;
+  } linears[] = {{l.q, q, d.hidden},        {l.k, kv, d.hidden},     {l.v, kv, d.hidden},      {l.o, d.hidden, q},
+                 {l.gate, d.ffn, d.hidden}, {l.up, d.ffn, d.hidden}, {l.down, d.hidden, d.ffn}};
+  for (const auto& [linear, n, k] : linears)
+    if (int error = check_linear(linear, n, k)) return error;
   return TRIRUN_OK;
 }
 
@@ -35,19 +38,17 @@ bool bad_draw(const trirun_draw& draw) {
   return !(warm && draw.top_p > 0 && draw.min_p >= 0 && draw.top_k >= 0);
 }
 
-bool bad_float(int dtype) { return dtype != TRIRUN_F32 && dtype != TRIRUN_F16 && dtype != TRIRUN_BF16; }
-
 int check_sizes(const trirun_decoder* d) {
   if (!d) return TRIRUN_BAD_POINTER;
   const int64_t sizes[] = {d->layers,   d->hidden, d->ffn,   d->heads,  d->kv_heads,
                            d->head_dim, d->vocab,  d->slots, d->context};
   for (int64_t size : sizes)
-    if (size <= 0 || size > (int64_t{1} << 31)) return TRIRUN_BAD_SHAPE;
+    if (size <= 0 || size > kMaxSize) return TRIRUN_BAD_SHAPE;
   if (d->heads % d->kv_heads || d->hidden % 16 || d->context % kKeyBlock) return TRIRUN_BAD_SHAPE;
   if (d->rotary_half < 0 || 2 * d->rotary_half > d->head_dim) return TRIRUN_BAD_SHAPE;
   if (d->kv_dtype != TRIRUN_F16 && d->kv_dtype != TRIRUN_F32) return TRIRUN_UNSUPPORTED;
-  if (bad_float(d->embedding_dtype)) return TRIRUN_UNSUPPORTED;
-  const bool bad_head = d->head_dtype == TRIRUN_HEAD_INT8 ? d->hidden > kLongestHead : bad_float(d->head_dtype);
+  if (!is_float_type(d->embedding_dtype)) return TRIRUN_UNSUPPORTED;
+  const bool bad_head = d->head_dtype == TRIRUN_HEAD_INT8 ? d->hidden > kLongestHead : !is_float_type(d->head_dtype);
   if (bad_head) return TRIRUN_UNSUPPORTED;
   if (d->activation != TRIRUN_SILU && d->activation != TRIRUN_RELU2) return TRIRUN_UNSUPPORTED;
   return d->act_bits == TRIRUN_ACT8 || d->act_bits == TRIRUN_ACT16 ? TRIRUN_OK : TRIRUN_UNSUPPORTED;
@@ -85,7 +86,7 @@ int check_decoder(const trirun_decoder* d) {
 
 int place(const trirun_decoder& d, int64_t rows, void* workspace, size_t bytes, Shared* shared) {
   if (!workspace || (reinterpret_cast<uintptr_t>(workspace) & 63)) return TRIRUN_BAD_POINTER;
-  const int64_t needed = lay_out(d, rows, static_cast<char*>(workspace), shared);
+  const int64_t needed = lay_out(d, rows, workspace, shared);
   return needed > static_cast<int64_t>(bytes) ? TRIRUN_NO_WORKSPACE : TRIRUN_OK;
 }
 
@@ -96,21 +97,21 @@ int run(Step&& step, int threads) {
 }
 
 int run_batch(const trirun_decoder& d, const Batch& batch, void* workspace, size_t bytes, int threads,
-              const Burst* burst) {
+              const Generation* generation) {
   if (int error = check_batch(d, batch)) return error;
   Shared shared;
   if (int error = place(d, batch.rows, workspace, bytes, &shared)) return error;
-  if (burst) *burst->done = 0;
-  if (batch.rows == 1) return run(Single(d, batch, shared, burst), threads);
-  return run(Rows(d, batch, shared, burst), threads);
+  if (generation) *generation->done = 0;
+  if (batch.rows == 1) return run(SingleStep(d, batch, shared, generation), threads);
+  return run(BatchStep(d, batch, shared, generation), threads);
 }
 
 }  // namespace
 
 const DecoderOps& decoder_ops() {
-  const char* name = isa().name;
-  if (kDecoderAvx512 && (!strcmp(name, "amx") || !strcmp(name, "avx512vnni"))) return *kDecoderAvx512;
-  if (kDecoderAvx2 && !strcmp(name, "avx2")) return *kDecoderAvx2;
+  const Isa* chosen = &isa();
+  if (kDecoderAvx512 && (chosen == &kAmx || chosen == &kAvx512Vnni)) return *kDecoderAvx512;
+  if (kDecoderAvx2 && chosen == &kAvx2) return *kDecoderAvx2;
   return *kDecoderPortable;
 }
 
@@ -122,9 +123,9 @@ TRIRUN_EXPORT int trirun_cpu_head_int8(const void* x, int dtype, int64_t n, int6
                                        int threads) {
   if (!x || !rows || !scales) return TRIRUN_BAD_POINTER;
   if (n <= 0 || k <= 0 || k % 16 || k > kLongestHead || threads < 1) return TRIRUN_BAD_SHAPE;
-  if (bad_float(dtype)) return TRIRUN_UNSUPPORTED;
+  if (!is_float_type(dtype)) return TRIRUN_UNSUPPORTED;
   const DecoderOps& ops = decoder_ops();
-  const int64_t stride = round_up(k, 64), width = dtype == TRIRUN_F32 ? 4 : 2;
+  const int64_t stride = head_stride_of(k), width = bytes_of(dtype);
   std::atomic<bool> failed{false};
   parallel(threads < kMaxTeam ? threads : kMaxTeam, [&](Team& team) {
     float* row = static_cast<float*>(scratch(kScratchDecoder, k * 4));
@@ -141,9 +142,13 @@ TRIRUN_EXPORT int trirun_cpu_head_int8(const void* x, int dtype, int64_t n, int6
   return failed ? TRIRUN_NO_WORKSPACE : TRIRUN_OK;
 }
 
+TRIRUN_EXPORT int64_t trirun_cpu_head_stride(int64_t k) { return head_stride_of(k); }
+
+TRIRUN_EXPORT int64_t trirun_cpu_decoder_context(int64_t positions) { return round_up(positions, kKeyBlock); }
+
 TRIRUN_EXPORT size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d) {
   if (check_sizes(d)) return 0;
-  const int64_t heads = d->layers * d->slots * d->kv_heads, width = d->kv_dtype == TRIRUN_F16 ? 2 : 4;
+  const int64_t heads = d->layers * d->slots * d->kv_heads, width = bytes_of(d->kv_dtype);
   return static_cast<size_t>(heads * d->context * value_stride_of(d->head_dim) * width);
 }
 
@@ -175,8 +180,8 @@ TRIRUN_EXPORT int trirun_cpu_decoder_generate(const trirun_decoder* d, const tri
   for (int64_t i = 0; draws && i < segment_count; ++i)
     if (bad_draw(draws[i])) return TRIRUN_UNSUPPORTED;
   const Batch batch = {segments, segment_count, tokens, segment_count, nullptr, segment_count, logits};
-  const Burst burst = {steps, draws, stop, stop_count, out, done};
-  return run_batch(*d, batch, workspace, workspace_bytes, threads, &burst);
+  const Generation generation = {steps, draws, stop, stop_count, out, done};
+  return run_batch(*d, batch, workspace, workspace_bytes, threads, &generation);
 }
 
 TRIRUN_EXPORT int trirun_cpu_draw(const float* logits, int64_t vocab, const trirun_draw* draw, int64_t* token) {
@@ -189,4 +194,14 @@ TRIRUN_EXPORT int trirun_cpu_draw(const float* logits, int64_t vocab, const trir
   best.index = decoder_ops().largest(logits, vocab, &best.value);
   *token = draw_token(logits, vocab, best, *draw, memory);
   return TRIRUN_OK;
+}
+
+TRIRUN_EXPORT int trirun_cpu_decoder_products(const trirun_decoder* d, int64_t steps, int apart, int threads) {
+  if (int error = check_decoder(d)) return error;
+  if (steps <= 0 || threads < 1) return TRIRUN_BAD_SHAPE;
+  Products products(*d);
+  if (products.failed) return TRIRUN_NO_WORKSPACE;
+  if (apart) return products.run_apart(steps, threads);
+  parallel(threads, [&](Team& team) { products.run(team, steps); });
+  return products.failed ? TRIRUN_NO_WORKSPACE : TRIRUN_OK;
 }

@@ -1,5 +1,6 @@
-/* What every way of running the decoder's layers shares: the workspace, one decoder's derived sizes, and the pieces of
- * a layer that a single thread computes. Included by decoder.cpp alone. */
+/* What all ways of running the decoder's layers (single_step.h, batch_step.h, products.h) share: the workspace, one
+ * decoder's derived sizes, and the parts of a layer that a single thread computes. A class per way, each a body of one
+ * parallel region; decoder.cpp chooses. */
 #ifndef TRIRUN_CPU_DECODER_MODEL_H
 #define TRIRUN_CPU_DECODER_MODEL_H
 
@@ -9,19 +10,17 @@
 #include <atomic>
 #include <new>
 
-#include "ops.h"
-#include "cpu/gemm/kernels.h"
+#include "cpu/common/memory.h"
+#include "cpu/common/numbers.h"
 #include "cpu/common/threads.h"
+#include "cpu/decoder/ops/ops.h"
+#include "cpu/gemm/isa.h"
 
 namespace trirun {
 namespace {
 
 constexpr float kLog2e = 1.44269504f;
 constexpr int kMaxTeam = 512;
-
-inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-inline int64_t strips_of(int64_t n) { return (n + 63) / 64; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* One thread's place in a queue of items. */
 struct alignas(64) Cursor {
@@ -69,8 +68,8 @@ inline Best winner(const Best* parts, int count) {
   return best;
 }
 
-/* What a call adds that makes several steps: every step's tokens are chosen from the logits of the one before. */
-struct Burst {
+/* What trirun_cpu_decoder_generate adds to a step: every step's tokens are chosen from the logits of the one before. */
+struct Generation {
   int64_t steps;
   const trirun_draw* draws; // [rows], or null: all greedy
   const int64_t* stop;
@@ -123,43 +122,25 @@ struct Shared {
 };
 
 inline int64_t widest_input(const trirun_decoder& d) {
-  return round_up(larger(larger(d.hidden, d.ffn), d.heads * d.head_dim), 128);
+  return round_up(larger(larger(d.hidden, d.ffn), d.heads * d.head_dim), kPaddedK);
 }
 
 inline int64_t act_bytes(const trirun_decoder& d, int64_t rows) {
   return static_cast<int64_t>(trirun_cpu_act_bytes(rows, widest_input(d), TRIRUN_ACT16));
 }
 
-/* Hands out consecutive arrays of some memory, 64 bytes aligned; without memory it only counts. */
-class Memory {
- public:
-  explicit Memory(char* base) : base_(base) {}
-
-  template <class T>
-  T* take(int64_t count) {
-    char* here = base_ ? base_ + used_ : nullptr;
-    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
-    return reinterpret_cast<T*>(here);
-  }
-  int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
-};
-
-inline HeadInput take_head_input(Memory& memory, const trirun_decoder& d, int64_t rows) {
+inline HeadInput take_head_input(Arena& memory, const trirun_decoder& d, int64_t rows) {
   HeadInput head;
-  head.stride = round_up(d.hidden, 64);
-  head.digits = memory.take<int8_t>(rows * 2 * head.stride);
+  head.stride = head_stride_of(d.hidden);
+  head.limbs = memory.take<int8_t>(rows * 2 * head.stride);
   head.sums = memory.take<int32_t>(rows * 2);
   head.scales = memory.take<float>(rows);
   return head;
 }
 
 /* Bytes of the workspace; fills in `shared` where there is memory. */
-inline int64_t lay_out(const trirun_decoder& d, int64_t rows, char* base, Shared* shared) {
-  Memory memory(base);
+inline int64_t lay_out(const trirun_decoder& d, int64_t rows, void* base, Shared* shared) {
+  Arena memory(base);
   Shared out;
   out.x = memory.take<float>(rows * d.hidden);
   out.qkv = memory.take<float>(rows * (d.heads + 2 * d.kv_heads) * d.head_dim);
@@ -190,15 +171,17 @@ class Model {
     return {{&linear.weight, &act, linear.n, linear.bias, y, ldy, TRIRUN_F32}, begin, end};
   }
 
-  /* The same into `tile`, [rows][columns of the strips]. */
-  static Int2Part tile_of(const trirun_linear& linear, const trirun_act& act, float* tile, int64_t begin, int64_t end) {
+  /* The same into `block`, [rows][columns of the n tiles]. */
+  static Int2Part block_of(const trirun_linear& linear, const trirun_act& act, float* block, int64_t begin,
+                           int64_t end) {
     /* Kernels count columns from the weight's first row. */
-    const uintptr_t origin = reinterpret_cast<uintptr_t>(tile) - static_cast<uintptr_t>(begin) * 64 * sizeof(float);
+    const uintptr_t origin =
+        reinterpret_cast<uintptr_t>(block) - static_cast<uintptr_t>(begin) * kTileN * sizeof(float);
     return part_of(linear, act, reinterpret_cast<float*>(origin), columns_of(linear, begin, end), begin, end);
   }
 
   static int64_t columns_of(const trirun_linear& linear, int64_t begin, int64_t end) {
-    return (end * 64 < linear.n ? end * 64 : linear.n) - begin * 64;
+    return (end * kTileN < linear.n ? end * kTileN : linear.n) - begin * kTileN;
   }
 
   void product(const Int2Part& part) {
@@ -217,14 +200,14 @@ class Model {
   }
 
   void embed(float* x, int64_t token) const {
-    const int64_t width = d.embedding_dtype == TRIRUN_F32 ? 4 : 2;
+    const int64_t width = bytes_of(d.embedding_dtype);
     ops_.load_row(x, static_cast<const char*>(d.embedding) + token * d.hidden * width, d.embedding_dtype, d.hidden);
   }
 
   /* Where the cache of (layer, slot, kv head) begins. */
   void* cache(void* base, int64_t layer, int64_t slot, int64_t kv_head) const {
     const int64_t head = (layer * d.slots + slot) * d.kv_heads + kv_head;
-    return static_cast<char*>(base) + head * head_elements_ * (d.kv_dtype == TRIRUN_F16 ? 2 : 4);
+    return static_cast<char*>(base) + head * head_elements_ * bytes_of(d.kv_dtype);
   }
 
   /* Norm, rotation and cache of one kv head of one row of q | k | v, and of the query heads that share it. */
@@ -267,18 +250,18 @@ class Model {
       ops_.attend(job, f, f + kMaxQueries < group_ ? f + kMaxQueries : group_, memory);
   }
 
-  /* Logits of rows of normalised x, strips [begin, end) of the vocabulary. */
-  void head_strips(const float* x, const HeadInput& input, int64_t rows, float* logits, int64_t begin,
-                   int64_t end) const {
-    const int64_t first = begin * 64, last = end * 64 < d.vocab ? end * 64 : d.vocab;
+  /* Logits of rows of normalised x, n tiles [begin, end) of the vocabulary. */
+  void head_tiles(const float* x, const HeadInput& input, int64_t rows, float* logits, int64_t begin,
+                  int64_t end) const {
+    const int64_t first = begin * kTileN, last = end * kTileN < d.vocab ? end * kTileN : d.vocab;
     if (d.head_dtype == TRIRUN_HEAD_INT8)
       ops_.head_int8(input, rows, static_cast<const uint8_t*>(d.head), d.head_scales, logits, d.vocab, first, last);
     else
       ops_.dense(x, d.hidden, rows, d.head, d.head_dtype, d.hidden, logits, d.vocab, first, last);
   }
 
-  /* Strips of the head that a thread takes at once: eight helpings each, for balance. */
-  int64_t head_helping(int threads) const { return larger(1, strips_of(d.vocab) / (8 * threads)); }
+  /* n tiles of the head that a thread takes at once: eight chunks each, for balance. */
+  int64_t head_chunk(int threads) const { return larger(1, n_tiles_of(d.vocab) / (8 * threads)); }
 
   /* The largest of logits [begin, end) of a row. */
   Best best_of(const float* logits, int64_t begin, int64_t end) const {
@@ -289,11 +272,11 @@ class Model {
   }
 
   /* Row r's token after a step, from its logits and the largest of them. */
-  int64_t chosen(const Burst& burst, int64_t r, int64_t step, const float* logits, Best best) {
-    if (!burst.draws_row(r)) return best.index;
+  int64_t chosen(const Generation& generation, int64_t r, int64_t step, const float* logits, Best best) {
+    if (!generation.draws_row(r)) return best.index;
     void* memory = scratch(kScratchSampling, draw_bytes(d.vocab));
     if (!memory) failed = true;
-    return memory ? draw_token(logits, d.vocab, best, burst.draw(r, step), memory) : -1;
+    return memory ? draw_token(logits, d.vocab, best, generation.draw(r, step), memory) : -1;
   }
 
   const trirun_decoder& d;

@@ -11,7 +11,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "ops.h"
+#include "cpu/common/memory.h"
+#include "cpu/decoder/ops/ops.h"
 
 namespace trirun {
 namespace {
@@ -62,7 +63,7 @@ int bin_of(uint32_t mass) {
 
 /* Memory of a draw; what is in use together lies apart. */
 struct Work {
-  float* tops;       /* [vocab/kTopSpan + 16] */
+  float* maxima;     /* [vocab/kMaximumSpan + 16] */
   int32_t* ids;      /* [vocab + 16] each: what top-k left */
   float* logits;
   uint32_t* mass;    /* [vocab] */
@@ -73,23 +74,19 @@ struct Work {
   uint64_t* sorted;
 };
 
-int64_t lay_out(int64_t vocab, char* memory, Work* work) {
-  int64_t used = 0;
-  auto take = [&](int64_t bytes) {
-    char* here = memory ? memory + used : nullptr;
-    used += (bytes + 63) / 64 * 64;
-    return here;
-  };
-  work->tops = reinterpret_cast<float*>(take((vocab / kTopSpan + 16) * 4));
-  work->ids = reinterpret_cast<int32_t*>(take((vocab + 16) * 4));
-  work->logits = reinterpret_cast<float*>(take((vocab + 16) * 4));
-  work->mass = reinterpret_cast<uint32_t*>(take(vocab * 4));
-  work->sums = reinterpret_cast<uint64_t*>(take((vocab / kMassBlock + 1) * 8));
-  work->likely = reinterpret_cast<int32_t*>(take((vocab + 16) * 4));
-  work->likely_logits = reinterpret_cast<float*>(take((vocab + 16) * 4));
-  work->found = reinterpret_cast<uint64_t*>(take(vocab * 8));
-  work->sorted = reinterpret_cast<uint64_t*>(take(vocab * 8));
-  return used;
+/* The arrays of a draw from `memory` on, where there is any; returns how many bytes they take. */
+int64_t lay_out(int64_t vocab, void* memory, Work* work) {
+  Arena arena(memory);
+  work->maxima = arena.take<float>(vocab / kMaximumSpan + 16);
+  work->ids = arena.take<int32_t>(vocab + 16);
+  work->logits = arena.take<float>(vocab + 16);
+  work->mass = arena.take<uint32_t>(vocab);
+  work->sums = arena.take<uint64_t>(vocab / kMassBlock + 1);
+  work->likely = arena.take<int32_t>(vocab + 16);
+  work->likely_logits = arena.take<float>(vocab + 16);
+  work->found = arena.take<uint64_t>(vocab);
+  work->sorted = arena.take<uint64_t>(vocab);
+  return arena.used();
 }
 
 bool falls(float a, float b) { return a > b; }
@@ -98,9 +95,9 @@ bool falls(float a, float b) { return a > b; }
  * largest. */
 Tokens k_largest(const DecoderOps& ops, const float* logits, int64_t n, int64_t k, float top, const Work& work) {
   /* What k maxima of disjoint parts reach is no larger than the k-th largest of all: few are above. */
-  const int64_t parts = ops.tops(work.tops, logits, n);
-  float least = k <= parts ? ops.reached(work.tops, parts, k, top) : -INFINITY;
-  int64_t count = ops.gather(work.ids, work.logits, logits, n, least);
+  const int64_t parts = ops.block_maxima(work.maxima, logits, n);
+  float least = k <= parts ? ops.threshold(work.maxima, parts, k, top) : -INFINITY;
+  int64_t count = ops.filter(work.ids, work.logits, logits, n, least);
   /* There are fewer where others are NaNs. */
   if (count > k) {
     memcpy(work.likely_logits, work.logits, static_cast<size_t>(count) * 4);
@@ -151,7 +148,7 @@ int64_t draw_likely(const DecoderOps& ops, const Tokens& tokens, const trirun_dr
   auto search = [&](uint32_t bound) {
     /* Half a power of two is more than a mass's rounding. */
     const float floor = top + static_cast<float>(log2(bound / kMassOne) - 0.5) / factor;
-    const int64_t likely = ops.gather(work.likely, work.likely_logits, tokens.logits, tokens.count, floor);
+    const int64_t likely = ops.filter(work.likely, work.likely_logits, tokens.logits, tokens.count, floor);
     found = 0;
     mass = 0;
     for (int64_t j = 0; j < likely; ++j) {
@@ -206,7 +203,7 @@ int64_t draw_token(const float* logits, int64_t vocab, Best best, const trirun_d
   if (best.index < 0 || best.value == INFINITY) return best.index;
   const DecoderOps& ops = decoder_ops();
   Work work;
-  lay_out(vocab, static_cast<char*>(memory), &work);
+  lay_out(vocab, memory, &work);
   Tokens tokens = {nullptr, logits, work.mass, work.sums, vocab};
   if (draw.top_k > 0 && draw.top_k < vocab) tokens = k_largest(ops, logits, vocab, draw.top_k, best.value, work);
   /* Bounded: zero times infinity would be a NaN. */

@@ -4,8 +4,8 @@
  * waiting for another to do it. A layer has four barriers: threads meet where a product has read what others computed
  * (o, gate | up, down), and, where kv heads divide evenly among them, q | k | v and attention go head by head on one
  * thread. Shares are fixed: a thread meets the same weights in every step, and the same keys. */
-#ifndef TRIRUN_CPU_DECODER_SINGLE_H
-#define TRIRUN_CPU_DECODER_SINGLE_H
+#ifndef TRIRUN_CPU_DECODER_SINGLE_STEP_H
+#define TRIRUN_CPU_DECODER_SINGLE_STEP_H
 
 #include <initializer_list>
 
@@ -14,10 +14,10 @@
 namespace trirun {
 namespace {
 
-class Single : public Model {
+class SingleStep : public Model {
  public:
-  Single(const trirun_decoder& decoder, const Batch& batch, const Shared& shared, const Burst* burst)
-      : Model(decoder), batch_(batch), s(shared), burst_(burst) {}
+  SingleStep(const trirun_decoder& decoder, const Batch& batch, const Shared& shared, const Generation* generation)
+      : Model(decoder), batch_(batch), s(shared), generation_(generation) {}
 
   void run(Team& team) {
     Thread t(team, *this);
@@ -29,9 +29,9 @@ class Single : public Model {
       embed(t.x, token);
       for (int64_t i = 0; i < d.layers; ++i) layer(t, i);
       if (batch_.logit_count) head(t);
-      if (!burst_) return;
+      if (!generation_) return;
       token = choose(t, step);
-      if (step + 1 == burst_->steps || burst_->ends(&token, 1)) return;
+      if (step + 1 == generation_->steps || generation_->ends(&token, 1)) return;
       ++t.position;
     }
   }
@@ -42,41 +42,41 @@ class Single : public Model {
     Team& team;
     int64_t slot, position;
     bool ready;
-    Range hidden, ffn, vocab;  // strips of o and down, of gate and up, of the head
+    Range hidden, ffn, vocab;  // n tiles of o and down, of gate and up, of the head
     Range heads;               // kv heads, of which own_heads says whether no other thread needs to know
     bool own_heads;
     float* x;         // [hidden], the residual stream
     float* row;       // [widest_input]
-    float* tile;      // [columns of its share of gate]
+    float* up;        // [columns of its share of up]
     float* attention; // attention_scratch
     char* act_memory;
     HeadInput head;
     trirun_act of_hidden, of_attention, of_ffn;  // one at a time
 
-    Thread(Team& own_team, const Single& step)
+    Thread(Team& own_team, const SingleStep& step)
         : team(own_team), slot(step.batch_.segments[0].slot), position(step.batch_.segments[0].position) {
-      Memory sizes(nullptr);
+      Arena sizes(nullptr);
       lay_out(step.d, sizes);
-      char* base = static_cast<char*>(scratch(kScratchDecoder, sizes.used()));
+      void* base = scratch(kScratchDecoder, sizes.used());
       ready = base != nullptr;
-      Memory memory(base);
+      Arena memory(base);
       lay_out(step.d, memory);
       const trirun_decoder& d = step.d;
-      hidden = team.share(strips_of(d.hidden));
-      ffn = team.share(strips_of(d.ffn));
-      vocab = team.share(strips_of(d.vocab));
+      hidden = team.share(n_tiles_of(d.hidden));
+      ffn = team.share(n_tiles_of(d.ffn));
+      vocab = team.share(n_tiles_of(d.vocab));
       heads = team.share(d.kv_heads);
-      own_heads = d.head_dim % 64 == 0 && d.kv_heads % team.size() == 0;
+      own_heads = d.head_dim % kTileN == 0 && d.kv_heads % team.size() == 0;
       const size_t bytes = static_cast<size_t>(act_bytes(d, 1));
-      trirun_cpu_act_init(&of_hidden, act_memory, bytes, 1, round_up(d.hidden, 128), d.act_bits);
-      trirun_cpu_act_init(&of_attention, act_memory, bytes, 1, round_up(d.heads * d.head_dim, 128), d.act_bits);
-      trirun_cpu_act_init(&of_ffn, act_memory, bytes, 1, round_up(d.ffn, 128), d.act_bits);
+      trirun_cpu_act_init(&of_hidden, act_memory, bytes, 1, round_up(d.hidden, kPaddedK), d.act_bits);
+      trirun_cpu_act_init(&of_attention, act_memory, bytes, 1, round_up(d.heads * d.head_dim, kPaddedK), d.act_bits);
+      trirun_cpu_act_init(&of_ffn, act_memory, bytes, 1, round_up(d.ffn, kPaddedK), d.act_bits);
     }
 
-    void lay_out(const trirun_decoder& d, Memory& memory) {
+    void lay_out(const trirun_decoder& d, Arena& memory) {
       x = memory.take<float>(d.hidden);
       row = memory.take<float>(widest_input(d));
-      tile = memory.take<float>(64 * (strips_of(d.ffn) / team.size() + 1));
+      up = memory.take<float>(kTileN * (n_tiles_of(d.ffn) / team.size() + 1));
       attention = memory.take<float>(attention_scratch(d.head_dim));
       act_memory = memory.take<char>(act_bytes(d, 1));
       head = take_head_input(memory, d, 1);
@@ -122,7 +122,7 @@ class Single : public Model {
   /* A thread projects what its kv heads need, and attends with them. */
   void attend_own_heads(Thread& t, int64_t index) {
     const trirun_layer& l = d.layer[index];
-    const int64_t strips = d.head_dim / 64, begin = t.heads.begin * strips, end = t.heads.end * strips;
+    const int64_t n_tiles = d.head_dim / kTileN, begin = t.heads.begin * n_tiles, end = t.heads.end * n_tiles;
     float *key = s.qkv + d.heads * d.head_dim, *value = key + d.kv_heads * d.head_dim;
     const Int2Part parts[] = {
         part_of(l.q, t.of_hidden, s.qkv, qkv_width_, begin * group_, end * group_),
@@ -135,13 +135,13 @@ class Single : public Model {
 
   void attend_any_heads(Thread& t, int64_t index) {
     const trirun_layer& l = d.layer[index];
-    const Range mine = t.team.share(strips_of(l.q.n) + strips_of(l.k.n) + strips_of(l.v.n));
+    const Range mine = t.team.share(n_tiles_of(l.q.n) + n_tiles_of(l.k.n) + n_tiles_of(l.v.n));
     Int2Part parts[3];
     int count = 0;
     int64_t first = 0;
     float* y = s.qkv;
     for (const trirun_linear* linear : {&l.q, &l.k, &l.v}) {
-      const int64_t last = first + strips_of(linear->n);
+      const int64_t last = first + n_tiles_of(linear->n);
       const int64_t begin = larger(mine.begin, first), end = mine.end < last ? mine.end : last;
       if (begin < end) parts[count++] = part_of(*linear, t.of_hidden, y, qkv_width_, begin - first, end - first);
       first = last;
@@ -175,35 +175,35 @@ class Single : public Model {
     const auto [begin, end] = t.ffn;
     if (begin == end) return;
     const Int2Part parts[] = {part_of(l.gate, t.of_hidden, s.h, d.ffn, begin, end),
-                              tile_of(l.up, t.of_hidden, t.tile, begin, end)};
+                              block_of(l.up, t.of_hidden, t.up, begin, end)};
     products(parts, 2);
-    ops_.gate(s.h + begin * 64, t.tile, columns_of(l.up, begin, end), d.activation);
+    ops_.gate(s.h + begin * kTileN, t.up, columns_of(l.up, begin, end), d.activation);
   }
 
   void head(Thread& t) {
     ops_.rms_norm(t.row, t.x, d.final_norm, d.hidden, d.norm_eps);
-    if (d.head_dtype == TRIRUN_HEAD_INT8) ops_.head_digits(t.head, 0, t.row, d.hidden);
-    head_strips(t.row, t.head, 1, batch_.logits, t.vocab.begin, t.vocab.end);
+    if (d.head_dtype == TRIRUN_HEAD_INT8) ops_.head_limbs(t.head, 0, t.row, d.hidden);
+    head_tiles(t.row, t.head, 1, batch_.logits, t.vocab.begin, t.vocab.end);
   }
 
   /* The token that follows, from the logits of all threads. */
   int64_t choose(Thread& t, int64_t step) {
-    const int64_t end = t.vocab.end * 64 < d.vocab ? t.vocab.end * 64 : d.vocab;
-    s.best[t.team.rank()] = best_of(batch_.logits, t.vocab.begin * 64, end);
+    const int64_t end = t.vocab.end * kTileN < d.vocab ? t.vocab.end * kTileN : d.vocab;
+    s.best[t.team.rank()] = best_of(batch_.logits, t.vocab.begin * kTileN, end);
     t.team.barrier();
     const Best best = winner(s.best, t.team.size());
     if (t.team.rank() == 0) {
-      burst_->out[step] = chosen(*burst_, 0, step, batch_.logits, best);
-      *burst_->done = step + 1;
+      generation_->out[step] = chosen(*generation_, 0, step, batch_.logits, best);
+      *generation_->done = step + 1;
     }
-    if (!burst_->draws_row(0)) return best.index;
+    if (!generation_->draws_row(0)) return best.index;
     t.team.barrier();
-    return burst_->out[step];
+    return generation_->out[step];
   }
 
   const Batch& batch_;
   Shared s;
-  const Burst* burst_;
+  const Generation* generation_;
 };
 
 }  // namespace

@@ -1,26 +1,23 @@
-/* INT2 GEMM with AVX2. As avx512.h, by halves: a vector holds four lane rows r by h of one quad of k. Codes of 0..3
- * times signed digits reach 2 * 3 * 128 = 768 in vpmaddubsw's 16-bit sums, so 32 quads (128 k) of them add up to
- * 24576 at most before they must be widened. */
-#include "kernels.h"
+/* INT2 GEMM with AVX2 (vpmaddubsw). The transposition of tile64_avx512.h by halves: a vector holds four lane rows r by
+ * h of one quad of k. Codes of 0..3 times signed limbs reach 2 * 3 * 128 = 768 in vpmaddubsw's 16-bit sums, so 32 quads
+ * (128 k) of them add up to 24576 at most before they must be widened. */
+#include "quantize.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #include <string.h>
 
-#include "cpu/common/numbers.h"
-#include "cpu/common/threads.h"
+#include "cpu/common/compiler.h"
+#include "cpu/common/memory.h"
 
 namespace trirun {
 namespace {
 
-#define TRIRUN_INLINE inline __attribute__((always_inline))
-#define TRIRUN_UNROLL _Pragma("GCC unroll 16")
-
-constexpr int64_t kPiece = 128;  // k columns unpacked at a time; the 16-bit sums hold no more
+constexpr int64_t kPanelK = 128;  // k columns unpacked at a time; the 16-bit sums hold no more
 constexpr int64_t kAhead = 2048; // bytes the weight is fetched ahead of its use
 
 struct alignas(32) Workspace {
-  uint8_t codes[kPiece / 4][2][4][32];  // [quad][half][row block j][dword 2 (r % 4) + h], plain codes
+  uint8_t codes[kPanelK / 4][2][4][32];  // [quad][half][row block j][dword 2 (r % 4) + h], plain codes
   float scale[64], zero[64];            // of the group, [j][dword 2r + h]
 };
 
@@ -52,8 +49,8 @@ TRIRUN_INLINE void unpack_block(const uint32_t* block, uint8_t (*codes)[2][4][32
   for (int line = 0; line < 8; ++line) _mm_prefetch(bytes + kAhead + 64 * line, _MM_HINT_T0);
 }
 
-/* 64 stored values of a strip (8r + 2j + h) to [j][2r + h]. */
-TRIRUN_INLINE void load_strip_values(const uint16_t* stored, float* values) {
+/* 64 stored values of an n tile (8r + 2j + h) to [j][2r + h]. */
+TRIRUN_INLINE void load_tile_values(const uint16_t* stored, float* values) {
   for (int half = 0; half < 2; ++half) {
     __m256d rows[4];
     for (int r = 0; r < 4; ++r) {
@@ -69,10 +66,10 @@ TRIRUN_INLINE void load_strip_values(const uint16_t* stored, float* values) {
   }
 }
 
-/* dot[plane][j] of one half of the strip: quads [begin, end) of the piece with the digits of each plane. */
+/* dot[plane][j] of one half of the n tile: quads [begin, end) of the panel with the limbs of each plane. */
 template <int planes>
 TRIRUN_INLINE void dot_half(const Workspace& work, int half, int64_t begin, int64_t end,
-                            const int8_t* const digits[planes], __m256i dot[planes][4]) {
+                            const int8_t* const limbs[planes], __m256i dot[planes][4]) {
   __m256i sum[planes][4];
   TRIRUN_UNROLL
   for (int c = 0; c < planes; ++c) TRIRUN_UNROLL
@@ -82,7 +79,7 @@ TRIRUN_INLINE void dot_half(const Workspace& work, int half, int64_t begin, int6
     TRIRUN_UNROLL
     for (int c = 0; c < planes; ++c) {
       int32_t four;
-      memcpy(&four, digits[c] + 4 * quad, 4);
+      memcpy(&four, limbs[c] + 4 * quad, 4);
       x[c] = _mm256_set1_epi32(four);
     }
     TRIRUN_UNROLL
@@ -97,29 +94,29 @@ TRIRUN_INLINE void dot_half(const Workspace& work, int half, int64_t begin, int6
   for (int j = 0; j < 4; ++j) dot[c][j] = _mm256_madd_epi16(sum[c][j], _mm256_set1_epi16(1));
 }
 
-/* Rows of x taken together: their fp32 and integer sums, 64 each, stay in L1 or L2 while the strips pass by. */
+/* Rows of x taken together: their fp32 and integer sums, 64 each, stay in L1 or L2 while the n tiles pass by. */
 constexpr int64_t kRows = 64;
 
 struct Block {
   const Int2Job& job;
-  int64_t strip, first, rows;  // rows of x [first, first + rows)
+  int64_t n_tile, first, rows;  // rows of x [first, first + rows)
   Workspace& work;
-  int32_t* dots;  // [rows][64], steps longer than a piece
+  int32_t* dots;  // [rows][64], steps longer than a panel
   float* acc;     // [rows][64]
 };
 
-/* `count` = 1 or 2 rows of x (one with 16-bit digits): columns [at, at + span) of the piece at column k, which is a
+/* `count` = 1 or 2 rows of x (one with 16-bit limbs): columns [at, at + span) of the panel at column k, which is a
  * whole step, or a part of a long one. */
 template <bool wide, int count>
 TRIRUN_INLINE void multiply(const Block& b, int64_t k, int64_t at, int64_t span, bool partial, int64_t row) {
   const trirun_act& act = *b.job.act;
   constexpr int planes = wide ? 2 * count : count;
   const bool grouped = b.job.w->group_size > 0;
-  const int8_t* digits[planes];
-  for (int c = 0; c < planes; ++c) digits[c] = act.digits + ((b.first + row) * (wide ? 2 : 1) + c) * act.k + k;
+  const int8_t* limbs[planes];
+  for (int c = 0; c < planes; ++c) limbs[c] = act.limbs + ((b.first + row) * (wide ? 2 : 1) + c) * act.k + k;
   for (int half = 0; half < 2; ++half) {
     __m256i dot[planes][4];
-    dot_half<planes>(b.work, half, at / 4, (at + span) / 4, digits, dot);
+    dot_half<planes>(b.work, half, at / 4, (at + span) / 4, limbs, dot);
     TRIRUN_UNROLL
     for (int i = 0; i < count; ++i) {
       const int64_t r = b.first + row + i;
@@ -194,7 +191,7 @@ void finish(const Block& b) {
       // Dword 2r + h goes to column 8h + r.
       const __m256 h[2] = {_mm256_shuffle_ps(value[0], value[1], 0x88), _mm256_shuffle_ps(value[0], value[1], 0xdd)};
       for (int i = 0; i < 2; ++i) {
-        const int64_t column = 64 * b.strip + 16 * j + 8 * i, left = job.n - column;
+        const int64_t column = 64 * b.n_tile + 16 * j + 8 * i, left = job.n - column;
         if (left <= 0) break;
         __m256 out = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(h[i]), 0xd8));
         if (job.bias) {
@@ -209,29 +206,29 @@ void finish(const Block& b) {
 }
 
 template <bool wide>
-void strip(const Block& b) {
+void multiply_tile(const Block& b) {
   const trirun_int2& w = *b.job.w;
-  const int64_t step = step_of(w, wide ? 16 : 8), span = step < kPiece ? step : kPiece;
-  const bool partial = step > kPiece;
+  const int64_t step = step_of(w, wide ? 16 : 8), span = step < kPanelK ? step : kPanelK;
+  const bool partial = step > kPanelK;
   const auto load_group = [&](int64_t group) {
-    load_strip_values(w.scales + group * w.n + 64 * b.strip, b.work.scale);
-    if (w.zeros) return load_strip_values(w.zeros + group * w.n + 64 * b.strip, b.work.zero);
+    load_tile_values(w.scales + group * w.n + 64 * b.n_tile, b.work.scale);
+    if (w.zeros) return load_tile_values(w.zeros + group * w.n + 64 * b.n_tile, b.work.zero);
     for (float& zero : b.work.zero) zero = w.zero;
   };
   memset(b.acc, 0, static_cast<size_t>(b.rows) * 256);
   if (w.group_size < 0) load_group(0);
-  for (int64_t k = 0; k < w.k; k += kPiece) {
+  for (int64_t k = 0; k < w.k; k += kPanelK) {
     if (partial && k % step == 0) memset(b.dots, 0, static_cast<size_t>(b.rows) * 256);
-    for (int64_t i = 0; i < kPiece; i += 32)
-      unpack_block(w.words + (b.strip * (w.k / 32) + (k + i) / 32) * 128, b.work.codes + i / 4);
-    for (int64_t at = 0; at < kPiece; at += span) {
+    for (int64_t i = 0; i < kPanelK; i += 32)
+      unpack_block(w.words + (b.n_tile * (w.k / 32) + (k + i) / 32) * 128, b.work.codes + i / 4);
+    for (int64_t at = 0; at < kPanelK; at += span) {
       if (w.group_size > 0) load_group((k + at) / step);
       int64_t row = 0;
       if (!wide)
         for (; row + 2 <= b.rows; row += 2) multiply<wide, wide ? 1 : 2>(b, k, at, span, partial, row);
       for (; row < b.rows; ++row) multiply<wide, 1>(b, k, at, span, partial, row);
     }
-    if (partial && ((k + kPiece) % step == 0 || k + kPiece == w.k)) end_step(b, k / step * step, k + kPiece);
+    if (partial && ((k + kPanelK) % step == 0 || k + kPanelK == w.k)) end_step(b, k / step * step, k + kPanelK);
   }
   finish(b);
 }
@@ -247,9 +244,9 @@ bool int2_gemm(const Int2Job& job, int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
       const Block block = {job, s, first, rows, work, dots, reinterpret_cast<float*>(dots + 64 * most)};
       if (job.act->act_bits == 8)
-        strip<false>(block);
+        multiply_tile<false>(block);
       else
-        strip<true>(block);
+        multiply_tile<true>(block);
     }
   }
   return true;
@@ -257,13 +254,11 @@ bool int2_gemm(const Int2Job& job, int64_t begin, int64_t end) {
 
 }  // namespace
 
-void quantize_avx2(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin, int64_t end);
-
 const Isa kAvx2 = {"avx2", quantize_avx2, int2_gemm, nullptr};
 
 }  // namespace trirun
 #else
 namespace trirun {
-const Isa kAvx2 = {nullptr, nullptr, nullptr, nullptr};
+const Isa kAvx2 = {};
 }
 #endif

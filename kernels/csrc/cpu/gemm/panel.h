@@ -1,13 +1,14 @@
-/* The loop nest of products with many rows of x, shared by the AVX-512 instruction sets: a piece of a strip is
- * transposed and masked once into L1 and then meets every row of a block of x. What differs is the inner product:
+/* The loop nest of products with many rows of x, shared by the AVX-512 instruction sets. A panel, one k tile of one
+ * n tile, is transposed and masked into L1 once and then meets every row of a block of x. What differs is the inner
+ * product:
  *
  *   struct Multiply {
- *     static constexpr int64_t kColumns;                     // of k, unpacked at a time: a multiple of 128
- *     // Memory for, and the making of, a copy of the digits in an order of its own; planes = rows * digits per value.
+ *     static constexpr int64_t kPanelK;                      // k of a panel: a multiple of 128
+ *     // Memory for, and the making of, a copy of the limbs in an order of its own; planes = rows * limbs per value.
  *     static int64_t prepared_bytes(int64_t planes, int64_t k);
- *     static void prepare(const int8_t* digits, int64_t planes, int64_t k, int8_t* prepared);
- *     static void begin(int64_t planes, int64_t step);       // before the pieces of a block of rows
- *     template <Mode mode> static void piece(const Piece& piece);
+ *     static void prepare(const int8_t* limbs, int64_t planes, int64_t k, int8_t* prepared);
+ *     static void begin(int64_t planes, int64_t step);       // before the panels of a block of rows
+ *     template <Mode mode> static void multiply(const Panel& panel);
  *     static void end();
  *   };
  */
@@ -16,24 +17,24 @@
 
 #include <string.h>
 
-#include "cpu/common/avx512.h"
-#include "cpu/common/threads.h"
+#include "tile64_avx512.h"
+#include "cpu/common/memory.h"
 
 namespace trirun {
 namespace {
 
-/* One unpacked piece of a strip and the rows of x it meets. */
-struct Piece {
+/* One unpacked k tile of an n tile, and the rows of x it meets. */
+struct Panel {
   /* Masked codes, [columns/64][row block j][16 quads][dword 2r + h]: tiles of 1 KiB that AMX takes as they are. */
   const uint8_t* codes;
-  int64_t columns;          /* of k in the piece */
+  int64_t columns;          /* of k in the panel */
   int64_t step;             /* columns per step of the fp32 sum; at least `columns` for kLong8 */
   const StepValues* values; /* [columns/step] */
-  const int8_t* digits;     /* of the first row, at the piece's first column */
-  const int8_t* prepared;   /* the digits as Multiply::prepare left them, from the piece's first column on */
-  int64_t k;                /* bytes from one plane of digits to the next (hi to lo, or row to row) */
+  const int8_t* limbs;      /* of the first row, at the panel's first column */
+  const int8_t* prepared;   /* the limbs as Multiply::prepare left them, from the panel's first column on */
+  int64_t k;                /* bytes from one plane of limbs to the next (high to low, or row to row) */
   int64_t rows;
-  const float* x_sums;      /* [step][x_stride] of each row, from the piece's first step on */
+  const float* x_sums;      /* [step][x_stride] of each row, from the panel's first step on */
   const float* x_scales;    /* the same of the 128 columns that the step is part of (16 bits) */
   int64_t x_stride;
   int32_t* dots;            /* kLong8: [row][64], sums so far; zeroed at the start of a step */
@@ -41,10 +42,10 @@ struct Piece {
 };
 
 /* Bytes the weight is fetched ahead of its unpacking. */
-constexpr int64_t kPieceAhead = 4096;
+constexpr int64_t kPanelAhead = 4096;
 
-/* `columns` of k from a block on, to the form of Piece::codes. */
-TRIRUN_INLINE void unpack_piece(const uint32_t* block, int64_t columns, uint8_t* codes) {
+/* `columns` of k from a block on, to the form of Panel::codes. */
+TRIRUN_INLINE void unpack_panel(const uint32_t* block, int64_t columns, uint8_t* codes) {
   for (int64_t i = 0; i < columns; i += 32, block += 128) {
     __m512i quads[8];
     transpose_block(block, quads);
@@ -52,13 +53,13 @@ TRIRUN_INLINE void unpack_piece(const uint32_t* block, int64_t columns, uint8_t*
     for (int u = 0; u < 8; ++u)
       for (int j = 0; j < 4; ++j)
         _mm512_store_si512(tile + 1024 * j + 64 * u, _mm512_and_si512(quads[u], code_mask(j)));
-    // The strip continues in memory, and the next one follows it: a piece ahead is always worth fetching.
+    // The n tile continues in memory, and the next one follows it: a panel ahead is always worth fetching.
     for (int line = 0; line < 8; ++line)
-      _mm_prefetch(reinterpret_cast<const char*>(block) + kPieceAhead + 64 * line, _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(block) + kPanelAhead + 64 * line, _MM_HINT_T1);
   }
 }
 
-/* Per step and row, rows [begin, begin + rows): the sum of the digits, an exact float, to sums[step * stride + row],
+/* Per step and row, rows [begin, begin + rows): the sum of the limbs, an exact float, to sums[step * stride + row],
  * and for 16 bits the scale of its columns to scales, likewise. */
 inline void gather_steps(const trirun_act& act, int64_t step, int64_t begin, int64_t rows, int64_t stride, float* sums,
                          float* scales) {
@@ -74,7 +75,7 @@ inline void gather_steps(const trirun_act& act, int64_t step, int64_t begin, int
   }
 }
 
-/* Rows of x taken together: their digits stay in half of a 1 MiB L2 while the strips pass by. */
+/* Rows of x taken together: their limbs stay in half of a 1 MiB L2 while the n tiles pass by. */
 inline int64_t row_block(const trirun_act& act) {
   int64_t rows = (int64_t{1} << 19) / (act.k * (act.act_bits / 8)) / 48 * 48;
   return rows < 48 ? 48 : rows > 240 ? 240 : rows;
@@ -89,14 +90,14 @@ TRIRUN_INLINE void add_long_step(float* acc, const int32_t* dots, const StepValu
 }
 
 template <class Multiply, Mode mode>
-bool panel(const Int2Job& job, int64_t begin, int64_t end) {
+bool gemm_panels(const Int2Job& job, int64_t begin, int64_t end) {
   const trirun_int2& w = *job.w;
   const trirun_act& act = *job.act;
   const int64_t planes = act.act_bits / 8, step = step_of(w, act.act_bits), steps = (w.k + step - 1) / step;
   const int64_t most_rows = act.m < row_block(act) ? act.m : row_block(act);
 
-  constexpr int64_t kColumns = Multiply::kColumns;
-  const int64_t codes_bytes = 64 * kColumns, values_bytes = kColumns / 32 * sizeof(StepValues);
+  constexpr int64_t kPanelK = Multiply::kPanelK;
+  const int64_t codes_bytes = 64 * kPanelK, values_bytes = kPanelK / 32 * sizeof(StepValues);
   const int64_t rows_bytes = (most_rows + 15) / 16 * 16 * 256;  // 64 fp32 or int32 per row
   const int64_t prepared_bytes = Multiply::prepared_bytes(most_rows * planes, w.k);
   char* memory = static_cast<char*>(scratch(
@@ -112,26 +113,26 @@ bool panel(const Int2Job& job, int64_t begin, int64_t end) {
 
   for (int64_t first = 0; first < act.m; first += most_rows) {
     const int64_t rows = act.m - first < most_rows ? act.m - first : most_rows;
-    const int8_t* digits = act.digits + first * planes * act.k;
+    const int8_t* limbs = act.limbs + first * planes * act.k;
     gather_steps(act, step, first, rows, most_rows, x_sums, x_scales);
-    Multiply::prepare(digits, rows * planes, act.k, prepared);
+    Multiply::prepare(limbs, rows * planes, act.k, prepared);
     Multiply::begin(rows * planes, step);
-    for (int64_t strip = begin; strip < end; ++strip) {
+    for (int64_t n_tile = begin; n_tile < end; ++n_tile) {
       // A single long step goes from its integers to y without a stop in memory.
       const bool straight = mode == kLong8 && steps == 1;
       if (!straight) memset(acc, 0, static_cast<size_t>(rows) * 256);
-      if (!is_grouped(mode)) load_step(w, strip, 0, values[0]);
+      if (!is_grouped(mode)) load_step(w, n_tile, 0, values[0]);
       for (int64_t k = 0, columns; k < w.k; k += columns) {
-        columns = w.k - k < kColumns ? w.k - k : kColumns;
+        columns = w.k - k < kPanelK ? w.k - k : kPanelK;
         if (mode == kLong8 && k % kLongStep == 0) memset(dots, 0, static_cast<size_t>(rows) * 256);
-        unpack_piece(w.words + (strip * (w.k / 32) + k / 32) * 128, columns, codes);
+        unpack_panel(w.words + (n_tile * (w.k / 32) + k / 32) * 128, columns, codes);
         if (is_grouped(mode))
-          for (int64_t i = 0; i < columns / step; ++i) load_step(w, strip, k / step + i, values[i]);
+          for (int64_t i = 0; i < columns / step; ++i) load_step(w, n_tile, k / step + i, values[i]);
         else if (mode == kChannel16 && k == 0)
-          for (int64_t i = 1; i < kColumns / step; ++i) values[i] = values[0];
+          for (int64_t i = 1; i < kPanelK / step; ++i) values[i] = values[0];
         const int64_t at = k / step * most_rows;
-        Multiply::template piece<mode>({codes, columns, step, values, digits + k, prepared + 16 * k, act.k, rows,
-                                        x_sums + at, x_scales + at, most_rows, dots, acc});
+        Multiply::template multiply<mode>({codes, columns, step, values, limbs + k, prepared + 16 * k, act.k, rows,
+                                           x_sums + at, x_scales + at, most_rows, dots, acc});
         if (mode == kLong8 && !straight && ((k + columns) % kLongStep == 0 || k + columns == w.k))
           for (int64_t row = 0; row < rows; ++row)
             add_long_step(acc + 64 * row, dots + 64 * row, values[0], x_sums[at + row]);
@@ -139,7 +140,7 @@ bool panel(const Int2Job& job, int64_t begin, int64_t end) {
       for (int64_t row = 0; row < rows; ++row) {
         alignas(64) float sum[64] = {};
         if (straight) add_long_step(sum, dots + 64 * row, values[0], x_sums[row]);
-        finish_row<mode>(job, strip, first + row, straight ? sum : acc + 64 * row, values[0]);
+        finish_row<mode>(job, n_tile, first + row, straight ? sum : acc + 64 * row, values[0]);
       }
     }
     Multiply::end();
@@ -153,12 +154,12 @@ inline Mode mode_of(const Int2Job& job) {
 }
 
 template <class Multiply>
-bool panel(const Int2Job& job, int64_t begin, int64_t end) {
+bool gemm_panels(const Int2Job& job, int64_t begin, int64_t end) {
   switch (mode_of(job)) {
-    case kLong8: return panel<Multiply, kLong8>(job, begin, end);
-    case kGroup8: return panel<Multiply, kGroup8>(job, begin, end);
-    case kChannel16: return panel<Multiply, kChannel16>(job, begin, end);
-    default: return panel<Multiply, kGroup16>(job, begin, end);
+    case kLong8: return gemm_panels<Multiply, kLong8>(job, begin, end);
+    case kGroup8: return gemm_panels<Multiply, kGroup8>(job, begin, end);
+    case kChannel16: return gemm_panels<Multiply, kChannel16>(job, begin, end);
+    default: return gemm_panels<Multiply, kGroup16>(job, begin, end);
   }
 }
 

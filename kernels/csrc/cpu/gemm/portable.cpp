@@ -1,33 +1,35 @@
-/* The kernels in plain C++: the twin that every instruction set must match bit for bit, and the one that runs where
- * there is none. Correct first; written so that a compiler can vectorise its inner loop. */
+/* Quantization and INT2 GEMM in plain C++, for any processor: the reference that every instruction set must match bit
+ * for bit, and what runs where there is none. Correct first; rows of x share an unpacked panel, and the inner loop is
+ * one that a compiler can vectorize. */
+#include "quantize.h"
+
 #include <math.h>
 
-#include "kernels.h"
-#include "cpu/common/numbers.h"
-#include "cpu/common/threads.h"
+#include "cpu/common/memory.h"
 
 namespace trirun {
 namespace {
 
-constexpr int kRows = 32;    // rows of x that share one unpacked piece of the weight
-constexpr int kPiece = 128;  // k columns unpacked at a time
+constexpr int kRows = 32;    // rows of x that share one unpacked panel of the weight
+constexpr int kPanelK = 128;  // k columns unpacked at a time
 
 struct Workspace {
-  uint8_t codes[64][kPiece];  // [row of the strip][k in the order of the digits]
+  uint8_t codes[64][kPanelK];  // [row of the n tile][k in the order of the limbs]
   int32_t dot[kRows][64];
   float acc[kRows][64];
 };
 
 /* Position of column k of a block of 32 in the order (t, c, b). */
-int digit_position(int k) {
+int limb_position(int k) {
   int c = k / 16, t = k % 8 / 2, b = k % 2 + 2 * (k % 16 / 8);
   return 8 * t + 4 * c + b;
 }
 
 void quantize(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin, int64_t end) {
   const int planes = act.act_bits / 8;
+  constexpr int32_t kMost = static_cast<int32_t>(kRange16);
   for (int64_t row = begin; row < end; ++row) {
-    int8_t* digits = act.digits + row * planes * act.k;
+    int8_t* limbs = act.limbs + row * planes * act.k;
     int32_t* sums = act.sums + row * (act.k / 32);
     const int64_t span = act.act_bits == 8 ? act.k : 128;
     bool finite = true;
@@ -40,28 +42,27 @@ void quantize(const trirun_act& act, const void* x, int dtype, int64_t k, int64_
       }
       float scale, inverse = 0;
       if (act.act_bits == 8) {
-        scale = fmaxf(amax, 1e-5f) / 127.0f;
+        scale = fmaxf(amax, kAmaxFloor8) / kRange8;
       } else {
-        // The floor keeps the inverse finite; what lies below it is zero in every type's product.
-        amax = fmaxf(amax, 1e-30f);
-        scale = amax / 32639.0f;
-        inverse = 32639.0f / amax;
+        amax = fmaxf(amax, kAmaxFloor16);
+        scale = amax / kRange16;
+        inverse = kRange16 / amax;
       }
       act.scales[row * (act.k / span) + first / span] = finite ? scale : NAN;
       for (int64_t block = first; block < first + span; block += 32) {
         int32_t sum = 0;
         for (int i = 0; i < 32; ++i) {
           float value = finite && block + i < k ? load_number(x, dtype, row * ldx + block + i) : 0.0f;
-          int8_t* digit = digits + block + digit_position(i);
+          int8_t* limb = limbs + block + limb_position(i);
           if (act.act_bits == 8) {
             float rounded = nearbyintf(value / scale);
-            *digit = static_cast<int8_t>(fminf(fmaxf(rounded, -128.0f), 127.0f));
-            sum += *digit;
+            *limb = static_cast<int8_t>(fminf(fmaxf(rounded, -128.0f), 127.0f));
+            sum += *limb;
           } else {
             int32_t fixed = static_cast<int32_t>(nearbyintf(value * inverse));
-            fixed = fixed > 32639 ? 32639 : fixed < -32639 ? -32639 : fixed;
-            digit[act.k] = static_cast<int8_t>(fixed & 0xff);
-            *digit = static_cast<int8_t>((fixed - digit[act.k]) >> 8);
+            fixed = fixed > kMost ? kMost : fixed < -kMost ? -kMost : fixed;
+            limb[act.k] = static_cast<int8_t>(fixed & 0xff);
+            *limb = static_cast<int8_t>((fixed - limb[act.k]) >> 8);
             sum += fixed;
           }
         }
@@ -75,7 +76,7 @@ void quantize(const trirun_act& act, const void* x, int dtype, int64_t k, int64_
 }
 
 /* One 512-byte block of tile64 to codes[64][32] of the given row stride. */
-void unpack_block(const uint32_t* block, uint8_t (*codes)[kPiece]) {
+void unpack_block(const uint32_t* block, uint8_t (*codes)[kPanelK]) {
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(block);
   for (int h = 0; h < 2; ++h)
     for (int r = 0; r < 8; ++r)
@@ -86,13 +87,14 @@ void unpack_block(const uint32_t* block, uint8_t (*codes)[kPiece]) {
         }
 }
 
-int32_t dot_product(const uint8_t* codes, const int8_t* digits, int64_t count) {
+int32_t dot_product(const uint8_t* codes, const int8_t* limbs, int64_t count) {
   int32_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) sum += static_cast<int16_t>(codes[i]) * static_cast<int16_t>(digits[i]);
+  for (int64_t i = 0; i < count; ++i) sum += static_cast<int16_t>(codes[i]) * static_cast<int16_t>(limbs[i]);
   return sum;
 }
 
-void strip(const Int2Job& job, int64_t s, int64_t row, int rows, Workspace& work) {
+/* Rows [row, row + rows) of y, columns of n tile s. */
+void multiply_tile(const Int2Job& job, int64_t s, int64_t row, int rows, Workspace& work) {
   const trirun_int2& w = *job.w;
   const trirun_act& act = *job.act;
   const bool wide = act.act_bits == 16, grouped = w.group_size > 0;
@@ -103,16 +105,16 @@ void strip(const Int2Job& job, int64_t s, int64_t row, int rows, Workspace& work
   for (int64_t first = 0; first < w.k; first += step) {
     const int64_t last = first + step < w.k ? first + step : w.k;
     memset(work.dot, 0, sizeof work.dot);
-    for (int64_t k = first; k < last; k += kPiece) {
-      const int64_t width = last - k < kPiece ? last - k : kPiece;
+    for (int64_t k = first; k < last; k += kPanelK) {
+      const int64_t width = last - k < kPanelK ? last - k : kPanelK;
       for (int64_t i = 0; i < width; i += 32)
         unpack_block(w.words + (s * (w.k / 32) + (k + i) / 32) * 128,
-                     reinterpret_cast<uint8_t (*)[kPiece]>(&work.codes[0][i]));
+                     reinterpret_cast<uint8_t (*)[kPanelK]>(&work.codes[0][i]));
       for (int m = 0; m < rows; ++m) {
-        const int8_t* digits = act.digits + (row + m) * planes * act.k + k;
+        const int8_t* limbs = act.limbs + (row + m) * planes * act.k + k;
         for (int n = 0; n < 64; ++n) {
-          int32_t dot = dot_product(work.codes[n], digits, width);
-          work.dot[m][n] += wide ? 256 * dot + dot_product(work.codes[n], digits + act.k, width) : dot;
+          int32_t dot = dot_product(work.codes[n], limbs, width);
+          work.dot[m][n] += wide ? 256 * dot + dot_product(work.codes[n], limbs + act.k, width) : dot;
         }
       }
     }
@@ -149,7 +151,7 @@ bool int2_gemm(const Int2Job& job, int64_t begin, int64_t end) {
   if (!work) return false;
   for (int64_t row = 0; row < job.act->m; row += kRows)
     for (int64_t s = begin; s < end; ++s)
-      strip(job, s, row, static_cast<int>(job.act->m - row < kRows ? job.act->m - row : kRows), *work);
+      multiply_tile(job, s, row, static_cast<int>(job.act->m - row < kRows ? job.act->m - row : kRows), *work);
   return true;
 }
 

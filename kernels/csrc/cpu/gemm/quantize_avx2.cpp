@@ -1,11 +1,10 @@
-/* Activation quantization with AVX2, digit for digit that of portable.cpp. */
-#include "kernels.h"
+/* Activation quantization with AVX2, limb for limb that of portable.cpp: 32 columns at a time, whose saturating packs
+ * end one byte shuffle away from tile64's order. */
+#include "quantize.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #include <math.h>
-
-#include "cpu/common/numbers.h"
 
 namespace trirun {
 namespace {
@@ -51,7 +50,7 @@ inline __m256i round_to_int(__m256 value) {
 }
 
 /* Columns 0..31 of a block, saturated to int8, in the order (t, c, b). */
-inline __m256i order_digits(const __m256i value[4]) {
+inline __m256i order_limbs(const __m256i value[4]) {
   // Each half of the packs holds four columns of each input: 0..3, 8..11, 16..19, 24..27, and in the upper half + 4.
   const __m256i packed =
       _mm256_packs_epi16(_mm256_packs_epi32(value[0], value[1]), _mm256_packs_epi32(value[2], value[3]));
@@ -59,53 +58,53 @@ inline __m256i order_digits(const __m256i value[4]) {
   return _mm256_shuffle_epi8(packed, _mm256_broadcastsi128_si256(order));
 }
 
-inline int32_t block_sum(__m256i digits) {
-  const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(digits, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+inline int32_t block_sum(__m256i limbs) {
+  const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(limbs, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
   const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
   return static_cast<int32_t>(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1)) - 128 * 32;
 }
 
-inline void store_block(int8_t* to, __m256i digits) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), digits); }
+inline void store_block(int8_t* to, __m256i limbs) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), limbs); }
 
 void quantize8(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row) {
   const uint32_t amax = magnitude_bits(x, dtype, 0, k);
-  const bool finite = amax < 0x7f800000;
-  const float scale = fmaxf(float_of(amax), 1e-5f) / 127.0f;
+  const bool finite = amax < kNotFinite;
+  const float scale = fmaxf(float_of(amax), kAmaxFloor8) / kRange8;
   act.scales[row] = finite ? scale : NAN;
   for (int64_t i = 0; i < act.k; i += 32) {
     __m256 value[4];
     __m256i rounded[4];
     load32(x, dtype, i, finite ? k : 0, value);
     for (int q = 0; q < 4; ++q) rounded[q] = round_to_int(_mm256_div_ps(value[q], _mm256_set1_ps(scale)));
-    const __m256i digits = order_digits(rounded);
-    store_block(act.digits + row * act.k + i, digits);
-    act.sums[row * (act.k / 32) + i / 32] = block_sum(digits);
+    const __m256i limbs = order_limbs(rounded);
+    store_block(act.limbs + row * act.k + i, limbs);
+    act.sums[row * (act.k / 32) + i / 32] = block_sum(limbs);
   }
 }
 
 void quantize16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row) {
-  int8_t *high = act.digits + row * 2 * act.k, *low = high + act.k;
+  int8_t *high = act.limbs + row * 2 * act.k, *low = high + act.k;
   float* scales = act.scales + row * (act.k / 128);
   bool finite = true;
   for (int64_t group = 0; group < act.k; group += 128) {
     const uint32_t bits = magnitude_bits(x, dtype, group, k < group + 128 ? k : group + 128);
-    const bool here = bits < 0x7f800000;
+    const bool here = bits < kNotFinite;
     finite = finite && here;
-    const float amax = here ? fmaxf(float_of(bits), 1e-30f) : 1.0f;
-    scales[group / 128] = amax / 32639.0f;
-    const __m256 inverse = _mm256_set1_ps(32639.0f / amax);
+    const float amax = here ? fmaxf(float_of(bits), kAmaxFloor16) : 1.0f;
+    scales[group / 128] = amax / kRange16;
+    const __m256 inverse = _mm256_set1_ps(kRange16 / amax);
     for (int64_t i = group; i < group + 128; i += 32) {
       __m256 value[4];
       __m256i upper[4], lower[4];
       load32(x, dtype, i, here ? k : 0, value);
       for (int q = 0; q < 4; ++q) {
         __m256i fixed = round_to_int(_mm256_mul_ps(value[q], inverse));
-        fixed = _mm256_min_epi32(fixed, _mm256_set1_epi32(32639));
-        fixed = _mm256_max_epi32(fixed, _mm256_set1_epi32(-32639));
+        fixed = _mm256_min_epi32(fixed, _mm256_set1_epi32(static_cast<int32_t>(kRange16)));
+        fixed = _mm256_max_epi32(fixed, _mm256_set1_epi32(-static_cast<int32_t>(kRange16)));
         upper[q] = _mm256_srai_epi32(_mm256_add_epi32(fixed, _mm256_set1_epi32(128)), 8);
         lower[q] = _mm256_sub_epi32(fixed, _mm256_slli_epi32(upper[q], 8));
       }
-      const __m256i hi = order_digits(upper), lo = order_digits(lower);
+      const __m256i hi = order_limbs(upper), lo = order_limbs(lower);
       store_block(high + i, hi);
       store_block(low + i, lo);
       act.sums[row * (act.k / 32) + i / 32] = 256 * block_sum(hi) + block_sum(lo);
@@ -119,13 +118,7 @@ void quantize16(const trirun_act& act, const void* x, int dtype, int64_t k, int6
 
 void quantize_avx2(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin,
                    int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    const void* start = static_cast<const char*>(x) + row * ldx * bytes_of(dtype);
-    if (act.act_bits == 8)
-      quantize8(act, start, dtype, k, row);
-    else
-      quantize16(act, start, dtype, k, row);
-  }
+  quantize_rows(act, x, dtype, k, ldx, begin, end, quantize8, quantize16);
 }
 
 }  // namespace trirun

@@ -1,5 +1,7 @@
-/* Activation quantization with AVX-512, digit for digit that of portable.cpp. */
-#include "kernels.h"
+/* Activation quantization with AVX-512, limb for limb that of portable.cpp. Latency is what it fights: maxima of four
+ * 128-column groups are found together, and 8-bit limbs come from a product with the reciprocal, a division only where
+ * the two could differ. */
+#include "quantize.h"
 
 #if defined(__AVX512VNNI__)
 #include <math.h>
@@ -36,7 +38,7 @@ TRIRUN_INLINE __m512i magnitudes(const void* x, int dtype, int64_t first, int64_
   return _mm512_max_epu32(_mm512_max_epu32(most[0], most[1]), _mm512_max_epu32(most[2], most[3]));
 }
 
-/* From 0x7f800000 up it is not a finite number. */
+/* The largest magnitude of x[first, last) as the bits of a float; from kNotFinite up it is not finite. */
 template <bool whole>
 TRIRUN_INLINE uint32_t magnitude_bits(const void* x, int dtype, int64_t first, int64_t last) {
   return _mm512_reduce_max_epu32(magnitudes<whole>(x, dtype, first, last));
@@ -46,10 +48,10 @@ TRIRUN_INLINE __m512i round_to_int(__m512 value) {
   return _mm512_cvt_roundps_epi32(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* Two vectors of 32 int16, columns 0..63 as _mm512_packs_epi32 leaves them, to 64 digits in the order (t, c, b) of two
+/* Two vectors of 32 int16, columns 0..63 as _mm512_packs_epi32 leaves them, to 64 limbs in the order (t, c, b) of two
  * blocks, saturated to int8. */
-TRIRUN_INLINE __m512i order_digits(__m512i first, __m512i second) {
-  // The packs leave, in dword 4q + i, columns 16i + 4q .. + 3; the 16-bit pair p of it is number 8q + 2i + p. Digit
+TRIRUN_INLINE __m512i order_limbs(__m512i first, __m512i second) {
+  // The packs leave, in dword 4q + i, columns 16i + 4q .. + 3; the 16-bit pair p of it is number 8q + 2i + p. Limb
   // pair d = 0, 1 of (block, t, c) is columns 2t + 8d of i = 2 block + c: q = t / 2 + 2d, p = t % 2.
   const __m512i packed = _mm512_packs_epi16(first, second);
 #define TRIRUN_PAIRS(block, t, c) \
@@ -63,10 +65,10 @@ TRIRUN_INLINE __m512i order_digits(__m512i first, __m512i second) {
   return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), packed);
 }
 
-/* Sums of the four 32-digit blocks of 128 digits. */
+/* Sums of the four 32-limb blocks of 128 limbs. */
 TRIRUN_INLINE __m128i block_sums(__m512i low, __m512i high) {
   const __m512i flip = _mm512_set1_epi8(-128), none = _mm512_setzero_si512();
-  // Sums of eight digits + 128; four of them make a block.
+  // Sums of eight limbs + 128; four of them make a block.
   __m512i a = _mm512_sad_epu8(_mm512_xor_si512(low, flip), none);
   __m512i b = _mm512_sad_epu8(_mm512_xor_si512(high, flip), none);
   __m512i sum = _mm512_add_epi64(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
@@ -75,15 +77,15 @@ TRIRUN_INLINE __m128i block_sums(__m512i low, __m512i high) {
   return _mm_sub_epi32(_mm256_castsi256_si128(_mm512_cvtepi64_epi32(sum)), _mm_set1_epi32(128 * 32));
 }
 
-/* 128 columns of 8-bit digits from column i on, and their sums. */
+/* 128 columns of 8-bit limbs from column i on, and their sums. */
 template <bool whole>
-TRIRUN_INLINE void digits8(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i,
-                           __m512 divisor, __m512 inverse) {
-  int8_t* digits = act.digits + row * act.k;
+TRIRUN_INLINE void limbs8(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i,
+                          __m512 divisor, __m512 inverse) {
+  int8_t* limbs = act.limbs + row * act.k;
   __m512i ordered[2];
   for (int part = 0; part < 2; ++part) {
-    // The digit is that of a true division. The product with the reciprocal is off by less than 3e-5 where quotients
-    // reach 127: it gives another digit only if it lies that near to a tie, and only then there is a division.
+    // The limb is that of a true division. The product with the reciprocal is off by less than 3e-5 where quotients
+    // reach 127: it gives another limb only if it lies that near to a tie, and only then there is a division.
     __m512 quotient[4], furthest = _mm512_setzero_ps();
     TRIRUN_UNROLL
     for (int q = 0; q < 4; ++q) {
@@ -94,9 +96,9 @@ TRIRUN_INLINE void digits8(const trirun_act& act, const void* x, int dtype, int6
     if (_mm512_cmp_ps_mask(furthest, _mm512_set1_ps(0.4999f), _CMP_GT_OQ))
       for (int q = 0; q < 4; ++q)
         quotient[q] = _mm512_div_ps(load_columns<whole>(x, dtype, i + 64 * part + 16 * q, k), divisor);
-    ordered[part] = order_digits(_mm512_packs_epi32(round_to_int(quotient[0]), round_to_int(quotient[1])),
-                                 _mm512_packs_epi32(round_to_int(quotient[2]), round_to_int(quotient[3])));
-    _mm512_storeu_si512(digits + i + 64 * part, ordered[part]);
+    ordered[part] = order_limbs(_mm512_packs_epi32(round_to_int(quotient[0]), round_to_int(quotient[1])),
+                                _mm512_packs_epi32(round_to_int(quotient[2]), round_to_int(quotient[3])));
+    _mm512_storeu_si512(limbs + i + 64 * part, ordered[part]);
   }
   _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32),
                    block_sums(ordered[0], ordered[1]));
@@ -107,17 +109,17 @@ void quantize8(const trirun_act& act, const void* x, int dtype, int64_t k, int64
   uint32_t amax = magnitude_bits<true>(x, dtype, 0, whole);
   const uint32_t rest = magnitude_bits<false>(x, dtype, whole, k);
   amax = amax > rest ? amax : rest;
-  if (amax >= 0x7f800000) {
+  if (amax >= kNotFinite) {
     act.scales[row] = NAN;
-    memset(act.digits + row * act.k, 0, static_cast<size_t>(act.k));
+    memset(act.limbs + row * act.k, 0, static_cast<size_t>(act.k));
     memset(act.sums + row * (act.k / 32), 0, static_cast<size_t>(act.k / 32 * 4));
     return;
   }
-  const float scale = fmaxf(float_of(amax), 1e-5f) / 127.0f;
+  const float scale = fmaxf(float_of(amax), kAmaxFloor8) / kRange8;
   act.scales[row] = scale;
   const __m512 divisor = _mm512_set1_ps(scale), inverse = _mm512_set1_ps(1.0f / scale);
-  for (int64_t i = 0; i < whole; i += 128) digits8<true>(act, x, dtype, k, row, i, divisor, inverse);
-  for (int64_t i = whole; i < act.k; i += 128) digits8<false>(act, x, dtype, k, row, i, divisor, inverse);
+  for (int64_t i = 0; i < whole; i += 128) limbs8<true>(act, x, dtype, k, row, i, divisor, inverse);
+  for (int64_t i = whole; i < act.k; i += 128) limbs8<false>(act, x, dtype, k, row, i, divisor, inverse);
 }
 
 /* Sums of four vectors of 32 int16 each. */
@@ -127,13 +129,13 @@ TRIRUN_INLINE __m128i vector_sums(const __m512i v[4]) {
                     _mm512_madd_epi16(v[2], ones), _mm512_madd_epi16(v[3], ones));
 }
 
-/* 128 columns of 16-bit digits from column i on, and their sums. */
+/* 128 columns of 16-bit limbs from column i on, and their sums. */
 template <bool whole>
-TRIRUN_INLINE void digits16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i,
-                            __m512 inverse) {
-  int8_t *high = act.digits + row * 2 * act.k + i, *low = high + act.k;
+TRIRUN_INLINE void limbs16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i,
+                           __m512 inverse) {
+  int8_t *high = act.limbs + row * 2 * act.k + i, *low = high + act.k;
   // 32 columns each. No value leaves +-32639, as two roundings move the largest by less than half: with 128 added,
-  // which rounds to the upper digit, it is an int16 still.
+  // which rounds to the upper limb, it is an int16 still.
   __m512i value[4];
   TRIRUN_UNROLL
   for (int q = 0; q < 4; ++q) {
@@ -151,13 +153,13 @@ TRIRUN_INLINE void digits16(const trirun_act& act, const void* x, int dtype, int
       upper[j] = _mm512_srai_epi16(_mm512_add_epi16(v, _mm512_set1_epi16(128)), 8);
       lower[j] = _mm512_sub_epi16(v, _mm512_slli_epi16(upper[j], 8));
     }
-    _mm512_storeu_si512(high + 64 * part, order_digits(upper[0], upper[1]));
-    _mm512_storeu_si512(low + 64 * part, order_digits(lower[0], lower[1]));
+    _mm512_storeu_si512(high + 64 * part, order_limbs(upper[0], upper[1]));
+    _mm512_storeu_si512(low + 64 * part, order_limbs(lower[0], lower[1]));
   }
   _mm_storeu_si128(reinterpret_cast<__m128i*>(act.sums + row * (act.k / 32) + i / 32), vector_sums(value));
 }
 
-/* Up to 512 columns of 16-bit digits, [i, i + 128 groups), and their scales and sums; whether all are finite. Their
+/* Up to 512 columns of 16-bit limbs, [i, i + 128 groups), and their scales and sums; whether all are finite. Their
  * scales are found together: one after another, each would wait for the end of a chain of its own. */
 template <bool whole>
 TRIRUN_INLINE bool groups16(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t row, int64_t i,
@@ -169,18 +171,18 @@ TRIRUN_INLINE bool groups16(const trirun_act& act, const void* x, int dtype, int
     most[g] = g < groups ? magnitudes<whole>(x, dtype, first, last) : _mm512_setzero_si512();
   }
   const __m128i bits = join_lanes(MaxLanes(), most[0], most[1], most[2], most[3]);
-  const bool finite = !_mm_cmpge_epu32_mask(bits, _mm_set1_epi32(0x7f800000));
+  const bool finite = !_mm_cmpge_epu32_mask(bits, _mm_set1_epi32(static_cast<int32_t>(kNotFinite)));
   if (!finite) {
-    memset(act.digits + row * 2 * act.k + i, 0, static_cast<size_t>(128 * groups));
-    memset(act.digits + (row * 2 + 1) * act.k + i, 0, static_cast<size_t>(128 * groups));
+    memset(act.limbs + row * 2 * act.k + i, 0, static_cast<size_t>(128 * groups));
+    memset(act.limbs + (row * 2 + 1) * act.k + i, 0, static_cast<size_t>(128 * groups));
     memset(act.sums + row * (act.k / 32) + i / 32, 0, static_cast<size_t>(16 * groups));
     return false;
   }
-  const __m128 amax = _mm_max_ps(_mm_castsi128_ps(bits), _mm_set1_ps(1e-30f)), full = _mm_set1_ps(32639.0f);
+  const __m128 amax = _mm_max_ps(_mm_castsi128_ps(bits), _mm_set1_ps(kAmaxFloor16)), full = _mm_set1_ps(kRange16);
   _mm_mask_storeu_ps(act.scales + row * (act.k / 128) + i / 128, there, _mm_div_ps(amax, full));
   alignas(16) float inverse[4];
   _mm_store_ps(inverse, _mm_div_ps(full, amax));
-  for (int g = 0; g < groups; ++g) digits16<whole>(act, x, dtype, k, row, i + 128 * g, _mm512_set1_ps(inverse[g]));
+  for (int g = 0; g < groups; ++g) limbs16<whole>(act, x, dtype, k, row, i + 128 * g, _mm512_set1_ps(inverse[g]));
   return true;
 }
 
@@ -203,13 +205,7 @@ void quantize16(const trirun_act& act, const void* x, int dtype, int64_t k, int6
 
 void quantize_avx512(const trirun_act& act, const void* x, int dtype, int64_t k, int64_t ldx, int64_t begin,
                      int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    const void* start = static_cast<const char*>(x) + row * ldx * bytes_of(dtype);
-    if (act.act_bits == 8)
-      quantize8(act, start, dtype, k, row);
-    else
-      quantize16(act, start, dtype, k, row);
-  }
+  quantize_rows(act, x, dtype, k, ldx, begin, end, quantize8, quantize16);
 }
 
 }  // namespace trirun

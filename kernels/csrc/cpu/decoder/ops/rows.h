@@ -1,14 +1,12 @@
-/* The decoder's operations, written once on Lanes; each decoder_<isa>.cpp includes this file and names its table. */
-#ifndef TRIRUN_CPU_DECODER_OPS_IMPL_H
-#define TRIRUN_CPU_DECODER_OPS_IMPL_H
+/* What a decoder layer does to a row between its products: norm, residual sum, gate, rotation, and keys and values to
+ * the cache. */
+#ifndef TRIRUN_CPU_DECODER_OPS_ROWS_H
+#define TRIRUN_CPU_DECODER_OPS_ROWS_H
 
 #include <math.h>
 
-#include "attention_impl.h"
-#include "sample_impl.h"
-#include "head_impl.h"
+#include "lanes.h"
 #include "ops.h"
-#include "simd.h"
 
 namespace trirun {
 namespace {
@@ -130,87 +128,6 @@ void store_value(void* values, int kv_dtype, const float* x, int64_t head_dim, i
     store_value_as(static_cast<float*>(values), x, head_dim, position);
 }
 
-/* y[r][0, O) = x[r] . w[0, O) for R rows: every dot product is one chain of multiply-adds per lane. */
-template <int R, int O, class W>
-void dense_tile(const float* x, int64_t ldx, const W* w, int64_t k, float* y, int64_t ldy) {
-  Lanes sum[R][O];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int o = 0; o < O; ++o) sum[r][o] = splat(0);
-  for (int64_t i = 0; i < k; i += kLanes) {
-    Lanes weight[O];
-#pragma GCC unroll 8
-    for (int o = 0; o < O; ++o) weight[o] = load(w + o * k + i);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      Lanes value = load(x + r * ldx + i);
-#pragma GCC unroll 8
-      for (int o = 0; o < O; ++o) sum[r][o] = fma(value, weight[o], sum[r][o]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int o = 0; o < O; ++o) y[r * ldy + o] = sum_of(sum[r][o]);
-}
-
-template <int O, class W>
-void dense_columns(const float* x, int64_t ldx, int64_t m, const W* w, int64_t k, float* y, int64_t ldy) {
-  int64_t r = 0;
-  for (; r + 4 <= m; r += 4) dense_tile<4, O>(x + r * ldx, ldx, w, k, y + r * ldy, ldy);
-  for (; r < m; ++r) dense_tile<1, O>(x + r * ldx, ldx, w, k, y + r * ldy, ldy);
-}
-
-template <class W>
-void dense_as(const float* x, int64_t ldx, int64_t m, const W* w, int64_t k, float* y, int64_t ldy, int64_t begin,
-              int64_t end) {
-  constexpr int kOutputs = kTileLanes == 1 ? 2 : 6;
-  int64_t o = begin;
-  for (; o + kOutputs <= end; o += kOutputs) dense_columns<kOutputs>(x, ldx, m, w + o * k, k, y + o, ldy);
-  for (; o < end; ++o) dense_columns<1>(x, ldx, m, w + o * k, k, y + o, ldy);
-}
-
-void dense(const float* x, int64_t ldx, int64_t m, const void* w, int dtype, int64_t k, float* y, int64_t ldy,
-           int64_t begin, int64_t end) {
-  if (dtype == TRIRUN_F32)
-    dense_as(x, ldx, m, static_cast<const float*>(w), k, y, ldy, begin, end);
-  else if (dtype == TRIRUN_F16)
-    dense_as(x, ldx, m, static_cast<const uint16_t*>(w), k, y, ldy, begin, end);
-  else
-    dense_as(x, ldx, m, static_cast<const Bfloat*>(w), k, y, ldy, begin, end);
-}
-
-int64_t largest(const float* x, int64_t n, float* value) {
-  /* The best block is remembered, and searched in the end. */
-  constexpr int64_t kBlock = 16 * kLanes;
-  float best = -INFINITY;
-  int64_t from = 0;
-  for (int64_t i = 0; i < n; i += kBlock) {
-    const int64_t end = i + kBlock < n ? i + kBlock : n;
-    Lanes lanes[2] = {splat(-INFINITY), splat(-INFINITY)};
-    int64_t j = i;
-    /* The second operand of max is what comes back for a NaN. */
-    for (; j + 2 * kLanes <= end; j += 2 * kLanes)
-      for (int half = 0; half < 2; ++half) lanes[half] = max(load(x + j + half * kLanes), lanes[half]);
-    float top = max_of(max(lanes[0], lanes[1]));
-    for (; j < end; ++j) top = x[j] > top ? x[j] : top;
-    if (top > best) {
-      best = top;
-      from = i;
-    }
-  }
-  *value = best;
-  if (best == -INFINITY) return -1;
-  while (x[from] != best) ++from;
-  return from;
-}
-
 }  // namespace
-
-#define TRIRUN_DECODER_TABLE                                                                          \
-  {load_row, rms_norm,    add,        gate,      rotate,  store_key, store_value, attend, attend_row, \
-   dense,    head_digits, head_bytes, head_int8, largest, tops,      reached,     gather, masses}
-
 }  // namespace trirun
 #endif

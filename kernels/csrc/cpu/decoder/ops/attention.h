@@ -1,11 +1,13 @@
-/* Attention on Lanes, in one pass over the keys. Included by ops_impl.h. */
-#ifndef TRIRUN_CPU_DECODER_ATTENTION_IMPL_H
-#define TRIRUN_CPU_DECODER_ATTENTION_IMPL_H
+/* Attention in one pass over the keys, with an online softmax (Milakov & Gimelshein 2018; Dao et al. 2022). Tiles of
+ * queries by keys stay in registers; a lane holds one key, so that a score is a chain of multiply-adds without a sum
+ * across lanes, the same on every instruction set. */
+#ifndef TRIRUN_CPU_DECODER_OPS_ATTENTION_H
+#define TRIRUN_CPU_DECODER_OPS_ATTENTION_H
 
 #include <math.h>
 
+#include "lanes.h"
 #include "ops.h"
-#include "simd.h"
 
 namespace trirun {
 namespace {
@@ -79,8 +81,8 @@ void weigh_tile(float* out, int64_t ldo, const float* p, const KV* values, int64
     for (int j = 0; j < D; ++j) store(out + i * ldo + j * kLanes, sum[i][j]);
 }
 
-/* The state of kMaxQueries queries on their way along the keys. */
-struct Walk {
+/* The online softmax of kMaxQueries queries: what the keys so far have come to. */
+struct Softmax {
   float* out;      /* [queries][stride], not yet divided by the weights' sum */
   float* p;        /* [queries][kKeyBlock]: scores, then weights */
   float* weights;  /* [queries][16], lane-wise sums of the weights */
@@ -114,14 +116,14 @@ void weigh(float* out, int64_t stride, const float* p, const KV* values, int64_t
 
 /* Scores to weights for one query, `seen` of whose block's keys count; out and the sum of weights are rescaled when
  * the highest score so far grows. */
-inline void softmax_step(const Walk& walk, int64_t query, int64_t seen, int64_t sixteens) {
-  float* p = walk.p + query * kKeyBlock;
+inline void softmax_step(const Softmax& state, int64_t query, int64_t seen, int64_t sixteens) {
+  float* p = state.p + query * kKeyBlock;
   Lanes score[kKeyBlock / kLanes], top = splat(-INFINITY);
   for (int64_t j = 0; j < sixteens; ++j) {
     score[j] = keep_first(load(p + j * kLanes), static_cast<int>(seen - j * kLanes), -INFINITY);
     top = max(top, score[j]);
   }
-  float before = walk.highest[query], block_top = max_of(top);
+  float before = state.highest[query], block_top = max_of(top);
   float highest = before > block_top ? before : block_top;
   Lanes reference = splat(highest), added = splat(0);
   for (int64_t j = 0; j < sixteens; ++j) {
@@ -129,12 +131,12 @@ inline void softmax_step(const Walk& walk, int64_t query, int64_t seen, int64_t 
     store(p + j * kLanes, weight);
     added = added + weight;
   }
-  float* weights = walk.weights + query * kLanes;
+  float* weights = state.weights + query * kLanes;
   if (highest == before) {
     store(weights, load(weights) + added);
     return;
   }
-  walk.highest[query] = highest;
+  state.highest[query] = highest;
   if (before == -INFINITY) {
     /* The first block: there is nothing to rescale. */
     store(weights, added);
@@ -142,14 +144,14 @@ inline void softmax_step(const Walk& walk, int64_t query, int64_t seen, int64_t 
   }
   Lanes shrink = exp2(splat(before) - reference);
   store(weights, fma(load(weights), shrink, added));
-  float* out = walk.out + query * walk.stride;
-  for (int64_t d = 0; d < walk.stride; d += kLanes) store(out + d, load(out + d) * shrink);
+  float* out = state.out + query * state.stride;
+  for (int64_t d = 0; d < state.stride; d += kLanes) store(out + d, load(out + d) * shrink);
 }
 
-/* Q queries, from walk entry `first` on, over one block of keys at absolute position `base`; `ahead`: another follows,
- * and is worth fetching. */
+/* Q queries, from entry `first` of the state on, over one block of keys at absolute position `base`; `ahead`: another
+ * follows, and is worth fetching. */
 template <int Q, bool ahead, class KV>
-void block_step(const AttentionJob& job, const Walk& walk, int64_t begin, int64_t first, int64_t base) {
+void block_step(const AttentionJob& job, const Softmax& state, int64_t begin, int64_t first, int64_t base) {
   const float* q[Q];
   int64_t seen[Q];
   for (int i = 0; i < Q; ++i) {
@@ -160,47 +162,48 @@ void block_step(const AttentionJob& job, const Walk& walk, int64_t begin, int64_
   }
   /* Later queries see more keys. */
   int64_t most = seen[Q - 1], sixteens = (most + kLanes - 1) / kLanes;
-  float* p = walk.p + first * kKeyBlock;
+  float* p = state.p + first * kKeyBlock;
   scores_of<Q, ahead>(q, static_cast<const KV*>(job.keys) + base * job.head_dim, job.head_dim, sixteens, p);
-  for (int i = 0; i < Q; ++i) softmax_step(walk, first + i, seen[i], sixteens);
-  const KV* values = static_cast<const KV*>(job.values) + base * walk.stride;
-  float* out = walk.out + first * walk.stride;
-  weigh<Q, ahead>(out, walk.stride, p, values, seen[0]);
+  for (int i = 0; i < Q; ++i) softmax_step(state, first + i, seen[i], sixteens);
+  const KV* values = static_cast<const KV*>(job.values) + base * state.stride;
+  float* out = state.out + first * state.stride;
+  weigh<Q, ahead>(out, state.stride, p, values, seen[0]);
   /* What only later queries see: a weight of 0 would not keep a NaN of the future out of the past. */
   for (int i = 1; i < Q; ++i)
     if (seen[i] > seen[0])
-      weigh<1, ahead>(out + i * walk.stride, walk.stride, p + i * kKeyBlock + seen[0], values + seen[0] * walk.stride,
-                      seen[i] - seen[0]);
+      weigh<1, ahead>(out + i * state.stride, state.stride, p + i * kKeyBlock + seen[0],
+                      values + seen[0] * state.stride, seen[i] - seen[0]);
 }
 
-/* The walk's entries [first, queries), a few at a time. */
+/* The state's entries [first, queries), a few at a time. */
 template <bool ahead, class KV>
-void few_steps(const AttentionJob& job, const Walk& walk, int64_t begin, int64_t first, int64_t queries, int64_t base) {
+void few_steps(const AttentionJob& job, const Softmax& state, int64_t begin, int64_t first, int64_t queries,
+               int64_t base) {
   for (; first + kFewQueries <= queries; first += kFewQueries)
-    block_step<kFewQueries, ahead, KV>(job, walk, begin, first, base);
-  for (; first < queries; ++first) block_step<1, ahead, KV>(job, walk, begin, first, base);
+    block_step<kFewQueries, ahead, KV>(job, state, begin, first, base);
+  for (; first < queries; ++first) block_step<1, ahead, KV>(job, state, begin, first, base);
 }
 
-/* A walk in `scratch` that has met no keys yet. */
-inline Walk begin_walk(int64_t head_dim, int64_t queries, float* scratch) {
-  Walk walk;
-  walk.stride = value_stride_of(head_dim);
-  walk.out = scratch;
-  walk.p = walk.out + kMaxQueries * walk.stride;
-  walk.weights = walk.p + kMaxQueries * kKeyBlock;
-  walk.highest = walk.weights + kMaxQueries * kLanes;
-  memset(walk.out, 0, sizeof(float) * static_cast<size_t>(queries * walk.stride));
-  memset(walk.weights, 0, sizeof(float) * static_cast<size_t>(queries * kLanes));
-  for (int64_t i = 0; i < queries; ++i) walk.highest[i] = -INFINITY;
-  return walk;
+/* The state in `scratch` before the first key. */
+inline Softmax begin_softmax(int64_t head_dim, int64_t queries, float* scratch) {
+  Softmax state;
+  state.stride = value_stride_of(head_dim);
+  state.out = scratch;
+  state.p = state.out + kMaxQueries * state.stride;
+  state.weights = state.p + kMaxQueries * kKeyBlock;
+  state.highest = state.weights + kMaxQueries * kLanes;
+  memset(state.out, 0, sizeof(float) * static_cast<size_t>(queries * state.stride));
+  memset(state.weights, 0, sizeof(float) * static_cast<size_t>(queries * kLanes));
+  for (int64_t i = 0; i < queries; ++i) state.highest[i] = -INFINITY;
+  return state;
 }
 
-/* The end of a walk: its entry becomes the output of query f. */
-inline void leave(const Walk& walk, int64_t entry, const AttentionJob& job, int64_t f) {
+/* After the last key: an entry of the state becomes the output of query f. */
+inline void finish(const Softmax& state, int64_t entry, const AttentionJob& job, int64_t f) {
   float* out = job.out + f / job.group * job.ldo + f % job.group * job.head_dim;
-  Lanes inverse = splat(1.0f / sum_of(load(walk.weights + entry * kLanes)));
+  Lanes inverse = splat(1.0f / sum_of(load(state.weights + entry * kLanes)));
   for (int64_t d = 0; d < job.head_dim; d += kLanes) {
-    Lanes y = load(walk.out + entry * walk.stride + d) * inverse;
+    Lanes y = load(state.out + entry * state.stride + d) * inverse;
     store_first(out + d, y, job.head_dim - d >= kLanes ? kLanes : static_cast<int>(job.head_dim - d));
   }
 }
@@ -208,20 +211,20 @@ inline void leave(const Walk& walk, int64_t entry, const AttentionJob& job, int6
 template <class KV>
 void attend_as(const AttentionJob& job, int64_t begin, int64_t end, float* scratch) {
   int64_t queries = end - begin;
-  Walk walk = begin_walk(job.head_dim, queries, scratch);
+  Softmax state = begin_softmax(job.head_dim, queries, scratch);
   int64_t last = job.position + (end - 1) / job.group;
   for (int64_t base = 0; base <= last; base += kKeyBlock) {
     /* Rows before the block's first position do not see it. */
     int64_t row = base > job.position ? base - job.position : 0;
     int64_t first = row * job.group > begin ? row * job.group - begin : 0;
     for (; first + kTileQueries <= queries; first += kTileQueries)
-      block_step<kTileQueries, false, KV>(job, walk, begin, first, base);
+      block_step<kTileQueries, false, KV>(job, state, begin, first, base);
     if (base + kKeyBlock <= last)
-      few_steps<true, KV>(job, walk, begin, first, queries, base);
+      few_steps<true, KV>(job, state, begin, first, queries, base);
     else
-      few_steps<false, KV>(job, walk, begin, first, queries, base);
+      few_steps<false, KV>(job, state, begin, first, queries, base);
   }
-  for (int64_t i = 0; i < queries; ++i) leave(walk, i, job, begin + i);
+  for (int64_t i = 0; i < queries; ++i) finish(state, i, job, begin + i);
 }
 
 void attend(const AttentionJob& job, int64_t begin, int64_t end, float* scratch) {
@@ -233,8 +236,8 @@ void attend(const AttentionJob& job, int64_t begin, int64_t end, float* scratch)
 
 /* ---- two kv heads of one row ----------------------------------------------------------------------------- */
 
-/* Near their end two heads walk their keys side by side, and two blocks of scores are taken at a time: with one or two
- * queries each, a tile of a single head takes as long as one multiply-add after another. The numbers are those of
+/* Near their end the keys of two heads are read side by side, and two blocks of scores are taken at a time: with one or
+ * two queries each, a tile of a single head takes as long as one multiply-add after another. The numbers are those of
  * attend_as, added in its order. */
 constexpr int64_t kTail = 2 * kKeyBlock;
 
@@ -291,24 +294,24 @@ void pair_scores(const float* const* q, const KV* const* keys, int64_t head_dim,
 
 /* out[h][i][d, d + 16 D) += p[h][i][0, keys) . values[h] for 2 x Q queries. */
 template <int Q, int D, class KV>
-void pair_weigh_tile(const Walk& walk, const KV* const* values, int64_t d, int64_t keys) {
-  float* out = walk.out + d;
+void pair_weigh_tile(const Softmax& state, const KV* const* values, int64_t d, int64_t keys) {
+  float* out = state.out + d;
   Lanes sum[2][Q][D];
 #pragma GCC unroll 2
   for (int h = 0; h < 2; ++h)
 #pragma GCC unroll 2
     for (int i = 0; i < Q; ++i)
 #pragma GCC unroll 8
-      for (int j = 0; j < D; ++j) sum[h][i][j] = load(out + (h * Q + i) * walk.stride + j * kLanes);
+      for (int j = 0; j < D; ++j) sum[h][i][j] = load(out + (h * Q + i) * state.stride + j * kLanes);
   for (int64_t key = 0; key < keys; ++key)
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       Lanes weight[Q];
 #pragma GCC unroll 2
-      for (int i = 0; i < Q; ++i) weight[i] = splat(walk.p[(h * Q + i) * kKeyBlock + key]);
+      for (int i = 0; i < Q; ++i) weight[i] = splat(state.p[(h * Q + i) * kKeyBlock + key]);
 #pragma GCC unroll 8
       for (int j = 0; j < D; ++j) {
-        Lanes value = load(values[h] + key * walk.stride + d + j * kLanes);
+        Lanes value = load(values[h] + key * state.stride + d + j * kLanes);
 #pragma GCC unroll 2
         for (int i = 0; i < Q; ++i) sum[h][i][j] = fma(weight[i], value, sum[h][i][j]);
       }
@@ -318,43 +321,43 @@ void pair_weigh_tile(const Walk& walk, const KV* const* values, int64_t d, int64
 #pragma GCC unroll 2
     for (int i = 0; i < Q; ++i)
 #pragma GCC unroll 8
-      for (int j = 0; j < D; ++j) store(out + (h * Q + i) * walk.stride + j * kLanes, sum[h][i][j]);
+      for (int j = 0; j < D; ++j) store(out + (h * Q + i) * state.stride + j * kLanes, sum[h][i][j]);
 }
 
 /* The last keys, from position `base` on. */
 template <int Q, class KV>
-void pair_tail(const AttentionJob* jobs, Walk walk, int64_t base) {
+void pair_tail(const AttentionJob* jobs, Softmax state, int64_t base) {
   const int64_t head_dim = jobs->head_dim, seen = jobs->position + 1 - base;
   const float* q[2 * Q];
   const KV *keys[2], *values[2];
   for (int i = 0; i < 2 * Q; ++i) q[i] = jobs[i / Q].q + i % Q * head_dim;
   for (int h = 0; h < 2; ++h) {
     keys[h] = static_cast<const KV*>(jobs[h].keys) + base * head_dim;
-    values[h] = static_cast<const KV*>(jobs[h].values) + base * walk.stride;
+    values[h] = static_cast<const KV*>(jobs[h].values) + base * state.stride;
   }
-  pair_scores<Q>(q, keys, head_dim, (seen + kLanes - 1) / kLanes, walk.p);
+  pair_scores<Q>(q, keys, head_dim, (seen + kLanes - 1) / kLanes, state.p);
   for (int64_t block = 0; block < seen; block += kKeyBlock) {
     const int64_t count = seen - block < kKeyBlock ? seen - block : kKeyBlock;
-    for (int i = 0; i < 2 * Q; ++i) softmax_step(walk, i, count, (count + kLanes - 1) / kLanes);
+    for (int i = 0; i < 2 * Q; ++i) softmax_step(state, i, count, (count + kLanes - 1) / kLanes);
     int64_t d = 0;
-    for (; d + 4 * kLanes <= walk.stride; d += 4 * kLanes) pair_weigh_tile<Q, 4>(walk, values, d, count);
-    for (; d < walk.stride; d += kLanes) pair_weigh_tile<Q, 1>(walk, values, d, count);
-    walk.p += 2 * Q * kKeyBlock;
-    for (int h = 0; h < 2; ++h) values[h] += kKeyBlock * walk.stride;
+    for (; d + 4 * kLanes <= state.stride; d += 4 * kLanes) pair_weigh_tile<Q, 4>(state, values, d, count);
+    for (; d < state.stride; d += kLanes) pair_weigh_tile<Q, 1>(state, values, d, count);
+    state.p += 2 * Q * kKeyBlock;
+    for (int h = 0; h < 2; ++h) values[h] += kKeyBlock * state.stride;
   }
 }
 
 /* Two kv heads of Q queries each. */
 template <int Q, class KV>
 void attend_pair_as(const AttentionJob* jobs, float* scratch) {
-  const Walk walk = begin_walk(jobs->head_dim, 2 * Q, scratch);
+  const Softmax state = begin_softmax(jobs->head_dim, 2 * Q, scratch);
   const int64_t blocks = jobs->position / kKeyBlock + 1;
   const int64_t tail = blocks * kKeyBlock > kTail ? blocks * kKeyBlock - kTail : 0;
-  /* Far from it they walk alone: what is read then is in order. */
+  /* Far from it each head is by itself: what is read then is in order. */
   for (int64_t h = 0; h < 2; ++h)
-    for (int64_t base = 0; base < tail; base += kKeyBlock) block_step<Q, true, KV>(jobs[h], walk, -h * Q, h * Q, base);
-  pair_tail<Q, KV>(jobs, walk, tail);
-  for (int i = 0; i < 2 * Q; ++i) leave(walk, i, jobs[i / Q], i % Q);
+    for (int64_t base = 0; base < tail; base += kKeyBlock) block_step<Q, true, KV>(jobs[h], state, -h * Q, h * Q, base);
+  pair_tail<Q, KV>(jobs, state, tail);
+  for (int i = 0; i < 2 * Q; ++i) finish(state, i, jobs[i / Q], i % Q);
 }
 
 void attend_pair(const AttentionJob* jobs, float* scratch) {

@@ -1,7 +1,9 @@
 /* What the decoder computes besides matrix products, one table per instruction set. Internal to libtrirun_cpu.so.
  *
- * Single-threaded pieces on fp32 rows; decoder.cpp shares them out. Every table gives bitwise the same results, and a
- * row's results do not depend on which other rows are computed beside it (simd.h).
+ * Single-threaded functions on fp32 rows; single_step.h and batch_step.h share the work out. They are written once on
+ * the sixteen lanes of lanes.h, in the headers of this folder, and compiled three times, by portable.cpp, avx2.cpp and
+ * avx512vnni.cpp. Every table gives bitwise the same results, and a row's results do not depend on which other rows are
+ * computed beside it.
  *
  * Layout of the cache of one (layer, slot, kv head), context padded to kKeyBlock positions:
  *   keys   [context/16][head_dim][16]: sixteen positions side by side, so that scores of sixteen keys accumulate over
@@ -14,20 +16,21 @@
 #include <stdint.h>
 
 #include "trirun.h"
+#include "cpu/common/memory.h"
 
 namespace trirun {
 
 constexpr int64_t kKeyBlock = 64;   /* keys per step of the online softmax, at absolute positions */
-constexpr int64_t kMaxQueries = 48; /* queries that walk the keys together */
+constexpr int64_t kMaxQueries = 48; /* queries that meet the keys together */
 
-constexpr int64_t kTopSpan = 16;    /* numbers that share a maximum in `tops` */
+constexpr int64_t kMaximumSpan = 16; /* numbers that share a maximum in `block_maxima` */
 constexpr int64_t kMassBlock = 64;  /* masses that share a sum in `masses` */
 constexpr double kMassOne = 1 << 30; /* the likeliest token's mass */
 
 /* Sizes of vocabularies are int32 in places. */
 constexpr int64_t kMaxVocabulary = int64_t{1} << 24;
 
-static inline int64_t value_stride_of(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+static inline int64_t value_stride_of(int64_t head_dim) { return round_up(head_dim, 16); }
 
 /* One kv head of one sequence: rows at consecutive positions times the `group` query heads that share the kv head.
  * Query f = row * group + head reads q + row * ldq + head * head_dim and writes the same place of out. */
@@ -49,13 +52,16 @@ static inline int64_t attention_scratch(int64_t head_dim) {
   return kMaxQueries * (value_stride_of(head_dim) + kKeyBlock + 16 + 1);
 }
 
-/* Rows of x for the 8-bit head, as two signed digits per value (head_impl.h). */
+/* Rows of x for the 8-bit head, as two int8 limbs per value (head.h). */
 struct HeadInput {
-  int8_t* digits; /* [m][hi, lo][stride] */
-  int32_t* sums;  /* [m][hi, lo] */
+  int8_t* limbs;  /* [m][high, low][stride] */
+  int32_t* sums;  /* [m][high, low] */
   float* scales;  /* [m] */
-  int64_t stride; /* k rounded up to 64 */
+  int64_t stride; /* head_stride_of(k) */
 };
+
+/* Bytes of a row of the 8-bit head, and from one plane of its input's limbs to the next. */
+static inline int64_t head_stride_of(int64_t k) { return round_up(k, 64); }
 
 struct DecoderOps {
   /* out[n] = x of dtype, n a multiple of 16 */
@@ -80,7 +86,7 @@ struct DecoderOps {
   void (*dense)(const float* x, int64_t ldx, int64_t m, const void* w, int dtype, int64_t k, float* y, int64_t ldy,
                 int64_t begin, int64_t end);
   /* Row r of the input from x[k], k a multiple of 16. */
-  void (*head_digits)(const HeadInput& input, int64_t r, const float* x, int64_t k);
+  void (*head_limbs)(const HeadInput& input, int64_t r, const float* x, int64_t k);
   /* One row of the 8-bit head from x[k], and its scale. */
   void (*head_bytes)(uint8_t* out, float* scale, const float* x, int64_t k, int64_t stride);
   /* y[m][begin, end) from the 8-bit head w [.][stride] */
@@ -89,14 +95,14 @@ struct DecoderOps {
   /* Index of the largest of x[n], the first of equals, NaNs left out, and its value; -1 where none is above
    * -infinity. */
   int64_t (*largest)(const float* x, int64_t n, float* value);
-  /* Maxima of disjoint parts of x[n], kTopSpan numbers each or fewer, NaNs left out; returns how many parts: a multiple
-   * of 16, n / kTopSpan rounded up to it. Parts without a number have -infinity. */
-  int64_t (*tops)(float* out, const float* x, int64_t n);
+  /* Maxima of disjoint parts of x[n], kMaximumSpan numbers each or fewer, NaNs left out; returns how many parts: a
+   * multiple of 16, n / kMaximumSpan rounded up to it. Parts without a number have -infinity. */
+  int64_t (*block_maxima)(float* out, const float* x, int64_t n);
   /* A number that k of x[n] reach at least, or -infinity; not many more reach it where `top` is the largest of them. */
-  float (*reached)(const float* x, int64_t n, int64_t k, float top);
+  float (*threshold)(const float* x, int64_t n, int64_t k, float top);
   /* The numbers of x[n] that are at least `least`, and where they are, ascending; returns how many. Both outputs have
    * room for n + 16, which is written. */
-  int64_t (*gather)(int32_t* ids, float* values, const float* x, int64_t n, float least);
+  int64_t (*filter)(int32_t* ids, float* values, const float* x, int64_t n, float least);
   /* out = round(2^30 * 2^((x - top) * factor)), 0 for a NaN; top is the largest of x. sums[n/kMassBlock, rounded up].
    */
   void (*masses)(uint32_t* out, uint64_t* sums, const float* x, int64_t n, float top, float factor);

@@ -1,14 +1,16 @@
-/* The output head in 8 bits: w ~ scale * (byte - 128) with a scale per row, x in two signed digits with one scale.
+/* The output head, as a checkpoint has it (`dense`) or in 8 bits: w ~ scale * (byte - 128) with a scale per row, x in
+ * two int8 limbs with one scale, x = scale * (256 high + low).
  *
- * x = scale * (256 hi + lo). All sums of products are exact in int32 (255 * 128 * k < 2^31 up to k = 65,536), so the
- * one rounding of a logit is the same on every instruction set, in any order. Included by ops_impl.h. */
-#ifndef TRIRUN_CPU_DECODER_HEAD_IMPL_H
-#define TRIRUN_CPU_DECODER_HEAD_IMPL_H
+ * All sums of products are exact in int32 (255 * 128 * k < 2^31 up to k = 65,536), so the one rounding of an 8-bit
+ * head's logit is the same on every instruction set, in any order. */
+#ifndef TRIRUN_CPU_DECODER_OPS_HEAD_H
+#define TRIRUN_CPU_DECODER_OPS_HEAD_H
 
 #include <math.h>
 
+#include "lanes.h"
 #include "ops.h"
-#include "simd.h"
+#include "cpu/gemm/quantize.h"
 #if defined(__AVX512VNNI__)
 #include "cpu/common/avx512.h"
 #endif
@@ -16,7 +18,62 @@
 namespace trirun {
 namespace {
 
-constexpr int64_t kHeadUnit = 64;  // bytes of a row taken at a time
+/* ---- fp32, fp16 and bf16 weights ------------------------------------------------------------------------ */
+
+/* y[r][0, O) = x[r] . w[0, O) for R rows: every dot product is one chain of multiply-adds per lane. */
+template <int R, int O, class W>
+void dense_tile(const float* x, int64_t ldx, const W* w, int64_t k, float* y, int64_t ldy) {
+  Lanes sum[R][O];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) sum[r][o] = splat(0);
+  for (int64_t i = 0; i < k; i += kLanes) {
+    Lanes weight[O];
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) weight[o] = load(w + o * k + i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      Lanes value = load(x + r * ldx + i);
+#pragma GCC unroll 8
+      for (int o = 0; o < O; ++o) sum[r][o] = fma(value, weight[o], sum[r][o]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int o = 0; o < O; ++o) y[r * ldy + o] = sum_of(sum[r][o]);
+}
+
+template <int O, class W>
+void dense_columns(const float* x, int64_t ldx, int64_t m, const W* w, int64_t k, float* y, int64_t ldy) {
+  int64_t r = 0;
+  for (; r + 4 <= m; r += 4) dense_tile<4, O>(x + r * ldx, ldx, w, k, y + r * ldy, ldy);
+  for (; r < m; ++r) dense_tile<1, O>(x + r * ldx, ldx, w, k, y + r * ldy, ldy);
+}
+
+template <class W>
+void dense_as(const float* x, int64_t ldx, int64_t m, const W* w, int64_t k, float* y, int64_t ldy, int64_t begin,
+              int64_t end) {
+  constexpr int kOutputs = kTileLanes == 1 ? 2 : 6;
+  int64_t o = begin;
+  for (; o + kOutputs <= end; o += kOutputs) dense_columns<kOutputs>(x, ldx, m, w + o * k, k, y + o, ldy);
+  for (; o < end; ++o) dense_columns<1>(x, ldx, m, w + o * k, k, y + o, ldy);
+}
+
+void dense(const float* x, int64_t ldx, int64_t m, const void* w, int dtype, int64_t k, float* y, int64_t ldy,
+           int64_t begin, int64_t end) {
+  if (dtype == TRIRUN_F32)
+    dense_as(x, ldx, m, static_cast<const float*>(w), k, y, ldy, begin, end);
+  else if (dtype == TRIRUN_F16)
+    dense_as(x, ldx, m, static_cast<const uint16_t*>(w), k, y, ldy, begin, end);
+  else
+    dense_as(x, ldx, m, static_cast<const Bfloat*>(w), k, y, ldy, begin, end);
+}
+
+/* ---- 8-bit weights -------------------------------------------------------------------------------------- */
+
+constexpr int64_t kHeadTileK = 64;  // bytes of a row taken at a time
 
 /* The sum of f(x[i, i + 16)) as `join` makes it, in four parts that do not wait for each other. */
 template <class F, class Join>
@@ -38,41 +95,41 @@ bool has_non_finite(const float* x, int64_t k) {
   return sum_of(fold(x, k, [](Lanes a) { return a * splat(0); }, [](Lanes a, Lanes b) { return a + b; })) != 0;
 }
 
-/* Digits of sixteen numbers that are integers already, and what they add to the sums of each place. */
-struct DigitSums {
+/* Limbs of sixteen numbers that are integers already, and what they add to the sums of each place. */
+struct LimbSums {
 #if defined(__AVX512F__)
   __m512i hi = _mm512_setzero_si512(), lo = _mm512_setzero_si512();
-  inline void add(Lanes rounded, int8_t* hi_out, int8_t* lo_out) {
+  inline void add(Lanes rounded, int8_t* high_out, int8_t* low_out) {
     const __m512i value = _mm512_cvtps_epi32(rounded.v);
     const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(128)), 8);
     const __m512i low = _mm512_sub_epi32(value, _mm512_slli_epi32(high, 8));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(hi_out), _mm512_cvtepi32_epi8(high));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(lo_out), _mm512_cvtepi32_epi8(low));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high_out), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low_out), _mm512_cvtepi32_epi8(low));
     hi = _mm512_add_epi32(hi, high);
     lo = _mm512_add_epi32(lo, low);
   }
-  inline int32_t hi_total() const { return _mm512_reduce_add_epi32(hi); }
-  inline int32_t lo_total() const { return _mm512_reduce_add_epi32(lo); }
+  inline int32_t high_total() const { return _mm512_reduce_add_epi32(hi); }
+  inline int32_t low_total() const { return _mm512_reduce_add_epi32(lo); }
 #else
   int32_t hi = 0, lo = 0;
-  inline void add(Lanes rounded, int8_t* hi_out, int8_t* lo_out) {
+  inline void add(Lanes rounded, int8_t* high_out, int8_t* low_out) {
     float values[kLanes];
     store(values, rounded);
     for (int j = 0; j < kLanes; ++j) {
       const int32_t value = static_cast<int32_t>(values[j]), high = (value + 128) >> 8, low = value - 256 * high;
-      hi_out[j] = static_cast<int8_t>(high);
-      lo_out[j] = static_cast<int8_t>(low);
+      high_out[j] = static_cast<int8_t>(high);
+      low_out[j] = static_cast<int8_t>(low);
       hi += high;
       lo += low;
     }
   }
-  inline int32_t hi_total() const { return hi; }
-  inline int32_t lo_total() const { return lo; }
+  inline int32_t high_total() const { return hi; }
+  inline int32_t low_total() const { return lo; }
 #endif
 };
 
-void head_digits(const HeadInput& input, int64_t r, const float* x, int64_t k) {
-  int8_t* hi = input.digits + r * 2 * input.stride;
+void head_limbs(const HeadInput& input, int64_t r, const float* x, int64_t k) {
+  int8_t* hi = input.limbs + r * 2 * input.stride;
   int8_t* lo = hi + input.stride;
   if (has_non_finite(x, k)) {
     /* Every logit shall be a NaN. */
@@ -81,31 +138,30 @@ void head_digits(const HeadInput& input, int64_t r, const float* x, int64_t k) {
     input.scales[r] = NAN;
     return;
   }
-  /* The floor keeps the inverse finite. */
-  const float amax = amax_of(x, k), range = amax > 1e-30f ? amax : 1e-30f;
-  const Lanes inverse = splat(32639.0f / range);
-  DigitSums sums;
+  const float amax = amax_of(x, k), range = amax > kAmaxFloor16 ? amax : kAmaxFloor16;
+  const Lanes inverse = splat(kRange16 / range);
+  LimbSums sums;
   for (int64_t i = 0; i < k; i += kLanes) sums.add(round_even(load(x + i) * inverse), hi + i, lo + i);
   memset(hi + k, 0, static_cast<size_t>(input.stride - k));
   memset(lo + k, 0, static_cast<size_t>(input.stride - k));
-  input.sums[2 * r] = sums.hi_total();
-  input.sums[2 * r + 1] = sums.lo_total();
-  input.scales[r] = range / 32639.0f;
+  input.sums[2 * r] = sums.high_total();
+  input.sums[2 * r + 1] = sums.low_total();
+  input.scales[r] = range / kRange16;
 }
 
 void head_bytes(uint8_t* out, float* scale, const float* x, int64_t k, int64_t stride) {
-  const float amax = amax_of(x, k), range = amax > 1e-30f ? amax : 1e-30f;
-  const Lanes inverse = splat(127.0f / range);
+  const float amax = amax_of(x, k), range = amax > kAmaxFloor16 ? amax : kAmaxFloor16;
+  const Lanes inverse = splat(kRange8 / range);
   for (int64_t i = 0; i < k; i += kLanes) {
     float rounded[kLanes];
     store(rounded, round_even(load(x + i) * inverse));
     for (int j = 0; j < kLanes; ++j) out[i + j] = static_cast<uint8_t>(static_cast<int32_t>(rounded[j]) + 128);
   }
   memset(out + k, 128, static_cast<size_t>(stride - k));
-  *scale = range / 127.0f;
+  *scale = range / kRange8;
 }
 
-/* The sums of bytes * digits over a row, for R rows of x and O outputs, hi and lo apart. */
+/* The sums of bytes * limbs over a row, for R rows of x and O outputs, high and low limbs apart. */
 template <int R, int O>
 struct Products {
 #if defined(__AVX512VNNI__)
@@ -116,7 +172,7 @@ struct Products {
 #pragma GCC unroll 8
       for (int o = 0; o < O; ++o) sum[r][o][0] = sum[r][o][1] = _mm512_setzero_si512();
   }
-  inline void add(const uint8_t* w, int64_t stride, const int8_t* digits) {
+  inline void add(const uint8_t* w, int64_t stride, const int8_t* limbs) {
     __m512i weight[O];
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) weight[o] = _mm512_loadu_si512(w + o * stride);
@@ -124,11 +180,11 @@ struct Products {
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
       for (int plane = 0; plane < 2; ++plane) {
-        const __m512i digit = _mm512_loadu_si512(digits + (2 * r + plane) * stride);
+        const __m512i limb = _mm512_loadu_si512(limbs + (2 * r + plane) * stride);
 #pragma GCC unroll 8
         for (int o = 0; o < O; ++o)
           /* In place: with the intrinsic, GCC moves sums from register to register, and out of them. */
-          asm("vpdpbusd %2, %1, %0" : "+v"(sum[r][o][plane]) : "v"(weight[o]), "v"(digit));
+          asm("vpdpbusd %2, %1, %0" : "+v"(sum[r][o][plane]) : "v"(weight[o]), "v"(limb));
       }
   }
   inline int32_t total(int r, int o, int plane) const { return _mm512_reduce_add_epi32(sum[r][o][plane]); }
@@ -144,8 +200,8 @@ struct Products {
 #pragma GCC unroll 8
       for (int o = 0; o < O; ++o) sum[r][o][0] = sum[r][o][1] = _mm256_setzero_si256();
   }
-  inline void add(const uint8_t* w, int64_t stride, const int8_t* digits) {
-    for (int64_t part = 0; part < kHeadUnit; part += 16) {
+  inline void add(const uint8_t* w, int64_t stride, const int8_t* limbs) {
+    for (int64_t part = 0; part < kHeadTileK; part += 16) {
       __m256i weight[O];
 #pragma GCC unroll 8
       for (int o = 0; o < O; ++o)
@@ -154,12 +210,12 @@ struct Products {
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
         for (int plane = 0; plane < 2; ++plane) {
-          const int8_t* from = digits + (2 * r + plane) * stride + part;
+          const int8_t* from = limbs + (2 * r + plane) * stride + part;
           /* Sixteen-bit products: the eight-bit instruction would saturate. */
-          const __m256i digit = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+          const __m256i limb = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #pragma GCC unroll 8
           for (int o = 0; o < O; ++o)
-            sum[r][o][plane] = _mm256_add_epi32(sum[r][o][plane], _mm256_madd_epi16(weight[o], digit));
+            sum[r][o][plane] = _mm256_add_epi32(sum[r][o][plane], _mm256_madd_epi16(weight[o], limb));
         }
     }
   }
@@ -172,13 +228,13 @@ struct Products {
 #else
   int32_t sum[R][O][2];
   inline void clear() { memset(sum, 0, sizeof sum); }
-  inline void add(const uint8_t* w, int64_t stride, const int8_t* digits) {
+  inline void add(const uint8_t* w, int64_t stride, const int8_t* limbs) {
     for (int r = 0; r < R; ++r)
       for (int plane = 0; plane < 2; ++plane)
         for (int o = 0; o < O; ++o) {
           const uint8_t* weight = w + o * stride;
-          const int8_t* digit = digits + (2 * r + plane) * stride;
-          for (int i = 0; i < kHeadUnit; ++i) sum[r][o][plane] += weight[i] * digit[i];
+          const int8_t* limb = limbs + (2 * r + plane) * stride;
+          for (int i = 0; i < kHeadTileK; ++i) sum[r][o][plane] += weight[i] * limb[i];
         }
   }
   inline int32_t total(int r, int o, int plane) const { return sum[r][o][plane]; }
@@ -189,9 +245,9 @@ template <int R, int O>
 void head_tile(const HeadInput& input, int64_t r, const uint8_t* w, const float* scales, float* y, int64_t ldy) {
   Products<R, O> products;
   products.clear();
-  const int8_t* digits = input.digits + r * 2 * input.stride;
-  for (int64_t i = 0; i < input.stride; i += kHeadUnit) {
-    products.add(w + i, input.stride, digits + i);
+  const int8_t* limbs = input.limbs + r * 2 * input.stride;
+  for (int64_t i = 0; i < input.stride; i += kHeadTileK) {
+    products.add(w + i, input.stride, limbs + i);
     /* The rows that come next, while these are multiplied. */
     for (int o = 0; o < O; ++o) __builtin_prefetch(w + (O + o) * input.stride + i, 0, 2);
   }
@@ -234,9 +290,9 @@ void head_int8(const HeadInput& input, int64_t m, const uint8_t* w, const float*
 #else
   constexpr int kOutputs = 2;
 #endif
-  /* Rows whose digits fill half of L1 while the weights, which are in L2 after the first of them, pass by. */
-  constexpr int64_t kDigits = 24 << 10;
-  const int64_t fit = kDigits / (2 * input.stride) / 3 * 3, block = fit < 3 ? 3 : fit;
+  /* Rows whose limbs fill half of L1 while the weights, which are in L2 after the first of them, pass by. */
+  constexpr int64_t kLimbBytes = 24 << 10;
+  const int64_t fit = kLimbBytes / (2 * input.stride) / 3 * 3, block = fit < 3 ? 3 : fit;
   for (int64_t first = 0; first < m; first += block) {
     const int64_t last = first + block < m ? first + block : m;
     int64_t o = begin;

@@ -1,24 +1,51 @@
-/* The vector parts of drawing a token (sample.cpp), on Lanes. Included by ops_impl.h. */
-#ifndef TRIRUN_CPU_DECODER_DRAW_IMPL_H
-#define TRIRUN_CPU_DECODER_DRAW_IMPL_H
+/* The vector parts of choosing a token (decoder/sample.cpp): the largest logit, and for a draw block maxima, a
+ * threshold, a filter and probability masses. A whole vocabulary is read a few times, without a branch on a single
+ * number. */
+#ifndef TRIRUN_CPU_DECODER_OPS_SAMPLE_H
+#define TRIRUN_CPU_DECODER_OPS_SAMPLE_H
 
 #include <math.h>
 
 #include "ops.h"
-#include "simd.h"
+#include "lanes.h"
 
 namespace trirun {
 namespace {
 
-constexpr int64_t kTopChunk = kTopSpan * kLanes;  // numbers that leave one vector of maxima
+int64_t largest(const float* x, int64_t n, float* value) {
+  /* The best block is remembered, and searched in the end. */
+  constexpr int64_t kBlock = 16 * kLanes;
+  float best = -INFINITY;
+  int64_t from = 0;
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t end = i + kBlock < n ? i + kBlock : n;
+    Lanes lanes[2] = {splat(-INFINITY), splat(-INFINITY)};
+    int64_t j = i;
+    /* The second operand of max is what comes back for a NaN. */
+    for (; j + 2 * kLanes <= end; j += 2 * kLanes)
+      for (int half = 0; half < 2; ++half) lanes[half] = max(load(x + j + half * kLanes), lanes[half]);
+    float top = max_of(max(lanes[0], lanes[1]));
+    for (; j < end; ++j) top = x[j] > top ? x[j] : top;
+    if (top > best) {
+      best = top;
+      from = i;
+    }
+  }
+  *value = best;
+  if (best == -INFINITY) return -1;
+  while (x[from] != best) ++from;
+  return from;
+}
+
+constexpr int64_t kMaximaChunk = kMaximumSpan * kLanes;  // numbers that leave one vector of maxima
 
 /* The second operand of max is what comes back for a NaN. */
 inline Lanes larger_of(Lanes mine, Lanes other) { return max(other, mine); }
 
-int64_t tops(float* out, const float* x, int64_t n) {
+int64_t block_maxima(float* out, const float* x, int64_t n) {
   int64_t count = 0;
-  for (int64_t i = 0; i < n; i += kTopChunk, count += kLanes) {
-    const int64_t end = i + kTopChunk < n ? i + kTopChunk : n;
+  for (int64_t i = 0; i < n; i += kMaximaChunk, count += kLanes) {
+    const int64_t end = i + kMaximaChunk < n ? i + kMaximaChunk : n;
     Lanes top = splat(-INFINITY);
     int64_t j = i;
     for (; j + kLanes <= end; j += kLanes) top = larger_of(top, load(x + j));
@@ -31,7 +58,7 @@ int64_t tops(float* out, const float* x, int64_t n) {
 
 /* Counted again and again, without a branch that depends on a single number: a partial sort guesses every other one
  * wrong, which takes longer. */
-float reached(const float* x, int64_t n, int64_t k, float top) {
+float threshold(const float* x, int64_t n, int64_t k, float top) {
   constexpr int kHalvings = 6;
   auto enough = [&](float least) {
     int32_t count = 0;
@@ -55,7 +82,7 @@ float reached(const float* x, int64_t n, int64_t k, float top) {
   return low;
 }
 
-int64_t gather(int32_t* ids, float* values, const float* x, int64_t n, float least) {
+int64_t filter(int32_t* ids, float* values, const float* x, int64_t n, float least) {
   int64_t count = 0, i = 0;
 #if defined(__AVX512F__)
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -5,8 +5,8 @@
  * numbers in the same order and agree bit for bit. Everything is in an unnamed namespace: a copy compiled with one
  * instruction set's flags must never serve another's.
  */
-#ifndef TRIRUN_CPU_DECODER_SIMD_H
-#define TRIRUN_CPU_DECODER_SIMD_H
+#ifndef TRIRUN_CPU_DECODER_OPS_LANES_H
+#define TRIRUN_CPU_DECODER_OPS_LANES_H
 
 #include <stdint.h>
 #include <string.h>
