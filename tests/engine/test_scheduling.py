@@ -166,7 +166,7 @@ def test_prompt_scores(name):
         assert inbox.tokens == continuation(prompt, most)
 
 
-def test_the_youngest_is_put_aside_and_comes_back_first():
+def test_the_youngest_is_preempted_and_comes_back_first():
     runner = MockRunner(slots=4, pages=10, context=32)
     engine = Engine(runner)
     boxes = [submit(engine, i, [i + 1] * 7, 20) for i in range(4)]

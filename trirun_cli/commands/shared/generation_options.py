@@ -10,8 +10,8 @@ import typer
 from ...errors import InputError, UsageError
 
 if TYPE_CHECKING:
-    from ...engine.completion import Completion
     from ...engine.sampling import SamplingParams
+    from ...text.completion import Completion
 
 _SAMPLING = "Sampling"
 
@@ -94,10 +94,10 @@ def answer_facts(done: Completion) -> dict[str, Any]:
     """What --json says of one answer besides its text."""
     usage = done.usage
     return {
-        "finish_reason": done.finish,
+        "finish_reason": done.finish_reason,
         "prompt_tokens": usage.prompt_tokens,
         "reused_tokens": usage.reused_tokens,
-        "generated_tokens": len(done.tokens),
+        "generated_tokens": len(done.token_ids),
         "time_to_first_token_s": usage.first_token_s,
         "decode_tokens_per_s": usage.decode_tokens_per_s,
     }
@@ -109,5 +109,5 @@ def answer_speed(done: Completion) -> str:
     reused = f" ({usage.reused_tokens} reused)" if usage.reused_tokens else ""
     return (
         f"{usage.prompt_tokens} prompt tokens{reused}, first token after {usage.first_token_s * 1e3:.0f} ms; "
-        f"{len(done.tokens)} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
+        f"{len(done.token_ids)} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
     )
