@@ -9,6 +9,9 @@ from typing import Any
 from ..checkpoint.model_dir import read_config, read_json
 from ..errors import InputError
 
+# Entries of generation_config.json that say how to sample.
+SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
 
 def stop_ids(path: str | os.PathLike[str]) -> set[int]:
     """End-of-text ids of a model directory, from generation_config.json or else config.json.
@@ -32,9 +35,22 @@ def generation_defaults(path: str | os.PathLike[str]) -> dict[str, Any]:
     read_config(Path(path))
     file = Path(path) / "generation_config.json"
     found = read_json(file) if file.is_file() else {}
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+    for name in SAMPLING_NAMES:
         if not isinstance(found.get(name), int | float | None):
             raise InputError(f"{file}: {name} is {found[name]!r}, not a number")
     if isinstance(found.get("top_k"), float):
         raise InputError(f"{file}: top_k is {found['top_k']!r}, not a count")
     return found
+
+
+def sampling_defaults(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Fields of :class:`.sampling.SamplingParams` that a model directory asks for: those of its generation_config.json
+    where that samples, with a temperature of 1 unless it says another; else none, which is greedy.
+
+    Raises:
+        InputError: see :func:`generation_defaults`.
+    """
+    said = generation_defaults(path)
+    if not said.get("do_sample"):
+        return {}
+    return {"temperature": 1.0} | {name: said[name] for name in SAMPLING_NAMES if said.get(name) is not None}

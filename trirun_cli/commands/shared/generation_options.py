@@ -67,7 +67,7 @@ def sampling_params(
     Raises:
         UsageError: an option's value is out of range. InputError: one of the model's is.
     """
-    from ...engine.generation import generation_defaults
+    from ...engine.generation import sampling_defaults
     from ...engine.sampling import SamplingParams
 
     given = {
@@ -77,8 +77,7 @@ def sampling_params(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
-    said = generation_defaults(checkpoint)
-    defaults = {"temperature": 1.0, **said} if said.get("do_sample") else {}
+    defaults = sampling_defaults(checkpoint)
     chosen = {name: defaults.get(name) if value is None else value for name, value in given.items()}
     known: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     try:
