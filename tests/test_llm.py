@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(llm, packed):
         llm.chat([{"role": "user", "content": "Hello"}])
     with pytest.raises(UsageError, match="a text or a list of token ids"):
         llm.generate([["a"]])
-    for wrong in ({"act_bits": 4}, {"dtype": "int8"}, {"backend": "lean"}, {"max_batch": 0}, {"ctx": 1000}):
+    for wrong in ({"act_bits": 4}, {"dtype": "int8"}, {"engine": "lean"}, {"max_batch": 0}, {"ctx": 1000}):
         with pytest.raises(UsageError):
             LLM(packed, device="cpu", **wrong)
     with pytest.raises(InputError, match="no such directory"):

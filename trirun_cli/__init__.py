@@ -10,12 +10,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# Workflows import this package for its version, so not even types come from there.
 if TYPE_CHECKING:
     from .checkpoint.reader import load_checkpoint as load
     from .engine.sampling import SamplingParams
     from .llm import LLM
     from .text.completion import Completion
-    from .workflows.pack import pack_model as pack
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "SamplingParams", "finetune", "load", "pack", "quantize"]

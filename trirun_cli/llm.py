@@ -36,7 +36,7 @@ class LLM:
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
         act_bits: 8 or 16 overrides the checkpoint's activation width.
         kv_cache_dtype: "auto", or "int8" on the native decoder of a GPU: half the memory per token.
-        backend: "native", "transformers", or "auto": native where it runs the model.
+        engine: "native", "transformers", or "auto": native where it runs the model.
         max_batch: prompts that run at once; more of them wait.
         ctx: most tokens of a prompt and its completion; None is the model's own, at most 8192 of the native decoder.
         threads: of the native decoder on a CPU; None takes one per processor.
@@ -67,7 +67,7 @@ class LLM:
         dtype: str = "auto",
         act_bits: int | None = None,
         kv_cache_dtype: str = "auto",
-        backend: str = "auto",
+        engine: str = "auto",
         max_batch: int = 16,
         ctx: int | None = None,
         threads: int | None = None,
@@ -76,7 +76,7 @@ class LLM:
             ("dtype", dtype, ("auto", "float32", "float16", "bfloat16")),
             ("act_bits", act_bits, (None, 8, 16)),
             ("kv_cache_dtype", kv_cache_dtype, ("auto", "int8")),
-            ("backend", backend, ("auto", "native", "transformers")),
+            ("engine", engine, ("auto", "native", "transformers")),
         )
         for name, value, allowed in choices:
             if value not in allowed:
@@ -91,7 +91,7 @@ class LLM:
             dtype=dtype,
             act_bits=act_bits,
             kv_cache_dtype=kv_cache_dtype,
-            engine=backend,
+            engine=engine,
             slots=max_batch,
             context=ctx,
             threads=threads,

@@ -84,7 +84,7 @@ class _EngineMetrics:
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens of choices that got a slot.", "prompt_tokens"),
             (CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens found in the cache.", "reused_tokens"),
             (CounterMetricFamily, "generation_tokens", "Tokens generated.", "generated_tokens"),
-            (CounterMetricFamily, "num_preemptions", "Choices preempted for lack of room.", "preemptions"),
+            (CounterMetricFamily, "num_preemptions", "Choices put aside for lack of room.", "preemptions"),
         )
         for kind, name, text, attribute in values:
             family = kind(f"trirun:{name}", text, labels=["model_name"])
