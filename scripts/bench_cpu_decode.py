@@ -111,8 +111,8 @@ class Bench:
             on_text=lambda _, text: shown.append(text),
         )
         assert done.usage.generated_tokens == self._tokens
-        self.texts.setdefault(name, done.tokens)
-        assert self.texts[name] == done.tokens, f"{name}: another text from the same seed"
+        self.texts.setdefault(name, done.token_ids)
+        assert self.texts[name] == done.token_ids, f"{name}: another text from the same seed"
         return 1 / done.usage.decode_tokens_per_s
 
 
