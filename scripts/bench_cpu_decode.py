@@ -31,12 +31,12 @@ import numpy as np
 import peer_models
 from trirun_kernels.arrays import Array
 
-from trirun_cli.backends.cpu.model import LeanDecoder
-from trirun_cli.backends.cpu.runner import LeanRunner
-from trirun_cli.engine.completion import Prompt, complete
+from trirun_cli.backends.cpu.decoder import NativeDecoder
+from trirun_cli.backends.cpu.runner import CpuRunner
 from trirun_cli.engine.engine import Engine
 from trirun_cli.engine.sampling import SamplingParams
 from trirun_cli.resources import configs_dir
+from trirun_cli.text.completion import Prompt, complete
 from trirun_cli.text.detokenizer import quick_tokenizer
 
 BOUND, STRICT, DECODER, GENERATE = "products, called", "products, one region", "decoder", "generate"
@@ -57,9 +57,9 @@ class Bench:
 
     def __init__(self, checkpoint: Path, tokens: int, act_bits: int | None, threads: int) -> None:
         context = PROMPT_TOKENS + tokens
-        self._decoder = LeanDecoder(checkpoint, act_bits=act_bits, threads=threads, context=context)
+        self._decoder = NativeDecoder(checkpoint, act_bits=act_bits, threads=threads, context=context)
         self.name, self.act_bits, self._tokens = self._decoder.name, self._decoder.act_bits, tokens
-        self._engine = Engine(LeanRunner(self._decoder))
+        self._engine = Engine(CpuRunner(self._decoder))
         has_tokenizer = (checkpoint / "tokenizer.json").is_file()
         # A model made for its shape has no tokenizer; pieces of another's text cost the same.
         self._tokenizer = quick_tokenizer(checkpoint if has_tokenizer else configs_dir() / "demo-model", chat=False)
@@ -111,8 +111,8 @@ class Bench:
             on_text=lambda _, text: shown.append(text),
         )
         assert done.usage.generated_tokens == self._tokens
-        self.texts.setdefault(name, done.tokens)
-        assert self.texts[name] == done.tokens, f"{name}: another text from the same seed"
+        self.texts.setdefault(name, done.token_ids)
+        assert self.texts[name] == done.token_ids, f"{name}: another text from the same seed"
         return 1 / done.usage.decode_tokens_per_s
 
 

@@ -83,10 +83,10 @@ def worker(arguments: list[str]) -> None:
 
 def run_trirun(arguments: list[str]) -> None:
     """Prefill and decode: checkpoint, threads, act_bits, prompt and decode lengths."""
-    from trirun_cli.backends.cpu.model import LeanDecoder
+    from trirun_cli.backends.cpu.decoder import NativeDecoder
 
     checkpoint, threads, act_bits, prompt, length = arguments[0], *map(int, arguments[1:])
-    decoder = LeanDecoder(checkpoint, threads=threads, act_bits=act_bits, context=2048)
+    decoder = NativeDecoder(checkpoint, threads=threads, act_bits=act_bits, context=2048)
     tokens = [17 * i % decoder.shape.vocab for i in range(max(prompt, length))]
 
     def decode(count: int) -> float:

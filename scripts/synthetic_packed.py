@@ -18,7 +18,7 @@ from torch import Tensor
 from trirun_kernels import QuantSpec
 from trirun_kernels.decoder.weights import DecoderShape
 
-from trirun_cli.backends.cpu.model import FINAL_NORM, LINEARS, NORMS
+from trirun_cli.backends.cpu.weights import FINAL_NORM, LINEARS, NORMS
 from trirun_cli.bench.models import decoder_shape_named
 from trirun_cli.checkpoint.reader import SCALE, WEIGHT, Format
 from trirun_cli.models.output_head import EMBEDDING, HEAD

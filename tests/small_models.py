@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trirun_cli.backends.registry import open_runner
+from trirun_cli.engine.engine import Engine
+
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -20,6 +23,11 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def open_engine(path: Path, *, max_waiting: int | None = None, **options: Any) -> Engine:
+    """An engine on a model directory; ``options`` are those of ``open_runner``."""
+    return Engine(open_runner(path, **options), max_waiting=max_waiting)
 
 
 def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, Path, Path]:

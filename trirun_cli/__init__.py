@@ -1,3 +1,39 @@
-"""trirun: quantize language models to 2 bits or ternary, and run them."""
+"""trirun: quantize language models to 2 bits or ternary, and run them.
+
+In a program: :class:`LLM` runs a model, with :class:`SamplingParams` to :class:`Completion`; :func:`quantize`,
+:func:`pack` and :func:`finetune` do what the commands of these names do; :func:`load` gives a packed checkpoint as a
+transformers model.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# Workflows import this package for its version, so not even types come from there.
+if TYPE_CHECKING:
+    from .checkpoint.reader import load_checkpoint as load
+    from .engine.sampling import SamplingParams
+    from .llm import LLM
+    from .text.completion import Completion
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "SamplingParams", "finetune", "load", "pack", "quantize"]
+
+# Where each lives; imported on first use, since a command needs few of them and torch's import takes seconds.
+_PLACES = {
+    "LLM": ("llm", "LLM"),
+    "Completion": ("text.completion", "Completion"),
+    "SamplingParams": ("engine.sampling", "SamplingParams"),
+    "finetune": ("workflows.finetune", "finetune"),
+    "load": ("checkpoint.reader", "load_checkpoint"),
+    "pack": ("workflows.pack", "pack_model"),
+    "quantize": ("workflows.quantize", "quantize"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _PLACES[name]
+    return getattr(import_module(f".{module}", __name__), attribute)

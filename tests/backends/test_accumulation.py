@@ -9,8 +9,8 @@ from trirun_kernels.f16acc.int2 import FEWEST_ROWS
 from trirun_kernels.gemm.linear import Int2Linear
 from trirun_kernels.gemm.ops import int2_gemm
 
-from trirun_cli.backends.transformers import accumulation, model
-from trirun_cli.backends.transformers.accumulation import Fp16Sums, check_accumulation, use_fp16_sums
+from trirun_cli.backends import accumulation
+from trirun_cli.backends.accumulation import Fp16Sums, check_accumulation, use_fp16_sums
 from trirun_cli.errors import CheckFailed, InputError, UsageError
 from trirun_cli.models.synthetic import random_model
 
@@ -27,7 +27,7 @@ def gpu(monkeypatch):
     """A GPU of given facts, as far as the check looks."""
 
     def pretend(gain, error):
-        monkeypatch.setattr(model, "pick_device", lambda device: "cuda")
+        monkeypatch.setattr(accumulation, "pick_device", lambda device: "cuda")
         monkeypatch.setattr(accumulation, "measure", lambda device: Fp16Sums("some GPU", gain, error, 5e-4))
 
     return pretend
@@ -46,9 +46,9 @@ def test_a_gpu_that_gains_nothing_must_be_forced(gpu):
 
 
 @pytest.mark.parametrize("error", [1e-3, float("nan")])
-def test_errors_larger_than_the_twin_s_are_refused(gpu, error):
+def test_errors_larger_than_the_reference_s_are_refused(gpu, error):
     gpu(2.0, error)
-    with pytest.raises(CheckFailed, match="the reference twin has"):
+    with pytest.raises(CheckFailed, match="the reference has"):
         check_accumulation("fp16-forced", "cuda")
 
 
@@ -74,16 +74,16 @@ def test_many_rows_add_in_fp16_and_few_do_not(weight):
         assert layer(many.float()).dtype == torch.float32
 
 
-def test_every_projection_of_the_lean_decoder_is_told():
+def test_every_projection_of_the_native_decoder_is_told():
     shape = DecoderShape(
         layers=2, hidden=128, ffn=256, heads=2, kv_heads=1, head_dim=64, vocab=64, rotary_half=32, norm_eps=1e-5,
         attention_scale=0.125,
     )  # fmt: skip
     cpu = torch.device("cpu")
-    lean = random_model(shape, QuantSpec(-1, 1.0), positions=64, device=cpu, dtype=torch.float16)
-    told = use_fp16_sums(lean)
+    model = random_model(shape, QuantSpec(-1, 1.0), positions=64, device=cpu, dtype=torch.float16)
+    told = use_fp16_sums(model)
     assert [p.acc for layer in told.layers for p in layer.projections] == ["fp16"] * 8
-    assert told.layers[1].o.weight is lean.layers[1].o.weight and lean.layers[1].o.acc == "fp32"
+    assert told.layers[1].o.weight is model.layers[1].o.weight and model.layers[1].o.acc == "fp32"
 
 
 def test_only_models_in_float16():

@@ -1,4 +1,4 @@
-"""The lean decoder against transformers' own modelling, for every family it runs."""
+"""The native decoder against transformers' own modelling, for every family it runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trirun_kernels.decoder.cpu import Segment
 
 from tests.small_models import SIZES, save_ternary
-from trirun_cli.backends.cpu.model import LeanDecoder, LeanLM
+from trirun_cli.backends.cpu.decoder import NativeDecoder
 from trirun_cli.backends.cuda.weights import load_model
-from trirun_cli.backends.transformers.model import BatchLM
+from trirun_cli.backends.registry import open_runner
 from trirun_cli.backends.weight_memory import StoredTensors
 from trirun_cli.checkpoint.model_dir import read_json
+from trirun_cli.engine.scoring import ScoringModel
 from trirun_cli.errors import InputError
-from trirun_cli.models.llama_config import NotLean, decoder_shape, longest_context, rotary_angles
+from trirun_cli.models.llama_config import UnsupportedModel, decoder_shape, longest_context, rotary_angles
 from trirun_cli.models.output_head import embedding_names
 from trirun_cli.workflows.pack import pack_model
 
@@ -69,17 +70,21 @@ def logits_of(decoder, tokens, **options):
     return torch.from_numpy(decoder.forward(tokens, **options))
 
 
+def scoring_model(directory):
+    return ScoringModel(open_runner(directory, device="cpu", scoring=True))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_transformers(name, tmp_path):
     model, packed = save_packed(*FAMILIES[name], tmp_path)
     tokens = torch.randint(3, 96, (200,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(tokens.unsqueeze(0)).logits[0]
-    decoder = LeanDecoder(packed, kv_dtype="float32", int8_head=False, threads=2)
+    decoder = NativeDecoder(packed, kv_dtype="float32", int8_head=False, threads=2)
     found = logits_of(decoder, tokens, keep=200)
     assert error(found, expected) < 1e-3
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.97
-    half = LeanDecoder(packed, threads=2, max_rows=48)
+    half = NativeDecoder(packed, threads=2, max_rows=48)
     every = logits_of(half, tokens, keep=200)
     assert error(every, expected) < 1e-2
     for keep in (1, 8, 9, 60, 104, 105):
@@ -89,8 +94,8 @@ def test_logits_equal_transformers(name, tmp_path):
 def test_one_token_at_a_time(tmp_path):
     _, packed = save_packed("llama", {}, tmp_path)
     tokens = torch.randint(3, 96, (90,), generator=torch.Generator().manual_seed(1))
-    every, lm = logits_of(LeanDecoder(packed, threads=2), tokens, keep=90), LeanLM(packed)
-    assert isinstance(lm, BatchLM) and lm.vocab_size == 96 and lm.max_positions == 256
+    every, lm = logits_of(NativeDecoder(packed, threads=2), tokens, keep=90), scoring_model(packed)
+    assert lm.vocab_size == 96 and lm.max_positions == 256
     for _ in range(2):
         lm.reset()
         found = torch.cat([lm.forward(tokens[:40]), *(lm.forward(token.view(1)) for token in tokens[40:])])
@@ -119,7 +124,7 @@ def test_tied_heads_are_those_that_are_equal(differ, tmp_path):
     tokens = torch.randint(3, 96, (20,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         logits = expected(tokens.unsqueeze(0)).logits[0]
-    found = logits_of(LeanDecoder(packed, kv_dtype="float32", int8_head=False, threads=1), tokens, keep=20)
+    found = logits_of(NativeDecoder(packed, kv_dtype="float32", int8_head=False, threads=1), tokens, keep=20)
     assert error(found, logits) < 1e-3
     on_gpu = load_model(packed, device=torch.device("cpu"))
     assert torch.equal(on_gpu.head[:96].float(), tensors["lm_head.weight"].half().float())
@@ -129,8 +134,8 @@ def test_slots_are_independent_sequences(tmp_path):
     _, packed = save_packed("llama", {}, tmp_path)
     generator = torch.Generator().manual_seed(1)
     first, second = (torch.randint(3, 96, (length,), generator=generator) for length in (50, 20))
-    decoder = LeanDecoder(packed, slots=3, threads=2)
-    alone = [logits_of(LeanDecoder(packed, threads=2), tokens) for tokens in (first, second)]
+    decoder = NativeDecoder(packed, slots=3, threads=2)
+    alone = [logits_of(NativeDecoder(packed, threads=2), tokens) for tokens in (first, second)]
     decoder.forward(first[:-1], slot=0)
     decoder.forward(second[:-1], slot=2)
     batch = decoder.step([Segment(0, 49, 1), Segment(2, 19, 1)], [first[-1], second[-1]], [0, 1])
@@ -141,7 +146,7 @@ def test_slots_are_independent_sequences(tmp_path):
 def test_a_copied_prefix_is_the_prefix(kv_dtype, tmp_path):
     _, packed = save_packed("llama", {"head_dim": 24}, tmp_path)
     tokens = torch.randint(3, 96, (100,), generator=torch.Generator().manual_seed(1))
-    decoder = LeanDecoder(packed, slots=3, threads=2, kv_dtype=kv_dtype)
+    decoder = NativeDecoder(packed, slots=3, threads=2, kv_dtype=kv_dtype)
     expected = logits_of(decoder, tokens, slot=0)
     for length in (1, 63, 64, 65, 99):
         decoder.forward(tokens.flip(0), slot=2)
@@ -158,7 +163,7 @@ def test_ternary_model_keeps_its_logits(shared, tmp_path):
     tokens = torch.randint(3, 8192, (300,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(tokens.unsqueeze(0)).logits[0]
-    found = logits_of(LeanDecoder(tmp_path / "packed", int8_head=False), tokens, keep=300)
+    found = logits_of(NativeDecoder(tmp_path / "packed", int8_head=False), tokens, keep=300)
     assert error(found, expected) < 2e-3
 
 
@@ -200,7 +205,7 @@ def test_old_rotary_settings_are_read():
     ],
 )
 def test_other_models_are_refused(change, message):
-    with pytest.raises(NotLean, match=message):
+    with pytest.raises(UnsupportedModel, match=message):
         decoder_shape(SIZES | {"model_type": "llama"} | change)
 
 
@@ -213,8 +218,8 @@ def test_a_norm_or_a_bias_of_other_layers_alone_is_not_left_out(tmp_path, family
     tensors = load_file(packed / "model.safetensors")
     del tensors[name]
     save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NotLean, match=f"no tensor {name}"):
-        LeanDecoder(packed)
+    with pytest.raises(UnsupportedModel, match=f"no tensor {name}"):
+        NativeDecoder(packed)
 
 
 @pytest.mark.parametrize(
@@ -237,9 +242,9 @@ def test_context_stays_within_a_sliding_window(config, longest):
 
 def test_what_does_not_fit_is_refused(tmp_path):
     _, packed = save_packed("llama", {}, tmp_path)
-    with pytest.raises(NotLean, match="300 positions; the model attends to 256"):
-        LeanDecoder(packed, context=300)
-    decoder = LeanDecoder(packed, context=100)
+    with pytest.raises(UnsupportedModel, match="300 positions; the model attends to 256"):
+        NativeDecoder(packed, context=300)
+    decoder = NativeDecoder(packed, context=100)
     with pytest.raises(ValueError, match="5 tokens at position 96 of a context of 100"):
         decoder.forward(torch.arange(5), position=96)
     with pytest.raises(ValueError, match="0 tokens"):
@@ -249,15 +254,15 @@ def test_what_does_not_fit_is_refused(tmp_path):
 def test_no_torch_is_needed(tmp_path):
     _, packed = save_packed("llama", {}, tmp_path)
     code = (
-        "import sys; from trirun_cli.backends.cpu.model import LeanDecoder; "
-        "logits = LeanDecoder(sys.argv[1], threads=2).forward([3, 4, 5]); "
+        "import sys; from trirun_cli.backends.cpu.decoder import NativeDecoder; "
+        "logits = NativeDecoder(sys.argv[1], threads=2).forward([3, 4, 5]); "
         "assert 'torch' not in sys.modules; print(int(logits.argmax()))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", code, packed], capture_output=True, text=True, check=True, env=environment
     )
-    assert int(done.stdout) == LeanDecoder(packed, threads=2).forward([3, 4, 5]).argmax()
+    assert int(done.stdout) == NativeDecoder(packed, threads=2).forward([3, 4, 5]).argmax()
 
 
 @pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
@@ -268,7 +273,7 @@ def test_a_missing_tensor_is_refused(lost, tmp_path):
     del tensors[lost]
     save_file(tensors, file)
     with pytest.raises(InputError, match=lost):
-        LeanDecoder(packed)
+        NativeDecoder(packed)
 
 
 def test_a_tampered_shape_is_refused(tmp_path):
@@ -278,7 +283,7 @@ def test_a_tampered_shape_is_refused(tmp_path):
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:1].clone()
     save_file(tensors, file)
     with pytest.raises(InputError, match="layer 1 up"):
-        LeanDecoder(packed)
+        NativeDecoder(packed)
 
 
 def test_a_truncated_file_is_refused(tmp_path):
@@ -287,5 +292,5 @@ def test_a_truncated_file_is_refused(tmp_path):
     file = next(packed.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-5000])
     with pytest.raises(InputError):
-        LeanDecoder(packed)
+        NativeDecoder(packed)
     assert config["quantization_config"]["quant_method"] == "trirun"

@@ -1,4 +1,4 @@
-"""Every family that the lean decoder runs, packed and dense, on a GPU against transformers on the CPU."""
+"""Every family that the native decoder runs, packed and dense, on a GPU against transformers on the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 from trirun_kernels.native import library_path
 
 from tests.small_models import save_ternary
-from trirun_cli.backends.transformers.model import BatchLM
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not library_path("cuda").exists(),
@@ -59,13 +58,13 @@ def test_logits_are_those_of_transformers(models):
         assert torch.isfinite(found).all() and errors.median() < 3e-3, path.name
 
 
-def test_engine_opens_the_lean_decoder(models):
-    from trirun_cli.backends.registry import open_engine
+def test_engine_opens_the_native_decoder(models):
+    from tests.small_models import open_engine
     from trirun_cli.engine.request import Request
     from trirun_cli.engine.sampling import SamplingParams
 
     engine = open_engine(models[1], device="cuda", slots=4)
-    assert engine.name.startswith("lean decoder on")
+    assert engine.name.startswith("native decoder on")
     params = SamplingParams(max_tokens=5, ignore_stop_ids=True)
     requests = [Request(str(i), tuple(range(3, 20 + i)), params) for i in range(6)]
     tokens = [token for event in engine.generate(requests) for token in event.tokens]
@@ -76,10 +75,11 @@ def test_engine_opens_the_lean_decoder(models):
 @pytest.mark.parametrize("rows", [4096, 64])
 def test_scoring_is_that_of_transformers(models, monkeypatch, rows):
     """Whole sequences side by side, in steps of few or many tokens, and one by one."""
-    from trirun_cli.backends.cuda import model as cuda_lm
-    from trirun_cli.backends.transformers.model import open_model
+    from trirun_cli.backends.cuda import opening
+    from trirun_cli.backends.registry import open_runner
+    from trirun_cli.engine.scoring import ScoringModel
 
-    monkeypatch.setattr(cuda_lm, "MAX_ROWS", rows)
+    monkeypatch.setattr(opening, "SCORED_ROWS", rows)
     generator = torch.Generator().manual_seed(2)
     sequences = [torch.randint(3, 65, (length,), generator=generator) for length in (1, 40, 150, 2, 1, 64, 63)]
     keep = [1, 3, 150, 2, 1, 10, 63]
@@ -87,8 +87,8 @@ def test_scoring_is_that_of_transformers(models, monkeypatch, rows):
     with torch.inference_mode():
         expected = [reference(tokens.unsqueeze(0)).logits[0] for tokens in sequences]
     for kv_cache_dtype, allowed in (("auto", 3e-3), ("int8", 2e-2)):
-        lm = open_model(models[1], device="cuda", kv_cache_dtype=kv_cache_dtype)
-        assert lm.engine.startswith("lean decoder on") and isinstance(lm, BatchLM)
+        lm = ScoringModel(open_runner(models[1], device="cuda", kv_cache_dtype=kv_cache_dtype, scoring=True))
+        assert lm.name.startswith("native decoder on")
         together = lm.forward_batch(sequences, keep)
         for found, logits, count in zip(together, expected, keep, strict=True):
             assert found.shape == (count, lm.vocab_size)

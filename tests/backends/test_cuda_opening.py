@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from trirun_kernels.decoder.weights import DecoderShape
 
-from trirun_cli.backends.cuda import opening as cuda_opening
 from trirun_cli.backends.cuda.opening import CACHE_SHARE, cache_pages
 from trirun_cli.backends.cuda.weights import load_model
 from trirun_cli.errors import OutOfMemoryError
-from trirun_cli.models.llama_config import NotLean
+from trirun_cli.models.llama_config import UnsupportedModel
 
 SHAPE = DecoderShape(32, 4096, 11008, 32, 32, 128, 32000, 64, 1e-5, 128**-0.5)
 PAGE_16 = 2 * 32 * 32 * 64 * 128 * 2  # bytes of 64 positions of Llama-2-7B in 16 bits
@@ -42,19 +40,5 @@ def test_what_is_missing_is_left_to_transformers_to_judge(plain_model, copy_of, 
     tensors = load_file(model / "model.safetensors")
     del tensors[name]
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NotLean, match=f"no tensor {name}"):
+    with pytest.raises(UnsupportedModel, match=f"no tensor {name}"):
         load_model(model, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize(("positions", "window", "reason"), [(None, None, "loaded"), (4096, 64, "window of 64")])
-def test_scoring_needs_all_positions_that_a_model_names(monkeypatch, tmp_path, positions, window, reason):
-    def load(path, *, context, **options):
-        assert context == 2048  # the default of a config.json that names none
-        raise NotLean("loaded")
-
-    monkeypatch.setattr(cuda_opening, "usable_device", lambda device: torch.device("cpu"))
-    monkeypatch.setattr(cuda_opening, "load_model", load)
-    config = {"model_type": "llama", "max_position_embeddings": positions, "sliding_window": window}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"use_sliding_window": True}))
-    with pytest.raises(NotLean, match=reason):
-        cuda_opening.cuda_lm(tmp_path, device="cuda", dtype="auto", act_bits=None)

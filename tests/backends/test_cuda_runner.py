@@ -1,4 +1,4 @@
-"""The engine on the CUDA decoder: what it generates is what the twin would, alone or in a crowd."""
+"""The engine on the CUDA decoder: what it generates is what the reference would, alone or in a crowd."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from trirun_kernels.decoder.cuda_reference import int8_round_trip
 from trirun_kernels.native import library_path
 
 from tests.kernels.decoder.models import VOCAB, random_model
-from trirun_cli.backends.cuda.weights import compute_dtype
 from trirun_cli.engine.engine import Engine
 from trirun_cli.engine.request import FinishReason, Request
 from trirun_cli.engine.sampling import SamplingParams
-from trirun_cli.models.llama_config import NotLean
+from trirun_cli.models.llama_config import UnsupportedModel, gpu_dtype
 
 gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or not library_path("cuda").exists(),
@@ -22,11 +21,11 @@ gpu = pytest.mark.skipif(
 
 
 def test_what_a_model_is_computed_in():
-    assert compute_dtype({"dtype": "bfloat16"}, "auto") == torch.bfloat16
-    assert compute_dtype({"torch_dtype": "float32"}, "auto") == torch.float16
-    assert compute_dtype({"dtype": "bfloat16"}, "float16") == torch.float16
-    with pytest.raises(NotLean, match="not float32"):
-        compute_dtype({}, "float32")
+    assert gpu_dtype({"dtype": "bfloat16"}, "auto") == "bfloat16"
+    assert gpu_dtype({"torch_dtype": "float32"}, "auto") == "float16"
+    assert gpu_dtype({"dtype": "bfloat16"}, "float16") == "float16"
+    with pytest.raises(UnsupportedModel, match="not float32"):
+        gpu_dtype({}, "float32")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def assert_greedy(weights, prompt, tokens, tie=0.05, stored=None):
     chosen = logits.gather(1, text[len(prompt) :].unsqueeze(1)).squeeze(1)
     missed = logits.max(1).values - chosen
     # Random models attend sharply: of a code next to a tie it may depend what follows (1 token in 1100 with keys and
-    # values that differ by fp16's rounding, in the twin itself).
+    # values that differ by fp16's rounding, in the reference itself).
     assert (missed.max() if stored is None else missed.quantile(0.9)) < tie * logits.std()
 
 

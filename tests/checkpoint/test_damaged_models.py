@@ -119,7 +119,7 @@ def test_types_that_transformers_alone_reads(trirun, packed, copy_of):
     options = ("generate", "-c", wide, "-p", "x", "-n", 1, "--device", "cpu")
     code, _, err = trirun(*options)
     assert code == 0 and "on transformers" in err
-    code, _, err = trirun(*options, "--engine", "lean")
+    code, _, err = trirun(*options, "--engine", "native")
     assert code == 3 and len(one_line(err)) == 1 and f"{NORM} is F64, not one of" in err
 
 
@@ -237,7 +237,7 @@ def test_tampered_shapes(trirun, packed, copy_of):
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
     code, _, err = trirun("inspect", damaged)
     assert code == 3 and f"{name} is" in err
-    # The lean decoder reads the file by itself and names the same matrix its own way.
+    # The native decoder reads the file by itself and names the same matrix its own way.
     code, _, err = trirun("generate", "--checkpoint", damaged, "--prompt", "x")
     assert code == 3 and len(one_line(err)) == 1 and "layer 1 q must be packed" in err
 

@@ -96,10 +96,10 @@ def test_a_template_that_refuses(trirun, copy_of, packed):
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(trirun, chatty, monkeypatch):
-    from trirun_cli.backends.cpu import runner as lean_runner
+    from trirun_cli.backends.cpu import runner as cpu_runner
     from trirun_cli.engine.engine import Engine
 
-    monkeypatch.setattr(lean_runner, "BURST_STEPS", 8)
+    monkeypatch.setattr(cpu_runner, "BURST_STEPS", 8)
     step, steps, said = Engine.step, [], iter(["Hello\n", KeyboardInterrupt(), "More\n", ""])
 
     def step_and_interrupt(self):

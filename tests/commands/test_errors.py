@@ -173,8 +173,8 @@ def test_options_that_make_no_sense(trirun, packed):
         (("serve", "-c", packed, "--port", "70000"), "--port 70000"),
         (("serve", "-c", "nothing", "--served-model-name", ""), "--served-model-name '': no name"),
         (("generate", "-c", packed, "-p", "x", "--device", "cuda:x"), "--device cuda:x: not one of"),
-        (("generate", "-c", packed, "-p", "x", "--engine", "lean", "--tf32"), "--tf32 is for transformers"),
-        (("serve", "-c", packed, "--port", "0", "--engine", "lean", "--compile"), "--compile is for transformers"),
+        (("generate", "-c", packed, "-p", "x", "--engine", "native", "--tf32"), "--tf32 is for transformers"),
+        (("serve", "-c", packed, "--port", "0", "--engine", "native", "--compile"), "--compile is for transformers"),
         (("nonsense",), "No such command"),
     ]:
         code, out, err = trirun(*arguments)

@@ -1,162 +1,16 @@
-"""``trirun generate`` and what it stands on: streaming text, stop strings."""
+"""``trirun generate``."""
 
 import io
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models
 
-from trirun_cli.engine.generation import GenerationStats, generate_tokens
-from trirun_cli.engine.sampling import SamplingParams
-from trirun_cli.errors import InputError
-from trirun_cli.text.detokenizer import TextStream, load_tokenizer, quick_tokenizer
+from trirun_cli.text.detokenizer import load_tokenizer, quick_tokenizer
 from trirun_cli.text.tokenizer import LightTokenizer, light_tokenizer
-
-
-class ScriptedModel:
-    """Says the next of its tokens whatever it is told."""
-
-    vocab_size, max_positions, engine = 100, 16, "scripted"
-
-    def __init__(self, script):
-        self.script, self.seen = list(script), []
-
-    def reset(self):
-        self.seen = []
-
-    def forward(self, tokens, *, last_only=True):
-        self.seen.extend(tokens.tolist())
-        logits = torch.zeros(1, self.vocab_size)
-        logits[0, self.script.pop(0)] = 1
-        return logits
-
-
-def run(model, prompt, **params):
-    stats = GenerationStats()
-    tokens = list(generate_tokens(model, prompt, SamplingParams(**params), {99}, stats))
-    return tokens, stats
-
-
-def test_stops_at_the_end_token_and_reports_why():
-    tokens, stats = run(ScriptedModel([5, 6, 99, 7]), [1, 2])
-    assert tokens == [5, 6] and stats.finish_reason == "stop" and stats.prompt_tokens == 2
-    tokens, stats = run(ScriptedModel([5, 6, 7]), [1], max_tokens=2)
-    assert tokens == [5, 6] and stats.finish_reason == "length"
-    assert run(ScriptedModel([5]), [1], max_tokens=0)[0] == []
-    assert run(ScriptedModel([5]), [1], max_tokens=1)[0] == [5]
-
-
-def test_the_context_is_the_limit():
-    model = ScriptedModel([5] * 20)
-    tokens, stats = run(model, [1] * 14, max_tokens=50)
-    assert len(tokens) == 2 and stats.finish_reason == "length" and len(model.seen) <= 16
-    with pytest.raises(InputError, match="the prompt has 17 tokens, the model's context is 16"):
-        run(model, [1] * 17)
-    with pytest.raises(InputError, match="token id 100 is outside"):
-        run(model, [100])
-
-
-def test_logits_that_are_not_finite():
-    model = ScriptedModel([5])
-    model.forward = lambda tokens: torch.full((1, model.vocab_size), torch.nan)
-    with pytest.raises(InputError, match="logits are not finite"):
-        run(model, [1])
-
-
-@pytest.fixture(scope="module")
-def tokenizer(plain_model):
-    return load_tokenizer(plain_model)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The sea was calm, and the ship lay still.",
-        "naïve café — 日本語 🙂👩‍👩‍👧 done",
-        "  two  spaces\n\nlines\t",
-        "é" * 200,
-    ],
-)
-@pytest.mark.parametrize("burst", [1, 2, 5, 100])
-def test_streaming_gives_the_same_text_in_whole_characters(tokenizer, text, burst):
-    prompt, ids = tokenizer("Say: ")["input_ids"], tokenizer(text)["input_ids"]
-    stream = TextStream(tokenizer, prompt)
-    bursts = [ids[first : first + burst] for first in range(0, len(ids), burst)]
-    pieces = [*map(stream.extend, bursts), stream.flush()]
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
-
-
-@pytest.mark.parametrize("burst", [1, 100])
-def test_a_character_that_the_prompt_left_unfinished(tokenizer, burst):
-    ids = tokenizer("a🙂 b")["input_ids"]
-    for cut in range(1, len(ids)):
-        stream = TextStream(tokenizer, ids[:cut])
-        rest = [ids[first : first + burst] for first in range(cut, len(ids), burst)]
-        text = "".join([*map(stream.extend, rest), stream.flush()])
-        before = tokenizer.decode(ids[:cut]).rstrip("\ufffd")
-        assert before + text == "a🙂 b"
-    # One that is written there is not.
-    prompt = tokenizer("a\ufffd")["input_ids"]
-    stream = TextStream(tokenizer, prompt)
-    assert "".join(map(stream.push, tokenizer("b")["input_ids"])) == "b"
-
-
-@pytest.mark.parametrize("burst", [1, 7])
-@pytest.mark.parametrize("seed", range(3))
-def test_bytes_that_are_no_characters_hide_none(tokenizer, burst, seed):
-    pieces = {piece: id for piece, id in tokenizer.get_vocab().items() if len(piece) == 1 and not piece.isascii()}
-    ids = random.Random(seed).choices(sorted(pieces.values()), k=3000)
-    stream = TextStream(tokenizer, tokenizer("a")["input_ids"])
-    bursts = [ids[first : first + burst] for first in range(0, len(ids), burst)]
-    assert "".join([*map(stream.extend, bursts), stream.flush()]) == tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("burst", [1, 7])
-@pytest.mark.parametrize("start", [9, 13, 15, 18])
-def test_characters_of_a_token_for_every_byte(burst, start):
-    """Where a run of bytes is decoded as a whole or not at all, it must not begin within a character."""
-    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
-    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    text = "日本語🙂é" * 20
-    ids = [byte + 1 for byte in text.encode()]
-    stream = TextStream(backend, ids[:start])
-    bursts = [ids[first : first + burst] for first in range(start, len(ids), burst)]
-    shown = "".join([*map(stream.extend, bursts), stream.flush()])
-    assert shown == text[len(text.encode()[:start].decode()) :]
-
-
-def test_a_character_that_never_completes_is_still_shown(tokenizer):
-    ids = tokenizer("a🙂")["input_ids"][:-1]
-    stream = TextStream(tokenizer, [])
-    assert "".join([stream.push(token) for token in ids] + [stream.flush()]).startswith("a")
-
-
-@pytest.mark.parametrize("stop", ["still", "l", "ship lay st", "the ship", "ll."])
-@pytest.mark.parametrize("burst", [1, 4])
-def test_stop_strings_across_token_borders(tokenizer, stop, burst):
-    text = "The sea was calm, and the ship lay still."
-    stream, shown = TextStream(tokenizer, [], (stop, "never this")), ""
-    ids = tokenizer(text)["input_ids"]
-    for first in range(0, len(ids), burst):
-        shown += stream.extend(ids[first : first + burst])
-        assert stop not in shown
-        if stream.stopped:
-            break
-    assert stream.stopped and shown + stream.flush() == text[: text.index(stop)]
-
-
-def test_an_unfinished_stop_string_is_released_at_the_end(tokenizer):
-    stream = TextStream(tokenizer, [], ("still going",))
-    ids = tokenizer("it lay still")["input_ids"]
-    assert "".join([stream.push(token) for token in ids] + [stream.flush()]) == "it lay still"
 
 
 def test_greedy_text_of_packed_and_original_is_the_same(trirun, packed, ternary_model):
@@ -209,10 +63,10 @@ def test_a_stop_string_ends_the_text(trirun, packed):
 
 
 def test_ctrl_c_ends_with_the_text_so_far(trirun, packed, monkeypatch):
-    from trirun_cli.backends.cpu import runner as lean_runner
+    from trirun_cli.backends.cpu import runner as cpu_runner
     from trirun_cli.engine.engine import Engine
 
-    monkeypatch.setattr(lean_runner, "BURST_STEPS", 8)
+    monkeypatch.setattr(cpu_runner, "BURST_STEPS", 8)
     step, steps, handler = Engine.step, [], signal.getsignal(signal.SIGINT)
 
     def step_and_interrupt(self):
@@ -255,7 +109,7 @@ finally:
 """
 
 
-def test_a_lean_model_needs_neither_torch_nor_transformers(packed):
+def test_a_packed_model_needs_neither_torch_nor_transformers(packed):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", LIGHT, packed], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stdout.startswith("The"), done.stderr

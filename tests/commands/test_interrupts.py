@@ -11,9 +11,9 @@ import pytest
 import uvicorn
 from trirun_gptq.train.loop import _deferred_interrupt
 
-from trirun_cli.engine.completion import interruptions
 from trirun_cli.interrupts import Interrupts, importing
 from trirun_cli.server.run import _Server
+from trirun_cli.text.completion import interruptions
 
 SWALLOWING = """
 import sys, time

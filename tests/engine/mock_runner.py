@@ -32,7 +32,7 @@ def continuation(prompt, most, stop_ids=()):
 class MockRunner:
     """``pages``: a paged cache of that many pages of 4 positions; None: a region per slot, which can be copied."""
 
-    name, vocab_size = "mock", VOCAB
+    name, why_slower, vocab_size = "mock", "", VOCAB
 
     def __init__(self, slots=4, context=32, max_rows=8, lookahead=0, pages=None):
         self.slots, self.context, self.max_rows, self.lookahead = slots, context, max_rows, lookahead
@@ -48,6 +48,9 @@ class MockRunner:
     def copy(self, source, target, length):
         for position in range(length):
             self.memory[target, position] = self.memory[source, position]
+
+    def prepare(self):
+        self.prepared = True
 
     def bind(self, slot, request, generated):
         self.bound.append((request.id, slot, len(generated)))

@@ -4,12 +4,15 @@ import errno
 import random
 
 import pytest
+import torch
 
-from trirun_cli.backends.cpu.model import LeanLM
-from trirun_cli.backends.registry import open_engine
-from trirun_cli.engine.generation import GenerationStats, generate_tokens, stop_ids
+from tests.small_models import open_engine
+from trirun_cli.backends.cpu.sampler import HostSampler
+from trirun_cli.backends.registry import open_runner
+from trirun_cli.engine.generation import stop_ids
 from trirun_cli.engine.request import FinishReason, Request
 from trirun_cli.engine.sampling import SamplingParams
+from trirun_cli.engine.scoring import ScoringModel
 from trirun_cli.errors import InputError, OutOfMemoryError, UsageError
 from trirun_cli.text.detokenizer import quick_tokenizer, read_text
 from trirun_cli.workflows.pack import pack_model
@@ -50,7 +53,7 @@ def test_many_at_once_equal_each_alone(packed):
     requests = random_requests(24, 8192, 100)
     together = open_engine(packed, device="cpu", slots=8)
     found = run(together, requests)
-    assert "lean" in together.name and together.stats.running == together.stats.waiting == 0
+    assert "native" in together.name and together.stats.running == together.stats.waiting == 0
     alone = open_engine(packed, device="cpu", slots=1)
     assert found == run(alone, requests)
     for request in requests:
@@ -94,6 +97,20 @@ def test_a_cache_beyond_all_memory_is_refused(packed, monkeypatch):
         open_engine(packed, device="cpu", slots=2)
 
 
+def tokens_one_by_one(model, request):
+    """What the engine is to write, by a forward pass and a draw in numpy for every token."""
+    sampler, tokens, new = HostSampler(1, model.vocab_size), [], list(request.prompt)
+    sampler.bind(0, request.params, request.prompt)
+    model.reset()
+    for _ in range(request.params.max_tokens):
+        (token,) = sampler.sample(model.forward(torch.tensor(new)).numpy(), (0,))
+        if token.id in request.stop_ids:
+            break
+        tokens.append(token.id)
+        new = [token.id]
+    return tokens
+
+
 def test_sixty_four_readers_get_what_each_would_alone(shared, tmp_path):
     """A trained model, so that the text means something; prompts of many lengths, half of them with one beginning."""
     source = shared / "models" / "bookshelf-28m-ternary"
@@ -115,25 +132,24 @@ def test_sixty_four_readers_get_what_each_would_alone(shared, tmp_path):
     together.close()
     assert together.stats.reused_tokens > 0
     # One at a time, without the engine, nothing reused.
-    model = LeanLM(tmp_path / "packed")
+    model = ScoringModel(open_runner(tmp_path / "packed", device="cpu", scoring=True))
     for request in requests:
-        alone = generate_tokens(model, list(request.prompt), request.params, request.stop_ids, GenerationStats())
-        assert [token.id for token in found[request.id][0]] == list(alone)
+        assert [token.id for token in found[request.id][0]] == tokens_one_by_one(model, request)
     assert len({tuple(token.id for token in tokens) for tokens, _, _ in found.values()}) > 50
 
 
 def test_sampled_text_does_not_depend_on_bursts(packed, monkeypatch):
     """How many tokens a native call makes, and whether others run beside it, changes nothing."""
-    from trirun_cli.backends.cpu import runner as lean_runner
+    from trirun_cli.backends.cpu import runner as cpu_runner
     from trirun_cli.engine import scheduler
 
     requests = [
         Request(str(i), (5, 6, 7 + i), SamplingParams(max_tokens=40, temperature=0.9, seed=i, **options))
         for i, options in enumerate(({}, {"top_k": 30}, {"top_p": 0.9}, {"min_p": 0.1}, {"presence_penalty": 0.5}))
     ]
-    monkeypatch.setattr(lean_runner, "BURST_STEPS", 1)
+    monkeypatch.setattr(cpu_runner, "BURST_STEPS", 1)
     singly = run(open_engine(packed, device="cpu", slots=1), requests)
-    monkeypatch.setattr(lean_runner, "BURST_STEPS", 7)
+    monkeypatch.setattr(cpu_runner, "BURST_STEPS", 7)
     monkeypatch.setattr(scheduler, "ALONE_BURST_S", 1e9)
     engine = open_engine(packed, device="cpu", slots=1)
     assert run(engine, requests) == singly
@@ -143,8 +159,8 @@ def test_sampled_text_does_not_depend_on_bursts(packed, monkeypatch):
 
 
 def test_an_int8_cache_is_for_gpus(packed, trirun):
-    for engine in ("auto", "lean"):
-        with pytest.raises(UsageError, match="lean decoder of a GPU"):
+    for engine in ("auto", "native"):
+        with pytest.raises(UsageError, match="native decoder of a GPU"):
             open_engine(packed, device="cpu", engine=engine, kv_cache_dtype="int8")
     code, out, err = trirun("generate", "-c", packed, "-p", "a", "--device", "cpu", "--kv-cache-dtype", "fp8")
     assert code == 2 and "--kv-cache-dtype fp8: auto or int8" in err and not out

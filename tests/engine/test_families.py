@@ -4,14 +4,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.small_models import SIZES, save_ternary
-from trirun_cli.backends.registry import open_engine
-from trirun_cli.backends.transformers.model import open_model
+from tests.small_models import SIZES, open_engine, save_ternary
+from trirun_cli.backends.registry import open_runner
 from trirun_cli.engine.request import Request
 from trirun_cli.engine.sampling import SamplingParams
 from trirun_cli.errors import InputError
 
-LEAN = {
+NATIVE = {
     "llama": {},
     "mistral": {"sliding_window": None, "head_dim": 32},
     "qwen2": {},
@@ -62,10 +61,10 @@ def check(model, found, scores):
             assert token.logprob == pytest.approx(row[token.id].item(), abs=5e-2)
 
 
-@pytest.mark.parametrize("engine", ["lean", "transformers"])
-@pytest.mark.parametrize("family", LEAN)
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+@pytest.mark.parametrize("family", NATIVE)
 def test_packed_models(family, engine, tmp_path):
-    model, _, packed = save_ternary(family, LEAN[family], tmp_path)
+    model, _, packed = save_ternary(family, NATIVE[family], tmp_path)
     runner = open_engine(packed, device="cpu", engine=engine, slots=3)
     assert engine in runner.name
     found, scores = greedy(runner)
@@ -122,7 +121,7 @@ def test_longrope_ends_at_the_length_of_its_first_training(tmp_path):
     assert open_engine(tmp_path, device="cpu", slots=1, context=50).context == 50
     with pytest.raises(InputError, match=r"a context of 61 tokens; the model runs on up to 60 \(with LongRoPE"):
         open_engine(tmp_path, device="cpu", slots=1, context=61)
-    assert open_model(tmp_path, device="cpu").max_positions == 60
+    assert open_runner(tmp_path, device="cpu", scoring=True).context == 60
 
 
 def test_models_without_a_key_value_cache_are_refused(tmp_path):

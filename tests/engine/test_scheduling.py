@@ -83,7 +83,7 @@ def test_bursts_are_shorter_where_others_may_come():
 def test_why_requests_end(lookahead):
     engine = Engine(MockRunner(lookahead=lookahead))
     first = token_after([1, 2])
-    assert (inbox := submit(engine, "stop", [1, 2], 9, [first])) and (other := submit(engine, "go", [3], 3))
+    inbox, other = submit(engine, "stop", [1, 2], 9, [first]), submit(engine, "go", [3], 3)
     ignoring = submit(engine, "ignore", [1, 2], 3, [first], ignore_stop_ids=True)
     none, long = submit(engine, "none", [1], 0), submit(engine, "long", [5] * 30, 9)
     full = submit(engine, "full", [5] * 32, 9)
@@ -166,7 +166,7 @@ def test_prompt_scores(name):
         assert inbox.tokens == continuation(prompt, most)
 
 
-def test_the_youngest_is_put_aside_and_comes_back_first():
+def test_the_youngest_is_preempted_and_comes_back_first():
     runner = MockRunner(slots=4, pages=10, context=32)
     engine = Engine(runner)
     boxes = [submit(engine, i, [i + 1] * 7, 20) for i in range(4)]

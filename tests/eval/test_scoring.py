@@ -39,6 +39,13 @@ class HistoryLM:
         self.tokens += tokens.numel()
         return torch.stack(rows[-1:] if last_only else rows)
 
+    def forward_batch(self, sequences, keep):
+        found = []
+        for sequence, count in zip(sequences, keep, strict=True):
+            self.reset()
+            found.append(self.forward(sequence, last_only=False)[-count:])
+        return found
+
 
 class BatchHistoryLM(HistoryLM):
     """The same, many sequences at once; out of memory beyond ``most`` tokens."""

@@ -38,7 +38,7 @@ class ScriptedRunner:
     Log-probabilities are made of the token id: −(id % 7) − 0.5, the alternatives the ids after it.
     """
 
-    name, max_rows, lookahead = "scripted", 64, 0
+    name, why_slower, max_rows, lookahead = "scripted", "", 64, 0
 
     def __init__(self, script, vocab_size, slots=4, context=64):
         self.script, self.vocab_size, self.slots, self.context = script, vocab_size, slots, context
@@ -46,6 +46,9 @@ class ScriptedRunner:
         self.requests, self.todo, self.bound = {}, {}, []
         self.go, self.failure = threading.Event(), None
         self.go.set()
+
+    def prepare(self):
+        pass
 
     def bind(self, slot, request: Request, generated):
         self.requests[slot] = request

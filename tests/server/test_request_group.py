@@ -11,7 +11,7 @@ from trirun_cli.server.event_bridge import Outbox
 from trirun_cli.server.metrics import Metrics
 from trirun_cli.server.request_group import Job
 from trirun_cli.server.tokenizer import Decoder
-from trirun_cli.text.detokenizer import TextStream
+from trirun_cli.text.detokenizer import Detokenizer
 
 
 class Engine:
@@ -36,7 +36,7 @@ def play(tokenizer):
             engine = Engine()
             job = Job(engine, Outbox(asyncio.get_running_loop()), Metrics("m", lambda: None), 0.0)
             requests = [Request(name, (1,), SamplingParams(stop=stop)) for name in "ab"]
-            job.start(requests, lambda request: TextStream(Decoder(tokenizer), [1], stop))
+            job.start(requests, lambda request: Detokenizer(Decoder(tokenizer), [1], stop))
             return await asyncio.wait_for(scenario(job, engine), 10)
 
         return asyncio.run(main())
@@ -144,7 +144,7 @@ def test_tokens_that_cannot_be_made_text_end_the_request_and_no_other(tokenizer)
         engine, outbox = Engine(), Outbox(asyncio.get_running_loop())
         jobs = [Job(engine, outbox, Metrics("m", lambda: None), 0.0) for _ in range(2)]
         for job, name in zip(jobs, "ab", strict=True):
-            job.start([Request(name, (1,), SamplingParams())], lambda request: TextStream(Broken(), [1]))
+            job.start([Request(name, (1,), SamplingParams())], lambda request: Detokenizer(Broken(), [1]))
         for name, token in (("a", 999), ("b", 5)):
             engine.sinks[name](Event(name, (Token(token),), FinishReason.LENGTH, usage=None))
         with pytest.raises(ApiError) as caught:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from trirun_kernels import dequantize
 
-from trirun_cli.backends.cpu.model import LeanDecoder
+from trirun_cli.backends.cpu.decoder import NativeDecoder
 from trirun_cli.backends.cuda.weights import load_model
 from trirun_cli.checkpoint.model_dir import ModelDir
 from trirun_cli.checkpoint.reader import Checkpoint
@@ -39,7 +39,7 @@ def test_every_matrix_is_exact_and_smaller(trirun, ternary_model, tmp_path):
 def test_tied_embeddings_may_be_stored_by_the_name_of_the_head(trirun, ternary_model, packed, stored_by_head, tmp_path):
     assert trirun("pack", stored_by_head(ternary_model), "--out", tmp_path / "T")[0] == 0
     assert "model.embed_tokens.weight" not in Checkpoint(tmp_path / "T") and trirun("verify", tmp_path / "T")[0] == 0
-    expected, found = (LeanDecoder(out, threads=1).forward([5, 6, 7]) for out in (packed, tmp_path / "T"))
+    expected, found = (NativeDecoder(out, threads=1).forward([5, 6, 7]) for out in (packed, tmp_path / "T"))
     assert (found == expected).all()
     # As the CUDA decoder takes it.
     on_gpu = load_model(tmp_path / "T", device=torch.device("cpu"))

@@ -121,7 +121,7 @@ def test_overrides_reach_the_checkpoint(trirun, plain_model, tmp_path):
     assert opened.format.spec("model.layers.0.self_attn.o_proj").zero is None
     assert "model.layers.1.mlp.up_proj" in opened.format.modules_to_not_convert
     assert trirun("verify", tmp_path / "Q")[0] == 0
-    # A layer that is not packed keeps the model off the lean decoder, not from running.
+    # A layer that is not packed keeps the model off the native decoder, not from running.
     assert trirun("generate", "-c", tmp_path / "Q", "-p", "The sea", "-n", "4")[0] == 0
 
 
@@ -230,8 +230,8 @@ def test_two_grids_in_one_model_run_on_the_same_engine(trirun, plain_model, tmp_
     assert opened.format.spec("model.layers.0.mlp.up_proj").zero == 1.5
     assert trirun("verify", tmp_path / "Q")[0] == 0
     generate = ("generate", "-c", tmp_path / "Q", "-p", "The sea", "-n", "8", "--act-bits", "16", "--engine")
-    lean, whole = trirun(*generate, "lean"), trirun(*generate, "transformers")
-    assert lean[0] == whole[0] == 0 and lean[1] == whole[1]
+    native, whole = trirun(*generate, "native"), trirun(*generate, "transformers")
+    assert native[0] == whole[0] == 0 and native[1] == whole[1]
 
 
 def test_a_mixture_of_experts_from_end_to_end(trirun, plain_model, tmp_path):

@@ -1,19 +1,92 @@
-"""From a model directory to an engine: which runner takes which model."""
+"""Which backend runs which model directory on which device, and the one opener of models.
+
+There are three: the native decoder on a CPU ("cpu") and on a GPU ("cuda"), which run Llama-like models, and
+transformers' own modelling ("transformers"), which runs every other, slower. :func:`choose_backend` is the whole rule;
+generate, chat, serve, eval and the Python API open models by :func:`open_runner` and nothing else.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import errno
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.model_dir import quant_method, read_config
-from ..engine.engine import Engine
 from ..engine.runner import Runner
 from ..errors import InputError, OutOfMemoryError, UsageError
+from ..models.llama_config import (
+    UnsupportedModel,
+    chosen_context,
+    decoder_shape,
+    gpu_decoder_shape,
+    gpu_dtype,
+    longest_context,
+)
+from .device import on_cpu, pick_device
+
+# Sequences in the cache of a CPU that scores: the one that grows, and one beside it.
+SCORED_SLOTS = 2
 
 
-def open_engine(
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend, "cpu", "cuda" or "transformers", and why it is no faster one: None where it is the fastest, or the one
+    that was asked for."""
+
+    backend: str
+    reason: str | None = None
+
+
+def choose_backend(
+    config: dict[str, Any],
+    *,
+    gpu: bool,
+    dtype: str = "auto",
+    engine: str = "auto",
+    context: int | None = None,
+    scoring: bool = False,
+    obstacle: str | None = None,
+) -> Choice:
+    """Which backend runs a model, by its config.json and what is asked for. Nothing else is looked at.
+
+    Args:
+        gpu: on a GPU, else on the CPU. obstacle: why the native decoder does not run on that GPU, or None.
+        dtype, engine, context, scoring: as of :func:`open_runner`.
+
+    Raises:
+        InputError: config.json is damaged.
+    """
+    from ..checkpoint.reader import QUANT_METHOD
+
+    if engine == "transformers":
+        return Choice("transformers")
+    method = quant_method(config)
+    try:
+        if gpu:
+            if obstacle is not None:
+                raise UnsupportedModel(obstacle)
+            if method not in (QUANT_METHOD, None):
+                raise UnsupportedModel(f"a model quantized by {method!r}")
+            gpu_decoder_shape(config)
+            gpu_dtype(config, dtype)
+        else:
+            if method != QUANT_METHOD:
+                raise UnsupportedModel("on a CPU the native decoder runs packed checkpoints")
+            if dtype not in ("auto", "float32"):
+                raise UnsupportedModel(f"the native decoder computes in float32 on a CPU, not {dtype}")
+            decoder_shape(config)
+        chosen_context(config, context)
+        longest = longest_context(config)
+        if gpu and scoring and longest < (config.get("max_position_embeddings") or longest):
+            # A text that is longer than the window is scored whole, by those who let the window slide.
+            raise UnsupportedModel(f"a sliding window of {longest} positions")
+    except UnsupportedModel as error:
+        return Choice("transformers", str(error))
+    return Choice("cuda" if gpu else "cpu")
+
+
+def open_runner(
     path: str | Path,
     *,
     device: str = "auto",
@@ -27,24 +100,28 @@ def open_engine(
     threads: int | None = None,
     tf32: bool = False,
     compiled: bool = False,
-    max_waiting: int | None = None,
-) -> Engine:
-    """An engine on a model directory: packed Llama-like checkpoints on the lean decoder, the rest in transformers.
+    scoring: bool = False,
+    exact: bool = False,
+) -> Runner:
+    """A model directory ready to run, by the backend of :func:`choose_backend`; where only its tensors show that the
+    native decoder does not run it, by transformers all the same. The runner's ``why_slower`` says so.
 
     Args:
         path: a packed checkpoint or an ordinary Hugging Face directory.
         device: "auto" (the first GPU, or the CPU), "cpu", "cuda" or "cuda:N".
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
         act_bits: 8 or 16 overrides the checkpoint's activation width.
-        accumulate: "fp32", or on a GPU "fp16" (see :mod:`..accumulation`) for prompts long enough to gain.
-        kv_cache_dtype: "auto", the type it computes in, or "int8", with a scale per token and head: on the lean decoder
-            of a GPU.
-        engine: "lean", "transformers", or "auto": lean where it can.
+        accumulate: "fp32", or on a GPU "fp16" (see :mod:`.accumulation`) for prompts long enough to gain.
+        kv_cache_dtype: "auto", the type it computes in, or "int8", with a scale per token and head: on the native
+            decoder of a GPU.
+        engine: "native", "transformers", or "auto": native where it can.
         slots: requests that run at once. context: most tokens of one; None is the runner's own choice: the model's
-            own, at most 8192 on a CPU, less where half of the free memory does not hold that many.
-        threads: of the lean decoder on a CPU; None takes one per processor.
+            own, at most 8192 of the native decoder, less where half of a CPU's free memory does not hold that many.
+        threads: of the native decoder on a CPU; None takes one per processor.
         tf32, compiled: of transformers' modelling: TF32 for float32 products on a GPU; through torch.compile.
-        max_waiting: requests that wait beyond those; None is no limit.
+        scoring: for :class:`..engine.scoring.ScoringModel`: the cache is made for whole texts instead of ``slots``
+            requests, on a GPU of all the positions that the model names, as far as its memory goes.
+        exact: none of a backend's own shortcuts in precision, to measure the checkpoint and not the backend.
 
     Raises:
         InputError: the directory cannot be loaded, or not on that engine.
@@ -53,7 +130,8 @@ def open_engine(
         MissingError: the device is not there.
         OutOfMemoryError: the cache does not fit.
     """
-    config = read_config(Path(path))
+    path = Path(path)
+    config = read_config(path)
     for value, what in ((slots, "requests at once"), (context, "tokens of context")):
         if value is not None and value < 1:
             raise UsageError(f"{value} {what}: at least 1")
@@ -61,122 +139,103 @@ def open_engine(
     if context is not None and isinstance(longest, int) and context > longest:
         raise UsageError(f"{path}: a context of {context} tokens; the model's own is {longest}")
     for option, given in (("--tf32", tf32), ("--compile", compiled)):
-        if given and engine == "lean":
-            raise UsageError(f"{option} is for transformers, not for --engine lean")
+        if given and engine == "native":
+            raise UsageError(f"{option} is for transformers, not for --engine native")
     if accumulate != "fp32":
-        from .transformers.accumulation import check_accumulation
+        from .accumulation import check_accumulation
 
         check_accumulation(accumulate, device)
-    if kv_cache_dtype != "auto" and (on_cpu(device) or engine == "transformers"):
-        raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: the lean decoder of a GPU has it alone")
-    options: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "act_bits": act_bits,
-        "slots": slots,
-        "context": context,
-        "accumulate": accumulate,
-    }
-    required = engine == "lean" or kv_cache_dtype != "auto"
-    runner = None
-    if engine != "transformers":
-        runner = _lean_runner(Path(path), config, required, threads, kv_cache_dtype, **options)
-    runner = runner or _transformers_runner(Path(path), tf32=tf32, compiled=compiled, **options)
-    return Engine(runner, max_waiting=max_waiting)
+    gpu = not on_cpu(device)
+    if kv_cache_dtype != "auto" and (not gpu or engine == "transformers"):
+        raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: the native decoder of a GPU has it alone")
+    place, obstacle = "cpu", None
+    if gpu:
+        place = pick_device(device)
+        from .cuda.opening import gpu_obstacle
+
+        obstacle = None if engine == "transformers" else gpu_obstacle(place)
+    sizes: dict[str, Any] = {"slots": slots, "context": context}
+    asked: dict[str, Any] = {"dtype": dtype, "engine": engine, "context": context, "scoring": scoring}
+    choice = choose_backend(config, gpu=gpu, obstacle=obstacle, **asked)
+    try:
+        if choice.backend == "cpu":
+            return _open_cpu(path, config, act_bits, threads, scoring=scoring, exact=exact, **sizes)
+        if choice.backend == "cuda":
+            from .cuda.opening import open_cuda
+
+            precision = {"accumulate": accumulate, "kv_cache_dtype": kv_cache_dtype}
+            options: dict[str, Any] = {"dtype": dtype, "act_bits": act_bits, "scoring": scoring, **precision}
+            return open_cuda(path, device=place, **options, **sizes)
+    except UnsupportedModel as error:
+        choice = Choice("transformers", str(error))
+    if engine == "native" or kv_cache_dtype != "auto":
+        raise InputError(f"{path}: {choice.reason}")
+    return _open_transformers(
+        path, place, dtype, act_bits, accumulate, tf32=tf32, compiled=compiled, why_slower=choice.reason or "", **sizes
+    )
 
 
-def _lean_runner(
+def _open_cpu(
     path: Path,
     config: dict[str, Any],
-    required: bool,
-    threads: int | None,
-    kv_cache_dtype: str,
-    *,
-    device: str,
-    dtype: str,
     act_bits: int | None,
+    threads: int | None,
+    *,
     slots: int,
     context: int | None,
-    accumulate: str,
-) -> Runner | None:
-    """The lean decoder of the device, or None where it does not run the model: a packed checkpoint on a CPU, where
-    nothing here imports torch, a packed or a plain one on a GPU."""
-    from ..checkpoint.reader import QUANT_METHOD
+    scoring: bool,
+    exact: bool,
+) -> Runner:
+    """The native decoder of a CPU; nothing here imports torch."""
     from ..engine.cache_memory import affordable_context
-    from ..models.llama_config import NotLean, chosen_context, decoder_shape
+    from .cpu.decoder import NativeDecoder
+    from .cpu.runner import CpuRunner
 
+    if scoring:
+        slots = SCORED_SLOTS
+    kv_dtype = "float32" if exact else "float16"
+    if context is None:
+        longest = chosen_context(config, None)
+        context = affordable_context(decoder_shape(config), slots, longest, item_bytes=4 if exact else 2)
+    rows = max(192, -(-slots // 48) * 48)
+    sizes: dict[str, Any] = {"slots": slots, "context": context, "max_rows": rows}
     try:
-        if not on_cpu(device):
-            from .cuda.opening import cuda_runner
-
-            options: dict[str, Any] = {"device": device, "dtype": dtype, "act_bits": act_bits, "accumulate": accumulate}
-            return cuda_runner(path, slots=slots, context=context, kv_cache_dtype=kv_cache_dtype, **options)
-        if quant_method(config) != QUANT_METHOD:
-            raise NotLean("the lean decoder runs packed checkpoints")
-        if dtype not in ("auto", "float32"):
-            raise NotLean(f"the lean decoder computes in float32, not {dtype}")
-        from .cpu.model import LeanDecoder
-        from .cpu.runner import LeanRunner
-
-        if context is None:
-            context = affordable_context(decoder_shape(config), slots, chosen_context(config, None))
-        rows = max(192, -(-slots // 48) * 48)
-        sizes: dict[str, Any] = {"slots": slots, "context": context, "max_rows": rows}
-        return LeanRunner(LeanDecoder(path, act_bits=act_bits, threads=threads, **sizes))
+        decoder = NativeDecoder(
+            path, act_bits=act_bits, threads=threads, kv_dtype=kv_dtype, int8_head=not exact, **sizes
+        )
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
         reason = f"{slots} sequences of {context} tokens do not fit the memory"
         raise OutOfMemoryError(reason, "run fewer at once, or shorter ones: --ctx") from error
-    except NotLean as error:
-        if required:
-            raise InputError(f"{path}: {error}") from None
-        return None
+    return CpuRunner(decoder)
 
 
-def _transformers_runner(
+def _open_transformers(
     path: Path,
-    *,
     device: str,
     dtype: str,
     act_bits: int | None,
+    accumulate: str,
+    *,
     slots: int,
     context: int | None,
-    accumulate: str,
     tf32: bool,
     compiled: bool,
+    why_slower: str,
 ) -> Runner:
     import torch
 
     from ..checkpoint.model_dir import ModelDir
-    from .transformers.model import load_transformers, pick_device
     from .transformers.runner import TransformersRunner
+    from .transformers.weights import load_transformers
 
     kind = None if dtype == "auto" else getattr(torch, dtype)
-    model = load_transformers(ModelDir(path), pick_device(device), kind, act_bits)
+    model = load_transformers(ModelDir(path), device, kind, act_bits)
     if accumulate != "fp32":
-        from .transformers.accumulation import use_fp16_sums
+        from .accumulation import use_fp16_sums
 
         model = use_fp16_sums(model)
-    return TransformersRunner(model, slots=slots, context=context, tf32=tf32, compiled=compiled)
-
-
-def on_cpu(device: str) -> bool:
-    """Whether a --device option means the CPU. torch is asked only where there is a driver that it could use.
-
-    Raises:
-        MissingError: it is a device that is not there.
-    """
-    if device == "cpu" or (device == "auto" and not _has_driver()):
-        return True
-    from .transformers.model import pick_device
-
-    return pick_device(device) == "cpu"
-
-
-def _has_driver() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+    runner = TransformersRunner(model, slots=slots, context=context, tf32=tf32, compiled=compiled)
+    runner.why_slower = why_slower
+    return runner

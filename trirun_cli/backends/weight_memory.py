@@ -19,7 +19,7 @@ import numpy as np
 from trirun_kernels.arrays import ITEM_BYTES, Array
 
 from ..errors import InputError
-from ..models.llama_config import NotLean
+from ..models.llama_config import UnsupportedModel
 
 # safetensors' names of the types a decoder reads.
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "I32": "int32"}
@@ -60,11 +60,11 @@ class StoredTensors:
         """Its dtype, by numpy's name.
 
         Raises:
-            NotLean: one that this decoder does not read.
+            UnsupportedModel: one that this decoder does not read.
         """
         facts = self._where[name][2]
         if facts["dtype"] not in DTYPES:
-            raise NotLean(f"{name} is {facts['dtype']}, not one of {', '.join(DTYPES)}")
+            raise UnsupportedModel(f"{name} is {facts['dtype']}, not one of {', '.join(DTYPES)}")
         return DTYPES[facts["dtype"]]
 
     @property

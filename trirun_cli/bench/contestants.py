@@ -13,7 +13,7 @@ from trirun_kernels.weights.spec import QuantSpec
 
 from ..checkpoint.model_dir import quant_method, read_config
 from ..errors import InputError, OutOfMemoryError, UsageError
-from ..models.llama_config import NotLean
+from ..models.llama_config import UnsupportedModel
 from .models import Contestant
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def of_checkpoint(
     """A packed checkpoint (or a plain model, alone) and, if asked for, the same model dense; and its vocabulary.
 
     Raises:
-        InputError: the lean decoder of the device does not run it. UsageError: not that far.
+        InputError: the native decoder of the device does not run it. UsageError: not that far.
     """
     from ..models.llama_config import decoder_shape, longest_context
 
@@ -84,7 +84,7 @@ def of_checkpoint(
         if device.type == "cuda":
             return _on_gpu(path, device, dtype, act_bits, positions, dense, caches), shape.vocab
         return _on_cpu(path, config, act_bits, positions, dense), shape.vocab
-    except NotLean as error:
+    except UnsupportedModel as error:
         raise InputError(f"{path}: {error}") from None
 
 
@@ -115,12 +115,12 @@ def _with_caches(models: dict[str, CudaModel], caches: Sequence[str]) -> list[Co
 
 
 def _on_cpu(path: Path, config: dict, act_bits: int | None, positions: int, dense: bool) -> list[Contestant]:
-    from ..backends.cpu.model import decoder_weights
+    from ..backends.cpu.weights import decoder_weights
     from ..checkpoint.reader import QUANT_METHOD, Format
     from .cpu_contestant import CpuContestant, DenseContestant, dense_checkpoint
 
     if quant_method(config) != QUANT_METHOD:
-        raise InputError(f"{path} is not a packed checkpoint; on a CPU the lean decoder runs only those")
+        raise InputError(f"{path} is not a packed checkpoint; on a CPU the native decoder runs only those")
     form, threads = Format.from_dict(config["quantization_config"], path), len(os.sched_getaffinity(0))
     weights = decoder_weights(path, config, form, positions, threads=threads)
     bits = act_bits or form.activation_bits

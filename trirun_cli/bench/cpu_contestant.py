@@ -1,4 +1,4 @@
-"""Models on a CPU as ``trirun bench model`` times them: the lean decoder, and transformers for the dense model."""
+"""Models on a CPU as ``trirun bench model`` times them: the native decoder, and transformers for the dense model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trirun_kernels.decoder.weights import LINEARS, DecoderShape, DecoderWeights
 from trirun_kernels.weights.packing import dequantize
 from trirun_kernels.weights.spec import QuantSpec
 
-from ..backends.cpu.model import LINEARS as MODULES
+from ..backends.cpu.weights import LINEARS as MODULES
 from ..models.synthetic import angles, random_ternary
 
 MAX_ROWS = 192
 
 
 class CpuContestant:
-    """The lean decoder; greedy sampling is an argmax over its logits."""
+    """The native decoder; greedy sampling is an argmax over its logits."""
 
     settle_s = 0.0
 

@@ -85,7 +85,8 @@ def command(
         seed=seed,
         stop=stop,
     )
-    from ..backends.registry import open_engine
+    from ..backends.registry import open_runner
+    from ..engine.engine import Engine as RunningEngine
     from ..engine.generation import stop_ids
     from ..text.conversation import Conversation
     from ..text.detokenizer import quick_tokenizer
@@ -96,7 +97,7 @@ def command(
             f"{checkpoint}: the tokenizer has no chat template",
             "trirun generate continues plain text; --plain talks to a model as in a transcript",
         )
-    model = open_engine(
+    runner = open_runner(
         checkpoint,
         slots=1,
         device=device,
@@ -108,9 +109,10 @@ def command(
         tf32=tf32,
         compiled=compiled,
     )
+    model = RunningEngine(runner)
     ends = stop_ids(checkpoint) | ({tokenizer.eos_token_id} - {None})
     conversation = Conversation(model, tokenizer, params, ends, system=system, plain=plain)
-    console.note(f"{checkpoint} on {model.name}; Ctrl-C stops an answer, Ctrl-D leaves, /help tells")
+    console.note(f"{checkpoint} on {model.description}; Ctrl-C stops an answer, Ctrl-D leaves, /help tells")
     turns, refused = [], None
     for line in _messages(console):
         if line.startswith("/"):
@@ -181,8 +183,8 @@ def _obey(console: Console, conversation: Conversation, line: str) -> str:
 
 
 def _answer(console: Console, conversation: Conversation, line: str, stats: bool) -> dict[str, Any]:
-    from ..engine.completion import interruptions
     from ..engine.request import FinishReason
+    from ..text.completion import interruptions
 
     with interruptions() as interrupted:
         done, left_out = conversation.answer(line, lambda piece: console.text(piece, end=""), interrupted)
@@ -191,6 +193,6 @@ def _answer(console: Console, conversation: Conversation, line: str, stats: bool
         console.note(f"the oldest {left_out} messages no longer fit the context and are left out")
     if stats:
         console.note(answer_speed(done))
-    if done.finish == FinishReason.ABORT and not sys.stdin.isatty():
+    if done.finish_reason == FinishReason.ABORT and not sys.stdin.isatty():
         raise KeyboardInterrupt
     return answer_facts(done)

@@ -150,10 +150,11 @@ def command(
     if out is not None or resume or overwrite or batch is not None:
         raise UsageError("--out, --resume, --overwrite and --batch belong to --prompts-file")
 
-    from ..backends.registry import open_engine
-    from ..engine.completion import Prompt, complete, interruptions
+    from ..backends.registry import open_runner
+    from ..engine.engine import Engine as RunningEngine
     from ..engine.generation import stop_ids
     from ..engine.request import FinishReason, Request
+    from ..text.completion import Prompt, complete, interruptions
     from ..text.detokenizer import encode_prompt, quick_tokenizer
 
     text = _read_prompt(prompt, prompt_file)
@@ -161,10 +162,10 @@ def command(
     use_chat = bool(tokenizer.chat_template) if chat is None else chat
     ids = encode_prompt(tokenizer, text, chat=use_chat)
     ends = stop_ids(checkpoint)
-    model = open_engine(checkpoint, slots=1, **machine)
+    model = RunningEngine(open_runner(checkpoint, slots=1, **machine))
     # Before the prompt is shown as the beginning of a result.
     model.check(Request("0", tuple(ids), params))
-    console.note(f"{checkpoint} on {model.name}")
+    console.note(f"{checkpoint} on {model.description}")
     if not use_chat:
         console.text(text, end="")
     try:
@@ -182,7 +183,7 @@ def command(
     console.json("generate/1", {"prompt": text, "text": done.text, **answer_facts(done), "engine": model.name})
     if stats:
         console.note(answer_speed(done))
-    if done.finish == FinishReason.ABORT:
+    if done.finish_reason == FinishReason.ABORT:
         raise KeyboardInterrupt
 
 

@@ -126,10 +126,11 @@ def command(
     app = create_app(service, api_key=key, cors_origins=cors_origin or ())
 
     def load() -> Model:
-        from ..backends.registry import open_engine
+        from ..backends.registry import open_runner
+        from ..engine.engine import Engine as RunningEngine
         from ..server.loading import make_model
 
-        opened = open_engine(
+        runner = open_runner(
             checkpoint,
             device=device,
             dtype=dtype,
@@ -142,13 +143,12 @@ def command(
             slots=max_batch,
             context=ctx,
             threads=threads,
-            max_waiting=max_waiting,
         )
-        return make_model(checkpoint, opened, template)
+        return make_model(checkpoint, RunningEngine(runner, max_waiting=max_waiting), template)
 
     def ready(model: Model) -> None:
         running = model.engine
-        console.note(f"{names[0]} on {running.name}: {running.slots} at once, {running.context} tokens each")
+        console.note(f"{names[0]} on {running.description}: {running.slots} at once, {running.context} tokens each")
         console.note(f"serving at {url}/v1; Ctrl-C stops")
         facts = {"url": url, "models": names, "engine": running.name, "slots": running.slots}
         console.json("serve/1", {**facts, "context": running.context})

@@ -17,19 +17,21 @@ LEAST = 512
 _BLOCK = 64
 
 
-def affordable_context(shape: DecoderShape, slots: int, longest: int, available: int | None = None) -> int:
-    """Positions per slot of a 16-bit cache that takes at most half of the memory that is available.
+def affordable_context(
+    shape: DecoderShape, slots: int, longest: int, available: int | None = None, *, item_bytes: int = 2
+) -> int:
+    """Positions per slot of a cache that takes at most half of the memory that is available.
 
     Args:
-        longest: positions that are wanted. available: bytes; None asks the system.
+        longest: positions that are wanted. available: bytes; None asks the system. item_bytes: of one element.
 
     Raises:
         OutOfMemoryError: less than 512 (or ``longest``, where that is less) fit.
     """
     if available is None:
         available = available_bytes()
-    # Keys and values, 2 bytes each, heads padded to 16 elements as the native cache pads them.
-    position = 2 * 2 * shape.layers * shape.kv_heads * (-(-shape.head_dim // 16) * 16)
+    # Keys and values, heads padded to 16 elements as the native cache pads them.
+    position = 2 * item_bytes * shape.layers * shape.kv_heads * (-(-shape.head_dim // 16) * 16)
     budget, least = SHARE * available, min(LEAST, longest)
     fits = int(budget) // (position * slots) // _BLOCK * _BLOCK
     if fits < least:

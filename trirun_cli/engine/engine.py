@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from queue import SimpleQueue
 
 from ..errors import InputError
@@ -42,8 +42,14 @@ class Engine:
         self._failure: BaseException | None = None
         self._generated_tokens = self._steps = 0
         self._finished = dict.fromkeys(FinishReason, 0)
-        self.name, self.slots = runner.name, runner.slots
+        self.name, self.why_slower, self.slots = runner.name, runner.why_slower, runner.slots
         self.context, self.vocab_size = runner.context, runner.vocab_size
+        runner.prepare()
+
+    @property
+    def description(self) -> str:
+        """What runs the model, and why nothing faster does, for people."""
+        return f"{self.name} ({self.why_slower})" if self.why_slower else self.name
 
     @property
     def alive(self) -> bool:
@@ -170,7 +176,7 @@ class Engine:
         finally:
             self._runner.close()
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Event]:
+    def generate(self, requests: Iterable[Request]) -> Generator[Event, None, None]:
         """Run requests and give their events as they come; abort() what should not go on, between two of them.
 
         Requests are taken from the iterable as there is room. Steps run on the caller's thread unless the engine has

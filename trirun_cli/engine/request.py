@@ -92,7 +92,7 @@ class EngineStats:
     Attributes:
         running, waiting: requests now. cache_usage: share of the cache that running requests use, 0 to 1.
         prompt_tokens: of requests that have a slot or had one; reused_tokens of them were in the cache.
-        generated_tokens: delivered. steps: run. preemptions: requests put aside for lack of room.
+        generated_tokens: delivered. steps: run. preemptions: requests that lost their slot for lack of room.
         finished: requests that ended, by reason.
     """
 

@@ -1,18 +1,25 @@
-"""What differs between devices: how a batch is run and sampled from, and how the key-value cache is shared out.
+"""A running model: how a batch is run and sampled from, what its logits are, how its key-value cache is shared out.
 
-The engine asks in this order: ``cache.admit`` and ``bind`` for a request's slot, then one :class:`Work` per step and
-slot through ``launch``, and ``cache.release`` when it ends. Whatever a runner does for these calls takes effect in the
-order of the calls (on a GPU: one stream), so a slot may be given away while its last step is still on its way.
+There is one interface to a running model, :class:`Runner`, with two faces. The engine steps requests through it:
+``cache.admit`` and ``bind`` for a request's slot, then one :class:`Work` per step and slot through ``launch``, and
+``cache.release`` when it ends. Scoring asks it for the logits of given tokens: ``logits`` and ``batch_logits``, see
+:class:`.scoring.ScoringModel`. Both take their slots from the same cache, so one runner can do both by turns.
+
+Whatever a runner does for these calls takes effect in the order of the calls (on a GPU: one stream), so a slot may be
+given away while its last step is still on its way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from .request import Request
 from .sampling import Token
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Work(NamedTuple):
@@ -101,29 +108,55 @@ class Runner(Protocol):
     """A model on a device.
 
     Attributes:
-        name: what runs it, for people: "lean decoder on cpu, 2 threads".
+        name: what runs it, for people: "native decoder on cpu, 2 threads".
+        why_slower: why no faster backend runs this model, for people; empty where none does not.
         slots: sequences that can run at once. context: most tokens of one. max_rows: most tokens of one step, at least
             ``slots``. vocab_size: token ids are below it.
         lookahead: 1: the next step may be launched, with tokens=None, before this one is collected. 0: it may not.
+        can_rewind: whether a slot can go back to a position before its last: not where a sliding window or a recurrent
+            state has forgotten what it would go back to.
     """
 
     name: str
+    why_slower: str
     slots: int
     context: int
     max_rows: int
     vocab_size: int
     lookahead: int
+    can_rewind: bool
 
     @property
     def cache(self) -> KvCache:
         """Whose slots these are."""
 
+    def prepare(self) -> None:
+        """Make ready to sample: what takes time or memory once and scoring does not need, as CUDA graphs."""
+
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """Give a slot to a request: the sampling state (random numbers, penalties, bias) is that of ``request.params``
-        after the tokens ``generated``, which are not empty where a request comes back after it was put aside."""
+        after the tokens ``generated``, which are not empty where a request was preempted and comes back."""
 
     def launch(self, work: Sequence[Work]) -> Pending:
-        """Start a step: slots in ascending order, each at most once, and at most ``max_rows`` tokens in all."""
+        """Start a step, after :meth:`prepare`: slots in ascending order, each at most once, and at most ``max_rows``
+        tokens in all."""
+
+    def logits(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
+        """Append tokens to an admitted slot that holds ``position`` tokens, and forget what was beyond them.
+
+        Args:
+            tokens: m ids, at least one, in as many steps as they need. keep: from 1 to m.
+
+        Returns:
+            float32 logits [keep, vocab] after the last ``keep`` of them, on the runner's device.
+        """
+
+    def batch_logits(self, sequences: Sequence[Sequence[int]], keep: Sequence[int]) -> list[Tensor]:
+        """Run whole sequences of any lengths, at least one token each, and keep nothing of them.
+
+        Returns:
+            for each, float32 logits [keep_i, vocab] after its last ``keep_i`` tokens.
+        """
 
     def close(self) -> None:
         """Give memory and devices back."""

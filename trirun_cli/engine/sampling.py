@@ -1,8 +1,9 @@
 """From logits to the next token: what may be asked for.
 
-:mod:`.host_sampling` does it in numpy, :mod:`.cuda_sampler` on the GPU behind the model's own kernels. Both draw by
-inverting the cumulative distribution over ascending token ids at one number per token, which depends on the seed and
-the token's index alone: a request's text is the same whatever else is in its batch, and goes on the same after a pause.
+``backends/cpu/sampler.py`` does it in numpy, ``backends/cuda/sampler.py`` on the GPU behind the model's own kernels.
+Both draw by inverting the cumulative distribution over ascending token ids at one number per token, which depends on
+the seed and the token's index alone: a request's text is the same whatever else is in its batch, and goes on the same
+after a preemption.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 First come, first served, with continuous batching: every step advances each running request by one token and gives the
 rows that are left to prompts, oldest first, in chunks of whatever fits (chunked prefill, Agrawal et al. 2023,
 "SARATHI"), so that a long prompt never holds up those who are reading. A request is admitted when its prompt fits the
-cache. Nothing is reserved for what it will generate: when the cache is full the request admitted last is put aside, to
+cache. Nothing is reserved for what it will generate: when the cache is full the request admitted last is preempted, to
 be continued, from what it has by then, before any other that waits (preemption by recomputation, Kwon et al. 2023,
-"PagedAttention"). The one admitted first is never put aside, so there is always progress.
+"PagedAttention"). The one admitted first is never preempted, so there is always progress.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """What runs next, in order of slots; no shares when nothing can run."""
-        put_aside = self.preemptions
+        before = self.preemptions
         shares = self._decode()
         decoding = len(shares)
         budget = self._runner.max_rows - decoding
@@ -79,7 +79,7 @@ class Scheduler:
             if budget and sequence.computed < sequence.needed:
                 shares.append(self._prefill(sequence, budget))
                 budget -= shares[-1].work.rows
-        while budget and self.waiting and self.preemptions == put_aside and self._admit(self.waiting[0]):
+        while budget and self.waiting and self.preemptions == before and self._admit(self.waiting[0]):
             shares.append(self._prefill(self.waiting.popleft(), budget))
             budget -= shares[-1].work.rows
         shares.sort(key=_slot_of)
@@ -95,7 +95,7 @@ class Scheduler:
 
     def _decode(self) -> list[Share]:
         shares, grow = [], self._cache.grow
-        # From the oldest: whoever is put aside for room has no share yet.
+        # From the oldest: whoever is preempted has no share yet.
         for sequence in tuple(self.running):
             slot, position = sequence.slot, sequence.computed
             if slot < 0 or position < sequence.needed or sequence.sampled == sequence.limit:
@@ -118,7 +118,7 @@ class Scheduler:
         return steps if roomy else 1
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Room for one more token, others put aside if need be; False when it was the youngest itself."""
+        """Room for one more token, others preempted if need be; False when it was the youngest itself."""
         while not self._cache.grow(sequence.slot, sequence.computed + 1):
             youngest = self.running.pop()
             self._free(youngest)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..backends.transformers.model import CausalLM, open_model, pick_device
+from ..backends.device import pick_device
+from ..backends.registry import open_runner
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.reader import QUANT_METHOD, Checkpoint
 from ..console import Console
+from ..engine.scoring import ScoringModel
 from ..errors import InputError
 from ..text.detokenizer import load_tokenizer
 from .perplexity import Perplexity
@@ -35,7 +37,7 @@ class Side:
     role: str
     path: Path
     facts: dict[str, Any]
-    runner: CausalLM | None
+    runner: ScoringModel | None
     tokenizer: Any
     cache: RequestCache | None = None
     perplexities: dict[str, Perplexity] = field(default_factory=dict)
@@ -47,7 +49,7 @@ class Side:
     def identity(self) -> dict[str, Any]:
         """What a result depends on besides the tokens asked about, and the versions it was computed with."""
         kept = ("sha256", "device", "dtype", "kernel", "act_bits")
-        # The lean decoder's results are the same for any number of threads.
+        # The native decoder's results are the same for any number of threads.
         engine = re.sub(r", \d+ threads", "", self.facts["engine"])
         return {name: self.facts[name] for name in kept} | {"engine": engine, "versions": library_versions()}
 
@@ -63,21 +65,23 @@ def open_side(role: str, path: Path, settings: Settings, console: Console) -> Si
             another model. MissingError: the device is not there.
     """
     device = pick_device(settings.device)
-    runner = open_model(
+    opened = open_runner(
         path,
         device=device,
         dtype=settings.dtype,
         act_bits=settings.act_bits,
-        exact=not settings.as_served,
         kv_cache_dtype=settings.kv_cache_dtype,
+        scoring=True,
+        exact=not settings.as_served,
     )
+    runner = ScoringModel(opened)
     tokenizer = load_tokenizer(path)
     if settings.chat_template and not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{path}: its tokenizer has no chat template", "leave out --chat-template")
     facts = {
         "path": str(path),
         "sha256": model_digest(path),
-        "engine": runner.engine,
+        "engine": runner.name,
         "device": device,
         "dtype": settings.dtype,
         **_quantization(path, device, settings),
@@ -89,7 +93,8 @@ def open_side(role: str, path: Path, settings: Settings, console: Console) -> Si
         if side.cache.found:
             console.note(f"{role}: {side.cache.found:,} finished requests in {settings.resume}")
     kernel = f", {facts['kernel']} kernels, {facts['act_bits']}-bit activations" if facts["kernel"] else ""
-    console.note(f"{role} {path} on {runner.engine}{kernel}; BOS {facts['bos']}")
+    slower = f" ({opened.why_slower})" if opened.why_slower else ""
+    console.note(f"{role} {path} on {runner.name}{slower}{kernel}; BOS {facts['bos']}")
     return side
 
 

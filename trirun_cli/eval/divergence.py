@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..backends.transformers.model import CausalLM
+from ..engine.scoring import ScoringModel
 from ..errors import InputError
 from .perplexity import check_window
 from .request_cache import RequestCache
@@ -47,8 +47,8 @@ class Divergence:
 
 
 def divergence(
-    model: CausalLM,
-    checkpoint: CausalLM,
+    model: ScoringModel,
+    checkpoint: ScoringModel,
     windows: Tensor,
     *,
     cache: RequestCache | None = None,
@@ -99,7 +99,7 @@ def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1).clamp_min(0)
 
 
-def _window(model: CausalLM, checkpoint: CausalLM, tokens: Tensor) -> tuple[list[float], float, float]:
+def _window(model: ScoringModel, checkpoint: ScoringModel, tokens: Tensor) -> tuple[list[float], float, float]:
     """Divergence at each token, share of equal top tokens, mean squared change of the true token's probability."""
     sides = []
     for side in (model, checkpoint):

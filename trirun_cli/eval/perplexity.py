@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backends.transformers.model import CausalLM
+from ..engine.scoring import ScoringModel
 from ..errors import InputError, UsageError
 
 
@@ -53,7 +53,7 @@ def cut_windows(ids: list[int], window: int, limit: int | None = None) -> Tensor
     return torch.tensor(ids[: count * window]).view(count, window)
 
 
-def check_window(model: CausalLM, window: int) -> None:
+def check_window(model: ScoringModel, window: int) -> None:
     """Raises UsageError when a window is longer than the model's context or has fewer than two tokens."""
     if window < 2:
         raise UsageError(f"a window of {window} tokens has none to predict; at least 2")
@@ -61,7 +61,7 @@ def check_window(model: CausalLM, window: int) -> None:
         raise UsageError(f"a window of {window} tokens does not fit the model's context of {model.max_positions}")
 
 
-def window_loss(model: CausalLM, tokens: Tensor) -> float:
+def window_loss(model: ScoringModel, tokens: Tensor) -> float:
     """Mean negative log-likelihood, in nats, of a window int64 [window] without its first token."""
     model.reset()
     logits = model.forward(tokens, last_only=False)
@@ -78,7 +78,7 @@ def perplexity_of(losses: Iterable[float], window: int) -> Perplexity:
     return Perplexity(value, nll, spread, count, window, count * (window - 1), losses)
 
 
-def perplexity(model: CausalLM, windows: Tensor, on_window: Callable[[], None] = lambda: None) -> Perplexity:
+def perplexity(model: ScoringModel, windows: Tensor, on_window: Callable[[], None] = lambda: None) -> Perplexity:
     """Perplexity of a model over windows int64 [windows, window].
 
     Raises:

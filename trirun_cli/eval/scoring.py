@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..backends.transformers.model import BatchLM, CausalLM
+from ..engine.scoring import ScoringModel
 from ..errors import InputError
 from .request_cache import RequestCache
 
@@ -46,7 +46,7 @@ class Scorer:
     """
 
     def __init__(
-        self, model: CausalLM, device: str, *, batch_size: int | None = None, cache: RequestCache | None = None
+        self, model: ScoringModel, device: str, *, batch_size: int | None = None, cache: RequestCache | None = None
     ) -> None:
         self.model, self.batch_size, self._cache = model, batch_size, cache
         self.model_s, self.tokens, self.truncated, self.plan = 0.0, 0, 0, ""
@@ -102,9 +102,7 @@ class Scorer:
         order, sequences = sorted(groups), _sequences(groups)
         walk, flat = _walk_tokens(order, groups), sum(map(len, sequences))
         calls = sum(1 + sum(len(continuation) > 1 for continuation in found) for found in groups.values())
-        together = 1
-        if isinstance(self.model, BatchLM):
-            together = self.batch_size or max(1, self._budget * len(sequences) // flat)
+        together = self.batch_size or max(1, self._budget * len(sequences) // flat)
         cost = CALL_COST[self._kind]
         if self.model.can_rewind and walk + cost * calls < flat + cost * len(sequences) / together:
             self.plan = f"shared prefixes, {walk:,} tokens instead of {flat:,}"
@@ -175,16 +173,10 @@ class Scorer:
         return self._finished(started, len(tokens), logits)
 
     def _forward_batch(self, batch: list[Tokens], keep: list[int]) -> list[Tensor]:
-        if isinstance(self.model, BatchLM):
-            started = time.perf_counter()
-            logits = self.model.forward_batch([torch.tensor(sequence) for sequence in batch], keep)
-            self._finished(started, sum(map(len, batch)), logits[-1])
-            return logits
-        outputs = []
-        for sequence, count in zip(batch, keep, strict=True):
-            self.model.reset()
-            outputs.append(self._forward(sequence, last_only=count == 1)[-count:])
-        return outputs
+        started = time.perf_counter()
+        logits = self.model.forward_batch([torch.tensor(sequence) for sequence in batch], keep)
+        self._finished(started, sum(map(len, batch)), logits[-1])
+        return logits
 
     def _finished(self, started: float, tokens: int, logits: Tensor) -> Tensor:
         # Reading a number waits for the device, so that its time is the model's.

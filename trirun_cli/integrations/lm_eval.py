@@ -5,8 +5,10 @@ Importing this module registers the name; lm-eval has no entry points to do it b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from ..backends.transformers.model import CausalLM, open_model, pick_device
-from ..engine.generation import GenerationStats, generate_tokens
+from ..backends.device import pick_device
+from ..backends.registry import open_runner
+from ..engine.engine import Engine
+from ..engine.request import Request
 from ..engine.sampling import SamplingParams
+from ..engine.scoring import ScoringModel
 from ..errors import InputError
 from ..eval.request_cache import RequestCache
 from ..eval.scoring import Likelihood, Scorer
@@ -40,7 +45,7 @@ class TrirunLM(TemplateLM):
     Args:
         pretrained: a model directory, or a model that is open already.
         tokenizer: its tokenizer; None loads the directory's.
-        device, dtype, act_bits: as :func:`trirun_cli.backends.transformers.model.open_model`.
+        device, dtype, act_bits: as :func:`trirun_cli.backends.registry.open_runner`.
         batch_size: sequences of a batch, or "auto".
         stop_ids: end a generated text, besides the tokenizer's EOS. seed: of sampled texts.
         cache: where finished requests are kept. watch: shows progress.
@@ -48,7 +53,7 @@ class TrirunLM(TemplateLM):
 
     def __init__(
         self,
-        pretrained: str | CausalLM,
+        pretrained: str | ScoringModel,
         tokenizer: Any = None,
         *,
         device: str | None = None,
@@ -65,12 +70,13 @@ class TrirunLM(TemplateLM):
         target = pick_device(device or "auto")
         if isinstance(pretrained, str):
             tokenizer = tokenizer or load_tokenizer(pretrained)
-            pretrained = open_model(pretrained, device=target, dtype=dtype, act_bits=act_bits)
+            options: dict[str, Any] = {"device": target, "dtype": dtype, "act_bits": act_bits}
+            pretrained = ScoringModel(open_runner(pretrained, scoring=True, **options))
         self._device = torch.device(target)
         self.model, self.tokenizer = pretrained, tokenizer
         size = None if batch_size in (None, "auto") else int(batch_size)
         self.scorer = Scorer(pretrained, target, batch_size=size, cache=cache)
-        self._stop_ids = {*stop_ids, self.eot_token_id}
+        self._stop_ids = frozenset({*stop_ids, self.eot_token_id} - {None})
         self._seed, self._cache, self._watch = seed, cache, watch
         if self.prefix_token_id is None:
             raise InputError("the tokenizer has neither a BOS nor an EOS token, one of which must begin a bare text")
@@ -190,18 +196,33 @@ class TrirunLM(TemplateLM):
                 self._cache.put("generate", *key, value=found)
         return found
 
+    @cached_property
+    def _engine(self) -> Engine:
+        # Of the same runner. Its slots are shared: the scored sequence gives its own back.
+        self.model.reset()
+        return Engine(self.model.runner)
+
     def _write(self, prompt: list[int], params: SamplingParams, stops: list[str]) -> str:
-        stats = GenerationStats()
         ids: list[int] = []
         # A stop string spans at most one token per byte of it, and one begun before it.
         tail = max((len(stop.encode()) for stop in stops), default=0) + 1
-        for token in generate_tokens(self.model, prompt, params, self._stop_ids, stats):
-            ids.append(token)
-            recent = self.tokenizer.decode(ids[-tail:])
-            if any(stop in recent for stop in stops):
+        request = Request("text", tuple(prompt), params, self._stop_ids)
+        started = time.perf_counter()
+        with closing(self._engine.generate([request])) as events:
+            for event in events:
+                if event.error is not None:
+                    raise InputError(event.error)
+                for token in event.tokens:
+                    ids.append(token.id)
+                    recent = self.tokenizer.decode(ids[-tail:])
+                    if any(stop in recent for stop in stops):
+                        break
+                else:
+                    continue
+                # Closing the iteration aborts the request.
                 break
-        self.scorer.model_s += stats.first_token_s + stats.decode_s
-        self.scorer.tokens += stats.prompt_tokens + stats.generated_tokens
+        self.scorer.model_s += time.perf_counter() - started
+        self.scorer.tokens += len(prompt) + len(ids)
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         for stop in stops:
             text = text.split(stop)[0]

@@ -1,4 +1,4 @@
-"""Which models the lean decoder runs, and their sizes and rotary angles, read from config.json."""
+"""Which models the native decoder runs, and their sizes and rotary angles, read from config.json."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "bitnet": {"hidden_act": "relu2", "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
 }
+GPU_DTYPES = ("float16", "bfloat16")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu2": "relu2"}
 # Counts that config.json must have, counts that it may have, and numbers that it may have.
 _COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -36,38 +37,38 @@ ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_CONTEXT = 8192
 
 
-class NotLean(ValueError):
-    """Why a model cannot run on the lean decoder; transformers' own modelling can run it."""
+class UnsupportedModel(ValueError):
+    """Why the native decoder does not run a model, in its message; transformers' own modelling can run it."""
 
 
 def decoder_shape(config: dict[str, Any]) -> DecoderShape:
     """The sizes of a model from its config.json.
 
     Raises:
-        NotLean: the model is of another family, or uses something that the lean decoder does not have.
+        UnsupportedModel: the model is of another family, or uses something that the native decoder does not have.
         InputError: a size is missing or is none.
     """
     from trirun_kernels.decoder.weights import DecoderShape
 
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise NotLean(f"the lean decoder runs {', '.join(FAMILIES)}, not {family}")
+        raise UnsupportedModel(f"the native decoder runs {', '.join(FAMILIES)}, not {family}")
     config = FAMILIES[family] | config
     _check_sizes(config)
     activation = config.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise NotLean(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        raise UnsupportedModel(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     if heads % kv_heads or hidden % 16:
-        raise NotLean(f"{heads} heads over {kv_heads} key-value heads, hidden size {hidden}")
+        raise UnsupportedModel(f"{heads} heads over {kv_heads} key-value heads, hidden size {hidden}")
     rotary = rotary_parameters(config)
     if rotary["rope_type"] not in ROTARY_TYPES:
-        raise NotLean(f"rotary type {rotary['rope_type']!r} is not one of {', '.join(ROTARY_TYPES)}")
+        raise UnsupportedModel(f"rotary type {rotary['rope_type']!r} is not one of {', '.join(ROTARY_TYPES)}")
     if rotary["partial_rotary_factor"] != 1:
         # Of these families transformers turns the whole head for some rotary types and a part of it for others.
-        raise NotLean(f"partial_rotary_factor {rotary['partial_rotary_factor']!r}")
+        raise UnsupportedModel(f"partial_rotary_factor {rotary['partial_rotary_factor']!r}")
     return DecoderShape(
         layers=config["num_hidden_layers"],
         hidden=hidden,
@@ -81,6 +82,33 @@ def decoder_shape(config: dict[str, Any]) -> DecoderShape:
         attention_scale=head_dim**-0.5,
         activation=ACTIVATIONS[activation],
     )
+
+
+def gpu_decoder_shape(config: dict[str, Any]) -> DecoderShape:
+    """:func:`decoder_shape` of a model that the native decoder runs on a GPU too.
+
+    Raises:
+        UnsupportedModel, InputError: as there; or its kernels do not take these sizes.
+    """
+    shape = decoder_shape(config)
+    if shape.ffn % 16 or shape.head_dim % 8 or shape.head_dim > 256:
+        raise UnsupportedModel(f"feed-forward size {shape.ffn} and head size {shape.head_dim}")
+    return shape
+
+
+def gpu_dtype(config: dict[str, Any], dtype: str) -> str:
+    """What the native decoder computes a model in on a GPU, "float16" or "bfloat16": the --dtype that is given, or with
+    "auto" the checkpoint's own, float16 for one in float32.
+
+    Raises:
+        UnsupportedModel: it is not one of 16 bits.
+    """
+    if dtype == "auto":
+        own = str(config.get("dtype") or config.get("torch_dtype") or "float16").removeprefix("torch.")
+        dtype = own if own in GPU_DTYPES else "float16"
+    if dtype not in GPU_DTYPES:
+        raise UnsupportedModel(f"the native decoder computes in float16 or bfloat16 on a GPU, not {dtype}")
+    return dtype
 
 
 def longest_context(config: dict[str, Any]) -> int:
@@ -102,11 +130,11 @@ def chosen_context(config: dict[str, Any], asked: int | None) -> int:
     """The positions of a sequence: those asked for, or the model's own, at most :data:`DEFAULT_CONTEXT`.
 
     Raises:
-        NotLean: the model does not attend to as many at once.
+        UnsupportedModel: the model does not attend to as many at once.
     """
     longest = longest_context(config)
     if asked is not None and asked > longest:
-        raise NotLean(f"a context of {asked} positions; the model attends to {longest} at once")
+        raise UnsupportedModel(f"a context of {asked} positions; the model attends to {longest} at once")
     return min(longest, DEFAULT_CONTEXT) if asked is None else asked
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..engine.request import Event, FinishReason, QueueFull, Request, Usage
 from ..engine.sampling import Token
-from ..text.detokenizer import TextStream
+from ..text.detokenizer import Detokenizer
 from .errors import ApiError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Choice:
         stopped: a stop string was met while the engine is still at work on it.
     """
 
-    def __init__(self, index: int, request: Request, stream: TextStream) -> None:
+    def __init__(self, index: int, request: Request, stream: Detokenizer) -> None:
         self.index, self.request = index, request
         self.usage: Usage | None = None
         self.generated = 0
@@ -67,21 +67,16 @@ class Choice:
         self.usage = event.usage or self.usage
         if event.prompt_logprobs is not None:
             delta.scores = event.prompt_logprobs
-        pieces = [delta.text]
-        # Where a stop string may end it, every token by itself: those after it are not part of the answer.
-        for tokens in zip(event.tokens) if self.request.params.stop else (event.tokens,):
-            self.generated += len(tokens)
-            delta.tokens += tokens
-            pieces.append(self._stream.extend([token.id for token in tokens]))
-            if self._stream.stopped:
-                self.finish = "stop"
-                self.stopped = event.finish is None
-                break
-        if self.finish is None and event.finish in (FinishReason.STOP, FinishReason.LENGTH):
-            pieces.append(self._stream.flush())
-            # What was held back may turn out to hold a stop string after all.
-            self.finish = "stop" if self._stream.stopped else event.finish.value
-        delta.text = "".join(pieces)
+        ended = event.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        piece, count = self._stream.take([token.id for token in event.tokens], last=ended)
+        self.generated += count
+        delta.tokens += event.tokens[:count]
+        delta.text += piece
+        # What was held back until the end may hold a stop string after all.
+        if self._stream.stopped:
+            self.finish, self.stopped = "stop", event.finish is None
+        elif ended:
+            self.finish = str(event.finish)
         delta.finish = self.finish
 
     def take(self) -> Delta:
@@ -106,7 +101,7 @@ class Job:
         self._open: dict[str, Choice] = {}
         self._times: dict[str, float] = {}
 
-    def start(self, requests: Sequence[Request], stream: Callable[[Request], TextStream]) -> None:
+    def start(self, requests: Sequence[Request], stream: Callable[[Request], Detokenizer]) -> None:
         """Submit everything, or nothing.
 
         Raises:

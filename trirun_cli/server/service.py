@@ -13,7 +13,7 @@ from ..engine.engine import Engine
 from ..engine.request import EngineStopped, Request
 from ..engine.sampling import SamplingParams
 from ..errors import TrirunError
-from ..text.detokenizer import TextStream
+from ..text.detokenizer import Detokenizer
 from .errors import ApiError
 from .event_bridge import Outbox
 from .metrics import Metrics
@@ -173,7 +173,7 @@ class Service:
         job = Job(model.engine, self._outbox, self.metrics, arrived)
         decoder = model.vocabulary.decoder
         try:
-            job.start(requests, lambda request: TextStream(decoder, list(request.prompt), request.params.stop))
+            job.start(requests, lambda request: Detokenizer(decoder, request.prompt, request.params.stop))
         except EngineStopped as error:
             raise ApiError(500, str(error), code="engine_dead") from error
         except TrirunError as error:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from ..engine.completion import Completion, Prompt, complete
 from ..engine.engine import Engine
 from ..engine.sampling import SamplingParams
 from ..errors import InputError
+from .completion import Completion, Prompt, complete
 from .detokenizer import render_chat, token_ids
 
 # What begins a turn where there is no chat template, and therefore ends an answer.
@@ -94,7 +94,7 @@ class Conversation:
         left_out = len(self.messages) + 1 - len(turns)
         self._answers += 1
         self.messages = [*turns, {"role": "assistant", "content": done.text}]
-        self._text, self._ids = read + done.text, [*ids, *done.tokens]
+        self._text, self._ids = read + done.text, [*ids, *done.token_ids]
         return done, left_out
 
     def _render(self, turns: list[dict[str, str]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ..resources import configs_dir
@@ -120,15 +120,35 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
         raise InputError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
 
 
-class TextStream:
-    """Turns a stream of token ids into a stream of text, whole characters only, cut before a stop string.
+class Taken(NamedTuple):
+    """What tokens made certain: text, and how many of the tokens belong to the answer, fewer than all only where a stop
+    string ends it before the rest."""
+
+    text: str
+    tokens: int
+
+
+class Detokenizer:
+    """Turns a stream of token ids into a stream of text, whole characters only, which a stop string ends.
 
     Args:
         tokenizer: of the model. prompt: the ids before the first generated one, which leading spaces depend on.
-        stop: strings that end the text. They are found across token borders and never shown.
+        stop: strings that end the text. They are found across token borders; of several, the first in the text counts.
+        include_stop: the stop string that ends the text is part of it.
+
+    Attributes:
+        stopped: a stop string has been met; nothing comes after it.
+
+    Example:
+        >>> detokenizer = Detokenizer(tokenizer, prompt_ids, stop=("\\n",))
+        >>> for ids in ([464, 5417], [373]):
+        ...     print(detokenizer.take(ids).text, end="")
+        >>> print(detokenizer.take([], last=True).text)
     """
 
-    def __init__(self, tokenizer: Any, prompt: list[int], stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: tuple[str, ...] = (), *, include_stop: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         # A few ids of context settle how the first piece is spaced; the whole prompt would be decoded at every step.
         self._ids = self._last(prompt, 8)
@@ -138,8 +158,28 @@ class TextStream:
         self._unfinished = text if text.endswith("\ufffd") else ""
         self._waiting = 0
         self._held = ""
-        self._stop = stop
+        self._stop, self._include_stop = stop, include_stop
         self.stopped = False
+
+    def take(self, tokens: Sequence[int], *, last: bool = False) -> Taken:
+        """The text that is certain after more tokens, and how many of them belong to the answer.
+
+        Args:
+            last: no more will come, so what was held back is text too.
+        """
+        # Where a stop string may end it, every token by itself: those after it are not part of the answer.
+        pieces, count = [], len(tokens)
+        if self._stop:
+            for index, token in enumerate(tokens):
+                if self.stopped:
+                    count = index
+                    break
+                pieces.append(self.push(token))
+        else:
+            pieces.append(self.extend(tokens))
+        if last:
+            pieces.append(self.flush())
+        return Taken("".join(pieces), count)
 
     def push(self, token: int) -> str:
         """Text that is certain after one more token; may be empty."""
@@ -151,7 +191,7 @@ class TextStream:
         self._waiting = self._waiting + 1 if text.endswith("\ufffd") else 0
         if 0 < self._waiting < 4:
             return ""
-        return self._take(text)
+        return self._advance(text)
 
     def extend(self, tokens: Sequence[int]) -> str:
         """What :meth:`push` gives for these tokens one after another, mostly for the price of one."""
@@ -161,7 +201,7 @@ class TextStream:
             text = self._decode(ids)
             if "\ufffd" not in text:
                 self._ids, self._waiting = ids, 0
-                return self._take(text)
+                return self._advance(text)
         return "".join(map(self.push, tokens))
 
     def flush(self) -> str:
@@ -172,7 +212,7 @@ class TextStream:
         self._held = ""
         return rest
 
-    def _take(self, text: str) -> str:
+    def _advance(self, text: str) -> str:
         if not text.startswith(self._unfinished):
             self._shown = len(self._unfinished.rstrip("\ufffd"))
         self._unfinished = ""
@@ -185,9 +225,9 @@ class TextStream:
             self._shown = max(len(self._decode(self._ids)) - (len(text) - end), 0)
         return self._release(new)
 
-    def _last(self, ids: list[int], count: int) -> list[int]:
+    def _last(self, ids: Sequence[int], count: int) -> list[int]:
         # The rest of a character cut in two would make the bytes after it no characters either: up to three more.
-        ends = [ids[-size:] for size in range(count, count + 4)]
+        ends = [list(ids[-size:]) for size in range(count, count + 4)]
         return next((end for end in ends if not self._decode(end).startswith("\ufffd")), ends[0])
 
     def _decode(self, ids: list[int]) -> str:
@@ -195,10 +235,11 @@ class TextStream:
 
     def _release(self, new: str) -> str:
         text = self._held + new
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, len(stop)) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            at, length = min(found)
+            return text[: at + length] if self._include_stop else text[:at]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

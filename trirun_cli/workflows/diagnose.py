@@ -128,10 +128,10 @@ def _fp16_sums() -> Finding:
     """Whether fp16 accumulation pays, and whether it is as accurate here as its reference twin."""
     import torch
 
-    from ..backends.transformers.accumulation import measure
+    from ..backends.accumulation import measure
 
     facts = measure(torch.device("cuda"))
-    accuracy = f"relative error {facts.error:.1e}, the reference twin's {facts.twin_error:.1e}"
+    accuracy = f"relative error {facts.error:.1e}, the reference twin's {facts.reference_error:.1e}"
     pays = f"{facts.gain:g} times the rate of fp32 sums" if facts.gain > 1 else "no gain, fp32 sums are as fast here"
     return Finding("fp16 sums", "ok" if facts.accurate else "fail", f"{pays}; {accuracy}")
 

@@ -28,7 +28,8 @@ from trirun_gptq.train.workers import Workers
 from trirun_kernels import QuantSpec
 
 from .. import __version__
-from ..backends.transformers.model import longest_sequence, pick_device
+from ..backends.device import pick_device
+from ..backends.transformers.weights import longest_sequence
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.skeleton import build, linear_modules

@@ -13,9 +13,11 @@ from trirun_gptq.train.model import hardened
 from trirun_gptq.train.student import Student
 from trirun_kernels import QuantSpec
 
-from ..backends.transformers.model import TransformersLM, open_model
+from ..backends.registry import open_runner
+from ..backends.transformers.runner import TransformersRunner
 from ..checkpoint.reader import WEIGHT
 from ..checkpoint.writer import CheckpointWriter
+from ..engine.scoring import ScoringModel
 from ..errors import CheckFailed
 from ..eval.perplexity import perplexity
 
@@ -86,10 +88,11 @@ def check(plan: Plan, student: Student, held_out: Tensor) -> tuple[float, float]
         CheckFailed: they differ by more than the kernels' arithmetic explains; the checkpoint is now ``OUT.failed``.
     """
     windows = held_out[:CHECK_WINDOWS]
-    packed = open_model(plan.out, device=plan.device, dtype="float32", exact=True)
+    packed = open_runner(plan.out, device=plan.device, dtype="float32", scoring=True, exact=True)
     # With a cache and other shapes, compiled blocks would be compiled again, once per layer.
     with torch.compiler.set_stance("force_eager"):
-        first, second = (perplexity(model, windows) for model in (TransformersLM(student.model.eval()), packed))
+        trained = TransformersRunner(student.model.eval(), slots=1)
+        first, second = (perplexity(ScoringModel(runner), windows) for runner in (trained, packed))
     if not abs(first.nll - second.nll) <= AGREEMENT:
         failed = plan.out.with_name(plan.out.name + ".failed")
         shutil.rmtree(failed, ignore_errors=True)

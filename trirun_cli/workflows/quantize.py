@@ -21,7 +21,7 @@ from trirun_gptq.run.progress import Observer, Report
 from trirun_kernels import QuantSpec
 
 from .. import __version__
-from ..backends.transformers.model import pick_device
+from ..backends.device import pick_device
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.skeleton import build, linear_modules
 from ..checkpoint.writer import CheckpointWriter
@@ -237,16 +237,22 @@ def write_sample(plan: Plan, sequence: Tensor) -> dict[str, str]:
     Raises:
         TrirunError, NativeError, torch.OutOfMemoryError: the checkpoint cannot be run on this machine.
     """
-    from ..backends.transformers.model import open_model
-    from ..engine.generation import GenerationStats, generate_tokens, stop_ids
+    from ..backends.registry import open_runner
+    from ..engine.engine import Engine
+    from ..engine.generation import stop_ids
+    from ..engine.request import Request
     from ..engine.sampling import SamplingParams
 
     tokenizer = load_tokenizer(plan.model)
-    model = open_model(plan.out, device=plan.device)
+    engine = Engine(open_runner(plan.out, device=plan.device, slots=1))
     prompt = sequence[:SAMPLE_PROMPT].tolist()
     params = SamplingParams(max_tokens=SAMPLE_TOKENS, temperature=0.0)
-    tokens = generate_tokens(model, prompt, params, stop_ids(ModelDir(plan.out)), GenerationStats())
-    return {"prompt": tokenizer.decode(prompt), "text": tokenizer.decode(list(tokens))}
+    request = Request("sample", tuple(prompt), params, frozenset(stop_ids(ModelDir(plan.out))))
+    events = list(engine.generate([request]))
+    if events[-1].error is not None:
+        raise InputError(events[-1].error)
+    tokens = [token.id for event in events for token in event.tokens]
+    return {"prompt": tokenizer.decode(prompt), "text": tokenizer.decode(tokens)}
 
 
 def with_options(recipe: Recipe, settings: Mapping[str, Any], overrides: list[str]) -> Recipe:

@@ -1,4 +1,4 @@
-"""The lean decoder of the CPU as a runner: decode rows and prompt chunks of all slots in one native step."""
+"""The native decoder of the CPU as a runner: decode rows and prompt chunks of all slots in one native step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from math import inf
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 from trirun_kernels.arrays import Array
@@ -16,19 +17,22 @@ from ...engine.request import Request
 from ...engine.runner import Done, Outcome, Work
 from ...engine.sampling import Token, plain_tokens
 from ...engine.slot_cache import SlotCache
-from .model import LeanDecoder
+from .decoder import NativeDecoder
 from .sampler import Draw, HostSampler, token_logprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Most steps of one native call.
 BURST_STEPS = 128
 
 
-class LeanRunner:
-    """Runs a :class:`LeanDecoder`; the tokens of a request are the same whatever else is in the batch."""
+class CpuRunner:
+    """Runs a :class:`NativeDecoder`; the tokens of a request are the same whatever else is in the batch."""
 
-    lookahead = 0
+    lookahead, can_rewind, why_slower = 0, True, ""
 
-    def __init__(self, decoder: LeanDecoder) -> None:
+    def __init__(self, decoder: NativeDecoder) -> None:
         self._decoder = decoder
         self.name = decoder.name
         self.slots, self.context = decoder.slots, decoder.context
@@ -43,6 +47,9 @@ class LeanRunner:
         self._stop_ids: list[frozenset[int]] = [frozenset()] * self.slots
         # Seconds of a step that decodes so many sequences, inf where none has been met.
         self._step_s = [inf] * (self.slots + 1)
+
+    def prepare(self) -> None:
+        """See :class:`~.runner.Runner`."""
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.runner.Runner`."""
@@ -113,6 +120,24 @@ class LeanRunner:
             token, *more = plain_tokens(ids)
             outcomes.append(Outcome(token, more=tuple(more)))
         return Done(outcomes)
+
+    def logits(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
+        """See :class:`~.runner.Runner`; a row's logits are the same bit for bit whatever ran beside it."""
+        import torch
+
+        return torch.from_numpy(self._decoder.forward(tokens, slot=slot, position=position, keep=keep))
+
+    def batch_logits(self, sequences: Sequence[Sequence[int]], keep: Sequence[int]) -> list[Tensor]:
+        """See :class:`~.runner.Runner`: one after another, since a step gains nothing from more rows than a sequence
+        has."""
+        found = []
+        for tokens, count in zip(sequences, keep, strict=True):
+            admission = self.cache.admit(tokens, reuse=False)
+            if admission is None:
+                raise RuntimeError(f"{self.name}: no slot is free")
+            found.append(self.logits(admission.slot, 0, tokens, count))
+            self.cache.release(admission.slot, ())
+        return found
 
     def close(self) -> None:
         """See :class:`~.runner.Runner`."""

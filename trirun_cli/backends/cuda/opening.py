@@ -1,4 +1,4 @@
-"""From a model directory to the lean decoder on a GPU."""
+"""From a model directory to the native decoder on a GPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from trirun_kernels.native import NativeError, load
 
 from ...checkpoint.model_dir import read_config
 from ...errors import InputError, OutOfMemoryError
-from ...models.llama_config import NotLean, chosen_context, longest_context
-from ..transformers.accumulation import use_fp16_sums
-from ..transformers.model import pick_device
-from .model import MAX_ROWS, CudaLM
+from ...models.llama_config import UnsupportedModel, chosen_context, longest_context
+from ..accumulation import use_fp16_sums
 from .runner import CudaRunner
 from .weights import load_model
 
 # Of the memory that is free once the weights are there: what activations, graphs and libraries take stays free.
 CACHE_SHARE = 0.85
+# Of a runner that scores: tokens of a step, and sequences beside the one that grows; logits are what takes memory.
+SCORED_ROWS, SCORED_SEQUENCES = 4096, 64
+LEAST = 512
 
 
-def cuda_runner(
+def open_cuda(
     path: str | Path,
     *,
     device: str,
@@ -33,69 +34,69 @@ def cuda_runner(
     context: int | None,
     accumulate: str = "fp32",
     kv_cache_dtype: str = "auto",
+    scoring: bool = False,
 ) -> CudaRunner:
-    """A Llama-like model, packed or plain, on the lean decoder of a GPU.
+    """A Llama-like model, packed or plain, on the native decoder of a GPU.
+
+    Args:
+        device: of torch; see :func:`gpu_obstacle`.
+        context: None is the model's own, at most 8192.
+        scoring: for whole texts: ``slots`` is not looked at, ``context`` None is all of the model's positions, and the
+            cache is no larger than it must be, so that two models fit a GPU; see :func:`scoring_cache`.
 
     Raises:
-        NotLean: the decoder does not run this model or this GPU. InputError: the checkpoint is damaged.
+        UnsupportedModel: the decoder does not run this model. InputError: the checkpoint is damaged.
         OutOfMemoryError: the GPU holds the weights but not one context beside them.
     """
-    target = usable_device(device)
-    wanted = chosen_context(read_config(Path(path)), context)
+    target = torch.device("cuda", torch.device(device).index or 0)
+    config = read_config(Path(path))
+    wanted = longest_context(config) if scoring and context is None else chosen_context(config, context)
     try:
         model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=wanted)
         if accumulate != "fp32":
             model = use_fp16_sums(model)
         kind = torch.int8 if kv_cache_dtype == "int8" else model.dtype
-        pages = cache_pages(model, slots, wanted, kind)
-        return CudaRunner(CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind))
-    except NotLean:
+        if not scoring:
+            pages = cache_pages(model, slots, wanted, kind)
+            return CudaRunner(CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind))
+        slots = 1 + SCORED_SEQUENCES
+        wanted, pages = scoring_cache(fitting_pages(model, slots, kind), wanted)
+        decoder = CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind)
+        return CudaRunner(decoder, max_rows=SCORED_ROWS)
+    except UnsupportedModel:
         raise
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
 
 
-def cuda_lm(path: str | Path, *, device: str, dtype: str, act_bits: int | None, kv_cache_dtype: str = "auto") -> CudaLM:
-    """The same as a model that scores texts, of all the positions that transformers would give it.
-
-    Raises:
-        NotLean: the decoder does not run this model, or not with all its positions, or not on this GPU.
-        InputError: the checkpoint is damaged.
-    """
-    target = usable_device(device)
-    config = read_config(Path(path))
-    longest = longest_context(config)
-    if longest < (config.get("max_position_embeddings") or longest):
-        raise NotLean(f"a sliding window of {longest} positions")
-    try:
-        model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=longest)
-        kind = torch.int8 if kv_cache_dtype == "int8" else model.dtype
-        # One sequence in the cache, and as much again for batches beside it.
-        cache = 2 * (longest + MAX_ROWS) * position_bytes(model.shape, kind)
-        free, _ = torch.cuda.mem_get_info(target)
-        if cache > free * CACHE_SHARE:
-            raise NotLean(f"a cache of {longest} positions takes {cache / 2**30:.1f} of {free / 2**30:.1f} GiB free")
-        return CudaLM(model, positions=longest, kv_dtype=kind)
-    except NotLean:
-        raise
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from None
-
-
-def usable_device(device: str) -> torch.device:
-    """The GPU that a --device option means.
-
-    Raises:
-        NotLean: the kernels do not run on it, or are not there.
-    """
-    target = torch.device("cuda", torch.device(pick_device(device)).index or 0)
-    if torch.cuda.get_device_capability(target) < (8, 0):
-        raise NotLean("the CUDA kernels need compute capability 8.0 or newer")
+def gpu_obstacle(device: str) -> str | None:
+    """Why the kernels do not run on a GPU, or None where they do; ``device`` is torch's name of it."""
+    if torch.cuda.get_device_capability(torch.device(device)) < (8, 0):
+        return "the CUDA kernels need compute capability 8.0 or newer"
     try:
         load("cuda")
     except NativeError as error:
-        raise NotLean(str(error)) from None
-    return target
+        return str(error)
+    return None
+
+
+def scoring_cache(fit: int, longest: int) -> tuple[int, int]:
+    """Positions of a sequence, and pages, of a runner that scores: for a sequence of that length that grows, beside it
+    as long a one or a step of short ones, one page that the cache leaves every slot to grow, and page 0.
+
+    Args:
+        fit: pages that the GPU holds. longest: positions that are wanted; fewer where two such sequences do not fit.
+
+    Raises:
+        OutOfMemoryError: less than 512 positions (or ``longest``, where that is less) fit.
+    """
+    spare, short = SCORED_SEQUENCES + 2, SCORED_ROWS // PAGE + SCORED_SEQUENCES
+    blocks = min(-(-longest // PAGE), fit - spare - short, (fit - spare) // 2)
+    context = min(longest, blocks * PAGE)
+    if context < min(LEAST, longest):
+        needed = min(LEAST, longest)
+        raise OutOfMemoryError(f"the GPU has no room to score texts of {needed} tokens beside the weights")
+    return context, blocks + max(blocks, short) + spare
 
 
 def cache_pages(model: CudaModel, slots: int, context: int, kind: torch.dtype) -> int:
@@ -104,15 +105,19 @@ def cache_pages(model: CudaModel, slots: int, context: int, kind: torch.dtype) -
     Raises:
         OutOfMemoryError: not one slot at full length fits.
     """
-    shape, blocks = model.shape, -(-context // PAGE)
-    page_bytes = PAGE * position_bytes(shape, kind)
-    free, _ = torch.cuda.mem_get_info(model.device)
-    # The sampler's tables are as long as the vocabulary.
-    fit = int((free - slots * shape.vocab * 20) * CACHE_SHARE) // page_bytes
+    blocks, fit = -(-context // PAGE), fitting_pages(model, slots, kind)
     if fit < blocks + 1:
+        free, _ = torch.cuda.mem_get_info(model.device)
         raise OutOfMemoryError(
             f"{free / 2**30:.1f} GiB are free on the GPU; a context of {context} takes "
-            f"{(blocks + 1) * page_bytes / 2**30:.1f} GiB",
+            f"{(blocks + 1) * PAGE * position_bytes(model.shape, kind) / 2**30:.1f} GiB",
             "choose a shorter --ctx" + ("" if kind == torch.int8 else ", or --kv-cache-dtype int8"),
         )
     return min(fit, slots * blocks + 1)
+
+
+def fitting_pages(model: CudaModel, slots: int, kind: torch.dtype) -> int:
+    """Pages of elements of that kind that the GPU holds beside the weights and the state of so many slots."""
+    free, _ = torch.cuda.mem_get_info(model.device)
+    # The sampler's tables are as long as the vocabulary.
+    return int((free - slots * model.shape.vocab * 20) * CACHE_SHARE) // (PAGE * position_bytes(model.shape, kind))

@@ -1,4 +1,4 @@
-"""The lean decoder on a GPU as a runner of the engine.
+"""The native decoder on a GPU as a runner.
 
 A step in which every slot adds one token is one captured CUDA graph per batch size, from the embedding to the sampled
 token: it reads what the step before has left on the device, so the next one can be launched before this one's tokens
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,15 @@ class _Graph:
     logits: Tensor
 
 
+class _Piece(NamedTuple):
+    """Consecutive tokens of a slot, and of how many of the last ones the logits are wanted."""
+
+    slot: int
+    position: int
+    tokens: Sequence[int]
+    keep: int
+
+
 @dataclass(frozen=True, slots=True)
 class CudaPending:
     """A step on its way: what to read, and in which order its works come."""
@@ -52,13 +62,13 @@ class CudaPending:
         ]
 
 
-def engine_name(decoder: CudaDecoder) -> str:
+def runner_name(decoder: CudaDecoder) -> str:
     """What runs a model, for people."""
     model = decoder.model
     kind = str(model.dtype).removeprefix("torch.")
     weights = f"{model.act_bits}-bit activations" if model.packed else "dense"
     cache = ", int8 cache" if decoder.scales is not None else ""
-    return f"lean decoder on {torch.cuda.get_device_name(model.device)}, {weights}, {kind}{cache}"
+    return f"native decoder on {torch.cuda.get_device_name(model.device)}, {weights}, {kind}{cache}"
 
 
 class CudaRunner:
@@ -69,12 +79,12 @@ class CudaRunner:
         max_rows: most tokens of a step.
     """
 
-    lookahead = 1
+    lookahead, can_rewind, why_slower = 1, True, ""
 
     def __init__(self, decoder: CudaDecoder, *, max_rows: int = MAX_ROWS) -> None:
         model, device = decoder.model, decoder.model.device
         self._decoder, self._device = decoder, device
-        self.name = engine_name(decoder)
+        self.name = runner_name(decoder)
         self.slots, self.context, self.vocab_size = decoder.slots, decoder.context, model.shape.vocab
         self.max_rows = max(max_rows, self.slots)
         self.cache = PagedCache(self.slots, decoder.pages, self.context, page_size=ops.PAGE)
@@ -91,8 +101,13 @@ class CudaRunner:
         self._staging = [torch.zeros(3, self.max_rows, dtype=torch.int32).pin_memory() for _ in range(RING)]
         self._staged_tables = [torch.from_numpy(self._tables).clone().pin_memory() for _ in range(RING)]
         self._turn = 0
-        with torch.cuda.device(device), torch.inference_mode():
-            self._graphs = self._capture()
+        self._graphs: dict[int, _Graph] = {}
+
+    def prepare(self) -> None:
+        """See :class:`~.engine.runner.Runner`: captures a graph per batch size."""
+        if not self._graphs:
+            with torch.cuda.device(self._device), torch.inference_mode():
+                self._graphs = self._capture()
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.engine.runner.Runner`."""
@@ -108,10 +123,72 @@ class CudaRunner:
                 return self._decode(work)
             return self._mixed(work)
 
+    def logits(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
+        """See :class:`~.engine.runner.Runner`."""
+        found: list[Tensor] = []
+        left = len(tokens)
+        for first in range(0, len(tokens), self.max_rows):
+            piece = tokens[first : first + self.max_rows]
+            left -= len(piece)
+            found += self._logits([_Piece(slot, position + first, piece, min(max(keep - left, 0), len(piece)))])
+        return torch.cat(found)
+
+    def batch_logits(self, sequences: Sequence[Sequence[int]], keep: Sequence[int]) -> list[Tensor]:
+        """See :class:`~.engine.runner.Runner`: as many side by side as fit a step, its slots and its pages."""
+        out: list[Tensor] = []
+        while len(out) < len(sequences):
+            pieces: list[_Piece] = []
+            rows = 0
+            for tokens, count in zip(sequences[len(out) :], keep[len(out) :], strict=True):
+                rows += len(tokens)
+                # One that is longer than a step runs alone.
+                admission = self.cache.admit(tokens, reuse=False) if rows <= self.max_rows or not pieces else None
+                if admission is None:
+                    break
+                pieces.append(_Piece(admission.slot, 0, tokens, count))
+            if not pieces:
+                raise RuntimeError(f"{self.name}: the cache has no room for {len(sequences[len(out)])} tokens")
+            if len(pieces) == 1:
+                out.append(self.logits(pieces[0].slot, 0, pieces[0].tokens, pieces[0].keep))
+            else:
+                out += self._logits(pieces)
+            for piece in pieces:
+                self.cache.release(piece.slot, ())
+        return out
+
     def close(self) -> None:
         """See :class:`~.engine.runner.Runner`."""
         torch.cuda.synchronize(self._device)
         self._graphs = {}
+
+    def _logits(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+        """float32 logits [keep, vocab] of each piece, in one step."""
+        # Single tokens come first, as the decoder wants them.
+        order = sorted(range(len(pieces)), key=lambda i: len(pieces[i].tokens) > 1)
+        rows: list[list[int]] = [[], [], []]
+        segments: list[Segment] = []
+        wanted: list[int] = []
+        first = 0
+        for i in order:
+            slot, position, tokens, keep = pieces[i]
+            count = len(tokens)
+            rows[0] += tokens
+            rows[1] += [slot] * count
+            rows[2] += range(position, position + count)
+            if count > 1:
+                segments.append(Segment(first, count, slot, position))
+            first += count
+            wanted += range(first - keep, first)
+        # Nothing is collected between two of these calls, so no pinned buffer of the ring is known to be free.
+        np.copyto(self._tables, self.cache.tables)
+        self._expected = None
+        with torch.cuda.device(self._device), torch.inference_mode():
+            self._decoder.block_tables.copy_(torch.from_numpy(self._tables))
+            inputs = Inputs(*(torch.tensor(part, dtype=torch.int32, device=self._device) for part in rows))
+            kept = torch.tensor(wanted, dtype=torch.int64, device=self._device)
+            logits = self._decoder.forward(inputs, segments, kept)
+            found = dict(zip(order, logits.float().split([pieces[i].keep for i in order]), strict=True))
+        return [found[i] for i in range(len(pieces))]
 
     def _capture(self) -> dict[int, _Graph]:
         graphs: dict[int, _Graph] = {}

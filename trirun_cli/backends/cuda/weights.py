@@ -12,13 +12,11 @@ from trirun_kernels.decoder.weights import LINEARS as NAMES
 from ...checkpoint.model_dir import ModelDir
 from ...checkpoint.reader import QUANT_METHOD, SCALE, WEIGHT, Checkpoint
 from ...errors import InputError
-from ...models.llama_config import NotLean, decoder_shape, longest_context, rotary_angles
+from ...models.llama_config import UnsupportedModel, gpu_decoder_shape, gpu_dtype, longest_context, rotary_angles
 from ...models.output_head import embedding_names
 from ...models.stored_layers import check_layers_alike
-from ..cpu.model import FINAL_NORM, LINEARS, NORMS
+from ..cpu.weights import FINAL_NORM, LINEARS, NORMS
 from ..weight_memory import StoredTensors
-
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def load_model(
@@ -37,19 +35,18 @@ def load_model(
         context: positions that the rotary angles cover, None as many as the model attends to.
 
     Raises:
-        NotLean: another family, or something that the decoder does not have. InputError: the checkpoint is damaged.
+        UnsupportedModel: another family, or something that the decoder does not have.
+        InputError: the checkpoint is damaged.
     """
     source = ModelDir(path)
     if source.quant_method == QUANT_METHOD:
         source = Checkpoint(path)
     elif source.quant_method is not None:
-        raise NotLean(f"a model quantized by {source.quant_method!r}")
+        raise UnsupportedModel(f"a model quantized by {source.quant_method!r}")
     config = source.config
-    shape, longest = decoder_shape(config), longest_context(config)
-    if shape.ffn % 16 or shape.head_dim % 8 or shape.head_dim > 256:
-        raise NotLean(f"feed-forward size {shape.ffn} and head size {shape.head_dim}")
+    shape, longest = gpu_decoder_shape(config), longest_context(config)
     check_layers_alike(set(source.names), shape.layers)
-    kind = compute_dtype(config, dtype)
+    kind = getattr(torch, gpu_dtype(config, dtype))
     bits = act_bits or (source.format.activation_bits if isinstance(source, Checkpoint) else 16)
     layers = [_layer(source, f"model.layers.{i}.", device, kind, bits) for i in range(shape.layers)]
     names = embedding_names(config, StoredTensors(source.files))
@@ -65,24 +62,10 @@ def load_model(
     return CudaModel(shape, layers, embedding, padded_head(head), final_norm, cosines, sines, bits)
 
 
-def compute_dtype(config: dict[str, Any], dtype: str) -> torch.dtype:
-    """What a model is computed in: the --dtype that is given, or the checkpoint's own.
-
-    Raises:
-        NotLean: it is not one of 16 bits.
-    """
-    if dtype == "auto":
-        own = str(config.get("dtype") or config.get("torch_dtype") or "float16").removeprefix("torch.")
-        dtype = own if own in DTYPES else "float16"
-    if dtype not in DTYPES:
-        raise NotLean(f"the lean decoder computes in float16 or bfloat16 on a GPU, not {dtype}")
-    return DTYPES[dtype]
-
-
 def _layer(source: ModelDir, prefix: str, device: torch.device, dtype: torch.dtype, act_bits: int) -> CudaLayer:
     needed = [LINEARS[name] + WEIGHT for name in NAMES] + [NORMS["attention_norm"], NORMS["mlp_norm"]]
     if lost := [name for name in needed if prefix + name not in source]:
-        raise NotLean(f"there is no tensor {prefix}{lost[0]}")
+        raise UnsupportedModel(f"there is no tensor {prefix}{lost[0]}")
     weights: dict[str, Any] = {}
     biases: dict[str, Any] = {}
     for name in NAMES:

@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...engine.request import Request
 from ...engine.runner import Done, Outcome, Work
@@ -14,16 +15,17 @@ from ...engine.slot_cache import SlotCache
 from ...errors import InputError
 from ..cpu.sampler import HostSampler, token_logprobs
 from .dense import matmul_precision, pad_dense
-from .model import first_positions, keeps_every_token, longest_sequence
+from .weights import first_positions, keeps_every_token, longest_sequence
 
 # Tokens of one step: what a prompt may hold up the others for; a GPU runs more of them in less time.
 MAX_ROWS = {"cpu": 512, "cuda": 2048}
 
 
 class TransformersRunner:
-    """Runs a model that transformers has loaded; a cache per slot.
+    """Runs a model that transformers has loaded; a cache per slot. On a GPU odd sizes are padded (``pad_dense``).
 
     Args:
+        context: most tokens of a sequence; None takes the model's.
         tf32: allow it for float32 products on a GPU. compiled: run through torch.compile, with sizes left open.
 
     Raises:
@@ -31,7 +33,7 @@ class TransformersRunner:
             ``context``.
     """
 
-    lookahead = 0
+    lookahead, why_slower = 0, ""
 
     def __init__(
         self, model: Any, *, slots: int, context: int | None = None, tf32: bool = False, compiled: bool = False
@@ -50,11 +52,15 @@ class TransformersRunner:
         self.name = f"transformers on {model.device}"
         self.slots, self.context = slots, context or longest
         self.max_rows, self.vocab_size = max(MAX_ROWS[model.device.type], slots), int(text.vocab_size)
-        self.cache = SlotCache(slots, self.context, rewind=keeps_every_token(model))
+        self.can_rewind = keeps_every_token(model)
+        self.cache = SlotCache(slots, self.context, rewind=self.can_rewind)
         self._lengths = [0] * slots
         self._sampler = HostSampler(slots, self.vocab_size)
         self._last = [0] * slots
         self._alternatives = [0] * slots
+
+    def prepare(self) -> None:
+        """See :class:`~.runner.Runner`."""
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.runner.Runner`."""
@@ -67,28 +73,58 @@ class TransformersRunner:
         with matmul_precision(self._tf32):
             return Done([self._run(item) for item in work])
 
+    @torch.inference_mode()
+    def logits(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
+        """See :class:`~.runner.Runner`."""
+        with matmul_precision(self._tf32):
+            return self._append(slot, position, tokens, keep)
+
+    @torch.inference_mode()
+    def batch_logits(self, sequences: Sequence[Sequence[int]], keep: Sequence[int]) -> list[Tensor]:
+        """See :class:`~.runner.Runner`: all of them in one forward pass, without a cache."""
+        longest = max(map(len, sequences))
+        # Padded on the right, where causal attention never looks.
+        tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
+        for row, sequence in zip(tokens, sequences, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence)
+        first = min(len(sequence) - count for sequence, count in zip(sequences, keep, strict=True))
+        wanted = torch.arange(first, longest, device=self._model.device)
+        inputs = tokens.to(self._model.device)
+        with matmul_precision(self._tf32):
+            logits = self._forward(input_ids=inputs, use_cache=False, logits_to_keep=wanted).logits
+        logits = logits[..., : self.vocab_size]
+        ends = [len(sequence) - first for sequence in sequences]
+        return [row[end - count : end].float() for row, end, count in zip(logits, ends, keep, strict=True)]
+
     def close(self) -> None:
         """See :class:`~.runner.Runner`."""
         self._caches = [None] * self.slots
 
-    def _run(self, work: Work) -> Outcome:
-        slot, position, tokens, sample, targets = work
+    def _append(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
+        """Run tokens at a position of a slot; float32 logits [keep, vocab] after the last of them."""
         if self._lengths[slot] != position:
             self._caches[slot] = first_positions(self._caches[slot], position)
-        piece = torch.tensor([self._last[slot]] if tokens is None else list(tokens), device=self._model.device)
+        piece = torch.tensor(tokens, device=self._model.device)
         output = self._forward(
             input_ids=piece.unsqueeze(0),
             past_key_values=self._caches[slot],
             use_cache=True,
-            logits_to_keep=0 if targets else 1,
+            # 0 is all of them: one of two values, so that a compiled model has two graphs.
+            logits_to_keep=1 if keep <= 1 else 0,
         )
         self._caches[slot], self._lengths[slot] = output.past_key_values, position + len(piece)
+        return output.logits[0, -keep:, : self.vocab_size].float()
+
+    def _run(self, work: Work) -> Outcome:
+        slot, position, tokens, sample, targets = work
+        piece = [self._last[slot]] if tokens is None else tokens
+        logits = self._append(slot, position, piece, len(piece) if targets else 1)
         if not sample and not targets:
             return Outcome(None)
-        logits = output.logits[0, :, : self.vocab_size].float().cpu().numpy()
-        scores = token_logprobs(logits[: len(targets)], targets, self._alternatives[slot])
+        rows = logits.cpu().numpy()
+        scores = token_logprobs(rows[: len(targets)], targets, self._alternatives[slot])
         if not sample:
             return Outcome(None, scores)
-        (token,) = self._sampler.sample(logits[-1:], (slot,))
+        (token,) = self._sampler.sample(rows[-1:], (slot,))
         self._last[slot] = token.id
         return Outcome(token, scores)

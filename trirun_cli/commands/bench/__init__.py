@@ -88,7 +88,7 @@ def kernels(
     crowd = sleep_if_busy()
     import torch
 
-    from ...backends.transformers.model import pick_device
+    from ...backends.device import pick_device
 
     place = torch.device(pick_device(device))
     chosen = parse_shapes(shapes, "cpu" if place.type == "cpu" else "default")

@@ -49,7 +49,7 @@ def command(
     crowd = sleep_if_busy()
     import torch
 
-    from ...backends.transformers.model import pick_device
+    from ...backends.device import pick_device
 
     place = torch.device(pick_device(device))
     if sides is None:

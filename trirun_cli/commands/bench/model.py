@@ -99,7 +99,7 @@ def command(
     crowd = sleep_if_busy()
     import torch
 
-    from ...backends.transformers.model import pick_device
+    from ...backends.device import pick_device
     from ...bench.contestants import of_checkpoint, of_shape
 
     place = torch.device(pick_device(device))
@@ -110,7 +110,7 @@ def command(
         if not library_path("cuda").exists():
             raise MissingError("trirun was built without CUDA", "use --device cpu, or reinstall with nvcc")
     elif "int8" in caches:
-        raise UsageError("--kv-cache-dtype int8: the lean decoder of a GPU has it alone")
+        raise UsageError("--kv-cache-dtype int8: the native decoder of a GPU has it alone")
     warn_if_busy(console, crowd, place.type)
     console.note("loading the weights" if shape is None else "making random weights")
     most = max(contexts) + 1

@@ -10,8 +10,8 @@ import typer
 from ...errors import InputError, UsageError
 
 if TYPE_CHECKING:
-    from ...engine.completion import Completion
     from ...engine.sampling import SamplingParams
+    from ...text.completion import Completion
 
 _SAMPLING = "Sampling"
 
@@ -67,7 +67,7 @@ def sampling_params(
     Raises:
         UsageError: an option's value is out of range. InputError: one of the model's is.
     """
-    from ...engine.generation import generation_defaults
+    from ...engine.generation import sampling_defaults
     from ...engine.sampling import SamplingParams
 
     given = {
@@ -77,8 +77,7 @@ def sampling_params(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
-    said = generation_defaults(checkpoint)
-    defaults = {"temperature": 1.0, **said} if said.get("do_sample") else {}
+    defaults = sampling_defaults(checkpoint)
     chosen = {name: defaults.get(name) if value is None else value for name, value in given.items()}
     known: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     try:
@@ -94,10 +93,10 @@ def answer_facts(done: Completion) -> dict[str, Any]:
     """What --json says of one answer besides its text."""
     usage = done.usage
     return {
-        "finish_reason": done.finish,
+        "finish_reason": done.finish_reason,
         "prompt_tokens": usage.prompt_tokens,
         "reused_tokens": usage.reused_tokens,
-        "generated_tokens": len(done.tokens),
+        "generated_tokens": len(done.token_ids),
         "time_to_first_token_s": usage.first_token_s,
         "decode_tokens_per_s": usage.decode_tokens_per_s,
     }
@@ -109,5 +108,5 @@ def answer_speed(done: Completion) -> str:
     reused = f" ({usage.reused_tokens} reused)" if usage.reused_tokens else ""
     return (
         f"{usage.prompt_tokens} prompt tokens{reused}, first token after {usage.first_token_s * 1e3:.0f} ms; "
-        f"{len(done.tokens)} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
+        f"{len(done.token_ids)} generated, {usage.decode_tokens_per_s:.1f} tokens/s"
     )

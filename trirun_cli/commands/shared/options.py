@@ -49,7 +49,7 @@ KvCacheDType = Annotated[
     ),
 ]
 Engine = Annotated[
-    str, typer.Option(help="lean, transformers, or auto: lean where it runs.", rich_help_panel="Machine")
+    str, typer.Option(help="native, transformers, or auto: native where it runs.", rich_help_panel="Machine")
 ]
 
 Tf32 = Annotated[
@@ -154,8 +154,8 @@ def check_machine(
         raise UsageError(f"--dtype {dtype}: auto, float32, float16 or bfloat16")
     if act_bits not in (None, 8, 16):
         raise UsageError(f"--act-bits {act_bits}: 8 or 16")
-    if engine not in ("auto", "lean", "transformers"):
-        raise UsageError(f"--engine {engine}: auto, lean or transformers")
+    if engine not in ("auto", "native", "transformers"):
+        raise UsageError(f"--engine {engine}: auto, native or transformers")
     if accumulate not in ("fp32", "fp16", "fp16-forced"):
         raise UsageError(f"--accumulate {accumulate}: fp32, fp16 or fp16-forced")
     if kv_cache_dtype not in ("auto", "int8"):

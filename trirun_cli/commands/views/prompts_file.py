@@ -14,8 +14,8 @@ from ...console import Console
 from ...errors import InputError, TrirunError, UsageError
 
 if TYPE_CHECKING:
-    from ...engine.completion import Completion
     from ...engine.sampling import SamplingParams
+    from ...text.completion import Completion
 
 # What of the machine changes no answer, or what a run may have to be continued without.
 _SAME_ANSWERS = ("device", "compiled")
@@ -49,10 +49,11 @@ def generate_many(
         raise UsageError("--overwrite needs the --out that it replaces")
     if batch < 1:
         raise UsageError(f"--batch {batch}: at least 1")
-    from ...backends.registry import open_engine
-    from ...engine.completion import Prompt, complete, interruptions
+    from ...backends.registry import open_runner
+    from ...engine.engine import Engine
     from ...engine.generation import stop_ids
     from ...engine.request import FinishReason, Request
+    from ...text.completion import Prompt, complete, interruptions
     from ...text.detokenizer import encode_prompt, quick_tokenizer, require_chat_template
     from ...text.prompt_files import AnswerFile, model_identity, read_prompts
 
@@ -75,8 +76,8 @@ def generate_many(
             answers.settle()
             return _report(console, answers.answers, [], 0.0, out, stats=stats, engine="")
 
-        engine = open_engine(checkpoint, slots=min(batch, len(open_prompts)), **machine)
-        console.note(f"{checkpoint} on {engine.name}, {engine.slots} prompts at once")
+        engine = Engine(open_runner(checkpoint, slots=min(batch, len(open_prompts)), **machine))
+        console.note(f"{checkpoint} on {engine.description}, {engine.slots} prompts at once")
         done: list[Completion] = []
         started, written = time.perf_counter(), 0
         with interruptions() as interrupted, console.progress("prompts", total=len(open_prompts)) as bar:
@@ -95,11 +96,11 @@ def generate_many(
                         yield prompt
 
             for completion in complete(engine, tokenizer, requests(), stop_ids(checkpoint), interrupted=interrupted):
-                if completion.finish == FinishReason.ABORT:
+                if completion.finish_reason == FinishReason.ABORT:
                     continue
                 answers.add(prompts[int(completion.id)], _answer(completion))
                 done.append(completion)
-                written += len(completion.tokens)
+                written += len(completion.token_ids)
                 bar.advance()
                 bar.describe(f"prompts, {written / (time.perf_counter() - started):.0f} tokens/s")
             stopped = interrupted()
@@ -116,9 +117,9 @@ def generate_many(
 def _answer(completion: Completion) -> dict[str, Any]:
     return {
         "text": completion.text,
-        "finish_reason": completion.finish,
+        "finish_reason": completion.finish_reason,
         "prompt_tokens": completion.usage.prompt_tokens,
-        "generated_tokens": len(completion.tokens),
+        "generated_tokens": len(completion.token_ids),
     }
 
 
@@ -131,7 +132,7 @@ def _report(
     stats: bool,
     engine: str,
 ) -> None:
-    generated = sum(len(completion.tokens) for completion in done)
+    generated = sum(len(completion.token_ids) for completion in done)
     read = sum(completion.usage.prompt_tokens for completion in done)
     reused = sum(completion.usage.reused_tokens for completion in done)
     first = median([completion.usage.first_token_s for completion in done]) if done else 0.0

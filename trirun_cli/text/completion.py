@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..engine.engine import Engine
+from ..engine.request import Event, FinishReason, Request, Usage
+from ..engine.sampling import SamplingParams, Token
 from ..errors import InputError
-from ..text.detokenizer import TextStream
-from .engine import Engine
-from .request import Event, FinishReason, Request, Usage
-from .sampling import SamplingParams
+from .detokenizer import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,48 +30,64 @@ class Completion:
     """How a prompt was continued.
 
     Attributes:
-        text: without the stop string that may have ended it. tokens: ids, those of a stop string among them, and none
-            after it.
-        finish: "stop" (a stop string or an end-of-text token), "length", or "abort" when it was interrupted.
+        text: without the stop string that may have ended it.
+        token_ids: of the text, those of a stop string among them, and none after it.
+        finish_reason: "stop" (a stop string or an end-of-text token), "length", or "abort" when it was interrupted.
+        prompt_token_ids: what it continues.
         usage: the engine's. Where a stop string ended the text, it counts what the engine wrote until it was told, too.
+        logprobs: where ``params.logprobs`` asks for them, one :class:`~..engine.sampling.Token` for each of
+            ``token_ids``: its log-probability in nats and the likeliest alternatives.
+        prompt_logprobs: where ``params.prompt_logprobs`` asks for them, the same of ``prompt_token_ids``; the first one
+            has no probability.
+        id: the prompt's.
     """
 
-    id: str
     text: str
-    tokens: tuple[int, ...]
-    finish: FinishReason
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_token_ids: tuple[int, ...]
     usage: Usage
+    logprobs: tuple[Token, ...] | None = None
+    prompt_logprobs: tuple[Token, ...] | None = None
+    id: str = ""
 
 
 class _Writer:
     """One prompt's text on its way."""
 
-    def __init__(self, stream: TextStream, on_text: Callable[[str, str], None], stops: bool) -> None:
-        self._stream, self._on_text, self._stops = stream, on_text, stops
+    def __init__(self, tokenizer: Any, prompt: Prompt, on_text: Callable[[str, str], None]) -> None:
+        self._prompt, self._on_text = prompt, on_text
+        self._detokenizer = Detokenizer(tokenizer, prompt.ids, prompt.params.stop)
         self._pieces: list[str] = []
-        self._tokens: list[int] = []
+        self._tokens: list[Token] = []
+        self._scores: tuple[Token, ...] | None = None
 
     def take(self, event: Event) -> bool:
         """The text of new tokens; whether a stop string has been met."""
-        ids, piece = [token.id for token in event.tokens], ""
-        # Where a stop string may end it, every token by itself: those after it are not part of the answer.
-        for new in zip(ids) if self._stops else (ids,):
-            if self._stream.stopped:
-                break
-            self._tokens += new
-            piece += self._stream.extend(new)
-        if event.finish is not None:
-            piece += self._stream.flush()
+        tokens, detokenizer = event.tokens, self._detokenizer
+        piece, count = detokenizer.take([token.id for token in tokens], last=event.finish is not None)
+        self._tokens += tokens if count == len(tokens) else tokens[:count]
+        if event.prompt_logprobs is not None:
+            self._scores = event.prompt_logprobs
         if piece:
             self._pieces.append(piece)
             self._on_text(event.request_id, piece)
-        return self._stream.stopped
+        return detokenizer.stopped
 
     def completion(self, event: Event) -> Completion:
         """Of the last event, which has both a reason and a usage."""
         assert event.finish is not None and event.usage is not None
-        finish = FinishReason.STOP if self._stream.stopped else event.finish
-        return Completion(event.request_id, "".join(self._pieces), tuple(self._tokens), finish, event.usage)
+        tokens, params = tuple(self._tokens), self._prompt.params
+        return Completion(
+            text="".join(self._pieces),
+            token_ids=tuple(token.id for token in tokens),
+            finish_reason=FinishReason.STOP if self._detokenizer.stopped else event.finish,
+            prompt_token_ids=tuple(self._prompt.ids),
+            usage=event.usage,
+            logprobs=None if params.logprobs is None else tokens,
+            prompt_logprobs=self._scores,
+            id=event.request_id,
+        )
 
 
 def complete(
@@ -100,8 +116,7 @@ def complete(
         for prompt in prompts:
             if interrupted():
                 return
-            stream = TextStream(tokenizer, list(prompt.ids), prompt.params.stop)
-            writers[prompt.id] = _Writer(stream, on_text, stops=bool(prompt.params.stop))
+            writers[prompt.id] = _Writer(tokenizer, prompt, on_text)
             yield Request(prompt.id, tuple(prompt.ids), prompt.params, ends)
 
     ending = False

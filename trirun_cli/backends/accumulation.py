@@ -9,7 +9,8 @@ import torch
 from trirun_kernels.f16acc.cuda import gain
 from trirun_kernels.f16acc.ops import f16acc_gemm
 
-from ...errors import CheckFailed, InputError, UsageError
+from ..errors import CheckFailed, InputError, UsageError
+from .device import pick_device
 
 FORCED = "fp16-forced"
 
@@ -17,21 +18,21 @@ FORCED = "fp16-forced"
 @dataclass(frozen=True, slots=True)
 class Fp16Sums:
     """What fp16 sums are on one GPU: ``gain``, how many times the rate of fp32 sums; relative errors against float64 of
-    one product of 2048 columns, there (``error``) and by the reference twin."""
+    one product of 2048 columns, there (``error``) and by the reference."""
 
     gpu: str
     gain: float
     error: float
-    twin_error: float
+    reference_error: float
 
     @property
     def accurate(self) -> bool:
-        """The twin predicts the error of the chunks; other instructions stray from it by a few per cent."""
-        return self.error <= 1.5 * self.twin_error
+        """The reference predicts the error of the chunks; other instructions stray from it by a few per cent."""
+        return self.error <= 1.5 * self.reference_error
 
 
 def measure(device: torch.device) -> Fp16Sums:
-    """Multiply once on the GPU and once on the twin."""
+    """Multiply once on the GPU and once by the reference."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 2048, generator=generator).half() for rows in (64, 192))
     exact = a.double() @ b.double().t()
@@ -53,8 +54,6 @@ def check_accumulation(value: str, device: str) -> None:
     Raises:
         UsageError: no GPU, or nothing to gain. CheckFailed: the errors are larger than they should be.
     """
-    from .model import pick_device
-
     target = torch.device(pick_device(device))
     if target.type != "cuda":
         raise UsageError(f"--accumulate {value}: fp16 sums are for GPUs, this is a CPU")
@@ -65,7 +64,7 @@ def check_accumulation(value: str, device: str) -> None:
         )
     if not facts.accurate:
         raise CheckFailed(
-            f"fp16 sums on {facts.gpu}: relative error {facts.error:.1e}, the reference twin has {facts.twin_error:.1e}"
+            f"fp16 sums on {facts.gpu}: relative error {facts.error:.1e}, the reference has {facts.reference_error:.1e}"
         )
 
 

@@ -1,0 +1,71 @@
+"""Models in transformers' own modelling: loading one, and what its cache of keys and values can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...checkpoint.model_dir import ModelDir
+from ...checkpoint.reader import QUANT_METHOD, load_checkpoint
+from ...errors import InputError
+from ...models.pretrained import load_pretrained
+
+
+def load_transformers(source: ModelDir, device: str, dtype: torch.dtype | None, act_bits: int | None) -> Any:
+    """A model directory, packed or not, in transformers' own modelling.
+
+    Args:
+        device: of torch. dtype: None is float32 on the CPU, the checkpoint's own on a GPU.
+        act_bits: of packed layers, 8 or 16; None takes the checkpoint's.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    if source.quant_method not in (QUANT_METHOD, None):
+        reason = f"is quantized by {source.quant_method!r}; trirun runs its own format and plain models"
+        raise InputError(f"{source.path} {reason}")
+    if source.quant_method is None:
+        return load_pretrained(source.path, device, dtype)
+    model = load_checkpoint(source.path, device, dtype)
+    if act_bits is not None:
+        _set_act_bits(model, act_bits)
+    return model
+
+
+def first_positions(cache: Any, length: int) -> Any:
+    """A transformers cache that keeps every token, cut to its first ``length`` positions; None for none."""
+    if length == 0:
+        return None
+    for layer in cache.layers:
+        # Layers that share another layer's keys hold none of their own.
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+    return cache
+
+
+def longest_sequence(config: Any) -> int:
+    """Positions that a model runs on, by transformers' configuration of its text: its own, of LongRoPE those of its
+    first training. With a token beyond these, transformers turns every key of a forward pass by other angles than the
+    keys that are in the cache by then."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kinds = [rotary, *(kind for kind in rotary.values() if isinstance(kind, dict))]  # one for all layers, or by type
+    trained = [kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"]
+    return int(min(filter(None, [getattr(config, "max_position_embeddings", None), *trained, 2**31])))
+
+
+def keeps_every_token(model: Any) -> bool:
+    """Whether the cache of a transformers model can go back to any of its tokens."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    if getattr(model, "_is_stateful", False):
+        return False
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+
+
+def _set_act_bits(model: Any, act_bits: int) -> None:
+    from trirun_kernels.gemm.linear import Int2Linear
+
+    for module in model.modules():
+        if isinstance(module, Int2Linear):
+            module.act_bits = act_bits
