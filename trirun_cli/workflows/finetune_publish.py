@@ -12,9 +12,9 @@ from torch import Tensor
 from trirun_gptq.train.model import hardened
 from trirun_gptq.train.student import Student
 from trirun_kernels import QuantSpec
+from trirun_kernels.weights.names import WEIGHT
 
 from ..backends.transformers.model import TransformersLM, open_model
-from ..checkpoint.reader import WEIGHT
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import CheckFailed
 from ..eval.perplexity import perplexity
