@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
-from trirun_kernels.weights.safetensors_dir import TensorFileError
+from trirun_kernels.weights.safetensors_file import TensorFileError
 
 from trirun_cli.checkpoint.model_dir import ModelDir
 from trirun_cli.errors import InputError, explain

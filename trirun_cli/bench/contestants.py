@@ -116,13 +116,14 @@ def _with_caches(models: dict[str, CudaModel], caches: Sequence[str]) -> list[Co
 
 def _on_cpu(path: Path, config: dict, act_bits: int | None, positions: int, dense: bool) -> list[Contestant]:
     from ..backends.cpu.model import decoder_weights
+    from ..checkpoint.model_dir import ModelDir
     from ..checkpoint.reader import QUANT_METHOD, Format
     from .cpu_contestant import CpuContestant, DenseContestant, dense_checkpoint
 
     if quant_method(config) != QUANT_METHOD:
         raise InputError(f"{path} is not a packed checkpoint; on a CPU the lean decoder runs only those")
     form, threads = Format.from_dict(config["quantization_config"], path), len(os.sched_getaffinity(0))
-    weights = decoder_weights(path, config, form, positions, threads=threads)
+    weights = decoder_weights(ModelDir(path), form, positions, threads=threads)
     bits = act_bits or form.activation_bits
     out: list[Contestant] = [CpuContestant("int2", weights, act_bits=bits, threads=threads)]
     if dense:

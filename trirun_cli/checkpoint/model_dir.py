@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Self
 
-from trirun_kernels.weights.safetensors_dir import SafetensorsDir, TensorFileError
+from trirun_kernels.weights.safetensors_dir import SafetensorsDir
+from trirun_kernels.weights.safetensors_file import TensorFileError
 
 from ..errors import InputError, explain
 from .hub import local_model

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from trirun_kernels.weights.names import WEIGHT
-from trirun_kernels.weights.safetensors_dir import SafetensorsDir, TensorFileError
+from trirun_kernels.weights.safetensors_dir import SafetensorsDir
+from trirun_kernels.weights.safetensors_file import TensorFileError
 
 from ..errors import QuantizationError
 from .experts import Cut, stored_as

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from trirun_kernels.arrays import Array
 from trirun_kernels.weights.names import EMBEDDING, HEAD, embedding_names, missing_in_a_layer, packed_modules
-from trirun_kernels.weights.safetensors_dir import SafetensorsDir, TensorFileError, UnsupportedDtypeError
+from trirun_kernels.weights.safetensors_dir import SafetensorsDir
+from trirun_kernels.weights.safetensors_file import TensorFileError, UnsupportedDtypeError
 
 NAME = "b.weight"
 DTYPES = (

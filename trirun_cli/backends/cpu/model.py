@@ -34,9 +34,10 @@ from trirun_kernels.weights.names import (
     layer_prefix,
     missing_in_a_layer,
 )
-from trirun_kernels.weights.safetensors_dir import SafetensorsDir, UnsupportedDtypeError
+from trirun_kernels.weights.safetensors_dir import SafetensorsDir
+from trirun_kernels.weights.safetensors_file import UnsupportedDtypeError
 
-from ...checkpoint.model_dir import read_json
+from ...checkpoint.model_dir import ModelDir
 from ...checkpoint.reader import Format
 from ...errors import InputError
 from ...models.llama_config import NotLean, chosen_context, decoder_shape, rotary_angles
@@ -81,8 +82,8 @@ class LeanDecoder:
         threads: int | None = None,
         int8_head: bool = True,
     ) -> None:
-        path = Path(path)
-        config = read_json(path / "config.json")
+        source = ModelDir(path)
+        config = source.config
         form = Format.from_dict(config.get("quantization_config") or {}, path)
         self.context = chosen_context(config, context)
         self.threads = threads or len(os.sched_getaffinity(0))
@@ -91,7 +92,7 @@ class LeanDecoder:
         self.name = f"lean decoder on cpu, {self.threads} threads, {precision}, {cache}"
         self.act_bits = act_bits or form.activation_bits
         try:
-            weights = decoder_weights(path, config, form, self.context, int8_head=int8_head, threads=self.threads)
+            weights = decoder_weights(source, form, self.context, int8_head=int8_head, threads=self.threads)
             self._native = CpuDecoder(
                 weights,
                 slots=slots,
@@ -216,43 +217,44 @@ class LeanLM:
 
 
 def decoder_weights(
-    path: Path, config: dict[str, Any], form: Format, context: int, *, int8_head: bool = True, threads: int = 1
+    source: ModelDir, form: Format, context: int, *, int8_head: bool = True, threads: int = 1
 ) -> DecoderWeights:
     """The weights of a packed checkpoint as the native decoder takes them: packed tensors and an 8-bit head in large
     pages, the embedding in the mapped file, where only the rows of tokens that occur are ever read.
 
     Args:
-        path: the checkpoint directory; config: its config.json; form: its quantization section.
+        source: the checkpoint directory. form: the quantization section of its config.json.
         context: positions that the rotary angles cover, rounded up to the decoder's key block.
         int8_head: quantize the output head, with ``threads`` threads.
 
     Raises:
         NotLean, InputError: see :class:`LeanDecoder`.
     """
-    shape, stored = decoder_shape(config), SafetensorsDir(path)
-    if lost_of_layer := missing_in_a_layer(stored.names, shape.layers):
+    config = source.config
+    shape = decoder_shape(config)
+    if lost_of_layer := missing_in_a_layer(source, shape.layers):
         raise NotLean(f"there is no tensor {lost_of_layer}, which other layers have")
     prefixes = [layer_prefix(i) for i in range(shape.layers)]
     bare = [prefix + name for prefix in prefixes for name in LAYER_LINEARS.values()]
-    if missing := [module for module in bare if module + SCALE not in stored]:
+    if missing := [module for module in bare if module + SCALE not in source]:
         raise NotLean(f"{missing[0]} is not packed ({len(missing)} of {len(bare)} linear layers are not)")
-    embedding, head = embedding_names(config, stored)
+    embedding, head = embedding_names(config, source)
     norms = [prefix + LAYER_NORMS[name] for prefix in prefixes for name in ("attention_norm", "mlp_norm")]
     needed = [module + WEIGHT for module in bare] + [embedding, FINAL_NORM, *norms]
-    if lost := [name for name in needed if name not in stored]:
-        raise InputError(f"{path} holds no {lost[0]}")
-    names = [module + part for module in bare for part in (WEIGHT, SCALE, ZERO) if module + part in stored]
-    capacity = sum(WeightMemory.size(stored[name].nbytes) for name in names)
+    if lost := [name for name in needed if name not in source]:
+        raise InputError(f"{source.path} holds no {lost[0]}")
+    names = [module + part for module in bare for part in (WEIGHT, SCALE, ZERO) if module + part in source]
+    capacity = sum(WeightMemory.size(source[name].nbytes) for name in names)
     if int8_head:
         capacity += WeightMemory.size(shape.vocab * Int8Head.stride(shape.hidden))
-    memory = WeightMemory(stored, capacity)
+    memory = WeightMemory(source, capacity)
     cosines, sines = rotary_angles(config, padded_context(context))
     return DecoderWeights(
         shape,
-        [_layer(stored, form, prefix, memory.tensor) for prefix in prefixes],
-        stored.mapped(embedding),
-        _int8_head(stored, head, memory, shape, threads) if int8_head else stored.mapped(head),
-        stored.floats(FINAL_NORM),
+        [_layer(source, form, prefix, memory.tensor) for prefix in prefixes],
+        source.mapped(embedding),
+        _int8_head(source, head, memory, shape, threads) if int8_head else source.mapped(head),
+        source.floats(FINAL_NORM),
         cosines,
         sines,
     )

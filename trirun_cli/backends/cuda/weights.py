@@ -54,7 +54,7 @@ def load_model(
     shape, longest = decoder_shape(config), longest_context(config)
     if shape.ffn % 16 or shape.head_dim % 8 or shape.head_dim > 256:
         raise NotLean(f"feed-forward size {shape.ffn} and head size {shape.head_dim}")
-    if lost := missing_in_a_layer(source.names, shape.layers):
+    if lost := missing_in_a_layer(source, shape.layers):
         raise NotLean(f"there is no tensor {lost}, which other layers have")
     kind = compute_dtype(config, dtype)
     bits = act_bits or (source.format.activation_bits if isinstance(source, Checkpoint) else 16)
