@@ -11,7 +11,7 @@ import torch
 from trirun_kernels.decoder.weights import DecoderShape
 from trirun_kernels.weights.spec import QuantSpec
 
-from ..checkpoint.model_dir import quant_method, read_config
+from ..checkpoint.model_dir import ModelDir, quant_method, read_config
 from ..errors import InputError, OutOfMemoryError, UsageError
 from ..models.llama_config import NotLean
 from .models import Contestant
@@ -41,11 +41,11 @@ def of_shape(
     spec = QuantSpec(group_size, 1.0)
     kind = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
-        from ..models.synthetic import dense_twin, random_model
+        from ..models.synthetic import dense_model, random_model
 
         try:
             model = random_model(shape, spec, positions=positions + 64, device=device, dtype=dtype, act_bits=act_bits)
-            models = {"int2": model} | ({kind: dense_twin(model)} if dense else {})
+            models = {"int2": model} | ({kind: dense_model(model)} if dense else {})
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(" ".join(str(error).split())[:300], "try --no-dense or a smaller --shape") from None
         return _with_caches(models, caches)
@@ -98,13 +98,13 @@ def _on_gpu(
     caches: Sequence[str],
 ) -> list[Contestant]:
     from ..backends.cuda.weights import load_model
-    from ..models.synthetic import dense_twin
+    from ..models.synthetic import dense_model
 
     model = load_model(path, device=device, dtype=dtype, act_bits=act_bits, context=positions)
     kind = str(model.dtype).removeprefix("torch.")
     models = {"int2" if model.packed else kind: model}
     if dense and model.packed:
-        models[kind] = dense_twin(model)
+        models[kind] = dense_model(model)
     return _with_caches(models, caches)
 
 
@@ -116,7 +116,6 @@ def _with_caches(models: dict[str, CudaModel], caches: Sequence[str]) -> list[Co
 
 def _on_cpu(path: Path, config: dict, act_bits: int | None, positions: int, dense: bool) -> list[Contestant]:
     from ..backends.cpu.model import decoder_weights
-    from ..checkpoint.model_dir import ModelDir
     from ..checkpoint.reader import QUANT_METHOD, Format
     from .cpu_contestant import CpuContestant, DenseContestant, dense_checkpoint
 
