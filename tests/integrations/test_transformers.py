@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from trirun_kernels.gemm.linear import Int2Linear
 
+from trirun_cli.errors import InputError
 from trirun_cli.integrations.transformers import load
 from trirun_cli.workflows.pack import pack_model
 
@@ -47,6 +48,20 @@ def test_odd_shapes_are_padded_and_loaded(save_llama, to_ternary, tokens, tmp_pa
     with torch.inference_mode():
         want, got = original(tokens).logits, model(tokens).logits
     assert ((got - want).norm() / want.norm()).item() < 1e-3
+
+
+def test_plain_models_load_as_they_are(plain_model, tokens):
+    original = AutoModelForCausalLM.from_pretrained(plain_model, dtype=torch.float32)
+    model = load(plain_model, device="cpu")
+    assert not model.training and model.dtype == torch.float32
+    with torch.inference_mode():
+        assert torch.equal(model(tokens).logits, original(tokens).logits)
+    assert load(plain_model, device="cpu", dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_what_is_no_model_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="no such directory"):
+        load(tmp_path / "nowhere")
 
 
 def test_dequantize_gives_an_ordinary_model_back(packed, ternary_model, tokens):
