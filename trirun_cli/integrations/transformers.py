@@ -56,6 +56,7 @@ class TrirunConfig(QuantizationConfigMixin):
         self.quant_method: Any = QUANT_METHOD
 
     def to_dict(self) -> dict[str, Any]:
+        """The section as config.json holds it."""
         return self.format.to_dict()
 
 
@@ -91,14 +92,17 @@ class TrirunQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
+        """``save_pretrained`` works: a module's state is what a checkpoint holds."""
         return True
 
     @property
     def is_trainable(self) -> bool:
+        """Packed weights have no gradient."""
         return False
 
     @property
     def is_compileable(self) -> bool:
+        """The operators have fake implementations for ``torch.compile``."""
         return True
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

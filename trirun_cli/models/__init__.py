@@ -1,1 +1,1 @@
-"""What families of decoders are made of, read from config.json """
+"""What families of decoders are made of, read from config.json; models loaded whole, and made of random weights."""
