@@ -172,9 +172,9 @@ def difference(checkpoint: Path) -> tuple[int, float]:
     from trirun_kernels import dequantize
     from trirun_kernels.gemm.linear import Int2Linear
 
-    from trirun_cli.checkpoint.reader import load_checkpoint
+    from trirun_cli.integrations.transformers import load
 
-    model = load_checkpoint(checkpoint, dtype=torch.float32).eval()
+    model = load(checkpoint, device="cpu", dtype=torch.float32)
     tokens = torch.randint(3, 8000, (1, 48), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         got, count = model(tokens, use_cache=False).logits.float(), 0

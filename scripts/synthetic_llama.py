@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from trirun_kernels.weights.names import EMBEDDING, FINAL_NORM, HEAD
 
 WRITERS = 8  # shards made and written at a time
 
@@ -37,12 +38,12 @@ def write(directory: Path, layers: int, hidden: int, inner: int, heads: int, voc
         architectures=["LlamaForCausalLM"],
     )
     config.save_pretrained(directory)
-    outer = {name: (vocabulary, hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    outer = {name: (vocabulary, hidden) for name in (EMBEDDING, HEAD)}
     block = {f"self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}
     block |= {"mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden)}
     block |= {"mlp.down_proj.weight": (hidden, inner)}
     block |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    shards = {"model-outer.safetensors": outer | {"model.norm.weight": (hidden,)}}
+    shards = {"model-outer.safetensors": outer | {FINAL_NORM: (hidden,)}}
     for layer in range(layers):
         shapes = {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
         shards[f"model-{layer:03d}.safetensors"] = shapes

@@ -17,11 +17,21 @@ import torch
 from torch import Tensor
 from trirun_kernels import QuantSpec
 from trirun_kernels.decoder.weights import DecoderShape
+from trirun_kernels.weights.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    HEAD_MODULE,
+    LAYER_LINEARS,
+    LAYER_NORMS,
+    SCALE,
+    WEIGHT,
+    layer_prefix,
+)
+from trirun_kernels.weights.safetensors_dir import INDEX
 
-from trirun_cli.backends.cpu.weights import FINAL_NORM, LINEARS, NORMS
 from trirun_cli.bench.models import decoder_shape_named
-from trirun_cli.checkpoint.reader import SCALE, WEIGHT, Format
-from trirun_cli.models.output_head import EMBEDDING, HEAD
+from trirun_cli.checkpoint.reader import Format
 from trirun_cli.models.synthetic import random_ternary
 
 
@@ -47,15 +57,15 @@ def write(directory: Path, shape: DecoderShape, *, tokens: int, context: int, gr
     outer = {EMBEDDING: normal().half(), HEAD: head.half(), FINAL_NORM: torch.ones(hidden)}
     save("model-outer.safetensors", outer)
     for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        tensors = {prefix + NORMS[name]: torch.ones(hidden) for name in ("attention_norm", "mlp_norm")}
+        prefix = layer_prefix(layer)
+        tensors = {prefix + LAYER_NORMS[name]: torch.ones(hidden) for name in ("attention_norm", "mlp_norm")}
         for name, (n, k) in shape.linear_sizes.items():
             packed = random_ternary(n, k, spec, generator)
-            tensors[prefix + LINEARS[name] + WEIGHT] = packed.words
-            tensors[prefix + LINEARS[name] + SCALE] = packed.scales
+            tensors[prefix + LAYER_LINEARS[name] + WEIGHT] = packed.words
+            tensors[prefix + LAYER_LINEARS[name] + SCALE] = packed.scales
         save(f"model-{layer:03d}.safetensors", tensors)
     index = {"metadata": {}, "weight_map": files}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (directory / INDEX).write_text(json.dumps(index), encoding="utf-8")
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16", "hidden_act": "silu",
         "vocab_size": shape.vocab, "hidden_size": hidden, "intermediate_size": shape.ffn, "head_dim": shape.head_dim,
@@ -63,7 +73,7 @@ def write(directory: Path, shape: DecoderShape, *, tokens: int, context: int, gr
         "max_position_embeddings": context, "rms_norm_eps": shape.norm_eps, "rope_theta": 10000.0,
         "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
         "bos_token_id": 0, "eos_token_id": 0,
-        "quantization_config": Format(group_size=group_size, modules_to_not_convert=["lm_head"]).to_dict(),
+        "quantization_config": Format(group_size=group_size, modules_to_not_convert=[HEAD_MODULE]).to_dict(),
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 

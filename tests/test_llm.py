@@ -156,7 +156,7 @@ def test_models_of_transformers_say_why_they_are_slower(plain_model, llm):
 
 def test_names_are_found_on_first_use():
     assert set(trirun_cli._PLACES) == set(trirun_cli.__all__)
-    assert trirun_cli.load.__name__ == "load_checkpoint" and callable(trirun_cli.pack)
+    assert trirun_cli.load.__name__ == "load" and callable(trirun_cli.pack)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         trirun_cli.nothing  # noqa: B018
 

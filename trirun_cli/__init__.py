@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 # Workflows import this package for its version, so not even types come from there.
 if TYPE_CHECKING:
-    from .checkpoint.reader import load_checkpoint as load
     from .engine.sampling import SamplingParams
+    from .integrations.transformers import load
     from .llm import LLM
     from .text.completion import Completion
 
@@ -26,7 +26,7 @@ _PLACES = {
     "Completion": ("text.completion", "Completion"),
     "SamplingParams": ("engine.sampling", "SamplingParams"),
     "finetune": ("workflows.finetune", "finetune"),
-    "load": ("checkpoint.reader", "load_checkpoint"),
+    "load": ("integrations.transformers", "load"),
     "pack": ("workflows.pack", "pack_model"),
     "quantize": ("workflows.quantize", "quantize"),
 }

@@ -72,6 +72,8 @@ def explain(error: BaseException) -> TrirunError | None:
         return InputError(f"unreadable safetensors file: {text}")
     if names & {"QuantizationError", "PackError"}:
         return InputError(text)
+    if "TensorFileError" in names:
+        return InputError(text, getattr(error, "fix", None))
     if "NativeError" in names:
         return MissingError(text)
     if isinstance(error, UnicodeDecodeError):

@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trirun_kernels.decoder.cpu import Segment
+from trirun_kernels.weights.names import embedding_names
+from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
 from tests.small_models import SIZES, save_ternary
 from trirun_cli.backends.cpu.decoder import NativeDecoder
 from trirun_cli.backends.cuda.weights import load_model
 from trirun_cli.backends.registry import open_runner
-from trirun_cli.backends.weight_memory import StoredTensors
 from trirun_cli.checkpoint.model_dir import read_json
 from trirun_cli.engine.scoring import ScoringModel
 from trirun_cli.errors import InputError
 from trirun_cli.models.llama_config import UnsupportedModel, decoder_shape, longest_context, rotary_angles
-from trirun_cli.models.output_head import embedding_names
 from trirun_cli.workflows.pack import pack_model
 
 LLAMA3 = {
@@ -117,7 +117,7 @@ def test_tied_heads_are_those_that_are_equal(differ, tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["lm_head.weight"][-1, -1] += 8 * differ
     save_file(tensors, file, {"format": "pt"})
-    _, head = embedding_names(read_json(packed / "config.json"), StoredTensors([file]))
+    _, head = embedding_names(read_json(packed / "config.json"), SafetensorsDir(packed))
     assert head == ("lm_head.weight" if differ else "model.embed_tokens.weight")
     expected = AutoModelForCausalLM.from_pretrained(packed.parent / "model", dtype=torch.float32).eval()
     expected.lm_head.weight = torch.nn.Parameter(tensors["lm_head.weight"].float())

@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import constants, errors
 
 from trirun_cli.checkpoint.hub import hub_name, local_model, model_name
+from trirun_cli.checkpoint.model_dir import ModelDir
 from trirun_cli.console import Console
 from trirun_cli.errors import InputError, TrirunError
 
@@ -57,6 +58,7 @@ def test_what_exists_here_is_meant(cache):
 def test_a_name_becomes_the_directory_in_the_cache(given, cache):
     assert local_model(Path(given), Console(quiet=True)) == cache
     assert model_name(Path(given)) == "demo-model"
+    assert ModelDir.open(given).path == cache
 
 
 def test_commands_take_names_and_call_what_they_make_by_them(trirun, cache):

@@ -1,6 +1,5 @@
 """What a model is refused for, and that it is named before anything is computed."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,6 @@ from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model.loader import TensorSource
 
 from tests.gptq.models import RECIPE, calibration, make_model, run
-from trirun_cli.checkpoint.model_dir import weight_map
-from trirun_cli.errors import InputError
 
 
 def test_defects_are_named(tmp_path):
@@ -45,7 +42,7 @@ def test_broken_weights_are_named(tmp_path, name):
         run(tmp_path)
     assert str(caught.value) == f"{name}: 1 of {tensors[name].numel()} values are NaN or infinite"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(QuantizationError, match="cannot be read"):
+    with pytest.raises(QuantizationError, match=r"model\.safetensors is truncated"):
         run(tmp_path)
 
 
@@ -110,11 +107,7 @@ def test_unsupported_architectures_are_refused(tmp_path):
         run(tmp_path / "gpt2")
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/model.safetensors", "..", "", 3])
-def test_shards_lie_in_their_directory(tmp_path, file):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": file}}))
-    with pytest.raises(QuantizationError, match=r"is no file of its directory|is not a safetensors index"):
+def test_damaged_files_are_an_error_of_this_library(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}')
+    with pytest.raises(QuantizationError, match="is no file of its directory"):
         TensorSource(tmp_path)
-    with pytest.raises(InputError, match=r"is no file of its directory|no weight_map of file names"):
-        weight_map(tmp_path)

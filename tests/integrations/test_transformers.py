@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from trirun_kernels.gemm.linear import Int2Linear
 
-from trirun_cli.checkpoint.reader import load_checkpoint
+from trirun_cli.errors import InputError
+from trirun_cli.integrations.transformers import load
 from trirun_cli.workflows.pack import pack_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,7 @@ def tokens():
 
 def test_logits_equal_the_original(packed, ternary_model, tokens):
     original = AutoModelForCausalLM.from_pretrained(ternary_model, dtype=torch.float32)
-    model = load_checkpoint(packed)
+    model = load(packed, device="cpu")
     assert sum(isinstance(module, Int2Linear) for module in model.modules()) == 14
     with torch.inference_mode():
         want, got = original(tokens).logits, model(tokens).logits
@@ -31,9 +32,9 @@ def test_logits_equal_the_original(packed, ternary_model, tokens):
 
 
 def test_save_pretrained_round_trip(packed, tokens, tmp_path):
-    first = load_checkpoint(packed)
+    first = load(packed, device="cpu")
     first.save_pretrained(tmp_path / "again")
-    second = load_checkpoint(tmp_path / "again")
+    second = load(tmp_path / "again", device="cpu")
     assert first.config.quantization_config.to_dict() == second.config.quantization_config.to_dict()
     assert torch.equal(first.generate(tokens, max_new_tokens=8), second.generate(tokens, max_new_tokens=8))
 
@@ -43,15 +44,29 @@ def test_odd_shapes_are_padded_and_loaded(save_llama, to_ternary, tokens, tmp_pa
     source = save_llama(to_ternary, **odd)
     pack_model(source, tmp_path / "T")
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    model = load_checkpoint(tmp_path / "T")
+    model = load(tmp_path / "T", device="cpu")
     with torch.inference_mode():
         want, got = original(tokens).logits, model(tokens).logits
     assert ((got - want).norm() / want.norm()).item() < 1e-3
 
 
+def test_plain_models_load_as_they_are(plain_model, tokens):
+    original = AutoModelForCausalLM.from_pretrained(plain_model, dtype=torch.float32)
+    model = load(plain_model, device="cpu")
+    assert not model.training and model.dtype == torch.float32
+    with torch.inference_mode():
+        assert torch.equal(model(tokens).logits, original(tokens).logits)
+    assert load(plain_model, device="cpu", dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_what_is_no_model_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="no such directory"):
+        load(tmp_path / "nowhere")
+
+
 def test_dequantize_gives_an_ordinary_model_back(packed, ternary_model, tokens):
     original = AutoModelForCausalLM.from_pretrained(ternary_model, dtype=torch.float32)
-    dense = load_checkpoint(packed).dequantize()
+    dense = load(packed, device="cpu").dequantize()
     assert not any(isinstance(module, Int2Linear) for module in dense.modules())
     with torch.inference_mode():
         torch.testing.assert_close(dense(tokens).logits, original(tokens).logits)

@@ -5,7 +5,8 @@ import torch
 from trirun_kernels.gemm.linear import Int2Linear
 
 from tests.small_models import save_ternary
-from trirun_cli.checkpoint.reader import Checkpoint, load_checkpoint
+from trirun_cli.checkpoint.reader import Checkpoint
+from trirun_cli.integrations.transformers import load
 
 FAMILIES = {
     "llama": {},
@@ -24,7 +25,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_original(family, tmp_path):
     model, _, packed = save_ternary(family, FAMILIES[family], tmp_path)
-    loaded = load_checkpoint(packed)
+    loaded = load(packed, device="cpu")
     assert sum(isinstance(module, Int2Linear) for module in loaded.modules()) == len(Checkpoint(packed).modules) >= 8
     tokens = torch.randint(3, 96, (1, 20))
     with torch.inference_mode():

@@ -84,7 +84,7 @@ def test_kept_layers_stay_dense(trirun, save_llama, to_ternary, tmp_path):
     assert code == 0
     packed = Checkpoint(tmp_path / "T")
     assert "model.layers.0.mlp.down_proj" in packed.format.modules_to_not_convert
-    assert packed.meta("model.layers.0.mlp.down_proj.weight")[1] == "F16"
+    assert packed["model.layers.0.mlp.down_proj.weight"].dtype == "F16"
 
 
 def test_a_pattern_that_keeps_nothing_is_refused(trirun, ternary_model, tmp_path):

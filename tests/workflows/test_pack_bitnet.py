@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from trirun_kernels import dequantize
+from trirun_kernels.weights.names import SCALE, WEIGHT
 
 from tests.small_models import save_ternary
-from trirun_cli.checkpoint.reader import SCALE, WEIGHT, Checkpoint, load_checkpoint
+from trirun_cli.checkpoint.reader import Checkpoint
+from trirun_cli.integrations.transformers import load
 
 
 def pack_rows(trits):
@@ -57,7 +59,7 @@ def test_the_model_is_the_same(trirun, bitnet, tmp_path, change):
     assert trirun("pack", directory, "--out", tmp_path / "T", "--act-bits", "16", "--overwrite")[0] == 0
     tokens = torch.randint(3, 8192, (1, 20))
     with torch.inference_mode():
-        want, got = model(tokens).logits, load_checkpoint(tmp_path / "T")(tokens).logits
+        want, got = model(tokens).logits, load(tmp_path / "T", device="cpu")(tokens).logits
     assert ((got - want).norm() / want.norm()).item() < 1e-3
     assert trirun("generate", "-c", tmp_path / "T", "-p", "The", "-n", "2")[0] == 0
 

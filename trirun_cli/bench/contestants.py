@@ -11,7 +11,7 @@ import torch
 from trirun_kernels.decoder.weights import DecoderShape
 from trirun_kernels.weights.spec import QuantSpec
 
-from ..checkpoint.model_dir import quant_method, read_config
+from ..checkpoint.model_dir import ModelDir, quant_method, read_config
 from ..errors import InputError, OutOfMemoryError, UsageError
 from ..models.llama_config import UnsupportedModel
 from .models import Contestant
@@ -41,11 +41,11 @@ def of_shape(
     spec = QuantSpec(group_size, 1.0)
     kind = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
-        from ..models.synthetic import dense_twin, random_model
+        from ..models.synthetic import dense_model, random_model
 
         try:
             model = random_model(shape, spec, positions=positions + 64, device=device, dtype=dtype, act_bits=act_bits)
-            models = {"int2": model} | ({kind: dense_twin(model)} if dense else {})
+            models = {"int2": model} | ({kind: dense_model(model)} if dense else {})
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(" ".join(str(error).split())[:300], "try --no-dense or a smaller --shape") from None
         return _with_caches(models, caches)
@@ -98,13 +98,13 @@ def _on_gpu(
     caches: Sequence[str],
 ) -> list[Contestant]:
     from ..backends.cuda.weights import load_model
-    from ..models.synthetic import dense_twin
+    from ..models.synthetic import dense_model
 
     model = load_model(path, device=device, dtype=dtype, act_bits=act_bits, context=positions)
     kind = str(model.dtype).removeprefix("torch.")
     models = {"int2" if model.packed else kind: model}
     if dense and model.packed:
-        models[kind] = dense_twin(model)
+        models[kind] = dense_model(model)
     return _with_caches(models, caches)
 
 
@@ -122,7 +122,7 @@ def _on_cpu(path: Path, config: dict, act_bits: int | None, positions: int, dens
     if quant_method(config) != QUANT_METHOD:
         raise InputError(f"{path} is not a packed checkpoint; on a CPU the native decoder runs only those")
     form, threads = Format.from_dict(config["quantization_config"], path), len(os.sched_getaffinity(0))
-    weights = decoder_weights(path, config, form, positions, threads=threads)
+    weights = decoder_weights(ModelDir(path), form, positions, threads=threads)
     bits = act_bits or form.activation_bits
     out: list[Contestant] = [CpuContestant("int2", weights, act_bits=bits, threads=threads)]
     if dense:

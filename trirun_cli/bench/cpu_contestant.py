@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment
 from trirun_kernels.decoder.weights import LINEARS, DecoderShape, DecoderWeights, LayerWeights, Linear
+from trirun_kernels.weights.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LAYER_LINEARS,
+    LAYER_NORMS,
+    WEIGHT,
+    layer_prefix,
+)
 from trirun_kernels.weights.packing import dequantize
 from trirun_kernels.weights.spec import QuantSpec
 
-from ..backends.cpu.weights import LINEARS as MODULES
 from ..models.synthetic import angles, random_ternary
 
 MAX_ROWS = 192
@@ -132,16 +140,16 @@ def dense_llama(weights: DecoderWeights, dtype: torch.dtype) -> Any:
     model = model.to(dtype).to_empty(device="cpu").eval()
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     state: dict[str, Tensor] = {
-        "model.embed_tokens.weight": weights.embedding,
-        "model.norm.weight": weights.final_norm,
-        "lm_head.weight": weights.head,
+        EMBEDDING: weights.embedding,
+        FINAL_NORM: weights.final_norm,
+        HEAD: weights.head,
     }
     for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}."
-        for name, module in MODULES.items():
-            state[f"{prefix}{module}.weight"] = dequantize(getattr(layer, name).weight, dtype)
-        state[f"{prefix}input_layernorm.weight"] = layer.attention_norm
-        state[f"{prefix}post_attention_layernorm.weight"] = layer.mlp_norm
+        prefix = layer_prefix(index)
+        for name, module in LAYER_LINEARS.items():
+            state[prefix + module + WEIGHT] = dequantize(getattr(layer, name).weight, dtype)
+        for name in ("attention_norm", "mlp_norm"):
+            state[prefix + LAYER_NORMS[name]] = getattr(layer, name)
     model.load_state_dict(state)
     return model
 
@@ -150,9 +158,9 @@ def dense_checkpoint(path: str | Path, dtype: torch.dtype) -> Any:
     """A packed checkpoint in transformers with its packed layers as dense ones."""
     from trirun_kernels.gemm.linear import Int2Linear
 
-    from ..checkpoint.reader import load_checkpoint
+    from ..integrations.transformers import load
 
-    model = load_checkpoint(path, "cpu", dtype)
+    model = load(path, device="cpu", dtype=dtype)
     for name, module in list(model.named_modules()):
         if isinstance(module, Int2Linear):
             model.set_submodule(name, module.to_dense(dtype))

@@ -1,1 +1,1 @@
-"""Model directories and packed checkpoints: reading, writing, checking, and the hub they come from."""
+"""Model directories, packed and plain: the format, reading, writing, verifying, foreign formats, names on the hub."""

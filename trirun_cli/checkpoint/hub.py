@@ -34,9 +34,12 @@ def model_name(given: Path) -> str:
     return given.resolve().name if named is None else named[0].partition("/")[2]
 
 
-def local_model(given: Path, console: Console) -> Path:
+def local_model(given: Path, console: Console | None = None) -> Path:
     """The directory of a model: ``given``, or the hub's ORG/NAME[@REVISION] in the hub's cache, downloaded as far
     as it is not there (HF_HUB_OFFLINE=1: only looked for).
+
+    Args:
+        console: what tells the user so, with a progress bar; None is silent.
 
     Raises:
         InputError: the hub has no such model, or not for this user. TrirunError: the hub cannot be reached.
@@ -49,9 +52,10 @@ def local_model(given: Path, console: Console) -> Path:
     from huggingface_hub import errors
     from huggingface_hub.utils import disable_progress_bars
 
-    if console.quiet or console.as_json or not sys.stderr.isatty():
+    if console is None or console.quiet or console.as_json or not sys.stderr.isatty():
         disable_progress_bars()
-    console.note(f"{given} is no directory here: taking it from the Hugging Face hub")
+    if console is not None:
+        console.note(f"{given} is no directory here: taking it from the Hugging Face hub")
     try:
         found = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED

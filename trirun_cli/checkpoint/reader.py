@@ -1,9 +1,9 @@
 """A packed checkpoint: a Hugging Face directory whose linear weights are tile64.
 
 For every packed module there is ``<module>.weight`` int32 [n/64, k/32, 128], ``<module>.weight_scale`` fp16
-[k/g, n] and, where the grid has real zeros, ``<module>.weight_zero``. The grid is in
-``config.json["quantization_config"]``; see :class:`Format`. The name ``weight`` makes a plain transformers refuse the
-directory instead of filling the layers with random numbers.
+[k/group_size, n] and, on a grid of real zero points, ``<module>.weight_zero`` (:mod:`trirun_kernels.weights.names`).
+The grid is in ``config.json["quantization_config"]``; see :class:`Format`. Because packed tensors are called
+``weight``, transformers without trirun refuses the directory instead of filling the layers with random numbers.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO, packed_modules
+
 from ..errors import InputError
 from .model_dir import ModelDir
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
     from trirun_kernels import PackedWeight, QuantSpec
 
 QUANT_METHOD = "trirun"
 FORMAT_VERSION = 1
 LAYOUT = "tile64"
-WEIGHT, SCALE, ZERO = ".weight", ".weight_scale", ".weight_zero"
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Format:
     activation_bits: int = 16
 
     def to_dict(self) -> dict[str, Any]:
-        """The section as config.json holds it."""
+        """The section as config.json holds it, with its method, version and layout."""
         head = {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "layout": LAYOUT, "bits": 2}
         return head | asdict(self)
 
@@ -88,7 +88,7 @@ class Format:
         return made
 
     def spec(self, module: str) -> QuantSpec:
-        """The grid of one module."""
+        """The grid of one module, by its name."""
         from trirun_kernels import QuantSpec
 
         own = self.overrides.get(module, {"group_size": self.group_size, "zero": self.zero})
@@ -96,7 +96,16 @@ class Format:
 
 
 class Checkpoint(ModelDir):
-    """A packed checkpoint opened for reading. Opening checks every packed tensor's name, shape and dtype.
+    """A packed checkpoint opened for reading: ``Checkpoint.open("DIR or ORG/NAME")``.
+
+    Opening reads headers alone, and checks every packed tensor's name, shape and dtype. Weights stay in the mapped
+    files until they are touched.
+
+    Attributes:
+        path: the directory. config: config.json.
+        format: its ``quantization_config``: grids, padding, modules kept as they were, activation bits.
+        modules: names of the packed modules, sorted.
+        names, files: names of all tensors, and the files that hold them.
 
     Raises:
         InputError: it is not a trirun checkpoint, is damaged, or a stored shape contradicts the format.
@@ -107,7 +116,7 @@ class Checkpoint(ModelDir):
         if self.quant_method is None:
             raise InputError(f"{self.path} is not quantized", f"trirun quantize {self.path} --wbits 2 makes it 2-bit")
         self.format = Format.from_dict(self.config["quantization_config"], self.path)
-        self.modules = sorted(name.removesuffix(SCALE) for name in self.names if name.endswith(SCALE))
+        self.modules = packed_modules(self)
         if not self.modules:
             raise InputError(f"{self.path} says it is packed but holds no packed weight")
         for module in self.modules:
@@ -118,11 +127,15 @@ class Checkpoint(ModelDir):
         if module in self.format.padded:
             n, k = self.format.padded[module]
             return n, k
-        strips, blocks, _ = self.meta(module + WEIGHT)[0]
-        return strips * 64, blocks * 32
+        n_tiles, k_blocks, _ = self[module + WEIGHT].shape
+        return n_tiles * 64, k_blocks * 32
 
     def packed(self, module: str) -> PackedWeight:
-        """One packed weight, still in the mapped file."""
+        """One packed weight on the CPU, in the mapped file: it starts at any byte.
+
+        Raises:
+            TensorFileError: there is no such module, or the file has been cut since it was opened.
+        """
         from trirun_kernels import PackedWeight
 
         n, k = self.shape(module)
@@ -136,9 +149,10 @@ class Checkpoint(ModelDir):
 
         if module + WEIGHT not in self:
             raise InputError(f"{self.path}: {module}{SCALE} has no {module}{WEIGHT} beside it")
-        words, kind = self.meta(module + WEIGHT)
-        if kind != "I32" or len(words) != 3 or words[2] != 128:
-            raise InputError(f"{self.path}: {module}{WEIGHT} is {kind} {words}, not I32 [n/64, k/32, 128]")
+        words = self[module + WEIGHT]
+        if words.dtype != "I32" or len(words.shape) != 3 or words.shape[2] != 128:
+            found = f"{words.dtype} {list(words.shape)}"
+            raise InputError(f"{self.path}: {module}{WEIGHT} is {found}, not I32 [n/64, k/32, 128]")
         spec = self.format.spec(module)
         try:
             expected_words, expected_groups = stored_shapes(*self.shape(module), spec)
@@ -152,27 +166,7 @@ class Checkpoint(ModelDir):
         for suffix, (dtype, shape) in expected.items():
             if module + suffix not in self:
                 raise InputError(f"{self.path}: {module}{suffix} is missing")
-            found, found_dtype = self.meta(module + suffix)
-            if tuple(found) != shape or found_dtype != dtype:
-                raise InputError(
-                    f"{self.path}: {module}{suffix} is {found_dtype} {found}, the format says {dtype} {list(shape)}"
-                )
-
-
-def load_checkpoint(path: str | Path, device: str = "cpu", dtype: Any = None) -> PreTrainedModel:
-    """A packed checkpoint as a transformers model with :class:`~trirun_kernels.gemm.linear.Int2Linear` layers.
-
-    Args:
-        path: the checkpoint directory. device: where to put it.
-        dtype: of everything that is not packed; None keeps the checkpoint's, except float32 on the CPU, where half
-            precision arithmetic is emulated.
-
-    Raises:
-        InputError: see :class:`Checkpoint` and :func:`~.pretrained.load_pretrained`.
-    """
-    from ..integrations import transformers as hf_quantizer
-    from ..models.pretrained import load_pretrained
-
-    Checkpoint(path)
-    hf_quantizer.register()
-    return load_pretrained(path, device, dtype)
+            stored = self[module + suffix]
+            if (stored.dtype, stored.shape) != (dtype, shape):
+                found = f"{stored.dtype} {list(stored.shape)}"
+                raise InputError(f"{self.path}: {module}{suffix} is {found}, the format says {dtype} {list(shape)}")

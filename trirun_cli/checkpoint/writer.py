@@ -13,9 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
+from trirun_kernels.weights.safetensors_dir import INDEX, SINGLE
+
 from ..errors import InputError, writing
-from .model_dir import INDEX, SINGLE, ModelDir
-from .reader import SCALE, WEIGHT, ZERO, Format
+from .model_dir import ModelDir
+from .reader import Format
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,8 +33,8 @@ def command(
     # Before torch is imported for one that is not there.
     read_config(checkpoint)
     original = None if against is None else ModelDir(local_model(against, console))
-    from ..checkpoint.facts import verify_files, verify_modules
     from ..checkpoint.reader import Checkpoint
+    from ..checkpoint.verify import verify_files, verify_modules
 
     opened = Checkpoint(checkpoint)
     checks = list(verify_files(opened))

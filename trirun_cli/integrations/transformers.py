@@ -1,4 +1,4 @@
-"""Teaching transformers the packed format: ``from_pretrained`` and ``save_pretrained`` on trirun checkpoints.
+"""Packed checkpoints in transformers: :func:`load`, and ``from_pretrained`` and ``save_pretrained`` themselves.
 
 transformers has no discovery of third-party methods, so :func:`register` must run first (importing this module runs
 it). A process that never does gets an error about mismatched sizes, because the packed tensors are named ``weight``.
@@ -6,7 +6,8 @@ it). A process that never does gets an error about mismatched sizes, because the
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,8 +17,35 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from trirun_kernels.gemm.linear import Int2Linear
 from trirun_kernels.weights.experts import separate_experts
 
-from ..checkpoint.reader import QUANT_METHOD, Format
+from ..checkpoint.hub import local_model
+from ..checkpoint.model_dir import quant_method, read_config
+from ..checkpoint.reader import QUANT_METHOD, Checkpoint, Format
 from ..errors import InputError
+from ..models.pretrained import load_pretrained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load(path: str | Path, *, device: str | None = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model as a transformers module in eval mode; the packed layers of a trirun checkpoint are
+    :class:`~trirun_kernels.gemm.linear.Int2Linear` modules.
+
+    Args:
+        path: a directory, packed or plain, or a name on the Hugging Face hub, ORG/NAME[@REVISION].
+        device: "cpu", "cuda", "cuda:N"; None takes the first GPU, or the CPU where there is none.
+        dtype: of everything that is not packed; None keeps the stored one, except float32 on the CPU, where half
+            precision arithmetic is emulated.
+
+    Raises:
+        InputError: there is no such model, it is damaged, or transformers does not know its kind.
+        TrirunError: the hub cannot be reached.
+    """
+    directory = local_model(Path(path))
+    if quant_method(read_config(directory)) == QUANT_METHOD:
+        # Checks more than transformers does, and says what is wrong.
+        Checkpoint(directory)
+    return load_pretrained(directory, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 
 
 class TrirunConfig(QuantizationConfigMixin):
@@ -28,6 +56,7 @@ class TrirunConfig(QuantizationConfigMixin):
         self.quant_method: Any = QUANT_METHOD
 
     def to_dict(self) -> dict[str, Any]:
+        """The section as config.json holds it."""
         return self.format.to_dict()
 
 
@@ -63,14 +92,17 @@ class TrirunQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
+        """``save_pretrained`` works: a module's state is what a checkpoint holds."""
         return True
 
     @property
     def is_trainable(self) -> bool:
+        """Packed weights have no gradient."""
         return False
 
     @property
     def is_compileable(self) -> bool:
+        """The operators have fake implementations for ``torch.compile``."""
         return True
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

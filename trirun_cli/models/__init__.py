@@ -1,1 +1,1 @@
-"""What families of decoders are made of, read from config.json and from the names of stored tensors."""
+"""What families of decoders are made of, read from config.json; models loaded whole, and made of random weights."""

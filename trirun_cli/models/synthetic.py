@@ -69,7 +69,7 @@ def random_ternary(n: int, k: int, spec: QuantSpec, generator: torch.Generator) 
     return PackedWeight(bits, scales.half(), None, n, k, spec)
 
 
-def dense_twin(model: CudaModel) -> CudaModel:
+def dense_model(model: CudaModel) -> CudaModel:
     """The same model with its projections as dense matrices of its dtype."""
 
     def dense(p: Projection) -> Projection:

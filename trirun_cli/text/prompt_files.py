@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ..checkpoint.model_dir import weight_files
+from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import RECIPE_FILE
 from ..errors import InputError, UsageError
 
@@ -197,11 +197,11 @@ def model_identity(path: Path) -> str:
     """A digest of what a model answers from; of large files, of samples alone.
 
     Raises:
-        InputError: the index of its weights is damaged.
+        InputError: it is no model directory, or its weights are damaged.
     """
     state = hashlib.sha256()
     small = [path / name for name in _IDENTIFYING if (path / name).is_file()]
-    for file in small + weight_files(path):
+    for file in small + ModelDir(path).files:
         with open(file, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             state.update(f"{file.name}\0{size}\0".encode())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model.loader import TensorSource
+from trirun_gptq.model.meta import linear_modules, meta_model
 from trirun_gptq.run.resume import fingerprint
 from trirun_gptq.train import start as starts
 from trirun_gptq.train.data import load_text
@@ -32,7 +33,6 @@ from ..backends.device import pick_device
 from ..backends.transformers.weights import longest_sequence
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.skeleton import build, linear_modules
 from ..checkpoint.writer import CheckpointWriter, file_hash
 from ..errors import InputError, UsageError
 from ..resources import configs_dir
@@ -153,7 +153,7 @@ def plan_run(
     compiled = target != "cpu" if compiled is None else compiled
     # Refuses a non-empty output before the long part.
     CheckpointWriter(out, source, overwrite=overwrite)
-    skeleton = build(source)
+    skeleton = meta_model(source.path)
     context = longest_sequence(skeleton.config.get_text_config())
     if recipe.seqlen > context:
         raise UsageError(f"--seqlen {recipe.seqlen}: the model's context ends at {context} tokens")

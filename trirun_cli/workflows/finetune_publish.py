@@ -12,10 +12,10 @@ from torch import Tensor
 from trirun_gptq.train.model import hardened
 from trirun_gptq.train.student import Student
 from trirun_kernels import QuantSpec
+from trirun_kernels.weights.names import WEIGHT
 
 from ..backends.registry import open_runner
 from ..backends.transformers.runner import TransformersRunner
-from ..checkpoint.reader import WEIGHT
 from ..checkpoint.writer import CheckpointWriter
 from ..engine.scoring import ScoringModel
 from ..errors import CheckFailed

@@ -13,8 +13,9 @@ from trirun_gptq.train.recipe import TrainRecipe
 from trirun_gptq.train.start import Grids
 from trirun_gptq.train.student import Student
 from trirun_kernels import unpack
+from trirun_kernels.weights.names import WEIGHT
 
-from ..checkpoint.reader import WEIGHT, Checkpoint
+from ..checkpoint.reader import Checkpoint
 from ..errors import InputError
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.lossless.ternary import scale_structure, ternarize
+from trirun_gptq.model.meta import linear_modules, meta_model
 from trirun_kernels import QuantSpec, dequantize
+from trirun_kernels.weights.names import WEIGHT
 
 from .. import __version__
-from ..checkpoint.formats.bitnet import BitNetWeights
+from ..checkpoint.formats import ForeignWeights, open_foreign
 from ..checkpoint.model_dir import ModelDir
-from ..checkpoint.reader import SCALE, WEIGHT
-from ..checkpoint.skeleton import build, linear_modules
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError
 
@@ -77,15 +77,15 @@ def pack_model(
     except re.error as error:
         raise UsageError(f"--keep {keep}: not a regular expression: {error}") from None
     source = ModelDir(model)
-    bitnet = BitNetWeights.of(source)
-    if source.quant_method is not None and bitnet is None:
+    foreign = open_foreign(source)
+    if source.quant_method is not None and foreign is None:
         raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
-    skeleton = build(source)
+    skeleton = meta_model(source.path)
     linears = linear_modules(skeleton)
     head = skeleton.get_output_embeddings()
     chosen = {name for name in linears if skeleton.get_submodule(name) is not head and not kept.search(name)}
-    if bitnet is not None:
-        chosen -= bitnet.kept
+    if foreign is not None:
+        chosen -= foreign.kept
         if keep is not None:
             raise UsageError(f"--keep {keep}: the layers of {model} are stored packed and cannot be kept as they are")
     if keep is not None and not any(map(kept.search, linears)):
@@ -99,27 +99,27 @@ def pack_model(
             name = tensor_name.removesuffix(WEIGHT)
             if name in chosen and tensor_name.endswith(WEIGHT):
                 on_module(len(chosen), name)
-                reports.append(_pack_module(writer, name, source, bitnet, linears[name]))
-            elif bitnet is None or tensor_name.removesuffix(SCALE) not in chosen:
+                reports.append(_pack_module(writer, name, source, foreign, linears[name]))
+            elif foreign is None or not any(tensor_name.removesuffix(end) in chosen for end in foreign.suffixes):
                 writer.add(tensor_name, source.tensor(tensor_name))
         missing = chosen - {report.name for report in reports}
         if missing:
             raise InputError(f"{model}: there is no tensor {min(missing)}{WEIGHT}")
         recipe: dict[str, Any] = {"trirun": __version__, "command": "pack", "model": str(model), "keep": keep}
-        writer.finish(reports, linears, recipe, activation_bits or (16 if bitnet is None else 8))
+        writer.finish(reports, linears, recipe, activation_bits or (16 if foreign is None else foreign.activation_bits))
     return reports
 
 
 def _pack_module(
-    writer: CheckpointWriter, name: str, source: ModelDir, bitnet: BitNetWeights | None, shape: tuple[int, int]
+    writer: CheckpointWriter, name: str, source: ModelDir, foreign: ForeignWeights | None, shape: tuple[int, int]
 ) -> PackedReport:
     weight = source.tensor(name + WEIGHT)
-    ternary, error = (ternarize(weight, name), 0.0) if bitnet is None else bitnet.read(name)
+    ternary, error = (ternarize(weight, name), 0.0) if foreign is None else foreign.read(name)
     if tuple(ternary.codes.shape) != shape:
         found = list(ternary.codes.shape)
         raise InputError(f"{name}{WEIGHT} has shape {found}, the model's config says {list(shape)}")
     packed = ternary.pack()
-    expected = weight if bitnet is None else ternary.dequantize(torch.float32)
+    expected = weight if foreign is None else ternary.dequantize(torch.float32)
     if not torch.equal(dequantize(packed, expected.dtype), expected):
         raise QuantizationError(f"{name} does not decode to its source after packing")
     writer.add_packed(name, packed)

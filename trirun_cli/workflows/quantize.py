@@ -14,6 +14,7 @@ from torch import Tensor
 from trirun_gptq import calibration as calibration_data
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model.loader import decoder_blocks
+from trirun_gptq.model.meta import linear_modules, meta_model
 from trirun_gptq.pipeline import quantize_model
 from trirun_gptq.recipe import Override, Recipe, load_recipe
 from trirun_gptq.run import distributed as ranks
@@ -23,7 +24,6 @@ from trirun_kernels import QuantSpec
 from .. import __version__
 from ..backends.device import pick_device
 from ..checkpoint.model_dir import ModelDir
-from ..checkpoint.skeleton import build, linear_modules
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError, explain
 from ..resources import configs_dir
@@ -138,7 +138,7 @@ def plan_run(
     calibration_data.check_source(calibration)
     # Refuses a non-empty output before the long part.
     CheckpointWriter(out, source, overwrite=overwrite)
-    skeleton = build(source)
+    skeleton = meta_model(source.path)
     linears = linear_modules(skeleton)
     blocks = f"{decoder_blocks(skeleton)[0]}."
     inside = [name for name in linears if name.startswith(blocks)]

@@ -1,4 +1,4 @@
-"""Import of packed BitNet b1.58 weights as Hugging Face stores them (``quant_method: bitnet``).
+"""The arithmetic of packed BitNet b1.58 weights (Ma et al. 2024) as Hugging Face stores them: tensors in, codes out.
 
 A packed uint8 row i holds the logical rows ``i, i + n/4, i + 2n/4, i + 3n/4`` in bits 0-1, 2-3, 4-5, 6-7; the stored
 value is the trit plus one, which is trirun's code already. One scale covers the tensor, and there are two opposite
@@ -6,13 +6,13 @@ conventions for it:
 
 - ``linear_class: bitlinear`` (or absent): the layer divides by ``weight_scale``, so ``s = 1 / weight_scale``.
 - ``linear_class: autobitlinear``: the layer multiplies by it, so ``s = weight_scale``.
+
+Which files and settings that are is read in ``trirun_cli/checkpoint/formats/bitnet.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,28 +20,6 @@ from trirun_kernels import QuantSpec
 
 from ..errors import QuantizationError
 from ..layer.quantized import Quantized
-
-
-def divides_by_scale(quantization_config: Mapping[str, Any]) -> bool:
-    """Which convention a checkpoint's ``quantization_config`` stands for: True when the layer divides by its scale.
-
-    Raises:
-        QuantizationError: it is not a packed bitnet checkpoint, or its layer class is unknown.
-    """
-    if quantization_config.get("quant_method") != "bitnet":
-        raise QuantizationError(f"quant_method is {quantization_config.get('quant_method')!r}, not 'bitnet'")
-    kind = quantization_config.get("linear_class", "bitlinear")
-    if kind == "bitlinear":
-        return True
-    if kind != "autobitlinear":
-        raise QuantizationError(f"linear_class is {kind!r}; 'bitlinear' and 'autobitlinear' are known")
-    mode = quantization_config.get("quantization_mode", "offline")
-    if mode != "offline":
-        raise QuantizationError(
-            f"quantization_mode is {mode!r}: the checkpoint holds latent float weights, not ternary ones; "
-            "use the packed release of the model"
-        )
-    return False
 
 
 def unpack_bitnet(
@@ -52,7 +30,7 @@ def unpack_bitnet(
     Args:
         packed: uint8 [n/4, k].
         weight_scale: the tensor's one scale, any shape of one element.
-        divide: the convention, see :func:`divides_by_scale`.
+        divide: the convention: whether layers divide by their scale.
         name: the module, for messages.
 
     Returns:

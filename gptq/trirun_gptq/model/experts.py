@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -22,9 +21,9 @@ class Cut:
     expert: int
     half: int | None = None
 
-    def __call__(self, fused: Any) -> Tensor:
-        """Of a safetensors slice."""
-        matrix = fused[self.expert : self.expert + 1][0]
+    def __call__(self, fused: Tensor) -> Tensor:
+        """The matrix [n, k] of the fused tensor, in the same memory."""
+        matrix = fused[self.expert]
         return matrix if self.half is None else matrix.chunk(2)[self.half]
 
     def shape(self, fused: list[int]) -> list[int]:
@@ -35,7 +34,7 @@ class Cut:
 
 
 def stored_as(name: str, files: Container[str]) -> tuple[str | None, Cut | None]:
-    """The stored name of a module's tensor, and how to cut it from a slice of that; None when it is all of it.
+    """The stored name of a module's tensor, and how to cut it from that; None when it is all of it.
 
     Args:
         name: of the tensor in the model. files: the stored names.

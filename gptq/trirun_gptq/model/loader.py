@@ -1,102 +1,59 @@
-"""A Hugging Face model directory as a lazily read set of tensors and an empty model around them."""
+"""A Hugging Face model directory for a walk over its blocks: its tensors, and an empty model to fill with them."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trirun_kernels.weights.experts import separate_experts
+from trirun_kernels.weights.names import WEIGHT
+from trirun_kernels.weights.safetensors_dir import SafetensorsDir
+from trirun_kernels.weights.safetensors_file import TensorFileError
 
 from ..errors import QuantizationError
 from .experts import Cut, stored_as
+from .meta import meta_model
 
 
-class TensorSource:
-    """The tensors of a directory's safetensors files by name, read when asked for.
+class TensorSource(SafetensorsDir):
+    """The tensors of a model directory by the names of the model's modules: those of experts may be stored otherwise.
 
     Raises:
-        QuantizationError: no safetensors, a missing or damaged shard, one outside of the directory.
+        QuantizationError: see :class:`~trirun_kernels.weights.safetensors_dir.SafetensorsDir`.
     """
 
-    def __init__(self, model_dir: str | Path) -> None:
-        self.directory = Path(model_dir)
-        self._open: dict[str, Any] = {}
-        index = self.directory / "model.safetensors.index.json"
-        single = self.directory / "model.safetensors"
-        if index.is_file():
-            try:
-                self._file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                outside = [file for file in self._file_of.values() if Path(file).name != file or file in ("", "..")]
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-                raise QuantizationError(f"{index} is not a safetensors index") from None
-            if outside:
-                raise QuantizationError(f"{index} names {outside[0]!r}, which is no file of its directory")
-        elif single.is_file():
-            self._file_of = dict.fromkeys(self._handle(single.name).keys(), single.name)
-        else:
-            raise QuantizationError(f"{self.directory} has neither model.safetensors nor model.safetensors.index.json")
-
-    @property
-    def names(self) -> list[str]:
-        """All tensor names, in the order of the files."""
-        return list(self._file_of)
-
-    @property
-    def files(self) -> list[Path]:
-        """The files that hold them."""
-        return [self.directory / name for name in sorted(set(self._file_of.values()))]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
+    def __init__(self, path: str | Path) -> None:
+        try:
+            super().__init__(path)
+        except TensorFileError as error:
+            raise QuantizationError(str(error)) from error
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU in its stored dtype.
+        """One tensor, on the CPU in its stored dtype, in the mapped file.
 
         An expert's layer may lie in the files under another name, or as a slice of a fused tensor: see
         :func:`~trirun_gptq.model.experts.stored_as`.
+
+        Raises:
+            QuantizationError: it is not stored. TensorFileError: the file has been cut since it was opened.
         """
-        with self._stored(name) as (handle, stored, part):
-            return handle.get_tensor(stored) if part is None else part(handle.get_slice(stored))
+        stored, part = self._stored(name)
+        return self.tensor(stored) if part is None else part(self.tensor(stored))
 
     def shape(self, name: str) -> list[int]:
         """The shape of what :meth:`read` returns, by the header of its file alone."""
-        with self._stored(name) as (handle, stored, part):
-            shape: list[int] = handle.get_slice(stored).get_shape()
-            return shape if part is None else part.shape(shape)
+        stored, part = self._stored(name)
+        shape = list(self[stored].shape)
+        return shape if part is None else part.shape(shape)
 
-    def release(self) -> None:
-        """Close the files. Open ones stay mapped, and what was read of them counts as this process's memory."""
-        self._open.clear()
-
-    @contextmanager
-    def _stored(self, name: str) -> Iterator[tuple[Any, str, Cut | None]]:
-        """Where a tensor lies: the open file, its name there, and how to cut it from that; for the time of reading."""
-        stored, part = stored_as(name, self._file_of)
+    def _stored(self, name: str) -> tuple[str, Cut | None]:
+        """The name a tensor is stored by, and how to cut it from what is stored; None where it is all of that."""
+        stored, part = stored_as(name, self)
         if stored is None:
-            raise QuantizationError(f"{self.directory}: tensor {name} is missing")
-        from safetensors import SafetensorError
-
-        try:
-            yield self._handle(self._file_of[stored]), stored, part
-        except SafetensorError as error:
-            raise QuantizationError(f"{self.directory / self._file_of[stored]}: {stored}: {error}") from None
-
-    def _handle(self, file: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self.directory / file, "pt")
-            except (SafetensorError, OSError) as error:
-                raise QuantizationError(f"{self.directory / file} cannot be read: {error}") from None
-        return self._open[file]
+            raise QuantizationError(f"{self.path}: tensor {name} is missing")
+        return stored, part
 
 
 class Skeleton:
@@ -112,23 +69,9 @@ class Skeleton:
     """
 
     def __init__(self, source: TensorSource) -> None:
-        from accelerate import init_empty_weights
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        if not (source.directory / "config.json").is_file():
-            raise QuantizationError(f"{source.directory} has no config.json")
-        try:
-            config = AutoConfig.from_pretrained(source.directory)
-        except (ValueError, OSError, KeyError) as error:
-            raise QuantizationError(f"{source.directory}/config.json: {_first_line(error)}") from None
-        if getattr(config, "quantization_config", None):
-            raise QuantizationError(f"{source.directory} is quantized already: {config.quantization_config}")
-        try:
-            with init_empty_weights(include_buffers=False):
-                self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except (ValueError, ImportError) as error:
-            raise QuantizationError(f"{source.directory}: not a causal language model: {_first_line(error)}") from None
-        separate_experts(self.model).eval().requires_grad_(False)
+        self.model = meta_model(source.path)
+        if quantized := getattr(self.model.config, "quantization_config", None):
+            raise QuantizationError(f"{source.path} is quantized already: {quantized}")
         self.source = source
         self.blocks_name, self.blocks = decoder_blocks(self.model)
         self._empty = list(self.blocks)
@@ -185,7 +128,7 @@ class Skeleton:
         if head is None:
             raise QuantizationError(f"{type(self.model).__name__} has no output head")
         name = next(name for name, module in self.model.named_modules() if module is head)
-        if f"{name}.weight" in self.source and f"{name}.weight" not in self._shared.values():
+        if name + WEIGHT in self.source and name + WEIGHT not in self._shared.values():
             self._fill(head, name, device, recurse=False)
         else:
             head.weight = self.model.get_input_embeddings().weight
@@ -200,7 +143,7 @@ class Skeleton:
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if head is None or not getattr(self.model.config.get_text_config(), "tie_word_embeddings", False):
             return {}
-        names = {module: f"{name}.weight" for name, module in self.model.named_modules()}
+        names = {module: name + WEIGHT for name, module in self.model.named_modules()}
         mine, other = names.get(embeddings, ""), names.get(head, "")
         return {mine: other} if mine not in self.source and other in self.source else {}
 
@@ -233,7 +176,7 @@ class Skeleton:
         taken = {stored_as(f"{prefix}.{name}", self.source)[0] for name in module.state_dict()}
         others = (name for name in self.source.names if name.startswith(f"{prefix}.") and name not in taken)
         if other := next(others, None):
-            raise QuantizationError(f"{self.source.directory}: tensor {lost} is missing, and nothing takes {other}")
+            raise QuantizationError(f"{self.source.path}: tensor {lost} is missing, and nothing takes {other}")
 
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
@@ -281,7 +224,3 @@ def _require_supported(name: str, module: nn.Module) -> None:
                     f"{name}.{key} {list(parameter.shape)} belongs to a {kind}, which is not an nn.Linear; "
                     "such layers are not supported"
                 )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

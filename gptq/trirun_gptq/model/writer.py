@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
+from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..layer.quantized import Quantized
 from .experts import is_expert, stored_as
@@ -36,12 +37,12 @@ def write_block(
     """
     for name, weight in quantized.items():
         packed = weight.pack()
-        writer.add(f"{block}.{name}.weight", packed.words.cpu())
-        writer.add(f"{block}.{name}.weight_scale", packed.scales.cpu())
+        writer.add(f"{block}.{name}{WEIGHT}", packed.words.cpu())
+        writer.add(f"{block}.{name}{SCALE}", packed.scales.cpu())
         if packed.zeros is not None:
-            writer.add(f"{block}.{name}.weight_zero", packed.zeros.cpu())
-    replaced = {f"{block}.{name}.weight" for name in quantized}
-    experts = [f"{block}.{name}.weight" for name in layers if is_expert(f"{block}.{name}.weight")]
+            writer.add(f"{block}.{name}{ZERO}", packed.zeros.cpu())
+    replaced = {f"{block}.{name}{WEIGHT}" for name in quantized}
+    experts = [f"{block}.{name}{WEIGHT}" for name in layers if is_expert(f"{block}.{name}{WEIGHT}")]
     for name in experts:
         if name not in replaced:
             writer.add(name, source.read(name).contiguous())

@@ -128,7 +128,7 @@ def fingerprint(
     return {
         "format": str(FORMAT),
         "weights": files.hexdigest(),
-        "config": _hash((source.directory / "config.json").read_bytes()),
+        "config": _hash((source.path / "config.json").read_bytes()),
         "recipe": _hash(json.dumps(recipe.to_dict(), sort_keys=True).encode()),
         "calibration": tokens.hexdigest(),
         "device": f"{device.type}, bfloat16 {'on' if has_bfloat16(device) else 'off'}",

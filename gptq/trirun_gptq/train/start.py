@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from trirun_kernels import PackedWeight, QuantSpec, unpack
+from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..errors import QuantizationError, ScaleError
 from ..layer.quantized import Quantized
@@ -114,6 +115,6 @@ def collected(tensors: dict[str, Tensor], modules: Iterable[tuple[str, int, int,
     """Weights (name, n, k, grid) unpacked from tensors named as in a checkpoint."""
     start = {}
     for name, n, k, spec in modules:
-        parts = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], tensors.get(f"{name}.weight_zero")
+        parts = tensors[name + WEIGHT], tensors[name + SCALE], tensors.get(name + ZERO)
         start[name] = Quantized(*unpack(PackedWeight(*parts, n, k, spec)), spec)
     return start

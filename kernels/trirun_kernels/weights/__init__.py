@@ -1,1 +1,1 @@
-"""Packed weights: the grid (``QuantSpec``), the tile64 layout, packing and unpacking. Needs torch for tensors only."""
+"""Weights: the grid (``QuantSpec``), the tile64 layout and packing; tensor names and safetensors directories."""

@@ -23,6 +23,7 @@ class Expert(nn.Module):
         self.act_fn = act_fn
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] to [tokens, hidden]."""
         return self.down(self.act_fn(self.gate(x)) * self.up(x))
 
 

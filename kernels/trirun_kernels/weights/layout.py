@@ -4,7 +4,7 @@ Row ``n`` and column ``k`` of a padded matrix live in word ``(s, kb, 4·(4r + t)
 ``2j+1``:
 
 =========  ==========================  ===================================================
-strip      ``s = n // 64``             64 rows stream together along k
+n tile     ``s = n // 64``             64 rows stream together along k
 row block  ``j = n % 64 // 16``        position inside a byte
 row half   ``h = n % 16 // 8``         A-fragment row g or g + 8
 lane row   ``r = n % 8``               lane = 4r + t
@@ -22,46 +22,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STRIP = 64  # rows of one strip
+N_TILE = 64  # rows of one n tile
 K_BLOCK = 32  # columns of one 512-byte block
 K_PAD = 128  # k is padded to this, so that every kernel works in whole activation groups
 
 
 def padded(n: int, k: int) -> tuple[int, int]:
     """The stored shape of an [n, k] matrix: n rounded up to 64 rows, k to 128 columns."""
-    return -(-n // STRIP) * STRIP, -(-k // K_PAD) * K_PAD
+    return -(-n // N_TILE) * N_TILE, -(-k // K_PAD) * K_PAD
 
 
 def tile_codes(codes: Tensor) -> Tensor:
     """Codes uint8 [n, k] in 0..3 (n % 64 == 0, k % 32 == 0) to tile64 words int32 [n/64, k/32, 128]."""
     n, k = codes.shape
-    rows = codes.contiguous().view(n // STRIP, 4, 16, k)  # [s, j, 8h + r, k]
+    rows = codes.contiguous().view(n // N_TILE, 4, 16, k)  # [s, j, 8h + r, k]
     # Merging the four row blocks into bytes first leaves a quarter of the data for the expensive permutation.
     packed = rows[:, 0] | rows[:, 1] << 2 | rows[:, 2] << 4 | rows[:, 3] << 6
-    parts = packed.view(n // STRIP, 2, 8, k // K_BLOCK, 2, 2, 4, 2)  # [s, h, r, kb, c, b // 2, t, b % 2]
+    parts = packed.view(n // N_TILE, 2, 8, k // K_BLOCK, 2, 2, 4, 2)  # [s, h, r, kb, c, b // 2, t, b % 2]
     words = parts.permute(0, 3, 2, 6, 4, 1, 5, 7).contiguous()  # [s, kb, r, t, c, h, b // 2, b % 2]
-    return words.view(n // STRIP, k // K_BLOCK, 512).view(torch.int32)
+    return words.view(n // N_TILE, k // K_BLOCK, 512).view(torch.int32)
 
 
 def untile_codes(words: Tensor) -> Tensor:
     """The inverse of :func:`tile_codes`: int32 [n/64, k/32, 128] to uint8 [n, k]."""
-    strips, blocks, _ = words.shape
-    parts = words.contiguous().view(torch.uint8).view(strips, blocks, 8, 4, 2, 2, 2, 2)
-    packed = parts.permute(0, 5, 2, 1, 4, 6, 3, 7).reshape(strips, 1, 16, blocks * K_BLOCK)
+    tiles, blocks, _ = words.shape
+    parts = words.contiguous().view(torch.uint8).view(tiles, blocks, 8, 4, 2, 2, 2, 2)
+    packed = parts.permute(0, 5, 2, 1, 4, 6, 3, 7).reshape(tiles, 1, 16, blocks * K_BLOCK)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=words.device).view(1, 4, 1, 1)
-    return (packed >> shifts & 3).view(strips * STRIP, blocks * K_BLOCK)
+    return (packed >> shifts & 3).view(tiles * N_TILE, blocks * K_BLOCK)
 
 
-def strip_order(groups: Tensor) -> Tensor:
-    """Per-group values [n, g] (scales or zeros) to the stored [g, n], each strip of 64 reordered to 8r + 2j + h,
+def n_tile_order(groups: Tensor) -> Tensor:
+    """Per-group values [n, g] (scales or zeros) to the stored [g, n], each n tile of 64 reordered to 8r + 2j + h,
     so that one lane reads the values of its eight rows as one 16-byte load."""
     n, g = groups.shape
-    strips = groups.t().reshape(g, n // STRIP, 4, 2, 8)  # [g, s, j, h, r]
-    return strips.permute(0, 1, 4, 2, 3).reshape(g, n).contiguous()
+    tiles = groups.t().reshape(g, n // N_TILE, 4, 2, 8)  # [g, s, j, h, r]
+    return tiles.permute(0, 1, 4, 2, 3).reshape(g, n).contiguous()
 
 
 def natural_order(stored: Tensor) -> Tensor:
-    """The inverse of :func:`strip_order`: [g, n] to [n, g]."""
+    """The inverse of :func:`n_tile_order`: [g, n] to [n, g]."""
     g, n = stored.shape
-    strips = stored.reshape(g, n // STRIP, 8, 4, 2)  # [g, s, r, j, h]
-    return strips.permute(0, 1, 3, 4, 2).reshape(g, n).t().contiguous()
+    tiles = stored.reshape(g, n // N_TILE, 8, 4, 2)  # [g, s, r, j, h]
+    return tiles.permute(0, 1, 3, 4, 2).reshape(g, n).t().contiguous()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import K_BLOCK, STRIP, natural_order, padded, strip_order, tile_codes, untile_codes
+from .layout import K_BLOCK, N_TILE, n_tile_order, natural_order, padded, tile_codes, untile_codes
 from .spec import QuantSpec
 
 
@@ -22,7 +22,7 @@ class PackedWeight:
 
     Attributes:
         words: int32 [n_pad/64, k_pad/32, 128], the codes in tile64 (see :mod:`trirun_kernels.weights.layout`).
-        scales: fp16 [k_pad/group_size, n_pad] in strip order; one row for group_size -1.
+        scales: fp16 [k_pad/group_size, n_pad] in n-tile order; one row for group_size -1.
         zeros: fp16, shaped as scales, when ``spec.zero`` is None; otherwise None.
         n, k: the true shape, before padding.
         spec: the grid.
@@ -82,7 +82,7 @@ def stored_shapes(n: int, k: int, spec: QuantSpec) -> tuple[tuple[int, ...], tup
     except ValueError as error:
         raise PackError(str(error)) from None
     n_pad, k_pad = padded(n, k)
-    return (n_pad // STRIP, k_pad // K_BLOCK, 4 * K_BLOCK), (spec.groups(k_pad), n_pad)
+    return (n_pad // N_TILE, k_pad // K_BLOCK, 4 * K_BLOCK), (spec.groups(k_pad), n_pad)
 
 
 def pack(codes: Tensor, scales: Tensor, spec: QuantSpec, zeros: Tensor | None = None) -> PackedWeight:
@@ -113,7 +113,7 @@ def pack(codes: Tensor, scales: Tensor, spec: QuantSpec, zeros: Tensor | None = 
     filler = int(spec.zero) if spec.zero is not None and spec.zero in (0, 1, 2, 3) else 1
     tiled = tile_codes(F.pad(codes, (0, k_pad - k, 0, n_pad - n), value=filler))
     ordered = {
-        name: strip_order(F.pad(value, (0, groups_shape[0] - value.shape[1], 0, n_pad - n)))
+        name: n_tile_order(F.pad(value, (0, groups_shape[0] - value.shape[1], 0, n_pad - n)))
         for name, value in stored.items()
     }
     assert tiled.shape == words_shape

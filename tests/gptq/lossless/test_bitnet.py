@@ -3,7 +3,7 @@
 import pytest
 import torch
 from trirun_gptq.errors import QuantizationError
-from trirun_gptq.lossless.bitnet import divides_by_scale, unpack_bitnet
+from trirun_gptq.lossless.bitnet import unpack_bitnet
 from trirun_kernels import dequantize
 
 
@@ -55,15 +55,3 @@ def test_defects_are_named():
         unpack_bitnet(torch.zeros(1, 4, dtype=torch.uint8), torch.ones(4), divide=True)
     with pytest.raises(QuantizationError, match="packed weights are uint8"):
         unpack_bitnet(torch.zeros(1, 4), torch.ones(1), divide=True)
-
-
-def test_the_convention_comes_from_the_config():
-    assert divides_by_scale({"quant_method": "bitnet"})
-    assert divides_by_scale({"quant_method": "bitnet", "linear_class": "bitlinear"})
-    assert not divides_by_scale({"quant_method": "bitnet", "linear_class": "autobitlinear"})
-    with pytest.raises(QuantizationError, match="'online': the checkpoint holds latent"):
-        divides_by_scale({"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"})
-    with pytest.raises(QuantizationError, match="linear_class is 'other'"):
-        divides_by_scale({"quant_method": "bitnet", "linear_class": "other"})
-    with pytest.raises(QuantizationError, match="'gptq', not 'bitnet'"):
-        divides_by_scale({"quant_method": "gptq"})

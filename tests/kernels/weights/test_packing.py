@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trirun_kernels import PackedWeight, PackError, QuantSpec, dequantize, pack, unpack
-from trirun_kernels.weights.layout import natural_order, padded, strip_order, tile_codes, untile_codes
+from trirun_kernels.weights.layout import n_tile_order, natural_order, padded, tile_codes, untile_codes
 from trirun_kernels.weights.packing import dequantize_codes
 from trirun_kernels.weights.spec import GROUP_SIZES
 
@@ -54,7 +54,7 @@ def test_one_mask_yields_the_tensor_core_fragment():
 
 
 def test_scales_of_one_lane_are_eight_neighbours():
-    stored = strip_order(torch.arange(128.0).unsqueeze(1))
+    stored = n_tile_order(torch.arange(128.0).unsqueeze(1))
     for r in range(8):
         rows = [16 * j + 8 * h + r for j in range(4) for h in range(2)]
         assert stored[0, 8 * r : 8 * r + 8].tolist() == rows
@@ -97,13 +97,13 @@ def test_round_trip(n, groups, group_size, zero, seed):
 
 
 @settings(max_examples=20, deadline=None)
-@given(strips=st.integers(1, 4), blocks=st.integers(1, 6), seed=st.integers(0, 2**31))
-def test_layout_inverse(strips, blocks, seed):
-    words = torch.randint(-(2**31), 2**31, (strips, blocks, 128), generator=torch.Generator().manual_seed(seed))
+@given(tiles=st.integers(1, 4), blocks=st.integers(1, 6), seed=st.integers(0, 2**31))
+def test_layout_inverse(tiles, blocks, seed):
+    words = torch.randint(-(2**31), 2**31, (tiles, blocks, 128), generator=torch.Generator().manual_seed(seed))
     words = words.to(torch.int32)
     assert torch.equal(tile_codes(untile_codes(words)), words)
-    groups = torch.randn(64 * strips, blocks)
-    assert torch.equal(natural_order(strip_order(groups)), groups)
+    groups = torch.randn(64 * tiles, blocks)
+    assert torch.equal(natural_order(n_tile_order(groups)), groups)
 
 
 def test_padding_decodes_to_zero_for_grids_that_have_one():

@@ -14,8 +14,9 @@ import numpy as np
 from trirun_kernels.arrays import Array
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment
 from trirun_kernels.decoder.weights import DecoderShape
+from trirun_kernels.weights.safetensors_file import UnsupportedDtypeError
 
-from ...checkpoint.model_dir import read_json
+from ...checkpoint.model_dir import ModelDir
 from ...checkpoint.reader import Format
 from ...errors import InputError
 from ...models.llama_config import UnsupportedModel, chosen_context
@@ -55,8 +56,8 @@ class NativeDecoder:
         threads: int | None = None,
         int8_head: bool = True,
     ) -> None:
-        path = Path(path)
-        config = read_json(path / "config.json")
+        source = ModelDir(path)
+        config = source.config
         form = Format.from_dict(config.get("quantization_config") or {}, path)
         self.context = chosen_context(config, context)
         self.threads = threads or len(os.sched_getaffinity(0))
@@ -65,7 +66,7 @@ class NativeDecoder:
         self.name = f"native decoder on cpu, {self.threads} threads, {precision}, {cache}"
         self.act_bits = act_bits or form.activation_bits
         try:
-            weights = decoder_weights(path, config, form, self.context, int8_head=int8_head, threads=self.threads)
+            weights = decoder_weights(source, form, self.context, int8_head=int8_head, threads=self.threads)
             self._native = CpuDecoder(
                 weights,
                 slots=slots,
@@ -75,6 +76,8 @@ class NativeDecoder:
                 max_rows=max_rows,
                 threads=self.threads,
             )
+        except UnsupportedDtypeError as error:
+            raise UnsupportedModel(str(error)) from None
         except UnsupportedModel:
             raise
         except ValueError as error:

@@ -7,16 +7,22 @@ from typing import Any
 
 import torch
 from trirun_kernels.decoder.cuda_weights import CudaLayer, CudaModel, cuda_layer, padded_head
-from trirun_kernels.decoder.weights import LINEARS as NAMES
+from trirun_kernels.weights.names import (
+    BIAS,
+    FINAL_NORM,
+    LAYER_LINEARS,
+    LAYER_NORMS,
+    SCALE,
+    WEIGHT,
+    embedding_names,
+    layer_prefix,
+    missing_in_a_layer,
+)
 
 from ...checkpoint.model_dir import ModelDir
-from ...checkpoint.reader import QUANT_METHOD, SCALE, WEIGHT, Checkpoint
+from ...checkpoint.reader import QUANT_METHOD, Checkpoint
 from ...errors import InputError
 from ...models.llama_config import UnsupportedModel, gpu_decoder_shape, gpu_dtype, longest_context, rotary_angles
-from ...models.output_head import embedding_names
-from ...models.stored_layers import check_layers_alike
-from ..cpu.weights import FINAL_NORM, LINEARS, NORMS
-from ..weight_memory import StoredTensors
 
 
 def load_model(
@@ -45,11 +51,12 @@ def load_model(
         raise UnsupportedModel(f"a model quantized by {source.quant_method!r}")
     config = source.config
     shape, longest = gpu_decoder_shape(config), longest_context(config)
-    check_layers_alike(set(source.names), shape.layers)
+    if lost := missing_in_a_layer(source, shape.layers):
+        raise UnsupportedModel(f"there is no tensor {lost}, which other layers have")
     kind = getattr(torch, gpu_dtype(config, dtype))
     bits = act_bits or (source.format.activation_bits if isinstance(source, Checkpoint) else 16)
-    layers = [_layer(source, f"model.layers.{i}.", device, kind, bits) for i in range(shape.layers)]
-    names = embedding_names(config, StoredTensors(source.files))
+    layers = [_layer(source, layer_prefix(i), device, kind, bits) for i in range(shape.layers)]
+    names = embedding_names(config, source)
     embedding = source.tensor(names[0]).to(device, kind)
     head = embedding if names[1] == names[0] else source.tensor(names[1]).to(device, kind)
     for name, tensor in zip(names, (embedding, head), strict=True):
@@ -63,18 +70,19 @@ def load_model(
 
 
 def _layer(source: ModelDir, prefix: str, device: torch.device, dtype: torch.dtype, act_bits: int) -> CudaLayer:
-    needed = [LINEARS[name] + WEIGHT for name in NAMES] + [NORMS["attention_norm"], NORMS["mlp_norm"]]
+    needed = [module + WEIGHT for module in LAYER_LINEARS.values()]
+    needed += [LAYER_NORMS["attention_norm"], LAYER_NORMS["mlp_norm"]]
     if lost := [name for name in needed if prefix + name not in source]:
         raise UnsupportedModel(f"there is no tensor {prefix}{lost[0]}")
     weights: dict[str, Any] = {}
     biases: dict[str, Any] = {}
-    for name in NAMES:
-        module = prefix + LINEARS[name]
+    for name, within in LAYER_LINEARS.items():
+        module = prefix + within
         if isinstance(source, Checkpoint) and module + SCALE in source:
             weights[name] = source.packed(module)
         else:
             weights[name] = source.tensor(module + WEIGHT)
-        if module + ".bias" in source:
-            biases[name] = source.tensor(module + ".bias")
-    norms = {name: source.tensor(prefix + tensor) for name, tensor in NORMS.items() if prefix + tensor in source}
+        if module + BIAS in source:
+            biases[name] = source.tensor(module + BIAS)
+    norms = {name: source.tensor(prefix + tensor) for name, tensor in LAYER_NORMS.items() if prefix + tensor in source}
     return cuda_layer(weights, biases, norms, device, dtype, act_bits)

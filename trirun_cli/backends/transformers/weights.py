@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ...checkpoint.model_dir import ModelDir
-from ...checkpoint.reader import QUANT_METHOD, load_checkpoint
+from ...checkpoint.reader import QUANT_METHOD
 from ...errors import InputError
-from ...models.pretrained import load_pretrained
+from ...integrations.transformers import load
 
 
 def load_transformers(source: ModelDir, device: str, dtype: torch.dtype | None, act_bits: int | None) -> Any:
@@ -25,10 +25,8 @@ def load_transformers(source: ModelDir, device: str, dtype: torch.dtype | None, 
     if source.quant_method not in (QUANT_METHOD, None):
         reason = f"is quantized by {source.quant_method!r}; trirun runs its own format and plain models"
         raise InputError(f"{source.path} {reason}")
-    if source.quant_method is None:
-        return load_pretrained(source.path, device, dtype)
-    model = load_checkpoint(source.path, device, dtype)
-    if act_bits is not None:
+    model = load(source.path, device=device, dtype=dtype)
+    if act_bits is not None and source.quant_method is not None:
         _set_act_bits(model, act_bits)
     return model
 
