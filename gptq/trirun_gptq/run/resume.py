@@ -19,9 +19,9 @@ from ..layer.quantized import Quantized
 from ..model.activations import has_bfloat16
 from ..model.loader import TensorSource
 from . import distributed as ranks
-from .progress import BlockReport, ModuleReport
+from .report import BlockReport, ModuleReport
 
-FORMAT = 1
+FORMAT = 2
 PIECE = 1 << 15  # bytes of a weight file that are hashed at a time
 PIECES = 1 << 10  # at most, spread over the file: up to 32 MiB all of it, and of large ones something of every matrix
 

@@ -112,7 +112,7 @@ class LearnedLinear(TrainedLinear):
     def _stored_zeros(self) -> Tensor:
         if self.spec.zero is not None:
             return self.zeros
-        # As grid.store_zeros: beyond ±1024 fp16 no longer resolves a code.
+        # As scale_search.store_zeros: beyond ±1024 fp16 no longer resolves a code.
         return _straight_through(self.zeros, self.zeros.clamp(-1024, 1024).to(torch.float16).float())
 
 
