@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from trirun_kernels.gemm.linear import Int2Linear
 
 from trirun_cli.checkpoint.reader import load_checkpoint
-from trirun_cli.workflows.pack import pack_model
+from trirun_cli.workflows.pack import pack
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ def test_save_pretrained_round_trip(packed, tokens, tmp_path):
 def test_odd_shapes_are_padded_and_loaded(save_llama, to_ternary, tokens, tmp_path):
     odd = {"hidden_size": 120, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 3}
     source = save_llama(to_ternary, **odd)
-    pack_model(source, tmp_path / "T")
+    pack(source, tmp_path / "T")
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model = load_checkpoint(tmp_path / "T")
     with torch.inference_mode():

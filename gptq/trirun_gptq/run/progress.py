@@ -51,6 +51,15 @@ class BlockStarted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleStarted(Event):
+    """Linear layer ``index`` (from 0) of ``total`` is to be packed; ``name`` is its path in the model."""
+
+    index: int
+    total: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stage(Event):
     """``done`` of ``total`` steps of a stage are complete.
 

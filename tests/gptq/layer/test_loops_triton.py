@@ -6,8 +6,7 @@ import os
 
 import pytest
 import torch
-from trirun_gptq.layer import loops_torch
-from trirun_gptq.layer import scale_search
+from trirun_gptq.layer import loops_torch, scale_search
 from trirun_gptq.layer.gptq import gptq_quantize
 from trirun_gptq.layer.hessian import Hessian
 from trirun_gptq.layer.scale_search import store_scales
