@@ -10,7 +10,8 @@ from torch import Tensor
 from trirun_kernels import QuantSpec
 from trirun_kernels.weights.packing import dequantize_codes, zero_points
 
-from .loops_torch import ColumnGrid, loops
+from .column_grid import ColumnGrid
+from .loops_torch import loops
 from .scale_search import store_scales, store_zeros
 
 # Of the size of W and H together: what the equations of refitted scales may take.

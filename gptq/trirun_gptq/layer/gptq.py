@@ -18,9 +18,10 @@ from torch import Tensor
 from trirun_kernels import QuantSpec
 
 from ..errors import QuantizationError
+from .column_grid import ColumnGrid
 from .coordinate_descent import Problem, Target, descend, refit_scales
 from .hessian import Factor, Hessian
-from .loops_torch import ColumnGrid, loops
+from .loops_torch import loops
 from .quantized import Quantized
 from .scale_search import search_grid
 

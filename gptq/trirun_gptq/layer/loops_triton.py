@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .loops_torch import ColumnGrid
+from .column_grid import ColumnGrid
 
 ROWS = 32  # rows of a program: 4096 of them still fill a large GPU
 COLUMNS = 64  # columns between two matrix products

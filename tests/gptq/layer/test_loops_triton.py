@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from trirun_gptq.layer import loops_torch, scale_search
+from trirun_gptq.layer.column_grid import ColumnGrid
 from trirun_gptq.layer.gptq import gptq_quantize
 from trirun_gptq.layer.hessian import Hessian
 from trirun_gptq.layer.scale_search import store_scales
@@ -43,7 +44,7 @@ def test_a_block_of_gptq(zero, levels, count, n):
     results = []
     for loops in (loops_torch, loops_triton):
         codes, errors = torch.full_like(work, torch.nan), torch.full_like(work, torch.nan)
-        grid = loops_torch.ColumnGrid(groups, steps, zeros if zero is None else None, zero, levels)
+        grid = ColumnGrid(groups, steps, zeros if zero is None else None, zero, levels)
         loops.round_block(work.clone(), codes, errors, triangle, grid)
         results.append((codes, errors))
     (codes, errors), (mine, my_errors) = results
@@ -64,7 +65,7 @@ def test_a_block_of_coordinate_descent(zero, levels, count, n):
     results = []
     for loops in (loops_torch, loops_triton):
         codes, dense, error = torch.ones_like(work), work.clone() * 0.5, work.clone() * 0.1
-        grid = loops_torch.ColumnGrid(groups, steps, zeros if zero is None else None, zero, levels)
+        grid = ColumnGrid(groups, steps, zeros if zero is None else None, zero, levels)
         loops.descend_block(local @ work, codes, dense, error, local, grid)
         results.append((codes, dense, error))
     same = (results[0][0] == results[1][0]).all(0)

@@ -1,4 +1,4 @@
-"""The memory plan, the rehearsal, and what happens when memory runs out all the same."""
+"""The memory plan, the preflight, and what happens when memory runs out all the same."""
 
 from dataclasses import replace
 
