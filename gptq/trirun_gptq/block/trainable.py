@@ -129,6 +129,7 @@ class StraightThrough(Trainable):
         return (self.latent + self.zeros.unsqueeze(-1)).round().clamp(0, self.levels - 1)
 
     def forward(self, weight: Tensor) -> Tensor:
+        """The quantized weight, float32, in the shape of ``weight`` [n, k], whose values are ignored."""
         return _Grid.apply(self.latent, self.base * self.multiplier, self.zeros, self.levels).view_as(weight)
 
 
@@ -164,6 +165,7 @@ class Gumbel(Trainable):
         self.certainty.fill_(CERTAINTY**progress)
 
     def forward(self, weight: Tensor) -> Tensor:
+        """The soft, or in evaluation mode hard, weight, float32, in the shape of ``weight`` [n, k]."""
         if self.training:
             # −log of an exponential variable is a Gumbel one.
             noise = torch.empty_like(self.logits).exponential_(generator=self.noise).clamp_min_(1e-20).log_()

@@ -58,7 +58,7 @@ class TrainedLinear(nn.Module):
 
 
 class LearnedLinear(TrainedLinear):
-    """Codes ``clamp(round(v + z))`` of latents v, and a trained scale per group (LSQ, Esser et al. 2020).
+    """Codes ``clamp(round(v + z), 0, levels − 1)`` of latents v, and a trained scale per group (LSQ, Esser et al. 2020).
 
     The scale's gradient is exact; a latent's is passed through the rounding and stops where the code is clamped.
 
@@ -156,7 +156,7 @@ class AbsmeanLinear(TrainedLinear):
 
 
 def _straight_through(smooth: Tensor, rounded: Tensor) -> Tensor:
-    """The value of ``rounded`` with the gradient of ``smooth``."""
+    """The value of ``rounded`` with the gradient of ``smooth`` (straight-through, Bengio et al. 2013)."""
     return _Through.apply(smooth, rounded)
 
 

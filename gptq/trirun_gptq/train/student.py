@@ -115,6 +115,7 @@ class Distiller(nn.Module):
 
     @property
     def teacher(self) -> Any:
+        """The original model, frozen."""
         return self._teacher[0]
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

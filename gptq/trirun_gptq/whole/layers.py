@@ -44,6 +44,7 @@ class CodedLinear(StudentLinear):
         self._shape = torch.empty(original.shape, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: [..., k] → [..., n]."""
         return F.linear(x, self.trainable(self._shape), self.bias)
 
 
@@ -62,6 +63,7 @@ class ScaledLinear(StudentLinear):
         super().__init__(FixedCodes(start), bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: [..., k] → [..., n]."""
         weight = self.trainable
         out = _ScaledProduct.apply(x, weight.grouped, weight.base * weight.multiplier, weight.zeros)
         return out if self.bias is None else out + self.bias.to(out.dtype)
