@@ -58,7 +58,8 @@ class TrainedLinear(nn.Module):
 
 
 class LearnedLinear(TrainedLinear):
-    """Codes ``clamp(round(v + z), 0, levels − 1)`` of latents v, and a trained scale per group (LSQ, Esser et al. 2020).
+    """Codes ``clamp(round(v + z), 0, levels − 1)`` of latents v, and a trained scale per group (LSQ, Esser et al.
+    2020).
 
     The scale's gradient is exact; a latent's is passed through the rounding and stops where the code is clamped.
 
