@@ -1,4 +1,4 @@
-"""End-to-end training of scales, on a model small enough to run whole."""
+"""End-to-end training of scales and codes, on a model small enough to run whole."""
 
 from dataclasses import replace
 
