@@ -1,4 +1,4 @@
-"""GPTQ and its polish on weights whose inputs have realistic, skewed statistics."""
+"""GPTQ and coordinate descent on weights whose inputs have realistic, skewed statistics."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_a_weight_on_the_grid_is_found_exactly():
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 1000), grid=st.sampled_from(list(GRIDS)), group_size=st.sampled_from([-1, 32, 64]))
-def test_polish_never_raises_the_loss(seed, grid, group_size):
+def test_coordinate_descent_never_raises_the_loss(seed, grid, group_size):
     zero, ternary = GRIDS[grid]
     spec, levels = QuantSpec(group_size, zero), 3 if ternary else 4
     weight, hessian, _ = layer(n=16, k=64, rows=200, seed=seed)
