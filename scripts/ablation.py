@@ -68,12 +68,12 @@ def rows() -> list[Row]:
     table += [
         *(Row(f"default, grid {grid}", replace(default, grid=grid)) for grid in ("signed", "midrise", "zero")),
         Row("default, without end to end", replace(default, e2e_steps=0)),
-        Row("default, engine gumbel", replace(default, engines=("gumbel",))),
+        Row("default, method gumbel", replace(default, engines=("gumbel",))),
         Row("default, end to end, cross entropy 0.3", replace(default, e2e_ce=0.3)),
         Row("best, scales alone end to end", replace(best, e2e_code_steps=0)),
         Row("best, 384 steps of codes end to end", replace(best, e2e_code_steps=384)),
         Row("best, codes end to end at rate 0.01", replace(best, e2e_code_lr=0.01)),
-        *(Row(f"best, engine {engine}", replace(best, engines=(engine,))) for engine in ("ste", "gumbel")),
+        *(Row(f"best, method {method}", replace(best, engines=(method,))) for method in ("ste", "gumbel")),
         Row("fast, correction 1.0", replace(fast, correction=1.0)),
         Row("fast, damp 0.01", replace(fast, damp=0.01)),
         Row("fast, 512 samples", replace(fast, samples=512)),
@@ -146,7 +146,7 @@ def measurements(bench: tuple, calibration: str, tasks: list[tuple[Row, int]], j
 
 
 def training_steps(recipe: Recipe | None) -> int:
-    """By every engine in a block, and end to end: what decides about the time that a row takes."""
+    """By every method in a block, and end to end: what decides about the time that a row takes."""
     if recipe is None:
         return 0
     return recipe.refine_steps * len(recipe.engines) + recipe.e2e_steps + recipe.e2e_code_steps

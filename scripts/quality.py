@@ -25,7 +25,7 @@ from trirun_gptq.layer.scale_search import round_to_nearest  # noqa: E402
 from trirun_gptq.model.writer import Collected  # noqa: E402
 from trirun_gptq.pipeline import quantize_model  # noqa: E402
 from trirun_gptq.recipe import Recipe, load_recipe  # noqa: E402
-from trirun_gptq.run.progress import Report  # noqa: E402
+from trirun_gptq.run.report import Report  # noqa: E402
 from trirun_gptq.train.start import collected  # noqa: E402
 
 
@@ -90,9 +90,9 @@ class Bench:
         """The model with every block's linear layers rounded to nearest."""
         model = copy.deepcopy(self.model)
         for name, module in model.named_modules():
-            choice = recipe.choice(name)
-            if isinstance(module, torch.nn.Linear) and name != "lm_head" and choice is not None:
-                rounded = round_to_nearest(module.weight.data, choice[0], levels=3 if choice[1] else 4, clip=False)
+            grid = recipe.choice(name)
+            if isinstance(module, torch.nn.Linear) and name != "lm_head" and grid is not None:
+                rounded = round_to_nearest(module.weight.data, grid.spec, levels=grid.levels, clip=False)
                 module.weight.data = rounded.dequantize()
         return model
 

@@ -137,10 +137,10 @@ def ternary_model(save_llama):
 @pytest.fixture(scope="session")
 def packed(ternary_model, tmp_path_factory):
     """The ternary model as a packed checkpoint. Read only: copy it before damaging it."""
-    from trirun_cli.workflows.pack import pack_model
+    from trirun_cli.workflows.pack import pack
 
     out = tmp_path_factory.mktemp("packed") / "checkpoint"
-    pack_model(ternary_model, out)
+    pack(ternary_model, out)
     return out
 
 

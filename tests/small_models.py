@@ -39,7 +39,7 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
     Returns:
         the model in float32, its directory ``out/model``, and its packed checkpoint ``out/packed``.
     """
-    from trirun_cli.workflows.pack import pack_model
+    from trirun_cli.workflows.pack import pack
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SIZES | change))).eval()
@@ -53,6 +53,6 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
                 module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-3)
         model.get_input_embeddings().weight.normal_()
     model.save_pretrained(out / "model")
-    reports = pack_model(out / "model", out / "packed")
-    assert reports and all(report.exact for report in reports)
+    report = pack(out / "model", out / "packed")
+    assert report.modules and report.exact
     return model, out / "model", out / "packed"

@@ -10,12 +10,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Workflows import this package for its version, so not even types come from there.
 if TYPE_CHECKING:
     from .engine.sampling import SamplingParams
     from .integrations.transformers import load
     from .llm import LLM
     from .text.completion import Completion
+    from .workflows.finetune import finetune
+    from .workflows.pack import pack
+    from .workflows.quantize import quantize
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "SamplingParams", "finetune", "load", "pack", "quantize"]
@@ -27,7 +29,7 @@ _PLACES = {
     "SamplingParams": ("engine.sampling", "SamplingParams"),
     "finetune": ("workflows.finetune", "finetune"),
     "load": ("integrations.transformers", "load"),
-    "pack": ("workflows.pack", "pack_model"),
+    "pack": ("workflows.pack", "pack"),
     "quantize": ("workflows.quantize", "quantize"),
 }
 

@@ -8,19 +8,36 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trirun_kernels import QuantSpec
 
 from .errors import QuantizationError
-from .strict import checked_fields, read_mapping, suggest
+from .recipe_yaml import checked_fields, load_yaml, require, string_list, suggest
 
 # The zero point of each named grid; None is one real zero per group.
 GRIDS: dict[str, float | None] = {"signed": 1.0, "midrise": 1.5, "zero": None, "ternary": 1.0}
 # Of equal size; each layer takes the one that serves its outputs better.
 AUTO = ("signed", "midrise")
 _GRID_NAMES = (*GRIDS, "auto")
-ENGINES = ("ste", "gumbel")
+# How the codes of a block are trained, see :mod:`trirun_gptq.block.trainable`.
+METHODS = ("ste", "gumbel")
+
+
+class Grid(NamedTuple):
+    """The values one matrix may take.
+
+    Attributes:
+        spec: group size and zero point. ternary: code 3 is left unused.
+    """
+
+    spec: QuantSpec
+    ternary: bool
+
+    @property
+    def levels(self) -> int:
+        """How many codes are in use: 4, or 3 for a ternary grid."""
+        return 3 if self.ternary else 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +76,9 @@ class Recipe:
         sequential: quantize a block's layers in stages (q|k|v, o, gate|up, down), each seeing the ones before it
             quantized; off collects all Hessians in one pass.
         refine_steps: optimizer steps of block refinement, about 4096 tokens each; 0 is off.
-        engines: how codes are trained: ``ste`` (a latent weight, straight-through), ``gumbel`` (a distribution over the
-            four codes). With both, each block is trained by either, and the better result is kept.
+        engines: the methods by which codes are trained: ``ste`` (a latent weight, straight-through; Bengio et al.
+            2013), ``gumbel`` (a distribution over the four codes; Jang et al. 2017). With both, each block is trained
+            by either, and the better result is kept.
         refine_lr: Adam's peak learning rate of the latent codes, in steps of the grid. refine_scale_lr: of the scales,
             as a fraction of them.
         e2e_steps: optimizer steps of end-to-end training afterwards, about 4096 tokens each: all scales of the model
@@ -105,26 +123,26 @@ class Recipe:
     overrides: Mapping[str, Override] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(self.wbits == 2, f"wbits={self.wbits}: only 2 is supported")
-        _require(self.grid in _GRID_NAMES, suggest("grid", self.grid, _GRID_NAMES))
-        _specs(self.group_size, self.grid)
+        require(self.wbits == 2, f"wbits={self.wbits}: only 2 is supported")
+        require(self.grid in _GRID_NAMES, suggest("grid", self.grid, _GRID_NAMES))
+        _grids(self.group_size, self.grid)
         least_values = {"samples": 1, "seqlen": 2}
         least_values |= dict.fromkeys(("held_out", "sweeps", "refine_steps", "e2e_steps", "e2e_code_steps"), 0)
         for key, least in least_values.items():
             value = getattr(self, key)
-            _require(value >= least, f"{key}={value}: at least {least} is needed")
-        _require(0 < self.damp <= 1, f"damp={self.damp}: a fraction in (0, 1] is needed")
-        _require(0 <= self.correction <= 1, f"correction={self.correction}: a strength in [0, 1] is needed")
-        _require(0 <= self.e2e_ce <= 1, f"e2e_ce={self.e2e_ce}: a weight in [0, 1] is needed")
+            require(value >= least, f"{key}={value}: at least {least} is needed")
+        require(0 < self.damp <= 1, f"damp={self.damp}: a fraction in (0, 1] is needed")
+        require(0 <= self.correction <= 1, f"correction={self.correction}: a strength in [0, 1] is needed")
+        require(0 <= self.e2e_ce <= 1, f"e2e_ce={self.e2e_ce}: a weight in [0, 1] is needed")
         for key in ("refine_lr", "refine_scale_lr", "e2e_lr", "e2e_code_lr"):
             value = getattr(self, key)
-            _require(math.isfinite(value) and value >= 0, f"{key}={value}: a number of at least 0 is needed")
-        _require(len(self.engines) > 0, f"engines is empty; known: {', '.join(ENGINES)}")
-        for engine in self.engines:
-            _require(engine in ENGINES, suggest("engine", engine, ENGINES))
+            require(math.isfinite(value) and value >= 0, f"{key}={value}: a number of at least 0 is needed")
+        require(len(self.engines) > 0, f"engines is empty; known: {', '.join(METHODS)}")
+        for method in self.engines:
+            require(method in METHODS, f"engines: {suggest('method', method, METHODS)}")
         for key in ("refine_steps", "correction", "e2e_steps", "e2e_code_steps"):
             decided = getattr(self, key) == 0 or self.held_out > 0
-            _require(decided, f"{key} needs held_out > 0: held-out sequences decide what is kept")
+            require(decided, f"{key} needs held_out > 0: held-out sequences decide what is kept")
         for pattern in (*self.ignore, *self.overrides):
             try:
                 re.compile(pattern)
@@ -132,21 +150,25 @@ class Recipe:
                 raise QuantizationError(f"recipe: {pattern!r} is not a regular expression: {error}") from None
         for pattern, override in self.overrides.items():
             group_size, grid = override.over(self.group_size, self.grid)
-            _require(grid in _GRID_NAMES, f"overrides[{pattern!r}]: {suggest('grid', grid, _GRID_NAMES)}")
-            _specs(group_size, grid)
+            require(grid in _GRID_NAMES, f"overrides[{pattern!r}]: {suggest('grid', grid, _GRID_NAMES)}")
+            _grids(group_size, grid)
 
     @property
     def end_to_end(self) -> bool:
         """Whether the whole model is trained after its blocks."""
         return self.e2e_steps > 0 or self.e2e_code_steps > 0
 
-    def choice(self, module: str) -> tuple[QuantSpec, bool] | None:
+    def choice(self, module: str) -> Grid | None:
         """The first of a module's candidates; None when it is left as it is."""
         candidates = self.candidates(module)
         return candidates[0] if candidates else None
 
-    def candidates(self, module: str) -> tuple[tuple[QuantSpec, bool], ...]:
-        """The grids one module may take, each with whether it is ternary; empty when the module is left as it is."""
+    def candidates(self, module: str) -> tuple[Grid, ...]:
+        """The grids one module may take; empty when the module is left as it is.
+
+        Args:
+            module: its path in the model.
+        """
         if any(re.search(pattern, module) for pattern in self.ignore):
             return ()
         group_size, grid = self.group_size, self.grid
@@ -155,7 +177,7 @@ class Recipe:
                 if override.keep:
                     return ()
                 group_size, grid = override.over(group_size, grid)
-        return _specs(group_size, grid)
+        return _grids(group_size, grid)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as :meth:`from_dict` reads them: what is written beside the result."""
@@ -176,19 +198,14 @@ class Recipe:
         """
         known = checked_fields(cls, values, "recipe")
         overrides = known.pop("overrides", {})
-        _require(isinstance(overrides, Mapping), f"overrides must map patterns to settings, got {overrides!r}")
+        require(isinstance(overrides, Mapping), f"overrides must map patterns to settings, got {overrides!r}")
         parsed = {}
         for pattern, entry in overrides.items():
-            _require(isinstance(entry, Mapping), f"overrides[{pattern!r}] must be a mapping, got {entry!r}")
+            require(isinstance(entry, Mapping), f"overrides[{pattern!r}] must be a mapping, got {entry!r}")
             parsed[str(pattern)] = Override(**checked_fields(Override, entry, f"recipe: overrides[{pattern!r}]"))
         for key in ("ignore", "engines"):
-            entries = known.get(key, [])
-            _require(
-                isinstance(entries, list | tuple) and all(isinstance(entry, str) for entry in entries),
-                f"{key} must be a list of strings, got {entries!r}",
-            )
             if key in known:
-                known[key] = tuple(entries)
+                known[key] = string_list(key, known[key])
         return cls(**known, overrides=parsed)
 
 
@@ -198,21 +215,12 @@ def load_recipe(path: str | Path) -> Recipe:
     Raises:
         QuantizationError: the file is missing, is not YAML, or has an unknown key or a bad value.
     """
-    values = read_mapping(path)
-    try:
-        return Recipe.from_dict(values)
-    except QuantizationError as error:
-        raise QuantizationError(f"{path}: {error}") from None
+    return load_yaml(path, Recipe.from_dict)
 
 
-def _specs(group_size: int, grid: str) -> tuple[tuple[QuantSpec, bool], ...]:
+def _grids(group_size: int, grid: str) -> tuple[Grid, ...]:
     names = AUTO if grid == "auto" else (grid,)
     try:
-        return tuple((QuantSpec(group_size, GRIDS[name]), name == "ternary") for name in names)
+        return tuple(Grid(QuantSpec(group_size, GRIDS[name]), name == "ternary") for name in names)
     except ValueError as error:
         raise QuantizationError(f"recipe: {error}") from None
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise QuantizationError(f"recipe: {message}")

@@ -25,7 +25,7 @@ from trirun_cli.checkpoint.model_dir import read_json
 from trirun_cli.engine.scoring import ScoringModel
 from trirun_cli.errors import InputError
 from trirun_cli.models.llama_config import UnsupportedModel, decoder_shape, longest_context, rotary_angles
-from trirun_cli.workflows.pack import pack_model
+from trirun_cli.workflows.pack import pack
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -158,7 +158,7 @@ def test_a_copied_prefix_is_the_prefix(kv_dtype, tmp_path):
 
 def test_ternary_model_keeps_its_logits(shared, tmp_path):
     source = shared / "models" / "bookshelf-28m-ternary"
-    pack_model(source, tmp_path / "packed")
+    pack(source, tmp_path / "packed")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     tokens = torch.randint(3, 8192, (300,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():

@@ -13,7 +13,7 @@ from trirun_cli.bench import models as model_bench
 from trirun_cli.bench.cpu_contestant import dense_llama, random_weights
 from trirun_cli.bench.models import check, decoder_shape_named, run
 from trirun_cli.errors import CheckFailed, UsageError
-from trirun_cli.workflows.pack import pack_model
+from trirun_cli.workflows.pack import pack
 
 QUICK = ("--batch", "1,2", "--context", "24", "--seconds", "0.001", "--device", "cpu", "-q")
 
@@ -133,7 +133,7 @@ def test_checkpoint_on_the_cpu(trirun, demo_model, tmp_path):
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
                 module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-4)
     model.save_pretrained(tmp_path / "model")
-    pack_model(tmp_path / "model", tmp_path / "packed")
+    pack(tmp_path / "model", tmp_path / "packed")
     code, out, err = trirun("bench", "model", str(tmp_path / "packed"), *QUICK)
     assert code == 0, err
     assert "tokens/s" in out and "first token ms" in out and "bfloat16" in out

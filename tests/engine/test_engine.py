@@ -15,7 +15,7 @@ from trirun_cli.engine.sampling import SamplingParams
 from trirun_cli.engine.scoring import ScoringModel
 from trirun_cli.errors import InputError, OutOfMemoryError, UsageError
 from trirun_cli.text.detokenizer import quick_tokenizer, read_text
-from trirun_cli.workflows.pack import pack_model
+from trirun_cli.workflows.pack import pack
 
 
 def random_requests(count, vocab, longest, seed=0):
@@ -114,7 +114,7 @@ def tokens_one_by_one(model, request):
 def test_sixty_four_readers_get_what_each_would_alone(shared, tmp_path):
     """A trained model, so that the text means something; prompts of many lengths, half of them with one beginning."""
     source = shared / "models" / "bookshelf-28m-ternary"
-    pack_model(source, tmp_path / "packed")
+    pack(source, tmp_path / "packed")
     tokenizer = quick_tokenizer(source)
     text = tokenizer(read_text(None)[0])["input_ids"]
     requests = [

@@ -4,7 +4,8 @@ import torch
 import transformers
 from trirun_gptq.pipeline import quantize_model
 from trirun_gptq.recipe import Recipe
-from trirun_gptq.run.progress import Observer
+from trirun_gptq.run.progress import Stage, Warned
+from trirun_gptq.run.report import BlockReport, ModuleReport
 from trirun_kernels import PackedWeight, dequantize
 
 from tests import small_models
@@ -21,19 +22,23 @@ class Tensors(dict):
         self[name] = tensor.clone()
 
 
-class Log(Observer):
+class Log:
+    """A progress callback that remembers."""
+
     def __init__(self):
-        self.blocks, self.modules, self.stages = [], [], set()
+        self.blocks, self.modules, self.stages, self.warnings = [], [], set(), []
 
-    def block_finished(self, report):
-        self.blocks.append(report)
-
-    def module_finished(self, report):
-        self.modules.append(report)
-
-    def stage(self, name, done, total):
-        assert 0 <= done <= total
-        self.stages.add(name)
+    def __call__(self, event):
+        match event:
+            case BlockReport():
+                self.blocks.append(event)
+            case ModuleReport():
+                self.modules.append(event)
+            case Stage(name, done, total):
+                assert 0 <= done <= total
+                self.stages.add(name)
+            case Warned(message):
+                self.warnings.append(message)
 
 
 def make_model(directory, family="Llama", dtype=torch.float16, **extra):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.pipeline import quantize_model
 from trirun_gptq.recipe import Override
-from trirun_gptq.run.progress import Observer
+from trirun_gptq.run.progress import BlockStarted
 
 from tests.gptq.models import RECIPE, SIZES, Tensors, calibration, load_result, make_model, run
 
@@ -113,16 +113,16 @@ def test_overrides_and_ignore(tmp_path):
     assert specs["model.layers.1.self_attn.q_proj"].group_size == 32
 
 
-@pytest.mark.parametrize("engines", [("ste",), ("gumbel", "ste")])
-def test_refinement_lowers_the_held_out_error_or_is_rolled_back(tmp_path, engines):
+@pytest.mark.parametrize("methods", [("ste",), ("gumbel", "ste")])
+def test_refinement_lowers_the_held_out_error_or_is_rolled_back(tmp_path, methods):
     make_model(tmp_path)
-    recipe = replace(RECIPE, refine_steps=24, refine_lr=2e-3, refine_scale_lr=2e-3, engines=engines)
+    recipe = replace(RECIPE, refine_steps=24, refine_lr=2e-3, refine_scale_lr=2e-3, engines=methods)
     _, report, log = run(tmp_path, recipe)
     assert all(block.error <= block.error_before_refine for block in report.blocks)
     assert "refine" in log.stages
-    if "ste" in engines:
+    if "ste" in methods:
         assert report.blocks[0].error < report.blocks[0].error_before_refine
-    assert all((block.engine in engines) == (block.error < block.error_before_refine) for block in report.blocks)
+    assert all((block.method in methods) == (block.error < block.error_before_refine) for block in report.blocks)
     written, report, _ = run(tmp_path, replace(recipe, refine_lr=10.0))
     assert [block.error for block in report.blocks] == [block.error_before_refine for block in report.blocks]
     plain, _, _ = run(tmp_path)
@@ -144,13 +144,12 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
     model, state = make_model(tmp_path / "model", num_hidden_layers=3), tmp_path / "state"
     whole, report, _ = run(model)
 
-    class Kill(Observer):
-        def block_started(self, index, total, name):
-            if index == 2:
-                raise Killed
+    def kill(event):
+        if isinstance(event, BlockStarted) and event.index == 2:
+            raise Killed
 
     with pytest.raises(Killed):
-        quantize_model(model, RECIPE, calibration(), Tensors(), Kill(), state_dir=state)
+        quantize_model(model, RECIPE, calibration(), Tensors(), kill, state_dir=state)
     resumed, second, log = run(model, state_dir=state)
     assert [block.resumed for block in log.blocks] == [True, True, False]
     assert resumed.keys() == whole.keys()

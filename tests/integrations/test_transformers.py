@@ -12,7 +12,7 @@ from trirun_kernels.gemm.linear import Int2Linear
 
 from trirun_cli.errors import InputError
 from trirun_cli.integrations.transformers import load
-from trirun_cli.workflows.pack import pack_model
+from trirun_cli.workflows.pack import pack
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +42,7 @@ def test_save_pretrained_round_trip(packed, tokens, tmp_path):
 def test_odd_shapes_are_padded_and_loaded(save_llama, to_ternary, tokens, tmp_path):
     odd = {"hidden_size": 120, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 3}
     source = save_llama(to_ternary, **odd)
-    pack_model(source, tmp_path / "T")
+    pack(source, tmp_path / "T")
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model = load(tmp_path / "T", device="cpu")
     with torch.inference_mode():

@@ -165,12 +165,12 @@ def check_error():
 @pytest.fixture(scope="session")
 def checkpoint(pytestconfig, tmp_path_factory):
     """A packed checkpoint: the ternary model of ../shared, or else the demo model rounded to ternary."""
-    from trirun_cli.workflows.pack import pack_model
+    from trirun_cli.workflows.pack import pack
 
     out = tmp_path_factory.mktemp("server") / "checkpoint"
     real = pytestconfig.rootpath.parent / "shared" / "models" / "bookshelf-28m-ternary"
     source = real if real.is_dir() else _rounded(pytestconfig.rootpath / "configs" / "demo-model", out.parent)
-    pack_model(source, out)
+    pack(source, out)
     return out
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from trirun_gptq.run.progress import ModuleStarted
 from trirun_kernels import dequantize
 
 from trirun_cli.backends.cpu.decoder import NativeDecoder
@@ -15,7 +16,7 @@ from trirun_cli.backends.cuda.weights import load_model
 from trirun_cli.checkpoint.model_dir import ModelDir
 from trirun_cli.checkpoint.reader import Checkpoint
 from trirun_cli.checkpoint.writer import CheckpointWriter
-from trirun_cli.workflows.pack import pack_model
+from trirun_cli.workflows.pack import pack
 
 
 def test_every_matrix_is_exact_and_smaller(trirun, ternary_model, tmp_path):
@@ -60,9 +61,9 @@ def test_scales_per_row_and_per_group_are_found(save_llama, tmp_path):
                     module.weight.data = signs * scales
 
     source = save_llama(change)
-    reports = pack_model(source, tmp_path / "T")
-    assert {report.structure for report in reports if "mlp" in report.name} == {"row"}
-    assert {report.structure for report in reports if "attn" in report.name} == {"64"}
+    layers = pack(source, tmp_path / "T").modules
+    assert {layer.structure for layer in layers if "mlp" in layer.name} == {"row"}
+    assert {layer.structure for layer in layers if "attn" in layer.name} == {"64"}
     assert Checkpoint(tmp_path / "T").format.overrides
 
 
@@ -95,7 +96,7 @@ def test_a_pattern_that_keeps_nothing_is_refused(trirun, ternary_model, tmp_path
 def test_sharded_source_and_sharded_output(save_llama, to_ternary, tmp_path):
     source = save_llama(to_ternary, shard_size="300KB", vocab_size=1024)
     assert (source / "model.safetensors.index.json").is_file()
-    pack_model(source, tmp_path / "T")
+    pack(source, tmp_path / "T")
     whole = ModelDir(source)
     with CheckpointWriter(tmp_path / "S", whole, max_shard_bytes=300_000) as writer:
         packed = Checkpoint(tmp_path / "T")
@@ -120,15 +121,15 @@ def test_nan_weights_are_named(trirun, ternary_model, copy_of, tmp_path):
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_run_leaves_the_old_checkpoint(ternary_model, tmp_path, interrupt):
-    pack_model(ternary_model, tmp_path / "T")
+    pack(ternary_model, tmp_path / "T")
     before = (tmp_path / "T" / "model.safetensors").read_bytes()
 
-    def stop(total, name):
-        if "layers.1" in name:
+    def stop(event):
+        if isinstance(event, ModuleStarted) and "layers.1" in event.name:
             raise interrupt
 
     with pytest.raises(interrupt):
-        pack_model(ternary_model, tmp_path / "T", overwrite=True, on_module=stop)
+        pack(ternary_model, tmp_path / "T", overwrite=True, progress=stop)
     assert (tmp_path / "T" / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["T"]
 
@@ -152,7 +153,7 @@ def test_a_mount_point_is_refused_before_the_work(trirun, ternary_model, tmp_pat
 def test_weight_files_are_as_readable_as_the_others(ternary_model, tmp_path):
     umask = os.umask(0o027)
     try:
-        pack_model(ternary_model, tmp_path / "T")
+        pack(ternary_model, tmp_path / "T")
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "T").iterdir()} == {0o640}

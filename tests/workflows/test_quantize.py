@@ -9,10 +9,14 @@ import sys
 import pytest
 from trirun_gptq.block.walk import BlockRun
 from trirun_gptq.errors import QuantizationError
+from trirun_gptq.run.report import ModuleReport
 from trirun_kernels.native import NativeError
 
 from trirun_cli.checkpoint.reader import Checkpoint
-from trirun_cli.workflows import quantize as quantize_model
+from trirun_cli.errors import UsageError
+from trirun_cli.workflows import quantize as workflow
+from trirun_cli.workflows.quantize import load_calibration, quantize
+from trirun_cli.workflows.quantize_plan import plan_quantize
 
 OPTIONS = ("--preset", "fast", "--group-size", "64", "--samples", "4", "--seqlen", "64")
 
@@ -50,6 +54,21 @@ def test_the_report_and_the_checkpoint_agree(trirun, quantized):
     assert not out.with_name("Q.partial").exists() and not out.with_name("Q.state").exists()
 
 
+def test_a_program_gets_the_same_and_a_report(quantized, plain_model, tmp_path):
+    events = []
+    settings = {"preset": "fast", "group_size": 64, "samples": 4, "seqlen": 64}
+    report = quantize(plain_model, tmp_path / "Q", progress=events.append, **settings)
+    assert report.written and report.out == tmp_path / "Q" and digest(report.out) == digest(quantized[0])
+    assert report.bits_per_weight == 2.25 and 0 < report.bytes_after < report.bytes_before and report.seconds > 0
+    assert [event for event in events if isinstance(event, ModuleReport)] == report.modules
+    assert events.index(report.plan) < events.index(report.run.memory) < events.index(report.blocks[0])
+    assert report.held_out.perplexity > 1 and report.sample.prompt
+    with pytest.raises(UsageError, match="unknown key 'grup_size'; did you mean 'group_size'"):
+        quantize(plain_model, tmp_path / "R", grup_size=64)
+    with pytest.raises(UsageError, match="--preset slow: one of fast, default, best"):
+        quantize(plain_model, tmp_path / "R", preset="slow")
+
+
 def test_it_generates_and_stays_near_the_original(trirun, quantized, plain_model):
     out, _ = quantized
     code, text, _ = trirun("generate", "-c", out, "-p", "The sea", "-n", "8")
@@ -65,7 +84,7 @@ def test_a_sample_that_cannot_be_shown_undoes_nothing(trirun, plain_model, tmp_p
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(quantize_model, "write_sample", fail)
+    monkeypatch.setattr(workflow, "write_sample", fail)
     code, text, _ = trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS, "--json")
     assert code == expected and (tmp_path / "Q" / "model.safetensors").exists()
     if expected == 0:
@@ -95,21 +114,22 @@ def test_a_mistaken_option_is_named_before_the_plan(trirun, plain_model, tmp_pat
 
 def test_without_calibration_text_the_excerpt_is_enough_for_every_preset(plain_model, tmp_path):
     def plan(preset, warnings, **settings):
-        return quantize_model.plan_run(
-            plain_model, tmp_path / "Q", preset=preset, recipe_file=None, settings=settings | {"group_size": 64},
-            overrides=[], calibration=None, device="cpu", overwrite=False, warn=warnings.append,
+        return plan_quantize(
+            plain_model, tmp_path / "Q", preset=preset, recipe=None, settings=settings | {"group_size": 64},
+            overrides=[], calibration=None, device="cpu", overwrite=False,
+            progress=lambda event: warnings.append(event.message),
         )  # fmt: skip
 
     for preset, wanted in (("fast", 128), ("default", 256), ("best", 1024)):
         warnings: list[str] = []
         planned = plan(preset, warnings)
         samples = planned.recipe.samples
-        assert len(quantize_model.load_calibration(planned)) == samples + planned.recipe.held_out
+        assert len(load_calibration(planned)) == samples + planned.recipe.held_out
         assert samples == min(wanted, 135) and planned.recipe.seqlen == 512
         assert (f"({samples} sequences, recipe {preset!r} has {wanted})" in warnings[0]) == (samples < wanted)
     # A number that was asked for is kept, or refused.
     with pytest.raises(QuantizationError, match="272 sequences of 512 need 139264"):
-        quantize_model.load_calibration(plan("default", [], samples=256))
+        load_calibration(plan("default", [], samples=256))
 
 
 def test_overrides_reach_the_checkpoint(trirun, plain_model, tmp_path):
@@ -156,7 +176,7 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(trirun, plain_model, tmp_pa
     assert code == 0 and document["schema"] == "trirun.quantize-plan/1" and list(tmp_path.iterdir()) == []
     assert document["memory"]["fits"] and document["memory"]["planned_bytes"] < document["memory"]["free_bytes"]
     assert document["rehearsal"]["seconds"] > 0
-    assert "memory plan" in err and "rehearsal" in err
+    assert "memory plan" in err and "preflight" in err
 
 
 def test_a_run_that_fails_says_what_it_leaves_and_only_its_like_continues(trirun, plain_model, tmp_path, monkeypatch):

@@ -11,10 +11,7 @@ import typer
 
 from ..checkpoint.hub import local_model, model_name
 from ..console import Console, bytes_text
-from ..errors import UsageError
 from .shared.options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
-
-METHODS = ("learned", "trilm", "bitnet")
 
 
 def command(
@@ -87,8 +84,6 @@ def command(
       trirun finetune MODEL --method bitnet --data corpus.txt --ce 0.5
     """
     started = time.perf_counter()
-    if method not in METHODS:
-        raise UsageError(f"--method {method}: one of {', '.join(METHODS)}")
     let_threads_sleep()
     # Of several processes, the first speaks.
     first = os.environ.get("RANK", "0") == "0"
@@ -116,30 +111,29 @@ def command(
         "seed": seed,
     }
 
-    from ..workflows.finetune import plan_run, run
-    from .views.finetune import FinetuneView, show_plan, show_report
+    from ..workflows.finetune import finetune
+    from .views.finetune import FinetuneView, show_dry_run, show_report
 
-    plan = plan_run(
-        model,
-        out,
-        method=method,
-        recipe_file=recipe,
-        settings={key: value for key, value in settings.items() if value is not None},
-        data=data or [],
-        device=device,
-        compiled=compile,
-        overwrite=overwrite,
-    )
-    if not data and first:
-        console.warn("training on the short prose excerpt that ships with trirun; give --data with much more text")
-    show_plan(console, plan)
-    if dry_run:
-        console.json("finetune-plan/1", plan.to_dict())
-        return
     with FinetuneView(console, started) as view:
-        result = run(plan, view, resume=resume, started=started)
-    if result is None:
+        report = finetune(
+            model,
+            out,
+            method=method,
+            recipe=recipe,
+            data=data or [],
+            device=device,
+            compiled=compile,
+            overwrite=overwrite,
+            resume=resume,
+            dry_run=dry_run,
+            progress=view,
+            started=started,
+            **settings,
+        )
+    if dry_run:
+        show_dry_run(console, report)
+    if not report.written:
         return
-    show_report(console, plan, result)
-    console.note(f"{out}: weight files {bytes_text(result.bytes_before)} → {bytes_text(result.bytes_after)}")
+    show_report(console, report)
+    console.note(f"{out}: weight files {bytes_text(report.bytes_before)} → {bytes_text(report.bytes_after)}")
     console.note(f"next: trirun eval --checkpoint {out} --model {model}")

@@ -9,7 +9,6 @@ import typer
 
 from ..checkpoint.hub import local_model, model_name
 from ..console import Console, bytes_text
-from ..errors import UsageError
 from .shared.options import Json, Overwrite, Quiet, output_dir
 
 
@@ -39,64 +38,15 @@ def command(
 
       trirun pack bitnet-b1.58-2B-4T
     """
-    if act_bits not in (None, 8, 16):
-        raise UsageError(f"--act-bits {act_bits}: 8 or 16")
     console = Console(as_json=json, quiet=quiet)
     out, model = output_dir(out, f"{model_name(model)}-packed"), local_model(model, console)
     console.note(f"packing {model} into {out}")
-    from ..workflows.pack import pack_model
 
-    with console.progress("packing") as bar:
-        started = False
+    from ..workflows.pack import pack
+    from .views.pack import PackView, show_report
 
-        def on_module(total: int, name: str) -> None:
-            nonlocal started
-            bar.advance() if started else bar.reset(total)
-            started = True
-            bar.describe(name)
-
-        reports = pack_model(model, out, keep=keep, activation_bits=act_bits, overwrite=overwrite, on_module=on_module)
-    before, after = (sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in (model, out))
-    console.json(
-        "pack/1",
-        {
-            "out": str(out),
-            "exact": all(report.exact for report in reports),
-            "bytes_before": before,
-            "bytes_after": after,
-            "modules": [
-                {
-                    "name": report.name,
-                    "n": report.n,
-                    "k": report.k,
-                    "group_size": report.spec.group_size,
-                    "scale_per": report.structure,
-                    "exact": report.exact,
-                    "scale_error": report.scale_error,
-                    "zero_fraction": round(report.zeros, 4),
-                    "bytes_before": report.source_bytes,
-                    "bytes_after": report.packed_bytes,
-                }
-                for report in reports
-            ],
-        },
-    )
-    worst = max(report.scale_error for report in reports)
-    proof = f"codes equal, scales rounded by {worst:.1e} at most" if worst else "each equal to its original bit for bit"
-    console.table(
-        f"{len(reports)} matrices packed, {proof}",
-        ("module", "n × k", "scale per", "zeros", "before", "after"),
-        [
-            (
-                report.name,
-                f"{report.n} × {report.k}",
-                report.structure,
-                f"{report.zeros:.1%}",
-                bytes_text(report.source_bytes),
-                bytes_text(report.packed_bytes),
-            )
-            for report in reports
-        ],
-    )
-    console.note(f"{out}: weight files {bytes_text(before)} → {bytes_text(after)}")
+    with PackView(console) as view:
+        report = pack(model, out, keep=keep, activation_bits=act_bits, overwrite=overwrite, progress=view)
+    show_report(console, report)
+    console.note(f"{out}: weight files {bytes_text(report.bytes_before)} → {bytes_text(report.bytes_after)}")
     console.note(f"next: trirun generate --checkpoint {out}")

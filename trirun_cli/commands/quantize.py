@@ -13,8 +13,6 @@ from ..console import Console, bytes_text
 from ..errors import UsageError
 from .shared.options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
 
-PRESETS = ("fast", "default", "best")
-
 
 def command(
     model: Annotated[Path, typer.Argument(help="Model directory, or a name of the hub: ORG/NAME[@REVISION].")],
@@ -68,50 +66,37 @@ def command(
     """
     if wbits != 2:
         raise UsageError(f"--wbits {wbits}: only 2 has kernels", "--grid ternary stores {-1, 0, 1} in the same 2 bits")
-    if preset not in PRESETS:
-        raise UsageError(f"--preset {preset}: one of {', '.join(PRESETS)}")
     let_threads_sleep()
     # Of several processes that torchrun started the first one speaks.
     console = Console(as_json=json, quiet=quiet or os.environ.get("RANK", "0") != "0")
     out, model = output_dir(out, f"{model_name(model)}-2bit"), local_model(model, console)
-    settings = {"group_size": group_size, "grid": grid, "samples": samples, "seqlen": seqlen, "seed": seed}
 
-    from ..workflows.quantize import plan_run, rehearse, run, state_dir
-    from .views.quantize import QuantizeView, show_dry_run, show_plan, show_report
+    from ..workflows.quantize import quantize
+    from .views.quantize import QuantizeView, show_dry_run, show_report
 
-    plan = plan_run(
-        model,
-        out,
-        preset=preset,
-        recipe_file=recipe,
-        settings={key: value for key, value in settings.items() if value is not None},
-        overrides=override or [],
-        calibration=calibration,
-        device=device,
-        overwrite=overwrite,
-        warn=console.warn,
-    )
-    show_plan(console, plan)
+    with QuantizeView(console) as view:
+        report = quantize(
+            model,
+            out,
+            preset=preset,
+            recipe=recipe,
+            overrides=override or [],
+            calibration=calibration,
+            device=device,
+            overwrite=overwrite,
+            resume=resume,
+            dry_run=dry_run,
+            progress=view,
+            group_size=group_size,
+            grid=grid,
+            samples=samples,
+            seqlen=seqlen,
+            seed=seed,
+        )
     if dry_run:
-        with QuantizeView(console) as view:
-            report = rehearse(plan, view)
-        show_dry_run(console, plan, report)
+        show_dry_run(console, report)
+    if not report.written:
         return
-    view = QuantizeView(console)
-    try:
-        with view:
-            result = run(plan, view, resume=resume)
-    except (KeyboardInterrupt, Exception) as error:
-        # Of another run's state the error itself speaks.
-        stopped = isinstance(error, KeyboardInterrupt)
-        if resume and (stopped or view.finished) and (state := state_dir(plan)).exists():
-            console.warn(
-                f"{'interrupted: ' if stopped else ''}finished blocks are kept in {state}, the same command continues "
-                "from there; with --no-resume it starts over"
-            )
-        raise
-    if result is None:
-        return
-    show_report(console, plan, result)
-    console.note(f"{out}: weight files {bytes_text(result.bytes_before)} → {bytes_text(result.bytes_after)}")
+    show_report(console, report)
+    console.note(f"{out}: weight files {bytes_text(report.bytes_before)} → {bytes_text(report.bytes_after)}")
     console.note(f"next: trirun generate --checkpoint {out}")

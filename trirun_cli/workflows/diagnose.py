@@ -39,7 +39,7 @@ def diagnose() -> Iterator[Finding]:
 
 
 def self_test(device: str) -> Finding:
-    """int2_gemm against its reference twin on random data: every kind of grid, 8- and 16-bit activations, and as many
+    """int2_gemm against its reference on random data: every kind of grid, 8- and 16-bit activations, and as many
     rows as different kernels take."""
     import torch
     from trirun_kernels import QuantSpec, pack
@@ -61,7 +61,7 @@ def self_test(device: str) -> Finding:
                     error = (int2_gemm(x.to(dtype), w, act_bits=act_bits).float() - want).norm() / want.norm()
                     case = f"{spec}, {m} rows of {str(dtype)[6:]}, {act_bits}-bit activations"
                     worst, products = max(worst, (error.nan_to_num(torch.inf).item(), case)), products + 1
-    # Both round to fp16; a value on the border between two 8-bit digits may fall either way.
+    # Both round to fp16; a value on the border between two int8 codes may fall either way.
     right = worst[0] < 2e-3
     detail = f"{products} products, relative error at most {worst[0]:.1e} against the reference"
     return Finding(f"int2_gemm on {device}", "ok" if right else "fail", detail if right else f"{detail}: {worst[1]}")
@@ -125,13 +125,13 @@ def _cuda() -> Finding:
 
 
 def _fp16_sums() -> Finding:
-    """Whether fp16 accumulation pays, and whether it is as accurate here as its reference twin."""
+    """Whether fp16 accumulation pays, and whether it is as accurate here as its reference."""
     import torch
 
     from ..backends.accumulation import measure
 
     facts = measure(torch.device("cuda"))
-    accuracy = f"relative error {facts.error:.1e}, the reference twin's {facts.reference_error:.1e}"
+    accuracy = f"relative error {facts.error:.1e}, the reference's {facts.reference_error:.1e}"
     pays = f"{facts.gain:g} times the rate of fp32 sums" if facts.gain > 1 else "no gain, fp32 sums are as fast here"
     return Finding("fp16 sums", "ok" if facts.accurate else "fail", f"{pays}; {accuracy}")
 

@@ -1,237 +1,223 @@
-"""``trirun finetune`` without its terminal: plan, train, publish, check."""
+"""``trirun finetune`` for programs: a model trained on its 2-bit or ternary grid, published and checked."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model.loader import TensorSource
-from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.run import distributed as ranks
+from trirun_gptq.run.progress import ProgressCallback, silent
 from trirun_gptq.run.resume import fingerprint
 from trirun_gptq.train import start as starts
 from trirun_gptq.train.data import load_text
-from trirun_gptq.train.model import Trained, compute_dtype, train_model
-from trirun_gptq.train.progress import TrainObserver
-from trirun_gptq.train.recipe import INITS, TrainRecipe, load_train_recipe
-from trirun_gptq.train.state import TrainState
+from trirun_gptq.train.model import Trained, train_model
+from trirun_gptq.train.recipe import TrainRecipe
+from trirun_gptq.train.state import Evaluation, TrainState
 from trirun_gptq.train.student import Student
 from trirun_gptq.train.workers import Workers
-from trirun_kernels import QuantSpec
 
-from .. import __version__
-from ..backends.device import pick_device
-from ..backends.transformers.weights import longest_sequence
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.writer import CheckpointWriter, file_hash
-from ..errors import InputError, UsageError
-from ..resources import configs_dir
 from ..text.detokenizer import load_tokenizer
+from .finetune_plan import FinetunePlan, from_checkpoint, plan_finetune
 from .finetune_publish import check, finishing, publish
-from .finetune_start import checkpoint_grids, load_start, with_grid
+from .finetune_start import load_start
+from .output import state_dir, weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A run that was checked but not started.
+class FinetuneReport:
+    """The outcome of :func:`finetune`.
 
     Attributes:
-        model, out: the two directories. recipe: fully resolved, ``precision`` included. data: where text comes from.
-        device: a torch device. compiled: fuse with ``torch.compile``.
-        grids: the layers to train. linears: every linear module of the model, name to (n, k).
-        overwrite: replace a non-empty ``out``.
+        plan: what was asked for, resolved: directories, recipe, device, number of weights.
+        written: whether this process wrote ``out``: not after a dry run, and of several processes only the first.
+        steps: optimizer steps. evaluations: the held-out loss over the run, the start included; empty after a dry run.
+        best: the evaluation whose state was kept; None after a dry run.
+        original_nll: of the original model on the held-out text, nats per predicted token.
+        trained_perplexity, packed_perplexity: of the trained weights in float32 and of the packed checkpoint on
+            trirun's kernels, on the same held-out windows.
+        bytes_before, bytes_after: of the weight files of model and checkpoint; 0 where nothing was written.
+        seconds_before, seconds_training, seconds_after: until the first step, of training, and from its end to the
+            checked checkpoint; the first two over all sittings of a run that was stopped.
+        seconds: of wall time, of this sitting.
     """
 
-    model: Path
-    out: Path
-    recipe: TrainRecipe
-    data: list[str]
-    device: str
-    compiled: bool
-    grids: dict[str, tuple[QuantSpec, bool]]
-    linears: dict[str, tuple[int, int]]
-    overwrite: bool
+    plan: FinetunePlan
+    written: bool = False
+    steps: int = 0
+    evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
+    best: Evaluation | None = None
+    original_nll: float = math.nan
+    trained_perplexity: float = math.nan
+    packed_perplexity: float = math.nan
+    bytes_before: int = 0
+    bytes_after: int = 0
+    seconds_before: float = 0.0
+    seconds_training: float = 0.0
+    seconds_after: float = 0.0
+    seconds: float = 0.0
 
     @property
-    def weights(self) -> int:
-        """Weights that will be trained on their grid."""
-        return sum(math.prod(self.linears[name]) for name in self.grids)
+    def out(self) -> Path:
+        """The checkpoint's directory."""
+        return self.plan.out
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were trained on, over all devices."""
+        return self.steps * self.plan.recipe.batch * self.plan.recipe.seqlen
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits of each of them, scales included."""
-        sizes = [(math.prod(self.linears[name]), spec, self.linears[name][1]) for name, (spec, _) in self.grids.items()]
-        return sum(size * spec.bits_per_weight(k) for size, spec, k in sizes) / self.weights
+        """Stored bits of each trained weight, scales included."""
+        return self.plan.bits_per_weight
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and for the recipe file."""
-        return {
-            "trirun": __version__,
-            "command": "finetune",
-            "model": str(self.model),
-            "data": self.data,
-            "device": self.device,
-            "compiled": self.compiled,
-            "weights": self.weights,
-            "bits_per_weight": self.bits_per_weight,
-            "recipe": self.recipe.to_dict(),
-        }
+    @property
+    def original_perplexity(self) -> float:
+        """Of the original model on the held-out text."""
+        return math.exp(self.original_nll)
+
+    @property
+    def perplexity(self) -> float:
+        """Of the kept state on the held-out text; NaN after a dry run."""
+        return math.nan if self.best is None else math.exp(self.best.nll)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A finished run.
-
-    Attributes:
-        trained: the library's outcome.
-        bytes_before, bytes_after: of weight files.
-        trained_ppl, packed_ppl: perplexity of the trained weights in float32 and of the packed checkpoint on trirun's
-            kernels, on the same held-out windows.
-        finishing: seconds from the end of training to that comparison. seconds: of this sitting.
-    """
-
-    trained: Trained
-    bytes_before: int
-    bytes_after: int
-    trained_ppl: float
-    packed_ppl: float
-    finishing: float
-    seconds: float
-
-
-def plan_run(
-    model: Path,
-    out: Path,
+def finetune(
+    model: str | Path,
+    out: str | Path,
     *,
-    method: str,
-    recipe_file: Path | None,
-    settings: Mapping[str, Any],
-    data: list[str],
-    device: str,
-    compiled: bool | None,
-    overwrite: bool,
-) -> Plan:
-    """Resolve and check everything that can be checked before the long part.
+    method: str = "learned",
+    recipe: TrainRecipe | str | Path | None = None,
+    data: Sequence[str] = (),
+    device: str = "auto",
+    compiled: bool | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    dry_run: bool = False,
+    progress: ProgressCallback = silent,
+    started: float | None = None,
+    **settings: Any,
+) -> FinetuneReport:
+    """Train a model on its grid to predict what the original predicts, and write the packed checkpoint.
+
+    ::
+
+        report = finetune("llama", "llama-ternary", data=["corpus.txt"], minutes=10)
+        print(report.original_perplexity, report.packed_perplexity)
+
+    Until the checkpoint is published nothing appears at ``out``. Of several processes that ``accelerate launch`` or
+    ``torchrun`` started each calls this with the same arguments; the first one reports progress and writes.
 
     Args:
-        method: names ``configs/finetune-METHOD.yaml``. recipe_file: replaces it.
-        settings: recipe keys given on the command line; they win over the recipe.
-        data: sources of text, see :func:`trirun_gptq.calibration.load`; none takes the demo model's excerpt.
-        compiled: None compiles on a GPU.
+        model: the original, a Hugging Face model directory. out: the checkpoint directory to write.
+        method: ``learned`` (a scale per group), ``trilm`` (one per matrix) or ``bitnet`` (so, and int8 activations).
+        recipe: a recipe, or a YAML file that holds one, in the method's place.
+        data: sources of text, see :func:`trirun_gptq.calibration.load`; none takes the excerpt that ships with trirun.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. compiled: fuse with ``torch.compile``; None does on a GPU.
+        overwrite: replace a non-empty ``out``.
+        resume: keep the run's state in ``OUT.state`` until the checkpoint is complete, and continue from there.
+        dry_run: check everything and stop. Nothing is written.
+        progress: called with a :class:`FinetunePlan`, then with the events of
+            :func:`trirun_gptq.train.model.train_model`.
+        started: ``time.perf_counter()`` from which ``minutes`` count; None is now.
+        settings: keys of :class:`~trirun_gptq.train.recipe.TrainRecipe`, such as ``init``, ``steps``, ``minutes``,
+            ``batch`` and ``lr``; they win over the recipe, None leaves a key to it.
 
     Raises:
-        UsageError, InputError, QuantizationError: an option, the model, the recipe or the output does not fit.
-    """
-    source = ModelDir(model)
-    if source.quant_method is not None:
-        raise InputError(
-            f"{model} is quantized already (quant_method {source.quant_method!r})",
-            "give the original model, and the checkpoint to begin from as --init",
-        )
-    recipe = load_train_recipe(recipe_file or configs_dir() / f"finetune-{method}.yaml")
-    if recipe.method == "absmean" and "init" in settings:
-        raise UsageError(f"--init {settings['init']}: {recipe.name} begins at the original weights")
-    recipe = with_settings(recipe, settings)
-    data = data or [str(configs_dir() / "demo-model" / "calibration.txt")]
-    for text in data:
-        if not text.startswith("hf:") and not Path(text).is_file():
-            raise InputError(f"--data {text}: no such file")
-    target = pick_device(device)
-    dtype = compute_dtype(recipe.precision, torch.device(target))
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    recipe = dataclasses.replace(recipe, precision=names[dtype])
-    compiled = target != "cpu" if compiled is None else compiled
-    # Refuses a non-empty output before the long part.
-    CheckpointWriter(out, source, overwrite=overwrite)
-    skeleton = meta_model(source.path)
-    context = longest_sequence(skeleton.config.get_text_config())
-    if recipe.seqlen > context:
-        raise UsageError(f"--seqlen {recipe.seqlen}: the model's context ends at {context} tokens")
-    linears = linear_modules(skeleton)
-    if _from_checkpoint(recipe):
-        grids = checkpoint_grids(Path(recipe.init), linears)
-        recipe = with_grid(recipe, grids)
-    else:
-        grids = starts.recipe_grids(skeleton, recipe)
-    return Plan(model, out, recipe, data, target, compiled, grids, linears, overwrite)
-
-
-def with_settings(recipe: TrainRecipe, settings: Mapping[str, Any]) -> TrainRecipe:
-    """The recipe with what was given on the command line in its place.
-
-    Raises:
-        UsageError: a value is out of range, or does not go with another one; the options are named.
-    """
-    try:
-        # All at once: --kl 0 alone would leave nothing to train towards, --kl 0 --ce 1 does not.
-        return dataclasses.replace(recipe, **settings)
-    except QuantizationError as error:
-        reason = str(error).removeprefix("recipe: ")
-        named = {key: value for key, value in settings.items() if re.search(rf"\b{key}\b", reason)}
-        shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in named.items()}
-        options = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in shown.items())
-        # The recipe was in order without them.
-        raise UsageError(f"{options}: {reason}" if options else reason) from None
-
-
-def run(plan: Plan, observer: TrainObserver, *, resume: bool, started: float | None = None) -> Result | None:
-    """Train as planned and publish the checkpoint; on any exception before that nothing appears at ``plan.out``.
-
-    With ``resume``, the state of the run is kept in ``OUT.state`` until the checkpoint is complete. ``started`` is
-    ``time.perf_counter()`` when the command began, from which its minutes count.
-
-    Returns:
-        the outcome; None in all but the first of several processes.
-
-    Raises:
-        CheckFailed: the packed checkpoint does not answer as the trained weights do.
+        UsageError, InputError, QuantizationError: an argument, the model, the recipe, the text or the output does not
+            fit, or the loss is not finite.
+        CheckFailed: the packed checkpoint, now at ``OUT.failed``, does not answer as the trained weights do.
+        KeyboardInterrupt: the run was stopped; with ``resume`` the same call continues it.
     """
     started = time.perf_counter() if started is None else started
+    if not ranks.launched_first():
+        progress = silent
+    plan = plan_finetune(
+        Path(model),
+        Path(out),
+        method=method,
+        recipe=recipe,
+        settings=settings,
+        data=data,
+        device=device,
+        compiled=compiled,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    progress(plan)
+    return FinetuneReport(plan) if dry_run else _run(plan, progress, resume, started)
+
+
+def _run(plan: FinetunePlan, progress: ProgressCallback, resume: bool, started: float) -> FinetuneReport:
+    """Train as planned, publish the checkpoint, and check it."""
     workers = Workers(torch.device(plan.device))
     if not workers.first:
-        _train(plan, TrainObserver(), workers, resume, started)
-        return None
+        trained, _ = _train(plan, progress, workers, resume, started)
+        return _report(plan, trained, started)
     # Entered before anything is computed: a second run to the same place would share this one's state.
     with CheckpointWriter(plan.out, ModelDir(plan.model), overwrite=plan.overwrite) as writer:
-        trained, held_out = _train(plan, observer, workers, resume, started)
+        trained, held_out = _train(plan, progress, workers, resume, started)
         trained_at = time.perf_counter()
         publish(plan, trained.student, writer)
         first, second = check(plan, trained.student, held_out)
-        shutil.rmtree(_state_dir(plan), ignore_errors=True)
-    before = sum(file.stat().st_size for file in ModelDir(plan.model).files)
-    after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
-    now = time.perf_counter()
-    return Result(trained, before, after, first, second, now - trained_at, now - started)
+        shutil.rmtree(state_dir(plan.out), ignore_errors=True)
+    return dataclasses.replace(
+        _report(plan, trained, started),
+        written=True,
+        trained_perplexity=first,
+        packed_perplexity=second,
+        bytes_before=weight_bytes(plan.model),
+        bytes_after=weight_bytes(plan.out),
+        seconds_after=time.perf_counter() - trained_at,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _report(plan: FinetunePlan, trained: Trained, started: float) -> FinetuneReport:
+    """What is known once training is over."""
+    progress = trained.progress
+    return FinetuneReport(
+        plan,
+        steps=progress.step,
+        evaluations=progress.evaluations,
+        best=next(evaluation for evaluation in progress.evaluations if evaluation.step == progress.best),
+        original_nll=trained.original_nll,
+        seconds_before=progress.others,
+        seconds_training=progress.seconds,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def _train(
-    plan: Plan, observer: TrainObserver, workers: Workers, resume: bool, started: float
+    plan: FinetunePlan, progress: ProgressCallback, workers: Workers, resume: bool, started: float
 ) -> tuple[Trained, Tensor]:
     """The outcome, and the held-out windows int64 [windows, seqlen]."""
-    recipe, source, directory = plan.recipe, TensorSource(plan.model), _state_dir(plan)
+    recipe, source, directory = plan.recipe, TensorSource(plan.model), state_dir(plan.out)
     tokenizer = load_tokenizer(plan.model)
     stream, held_out = load_text(plan.data, tokenizer, recipe.seqlen, recipe.held_out, recipe.seed)
     state = TrainState(directory, _fingerprint(plan, source, stream, workers)) if resume else None
 
     def begin(student: Student) -> None:
-        if _from_checkpoint(recipe):
+        if from_checkpoint(recipe):
             start = load_start(Path(recipe.init), student)
         elif recipe.method == "absmean":
             start = {}
         elif recipe.init == "gptq":
             # Every process walks the blocks together: all of them must find the same ones finished.
             kept = directory / "start" if resume else None
-            start = starts.gptq(plan.model, recipe, stream, workers.device, kept, observer.stage)
+            start = starts.gptq(plan.model, recipe, stream, workers.device, kept, progress)
         else:
             start = starts.nearest(source, plan.grids, workers.device)
         student.begin(source, start)
@@ -243,7 +229,7 @@ def _train(
         begin,
         stream,
         held_out,
-        observer,
+        progress,
         workers=workers,
         compiled=plan.compiled,
         state=state,
@@ -253,19 +239,11 @@ def _train(
     return trained, held_out
 
 
-def _state_dir(plan: Plan) -> Path:
-    return plan.out.with_name(plan.out.name + ".state")
-
-
-def _from_checkpoint(recipe: TrainRecipe) -> bool:
-    return recipe.method == "learned" and recipe.init not in INITS
-
-
-def _fingerprint(plan: Plan, source: TensorSource, stream: Tensor, workers: Workers) -> dict[str, str]:
+def _fingerprint(plan: FinetunePlan, source: TensorSource, stream: Tensor, workers: Workers) -> dict[str, str]:
     """What must be equal for a stopped run to be continued."""
     # The schedule follows the clock, so a stopped run may be given more minutes.
     recipe = dataclasses.replace(plan.recipe, minutes=float(plan.recipe.minutes > 0))
-    begin = "".join(map(file_hash, Checkpoint(recipe.init).files)) if _from_checkpoint(recipe) else ""
+    begin = "".join(map(file_hash, Checkpoint(recipe.init).files)) if from_checkpoint(recipe) else ""
     return fingerprint(source, recipe, [stream], workers.device) | {
         "start": begin,
         "compute": f"{'compiled' if plan.compiled else 'eager'}, {workers.count} processes",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +19,8 @@ from ..checkpoint.writer import CheckpointWriter
 from ..engine.scoring import ScoringModel
 from ..errors import CheckFailed
 from ..eval.perplexity import perplexity
-
-if TYPE_CHECKING:
-    from .finetune import Plan
+from .finetune_plan import FinetunePlan
+from .output import state_dir
 
 OPENING = 3.0  # seconds to open a packed checkpoint and its kernels
 WRITTEN = 300e6  # bytes per second, hashed and on disk
@@ -31,10 +29,10 @@ CHECK_WINDOWS = 16  # held-out windows on which the two are compared
 
 
 @torch.no_grad()
-def finishing(plan: Plan, student: Student, held_out: Tensor) -> float:
+def finishing(plan: FinetunePlan, student: Student, held_out: Tensor) -> float:
     """About how many seconds pass between the last step and the end: the last evaluation, packing, writing, the check.
 
-    Packing is rehearsed on one layer, and the forward pass on one window, each twice for the sake of the first time.
+    Packing is tried on one layer, and the forward pass on one window, each twice for the sake of the first time.
     """
     layer = max(student.layers.values(), key=lambda layer: layer.latent.numel())
     model, window = student.model, held_out[:1].to(student.model.device)
@@ -53,7 +51,7 @@ def finishing(plan: Plan, student: Student, held_out: Tensor) -> float:
     return OPENING + 1.25 * (packing + writing + running)
 
 
-def publish(plan: Plan, student: Student, writer: CheckpointWriter) -> None:
+def publish(plan: FinetunePlan, student: Student, writer: CheckpointWriter) -> None:
     """Pack every trained layer and write the checkpoint, whole or not at all.
 
     Raises:
@@ -81,7 +79,7 @@ def publish(plan: Plan, student: Student, writer: CheckpointWriter) -> None:
     writer.finish(modules, plan.linears, plan.to_dict(), plan.recipe.activation_bits)
 
 
-def check(plan: Plan, student: Student, held_out: Tensor) -> tuple[float, float]:
+def check(plan: FinetunePlan, student: Student, held_out: Tensor) -> tuple[float, float]:
     """Perplexity of the trained weights and of the packed checkpoint, both in float32, on the same held-out windows.
 
     Raises:
@@ -100,7 +98,7 @@ def check(plan: Plan, student: Student, held_out: Tensor) -> tuple[float, float]
         raise CheckFailed(
             f"{failed} has perplexity {second.value:.4f} on {len(windows)} held-out windows, the trained weights "
             f"{first.value:.4f}",
-            f"the state of the run is kept in {plan.out}.state",
+            f"the state of the run is kept in {state_dir(plan.out)}",
         )
     return first.value, second.value
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from trirun_gptq.layer.quantized import Quantized
-from trirun_gptq.recipe import GRIDS
+from trirun_gptq.recipe import GRIDS, Grid
 from trirun_gptq.train.recipe import TrainRecipe
 from trirun_gptq.train.start import Grids
 from trirun_gptq.train.student import Student
@@ -26,7 +26,8 @@ def checkpoint_grids(path: Path, linears: dict[str, tuple[int, int]]) -> Grids:
         if linears.get(name) != opened.shape(name):
             raise InputError(f"{path} holds {name} {list(opened.shape(name))}, which the model does not have")
     ternary = all(bool((unpack(opened.packed(name))[0] < 3).all()) for name in opened.modules)
-    return {name: (opened.format.spec(name), ternary and opened.format.spec(name).zero == 1) for name in opened.modules}
+    specs = {name: opened.format.spec(name) for name in opened.modules}
+    return {name: Grid(spec, ternary and spec.zero == 1) for name, spec in specs.items()}
 
 
 def with_grid(recipe: TrainRecipe, grids: Grids) -> TrainRecipe:

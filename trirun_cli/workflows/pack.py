@@ -1,9 +1,9 @@
-"""Lossless packing of a model whose linear weights are ternary already."""
+"""``trirun pack`` for programs: a model whose linear weights are ternary already, packed without loss."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.lossless.ternary import scale_structure, ternarize
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.run.progress import Event, ModuleStarted, ProgressCallback, silent
 from trirun_kernels import QuantSpec, dequantize
 from trirun_kernels.weights.names import WEIGHT
 
@@ -20,11 +21,12 @@ from ..checkpoint.formats import ForeignWeights, open_foreign
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError
+from .output import weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class PackedReport:
-    """One packed module.
+class PackedLayer(Event):
+    """One packed linear layer; an event when it is packed.
 
     Attributes:
         name, n, k, spec: what it is. structure: what one scale covers: "tensor", "row", or a number of columns.
@@ -45,15 +47,51 @@ class PackedReport:
     packed_bytes: int
 
 
-def pack_model(
+@dataclass(frozen=True, slots=True)
+class PackReport:
+    """The outcome of :func:`pack`.
+
+    Attributes:
+        model, out: the two directories. modules: the packed layers, in the order of the files.
+        activation_bits: the checkpoint's default.
+        bytes_before, bytes_after: of the weight files of model and checkpoint.
+        seconds: of wall time.
+    """
+
+    model: Path
+    out: Path
+    modules: list[PackedLayer]
+    activation_bits: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether every layer decodes to its source bit for bit."""
+        return all(module.exact for module in self.modules)
+
+    @property
+    def scale_error(self) -> float:
+        """The largest relative error of a scale that was rounded to fp16; 0 where all layers are exact."""
+        return max(module.scale_error for module in self.modules)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of each packed weight, scales included."""
+        weights = sum(module.n * module.k for module in self.modules)
+        return sum(module.n * module.k * module.spec.bits_per_weight(module.k) for module in self.modules) / weights
+
+
+def pack(
     model: str | Path,
     out: str | Path,
     *,
     keep: str | None = None,
     activation_bits: int | None = None,
     overwrite: bool = False,
-    on_module: Callable[[int, str], None] = lambda total, name: None,
-) -> list[PackedReport]:
+    progress: ProgressCallback = silent,
+) -> PackReport:
     """Pack every linear layer but the output head, proving each decodes to its source.
 
     Weights that lie packed in the model directory already (BitNet's format) keep their codes; their one scale per
@@ -65,17 +103,22 @@ def pack_model(
         activation_bits: recorded as the checkpoint's default; 8 for models trained with int8 activations. None is 8 for
             BitNet's format and 16 otherwise.
         overwrite: replace a non-empty ``out``.
-        on_module: called with the number of modules and the name of the next one.
+        progress: called with ``ModuleStarted`` before and :class:`PackedLayer` after each layer.
 
     Raises:
         InputError: the directory is quantized in another format, or nothing in it is left to pack.
-        UsageError: ``keep`` is no regular expression, matches no layer, or names layers that are packed already.
+        UsageError: ``activation_bits`` is neither 8 nor 16; ``keep`` is no regular expression, matches no layer, or
+            names layers that are packed already.
         QuantizationError: a weight is not ternary; the message names the worst offender. Nothing is written.
     """
+    started = time.perf_counter()
+    if activation_bits not in (None, 8, 16):
+        raise UsageError(f"--act-bits {activation_bits}: 8 or 16")
     try:
         kept = re.compile("(?!)" if keep is None else keep)
     except re.error as error:
         raise UsageError(f"--keep {keep}: not a regular expression: {error}") from None
+    model, out = Path(model), Path(out)
     source = ModelDir(model)
     foreign = open_foreign(source)
     if source.quant_method is not None and foreign is None:
@@ -93,26 +136,29 @@ def pack_model(
     if not chosen:
         raise InputError(f"{model} has no linear layer to pack")
 
-    reports = []
+    packed: list[PackedLayer] = []
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
         for tensor_name in source.names:
             name = tensor_name.removesuffix(WEIGHT)
             if name in chosen and tensor_name.endswith(WEIGHT):
-                on_module(len(chosen), name)
-                reports.append(_pack_module(writer, name, source, foreign, linears[name]))
+                progress(ModuleStarted(len(packed), len(chosen), name))
+                packed.append(_pack_module(writer, name, source, foreign, linears[name]))
+                progress(packed[-1])
             elif foreign is None or not any(tensor_name.removesuffix(end) in chosen for end in foreign.suffixes):
                 writer.add(tensor_name, source.tensor(tensor_name))
-        missing = chosen - {report.name for report in reports}
+        missing = chosen - {layer.name for layer in packed}
         if missing:
             raise InputError(f"{model}: there is no tensor {min(missing)}{WEIGHT}")
         recipe: dict[str, Any] = {"trirun": __version__, "command": "pack", "model": str(model), "keep": keep}
-        writer.finish(reports, linears, recipe, activation_bits or (16 if foreign is None else foreign.activation_bits))
-    return reports
+        bits = activation_bits or (16 if foreign is None else foreign.activation_bits)
+        writer.finish(packed, linears, recipe, bits)
+    seconds = time.perf_counter() - started
+    return PackReport(model, out, packed, bits, weight_bytes(model), weight_bytes(out), seconds)
 
 
 def _pack_module(
     writer: CheckpointWriter, name: str, source: ModelDir, foreign: ForeignWeights | None, shape: tuple[int, int]
-) -> PackedReport:
+) -> PackedLayer:
     weight = source.tensor(name + WEIGHT)
     ternary, error = (ternarize(weight, name), 0.0) if foreign is None else foreign.read(name)
     if tuple(ternary.codes.shape) != shape:
@@ -125,4 +171,4 @@ def _pack_module(
     writer.add_packed(name, packed)
     zeros = float((ternary.codes == 1).float().mean())
     structure = scale_structure(ternary)
-    return PackedReport(name, *shape, ternary.spec, structure, error == 0, error, zeros, weight.nbytes, packed.nbytes)
+    return PackedLayer(name, *shape, ternary.spec, structure, error == 0, error, zeros, weight.nbytes, packed.nbytes)

@@ -1,33 +1,28 @@
-"""``trirun quantize`` without its terminal: plan, run, publish."""
+"""``trirun quantize`` for programs: a model to 2 bits by GPTQ, published whole or not at all."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from trirun_gptq import calibration as calibration_data
-from trirun_gptq.errors import QuantizationError
-from trirun_gptq.model.loader import decoder_blocks
-from trirun_gptq.model.meta import linear_modules, meta_model
 from trirun_gptq.pipeline import quantize_model
-from trirun_gptq.recipe import Override, Recipe, load_recipe
+from trirun_gptq.recipe import Recipe
 from trirun_gptq.run import distributed as ranks
-from trirun_gptq.run.progress import Observer, Report
-from trirun_kernels import QuantSpec
+from trirun_gptq.run.progress import Event, ProgressCallback, Warned, silent
+from trirun_gptq.run.report import BlockReport, ModuleReport, Predictions, Report
 
-from .. import __version__
-from ..backends.device import pick_device
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import CheckpointWriter
-from ..errors import InputError, UsageError, explain
-from ..resources import configs_dir
+from ..errors import InputError, explain
 from ..text.detokenizer import load_tokenizer
+from .output import state_dir, weight_bytes
+from .quantize_plan import QuantizePlan, plan_quantize
 
 # Tokens of the sample that a finished run shows.
 SAMPLE_PROMPT = 16
@@ -35,144 +30,181 @@ SAMPLE_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A run that was checked but not started.
+class Sample:
+    """What a checkpoint writes, greedily: ``text`` after ``prompt``, the beginning of a calibration sequence."""
 
-    Attributes:
-        model, out: the two directories. recipe: fully resolved. calibration: where its text comes from.
-        device: a torch device. linears: every linear module of the model, name to (n, k).
-        blocks: what the names of those inside the decoder blocks begin with; the others are kept.
-        overwrite: replace a non-empty ``out``.
-    """
-
-    model: Path
-    out: Path
-    recipe: Recipe
-    calibration: str
-    device: str
-    linears: dict[str, tuple[int, int]]
-    blocks: str
-    overwrite: bool
-
-    @property
-    def weights(self) -> int:
-        """Weights that will be quantized."""
-        return sum(n * k for n, k, _ in self._chosen())
-
-    @property
-    def packed_bytes(self) -> int:
-        """What they will take, scales included."""
-        return round(sum(n * k * spec.bits_per_weight(k) / 8 for n, k, spec in self._chosen()))
-
-    def _chosen(self) -> Iterator[tuple[int, int, QuantSpec]]:
-        for name, (n, k) in self.linears.items():
-            choice = self.recipe.choice(name) if name.startswith(self.blocks) else None
-            if choice is not None:
-                yield n, k, choice[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and for the recipe file."""
-        return {
-            "trirun": __version__,
-            "command": "quantize",
-            "model": str(self.model),
-            "calibration": self.calibration,
-            "device": self.device,
-            "weights": self.weights,
-            "packed_bytes": self.packed_bytes,
-            "recipe": self.recipe.to_dict(),
-        }
+    prompt: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """A finished run: the library's report, bytes of weight files before and after, and a sample of the result's text
-    (``prompt``, ``text``; None where the result could not be run here, which ``warning`` then explains)."""
+class QuantizeReport:
+    """The outcome of :func:`quantize`.
 
-    report: Report
-    bytes_before: int
-    bytes_after: int
-    sample: dict[str, str] | None
-    warning: str | None = None
+    Attributes:
+        plan: what was asked for, resolved: directories, recipe, device, number of weights.
+        run: everything that was measured: memory, time by stage, and what the properties below show.
+        written: whether this process wrote ``out``: not after a dry run, and of several processes only the first.
+        bytes_before, bytes_after: of the weight files of model and checkpoint; 0 where nothing was written.
+        sample: text of the result; None where it could not be run here, or nothing was written.
+        seconds: of wall time.
+    """
+
+    plan: QuantizePlan
+    run: Report
+    written: bool = False
+    bytes_before: int = 0
+    bytes_after: int = 0
+    sample: Sample | None = None
+    seconds: float = 0.0
+
+    @property
+    def out(self) -> Path:
+        """The checkpoint's directory."""
+        return self.plan.out
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of each quantized weight, scales included."""
+        return self.run.bits_per_weight
+
+    @property
+    def modules(self) -> list[ModuleReport]:
+        """The quantized matrices in model order, each with its grid and the relative error of its output."""
+        return self.run.modules
+
+    @property
+    def blocks(self) -> list[BlockReport]:
+        """The decoder blocks in order, each with the relative error of its output on held-out text."""
+        return self.run.blocks
+
+    @property
+    def held_out(self) -> Predictions | None:
+        """Perplexity before and after, and their divergence, on held-out calibration text; None without such text."""
+        return self.run.predictions
 
 
-def plan_run(
-    model: Path,
-    out: Path,
+def quantize(
+    model: str | Path,
+    out: str | Path,
     *,
-    preset: str,
-    recipe_file: Path | None,
-    settings: Mapping[str, Any],
-    overrides: list[str],
-    calibration: str | None,
-    device: str,
-    overwrite: bool,
-    warn: Callable[[str], None],
-) -> Plan:
-    """Resolve and check everything that can be checked before the long part.
+    preset: str = "default",
+    recipe: Recipe | str | Path | None = None,
+    overrides: Iterable[str] = (),
+    calibration: str | Path | None = None,
+    device: str = "auto",
+    overwrite: bool = False,
+    resume: bool = True,
+    dry_run: bool = False,
+    progress: ProgressCallback = silent,
+    **settings: Any,
+) -> QuantizeReport:
+    """Quantize the linear layers of a model's decoder blocks to 2 bits and write a checkpoint.
+
+    ::
+
+        report = quantize("llama", "llama-2bit", preset="fast", group_size=64, calibration="corpus.txt")
+        print(report.bits_per_weight, report.held_out)
+
+    On any exception nothing appears at ``out``. Of several processes that ``torchrun`` started each calls this with the
+    same arguments; the first one reports progress and writes.
 
     Args:
-        settings: recipe keys given on the command line; they win over the recipe.
-        overrides: ``REGEX=keep``, ``REGEX=g64``, ``REGEX=zero``, in the order given; the last match wins.
-        calibration: see :func:`trirun_gptq.calibration.load`; None takes the excerpt that ships with the demo model.
-        warn: receives what the user should know before the run.
+        model: a Hugging Face model directory. out: the checkpoint directory to write.
+        preset: ``fast`` (GPTQ), ``default`` (then trains each block) or ``best`` (trains it long, on more text).
+        recipe: a recipe, or a YAML file that holds one, in the preset's place.
+        overrides: ``REGEX=keep``, ``REGEX=g64`` or ``REGEX=GRID`` for the modules a pattern matches; the last match
+            wins.
+        calibration: text, see :func:`trirun_gptq.calibration.load`; None takes the excerpt that ships with trirun.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        overwrite: replace a non-empty ``out``.
+        resume: keep finished blocks in ``OUT.state`` until the checkpoint is complete, and continue from there.
+        dry_run: plan the memory, quantize one block on one batch of the real text, and stop. Nothing is written.
+        progress: called with a :class:`QuantizePlan`, then with the events of
+            :func:`trirun_gptq.pipeline.quantize_model`.
+        settings: keys of :class:`~trirun_gptq.recipe.Recipe`, such as ``group_size``, ``grid``, ``samples``,
+            ``seqlen`` and ``seed``; they win over the recipe, None leaves a key to it.
 
     Raises:
-        UsageError, InputError, QuantizationError: an option, the model, the recipe, the text or the output does not
+        UsageError, InputError, QuantizationError: an argument, the model, the recipe, the text or the output does not
             fit.
     """
-    source = ModelDir(model)
-    if source.quant_method is not None:
-        raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
-    recipe = with_options(load_recipe(recipe_file or configs_dir() / f"{preset}.yaml"), settings, overrides)
-    if calibration is None:
-        calibration = str(configs_dir() / "demo-model" / "calibration.txt")
-        wanted = recipe.samples
-        if "samples" not in settings:
-            recipe = _within_excerpt(recipe, calibration, model)
-        fewer = f" ({recipe.samples} sequences, recipe {recipe.name!r} has {wanted})" if recipe.samples < wanted else ""
-        warn(
-            f"calibrating on the short prose excerpt that ships with trirun{fewer}; "
-            "--calibration with text like the model's own use gives a better model"
+    started = time.perf_counter()
+    if not ranks.launched_first():
+        progress = silent
+    plan = plan_quantize(
+        Path(model),
+        Path(out),
+        preset=preset,
+        recipe=recipe,
+        settings=settings,
+        overrides=overrides,
+        calibration=None if calibration is None else str(calibration),
+        device=device,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    progress(plan)
+    if dry_run:
+        sequences = load_calibration(plan)
+        report = quantize_model(
+            plan.model, plan.recipe, sequences, _Nothing(), progress, device=plan.device, dry_run=True
         )
-    calibration_data.check_source(calibration)
-    # Refuses a non-empty output before the long part.
-    CheckpointWriter(out, source, overwrite=overwrite)
-    skeleton = meta_model(source.path)
-    linears = linear_modules(skeleton)
-    blocks = f"{decoder_blocks(skeleton)[0]}."
-    inside = [name for name in linears if name.startswith(blocks)]
-    for pattern in (*recipe.ignore, *recipe.overrides):
-        if not any(re.search(pattern, name) for name in inside):
-            raise UsageError(
-                f"{pattern!r} matches none of the {len(inside)} linear layers in the decoder blocks",
-                f"their names are like {inside[-1]}" if inside else None,
+        return QuantizeReport(plan, report, seconds=time.perf_counter() - started)
+    finished = 0
+
+    def counting(event: Event) -> None:
+        nonlocal finished
+        finished += isinstance(event, BlockReport)
+        progress(event)
+
+    try:
+        return _run(plan, counting, resume, started)
+    except (KeyboardInterrupt, Exception) as error:
+        stopped, state = isinstance(error, KeyboardInterrupt), state_dir(plan.out)
+        # Of another run's state the error itself speaks.
+        if resume and (stopped or finished) and state.exists():
+            message = (
+                f"{'interrupted: ' if stopped else ''}finished blocks are kept in {state}, the same command continues "
+                "from there; with --no-resume it starts over"
             )
-    choices = {name: choice for name in inside if (choice := recipe.choice(name)) is not None}
-    if not choices:
-        raise UsageError(
-            f"none of the {len(inside)} linear layers in the decoder blocks is left to quantize",
-            "fewer patterns of --override REGEX=keep, or of the recipe's ignore",
-        )
-    for name, choice in choices.items():
-        k = linears[name][1]
-        if choice[0].group_size > 0 and k % choice[0].group_size:
-            fits = next(size for size in (64, 32, -1) if size == -1 or k % size == 0)
-            raise UsageError(
-                f"{name} has k={k} input features, not a multiple of group size {choice[0].group_size}",
-                f"--group-size {fits}, or for these layers alone: --override '{name.rsplit('.', 1)[-1]}=g{fits}'",
-            )
-    return Plan(model, out, recipe, calibration, pick_device(device), linears, blocks, overwrite)
+            progress(Warned(message))
+        raise
 
 
-def _within_excerpt(recipe: Recipe, excerpt: str, model: Path) -> Recipe:
-    """The recipe with as many samples as the excerpt has of its length, which is a matter of the model's tokenizer."""
-    tokens = len(calibration_data.load_stream(excerpt, load_tokenizer(model), recipe.seed))
-    samples = min(recipe.samples, tokens // recipe.seqlen - recipe.held_out)
-    return recipe if samples < 1 or recipe.natural_length else dataclasses.replace(recipe, samples=samples)
+def _run(plan: QuantizePlan, progress: ProgressCallback, resume: bool, started: float) -> QuantizeReport:
+    """Quantize as planned and publish the checkpoint."""
+    sequences, state = load_calibration(plan), state_dir(plan.out)
+    with ranks.joined(plan.device) as device:
+        settings: dict[str, Any] = {"device": device, "state_dir": state if resume else None}
+        if ranks.rank() > 0:
+            report = quantize_model(plan.model, plan.recipe, sequences, _Nothing(), **settings)
+            return QuantizeReport(plan, report, seconds=time.perf_counter() - started)
+        with CheckpointWriter(plan.out, ModelDir(plan.model), overwrite=plan.overwrite) as writer:
+            report = quantize_model(plan.model, plan.recipe, sequences, writer, progress, **settings)
+            writer.finish(report.modules, plan.linears, plan.to_dict())
+    shutil.rmtree(state, ignore_errors=True)
+    try:
+        sample = write_sample(plan, sequences[-1])
+    except Exception as error:
+        # The checkpoint is published and whole; what could not be shown does not undo it.
+        known = explain(error)
+        if known is None:
+            raise
+        sample = None
+        progress(Warned(f"no sample was generated: {known}"))
+    before, after = weight_bytes(plan.model), weight_bytes(plan.out)
+    return QuantizeReport(plan, report, True, before, after, sample, time.perf_counter() - started)
 
 
-def load_calibration(plan: Plan) -> list[Tensor]:
+class _Nothing:
+    """A writer that keeps nothing."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Forget the tensor."""
+
+
+def load_calibration(plan: QuantizePlan) -> list[Tensor]:
     """The token sequences of a run, int64 [length] each.
 
     Raises:
@@ -181,58 +213,8 @@ def load_calibration(plan: Plan) -> list[Tensor]:
     return calibration_data.load(plan.calibration, load_tokenizer(plan.model), plan.recipe)
 
 
-def rehearse(plan: Plan, observer: Observer) -> Report:
-    """A dry run: the memory plan, and one block quantized on one batch of the real text. Nothing is written."""
-    return quantize_model(
-        plan.model, plan.recipe, load_calibration(plan), Nothing(), observer, device=plan.device, dry_run=True
-    )
-
-
-class Nothing:
-    """A writer that keeps nothing."""
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Forget the tensor."""
-
-
-def state_dir(plan: Plan) -> Path:
-    """Where a run keeps its finished blocks until the checkpoint is complete."""
-    return plan.out.with_name(plan.out.name + ".state")
-
-
-def run(plan: Plan, observer: Observer, *, resume: bool) -> Result | None:
-    """Quantize as planned and publish the checkpoint; on any exception nothing appears at ``plan.out``.
-
-    With ``resume``, finished blocks are kept in ``OUT.state`` until the checkpoint is complete. Of several processes
-    that ``torchrun`` started the first one publishes; the others return None.
-    """
-    source = ModelDir(plan.model)
-    sequences = load_calibration(plan)
-    state = state_dir(plan)
-    with ranks.joined(plan.device) as device:
-        settings: dict[str, Any] = {"device": device, "state_dir": state if resume else None}
-        if ranks.rank() > 0:
-            quantize_model(plan.model, plan.recipe, sequences, Nothing(), **settings)
-            return None
-        with CheckpointWriter(plan.out, source, overwrite=plan.overwrite) as writer:
-            report = quantize_model(plan.model, plan.recipe, sequences, writer, observer, **settings)
-            writer.finish(report.modules, plan.linears, plan.to_dict())
-    shutil.rmtree(state, ignore_errors=True)
-    before = sum(file.stat().st_size for file in source.files)
-    after = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
-    try:
-        sample, warning = write_sample(plan, sequences[-1]), None
-    except Exception as error:
-        # The checkpoint is published and whole; what could not be shown does not undo it.
-        known = explain(error)
-        if known is None:
-            raise
-        sample, warning = None, f"no sample was generated: {known}"
-    return Result(report, before, after, sample, warning)
-
-
-def write_sample(plan: Plan, sequence: Tensor) -> dict[str, str]:
-    """What the finished checkpoint writes, greedily, after the beginning of a calibration sequence.
+def write_sample(plan: QuantizePlan, sequence: Tensor) -> Sample:
+    """What the finished checkpoint writes, greedily, after the beginning of a calibration sequence int64 [length].
 
     Raises:
         TrirunError, NativeError, torch.OutOfMemoryError: the checkpoint cannot be run on this machine.
@@ -252,42 +234,4 @@ def write_sample(plan: Plan, sequence: Tensor) -> dict[str, str]:
     if events[-1].error is not None:
         raise InputError(events[-1].error)
     tokens = [token.id for event in events for token in event.tokens]
-    return {"prompt": tokenizer.decode(prompt), "text": tokenizer.decode(tokens)}
-
-
-def with_options(recipe: Recipe, settings: Mapping[str, Any], overrides: list[str]) -> Recipe:
-    """The recipe with what was given on the command line in its place.
-
-    Raises:
-        UsageError: a value is out of range; the option is named.
-    """
-    changes = [(f"--{key.replace('_', '-')} {value}", {key: value}) for key, value in settings.items()]
-    merged = dict(recipe.overrides)
-    for text in overrides:
-        pattern, override = parse_override(text)
-        # Once more at the end: the last match wins.
-        merged.pop(pattern, None)
-        merged[pattern] = override
-        changes.append((f"--override {text}", {"overrides": dict(merged)}))
-    for option, change in changes:
-        try:
-            recipe = dataclasses.replace(recipe, **change)
-        except QuantizationError as error:
-            raise UsageError(f"{option}: {str(error).removeprefix('recipe: ')}") from None
-    return recipe
-
-
-def parse_override(text: str) -> tuple[str, Override]:
-    """``REGEX=keep``, ``REGEX=g64`` (``g-1``: per output channel) or ``REGEX=GRID`` as a recipe holds it.
-
-    Raises:
-        UsageError: there is no ``=``, or what follows it is not known.
-    """
-    pattern, found, setting = text.rpartition("=")
-    if not found or not pattern:
-        raise UsageError(f"--override {text}: the form is REGEX=keep, REGEX=g64 or REGEX=zero")
-    if setting == "keep":
-        return pattern, Override(keep=True)
-    if group := re.fullmatch(r"g(-?\d+)", setting):
-        return pattern, Override(group_size=int(group[1]))
-    return pattern, Override(grid=setting)
+    return Sample(tokenizer.decode(prompt), tokenizer.decode(tokens))

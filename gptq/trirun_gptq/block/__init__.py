@@ -1,1 +1,6 @@
-"""One decoder block: quantizing its matrices in order, then training its scales and codes to rebuild its output."""
+"""One decoder block: its matrices quantized in the order in which they run, then its codes and scales trained together
+to rebuild the block's output.
+
+Begin with ``walk.py``; ``statistics.py`` collects what its layers read, ``reconstruct.py`` trains, by one of the two
+methods of ``trainable.py``; ``optim.py`` and ``cuda_graph.py`` make its steps.
+"""

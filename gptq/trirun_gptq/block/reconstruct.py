@@ -2,7 +2,7 @@
 
 GPTQ sees one layer at a time. Here all layers of a block move together to lower the error of what the block hands on
 (Li et al. 2021, "BRECQ"; Cheng et al. 2023, "SignRound"; Chen et al. 2024, "EfficientQAT", Block-AP), with one or both
-of the engines of ``trainable.py``. Training starts at the GPTQ solution; the best state on held-out sequences is kept.
+of the methods of ``trainable.py``. Training starts at the GPTQ solution; the best state on held-out sequences is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..recipe import Recipe
 from ..run import distributed as ranks
 from .cuda_graph import Recorded, recordable
 from .optim import Adam, step_batches
-from .trainable import ENGINES, Trainable
+from .trainable import METHODS, Trainable
 
 EVALUATIONS = 8  # times per run that the held-out error is measured
 
@@ -33,7 +33,7 @@ class Job:
     Attributes:
         block: whose linear layers hold the GPTQ solutions. index: its position in the model.
         layers: the quantized linear layers by name. start: their solutions. originals: float32 weights.
-        ternary: names whose grid leaves code 3 unused.
+        levels: codes in use by name: 4, or 3 where the grid is ternary.
         train, held_out: batches, and the original block's outputs on ``batch.original`` as the batches keep them.
         record: steps as CUDA graphs where they can be.
     """
@@ -43,7 +43,7 @@ class Job:
     layers: dict[str, nn.Linear]
     start: dict[str, Quantized]
     originals: dict[str, Tensor]
-    ternary: set[str]
+    levels: dict[str, int]
     train: tuple[list[Batch], list[Tensor]]
     held_out: tuple[list[Batch], list[Tensor]]
     record: bool
@@ -59,7 +59,15 @@ class Job:
 
 
 def block_error(block: nn.Module, index: int, batches: list[Batch], targets: list[Tensor]) -> float:
-    """Relative squared error of the block's output on the quantized stream against the original outputs."""
+    """Relative squared error of the block's output on the quantized stream against the original outputs.
+
+    Args:
+        index: the block's position in the model.
+        targets: of every batch, what the original block made of ``batch.original``, [b, t, h] as the batch keeps it.
+
+    Returns:
+        ``Σ‖out − target‖² / Σ‖target‖²`` over the tokens of all processes; 0 where all targets are zero.
+    """
     wrong = whole = 0.0
     for batch, target in zip(batches, targets, strict=True):
         with torch.no_grad(), compute(batch.place.device):
@@ -74,44 +82,43 @@ def block_error(block: nn.Module, index: int, batches: list[Batch], targets: lis
 def refine_block(
     job: Job, recipe: Recipe, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, Quantized], float, float, str]:
-    """Train a block's codes and scales with every engine of the recipe, from the same start on the same batches; the
+    """Train a block's codes and scales by every method of the recipe, from the same start on the same batches; the
     block's weights are left at the state returned.
 
     Args:
         progress: called with (steps done, steps).
 
     Returns:
-        The best state, its held-out error, the error before, and the engine it came from. Where nothing was better the
-        state is ``job.start`` and the engine "".
+        The best state, its held-out error, the error before, and the method it came from. Where nothing was better the
+        state is ``job.start`` and the method "".
     """
     before = job.error()
     best, least, winner = job.start, before, ""
-    steps, engines = recipe.refine_steps, recipe.engines
-    for done, engine in enumerate(engines):
+    steps, methods = recipe.refine_steps, recipe.engines
+    for done, method in enumerate(methods):
         job.install(job.start)
 
         def advance(step: int, done: int = done) -> None:
-            progress(done * steps + step, len(engines) * steps)
+            progress(done * steps + step, len(methods) * steps)
 
-        state = _train(job, engine, recipe, advance)
+        state = _train(job, method, recipe, advance)
         if state is None:
             continue
         # What is stored has fp16 scales: its own error decides, not that of the float32 state it came from.
         job.install(state)
         error = job.error()
         if error < least:
-            best, least, winner = state, error, engine
+            best, least, winner = state, error, method
     job.install(best)
     return best, least, before, winner
 
 
-def _train(job: Job, engine: str, recipe: Recipe, progress: Callable[[int], None]) -> dict[str, Quantized] | None:
-    """The best state that one engine reached on the held-out sequences; None where none beat the start."""
+def _train(job: Job, method: str, recipe: Recipe, progress: Callable[[int], None]) -> dict[str, Quantized] | None:
+    """The best state that one method reached on the held-out sequences; None where none beat the start."""
     device = job.train[0][0].place.device
     noise = torch.Generator(device).manual_seed(recipe.seed * 1013 + job.index)
     adapters = {
-        name: ENGINES[engine](job.start[name], job.originals[name], 3 if name in job.ternary else 4, noise)
-        for name in job.layers
+        name: METHODS[method](job.start[name], job.originals[name], job.levels[name], noise) for name in job.layers
     }
     for name, layer in job.layers.items():
         parametrize.register_parametrization(layer, "weight", adapters[name], unsafe=True)
@@ -130,7 +137,7 @@ def _descend(
     rate = recipe.refine_lr * next(iter(adapters.values())).rate
     optimizer = Adam(
         [
-            {"params": [a.codes() for a in adapters.values()], "lr": rate},
+            {"params": [p for a in adapters.values() for p in a.code_parameters()], "lr": rate},
             {"params": [p for a in adapters.values() for p in a.scale_parameters()], "lr": recipe.refine_scale_lr},
         ],
         device,

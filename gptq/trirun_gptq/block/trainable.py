@@ -1,8 +1,9 @@
-"""Codes and scales of one weight as something to train: two engines, both started at the GPTQ solution.
+"""Codes and scales of one weight as something to train, by one of two methods, both started at the GPTQ solution.
 
-``ste``: every weight has a latent value whose rounding is its code, trained straight-through (Block-AP of EfficientQAT,
-Chen et al. 2024). ``gumbel``: every weight has a distribution over its four codes, sampled while training and more and
-more certain (Jang et al. 2017, "Gumbel-softmax"; GSQ, IST-DASLab 2026). Scales of either train as multipliers.
+``ste``: every weight has a latent value whose rounding is its code, trained straight-through (Bengio et al. 2013;
+Block-AP of EfficientQAT, Chen et al. 2024). ``gumbel``: every weight has a distribution over its four codes, sampled
+while training and more and more certain (Jang et al. 2017, "Gumbel-softmax"; GSQ, IST-DASLab 2026). Scales of either
+train as multipliers of the scales at the start.
 """
 
 from __future__ import annotations
@@ -26,10 +27,17 @@ LOGIT_RATE = SHARPNESS  # learning rate of logits beside that of latents: what a
 
 
 class Trainable(nn.Module):
-    """The parametrization of one linear layer's weight while it is trained; its input is ignored.
+    """Scales, zeros and codes of one linear layer's weight while they are trained. Subclasses say what the codes are.
 
-    In training mode the forward pass may be soft or noisy; in evaluation mode it is what :meth:`harden` would store, up
-    to the rounding of scales to fp16.
+    Where it is a parametrization of a layer's weight, its input is ignored. In training mode the forward pass may be
+    soft or noisy; in evaluation mode it is what :meth:`harden` would store, up to the rounding of scales to fp16.
+
+    Attributes:
+        base: float32 [n, groups], the scales at the start. multiplier: float32 [n, groups], trained, 1 at the start.
+        zeros: float32 [n, groups], trained where the grid has real zeros.
+
+    Args:
+        start: where training starts. levels: how many codes are in use, 4, or 3 for a ternary grid.
     """
 
     rate = 1.0  # of the codes' parameter, beside the recipe's
@@ -44,12 +52,12 @@ class Trainable(nn.Module):
         self.zeros.requires_grad_(start.zeros is not None)
         self.multiplier = nn.Parameter(torch.ones_like(self.base))
 
-    def codes(self) -> nn.Parameter:
-        """What decides the codes."""
+    def code_parameters(self) -> list[nn.Parameter]:
+        """What decides the codes; empty where they stay as they are."""
         raise NotImplementedError
 
     def hard_codes(self) -> Tensor:
-        """The codes at present, float [n, groups, size]."""
+        """The codes at present, float or uint8 [n, groups, size]."""
         raise NotImplementedError
 
     def schedule(self, progress: float) -> None:
@@ -75,8 +83,33 @@ class Trainable(nn.Module):
         return codes + (wanted - codes).clamp(-margin, margin)
 
 
+class FixedCodes(Trainable):
+    """Codes that stay as they are: scales, and real zeros, train alone.
+
+    Attributes:
+        grouped: uint8 [n, groups, size].
+    """
+
+    def __init__(self, start: Quantized) -> None:
+        super().__init__(start, levels=4)
+        self.grouped = start.codes.view(*start.scales.shape, -1)
+
+    def code_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def hard_codes(self) -> Tensor:
+        return self.grouped
+
+
 class StraightThrough(Trainable):
-    """Engine ``ste``."""
+    """Method ``ste``: code ``clamp(round(v + z), 0, levels − 1)`` of a latent v, in steps of the grid.
+
+    The gradient passes straight through the rounding and stops where the code is clamped (Bengio et al. 2013, §4).
+
+    Args:
+        weight: the unquantized weight, float32 [n, k]. margin: how far from its code a latent may start.
+        noise: unused; the methods are made alike.
+    """
 
     def __init__(
         self,
@@ -89,18 +122,24 @@ class StraightThrough(Trainable):
         super().__init__(start, levels)
         self.latent = nn.Parameter(self._latent(start, weight, margin) - self.zeros.detach().unsqueeze(-1))
 
-    def codes(self) -> nn.Parameter:
-        return self.latent
+    def code_parameters(self) -> list[nn.Parameter]:
+        return [self.latent]
 
     def hard_codes(self) -> Tensor:
         return (self.latent + self.zeros.unsqueeze(-1)).round().clamp(0, self.levels - 1)
 
     def forward(self, weight: Tensor) -> Tensor:
+        """The quantized weight, float32, in the shape of ``weight`` [n, k], whose values are ignored."""
         return _Grid.apply(self.latent, self.base * self.multiplier, self.zeros, self.levels).view_as(weight)
 
 
 class Gumbel(Trainable):
-    """Engine ``gumbel``. Four logits per weight: four times the memory of ``ste``."""
+    """Method ``gumbel``: the mean of the grid's codes under ``softmax((logits + g) / τ)``, g Gumbel noise and τ a
+    temperature that falls (Jang et al. 2017, eq. 2). Four logits per weight: four times the memory of ``ste``.
+
+    Args:
+        weight: the unquantized weight, float32 [n, k]. noise: of the forward pass, on the weight's device.
+    """
 
     rate = LOGIT_RATE
 
@@ -114,8 +153,8 @@ class Gumbel(Trainable):
         self.temperature, self.certainty = (torch.ones((), device=latent.device) for _ in range(2))
         self.schedule(0.0)
 
-    def codes(self) -> nn.Parameter:
-        return self.logits
+    def code_parameters(self) -> list[nn.Parameter]:
+        return [self.logits]
 
     def hard_codes(self) -> Tensor:
         return self.logits.argmax(0).float()
@@ -126,6 +165,7 @@ class Gumbel(Trainable):
         self.certainty.fill_(CERTAINTY**progress)
 
     def forward(self, weight: Tensor) -> Tensor:
+        """The soft, or in evaluation mode hard, weight, float32, in the shape of ``weight`` [n, k]."""
         if self.training:
             # −log of an exponential variable is a Gumbel one.
             noise = torch.empty_like(self.logits).exponential_(generator=self.noise).clamp_min_(1e-20).log_()
@@ -137,7 +177,7 @@ class Gumbel(Trainable):
         return dense.view_as(weight)
 
 
-ENGINES: dict[str, type[StraightThrough] | type[Gumbel]] = {"ste": StraightThrough, "gumbel": Gumbel}
+METHODS: dict[str, type[StraightThrough] | type[Gumbel]] = {"ste": StraightThrough, "gumbel": Gumbel}
 
 
 class _Grid(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""One decoder block: statistics, solver, refinement, and the activations it hands on."""
+"""One decoder block from float weights to codes: its steps in order. Begin with :meth:`BlockRun.run`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trirun_kernels import QuantSpec
 
 from ..errors import QuantizationError, ScaleError
 from ..layer.gptq import Solution, System, corrected_target
 from ..layer.hessian import Hessian
 from ..layer.quantized import Quantized
-from ..model.activations import Batch, compute, has_bfloat16, input_groups, inputs_of, run_block
-from ..model.experts import is_expert
+from ..model.activations import Batch, compute, run_block
+from ..model.inputs import input_groups
 from ..model.loader import Skeleton, linear_layers
-from ..recipe import Recipe
+from ..recipe import Grid, Recipe
 from ..run import distributed as ranks
 from ..run.profile import Costs
-from ..run.progress import BlockReport, ModuleReport, Observer
+from ..run.progress import ProgressCallback, Stage, Warned
+from ..run.report import BlockReport, ModuleReport
 from .reconstruct import Job, block_error, refine_block
+from .statistics import Statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class BlockRun:
         train: list[Batch],
         held_out: list[Batch],
         recipe: Recipe,
-        observer: Observer,
+        progress: ProgressCallback,
         costs: Costs,
         record: bool,
     ) -> None:
@@ -58,10 +59,11 @@ class BlockRun:
         self.started = time.perf_counter()
         self.index, self.name = index, skeleton.block_name(index)
         self.train, self.held_out = train, held_out
-        self.recipe, self.device, self.observer = recipe, train[0].place.device, observer
+        self.recipe, self.device, self.progress = recipe, train[0].place.device, progress
         with costs.stage("load"):
             self.original = skeleton.load_block(index, self.device)
             self.block = copy.deepcopy(self.original)
+        self.statistics = Statistics(self.original, self.block, index, self.name, train, held_out, progress)
         self.layers = linear_layers(self.block)
         self.grids = {name: recipe.candidates(f"{self.name}.{name}") for name in self.layers}
         self.kept = [name for name, grids in self.grids.items() if not grids]
@@ -77,19 +79,21 @@ class BlockRun:
             targets = self._original_outputs()
         passes = stages if self.recipe.sequential or not stages else [list(itertools.chain(*stages))]
         for done, group in enumerate(passes):
-            self.observer.stage("hessian", done, len(passes))
+            self.progress(Stage("hessian", done, len(passes)))
             with self.costs.stage("hessian"):
-                statistics = self._statistics(group)
-            self.observer.stage("solve", done, len(passes))
+                # Before the first quantized layer of the model both streams are one.
+                diverged = self.index + len(self.modules) > 0
+                statistics = self.statistics.collect(group, corrected=self.recipe.correction > 0 and diverged)
+            self.progress(Stage("solve", done, len(passes)))
             with self.costs.stage("solve"):
                 for stage, hessians in zip(group, statistics, strict=True):
                     self._solve_stage(stage, *hessians)
         with self.costs.stage("refine" if self.recipe.refine_steps else "forward"):
-            error, before, engine = self._refine(chosen, *targets)
+            error, before, method = self._refine(chosen, *targets)
         with self.costs.stage("forward"):
             self._hand_on(*targets)
         seconds = time.perf_counter() - self.started
-        report = BlockReport(self.index, self.name, error, before, False, seconds, engine)
+        report = BlockReport(self.index, self.name, error, before, False, seconds, method)
         return BlockResult(self.quantized, self.kept, self.modules, report)
 
     def restore(self, quantized: dict[str, Quantized]) -> None:
@@ -106,59 +110,11 @@ class BlockRun:
                 outputs.append([b.place.keep(run_block(self.original, self.index, b, b.original)) for b in batches])
         return outputs[0], outputs[1]
 
-    def _statistics(self, stages: list[list[str]]) -> list[tuple[Hessian, Hessian | None]]:
-        """For each stage, the Hessians of the input its layers share: over the training batches, and the held-out ones
-        where a correction is to be decided. All from one pass over the batches."""
-        wanted = self.recipe.correction > 0 and self.index + len(self.modules) > 0
-        # The two streams may send a token to different experts: there is nothing to correct towards.
-        compared = [stage[0] for stage in stages if wanted and not self._is_expert(stage[0])]
-        pair = []
-        for batches, names in ((self.train, [stage[0] for stage in stages]), (self.held_out, compared)):
-            hessians = {
-                name: Hessian(self.layers[name].in_features, f"{self.name}.{name}", self.device) for name in names
-            }
-            for batch in batches if names else ():
-                with torch.no_grad():
-                    seen = self._inputs(self.block, names, batch, batch.quantized)
-                    original = self._inputs(self.original, compared, batch, batch.original) if compared else {}
-                    for name, x in seen.items():
-                        hessians[name].update(x, original.get(name), batch.first)
-            for hessian in hessians.values():
-                hessian.total()
-            pair.append(hessians)
-        self._feed_starved([hessian for name, hessian in pair[0].items() if self._is_expert(name)])
-        return [(pair[0][stage[0]], pair[1].get(stage[0])) for stage in stages]
-
-    def _is_expert(self, layer: str) -> bool:
-        return is_expert(f"{self.name}.{layer}.weight")
-
-    def _feed_starved(self, hessians: list[Hessian]) -> None:
-        """Mix the statistics of experts that few tokens chose with those of all experts, and say which they were."""
-        starved = [hessian for hessian in hessians if hessian.rows < hessian.k]
-        if not starved:
-            return
-        pools = {hessian.k: Hessian.sum([other for other in hessians if other.k == hessian.k]) for hessian in starved}
-        for hessian in starved:
-            hessian.mix(pools[hessian.k])
-        named = ", ".join(f"{hessian.name.removeprefix(self.name + '.')} ({hessian.rows})" for hessian in starved[:8])
-        self.observer.warning(
-            f"{self.name}: {len(starved)} of {len(hessians)} expert inputs saw fewer tokens than they have features; "
-            f"statistics of all experts are mixed in: {named}" + (", ..." if len(starved) > 8 else "")
-        )
-
-    def _inputs(self, block: nn.Module, layers: list[str], batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
-        modules = {block.get_submodule(name): name for name in layers}
-        with compute(self.device):
-            seen = inputs_of(block, self.index, batch, hidden, list(modules))
-        # On a GPU the layer's own product reads bfloat16; so do its statistics, at the speed of its matrix units.
-        lower = self.device.type == "cuda" and has_bfloat16(self.device)
-        return {modules[module]: x.bfloat16() if lower else x for module, x in seen.items()}
-
     def _solve_stage(self, stage: list[str], hessian: Hessian, held_out: Hessian | None) -> None:
         """Quantize the layers of a stage, stacked along n where they share a grid, and put them into the block."""
         system = System(hessian, self.recipe.damp, self.recipe.act_order)
         if system.factor.damp > self.recipe.damp:
-            self.observer.warning(f"{self.name}.{stage[0]}: damping raised to {system.factor.damp:g}")
+            self.progress(Warned(f"{self.name}.{stage[0]}: damping raised to {system.factor.damp:g}"))
         for grids in dict.fromkeys(self.grids[name] for name in stage):
             names = [name for name in stage if self.grids[name] == grids]
             started = time.perf_counter()
@@ -176,7 +132,7 @@ class BlockRun:
                 facts = (part.n, part.k, part.spec, solution.loss, solution.damp, solution.dead)
                 seconds = (time.perf_counter() - started) / len(names)
                 self.modules.append(ModuleReport(f"{self.name}.{name}", *facts, seconds, hessian.rows))
-                self.observer.module_finished(self.modules[-1])
+                self.progress(self.modules[-1])
 
     def _best_solution(
         self,
@@ -184,7 +140,7 @@ class BlockRun:
         system: System,
         hessian: Hessian,
         held_out: Hessian | None,
-        grids: tuple[tuple[QuantSpec, bool], ...],
+        grids: tuple[Grid, ...],
     ) -> Solution:
         """With or without correction, and on which of the candidate grids: what has the least error on held-out
         sequences; by the error that H predicts where the two streams are still one. The first grid decides about the
@@ -203,9 +159,9 @@ class BlockRun:
         if held_out is not None:
             targets.append(system.target(corrected_target(source, hessian, recipe.damp, recipe.correction)))
         best, least, aim = None, float("inf"), targets[0]
-        for spec, ternary in grids:
+        for grid in grids:
             for target in targets:
-                quantized = system.solve(target, spec, ternary=ternary, **settings)
+                quantized = system.solve(target, grid.spec, ternary=grid.ternary, **settings)
                 found = error(quantized)
                 if best is None or found < least:
                     best, least, aim = quantized, found, target
@@ -216,7 +172,7 @@ class BlockRun:
     def _refine(
         self, chosen: dict[str, nn.Linear], train: list[Tensor], held_out: list[Tensor]
     ) -> tuple[float, float, str]:
-        """Held-out error after and before refinement, and the engine whose result was kept ("" for none)."""
+        """Held-out error after and before refinement, and the method whose result was kept ("" for none)."""
         if not self.recipe.refine_steps or not chosen:
             error = block_error(self.block, self.index, self.held_out, held_out)
             return error, error, ""
@@ -226,18 +182,18 @@ class BlockRun:
             chosen,
             self.quantized,
             {name: layer.weight for name, layer in linear_layers(self.original).items() if name in chosen},
-            {name for name, grids in self.grids.items() if grids and grids[0][1]},
+            {name: self.grids[name][0].levels for name in chosen},
             (self.train, train),
             (self.held_out, held_out),
             self.record,
         )
-        progress = self.observer.stage
-        self.quantized, error, before, engine = refine_block(
-            job, self.recipe, lambda done, total: progress("refine", done, total)
+        self.quantized, error, before, method = refine_block(
+            job, self.recipe, lambda done, total: self.progress(Stage("refine", done, total))
         )
-        if not engine:
-            self.observer.warning(f"{self.name}: refinement did not lower the held-out error {before:.4g}; rolled back")
-        return error, before, engine
+        if not method:
+            message = f"{self.name}: refinement did not lower the held-out error {before:.4g}; rolled back"
+            self.progress(Warned(message))
+        return error, before, method
 
     def _hand_on(self, train: list[Tensor], held_out: list[Tensor]) -> None:
         """Replace every batch's hidden states by this block's outputs: all of them, or none when it fails."""
@@ -248,7 +204,7 @@ class BlockRun:
             if not bool(torch.isfinite(out).all()):
                 raise QuantizationError(f"{self.name}: its output on calibration sample {batch.first} is not finite")
             outputs.append(batch.place.keep(out))
-            self.observer.stage("replay", done + 1, len(batches))
+            self.progress(Stage("replay", done + 1, len(batches)))
         for batch, target, out in zip(batches, [*train, *held_out], outputs, strict=True):
             batch.original, batch.quantized = target, out
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from trirun_kernels import QuantSpec
 from trirun_kernels.weights.packing import dequantize_codes, zero_points
 
+from .column_grid import ColumnGrid
 from .loops_torch import loops
 from .scale_search import store_scales, store_zeros
 
@@ -48,32 +49,29 @@ class Problem:
 def descend(problem: Problem, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """One sweep of exact coordinate descent: each column in turn takes its best codes given all others.
 
-    The loss never rises (Nair & Suggala 2024, "CDQuant"; Behdin et al. 2023, "QuantEase").
+    With all other columns fixed the loss is a parabola in column j, lowest at ``ŵ_j − g_j / H_jj`` with g half the
+    gradient; the nearest level of the grid is its least value there, so the loss never rises (Behdin et al. 2023,
+    "QuantEase"; Nair & Suggala 2024, "CDQuant", cyclic instead of greedy).
 
     Args:
-        codes: float [n, k].
+        codes: float [n, k]. scales, zeros: fp16 [n, groups]; zeros is None unless the grid's are real.
 
     Returns:
         Codes, float [n, k].
     """
-    spec, levels = problem.spec, problem.levels
     k = codes.shape[1]
-    size = k if spec.group_size == -1 else spec.group_size
-    step = scales.float().t().contiguous()
-    zero = None if zeros is None else zeros.float().t().contiguous()
+    order = torch.arange(k, device=codes.device)
+    grid = ColumnGrid.of(scales, zeros, problem.spec, problem.levels, order)
     codes = codes.t().contiguous()
     dense = problem.dense(codes.t(), scales, zeros).t().contiguous()
     error = dense - problem.target.weight.t()
     hessian = problem.target.hessian
     backend = loops(codes.device)
-    groups = torch.arange(k, device=codes.device, dtype=torch.int32) // size
     for start in range(0, k, backend.COLUMNS):
         part = slice(start, min(start + backend.COLUMNS, k))
         gradient = hessian[part] @ error  # [columns, n], half the gradient
         local = hessian[part, part]
-        backend.descend_block(
-            gradient, codes[part], dense[part], error[part], local, groups[part], step, zero, spec.zero, levels
-        )
+        backend.descend_block(gradient, codes[part], dense[part], error[part], local, grid.part(part))
     return codes.t().contiguous()
 
 
@@ -85,6 +83,9 @@ def refit_scales(
     Solves, per row, the normal equations of ``Σ_g s_g·a_g`` (``+ b_g·1_g`` for real zeros, with b = −s·z) against the
     target under H, then rounds to fp16. Rows are solved some at a time, so that their equations take no more memory
     than a few matrices of the size of W and H.
+
+    Args:
+        codes: float [n, k]. scales, zeros: fp16 [n, groups]; zeros is None unless the grid's are real.
 
     Returns:
         Codes float [n, k] (unchanged), and the accepted scales and zeros.

@@ -1,7 +1,12 @@
-"""GPTQ on static groups, and the two polishing steps that follow it: coordinate descent and least-squares scales.
+"""GPTQ on static groups, followed by coordinate descent over the codes and least-squares scales.
 
 All of them lower one number, the damped proxy loss ``tr((W − Ŵ)(H + λI)(W − Ŵ)ᵀ)`` with Ŵ computed from the stored fp16
 scales. Rows are independent, so matrices that share their inputs can be stacked along n.
+
+GPTQ (Frantar et al. 2023) rounds a column and moves the later ones so that they compensate for its error:
+``δ = −(w_j − ŵ_j) / [H⁻¹]_jj · [H⁻¹]_j:`` (eq. 2), with H⁻¹ of the columns that are left (eq. 3). Both are read from
+the rows of one upper Cholesky factor, ``UᵀU = H⁻¹``: ``δ = −(w_j − ŵ_j) / U_jj · U_j:`` (§3.3, step 3). Columns are
+taken some at a time, and the others receive their errors as one matrix product (lazy batches, §3.3, step 2).
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from torch import Tensor
 from trirun_kernels import QuantSpec
 
 from ..errors import QuantizationError
+from .column_grid import ColumnGrid
 from .coordinate_descent import Problem, Target, descend, refit_scales
 from .hessian import Factor, Hessian
 from .loops_torch import loops
@@ -22,8 +28,12 @@ from .scale_search import search_grid
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A quantized weight with how well it did: ``loss`` is the relative proxy loss ``tr(EHEᵀ)/tr(WHWᵀ)`` against the
-    weight that was asked for, ``damp`` and ``dead`` come from the factorization."""
+    """A quantized weight, and how well it did.
+
+    Attributes:
+        loss: the relative proxy loss ``tr(EHEᵀ) / tr(WHWᵀ)``, E = Ŵ − W, against the weight that was asked for.
+        damp: the fraction of mean(diag H) that the factorization needed. dead: how many inputs are always zero.
+    """
 
     quantized: Quantized
     loss: float
@@ -43,12 +53,12 @@ def gptq_quantize(
     sweeps: int = 2,
     refit: bool = True,
     correction: float = 0.0,
-) -> Quantized:
+) -> Solution:
     """Quantize one weight (or several stacked along n) against the statistics of its inputs.
 
-    GPTQ (Frantar et al. 2022) with: groups fixed in natural column order before the first column is rounded, so
-    that columns can be taken in the order of descending diag(H) and no permutation is stored; scales searched under
-    1/U² weights (:mod:`trirun_gptq.layer.scale_search`); coordinate descent and scale refits on the result.
+    GPTQ with groups that are fixed in natural column order before the first column is rounded, so that columns can be
+    taken in the order of descending diag(H) and no permutation is stored; scales searched under 1/U² weights
+    (:mod:`trirun_gptq.layer.scale_search`); coordinate descent and scale refits on the result.
 
     Args:
         weight: [n, k], floating point.
@@ -60,34 +70,6 @@ def gptq_quantize(
     Raises:
         QuantizationError: weight or Hessian are unusable; the module is named.
     """
-    return solve(
-        weight,
-        hessian,
-        spec,
-        ternary=ternary,
-        damp=damp,
-        clip=clip,
-        act_order=act_order,
-        sweeps=sweeps,
-        refit=refit,
-        correction=correction,
-    ).quantized
-
-
-def solve(
-    weight: Tensor,
-    hessian: Hessian,
-    spec: QuantSpec,
-    *,
-    ternary: bool,
-    damp: float,
-    clip: bool,
-    act_order: bool,
-    sweeps: int,
-    refit: bool,
-    correction: float,
-) -> Solution:
-    """:func:`gptq_quantize`, with the figures of a report beside the result."""
     check(weight, hessian, spec, ternary)
     system = System(hessian, damp, act_order)
     source = weight.float()
@@ -100,6 +82,13 @@ class System:
     """What the solver needs of a Hessian: the factor, in the order of the columns, and H itself, damped.
 
     Computed once for all targets and grids that share the inputs.
+
+    Attributes:
+        matrix, damped: H and H + λI, float32 [k, k]; 1 on the diagonal where an input is always zero.
+        factor: U in the order of the columns. order: int64 [k]; descending diag(H) with ``act_order``, the heuristic
+            of GPTQ's own code.
+        importance: float32 [k] in natural order, ``1/U_jj²``: what a column's squared rounding error costs.
+        dead: bool [k] in natural order, inputs that are always zero.
     """
 
     def __init__(self, hessian: Hessian, damp: float, act_order: bool) -> None:
@@ -119,7 +108,7 @@ class System:
     def solve(
         self, target: Target, spec: QuantSpec, *, ternary: bool, clip: bool, sweeps: int, refit: bool
     ) -> Quantized:
-        """Quantize one target on one grid."""
+        """Quantize one target on one grid: scale search, GPTQ, then ``sweeps`` of coordinate descent and refits."""
         levels = 3 if ternary else 4
         scales, zeros = search_grid(target.weight, self.importance, spec, levels=levels, clip=clip)
         codes = _solve_columns(target.weight, scales, zeros, spec, self.factor, self.order, levels)
@@ -150,7 +139,13 @@ def corrected_target(weight: Tensor, hessian: Hessian, damp: float, strength: fl
     Zhang et al. 2025; compare GPTAQ, Li et al. 2025), with α the strength.
 
     Args:
-        weight: float32 [n, k].
+        weight: float32 [n, k]. hessian: with the cross statistics G. damp: λ as a fraction of mean(diag H).
+
+    Returns:
+        float32 [n, k].
+
+    Raises:
+        QuantizationError: the Hessian was collected without original inputs.
     """
     cross = hessian.cross
     if cross is None:
@@ -170,19 +165,15 @@ def _solve_columns(
 ) -> Tensor:
     """Round column by column in ``order``, pushing each error onto the columns not yet rounded. Codes float [n, k]."""
     k = target.shape[1]
-    size = k if spec.group_size == -1 else spec.group_size
-    groups = (order // size).int()
+    grid = ColumnGrid.of(scales, zeros, spec, levels, order)
     # Columns as rows: every step then reads and writes contiguous memory.
     work = target.t()[order].contiguous()
-    step = scales.float().t().contiguous()
-    zero = None if zeros is None else zeros.float().t().contiguous()
     codes, upper, backend = torch.empty_like(work), factor.upper, loops(target.device)
     for start in range(0, k, backend.COLUMNS):
         end = min(start + backend.COLUMNS, k)
         part = slice(start, end)
         errors = torch.empty_like(work[part])
-        triangle = upper[part, part]
-        backend.round_block(work[part], codes[part], errors, triangle, groups[part], step, zero, spec.zero, levels)
+        backend.round_block(work[part], codes[part], errors, upper[part, part], grid.part(part))
         work[end:].addmm_(upper[part, end:].t(), errors, alpha=-1)
     natural = torch.empty_like(codes)
     natural[order] = codes
@@ -190,7 +181,12 @@ def _solve_columns(
 
 
 def check(weight: Tensor, hessian: Hessian, spec: QuantSpec, ternary: bool) -> None:
-    """Refuse what cannot be solved, by name."""
+    """Refuse what cannot be solved.
+
+    Raises:
+        QuantizationError: shapes or the group size do not fit, a ternary grid has another zero than 1, or a weight is
+            not finite; the module is named.
+    """
     name = hessian.name
     if weight.dim() != 2 or weight.shape[1] != hessian.k:
         raise QuantizationError(f"{name}: weight {list(weight.shape)} does not fit a Hessian of k={hessian.k}")

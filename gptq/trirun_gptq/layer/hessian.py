@@ -33,7 +33,7 @@ class Hessian:
     """``H = Σ xᵀx`` over the calibration inputs of one layer, and optionally ``G = Σ x₀ᵀx`` with the inputs x₀ that the
     unquantized model has at the same tokens.
 
-    H is the Hessian of the layer's squared output error in its weights (Frantar et al. 2022, "GPTQ", §3; up to a
+    H is the Hessian of the layer's squared output error in its weights (Frantar et al. 2023, "GPTQ", §3; up to a
     factor). Sums are float32 on x's device.
 
     Args:
@@ -171,6 +171,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _inverse_upper(matrix: Tensor) -> Tensor | None:
+    """Upper triangular U with ``UᵀU = matrix⁻¹``; None where the matrix is not positive definite in its precision."""
     lower, failed = torch.linalg.cholesky_ex(matrix)
     if int(failed):
         return None

@@ -1,7 +1,7 @@
-"""The loops of the solver as Triton kernels: what is one call per column, or one per Lloyd step, in PyTorch.
+"""The innermost loops as Triton kernels: what is one call per column, or one per Lloyd step, in PyTorch.
 
-Rows are independent, so a program takes some rows through a whole block of columns in registers. The PyTorch loops in
-``solver.py``, ``polish.py`` and ``grid.py`` define what is computed; tests hold these kernels to them.
+Rows are independent, so a program takes some rows through a whole block of columns in registers. ``loops_torch.py``
+and, for the search, ``scale_search.py`` are the reference; tests hold these kernels to them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .column_grid import ColumnGrid
 
 ROWS = 32  # rows of a program: 4096 of them still fill a large GPU
 COLUMNS = 64  # columns between two matrix products
@@ -133,33 +135,45 @@ def _search_groups(
         tl.store(zeros + group, best_zero, mask=inside)
 
 
-def round_block(
-    work: Tensor, codes: Tensor, errors: Tensor, triangle: Tensor, groups: Tensor, steps: Tensor,
-    zeros: Tensor | None, zero: float | None, levels: int,
-) -> None:  # fmt: skip
+def round_block(work: Tensor, codes: Tensor, errors: Tensor, triangle: Tensor, grid: ColumnGrid) -> None:
     """See :func:`trirun_gptq.layer.loops_torch.round_block`."""
     count, n = work.shape
     # Factors come from the GPU's solver column by column.
     triangle = triangle.contiguous()
-    _require_contiguous(work, codes, errors, groups, steps)
+    _require_contiguous(work, codes, errors, grid.groups, grid.scales)
     _round_block[(triton.cdiv(n, ROWS),)](
-        work, codes, errors, triangle, triangle.stride(0), groups, steps, steps if zeros is None else zeros, n, count,
-        0.0 if zero is None else zero, real_zero=zeros is not None, top=levels - 1, columns=COLUMNS, rows=ROWS,
+        work, codes, errors, triangle, triangle.stride(0), grid.groups, grid.scales, _zeros(grid), n, count,
+        **_constants(grid),
     )  # fmt: skip
 
 
 def descend_block(
-    gradient: Tensor, codes: Tensor, dense: Tensor, error: Tensor, local: Tensor, groups: Tensor, steps: Tensor,
-    zeros: Tensor | None, zero: float | None, levels: int,
-) -> None:  # fmt: skip
+    gradient: Tensor, codes: Tensor, dense: Tensor, error: Tensor, local: Tensor, grid: ColumnGrid
+) -> None:
     """See :func:`trirun_gptq.layer.loops_torch.descend_block`."""
     count, n = gradient.shape
     local = local.contiguous()
-    _require_contiguous(gradient, codes, dense, error, groups, steps)
+    _require_contiguous(gradient, codes, dense, error, grid.groups, grid.scales)
     _descend_block[(triton.cdiv(n, ROWS),)](
-        gradient, codes, dense, error, local, local.stride(0), groups, steps, steps if zeros is None else zeros, n,
-        count, 0.0 if zero is None else zero, real_zero=zeros is not None, top=levels - 1, columns=COLUMNS, rows=ROWS,
+        gradient, codes, dense, error, local, local.stride(0), grid.groups, grid.scales, _zeros(grid), n, count,
+        **_constants(grid),
     )  # fmt: skip
+
+
+def _zeros(grid: ColumnGrid) -> Tensor:
+    """The real zeros; where there are none, some tensor that the kernel does not read."""
+    return grid.scales if grid.zeros is None else grid.zeros
+
+
+def _constants(grid: ColumnGrid) -> dict[str, float | int | bool]:
+    """What both kernels are told of the grid, and how they are cut."""
+    return {
+        "zero": 0.0 if grid.zero is None else grid.zero,
+        "real_zero": grid.zeros is not None,
+        "top": grid.levels - 1,
+        "columns": COLUMNS,
+        "rows": ROWS,
+    }
 
 
 def search_groups(

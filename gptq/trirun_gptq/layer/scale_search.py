@@ -1,9 +1,10 @@
 """Scales (and zeros) of static groups: a search weighted by how much each column's rounding error will cost.
 
 Under GPTQ, rounding column j costs ``(w_j − ŵ_j)² / U_jj²`` after the later columns have compensated for it (U is the
-upper Cholesky factor of H⁻¹; Hassibi & Stork 1993, "Optimal Brain Surgeon"; Frantar et al. 2022, eq. 3). So the scale
-of a group minimises the squared error weighted by ``1/U_jj²``, by Lloyd's alternation (codes, then the scale in closed
-form) from a ladder of clipped ranges. The scale may be negative, which turns {-1, 0, 1, 2} into {-2, -1, 0, 1}.
+upper Cholesky factor of H⁻¹; Hassibi & Stork 1993, "Optimal Brain Surgeon"; Frantar et al. 2023, eq. 2). So the scale
+of a group minimises the squared error weighted by ``1/U_jj²``, by Lloyd's alternation (Lloyd 1982: codes, then the
+scale in closed form) from a ladder of clipped ranges. The scale may be negative, which turns {-1, 0, 1, 2} into
+{-2, -1, 0, 1}.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trirun_kernels.weights.experts import SeparateExperts
 
 from ..errors import QuantizationError
 from .loader import Skeleton
@@ -17,7 +16,7 @@ from .loader import Skeleton
 BATCH_TOKENS = 4096
 
 
-class _Stop(Exception):
+class EnoughSeen(Exception):
     """Everything needed has been seen; the rest of a forward pass would be wasted."""
 
 
@@ -149,7 +148,7 @@ def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tupl
             kwargs.pop("past_key_values", None)
             calls.append((args[1:], kwargs))
             if len(calls) == len(blocks):
-                raise _Stop
+                raise EnoughSeen
             return (states,) if as_tuple else states
 
         saved = [block.__dict__.get("forward") for block in blocks]
@@ -158,7 +157,7 @@ def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tupl
                 block.forward = stand_in
             with torch.no_grad():
                 skeleton.model(input_ids=tokens, use_cache=False)
-        except _Stop:
+        except EnoughSeen:
             return hidden[0], calls
         except _WrongStyle:
             continue
@@ -179,82 +178,6 @@ def run_block(block: nn.Module, index: int, batch: Batch, hidden: Tensor) -> Ten
     args, kwargs = batch.calls[index]
     out = block(batch.place.fetch(hidden), *args, **kwargs)
     return out[0] if isinstance(out, tuple) else out
-
-
-def inputs_of(
-    block: nn.Module, index: int, batch: Batch, hidden: Tensor, layers: list[nn.Module]
-) -> dict[nn.Module, Tensor]:
-    """The inputs of some layers of a block on ``hidden``; the forward pass ends as soon as all were seen.
-
-    Layers that are not called, as experts that no token chose, are not in the answer.
-    """
-    seen: dict[nn.Module, Tensor] = {}
-
-    def hook(module: nn.Module, args: tuple) -> None:
-        seen[module] = args[0]
-        if len(seen) == len(layers):
-            raise _Stop
-
-    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
-    try:
-        run_block(block, index, batch, hidden)
-    except _Stop:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def input_groups(block: nn.Module, index: int, batch: Batch, layers: dict[str, nn.Linear]) -> list[list[list[str]]]:
-    """Layers that read the very same tensor, in the order of execution: [[[q, k, v]], [[o]], [[gate, up]], [[down]]].
-
-    What can be solved at once is one entry: the experts of a layer, each with a tensor of its own or none at all, are
-    two, [[gate 0, up 0], [gate 1, up 1], ...] and [[down 0], [down 1], ...].
-
-    Raises:
-        QuantizationError: a layer that is no expert's is never called, or more than once.
-    """
-    order: list[tuple[Tensor | None, list[list[str]]]] = []
-    calls = dict.fromkeys(layers, 0)
-    experts = {name: module for name, module in block.named_modules() if isinstance(module, SeparateExperts)}
-    owner = {layer: name for name in experts for layer in layers if layer.startswith(f"{name}.")}
-
-    def note(name: str) -> Callable[[nn.Module, tuple], None]:
-        def hook(module: nn.Module, args: tuple) -> None:
-            calls[name] += 1
-            # The tensors are kept alive here, so that identity means identity.
-            for tensor, groups in order:
-                if tensor is args[0]:
-                    groups[0].append(name)
-                    return
-            order.append((args[0], [[name]]))
-
-        return hook
-
-    def note_experts(name: str) -> Callable[[nn.Module, tuple], None]:
-        def hook(module: nn.Module, args: tuple) -> None:
-            for roles in (("gate", "up"), ("down",)):
-                groups = [[f"{name}.{expert}.{role}" for role in roles] for expert, _ in module.named_children()]
-                present = [[layer for layer in group if layer in layers] for group in groups]
-                order.append((None, [group for group in present if group]))
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items() if name not in owner]
-    handles += [module.register_forward_pre_hook(note_experts(name)) for name, module in experts.items()]
-    try:
-        run_block(block, index, batch, batch.quantized)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for name, count in calls.items():
-        if count != 1 and name not in owner:
-            raise QuantizationError(
-                f"block {index}: {name} is called {count} times in one forward pass; layers that are skipped or shared "
-                "are not supported"
-            )
-    return [groups for _, groups in order if groups]
 
 
 @contextmanager

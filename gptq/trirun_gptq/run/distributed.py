@@ -42,6 +42,11 @@ def joined(device: str) -> Iterator[str]:
         dist.destroy_process_group()
 
 
+def launched_first() -> bool:
+    """Whether this is the only process, or the first of those that a launcher started, joined or not."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def world() -> int:
     """How many processes there are."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

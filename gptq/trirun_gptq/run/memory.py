@@ -13,15 +13,19 @@ from ..model.activations import BATCH_TOKENS, Placement
 from ..model.experts import is_expert
 from ..model.loader import Skeleton, linear_layers
 from ..recipe import Recipe
+from .progress import Event
 
 STREAMS = 4  # held at the peak: inputs and outputs of a block, in the original and in the quantized model
+# Per weight of a block that is refined, by method: parameter, gradient, two moments; and the dense weight with its
+# gradient, or noise and probabilities of four codes.
+REFINE_BYTES = {"ste": 24, "gumbel": 112}
 CODE_BYTES = 28  # per weight, where codes train end to end
 USABLE = 0.9  # of the free memory; the rest is fragmentation and what libraries take
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Estimated bytes.
+class MemoryPlan(Event):
+    """What a run is expected to need, in bytes; the first event of a run.
 
     Attributes:
         device: of the computation. free: on it, before the run.
@@ -94,8 +98,7 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
     solve = max(_solve_bytes(block) for block in skeleton.blocks)
     refine = 0
     if recipe.refine_steps:
-        # Parameter, gradient, two moments; and the dense weight with its gradient, or noise and shares of four codes.
-        refine = max(weights) * max({"ste": 24, "gumbel": 112}[engine] for engine in recipe.engines)
+        refine = max(weights) * max(REFINE_BYTES[method] for method in recipe.engines)
     e2e = e2e_codes = e2e_kept = 0
     if recipe.end_to_end:
         others = 4 * (sum(p.numel() for p in skeleton.model.parameters()) - sum(weights))

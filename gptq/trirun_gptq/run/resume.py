@@ -19,9 +19,9 @@ from ..layer.quantized import Quantized
 from ..model.activations import has_bfloat16
 from ..model.loader import TensorSource
 from . import distributed as ranks
-from .progress import BlockReport, ModuleReport
+from .report import BlockReport, ModuleReport
 
-FORMAT = 1
+FORMAT = 2
 PIECE = 1 << 15  # bytes of a weight file that are hashed at a time
 PIECES = 1 << 10  # at most, spread over the file: up to 32 MiB all of it, and of large ones something of every matrix
 
@@ -59,7 +59,11 @@ class RunState:
             _write(self._record, json.dumps(self._fingerprint, indent=2).encode())
 
     def load(self, index: int) -> BlockResult | None:
-        """A finished block, its report marked as resumed; None when it is not there."""
+        """A finished block, its report marked as resumed; None when it is not there.
+
+        Raises:
+            QuantizationError: the block's file is damaged.
+        """
         from safetensors import SafetensorError, safe_open
 
         path = self._path(index)
@@ -107,13 +111,20 @@ class RunState:
 class Settings(Protocol):
     """What determines a run, as plain values: a recipe of either kind."""
 
-    def to_dict(self) -> dict[str, Any]: ...
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON can hold."""
+        ...
 
 
 def fingerprint(
     source: TensorSource, recipe: Settings, calibration: list[Tensor], device: torch.device
 ) -> dict[str, str]:
-    """What must be equal for two runs to give the same bytes, each part under its own name."""
+    """What must be equal for two runs to give the same bytes, each part under its own name.
+
+    Args:
+        source: the model; of large weight files, pieces of every matrix count.
+        calibration: int64 [length] each. device: of the computation.
+    """
     files = hashlib.sha256()
     for path in source.files:
         size = path.stat().st_size

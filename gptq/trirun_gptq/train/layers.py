@@ -58,7 +58,8 @@ class TrainedLinear(nn.Module):
 
 
 class LearnedLinear(TrainedLinear):
-    """Codes ``clamp(round(v + z))`` of latents v, and a trained scale per group (LSQ, Esser et al. 2020).
+    """Codes ``clamp(round(v + z), 0, levels − 1)`` of latents v, and a trained scale per group (LSQ, Esser et al.
+    2020).
 
     The scale's gradient is exact; a latent's is passed through the rounding and stops where the code is clamped.
 
@@ -112,7 +113,7 @@ class LearnedLinear(TrainedLinear):
     def _stored_zeros(self) -> Tensor:
         if self.spec.zero is not None:
             return self.zeros
-        # As grid.store_zeros: beyond ±1024 fp16 no longer resolves a code.
+        # As scale_search.store_zeros: beyond ±1024 fp16 no longer resolves a code.
         return _straight_through(self.zeros, self.zeros.clamp(-1024, 1024).to(torch.float16).float())
 
 
@@ -156,7 +157,7 @@ class AbsmeanLinear(TrainedLinear):
 
 
 def _straight_through(smooth: Tensor, rounded: Tensor) -> Tensor:
-    """The value of ``rounded`` with the gradient of ``smooth``."""
+    """The value of ``rounded`` with the gradient of ``smooth`` (straight-through, Bengio et al. 2013)."""
     return _Through.apply(smooth, rounded)
 
 

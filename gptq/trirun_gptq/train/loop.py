@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import QuantizationError
+from ..run.progress import ProgressCallback
 from .data import Batches
-from .progress import TrainObserver
+from .progress import Evaluated, Resumed, Saved, StepsDone
 from .recipe import TrainRecipe
 from .state import Evaluation, Progress, TrainState, moments_of, set_moments
 from .student import Distiller, Student, held_out_loss
@@ -33,7 +34,7 @@ class Training:
     Args:
         student: already at its start, or about to be set by ``progress``. distiller: around it and the original.
         recipe: every choice. batches: this process's. held_out: int64 [w, seqlen], on the device.
-        workers: the processes of the run. observer: see :class:`~.observer.TrainObserver`.
+        workers: the processes of the run. report: is told of :mod:`.progress`'s events.
         state: where to record it; None records nothing. progress: a stopped run to continue.
         started: ``time.perf_counter()`` when this sitting began. finishing: the seconds that everything after training
             will take, asked for before it; a run of so many minutes leaves them.
@@ -47,7 +48,7 @@ class Training:
         batches: Batches,
         held_out: Tensor,
         workers: Workers,
-        observer: TrainObserver,
+        report: ProgressCallback,
         state: TrainState | None,
         progress: Progress | None,
         started: float,
@@ -55,7 +56,7 @@ class Training:
     ) -> None:
         self.student, self.distiller, self.recipe = student, distiller, recipe
         self._batches, self._held_out, self._workers = batches, held_out, workers
-        self._observer, self._state = observer, state
+        self._report, self._state = report, state
         self._started, self._finishing, self._reserve = started, finishing, 0.0
         self._agreed, self._every = 0.0, 1
         self._device = held_out.device
@@ -81,7 +82,7 @@ class Training:
         progress = self.progress
         module = self._workers.wrap(self.distiller)
         if progress.step:
-            self._observer.resumed(progress.step)
+            self._report(Resumed(progress.step))
         else:
             self._evaluate()
         if self.recipe.minutes:
@@ -111,7 +112,7 @@ class Training:
                 earlier = done
                 done, stop = self._look(stopped.is_set())
                 if progress.step % REPORT == 0 or done >= 1:
-                    looked = self._report(sums, count, looked, done)
+                    looked = self._report_steps(sums, count, looked, done)
                     sums, count = torch.zeros_like(sums), 0
                 if int(done * self.recipe.evaluations) > int(earlier * self.recipe.evaluations):
                     self._evaluate()
@@ -176,7 +177,7 @@ class Training:
         progress.updates += self._scaler.get_scale() >= scale
         return sums / tokens.numel()
 
-    def _report(self, sums: Tensor, count: int, looked: float, done: float) -> float:
+    def _report_steps(self, sums: Tensor, count: int, looked: float, done: float) -> float:
         kl, ce = (self._workers.mean(sums) / count).tolist()
         if not (math.isfinite(kl) and math.isfinite(ce)):
             raise QuantizationError(
@@ -185,7 +186,7 @@ class Training:
             )
         now = time.perf_counter()
         speed = count * self.recipe.batch * self.recipe.seqlen / (now - looked)
-        self._observer.step(self.progress.step, done, kl, ce, speed)
+        self._report(StepsDone(self.progress.step, done, kl, ce, speed))
         return now
 
     def _evaluate(self) -> None:
@@ -199,7 +200,7 @@ class Training:
         if better:
             progress.best = progress.step
             progress.best_weights = {name: value.cpu().clone() for name, value in self.student.state().items()}
-        self._observer.evaluated(evaluation, better)
+        self._report(Evaluated(evaluation, better))
 
     def _score(self, evaluation: Evaluation) -> float:
         """What decides: the loss that is trained."""
@@ -214,7 +215,7 @@ class Training:
         progress.moments = moments_of(self._optimizer, self.student.trained())
         progress.scaler = self._scaler.state_dict()
         self._state.save(progress)
-        self._observer.saved(progress.step, stop)
+        self._report(Saved(progress.step, stop))
 
 
 @contextmanager

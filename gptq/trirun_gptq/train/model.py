@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..layer.quantized import Quantized
 from ..model.activations import has_bfloat16
+from ..run.progress import ProgressCallback, Stage, silent
 from .data import Batches, Text
 from .generate import sample
 from .loop import Training
-from .progress import TrainObserver
 from .recipe import TrainRecipe
 from .start import Grids
 from .state import Progress, TrainState
@@ -53,7 +53,7 @@ def train_model(
     start: Callable[[Student], None],
     stream: Tensor,
     held_out: Tensor,
-    observer: TrainObserver,
+    progress: ProgressCallback = silent,
     *,
     workers: Workers,
     compiled: bool = False,
@@ -67,6 +67,8 @@ def train_model(
         model_dir: the original: config.json and safetensors. grids: the layers to train, see :mod:`.start`.
         start: sets the student's start; called only when no stopped run continues.
         stream: int64 [tokens], the training text. held_out: int64 [w, seqlen], decides which state is kept.
+        progress: see :mod:`trirun_gptq.run.progress`; its events are ``Stage``, ``Resumed``, ``StepsDone``,
+            ``Evaluated`` and ``Saved``.
         workers: the processes of the run, each of which calls this with the same arguments.
         compiled: fuse with ``torch.compile``. state: where the run is recorded and continued from.
         started, finishing: see :class:`~.loop.Training`; without ``started`` the clock starts here.
@@ -87,10 +89,10 @@ def train_model(
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         # Checkpointing looks at the mode; there is no dropout for it to turn on.
         student.model.train()
-    progress = state.load() if state is not None else None
-    if progress is None:
+    stopped = state.load() if state is not None else None
+    if stopped is None:
         start(student)
-    generated = _generated(teacher, recipe, stream, workers, observer, state)
+    generated = _generated(teacher, recipe, stream, workers, progress, state)
     batches = Batches(
         Text(stream, recipe.seqlen, recipe.seed),
         generated,
@@ -105,7 +107,7 @@ def train_model(
     own = Distiller(teacher, teacher, recipe, torch.float32, False)
     _, original = held_out_loss(own, held_out, recipe.micro_batch or recipe.batch // workers.count, compiled=compiled)
     training = Training(
-        student, distiller, recipe, batches, held_out, workers, observer, state, progress, started, finishing
+        student, distiller, recipe, batches, held_out, workers, progress, state, stopped, started, finishing
     )
     return Trained(student, training.run(), original)
 
@@ -115,7 +117,7 @@ def _generated(
     recipe: TrainRecipe,
     stream: Tensor,
     workers: Workers,
-    observer: TrainObserver,
+    progress: ProgressCallback,
     state: TrainState | None,
 ) -> Tensor:
     """This process's share of the generated sequences, int64 [sequences, seqlen]."""
@@ -129,7 +131,7 @@ def _generated(
     generator = torch.Generator().manual_seed(seed)
     places = torch.randint(len(stream) - recipe.prompt, (count, 1), generator=generator)
     prompts = stream[places + torch.arange(recipe.prompt)]
-    tokens = sample(teacher, prompts, recipe.seqlen, seed, lambda done, total: observer.stage("generate", done, total))
+    tokens = sample(teacher, prompts, recipe.seqlen, seed, lambda done, total: progress(Stage("generate", done, total)))
     if state is not None:
         state.save_generated(tokens, workers.rank)
     return tokens

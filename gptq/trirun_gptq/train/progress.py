@@ -1,25 +1,48 @@
-"""What a training run reports while it works. Rendering belongs to the caller."""
+"""The events of a training run, beside those of :mod:`trirun_gptq.run.progress`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ..run.progress import Event
 from .state import Evaluation
 
 
-class TrainObserver:
-    """Callbacks of a run, all no-ops; subclass and override what you render. Called from the calling thread only."""
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    """A stopped run continues after ``step``."""
 
-    def stage(self, name: str, done: int, total: int) -> None:
-        """Progress of what comes before training: ``name`` is ``"start"`` (blocks) or ``"generate"`` (sequences)."""
+    step: int
 
-    def resumed(self, step: int) -> None:
-        """A stopped run continues after ``step``."""
 
-    def step(self, step: int, done: float, kl: float, ce: float, tokens_per_second: float) -> None:
-        """``step`` steps, a fraction ``done`` of the run, are over; losses are means over the steps since the last
-        call, in nats per token."""
+@dataclass(frozen=True, slots=True)
+class StepsDone(Event):
+    """Steps are over.
 
-    def evaluated(self, evaluation: Evaluation, best: bool) -> None:
-        """The held-out loss was measured; ``best``: it is the lowest so far."""
+    Attributes:
+        step: how many. done: the fraction of the run, 0..1.
+        kl, ce: means over the steps since the last such event, nats per token.
+        tokens_per_second: of all devices together.
+    """
 
-    def saved(self, step: int, stop: bool) -> None:
-        """The run's state is on disk; ``stop``: because the run was interrupted."""
+    step: int
+    done: float
+    kl: float
+    ce: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated(Event):
+    """The held-out loss was measured; ``best``: it is the lowest so far."""
+
+    evaluation: Evaluation
+    best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saved(Event):
+    """The run's state after ``step`` is on disk; ``stop``: because the run was interrupted."""
+
+    step: int
+    stop: bool

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import QuantizationError
 from ..recipe import GRIDS, Recipe
-from ..strict import checked_fields, read_mapping, suggest
+from ..recipe_yaml import checked_fields, load_yaml, require, string_list, suggest
 
 METHODS = ("learned", "absmean")
 INITS = ("gptq", "nearest")
@@ -89,15 +88,15 @@ class TrainRecipe:
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.method in METHODS, suggest("method", self.method, METHODS))
-        _require(self.precision in PRECISIONS, suggest("precision", self.precision, PRECISIONS))
-        _require(self.activation_bits in (8, 16), f"activation_bits={self.activation_bits}: 8 or 16")
-        _require(self.grid in GRIDS, suggest("grid", self.grid, GRIDS))
+        require(self.method in METHODS, suggest("method", self.method, METHODS))
+        require(self.precision in PRECISIONS, suggest("precision", self.precision, PRECISIONS))
+        require(self.activation_bits in (8, 16), f"activation_bits={self.activation_bits}: 8 or 16")
+        require(self.grid in GRIDS, suggest("grid", self.grid, GRIDS))
         # Checks group size and patterns.
         self.quantization()
         if self.method == "absmean":
             fits = self.grid == "ternary" and self.group_size == -1
-            _require(fits, "method absmean is ternary with one scale per matrix: grid: ternary, group_size: -1")
+            require(fits, "method absmean is ternary with one scale per matrix: grid: ternary, group_size: -1")
         for key, least in (
             ("init_samples", 1),
             ("steps", 1),
@@ -110,18 +109,18 @@ class TrainRecipe:
             ("evaluations", 1),
         ):
             value = getattr(self, key)
-            _require(value >= least, f"{key}={value}: at least {least} is needed")
+            require(value >= least, f"{key}={value}: at least {least} is needed")
         for key in ("minutes", "kl", "ce", "lr", "scale_lr", "rest_lr"):
             value = getattr(self, key)
-            _require(math.isfinite(value) and value >= 0, f"{key}={value}: a number of at least 0 is needed")
+            require(math.isfinite(value) and value >= 0, f"{key}={value}: a number of at least 0 is needed")
         for key in ("text_share", "warmup", "final_lr"):
             value = getattr(self, key)
-            _require(0 <= value <= 1, f"{key}={value}: a fraction in [0, 1] is needed")
-        _require(self.kl + self.ce > 0, "kl and ce are both 0: there is nothing to train towards")
-        _require(self.clip > 0, f"clip={self.clip}: a number above 0 is needed")
-        _require(self.prompt < self.seqlen, f"prompt={self.prompt} leaves nothing to generate of seqlen={self.seqlen}")
+            require(0 <= value <= 1, f"{key}={value}: a fraction in [0, 1] is needed")
+        require(self.kl + self.ce > 0, "kl and ce are both 0: there is nothing to train towards")
+        require(self.clip > 0, f"clip={self.clip}: a number above 0 is needed")
+        require(self.prompt < self.seqlen, f"prompt={self.prompt} leaves nothing to generate of seqlen={self.seqlen}")
         parts = f"micro_batch={self.micro_batch} does not divide batch={self.batch}"
-        _require(self.micro_batch == 0 or self.batch % self.micro_batch == 0, parts)
+        require(self.micro_batch == 0 or self.batch % self.micro_batch == 0, parts)
 
     def quantization(self) -> Recipe:
         """The recipe of the ``gptq`` beginning, which also says which module has which grid."""
@@ -154,10 +153,9 @@ class TrainRecipe:
             QuantizationError: an unknown key (with the nearest known one), or a value of the wrong type or range.
         """
         known = checked_fields(cls, values, "recipe")
-        ignore = known.pop("ignore", ())
-        plain = isinstance(ignore, list | tuple) and all(isinstance(pattern, str) for pattern in ignore)
-        _require(plain, f"ignore must be a list of patterns, got {ignore!r}")
-        return cls(**known, ignore=tuple(ignore))
+        if "ignore" in known:
+            known["ignore"] = string_list("ignore", known["ignore"])
+        return cls(**known)
 
 
 def load_train_recipe(path: str | Path) -> TrainRecipe:
@@ -166,13 +164,4 @@ def load_train_recipe(path: str | Path) -> TrainRecipe:
     Raises:
         QuantizationError: the file is missing, is not YAML, or has an unknown key or a bad value.
     """
-    values = read_mapping(path)
-    try:
-        return TrainRecipe.from_dict(values)
-    except QuantizationError as error:
-        raise QuantizationError(f"{path}: {error}") from None
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise QuantizationError(f"recipe: {message}")
+    return load_yaml(path, TrainRecipe.from_dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from ..layer.scale_search import round_to_nearest
 from ..model.loader import TensorSource, decoder_blocks
 from ..model.writer import Collected
 from ..pipeline import quantize_model
-from ..run.progress import BlockReport, Observer
+from ..recipe import Grid
+from ..run.progress import Event, Planned, ProgressCallback, Stage
+from ..run.report import BlockReport
 from .recipe import TrainRecipe
 
-# Module name to its grid and whether it is ternary (code 3 unused).
-Grids = dict[str, tuple[QuantSpec, bool]]
+Grids = dict[str, Grid]  # by module name
 
 
 def recipe_grids(model: Any, recipe: TrainRecipe) -> Grids:
@@ -34,14 +35,14 @@ def recipe_grids(model: Any, recipe: TrainRecipe) -> Grids:
     choices, blocks = recipe.quantization(), f"{decoder_blocks(model)[0]}."
     grids: Grids = {}
     for name, layer in model.named_modules():
-        choice = choices.choice(name) if name.startswith(blocks) and isinstance(layer, nn.Linear) else None
-        if choice is None:
+        grid = choices.choice(name) if name.startswith(blocks) and isinstance(layer, nn.Linear) else None
+        if grid is None:
             continue
         try:
-            choice[0].groups(layer.in_features)
+            grid.spec.groups(layer.in_features)
         except ValueError as error:
             raise QuantizationError(f"{name}: {error}; choose another group size") from None
-        grids[name] = choice
+        grids[name] = grid
     if not grids:
         raise QuantizationError("no linear layer of the decoder blocks is left to train")
     return grids
@@ -54,27 +55,28 @@ def nearest(source: TensorSource, grids: Grids, device: torch.device) -> dict[st
         QuantizationError: a scale does not fit fp16; the layer is named.
     """
     start = {}
-    for name, (spec, ternary) in grids.items():
+    for name, grid in grids.items():
         weight = source.read(f"{name}.weight").to(device, torch.float32)
         try:
-            start[name] = round_to_nearest(weight, spec, levels=3 if ternary else 4)
+            start[name] = round_to_nearest(weight, grid.spec, levels=grid.levels)
         except ScaleError as error:
             raise QuantizationError(f"{name}: {error}") from None
     return start
 
 
-class _Blocks(Observer):
-    """Passes on how many blocks are done."""
+def _blocks_done(progress: ProgressCallback) -> ProgressCallback:
+    """Passes on how many blocks are done, as the stage ``start``."""
+    total = 0
 
-    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
-        self._progress, self._total = progress, 0
+    def listen(event: Event) -> None:
+        nonlocal total
+        if isinstance(event, Planned):
+            total = event.blocks
+            progress(Stage("start", 0, total))
+        elif isinstance(event, BlockReport):
+            progress(Stage("start", event.index + 1, total))
 
-    def plan(self, blocks: int, modules: int, tokens: int) -> None:
-        self._total = blocks
-        self._progress("start", 0, blocks)
-
-    def block_finished(self, report: BlockReport) -> None:
-        self._progress("start", report.index + 1, self._total)
+    return listen
 
 
 def gptq(
@@ -83,13 +85,13 @@ def gptq(
     stream: Tensor,
     device: torch.device,
     state_dir: Path | None,
-    progress: Callable[[str, int, int], None],
+    progress: ProgressCallback,
 ) -> dict[str, Quantized]:
     """The solution of the ``fast`` preset on the first tokens of the training text.
 
     Args:
         stream: int64 [tokens]. state_dir: keeps finished blocks, so that a stopped run need not repeat them.
-        progress: called with ("start", blocks done, blocks).
+        progress: is told of the stage ``start``, in blocks.
 
     Raises:
         QuantizationError: the text is too short, or see :func:`trirun_gptq.pipeline.quantize_model`.
@@ -105,7 +107,7 @@ def gptq(
     sequences = list(stream[: (settings.samples + held_out) * recipe.seqlen].view(-1, recipe.seqlen))
     written = Collected()
     report = quantize_model(
-        model_dir, settings, sequences, written, _Blocks(progress), device=device, state_dir=state_dir
+        model_dir, settings, sequences, written, _blocks_done(progress), device=device, state_dir=state_dir
     )
     shapes = ((module.name, module.n, module.k, module.spec) for module in report.modules)
     return collected(written, shapes)

@@ -37,12 +37,12 @@ class Student:
     def __init__(self, model: Any, recipe: TrainRecipe, grids: Grids) -> None:
         self.model, self.layers = model, {}
         model.requires_grad_(recipe.rest_lr > 0)
-        for name, (spec, ternary) in grids.items():
+        for name, grid in grids.items():
             layer = model.get_submodule(name)
             if recipe.method == "absmean":
                 self.layers[name] = AbsmeanLinear(layer, recipe.activation_bits)
             else:
-                self.layers[name] = LearnedLinear(layer, recipe.activation_bits, spec, 3 if ternary else 4)
+                self.layers[name] = LearnedLinear(layer, recipe.activation_bits, grid.spec, grid.levels)
             model.set_submodule(name, self.layers[name])
 
     def begin(self, source: TensorSource, start: dict[str, Quantized]) -> None:
@@ -115,6 +115,7 @@ class Distiller(nn.Module):
 
     @property
     def teacher(self) -> Any:
+        """The original model, frozen."""
         return self._teacher[0]
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

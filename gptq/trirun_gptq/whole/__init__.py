@@ -1,1 +1,5 @@
-"""Training after all blocks are quantized: scales, then codes, against the original model end to end."""
+"""Training after all blocks are quantized: the scales, then the codes too, of the whole model against the original's
+predictions.
+
+Begin with ``training.py``; ``layers.py`` are its linear layers, ``head.py`` computes and compares predictions.
+"""

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from trirun_gptq import pipeline as model
-from trirun_gptq.block import reconstruct as refine
+from trirun_gptq.block import reconstruct
 from trirun_gptq.block.cuda_graph import LAUNCH_BOUND, CannotRecord, Recorded, recordable
 from trirun_gptq.model.activations import Batch, Placement
-from trirun_gptq.whole import scales as endtoend
+from trirun_gptq.whole import training
 from trirun_kernels.weights.experts import SeparateExperts
 
 from tests.gptq.models import RECIPE, Log, Tensors, calibration, make_model, quantize_model
@@ -55,13 +54,12 @@ def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path, monke
         def __call__(self, *inputs):
             raise CannotRecord("a stranger synchronizes")
 
-    for module in (refine, endtoend):
+    for module in (reconstruct, training):
         monkeypatch.setattr(module, "recordable", lambda *_: True)
         monkeypatch.setattr(module, "Recorded", Refusing)
-    log, messages = Log(), []
-    log.warning = messages.append
+    log = Log()
     written = quantized(log)
-    assert [message for message in messages if "a stranger synchronizes" in message] == [
+    assert [message for message in log.warnings if "a stranger synchronizes" in message] == [
         "training steps are launched kernel by kernel, more slowly: a stranger synchronizes"
     ]
     assert all(torch.equal(written[name], plain[name]) for name in plain)
@@ -99,21 +97,19 @@ def test_what_waits_for_the_gpu_cannot_be_recorded():
 @needs_gpu
 def test_recorded_training_is_training(tmp_path, monkeypatch):
     make_model(tmp_path)
-    messages, answers = [], []
+    log, answers = Log(), []
 
     def quantized(answer):
-        for module in (refine, endtoend):
+        for module in (reconstruct, training):
             monkeypatch.setattr(module, "recordable", answer)
-        log = Log()
-        log.warning = messages.append
-        return model.quantize_model(tmp_path, TRAINED, calibration(14), Tensors(), log, device="cuda")
+        return quantize_model(tmp_path, TRAINED, calibration(14), Tensors(), log, device="cuda")
 
     def honest(*arguments):
         answers.append(recordable(*arguments))
         return answers[-1]
 
     recorded, plain = quantized(honest), quantized(lambda *_: False)
-    assert answers and all(answers) and not any("kernel by kernel" in message for message in messages)
+    assert answers and all(answers) and not any("kernel by kernel" in message for message in log.warnings)
     for mine, other in zip(recorded.blocks, plain.blocks, strict=True):
-        assert mine.error == pytest.approx(other.error, rel=0.02) and mine.engine == other.engine
+        assert mine.error == pytest.approx(other.error, rel=0.02) and mine.method == other.method
     assert recorded.predictions.divergence == pytest.approx(plain.predictions.divergence, rel=0.02)

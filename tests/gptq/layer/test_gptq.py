@@ -1,13 +1,13 @@
-"""GPTQ and its polish on weights whose inputs have realistic, skewed statistics."""
+"""GPTQ and coordinate descent on weights whose inputs have realistic, skewed statistics."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trirun_gptq.errors import QuantizationError
-from trirun_gptq.layer import coordinate_descent as polish
+from trirun_gptq.layer import coordinate_descent
 from trirun_gptq.layer.coordinate_descent import Problem, Target, descend, refit_scales
-from trirun_gptq.layer.gptq import corrected_target, gptq_quantize, proxy_loss, solve
+from trirun_gptq.layer.gptq import corrected_target, gptq_quantize, proxy_loss
 from trirun_gptq.layer.hessian import Hessian
 from trirun_gptq.layer.scale_search import round_to_nearest, search_grid
 from trirun_kernels import QuantSpec, dequantize
@@ -54,9 +54,9 @@ def test_every_step_lowers_the_output_error(grid, group_size):
         round_to_nearest(weight, spec, levels=3 if ternary else 4, clip=False).dequantize(), weight, hessian.matrix
     )
     steps = [PLAIN, {**PLAIN, "clip": True}, {**PLAIN, "clip": True, "act_order": True, "sweeps": 2, "refit": True}]
-    losses = [solve(weight, hessian, spec, ternary=ternary, **step).loss for step in steps]
+    losses = [gptq_quantize(weight, hessian, spec, ternary=ternary, **step).loss for step in steps]
     assert nearest > losses[0] > losses[1] > losses[2]
-    quantized = gptq_quantize(weight, hessian, spec, ternary=ternary)
+    quantized = gptq_quantize(weight, hessian, spec, ternary=ternary).quantized
     assert int(quantized.codes.max()) <= (2 if ternary else 3)
     # The loss is the true relative output error, and packing changes nothing.
     dense = dequantize(quantized.pack())
@@ -67,7 +67,7 @@ def test_every_step_lowers_the_output_error(grid, group_size):
 
 def test_the_signed_grid_uses_both_signs_and_beats_the_one_sided_one():
     weight, hessian, _ = layer()
-    quantized = gptq_quantize(weight, hessian, QuantSpec(128, 1.0))
+    quantized = gptq_quantize(weight, hessian, QuantSpec(128, 1.0)).quantized
     assert (quantized.scales < 0).any() and (quantized.scales > 0).any()
     assert (quantized.codes == 3).any()
 
@@ -78,13 +78,13 @@ def test_a_weight_on_the_grid_is_found_exactly():
     codes = torch.randint(0, 4, (64, 256), generator=generator).float()
     scales = (torch.rand(64, 2, generator=generator) + 0.5).half().float()
     weight = (codes - 1).view(64, 2, 128) * scales.unsqueeze(-1)
-    quantized = gptq_quantize(weight.view(64, 256), hessian, QuantSpec(128, 1.0))
+    quantized = gptq_quantize(weight.view(64, 256), hessian, QuantSpec(128, 1.0)).quantized
     torch.testing.assert_close(quantized.dequantize(), weight.view(64, 256), rtol=2e-3, atol=1e-6)
 
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 1000), grid=st.sampled_from(list(GRIDS)), group_size=st.sampled_from([-1, 32, 64]))
-def test_polish_never_raises_the_loss(seed, grid, group_size):
+def test_coordinate_descent_never_raises_the_loss(seed, grid, group_size):
     zero, ternary = GRIDS[grid]
     spec, levels = QuantSpec(group_size, zero), 3 if ternary else 4
     weight, hessian, _ = layer(n=16, k=64, rows=200, seed=seed)
@@ -108,10 +108,10 @@ def test_scales_are_refitted_in_bounded_memory(zero, monkeypatch):
     scales, zeros = search_grid(weight, torch.ones(128), problem.spec)
     codes, solve, solved = torch.randint(0, 4, weight.shape).float(), torch.linalg.solve_ex, []
     whole = refit_scales(problem, codes, scales, zeros)
-    monkeypatch.setattr(polish, "SOLVE_COPIES", 100)
+    monkeypatch.setattr(coordinate_descent, "SOLVE_COPIES", 100)
     monkeypatch.setattr(torch.linalg, "solve_ex", lambda a, b: solved.append(a.numel()) or solve(a, b))
     parted = refit_scales(problem, codes, scales, zeros)
-    assert len(solved) > 1 and max(solved) * 100 <= polish.EQUATION_MATRICES * (200 * 128 + 128 * 128)
+    assert len(solved) > 1 and max(solved) * 100 <= coordinate_descent.EQUATION_MATRICES * (200 * 128 + 128 * 128)
     assert torch.equal(whole[1], parted[1]) and not torch.equal(whole[1], scales)
     assert whole[2] is parted[2] is None if zeros is None else torch.equal(whole[2], parted[2])
 
@@ -119,8 +119,8 @@ def test_scales_are_refitted_in_bounded_memory(zero, monkeypatch):
 def test_stacked_rows_solve_as_they_would_alone():
     weight, hessian, _ = layer(n=48)
     spec = QuantSpec(64, 1.0)
-    stacked = gptq_quantize(weight, hessian, spec)
-    alone = torch.cat([gptq_quantize(part, hessian, spec).codes for part in weight.split([16, 32])])
+    stacked = gptq_quantize(weight, hessian, spec).quantized
+    alone = torch.cat([gptq_quantize(part, hessian, spec).quantized.codes for part in weight.split([16, 32])])
     # Matrix products of other widths may sum in another order; a handful of ties may fall the other way.
     assert (stacked.codes != alone).float().mean() < 0.01
 
@@ -131,7 +131,7 @@ def test_dead_columns_and_zero_rows():
     weight[5] = 0
     hessian = Hessian(256)
     hessian.update(x)
-    quantized = gptq_quantize(weight, hessian, QuantSpec(128, 1.0))
+    quantized = gptq_quantize(weight, hessian, QuantSpec(128, 1.0)).quantized
     dense = quantized.dequantize()
     assert not dense[:, 10].any()
     assert not dense[5].any()

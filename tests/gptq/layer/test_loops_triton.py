@@ -6,9 +6,9 @@ import os
 
 import pytest
 import torch
-from trirun_gptq.layer import loops_torch as columns
-from trirun_gptq.layer import scale_search as grid
-from trirun_gptq.layer.gptq import solve
+from trirun_gptq.layer import loops_torch, scale_search
+from trirun_gptq.layer.column_grid import ColumnGrid
+from trirun_gptq.layer.gptq import gptq_quantize
 from trirun_gptq.layer.hessian import Hessian
 from trirun_gptq.layer.scale_search import store_scales
 from trirun_kernels import QuantSpec
@@ -38,14 +38,14 @@ def block(count, n, groups=3, seed=0):
 @pytest.mark.parametrize(("zero", "levels"), GRIDS)
 @pytest.mark.parametrize(("count", "n"), [(64, 33), (32, 70), (7, 5)])
 def test_a_block_of_gptq(zero, levels, count, n):
-    from trirun_gptq.layer import loops_triton as columns_triton
+    from trirun_gptq.layer import loops_triton
 
     work, triangle, steps, zeros, groups = block(count, n)
     results = []
-    for loops in (columns, columns_triton):
+    for loops in (loops_torch, loops_triton):
         codes, errors = torch.full_like(work, torch.nan), torch.full_like(work, torch.nan)
-        given = zeros if zero is None else None
-        loops.round_block(work.clone(), codes, errors, triangle, groups, steps, given, zero, levels)
+        grid = ColumnGrid(groups, steps, zeros if zero is None else None, zero, levels)
+        loops.round_block(work.clone(), codes, errors, triangle, grid)
         results.append((codes, errors))
     (codes, errors), (mine, my_errors) = results
     # A tie may fall either way when a product is fused with a sum, and moves what follows in its row.
@@ -58,15 +58,15 @@ def test_a_block_of_gptq(zero, levels, count, n):
 @pytest.mark.parametrize(("zero", "levels"), GRIDS)
 @pytest.mark.parametrize(("count", "n"), [(64, 33), (7, 5)])
 def test_a_block_of_coordinate_descent(zero, levels, count, n):
-    from trirun_gptq.layer import loops_triton as columns_triton
+    from trirun_gptq.layer import loops_triton
 
     work, root, steps, zeros, groups = block(count, n)
     local = (root.t() @ root).t().contiguous().t()
     results = []
-    for loops in (columns, columns_triton):
+    for loops in (loops_torch, loops_triton):
         codes, dense, error = torch.ones_like(work), work.clone() * 0.5, work.clone() * 0.1
-        given = zeros if zero is None else None
-        loops.descend_block(local @ work, codes, dense, error, local, groups, steps, given, zero, levels)
+        grid = ColumnGrid(groups, steps, zeros if zero is None else None, zero, levels)
+        loops.descend_block(local @ work, codes, dense, error, local, grid)
         results.append((codes, dense, error))
     same = (results[0][0] == results[1][0]).all(0)
     assert same.float().mean() > 0.9
@@ -88,7 +88,7 @@ def test_a_layer_is_solved_as_well_as_on_the_cpu(zero, levels, group_size):
         hessian.update(x.to(device), (x * 1.1).to(device))
         settings = {"damp": 0.05, "clip": True, "act_order": True, "sweeps": 2, "refit": True, "correction": 0.5}
         spec = QuantSpec(group_size, zero)
-        losses.append(solve(weight.to(device), hessian, spec, ternary=levels == 3, **settings).loss)
+        losses.append(gptq_quantize(weight.to(device), hessian, spec, ternary=levels == 3, **settings).loss)
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
@@ -101,8 +101,8 @@ def test_the_scale_search(zero, levels, size):
     h = (torch.rand(1, 3, size, generator=generator) + 0.1).to(DEVICE)
     spec = QuantSpec(size, zero)
     losses = []
-    for search in (grid._search, grid._search_compiled):
+    for search in (scale_search._search, scale_search._search_compiled):
         scales, zeros = search(w, h, spec, levels)
         assert store_scales(scales).isfinite().all()
-        losses.append(grid._loss(w, h, scales, zeros, levels))
+        losses.append(scale_search._loss(w, h, scales, zeros, levels))
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=1e-6)

@@ -67,7 +67,7 @@ class Clamping:
         return self.act_fn(gate.clamp(max=1)) * up
 
 
-def dense_twin(directory, written, report):
+def dense_reference(directory, written, report):
     """The quantized model: the fused original with every expert's slice replaced."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for module in report.modules:
@@ -105,9 +105,9 @@ def test_every_expert_is_quantized_on_its_own_tokens(tmp_path, family, fused):
     assert all(module.loss < 0.9 for module in experts.values())
     assert not any("gate_up_proj" in name or ".w1" in name or (".down_proj.weight" in name and "experts" in name)
                    for name in written)  # fmt: skip
-    twin = dense_twin(tmp_path, written, report)
+    reference = dense_reference(tmp_path, written, report)
     with torch.no_grad():
-        logits = twin(torch.stack(sequences[RECIPE.samples :])).logits[:, :-1]
+        logits = reference(torch.stack(sequences[RECIPE.samples :])).logits[:, :-1]
         wanted = torch.stack(sequences[RECIPE.samples :])[:, 1:]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
     assert report.predictions.perplexity == pytest.approx(loss.exp().item(), rel=0.1)

@@ -1,4 +1,4 @@
-"""The memory plan, the rehearsal, and what happens when memory runs out all the same."""
+"""The memory plan, the preflight, and what happens when memory runs out all the same."""
 
 from dataclasses import replace
 
@@ -62,15 +62,6 @@ def test_bfloat16_activations_change_little(tmp_path, monkeypatch):
     assert coarse.blocks[-1].error != exact.blocks[-1].error
 
 
-class Warnings(Log):
-    def __init__(self):
-        super().__init__()
-        self.warnings = []
-
-    def warning(self, message):
-        self.warnings.append(message)
-
-
 def limited(monkeypatch, rows):
     """A block that has memory for so many sequences at a time."""
     forward = block.run_block
@@ -89,7 +80,7 @@ def test_batches_are_halved_until_they_fit(tmp_path, monkeypatch, refine_steps):
     recipe = replace(RECIPE, refine_steps=refine_steps)
     _, whole, _ = run(tmp_path, recipe)
     limited(monkeypatch, 2)
-    log, written = Warnings(), Tensors()
+    log, written = Log(), Tensors()
     report = quantize_model(tmp_path, recipe, calibration(), written, log)
     # Six sequences at a time, then three, then two and one.
     assert [message.split(";")[0] for message in log.warnings if "memory" in message] == [
@@ -110,7 +101,7 @@ def test_a_dry_run_tries_one_block_and_writes_nothing(tmp_path):
     make_model(tmp_path)
     written, report, log = run(tmp_path, replace(RECIPE, refine_steps=100), dry_run=True)
     assert not written and not report.blocks and not log.blocks
-    assert report.rehearsal.seconds > 0 and report.rehearsal.device_bytes == 0
+    assert report.preflight.seconds > 0 and report.preflight.device_bytes == 0
     assert report.memory.total > 0
 
 

@@ -1,4 +1,4 @@
-"""End-to-end training of scales, on a model small enough to run whole."""
+"""End-to-end training of scales and codes, on a model small enough to run whole."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ import torch
 import transformers
 from trirun_gptq.pipeline import quantize_model
 from trirun_gptq.run import memory
-from trirun_gptq.run.progress import Observer
-from trirun_gptq.whole import scales as endtoend
+from trirun_gptq.run.progress import Stage
+from trirun_gptq.whole import training
 
 from tests.gptq.models import RECIPE, Log, Tensors, calibration, load_result, make_model, run
 
@@ -71,9 +71,8 @@ def test_codes_stay_where_they_do_not_fit(tmp_path, monkeypatch):
     scales_alone, first, _ = run(tmp_path, E2E)
     monkeypatch.setattr(memory, "CODE_BYTES", 1 << 50)
     log, written = Log(), Tensors()
-    log.warning = log.stages.add
     report = quantize_model(tmp_path, replace(E2E, e2e_code_steps=12), calibration(), written, log)
-    assert any("too little memory to train all codes" in message for message in log.stages)
+    assert any("too little memory to train all codes" in message for message in log.warnings)
     assert report.predictions == first.predictions
     assert all(torch.equal(written[name], scales_alone[name]) for name in written)
 
@@ -88,8 +87,7 @@ def test_a_rate_too_high_changes_nothing(tmp_path):
 
 def test_batches_are_halved_when_the_whole_model_does_not_fit(tmp_path, monkeypatch):
     make_model(tmp_path)
-    forward = endtoend.predict
-    messages = []
+    forward = training.predict
 
     def predict(skeleton, tokens):
         # The student's forward pass alone: the head's has stand-ins for blocks.
@@ -97,13 +95,10 @@ def test_batches_are_halved_when_the_whole_model_does_not_fit(tmp_path, monkeypa
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(skeleton, tokens)
 
-    class Listen(Log):
-        def warning(self, message):
-            messages.append(message)
-
-    monkeypatch.setattr(endtoend, "predict", predict)
-    report = quantize_model(tmp_path, E2E, calibration(), Tensors(), Listen())
-    assert [message for message in messages if "out of GPU memory with 6 sequences" in message]
+    monkeypatch.setattr(training, "predict", predict)
+    log = Log()
+    report = quantize_model(tmp_path, E2E, calibration(), Tensors(), log)
+    assert [message for message in log.warnings if "out of GPU memory with 6 sequences" in message]
     assert report.predictions.divergence < report.before_e2e.divergence
 
 
@@ -114,13 +109,12 @@ def test_a_run_killed_end_to_end_resumes_to_the_same_bytes(tmp_path):
     class Killed(Exception):
         pass
 
-    class Kill(Observer):
-        def stage(self, name, done, total):
-            if name == "e2e" and done == 5:
-                raise Killed
+    def kill(event):
+        if isinstance(event, Stage) and event.name == "e2e" and event.done == 5:
+            raise Killed
 
     with pytest.raises(Killed):
-        quantize_model(model, E2E, calibration(), Tensors(), Kill(), state_dir=state)
+        quantize_model(model, E2E, calibration(), Tensors(), kill, state_dir=state)
     resumed, second, log = run(model, E2E, state_dir=state)
     assert all(block.resumed for block in log.blocks)
     assert resumed.keys() == whole.keys() and all(torch.equal(resumed[name], whole[name]) for name in whole)

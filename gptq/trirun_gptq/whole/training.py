@@ -2,8 +2,7 @@
 
 The blocks were trained one at a time; here the whole model is run, and what is lowered is the divergence of its
 next-token distribution from the original's (Chen et al. 2024, "EfficientQAT", E2E-QP, with distillation in place of the
-text's own cross entropy, which can be mixed in). The original's predictions come from its hidden states after the last
-block, which the walk carries anyway: the original's blocks are not run again.
+text's own cross entropy, which can be mixed in). Begin with :func:`tune`.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 from ..block.cuda_graph import Recorded, recordable
 from ..block.optim import Adam, step_batches
-from ..errors import QuantizationError
 from ..layer.quantized import Quantized
 from ..model.activations import Batch, compute
 from ..model.loader import Skeleton
 from ..recipe import Recipe
 from ..run import distributed as ranks
-from ..run.progress import Predictions
-from .codes import CodedLinear, ScaledLinear
+from ..run.report import Predictions
+from .head import Head, compare, predict, replaced_forwards
+from .layers import CodedLinear, ScaledLinear, StudentLinear
 
 EVALUATIONS = 8  # times per run that the held-out divergence is measured
 CLIP = 1.0  # of the gradient's norm
 Blocks = list[dict[str, Quantized]]
-Layers = dict[str, ScaledLinear | CodedLinear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,64 +69,6 @@ class Job:
         return self.recipe.e2e_code_lr if self.codes else self.recipe.e2e_lr
 
 
-class Head:
-    """What follows the last block, as the model's own class computes it, in float32."""
-
-    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
-        skeleton.load_head(device)
-        self.skeleton = skeleton
-        self.as_tuple = False
-
-    def logits(self, batch: Batch, states: Tensor) -> Tensor:
-        """Logits [b, t, vocabulary], float32, from hidden states after the last block, [b, t, h]."""
-        for as_tuple in (self.as_tuple, not self.as_tuple):
-            with _answering(self.skeleton.blocks, batch.place.fetch(states), as_tuple):
-                logits = predict(self.skeleton, batch.tokens.to(batch.place.device))
-            if logits.shape[:2] == batch.tokens.shape:
-                self.as_tuple = as_tuple
-                return logits
-        kind = type(self.skeleton.model).__name__
-        raise QuantizationError(f"{kind}: its head does not take hidden states [batch, length, features]")
-
-
-def predict(skeleton: Skeleton, tokens: Tensor) -> Tensor:
-    """The model's logits in float32; the head's product is exact."""
-    head = skeleton.model.get_output_embeddings()
-    plain = head.forward
-
-    def exact(states: Tensor) -> Tensor:
-        with torch.autocast(states.device.type, enabled=False):
-            return plain(states.float())
-
-    head.forward = exact
-    try:
-        return skeleton.model(input_ids=tokens, use_cache=False).logits.float()
-    finally:
-        del head.forward
-
-
-def compare(head: Head, batches: list[Batch], student: Callable[[Batch], Tensor] | None = None) -> Predictions:
-    """Both models on batches whose hidden states are those after the last block.
-
-    Args:
-        student: logits of a batch; None takes the quantized stream.
-    """
-    loss = original_loss = divergence = 0.0
-    tokens = positions = 0
-    with torch.no_grad():
-        for batch in batches:
-            teacher = head.logits(batch, batch.original).log_softmax(-1)
-            ours = (head.logits(batch, batch.quantized) if student is None else student(batch)).log_softmax(-1)
-            wanted = batch.tokens[:, 1:].to(teacher.device).flatten()
-            loss += float(F.nll_loss(ours[:, :-1].flatten(0, 1), wanted, reduction="sum"))
-            original_loss += float(F.nll_loss(teacher[:, :-1].flatten(0, 1), wanted, reduction="sum"))
-            divergence += float(F.kl_div(ours, teacher, reduction="sum", log_target=True))
-            tokens, positions = tokens + wanted.numel(), positions + batch.tokens.numel()
-    mine, original, apart, predicted, seen = ranks.total_of(loss, original_loss, divergence, tokens, positions)
-    perplexity, original_perplexity = (torch.tensor(total / predicted).exp().item() for total in (mine, original))
-    return Predictions(perplexity, original_perplexity, apart / seen, int(predicted))
-
-
 def tune(job: Job, blocks: Blocks, progress: Callable[[int, int], None]) -> tuple[Blocks, Predictions, Predictions]:
     """Train the scales of all blocks together, or their codes too.
 
@@ -155,14 +95,14 @@ def tune(job: Job, blocks: Blocks, progress: Callable[[int, int], None]) -> tupl
 
 
 def _train(
-    job: Job, layers: Layers, progress: Callable[[int, int], None]
+    job: Job, layers: dict[str, StudentLinear], progress: Callable[[int, int], None]
 ) -> tuple[dict[str, Quantized] | None, Predictions, Predictions]:
     """The best state on held-out text (None: the start), and the predictions of the start and of the best."""
     head, recipe, device, steps = job.head, job.recipe, job.device, job.steps
     skeleton, weight = head.skeleton, recipe.e2e_ce
     groups = [
-        {"params": [p for layer in layers.values() for p in layer.scales()], "lr": job.rate},
-        {"params": [p for layer in layers.values() for p in layer.codes()], "lr": job.rate},
+        {"params": [p for layer in layers.values() for p in layer.trainable.scale_parameters()], "lr": job.rate},
+        {"params": [p for layer in layers.values() for p in layer.trainable.code_parameters()], "lr": job.rate},
     ]
     optimizer = Adam([group for group in groups if group["params"]], device)
     order = step_batches(job.train, steps, recipe.seed * 1019)
@@ -210,34 +150,27 @@ def _train(
     return kept, before, best
 
 
-def _load_student(skeleton: Skeleton, blocks: Blocks, device: torch.device, recipe: Recipe | None) -> Layers:
+def _load_student(
+    skeleton: Skeleton, blocks: Blocks, device: torch.device, recipe: Recipe | None
+) -> dict[str, StudentLinear]:
     """The skeleton's own blocks filled in, their quantized layers replaced; the layers by ``<block>.<path>``. Given a
     recipe, which knows their grids, codes train too."""
-    layers: Layers = {}
+    layers: dict[str, StudentLinear] = {}
     for index, block in enumerate(blocks):
         loaded = skeleton.load_block(index, device)
         for name, weight in block.items():
             linear: Any = loaded.get_submodule(name)
-            layer: ScaledLinear | CodedLinear
+            layer: StudentLinear
             if recipe is None:
-                layer = ScaledLinear(weight, linear.bias, device)
+                layer = ScaledLinear(weight.to(device), linear.bias)
             else:
-                # Codes 0..3, or 0..2 where the grid is ternary.
-                choice = recipe.choice(f"{skeleton.block_name(index)}.{name}")
-                levels = 3 if choice is not None and choice[1] else 4
-                layer = CodedLinear(weight.to(device), linear.weight.detach(), linear.bias, levels)
+                grid = recipe.choice(f"{skeleton.block_name(index)}.{name}")
+                assert grid is not None
+                layer = CodedLinear(weight.to(device), linear.weight.detach(), linear.bias, grid.levels)
             loaded.set_submodule(name, layer)
             layers[f"{index}.{name}"] = layer
         skeleton.blocks[index] = loaded
     return layers
-
-
-@contextmanager
-def _answering(blocks: nn.ModuleList, states: Tensor, as_tuple: bool) -> Iterator[None]:
-    """Every block answers with these hidden states."""
-    answer = (states,) if as_tuple else states
-    with _forwards(blocks, [lambda *args, **kwargs: answer] * len(blocks)):
-        yield
 
 
 @contextmanager
@@ -247,16 +180,5 @@ def _checkpointing(blocks: nn.ModuleList) -> Iterator[None]:
     def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    with _forwards(blocks, [recomputed(block.forward) for block in blocks]):
+    with replaced_forwards(blocks, [recomputed(block.forward) for block in blocks]):
         yield
-
-
-@contextmanager
-def _forwards(blocks: nn.ModuleList, forwards: list[Callable[..., Any]]) -> Iterator[None]:
-    try:
-        for block, forward in zip(blocks, forwards, strict=True):
-            block.forward = forward
-        yield
-    finally:
-        for block in blocks:
-            block.__dict__.pop("forward", None)
