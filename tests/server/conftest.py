@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs trirun[serve]")
 
+from tests.interrupts import sigint_handled_by
 from trirun_cli.engine.engine import Engine
 from trirun_cli.engine.request import Request
 from trirun_cli.engine.runner import Done, Outcome
@@ -198,13 +199,14 @@ class Process:
     def __init__(self, root, checkpoint, *options):
         command = [sys.executable, "-m", "trirun_cli", "serve", "--checkpoint", checkpoint, "--port", 0, "--json"]
         python_path = os.pathsep.join(str(root / part) for part in ("", "kernels", "gptq"))
-        self.process = subprocess.Popen(
-            [str(part) for part in (*command, *options)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": python_path},
-        )
+        with sigint_handled_by():
+            self.process = subprocess.Popen(
+                [str(part) for part in (*command, *options)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": python_path},
+            )
         document = line = ""
         while line != "}\n":
             line = self.process.stdout.readline()

@@ -26,7 +26,7 @@ def digest(directory):
 
 
 @pytest.fixture
-def stop_after(monkeypatch):
+def stop_after(monkeypatch, foreground):
     """Ctrl-C during a step: ``stop_after(5)``."""
     from trirun_gptq.train.loop import Training
 
