@@ -27,7 +27,7 @@ from .shared.options import (
 )
 
 if TYPE_CHECKING:
-    from ..server.service import Model
+    from ..server.model import ServedModel
 
 
 def command(
@@ -125,10 +125,10 @@ def command(
     service = Service(names, max_waiting=max_waiting)
     app = create_app(service, api_key=key, cors_origins=cors_origin or ())
 
-    def load() -> Model:
+    def load() -> ServedModel:
         from ..backends.registry import open_runner
         from ..engine.engine import Engine as RunningEngine
-        from ..server.loading import make_model
+        from ..server.model import ServedModel
 
         runner = open_runner(
             checkpoint,
@@ -144,9 +144,9 @@ def command(
             context=ctx,
             threads=threads,
         )
-        return make_model(checkpoint, RunningEngine(runner, max_waiting=max_waiting), template)
+        return ServedModel.start(checkpoint, RunningEngine(runner, max_waiting=max_waiting), template)
 
-    def ready(model: Model) -> None:
+    def ready(model: ServedModel) -> None:
         running = model.engine
         console.note(f"{names[0]} on {running.description}: {running.slots} at once, {running.context} tokens each")
         console.note(f"serving at {url}/v1; Ctrl-C stops")
