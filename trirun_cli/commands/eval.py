@@ -152,7 +152,10 @@ def command(
     console = Console(as_json=json, quiet=quiet)
 
     from ..eval.report import SCHEMA, Report, write_text
-    from ..eval.session import Settings, run
+    from ..eval.session import run
+    from ..eval.settings import Settings
+    from ..eval.tables import markdown as as_markdown
+    from ..eval.tables import tables
 
     settings = Settings(
         wanted,
@@ -175,13 +178,13 @@ def command(
     roles = [(role, local_model(path, console)) for role, path in named if path is not None]
     report = Report(run(settings, roles, console))
     console.json(SCHEMA, report.document())
-    for table in report.tables():
+    for table in tables(report):
         console.table(table.title, table.columns, table.brief)
         if table.detail:
             console.note(f"{len(table.detail)} more rows in --json and --markdown")
     try:
         if markdown is not None:
-            write_text(markdown, report.markdown())
+            write_text(markdown, as_markdown(report))
     finally:
         if log_samples is not None:
             report.write_samples(log_samples)
