@@ -16,7 +16,8 @@ from .. import serve
 from ..shared.options import Json, Quiet
 
 if TYPE_CHECKING:
-    from ...bench.serve import Load, LoadResult
+    from ...bench.client import Load
+    from ...bench.serve import LoadResult
 
 _NAMES = {
     "time_to_first_token": "time to first token",
@@ -87,7 +88,8 @@ def command(
             raise UsageError(f"{name} {value:g}: more than 0" + (", and an end" if value > 0 else ""))
     options = _serve_options(serve_options)
     try:
-        from ...bench.serve import Load, pick_prompts
+        from ...bench.client import Load
+        from ...bench.serve import pick_prompts
     except ModuleNotFoundError as error:
         raise MissingError(f"this needs {error.name}", "pip install 'trirun[serve]'") from error
     from ...text.detokenizer import read_text
@@ -148,7 +150,8 @@ def _serve_options(given: str) -> list[str]:
 def _measure(console: Console, url: str, api_key: str | None, load: Load, check: bool) -> dict[str, Any]:
     import asyncio
 
-    from ...bench.serve import Client, differing, run_load
+    from ...bench.client import Client
+    from ...bench.serve import differing, run_load
 
     async def measure() -> tuple[str, LoadResult, list[int] | None]:
         async with Client(url, api_key) as client:
