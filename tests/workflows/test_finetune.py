@@ -43,6 +43,7 @@ def stop_after(monkeypatch, foreground):
     return arrange
 
 
+@pytest.mark.slow
 def test_a_model_becomes_ternary(trirun, plain_model, tmp_path):
     out = tmp_path / "F"
     code, text, _ = trirun("finetune", plain_model, "--out", out, *OPTIONS, "--json")
@@ -61,6 +62,7 @@ def test_a_model_becomes_ternary(trirun, plain_model, tmp_path):
     assert trirun("generate", "-c", out, "-p", "The sea", "-n", "4")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_trains_by_either_name(trirun, plain_model, stored_by_head, tmp_path):
     options = ("--out", tmp_path / "F", *OPTIONS, "--rest-lr", "1e-3")
     assert trirun("finetune", stored_by_head(plain_model), *options)[0] == 0
@@ -68,6 +70,7 @@ def test_a_tied_embedding_trains_by_either_name(trirun, plain_model, stored_by_h
     assert not torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_to_the_same_bytes(trirun, plain_model, tmp_path, stop_after, monkeypatch):
     command = ("finetune", plain_model, *OPTIONS, "--generated", "4", "--rest-lr", "1e-4", "--out")
     assert trirun(*command, tmp_path / "whole")[0] == 0
@@ -113,6 +116,7 @@ def test_another_recipe_does_not_continue_a_stopped_run(trirun, plain_model, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["F.state"]
 
 
+@pytest.mark.slow
 def test_a_two_bit_checkpoint_is_healed(trirun, plain_model, tmp_path):
     quantize = (
         "--preset",
@@ -154,6 +158,7 @@ def test_absmean_methods(trirun, plain_model, tmp_path, method, act_bits):
     assert bool((scales == scales.flatten()[0]).all())
 
 
+@pytest.mark.slow
 def test_memory_savers_change_nothing(trirun, plain_model, tmp_path):
     savers = ("--micro-batch", "2", "--gradient-checkpointing")
     kls = []
@@ -166,6 +171,7 @@ def test_memory_savers_change_nothing(trirun, plain_model, tmp_path):
     assert kls[0] == pytest.approx(kls[1], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_near_float32(trirun, plain_model, tmp_path, precision):
     losses = {}
@@ -196,6 +202,7 @@ def ten_seconds_a_step(monkeypatch):
     monkeypatch.setattr(loop.Training, "_step", slow)
 
 
+@pytest.mark.slow
 def test_minutes_are_those_of_the_whole_run(trirun, plain_model, tmp_path, ten_seconds_a_step, stop_after):
     command = ("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS, "--json", "--minutes")
     code, _, err = trirun(*command, "0.04")
@@ -212,6 +219,7 @@ def test_minutes_are_those_of_the_whole_run(trirun, plain_model, tmp_path, ten_s
     assert document["seconds"] == 110 and document["seconds_before"] == document["seconds_after"] == 0
 
 
+@pytest.mark.slow
 def test_the_demo_model_heals_within_a_minute(trirun, demo_model, tmp_path):
     options = ("--init", "nearest", "--steps", "6", "--batch", "4", "--seqlen", "64", "--held-out", "8")
     code, text, _ = trirun("finetune", demo_model, "--out", tmp_path / "F", *options, "--evaluations", "1", "--json")
@@ -221,6 +229,7 @@ def test_the_demo_model_heals_within_a_minute(trirun, demo_model, tmp_path):
     assert document["held_out"]["original_perplexity"] < after < 0.75 * before
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(trirun, plain_model, tmp_path):
     code, text, _ = trirun("finetune", plain_model, "--out", tmp_path / "one", *OPTIONS, "--json")
     assert code == 0
@@ -268,6 +277,7 @@ def test_bad_input_is_one_clear_line(trirun, plain_model, tmp_path, options, cod
     assert not (tmp_path / "F").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_that_diverges_is_an_error(trirun, plain_model, tmp_path):
     code, _, err = trirun(
         "finetune", plain_model, "--out", tmp_path / "F", *OPTIONS, "--rest-lr", "1e30", "--no-resume"
@@ -288,6 +298,7 @@ def test_a_packed_model_is_not_trained_further_by_itself(trirun, packed, tmp_pat
     assert code == 3 and "--init" in err
 
 
+@pytest.mark.slow
 def test_a_damaged_state_is_an_error(trirun, plain_model, tmp_path, stop_after):
     stop_after(2)
     command = ("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS)

@@ -125,7 +125,7 @@ def check(a: Tensor, b: Tensor) -> None:
 
 
 def errors(splits: Sequence[int], device: torch.device) -> Iterator[Error]:
-    """Errors in the first row of the original's product: of cuBLAS, the default (splits 0) and each number of splits."""
+    """Errors in the first row of the original's product: of cuBLAS, the default (splits 0), each number of splits."""
     rows = PICTURE_ROWS if device.type == "cuda" else 1  # the slow reference on a CPU, row by row the same
     a, b = operands(rows, PICTURE_N, PICTURE_K, torch.Generator(device).manual_seed(0), device)
     expected = a[:1].double() @ b.double().t()
