@@ -1,4 +1,4 @@
-"""``trirun serve`` as a process: real sockets, real clients, clients that vanish, and the ways it ends."""
+"""``trirun serve`` as a process: real sockets, real clients, clients that disconnect, and the ways it ends."""
 
 import contextlib
 import json
@@ -151,7 +151,7 @@ connection.getresponse()
 
 
 @pytest.mark.parametrize("mode", ["stream", "whole"])
-def test_a_killed_client_frees_its_place(server, client, mode):
+def test_a_disconnect_cancels_the_request(server, client, mode):
     ended = server.metric("request_success_total")
     address = server.url.removeprefix("http://")
     victim = subprocess.Popen([sys.executable, "-c", VICTIM, address, mode], stdout=subprocess.PIPE)

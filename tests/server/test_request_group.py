@@ -94,7 +94,7 @@ def test_a_failure_comes_after_what_was_written(play, tokenizer):
     assert "".join(got) == " the sea" and aborted == ["b"]
 
 
-def test_a_stop_string_frees_the_place_and_later_tokens_are_nobodys(play, tokenizer):
+def test_a_stop_string_cancels_the_request_and_drops_later_tokens(play, tokenizer):
     async def scenario(group, engine):
         for name in "ab":
             engine.sinks[name](Event(name, tokens(tokenizer, " the sea was calm")))
@@ -119,7 +119,7 @@ def test_tokens_that_came_with_those_of_a_stop_string_are_not_part_of_the_answer
     assert answers == [(" the sea ", wanted)] * 2 and counts == [len(wanted)] * 2
 
 
-def test_closing_frees_what_is_open_once(play, tokenizer):
+def test_closing_cancels_what_is_open_once(play, tokenizer):
     async def scenario(group, engine):
         engine.sinks["a"](Event("a", tokens(tokenizer, " x"), FinishReason.LENGTH))
         await asyncio.sleep(0.01)

@@ -122,7 +122,7 @@ async def differing(client: Client, load: Load, samples: Sequence[Sample]) -> li
     for prompt, texts in sorted(answers.items()):
         alone = await client.ask(load, prompt)
         if alone.error is not None:
-            raise TrirunError(f"a lone request failed: {alone.error}")
+            raise TrirunError(f"a request alone failed: {alone.error}")
         if texts != {alone.text}:
             wrong.append(prompt)
     return wrong
