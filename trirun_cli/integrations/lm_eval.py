@@ -86,22 +86,27 @@ class TrirunLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The EOS token, which ends a generated text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
+        """BOS, or EOS without BOS: the context of a text that has none."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def max_length(self) -> int:
+        """Most tokens of a prompt and its continuation."""
         return self.model.max_positions
 
     @property
     def tokenizer_name(self) -> str:
+        """A name for lm-eval's cache of prompts."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the text of a prompt."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -110,6 +115,7 @@ class TrirunLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids of one string; None adds special tokens unless it begins with BOS."""
         return self._encode([string], add_special_tokens)[string]
 
     def _encode(self, strings: Sequence[str], special: bool | None = None) -> dict[str, list[int]]:
@@ -128,6 +134,7 @@ class TrirunLM(TemplateLM):
         return encoded
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Likelihood]:
+        """For each (context, answer): the log-likelihood in nats, and whether the answer is the greedy one."""
         pairs = [_moved_spaces(*request.args) for request in requests]
         bare = self._encode([answer for context, answer in pairs if not context], special=False)
         whole = self._encode([text for context, answer in pairs if context for text in (context, context + answer)])
@@ -150,6 +157,7 @@ class TrirunLM(TemplateLM):
         return self.scorer.score([(context, answer) for _, context, answer in requests], lambda share: None)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each whole text in nats, over windows of the context's length."""
         texts = [request.args[0] for request in requests]
         encoded = self._encode(texts)
         windows, owners = [], []
@@ -165,6 +173,7 @@ class TrirunLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """A generated text for each (prompt, options), cut before the first of its stop strings."""
         prompts = self._encode([request.args[0] for request in requests])
         texts = []
         with self._watch("texts", len(requests)) as advance:
