@@ -6,11 +6,46 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.interrupts import sigint_handled_by
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked ``gpu`` where this machine cannot run them."""
+    for item in items:
+        for mark in item.iter_markers("gpu"):
+            if reason := why_no_gpu(**mark.kwargs):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@cache
+def why_no_gpu(capability: tuple[int, int] | None = None) -> str | None:
+    """Why tests marked ``gpu`` cannot run here, or None.
+
+    Args:
+        capability: the compute capability they are for; None for any.
+    """
+    import torch
+    from trirun_kernels.native import library_path
+
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if capability not in (None, torch.cuda.get_device_capability()):
+        return f"no GPU of compute capability {capability[0]}.{capability[1]}"
+    return None if library_path("cuda").exists() else "libtrirun_cuda.so is not built"
+
+
+@pytest.fixture
+def foreground():
+    """Ctrl-C interrupts this process, as it does in the foreground of a terminal."""
+    with sigint_handled_by():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .engine.sampling import SamplingParams
     from .integrations.transformers import load
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     from .workflows.pack import pack
     from .workflows.quantize import quantize
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "SamplingParams", "finetune", "load", "pack", "quantize"]
+
+__all__ = ["LLM", "Completion", "SamplingParams", "__version__", "finetune", "load", "pack", "quantize"]
 
 # Where each lives; imported on first use, since a command needs few of them and torch's import takes seconds.
 _PLACES = {

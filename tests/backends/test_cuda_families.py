@@ -5,14 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from trirun_kernels.native import library_path
 
 from tests.small_models import save_ternary
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not library_path("cuda").exists(),
-    reason="no CUDA device, or libtrirun_cuda.so is not built",
-)
+pytestmark = pytest.mark.gpu
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 FAMILIES = {
     "llama": {},

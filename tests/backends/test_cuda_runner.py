@@ -6,7 +6,6 @@ import pytest
 import torch
 from trirun_kernels.decoder import reference as decoder_reference
 from trirun_kernels.decoder.cuda_reference import int8_round_trip
-from trirun_kernels.native import library_path
 
 from tests.kernels.decoder.models import VOCAB, random_model
 from trirun_cli.engine.engine import Engine
@@ -14,10 +13,7 @@ from trirun_cli.engine.request import FinishReason, Request
 from trirun_cli.engine.sampling import SamplingParams
 from trirun_cli.models.llama_config import UnsupportedModel, gpu_dtype
 
-gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or not library_path("cuda").exists(),
-    reason="no CUDA device, or libtrirun_cuda.so is not built",
-)
+gpu = pytest.mark.gpu
 
 
 def test_what_a_model_is_computed_in():

@@ -1,4 +1,4 @@
-"""trirun bench f16acc on the reference twin: the two tables, the JSON document, the pictures, wrong products."""
+"""trirun bench f16acc on the reference: the two tables, the JSON document, the plots, wrong products."""
 
 import json
 from importlib.util import find_spec

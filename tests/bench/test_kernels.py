@@ -13,7 +13,8 @@ from trirun_cli.bench import f16acc as f16acc_bench
 from trirun_cli.bench import kernels as kernel_bench
 from trirun_cli.bench.shapes import load_shapes, parse_shapes
 from trirun_cli.bench.timing import copies, interleaved
-from trirun_cli.commands.shared.options import busy, check_measuring, check_output, positive_numbers
+from trirun_cli.commands.bench.measuring import busy, check_measuring, positive_numbers
+from trirun_cli.commands.shared.options import check_output
 from trirun_cli.errors import CheckFailed, InputError, UsageError
 from trirun_cli.models.synthetic import random_ternary
 

@@ -61,6 +61,7 @@ def test_a_name_becomes_the_directory_in_the_cache(given, cache):
     assert ModelDir.open(given).path == cache
 
 
+@pytest.mark.slow
 def test_commands_take_names_and_call_what_they_make_by_them(trirun, cache):
     code, _, err = trirun("quantize", "some-org/demo-model", "--preset", "fast", "--dry-run", "--samples", "9")
     assert code == 0, err

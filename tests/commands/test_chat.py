@@ -95,6 +95,7 @@ def test_a_template_that_refuses(trirun, copy_of, packed):
     assert "roles must alternate" in err and document["messages"] == []
 
 
+@pytest.mark.usefixtures("foreground")
 def test_ctrl_c_stops_the_answer_and_not_the_program(trirun, chatty, monkeypatch):
     from trirun_cli.backends.cpu import runner as cpu_runner
     from trirun_cli.engine.engine import Engine

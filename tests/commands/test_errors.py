@@ -147,6 +147,7 @@ def test_quantize_rejects_what_has_no_kernel(trirun, plain_model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_options_that_make_no_sense(trirun, packed):
     for arguments, message in [
         (("generate", "-c", packed, "-p", "x", "--temperature", "-1"), "--temperature must be"),

@@ -62,6 +62,7 @@ def test_a_stop_string_ends_the_text(trirun, packed):
     assert document["generated_tokens"] == next(n for n, text in enumerate(texts) if stop in text)
 
 
+@pytest.mark.usefixtures("foreground")
 def test_ctrl_c_ends_with_the_text_so_far(trirun, packed, monkeypatch):
     from trirun_cli.backends.cpu import runner as cpu_runner
     from trirun_cli.engine.engine import Engine

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 from trirun_gptq.train.loop import _deferred_interrupt
 
+from tests.interrupts import sigint_handled_by
 from trirun_cli.interrupts import Interrupts, importing
 from trirun_cli.server.run import _Server
 from trirun_cli.text.completion import interruptions
@@ -39,14 +40,13 @@ except KeyboardInterrupt:
 """
 
 
-def start(tmp_path, seconds=0.6, sigint=signal.SIG_DFL):
-    """The program in the middle of its import, with Ctrl-C answered or ignored, whatever these tests inherited."""
+def start(tmp_path, seconds=0.6, sigint=signal.default_int_handler):
+    """The program in the middle of its import, with Ctrl-C answered or ignored."""
     (tmp_path / "swallowing.py").write_text(SWALLOWING)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, tmp_path, tmp_path / "begun", str(seconds)],
-        stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
-    )  # fmt: skip
+    command = [sys.executable, "-c", PROGRAM, tmp_path, tmp_path / "begun", str(seconds)]
+    with sigint_handled_by(sigint):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     while not (tmp_path / "begun").exists():
         time.sleep(0.01)
     return process
@@ -80,10 +80,9 @@ def test_an_ignored_interrupt_stays_ignored(tmp_path):
 
 @pytest.fixture
 def ignored_interrupt():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    yield
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    signal.signal(signal.SIGINT, before)
+    with sigint_handled_by(signal.SIG_IGN):
+        yield
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
 @pytest.mark.usefixtures("ignored_interrupt")

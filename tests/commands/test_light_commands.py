@@ -13,7 +13,7 @@ import typer.rich_utils
 
 from trirun_cli import __version__
 from trirun_cli.commands.app import app
-from trirun_cli.commands.shared import options
+from trirun_cli.commands.bench import measuring
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,9 +91,9 @@ main()
         ("quantize", "'quantize', '/none'"),
         ("finetune", "'finetune', '/none'"),
         ("eval", "'eval', '-c', '/none'"),
-        ("shared.options", "'bench'"),
-        ("shared.options", "'bench', 'model', '--shape', 'tiny'"),
-        ("shared.options", "'bench', 'f16acc'"),
+        ("bench.measuring", "'bench'"),
+        ("bench.measuring", "'bench', 'model', '--shape', 'tiny'"),
+        ("bench.measuring", "'bench', 'f16acc'"),
     ],
 )
 def test_torch_is_told_how_its_threads_wait_before_it_is_imported(module, arguments, given):
@@ -110,7 +110,7 @@ def test_torch_is_told_how_its_threads_wait_before_it_is_imported(module, argume
 def test_torch_waits_in_its_own_way_where_it_is_timed_alone(monkeypatch, load, policy):
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert (options.sleep_if_busy() is None) == (policy is None)
+    assert (measuring.sleep_if_busy() is None) == (policy is None)
     assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 

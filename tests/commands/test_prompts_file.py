@@ -147,6 +147,7 @@ def test_damaged_prompts(trirun, packed, tmp_path, line, message):
     assert code == 3 and not out.exists() and f"{file}:2" in err.replace("\n", "") and message in err
 
 
+@pytest.mark.usefixtures("foreground")
 def test_ctrl_c_keeps_what_is_finished(trirun, packed, tmp_path, monkeypatch):
     file, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     file.write_text("".join(f"Prompt {i}\n" for i in range(20)))

@@ -94,6 +94,7 @@ def test_other_models(family, tmp_path):
     assert greedy(runner)[0] == found
 
 
+@pytest.mark.slow
 def test_compiled_models_write_the_same(tmp_path, monkeypatch):
     """The graph is captured and run as torch's own operators: compiling them is the compiler's affair, and slow."""
     family, compiled = next(iter(OTHERS)), []

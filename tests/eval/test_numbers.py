@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trirun_cli.eval import statistics
+from trirun_cli.eval import standard_errors
 from trirun_cli.eval.comparison import compare, perplexity_ratio
 from trirun_cli.eval.corpus import file_rows, join_rows
 from trirun_cli.eval.divergence import kl_divergence
@@ -22,16 +22,16 @@ def test_standard_errors_are_those_of_the_textbook():
     draw = random.Random(1)
     values = [float(draw.random() < 0.3) for _ in range(400)]
     p = fmean(values)
-    assert statistics.stderr_of_mean(values) == pytest.approx(math.sqrt(p * (1 - p) / 399))
-    assert statistics.influence(values, p) == values
-    assert statistics.stderr_of_mean([1.0]) is None and statistics.influence(["a"], 1.0) is None
+    assert standard_errors.stderr_of_mean(values) == pytest.approx(math.sqrt(p * (1 - p) / 399))
+    assert standard_errors.influence(values, p) == values
+    assert standard_errors.stderr_of_mean([1.0]) is None and standard_errors.influence(["a"], 1.0) is None
     # exp(-mean): the delta method agrees with resampling.
     losses = [-draw.gauss(2, 0.5) for _ in range(400)]
     score = math.exp(-fmean(losses))
-    delta = statistics.stderr_of_mean(statistics.influence(losses, score))
-    resampled = statistics.bootstrap_stderr(losses, lambda drawn: math.exp(-fmean(drawn)), seed=3)
+    delta = standard_errors.stderr_of_mean(standard_errors.influence(losses, score))
+    resampled = standard_errors.bootstrap_stderr(losses, lambda drawn: math.exp(-fmean(drawn)), seed=3)
     assert delta == pytest.approx(score * stdev(losses) / 20) and resampled == pytest.approx(delta, rel=0.15)
-    assert statistics.influence(losses, score * 1.01) is None
+    assert standard_errors.influence(losses, score * 1.01) is None
 
 
 def test_pooled_errors_are_those_of_lm_eval():
@@ -40,15 +40,17 @@ def test_pooled_errors_are_those_of_lm_eval():
     strata = [[float(draw.random() < rate) for _ in range(size)] for rate, size in ((0.2, 40), (0.5, 90), (0.7, 15))]
     errors, sizes = [metrics.mean_stderr(values) for values in strata], [len(values) for values in strata]
     every = [value for values in strata for value in values]
-    assert statistics.group_stderr(strata, fmean(every)) == pytest.approx(metrics.pooled_sample_stderr(errors, sizes))
+    assert standard_errors.group_stderr(strata, fmean(every)) == pytest.approx(
+        metrics.pooled_sample_stderr(errors, sizes)
+    )
     unweighted = fmean(map(fmean, strata))
-    assert statistics.group_stderr(strata, unweighted) == pytest.approx(metrics.unweighted_mean_stderr(errors))
-    assert statistics.group_stderr(strata, 0.123) is None and statistics.pooled_stderr([[1.0], [0.0]]) is None
+    assert standard_errors.group_stderr(strata, unweighted) == pytest.approx(metrics.unweighted_mean_stderr(errors))
+    assert standard_errors.group_stderr(strata, 0.123) is None and standard_errors.pooled_stderr([[1.0], [0.0]]) is None
 
 
 def test_a_paired_error_is_smaller_than_two_separate_ones_and_answers_are_compared():
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-    from trirun_cli.eval.tasks.harness import Sample, TaskScore
+    from trirun_cli.eval.tasks.scores import Sample, TaskScore
 
     def score(answers):
         samples = [
@@ -56,7 +58,7 @@ def test_a_paired_error_is_smaller_than_two_separate_ones_and_answers_are_compar
             for i, pick in enumerate(answers)
         ]
         value = fmean(sample.values["acc"] for sample in samples)
-        error = statistics.stderr_of_mean([sample.values["acc"] for sample in samples])
+        error = standard_errors.stderr_of_mean([sample.values["acc"] for sample in samples])
         return TaskScore("t", "1", 0, len(samples), len(samples), [], {"acc": value}, {"acc": error}, {}, samples)
 
     model, checkpoint = score([0, 1] * 50), score([0, 1] * 49 + [1, 0])

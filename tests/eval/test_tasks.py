@@ -24,7 +24,7 @@ def write_csv(path, rows):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Small files in the forms that benchmarks come in."""
+    """Small files, one for each row schema."""
     folder = tmp_path_factory.mktemp("data")
     write_rows(
         folder / "piqa.jsonl",
@@ -264,6 +264,6 @@ def test_every_mmlu_question_is_read(shared):
 
     subjects = [file.name.removesuffix("_test.csv") for file in (shared / "data/mmlu/test").glob("*.csv")]
     files = {(s, split): find_mmlu([shared / "data"], s, split) for s in subjects for split in ("test", "dev")}
-    counts = {key: len(load_rows(file, MMLU.kinds)) for key, file in files.items()}
+    counts = {key: len(load_rows(file, MMLU.schemas)) for key, file in files.items()}
     assert len(subjects) == 57 and sum(counts.values()) == 14042 + 57 * 5
     assert sum(count for (_, split), count in counts.items() if split == "test") == 14042

@@ -113,6 +113,7 @@ def test_overrides_and_ignore(tmp_path):
     assert specs["model.layers.1.self_attn.q_proj"].group_size == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("methods", [("ste",), ("gumbel", "ste")])
 def test_refinement_lowers_the_held_out_error_or_is_rolled_back(tmp_path, methods):
     make_model(tmp_path)

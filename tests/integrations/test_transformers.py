@@ -80,6 +80,7 @@ def in_a_fresh_process(code):
     )
 
 
+@pytest.mark.slow
 def test_from_pretrained_works_once_trirun_is_imported(packed):
     done = in_a_fresh_process(
         "import trirun_cli.integrations.transformers\n"
@@ -91,6 +92,7 @@ def test_from_pretrained_works_once_trirun_is_imported(packed):
     assert done.stdout.strip() == "Int2Linear"
 
 
+@pytest.mark.slow
 def test_plain_transformers_refuses_instead_of_loading_random_weights(packed):
     done = in_a_fresh_process(
         f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({str(packed)!r})"

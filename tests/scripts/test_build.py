@@ -178,6 +178,7 @@ def test_missing_compiler_and_missing_sources_are_one_line(tree: Tree, monkeypat
         build_cpu(tree)
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_cuda_library_of_two_architectures(tree: Tree) -> None:
     (tree.csrc / "cuda" / "scaled.cu").write_text(CUDA)

@@ -91,6 +91,7 @@ def files_below(folder: Path) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_source_archive_holds_everything_but_build_output(checkout: Path, unpacked_sdist: Path) -> None:
     for folder in FOLDERS:
         assert files_below(unpacked_sdist / folder) == files_below(checkout / folder), folder
@@ -98,6 +99,7 @@ def test_source_archive_holds_everything_but_build_output(checkout: Path, unpack
     assert {"LICENSE", "pyproject.toml"} <= {path.name for path in unpacked_sdist.iterdir()}
 
 
+@pytest.mark.slow
 def test_wheel_is_tagged_for_its_platform_and_for_no_python(wheel: Path) -> None:
     assert wheel.name == f"trirun-{__version__}-py3-none-{PLATFORM}.whl"
     with zipfile.ZipFile(wheel) as archive:
@@ -172,6 +174,7 @@ def __getattr__(name):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("present", [True, False], ids=["with Hugging Face kernels", "without"])
 def test_transformers_imports_in_the_checkout(repo_root: Path, tmp_path: Path, present: bool) -> None:
     """kernels/ in the working directory shadows nothing that transformers looks for under that name."""
@@ -264,4 +267,4 @@ def test_one_version(repo_root: Path) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", __version__)
     sources = [path for folder in ("trirun_cli", "kernels", "gptq") for path in (repo_root / folder).rglob("*.py")]
     stating = [path for path in sources if re.search(r"^__version__ = ", path.read_text(), re.MULTILINE)]
-    assert stating == [repo_root / "trirun_cli" / "__init__.py"]
+    assert stating == [repo_root / "trirun_cli" / "version.py"]

@@ -14,15 +14,17 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs trirun[serve]")
 
+from tests.interrupts import sigint_handled_by
 from trirun_cli.engine.engine import Engine
 from trirun_cli.engine.request import Request
 from trirun_cli.engine.runner import Done, Outcome
 from trirun_cli.engine.sampling import Token
 from trirun_cli.engine.slot_cache import SlotCache
 from trirun_cli.server.app import create_app
-from trirun_cli.server.event_bridge import Outbox
-from trirun_cli.server.service import Model, Service
-from trirun_cli.server.tokenizer import Vocabulary
+from trirun_cli.server.event_bridge import EventBridge
+from trirun_cli.server.model import ServedModel
+from trirun_cli.server.service import Service
+from trirun_cli.server.tokenizer import ServerTokenizer
 from trirun_cli.text.detokenizer import load_tokenizer
 
 END = 0
@@ -89,13 +91,13 @@ class Site:
         self.runner = ScriptedRunner(script, len(tokenizer), slots, context)
         self.engine = Engine(self.runner, max_waiting=max_waiting)
         self.service = Service(["demo", "alias"], max_waiting=max_waiting)
-        vocabulary = Vocabulary(tokenizer, size=len(tokenizer), context=self.engine.context, chat_template=template)
-        self.model = Model(self.engine, vocabulary, frozenset({END}), defaults or {})
+        served = ServerTokenizer(tokenizer, size=len(tokenizer), context=self.engine.context, chat_template=template)
+        self.model = ServedModel(self.engine, served, frozenset({END}), defaults or {})
         self.app = create_app(self.service, **options)
 
     async def __aenter__(self):
         self.engine.start()
-        self.service.ready(self.model, Outbox(asyncio.get_running_loop()))
+        self.service.ready(self.model, EventBridge(asyncio.get_running_loop()))
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
         return self
@@ -198,13 +200,14 @@ class Process:
     def __init__(self, root, checkpoint, *options):
         command = [sys.executable, "-m", "trirun_cli", "serve", "--checkpoint", checkpoint, "--port", 0, "--json"]
         python_path = os.pathsep.join(str(root / part) for part in ("", "kernels", "gptq"))
-        self.process = subprocess.Popen(
-            [str(part) for part in (*command, *options)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": python_path},
-        )
+        with sigint_handled_by():
+            self.process = subprocess.Popen(
+                [str(part) for part in (*command, *options)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": python_path},
+            )
         document = line = ""
         while line != "}\n":
             line = self.process.stdout.readline()

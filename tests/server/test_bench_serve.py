@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="needs trirun[serve]")
 
-from trirun_cli.bench.serve import Client, Load, LoadResult, Sample, differing, pick_prompts, run_load
+from trirun_cli.bench.client import Client, Load, Sample
+from trirun_cli.bench.serve import LoadResult, differing, pick_prompts, run_load
 from trirun_cli.bench.server_process import ServerProcess
 from trirun_cli.errors import InputError
 

@@ -7,7 +7,7 @@ import pytest
 from trirun_cli.engine.sampling import Token
 from trirun_cli.server.replies import CompletionReply
 from trirun_cli.server.request_group import Delta
-from trirun_cli.server.tokenizer import Vocabulary
+from trirun_cli.server.tokenizer import ServerTokenizer
 
 PATH = "/v1/completions"
 
@@ -166,11 +166,11 @@ def test_offsets_leave_out_what_the_tokenizer_adds_to_a_prompt(text):
     backend.decoder = decoders.Metaspace()
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
-    vocabulary = Vocabulary(tokenizer, size=5, context=64)
+    served = ServerTokenizer(tokenizer, size=5, context=64)
     ids = tokenizer(text)["input_ids"]
 
     def offsets(echo):
-        reply = CompletionReply("m", vocabulary, logprobs=True, token_ids=False, echoes=[echo])
+        reply = CompletionReply("m", served, logprobs=True, token_ids=False, echoes=[echo])
         chunk = reply.chunk(Delta(0, " was", [Token(4, -1.0)], [Token(ids[0]), *(Token(id, -1.0) for id in ids[1:])]))
         (choice,) = chunk["choices"]
         return choice["text"], dict(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))

@@ -6,7 +6,7 @@ import time
 
 from trirun_cli.engine.request import Event, FinishReason
 from trirun_cli.engine.sampling import Token
-from trirun_cli.server.event_bridge import Outbox
+from trirun_cli.server.event_bridge import EventBridge
 
 
 def token(id):
@@ -29,7 +29,7 @@ def deliveries(interval, send):
                 done.set()
 
         started = loop.time()
-        thread = threading.Thread(target=send, args=(Outbox(loop, interval).address(receive),))
+        thread = threading.Thread(target=send, args=(EventBridge(loop, interval).sink_for(receive),))
         thread.start()
         await asyncio.wait_for(done.wait(), 10)
         thread.join()
@@ -43,14 +43,14 @@ def test_many_threads_lose_nothing_and_keep_their_order():
         got = {number: [] for number in range(4)}
 
         async def scenario(interval=interval, got=got):
-            outbox = Outbox(asyncio.get_running_loop(), interval)
+            bridge = EventBridge(asyncio.get_running_loop(), interval)
 
             def send(sink):
                 for id in range(500):
                     sink(token(id))
                 sink(END)
 
-            sinks = [outbox.address(got[number].append) for number in got]
+            sinks = [bridge.sink_for(got[number].append) for number in got]
             threads = [threading.Thread(target=send, args=(sink,)) for sink in sinks]
             for thread in threads:
                 thread.start()
@@ -91,7 +91,7 @@ def test_tokens_in_between_come_together():
 
 def test_a_loop_that_is_gone_does_not_hurt_the_engine():
     loop = asyncio.new_event_loop()
-    sink = Outbox(loop).address(lambda event: None)
+    sink = EventBridge(loop).sink_for(lambda event: None)
     loop.close()
     sink(token(1))
     sink(END)

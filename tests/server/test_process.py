@@ -1,4 +1,4 @@
-"""``trirun serve`` as a process: real sockets, real clients, clients that vanish, and the ways it ends."""
+"""``trirun serve`` as a process: real sockets, real clients, clients that disconnect, and the ways it ends."""
 
 import contextlib
 import json
@@ -116,6 +116,7 @@ def test_lm_eval_gets_the_likelihoods_of_trirun_eval(server, checkpoint):
     assert remote.loglikelihood_rolling(rolling)[0] == pytest.approx(own.loglikelihood_rolling(rolling)[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_key_a_name_and_a_chat_template(start_server, tmp_path):
     (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     (tmp_path / "key.txt").write_text("s3cret\n")
@@ -150,7 +151,7 @@ connection.getresponse()
 
 
 @pytest.mark.parametrize("mode", ["stream", "whole"])
-def test_a_killed_client_frees_its_place(server, client, mode):
+def test_a_disconnect_cancels_the_request(server, client, mode):
     ended = server.metric("request_success_total")
     address = server.url.removeprefix("http://")
     victim = subprocess.Popen([sys.executable, "-c", VICTIM, address, mode], stdout=subprocess.PIPE)
@@ -212,6 +213,7 @@ def test_term_lets_running_answers_end(start_server):
         httpx.get(f"{server.url}/health")
 
 
+@pytest.mark.slow
 def test_answers_that_outlast_the_draining_are_ended_properly(start_server):
     server = start_server("--drain", "0")
     body = {"prompt": "x", "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "stream": True, "n": 16}
@@ -226,6 +228,7 @@ def test_answers_that_outlast_the_draining_are_ended_properly(start_server):
     assert code == 0 and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_tells_every_client_and_ends_at_once(start_server):
     server = start_server("--drain", "60")
     body = {"prompt": "x", "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "n": 16}
@@ -258,6 +261,7 @@ def test_a_second_interrupt_tells_every_client_and_ends_at_once(start_server):
     assert code == 130 and "Traceback" not in err and "ERROR" not in err
 
 
+@pytest.mark.slow
 def test_a_taken_port_and_a_damaged_checkpoint_are_one_clear_line(server, checkpoint, tmp_path):
     import shutil
 

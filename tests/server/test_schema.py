@@ -91,6 +91,7 @@ def test_unknown_fields_are_ignored_with_one_warning(site, caplog):
     assert ["'frobnicate', 'wibble'" in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.slow
 def test_absurd_sizes_are_refused_before_they_cost_anything(site, check_error):
     many = 1_000_000
 

@@ -112,6 +112,7 @@ def test_a_mistaken_option_is_named_before_the_plan(trirun, plain_model, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_calibration_text_the_excerpt_is_enough_for_every_preset(plain_model, tmp_path):
     def plan(preset, warnings, **settings):
         return plan_quantize(
@@ -132,6 +133,7 @@ def test_without_calibration_text_the_excerpt_is_enough_for_every_preset(plain_m
         load_calibration(plan("default", [], samples=256))
 
 
+@pytest.mark.slow
 def test_overrides_reach_the_checkpoint(trirun, plain_model, tmp_path):
     overrides = ("--override", "down_proj=g32", "--override", "o_proj=zero", "--override", r"layers\.1\.mlp\.up=keep")
     code, _, _ = trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS, *overrides, "--json")
@@ -145,6 +147,7 @@ def test_overrides_reach_the_checkpoint(trirun, plain_model, tmp_path):
     assert trirun("generate", "-c", tmp_path / "Q", "-p", "The sea", "-n", "4")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_to_the_same_bytes(trirun, quantized, plain_model, tmp_path, monkeypatch):
     command = ("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS)
     run, finished = BlockRun.run, []
@@ -218,6 +221,7 @@ quantize.command(Path(sys.argv[1]), Path(sys.argv[2]), preset="fast", group_size
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_files(trirun, quantized, plain_model, tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, plain_model, tmp_path / "Q"], timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -254,6 +258,7 @@ def test_two_grids_in_one_model_run_on_the_same_engine(trirun, plain_model, tmp_
     assert native[0] == whole[0] == 0 and native[1] == whole[1]
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_from_end_to_end(trirun, plain_model, tmp_path):
     import shutil
 

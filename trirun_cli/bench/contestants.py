@@ -1,4 +1,4 @@
-"""Who takes part in ``trirun bench model``: a checkpoint or a shape, packed, and the same model dense."""
+"""The contestants of ``trirun bench model``: a checkpoint or a shape, packed, and the same model dense."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ def of_shape(
     dense: bool,
     caches: Sequence[str] = ("auto",),
 ) -> list[Contestant]:
-    """A random ternary model of a shape and, if asked for, the same one dense, each with each of these caches.
+    """A random ternary model of a shape and, with ``dense``, the same one dense, each with each of the caches.
+
+    Args:
+        dtype: float16 or bfloat16, of a GPU's activations. group_size: weights per scale, or −1 for a row.
+        positions: most tokens of a sequence. caches: types of keys and values, "auto" and "int8", on a GPU.
 
     Raises:
-        OutOfMemoryError: the GPU does not hold them.
+        OutOfMemoryError: the GPU has not enough memory.
     """
     spec = QuantSpec(group_size, 1.0)
     kind = str(dtype).removeprefix("torch.")
@@ -68,10 +72,15 @@ def of_checkpoint(
     dense: bool,
     caches: Sequence[str] = ("auto",),
 ) -> tuple[list[Contestant], int]:
-    """A packed checkpoint (or a plain model, alone) and, if asked for, the same model dense; and its vocabulary.
+    """A packed checkpoint (or a plain model, alone) and, with ``dense``, the same model dense.
+
+    Args: as of :func:`of_shape`; ``dtype`` and ``act_bits`` as the commands have them.
+
+    Returns:
+        the contestants, and the size of their vocabulary.
 
     Raises:
-        InputError: the native decoder of the device does not run it. UsageError: not that far.
+        InputError: the device's native decoder does not run the model. UsageError: its context is shorter.
     """
     from ..models.llama_config import decoder_shape, longest_context
 

@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from trirun_kernels.f16acc.ops import chunk_length, f16acc_gemm
 
 from ..errors import CheckFailed
-from .plot import require_matplotlib, save_figure
 from .timing import copies, interleaved
 
-# The original's accuracy picture: one row of a product of 14336 columns, normal times 0.1 · normal, σ about 12.
+# The product of the original's accuracy plot, of which one row is shown: normal times 0.1 · normal, σ about 12.
 PICTURE_N, PICTURE_K, PICTURE_ROWS = 4096, 14336, 512
 # gpu_poor on an H200: (splits, largest, RMS error) of that row, its sums of chunks in fp16; and its 10^12 operations
-# per second for 4096³. Its own picture of speed is of an RTX 4090.
+# per second for 4096³. Its own plot of speed is of an RTX 4090.
 ORIGINAL_ERRORS = ((1, 0.350, 0.0522), (8, 0.080, 0.0193), (16, 0.068, 0.0153), (32, 0.093, 0.0145))
 ORIGINAL_TFLOPS = (42.0, 47.0)
-# Error allowed beside that of fp32 sums, both with the rounding of the result: the default's chunks have 2.7 (README).
+# Allowed error over that of fp32 sums, both with the rounding of the result; the default's chunks have 2.7 (README).
 ERROR_RATIO = 3.5
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One size [size, size]² by one contestant: median of rounds in microseconds, 10^12 operations per second."""
+    """A square product of one size by one contestant. ``us``: median of rounds in microseconds; ``spread_us``: the
+    distance between the quartiles."""
 
     size: int
     contestant: str
@@ -36,13 +35,17 @@ class Speed:
 
     @property
     def tflops(self) -> float:
+        """10^12 operations per second."""
         return 2 * self.size**3 / self.us * 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """|y - float64| over one row: 5th percentile (``low``), quartiles, largest, root mean square. ``splits`` is 0
-    for our default and for cuBLAS, ``chunk`` for cuBLAS."""
+    """|y − float64| over one row: 5th percentile (``low``), quartiles, largest, root mean square.
+
+    Attributes:
+        splits: chunks of k; 0 for the default number and for cuBLAS. chunk: columns of k in a chunk; 0 for cuBLAS.
+    """
 
     contestant: str
     splits: int
@@ -67,7 +70,7 @@ def multiply_cublas(a: Tensor, b: Tensor, *, half: bool) -> Tensor:
 
 
 def contestants(device: torch.device) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """Who is measured on a device, ours first."""
+    """The products measured on a device by name, trirun's first: a [m, k], b [n, k] float16 → a · bᵀ [m, n]."""
     if device.type != "cuda":
         return {"trirun": f16acc_gemm, "torch": lambda a, b: torch.mm(a, b.t())}
     return {
@@ -78,14 +81,17 @@ def contestants(device: torch.device) -> dict[str, Callable[[Tensor, Tensor], Te
 
 
 def speeds(sizes: Sequence[int], device: torch.device, seconds: float) -> Iterator[Speed]:
-    """Check each square product against float64, then time everyone in turn, operands from memory.
+    """Check each square product against float64, then time the contestants in turn, with operands outside the caches.
+
+    Args:
+        sizes: m = n = k. seconds: measuring time per contestant and size.
 
     Raises:
-        CheckFailed: our product is wrong; it was not timed.
+        CheckFailed: trirun's product is wrong; it was not timed.
     """
     generator = torch.Generator(device).manual_seed(0)
     for size in sizes:
-        # Pairs of operands enough that the first is in no cache any more when the last has been read.
+        # So many pairs that the first has left the caches when the last has been read.
         count = copies(2 * size * size * torch.float16.itemsize, device)
         pairs = [operands(size, size, size, generator, device) for _ in range(count)]
         check(*pairs[0])
@@ -101,7 +107,11 @@ def operands(m: int, n: int, k: int, generator: torch.Generator, device: torch.d
 
 
 def check(a: Tensor, b: Tensor) -> None:
-    """Raises CheckFailed unless our product of a and b is near float64's on at most 64 rows, and finite everywhere."""
+    """Check trirun's product of a and b: finite everywhere, and near float64's on at most 64 rows.
+
+    Raises:
+        CheckFailed: it is not.
+    """
     y = f16acc_gemm(a, b)
     picked = torch.linspace(0, a.shape[0] - 1, min(64, a.shape[0]), device=a.device).long()
     expected = a[picked].double() @ b.double().t()
@@ -115,8 +125,8 @@ def check(a: Tensor, b: Tensor) -> None:
 
 
 def errors(splits: Sequence[int], device: torch.device) -> Iterator[Error]:
-    """The first row of the original's product for each number of splits, for our default (splits 0), and of cuBLAS."""
-    rows = PICTURE_ROWS if device.type == "cuda" else 1  # a CPU runs the slow twin, row by row the same
+    """Errors in the first row of the original's product: of cuBLAS, the default (splits 0), each number of splits."""
+    rows = PICTURE_ROWS if device.type == "cuda" else 1  # the slow reference on a CPU, row by row the same
     a, b = operands(rows, PICTURE_N, PICTURE_K, torch.Generator(device).manual_seed(0), device)
     expected = a[:1].double() @ b.double().t()
     for name, call in contestants(device).items():
@@ -133,48 +143,3 @@ def _error(name: str, splits: int, chunk: int, row: Tensor, expected: Tensor) ->
     low, quarter, median, three_quarters, largest = distance.quantile(marks).tolist()
     rms = distance.square().mean().sqrt().item()
     return Error(name, splits, chunk, low, quarter, median, three_quarters, largest, rms)
-
-
-def save_plot(path: Path, title: str, measured: Sequence[Speed], found: Sequence[Error]) -> None:
-    """Write a PNG: left, 10^12 operations per second over the size; right, boxes of error over splits."""
-    require_matplotlib()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (speed, boxes) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    for name in dict.fromkeys(s.contestant for s in measured):
-        points = [(s.size, s.tflops) for s in measured if s.contestant == name]
-        speed.plot(*zip(*points, strict=True), "o-", label=name)
-    speed.plot([4096, 4096], ORIGINAL_TFLOPS, "k_-", label="gpu_poor (H200)")
-    speed.set(xlabel="m = n = k", ylabel="10¹² operations per second", title=f"square products, {title}")
-    speed.set_ylim(bottom=0)
-    speed.grid(alpha=0.3)
-    speed.legend(fontsize="small")
-
-    stats = [
-        {"label": _label(e), "whislo": e.low, "q1": e.quarter, "med": e.median, "q3": e.three_quarters,
-         "whishi": e.largest}
-        for e in found
-    ]  # fmt: skip
-    boxes.bxp(stats, showfliers=False)
-    boxes.plot(range(1, len(found) + 1), [e.rms for e in found], "D", color="C0", markersize=4, label="RMS")
-    for splits, largest, rms in ORIGINAL_ERRORS:
-        places = [i + 1 for i, e in enumerate(found) if e.contestant == "trirun" and e.splits == splits]
-        boxes.plot(places, [largest] * len(places), "k_", markersize=12)
-        boxes.plot(places, [rms] * len(places), "kD", markersize=4, fillstyle="none")
-    boxes.plot([], [], "k_", markersize=12, label="gpu_poor, largest")
-    boxes.plot([], [], "kD", markersize=4, fillstyle="none", label="gpu_poor, RMS")
-    boxes.set(yscale="log", ylabel="|error| against float64", xlabel="whiskers: 5th percentile and largest")
-    boxes.set_title(f"one row of [{PICTURE_ROWS}, {PICTURE_K}] · [{PICTURE_K}, {PICTURE_N}]")
-    pyplot.setp(boxes.get_xticklabels(), rotation=30, ha="right", rotation_mode="anchor")
-    boxes.grid(alpha=0.3)
-    boxes.legend(fontsize="small")
-    save_figure(figure, path)
-
-
-def _label(e: Error) -> str:
-    if e.contestant != "trirun":
-        return e.contestant
-    return f"splits = {e.splits}" if e.splits else f"default ({e.chunk})"

@@ -1,4 +1,4 @@
-"""``trirun bench kernels``: each product is checked against float64 first, and only then timed beside its peers."""
+"""``trirun bench kernels``: each product is checked against float64, then timed beside its peers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .peers import Peer, peers_for
 from .shapes import Shape
 from .timing import Call, Timing, copies, interleaved, matrix_peak, read_bandwidth
 
-# Error allowed beside that of torch's 16-bit product on the dense weight, by the type of the sums (fp16: 2.7 times on
-# normal x, and x has outliers here); 8-bit activations round the output only.
+# Allowed error over that of torch's 16-bit product on the dense weight, by the type of the sums (fp16: 2.7 times on
+# normal x, and x has outliers here). With 8-bit activations only the output is rounded: relative errors by its type.
 ERROR_RATIO = {"fp32": 1.5, "fp16": 4.0}
 ERROR_ACT8 = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the figures come from. Measured: ``read_gbps`` in 10^9 bytes/s, ``peak_tflops`` in 10^12 operations/s."""
+    """What was measured on. Measured itself: ``read_gbps`` in 10^9 bytes/s, ``peak_tflops`` in 10^12 operations/s."""
 
     device: str
     name: str
@@ -38,7 +38,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One product. Times in microseconds: medians, with the distance between quartiles of ours as ``spread_us``."""
+    """One product [m, k] · [n, k]ᵀ.
+
+    Attributes:
+        label: of the shape. copies: of the weight, used in turn. relative_error, allowed_error: against float64.
+        us, spread_us: trirun's median time and the distance between its quartiles, in microseconds.
+        weight_bytes: of the packed weight. floor_us: time of reading it and nothing else.
+        peers_us: median times of the peers, by name.
+    """
 
     label: str
     n: int
@@ -59,10 +66,11 @@ class Result:
 
     @property
     def flops(self) -> float:
+        """Operations of the product."""
         return 2.0 * self.n * self.k * self.m
 
     def derived(self, machine: Machine) -> dict[str, float | None]:
-        """Shares of this machine's measured limits, and speed-ups over torch and over the fastest other peer."""
+        """Shares of the machine's measured limits, and speed-ups over torch and over the fastest other peer."""
         dense = [us for name, us in self.peers_us.items() if name.startswith("torch")]
         others = [us for name, us in self.peers_us.items() if not name.startswith("torch")]
         return {
@@ -73,11 +81,12 @@ class Result:
         }
 
     def document(self, machine: Machine) -> dict[str, Any]:
+        """The result for --json, with :meth:`derived`."""
         return {**asdict(self), **self.derived(machine)}
 
 
 def measure_machine(device: torch.device) -> Machine:
-    """The limits that results are compared with, measured now."""
+    """Measure the limits that results are compared with."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return Machine(str(device), name, torch.__version__, read_bandwidth(device) / 1e9, matrix_peak(device) / 1e12)
 
@@ -98,12 +107,12 @@ def run(
     """Check and time every shape with every row count.
 
     Args:
-        group_size: of the weight; a shape whose k is no multiple of it raises.
+        rows: values of m. group_size: weights per scale along k, which it divides, or −1.
         act_bits: 16 or 8. seconds: measuring time per contestant. accumulate: type of the sums, "fp32" or "fp16".
-        progress: told what is being measured.
+        progress: called with what is measured next.
 
     Raises:
-        CheckFailed: a product is wrong; nothing of it was timed.
+        CheckFailed: a product is wrong; it was not timed.
     """
     for shape in shapes:
         spec = QuantSpec(group_size, 1.0)
@@ -180,9 +189,15 @@ def outlier_rows(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def checked_error(x: Tensor, w: PackedWeight, act_bits: int, acc: str = "fp32") -> tuple[float, float]:
-    """Relative error of our product against float64, and the error allowed: 1.5 times that of torch's 16-bit product
-    with 16-bit activations, one rounding of the output with 8-bit ones. Three strips of rows of w are compared, and at
-    most 64 rows of x; every output must be finite."""
+    """The relative error of trirun's product against float64, and the allowed one.
+
+    With 16-bit activations the allowed error is :data:`ERROR_RATIO` times that of torch's 16-bit product, with 8-bit
+    ones that of rounding the output. Three n tiles of w and at most 64 rows of x are compared; an output that is not
+    finite counts as an infinite error.
+
+    Args:
+        x: float [m, k].
+    """
     from trirun_kernels.gemm.ops import int2_gemm
 
     y = int2_gemm(x, w, act_bits=act_bits, acc=acc)
@@ -193,10 +208,10 @@ def checked_error(x: Tensor, w: PackedWeight, act_bits: int, acc: str = "fp32") 
     kind = torch.float16 if x.dtype == torch.float32 else x.dtype
     difference = norm = dense_difference = 0.0
     last = (w.n - 1) // 64
-    for strip in sorted({0, last // 2, last}):
-        first, count = strip * 64, min(64, w.n - strip * 64)
+    for tile in sorted({0, last // 2, last}):
+        first, count = tile * 64, min(64, w.n - tile * 64)
         scales = w.scales[:, first : first + 64].contiguous()
-        part = PackedWeight(w.words[strip : strip + 1], scales, None, count, w.k, w.spec)
+        part = PackedWeight(w.words[tile : tile + 1], scales, None, count, w.k, w.spec)
         dense = dequantize(part, torch.float64)
         expected = exact @ dense.t()
         difference += float((y[picked, first : first + count].double() - expected).square().sum())

@@ -1,4 +1,4 @@
-"""``trirun bench model``: whole decoders, packed beside dense, checked first and timed in turns."""
+"""``trirun bench model``: whole models, packed beside dense, checked first and timed in turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..resources import configs_dir
 if TYPE_CHECKING:
     from trirun_kernels.decoder.weights import DecoderShape
 
-# Of logits after a prompt, packed against dense: both compute in 16 bits, and every layer adds its roundings.
+# Allowed relative difference of logits, packed against dense: both compute in 16 bits, and every layer rounds.
 ALLOWED_ERROR = 0.05
 CHECK_TOKENS = 64
 TURNS = 3  # of each contestant in a cell
@@ -35,7 +35,7 @@ class Speed:
     spread_s: float
 
     def document(self, batch: int, context: int) -> dict[str, float]:
-        """With the rates that follow from the times."""
+        """Times in milliseconds, and the rates that follow from them."""
         return {
             "prefill_tokens_per_s": context / self.prefill_s,
             "time_to_first_token_ms": self.prefill_s * 1e3,
@@ -47,14 +47,14 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """``batch`` sequences of ``context`` tokens each, and how fast each contestant goes on with them."""
+    """``batch`` sequences of ``context`` tokens each, and each contestant's speed on them."""
 
     batch: int
     context: int
     speeds: dict[str, Speed] = field(default_factory=dict)
 
     def document(self) -> dict:
-        """For --json; ``speedup`` is over the second contestant: the first one's, and in their own part that of all."""
+        """The cell for --json, with every contestant's speed-up over the second; the first's are also at the top."""
         out: dict = {"batch": self.batch, "context": self.context}
         out |= {name: speed.document(self.batch, self.context) for name, speed in self.speeds.items()}
         if len(self.speeds) > 1:
@@ -72,7 +72,7 @@ class Contestant(Protocol):
 
     Attributes:
         name: for people and for --json. weight_bytes: of all its weights where it computes.
-        settle_s: how long it runs at each of its turns before it is timed.
+        settle_s: seconds that it runs at each of its turns before it is timed.
     """
 
     name: str
@@ -83,10 +83,10 @@ class Contestant(Protocol):
         """After the last of these tokens, [vocab]."""
 
     def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
-        """Two functions that run, and time in seconds, the prefill of one sequence and a step of the whole batch.
+        """Two functions that run, and return the seconds of, the prefill of one sequence and a step of the whole batch.
 
         Raises:
-            OutOfMemoryError: there is no room.
+            OutOfMemoryError: there is not enough memory.
         """
 
 
@@ -125,7 +125,7 @@ def check(contestants: Sequence[Contestant], vocab: int) -> dict[str, float]:
     tokens = [(17 * i * i + 3 * i + 1) % vocab for i in range(CHECK_TOKENS)]
     found = {contestant.name: contestant.logits(tokens) for contestant in contestants}
     for name, logits in found.items():
-        # A number that is none differs from itself.
+        # Also true of NaN.
         if any(not abs(v) < float("inf") for v in logits):
             raise CheckFailed(f"{name}: logits are not finite; nothing was timed")
     if len(found) < 2:
@@ -153,19 +153,19 @@ def run(
     seconds: float,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Cell]:
-    """Time every cell, the contestants taking turns, since machines are shared and change.
+    """Time every cell, the contestants in turns, since the speed of a machine changes over time.
 
-    A GPU sets its clock by the power it drew over the last tenths of a second. Turns of one run each, tens of
-    milliseconds, would give all contestants the same clock, that of their mean power (measured: a prefill of 2048
-    tokens 45.6 ms packed and 45.1 dense in such turns, 43.7 and 46.8 each by itself), and whoever runs second in turns
-    without a pause would inherit the first one's. Hence each runs for a while before it is timed.
+    A GPU sets its clock by the power of the last tenths of a second. In turns of one run, tens of milliseconds, all
+    contestants would get the clock of their mean power (measured: a prefill of 2048 tokens 45.6 ms packed and 45.1
+    dense in such turns, 43.7 and 46.8 each alone); in longer turns, each would begin with the clock of the one before.
+    Hence each runs for ``settle_s`` before it is timed.
 
     Args:
         seconds: measuring time per contestant and cell, at least three prefills and six steps.
-        progress: told what is being measured.
+        progress: called with what is measured next.
 
     Raises:
-        OutOfMemoryError: a contestant has no room for a cell.
+        OutOfMemoryError: a contestant has not enough memory for a cell.
     """
     for context in contexts:
         for batch in batches:
@@ -209,7 +209,7 @@ def _turn(run: Callable[[], float], settle_s: float, seconds: float, least: int)
 def document(
     contestants: Sequence[Contestant], cells: Sequence[Cell], *, model: str, device: str, errors: dict[str, float]
 ) -> dict:
-    """The whole of --json."""
+    """The document of --json."""
     weights = {contestant.name: contestant.weight_bytes for contestant in contestants}
     ratio = contestants[0].weight_bytes / contestants[1].weight_bytes if len(contestants) > 1 else None
     return {

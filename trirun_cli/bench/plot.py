@@ -1,4 +1,4 @@
-"""The picture of a benchmark: a roofline, and the speed-up over torch for every number of rows."""
+"""Plots of the benchmarks, as PNG files (or SVG, PDF: by the suffix of the name)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,35 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MissingError
+from . import f16acc
 from .kernels import Machine, Result
 from .models import Cell
 
 
 def require_matplotlib() -> None:
-    """Raises MissingError, with what to install, where matplotlib is not there."""
+    """Check that matplotlib is installed.
+
+    Raises:
+        MissingError: it is not; with the command that installs it.
+    """
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
         raise MissingError("--plot needs matplotlib", "pip install 'trirun[plot]'")
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write one of matplotlib's figures, in a folder that is made if need be, and forget it.
+def _pyplot() -> Any:
+    """matplotlib's pyplot, which draws into files only."""
+    require_matplotlib()
+    import matplotlib
 
-    Raises:
-        OSError: it cannot be written.
-    """
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,15 +43,14 @@ def save_figure(figure: Any, path: Path) -> None:
     pyplot.close(figure)
 
 
-def save_plot(path: Path, machine: Machine, results: Sequence[Result]) -> None:
-    """Write a PNG: left, operations per second over operations per byte of weight, under the measured limits; right,
-    speed-up over torch's dense product over m."""
-    require_matplotlib()
-    import matplotlib
+def save_kernels_plot(path: Path, machine: Machine, results: Sequence[Result]) -> None:
+    """Plot results of ``bench kernels``: left the roofline, operations per second over operations per byte of weight
+    under the measured limits; right the speed-up over torch's dense product, over m.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    Raises:
+        OSError: the file cannot be written. MissingError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
     figure, (roof, speed) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     shapes = sorted({(result.n, result.k) for result in results})
     for index, (n, k) in enumerate(shapes):
@@ -67,17 +77,16 @@ def save_plot(path: Path, machine: Machine, results: Sequence[Result]) -> None:
     speed.set(title=f"group size {results[0].group_size}, {results[0].act_bits}-bit activations")
     speed.grid(alpha=0.3)
     roof.grid(alpha=0.3)
-    save_figure(figure, path)
+    _save(figure, path)
 
 
 def save_model_plot(path: Path, model: str, machine: str, cells: Sequence[Cell]) -> None:
-    """Write a PNG: tokens per second over the batch, a line per contestant and context."""
-    require_matplotlib()
-    import matplotlib
+    """Plot results of ``bench model``: tokens per second over the batch, a line per contestant and context.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    Raises:
+        as :func:`save_kernels_plot`.
+    """
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
     for index, context in enumerate(sorted({cell.context for cell in cells})):
         of_context = sorted((cell for cell in cells if cell.context == context), key=lambda cell: cell.batch)
@@ -90,4 +99,51 @@ def save_model_plot(path: Path, model: str, machine: str, cells: Sequence[Cell])
     axes.set(title=f"{model}\n{machine}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    save_figure(figure, path)
+    _save(figure, path)
+
+
+def save_f16acc_plot(path: Path, title: str, measured: Sequence[f16acc.Speed], found: Sequence[f16acc.Error]) -> None:
+    """Plot results of ``bench f16acc``: left, 10^12 operations per second over the size; right, box plots of the errors
+    over splits.
+
+    Raises:
+        as :func:`save_kernels_plot`.
+    """
+    pyplot = _pyplot()
+    figure, (speed, boxes) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    for name in dict.fromkeys(s.contestant for s in measured):
+        points = [(s.size, s.tflops) for s in measured if s.contestant == name]
+        speed.plot(*zip(*points, strict=True), "o-", label=name)
+    speed.plot([4096, 4096], f16acc.ORIGINAL_TFLOPS, "k_-", label="gpu_poor (H200)")
+    speed.set(xlabel="m = n = k", ylabel="10¹² operations per second", title=f"square products, {title}")
+    speed.set_ylim(bottom=0)
+    speed.grid(alpha=0.3)
+    speed.legend(fontsize="small")
+
+    stats = [
+        {"label": _label(e), "whislo": e.low, "q1": e.quarter, "med": e.median, "q3": e.three_quarters,
+         "whishi": e.largest}
+        for e in found
+    ]  # fmt: skip
+    boxes.bxp(stats, showfliers=False)
+    boxes.plot(range(1, len(found) + 1), [e.rms for e in found], "D", color="C0", markersize=4, label="RMS")
+    for splits, largest, rms in f16acc.ORIGINAL_ERRORS:
+        places = [i + 1 for i, e in enumerate(found) if e.contestant == "trirun" and e.splits == splits]
+        boxes.plot(places, [largest] * len(places), "k_", markersize=12)
+        boxes.plot(places, [rms] * len(places), "kD", markersize=4, fillstyle="none")
+    boxes.plot([], [], "k_", markersize=12, label="gpu_poor, largest")
+    boxes.plot([], [], "kD", markersize=4, fillstyle="none", label="gpu_poor, RMS")
+    boxes.set(yscale="log", ylabel="|error| against float64", xlabel="whiskers: 5th percentile and largest")
+    boxes.set_title(
+        f"one row of [{f16acc.PICTURE_ROWS}, {f16acc.PICTURE_K}] · [{f16acc.PICTURE_K}, {f16acc.PICTURE_N}]"
+    )
+    pyplot.setp(boxes.get_xticklabels(), rotation=30, ha="right", rotation_mode="anchor")
+    boxes.grid(alpha=0.3)
+    boxes.legend(fontsize="small")
+    _save(figure, path)
+
+
+def _label(e: f16acc.Error) -> str:
+    if e.contestant != "trirun":
+        return e.contestant
+    return f"splits = {e.splits}" if e.splits else f"default ({e.chunk})"

@@ -1,4 +1,4 @@
-"""A ``trirun serve`` of one's own, in a process beside this one."""
+"""A ``trirun serve`` in a child process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ class ServerProcess:
     """Starts a server on a free port and waits until it takes requests; stops it at the end of the ``with`` block.
 
     Args:
-        checkpoint: what it serves. options: further options of ``trirun serve``.
+        checkpoint: to serve. options: more options of ``trirun serve``.
+
+    Attributes:
+        facts: the server's --json document. url: of the server.
+        memory: its resident memory over time, (seconds since the start, bytes), once a second.
 
     Raises:
-        SystemExit: it did not start and has said why on stderr; with its exit code. TrirunError: it was ended.
+        SystemExit: it did not start and has said why on stderr; with its exit code. TrirunError: it was stopped.
     """
 
     def __init__(self, checkpoint: Path, options: Sequence[str] = ()) -> None:
         command = [sys.executable, "-m", "trirun_cli", "serve", "--checkpoint", str(checkpoint)]
         command += ["--host", "127.0.0.1", "--port", "0", "--json", "--quiet", *options]
-        # A process group of its own: Ctrl-C here must not reach it before it is told to stop.
+        # In a session of its own, so that Ctrl-C reaches only this process, which stops the server.
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         try:
             self.facts: dict[str, Any] = self._wait_until_ready()
@@ -38,7 +42,6 @@ class ServerProcess:
             self._end(5)
             raise
         self.url: str = self.facts["url"]
-        # Resident bytes over time: (seconds since the start, bytes).
         self.memory: list[tuple[float, int]] = []
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -57,7 +60,7 @@ class ServerProcess:
         """The document that the server prints when it takes requests.
 
         Raises:
-            SystemExit, TrirunError: it has ended.
+            SystemExit, TrirunError: it has ended before.
         """
         lines = []
         assert self._process.stdout is not None

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from .. import __version__
 from ..console import Console
 from ..errors import TrirunError, explain
 from ..interrupts import Interrupts
+from ..version import __version__
 from . import bench, chat, doctor, finetune, generate, inspect, pack, quantize, serve, verify, version
 from . import eval as evaluate
 from .shared.options import Command, Group, help_text

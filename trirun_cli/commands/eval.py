@@ -24,8 +24,7 @@ from .shared.options import (
 
 _MACHINE, _LONG, _OUTPUT = "Machine", "Long runs", "Output"
 
-# The options that belong to some tasks only: those of the tasks that need no lm-eval. The others have all but the first
-# two.
+# Options of the tasks that need no lm-eval; lm-eval's tasks have all but --text and --window.
 _OF_TEXTS = {
     "perplexity": {"--text", "--window"},
     "kl": {"--text", "--window"},
@@ -52,7 +51,7 @@ def command(
     ] = "perplexity",
     data_dir: Annotated[
         list[Path] | None,
-        typer.Option(help="Local files of the tasks, instead of a hub's: a folder or a file. Repeatable."),
+        typer.Option(help="Local files of the tasks instead of the hub: a folder or a file. Repeatable."),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 text for perplexity and kl. Default: a held-out excerpt.")
@@ -130,7 +129,7 @@ def command(
             raise UsageError("--tasks kl compares --checkpoint with --model; give both")
     if max_ratio is not None and not {"perplexity", "wikitext2"} & set(wanted):
         raise UsageError("--max-ratio bounds a perplexity; add perplexity or wikitext2 to --tasks")
-    # What no task of --tasks would look at.
+    # Options that no task of --tasks uses.
     chosen = {
         "--text": text,
         "--window": window,
@@ -152,7 +151,10 @@ def command(
     console = Console(as_json=json, quiet=quiet)
 
     from ..eval.report import SCHEMA, Report, write_text
-    from ..eval.session import Settings, run
+    from ..eval.session import run
+    from ..eval.settings import Settings
+    from ..eval.tables import markdown as as_markdown
+    from ..eval.tables import tables
 
     settings = Settings(
         wanted,
@@ -175,13 +177,13 @@ def command(
     roles = [(role, local_model(path, console)) for role, path in named if path is not None]
     report = Report(run(settings, roles, console))
     console.json(SCHEMA, report.document())
-    for table in report.tables():
+    for table in tables(report):
         console.table(table.title, table.columns, table.brief)
         if table.detail:
             console.note(f"{len(table.detail)} more rows in --json and --markdown")
     try:
         if markdown is not None:
-            write_text(markdown, report.markdown())
+            write_text(markdown, as_markdown(report))
     finally:
         if log_samples is not None:
             report.write_samples(log_samples)

@@ -27,19 +27,19 @@ from .shared.options import (
 )
 
 if TYPE_CHECKING:
-    from ..server.service import Model
+    from ..server.model import ServedModel
 
 
 def command(
     checkpoint: Checkpoint,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any free one.")] = 8000,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name in the API; may be given several times. Default: the directory's.")
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
     ctx: Annotated[int | None, typer.Option(help="Tokens of a request, prompt included. Default: the model's.")] = None,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait for a place; more get status 429.")] = 256,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more return status 429.")] = 256,
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file that replaces the tokenizer's chat template.")
     ] = None,
@@ -48,11 +48,11 @@ def command(
         Path | None, typer.Option(help="Read the key from a file, where the process list does not show it.")
     ] = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Web origin that may call; * is any. May be given several times.")
+        list[str] | None, typer.Option(help="Origin that browsers may call from; * is any. May be given several times.")
     ] = None,
-    drain: Annotated[float, typer.Option(help="Seconds that running requests get when the server is stopped.")] = 30,
+    drain: Annotated[float, typer.Option(help="Seconds that running requests get when the server stops.")] = 30,
     stream_interval: Annotated[
-        float, typer.Option(help="Milliseconds that tokens of a stream may be collected for; 0 sends each by itself.")
+        float, typer.Option(help="Milliseconds between chunks of a stream; 0 sends every token at once.")
     ] = 25,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line per request.")] = False,
     threads: Annotated[
@@ -74,11 +74,11 @@ def command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API.
+    """Serve a model over HTTP with OpenAI's API.
 
     /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize; /health, /version and /metrics need no
-    key. SIGTERM or Ctrl-C lets running requests end, then exits with code 0; a second Ctrl-C ends them. --json prints
-    one document when requests are taken.
+    key. SIGTERM or Ctrl-C lets running requests end, then exits with code 0; a second Ctrl-C cancels them. --json
+    prints one document when the server takes requests.
 
     Examples:
 
@@ -125,10 +125,10 @@ def command(
     service = Service(names, max_waiting=max_waiting)
     app = create_app(service, api_key=key, cors_origins=cors_origin or ())
 
-    def load() -> Model:
+    def load() -> ServedModel:
         from ..backends.registry import open_runner
         from ..engine.engine import Engine as RunningEngine
-        from ..server.loading import make_model
+        from ..server.model import ServedModel
 
         runner = open_runner(
             checkpoint,
@@ -144,9 +144,9 @@ def command(
             context=ctx,
             threads=threads,
         )
-        return make_model(checkpoint, RunningEngine(runner, max_waiting=max_waiting), template)
+        return ServedModel.start(checkpoint, RunningEngine(runner, max_waiting=max_waiting), template)
 
-    def ready(model: Model) -> None:
+    def ready(model: ServedModel) -> None:
         running = model.engine
         console.note(f"{names[0]} on {running.description}: {running.slots} at once, {running.context} tokens each")
         console.note(f"serving at {url}/v1; Ctrl-C stops")

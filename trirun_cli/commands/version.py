@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .. import __version__
 from ..console import Console
+from ..version import __version__
 from .shared.options import Json
 
 PACKAGES = ("torch", "transformers", "safetensors", "datasets", "accelerate", "typer", "rich")

@@ -1,4 +1,4 @@
-"""One model of an evaluation: what runs it, what its results depend on, and what has come out so far."""
+"""One evaluated model: what runs it, what its results depend on, and its results so far."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
 from ..backends.device import pick_device
 from ..backends.registry import open_runner
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.reader import QUANT_METHOD, Checkpoint
-from ..console import Console
 from ..engine.scoring import ScoringModel
 from ..errors import InputError
 from ..text.detokenizer import load_tokenizer
+from ..version import __version__
 from .perplexity import Perplexity
 from .request_cache import RequestCache, model_digest
+from .settings import Reporter, Settings
 
 if TYPE_CHECKING:
-    from .session import Settings
     from .tasks.harness import HarnessRun
 
 
 @dataclass(slots=True)
-class Side:
-    """One model's part: "model" or "checkpoint".
+class Candidate:
+    """An evaluated model.
 
     Attributes:
-        facts: what ran it, for the results document. windows: of each text.
-        wall_s, model_s: seconds of each task, and of them in the model.
+        role: "model" for the baseline, "checkpoint" for the candidate compared with it. path: its directory.
+        facts: what runs it, for the results document. runner: the model, None after its last task.
+        cache: of finished requests, with ``--resume``.
+        perplexities, runs: results of the text tasks and of lm-eval's, by task.
+        wall_s, model_s: seconds by task, in all and in the model alone.
     """
 
     role: str
@@ -47,22 +49,22 @@ class Side:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a result depends on besides the tokens asked about, and the versions it was computed with."""
+        """What a result depends on besides its tokens: the model, what runs it, and the libraries' versions."""
         kept = ("sha256", "device", "dtype", "kernel", "act_bits")
         # The native decoder's results are the same for any number of threads.
         engine = re.sub(r", \d+ threads", "", self.facts["engine"])
         return {name: self.facts[name] for name in kept} | {"engine": engine, "versions": library_versions()}
 
 
-def open_side(role: str, path: Path, settings: Settings, console: Console) -> Side:
-    """Open a model and say what runs it.
+def open_candidate(role: str, path: Path, settings: Settings, reporter: Reporter) -> Candidate:
+    """Open a model and report what runs it.
 
     Args:
-        role: "model" or "checkpoint". path: its directory.
+        role: "model" or "checkpoint". path: its directory. reporter: gets a note.
 
     Raises:
-        InputError: it cannot be loaded, has no chat template where one is wanted, or its finished requests are of
-            another model. MissingError: the device is not there.
+        InputError: it cannot be loaded, has no chat template although ``--chat-template`` is given, or its finished
+            requests are of another model. MissingError: there is no such device.
     """
     device = pick_device(settings.device)
     opened = open_runner(
@@ -87,19 +89,19 @@ def open_side(role: str, path: Path, settings: Settings, console: Console) -> Si
         **_quantization(path, device, settings),
         "bos": _bos(tokenizer),
     }
-    side = Side(role, path, facts, runner, tokenizer)
+    candidate = Candidate(role, path, facts, runner, tokenizer)
     if settings.resume:
-        side.cache = RequestCache(settings.resume / f"{role}.jsonl", side.identity)
-        if side.cache.found:
-            console.note(f"{role}: {side.cache.found:,} finished requests in {settings.resume}")
+        candidate.cache = RequestCache(settings.resume / f"{role}.jsonl", candidate.identity)
+        if candidate.cache.found:
+            reporter.note(f"{role}: {candidate.cache.found:,} finished requests in {settings.resume}")
     kernel = f", {facts['kernel']} kernels, {facts['act_bits']}-bit activations" if facts["kernel"] else ""
     slower = f" ({opened.why_slower})" if opened.why_slower else ""
-    console.note(f"{role} {path} on {runner.name}{slower}{kernel}; BOS {facts['bos']}")
-    return side
+    reporter.note(f"{role} {path} on {runner.name}{slower}{kernel}; BOS {facts['bos']}")
+    return candidate
 
 
 def _quantization(path: Path, device: str, settings: Settings) -> dict[str, Any]:
-    """The kernels that run a packed checkpoint, and its activation width."""
+    """The kernels and activation bits of a packed checkpoint; None of any other model."""
     if ModelDir(path).quant_method != QUANT_METHOD:
         return {"kernel": None, "act_bits": None}
     kernel = "CUDA"
@@ -111,7 +113,7 @@ def _quantization(path: Path, device: str, settings: Settings) -> dict[str, Any]
 
 
 def _bos(tokenizer: Any) -> str:
-    """Whether texts begin with BOS, as the tokenizer has it."""
+    """Whether the tokenizer puts BOS before a text, for people."""
     if tokenizer.bos_token_id is None:
         return "none: the tokenizer has no such token"
     ids = tokenizer("a")["input_ids"]
@@ -120,6 +122,6 @@ def _bos(tokenizer: Any) -> str:
 
 
 def library_versions(*more: str) -> dict[str, str]:
-    """Versions of trirun, of what results depend on, and of further packages."""
+    """Versions of trirun, of the libraries that results depend on, and of ``more`` packages, by name."""
     packages = ("torch", "transformers", "tokenizers", *more)
     return {"trirun": __version__} | {package: metadata.version(package) for package in packages}

@@ -1,4 +1,4 @@
-"""Two models on the same questions: differences, their paired standard errors, and where the answers part."""
+"""Two models on the same questions: differences, paired standard errors, and how often the answers agree."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ..errors import InputError
-from . import statistics
+from . import standard_errors
 from .perplexity import Perplexity
-from .tasks.harness import Sample, TaskScore, strata
+from .tasks.scores import Sample, TaskScore, strata
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Checkpoint minus model, in one metric of one task or group.
+    """Candidate minus baseline, in one metric of one task or group.
 
     Attributes:
-        value: the difference; stderr: its standard error, the questions being the same on both sides.
-        questions: how many. same_answers: of them, how many both models answer alike; None where nothing is chosen.
-        largest_margin: among the others, the most that the model preferred its answer to the checkpoint's, in nats. At
-            the size of rounding errors, the answers part only at ties. None where there is nothing to compare.
+        value: the difference. stderr: its paired standard error, as both models get the same questions.
+        questions: how many. same_answers: how many of them both models answer alike; None where no answer is chosen.
+        largest_margin: among the others, by how many nats at most the baseline preferred its own answer to the
+            candidate's. At the size of rounding errors, the answers differ only at ties. None where nothing differs.
     """
 
     task: str
@@ -33,18 +33,18 @@ class Difference:
     largest_margin: float | None
 
 
-def compare(model: Sequence[TaskScore], checkpoint: Sequence[TaskScore]) -> list[Difference]:
-    """Differences in every metric of every task, in the model's order.
+def compare(baseline: Sequence[TaskScore], candidate: Sequence[TaskScore]) -> list[Difference]:
+    """Differences in every metric of every task, in the baseline's order.
 
     Raises:
-        InputError: the two were not asked the same questions, because their tokenizers or chat templates differ.
+        InputError: the models got different prompts, because their tokenizers or chat templates differ.
     """
-    theirs = {score.name: score for score in checkpoint}
-    ours = {score.name: score for score in model}
+    first = {score.name: score for score in baseline}
+    second = {score.name: score for score in candidate}
     found = []
-    for score in model:
-        other = theirs[score.name]
-        pairs = [(ours[name], theirs[name]) for name in score.parts or [score.name]]
+    for score in baseline:
+        other = second[score.name]
+        pairs = [(first[name], second[name]) for name in score.parts or [score.name]]
         questions = [pair for left, right in pairs for pair in _paired(score.name, left.samples, right.samples)]
         same, margin = _agreement(questions)
         for metric, value in score.scores.items():
@@ -54,17 +54,17 @@ def compare(model: Sequence[TaskScore], checkpoint: Sequence[TaskScore]) -> list
     return found
 
 
-def perplexity_ratio(model: Perplexity, checkpoint: Perplexity) -> tuple[float, float | None]:
-    """Checkpoint's perplexity over the model's, and its paired standard error over windows (delta method).
+def perplexity_ratio(baseline: Perplexity, candidate: Perplexity) -> tuple[float, float | None]:
+    """The candidate's perplexity over the baseline's, and its paired standard error over windows (delta method).
 
     Raises:
         InputError: the windows differ, because the tokenizers do.
     """
-    if len(model.losses) != len(checkpoint.losses) or model.window != checkpoint.window:
+    if len(baseline.losses) != len(candidate.losses) or baseline.window != candidate.window:
         raise InputError("model and checkpoint cut the text into different windows; give --window")
-    gaps = [right - left for left, right in zip(model.losses, checkpoint.losses, strict=True)]
+    gaps = [right - left for left, right in zip(baseline.losses, candidate.losses, strict=True)]
     ratio = math.exp(fmean(gaps))
-    stderr = statistics.stderr_of_mean(gaps)
+    stderr = standard_errors.stderr_of_mean(gaps)
     return ratio, None if stderr is None else ratio * stderr
 
 
@@ -75,12 +75,12 @@ def _paired(task: str, left: list[Sample], right: list[Sample]) -> list[tuple[Sa
     return pairs
 
 
-def _paired_stderr(model: list[TaskScore], checkpoint: list[TaskScore], metric: str) -> float | None:
-    left, right = strata(model, metric), strata(checkpoint, metric)
+def _paired_stderr(baseline: list[TaskScore], candidate: list[TaskScore], metric: str) -> float | None:
+    left, right = strata(baseline, metric), strata(candidate, metric)
     if left is None or right is None:
         return None
     gaps = [[b - a for a, b in zip(*both, strict=True)] for both in zip(left, right, strict=True)]
-    return statistics.pooled_stderr(gaps)
+    return standard_errors.pooled_stderr(gaps)
 
 
 def _agreement(pairs: list[tuple[Sample, Sample]]) -> tuple[int | None, float | None]:

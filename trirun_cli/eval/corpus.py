@@ -11,14 +11,18 @@ from ..errors import InputError
 from ..text.detokenizer import read_text_and_bytes
 
 RAW_TEST = "wiki.test.raw"
-# Of the test split as its authors released it.
+# Of the test split as released by its authors.
 RAW_TEST_SHA256 = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text to be cut into windows. ``sha256`` is that of the file's bytes; ``warning``, where given, says what is odd
-    about it."""
+    """A text to be cut into windows.
+
+    Attributes:
+        name: for people. text: whole. sha256: of the file's bytes, None from the hub.
+        warning: why the text may not be the expected one, or None.
+    """
 
     name: str
     text: str
@@ -44,8 +48,8 @@ def wikitext2(directories: Sequence[Path]) -> Corpus:
     makes 341,469 tokens of it (the number in the literature) and 335,688 of the file.
 
     Args:
-        directories: where ``wiki.test.raw`` is looked for, in them and in ``wikitext2``, ``wikitext-2-raw`` below; a
-            file stands for itself. None means the hub.
+        directories: searched for ``wiki.test.raw``, also in ``wikitext2`` and ``wikitext-2-raw`` below; an entry may be
+            the file itself. If empty, the text comes from the hub.
 
     Raises:
         InputError: the file is missing or not UTF-8, or the hub cannot be reached.
@@ -85,7 +89,7 @@ def _hub_rows() -> list[str]:
         with quiet_hub():
             return list(load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")["text"])
     except Exception as error:
-        # Whatever the hub's libraries raise, the user's way out is the same.
+        # The hub's libraries raise many kinds of errors; the fix is the same for all.
         reason = " ".join(str(error).split())
         raise InputError(
             f"wikitext2 cannot be loaded from the hub ({type(error).__name__}: {reason[:200]})",

@@ -1,4 +1,4 @@
-"""How far a checkpoint's predictions are from its original's, token by token."""
+"""Kullback-Leibler divergence of a candidate's predictions from its baseline's, token by token."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..engine.likelihoods import ResultCache
 from ..engine.scoring import ScoringModel
 from ..errors import InputError
 from .perplexity import check_window
-from .request_cache import RequestCache
-from .statistics import stderr_of_mean
+from .standard_errors import stderr_of_mean
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 # Rows of logits compared at a time: 64 of a vocabulary of 128 k are 64 MiB in float64.
@@ -24,14 +24,14 @@ ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Kullback-Leibler divergence of the checkpoint's next-token distributions from the model's, in nats.
+    """Divergence of the candidate's next-token distributions from the baseline's, in nats.
 
     Attributes:
-        mean, stderr: over all tokens; the standard error is over windows, whose tokens belong together.
-        percentiles: of the tokens, by percentage. maximum: of them.
-        same_top, same_top_stderr: share of tokens for which both hold the same next token most likely.
+        mean, stderr: over all tokens; the standard error is over windows, as the tokens of one depend on each other.
+        percentiles: of the tokens' divergences, by percentage. maximum: of these.
+        same_top, same_top_stderr: share of tokens at which both models find the same next token most likely.
         rms_probability: root mean square of the change in the true next token's probability.
-        tokens, windows, window: how many were compared.
+        tokens, windows, window: compared tokens and windows, and the length of a window.
     """
 
     mean: float
@@ -47,29 +47,32 @@ class Divergence:
 
 
 def divergence(
-    model: ScoringModel,
-    checkpoint: ScoringModel,
+    baseline: ScoringModel,
+    candidate: ScoringModel,
     windows: Tensor,
     *,
-    cache: RequestCache | None = None,
+    cache: ResultCache | None = None,
     on_window: Callable[[], None] = lambda: None,
 ) -> Divergence:
     """Compare two models over windows int64 [windows, window], predicting every token but each window's first.
+
+    Args:
+        cache: of finished windows. on_window: called after each.
 
     Raises:
         UsageError: a window does not fit a context. InputError: the vocabularies differ.
     """
     count, window = windows.shape
-    check_window(model, window)
-    check_window(checkpoint, window)
-    if model.vocab_size != checkpoint.vocab_size:
-        raise InputError(f"vocabularies of {model.vocab_size} and {checkpoint.vocab_size} tokens cannot be compared")
+    check_window(baseline, window)
+    check_window(candidate, window)
+    if baseline.vocab_size != candidate.vocab_size:
+        raise InputError(f"vocabularies of {baseline.vocab_size} and {candidate.vocab_size} tokens cannot be compared")
     divergences, same, squares = [], [], []
     for tokens in windows:
         key = tokens.tolist()
         found = cache.get("divergence", key) if cache else None
         if found is None:
-            found = _window(model, checkpoint, tokens)
+            found = _window(baseline, candidate, tokens)
             if cache:
                 cache.put("divergence", key, value=found)
         divergences.append(found[0])
@@ -99,13 +102,13 @@ def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1).clamp_min(0)
 
 
-def _window(model: ScoringModel, checkpoint: ScoringModel, tokens: Tensor) -> tuple[list[float], float, float]:
+def _window(baseline: ScoringModel, candidate: ScoringModel, tokens: Tensor) -> tuple[list[float], float, float]:
     """Divergence at each token, share of equal top tokens, mean squared change of the true token's probability."""
-    sides = []
-    for side in (model, checkpoint):
-        side.reset()
-        sides.append(side.forward(tokens, last_only=False)[:-1])
-    reference, other = sides[0], sides[1].to(sides[0].device)
+    logits = []
+    for model in (baseline, candidate):
+        model.reset()
+        logits.append(model.forward(tokens, last_only=False)[:-1])
+    reference, other = logits[0], logits[1].to(logits[0].device)
     truth = tokens[1:].to(reference.device).unsqueeze(1)
     values, same, squares = [], 0, 0.0
     for start in range(0, len(reference), ROWS):

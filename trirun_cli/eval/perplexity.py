@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -10,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..engine.likelihoods import ResultCache
 from ..engine.scoring import ScoringModel
 from ..errors import InputError, UsageError
+from .standard_errors import stderr_of_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,11 @@ def cut_windows(ids: list[int], window: int, limit: int | None = None) -> Tensor
 
 
 def check_window(model: ScoringModel, window: int) -> None:
-    """Raises UsageError when a window is longer than the model's context or has fewer than two tokens."""
+    """Check a window's length against a model.
+
+    Raises:
+        UsageError: it is longer than the model's context or has fewer than two tokens.
+    """
     if window < 2:
         raise UsageError(f"a window of {window} tokens has none to predict; at least 2")
     if window > model.max_positions:
@@ -69,17 +76,25 @@ def window_loss(model: ScoringModel, tokens: Tensor) -> float:
 
 
 def perplexity_of(losses: Iterable[float], window: int) -> Perplexity:
-    """The perplexity that the losses of windows of equal length make up (Frantar et al. 2023, "GPTQ", §4)."""
+    """The perplexity of windows of equal length from the loss of each (Frantar et al. 2023, "GPTQ", §4)."""
     losses = tuple(losses)
     count = len(losses)
     nll = sum(losses) / count
-    spread = math.sqrt(sum((loss - nll) ** 2 for loss in losses) / (count - 1) / count) if count > 1 else None
     value = math.exp(nll) if nll < 709 else math.inf
-    return Perplexity(value, nll, spread, count, window, count * (window - 1), losses)
+    return Perplexity(value, nll, stderr_of_mean(losses), count, window, count * (window - 1), losses)
 
 
-def perplexity(model: ScoringModel, windows: Tensor, on_window: Callable[[], None] = lambda: None) -> Perplexity:
+def perplexity(
+    model: ScoringModel,
+    windows: Tensor,
+    *,
+    cache: ResultCache | None = None,
+    on_window: Callable[[float], None] = lambda model_s: None,
+) -> Perplexity:
     """Perplexity of a model over windows int64 [windows, window].
+
+    Args:
+        cache: of finished windows. on_window: called after each window with its seconds in the model.
 
     Raises:
         UsageError: a window is longer than the model's context or has fewer than two tokens.
@@ -87,6 +102,14 @@ def perplexity(model: ScoringModel, windows: Tensor, on_window: Callable[[], Non
     check_window(model, windows.shape[1])
     losses = []
     for tokens in windows:
-        losses.append(window_loss(model, tokens))
-        on_window()
+        key, model_s = tokens.tolist(), 0.0
+        loss = cache.get("window", key) if cache else None
+        if loss is None:
+            started = time.perf_counter()
+            loss = window_loss(model, tokens)
+            model_s = time.perf_counter() - started
+            if cache:
+                cache.put("window", key, value=loss)
+        losses.append(loss)
+        on_window(model_s)
     return perplexity_of(losses, windows.shape[1])

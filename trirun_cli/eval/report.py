@@ -1,60 +1,55 @@
-"""The results document, and the same results as tables, as markdown and question by question."""
+"""The results of an evaluation as a JSON document, and question by question."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from .candidate import Candidate
 from .comparison import Difference, compare, perplexity_ratio
-from .session import Evaluation, Side
-from .tasks.harness import TaskScore, seeds
+from .session import Evaluation
+from .tasks.harness import seeds
+from .tasks.scores import TaskScore
 
 SCHEMA = "eval/2"
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A titled table of text cells; the first column names the row. ``detail`` rows are left out on a terminal."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    detail: frozenset[int] = frozenset()
-
-    @property
-    def brief(self) -> list[Sequence[str]]:
-        """The rows without the details."""
-        return [row for number, row in enumerate(self.rows) if number not in self.detail]
-
-
 class Report:
-    """Everything that is shown of an evaluation.
+    """An evaluation, with the comparison of its two models.
+
+    Args:
+        evaluation: of one or two models.
+
+    Attributes:
+        baseline, candidate: the models of ``--model`` and ``--checkpoint``, or None.
+        differences: candidate minus baseline, in lm-eval's tasks.
+        ratios: of perplexities, candidate over baseline, with standard errors, by task.
 
     Raises:
-        InputError: the models were not asked the same questions.
+        InputError: the two models got different questions.
     """
 
     def __init__(self, evaluation: Evaluation) -> None:
         self.evaluation = evaluation
-        self.model, self.checkpoint = evaluation.side("model"), evaluation.side("checkpoint")
+        self.baseline, self.candidate = evaluation.candidate("model"), evaluation.candidate("checkpoint")
         self.differences: list[Difference] = []
         self.ratios: dict[str, tuple[float, float | None]] = {}
-        if self.model and self.checkpoint:
-            for name, found in self.model.perplexities.items():
-                self.ratios[name] = perplexity_ratio(found, self.checkpoint.perplexities[name])
-            for name, run in self.model.runs.items():
-                self.differences += compare(run.scores, self.checkpoint.runs[name].scores)
+        if self.baseline and self.candidate:
+            for name, found in self.baseline.perplexities.items():
+                self.ratios[name] = perplexity_ratio(found, self.candidate.perplexities[name])
+            for name, run in self.baseline.runs.items():
+                self.differences += compare(run.scores, self.candidate.runs[name].scores)
 
     def document(self) -> dict[str, Any]:
         """The JSON document, of schema ``trirun.eval/2``.
 
-        ``results`` has one object for each model and task, with each metric under its name and its standard error under
-        ``<metric>_stderr``; ``differences`` has one for each task and metric when there are two models.
+        ``results`` has an object for each model and task, with each metric under its name and its standard error under
+        ``<metric>_stderr``; ``differences`` has one for each task and metric where there are two models.
         """
         settings = asdict(self.evaluation.settings)
         python, other = seeds(self.evaluation.settings.seed)
@@ -62,20 +57,20 @@ class Report:
             "versions": self.evaluation.versions,
             "settings": {name: _plain(value) for name, value in settings.items()},
             "seeds": {"python": python, "numpy": other, "torch": other, "fewshot": other},
-            "models": {side.role: side.facts | {"time": _times(side)} for side in self.evaluation.sides},
+            "models": {each.role: each.facts | {"time": _times(each)} for each in self.evaluation.candidates},
             "data": {
                 **{name: {"name": c.name, "sha256": c.sha256} for name, c in self.evaluation.corpora.items()},
                 **{name: {"prompts": t.prompts, "files": t.data()} for name, t in self.evaluation.tasks.items()},
             },
-            "results": [entry for side in self.evaluation.sides for entry in self._results(side)],
+            "results": [entry for each in self.evaluation.candidates for entry in self._results(each)],
             "differences": [asdict(difference) for difference in self.differences],
             "wall_s": round(self.evaluation.wall_s, 3),
         }
 
-    def _results(self, side: Side) -> Iterable[dict[str, Any]]:
-        common = {"role": side.role, "path": str(side.path), "engine": side.facts["engine"]}
-        for name, found in side.perplexities.items():
-            ratio, ratio_stderr = self.ratios.get(name, (None, None)) if side.role == "checkpoint" else (None, None)
+    def _results(self, each: Candidate) -> Iterable[dict[str, Any]]:
+        common = {"role": each.role, "path": str(each.path), "engine": each.facts["engine"]}
+        for name, found in each.perplexities.items():
+            ratio, ratio_stderr = self.ratios.get(name, (None, None)) if each.role == "checkpoint" else (None, None)
             yield common | {
                 "task": name,
                 "metrics": ["perplexity", "nll"],
@@ -89,10 +84,10 @@ class Report:
                 "ratio": ratio,
                 "ratio_stderr": ratio_stderr,
             }
-        for run in side.runs.values():
+        for run in each.runs.values():
             for score in run.scores:
                 yield common | _entry(score)
-        if side.role == "checkpoint" and (kl := self.evaluation.divergence):
+        if each.role == "checkpoint" and (kl := self.evaluation.divergence):
             yield common | {
                 "task": "kl",
                 "metrics": ["kl", "same_top", "rms_probability"],
@@ -108,110 +103,24 @@ class Report:
                 "tokens": kl.tokens,
             }
 
-    def tables(self) -> list[Table]:
-        """One table for each text, one for lm-eval's tasks, one for the divergence, as far as they were run."""
-        found = [self._perplexity_table(name) for name in self.evaluation.sides[0].perplexities]
-        if self.evaluation.tasks:
-            found.append(self._paired_table() if self.model and self.checkpoint else self._task_table())
-        if self.evaluation.divergence:
-            found.append(self._divergence_table())
-        return found
-
-    def _perplexity_table(self, name: str) -> Table:
-        rows = []
-        for side in self.evaluation.sides:
-            found = side.perplexities[name]
-            ratio = ""
-            if name in self.ratios:
-                ratio = _with_error(*self.ratios[name]) if side.role == "checkpoint" else "1"
-            error = "–" if found.value_stderr is None else f"{found.value_stderr:.3f}"
-            rows.append((str(side.path), f"{found.value:.3f}", error, ratio, str(found.tokens)))
-        window = self.evaluation.sides[0].perplexities[name].window
-        title = f"{name} of {self.evaluation.corpora[name].name}, windows of {window} tokens"
-        return Table(title, ("model", "perplexity", "± (1 s.e.)", "ratio", "tokens"), rows)
-
-    def _task_table(self) -> Table:
-        rows: list[Sequence[str]] = []
-        detail: set[int] = set()
-        for score, part in _scores(self.evaluation.sides[0]):
-            for metric, value in score.scores.items():
-                if part:
-                    detail.add(len(rows))
-                error = _number(score.stderrs[metric])
-                rows.append((score.name, _shots(score), metric, _number(value), error, f"{score.questions:,}"))
-        columns = ("task", "n-shot", "metric", "value", "± (1 s.e.)", "questions")
-        return Table(str(self.evaluation.sides[0].path), columns, rows, frozenset(detail))
-
-    def _paired_table(self) -> Table:
-        assert self.model and self.checkpoint
-        differences = {(found.task, found.metric): found for found in self.differences}
-        others = {score.name: score for score, _ in _scores(self.checkpoint)}
-        rows: list[Sequence[str]] = []
-        detail: set[int] = set()
-        for score, part in _scores(self.model):
-            other = others[score.name]
-            for metric, value in score.scores.items():
-                if part:
-                    detail.add(len(rows))
-                found = differences[score.name, metric]
-                same = "" if found.same_answers is None else f"{found.same_answers:,} / {found.questions:,}"
-                rows.append(
-                    (
-                        score.name,
-                        _shots(score),
-                        metric,
-                        _with_error(value, score.stderrs[metric]),
-                        _with_error(other.scores[metric], other.stderrs[metric]),
-                        _with_error(found.value, found.stderr, sign=True),
-                        same,
-                    )
-                )
-        columns = ("task", "n-shot", "metric", "model", "checkpoint", "difference (paired s.e.)", "same answers")
-        return Table(f"{self.model.path} and {self.checkpoint.path}", columns, rows, frozenset(detail))
-
-    def _divergence_table(self) -> Table:
-        kl = self.evaluation.divergence
-        assert kl is not None
-        rows = [
-            ("KL divergence, mean", f"{kl.mean:.3g}" + ("" if kl.stderr is None else f" ± {kl.stderr:.2g}")),
-            *((f"  {level:g} % of tokens below", f"{value:.3g}") for level, value in kl.percentiles.items()),
-            ("  maximum", f"{kl.maximum:.3g}"),
-            ("same top token", _with_error(kl.same_top, kl.same_top_stderr)),
-            ("RMS change of the true token's probability", f"{kl.rms_probability:.3g}"),
-            ("tokens", f"{kl.tokens:,}"),
-        ]
-        return Table(f"checkpoint against model, {self.evaluation.corpora['kl'].name}, nats", ("", "value"), rows)
-
-    def markdown(self) -> str:
-        """Every table, and what produced it, as GitHub's markdown."""
-        lines = []
-        for table in self.tables():
-            lines += [f"### {table.title}", "", _row(table.columns), _row(["---", *["--:"] * (len(table.columns) - 1)])]
-            lines += [*map(_row, table.rows), ""]
-        for side in self.evaluation.sides:
-            kernel = f", {side.facts['kernel']} kernels" if side.facts["kernel"] else ""
-            lines.append(f"- {side.role}: `{side.path}` on {side.facts['engine']}{kernel}; BOS {side.facts['bos']}")
-        versions = ", ".join(f"{name} {version}" for name, version in self.evaluation.versions.items())
-        return "\n".join([*lines, f"- {versions}", ""])
-
     def write_samples(self, folder: Path) -> None:
-        """One JSON-lines file for each model and task, ROLE/TASK.jsonl, with a line for each question or window.
+        """Write a JSON-lines file for each model and task, ROLE/TASK.jsonl, with a line for each question or window.
 
         Raises:
             InputError: the files cannot be written.
         """
-        for side in self.evaluation.sides:
-            for name, found in side.perplexities.items():
+        for each in self.evaluation.candidates:
+            for name, found in each.perplexities.items():
                 entries = [{"window": number, "nll": loss} for number, loss in enumerate(found.losses)]
-                _write_lines(folder / side.role / f"{name}.jsonl", entries)
-            for run in side.runs.values():
+                _write_lines(folder / each.role / f"{name}.jsonl", entries)
+            for run in each.runs.values():
                 for score in run.scores:
                     if not score.parts:
-                        _write_lines(folder / side.role / f"{score.name}.jsonl", map(asdict, score.samples))
+                        _write_lines(folder / each.role / f"{score.name}.jsonl", map(asdict, score.samples))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; a device or a pipe takes what it can and stays what it is.
+    """Write a text file whole or not at all; devices and pipes are written directly.
 
     Raises:
         InputError: it cannot be written.
@@ -251,17 +160,10 @@ def _entry(score: TaskScore) -> dict[str, Any]:
     return entry
 
 
-def _scores(side: Side) -> Iterable[tuple[TaskScore, bool]]:
-    """Every score, with whether it is a mere part of a group."""
-    for run in side.runs.values():
-        parts = {name for score in run.scores for name in score.parts}
-        for score in run.scores:
-            yield score, score.name in parts
-
-
-def _times(side: Side) -> dict[str, dict[str, float]]:
+def _times(candidate: Candidate) -> dict[str, dict[str, float]]:
     return {
-        name: {"wall_s": round(wall, 3), "model_s": round(side.model_s[name], 3)} for name, wall in side.wall_s.items()
+        task: {"wall_s": round(wall, 3), "model_s": round(candidate.model_s[task], 3)}
+        for task, wall in candidate.wall_s.items()
     }
 
 
@@ -269,19 +171,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _shots(score: TaskScore) -> str:
-    return "" if score.num_fewshot is None else str(score.num_fewshot)
-
-
-def _number(value: float | None, sign: bool = False) -> str:
-    return "–" if value is None else f"{value:{'+' if sign else ''}.4f}"
-
-
-def _with_error(value: float, stderr: float | None, *, sign: bool = False) -> str:
-    return _number(value, sign) + ("" if stderr is None else f" ± {stderr:.4f}")
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,4 +1,4 @@
-"""What a run has computed so far, on disk, so that an interrupted run continues where it stopped."""
+"""Finished requests on disk, so that an interrupted evaluation continues where it stopped."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..checkpoint.model_dir import ModelDir
 from ..errors import InputError
 
 SCHEMA = "trirun.eval.requests/1"
-# Seconds between writes: what a crash can lose.
+# Seconds between writes: the work that a crash can lose.
 FLUSH_S = 5.0
 
 
 class RequestCache:
     """Results of requests in a JSON-lines file, each under a digest of the tokens it asks about.
 
-    The first line says what the results depend on besides the tokens: the model's files, what runs it, the versions.
-    A file with another first line is refused, never reused and never overwritten. Tasks and their settings need not be
-    part of it: they show in the tokens.
+    The first line holds what the results depend on besides the tokens: the model's files, what runs it, the versions.
+    A file with another first line is refused, never reused or overwritten. Tasks and their settings need not be in it:
+    they change the tokens.
 
     Args:
-        path: the file; its folder is made when missing.
+        path: the file; its folder is made if missing.
         identity: what the results depend on, JSON values.
 
     Raises:
-        InputError: the file belongs to another model or setting, is damaged, or another run is using it.
+        InputError: the file is of another model or setting, is damaged, or is in use by another run.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class RequestCache:
         self.found = len(self._results)
 
     def get(self, kind: str, *tokens: Sequence[int]) -> Any:
-        """The result kept for a request of this kind about these tokens, or None."""
+        """The result of a request of this kind about these tokens, or None."""
         return self._results.get(_digest(kind, tokens))
 
     def put(self, kind: str, *tokens: Sequence[int], value: Any) -> None:
@@ -60,16 +60,17 @@ class RequestCache:
             self.flush()
 
     def flush(self) -> None:
-        """Hand what is kept to the operating system."""
+        """Write everything to the file."""
         self._file.flush()
         self._written = time.monotonic()
 
     def close(self) -> None:
+        """Close the file; another run may then use it."""
         self._file.close()
 
     def _read(self, path: Path, identity: dict[str, Any]) -> None:
         content = self._file.read()
-        # A line that a killed run left half-written is no result; what follows it would be glued to it.
+        # Drop a line that a killed run left half-written; the next one would be appended to it.
         whole = content[: content.rfind("\n") + 1]
         if len(whole) < len(content):
             self._file.truncate(len(whole.encode()))
@@ -109,7 +110,7 @@ def _digest(kind: str, parts: Sequence[Sequence[int]]) -> str:
 
 
 def model_digest(path: Path) -> str:
-    """SHA-256 over the names and contents of the files that decide what a model computes."""
+    """SHA-256 of the names and contents of the files that determine what a model directory computes."""
     state = hashlib.sha256()
     names = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
     others = [path / name for name in names if (path / name).is_file()]

@@ -1,4 +1,4 @@
-"""One evaluation: the models, the texts and the tasks of a command line, run one after another."""
+"""One evaluation: every task on every model, one after another."""
 
 from __future__ import annotations
 
@@ -11,78 +11,56 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.model_dir import ModelDir
-from ..console import Console
 from ..engine.generation import stop_ids
 from ..errors import InputError, UsageError
-from .candidate import Side, library_versions, open_side
+from .candidate import Candidate, library_versions, open_candidate
 from .corpus import Corpus, text_corpus, wikitext2
 from .divergence import Divergence, divergence
-from .perplexity import check_window, cut_windows, perplexity_of, window_loss
+from .perplexity import check_window, cut_windows, perplexity
 from .request_cache import RequestCache
+from .settings import TEXT_TASKS, Reporter, Settings
 
 if TYPE_CHECKING:
     from .tasks.resolve import HarnessTask
 
-# Tasks that need no lm-eval.
-TEXT_TASKS = ("perplexity", "wikitext2")
-BUILT_IN = (*TEXT_TASKS, "kl")
 # The window of the GPTQ paper, where the model's context is no shorter.
 WINDOW = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What was asked for; see the options of ``trirun eval``."""
-
-    tasks: tuple[str, ...]
-    text: Path | None = None
-    window: int | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    data_dirs: tuple[Path, ...] = ()
-    chat_template: bool = False
-    seed: int | None = None
-    batch_size: int | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    act_bits: int | None = None
-    kv_cache_dtype: str = "auto"
-    as_served: bool = False
-    resume: Path | None = None
-
-    @property
-    def harness_tasks(self) -> list[str]:
-        """Those that lm-eval runs."""
-        return [task for task in self.tasks if task not in BUILT_IN]
-
-
 @dataclass(slots=True)
 class Evaluation:
-    """What came out: by side, and between the sides. ``wall_s`` is of everything."""
+    """The results of an evaluation.
+
+    Attributes:
+        settings: what was asked. candidates: the models with their results, the baseline first.
+        corpora: the texts by task. tasks: lm-eval's, by name. versions: of the libraries, by name.
+        divergence: of the candidate from the baseline, with the task ``kl``. wall_s: seconds in all.
+    """
 
     settings: Settings
-    sides: list[Side]
+    candidates: list[Candidate]
     corpora: dict[str, Corpus]
     tasks: dict[str, HarnessTask]
     versions: dict[str, str]
     divergence: Divergence | None = None
     wall_s: float = 0.0
 
-    def side(self, role: str) -> Side | None:
-        """The side of that role, if it took part."""
-        return next((side for side in self.sides if side.role == role), None)
+    def candidate(self, role: str) -> Candidate | None:
+        """The model of that role, "model" or "checkpoint", or None."""
+        return next((candidate for candidate in self.candidates if candidate.role == role), None)
 
 
-def run(settings: Settings, roles: Sequence[tuple[str, Path]], console: Console) -> Evaluation:
+def run(settings: Settings, roles: Sequence[tuple[str, Path]], reporter: Reporter) -> Evaluation:
     """Run every task on every model.
 
     Args:
         settings: what to run. roles: ("model" or "checkpoint", directory), in this order.
-        console: shows notes and progress.
+        reporter: gets notes, warnings and progress.
 
     Raises:
-        UsageError, InputError, MissingError: a task, its data, a model or lm-eval is not as it must be. Everything that
-            can be checked before the first forward pass is.
+        UsageError: no such task, or options that it does not take. InputError: a model, a text or a task's data is
+            missing or damaged. MissingError: lm-eval or the device is missing. What can be checked before the first
+            forward pass is checked before it.
     """
     started = time.perf_counter()
     for _, path in roles:
@@ -93,27 +71,27 @@ def run(settings: Settings, roles: Sequence[tuple[str, Path]], console: Console)
         corpora["kl"] = corpora.get("perplexity") or _text(settings)
     for corpus in dict.fromkeys(corpora.values()):
         if corpus.warning:
-            console.warn(corpus.warning)
-    tasks = _load_tasks(settings, console) if settings.harness_tasks else {}
+            reporter.warn(corpus.warning)
+    tasks = _load_tasks(settings, reporter) if settings.harness_tasks else {}
     result = Evaluation(settings, [], corpora, tasks, library_versions(*(["lm_eval", "datasets"] if tasks else [])))
     try:
         for role, path in roles:
-            side = open_side(role, path, settings, console)
-            result.sides.append(side)
+            candidate = open_candidate(role, path, settings, reporter)
+            result.candidates.append(candidate)
             for name in names:
-                _run_text(side, name, corpora[name], settings, console)
+                _run_text(candidate, name, corpora[name], settings, reporter)
             for task in tasks.values():
-                _run_harness(side, task, settings, console)
+                _run_harness(candidate, task, settings, reporter)
             if "kl" not in settings.tasks:
-                # Two models at once only where both are needed at once.
-                side.runner = None
+                # Only kl needs both models in memory at once.
+                candidate.runner = None
         if "kl" in settings.tasks:
-            result.divergence = _run_divergence(result, settings, console)
+            result.divergence = _run_divergence(result, settings, reporter)
     finally:
-        for side in result.sides:
-            side.runner = None
-            if side.cache:
-                side.cache.close()
+        for candidate in result.candidates:
+            candidate.runner = None
+            if candidate.cache:
+                candidate.cache.close()
     result.wall_s = time.perf_counter() - started
     return result
 
@@ -122,7 +100,7 @@ def _text(settings: Settings) -> Corpus:
     return text_corpus(settings.text)
 
 
-def _load_tasks(settings: Settings, console: Console) -> dict[str, HarnessTask]:
+def _load_tasks(settings: Settings, reporter: Reporter) -> dict[str, HarnessTask]:
     from .tasks.resolve import Loader, needs_lm_eval
 
     with needs_lm_eval(settings.harness_tasks):
@@ -140,92 +118,87 @@ def _load_tasks(settings: Settings, console: Console) -> dict[str, HarnessTask]:
                 raise UsageError(f"--tasks: {leaf} is part of both {owners[leaf]} and {task.name}; name it once")
             owners[leaf] = task.name
     for warning in loader.warnings:
-        console.warn(warning)
+        reporter.warn(warning)
     return tasks
 
 
-def _run_text(side: Side, name: str, corpus: Corpus, settings: Settings, console: Console) -> None:
-    assert side.runner is not None
-    started = time.perf_counter()
-    windows = _windows(side, corpus, settings)
-    losses, spent = [], 0.0
-    with console.progress(f"{side.role} {name}", len(windows)) as bar:
-        for tokens in windows:
-            key = tokens.tolist()
-            loss = side.cache.get("window", key) if side.cache else None
-            if loss is None:
-                before = time.perf_counter()
-                loss = window_loss(side.runner, tokens)
-                spent += time.perf_counter() - before
-                if side.cache:
-                    side.cache.put("window", key, value=loss)
-            losses.append(loss)
+def _run_text(candidate: Candidate, name: str, corpus: Corpus, settings: Settings, reporter: Reporter) -> None:
+    assert candidate.runner is not None
+    started, spent = time.perf_counter(), 0.0
+    windows = _windows(candidate, corpus, settings)
+    with reporter.progress(f"{candidate.role} {name}", len(windows)) as bar:
+
+        def on_window(model_s: float) -> None:
+            nonlocal spent
+            spent += model_s
             bar.advance()
-    side.perplexities[name] = perplexity_of(losses, windows.shape[1])
-    side.wall_s[name], side.model_s[name] = time.perf_counter() - started, spent
+
+        found = perplexity(candidate.runner, windows, cache=candidate.cache, on_window=on_window)
+    candidate.perplexities[name] = found
+    candidate.wall_s[name], candidate.model_s[name] = time.perf_counter() - started, spent
 
 
-def _run_harness(side: Side, task: HarnessTask, settings: Settings, console: Console) -> None:
+def _run_harness(candidate: Candidate, task: HarnessTask, settings: Settings, reporter: Reporter) -> None:
     from ..integrations.lm_eval import TrirunLM
     from .tasks.harness import run_task, seeds
 
-    assert side.runner is not None
+    assert candidate.runner is not None
     terminal = sys.stderr
 
     @contextmanager
     def watch(what: str, count: int) -> Iterator[Callable[[float], None]]:
-        with redirect_stderr(terminal), console.progress(f"{side.role} {task.name}: {what}", count) as bar:
+        with redirect_stderr(terminal), reporter.progress(f"{candidate.role} {task.name}: {what}", count) as bar:
             yield lambda share: bar.advance(share * count)
 
     lm = TrirunLM(
-        side.runner,
-        side.tokenizer,
-        device=side.facts["device"],
+        candidate.runner,
+        candidate.tokenizer,
+        device=candidate.facts["device"],
         batch_size=settings.batch_size,
-        stop_ids=stop_ids(ModelDir(side.path)),
+        stop_ids=stop_ids(ModelDir(candidate.path)),
         seed=seeds(settings.seed)[1],
-        cache=side.cache,
+        cache=candidate.cache,
         watch=watch,
     )
     if task.prompts != "lm-eval":
-        console.note(f"{task.name}: prompts {task.prompts}, not lm-eval's")
+        reporter.note(f"{task.name}: prompts {task.prompts}, not lm-eval's")
     found = run_task(lm, task, limit=settings.limit, chat_template=settings.chat_template, seed=settings.seed)
-    side.runs[task.name] = found
-    side.wall_s[task.name], side.model_s[task.name] = found.wall_s, found.model_s
-    console.note(
-        f"{side.role} {task.name}: {found.wall_s:.1f} s, {found.model_s / found.wall_s:.0%} of it in the model"
+    candidate.runs[task.name] = found
+    candidate.wall_s[task.name], candidate.model_s[task.name] = found.wall_s, found.model_s
+    reporter.note(
+        f"{candidate.role} {task.name}: {found.wall_s:.1f} s, {found.model_s / found.wall_s:.0%} of it in the model"
         + (f" ({found.plan})" if found.plan else " (every request was finished before)")
     )
     for warning in found.warnings:
-        console.warn(f"lm-eval: {warning}")
+        reporter.warn(f"lm-eval: {warning}")
     if found.truncated:
-        context = side.runner.max_positions
-        console.warn(f"{task.name}: {found.truncated:,} prompts lost their beginning to a context of {context} tokens")
+        context = candidate.runner.max_positions
+        reporter.warn(f"{task.name}: {found.truncated:,} prompts lost their beginning to a context of {context} tokens")
 
 
-def _run_divergence(result: Evaluation, settings: Settings, console: Console) -> Divergence:
-    model, checkpoint = result.side("model"), result.side("checkpoint")
-    assert model and checkpoint and model.runner and checkpoint.runner
+def _run_divergence(result: Evaluation, settings: Settings, reporter: Reporter) -> Divergence:
+    baseline, candidate = result.candidate("model"), result.candidate("checkpoint")
+    assert baseline and candidate and baseline.runner and candidate.runner
     started, corpus = time.perf_counter(), result.corpora["kl"]
-    windows = _windows(model, corpus, settings)
-    if _windows(checkpoint, corpus, settings).tolist() != windows.tolist():
+    windows = _windows(baseline, corpus, settings)
+    if _windows(candidate, corpus, settings).tolist() != windows.tolist():
         raise InputError("kl: model and checkpoint tokenize the text differently, so their predictions do not compare")
     cache = None
     if settings.resume:
-        identity = {"model": model.identity, "checkpoint": checkpoint.identity}
+        identity = {"model": baseline.identity, "checkpoint": candidate.identity}
         cache = RequestCache(settings.resume / "kl.jsonl", identity)
     try:
-        with console.progress("kl", len(windows)) as bar:
-            found = divergence(model.runner, checkpoint.runner, windows, cache=cache, on_window=bar.advance)
+        with reporter.progress("kl", len(windows)) as bar:
+            found = divergence(baseline.runner, candidate.runner, windows, cache=cache, on_window=bar.advance)
     finally:
         if cache:
             cache.close()
-    checkpoint.wall_s["kl"] = checkpoint.model_s["kl"] = time.perf_counter() - started
+    candidate.wall_s["kl"] = candidate.model_s["kl"] = time.perf_counter() - started
     return found
 
 
-def _windows(side: Side, corpus: Corpus, settings: Settings) -> Any:
-    assert side.runner is not None
-    length = settings.window or min(WINDOW, side.runner.max_positions)
-    check_window(side.runner, length)
-    return cut_windows(side.tokenizer(corpus.text, verbose=False)["input_ids"], length, settings.limit)
+def _windows(candidate: Candidate, corpus: Corpus, settings: Settings) -> Any:
+    assert candidate.runner is not None
+    length = settings.window or min(WINDOW, candidate.runner.max_positions)
+    check_window(candidate.runner, length)
+    return cut_windows(candidate.tokenizer(corpus.text, verbose=False)["input_ids"], length, settings.limit)

@@ -21,34 +21,37 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from ..backends.device import pick_device
 from ..backends.registry import open_runner
 from ..engine.engine import Engine
+from ..engine.likelihoods import Likelihood, ResultCache, Scorer
 from ..engine.request import Request
 from ..engine.sampling import SamplingParams
 from ..engine.scoring import ScoringModel
 from ..errors import InputError
-from ..eval.request_cache import RequestCache
-from ..eval.scoring import Likelihood, Scorer
 from ..text.detokenizer import load_tokenizer
 
-# Shows progress: what is done and how many of it, then a function to call with each further share of it.
+# Shows progress: called with what is done and how many there are; the block gets a function that takes further shares.
 Watch = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
-# Strings handed to the tokenizer at once.
+# Strings given to the tokenizer at once.
 TOKENIZE = 4096
 
 
 @register_model("trirun")
 class TrirunLM(TemplateLM):
-    """Any model directory that trirun runs, answering lm-eval's requests.
+    """Any model directory that trirun runs, as a model of lm-eval.
 
-    Prompts are tokenized as lm-eval's ``hf`` model does it: with the special tokens that the tokenizer adds by itself,
-    unless the prompt begins with BOS already; an empty context becomes BOS, or EOS where there is no BOS.
+    Prompts are tokenized as lm-eval's ``hf`` model does it: with the special tokens that the tokenizer adds, unless the
+    prompt begins with BOS; an empty context becomes BOS, or EOS where there is no BOS.
 
     Args:
-        pretrained: a model directory, or a model that is open already.
+        pretrained: a model directory, or an open model.
         tokenizer: its tokenizer; None loads the directory's.
         device, dtype, act_bits: as :func:`trirun_cli.backends.registry.open_runner`.
         batch_size: sequences of a batch, or "auto".
-        stop_ids: end a generated text, besides the tokenizer's EOS. seed: of sampled texts.
-        cache: where finished requests are kept. watch: shows progress.
+        max_batch_size: ignored; lm-eval passes it.
+        stop_ids: token ids that end a generated text, besides the tokenizer's EOS. seed: of sampled texts.
+        cache: of finished requests. watch: shows progress.
+
+    Raises:
+        InputError: the directory is not a model, or the tokenizer has neither BOS nor EOS.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class TrirunLM(TemplateLM):
         max_batch_size: int | None = None,
         stop_ids: Collection[int] = (),
         seed: int = 1234,
-        cache: RequestCache | None = None,
+        cache: ResultCache | None = None,
         watch: Watch = lambda what, count: nullcontext(lambda share: None),
     ) -> None:
         super().__init__()
@@ -83,22 +86,27 @@ class TrirunLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The EOS token, which ends a generated text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
+        """BOS, or EOS without BOS: the context of a text that has none."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def max_length(self) -> int:
+        """Most tokens of a prompt and its continuation."""
         return self.model.max_positions
 
     @property
     def tokenizer_name(self) -> str:
+        """A name for lm-eval's cache of prompts."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the text of a prompt."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -107,10 +115,11 @@ class TrirunLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids of one string; None adds special tokens unless it begins with BOS."""
         return self._encode([string], add_special_tokens)[string]
 
     def _encode(self, strings: Sequence[str], special: bool | None = None) -> dict[str, list[int]]:
-        """Token ids of distinct strings, many at a time, which the tokenizer spreads over the processors."""
+        """Token ids of each distinct string; the tokenizer encodes many at a time on all processors."""
         bos = self.tokenizer.decode(self.prefix_token_id)
         encoded: dict[str, list[int]] = {}
         kinds: dict[bool, list[str]] = {}
@@ -125,6 +134,7 @@ class TrirunLM(TemplateLM):
         return encoded
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Likelihood]:
+        """For each (context, answer): the log-likelihood in nats, and whether the answer is the greedy one."""
         pairs = [_moved_spaces(*request.args) for request in requests]
         bare = self._encode([answer for context, answer in pairs if not context], special=False)
         whole = self._encode([text for context, answer in pairs if context for text in (context, context + answer)])
@@ -147,6 +157,7 @@ class TrirunLM(TemplateLM):
         return self.scorer.score([(context, answer) for _, context, answer in requests], lambda share: None)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each whole text in nats, over windows of the context's length."""
         texts = [request.args[0] for request in requests]
         encoded = self._encode(texts)
         windows, owners = [], []
@@ -162,6 +173,7 @@ class TrirunLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """A generated text for each (prompt, options), cut before the first of its stop strings."""
         prompts = self._encode([request.args[0] for request in requests])
         texts = []
         with self._watch("texts", len(requests)) as advance:
@@ -185,7 +197,7 @@ class TrirunLM(TemplateLM):
             temperature=float(options.get("temperature") or 1.0) if sampled else 0.0,
             top_p=float(options.get("top_p") or 1.0) if sampled else 1.0,
             top_k=int(options.get("top_k") or 0) if sampled else 0,
-            # A seed of its own for each repetition of a question, whatever was answered from the cache before it.
+            # By the request's number, so that repetitions differ and results from the cache change no later seed.
             seed=self._seed + number,
         )
         key = (prompt, [ord(letter) for letter in repr((most, stops, params))])
@@ -204,7 +216,7 @@ class TrirunLM(TemplateLM):
 
     def _write(self, prompt: list[int], params: SamplingParams, stops: list[str]) -> str:
         ids: list[int] = []
-        # A stop string spans at most one token per byte of it, and one begun before it.
+        # A stop string has at most a token per byte, and its first token may begin before it.
         tail = max((len(stop.encode()) for stop in stops), default=0) + 1
         request = Request("text", tuple(prompt), params, self._stop_ids)
         started = time.perf_counter()
@@ -230,6 +242,6 @@ class TrirunLM(TemplateLM):
 
 
 def _moved_spaces(context: str, answer: str) -> tuple[str, str]:
-    """Spaces at the end of a context go to the answer, where tokenizers expect them."""
+    """Move spaces from the end of a context to the answer, where tokenizers expect them."""
     bare = context.rstrip()
     return bare, context[len(bare) :] + answer

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The ASGI application: its routes, and how a group of requests becomes a response or a stream."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 
-from .. import __version__
+from ..version import __version__
 from . import errors, metrics, sse
 from .errors import ApiError
 from .guard import Guard
 from .replies import ChatReply, CompletionReply, Reply
-from .request_group import Job
-from .schema import ChatBody, CompletionBody, SamplingFields
+from .request_group import RequestGroup
+from .schema import ChatBody, CompletionBody
 from .service import Service
 from .tools import parser_for
 
-# A context of 128k tokens is about 0.6 MB of text, so this is a batch of them. JSON is parsed in one go, during which
-# nothing else is answered: a few tenths of a second for 4 MiB of the worst kind.
+# A context of 128k tokens is about 0.6 MB of text, so this holds a batch of them. Parsing JSON blocks the event loop: a
+# few tenths of a second for 4 MiB in the worst case.
 MAX_BODY_BYTES = 4 * 2**20
 
 
@@ -51,16 +51,17 @@ def create_app(
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
-    """The ASGI application over a service, which may still be loading.
+    """The ASGI application over a service, whose model may still be loading.
 
     Args:
-        api_key: the Bearer token that every path but /health, /version and /metrics requires; None requires none.
-        cors_origins: origins whose pages may call it from a browser; "*" is any.
-        max_body_bytes: larger requests are refused.
+        service: answers the requests.
+        api_key: the Bearer token required by every path but /health, /version and /metrics; None requires none.
+        cors_origins: web origins that browsers may call from; "*" allows any.
+        max_body_bytes: a larger body returns 413.
     """
     app = FastAPI(title="trirun", version=__version__, description="OpenAI's API over trirun's engine.")
     errors.install(app)
-    # The one added last is outermost: a browser's preflight carries no key and must be answered before the guard.
+    # The middleware added last runs first: a browser's preflight request carries no key and must not reach the guard.
     app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes)
     if cors_origins:
         app.add_middleware(
@@ -82,16 +83,16 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         arrived = time.perf_counter()
         body.check_fields()
         name, model = service.check_model(body.model), service.model
-        job, echoes = await service.complete(body, arrived)
+        group, echoes = await service.complete(body, arrived)
         reply = CompletionReply(
             name,
-            model.vocabulary,
+            model.tokenizer,
             logprobs=body.logprobs is not None,
             token_ids=bool(body.return_token_ids),
             usage=body.wants_usage,
             echoes=echoes,
         )
-        return await _answer(request, service, job, reply, body)
+        return await _answer(request, service, group, reply, stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, body: ChatBody) -> Response:
@@ -99,17 +100,17 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         arrived = time.perf_counter()
         body.check_fields()
         name, model = service.check_model(body.model), service.model
-        job = await service.chat(body, arrived)
-        template = model.vocabulary.chat_template or ""
+        group = await service.chat(body, arrived)
+        template = model.tokenizer.chat_template or ""
         reply = ChatReply(
             name,
-            model.vocabulary,
+            model.tokenizer,
             logprobs=bool(body.logprobs),
             token_ids=bool(body.return_token_ids),
             usage=body.wants_usage,
             parser=partial(parser_for, template) if body.offers_tools else None,
         )
-        return await _answer(request, service, job, reply, body)
+        return await _answer(request, service, group, reply, stream=bool(body.stream))
 
 
 def _add_information(app: FastAPI, service: Service) -> None:
@@ -136,7 +137,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        """200 when requests are taken; 503 while the model loads, when the engine has failed, and at the end."""
+        """200 when the server takes requests; 503 while it loads or drains, or after the engine has failed."""
         status = service.status
         if status != "ok":
             return ApiError(503, f"not ready: {status}", code=status).response()
@@ -155,31 +156,31 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict:
         """Token ids of a text."""
-        vocabulary = service.model.vocabulary
-        ids = await vocabulary.encode(body.prompt, special=body.add_special_tokens, param="prompt")
-        return {"tokens": ids, "count": len(ids), "max_model_len": vocabulary.context}
+        tokenizer = service.model.tokenizer
+        ids = await tokenizer.encode(body.prompt, special=body.add_special_tokens, param="prompt")
+        return {"tokens": ids, "count": len(ids), "max_model_len": tokenizer.context}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict:
         """The text of token ids."""
-        return {"prompt": await service.model.vocabulary.detokenize(body.tokens)}
+        return {"prompt": await service.model.tokenizer.detokenize(body.tokens)}
 
 
-async def _answer(request: Request, service: Service, job: Job, reply: Reply, body: SamplingFields) -> Response:
-    if body.stream:
-        return sse.EventStream(_events(job, reply), lambda: service.forget(job))
-    # Only a receive() that nobody answers shows that the client is still there.
+async def _answer(request: Request, service: Service, group: RequestGroup, reply: Reply, *, stream: bool) -> Response:
+    if stream:
+        return sse.EventStream(_events(group, reply), lambda: service.forget(group))
+    # ASGI reports a disconnect only to a pending receive().
     gone = asyncio.ensure_future(_disconnected(request))
-    done = asyncio.ensure_future(job.whole())
+    done = asyncio.ensure_future(group.whole())
     try:
         await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
             return Response(status_code=499)
-        return Response(sse.dumps(reply.whole(job, done.result())), media_type="application/json")
+        return Response(sse.dumps(reply.document(group, done.result())), media_type="application/json")
     finally:
         gone.cancel()
         done.cancel()
-        service.forget(job)
+        service.forget(group)
 
 
 async def _disconnected(request: Request) -> None:
@@ -187,17 +188,17 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(job: Job, reply: Reply) -> AsyncIterator[bytes]:
-    for document in reply.opening(job):
+async def _events(group: RequestGroup, reply: Reply) -> AsyncIterator[bytes]:
+    for document in reply.first_chunks(group):
         yield sse.event(document)
     try:
-        async for delta in job.deltas():
+        async for delta in group.deltas():
             if (chunk := reply.chunk(delta)) is not None:
                 yield sse.event(chunk)
     except ApiError as error:
-        # The status has long been sent; clients know this form too.
+        # The status line is already sent; OpenAI's clients also read an error from the stream.
         yield sse.event(error.body)
     else:
         if reply.with_usage:
-            yield sse.event(reply.usage_chunk(job))
+            yield sse.event(reply.usage_chunk(group))
     yield sse.DONE

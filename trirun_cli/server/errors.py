@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``, whatever went wrong."""
+"""Errors in the form of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-# OpenAI's ``type`` of each status; other 4xx are invalid requests, other 5xx the server's fault.
+# OpenAI's ``type`` of each status; other 4xx are invalid requests, other 5xx server errors.
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -24,8 +24,8 @@ class ApiError(Exception):
 
     Args:
         status: the HTTP status. message: one sentence for a person.
-        param: the field at fault, as ``messages[0].content``. code: a word for programs.
-        headers: to send along, such as Retry-After.
+        param: the invalid field, such as ``messages[0].content``. code: a word for programs.
+        headers: of the response, such as Retry-After.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON document."""
+        """The error document."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """The HTTP response."""
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of an application an :class:`ApiError`'s answer: its own, the router's and the validator's."""
+    """Answer every error of an application in this form: its own, the router's and the validator's."""
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> JSONResponse:

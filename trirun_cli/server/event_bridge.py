@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop: one wake-up for many tokens, not one per token."""
+"""Events from the engine's thread to the event loop, with one wake-up for many tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..engine.request import Event
 Receiver = Callable[[Event], None]
 
 
-class Outbox:
-    """Carries events to receivers on an event loop, in order.
+class EventBridge:
+    """Carries events from any thread to receivers on an event loop, in order.
 
-    A request's first tokens and its end are delivered at once, and with them whatever else is there; tokens in between
-    may wait until ``interval_s`` have passed since the last delivery. A model that writes faster than anyone reads then
-    costs a chunk per interval and stream, not per token.
+    A request's first tokens and its end are delivered at once, together with everything that is waiting. Tokens in
+    between may wait until ``interval_s`` seconds after the last delivery: a fast model then sends one chunk per
+    interval and stream instead of one per token.
 
     Args:
-        loop: where receivers run. interval_s: 0 delivers everything at once.
+        loop: runs the receivers. interval_s: seconds between deliveries; 0 delivers every event at once.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float = 0.0) -> None:
@@ -27,11 +27,12 @@ class Outbox:
         self._items: deque[tuple[Receiver, Event]] = deque()
         self._last = 0.0
         self._scheduled = False
-        self._hurry = False
+        self._urgent = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def address(self, receiver: Receiver) -> Callable[[Event], None]:
-        """A sink for the engine: may be called from any thread, returns at once, never raises."""
+    def sink_for(self, receiver: Receiver) -> Callable[[Event], None]:
+        """The function that the engine calls with each event of a request. It may be called from any thread, returns at
+        once and never raises."""
         begun = False
 
         def sink(event: Event) -> None:
@@ -39,22 +40,22 @@ class Outbox:
             self._items.append((receiver, event))
             urgent = not begun or event.finish is not None
             begun = True
-            # Both flags are set before the loop looks and cleared before it empties the queue: nothing is left behind.
-            if self._scheduled and (self._hurry or not urgent):
+            # The flags are set before the loop reads them and cleared before it empties the queue, so no event is lost.
+            if self._scheduled and (self._urgent or not urgent):
                 return
             self._scheduled = True
-            self._hurry = self._hurry or urgent
+            self._urgent = self._urgent or urgent
             try:
-                self._loop.call_soon_threadsafe(self._deliver if urgent else self._consider)
+                self._loop.call_soon_threadsafe(self._deliver if urgent else self._deliver_when_due)
             except RuntimeError:
-                # The loop is closed: nobody is left to read, and the engine must not suffer for it.
+                # The loop is closed: no receiver is left, and the engine must not fail because of that.
                 self._items.clear()
 
         return sink
 
-    def _consider(self) -> None:
+    def _deliver_when_due(self) -> None:
         wait = self._last + self._interval - self._loop.time()
-        if wait <= 0 or self._hurry:
+        if wait <= 0 or self._urgent:
             self._deliver()
         elif self._timer is None:
             self._timer = self._loop.call_later(wait, self._deliver)
@@ -64,7 +65,7 @@ class Outbox:
             self._timer.cancel()
             self._timer = None
         self._last = self._loop.time()
-        self._scheduled = self._hurry = False
+        self._scheduled = self._urgent = False
         while self._items:
             receiver, event = self._items.popleft()
             receiver(event)

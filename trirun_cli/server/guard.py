@@ -1,4 +1,4 @@
-"""What stands between the socket and the application: request ids, the key, the size limit, and a last resort."""
+"""Middleware around the application: request ids, the API key, the size limit, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .errors import ApiError
 
 log = logging.getLogger("trirun.server")
 
-# Anyone may ask whether the server lives and what it measures; everything else needs the key.
+# Health checks and metrics need no key.
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
-# Ids come back in headers and logs: nothing in them but what is harmless there.
+# Ids are repeated in headers and logs, so only printable ASCII is taken.
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# Of a body that is too large, this much is read and dropped so that its sender, who reads only after writing, gets
-# the answer and not a reset connection.
+# This much of a body that is too large is read and dropped: a client that reads only after it has written then gets the
+# response and not a reset connection.
 _DROPPED_BYTES = 64 * 2**20
 
 
@@ -28,10 +28,10 @@ class Guard:
     """ASGI middleware around the whole application.
 
     Args:
-        app: what it guards.
-        api_key: the Bearer token that every path but :data:`OPEN_PATHS` requires; None requires none.
-        max_body_bytes: a larger body is answered with 413 before it is parsed.
-        body_s: a body that takes longer to come is answered with 408: who sends a byte a minute holds nothing for long.
+        app: the application.
+        api_key: the Bearer token required by every path but :data:`OPEN_PATHS`; None requires none.
+        max_body_bytes: a larger body returns 413 before it is parsed.
+        body_s: a body that takes more seconds than this returns 408.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None = None, max_body_bytes: int, body_s: float = 60.0) -> None:
@@ -68,7 +68,7 @@ class Guard:
                 await error.response()(scope, receive, send_with_id)
 
     async def _admit(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        """Hand a request to the application with its whole body, or refuse it."""
+        """Pass a request with its whole body to the application, or refuse it."""
         try:
             self._check_key(scope["path"], headers)
             async with asyncio.timeout(self._body_s):
@@ -92,14 +92,14 @@ class Guard:
         if self._key is None or path in OPEN_PATHS:
             return
         given = headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        # The scheme's name may be written in any case; the key may not, and is compared in constant time.
+        # The name of the scheme is case-insensitive; the key is not, and is compared in constant time.
         scheme, _, token = given.partition(b" ")
         if not hmac.compare_digest(scheme.title() + b" " + token.strip(), self._key):
             message = "wrong API key" if given else "an API key is required: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The body; None when the client went away before its end."""
+        """The body; None when the client disconnects before its end."""
         pieces: list[bytes] = []
         size = 0
         declared = int(headers.get("content-length", "0"))
@@ -124,6 +124,6 @@ class Guard:
         return b"".join(pieces)
 
     def _too_large(self) -> ApiError:
-        # What is left of the body would be taken for the next request, so the connection ends here.
+        # The rest of the body would be read as the next request, so the connection is closed.
         message = f"the body is larger than {self._max_body / 2**20:g} MiB"
         return ApiError(413, message, headers={"Connection": "close"})

@@ -1,4 +1,4 @@
-"""What Prometheus may ask: vLLM's metrics by vLLM's names, with trirun's prefix."""
+"""Metrics for Prometheus: those of vLLM by vLLM's names, with the prefix ``trirun:``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
-    from .request_group import Choice
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MILLISECONDS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
@@ -23,7 +22,7 @@ class Metrics:
 
     Args:
         model: the served name, a label of every metric.
-        engine: gives the engine, or None while it is loading; asked when the metrics are.
+        engine: returns the engine, or None while it is loading; called whenever the metrics are read.
     """
 
     def __init__(self, model: str, engine: Callable[[], Engine | None]) -> None:
@@ -40,36 +39,45 @@ class Metrics:
         self._first = metric(Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS)
         fine = tuple(ms / 1e3 for ms in _MILLISECONDS)
         self._between = metric(Histogram, "inter_token_latency_seconds", "Token to next token.", buckets=fine)
-        self._whole = metric(Histogram, "e2e_request_latency_seconds", "Arrival to end.", buckets=_SECONDS)
+        self._latency = metric(Histogram, "e2e_request_latency_seconds", "Arrival to end.", buckets=_SECONDS)
         self._queued = metric(Histogram, "request_queue_time_seconds", "Arrival to slot.", buckets=_SECONDS)
         self._prompts = metric(Histogram, "request_prompt_tokens", "Prompt tokens of a choice.", buckets=_COUNTS)
         self._lengths = metric(Histogram, "request_generation_tokens", "Tokens of a choice.", buckets=_COUNTS)
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
-        """New tokens of a choice, and the seconds since its last ones, or since its arrival for the ``first``."""
+        """Count new tokens of a choice.
+
+        Args:
+            count: of the tokens. seconds: since the choice's previous tokens, or since its arrival for the ``first``.
+        """
         if first:
             self._first.observe(seconds)
         else:
             self._between.observe(seconds / count)
 
-    def ended(self, reason: str, seconds: float, choice: Choice | None = None) -> None:
-        """A choice ended, ``seconds`` after its arrival; ``choice`` where it did by itself."""
+    def ended(self, reason: str) -> None:
+        """Count a choice that ended: "stop", "length", "abort" or "error"."""
         self._ended.labels(self._model, reason).inc()
-        if choice is None:
-            return
-        self._whole.observe(seconds)
-        self._lengths.observe(choice.generated)
-        self._prompts.observe(len(choice.request.prompt))
-        if choice.usage is not None:
-            self._queued.observe(choice.usage.queued_s)
+
+    def completed(self, seconds: float, *, prompt_tokens: int, generated_tokens: int, queued_s: float | None) -> None:
+        """Add a choice that the engine ended, not its client, to the histograms.
+
+        Args:
+            seconds: from its arrival to its end. queued_s: from its arrival to its slot, where the engine said it.
+        """
+        self._latency.observe(seconds)
+        self._lengths.observe(generated_tokens)
+        self._prompts.observe(prompt_tokens)
+        if queued_s is not None:
+            self._queued.observe(queued_s)
 
     def render(self) -> bytes:
-        """All of them in Prometheus's text format."""
+        """Every metric in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
 class _EngineMetrics:
-    """What the engine counts itself, read when it is asked for."""
+    """The engine's own counters, read when Prometheus asks."""
 
     def __init__(self, model: str, engine: Callable[[], Engine | None]) -> None:
         self._model, self._engine = model, engine
@@ -84,7 +92,7 @@ class _EngineMetrics:
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens of choices that got a slot.", "prompt_tokens"),
             (CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens found in the cache.", "reused_tokens"),
             (CounterMetricFamily, "generation_tokens", "Tokens generated.", "generated_tokens"),
-            (CounterMetricFamily, "num_preemptions", "Choices put aside for lack of room.", "preemptions"),
+            (CounterMetricFamily, "num_preemptions", "Choices preempted because the KV cache was full.", "preemptions"),
         )
         for kind, name, text, attribute in values:
             family = kind(f"trirun:{name}", text, labels=["model_name"])

@@ -1,4 +1,4 @@
-"""The documents of the two completion endpoints, whole and in chunks."""
+"""The documents of the two completion endpoints: a whole response, or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -8,58 +8,58 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..engine.sampling import Token
-from .request_group import Choice, Delta, Job
-from .tokenizer import Offsets, Vocabulary
+from .request_group import Choice, Delta, RequestGroup
+from .tokenizer import Offsets, ServerTokenizer
 from .tools import ToolParser
 
-# JSON has no −∞; this is what OpenAI and vLLM write for it.
-_IMPOSSIBLE = -9999.0
+# JSON has no −∞; OpenAI and vLLM write this number instead.
+_MINUS_INFINITY = -9999.0
 
 
 class Reply:
-    """What both kinds of answer have in common.
+    """What the replies of both endpoints share.
 
     Args:
-        model: the name under which the model was asked for. vocabulary: for the text of single tokens.
-        logprobs: tokens are shown with their log-probabilities. token_ids: tokens are shown as ids too.
-        usage: a stream ends with its usage, which is null in every chunk before.
+        model: the name that the request asked for. tokenizer: for the text of single tokens.
+        logprobs: include tokens with their log-probabilities. token_ids: include token ids.
+        usage: end a stream with a chunk of token counts; ``usage`` is null in every chunk before.
     """
 
     prefix, object, chunk_object = "", "", ""
 
     def __init__(
-        self, model: str, vocabulary: Vocabulary, *, logprobs: bool, token_ids: bool, usage: bool = False
+        self, model: str, tokenizer: ServerTokenizer, *, logprobs: bool, token_ids: bool, usage: bool = False
     ) -> None:
-        self._vocabulary, self._logprobs, self._token_ids = vocabulary, logprobs, token_ids
+        self._tokenizer, self._logprobs, self._token_ids = tokenizer, logprobs, token_ids
         self.with_usage = usage
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def opening(self, job: Job) -> Iterator[dict[str, Any]]:
-        """Chunks before the first token."""
+    def first_chunks(self, group: RequestGroup) -> Iterator[dict[str, Any]]:
+        """Chunks of a stream before the first token."""
         return iter(())
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
-        """One chunk of a stream; None where there is nothing to show."""
+        """A chunk of a stream; None where the delta has nothing that the client asked for."""
         if not self._shows(delta):
             return None
         return self._chunk({"index": delta.index, **self._part(delta), "finish_reason": delta.finish})
 
-    def usage_chunk(self, job: Job) -> dict[str, Any]:
-        """The chunk that ends a stream with its usage."""
-        return {**self._head, "object": self.chunk_object, "choices": [], "usage": usage(job.choices)}
+    def usage_chunk(self, group: RequestGroup) -> dict[str, Any]:
+        """The last chunk of a stream, with its token counts."""
+        return {**self._head, "object": self.chunk_object, "choices": [], "usage": usage(group.choices)}
 
-    def whole(self, job: Job, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+    def document(self, group: RequestGroup, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The response that is not streamed; ``deltas`` has one delta per choice."""
         choices = [{"index": d.index, **self._part(d), "finish_reason": d.finish} for d in deltas]
-        return {**self._head, "object": self.object, "choices": choices, "usage": usage(job.choices)}
+        return {**self._head, "object": self.object, "choices": choices, "usage": usage(group.choices)}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         document = {**self._head, "object": self.chunk_object, "choices": [choice]}
         return document | {"usage": None} if self.with_usage else document
 
     def _shows(self, delta: Delta) -> bool:
-        seen = self._logprobs or self._token_ids
-        return bool(delta.text or delta.finish or (seen and (delta.tokens or delta.scores)))
+        tokens = self._logprobs or self._token_ids
+        return bool(delta.text or delta.finish or (tokens and (delta.tokens or delta.scores)))
 
     def _part(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
@@ -72,7 +72,7 @@ class CompletionReply(Reply):
     """POST /v1/completions.
 
     Args:
-        echoes: the text of each choice's prompt, which comes before its own; None without ``echo``.
+        echoes: the text of each choice's prompt, which precedes its own; None without ``echo``.
     """
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -84,21 +84,21 @@ class CompletionReply(Reply):
         self._echoing = echoes is not None
 
     def _shows(self, delta: Delta) -> bool:
-        # A choice's echo goes out with its first delta, whatever else that brings.
+        # A choice's first delta carries its echo, even if it has nothing else.
         return delta.index in self._echoes or super()._shows(delta)
 
     def _part(self, delta: Delta) -> dict[str, Any]:
         echo = self._echoes.pop(delta.index, "")
-        scores = self._scores(delta, echo) if self._logprobs else None
-        return {"text": echo + delta.text, "logprobs": scores, **self._ids(delta)}
+        logprobs = self._logprobs_of(delta, echo) if self._logprobs else None
+        return {"text": echo + delta.text, "logprobs": logprobs, **self._ids(delta)}
 
-    def _scores(self, delta: Delta, echo: str) -> dict[str, Any]:
-        offsets = self._offsets.setdefault(delta.index, Offsets(self._vocabulary))
+    def _logprobs_of(self, delta: Delta, echo: str) -> dict[str, Any]:
+        offsets = self._offsets.setdefault(delta.index, Offsets(self._tokenizer))
         prompt = delta.scores if self._echoing else ()
         places = offsets.of_prompt([token.id for token in prompt], echo) if prompt else []
         tokens = [*prompt, *delta.tokens]
         return {
-            "tokens": [self._vocabulary.token_text(token.id) for token in tokens],
+            "tokens": [self._tokenizer.token_text(token.id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [self._alternatives(token) for token in tokens],
             "text_offset": [*places, *(offsets.next(token.id) for token in delta.tokens)],
@@ -109,7 +109,7 @@ class CompletionReply(Reply):
             return None
         found: dict[str, float] = {}
         for other, logprob in sorted([*token.top, (token.id, token.logprob)], key=lambda pair: -pair[1]):
-            found.setdefault(self._vocabulary.token_text(other), max(logprob, _IMPOSSIBLE))
+            found.setdefault(self._tokenizer.token_text(other), max(logprob, _MINUS_INFINITY))
         return found
 
 
@@ -117,7 +117,7 @@ class ChatReply(Reply):
     """POST /v1/chat/completions.
 
     Args:
-        parser: makes the parser of a choice's tool calls; None where there are no tools.
+        parser: makes the tool-call parser of a choice; None where the request offers no tools.
     """
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -127,31 +127,31 @@ class ChatReply(Reply):
         self._parser = parser
         self._parsers: dict[int, ToolParser] = {}
 
-    def opening(self, job: Job) -> Iterator[dict[str, Any]]:
-        for choice in job.choices:
+    def first_chunks(self, group: RequestGroup) -> Iterator[dict[str, Any]]:
+        for choice in group.choices:
             start = {"role": "assistant", "content": ""}
             yield self._chunk({"index": choice.index, "delta": start, "logprobs": None, "finish_reason": None})
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
-        calls = self._divide(delta)
+        calls = self._extract_calls(delta)
         if not calls and not self._shows(delta):
             return None
         new: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if calls:
             new["tool_calls"] = calls
-        part = {"delta": new, "logprobs": self._scores(delta), **self._ids(delta)}
+        part = {"delta": new, "logprobs": self._logprobs_of(delta), **self._ids(delta)}
         return self._chunk({"index": delta.index, **part, "finish_reason": delta.finish})
 
     def _part(self, delta: Delta) -> dict[str, Any]:
-        calls = self._divide(delta)
+        calls = self._extract_calls(delta)
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
         if calls:
             message["content"] = delta.text or None
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
-        return {"message": message, "logprobs": self._scores(delta), **self._ids(delta)}
+        return {"message": message, "logprobs": self._logprobs_of(delta), **self._ids(delta)}
 
-    def _divide(self, delta: Delta) -> list[dict[str, Any]]:
-        """Take the tool calls out of a delta's text; one that ends with some ends because of them."""
+    def _extract_calls(self, delta: Delta) -> list[dict[str, Any]]:
+        """Move the tool calls from a delta's text to the result; with calls, "stop" becomes "tool_calls"."""
         if self._parser is None:
             return []
         parser = self._parsers.get(delta.index) or self._parsers.setdefault(delta.index, self._parser())
@@ -163,7 +163,7 @@ class ChatReply(Reply):
                 delta.finish = "tool_calls"
         return calls
 
-    def _scores(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         content = []
@@ -173,16 +173,16 @@ class ChatReply(Reply):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        raw = self._vocabulary.token_bytes(token)
+        raw = self._tokenizer.token_bytes(token)
         return {
-            "token": self._vocabulary.token_text(token),
+            "token": self._tokenizer.token_text(token),
             "logprob": _finite(logprob),
             "bytes": None if raw is None else list(raw),
         }
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts of an answer. A prompt counts once, however many choices continue it."""
+    """Token counts of a response. A prompt counts once, however many choices continue it."""
     prompts = {id(choice.request.prompt): choice for choice in reversed(choices)}
     prompt = sum(len(choice.request.prompt) for choice in prompts.values())
     generated = sum(choice.generated for choice in choices)
@@ -196,4 +196,4 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, _IMPOSSIBLE)
+    return None if logprob is None else max(logprob, _MINUS_INFINITY)

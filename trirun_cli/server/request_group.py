@@ -1,4 +1,4 @@
-"""One HTTP request in the engine: its choices, from the engine's tokens to text that is certain."""
+"""One HTTP request in the engine: a group of choices, and the text that is certain of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .errors import ApiError
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
-    from .event_bridge import Outbox
+    from .event_bridge import EventBridge
     from .metrics import Metrics
 
 
@@ -26,12 +26,13 @@ log = logging.getLogger("trirun.server")
 
 @dataclass(slots=True)
 class Delta:
-    """What became certain of one choice.
+    """What is new of one choice.
 
     Attributes:
-        text: never a part of a character, never a part of a stop string. tokens: those it was made of, or will be.
-        scores: of the prompt's tokens, where they were asked for, in the first delta.
-        finish: "stop" or "length" in the last one.
+        index: of the choice. text: whole characters, no part of a stop string.
+        tokens: new ones; their text may come in a later delta.
+        scores: of the prompt's tokens, in the first delta, where the request asked for them.
+        finish: "stop" or "length" in the last delta, None before.
     """
 
     index: int
@@ -44,23 +45,26 @@ class Delta:
 class Choice:
     """One continuation of one prompt.
 
+    Args:
+        index: in the response. request: in the engine. detokenizer: turns its tokens into text.
+
     Attributes:
-        finish: "stop" or "length" once it ended well. generated: tokens so far.
-        usage: what the engine said last, at the first tokens or at its end.
-        stopped: a stop string was met while the engine is still at work on it.
+        finish: "stop" or "length" once it has ended without an error. generated: tokens so far.
+        usage: the engine's latest, from the first tokens or the end.
+        stopped: a stop string was found while the engine still generates.
     """
 
-    def __init__(self, index: int, request: Request, stream: Detokenizer) -> None:
+    def __init__(self, index: int, request: Request, detokenizer: Detokenizer) -> None:
         self.index, self.request = index, request
         self.usage: Usage | None = None
         self.generated = 0
         self.finish: str | None = None
         self.stopped = False
-        self._stream = stream
+        self._detokenizer = detokenizer
         self._delta = Delta(index)
 
     def receive(self, event: Event) -> None:
-        """Take in news from the engine."""
+        """Handle an event of the engine."""
         if self.finish is not None:
             return
         delta = self._delta
@@ -68,49 +72,56 @@ class Choice:
         if event.prompt_logprobs is not None:
             delta.scores = event.prompt_logprobs
         ended = event.finish in (FinishReason.STOP, FinishReason.LENGTH)
-        piece, count = self._stream.take([token.id for token in event.tokens], last=ended)
+        piece, count = self._detokenizer.take([token.id for token in event.tokens], last=ended)
         self.generated += count
         delta.tokens += event.tokens[:count]
         delta.text += piece
-        # What was held back until the end may hold a stop string after all.
-        if self._stream.stopped:
+        # The text held back until the end may contain a stop string.
+        if self._detokenizer.stopped:
             self.finish, self.stopped = "stop", event.finish is None
         elif ended:
             self.finish = str(event.finish)
         delta.finish = self.finish
 
     def take(self) -> Delta:
-        """What is new since the last call."""
+        """The delta since the last call."""
         delta, self._delta = self._delta, Delta(self.index)
         return delta
 
 
-class Job:
-    """The choices of one HTTP request.
+class RequestGroup:
+    """The choices of one HTTP request, which start, fail and end together.
 
     Args:
-        arrived: when the request came, of time.perf_counter.
+        engine: runs the requests. bridge: carries their events to this event loop. metrics: of the server.
+        arrived: when the HTTP request came, by time.perf_counter.
+
+    Attributes:
+        choices: in the order of the response. error: what ended the group early, or None.
     """
 
-    def __init__(self, engine: Engine, outbox: Outbox, metrics: Metrics, arrived: float) -> None:
+    def __init__(self, engine: Engine, bridge: EventBridge, metrics: Metrics, arrived: float) -> None:
         self.choices: list[Choice] = []
         self.error: ApiError | None = None
-        self._engine, self._outbox, self._metrics, self._arrived = engine, outbox, metrics, arrived
+        self._engine, self._bridge, self._metrics, self._arrived = engine, bridge, metrics, arrived
         self._changed = asyncio.Event()
-        self._news: dict[int, Choice] = {}
+        self._updated: dict[int, Choice] = {}
         self._open: dict[str, Choice] = {}
         self._times: dict[str, float] = {}
 
-    def start(self, requests: Sequence[Request], stream: Callable[[Request], Detokenizer]) -> None:
-        """Submit everything, or nothing.
+    def start(self, requests: Sequence[Request], detokenizer: Callable[[Request], Detokenizer]) -> None:
+        """Submit every request, or none.
+
+        Args:
+            requests: one for each choice. detokenizer: makes the detokenizer of a request.
 
         Raises:
-            ApiError: 429 when the engine's queue is full.
+            ApiError: 429, the engine's queue is full. TrirunError: the engine refuses a request.
         """
         try:
             for index, request in enumerate(requests):
-                choice = Choice(index, request, stream(request))
-                self._engine.submit(request, self._outbox.address(partial(self._receive, choice)))
+                choice = Choice(index, request, detokenizer(request))
+                self._engine.submit(request, self._bridge.sink_for(partial(self._receive, choice)))
                 self.choices.append(choice)
                 self._open[request.id] = choice
         except QueueFull as error:
@@ -122,7 +133,7 @@ class Job:
             raise
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """What becomes certain, as it does; everything that is there at a time comes in one delta per choice.
+        """Deltas as they come, until every choice has ended; what is there at a time comes in one delta per choice.
 
         Raises:
             ApiError: the engine failed or is stopping.
@@ -130,11 +141,11 @@ class Job:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            news, self._news = self._news, {}
-            for choice in news.values():
+            updated, self._updated = self._updated, {}
+            for choice in updated.values():
                 yield choice.take()
-            # While the consumer was busy with these, more may have come.
-            if self._news:
+            # More may have come while the consumer handled these.
+            if self._updated:
                 continue
             if self.error is not None:
                 raise self.error
@@ -142,7 +153,7 @@ class Job:
                 return
 
     async def whole(self) -> list[Delta]:
-        """Every choice when all have ended, in order.
+        """Wait until every choice has ended; one delta for each, in order.
 
         Raises:
             ApiError: the engine failed or is stopping.
@@ -155,15 +166,15 @@ class Job:
         return [choice.take() for choice in self.choices]
 
     def abort(self, error: ApiError) -> None:
-        """End it from outside; its client gets ``error``."""
+        """Cancel every choice that still runs; the client gets ``error``."""
         if self._open:
             self._fail(error)
 
     def close(self) -> None:
-        """Free what is still at work. To be called in any case; calling it again does nothing."""
+        """Cancel what still runs in the engine. To be called at the end in any case; calling it again does nothing."""
         for request_id in self._open:
             self._engine.abort(request_id)
-            self._metrics.ended("abort", time.perf_counter() - self._arrived)
+            self._metrics.ended("abort")
         self._open.clear()
 
     def _fail(self, error: ApiError) -> None:
@@ -177,8 +188,8 @@ class Job:
         try:
             self._take(choice, event)
         except Exception:
-            # On the event loop nobody else would hear of it, and the client would wait for ever.
-            log.exception("a request ends: its tokens could not be made text")
+            # The event loop would only log it, and the client would wait for ever.
+            log.exception("a request failed: its tokens could not be decoded")
             self._fail(ApiError(500, "internal error; the server's log has more", code="internal_error"))
 
     def _take(self, choice: Choice, event: Event) -> None:
@@ -197,6 +208,12 @@ class Job:
             self._engine.abort(request_id)
         if event.finish is not None or choice.finish is not None:
             del self._open[request_id]
-            self._metrics.ended(choice.finish or str(event.finish), now - self._arrived, choice)
-        self._news[choice.index] = choice
+            self._metrics.ended(choice.finish or str(event.finish))
+            self._metrics.completed(
+                now - self._arrived,
+                prompt_tokens=len(choice.request.prompt),
+                generated_tokens=choice.generated,
+                queued_s=None if choice.usage is None else choice.usage.queued_s,
+            )
+        self._updated[choice.index] = choice
         self._changed.set()

@@ -1,4 +1,4 @@
-"""The life of a server process: listen, load, serve, drain."""
+"""The life of a server process: listen, load the model, serve, drain."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ..errors import UsageError
-from .event_bridge import Outbox
-from .service import Model, Service
+from .event_bridge import EventBridge
+from .model import ServedModel
+from .service import Service
 
-# Answers that are cut off at the end of draining get this long to say so.
-_FAREWELL_S = 5
-# The same after a second Ctrl-C, for clients that read.
-_HURRIED_FAREWELL_S = 0.5
-# Longer than clients keep an idle connection, so that none sends a request into one that is just being closed.
+# After the drain time, cancelled requests get this long to send their last event.
+_CANCEL_S = 5
+# The same after a second Ctrl-C.
+_FORCED_CANCEL_S = 0.5
+# Longer than clients keep an idle connection, so that no request arrives while the server closes one.
 _KEEP_ALIVE_S = 75
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one.
+    """A listening socket; port 0 takes any free port.
 
     Raises:
-        UsageError: the address is not one of this machine's, or taken.
+        UsageError: the address is not one of this machine, or the port is taken.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        # A name such as localhost may stand for both kinds of address; clients are surest to try the older one.
+        # A name such as localhost may have IPv6 and IPv4 addresses; every client tries IPv4.
         family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
         listener = socket.socket(family, kind, protocol)
         try:
@@ -55,7 +56,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a client on this machine reaches a listening socket."""
+    """The URL by which a client on this machine reaches a listening socket."""
     host, port = listener.getsockname()[:2]
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
@@ -67,21 +68,24 @@ def serve(
     app: ASGIApp,
     service: Service,
     listener: socket.socket,
-    load: Callable[[], Model],
+    load: Callable[[], ServedModel],
     *,
-    ready: Callable[[Model], None],
+    ready: Callable[[ServedModel], None],
     drain_s: float,
     stream_interval_s: float = 0.0,
     log_requests: bool = False,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, which stops taking requests, gives those at work ``drain_s`` seconds, and returns.
+    """Serve until SIGTERM or Ctrl-C; then take no more requests, give running ones ``drain_s`` seconds, and return.
 
     Args:
-        load: makes the model, on another thread: meanwhile /health answers that it is loading.
-        ready: is told when requests are taken. stream_interval_s: of :class:`.outbox.Outbox`.
+        app: of :func:`.app.create_app`, over ``service``. listener: of :func:`listen`.
+        load: loads the model, on another thread; meanwhile /health returns 503 ``loading``.
+        ready: called with the model when the server takes requests.
+        drain_s: seconds that running requests get at the end.
+        stream_interval_s: of :class:`.event_bridge.EventBridge`. log_requests: log a line per request.
 
     Raises:
-        Exception: whatever ``load`` raised. KeyboardInterrupt: a second Ctrl-C cut the draining short.
+        Exception: any that ``load`` raised. KeyboardInterrupt: a second Ctrl-C ended the draining.
     """
     _set_up_logging(log_requests)
     config = uvicorn.Config(
@@ -90,11 +94,11 @@ def serve(
         access_log=log_requests,
         lifespan="off",
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(drain_s) + _FAREWELL_S,
+        timeout_graceful_shutdown=int(drain_s) + _CANCEL_S,
     )
     server = _Server(config, service, drain_s)
     asyncio.run(_serve(server, service, listener, load, ready, stream_interval_s))
-    if server.hurried:
+    if server.forced:
         raise KeyboardInterrupt
 
 
@@ -102,8 +106,8 @@ async def _serve(
     server: _Server,
     service: Service,
     listener: socket.socket,
-    load: Callable[[], Model],
-    ready: Callable[[Model], None],
+    load: Callable[[], ServedModel],
+    ready: Callable[[ServedModel], None],
     stream_interval_s: float,
 ) -> None:
     loading = asyncio.ensure_future(_on_thread(load))
@@ -112,8 +116,8 @@ async def _serve(
     try:
         if loading.done() and loading.exception() is None:
             model = loading.result()
-            _calm_collector()
-            service.ready(model, Outbox(asyncio.get_running_loop(), stream_interval_s))
+            _freeze_garbage_collector()
+            service.ready(model, EventBridge(asyncio.get_running_loop(), stream_interval_s))
             if not server.should_exit:
                 ready(model)
         elif loading.done():
@@ -125,16 +129,16 @@ async def _serve(
         loading.cancel()
 
 
-def _calm_collector() -> None:
-    """Python's cyclic collector looks at every container again and again, whoever made it, and stops all threads for
-    it. What loading has left will live as long as the process; what requests bring is freed by reference counts."""
+def _freeze_garbage_collector() -> None:
+    """Keep pauses short: Python's cyclic collector scans every container and stops all threads meanwhile. Objects made
+    by loading live as long as the process; those of requests are freed by reference counts."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
 
 async def _on_thread(work: Callable[[], Any]) -> Any:
-    """Run on a thread that nobody waits for when the process is told to end."""
+    """Run on a daemon thread: the process does not wait for it when it is told to stop."""
     loop = asyncio.get_running_loop()
     result = loop.create_future()
 
@@ -155,22 +159,22 @@ async def _on_thread(work: Callable[[], Any]) -> Any:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with two differences: being told to stop is no failure, and answers that outlast the draining are ended
-    in the language of their protocol.
+    """uvicorn with two differences: SIGTERM and Ctrl-C are no failure, and responses that outlast the draining end with
+    an error document, not with a closed connection.
 
     Attributes:
-        hurried: a second Ctrl-C has cut the draining short.
+        forced: a second Ctrl-C has ended the draining.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
         super().__init__(config)
         self._service, self._drain_s = service, drain_s
-        self.hurried = False
+        self.forced = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         self._loop = asyncio.get_running_loop()
-        # Ignored, as for a job in the background, a signal stays ignored.
+        # A signal that is ignored, as in a background process of a shell, stays ignored.
         heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self.handle_exit) for number in heard}
         try:
@@ -180,18 +184,19 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # The second Ctrl-C waits until clients are told, the third for nothing; a second SIGTERM changes nothing.
+        # A second Ctrl-C cancels requests and waits for their last events, a third does not wait; a second SIGTERM
+        # changes nothing.
         if self.should_exit and sig == signal.SIGINT:
-            self.force_exit, self.hurried = self.hurried, True
-            self._loop.call_soon_threadsafe(self._hurry)
+            self.force_exit, self.forced = self.forced, True
+            self._loop.call_soon_threadsafe(self._cancel_requests)
         self.should_exit = True
 
-    def _hurry(self) -> None:
+    def _cancel_requests(self) -> None:
         self._service.draining = True
         self._service.abort_all()
-        self._loop.call_later(_HURRIED_FAREWELL_S, self._force)
+        self._loop.call_later(_FORCED_CANCEL_S, self._stop_waiting)
 
-    def _force(self) -> None:
+    def _stop_waiting(self) -> None:
         self.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -205,7 +210,7 @@ class _Server(uvicorn.Server):
 
 def _set_up_logging(log_requests: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    # A request is only cancelled where the server ends, and what is left of it says so to its client.
+    # Requests are cancelled only when the server stops, and their clients are told.
     handler.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     for name in ("trirun", "uvicorn"):

@@ -1,6 +1,6 @@
-"""What the two completion endpoints take: OpenAI's fields, and the extensions that vLLM made customary.
+"""The request bodies of the two completion endpoints: OpenAI's fields and vLLM's extensions.
 
-A field that trirun knows and cannot honour is refused by name; one that nobody knows is ignored with a warning.
+An unsupported field returns 400 with its name; an unknown one is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .errors import ApiError
 
 log = logging.getLogger("trirun.server")
 
-# Fields that are refused unless they ask for what happens anyway.
+# Unsupported fields, with the values that change nothing and are therefore taken.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None, "none"),
@@ -47,10 +47,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-# They say who asks, not what is asked; there is nothing to do about them.
+# Fields about the caller, which change nothing.
 HARMLESS = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
 _warned: set[str] = set()
-# Far beyond any use, and checked before the work that grows with them: one absurd request must not hold up the rest.
+# Far beyond any use, and checked before work that grows with them, so that one request cannot block the others.
 MOST_PROMPTS = 4096
 MOST_MESSAGES = 4096
 MOST_BIASES = 1024
@@ -75,7 +75,7 @@ def _token_bias(value: Any) -> Any:
     if len(value) > MOST_BIASES:
         raise ValueError(f"has {len(value)} tokens, at most {MOST_BIASES} are taken")
     try:
-        # JSON has no other keys than strings.
+        # JSON keys are strings.
         return {int(key): bias for key, bias in value.items()}
     except ValueError:
         raise ValueError("its keys must be token ids") from None
@@ -115,7 +115,7 @@ Count = Annotated[int | None, AfterValidator(_at_least(0))]
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides its tokens."""
+    """What a stream has besides its tokens."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -123,7 +123,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """Fields of both endpoints. None is the same as absent everywhere."""
+    """Fields of both endpoints. None means the same as an absent field."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -147,11 +147,11 @@ class SamplingFields(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the stream is to end with a chunk of its token counts."""
+        """Whether the stream ends with a chunk of its token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check_fields(self) -> None:
-        """Refuse what is unsupported, warn of what is unknown.
+        """Refuse unsupported fields and combinations, and warn of unknown fields.
 
         Raises:
             ApiError: 400, naming the field.
@@ -176,7 +176,7 @@ class SamplingFields(BaseModel):
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """Every form a prompt may have, as a list of prompts."""
+    """A prompt or prompts, as text or as token ids: always a list of prompts."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -193,7 +193,7 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 
 def _all_ids(value: list[Any]) -> bool:
-    # type(), not isinstance: True is an int, and no token.
+    # type(), not isinstance: True is an int but no token id.
     return set(map(type, value)) <= {int}
 
 
@@ -215,7 +215,7 @@ class CompletionBody(SamplingFields):
 
 
 def _text_of(content: Any) -> Any:
-    """Content as one string: a string is one, and so is a list of text parts."""
+    """The content as one string, from a string or a list of text parts."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -230,7 +230,7 @@ def _text_of(content: Any) -> Any:
 
 
 class Message(BaseModel):
-    """One message of a conversation. What else it holds goes to the chat template as it is."""
+    """One message of a conversation. Further fields go to the chat template unchanged."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -247,7 +247,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool, of the only kind there is."""
+    """A tool; functions are the only kind."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -271,7 +271,7 @@ class ChatBody(SamplingFields):
 
     @property
     def offers_tools(self) -> bool:
-        """Whether the model is told of tools."""
+        """Whether the chat template is given the tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def check_fields(self) -> None:

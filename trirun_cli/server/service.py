@@ -1,72 +1,59 @@
-"""From validated bodies to jobs in the engine."""
+"""The model behind the routes, and how a validated body becomes a group of requests in its engine."""
 
 from __future__ import annotations
 
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
-from ..engine.engine import Engine
 from ..engine.request import EngineStopped, Request
 from ..engine.sampling import SamplingParams
 from ..errors import TrirunError
 from ..text.detokenizer import Detokenizer
 from .errors import ApiError
-from .event_bridge import Outbox
+from .event_bridge import EventBridge
 from .metrics import Metrics
-from .request_group import Job
+from .model import ServedModel
+from .request_group import RequestGroup
 from .schema import ChatBody, CompletionBody, SamplingFields
-from .tokenizer import Vocabulary
 
-# Tokens of a completion that says nothing about it, as in OpenAI's interface.
+# Tokens of a completion without ``max_tokens``, as in OpenAI's API.
 DEFAULT_COMPLETION_TOKENS = 16
-# Choices of one request, however long the queue may be.
+# Choices of one request, however long the queue is.
 MOST_CHOICES = 4096
 _MASK = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What is served.
-
-    Attributes:
-        engine: started. stop_ids: end a text, unless ``ignore_eos``.
-        defaults: of temperature, top_p, top_k, min_p and repetition_penalty, where a request says nothing.
-    """
-
-    engine: Engine
-    vocabulary: Vocabulary
-    stop_ids: frozenset[int]
-    defaults: Mapping[str, float] = field(default_factory=dict)
-
-
 class Service:
-    """The model behind the routes: absent while it loads, and gone when the engine has failed.
+    """The model behind the routes, from its loading to the end of the server, and every group that runs on it.
 
     Args:
-        names: under which the model is served; the first is the one it is listed by.
+        names: of the model in the API; /v1/models lists it by the first one.
         max_waiting: choices that may wait for a slot; None is no limit.
+
+    Attributes:
+        created: when the service was made, in seconds since 1970. draining: the server is stopping; every new request
+            returns 503. metrics: of the server.
     """
 
     def __init__(self, names: Sequence[str], *, max_waiting: int | None = None) -> None:
         self.names, self.created = list(names), int(time.time())
         self.draining = False
         self._max_waiting = max_waiting
-        self._model: Model | None = None
-        self._outbox: Outbox | None = None
+        self._model: ServedModel | None = None
+        self._bridge: EventBridge | None = None
         self.metrics = Metrics(self.names[0], lambda: None if self._model is None else self._model.engine)
-        self._jobs: set[Job] = set()
+        self._groups: set[RequestGroup] = set()
 
-    def ready(self, model: Model, outbox: Outbox) -> None:
-        """The model is loaded."""
-        self._outbox, self._model = outbox, model
+    def ready(self, model: ServedModel, bridge: EventBridge) -> None:
+        """Take requests from now on: the model is loaded, and ``bridge`` carries its events to the event loop."""
+        self._bridge, self._model = bridge, model
 
     @property
     def status(self) -> str:
-        """One of "loading", "ok", "draining", and "dead", which is an engine that has failed."""
+        """ "loading", "ok", "draining", or "dead" when the engine has failed."""
         if self._model is None:
             return "loading"
         if self.draining:
@@ -74,7 +61,7 @@ class Service:
         return "ok" if self._model.engine.alive else "dead"
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ServedModel:
         """The model.
 
         Raises:
@@ -89,7 +76,7 @@ class Service:
         return self._model
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer under.
+        """The model's name in the response: the one asked for, or the first.
 
         Raises:
             ApiError: 404, no model of that name is served.
@@ -99,49 +86,56 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
 
-    async def complete(self, body: CompletionBody, arrived: float) -> tuple[Job, list[str] | None]:
-        """A started job, and the texts to echo for its choices.
+    async def complete(self, body: CompletionBody, arrived: float) -> tuple[RequestGroup, list[str] | None]:
+        """Start the choices of a completion.
+
+        Args:
+            body: validated. arrived: when the request came, by time.perf_counter.
+
+        Returns:
+            the started group, and with ``echo`` the text of each choice's prompt, otherwise None.
 
         Raises:
-            ApiError: anything wrong with the request; 429.
+            ApiError: 400, the request is invalid; 429, the queue is full; 500 or 503, there is no model to run it.
         """
-        vocabulary = self.model.vocabulary
-        # Before anything that takes time for each of them.
+        tokenizer = self.model.tokenizer
+        # Checked before work that grows with the number of choices.
         self._check_count(len(body.prompt) * (body.n or 1), "n" if len(body.prompt) == 1 else "prompt")
         prompts = []
         for index, prompt in enumerate(body.prompt):
             param = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
             if isinstance(prompt, str):
                 special = True if body.add_special_tokens is None else body.add_special_tokens
-                ids = await vocabulary.encode(prompt, special=special, param=param)
-                bos = vocabulary.tokenizer.bos_token_id
-                ids = ids or ([bos] if bos is not None else [])
+                ids = await tokenizer.encode(prompt, special=special, param=param)
+                ids = ids or ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
             else:
                 ids = prompt
-                # Only ids that can fit are worth a look at each.
-                vocabulary.check_ids(ids[: vocabulary.context + 1], param)
+                # A longer prompt is refused anyway, so only as many ids as fit are checked.
+                tokenizer.check_ids(ids[: tokenizer.context + 1], param)
             if not ids:
                 raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
             prompts.append(tuple(ids))
         scores = body.logprobs if body.echo else None
         limit = body.max_tokens if "max_tokens" in body.model_fields_set else None
         requests = self._requests(
-            body, prompts, "prompt", limit=limit, usual=DEFAULT_COMPLETION_TOKENS, logprobs=body.logprobs, scores=scores
+            body,
+            prompts,
+            "prompt",
+            limit=limit,
+            default=DEFAULT_COMPLETION_TOKENS,
+            logprobs=body.logprobs,
+            prompt_logprobs=scores,
         )
-        job = self._start(requests, arrived)
+        group = self._start(requests, arrived)
         if not body.echo:
-            return job, None
-        texts = [text if isinstance(text, str) else vocabulary.decode(text) for text in body.prompt]
-        return job, [text for text in texts for _ in range(body.n or 1)]
+            return group, None
+        texts = [text if isinstance(text, str) else tokenizer.text_of(text) for text in body.prompt]
+        return group, [text for text in texts for _ in range(body.n or 1)]
 
-    async def chat(self, body: ChatBody, arrived: float) -> Job:
-        """A started job.
-
-        Raises:
-            ApiError: anything wrong with the request; 429.
-        """
+    async def chat(self, body: ChatBody, arrived: float) -> RequestGroup:
+        """Start the choices of a chat completion; arguments and errors as of :meth:`complete`."""
         self._check_count(body.n or 1, "n")
-        prompt = tuple(await self.model.vocabulary.render(body))
+        prompt = tuple(await self.model.tokenizer.render(body))
         if not prompt:
             raise ApiError(400, "messages have no tokens", param="messages", code="invalid_value")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -149,17 +143,17 @@ class Service:
         return self._start(self._requests(body, [prompt], "messages", limit=limit, logprobs=logprobs), arrived)
 
     def abort_all(self) -> None:
-        """End every request; their clients are told that the server is shutting down."""
-        for job in list(self._jobs):
-            job.abort(ApiError(503, "the server is shutting down", code="shutting_down"))
+        """Cancel every request; clients get 503 ``shutting_down``, in a stream as its last event."""
+        for group in list(self._groups):
+            group.abort(ApiError(503, "the server is shutting down", code="shutting_down"))
 
-    def forget(self, job: Job) -> None:
-        """A job's answer is over, one way or another."""
-        job.close()
-        self._jobs.discard(job)
+    def forget(self, group: RequestGroup) -> None:
+        """Cancel what still runs of a group whose response has ended, for whatever reason."""
+        group.close()
+        self._groups.discard(group)
 
     def _check_count(self, count: int, param: str) -> None:
-        """Refuse a request of more choices than there is room for when nothing else is running."""
+        """Refuse a request with more choices than an idle server would take."""
         most = MOST_CHOICES
         if self._max_waiting is not None:
             most = min(most, self.model.engine.slots + self._max_waiting)
@@ -167,19 +161,22 @@ class Service:
             message = f"the request asks for {count} choices; this server never takes more than {most} at once"
             raise ApiError(400, message, param=param, code="invalid_value")
 
-    def _start(self, requests: Sequence[Request], arrived: float) -> Job:
+    def _start(self, requests: Sequence[Request], arrived: float) -> RequestGroup:
         model = self.model
-        assert self._outbox is not None
-        job = Job(model.engine, self._outbox, self.metrics, arrived)
-        decoder = model.vocabulary.decoder
+        assert self._bridge is not None
+        group = RequestGroup(model.engine, self._bridge, self.metrics, arrived)
+
+        def detokenizer(request: Request) -> Detokenizer:
+            return Detokenizer(model.tokenizer, request.prompt, request.params.stop)
+
         try:
-            job.start(requests, lambda request: Detokenizer(decoder, request.prompt, request.params.stop))
+            group.start(requests, detokenizer)
         except EngineStopped as error:
             raise ApiError(500, str(error), code="engine_dead") from error
         except TrirunError as error:
             raise ApiError(400, str(error), code="invalid_value") from error
-        self._jobs.add(job)
-        return job
+        self._groups.add(group)
+        return group
 
     def _requests(
         self,
@@ -188,48 +185,52 @@ class Service:
         param: str,
         *,
         limit: int | None,
-        usual: int | None = None,
+        default: int | None = None,
         logprobs: int | None = None,
-        scores: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> list[Request]:
-        """One request per choice: ``n`` of each prompt. ``limit`` None is ``usual``, or else all that fits."""
+        """One request per choice: ``n`` of each prompt.
+
+        Args:
+            param: the field of the prompts. limit: of generated tokens; None is ``default``, or what fits the context.
+        """
         model, count = self.model, body.n or 1
         bias = body.logit_bias or {}
-        model.vocabulary.check_ids(list(bias), "logit_bias")
-        model.vocabulary.check_ids(body.stop_token_ids or [], "stop_token_ids")
+        model.tokenizer.check_ids(list(bias), "logit_bias")
+        model.tokenizer.check_ids(body.stop_token_ids or [], "stop_token_ids")
         stop_ids = (frozenset() if body.ignore_eos else model.stop_ids) | frozenset(body.stop_token_ids or ())
         seed = secrets.randbits(64) if body.seed is None else body.seed
         requests = []
         for prompt in prompts:
             most = self._room(len(prompt), limit, param)
-            if limit is None and usual is not None:
-                most = min(most, usual)
+            if limit is None and default is not None:
+                most = min(most, default)
             for index in range(count):
                 try:
                     params = SamplingParams(
                         max_tokens=most,
-                        # Choices differ by their seeds; the first is what n = 1 gives.
+                        # Choices differ by their seeds; the first one is that of n = 1.
                         seed=(seed + index) & _MASK,
                         stop=tuple(body.stop or ()),
                         presence_penalty=body.presence_penalty or 0.0,
                         frequency_penalty=body.frequency_penalty or 0.0,
                         logit_bias=bias,
                         logprobs=logprobs,
-                        prompt_logprobs=scores,
-                        **self._choices(body),
+                        prompt_logprobs=prompt_logprobs,
+                        **self._sampling(body),
                     )
                 except TrirunError as error:
                     raise ApiError(400, str(error), code="invalid_value") from error
                 requests.append(Request(uuid.uuid4().hex, prompt, params, stop_ids))
         return requests
 
-    def _choices(self, body: SamplingFields) -> dict[str, Any]:
-        usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    def _sampling(self, body: SamplingFields) -> dict[str, Any]:
+        openai = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         chosen = {}
-        for name, otherwise in usual.items():
+        for name, default in openai.items():
             given = getattr(body, name)
-            chosen[name] = self.model.defaults.get(name, otherwise) if given is None else given
-        # −1 and 0 both stand for all tokens.
+            chosen[name] = self.model.defaults.get(name, default) if given is None else given
+        # −1 and 0 both mean every token.
         return chosen | {"top_k": max(int(chosen["top_k"]), 0)}
 
     def _room(self, prompt: int, limit: int | None, param: str) -> int:

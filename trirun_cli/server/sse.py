@@ -1,4 +1,4 @@
-"""Server-sent events whose producer is stopped whenever the answer ends, however it ends."""
+"""Server-sent events whose producer is closed when the response ends, also by a disconnect."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def dumps(document: Any) -> bytes:
 
 
 def event(document: Any) -> bytes:
-    """One event."""
+    """One server-sent event with a JSON document as its data."""
     return b"data: %b\n\n" % dumps(document)
 
 
 class EventStream(StreamingResponse):
-    """A stream of events.
+    """A response that streams events.
 
     Args:
-        events: encoded events. close: is called once at the end, also when the client went away before the first event
-            was asked for, which a ``finally`` in the generator would miss.
+        events: encoded. close: called once at the end, also when the client disconnects before the first event, where a
+            ``finally`` in the generator would not run.
     """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        # Proxies that collect answers before passing them on are told not to.
+        # Ask proxies not to buffer the stream.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._close = close

@@ -1,4 +1,4 @@
-"""The tokenizer as the server needs it: prompts in, and the text and bytes of single tokens out."""
+"""The tokenizer as the server needs it: token ids of prompts, and the text and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -12,66 +12,64 @@ from .errors import ApiError
 from .schema import ChatBody
 from .tools import for_template
 
-# Longer texts are tokenized on another thread, so that other answers go on meanwhile.
+# Longer texts are tokenized on another thread, so that the event loop is not blocked.
 _INLINE_CHARACTERS = 16_384
 T = TypeVar("T")
 
 
-class Decoder:
-    """``decode`` as the tokenizers library does it. transformers' own looks at every id on the way, which costs several
-    times as much as the decoding, once per token of every stream."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        polished = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        self.decode: Callable[..., str] = tokenizer.decode if polished else tokenizer.backend_tokenizer.decode
-
-
-class Vocabulary:
-    """A tokenizer and what follows from it.
+class ServerTokenizer:
+    """A model's tokenizer, with the checks and lookups of the server.
 
     Args:
         tokenizer: of transformers and backed by the tokenizers library, or a
             :class:`~trirun_cli.text.tokenizer.LightTokenizer`.
-        size: token ids of the model are below it. context: most tokens of a sequence.
+        size: of the model's vocabulary; token ids are below it. context: most tokens of a sequence.
         chat_template: Jinja source that replaces the tokenizer's own; None keeps that.
 
     Attributes:
-        special: ids of tokens that are no text, as BOS.
+        special: ids of tokens that are no text, such as BOS. bos_id: of the BOS token, or None.
+        decode: text of token ids, by ``decode(ids, skip_special_tokens=...)``.
+        token_text: a token for people: its text, or ``bytes:\\xe2`` for a part of a character, as OpenAI writes it.
+        token_bytes: the bytes of a token, also where they are no whole character; None where they cannot be known.
     """
 
     def __init__(self, tokenizer: Any, *, size: int, context: int, chat_template: str | None = None) -> None:
-        self.tokenizer, self.size, self.context = tokenizer, size, context
-        self.decoder = Decoder(tokenizer)
+        self._tokenizer, self.size, self.context = tokenizer, size, context
+        self.bos_id: int | None = tokenizer.bos_token_id
+        # transformers' own decode inspects every id, which costs several times as much as the decoding, for each token
+        # of every stream.
+        cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self.decode: Callable[..., str] = tokenizer.decode if cleans_up else tokenizer.backend_tokenizer.decode
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self.special = frozenset(token for token, content in added.items() if content.special)
         pieces = self._backend.get_vocab()
         self._metaspace = any(piece.startswith("▁") for piece in pieces)
-        # No token is longer than this, so a longer text cannot fit; refusing it costs nothing, tokenizing it seconds.
+        # A longer text cannot fit, whatever its tokens; refusing it by its length saves seconds of tokenizing.
         self._most_characters = context * max(map(len, pieces), default=1)
-        # The first call settles padding and truncation, which changes the tokenizer; later ones only read it, and may
-        # do so from several threads.
+        # The first call sets padding and truncation, which changes the tokenizer; later calls only read it, so several
+        # threads may make them.
         tokenizer("a")
         self.token_text = lru_cache(maxsize=65_536)(self._token_text)
         self.token_bytes = lru_cache(maxsize=65_536)(self._token_bytes)
 
     async def encode(self, text: str, *, special: bool, param: str) -> list[int]:
-        """Token ids of a text; ``special`` adds what the tokenizer puts around one, as a BOS token.
+        """Token ids of a text; ``special`` adds the tokenizer's own tokens around it, such as BOS.
 
         Raises:
-            ApiError: 400, the text is no Unicode or cannot fit the context; ``param`` names where it was.
+            ApiError: 400, the text is not valid Unicode or cannot fit the context; ``param`` is the field it is from.
         """
         self._check_length(len(text), param)
-        return await _maybe_elsewhere(len(text), lambda: self._ids(text, special, param))
+        return await _off_the_loop(len(text), lambda: self._ids(text, special, param))
 
     def _ids(self, text: str, special: bool, param: str) -> list[int]:
         try:
             text.encode()
-        # JSON can write half of a surrogate pair, which is no text.
+        # JSON can hold half of a surrogate pair, which is not valid Unicode.
         except UnicodeEncodeError:
             raise ApiError(400, f"{param}: is not valid Unicode", param=param, code="invalid_value") from None
-        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _check_length(self, characters: int, param: str) -> None:
         if characters > self._most_characters:
@@ -82,8 +80,8 @@ class Vocabulary:
         """Token ids of a conversation.
 
         Raises:
-            ApiError: 400, the model has no chat template, the template refuses the messages, or they are no Unicode or
-                cannot fit.
+            ApiError: 400, the model has no chat template, the template refuses the messages, or they are not valid
+                Unicode or cannot fit the context.
         """
         if not self.chat_template:
             message = "this model has no chat template: use /v1/completions, or serve it with --chat-template FILE"
@@ -93,11 +91,11 @@ class Vocabulary:
             message = "this model's chat template knows nothing of tools"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
         messages = for_template([message.model_dump(exclude_unset=True) for message in body.messages])
-        # Of the characters of a template itself nothing is known; the messages must fit by themselves.
+        # The template's own text is not known yet; the messages alone must fit.
         self._check_length(sum(len(message.get("content") or "") for message in messages), "messages")
 
         def template() -> list[int]:
-            text = self.tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
                 chat_template=self.chat_template,
@@ -106,18 +104,18 @@ class Vocabulary:
                 continue_final_message=body.continue_final_message,
                 **(body.chat_template_kwargs or {}),
             )
-            # With tools, and whatever else the messages hold.
+            # Again, now with tools and everything else that the template adds.
             self._check_length(len(text), "messages")
             return self._ids(text, special=False, param="messages")
 
         try:
-            # How long its text becomes is known afterwards; what goes into it tells enough.
-            return await _maybe_elsewhere(len(repr((messages, tools))), template)
+            # The length of its text is known only afterwards; that of its input is a good enough guess.
+            return await _off_the_loop(len(repr((messages, tools))), template)
         except ApiError:
             raise
-        # Templates raise whatever they like: jinja2's errors by their own words, Python's by accident.
+        # A template is a program: it may raise jinja2's errors on purpose and any of Python's by accident.
         except Exception as error:
-            # What they quote of the messages may be no Unicode, and an answer must be.
+            # The error may quote invalid Unicode from the messages; the response must be valid.
             reason = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()
             message = f"the chat template does not take these messages: {reason}"
             raise ApiError(400, message, param="messages", code="invalid_value") from error
@@ -133,21 +131,20 @@ class Vocabulary:
             message = f"{param}: token id {wrong} is outside the model's vocabulary of {self.size}"
             raise ApiError(400, message, param=param, code="invalid_value")
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included, as ``echo`` and /detokenize show it."""
-        return self.decoder.decode(list(ids), skip_special_tokens=False)
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of token ids with special tokens, for ``echo`` and /detokenize."""
+        return self.decode(list(ids), skip_special_tokens=False)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        """:meth:`decode` of any number of ids, while other answers go on.
+        """:meth:`text_of` any number of ids, without blocking the event loop.
 
         Raises:
-            ApiError: 400, an id that the model does not have.
+            ApiError: 400, the model does not have an id.
         """
         self.check_ids(ids, "tokens")
-        return await _maybe_elsewhere(len(ids), lambda: self.decode(ids))
+        return await _off_the_loop(len(ids), lambda: self.text_of(ids))
 
     def _token_bytes(self, token: int) -> bytes | None:
-        """The bytes a token stands for, also where they are no whole character; None where nobody can tell."""
         piece = self._backend.id_to_token(token)
         if piece is None:
             # A model's vocabulary may be padded beyond its tokenizer's.
@@ -157,7 +154,7 @@ class Vocabulary:
                 return bytes([int(piece[3:5], 16)])
             if self._metaspace:
                 return piece.replace("▁", " ").encode()
-        text = self.decode([token])
+        text = self.text_of([token])
         if "\ufffd" not in text:
             return text.encode()
         if all(character in _BYTE_OF for character in piece):
@@ -165,7 +162,6 @@ class Vocabulary:
         return None
 
     def _token_text(self, token: int) -> str:
-        """A token for people: its text, or ``bytes:\\xe2`` for a part of a character, as OpenAI writes it."""
         raw = self.token_bytes(token)
         if raw is None:
             return str(self._backend.id_to_token(token))
@@ -176,15 +172,15 @@ class Vocabulary:
 
 
 class Offsets:
-    """Where each token of a text begins, counted in whole characters."""
+    """Where each token of a text begins, in whole characters."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._bytes, self._special, self._at = vocabulary.token_bytes, vocabulary.special, 0
+    def __init__(self, tokenizer: ServerTokenizer) -> None:
+        self._bytes, self._special, self._at = tokenizer.token_bytes, tokenizer.special, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of_prompt(self, tokens: Sequence[int], text: str) -> list[int]:
-        """The offsets of a prompt's tokens in its text, with which the whole text begins. What the tokenizer has added,
-        such as BOS or a space before the first word, is not in it and has no width."""
+        """The offsets of a prompt's tokens in ``text``, the prompt's own. Tokens and spaces that the tokenizer has
+        added, such as BOS, are not in it and have no width."""
         offsets = []
         for token in tokens:
             offsets.append(self._at)
@@ -209,12 +205,12 @@ class Offsets:
         return self._decoder.decode(self._bytes(token) or b"")
 
 
-async def _maybe_elsewhere(characters: int, work: Callable[[], T]) -> T:
+async def _off_the_loop(characters: int, work: Callable[[], T]) -> T:
     return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's way of writing any byte as one printable character, the other way round."""
+    """The inverse of GPT-2's map from bytes to printable characters."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}

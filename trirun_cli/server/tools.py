@@ -1,6 +1,6 @@
-"""Tool calls in what a model writes: Hermes' tags, which Qwen uses too, and Llama 3's bare JSON.
+"""Tool calls in a model's text: in Hermes' tags, which Qwen uses too, or Llama 3's bare JSON.
 
-The model is told of the tools by its chat template and answers as it was trained to; nothing forces it to.
+The chat template tells the model of the tools. Nothing constrains what it then generates.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def parser_for(template: str) -> ToolParser:
-    """The parser of the form that a chat template teaches."""
+    """The parser of the tool calls that a chat template asks for."""
     return HermesParser() if _OPEN in template else JsonParser()
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: arguments of earlier calls as objects, where OpenAI has JSON in a string."""
+    """Messages as templates expect them: the arguments of earlier calls as objects, where OpenAI has a JSON string."""
     return [
         {**message, "tool_calls": [_with_object(call) for call in calls]}
         if isinstance(calls := message.get("tool_calls"), list)
@@ -39,21 +39,25 @@ def _with_object(call: Any) -> Any:
 
 
 class ToolParser:
-    """Divides a stream of text into content and calls."""
+    """Splits a stream of text into content and tool calls, the latter as OpenAI's documents.
+
+    Attributes:
+        count: calls found so far.
+    """
 
     def __init__(self) -> None:
         self.count = 0
 
     def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Content and calls that are certain after more text."""
+        """The content and the calls that are certain after more text."""
         raise NotImplementedError
 
     def flush(self) -> tuple[str, list[dict[str, Any]]]:
-        """What is still held back when the text ends."""
+        """The content and the calls that were held back, at the end of the text."""
         raise NotImplementedError
 
     def _calls(self, text: str) -> list[dict[str, Any]] | None:
-        """The calls that a text of one or more JSON objects makes, or None where it is something else."""
+        """The calls in a text of one or more JSON objects, or None where it is anything else."""
         found, decoder, at = [], json.JSONDecoder(), 0
         text = text.strip()
         while at < len(text):
@@ -95,7 +99,7 @@ class HermesParser(ToolParser):
                 break
             if self._inside:
                 made = self._calls(before)
-                # What is no call is shown as it was written.
+                # Text between the tags that is no call stays content.
                 content += "" if made else _OPEN + before + _CLOSE
                 calls += made or []
             else:
@@ -107,7 +111,7 @@ class HermesParser(ToolParser):
             content += self._held[:sure]
             self._held = self._held[sure:]
         if self.count:
-            # Line breaks between calls belong to neither.
+            # Drop line breaks between calls.
             content = content.strip("\n")
         return content, calls
 
@@ -115,13 +119,13 @@ class HermesParser(ToolParser):
         held, self._held = self._held, ""
         if not self._inside:
             return held, []
-        # The end-of-text token often stands where the closing tag should.
+        # Models often end the text instead of writing the closing tag.
         made = self._calls(held)
         return ("", made) if made else (_OPEN + held, [])
 
 
 class JsonParser(ToolParser):
-    """An answer that is nothing but JSON objects with a name is calls; any other is content."""
+    """A text of nothing but JSON objects with a name is calls; any other text is content."""
 
     def __init__(self) -> None:
         super().__init__()

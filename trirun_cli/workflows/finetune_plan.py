@@ -19,13 +19,13 @@ from trirun_gptq.train.model import compute_dtype
 from trirun_gptq.train.recipe import INITS, TrainRecipe, load_train_recipe
 from trirun_gptq.train.start import Grids
 
-from .. import __version__
 from ..backends.device import pick_device
 from ..backends.transformers.weights import longest_sequence
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError
 from ..resources import configs_dir
+from ..version import __version__
 from .finetune_start import checkpoint_grids, with_grid
 from .settings import given
 

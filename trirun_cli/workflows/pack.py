@@ -16,11 +16,11 @@ from trirun_gptq.run.progress import Event, ModuleStarted, ProgressCallback, sil
 from trirun_kernels import QuantSpec, dequantize
 from trirun_kernels.weights.names import WEIGHT
 
-from .. import __version__
 from ..checkpoint.formats import ForeignWeights, open_foreign
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError
+from ..version import __version__
 from .output import weight_bytes
 
 

@@ -17,13 +17,13 @@ from trirun_gptq.recipe import Override, Recipe, load_recipe
 from trirun_gptq.run.progress import Event, ProgressCallback, Warned, silent
 from trirun_kernels import QuantSpec
 
-from .. import __version__
 from ..backends.device import pick_device
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError
 from ..resources import configs_dir
 from ..text.detokenizer import load_tokenizer
+from ..version import __version__
 from .settings import given
 
 PRESETS = ("fast", "default", "best")

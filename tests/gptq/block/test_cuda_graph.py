@@ -13,7 +13,7 @@ from trirun_kernels.weights.experts import SeparateExperts
 
 from tests.gptq.models import RECIPE, Log, Tensors, calibration, make_model, quantize_model
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+needs_gpu = pytest.mark.gpu
 TRAINED = replace(
     RECIPE, samples=12, refine_steps=40, refine_lr=2e-3, engines=("ste", "gumbel"), e2e_steps=24, e2e_code_steps=24
 )

@@ -14,10 +14,10 @@ from trirun_gptq.layer.scale_search import store_scales
 from trirun_kernels import QuantSpec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available()),
-    reason="needs Triton, and a GPU or TRITON_INTERPRET=1",
-)
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRIDS = [(1.0, 4), (1.0, 3), (1.5, 4), (None, 4)]
 
@@ -74,7 +74,7 @@ def test_a_block_of_coordinate_descent(zero, levels, count, n):
         torch.testing.assert_close(mine[:, same], theirs[:, same], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("zero", "levels"), GRIDS)
 @pytest.mark.parametrize("group_size", [-1, 32, 128])
 def test_a_layer_is_solved_as_well_as_on_the_cpu(zero, levels, group_size):

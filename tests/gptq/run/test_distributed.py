@@ -20,6 +20,7 @@ def work(rank, world, directory, settings, port):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"refine_steps": 8, "e2e_steps": 4, "e2e_lr": 5e-3}])
 def test_two_processes_are_one_run(tmp_path, settings, unused_port):
     make_model(tmp_path / "model")

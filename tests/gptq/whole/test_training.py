@@ -40,6 +40,7 @@ def test_scales_move_and_codes_do_not(tmp_path, grid, tied):
     assert report.predictions.divergence == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", ["zero", "ternary"])
 def test_codes_train_too(tmp_path, grid):
     # So little text teaches a random model nothing about other text.
@@ -102,6 +103,7 @@ def test_batches_are_halved_when_the_whole_model_does_not_fit(tmp_path, monkeypa
     assert report.predictions.divergence < report.before_e2e.divergence
 
 
+@pytest.mark.slow
 def test_a_run_killed_end_to_end_resumes_to_the_same_bytes(tmp_path):
     model, state = make_model(tmp_path / "model"), tmp_path / "state"
     whole, report, _ = run(model, E2E)

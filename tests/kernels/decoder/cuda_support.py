@@ -7,12 +7,8 @@ import torch
 from trirun_kernels import QuantSpec, pack
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder.cuda_structs import SamplerStruct
-from trirun_kernels.native import library_path
 
-gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or not library_path("cuda").exists(),
-    reason="no CUDA device, or libtrirun_cuda.so is not built",
-)
+gpu = pytest.mark.gpu
 BOTH = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 ROUNDING = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
 

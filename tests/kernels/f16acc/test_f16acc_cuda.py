@@ -15,7 +15,7 @@ from trirun_kernels.gemm.ops import int2_gemm
 from trirun_spills import parse_usage
 from trirun_toolchain import NVCC_FLAGS, find_nvcc
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+gpu = pytest.mark.gpu
 
 
 def operands(m, n, k, seed=0, device="cuda"):

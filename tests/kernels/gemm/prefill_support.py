@@ -8,9 +8,9 @@ from trirun_kernels.gemm.reference import int8_round_trip
 from trirun_kernels.weights.packing import dequantize, pack
 from trirun_kernels.weights.spec import QuantSpec
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+gpu = pytest.mark.gpu
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-hopper = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+hopper = pytest.mark.gpu(capability=(9, 0))
 # Where products are made that those of the kernels are compared with: scripts/sanitize_kernels.py asks for the CPU.
 REFERENCE = os.environ.get("TRIRUN_REFERENCE", "cuda")
 

@@ -12,6 +12,8 @@ from tests.kernels.gemm.prefill_support import HOPPER, run
 if not (HOPPER and library_path("cuda").exists()):
     pytest.skip("no Hopper GPU, or libtrirun_cuda.so is not built", allow_module_level=True)
 
+pytestmark = pytest.mark.gpu(capability=(9, 0))
+
 
 def spiked(m, k, channels, factor):
     """Normal rows, some columns of which are larger in every row, as in language models."""

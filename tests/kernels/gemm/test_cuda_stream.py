@@ -19,6 +19,7 @@ from tests.kernels.gemm.prefill_support import HOPPER, run
 if not library_path("cuda").exists():
     pytest.skip("libtrirun_cuda.so is not built", allow_module_level=True)
 
+pytestmark = pytest.mark.gpu
 GRIDS = [(-1, 1.0), (-1, 1.5), (-1, None), (128, 1.0), (128, None), (64, 2.0), (64, None), (32, 1.5), (32, None)]
 
 
@@ -175,7 +176,7 @@ def test_graph_capture_replays_on_new_inputs():
             assert torch.equal(y, int2_gemm(x, w) * 2)
 
 
-@pytest.mark.skipif(not HOPPER, reason="wgmma")
+@pytest.mark.gpu(capability=(9, 0))
 def test_a_graph_whose_counters_begin_as_anything():
     w = weight(4096, 4096)
     for m in (9, 16, 32):

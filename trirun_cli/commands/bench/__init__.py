@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
 
 import typer
 
-from ...console import Console
 from ...errors import UsageError
-from ..shared.options import (
-    Command,
-    Device,
-    DType,
-    Group,
-    Json,
-    Quiet,
-    check_machine,
-    check_measuring,
-    check_plot,
-    end_gathering,
-    gather,
-    help_text,
-    options_given,
-    positive_numbers,
-    sleep_if_busy,
-    warn_if_busy,
-)
-from . import f16acc as bench_f16acc
-from . import model as bench_model
-from . import serve as bench_serve
-
-if TYPE_CHECKING:
-    from ...bench.kernels import Machine, Result
+from ..shared.options import Command, Device, Group, Json, Quiet, help_text, options_given
+from . import f16acc, kernels, model, serve
 
 app = typer.Typer(cls=Group, invoke_without_command=True)
 
@@ -49,132 +24,17 @@ def machine(context: typer.Context, device: Device = "auto", json: Json = False,
     Example: trirun bench --json
     """
     if context.invoked_subcommand is None:
-        kernels(shapes=None, m=_QUICK_ROWS, device=device, json=json, quiet=quiet)
+        kernels.command(shapes=None, m=_QUICK_ROWS, device=device, json=json, quiet=quiet)
     elif misplaced := options_given(context):
         name = misplaced[0]
         raise UsageError(f"{name} belongs after the command: trirun bench {context.invoked_subcommand} {name} ...")
 
 
-def kernels(
-    shapes: Annotated[
-        str | None, typer.Option(help="Comma-separated: NxK, or lists such as llama-2-7b, bitnet-2b, trirun.")
-    ] = None,
-    m: Annotated[str, typer.Option(help="Comma-separated numbers of rows of x.")] = "1,4,16,64,256,1024",
-    group_size: Annotated[int, typer.Option(help="Weights per scale: 32, 64, 128, or -1 for a whole row.")] = -1,
-    act_bits: Annotated[int, typer.Option(help="Activation bits, 16 or 8.")] = 16,
-    accumulate: Annotated[str, typer.Option(help="Type of the sums: fp32, or fp16 for float16 x.")] = "fp32",
-    seconds: Annotated[float, typer.Option(help="Measuring time per contestant and cell.")] = 0.2,
-    plot: Annotated[Path | None, typer.Option(help="Write a PNG: roofline, and speed-up over m.")] = None,
-    device: Device = "auto",
-    dtype: DType = "auto",
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Time int2_gemm beside torch's dense product, Humming where installed, and the pure reading of its weights.
-
-    Every product is checked against float64 first; a wrong one ends the run with exit code 6. Weights rotate past the
-    caches; on CUDA, calls run in graphs. Times are medians in microseconds. Ctrl-C shows what has been measured.
-
-    Example: trirun bench kernels --shapes llama-2-7b --m 1,16 --plot bench.png
-    """
-    from ...bench.shapes import parse_shapes
-
-    rows = positive_numbers("--m", m)
-    check_machine(dtype, act_bits)
-    check_measuring(seconds, group_size)
-    if accumulate not in ("fp32", "fp16") or (accumulate == "fp16" and (act_bits != 16 or dtype != "float16")):
-        raise UsageError(f"--accumulate {accumulate}: fp32, or fp16 with --dtype float16 and --act-bits 16")
-    console = Console(as_json=json, quiet=quiet)
-    crowd = sleep_if_busy()
-    import torch
-
-    from ...backends.device import pick_device
-
-    place = torch.device(pick_device(device))
-    chosen = parse_shapes(shapes, "cpu" if place.type == "cpu" else "default")
-    for shape in chosen:
-        if group_size > 0 and shape.k % group_size:
-            raise UsageError(f"--group-size {group_size} does not divide k of {shape}")
-    check_plot(plot)
-    from ...bench.kernels import measure_machine, run
-
-    warn_if_busy(console, crowd, place.type)
-    kind = ("float32" if place.type == "cpu" else "float16") if dtype == "auto" else dtype
-    console.note("measuring memory and arithmetic")
-    limits = measure_machine(place)
-    total = len(chosen) * len(rows)
-    with console.progress("kernels", total) as bar:
-        cells = run(
-            chosen,
-            rows,
-            device=place,
-            dtype=getattr(torch, kind),
-            group_size=group_size,
-            act_bits=act_bits,
-            machine=limits,
-            seconds=seconds,
-            accumulate=accumulate,
-            progress=bar.describe,
-        )
-        results = gather(cells, bar)
-    from dataclasses import asdict
-
-    documents = [result.document(limits) for result in results]
-    complete = len(results) == total
-    facts = {"machine": asdict(limits), "busy": crowd, "complete": complete}
-    console.json("bench.kernels/1", facts | {"results": documents})
-    _print(console, limits, results)
-    if plot is not None:
-        from ...bench.plot import save_plot
-
-        save_plot(plot, limits, results)
-        console.note(f"wrote {plot}")
-    end_gathering(console, len(results), total)
-
-
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "kernels": kernels,
-    "model": bench_model.command,
-    "serve": bench_serve.command,
-    "f16acc": bench_f16acc.command,
+    "kernels": kernels.command,
+    "model": model.command,
+    "serve": serve.command,
+    "f16acc": f16acc.command,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name, cls=Command, help=help_text(_command))(_command)
-
-
-def _print(console: Console, limits: Machine, results: Sequence[Result]) -> None:
-    peers = list(results[0].peers_us)
-    # Beside torch alone, the fastest other is the torch column again.
-    rivals = any(not name.startswith("torch") for name in peers)
-    columns = [
-        "n × k",
-        "m",
-        "trirun µs",
-        "± µs",
-        *(f"{name} µs" for name in peers),
-        "floor µs",
-        "read %",
-        "peak %",
-        "× torch",
-    ]
-    columns += ["× best"] if rivals else []
-    table = []
-    for result in results:
-        derived = result.derived(limits)
-        line = [f"{result.n} × {result.k}", str(result.m), f"{result.us:.1f}", f"{result.spread_us:.1f}"]
-        line += [f"{result.peers_us[name]:.1f}" for name in peers]
-        line += [f"{result.floor_us:.1f}", f"{derived['read_share']:.0%}", f"{derived['peak_share']:.0%}"]
-        fastest = min(result.peers_us.values()) / result.us
-        line += [f"{derived['speedup_torch']:.2f}"] + ([f"{fastest:.2f}"] if rivals else [])
-        table.append(line)
-    first = results[0]
-    grid = "per channel" if first.group_size == -1 else f"groups of {first.group_size}"
-    sums = "" if first.accumulate == "fp32" else f", sums in {first.accumulate}"
-    console.table(
-        f"{limits.name}, torch {limits.torch}: reads {limits.read_gbps:.0f} GB/s, "
-        f"multiplies {limits.peak_tflops:.3g} TFLOP/s (both measured)\n"
-        f"INT2 {grid}, {first.act_bits}-bit activations, {first.dtype}{sums}; medians, weights from memory\n"
-        "floor: reading the weights and nothing else; read %, peak %: of the above; × best: than the fastest other",
-        columns,
-        table,
-    )

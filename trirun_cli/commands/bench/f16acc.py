@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...console import Console
-from ..shared.options import (
-    Device,
-    Json,
-    Quiet,
-    check_measuring,
-    check_plot,
-    positive_numbers,
-    sleep_if_busy,
-    warn_if_busy,
-)
+from ..shared.options import Device, Json, Quiet
+from .measuring import check_measuring, check_plot, measuring_device, positive_numbers
 
 if TYPE_CHECKING:
     from ...bench.f16acc import Error, Speed
@@ -37,7 +29,7 @@ def command(
 ) -> None:
     """Time f16acc_gemm beside cuBLAS with fp32 and with fp16 sums, and measure the errors of all against float64.
 
-    Sizes default to 512 ... 8192 on a GPU; a CPU runs the slow reference twin, so nothing is timed there unless asked.
+    Sizes default to 512 ... 8192 on a GPU; a CPU runs the slow reference, so nothing is timed there unless asked.
     Every product is checked first; a wrong one ends the run with exit code 6. Beside: gpu_poor's figures on an H200.
 
     Example: trirun bench f16acc --sizes 2048,4096,8192 --plot f16acc.png
@@ -46,19 +38,15 @@ def command(
     check_measuring(seconds)
     sides = None if sizes is None else positive_numbers("--sizes", sizes)
     console = Console(as_json=json, quiet=quiet)
-    crowd = sleep_if_busy()
+    place, load = measuring_device(console, device)
     import torch
 
-    from ...backends.device import pick_device
-
-    place = torch.device(pick_device(device))
     if sides is None:
         sides = [512, 1024, 2048, 3072, 4096, 6144, 8192] if place.type == "cuda" else []
     from ...bench import f16acc as f16acc_bench
 
     check_plot(plot)
-    warn_if_busy(console, crowd, place.type)
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU (reference twin)"
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU (reference)"
     measured, found = [], []
     with console.progress("products", len(sides) * len(f16acc_bench.contestants(place)) + len(counts)) as bar:
         for speed in f16acc_bench.speeds(sides, place, seconds):
@@ -75,14 +63,16 @@ def command(
             "device": str(place),
             "name": name,
             "torch": torch.__version__,
-            "busy": crowd,
+            "busy": load,
             "speeds": [asdict(s) | {"tflops": s.tflops} for s in measured],
             "errors": [asdict(e) for e in found],
         },
     )
     _print(console, name, measured, found)
     if plot is not None:
-        f16acc_bench.save_plot(plot, name, measured, found)
+        from ...bench.plot import save_f16acc_plot
+
+        save_f16acc_plot(plot, name, measured, found)
         console.note(f"wrote {plot}")
 
 

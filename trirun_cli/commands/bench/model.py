@@ -11,21 +11,8 @@ import typer
 from ...checkpoint.hub import local_model
 from ...console import Console, bytes_text
 from ...errors import MissingError, UsageError
-from ..shared.options import (
-    ActBits,
-    Device,
-    DType,
-    Json,
-    Quiet,
-    check_machine,
-    check_measuring,
-    check_plot,
-    end_gathering,
-    gather,
-    positive_numbers,
-    sleep_if_busy,
-    warn_if_busy,
-)
+from ..shared.options import ActBits, Device, DType, Json, Quiet, check_machine
+from .measuring import check_measuring, check_plot, end_gathering, gather, measuring_device, positive_numbers
 
 if TYPE_CHECKING:
     from ...bench.models import Cell, Contestant
@@ -96,13 +83,11 @@ def command(
     if checkpoint is not None:
         checkpoint = local_model(checkpoint, console)
     contexts = given or [_usual_context(checkpoint)]
-    crowd = sleep_if_busy()
+    place, load = measuring_device(console, device)
     import torch
 
-    from ...backends.device import pick_device
     from ...bench.contestants import of_checkpoint, of_shape
 
-    place = torch.device(pick_device(device))
     if place.type == "cuda":
         from trirun_kernels.native import library_path
 
@@ -110,8 +95,7 @@ def command(
         if not library_path("cuda").exists():
             raise MissingError("trirun was built without CUDA", "use --device cpu, or reinstall with nvcc")
     elif "int8" in caches:
-        raise UsageError("--kv-cache-dtype int8: the native decoder of a GPU has it alone")
-    warn_if_busy(console, crowd, place.type)
+        raise UsageError("--kv-cache-dtype int8: only the native decoder of a GPU has it")
     console.note("loading the weights" if shape is None else "making random weights")
     most = max(contexts) + 1
     if sizes is not None:
@@ -133,7 +117,7 @@ def command(
         cells = gather(run(contestants, batches, contexts, seconds=seconds, progress=bar.describe), bar)
     machine = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     facts = document(contestants, cells, model=name, device=machine, errors=errors)
-    console.json("bench.model/1", facts | {"busy": crowd, "complete": len(cells) == total})
+    console.json("bench.model/1", facts | {"busy": load, "complete": len(cells) == total})
     weights = ", ".join(f"{each.name} {bytes_text(each.weight_bytes)}" for each in contestants)
     title = f"{name}\n{machine}; weights: {weights}\nprefill: one prompt, first token"
     if errors:

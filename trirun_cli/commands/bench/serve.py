@@ -16,7 +16,8 @@ from .. import serve
 from ..shared.options import Json, Quiet
 
 if TYPE_CHECKING:
-    from ...bench.serve import Load, LoadResult
+    from ...bench.client import Load
+    from ...bench.serve import LoadResult
 
 _NAMES = {
     "time_to_first_token": "time to first token",
@@ -32,22 +33,22 @@ def command(
         Path | None, typer.Option("--checkpoint", "-c", help="Start a server on this checkpoint instead.")
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(help="Closed loop: clients that ask again when answered. Default: 8.")
+        int | None, typer.Option(help="Closed loop: clients, each with one request at a time. Default: 8.")
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Open loop: requests per second, at random times.")] = None,
-    requests: Annotated[int | None, typer.Option(help="End after so many requests.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Start none after so many seconds. Default: 30.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens of an answer.")] = 64,
+    requests: Annotated[int | None, typer.Option(help="Number of requests.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Seconds in which requests are started. Default: 30.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens of a response.")] = 64,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Answers have all their tokens, where the server knows the field.")
+        bool, typer.Option("--ignore-eos", help="Generate all of --max-tokens, where the server has the field.")
     ] = False,
-    temperature: Annotated[float, typer.Option(help="Of the answers; 0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Of the responses; 0 is greedy.")] = 0.0,
     prompts: Annotated[int, typer.Option(help="Different prompts, used in turn.")] = 64,
     prompt_words: Annotated[int, typer.Option(help="Words of a prompt.")] = 64,
     text: Annotated[Path | None, typer.Option(help="Text to take prompts from. Default: the demo model's.")] = None,
     seed: Annotated[int, typer.Option(help="Of arrival times and prompts.")] = 0,
     check: Annotated[
-        bool, typer.Option("--check", help="Ask every prompt alone afterwards; another answer is an error.")
+        bool, typer.Option("--check", help="Send every prompt alone afterwards; another response is an error.")
     ] = False,
     api_key: Annotated[str | None, typer.Option(help="Bearer token of the server.")] = None,
     serve_options: Annotated[str, typer.Option(help="Options of trirun serve, with --checkpoint.")] = "",
@@ -56,8 +57,8 @@ def command(
 ) -> None:
     """Measure a server under load: throughput, and latencies as its clients see them.
 
-    Any OpenAI-compatible server will do. In an open loop times count from when a request was due, so a server that
-    falls behind cannot hide it. "Between chunks" is the time between pieces of text, which may hold several tokens.
+    Any OpenAI-compatible server will do. In an open loop latencies count from the time a request was due, so that they
+    show when a server falls behind. "Between chunks" is the time between pieces of text of one or several tokens.
 
     Examples:
 
@@ -87,7 +88,8 @@ def command(
             raise UsageError(f"{name} {value:g}: more than 0" + (", and an end" if value > 0 else ""))
     options = _serve_options(serve_options)
     try:
-        from ...bench.serve import Load, pick_prompts
+        from ...bench.client import Load
+        from ...bench.serve import pick_prompts
     except ModuleNotFoundError as error:
         raise MissingError(f"this needs {error.name}", "pip install 'trirun[serve]'") from error
     from ...text.detokenizer import read_text
@@ -120,16 +122,16 @@ def command(
     console.json("bench.serve/1", document)
     _print(console, load, document)
     if wrong := document.get("check", {}).get("differing_prompts"):
-        raise CheckFailed(f"{len(wrong)} of {prompts} prompts were answered otherwise than alone, as prompt {wrong[0]}")
+        raise CheckFailed(f"{len(wrong)} of {prompts} prompts had another response than alone, as prompt {wrong[0]}")
     if document["errors"]:
         raise TrirunError(f"{sum(document['errors'].values())} of {document['requests']} requests failed")
 
 
 def _serve_options(given: str) -> list[str]:
-    """Options of ``trirun serve``, its command line's rules kept.
+    """The options of ``--serve-options``, checked as ``trirun serve`` would.
 
     Raises:
-        UsageError: they are not.
+        UsageError: it would refuse them.
     """
     # click's, which typer keeps in different places.
     misuse: Any = typer.BadParameter.__base__
@@ -148,12 +150,13 @@ def _serve_options(given: str) -> list[str]:
 def _measure(console: Console, url: str, api_key: str | None, load: Load, check: bool) -> dict[str, Any]:
     import asyncio
 
-    from ...bench.serve import Client, differing, run_load
+    from ...bench.client import Client
+    from ...bench.serve import differing, run_load
 
     async def measure() -> tuple[str, LoadResult, list[int] | None]:
         async with Client(url, api_key) as client:
             model = await client.find_model()
-            # The first request may pay for things that later ones find done.
+            # Warm up: the first request may take longer than later ones.
             await client.ask(load, 0)
             timed = load.requests is None
             started, shown = time.perf_counter(), 0.0
@@ -168,7 +171,7 @@ def _measure(console: Console, url: str, api_key: str | None, load: Load, check:
                 result = await run_load(client, load, progress)
             wrong = None
             if check:
-                console.note("asking every prompt alone")
+                console.note("sending every prompt alone")
                 wrong = await differing(client, load, result.samples)
             return model, result, wrong
 
@@ -196,7 +199,7 @@ def _print(console: Console, load: Load, document: dict[str, Any]) -> None:
     )
     console.table(title, ["milliseconds", "p50", "p95", "p99", "mean"], rows)
     if (share := document["client_cpu_share"]) > 0.8:
-        console.warn(f"the clients took {share:.0%} of a processor: they may be what was measured")
+        console.warn(f"the clients took {share:.0%} of a processor and may have limited the result")
     for error, count in document["errors"].items():
         console.warn(f"{count} × {error}")
     if memory := document.get("server_memory"):
@@ -204,4 +207,4 @@ def _print(console: Console, load: Load, document: dict[str, Any]) -> None:
         most = max(entry["bytes"] for entry in memory)
         console.note(f"server memory: {bytes_text(first)} first, {bytes_text(last)} last, {bytes_text(most)} at most")
     if (outcome := document.get("check")) is not None and not outcome["differing_prompts"]:
-        console.note(f"every answer to {outcome['prompts']} prompts is what a lone request gets")
+        console.note(f"every response to {outcome['prompts']} prompts is that of the request alone")

@@ -5,23 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from inspect import cleandoc
-from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ...errors import InputError, UsageError
-
-if TYPE_CHECKING:
-    from ...console import Console, ProgressBar
-
-Cell = TypeVar("Cell")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no progress bars.")]
@@ -105,32 +99,6 @@ def let_threads_sleep() -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
-def busy() -> str | None:
-    """What says that other programs use this machine's processors now, or None."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return f"load average {load:.1f} on {cores} cores" if load > max(1.0, 0.75 * cores) else None
-
-
-def sleep_if_busy() -> str | None:
-    """Before a benchmark imports torch: its threads sleep while they wait (:func:`let_threads_sleep`) where other
-    programs run too. Returns what :func:`busy` says, for the document and :func:`warn_if_busy`.
-
-    Elsewhere they wait as torch has them do, since that is torch's own speed: a product of 1024 × 1024 with one row
-    takes two cores 50 µs with threads that spin and 130 with threads that have to be woken. On two cores that others
-    use as well it takes 12 ms with the first and 0.16 with the second, which is no speed of torch's.
-    """
-    crowd = busy()
-    if crowd:
-        let_threads_sleep()
-    return crowd
-
-
-def warn_if_busy(console: Console, crowd: str | None, device: str) -> None:
-    """Say what :func:`busy` found, where the processors are what is timed."""
-    if crowd and device == "cpu":
-        console.warn(f"{crowd}: other work takes part in these timings")
-
-
 def output_dir(given: Path | None, default: str) -> Path:
     """The directory to write: the one given, or a default beside the caller. It has a name, as "." does not."""
     out = Path(default) if given is None else given
@@ -164,59 +132,6 @@ def check_machine(
         raise UsageError(f"--ctx {context}: at least 1")
 
 
-def positive_numbers(option: str, text: str) -> list[int]:
-    """Comma-separated positive integers, ascending, without repeats.
-
-    Raises:
-        UsageError: naming the option and the word that is none, or is too large for any size.
-    """
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if not re.fullmatch("0*[1-9][0-9]{0,8}", word):
-            raise UsageError(f"{option} {word}: not a positive number")
-    return sorted({int(word) for word in words})
-
-
-def check_measuring(seconds: float, group_size: int = -1) -> None:
-    """Refuse values that the options of the benchmarks do not have.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    if not (seconds > 0 and isfinite(seconds)):
-        raise UsageError(f"--seconds {seconds:g}: more than 0, and an end")
-    if group_size not in (-1, 32, 64, 128):
-        raise UsageError(f"--group-size {group_size}: -1, 32, 64 or 128")
-
-
-def gather(cells: Iterable[Cell], bar: ProgressBar) -> list[Cell]:
-    """What a benchmark measures, cell by cell: after Ctrl-C, the cells that were ready.
-
-    Raises:
-        KeyboardInterrupt: none was.
-    """
-    done: list[Cell] = []
-    try:
-        for cell in cells:
-            done.append(cell)
-            bar.advance()
-    except KeyboardInterrupt:
-        if not done:
-            raise
-    return done
-
-
-def end_gathering(console: Console, done: int, total: int) -> None:
-    """Once everything that is there has been shown: end as Ctrl-C does if it is not all.
-
-    Raises:
-        KeyboardInterrupt: done < total.
-    """
-    if done < total:
-        console.warn(f"stopped after {done} of {total} measurements")
-        raise KeyboardInterrupt
-
-
 def check_output(option: str, path: Path | None, *, folder: bool = False) -> None:
     """Refuse a file, or a folder, that results could not be written to, before the work that they are of. Folders
     that are missing are made once there is something to write; this leaves none. Devices and pipes are not tried.
@@ -239,20 +154,3 @@ def check_output(option: str, path: Path | None, *, folder: bool = False) -> Non
         for each in missing:
             with suppress(OSError):
                 each.rmdir()
-
-
-def check_plot(path: Path | None) -> None:
-    """Refuse a --plot that could not be drawn, before anything is measured for it.
-
-    Raises:
-        UsageError: its name is not one of a picture. InputError: it cannot be written. MissingError: matplotlib is not
-            installed.
-    """
-    if path is None:
-        return
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--plot {path}: a name that ends in .png, .svg or .pdf")
-    check_output("--plot", path)
-    from ...bench.plot import require_matplotlib
-
-    require_matplotlib()

@@ -1,8 +1,8 @@
-"""Offline task packs: lm-eval's own tasks over local data files, without a hub.
+"""Offline tasks: lm-eval's own tasks over local data files, without a hub.
 
-A pack is a task of lm-eval with its data set replaced by files found in ``--data-dir``. The task's template, few-shot
-rules and metrics stay lm-eval's, word for word, because the generated YAML includes lm-eval's own file. A file of flat
-rows (see :mod:`.forms`) that no pack knows becomes a task of its own, with the prompts as they stand in the file.
+An offline task is a task of lm-eval with its data set replaced by files found in ``--data-dir``. The template, few-shot
+rules and metrics stay lm-eval's own, because the generated YAML includes lm-eval's file. A file of flat rows (see
+:mod:`.row_schemas`) that is of no offline task becomes a task by itself, with its prompts as they are.
 """
 
 from __future__ import annotations
@@ -13,99 +13,102 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ..rows import SUFFIXES, Row, first_row, read_rows
-from . import row_schemas as forms
-from .row_schemas import Form
+from . import row_schemas
+from .row_schemas import RowSchema
+from .rows import SUFFIXES, Row, first_row, read_rows
 
-# Names a split goes by in file names.
+# Names of the splits in file names.
 SPLITS = {"test": ("test",), "validation": ("validation", "valid", "val", "dev"), "train": ("train",), "dev": ("dev",)}
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class OfflineTask:
     """One of lm-eval's tasks that runs on local files.
 
     Attributes:
-        yaml: lm-eval's file of the task, below its folder of tasks.
-        scored: the split whose questions count. shots: the split that few-shot examples come from, if any.
-        kinds: forms its rows may have. names: of the files, besides the task's own.
+        yaml: the task's file, in lm-eval's folder of tasks.
+        scored: the split whose questions are scored. shots: the split of the few-shot examples, if any.
+        schemas: of its rows, the first that fits applies. names: of its files, besides the task's own.
     """
 
     yaml: str
     scored: str
     shots: str | None
-    kinds: tuple[Form, ...]
+    schemas: tuple[RowSchema, ...]
     names: tuple[str, ...] = ()
 
 
-def _form(convert: Any, *columns: str) -> Form:
-    return Form(frozenset(columns), convert)
+def _schema(convert: Any, *columns: str) -> RowSchema:
+    return RowSchema(frozenset(columns), convert)
 
 
 _FLAT = ("query", "choices", "gold")
 _ARC = (
-    _form(forms.arc_flat, *_FLAT),
-    _form(forms.arc_hub, "question", "choices", "answerKey"),
-    _form(forms.arc_original, "question", "answerKey"),
+    _schema(row_schemas.arc_flat, *_FLAT),
+    _schema(row_schemas.arc_hub, "question", "choices", "answerKey"),
+    _schema(row_schemas.arc_original, "question", "answerKey"),
 )
-PACKS = {
-    "arc_challenge": Pack("arc/arc_challenge.yaml", "test", "train", _ARC, ("ARC-Challenge",)),
-    "arc_easy": Pack("arc/arc_easy.yaml", "test", "train", _ARC, ("ARC-Easy",)),
-    "boolq": Pack(
+OFFLINE_TASKS = {
+    "arc_challenge": OfflineTask("arc/arc_challenge.yaml", "test", "train", _ARC, ("ARC-Challenge",)),
+    "arc_easy": OfflineTask("arc/arc_easy.yaml", "test", "train", _ARC, ("ARC-Easy",)),
+    "boolq": OfflineTask(
         "super_glue/boolq/default.yaml",
         "validation",
         "train",
-        (_form(forms.boolq_flat, *_FLAT), _form(forms.boolq, "passage", "question")),
+        (_schema(row_schemas.boolq_flat, *_FLAT), _schema(row_schemas.boolq, "passage", "question")),
     ),
-    "gsm8k": Pack(
+    "gsm8k": OfflineTask(
         "gsm8k/gsm8k.yaml",
         "test",
         "train",
         (
-            _form(forms.gsm8k_flat, "context", "chain_of_thought", "answer"),
-            _form(forms.gsm8k, "question", "answer"),
+            _schema(row_schemas.gsm8k_flat, "context", "chain_of_thought", "answer"),
+            _schema(row_schemas.gsm8k, "question", "answer"),
         ),
     ),
-    "hellaswag": Pack(
-        "hellaswag/hellaswag.yaml", "validation", "train", (_form(forms.hellaswag, "ctx_a", "endings", "label"),)
+    "hellaswag": OfflineTask(
+        "hellaswag/hellaswag.yaml",
+        "validation",
+        "train",
+        (_schema(row_schemas.hellaswag, "ctx_a", "endings", "label"),),
     ),
-    "lambada_openai": Pack(
+    "lambada_openai": OfflineTask(
         "lambada/lambada_openai.yaml",
         "test",
         None,
-        (_form(forms.lambada_flat, "context", "continuation"), _form(forms.lambada, "text")),
+        (_schema(row_schemas.lambada_flat, "context", "continuation"), _schema(row_schemas.lambada, "text")),
         ("lambada",),
     ),
-    "openbookqa": Pack(
+    "openbookqa": OfflineTask(
         "openbookqa/openbookqa.yaml",
         "test",
         "train",
         (
-            _form(forms.openbookqa_flat, *_FLAT),
-            _form(forms.openbookqa_hub, "question_stem", "choices", "answerKey"),
-            _form(forms.arc_original, "question", "answerKey"),
+            _schema(row_schemas.openbookqa_flat, *_FLAT),
+            _schema(row_schemas.openbookqa_hub, "question_stem", "choices", "answerKey"),
+            _schema(row_schemas.arc_original, "question", "answerKey"),
         ),
         ("openbook_qa",),
     ),
-    "piqa": Pack(
+    "piqa": OfflineTask(
         "piqa/piqa.yaml",
         "validation",
         "train",
-        (_form(forms.piqa_flat, *_FLAT), _form(forms.piqa, "goal", "sol1", "sol2", "label")),
+        (_schema(row_schemas.piqa_flat, *_FLAT), _schema(row_schemas.piqa, "goal", "sol1", "sol2", "label")),
     ),
-    "social_iqa": Pack(
+    "social_iqa": OfflineTask(
         "siqa/siqa.yaml",
         "validation",
         "train",
-        (_form(forms.social_iqa, "context", "answerA", "answerB", "answerC", "label"),),
+        (_schema(row_schemas.social_iqa, "context", "answerA", "answerB", "answerC", "label"),),
     ),
-    "winogrande": Pack(
+    "winogrande": OfflineTask(
         "winogrande/default.yaml",
         "validation",
         "train",
         (
-            _form(forms.winogrande_flat, "context_options", "continuation", "gold"),
-            _form(forms.winogrande, "sentence", "option1", "option2", "answer"),
+            _schema(row_schemas.winogrande_flat, "context_options", "continuation", "gold"),
+            _schema(row_schemas.winogrande, "sentence", "option1", "option2", "answer"),
         ),
     ),
 }
@@ -113,21 +116,21 @@ PACKS = {
 ALIASES = {"lambada": "lambada_openai", "openbook_qa": "openbookqa"}
 
 MMLU_DIR = "mmlu/default"
-MMLU = Pack(
+MMLU = OfflineTask(
     MMLU_DIR,
     "test",
     "dev",
     (
-        _form(forms.mmlu_numbered, "question", "choice0", "choice3", "answer"),
-        _form(forms.mmlu_hub, "question", "choices", "answer"),
-        _form(forms.mmlu_original, *forms.MMLU_COLUMNS),
+        _schema(row_schemas.mmlu_numbered, "question", "choice0", "choice3", "answer"),
+        _schema(row_schemas.mmlu_hub, "question", "choices", "answer"),
+        _schema(row_schemas.mmlu_original, *row_schemas.MMLU_COLUMNS),
     ),
 )
 
-# Tasks made of a file alone: its columns, and how lm-eval is to read them.
-FLAT_TASKS: tuple[tuple[Form, dict[str, Any]], ...] = (
+# Tasks that are a file of flat rows: their schema, and the task's definition for lm-eval.
+FLAT_TASKS: tuple[tuple[RowSchema, dict[str, Any]], ...] = (
     (
-        _form(forms.flat_choices, *_FLAT),
+        _schema(row_schemas.flat_choices, *_FLAT),
         {
             "output_type": "multiple_choice",
             "doc_to_text": "query",
@@ -140,7 +143,7 @@ FLAT_TASKS: tuple[tuple[Form, dict[str, Any]], ...] = (
         },
     ),
     (
-        _form(forms.flat_contexts, "context_options", "continuation", "gold"),
+        _schema(row_schemas.flat_contexts, "context_options", "continuation", "gold"),
         {
             "output_type": "multiple_choice",
             "doc_to_text": "gold",
@@ -150,7 +153,7 @@ FLAT_TASKS: tuple[tuple[Form, dict[str, Any]], ...] = (
         },
     ),
     (
-        _form(forms.flat_continuation, "context", "continuation"),
+        _schema(row_schemas.flat_continuation, "context", "continuation"),
         {
             "output_type": "loglikelihood",
             "doc_to_text": "context",
@@ -162,14 +165,14 @@ FLAT_TASKS: tuple[tuple[Form, dict[str, Any]], ...] = (
         },
     ),
 )
-_FLAT_FORMS = tuple(form for form, _ in FLAT_TASKS)
+_FLAT_SCHEMAS = tuple(schema for schema, _ in FLAT_TASKS)
 
 
 def find_split(directories: Sequence[Path], names: Iterable[str], split: str, *, bare: bool) -> Path | None:
     """The file of a task's split: NAME_SPLIT.jsonl, NAME/SPLIT.jsonl, or, when ``bare``, NAME.jsonl; or .csv.
 
     Args:
-        directories: searched in order; a file in place of a directory stands for itself.
+        directories: searched in order; an entry may be the file itself.
         names: of the task. split: "test", "validation", "train" or "dev".
     """
     names = list(names)
@@ -200,40 +203,41 @@ def find_mmlu(directories: Sequence[Path], subject: str, split: str) -> Path | N
     return None
 
 
-def load_rows(path: Path, kinds: tuple[Form, ...]) -> list[Row]:
+def load_rows(path: Path, schemas: tuple[RowSchema, ...]) -> list[Row]:
     """The rows of a file, as lm-eval's task reads them.
 
     Raises:
-        InputError: the file cannot be read, a row is malformed, or the columns are of no known form.
+        InputError: the file cannot be read, a row is malformed, or no schema fits its columns.
     """
     first = first_row(path)
-    form = forms.form_of(kinds, first)
-    if form is not None:
-        return read_rows(path, form.convert)
-    headerless = next((kind for kind in kinds if kind.convert is forms.mmlu_original), None)
-    if path.suffix == ".csv" and headerless is not None and len(first) == len(forms.MMLU_COLUMNS):
-        return read_rows(path, headerless.convert, forms.MMLU_COLUMNS)
-    wanted = " or ".join(", ".join(sorted(kind.columns)) for kind in kinds)
+    schema = row_schemas.schema_of(schemas, first)
+    if schema is not None:
+        return read_rows(path, schema.convert)
+    headerless = next((each for each in schemas if each.convert is row_schemas.mmlu_original), None)
+    if path.suffix == ".csv" and headerless is not None and len(first) == len(row_schemas.MMLU_COLUMNS):
+        return read_rows(path, headerless.convert, row_schemas.MMLU_COLUMNS)
+    wanted = " or ".join(", ".join(sorted(each.columns)) for each in schemas)
     raise InputError(f"{path}: its columns are {', '.join(first)}; wanted are {wanted}")
 
 
-def flat_task(path: Path) -> tuple[Form, dict[str, Any]] | None:
-    """The form of a file of flat rows and how lm-eval is to read them, or None when its rows are of another kind."""
+def flat_task(path: Path) -> tuple[RowSchema, dict[str, Any]] | None:
+    """The schema of a file of flat rows and the task's definition for lm-eval, or None when its rows are not flat."""
     first = first_row(path)
-    return next(((form, config) for form, config in FLAT_TASKS if form.columns <= first.keys()), None)
+    return next(((schema, config) for schema, config in FLAT_TASKS if schema.columns <= first.keys()), None)
 
 
-def local_dataset(pack: str, files: dict[str, str], **metadata: Any) -> Any:
-    """A task's data set, read when lm-eval asks for it.
+def local_dataset(offline_task: str, files: dict[str, str], **metadata: Any) -> Any:
+    """A task's data set as a DatasetDict; lm-eval calls this by its name in the generated YAML.
 
     Args:
-        pack: a key of PACKS, "mmlu", or "flat" for files that are tasks by themselves.
-        files: split to path.
+        offline_task: a key of OFFLINE_TASKS, "mmlu", or "flat" for a file that is a task by itself.
+        files: paths by split. metadata: ignored; lm-eval passes it.
 
     Raises:
         InputError: as :func:`load_rows`.
     """
     from datasets import Dataset, DatasetDict
 
-    kinds = MMLU.kinds if pack == "mmlu" else PACKS[pack].kinds if pack in PACKS else _FLAT_FORMS
-    return DatasetDict({split: Dataset.from_list(load_rows(Path(path), kinds)) for split, path in files.items()})
+    known = {name: task.schemas for name, task in OFFLINE_TASKS.items()} | {"mmlu": MMLU.schemas, "flat": _FLAT_SCHEMAS}
+    schemas = known[offline_task]
+    return DatasetDict({split: Dataset.from_list(load_rows(Path(path), schemas)) for split, path in files.items()})

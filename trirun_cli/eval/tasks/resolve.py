@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from ...errors import InputError, MissingError, UsageError
-from ..rows import first_row
-from . import offline as packs
-from .offline import ALIASES, MMLU, MMLU_DIR, PACKS, Pack
-from .row_schemas import form_of
+from . import offline
+from .offline import ALIASES, MMLU, MMLU_DIR, OFFLINE_TASKS, OfflineTask
+from .row_schemas import schema_of
+from .rows import first_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class HarnessTask:
     """A task or group of lm-eval, loaded.
 
     Attributes:
-        name: as lm-eval knows it. loaded: what ``lm_eval.evaluator.evaluate`` takes.
-        files: the local files it reads; empty when its data came from a hub.
-        prompts: where its prompts come from, for people.
+        name: in lm-eval. loaded: the argument of ``lm_eval.evaluator.evaluate``.
+        files: that its data are from; empty with data from the hub.
+        prompts: where its prompts are from, for people.
     """
 
     name: str
@@ -39,7 +39,7 @@ class HarnessTask:
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """Tasks by name, without the groups."""
+        """The tasks by name, without the groups."""
         return self.loaded["tasks"]
 
     def data(self) -> list[dict[str, str]]:
@@ -65,17 +65,17 @@ class Loader:
         """The task or group of that name, its data read and checked.
 
         Raises:
-            UsageError: there is no such task, or its examples are not at hand. InputError: its data are missing or
-                malformed. MissingError: lm-eval is not installed.
+            UsageError: there is no such task, or not enough examples for its prompts. InputError: its data are missing
+                or malformed. MissingError: lm-eval is not installed.
         """
         name = ALIASES.get(name, name)
         root = _tasks_root()
         if self.directories:
-            if name in PACKS:
+            if name in OFFLINE_TASKS:
                 task = self._local(name, root)
             elif name == "mmlu" or name.startswith("mmlu_"):
                 task = self._mmlu(name, root)
-            elif file := packs.find_split(self.directories, [name], "test", bare=True):
+            elif file := offline.find_split(self.directories, [name], "test", bare=True):
                 task = self._flat(name, file)
             else:
                 task = self._from_hub(name)
@@ -86,22 +86,22 @@ class Loader:
         return task
 
     def _local(self, name: str, root: Path) -> HarnessTask:
-        pack = PACKS[name]
-        names = [name, *pack.names]
-        files = {pack.scored: packs.find_split(self.directories, names, pack.scored, bare=True)}
-        if pack.shots:
-            files[pack.shots] = packs.find_split(self.directories, names, pack.shots, bare=False)
-        if files[pack.scored] is None:
+        rules = OFFLINE_TASKS[name]
+        names, split = [name, *rules.names], rules.scored
+        files = {split: offline.find_split(self.directories, names, split, bare=True)}
+        if rules.shots:
+            files[rules.shots] = offline.find_split(self.directories, names, rules.shots, bare=False)
+        if files[split] is None:
             raise InputError(
-                f"{name}: no file of its {pack.scored} split in {_listed(self.directories)}",
-                f"looked for {', '.join(f'{n}.jsonl, {n}_{pack.scored}.jsonl, {n}/{pack.scored}.jsonl' for n in names)}"
+                f"{name}: no file of its {split} split in {_listed(self.directories)}",
+                f"looked for {', '.join(f'{n}.jsonl, {n}_{split}.jsonl, {n}/{split}.jsonl' for n in names)}"
                 " and the same as .csv",
             )
-        found = {split: file for split, file in files.items() if file is not None}
-        first = first_row(found[pack.scored])
-        if form_of(pack.kinds, first) is None and packs.flat_task(found[pack.scored]):
-            return self._flat(name, found[pack.scored])
-        config = _config(root / pack.yaml, name, name, pack, found)
+        found = {key: file for key, file in files.items() if file is not None}
+        first = first_row(found[split])
+        if schema_of(rules.schemas, first) is None and offline.flat_task(found[split]):
+            return self._flat(name, found[split])
+        config = _config(root / rules.yaml, name, name, rules, found)
         return HarnessTask(name, _load(name, {name: config}), tuple(found.values()))
 
     def _mmlu(self, name: str, root: Path) -> HarnessTask:
@@ -111,7 +111,7 @@ class Loader:
         missing: list[str] = []
         for leaf in _leaves(name, manager):
             subject = manager.task_index[leaf].cfg["dataset_name"]
-            found = {split: packs.find_mmlu(self.directories, subject, split) for split in ("test", "dev")}
+            found = {split: offline.find_mmlu(self.directories, subject, split) for split in ("test", "dev")}
             if found["test"] is None:
                 missing.append(subject)
                 continue
@@ -128,14 +128,14 @@ class Loader:
         return HarnessTask(name, _load(name, configs, groups), tuple(files))
 
     def _flat(self, name: str, file: Path) -> HarnessTask:
-        found = packs.flat_task(file)
+        found = offline.flat_task(file)
         if found is None:
-            packs.load_rows(file, tuple(form for form, _ in packs.FLAT_TASKS))
+            offline.load_rows(file, tuple(schema for schema, _ in offline.FLAT_TASKS))
             raise AssertionError("load_rows refuses what flat_task does not know")
         config = {
             "task": name,
             "dataset_path": str(file),
-            "dataset_kwargs": {"pack": "flat", "files": {"test": str(file)}},
+            "dataset_kwargs": {"offline_task": "flat", "files": {"test": str(file)}},
             "test_split": "test",
             "fewshot_split": "test",
             "metadata": {"version": 0},
@@ -150,7 +150,7 @@ class Loader:
             self._hub = TaskManager()
         if self._hub is None or name not in self._hub.task_index:
             named = re.findall(rb"(?m)^\W?(?:task|group)\W?:\W*([\w.-]+)", _task_files())
-            close = _close_names(name, {*(found.decode() for found in named), *PACKS, *ALIASES})
+            close = _close_names(name, {*(found.decode() for found in named), *OFFLINE_TASKS, *ALIASES})
             raise UsageError(
                 f"--tasks {name}: no task of that name{close}",
                 "known tasks are perplexity, wikitext2, kl, those of lm-eval, and files in --data-dir",
@@ -162,7 +162,7 @@ class Loader:
         except ImportError as error:
             raise MissingError(f"{name} needs a package that is not installed: {error}") from error
         except Exception as error:
-            # Whatever the hub's libraries raise, the user's way out is the same.
+            # The hub's libraries raise many kinds of errors; the fix is the same for all.
             reason = " ".join(str(error).split())
             raise InputError(
                 f"{name}: its data set cannot be loaded ({type(error).__name__}: {reason[:200]})",
@@ -179,9 +179,11 @@ class Loader:
         count = wanted if wanted is not None else own or 0
         leaf.set_config(key="num_fewshot", value=count)
         if count and task.files and leaf.get_config("fewshot_split") is None and not leaf.has_training_docs():
-            pack = MMLU if task.name.startswith("mmlu") else PACKS[task.name]
-            where = f"come from its {pack.shots} split, which is not in --data-dir" if pack.shots else "are not defined"
-            fix = "give --num-fewshot 0" + (f", or add {leaf.task_name}_{pack.shots}.jsonl" if pack.shots else "")
+            rules = MMLU if task.name.startswith("mmlu") else OFFLINE_TASKS[task.name]
+            where = (
+                f"come from its {rules.shots} split, which is not in --data-dir" if rules.shots else "are not defined"
+            )
+            fix = "give --num-fewshot 0" + (f", or add {leaf.task_name}_{rules.shots}.jsonl" if rules.shots else "")
             raise UsageError(f"{leaf.task_name}: its {count} examples {where}", fix)
         if count:
             # A question is never its own example.
@@ -193,7 +195,11 @@ class Loader:
 
 @contextmanager
 def needs_lm_eval(names: Sequence[str]) -> Iterator[None]:
-    """Says which tasks need lm-eval when it is not installed."""
+    """Turn a missing lm-eval into an error that names the tasks.
+
+    Raises:
+        MissingError: lm-eval is not installed.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -212,8 +218,8 @@ def _tasks_root() -> Path:
 
 @cache
 def _task_files() -> bytes:
-    """The text of every task file of lm-eval. It takes 1 s to read; building lm-eval's index of it takes 5."""
-    # What task files include is named as they please: _default_template_yaml, afriqa.
+    """The text of every task file of lm-eval. Reading takes 1 s, building lm-eval's index of them 5."""
+    # Files that others include have names of any kind: _default_template_yaml, afriqa.
     other = {".py", ".pyc", ".md", ".json", ".jsonl", ".txt"}
     return b"\n".join(
         file.read_bytes() for file in _tasks_root().rglob("*") if file.suffix not in other and file.is_file()
@@ -231,11 +237,14 @@ def _manager(*folders: Path) -> Any:
     return TaskManager(include_path=list(folders), include_defaults=False)
 
 
-def _config(source: Path, name: str, pack: str, rules: Pack, files: dict[str, Path]) -> dict[str, Any]:
-    """lm-eval's own task with its data set replaced; splits that are not there are taken out."""
+def _config(source: Path, name: str, offline_task: str, rules: OfflineTask, files: dict[str, Path]) -> dict[str, Any]:
+    """lm-eval's own task with its data set replaced, without the splits that have no file."""
     config: dict[str, Any] = {"include": str(source), "task": name, "dataset_name": None}
     config["dataset_path"] = str(files[rules.scored])
-    config["dataset_kwargs"] = {"pack": pack, "files": {split: str(file) for split, file in files.items()}}
+    config["dataset_kwargs"] = {
+        "offline_task": offline_task,
+        "files": {split: str(file) for split, file in files.items()},
+    }
     for key, value in _own_splits(source).items():
         if value not in files:
             config[key] = None
@@ -251,7 +260,7 @@ def _own_splits(source: Path) -> dict[str, str]:
 
 
 def _load(name: str, configs: dict[str, dict[str, Any]], groups: Sequence[Path] = ()) -> Any:
-    """Tasks from generated YAML; lm-eval reads it, and through it the data, before this returns."""
+    """Load tasks from generated YAML; lm-eval reads it and the data before this returns."""
     with tempfile.TemporaryDirectory(prefix="trirun-eval-") as folder:
         for task, config in configs.items():
             text = yaml.safe_dump(config, sort_keys=False)
@@ -263,7 +272,7 @@ def _load(name: str, configs: dict[str, dict[str, Any]], groups: Sequence[Path] 
 
 
 def _leaves(name: str, manager: Any) -> list[str]:
-    """The subjects that a name of lm-eval's mmlu family stands for."""
+    """The subjects in a task or group of lm-eval's mmlu family."""
     entry = manager.task_index.get(name)
     if entry is None:
         raise UsageError(f"--tasks {name}: no task of that name{_close_names(name, manager.all_tasks)}")

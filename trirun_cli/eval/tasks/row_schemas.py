@@ -1,8 +1,8 @@
-"""The forms in which benchmark rows lie in files, and the columns that lm-eval's tasks read them by.
+"""Row schemas: the forms of a benchmark's rows in files, and their conversion to the columns of lm-eval's tasks.
 
-Each converter takes one row as it is found and returns it as the hub's dataset has it, so that lm-eval's own task,
-prompt template included, applies unchanged. "Flat" rows are those of llm-foundry: the question, its choices and the
-number of the right one, with no columns of the benchmark's own.
+Each converter takes a row of a file and returns it as the hub's data set has it, so that lm-eval's own task applies
+unchanged, its prompt template included. It raises RowError for a row that it cannot use. "Flat" rows are those of
+llm-foundry: the question, its choices and the number of the right one, without a benchmark's own columns.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..rows import Row, RowError, after, index, text, texts
+from .rows import Row, RowError, after, index, text, texts
 
 LETTERS = "ABCDEFGHIJ"
 # The fields of MMLU's original files, which have no header line.
@@ -19,8 +19,12 @@ MMLU_COLUMNS = ("question", "A", "B", "C", "D", "answer")
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """A kind of row, known by columns it has."""
+class RowSchema:
+    """A kind of row, recognized by its columns.
+
+    Attributes:
+        columns: that every such row has; it may have more. convert: to the columns of lm-eval's task.
+    """
 
     columns: frozenset[str]
     convert: Callable[[Row], Row]
@@ -57,10 +61,12 @@ def hellaswag(row: Row) -> Row:
 
 
 def piqa(row: Row) -> Row:
+    """The authors' files joined with their labels, and the hub's."""
     return {name: text(row, name) for name in ("goal", "sol1", "sol2")} | {"label": index(row, "label", 2)}
 
 
 def piqa_flat(row: Row) -> Row:
+    """Flat rows, whose question has lm-eval's prefix."""
     goal = after(text(row, "query"), "Question: ", "query").removesuffix("\n")
     first, second = _count(row, "choices", 2)
     return {"goal": goal, "sol1": first, "sol2": second, "label": index(row, "gold", 2)}
@@ -81,6 +87,7 @@ def arc_original(row: Row) -> Row:
 
 
 def arc_hub(row: Row, stem: str = "question") -> Row:
+    """The hub's rows, with an object of choices and labels; ``stem`` is the column of the question."""
     choices = row.get("choices")
     if not isinstance(choices, dict):
         raise RowError("'choices' must be an object with lists 'text' and 'label'")
@@ -88,18 +95,22 @@ def arc_hub(row: Row, stem: str = "question") -> Row:
 
 
 def arc_flat(row: Row) -> Row:
+    """Flat rows, whose question has lm-eval's prefix."""
     return _flat_labelled(after(text(row, "query"), "Question: ", "query"), row)
 
 
 def openbookqa_hub(row: Row) -> Row:
+    """The hub's rows: as those of ARC, with the question in another column."""
     return arc_hub(row, "question_stem")
 
 
 def openbookqa_flat(row: Row) -> Row:
+    """Flat rows; the question has no prefix."""
     return _flat_labelled(text(row, "query"), row)
 
 
 def winogrande(row: Row) -> Row:
+    """The authors' files and the hub's: a sentence with a blank, and two options for it."""
     sentence = text(row, "sentence")
     if "_" not in sentence:
         raise RowError("'sentence' has no blank '_'")
@@ -108,7 +119,8 @@ def winogrande(row: Row) -> Row:
 
 
 def winogrande_flat(row: Row) -> Row:
-    # With nothing before the blank, an option is all of the text before the words that are scored.
+    """Flat rows: two contexts, with the option filled in, and one continuation."""
+    # With the blank first, an option is the whole text before the scored words.
     first, second = _count(row, "context_options", 2)
     sentence = "_ " + text(row, "continuation")
     return {"sentence": sentence, "option1": first, "option2": second, "answer": str(index(row, "gold", 2) + 1)}
@@ -127,6 +139,7 @@ def boolq(row: Row) -> Row:
 
 
 def boolq_flat(row: Row) -> Row:
+    """Flat rows, whose query holds passage and question."""
     passage, marker, question = text(row, "query").rpartition("\nQuestion: ")
     if not marker or not question.endswith("?"):
         raise RowError("'query' must end with a line 'Question: ...?'")
@@ -135,15 +148,18 @@ def boolq_flat(row: Row) -> Row:
 
 
 def social_iqa(row: Row) -> Row:
+    """The authors' files joined with their labels, and the hub's."""
     names = ("context", "question", "answerA", "answerB", "answerC")
     return {name: text(row, name) for name in names} | {"label": str(index(row, "label", 3, first=1) + 1)}
 
 
 def lambada(row: Row) -> Row:
+    """The hub's rows: a text whose last word is scored."""
     return {"text": text(row, "text")}
 
 
 def lambada_flat(row: Row) -> Row:
+    """Flat rows: the context and its last word."""
     word = text(row, "continuation")
     if " " in word:
         raise RowError(f"'continuation' must be one word, got {word!r}")
@@ -151,6 +167,7 @@ def lambada_flat(row: Row) -> Row:
 
 
 def gsm8k(row: Row) -> Row:
+    """The authors' files and the hub's: an answer with its reasoning, then ``#### NUMBER``."""
     answer = text(row, "answer")
     if "#### " not in answer:
         raise RowError("'answer' has no line '#### NUMBER'")
@@ -158,28 +175,32 @@ def gsm8k(row: Row) -> Row:
 
 
 def gsm8k_flat(row: Row) -> Row:
+    """Flat rows: reasoning and number in columns of their own."""
     answer = f"{text(row, 'chain_of_thought')}\n#### {text(row, 'answer')}"
     return {"question": text(row, "context"), "answer": answer}
 
 
 def flat_choices(row: Row) -> Row:
+    """A task by itself: a question and its choices."""
     choices = texts(row, "choices")
     return {"query": text(row, "query"), "choices": choices, "gold": index(row, "gold", len(choices))}
 
 
 def flat_contexts(row: Row) -> Row:
+    """A task by itself: contexts to choose from, and one continuation."""
     options = texts(row, "context_options")
     gold = index(row, "gold", len(options))
     return {"context_options": options, "continuation": text(row, "continuation"), "gold": gold}
 
 
 def flat_continuation(row: Row) -> Row:
+    """A task by itself: a context and its continuation."""
     return {"context": text(row, "context"), "continuation": text(row, "continuation")}
 
 
-def form_of(forms: tuple[Form, ...], row: Row) -> Form | None:
-    """The first of the forms whose columns the row has."""
-    return next((form for form in forms if form.columns <= row.keys()), None)
+def schema_of(schemas: tuple[RowSchema, ...], row: Row) -> RowSchema | None:
+    """The first schema whose columns the row has, or None."""
+    return next((schema for schema in schemas if schema.columns <= row.keys()), None)
 
 
 def _mmlu(row: Row, columns: Any, answer: int) -> Row:

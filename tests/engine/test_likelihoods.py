@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trirun_cli.engine.likelihoods import Scorer
 from trirun_cli.errors import InputError
 from trirun_cli.eval.request_cache import RequestCache
-from trirun_cli.eval.scoring import Scorer
 
 VOCAB = 23
 

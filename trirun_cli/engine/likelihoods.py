@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..engine.scoring import ScoringModel
 from ..errors import InputError
-from .request_cache import RequestCache
+from .scoring import ScoringModel
 
 Tokens = tuple[int, ...]
 # A context and a continuation of it.
 Request = tuple[Tokens, Tokens]
-# Of the continuation: its log-likelihood in nats, and whether every token of it is the most likely one.
+# The log-likelihood of the continuation in nats, and whether each of its tokens is the most likely one.
 Likelihood = tuple[float, bool]
 
-# What a call of the model costs on top of its tokens, counted in tokens: the work that does not grow with them.
+# The fixed cost of a call of the model, in tokens.
 CALL_COST = {"cpu": 12, "cuda": 1024}
 # Tokens of a batch. A CPU gains nothing from more; a GPU starts here and halves it until a batch fits in its memory.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
@@ -27,26 +27,36 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 MOST_LOGITS = 2**28
 
 
-class Scorer:
-    """Scores requests on one model.
+class ResultCache(Protocol):
+    """Where finished requests are kept and looked up, such as :class:`trirun_cli.eval.request_cache.RequestCache`."""
 
-    Requests that share a context share its forward pass, so that a multiple-choice question with one-token answers is
-    run once. Beyond that there are two plans, and the one that costs less is taken. *Prefixes* walks the contexts in
-    lexical order and keeps the longest common prefix (few-shot examples, for instance) in the model's cache. *Batches*
-    runs whole sequences together, longest first.
+    def get(self, kind: str, *tokens: Sequence[int]) -> Any:
+        """The result of a request of this kind about these tokens, or None."""
+
+    def put(self, kind: str, *tokens: Sequence[int], value: Any) -> None:
+        """Keep a result, a JSON value."""
+
+
+class Scorer:
+    """Computes log-likelihoods of requests on one model.
+
+    Requests that share a context share its forward pass: a multiple-choice question with one-token answers is run
+    once. There are two plans, and the cheaper one is taken. *Prefixes* walks the contexts in lexical order and keeps
+    the longest common prefix (few-shot examples, for instance) in the model's cache. *Batches* runs whole sequences
+    together, longest first.
 
     Args:
-        model: its sequence is lost. device: where it runs, "cpu" or "cuda...".
-        batch_size: sequences of a batch; None finds the number by itself.
-        cache: where finished requests are kept and looked up.
+        model: loses the sequence in its cache. device: where it runs, "cpu" or "cuda...".
+        batch_size: sequences of a batch; None chooses it.
+        cache: of finished requests.
 
     Attributes:
-        model_s: seconds spent in the model. tokens: tokens it was given. truncated: requests whose context was cut.
-        plan: the last plan taken, for people.
+        model_s: seconds in the model. tokens: that the model was given. truncated: requests whose context was cut.
+        plan: the last plan, for people.
     """
 
     def __init__(
-        self, model: ScoringModel, device: str, *, batch_size: int | None = None, cache: RequestCache | None = None
+        self, model: ScoringModel, device: str, *, batch_size: int | None = None, cache: ResultCache | None = None
     ) -> None:
         self.model, self.batch_size, self._cache = model, batch_size, cache
         self.model_s, self.tokens, self.truncated, self.plan = 0.0, 0, 0, ""
@@ -64,7 +74,7 @@ class Scorer:
             on_progress: called after each step with its share of the work; the shares add up to 1.
 
         Raises:
-            InputError: a continuation alone is longer than the context of the model.
+            InputError: a continuation alone is longer than the model's context. ValueError: one is empty.
         """
         cut = [self._truncate(tuple(context), tuple(continuation)) for context, continuation in requests]
         known: dict[Request, Likelihood] = {}
@@ -179,7 +189,7 @@ class Scorer:
         return logits
 
     def _finished(self, started: float, tokens: int, logits: Tensor) -> Tensor:
-        # Reading a number waits for the device, so that its time is the model's.
+        # Reading a number waits for the device; otherwise its time would be missing from model_s.
         logits[-1, -1].item()
         self.model_s += time.perf_counter() - started
         self.tokens += tokens
@@ -195,7 +205,7 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 def _sequences(groups: dict[Tokens, list[Tokens]]) -> dict[Tokens, list[Request]]:
-    """What each request needs read, without repetition: sequence to the requests it answers."""
+    """The distinct sequences to run, each with the requests that it answers."""
     sequences: dict[Tokens, list[Request]] = defaultdict(list)
     for context, continuations in groups.items():
         for continuation in continuations:

@@ -1,4 +1,4 @@
-"""Rows of local data files, jsonl or csv, each with the line it stands on."""
+"""Rows of local data files, jsonl or csv, with errors that name the line."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ...errors import InputError
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".csv")
 
 
 class RowError(ValueError):
-    """What is wrong with a row, and its line where that is not the row being converted."""
+    """A row is malformed. ``line`` is its number in the file; 0 means the row that is being converted."""
 
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ def first_row(path: Path) -> Row:
 
 @contextmanager
 def _located(path: Path) -> Iterator[list[int]]:
-    """Turns what goes wrong inside into an InputError; the list's only item is the line being read."""
+    """Turn errors inside into an InputError with file and line; the list's only item is the line being read."""
     at = [0]
     try:
         yield at
@@ -71,7 +71,11 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, Row]]:
 
 
 def text(row: Row, name: str) -> str:
-    """A column that must hold text."""
+    """A column that must hold text.
+
+    Raises:
+        RowError: it does not.
+    """
     value = row.get(name)
     if not isinstance(value, str) or not value:
         raise RowError(f"{name!r} must be text, got {_shown(value)}")
@@ -79,7 +83,11 @@ def text(row: Row, name: str) -> str:
 
 
 def texts(row: Row, name: str, least: int = 2) -> list[str]:
-    """A column that must hold a list of texts."""
+    """A column that must hold a list of at least ``least`` texts.
+
+    Raises:
+        RowError: it does not.
+    """
     value = row.get(name)
     if not isinstance(value, list) or len(value) < least or not all(isinstance(item, str) and item for item in value):
         raise RowError(f"{name!r} must be a list of at least {least} texts, got {_shown(value)}")
@@ -87,7 +95,11 @@ def texts(row: Row, name: str, least: int = 2) -> list[str]:
 
 
 def index(row: Row, name: str, count: int, first: int = 0) -> int:
-    """A column that must hold the number of one of ``count`` things, counted from ``first``; returned from 0."""
+    """A column that must hold a number from ``first`` to ``first + count - 1``; returns it counted from 0.
+
+    Raises:
+        RowError: it does not.
+    """
     value = row.get(name)
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
@@ -97,7 +109,11 @@ def index(row: Row, name: str, count: int, first: int = 0) -> int:
 
 
 def after(value: str, prefix: str, name: str) -> str:
-    """A text without the words it must begin with."""
+    """A text without the prefix that it must have.
+
+    Raises:
+        RowError: it does not begin with it.
+    """
     if not value.startswith(prefix):
         raise RowError(f"{name!r} must begin with {prefix!r}, got {_shown(value)}")
     return value[len(prefix) :]

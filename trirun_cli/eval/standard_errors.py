@@ -12,10 +12,10 @@ BOOTSTRAP = 1000
 
 
 def influence(values: Sequence[Any], score: float) -> list[float] | None:
-    """What each question adds to a score, to first order and up to a constant, or None for a score of another kind.
+    """What each question adds to a score, to first order and up to a constant, or None for another kind of score.
 
-    The score's standard error is that of the mean of these numbers (the delta method); that of a difference between two
-    models, each question counting once, is the one of the mean of their differences.
+    The score's standard error is that of the mean of these numbers (the delta method). The standard error of the
+    difference between two models on the same questions is that of the mean of their differences.
 
     Args:
         values: one number per question. score: their mean, as of accuracy, or exp(−mean), as of perplexity.
@@ -36,7 +36,11 @@ def stderr_of_mean(values: Sequence[float]) -> float | None:
 
 
 def pooled_stderr(strata: Sequence[Sequence[float]]) -> float | None:
-    """Of the mean over all questions of several tasks, from the spread within each task, as lm-eval pools it."""
+    """Standard error of the mean over all questions of several tasks, from the spread within each, as lm-eval pools it.
+
+    Args:
+        strata: the questions' numbers, by task. Fewer than one degree of freedom gives None.
+    """
     total = sum(map(len, strata))
     free = total - len(strata)
     if free < 1:
@@ -46,11 +50,11 @@ def pooled_stderr(strata: Sequence[Sequence[float]]) -> float | None:
 
 
 def group_stderr(strata: Sequence[Sequence[float]], score: float | None = None) -> float | None:
-    """Of a group's score: the mean over all questions, or, if that is not the score, the mean over its tasks.
+    """Standard error of a group's score, where that is the mean over all questions or the mean over tasks; else None.
 
     Args:
-        strata: the questions' numbers, task by task. score: None where the numbers are differences of scores that
-            average over all questions.
+        strata: the questions' numbers, by task.
+        score: None for differences between scores that are means over all questions.
     """
     every = [value for values in strata for value in values]
     if score is None or math.isclose(fmean(every), score, rel_tol=1e-9, abs_tol=1e-12):
@@ -63,7 +67,7 @@ def group_stderr(strata: Sequence[Sequence[float]], score: float | None = None) 
 
 
 def bootstrap_stderr(values: Sequence[Any], score: Callable[[list[Any]], float], seed: int) -> float | None:
-    """Spread of a score over resampled questions (Efron 1979), for scores that are no mean.
+    """Standard deviation of a score over resampled questions (Efron 1979), for scores that are no mean.
 
     Args:
         values: one per question, whatever ``score`` takes. seed: of the resampling.
