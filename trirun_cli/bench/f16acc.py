@@ -116,7 +116,7 @@ def check(a: Tensor, b: Tensor) -> None:
 
 def errors(splits: Sequence[int], device: torch.device) -> Iterator[Error]:
     """The first row of the original's product for each number of splits, for our default (splits 0), and of cuBLAS."""
-    rows = PICTURE_ROWS if device.type == "cuda" else 1  # a CPU runs the slow twin, row by row the same
+    rows = PICTURE_ROWS if device.type == "cuda" else 1  # a CPU runs the slow reference, row by row the same
     a, b = operands(rows, PICTURE_N, PICTURE_K, torch.Generator(device).manual_seed(0), device)
     expected = a[:1].double() @ b.double().t()
     for name, call in contestants(device).items():

@@ -9,9 +9,9 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from trirun_kernels.gemm import cuda
-from trirun_kernels.gemm.activations import activation_bytes, int2_gemm_quantized, quantize_activations
+from trirun_kernels.gemm.activations import int2_gemm_quantized, quantize_activations
 from trirun_kernels.native import NativeError, library_path
-from trirun_kernels.plan.select import COLUMNS, RUNS, STREAM, STREAM_SM80, Plan
+from trirun_kernels.plan.problem import GROUPS, SPANS, STREAM, STREAM_SM80, Plan
 
 from tests.kernels.gemm.decode_support import TOLERANCE, error, exact, rows, weight
 from tests.kernels.gemm.prefill_support import HOPPER, run
@@ -25,7 +25,7 @@ GRIDS = [(-1, 1.0), (-1, 1.5), (-1, None), (128, 1.0), (128, None), (64, 2.0), (
 def plans(n, m, k, act_bits, group_size):
     units, columns = -(-k // 128), m * (2 if act_bits == 16 else 1)
     grid = group_size, act_bits
-    fuses, runs = grid in ((-1, 16), (128, 16)) and m <= 32, grid in ((-1, 16), (-1, 8), (128, 16))
+    fuses, spans = grid in ((-1, 16), (128, 16)) and m <= 32, grid in ((-1, 16), (-1, 8), (128, 16))
     if columns <= 16:
         for kernel in (STREAM, STREAM_SM80) if HOPPER else (STREAM_SM80,):
             for warps, warp_split, cta_split, stages in ((8, 8, 1, 4), (8, 4, 2, 2), (16, 4, 4, 3), (4, 1, 1, 6)):
@@ -34,14 +34,14 @@ def plans(n, m, k, act_bits, group_size):
                         yield Plan(kernel, 0, 0, warps, warp_split, cta_split, stages, fused=fused)
     if HOPPER and columns > 8:
         for ctas, stages, early, first, w in ((1, 5, 2, 1, 0), (3, 4, 0, 0, 32), (7, 3, 1, 1, 16), (132, 3, 2, 0, 0)):
-            yield Plan(COLUMNS, ctas=ctas, stages=stages + stages % 2, early=early, x_first=first)
-            for tile in (0, 192) if runs else ():
-                yield Plan(RUNS, w, tile, ctas=ctas, stages=stages, early=early, x_first=first)
-            if fuses:  # a CTA quantizes no column twice: of no more units than a tile has
-                yield Plan(RUNS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
+            yield Plan(GROUPS, ctas=ctas, stages=stages + stages % 2, early=early, x_first=first)
+            for tile in (0, 192) if spans else ():
+                yield Plan(SPANS, w, tile, ctas=ctas, stages=stages, early=early, x_first=first)
+            if fuses:  # a CTA quantizes no column twice: of no more k tiles than a tile has
+                yield Plan(SPANS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
         for parts, fused in ((2, 0), (4, 0), (2, 1), (4, 1)):  # clusters of two
-            if runs and units % parts == 0 and fused <= fuses:
-                yield Plan(RUNS, cta_split=2, ctas=-(-n // 256) * parts, stages=4, fused=fused)
+            if spans and units % parts == 0 and fused <= fuses:
+                yield Plan(SPANS, cta_split=2, ctas=-(-n // 256) * parts, stages=4, fused=fused)
 
 
 @pytest.mark.parametrize("group_size, zero", GRIDS)
@@ -136,12 +136,12 @@ def test_quantized_activations_are_the_same_product():
     for m in (1, 2, 5, 16, 40):
         for act_bits in (8, 16):
             x = rows(m, 2048)
-            digits = quantize_activations(x, act_bits)
-            assert digits.numel() == activation_bytes(m, 2048, act_bits)
-            y = int2_gemm_quantized(digits, m, w, bias, act_bits=act_bits)
+            limbs = quantize_activations(x, act_bits)
+            assert limbs.numel() == cuda.activation_bytes(m, 2048, act_bits)
+            y = int2_gemm_quantized(limbs, m, w, bias, act_bits=act_bits)
             assert error(y, exact(x, w, bias, act_bits)) < TOLERANCE[x.dtype]
     with pytest.raises(ValueError, match="bytes"):
-        int2_gemm_quantized(digits, 7, w)
+        int2_gemm_quantized(limbs, 7, w)
 
 
 def test_concurrent_streams():
@@ -216,9 +216,9 @@ def test_plans_without_an_instance_are_refused():
         Plan(99),
         Plan(STREAM, warps=8, warp_split=3, cta_split=1, stages=4),
         Plan(STREAM, warps=16, warp_split=16, cta_split=4, stages=4),
-        *(Plan(COLUMNS, ctas=ctas, stages=stages) for ctas, stages in ((1, 99), (0, 4), (1, 2), (1, 5))),
-        *(Plan(RUNS, w, ctas=4, stages=s, early=2, x_first=x) for w, s, x in ((0, 2, 0), (0, 4, 3), (1, 4, 0))),
-        *(Plan(RUNS, 0, tile, cta_split=split, ctas=3, stages=4) for tile, split in ((0, 2), (64, 0))),
+        *(Plan(GROUPS, ctas=ctas, stages=stages) for ctas, stages in ((1, 99), (0, 4), (1, 2), (1, 5))),
+        *(Plan(SPANS, w, ctas=4, stages=s, early=2, x_first=x) for w, s, x in ((0, 2, 0), (0, 4, 3), (1, 4, 0))),
+        *(Plan(SPANS, 0, tile, cta_split=split, ctas=3, stages=4) for tile, split in ((0, 2), (64, 0))),
     ):
         with pytest.raises(NativeError, match=r"x torch.float16 \[1, 8192\], n=64"):
             cuda.run_plan(x, w, None, y, 16, plan)

@@ -1,0 +1,282 @@
+"""Measures plans of the CUDA kernels on this GPU and writes the tables that ``trirun_kernels.plan`` chooses by.
+
+    python scripts/tune_plans.py --dry-run
+    python scripts/tune_plans.py --kernels stream --shapes llama-2-7b,8192x8192 --m 1,4 --minutes 5
+    python scripts/tune_plans.py --check
+
+Every problem gets all plans of its kernel family: each is checked against float64, then timed (captured in a graph,
+over weights that no cache holds, plans interleaved); the fastest and the present choice are timed again for longer.
+Measurements are appended to ``measurements.jsonl`` in ``--out`` problem by problem, so that a run can be stopped and
+continued. From all of them the tables are made anew and written beside it: rules of the stream kernel get the plan that
+loses least, costs of the others are fitted by least squares. ``--write`` puts the tables where the package reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Protocol
+
+from refit_plans import refitted
+from trirun_kernels.plan.candidates import FAMILIES, candidates, chosen, takes
+from trirun_kernels.plan.problem import Device, Plan, Problem
+from trirun_kernels.plan.select import select
+from trirun_kernels.plan.table import FOLDER, written
+
+ROWS = {"stream": (1, 2, 4, 8), "spans": (8, 16, 32), "prefill": (8, 16, 32, 64, 128, 256, 1024)}  # where not named
+SECONDS_OF_A_PLAN = 0.02  # what a plan of the first look takes, its capture and check included
+FIRST_LOOK, AGAIN = 0.003, 8  # seconds per plan; plans timed again for --seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem for one kernel family."""
+
+    family: str
+    problem: Problem
+
+    @property
+    def key(self) -> str:
+        p = self.problem
+        x = ", quantized x" if p.quantized else ""
+        return f"{self.family} {p.n}x{p.k} m={p.m} group_size={p.group_size} act_bits={p.act_bits}{x}"
+
+    def plans(self) -> list[Plan]:
+        """All plans to measure, the present choice first."""
+        present = chosen(self.family, self.problem)
+        return list(dict.fromkeys([*([present] if present else []), *candidates(self.family, self.problem)]))
+
+
+class Timer(Protocol):
+    """Who measures: a GPU, or a stand-in for one."""
+
+    device: Device
+    name: str
+
+    def times(self, p: Problem, plans: Sequence[Plan], seconds: float) -> dict[Plan, float]:
+        """Seconds of one product under each plan that gives the right result, ``seconds`` long each.
+
+        Raises:
+            CheckFailed: a plan gives a wrong one; nothing was timed.
+        """
+
+
+class Gpu:
+    """This machine's GPU; weights and inputs of one problem at a time."""
+
+    def __init__(self) -> None:
+        import torch
+        from trirun_kernels.gemm.cuda import device_of
+
+        self._cuda = torch.device("cuda", torch.cuda.current_device())
+        self.device, self.name = device_of(self._cuda.index), torch.cuda.get_device_name()
+        self._problem: Problem | None = None
+
+    def times(self, p: Problem, plans: Sequence[Plan], seconds: float) -> dict[Plan, float]:
+        """See :class:`Timer`."""
+        from trirun_cli.bench.timing import interleaved
+        from trirun_cli.errors import CheckFailed
+
+        self._prepare(p)
+        for plan in plans:
+            error, allowed = self._expected.error(self._run(plan, 0)), self._expected.allowed()
+            if not error <= allowed:
+                raise CheckFailed(f"{p} under {plan}: relative error {error:.2e}, at most {allowed:.2e} allowed")
+        calls = {
+            str(i): [lambda plan=plan, copy=copy: self._run(plan, copy) for copy in range(len(self._products))]
+            for i, plan in enumerate(plans)
+        }
+        measured: dict[Plan, float] = {}
+        for first in range(0, len(plans), 64):  # graphs at a time: each has memory of its own
+            part = {name: calls[name] for name in list(calls)[first : first + 64]}
+            timings = interleaved(part, self._cuda, seconds)
+            measured |= {plans[int(name)]: timing.median for name, timing in timings.items()}
+        return measured
+
+    def _prepare(self, p: Problem) -> None:
+        import torch
+        from trirun_kernels.gemm.activations import quantize_activations
+        from trirun_kernels.gemm.cuda import Int2Product
+        from trirun_kernels.weights.spec import QuantSpec
+
+        from trirun_cli.bench.kernels import Expected, outlier_rows
+        from trirun_cli.bench.timing import copies
+        from trirun_cli.models.synthetic import random_ternary
+
+        if p == self._problem:
+            return
+        self._products: list[Int2Product] = []  # the last problem's weights, before there are others
+        generator, spec = torch.Generator(self._cuda).manual_seed(0), QuantSpec(p.group_size, 1.0)
+        for _ in range(copies(p.n * p.k // 4, self._cuda)):
+            self._products.append(Int2Product(random_ternary(p.n, p.k, spec, generator), None, p.act_bits))
+        self._x = outlier_rows(p.m, p.k, torch.float16, self._cuda)
+        self._limbs = quantize_activations(self._x, p.act_bits) if p.quantized else None
+        self._expected, self._problem = Expected(self._x, self._products[0].weight, p.act_bits), p
+
+    def _run(self, plan: Plan, copy: int):
+        import torch
+
+        product, x = self._products[copy], self._x
+        if self._limbs is not None:
+            return product.of_limbs(self._limbs, x.shape[0], x.dtype, plan)
+        y = torch.empty(x.shape[0], product.weight.n, dtype=x.dtype, device=x.device)
+        product.run(x, y, plan)
+        return y
+
+
+def tasks(
+    families: Iterable[str],
+    shapes: Iterable[tuple[int, int]],
+    rows: Sequence[int] | None,
+    act_bits: Sequence[int],
+    group_sizes: Sequence[int],
+    device: Device,
+) -> Iterator[Task]:
+    """What there is to measure: problems that a family has plans for."""
+    for (n, k), family, bits, group in product(shapes, families, act_bits, group_sizes):
+        for m, quantized in product(rows or ROWS[family], (False, True)):
+            p = Problem(-(-n // 64) * 64, -(-k // 128) * 128, m, group, bits, device, quantized=quantized)
+            if takes(family, p):
+                yield Task(family, p)
+
+
+def measure(
+    todo: Sequence[Task],
+    known: dict[str, dict[Plan, float]],
+    timer: Timer,
+    file: Path,
+    *,
+    minutes: float,
+    seconds: float,
+) -> int:
+    """Measure tasks that are not known until the time is over, and append each to ``file``. Tasks left."""
+    end, left = time.monotonic() + 60 * minutes, [task for task in todo if task.key not in known]
+    while left and time.monotonic() < end:
+        task = left.pop(0)
+        plans = task.plans()
+        found = timer.times(task.problem, plans, FIRST_LOOK)
+        again = dict.fromkeys([plans[0], *sorted(found, key=found.__getitem__)[:AGAIN]])
+        found |= timer.times(task.problem, list(again), seconds)
+        known[task.key] = found
+        microseconds = {",".join(map(str, plan)): round(t * 1e6, 3) for plan, t in found.items()}
+        line = {"gpu": timer.name, "task": task.key, "us": microseconds}
+        with file.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+        print(described(task, found), flush=True)
+    return len(left)
+
+
+def read(file: Path, gpu: str) -> dict[str, dict[Plan, float]]:
+    """Seconds of plans by task, as :func:`measure` appended them; a line that a stop cut short is left out."""
+    known: dict[str, dict[Plan, float]] = {}
+    for text in file.read_text().splitlines() if file.exists() else ():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if line["gpu"] == gpu:
+            known[line["task"]] = {Plan(*map(int, p.split(","))): us * 1e-6 for p, us in line["us"].items()}
+    return known
+
+
+def described(task: Task, found: Mapping[Plan, float]) -> str:
+    """A problem's best plans, the present choice and what it loses."""
+    best = sorted(found, key=found.__getitem__)[:3]
+    lines = [f"{task.key}: {len(found)} plans, the present one loses {loss(task, found):.1%}"]
+    present = task.plans()[0]
+    for plan in dict.fromkeys([*best, present]):
+        fields = ", ".join(f"{name}={value}" for name, value in plan._asdict().items() if value)
+        lines.append(f"  {found[plan] * 1e6:8.2f} us  {fields}{'  (present)' if plan == present else ''}")
+    return "\n".join(lines)
+
+
+def loss(task: Task, found: Mapping[Plan, float]) -> float:
+    """What the present choice takes more than the fastest plan, as a fraction of that."""
+    return found[task.plans()[0]] / min(found.values()) - 1
+
+
+def summary(todo: Sequence[Task], known: Mapping[str, Mapping[Plan, float]]) -> str:
+    """Mean and worst loss of the present tables: of every family by itself, and of the choice among them."""
+    losses: dict[str, dict[str, float]] = {}
+    by_problem: dict[Problem, dict[Plan, float]] = {}
+    for task in todo:
+        if task.key in known:
+            losses.setdefault(task.family, {})[task.key] = loss(task, known[task.key])
+            by_problem.setdefault(task.problem, {}).update(known[task.key])
+    for p, times in by_problem.items():
+        plan = select(p.n, p.k, p.m, p.group_size, p.act_bits, p.device, quantized=p.quantized)
+        if plan in times:  # its family was measured
+            losses.setdefault("select", {})[str(p)] = times[plan] / min(times.values()) - 1
+    lines = ["nothing was measured"] if not losses else []
+    for name, found in losses.items():
+        worst, mean = max(found, key=found.__getitem__), statistics.mean(found.values())
+        losses_text = f"loss {mean:.1%} on average, {found[worst]:.1%} at worst ({worst})"
+        lines.append(f"{name}: {len(found)} problems, {losses_text}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> int:
+    """The command. ``timer``: instead of this machine's GPU."""
+    from trirun_cli.bench.shapes import parse_shapes
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(",")))
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", default=",".join(FAMILIES), help="families, of %(default)s")
+    parser.add_argument("--shapes", default="default,llama-2-7b,bitnet-2b", help="lists of configs/shapes.yaml, or NxK")
+    parser.add_argument("--m", type=numbers, help="rows of x; each family has its own")
+    parser.add_argument("--act-bits", type=numbers, default=(16, 8))
+    parser.add_argument("--group-sizes", type=numbers, default=(-1, 128))
+    parser.add_argument("--out", type=Path, default=Path("build/tune"))
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no problem after so long")
+    parser.add_argument("--seconds", type=float, default=0.05, help="of the plans that are timed again")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and how long it takes")
+    parser.add_argument("--check", action="store_true", help="measure and report; make no tables")
+    parser.add_argument("--write", action="store_true", help="also replace the tables that the package reads")
+    options = parser.parse_args(arguments)
+    families = options.kernels.split(",")
+    if unknown := set(families) - FAMILIES.keys():
+        parser.error(f"--kernels {','.join(unknown)}: none of {', '.join(FAMILIES)}")
+    shapes = [(shape.n, shape.k) for shape in parse_shapes(options.shapes, "default")]
+    if timer is None and not options.dry_run:
+        timer = Gpu()
+    device = timer.device if timer else Device(90, 132)  # a dry run needs no GPU
+    todo = list(tasks(families, shapes, options.m, options.act_bits, options.group_sizes, device))
+    if options.dry_run:
+        counts = [len(task.plans()) for task in todo]
+        for task, count in zip(todo, counts, strict=True):
+            print(f"{task.key}: {count} plans")
+        again = len(todo) * (AGAIN + 1) * options.seconds
+        total = sum(counts) * SECONDS_OF_A_PLAN + again
+        print(f"{len(todo)} problems, {sum(counts)} plans, about {total / 60:.0f} minutes")
+        return 0
+    assert timer is not None
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "measurements.jsonl"
+    known = read(file, timer.name)
+    left = measure(todo, known, timer, file, minutes=options.minutes, seconds=options.seconds)
+    print(summary(todo, known))
+    if left:
+        print(f"{left} problems are left: the same command goes on with them")
+    if options.check:
+        return 0
+    for family in families:
+        samples = [(t.problem, known[t.key]) for t in todo if t.family == family and t.key in known]
+        if samples:
+            stored, report = refitted(family, samples, timer.name)
+            print(report)
+            for folder in (options.out, *([FOLDER] if options.write else [])):
+                (folder / f"{family}.json").write_text(written(stored))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
