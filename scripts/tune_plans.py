@@ -167,10 +167,18 @@ def measure(
         known[task.key] = found
         microseconds = {",".join(map(str, plan)): round(t * 1e6, 3) for plan, t in found.items()}
         line = {"gpu": timer.name, "task": task.key, "us": microseconds}
-        with file.open("a") as out:
-            out.write(json.dumps(line) + "\n")
+        append(file, json.dumps(line))
         print(described(task, found), flush=True)
     return len(left)
+
+
+def append(file: Path, line: str) -> None:
+    """Add a line; what a stop has left of another one stays a line of its own."""
+    with file.open("a+b") as out:
+        end = out.seek(0, 2)
+        out.seek(max(0, end - 1))
+        broken = end > 0 and out.read(1) != b"\n"
+        out.write(("\n" * broken + line + "\n").encode())
 
 
 def read(file: Path, gpu: str) -> dict[str, dict[Plan, float]]:
@@ -243,7 +251,7 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
     parser.add_argument("--write", action="store_true", help="also replace the tables that the package reads")
     options = parser.parse_args(arguments)
     families = options.kernels.split(",")
-    if unknown := set(families) - FAMILIES.keys():
+    if unknown := set(families) - set(FAMILIES):
         parser.error(f"--kernels {','.join(unknown)}: none of {', '.join(FAMILIES)}")
     shapes = [(shape.n, shape.k) for shape in parse_shapes(options.shapes, "default")]
     if timer is None and not options.dry_run:

@@ -200,7 +200,7 @@ class Expected:
         exact = x[self._rows].double() if act_bits == 16 else int8_round_trip(x[self._rows].float()).double()
         kind = torch.float16 if x.dtype == torch.float32 else x.dtype
         last = (w.n - 1) // 64
-        self._parts: dict[slice, Tensor] = {}
+        self._parts: list[tuple[slice, Tensor]] = []  # outputs, and what they are
         self._norm = dense_difference = 0.0
         for tile in sorted({0, last // 2, last}):
             first, count = tile * 64, min(64, w.n - tile * 64)
@@ -208,7 +208,8 @@ class Expected:
             zeros = None if w.zeros is None else w.zeros[:, first : first + 64].contiguous()
             part = PackedWeight(w.words[tile : tile + 1], scales, zeros, count, w.k, w.spec)
             dense = dequantize(part, torch.float64)
-            expected = self._parts[slice(first, first + count)] = exact @ dense.t()
+            expected = exact @ dense.t()
+            self._parts.append((slice(first, first + count), expected))
             self._norm += float(expected.square().sum())
             theirs = torch.nn.functional.linear(exact.to(kind), dense.to(kind)).double()
             dense_difference += float((theirs - expected).square().sum())
@@ -218,8 +219,8 @@ class Expected:
         """Relative error of y [m, n]; infinite unless every output is finite."""
         if not y.isfinite().all():
             return float("inf")
-        parts = self._parts.items()
-        return (sum(float((y[self._rows, at].double() - e).square().sum()) for at, e in parts) / self._norm) ** 0.5
+        off = (float((y[self._rows, at].double() - e).square().sum()) for at, e in self._parts)
+        return (sum(off) / self._norm) ** 0.5
 
     def allowed(self, acc: str = "fp32") -> float:
         """Error allowed: 1.5 times that of torch's 16-bit product with 16-bit activations, one rounding of the output

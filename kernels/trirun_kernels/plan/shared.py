@@ -32,11 +32,11 @@ def most_stages(p: Problem, plan: Plan, most: int, *, step: int = 1, beside: int
         beside: bytes of the multiprocessor's shared memory to leave for other kernels' CTAs.
 
     Raises:
-        ValueError: not even three stages fit.
+        ValueError: no kernel runs the plan, or not even three stages fit.
     """
     room = shared_limit(p.device.arch) - beside
     for stages in range(most // step * step, 2, -step):
         tried = plan._replace(stages=stages)
         if 0 <= shared_bytes(p, tried) <= room:
             return tried
-    raise ValueError(f"{plan}: three stages do not fit {room} bytes of shared memory for {p}")
+    raise ValueError(f"no kernel runs {plan} for {p}, or not three stages of it fit {room} bytes of shared memory")

@@ -31,13 +31,12 @@ class Stream(NamedTuple):
 
 def choose_stream(p: Problem) -> Plan | None:
     """The first of the tabled plans that fits; None where x fits no CTA."""
-    room = shared_limit(p.device.arch)
     for stream in stream_plans(p):
         if stream.cta_split > max(1, p.k_tiles):
             continue
         plan = stream_plan(p, stream)
         shared = shared_bytes(p, plan)
-        if shared < 0 or shared * stream.ctas_per_sm > room:
+        if shared < 0 or _held(p, shared) < stream.ctas_per_sm:
             continue
         if not _has_clusters(p) or stream in _smaller() or _runs_at_once(p, plan, shared):
             return plan
@@ -81,7 +80,6 @@ def stream_plan(p: Problem, stream: Stream) -> Plan:
 
 def stream_candidates(p: Problem) -> Iterator[Stream]:
     """Every plan that the kernel runs for a problem and whose CTAs are all resident: what a sweep has to measure."""
-    room = shared_limit(p.device.arch)
     fused = (0,) if p.quantized or p.apart or p.wide else (0, 1)
     for fields in product((4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 4, 8), (2, 3, 4, 6), (1, 2, 3), fused):
         stream = Stream(*fields)
@@ -91,7 +89,7 @@ def stream_candidates(p: Problem) -> Iterator[Stream]:
             continue
         plan = stream_plan(p, stream)
         shared = shared_bytes(p, plan)
-        if shared >= 0 and shared * stream.ctas_per_sm <= room and _runs_at_once(p, plan, shared):
+        if shared >= 0 and _held(p, shared) >= stream.ctas_per_sm and _runs_at_once(p, plan, shared):
             yield stream
 
 
@@ -104,10 +102,15 @@ def _has_clusters(p: Problem) -> bool:
     return p.device.arch >= 90
 
 
+def _held(p: Problem, shared: int) -> int:
+    """CTAs of so many bytes of shared memory that a multiprocessor holds."""
+    return (shared_limit(p.device.arch) + SM_SHARED) // (shared + SM_SHARED)
+
+
 def _runs_at_once(p: Problem, plan: Plan, shared: int) -> bool:
     """Whether all clusters are resident: those that find no room beside the others would wait for these to end."""
     tiles = -(-p.n_tiles // (plan.warps // plan.warp_split))
-    held = min(16 // plan.warps, (shared_limit(p.device.arch) + SM_SHARED) // (shared + SM_SHARED))
+    held = min(16 // plan.warps, _held(p, shared))
     return min(tiles, plan.ctas // plan.cta_split) <= p.device.clusters(plan.cta_split) * held
 
 

@@ -4,14 +4,14 @@ made on GPUs that are only described (described_devices.py)."""
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from itertools import product as combinations
 
 import pytest
-from trirun_kernels.native import DTYPES
-from trirun_kernels.plan.select import PREFILL_W2A8, PREFILL_WGMMA, RUNS, STREAM, STREAM_SM80, Plan, select
+from trirun_kernels.native import DTYPES, Limits, PlanStruct
+from trirun_kernels.plan.problem import PREFILL_W2A8, PREFILL_WGMMA, SPANS, STREAM, STREAM_SM80, Plan
+from trirun_kernels.plan.select import select
 
-from tests.kernels.described_devices import GPUS, PlanStruct, built_archs, describe, link, product
+from tests.kernels.described_devices import GPUS, built_archs, describe, link, product
 
 ARCHS = built_archs()
 pytestmark = pytest.mark.skipif(not ARCHS, reason="libtrirun_cuda.so was not built in this tree, or there is no nvcc")
@@ -24,18 +24,6 @@ SHAPES = [(4096, 4096), (57344, 8192), (8192, 28672), (2560, 6912), (512, 512), 
 NO_KERNEL = "no kernel for this plan"
 
 
-class Limits(ctypes.Structure):
-    """``trirun_cuda_limits`` of csrc/trirun.h."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in (
-            *("n_tile", "k_tile", "k_pad", "decode_rows", "exact_sum_k", "counter_bytes"),
-            *("span_k_tiles", "tile_rows", "low_tile_rows", "w2a8_max_k"),
-        )
-    )
-
-
 @pytest.fixture(scope="module")
 def linked(tmp_path_factory):
     return link(tmp_path_factory.mktemp("described"))
@@ -43,9 +31,7 @@ def linked(tmp_path_factory):
 
 def shared_bytes(linked, shape, m, group, bits, plan, *, dtype="float16", zeros=False, quantized=False, arch=90):
     function = linked.trirun_cuda_plan_shared_bytes
-    function.restype = ctypes.c_int64
-    function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int32] * 6 + [ctypes.c_void_p]
-    struct = PlanStruct.of(plan)
+    struct = PlanStruct(*plan)
     return function(*shape, m, group, zeros, bits, DTYPES[dtype], quantized, arch, ctypes.byref(struct))
 
 
@@ -92,8 +78,8 @@ def test_plans_without_a_kernel_are_told_before_the_launch(linked, shape):
             continue
         plan = select(*shape, m, group, bits, H200.device, quantized=quantized)
         for change in CHANGES:
-            for kernel in (plan.kernel, STREAM, STREAM_SM80, RUNS) if m <= 64 else (PREFILL_WGMMA, PREFILL_W2A8):
-                of = (shape, m, group, bits, replace(plan, kernel=kernel, **change))
+            for kernel in (plan.kernel, STREAM, STREAM_SM80, SPANS) if m <= 64 else (PREFILL_WGMMA, PREFILL_W2A8):
+                of = (shape, m, group, bits, plan._replace(kernel=kernel, **change))
                 said = shared_bytes(linked, *of, quantized=quantized)
                 assert said == asked_for(linked, *of, quantized=quantized), (of, quantized)
                 refused += said < 0
@@ -134,17 +120,16 @@ def test_plans_that_count_in_the_workspace(linked):
         (STREAM, 2, 1, 0),
         (STREAM_SM80, 1, 1, 0),
         (STREAM_SM80, 2, 0, 1),
-        (RUNS, 0, 0, 0),
-        (RUNS, 0, 1, 1),
+        (SPANS, 0, 0, 0),
+        (SPANS, 0, 1, 1),
         (PREFILL_WGMMA, 2, 0, 0),
     ):
-        struct = PlanStruct.of(Plan(kernel, cta_split=cta_split))
+        struct = PlanStruct(*Plan(kernel, cta_split=cta_split))
         assert needs_zeros(ctypes.byref(struct), quantized) == expected, kernel
 
 
 @needs_hopper
 def test_the_id_of_a_capture(linked):
-    linked.trirun_cuda_capture_id.restype = ctypes.c_uint64
     linked.described_capture.argtypes = [ctypes.c_ulonglong]
     assert linked.trirun_cuda_capture_id(None) == 0
     linked.described_capture(1 << 40)
