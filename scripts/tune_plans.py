@@ -18,12 +18,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+from measure_plans import Gpu, Timer
 from refit_plans import refitted
 from trirun_kernels.plan.candidates import FAMILIES, candidates, chosen, takes
 from trirun_kernels.plan.problem import Device, Plan, Problem
@@ -48,87 +50,12 @@ class Task:
         x = ", quantized x" if p.quantized else ""
         return f"{self.family} {p.n}x{p.k} m={p.m} group_size={p.group_size} act_bits={p.act_bits}{x}"
 
-    def plans(self) -> list[Plan]:
-        """All plans to measure, the present choice first."""
-        present = chosen(self.family, self.problem)
-        return list(dict.fromkeys([*([present] if present else []), *candidates(self.family, self.problem)]))
 
-
-class Timer(Protocol):
-    """Who measures: a GPU, or a stand-in for one."""
-
-    device: Device
-    name: str
-
-    def times(self, p: Problem, plans: Sequence[Plan], seconds: float) -> dict[Plan, float]:
-        """Seconds of one product under each plan that gives the right result, ``seconds`` long each.
-
-        Raises:
-            CheckFailed: a plan gives a wrong one; nothing was timed.
-        """
-
-
-class Gpu:
-    """This machine's GPU; weights and inputs of one problem at a time."""
-
-    def __init__(self) -> None:
-        import torch
-        from trirun_kernels.gemm.cuda import device_of
-
-        self._cuda = torch.device("cuda", torch.cuda.current_device())
-        self.device, self.name = device_of(self._cuda.index), torch.cuda.get_device_name()
-        self._problem: Problem | None = None
-
-    def times(self, p: Problem, plans: Sequence[Plan], seconds: float) -> dict[Plan, float]:
-        """See :class:`Timer`."""
-        from trirun_cli.bench.timing import interleaved
-        from trirun_cli.errors import CheckFailed
-
-        self._prepare(p)
-        for plan in plans:
-            error, allowed = self._expected.error(self._run(plan, 0)), self._expected.allowed()
-            if not error <= allowed:
-                raise CheckFailed(f"{p} under {plan}: relative error {error:.2e}, at most {allowed:.2e} allowed")
-        calls = {
-            str(i): [lambda plan=plan, copy=copy: self._run(plan, copy) for copy in range(len(self._products))]
-            for i, plan in enumerate(plans)
-        }
-        measured: dict[Plan, float] = {}
-        for first in range(0, len(plans), 64):  # graphs at a time: each has memory of its own
-            part = {name: calls[name] for name in list(calls)[first : first + 64]}
-            timings = interleaved(part, self._cuda, seconds)
-            measured |= {plans[int(name)]: timing.median for name, timing in timings.items()}
-        return measured
-
-    def _prepare(self, p: Problem) -> None:
-        import torch
-        from trirun_kernels.gemm.activations import quantize_activations
-        from trirun_kernels.gemm.cuda import Int2Product
-        from trirun_kernels.weights.spec import QuantSpec
-
-        from trirun_cli.bench.kernels import Expected, outlier_rows
-        from trirun_cli.bench.timing import copies
-        from trirun_cli.models.synthetic import random_ternary
-
-        if p == self._problem:
-            return
-        self._products: list[Int2Product] = []  # the last problem's weights, before there are others
-        generator, spec = torch.Generator(self._cuda).manual_seed(0), QuantSpec(p.group_size, 1.0)
-        for _ in range(copies(p.n * p.k // 4, self._cuda)):
-            self._products.append(Int2Product(random_ternary(p.n, p.k, spec, generator), None, p.act_bits))
-        self._x = outlier_rows(p.m, p.k, torch.float16, self._cuda)
-        self._limbs = quantize_activations(self._x, p.act_bits) if p.quantized else None
-        self._expected, self._problem = Expected(self._x, self._products[0].weight, p.act_bits), p
-
-    def _run(self, plan: Plan, copy: int):
-        import torch
-
-        product, x = self._products[copy], self._x
-        if self._limbs is not None:
-            return product.of_limbs(self._limbs, x.shape[0], x.dtype, plan)
-        y = torch.empty(x.shape[0], product.weight.n, dtype=x.dtype, device=x.device)
-        product.run(x, y, plan)
-        return y
+@cache
+def plans(task: Task) -> tuple[Plan, ...]:
+    """All plans to measure, the present choice first."""
+    present = chosen(task.family, task.problem)
+    return tuple(dict.fromkeys([*([present] if present else []), *candidates(task.family, task.problem)]))
 
 
 def tasks(
@@ -155,20 +82,20 @@ def measure(
     *,
     minutes: float,
     seconds: float,
+    progress: Callable[[str], None],
 ) -> int:
     """Measure tasks that are not known until the time is over, and append each to ``file``. Tasks left."""
     end, left = time.monotonic() + 60 * minutes, [task for task in todo if task.key not in known]
     while left and time.monotonic() < end:
         task = left.pop(0)
-        plans = task.plans()
-        found = timer.times(task.problem, plans, FIRST_LOOK)
-        again = dict.fromkeys([plans[0], *sorted(found, key=found.__getitem__)[:AGAIN]])
+        found = timer.times(task.problem, plans(task), FIRST_LOOK)
+        present = plans(task)[:1] if plans(task)[:1] and plans(task)[0] in found else ()
+        again = dict.fromkeys([*present, *sorted(found, key=found.__getitem__)[:AGAIN]])
         found |= timer.times(task.problem, list(again), seconds)
         known[task.key] = found
         microseconds = {",".join(map(str, plan)): round(t * 1e6, 3) for plan, t in found.items()}
-        line = {"gpu": timer.name, "task": task.key, "us": microseconds}
-        append(file, json.dumps(line))
-        print(described(task, found), flush=True)
+        append(file, json.dumps({"gpu": timer.name, "task": task.key, "us": microseconds}))
+        progress(described(task, found))
     return len(left)
 
 
@@ -196,10 +123,10 @@ def read(file: Path, gpu: str) -> dict[str, dict[Plan, float]]:
 
 def described(task: Task, found: Mapping[Plan, float]) -> str:
     """A problem's best plans, the present choice and what it loses."""
-    best = sorted(found, key=found.__getitem__)[:3]
-    lines = [f"{task.key}: {len(found)} plans, the present one loses {loss(task, found):.1%}"]
-    present = task.plans()[0]
-    for plan in dict.fromkeys([*best, present]):
+    best, present = sorted(found, key=found.__getitem__)[:3], plans(task)[0]
+    lost = f"loses {loss(task, found):.1%}" if present in found else "is wrong"
+    lines = [f"{task.key}: {len(found)} plans, the present one {lost}"]
+    for plan in dict.fromkeys([*best, *([present] if present in found else [])]):
         fields = ", ".join(f"{name}={value}" for name, value in plan._asdict().items() if value)
         lines.append(f"  {found[plan] * 1e6:8.2f} us  {fields}{'  (present)' if plan == present else ''}")
     return "\n".join(lines)
@@ -207,27 +134,32 @@ def described(task: Task, found: Mapping[Plan, float]) -> str:
 
 def loss(task: Task, found: Mapping[Plan, float]) -> float:
     """What the present choice takes more than the fastest plan, as a fraction of that."""
-    return found[task.plans()[0]] / min(found.values()) - 1
+    return found[plans(task)[0]] / min(found.values()) - 1
 
 
-def summary(todo: Sequence[Task], known: Mapping[str, Mapping[Plan, float]]) -> str:
-    """Mean and worst loss of the present tables: of every family by itself, and of the choice among them."""
-    losses: dict[str, dict[str, float]] = {}
+def losses(todo: Sequence[Task], known: Mapping[str, Mapping[Plan, float]]) -> dict[str, dict[str, Any]]:
+    """Mean and worst loss of the present tables: of every family by itself, and of ``select`` among them."""
+    by_family: dict[str, dict[str, float]] = {}
     by_problem: dict[Problem, dict[Plan, float]] = {}
     for task in todo:
-        if task.key in known:
-            losses.setdefault(task.family, {})[task.key] = loss(task, known[task.key])
-            by_problem.setdefault(task.problem, {}).update(known[task.key])
-    for p, times in by_problem.items():
+        found = known.get(task.key, {})
+        if plans(task)[0] in found:
+            by_family.setdefault(task.family, {})[task.key] = loss(task, found)
+            by_problem.setdefault(task.problem, {}).update(found)
+    for p, found in by_problem.items():
         plan = select(p.n, p.k, p.m, p.group_size, p.act_bits, p.device, quantized=p.quantized)
-        if plan in times:  # its family was measured
-            losses.setdefault("select", {})[str(p)] = times[plan] / min(times.values()) - 1
-    lines = ["nothing was measured"] if not losses else []
-    for name, found in losses.items():
-        worst, mean = max(found, key=found.__getitem__), statistics.mean(found.values())
-        losses_text = f"loss {mean:.1%} on average, {found[worst]:.1%} at worst ({worst})"
-        lines.append(f"{name}: {len(found)} problems, {losses_text}")
-    return "\n".join(lines)
+        if plan in found:  # its family was measured
+            key = f"{p.n}x{p.k} m={p.m} group_size={p.group_size} act_bits={p.act_bits} quantized={p.quantized}"
+            by_family.setdefault("select", {})[key] = found[plan] / min(found.values()) - 1
+    return {
+        name: {
+            "problems": len(found),
+            "mean": statistics.mean(found.values()),
+            "worst": max(found.values()),
+            "worst_problem": max(found, key=found.__getitem__),
+        }
+        for name, found in by_family.items()
+    }
 
 
 def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> int:
@@ -249,6 +181,7 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
     parser.add_argument("--dry-run", action="store_true", help="list what would be measured, and how long it takes")
     parser.add_argument("--check", action="store_true", help="measure and report; make no tables")
     parser.add_argument("--write", action="store_true", help="also replace the tables that the package reads")
+    parser.add_argument("--json", action="store_true", help="print the losses as JSON alone")
     options = parser.parse_args(arguments)
     families = options.kernels.split(",")
     if unknown := set(families) - set(FAMILIES):
@@ -259,7 +192,7 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
     device = timer.device if timer else Device(90, 132)  # a dry run needs no GPU
     todo = list(tasks(families, shapes, options.m, options.act_bits, options.group_sizes, device))
     if options.dry_run:
-        counts = [len(task.plans()) for task in todo]
+        counts = [len(plans(task)) for task in todo]
         for task, count in zip(todo, counts, strict=True):
             print(f"{task.key}: {count} plans")
         again = len(todo) * (AGAIN + 1) * options.seconds
@@ -270,20 +203,27 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "measurements.jsonl"
     known = read(file, timer.name)
-    left = measure(todo, known, timer, file, minutes=options.minutes, seconds=options.seconds)
-    print(summary(todo, known))
-    if left:
-        print(f"{left} problems are left: the same command goes on with them")
-    if options.check:
-        return 0
-    for family in families:
+    say = (lambda text: None) if options.json else partial(print, flush=True)
+    left = measure(todo, known, timer, file, minutes=options.minutes, seconds=options.seconds, progress=say)
+    found = losses(todo, known)
+    for name, of in found.items():
+        worst = f"{of['worst']:.1%} at worst ({of['worst_problem']})"
+        say(f"{name}: {of['problems']} problems, loss {of['mean']:.1%} on average, {worst}")
+    say(f"{left} of {len(todo)} problems are left" + (": the same command goes on with them" if left else ""))
+    if options.json:
+        print(json.dumps({"gpu": timer.name, "left": left, "loss": found, "wrong": timer.wrong}, indent=2))
+    if timer.device.arch != 90:
+        say("no table is made: they are those of compute capability 9.0, which other GPUs scale")
+    for family in () if options.check or timer.device.arch != 90 else families:
         samples = [(t.problem, known[t.key]) for t in todo if t.family == family and t.key in known]
         if samples:
-            stored, report = refitted(family, samples, timer.name)
-            print(report)
+            new, report = refitted(family, samples, timer.name)
+            say(report)
             for folder in (options.out, *([FOLDER] if options.write else [])):
-                (folder / f"{family}.json").write_text(written(stored))
-    return 0
+                (folder / f"{family}.json").write_text(written(new))
+    for wrong in timer.wrong:
+        print(wrong, file=sys.stderr)
+    return 1 if timer.wrong else 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class StandIn:
     """Times by formula: ``seconds(problem, plan)``."""
 
     def __init__(self, seconds, stop_after: int = 1000) -> None:
-        self.device, self.name, self.asked = H200, "stand-in", []
+        self.device, self.name, self.asked, self.wrong = H200, "stand-in", [], []
         self._seconds, self._left = seconds, stop_after
 
     def times(self, p, plans, seconds):
@@ -84,7 +84,28 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, capsys):
 
 def test_the_time_is_kept_to(tmp_path, capsys):
     run(tmp_path, StandIn(lambda p, plan: 1e-5), "--minutes", "0", "--check")
-    assert "nothing was measured" in capsys.readouterr().out
+    assert "left: the same command goes on" in capsys.readouterr().out
+    assert not (tmp_path / "measurements.jsonl").exists()
+
+
+def test_losses_as_json(tmp_path, capsys):
+    timer = StandIn(lambda p, plan: 1e-5 if plan.fused else 2e-5)
+    run(tmp_path, timer, "--kernels", "stream", "--m", "2", "--check", "--json")
+    document = json.loads(capsys.readouterr().out)
+    assert document["left"] == 0 and document["loss"]["stream"]["problems"] == 4
+    assert document["loss"]["stream"]["worst"] == pytest.approx(1.0)  # of two rows, quantized apart
+
+
+def test_wrong_plans_are_left_out_and_named(tmp_path, capsys):
+    class Faulty(StandIn):
+        def times(self, p, plans, seconds):
+            found = super().times(p, plans, seconds)
+            self.wrong += [f"{plan}: wrong" for plan in found if plan.stages == 6]
+            return {plan: t for plan, t in found.items() if plan.stages != 6}
+
+    assert run(tmp_path, Faulty(lambda p, plan: 1e-5), "--kernels", "stream", "--m", "2", "--check") == 1
+    out, err = capsys.readouterr()
+    assert "stages=6" not in out and "stages=6" in err and "the present one is wrong" in out
 
 
 def test_rules_get_the_plan_that_loses_least(tmp_path):

@@ -87,6 +87,9 @@ def stream_candidates(p: Problem) -> Iterator[Stream]:
             continue
         if stream.warp_split * stream.cta_split > p.k_tiles or (stream.cta_split > 1 and not _has_clusters(p)):
             continue
+        tiles = -(-p.n_tiles // (stream.warps // stream.warp_split))
+        if p.device.sms * (stream.ctas_per_sm - 1) >= tiles * stream.cta_split:
+            continue  # fewer for every multiprocessor are enough: the same launch
         plan = stream_plan(p, stream)
         shared = shared_bytes(p, plan)
         if shared >= 0 and _held(p, shared) >= stream.ctas_per_sm and _runs_at_once(p, plan, shared):

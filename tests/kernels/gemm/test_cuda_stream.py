@@ -191,6 +191,36 @@ def test_a_graph_whose_counters_begin_as_anything():
             assert torch.equal(y, int2_gemm(int2_gemm(int2_gemm(x, w), w), w)), m
 
 
+def test_graphs_depend_on_no_memory_outside_of_them():
+    from trirun_kernels.f16acc.ops import f16acc_gemm
+    from trirun_kernels.gemm import workspace
+
+    w, generator = weight(4096, 4096), torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(n, 8192, device="cuda", generator=generator).half() for n in (64, 128))  # k is shared
+    graphs, inputs, outputs = [], [], []
+    for m in (3, 8):
+        x = rows(m, 4096)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # nothing ran before: the graph has to bring memory and zeros of its own
+            limbs = quantize_activations(x)
+            y = int2_gemm(x, w), int2_gemm_quantized(limbs, m, w), f16acc_gemm(a, b), int2_gemm_quantized(limbs, m, w)
+        graphs.append(graph), inputs.append(x), outputs.append(y)
+    for buffer in workspace._buffers.values():
+        buffer.fill_(255)
+    for seed in range(3):
+        for x in inputs:
+            x.copy_(rows(*x.shape, seed=seed))
+        for graph, x, y in zip(graphs, inputs, outputs, strict=True):
+            for part in y:
+                part.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            for part in (y[0], y[1], y[3]):
+                assert error(part, exact(x, w)) < TOLERANCE[x.dtype]
+            torch.testing.assert_close(y[2].double(), a.double() @ b.double().T, rtol=4e-3, atol=0.5)
+    workspace._buffers.clear()
+
+
 def test_compile_and_opcheck():
     w = weight(256, 512)
     x = rows(2, 512)
