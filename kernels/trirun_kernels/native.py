@@ -1,12 +1,16 @@
-"""Finding and loading the two compiled libraries. Nothing is loaded, compiled or queried on import."""
+"""The two compiled libraries: finding and loading them, their structures, signatures and error codes.
+
+The one place that knows how csrc/trirun.h looks from Python (the decoder's structures are beside the decoder). Nothing
+is loaded, compiled or queried on import.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .weights.packing import PackedWeight
@@ -14,6 +18,8 @@ if TYPE_CHECKING:
 ABI_VERSION = 9  # TRIRUN_ABI_VERSION of csrc/trirun.h
 LIBRARY_DIR = Path(__file__).resolve().parent / "_lib"
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # TRIRUN_F32, _F16, _BF16
+
+_POINTER, _INT, _LONG, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
 
 
 class NativeError(RuntimeError):
@@ -46,6 +52,78 @@ class Int2Struct(ctypes.Structure):
         )
 
 
+class PlanStruct(ctypes.Structure):
+    """``trirun_cuda_plan`` of csrc/trirun.h; the fields of :class:`.plan.problem.Plan`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in (
+            "kernel", "tile_m", "tile_n", "warps", "warp_split", "cta_split", "stages", "ctas", "fused", "early",
+            "x_first",
+        )
+    )  # fmt: skip
+
+
+class F16AccPlanStruct(ctypes.Structure):
+    """``trirun_f16acc_plan`` of csrc/trirun.h."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("kernel", "tile_n", "chunk", "parts", "along_rows"))
+
+
+class Limits(ctypes.Structure):
+    """``trirun_cuda_limits`` of csrc/trirun.h: sizes that both sides need."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in (
+            "n_tile", "k_tile", "k_pad", "decode_rows", "exact_sum_k", "counter_bytes", "span_k_tiles", "tile_rows",
+            "low_tile_rows", "w2a8_max_k",
+        )
+    )  # fmt: skip
+
+
+# Result (None: an int, 0 or an error code) and arguments of what libtrirun_cuda.so exports.
+_CUDA: dict[str, tuple[Any, list[Any]]] = {
+    "error": (ctypes.c_char_p, [_INT]),
+    "get_limits": (None, [_POINTER]),
+    "plan_shared_bytes": (
+        _LONG,
+        [_LONG, _LONG, _LONG, *[ctypes.c_int32] * 6, _POINTER],
+    ),
+    "plan_needs_zeros": (ctypes.c_int32, [_POINTER, ctypes.c_int32]),
+    "capture_id": (ctypes.c_uint64, [_POINTER]),
+    "int2_workspace": (_SIZE, [_POINTER, _LONG, _INT, _INT, _POINTER]),
+    "activation_bytes": (_SIZE, [_LONG, _LONG, _INT]),
+    "quantize": (_INT, [_POINTER, _INT, *[_LONG] * 4, _INT, _POINTER, _SIZE, _POINTER]),
+    "int2_gemm": (
+        _INT,
+        [
+            _POINTER, _LONG, _LONG, _POINTER, _INT, _LONG, _LONG, _POINTER, _POINTER, _LONG, _INT, _POINTER, _POINTER,
+            _SIZE, _POINTER,
+        ],
+    ),
+    "int2_gemm_quantized": (
+        _INT,
+        [
+            _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _INT, _LONG, _INT, _POINTER, _POINTER, _SIZE,
+            _POINTER,
+        ],
+    ),
+    "read_probe": (_INT, [_POINTER, _SIZE, _POINTER, _POINTER]),
+    "f16acc_workspace": (_SIZE, [_LONG, _LONG, _POINTER]),
+    "f16acc_gemm": (
+        _INT,
+        [*[_POINTER, _LONG] * 2, _POINTER, _POINTER, *[_LONG] * 4, _POINTER, _POINTER, _SIZE, _POINTER],
+    ),
+    "rows": (_INT, [_POINTER, _POINTER]),
+    "attention_workspace": (_SIZE, [_POINTER]),
+    "attention_decode": (_INT, [_POINTER, _POINTER, _SIZE, _POINTER]),
+    "attention_append": (_INT, [_POINTER, _POINTER, _POINTER]),
+    "attention_gather": (_INT, [_POINTER, _POINTER]),
+    "sample": (_INT, [_POINTER, _POINTER]),
+}  # fmt: skip
+
+
 def library_path(name: str) -> Path:
     """Where the compiled library of a device ("cpu" or "cuda") lies, built or not."""
     return LIBRARY_DIR / f"libtrirun_{name}.so"
@@ -74,6 +152,50 @@ def load(name: str) -> ctypes.CDLL:
     if wanted and library.trirun_cpu_set_isa(wanted.encode()):
         raise NativeError(f"TRIRUN_CPU_ISA={wanted}: not an instruction set that this machine and this library have")
     return library
+
+
+@cache
+def cuda() -> ctypes.CDLL:
+    """libtrirun_cuda.so with all signatures. It loads without a GPU.
+
+    Raises:
+        NativeError: as :func:`load`.
+    """
+    return with_signatures(load("cuda"))
+
+
+def with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
+    """A library that exports what libtrirun_cuda.so does, told what its functions take and return."""
+    for name, (result, arguments) in _CUDA.items():
+        function = getattr(library, f"trirun_cuda_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def check_cuda(code: int, what: str) -> None:
+    """Raises :class:`NativeError` with ``what`` and the reason for a return code of libtrirun_cuda.so other than 0."""
+    if code:
+        raise NativeError(f"{what}: {cuda().trirun_cuda_error(code).decode()} (code {code})")
+
+
+@cache
+def limits() -> Limits:
+    """Sizes that plans and kernels agree on."""
+    found = Limits()
+    cuda().trirun_cuda_get_limits(ctypes.byref(found))
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def plan_shared_bytes(
+    n: int, k: int, m: int, group_size: int, has_zeros: bool, act_bits: int, dtype: str, quantized: bool, arch: int,
+    plan: tuple[int, ...],
+) -> int:  # fmt: skip
+    """Bytes of dynamic shared memory of one CTA under a plan (fields as in :class:`PlanStruct`), or -1 where no kernel
+    runs it. It depends on no device but ``arch``."""
+    return cuda().trirun_cuda_plan_shared_bytes(
+        n, k, m, group_size, has_zeros, act_bits, DTYPES[dtype], quantized, arch, ctypes.byref(PlanStruct(*plan))
+    )
 
 
 def _needs(name: str) -> str:

@@ -10,9 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from trirun_compile import Tree, compiler_logs
-from trirun_kernels.gemm.cuda import PlanStruct, library
-from trirun_kernels.native import DTYPES, Int2Struct
-from trirun_kernels.plan.select import Device, Plan
+from trirun_kernels.native import DTYPES, Int2Struct, PlanStruct, with_signatures
+from trirun_kernels.plan.problem import Device, Plan
 from trirun_spills import Usage, parse_usage
 from trirun_toolchain import find_nvcc
 
@@ -77,11 +76,7 @@ def link(folder: Path) -> ctypes.CDLL:
     source = str(Path(__file__).with_suffix(".cpp"))
     command = [str(find_nvcc()), "-std=c++17", "-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
     subprocess.run([*command, source, *objects, "-o", str(path)], check=True, capture_output=True, text=True)
-    linked = ctypes.CDLL(str(path))
-    real = library()
-    for name in ("error", "int2_workspace", "activation_bytes", "quantize", "int2_gemm", "int2_gemm_quantized"):
-        function, signature = getattr(linked, f"trirun_cuda_{name}"), getattr(real, f"trirun_cuda_{name}")
-        function.restype, function.argtypes = signature.restype, signature.argtypes
+    linked = with_signatures(ctypes.CDLL(str(path)))
     linked.described_complaint.restype = linked.described_launch.restype = ctypes.c_char_p
     return linked
 
@@ -117,7 +112,7 @@ def product(
     columns lie in memory, an odd number of them."""
     n, k = shape
     w = Int2Struct(MEMORY, 2 * MEMORY, 3 * MEMORY if zeros else None, n, k, group_size, 1.0)
-    plan_struct, element = PlanStruct.of(plan), DTYPES[dtype]
+    plan_struct, element = PlanStruct(*plan), DTYPES[dtype]
     size = linked.trirun_cuda_int2_workspace(ctypes.byref(w), m, element, act_bits, ctypes.byref(plan_struct))
     rest = (act_bits, ctypes.byref(plan_struct), 4 * MEMORY if size else None, size, None)
     linked.described_clear()

@@ -15,10 +15,10 @@ from trirun_kernels import QuantSpec, pack
 from trirun_kernels.decoder.cuda import CudaDecoder
 from trirun_kernels.decoder.cuda_structs import AttentionStruct
 from trirun_kernels.f16acc.cuda import WGMMA, select_f16acc
-from trirun_kernels.f16acc.cuda import PlanStruct as F16AccStruct
-from trirun_kernels.gemm import cuda
-from trirun_kernels.native import NativeError
-from trirun_kernels.plan.select import DECODE_ROWS, PREFILL, Device, select
+from trirun_kernels.gemm import cuda, workspace
+from trirun_kernels.native import F16AccPlanStruct, NativeError, limits
+from trirun_kernels.plan.problem import PREFILL, Device
+from trirun_kernels.plan.select import select
 
 from tests.kernels.described_devices import GPUS, MEMORY, built_archs, describe, launched, link, product
 
@@ -57,7 +57,7 @@ def test_products_of_every_shape_are_launched(linked, gpu):
 def test_products_that_cannot_quantize_in_their_prologue_are_launched(linked, gpu):
     describe(linked, gpu)
     seen = 0
-    most = DECODE_ROWS if gpu.arch == 90 else 4
+    most = limits().decode_rows if gpu.arch == 90 else 4
     for shape, m, group, bits in combinations(SHAPES, (1, 2, 3, 4, 8, 33), (-1, 32, 128), (8, 16)):
         plan = select(*shape, m, group, bits, gpu.device, apart=True)
         if plan.kernel not in PREFILL:
@@ -79,9 +79,7 @@ def test_products_that_cannot_quantize_in_their_prologue_are_launched(linked, gp
 @on_every_gpu
 def test_attention_of_every_model_is_launched(linked, gpu):
     describe(linked, gpu)
-    linked.trirun_cuda_attention_workspace.restype = ctypes.c_size_t
     decode = linked.trirun_cuda_attention_decode
-    decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     for (heads, kv_heads, head_dim), int8 in combinations(HEADS, (False, True)):
         shape = SimpleNamespace(heads=heads, kv_heads=kv_heads)
         decoder = SimpleNamespace(model=SimpleNamespace(shape=shape), _device=gpu.device)
@@ -104,14 +102,11 @@ def test_attention_of_every_model_is_launched(linked, gpu):
 @on_every_gpu
 def test_dense_products_of_fp16_sums_are_launched(linked, gpu):
     describe(linked, gpu)
-    gemm, pointer, long = linked.trirun_cuda_f16acc_gemm, ctypes.c_void_p, ctypes.c_int64
-    linked.trirun_cuda_f16acc_workspace.restype = ctypes.c_size_t
-    linked.trirun_cuda_f16acc_workspace.argtypes = [long, long, pointer]
-    gemm.argtypes = [pointer, long] * 2 + [pointer] * 2 + [long] * 4 + [pointer] * 2 + [ctypes.c_size_t, pointer]
+    gemm = linked.trirun_cuda_f16acc_gemm
     for m, n, k in combinations((1, 100, 4096), (8, 4096, 11000), (64, 1000, 8192)):
         plan = select_f16acc(m, n, k, 256, gpu.device)
         for along in (0, 2, 3) if plan.kernel == WGMMA else (0,):
-            struct = F16AccStruct(plan.kernel, plan.tile_n, plan.chunk, plan.parts, along)
+            struct = F16AccPlanStruct(plan.kernel, plan.tile_n, plan.chunk, plan.parts, along)
             size, (wide, columns) = linked.trirun_cuda_f16acc_workspace(m, n, ctypes.byref(struct)), (-(-m // 8) * 8, n)
             code = gemm(
                 MEMORY, wide if along & 1 else k, 2 * MEMORY, columns if along & 2 else k, 3 * MEMORY, 4 * MEMORY,
@@ -151,12 +146,14 @@ def hopper_for_cpu_tensors(linked, monkeypatch):
     monkeypatch.setattr(cuda, "library", lambda: linked)
     monkeypatch.setattr(cuda, "device_of", lambda index: H200.device)
     monkeypatch.setattr(cuda, "_stream", lambda: 0)
-    workspace = torch.zeros(8 << 20, dtype=torch.uint8)
-    workspace = workspace[-workspace.data_ptr() % 256 :]  # aligned as memory of a GPU is
-    monkeypatch.setattr(cuda, "_workspaces", {(None, 0): workspace})
+    monkeypatch.setattr(workspace, "cuda", lambda: linked)
+    buffer = torch.zeros(8 << 20, dtype=torch.uint8)
+    buffer = buffer[-buffer.data_ptr() % 256 :]  # aligned as memory of a GPU is
+    monkeypatch.setattr(workspace, "_buffers", {(None, 0): buffer})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    cuda._prepared.cache_clear()
     yield
+    cuda._prepared.cache_clear()
     linked.described_pause(0)
 
 

@@ -189,37 +189,52 @@ def outlier_rows(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def checked_error(x: Tensor, w: PackedWeight, act_bits: int, acc: str = "fp32") -> tuple[float, float]:
-    """The relative error of trirun's product against float64, and the allowed one.
-
-    With 16-bit activations the allowed error is :data:`ERROR_RATIO` times that of torch's 16-bit product, with 8-bit
-    ones that of rounding the output. Three n tiles of w and at most 64 rows of x are compared; an output that is not
-    finite counts as an infinite error.
-
-    Args:
-        x: float [m, k].
-    """
+    """Relative error of our product against float64, and the error allowed: see :class:`Expected`."""
     from trirun_kernels.gemm.ops import int2_gemm
 
-    y = int2_gemm(x, w, act_bits=act_bits, acc=acc)
-    if not y.isfinite().all():
-        return float("inf"), 0.0
-    picked = torch.linspace(0, x.shape[0] - 1, min(64, x.shape[0]), device=x.device).long()
-    exact = x[picked].double() if act_bits == 16 else int8_round_trip(x[picked].float()).double()
-    kind = torch.float16 if x.dtype == torch.float32 else x.dtype
-    difference = norm = dense_difference = 0.0
-    last = (w.n - 1) // 64
-    for tile in sorted({0, last // 2, last}):
-        first, count = tile * 64, min(64, w.n - tile * 64)
-        scales = w.scales[:, first : first + 64].contiguous()
-        part = PackedWeight(w.words[tile : tile + 1], scales, None, count, w.k, w.spec)
-        dense = dequantize(part, torch.float64)
-        expected = exact @ dense.t()
-        difference += float((y[picked, first : first + count].double() - expected).square().sum())
-        norm += float(expected.square().sum())
-        theirs = torch.nn.functional.linear(exact.to(kind), dense.to(kind)).double()
-        dense_difference += float((theirs - expected).square().sum())
-    error = (difference / norm) ** 0.5
-    return error, ERROR_RATIO[acc] * (dense_difference / norm) ** 0.5 if act_bits == 16 else ERROR_ACT8[x.dtype]
+    expected = Expected(x, w, act_bits)
+    return expected.error(int2_gemm(x, w, act_bits=act_bits, acc=acc)), expected.allowed(acc)
+
+
+class Expected:
+    """A product x @ w.T in float64, of three n tiles of w and at most 64 rows of x, for results to be held against.
+
+    Args:
+        x: [m, k] of any float type. w: packed [n, k]. act_bits: 16 or 8.
+    """
+
+    def __init__(self, x: Tensor, w: PackedWeight, act_bits: int) -> None:
+        self._rows = torch.linspace(0, x.shape[0] - 1, min(64, x.shape[0]), device=x.device).long()
+        self._act_bits, self._dtype = act_bits, x.dtype
+        exact = x[self._rows].double() if act_bits == 16 else int8_round_trip(x[self._rows].float()).double()
+        kind = torch.float16 if x.dtype == torch.float32 else x.dtype
+        last = (w.n - 1) // 64
+        self._parts: list[tuple[slice, Tensor]] = []  # outputs, and what they are
+        self._norm = dense_difference = 0.0
+        for tile in sorted({0, last // 2, last}):
+            first, count = tile * 64, min(64, w.n - tile * 64)
+            scales = w.scales[:, first : first + 64].contiguous()
+            zeros = None if w.zeros is None else w.zeros[:, first : first + 64].contiguous()
+            part = PackedWeight(w.words[tile : tile + 1], scales, zeros, count, w.k, w.spec)
+            dense = dequantize(part, torch.float64)
+            expected = exact @ dense.t()
+            self._parts.append((slice(first, first + count), expected))
+            self._norm += float(expected.square().sum())
+            theirs = torch.nn.functional.linear(exact.to(kind), dense.to(kind)).double()
+            dense_difference += float((theirs - expected).square().sum())
+        self._dense_error = (dense_difference / self._norm) ** 0.5
+
+    def error(self, y: Tensor) -> float:
+        """Relative error of y [m, n]; infinite unless every output is finite."""
+        if not y.isfinite().all():
+            return float("inf")
+        off = (float((y[self._rows, at].double() - e).square().sum()) for at, e in self._parts)
+        return (sum(off) / self._norm) ** 0.5
+
+    def allowed(self, acc: str = "fp32") -> float:
+        """Error allowed: 1.5 times that of torch's 16-bit product with 16-bit activations, one rounding of the output
+        with 8-bit ones."""
+        return ERROR_RATIO[acc] * self._dense_error if self._act_bits == 16 else ERROR_ACT8[self._dtype]
 
 
 def _processor() -> str:

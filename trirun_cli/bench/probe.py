@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -19,14 +17,10 @@ def read_stream(data: Tensor, sink: Tensor) -> None:
     Raises:
         MissingError: the CUDA library refused the call.
     """
-    from trirun_kernels.native import load
+    from trirun_kernels.native import cuda
 
     with torch.cuda.device(data.device):
-        code = load("cuda").trirun_cuda_read_probe(
-            ctypes.c_void_p(data.data_ptr()),
-            ctypes.c_size_t(data.numel() * data.element_size()),
-            ctypes.c_void_p(sink.data_ptr()),
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-        )
+        stream = torch.cuda.current_stream().cuda_stream
+        code = cuda().trirun_cuda_read_probe(data.data_ptr(), data.nbytes, sink.data_ptr(), stream)
     if code:
         raise MissingError(f"the read probe failed with code {code} on {list(data.shape)} {data.dtype}")

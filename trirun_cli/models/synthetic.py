@@ -7,9 +7,8 @@ import math
 
 import torch
 from torch import Tensor
-from trirun_kernels.decoder.cuda_weights import CudaLayer, CudaModel, padded_head
+from trirun_kernels.decoder.cuda_weights import CudaLayer, CudaModel, Projection, padded_head
 from trirun_kernels.decoder.weights import DecoderShape
-from trirun_kernels.gemm.cuda_products import Projection
 from trirun_kernels.weights.packing import PackedWeight, dequantize, stored_shapes
 from trirun_kernels.weights.spec import QuantSpec
 

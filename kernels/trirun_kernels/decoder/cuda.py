@@ -1,6 +1,6 @@
-"""The lean decoder on a GPU: INT2 (or dense) products with fused kernels between them, over a paged cache.
+"""The native decoder on a GPU: INT2 (or dense) products with fused kernels between them, over a paged cache.
 
-:mod:`trirun_kernels.decoder.reference` is its slow twin. The residual stream is float32: a layer's output is added
+Its reference is :mod:`trirun_kernels.decoder.reference`. The residual stream is float32: a layer's output is added
 without being rounded to 16 bits 2·layers times, a stream with the huge single activations that language models have
 cannot overflow, and 16 KB more per row are nothing beside the weights.
 """
@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gemm.activations import activation_bytes
-from ..gemm.cuda import device_of
-from ..gemm.cuda_products import DIGIT_ROWS, Projection
+from ..gemm.cuda import activation_bytes, device_of
 from . import cuda_ops as ops
 from .cuda_prompts import Prompts, Segment, prompt_attention
-from .cuda_weights import CudaLayer, CudaModel
+from .cuda_weights import CudaLayer, CudaModel, Projection
 from .weights import DecoderShape
+
+# Fewest and most rows that may go from kernel to kernel as limbs, which the kernels in between make for nothing.
+LIMB_ROWS = (1, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +42,20 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """The input of projections: 16-bit values [m, k], or the digits of m rows in one buffer."""
+    """The input of projections: 16-bit values [m, k], or the limbs of m rows in one buffer."""
 
     data: Tensor
-    digits: bool
+    limbs: bool
 
 
-def rows_in_digits(model: CudaModel, low: int, high: int) -> range:
-    """Numbers of rows, within low to high, for which every projection has a fast kernel that reads digits."""
+def rows_in_limbs(model: CudaModel, low: int, high: int) -> range:
+    """Numbers of rows, within low to high, for which every projection has a fast kernel that reads limbs."""
     if not model.packed:
         return range(0)
-    projections = {p.shape_key: p for layer in model.layers for p in layer.projections}
+    every = (p.product for layer in model.layers for p in layer.projections)
+    products = {product.shape_key: product for product in every if product is not None}
     for m in range(low, high + 1):
-        if not all(p.reads_digits(m) for p in projections.values()):
+        if not all(product.reads_limbs(m) for product in products.values()):
             return range(low, m)
     return range(low, high + 1)
 
@@ -75,7 +77,7 @@ class CudaDecoder:
     Args:
         model: the weights. slots: sequences at once. context: most positions of each, rounded up to 64.
         pages: of the cache, 64 positions each; None takes as many as all slots can need.
-        digit_rows: fewest and most rows whose activations are quantized apart from the products.
+        limb_rows: fewest and most rows whose activations are quantized apart from the products.
         kv_dtype: of the cache: the model's, or torch.int8 with a float16 scale per token and head; None is the model's.
 
     Attributes:
@@ -92,7 +94,7 @@ class CudaDecoder:
         slots: int,
         context: int,
         pages: int | None = None,
-        digit_rows: tuple[int, int] | None = None,
+        limb_rows: tuple[int, int] | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         s, device = model.shape, model.device
@@ -106,7 +108,7 @@ class CudaDecoder:
         self.model, self.slots, self.context = model, slots, blocks * ops.PAGE
         self.pages = slots * blocks if pages is None else pages
         self._device = device_of(device.index or 0)
-        self._digit_rows = rows_in_digits(model, *(digit_rows or DIGIT_ROWS))
+        self._limb_rows = rows_in_limbs(model, *(limb_rows or LIMB_ROWS))
         kind = kv_dtype or model.dtype
         if kind not in (model.dtype, torch.int8):
             raise ValueError(f"decoder: a cache of {kind}; {model.dtype} or int8")
@@ -130,7 +132,7 @@ class CudaDecoder:
             )
             for layer in model.layers
         ]  # fmt: skip
-        self._attention_digits = model.act_bits == 16 and ops.attention_makes_digits(self._heads[0])
+        self._attention_limbs = model.act_bits == 16 and ops.attention_makes_limbs(self._heads[0])
 
     @property
     def cache_bytes(self) -> int:
@@ -194,13 +196,13 @@ class CudaDecoder:
         q, k, v = parts
         cache, splits = self._caches[index], splits or self.default_splits(max(decode, 1))
         norm = layer.norms.get("attention_sub_norm")
-        if decode == m in self._digit_rows and norm is None and self._attention_digits:
-            digits = self._digits(m, q_size)
+        if decode == m in self._limb_rows and norm is None and self._attention_limbs:
+            limbs = self._limbs(m, q_size)
             ops.attention_decode(
                 q, k, v, None, heads, cache, inputs.slots, inputs.positions, splits, self._workspace(m, splits),
-                digits=digits,
+                limbs=limbs,
             )  # fmt: skip
-            return _Activations(digits, True)
+            return _Activations(limbs, True)
         y = torch.empty(m if decode else 0, q_size, dtype=self.model.dtype, device=q.device)
         if decode:
             part = slice(0, decode)
@@ -215,7 +217,7 @@ class CudaDecoder:
                 y[part] = attended
             else:
                 y = attended
-        if norm is None and m not in self._digit_rows:
+        if norm is None and m not in self._limb_rows:
             return _Activations(y, False)
         return self._rows(ops.PLAIN, y, m, norm=norm, eps=self.model.shape.norm_eps)
 
@@ -246,22 +248,25 @@ class CudaDecoder:
         )  # fmt: skip
         return self._project(layer.down, x, m)
 
-    def _digits(self, m: int, k: int) -> Tensor:
+    def _limbs(self, m: int, k: int) -> Tensor:
         size = activation_bytes(m, -(-k // 128) * 128, self.model.act_bits)
         return torch.empty(size, dtype=torch.uint8, device=self.model.device)
 
     def _rows(self, source: int, x: Tensor, m: int, **options: Any) -> _Activations:
         n = x.shape[1]
-        if m in self._digit_rows:
-            digits = self._digits(m, n)
-            ops.rows(source, x, digits=digits, act_bits=self.model.act_bits, **options)
-            return _Activations(digits, True)
+        if m in self._limb_rows:
+            limbs = self._limbs(m, n)
+            ops.rows(source, x, limbs=limbs, act_bits=self.model.act_bits, **options)
+            return _Activations(limbs, True)
         y = torch.empty(m, n, dtype=self.model.dtype, device=self.model.device)
         ops.rows(source, x, y=y, **options)
         return _Activations(y, False)
 
     def _project(self, projection: Projection, x: _Activations, m: int) -> Tensor:
-        return projection.of_digits(x.data, m, self.model.dtype) if x.digits else projection(x.data)
+        if not x.limbs:
+            return projection(x.data)
+        assert projection.product is not None
+        return projection.product.of_limbs(x.data, m, self.model.dtype)
 
     def _workspace(self, rows: int, splits: int) -> Tensor:
         # Left fit for the next call by every kernel, so that captured graphs and plain calls share it.

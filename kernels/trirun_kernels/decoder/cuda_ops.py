@@ -1,20 +1,20 @@
 """What lies between a decoder's matrix products on CUDA: rows, attention over a paged cache, sampling.
 
-Thin wrappers of csrc/cuda/decoder_*.cu on torch tensors. They launch on the current stream, allocate nothing, and can
-be captured in CUDA graphs; :mod:`trirun_kernels.decoder.cuda_reference` holds their slow twins.
+Thin wrappers of csrc/cuda/decoder on torch tensors. They launch on the current stream, allocate nothing, and can
+be captured in CUDA graphs; :mod:`trirun_kernels.decoder.cuda_reference` has their references.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..gemm.cpu import DTYPES
-from ..native import NativeError, load
+from ..native import check_cuda
+from ..native import cuda as library
 from .cuda_structs import AttentionStruct, GatherStruct, RowsStruct, SampleStruct
 from .weights import ACTIVATIONS
 
@@ -88,21 +88,21 @@ def rows(
     norm: Tensor | None = None,
     eps: float = 0.0,
     y: Tensor | None = None,
-    digits: Tensor | None = None,
+    limbs: Tensor | None = None,
     act_bits: int = 16,
     activation: str = "silu",
     tokens: Tensor | None = None,
     slots: Tensor | None = None,
     latest: Tensor | None = None,
 ) -> None:
-    """One pass over rows: a source, an optional RMS norm, and 16-bit values or digits as result.
+    """One pass over rows: a source, an optional RMS norm, and 16-bit values or limbs as result.
 
     Args:
         source: RESIDUAL (``residual += x``), EMBED (``residual = x[token]``), GATE (``act(x) * up``) or PLAIN (``x``).
         x: [m, n] of float16 or bfloat16, unit column stride; for EMBED the embedding [vocab, n]. up: as x, same stride.
         residual: float32 [m, n], written by the first two sources. norm: float32 [n].
         y: [m, n] of x's dtype.
-        digits: uint8, as :func:`trirun_kernels.gemm.activations.quantize_activations` makes them.
+        limbs: uint8, as :func:`trirun_kernels.gemm.activations.quantize_activations` makes them.
         tokens: int32 [m]; a negative one stands for ``latest[slots[row]]``, int32 both.
 
     Raises:
@@ -115,12 +115,12 @@ def rows(
     if tokens is not None:
         m, vocab = tokens.shape[0], typed.shape[0]
     struct = RowsStruct(
-        _pointer(x), _pointer(up), _pointer(residual), _pointer(norm), _pointer(y), _pointer(digits),
-        0 if digits is None else digits.numel(), _pointer(tokens), _pointer(slots), _pointer(latest),
+        _pointer(x), _pointer(up), _pointer(residual), _pointer(norm), _pointer(y), _pointer(limbs),
+        0 if limbs is None else limbs.numel(), _pointer(tokens), _pointer(slots), _pointer(latest),
         m, n, n if x is None else x.stride(0), n if y is None else y.stride(0), vocab,
         eps, source, DTYPES[dtype], ACTIVATIONS[activation], act_bits,
     )  # fmt: skip
-    _check(_library().trirun_cuda_rows(ctypes.byref(struct), _stream()), f"rows: source {source}, {dtype} {[m, n]}")
+    check_cuda(library().trirun_cuda_rows(ctypes.byref(struct), _stream()), f"rows: source {source}, {dtype} {[m, n]}")
 
 
 def attention_workspace(m: int, heads: Heads, splits: int, device: torch.device) -> Tensor:
@@ -131,30 +131,30 @@ def attention_workspace(m: int, heads: Heads, splits: int, device: torch.device)
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
-def attention_makes_digits(heads: Heads) -> bool:
-    """Whether the query heads of a key head (of eight query heads, if more) fill units of 128 columns."""
+def attention_makes_limbs(heads: Heads) -> bool:
+    """Whether the query heads of a key head (of eight query heads, if more) fill k tiles of 128 columns."""
     group = heads.heads // heads.kv_heads
     return group * heads.head_dim % 128 == 0 and (group <= 8 or 8 * heads.head_dim % 128 == 0)
 
 
 def attention_decode(
     q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
-    splits: int, workspace: Tensor, *, digits: Tensor | None = None,
+    splits: int, workspace: Tensor, *, limbs: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One new token per row: norm and rotate q and k, append k and v to the cache, attend, write y or its digits.
+    """One new token per row: norm and rotate q and k, append k and v to the cache, attend, write y or its limbs.
 
     Args:
         q: [m, heads·head_dim]; k, v: [m, kv_heads·head_dim] with one stride; y: as q. float16 or bfloat16.
-        digits: uint8, takes y's 16-bit digits instead; only where :func:`attention_makes_digits`.
+        limbs: uint8, takes y's 16-bit limbs instead; only where :func:`attention_makes_limbs`.
         slots, positions: int32 [m]; rows of distinct slots; a negative slot skips its row.
         splits: CTAs that share the keys of a row.
         workspace: of :func:`attention_workspace` for exactly these rows and splits.
     """
-    struct = _attention(q, k, v, y, heads, cache, slots, positions, splits, digits)
-    code = _library().trirun_cuda_attention_decode(
+    struct = _attention(q, k, v, y, heads, cache, slots, positions, splits, limbs)
+    code = library().trirun_cuda_attention_decode(
         ctypes.byref(struct), workspace.data_ptr(), workspace.numel(), _stream()
     )
-    _check(code, f"attention_decode: q {q.dtype} {list(q.shape)}, {heads.heads} over {heads.kv_heads} heads")
+    check_cuda(code, f"attention_decode: q {q.dtype} {list(q.shape)}, {heads.heads} over {heads.kv_heads} heads")
 
 
 def attention_append(
@@ -170,15 +170,15 @@ def attention_append(
     rotate_keys: bool = False,
 ) -> None:
     """The first half of :func:`attention_decode` for any rows of any slots: y is the rotated q, and may be q; mixed as
-    the keys are for an int8 cache (:func:`.cuda_decoder_reference.mixed`).
+    the keys are for an int8 cache (:func:`.cuda_reference.mixed`).
 
     Args:
         rotate_keys: k itself becomes what a cache of its type has of it.
     """
     struct = _attention(q, k, v, y, heads, cache, slots, positions, 1)
     keys = _pointer(k if rotate_keys else None)
-    code = _library().trirun_cuda_attention_append(ctypes.byref(struct), keys, _stream())
-    _check(code, f"attention_append: q {q.dtype} {list(q.shape)}, {heads.heads} over {heads.kv_heads} heads")
+    code = library().trirun_cuda_attention_append(ctypes.byref(struct), keys, _stream())
+    check_cuda(code, f"attention_append: q {q.dtype} {list(q.shape)}, {heads.heads} over {heads.kv_heads} heads")
 
 
 def gather(
@@ -199,7 +199,7 @@ def gather(
         slots.data_ptr(), starts.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.shape[0], longest, kv_heads,
         cache.block_tables.stride(0), head_dim, DTYPES[dtype],
     )  # fmt: skip
-    _check(_library().trirun_cuda_attention_gather(ctypes.byref(struct), _stream()), f"gather: {list(keys.shape)}")
+    check_cuda(library().trirun_cuda_attention_gather(ctypes.byref(struct), _stream()), f"gather: {list(keys.shape)}")
     return keys, values
 
 
@@ -227,16 +227,16 @@ def sample(
         _pointer(logprobs), state.latest.data_ptr(), _pointer(positions), _pointer(tokens), logits.shape[0],
         logits.shape[1], logits.stride(0), state.bias_tokens.shape[1], DTYPES[logits.dtype], 0,
     )  # fmt: skip
-    _check(_library().trirun_cuda_sample(ctypes.byref(struct), _stream()), f"sample: logits {list(logits.shape)}")
+    check_cuda(library().trirun_cuda_sample(ctypes.byref(struct), _stream()), f"sample: logits {list(logits.shape)}")
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
-    splits: int, digits: Tensor | None = None,
+    splits: int, limbs: Tensor | None = None,
 ) -> AttentionStruct:  # fmt: skip
     return AttentionStruct(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(digits),
-        0 if digits is None else digits.numel(), cache.keys.data_ptr(), cache.values.data_ptr(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(limbs),
+        0 if limbs is None else limbs.numel(), cache.keys.data_ptr(), cache.values.data_ptr(),
         _pointer(cache.scales), cache.block_tables.data_ptr(), slots.data_ptr(), positions.data_ptr(),
         _pointer(heads.q_norm), _pointer(heads.k_norm), heads.cosines.data_ptr(), heads.sines.data_ptr(),
         q.shape[0], heads.heads, heads.kv_heads, q.stride(0), k.stride(0), q.shape[1] if y is None else y.stride(0),
@@ -251,20 +251,3 @@ def _pointer(x: Tensor | None) -> int | None:
 
 def _stream() -> int:
     return torch.cuda.current_stream().cuda_stream
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library, pointer = load("cuda"), ctypes.c_void_p
-    library.trirun_cuda_error.restype = ctypes.c_char_p
-    library.trirun_cuda_rows.argtypes = [pointer, pointer]
-    library.trirun_cuda_attention_decode.argtypes = [pointer, pointer, ctypes.c_size_t, pointer]
-    library.trirun_cuda_attention_append.argtypes = [pointer, pointer, pointer]
-    library.trirun_cuda_attention_gather.argtypes = [pointer, pointer]
-    library.trirun_cuda_sample.argtypes = [pointer, pointer]
-    return library
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise NativeError(f"{what}: {_library().trirun_cuda_error(code).decode()} (code {code})")

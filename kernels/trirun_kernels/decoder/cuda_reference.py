@@ -1,4 +1,4 @@
-"""Slow twins of :mod:`trirun_kernels.decoder.cuda_ops`: plain torch in float32, on any device."""
+"""References of :mod:`trirun_kernels.decoder.cuda_ops`: plain torch in float32, on any device."""
 
 from __future__ import annotations
 

@@ -10,9 +10,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gemm.cuda_products import Projection
+from ..f16acc.int2 import FEWEST_ROWS, int2_gemm_f16acc
+from ..gemm.cuda import Int2Product
 from ..weights.packing import PackedWeight
 from .weights import LINEARS, NORMS, DecoderShape, DecoderWeights, Int8Head
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """``y = x @ weight.T + bias`` on the current device and stream.
+
+    Attributes:
+        weight: packed, or dense [n, k] of the activations' dtype. bias: [n] of that dtype or None.
+        act_bits: of a packed weight, 16 or 8.
+        acc: of a packed weight, "fp32", or "fp16" for fp16 sums where float16 x has rows enough to gain from them.
+        product: of a packed weight, its INT2 product.
+    """
+
+    weight: PackedWeight | Tensor
+    bias: Tensor | None = None
+    act_bits: int = 16
+    acc: str = "fp32"
+    product: Int2Product | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        w = self.weight
+        product = Int2Product(w, self.bias, self.act_bits) if isinstance(w, PackedWeight) else None
+        object.__setattr__(self, "product", product)
+
+    @property
+    def n(self) -> int:
+        """Output features."""
+        return self.weight.n if isinstance(self.weight, PackedWeight) else self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight with its scales."""
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [m, k], contiguous → [m, n].
+
+        Raises:
+            NativeError: the library refused the call; the message has the shapes.
+        """
+        w = self.weight
+        if not isinstance(w, PackedWeight):
+            return F.linear(x, w, self.bias)
+        assert self.product is not None
+        if self.acc == "fp16" and self.act_bits == 16 and x.shape[0] >= FEWEST_ROWS:
+            return int2_gemm_f16acc(x, w, self.bias)
+        return self.product(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +110,7 @@ class CudaModel:
     @property
     def packed(self) -> bool:
         """Whether every projection is packed."""
-        return all(p.packed for layer in self.layers for p in layer.projections)
+        return all(p.product is not None for layer in self.layers for p in layer.projections)
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +183,7 @@ def cuda_layer(
 def fused(weights: Sequence[Any]) -> PackedWeight | Tensor | None:
     """Weights of one input as one weight, their outputs one after another; None where they cannot be joined.
 
-    Strips of 64 rows lie one after another, so packed weights of the same grid join by concatenation wherever no
+    n tiles of 64 rows lie one after another, so packed weights of the same grid join by concatenation wherever no
     padding comes between them.
     """
     first = weights[0]

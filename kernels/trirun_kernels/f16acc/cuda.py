@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 
 import torch
 from torch import Tensor
 
 from ..gemm.cuda import device_of
-from ..native import NativeError, load
-from ..plan.select import Device
+from ..gemm.workspace import launching, scratch
+from ..native import F16AccPlanStruct, check_cuda
+from ..native import cuda as library
+from ..plan.problem import Device
+from ..plan.table import table
 
 MMA, WGMMA = 1, 2  # TRIRUN_F16ACC_*
 A, B = 1, 2  # bits of along_rows
 TILE_M = 128  # rows of a of one CTA
-# Measured on an H200: cycles per column of k of a tile of 128 x tile_n (256 columns keep the tensor cores busy, 128 are
-# held up by shared memory), and what a tile costs beside them: the first loads, the sums' way out.
-CYCLES = {128: 9.3, 256: 16.2}
-FIXED = 3000
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
@@ -32,12 +31,6 @@ class F16AccPlan:
     tile_n: int
     chunk: int
     parts: int
-
-
-class PlanStruct(ctypes.Structure):
-    """``trirun_f16acc_plan`` as C sees it."""
-
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("kernel", "tile_n", "chunk", "parts", "along_rows"))
 
 
 @lru_cache(4096)  # a small product does not outlast the choice
@@ -53,7 +46,8 @@ def select_f16acc(m: int, n: int, k: int, chunk: int, device: Device) -> F16AccP
     if device.arch < 80:
         raise ValueError(f"the CUDA kernels need compute capability 8.0 or newer, this device has {device.arch / 10}")
     kernel = WGMMA if device.arch == 90 else MMA
-    chunks = max(1, -(-k // chunk))
+    chunks, costs = max(1, -(-k // chunk)), table("f16acc")
+    fixed = costs["tile"]
 
     def cycles(tile_n: int, parts: int) -> float:
         tiles = -(-m // TILE_M) * -(-n // tile_n)
@@ -61,8 +55,8 @@ def select_f16acc(m: int, n: int, k: int, chunk: int, device: Device) -> F16AccP
             tiles = -(-m // (2 * TILE_M)) * 2 * -(-n // tile_n)
         rounds = -(-tiles * parts // device.sms)
         # Exchanging parts: each writes and reads fp32 sums, a few bytes per cycle and multiprocessor.
-        exchange = 0 if parts == 1 else FIXED + 8 * m * n * parts / (device.sms * 16)
-        return rounds * (-(-chunks // parts) * chunk * CYCLES[tile_n] + FIXED) + exchange
+        exchange = 0 if parts == 1 else fixed + 8 * m * n * parts / (device.sms * 16)
+        return rounds * (-(-chunks // parts) * chunk * costs["k_column"][tile_n] + fixed) + exchange
 
     tiles = (128, 256) if kernel == WGMMA else (128,)
     _, parts, tile_n = min((cycles(t, p), p, -t) for t in tiles for p in SPLITS if p <= chunks)
@@ -111,17 +105,15 @@ def run_plan(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, plan: F16AccP
     if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % 16):
         bias = bias.clone(memory_format=torch.contiguous_format)
     lda, ldb = a.stride(int(along_a)), b.stride(int(along_b))
-    struct = PlanStruct(plan.kernel, plan.tile_n, plan.chunk, plan.parts, A * along_a | B * along_b)
-    size = _library().trirun_cuda_f16acc_workspace(m, n, ctypes.byref(struct))
-    workspace = a.new_empty(size, dtype=torch.uint8) if size else None
-    code = _library().trirun_cuda_f16acc_gemm(
-        a.data_ptr(), lda, b.data_ptr(), ldb, None if bias is None else bias.data_ptr(), y.data_ptr(), y.stride(0),
-        m, n, k, ctypes.byref(struct), None if workspace is None else workspace.data_ptr(), size,
-        torch.cuda.current_stream().cuda_stream,
-    )  # fmt: skip
-    if code:
-        reason = _library().trirun_cuda_error(code).decode()
-        raise NativeError(f"f16acc_gemm: m={m}, n={n}, k={k}, {plan}: {reason} (code {code})")
+    struct = F16AccPlanStruct(plan.kernel, plan.tile_n, plan.chunk, plan.parts, A * along_a | B * along_b)
+    size, stream = library().trirun_cuda_f16acc_workspace(m, n, ctypes.byref(struct)), torch.cuda.current_stream()
+    with launching:
+        workspace, held = scratch(a.device, stream.cuda_stream, size)
+        code = library().trirun_cuda_f16acc_gemm(
+            a.data_ptr(), lda, b.data_ptr(), ldb, None if bias is None else bias.data_ptr(), y.data_ptr(), y.stride(0),
+            m, n, k, ctypes.byref(struct), workspace, held, stream.cuda_stream,
+        )  # fmt: skip
+    check_cuda(code, f"f16acc_gemm: m={m}, n={n}, k={k}, {plan}")
 
 
 def _aligned(x: Tensor) -> bool:
@@ -136,16 +128,3 @@ def _along_k(x: Tensor) -> Tensor:
     held = x.new_empty(x.shape[0], -(-x.shape[1] // 8) * 8)
     held[:, : x.shape[1]] = x
     return held[:, : x.shape[1]]
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = load("cuda")
-    pointer, long, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
-    library.trirun_cuda_error.restype = ctypes.c_char_p
-    library.trirun_cuda_f16acc_workspace.restype = size
-    library.trirun_cuda_f16acc_workspace.argtypes = [long, long, pointer]
-    library.trirun_cuda_f16acc_gemm.argtypes = [
-        pointer, long, pointer, long, pointer, pointer, long, long, long, long, pointer, pointer, size, pointer
-    ]  # fmt: skip
-    return library

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..gemm import cuda
-from ..plan.select import DEQUANTIZE, Plan
+from ..plan.problem import DEQUANTIZE, Plan
 from ..weights.packing import PackedWeight, dequantize
 from .ops import f16acc_gemm
 

@@ -1,4 +1,4 @@
-"""The slow twin of ``f16acc_gemm``: tensor cores that add in fp16, step by step, and the CPU implementation."""
+"""The reference of ``f16acc_gemm``: tensor cores that add in fp16, step by step, and the CPU implementation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Quantizing activations apart from the product: once per layer input, for every weight that reads it.
 
-``quantize_activations`` turns x into the digits that the kernels of its device multiply, ``int2_gemm_quantized`` takes
-them. An engine quantizes once for q|k|v and once for gate|up, or writes the same layout from its own norm kernel
+``quantize_activations`` turns x into the int8 limbs that the kernels of its device multiply, ``int2_gemm_quantized``
+takes them. An engine quantizes once for q|k|v and once for gate|up, or writes the same layout from its own norm kernel
 (csrc/cuda/common/activations.cuh and ``trirun_act`` of csrc/trirun.h define it).
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..native import limits
 from ..weights.packing import PackedWeight
 from . import activations_cpu as cpu_activations
 from . import cuda
@@ -27,14 +28,14 @@ _library.impl("int2_gemm_quantized", cuda.int2_gemm_quantized, "CUDA")
 
 
 def quantize_activations(x: Tensor, act_bits: int = 16) -> Tensor:
-    """x [m, k] (float32, float16 or bfloat16; on CUDA at most 64 rows) to its digits, a uint8 buffer.
+    """x [m, k] (float32, float16 or bfloat16; on CUDA at most 64 rows) to its int8 limbs, a uint8 buffer.
 
     Raises:
         ValueError: x is not such a matrix, or act_bits is not 8 or 16.
     """
     if act_bits not in (8, 16):
         raise ValueError(f"quantize_activations: act_bits={act_bits} is not 8 or 16")
-    most = cuda.DECODE_ROWS if x.is_cuda else x.shape[0]
+    most = limits().decode_rows if x.is_cuda else x.shape[0]
     if x.dim() != 2 or not 0 < x.shape[0] <= most:
         raise ValueError(f"quantize_activations: x has shape {list(x.shape)}; a matrix of 1 to {most} rows is needed")
     return torch.ops.trirun.quantize_activations(x, act_bits)
@@ -77,17 +78,10 @@ def int2_gemm_quantized(
     )
 
 
-def activation_bytes(m: int, k_pad: int, act_bits: int) -> int:
-    """Bytes of the quantized form of m rows on CUDA: ``ActivationLayout`` of csrc/cuda/common/activations.cuh."""
-    tokens = -(-m // 16) * 16 if m > 16 else max(2, 1 << (m - 1).bit_length())
-    digits = 2 if act_bits == 16 else 1
-    return k_pad * tokens * digits + k_pad // 128 * tokens * 24
-
-
 @torch.library.register_fake("trirun::quantize_activations", lib=_library)
 def _quantize_activations_fake(x: Tensor, act_bits: int) -> Tensor:
     m, k = x.shape
-    size = activation_bytes if x.is_cuda else cpu_activations.activation_bytes
+    size = cuda.activation_bytes if x.is_cuda else cpu_activations.activation_bytes
     return x.new_empty(size(int(m), -(-int(k) // 128) * 128, act_bits), dtype=torch.uint8)
 
 

@@ -32,7 +32,7 @@ def int2_gemm(
         x: [..., k], float32, float16 or bfloat16, on the weight's device.
         w: the packed [n, k] weight.
         bias: [n] in x's dtype.
-        act_bits: 16 computes on two 8-bit digits per activation (within 1e-3 of float32); 8 on one digit per
+        act_bits: 16 computes on two int8 limbs per activation (within 1e-3 of float32); 8 on one limb per
             activation scaled per row, which is what models trained with int8 activations expect.
         acc: "fp32", or "fp16" for :func:`trirun_kernels.f16acc.ops.f16acc_gemm` on the weight made dense for this call:
             float16 x, 16-bit activations. It pays for many rows on GPUs whose fp16 sums are faster (`trirun doctor`).

@@ -1,4 +1,4 @@
-"""Slow twins: what every fast path must compute, in a few lines of torch."""
+"""References: what every fast path must compute, in a few lines of torch."""
 
 from __future__ import annotations
 

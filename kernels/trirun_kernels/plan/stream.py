@@ -1,226 +1,130 @@
-"""How the stream kernel divides a product among warps and CTAs: a pure function of the problem, from times on an H200.
+"""The stream kernel (mma.sync, each warp with weights of its own): how warps and CTAs divide a product.
 
-No model of cycles ranks these plans well enough: who is resident beside whom, and when the next kernel's CTAs come,
-counts as much as work does. So there are classes of weights, by strips for every multiprocessor and by k, with the plan
-of each that was fastest, or nearly so, in the class's measured shapes (19 in all, scales per channel and of groups of
-128, up to 380 plans each: kernels/README.md).
+Which plan is fastest is measured, not modelled: ``tables/stream.json`` has a class of problems in every rule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
 from typing import NamedTuple
 
-STRIP = 64  # out_features that stream together
+from .problem import STREAM, STREAM_SM80, Plan, Problem
+from .shared import shared_bytes, shared_limit
+from .table import Facts, first, table
+
+SM_SHARED = 1024  # bytes that a resident CTA takes beside what it asks for
 
 
 class Stream(NamedTuple):
-    """``warps`` of a CTA, of which ``split`` share a strip along k; CTAs of a cluster that share it too; stages of a
-    warp's ring; CTAs for every multiprocessor; whether x is quantized in the prologue."""
+    """``warps`` of a CTA, of which ``warp_split`` share an n tile along k; CTAs of a cluster that share it too; stages
+    of a warp's ring; CTAs for every multiprocessor; whether x is quantized in the prologue."""
 
     warps: int
-    split: int
-    ctas: int
+    warp_split: int
+    cta_split: int
     stages: int
-    per_sm: int
-    fused: bool = False
+    ctas_per_sm: int
+    fused: int = 0
 
 
-# For x too large for the shared memory of the others.
-SMALLER = [Stream(8, 8, 1, 2, 1), Stream(8, 4, 2, 2, 1), Stream(8, 2, 4, 2, 1), Stream(8, 1, 8, 2, 1)]
-SMALLER += [Stream(4, 4, 1, 2, 1), Stream(4, 2, 4, 2, 1), Stream(4, 1, 8, 2, 1)]
+def choose_stream(p: Problem) -> Plan | None:
+    """The first of the tabled plans that fits; None where x fits no CTA."""
+    for stream in stream_plans(p):
+        if stream.cta_split > max(1, p.k_tiles):
+            continue
+        plan = stream_plan(p, stream)
+        shared = shared_bytes(p, plan)
+        if shared < 0 or _held(p, shared) < stream.ctas_per_sm:
+            continue
+        if not _has_clusters(p) or stream in _smaller() or _runs_at_once(p, plan, shared):
+            return plan
+    return None
 
 
-def stream_plans(
-    n: int, k: int, m: int, act_bits: int, sms: int, *, grouped: bool, ready: bool, clusters: bool = True
-) -> list[Stream]:
-    """Plans, best first: the first that fits is to be taken.
-
-    Args:
-        n, k: padded sizes of the stored weight. m: rows of x. act_bits: 8 or 16. sms: multiprocessors.
-        grouped: scales per group of columns. ready: x comes quantized.
-        clusters: CTAs of a cluster add their sums in shared memory; without, in the workspace, for twice the time.
-    """
-    strips = n // STRIP
-    if act_bits == 8:
-        here = [] if ready else _one_digit_here(strips, k, m, sms)
-        best = [*here, *_one_digit(strips, k, m, sms, ready)]
-    elif 2 * strips <= sms:
-        best = _few(strips, k, m, sms, grouped, ready)
-    elif strips <= sms:
-        best = _one_each(strips, k, m, sms, grouped, ready)
-    elif strips <= 2 * sms:
-        best = _two_each(strips, k, m, sms, grouped, ready)
-    else:
-        best = _many(strips, k, m, sms, grouped, ready)
-    return [*best, *SMALLER] if clusters else [*map(_alone, best), SMALLER[0], *best, *SMALLER]
+def stream_plans(p: Problem) -> list[Stream]:
+    """The tabled plans for a problem, best first, whether they fit or not."""
+    rules, known = table("stream"), facts(p)
+    best: list[Stream] = []
+    for name in ("act16",) if p.act_bits == 16 else ("act8",) if p.quantized else ("act8_fused", "act8"):
+        best += (Stream(*plan) for plan in first(rules[name], known) or ())
+    smaller = _smaller()
+    # Without clusters CTAs meet in the workspace, for twice the time: warps of one CTA do their work if x fits it.
+    return [*best, *smaller] if _has_clusters(p) else [*map(_alone, best), smaller[0], *best, *smaller]
 
 
-def _alone(plan: Stream) -> Stream:
+def facts(p: Problem) -> Facts:
+    """What the rules of ``tables/stream.json`` ask for."""
+    return {
+        "n_tiles_per_sm": p.n_tiles / p.device.sms,
+        "k": p.k,
+        "m": p.m,
+        "x": "quantized" if p.quantized else "values",
+        "scale": p.scale,
+    }
+
+
+def stream_plan(p: Problem, stream: Stream) -> Plan:
+    """The plan as the kernel takes it: no more parts of k than there are k tiles, no prologue that x cannot have."""
+    return Plan(
+        STREAM if _has_clusters(p) else STREAM_SM80,
+        warps=stream.warps,
+        warp_split=min(stream.warp_split, _floor_power(p.k_tiles // stream.cta_split)),
+        cta_split=stream.cta_split,
+        stages=stream.stages,
+        ctas=p.device.sms * stream.ctas_per_sm,
+        fused=int(stream.fused and not p.apart),
+    )
+
+
+def stream_candidates(p: Problem) -> Iterator[Stream]:
+    """Every plan that the kernel runs for a problem and whose CTAs are all resident: what a sweep has to measure."""
+    fused = (0,) if p.quantized or p.apart or p.wide else (0, 1)
+    for fields in product((4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 4, 8), (2, 3, 4, 6), (1, 2, 3), fused):
+        stream = Stream(*fields)
+        if stream.warps % stream.warp_split or stream.warps * stream.ctas_per_sm > 16:
+            continue
+        if stream.warp_split * stream.cta_split > p.k_tiles or (stream.cta_split > 1 and not _has_clusters(p)):
+            continue
+        tiles = -(-p.n_tiles // (stream.warps // stream.warp_split))
+        if p.device.sms * (stream.ctas_per_sm - 1) >= tiles * stream.cta_split:
+            continue  # fewer for every multiprocessor are enough: the same launch
+        plan = stream_plan(p, stream)
+        shared = shared_bytes(p, plan)
+        if shared >= 0 and _held(p, shared) >= stream.ctas_per_sm and _runs_at_once(p, plan, shared):
+            yield stream
+
+
+@cache
+def _smaller() -> list[Stream]:
+    return [Stream(*plan) for plan in table("stream")["smaller"]]
+
+
+def _has_clusters(p: Problem) -> bool:
+    return p.device.arch >= 90
+
+
+def _held(p: Problem, shared: int) -> int:
+    """CTAs of so many bytes of shared memory that a multiprocessor holds."""
+    return (shared_limit(p.device.arch) + SM_SHARED) // (shared + SM_SHARED)
+
+
+def _runs_at_once(p: Problem, plan: Plan, shared: int) -> bool:
+    """Whether all clusters are resident: those that find no room beside the others would wait for these to end."""
+    tiles = -(-p.n_tiles // (plan.warps // plan.warp_split))
+    held = min(16 // plan.warps, _held(p, shared))
+    return min(tiles, plan.ctas // plan.cta_split) <= p.device.clusters(plan.cta_split) * held
+
+
+def _alone(stream: Stream) -> Stream:
     """The plan with the warps of a CTA where it has CTAs of a cluster."""
-    if plan.ctas == 1:
-        return plan
-    warps = max(8, plan.warps)
-    per_sm = (plan.per_sm * plan.warps + 4) // 8 if plan.warps < 8 else plan.per_sm
-    return Stream(warps, min(plan.split * plan.ctas, warps), 1, plan.stages, per_sm, plan.fused)
+    if stream.cta_split == 1:
+        return stream
+    warps = max(8, stream.warps)
+    per_sm = (stream.ctas_per_sm * stream.warps + 4) // 8 if stream.warps < 8 else stream.ctas_per_sm
+    return Stream(warps, min(stream.warp_split * stream.cta_split, warps), 1, stream.stages, per_sm, stream.fused)
 
 
-def _few(strips: int, k: int, m: int, sms: int, grouped: bool, ready: bool) -> list[Stream]:
-    """Two multiprocessors and more for every strip."""
-    pairs = Stream(8, 8, 2, 2, 1)
-    if m > 4:
-        if k >= 8192:
-            return [Stream(8, 4, 4, 4, 1), pairs] if k >= 16384 else [pairs]
-        return [Stream(4, 4, 2, 6, 2) if ready and k < 6144 else Stream(8, 8, 2, 6, 1)]
-    very_few = 4 * strips <= sms
-    if k < 6144:
-        if ready:
-            return [Stream(8, 8, 1, 6, 1) if grouped and not very_few else Stream(4, 4, 2, 4, 1)]
-        if m <= 2 and k < 4096:
-            return [Stream(4, 2, 4, 4, 2, True)]
-        if m <= 2 and (very_few or (m == 1 and not grouped)):
-            return [Stream(8, 8, 2, 4, 2, True)]
-        return [Stream(8, 8, 1, 6, 1)]
-    if ready:
-        if k < 8192:
-            return [Stream(8, 8, 2, 6, 1)]
-        if m > 2:
-            return [Stream(4, 4, 4, 4, 2), pairs] if k < 16384 else [pairs]
-        return [Stream(4, 4, 4, 6, 2), pairs] if grouped or k >= 16384 else [pairs]
-    if m == 1:
-        return [Stream(8, 8, 2, 6, 1) if grouped and k >= 12288 else Stream(8, 4, 4, 4, 2, True)]
-    if m == 2:
-        return [Stream(16, 16, 1, 2, 1) if 17 * strips >= 8 * sms else Stream(8, 8, 2, 6, 1)]
-    if k < 8192:
-        return [Stream(8, 8, 2, 6, 1)]
-    return [Stream(4, 4, 4, 3, 3) if 12288 <= k < 16384 and not grouped else Stream(8, 8, 2, 4, 1)]
-
-
-def _one_each(strips: int, k: int, m: int, sms: int, grouped: bool, ready: bool) -> list[Stream]:
-    """A multiprocessor, or nearly two, for every strip."""
-    if k >= 16384:
-        if m <= 2:
-            return [Stream(8, 8, 1, 6, 1), Stream(8, 8, 1, 4, 1)]
-        return [Stream(8, 4, 2, 6, 1), Stream(8, 4, 2, 4, 1)] if m <= 4 else [Stream(16, 2, 4, 2, 1)]
-    if k >= 8192:
-        if m <= 2:
-            return [Stream(16, 16, 1, 2, 1, not ready and m == 1 and k < 12288)]
-        alone = Stream(8, 8, 1, 3 if m <= 4 else 2, 1)
-        if k >= 12288:
-            return [Stream(4, 4, 4, 3, 3) if m <= 4 else Stream(8, 4, 4, 2, 2), alone]
-        return [alone]
-    if m > 4:
-        if ready:
-            return [Stream(8, 8, 1, 6 if k < 4096 else 2, 1)]
-        return [Stream(8, 8, 1, 4 if k < 5120 else 2, 1)]
-    if not ready and m == 1 and grouped:
-        return [Stream(8, 8, 1, 6, 1, True) if k >= 5120 else Stream(8, 8, 1, 4, 2, True)]
-    if not ready and (m == 1 or (m == 2 and k < 4096)):
-        alone = Stream(16, 16, 1, 2, 1, True)
-        return [Stream(8, 2, 4, 4, 1, True), alone] if 3 * strips > 2 * sms else [alone]
-    if ready and not grouped:
-        return [Stream(8, 8, 1, 4, 1)]
-    return [Stream(8, 8, 1, 3 if m > 2 and not grouped and 4 * strips > 3 * sms else 6, 1)]
-
-
-def _two_each(strips: int, k: int, m: int, sms: int, grouped: bool, ready: bool) -> list[Stream]:
-    """One or two strips for every multiprocessor."""
-    if m > 4:
-        wide = [Stream(8, 4, 2, 2, 2), Stream(8, 2, 4, 2, 2)]
-        if 2 * strips > 3 * sms:
-            return wide
-        return [Stream(4, 2, 4, 3, 3) if k >= 8192 else Stream(4, 4, 2, 3, 3), *wide]
-    quad = [Stream(8, 2, 4, 2, 2, True)] if m == 1 and not ready and grouped and k >= 4096 else []
-    return [*quad, Stream(8, 8, 1, 2, 2, not ready and ((m == 1 and k < 5120) or (m == 2 and k < 2048)))]
-
-
-def _many(strips: int, k: int, m: int, sms: int, grouped: bool, ready: bool) -> list[Stream]:
-    """More than two strips for every multiprocessor."""
-    huge, wide = strips > 6 * sms and k >= 8192, strips > 3 * sms
-    if m > 4:
-        if k >= 8192:
-            return [Stream(16, 1 if huge else 2, 2, 2, 1)]
-        return [Stream(8, 2, 2, 2, 2) if wide else Stream(4, 2, 2, 3, 3)]
-    if m > 2:
-        if huge:
-            return [Stream(16, 4, 1, 2, 1)]
-        return [Stream(8, 4, 1, 3, 2) if wide else Stream(4, 4, 1, 3, 3), Stream(16, 4, 1, 4, 1)]
-    if huge and ready:
-        return [Stream(8, 2, 2, 4, 2)]
-    if huge and (m == 2 or grouped):
-        return [Stream(8, 2, 1, 2, 2)]
-    if m == 1 and not ready and k >= 8192:
-        return [Stream(8, 2, 2, 6, 2, True), Stream(8, 2, 2, 4, 2, True)]
-    quad = [Stream(8, 1, 4, 3, 2, True)] if m == 2 and not ready and grouped else []
-    return [*quad, Stream(8, 4, 1, 3, 2, not ready and m == 1)]
-
-
-def _one_digit_here(strips: int, k: int, m: int, sms: int) -> list[Stream]:
-    """8-bit activations quantized in the prologue, where every CTA copies whole rows of x for their largest values: one
-    row, two of small weights, four of very small ones. Empty where a kernel that quantizes apart is as fast."""
-    if m > 4 or k >= 12288:
-        return []
-    if 8 * strips <= sms and k < 6144:
-        return [Stream(4, 4, 4, 4, 2, True) if m == 1 else Stream(8, 4, 4, 4, 2, True)]
-    if m > 2:
-        return []
-    if k < 4096 and strips <= sms:
-        if m == 1 and 3 * strips > 2 * sms:
-            return [Stream(8, 4, 1, 4, 2, True)]
-        return [Stream(8, 8, 1, 6, 1, True)]
-    if k >= 6144:
-        return [Stream(8, 8, 2, 6, 1, True)] if 3 * strips <= sms and m == 1 else []
-    if strips <= sms:
-        if m == 2:
-            return [Stream(8, 4, 2, 6, 1, True)]
-        return [Stream(8, 8, 2, 6, 1, True) if 2 * strips <= sms else Stream(8, 8, 1, 6, 1, True)]
-    if m == 2:
-        return []
-    return [Stream(8, 8, 1, 3, 2, True) if strips <= 2 * sms else Stream(8, 4, 1, 4, 2, True)]
-
-
-def _one_digit(strips: int, k: int, m: int, sms: int, ready: bool) -> list[Stream]:
-    """8-bit activations that come quantized, or from a kernel that quantizes them."""
-    if m > 8 and strips <= sms:
-        if 2 * strips <= sms and k >= 6144:
-            return [Stream(8, 8, 2, 2, 1)]
-        if ready:
-            return [Stream(8, 8, 1, 2, 1) if k >= 8192 else Stream(4, 4, 2, 4, 2)]
-        return [Stream(8, 8, 2, 4, 1) if k < 4096 else Stream(8, 8, 1, 2, 1)]
-    if 2 * strips <= sms:
-        few = 3 * strips <= sms
-        if few and m > 2 and k >= 8192:
-            return [Stream(8, 8, 2, 4, 1)]
-        if not ready:
-            if m <= 4:
-                return [Stream(8, 8, 1, 6, 1)]
-            if k >= 12288:
-                return [Stream(8, 8, 2, 2, 1)]
-            return [Stream(8, 8, 2, 6, 1) if few else Stream(8, 8, 1, 4, 1)]
-        if k >= 16384 or (k >= 12288 and m > 4):
-            return [Stream(8, 8, 2, 2, 1)]
-        if m <= 2 and k >= 8192:
-            return [Stream(8, 8, 2, 6, 1)]
-        if m <= 2:
-            return [Stream(8, 8, 1, 3, 1) if few and 4 * strips > sms else Stream(4, 4, 2, 4, 1)]
-        return [Stream(4, 4, 2, 6, 2) if m <= 4 else Stream(8, 8, 1, 4, 1)]
-    if strips <= sms:
-        if m > 4:
-            return [Stream(8, 4, 2, 4, 1) if k >= 16384 else Stream(8, 8, 1, 4, 1)]
-        if not ready and 6144 <= k < 12288:
-            return [Stream(4, 4, 2, 6, 2)]
-        if not ready or (k >= 16384 and m <= 2):
-            return [Stream(8, 8, 1, 6, 1)]
-        if m > 2:
-            return [Stream(8, 8, 1, 3, 1)]
-        if k >= 12288:
-            return [Stream(16, 16, 1, 2, 1)]
-        return [Stream(8, 4, 2, 6, 1) if 4 * strips > 3 * sms else Stream(4, 4, 2, 6, 2)]
-    if strips <= 2 * sms:
-        if m <= 4:
-            return [Stream(8, 8, 1, 2, 2)]
-        return [Stream(8, 8, 1, 3, 2) if k < 8192 else Stream(4, 4, 2, 3, 3)]
-    if m <= 4:
-        return [Stream(8, 4, 1, 3, 2)]
-    if strips > 6 * sms and k >= 8192:
-        return [Stream(16, 1, 2, 2, 1)]
-    return [Stream(8, 2, 2, 2, 2) if strips > 3 * sms else Stream(4, 4, 1, 3, 3), Stream(16, 4, 1, 2, 1)]
+def _floor_power(v: int) -> int:
+    return 1 << max(v, 1).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Whole models on the CUDA decoder against the twin of the decoder."""
+"""Whole models on the CUDA decoder against the decoder's reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trirun_kernels import QuantSpec
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder import cuda_reference as cuda_decoder_reference
 from trirun_kernels.decoder import reference as decoder_reference
-from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment, position_bytes, rows_in_digits
+from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment, position_bytes, rows_in_limbs
 from trirun_kernels.decoder.cuda_weights import CudaModel, cuda_layer, fused
 from trirun_kernels.decoder.weights import LINEARS, NORMS
 from trirun_kernels.weights.packing import dequantize
@@ -75,20 +75,20 @@ def rounded_forward(weights, tokens, act_bits, monkeypatch):
 @gpu
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act_bits", [16, 8])
-def test_whole_models_against_the_twin(name, act_bits, monkeypatch):
+def test_whole_models_against_the_reference(name, act_bits, monkeypatch):
     weights = random_model(**MODELS[name])
     tokens = torch.randint(0, VOCAB, (100,), generator=torch.Generator().manual_seed(3))
     expected = decoder_reference.forward(weights, tokens, act_bits=act_bits)
     rounded = rounded_forward(weights, tokens, act_bits, monkeypatch)
 
     def close(found):
-        """As far from the twin as the twin itself, its linears' inputs and outputs rounded to 16 bits; of most rows,
-        since a softmax between near-equal scores or a digit next to a tie magnifies the last bits of a few."""
+        """As far from the reference as the reference itself, its linears' inputs and outputs rounded to 16 bits;
+        of most rows: a softmax between near-equal scores or a limb next to a tie magnifies the last bits of a few."""
         errors = [((x - expected).norm(dim=1) / expected.norm(dim=1)).median() for x in (found, rounded)]
         return torch.isfinite(found).all() and errors[0] < 3 * errors[1] + 3e-4
 
-    for digit_rows in ((1, 32), (3, 16), (1, 0)):
-        decoder = on_gpu(weights, act_bits=act_bits, digit_rows=digit_rows)
+    for limb_rows in ((1, 32), (3, 16), (1, 0)):
+        decoder = on_gpu(weights, act_bits=act_bits, limb_rows=limb_rows)
         ids = tokens.tolist()
         whole = run(decoder, [(1, 0, ids)])
         assert close(whole)
@@ -102,11 +102,11 @@ def test_whole_models_against_the_twin(name, act_bits, monkeypatch):
 
 @gpu
 @pytest.mark.parametrize(("act_bits", "most"), [(16, 8), (8, 32)])
-def test_digits_go_between_kernels_where_products_of_them_are_fast(act_bits, most):
+def test_limbs_go_between_kernels_where_products_of_them_are_fast(act_bits, most):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
     model = CudaModel.of(random_model(**MODELS["mha, per channel"]), "cuda", torch.float16, act_bits=act_bits)
-    assert rows_in_digits(model, 1, 32) == range(1, most + 1)
+    assert rows_in_limbs(model, 1, 32) == range(1, most + 1)
 
 
 @gpu
@@ -119,7 +119,7 @@ def test_int8_cache(name, dtype):
     wide, narrow = on_gpu(weights, dtype), on_gpu(weights, dtype, kv_dtype=torch.int8)
     assert narrow.cache_bytes < 0.6 * wide.cache_bytes
     assert narrow.cache_bytes == narrow.pages * ops.PAGE * position_bytes(weights.shape, torch.int8)
-    # Random models attend sharply: small changes of keys change much. So against the twin with such a cache.
+    # Random models attend sharply: small changes of keys change much. So against the reference with such a cache.
     tokens = torch.tensor(ids)
     plain = decoder_reference.forward(weights, tokens)
     expected = decoder_reference.forward(weights, tokens, stored=cuda_decoder_reference.int8_round_trip)
@@ -206,7 +206,7 @@ def test_captured_steps_repeat_and_go_on_by_themselves():
         step()
     assert roll(graph.replay) == plain
     assert roll(graph.replay) == plain
-    # Against the twin, teacher-forced on what the graph chose.
+    # Against the reference, teacher-forced on what the graph chose.
     for slot in range(3):
         text = ids[slot] + [5 + slot] + [step[slot] for step in plain]
         logits = decoder_reference.forward(weights, torch.tensor(text[:-1]))[20:]

@@ -1,4 +1,4 @@
-"""The CUDA decoder's kernels over rows and heads against their twins."""
+"""The CUDA decoder's kernels over rows and heads against their references."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder import cuda_reference as cuda_decoder_reference
 from trirun_kernels.decoder import cuda_structs as structs
-from trirun_kernels.gemm.activations import activation_bytes, int2_gemm_quantized
+from trirun_kernels.gemm.activations import int2_gemm_quantized
+from trirun_kernels.gemm.cuda import activation_bytes
 from trirun_kernels.weights.packing import dequantize
 
 from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, error, gpu, random_packed
@@ -65,9 +66,9 @@ def test_rows(n, dtype, normed):
                     assert error(y, expected) < ROUNDING[dtype], (m, source)
                     continue
                 bytes_ = activation_bytes(m, -(-n // 128) * 128, act_bits)
-                digits = torch.full((bytes_,), 255, device="cuda", dtype=torch.uint8)
+                limbs = torch.full((bytes_,), 255, device="cuda", dtype=torch.uint8)
                 kept = {name: v.clone() if name == "residual" else v for name, v in options.items()}
-                ops.rows(source, x, y=y, digits=digits, act_bits=act_bits, **kept, **shared)
+                ops.rows(source, x, y=y, limbs=limbs, act_bits=act_bits, **kept, **shared)
                 assert error(y, expected) < ROUNDING[dtype], (m, source)
                 if residual is not None:
                     assert torch.equal(kept["residual"], residual)
@@ -76,9 +77,9 @@ def test_rows(n, dtype, normed):
                     rounded = (expected / scale).round().clamp(-128, 127) * scale
                 else:
                     rounded = expected
-                product = int2_gemm_quantized(digits, m, w, act_bits=act_bits, dtype=torch.float32)
+                product = int2_gemm_quantized(limbs, m, w, act_bits=act_bits, dtype=torch.float32)
                 exact = rounded.double() @ dequantize(w, torch.float32).double().T
-                # A digit that falls on the other side of a tie is one 127th of the row's largest value.
+                # A limb that falls on the other side of a tie is one 127th of the row's largest value.
                 assert error(product, exact) < (3e-4 if act_bits == 16 else 6e-3), (m, source, act_bits)
 
 
@@ -129,7 +130,7 @@ def copied(cache):
 
 
 def assert_same_cache(own, after, dtype):
-    """A cache that a kernel wrote against the twin's: rotated keys up to their last bits, values exactly."""
+    """A cache that a kernel wrote against the reference's: rotated keys up to their last bits, values exactly."""
     assert torch.equal(own.values.nan_to_num(7), after.values.nan_to_num(7))
     if own.scales is None:
         close = (own.keys.float() - after.keys.float()).abs() <= 4 * ROUNDING[dtype] * after.keys.float().abs()
@@ -169,13 +170,13 @@ def test_attention(heads, kv_heads, head_dim, options, int8, dtype):
         assert_same_cache(own, after, dtype)
         expected = cuda_decoder_reference.attend(wide_q, facts, own, slots, positions)
         assert error(results[0], expected[live]) < 2 * ROUNDING[dtype], splits
-        if ops.attention_makes_digits(facts):
+        if ops.attention_makes_limbs(facts):
             m, n = q.shape
             w = random_packed(64, n).to("cuda")
-            digits = torch.full((activation_bytes(m, n, 16),), 255, device="cuda", dtype=torch.uint8)
+            limbs = torch.full((activation_bytes(m, n, 16),), 255, device="cuda", dtype=torch.uint8)
             again = copied(cache)
-            ops.attention_decode(q, k, v, None, facts, again, slots, positions, splits, workspace, digits=digits)
-            product = int2_gemm_quantized(digits, m, w, dtype=torch.float32)
+            ops.attention_decode(q, k, v, None, facts, again, slots, positions, splits, workspace, limbs=limbs)
+            product = int2_gemm_quantized(limbs, m, w, dtype=torch.float32)
             exact = expected.double() @ dequantize(w, torch.float32).double().T
             assert error(product[live], exact[live]) < 2 * ROUNDING[dtype]
             assert (product[slots < 0] == 0).all()

@@ -1,4 +1,4 @@
-"""Sampling on the GPU against its twin."""
+"""Sampling on the GPU against its reference."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_penalties_and_bias(vocab):
 
 @gpu
 @pytest.mark.parametrize("vocab", [203, 32000, 151936])
-def test_draws_are_those_of_the_twin(vocab):
+def test_draws_are_those_of_the_reference(vocab):
     generator = torch.Generator().manual_seed(vocab)
     slots = torch.tensor([1], device="cuda", dtype=torch.int32)
     sampled, checked = torch.zeros(1, device="cuda", dtype=torch.int32), 0

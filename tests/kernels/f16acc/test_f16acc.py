@@ -1,4 +1,4 @@
-"""f16acc_gemm: the twin's accuracy, the operator contract, Fp16AccLinear, the plan choice."""
+"""f16acc_gemm: the reference's accuracy, the operator contract, Fp16AccLinear, the plan choice."""
 
 import itertools
 

@@ -68,10 +68,10 @@ def test_every_plan_on_every_tail(kernel, m, n, k, chunk, parts):
     a, b, bias = operands(m, n, k, device="cuda")
     plan = F16AccPlan(*kernel, chunk, parts)
     y = run(a, b, bias, plan)
-    # The distribution of the twin's errors, with room for the warpgroup that rounds at other columns.
+    # The distribution of the reference's errors, with room for the warpgroup that rounds at other columns.
     expected, few = exact(a, b, bias), slice(max(0, m - 16), m)
-    twin = f16acc_reference.f16acc_gemm(a[few].cpu(), b.cpu(), bias.cpu(), chunk).cuda()
-    bound = 2 * rms(twin, expected[few]) + 1e-3
+    slow = f16acc_reference.f16acc_gemm(a[few].cpu(), b.cpu(), bias.cpu(), chunk).cuda()
+    bound = 2 * rms(slow, expected[few]) + 1e-3
     assert y.isfinite().all() and rms(y, expected) < bound
     assert (y.double() - expected).abs().max() < 12 * bound
     assert torch.equal(y, run(a, b, bias, plan)), "bitwise the same twice"

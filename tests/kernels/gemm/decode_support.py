@@ -7,7 +7,7 @@ from trirun_kernels.gemm.reference import int8_round_trip
 from tests.kernels.gemm.prefill_support import REFERENCE
 
 # Relative error against float64. Rounding an exact product to the type alone gives about 2.1e-4 and 1.7e-3; the
-# float32 bound is that of 16-bit digits under 30x outliers.
+# float32 bound is that of 16-bit limbs under 30x outliers.
 TOLERANCE = {torch.float16: 3.6e-4, torch.bfloat16: 3e-3, torch.float32: 3e-4}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trirun_kernels.gemm.ops import int2_gemm
 from trirun_kernels.gemm.reference import int8_round_trip
-from trirun_kernels.plan.select import DEQUANTIZE, PREFILL_SM80, PREFILL_W2A8, PREFILL_WGMMA, Plan
+from trirun_kernels.plan.problem import DEQUANTIZE, PREFILL_SM80, PREFILL_W2A8, PREFILL_WGMMA, Plan
 from trirun_kernels.weights.packing import dequantize, pack
 from trirun_kernels.weights.spec import QuantSpec
 
@@ -89,13 +89,13 @@ def test_tails_of_n_and_k(plan, n, k):
 def test_int8_activations(split, tokens, zero, dtype):
     w, x = weight(576, 1536, -1, zero), rows(150, 1536, dtype)
     bias = torch.randn(576, device="cuda").to(dtype)
-    two_strips = (split + split // 2, 0), (0, split * 4 - 3)
+    half_tiles = (split + split // 2, 0), (0, split * 4 - 3)
     for plan in (
         Plan(PREFILL_W2A8, tile_m=tokens, tile_n=256, cta_split=split),
         Plan(PREFILL_W2A8, tile_m=tokens, tile_n=256, ctas=1 + 3 * split),
         Plan(PREFILL_W2A8, tile_m=tokens, tile_n=192, ctas=split // 2 * 3),
         Plan(PREFILL_W2A8, tile_m=tokens, tile_n=192, cta_split=split),
-        *(Plan(PREFILL_W2A8, tile_m=64, tile_n=128, cta_split=s, ctas=c) for s, c in two_strips if tokens == 64),
+        *(Plan(PREFILL_W2A8, tile_m=64, tile_n=128, cta_split=s, ctas=c) for s, c in half_tiles if tokens == 64),
     ):
         check(x, w, run(x, w, plan, act_bits=8, bias=bias), act_bits=8, bias=bias)
 
@@ -205,7 +205,7 @@ def test_a_plan_without_an_instance_is_refused():
     )
     low = Plan(PREFILL_WGMMA, tile_m=128, tile_n=192), Plan(PREFILL_WGMMA, tile_m=64, tile_n=128)
     x = rows(70, 512, torch.float16)
-    for zero, refused in ((1.0, plans), (None, plans + low)):  # tiles of fewer strips have no real zero points
+    for zero, refused in ((1.0, plans), (None, plans + low)):  # tiles of fewer n tiles have no real zero points
         w = weight(256, 512, 32, zero)
         for plan in refused:
             with pytest.raises(NativeError, match="no kernel"):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from trirun_kernels.plan.select import PREFILL_W2A8, PREFILL_WGMMA, Plan
+from trirun_kernels.plan.problem import PREFILL_W2A8, PREFILL_WGMMA, Plan
 
 from tests.kernels.gemm.prefill_support import check, hopper, rows, run, weight
 
@@ -36,13 +36,13 @@ def test_graphs_of_shared_tiles_replay():
     (64, 128, 0, 37), (64, 128, 2, 64), (64, 128, 0, 5),
 ])  # fmt: skip
 def test_counters_of_shared_tiles_need_no_zeros(tokens, rows_of_w, pair, ctas):
-    from trirun_kernels.gemm import cuda
+    from trirun_kernels.gemm import workspace
 
     w, x = weight(1024, 2048, -1, 1.0), rows(100, 2048, torch.float16)
     plan = Plan(PREFILL_WGMMA, tile_m=tokens, tile_n=rows_of_w, cta_split=pair, ctas=ctas)
     expected = run(x, w, plan)
     stream = torch.cuda.current_stream().cuda_stream
-    counters = next(held for key, held in cuda._workspaces.items() if key[1] == stream)[: 64 << 10]
+    counters = next(held for key, held in workspace._buffers.items() if key[1] == stream)[: 64 << 10]
     counters.random_(0, 256)
     assert torch.equal(run(x, w, plan), expected)
     counters.zero_()  # other kernels do need them
@@ -76,7 +76,7 @@ def test_shares_of_several_tiles(tokens, rows_of_w, act_bits, group):
 ])  # fmt: skip
 def test_pairs_of_a_tile(tokens, parts, rows_of_w, dtype, group, act_bits):
     if rows_of_w == 128 and tokens == 128:
-        pytest.skip("tiles of two strips take 64 rows of x")
+        pytest.skip("tiles of two n tiles take 64 rows of x")
     w, bias = weight(700, 2048, group, 1.5), torch.randn(700, device="cuda").to(dtype)
     for m in (1, 60, 70, 129):
         x, tiles = rows(m, 2048, dtype), -(-700 // rows_of_w) * -(-m // tokens)

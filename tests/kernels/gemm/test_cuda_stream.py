@@ -9,9 +9,9 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from trirun_kernels.gemm import cuda
-from trirun_kernels.gemm.activations import activation_bytes, int2_gemm_quantized, quantize_activations
+from trirun_kernels.gemm.activations import int2_gemm_quantized, quantize_activations
 from trirun_kernels.native import NativeError, library_path
-from trirun_kernels.plan.select import COLUMNS, RUNS, STREAM, STREAM_SM80, Plan
+from trirun_kernels.plan.problem import GROUPS, SPANS, STREAM, STREAM_SM80, Plan
 
 from tests.kernels.gemm.decode_support import TOLERANCE, error, exact, rows, weight
 from tests.kernels.gemm.prefill_support import HOPPER, run
@@ -26,7 +26,7 @@ GRIDS = [(-1, 1.0), (-1, 1.5), (-1, None), (128, 1.0), (128, None), (64, 2.0), (
 def plans(n, m, k, act_bits, group_size):
     units, columns = -(-k // 128), m * (2 if act_bits == 16 else 1)
     grid = group_size, act_bits
-    fuses, runs = grid in ((-1, 16), (128, 16)) and m <= 32, grid in ((-1, 16), (-1, 8), (128, 16))
+    fuses, spans = grid in ((-1, 16), (128, 16)) and m <= 32, grid in ((-1, 16), (-1, 8), (128, 16))
     if columns <= 16:
         for kernel in (STREAM, STREAM_SM80) if HOPPER else (STREAM_SM80,):
             for warps, warp_split, cta_split, stages in ((8, 8, 1, 4), (8, 4, 2, 2), (16, 4, 4, 3), (4, 1, 1, 6)):
@@ -35,14 +35,14 @@ def plans(n, m, k, act_bits, group_size):
                         yield Plan(kernel, 0, 0, warps, warp_split, cta_split, stages, fused=fused)
     if HOPPER and columns > 8:
         for ctas, stages, early, first, w in ((1, 5, 2, 1, 0), (3, 4, 0, 0, 32), (7, 3, 1, 1, 16), (132, 3, 2, 0, 0)):
-            yield Plan(COLUMNS, ctas=ctas, stages=stages + stages % 2, early=early, x_first=first)
-            for tile in (0, 192) if runs else ():
-                yield Plan(RUNS, w, tile, ctas=ctas, stages=stages, early=early, x_first=first)
-            if fuses:  # a CTA quantizes no column twice: of no more units than a tile has
-                yield Plan(RUNS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
+            yield Plan(GROUPS, ctas=ctas, stages=stages + stages % 2, early=early, x_first=first)
+            for tile in (0, 192) if spans else ():
+                yield Plan(SPANS, w, tile, ctas=ctas, stages=stages, early=early, x_first=first)
+            if fuses:  # a CTA quantizes no column twice: of no more k tiles than a tile has
+                yield Plan(SPANS, ctas=max(ctas, -(-n // 256)), stages=stages, fused=1)
         for parts, fused in ((2, 0), (4, 0), (2, 1), (4, 1)):  # clusters of two
-            if runs and units % parts == 0 and fused <= fuses:
-                yield Plan(RUNS, cta_split=2, ctas=-(-n // 256) * parts, stages=4, fused=fused)
+            if spans and units % parts == 0 and fused <= fuses:
+                yield Plan(SPANS, cta_split=2, ctas=-(-n // 256) * parts, stages=4, fused=fused)
 
 
 @pytest.mark.parametrize("group_size, zero", GRIDS)
@@ -137,12 +137,12 @@ def test_quantized_activations_are_the_same_product():
     for m in (1, 2, 5, 16, 40):
         for act_bits in (8, 16):
             x = rows(m, 2048)
-            digits = quantize_activations(x, act_bits)
-            assert digits.numel() == activation_bytes(m, 2048, act_bits)
-            y = int2_gemm_quantized(digits, m, w, bias, act_bits=act_bits)
+            limbs = quantize_activations(x, act_bits)
+            assert limbs.numel() == cuda.activation_bytes(m, 2048, act_bits)
+            y = int2_gemm_quantized(limbs, m, w, bias, act_bits=act_bits)
             assert error(y, exact(x, w, bias, act_bits)) < TOLERANCE[x.dtype]
     with pytest.raises(ValueError, match="bytes"):
-        int2_gemm_quantized(digits, 7, w)
+        int2_gemm_quantized(limbs, 7, w)
 
 
 def test_concurrent_streams():
@@ -192,6 +192,36 @@ def test_a_graph_whose_counters_begin_as_anything():
             assert torch.equal(y, int2_gemm(int2_gemm(int2_gemm(x, w), w), w)), m
 
 
+def test_graphs_depend_on_no_memory_outside_of_them():
+    from trirun_kernels.f16acc.ops import f16acc_gemm
+    from trirun_kernels.gemm import workspace
+
+    w, generator = weight(4096, 4096), torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(n, 8192, device="cuda", generator=generator).half() for n in (64, 128))  # k is shared
+    graphs, inputs, outputs = [], [], []
+    for m in (3, 8):
+        x = rows(m, 4096)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # nothing ran before: the graph has to bring memory and zeros of its own
+            limbs = quantize_activations(x)
+            y = int2_gemm(x, w), int2_gemm_quantized(limbs, m, w), f16acc_gemm(a, b), int2_gemm_quantized(limbs, m, w)
+        graphs.append(graph), inputs.append(x), outputs.append(y)
+    for buffer in workspace._buffers.values():
+        buffer.fill_(255)
+    for seed in range(3):
+        for x in inputs:
+            x.copy_(rows(*x.shape, seed=seed))
+        for graph, x, y in zip(graphs, inputs, outputs, strict=True):
+            for part in y:
+                part.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            for part in (y[0], y[1], y[3]):
+                assert error(part, exact(x, w)) < TOLERANCE[x.dtype]
+            torch.testing.assert_close(y[2].double(), a.double() @ b.double().T, rtol=4e-3, atol=0.5)
+    workspace._buffers.clear()
+
+
 def test_compile_and_opcheck():
     w = weight(256, 512)
     x = rows(2, 512)
@@ -217,9 +247,9 @@ def test_plans_without_an_instance_are_refused():
         Plan(99),
         Plan(STREAM, warps=8, warp_split=3, cta_split=1, stages=4),
         Plan(STREAM, warps=16, warp_split=16, cta_split=4, stages=4),
-        *(Plan(COLUMNS, ctas=ctas, stages=stages) for ctas, stages in ((1, 99), (0, 4), (1, 2), (1, 5))),
-        *(Plan(RUNS, w, ctas=4, stages=s, early=2, x_first=x) for w, s, x in ((0, 2, 0), (0, 4, 3), (1, 4, 0))),
-        *(Plan(RUNS, 0, tile, cta_split=split, ctas=3, stages=4) for tile, split in ((0, 2), (64, 0))),
+        *(Plan(GROUPS, ctas=ctas, stages=stages) for ctas, stages in ((1, 99), (0, 4), (1, 2), (1, 5))),
+        *(Plan(SPANS, w, ctas=4, stages=s, early=2, x_first=x) for w, s, x in ((0, 2, 0), (0, 4, 3), (1, 4, 0))),
+        *(Plan(SPANS, 0, tile, cta_split=split, ctas=3, stages=4) for tile, split in ((0, 2), (64, 0))),
     ):
         with pytest.raises(NativeError, match=r"x torch.float16 \[1, 8192\], n=64"):
             cuda.run_plan(x, w, None, y, 16, plan)

@@ -4,23 +4,33 @@ prefill's tiles."""
 from itertools import product
 
 import pytest
-from trirun_kernels.plan.select import (
-    COLUMNS,
+from trirun_kernels.plan.problem import (
     DEQUANTIZE,
+    GROUPS,
     PREFILL_SM80,
     PREFILL_W2A8,
     PREFILL_WGMMA,
-    RUNS,
-    SHARED_MEMORY,
+    SPANS,
     STREAM,
     STREAM_SM80,
     Device,
-    select,
-    shared_bytes,
+    Problem,
 )
-from trirun_kernels.plan.spans import runs_tile
+from trirun_kernels.plan.select import select
+from trirun_kernels.plan.shared import shared_bytes, shared_limit
+from trirun_kernels.plan.spans import SpanTile, span_choices
+
+from tests.kernels.plan.support import needs_library
+
+pytestmark = needs_library
 
 H200, A100, RTX4090, B200 = Device(90, 132), Device(80, 108), Device(89, 128), Device(100, 148)
+
+
+def spans_tile(n: int, k: int, m: int, group_size: int, act_bits: int) -> SpanTile:
+    return min(span_choices(Problem(n, k, m, group_size, act_bits, H200)))[1]
+
+
 SHAPES = [
     (64, 128),
     (64, 1024),
@@ -45,35 +55,31 @@ def test_every_plan_is_launchable(device):
             assert plan.warps in (4, 8, 16) and plan.warps % plan.warp_split == 0, where
             assert plan.warp_split * plan.cta_split <= min(32, k // 128), where
             assert plan.stages in (2, 3, 4, 6), where
-            assert shared_bytes(n, k, m, group, bits, plan) <= SHARED_MEMORY.get(device.arch, 99) * 1024, where
             assert plan.fused in (0, 1) and m <= 8 * (1 + (bits == 8)), where
-        elif plan.kernel in (COLUMNS, RUNS):
+        elif plan.kernel in (GROUPS, SPANS):
             assert device.arch == 90 and m <= 64, where
-            assert plan.kernel == COLUMNS or group == -1 or (group == 128 and bits == 16), where
+            assert plan.kernel == GROUPS or group == -1 or (group == 128 and bits == 16), where
             assert 0 <= plan.x_first <= (plan.early or plan.stages) <= plan.stages, where
-            assert plan.tile_n == 0 or (plan.kernel, plan.tile_n, plan.fused, plan.cta_split) == (RUNS, 192, 0, 0)
+            assert plan.tile_n == 0 or (plan.kernel, plan.tile_n, plan.fused, plan.cta_split) == (SPANS, 192, 0, 0)
             if plan.cta_split:
                 # Clusters of two: every tile has as many CTAs, an even number, and no CTA has two tiles.
                 parts, rest = divmod(plan.ctas, -(-n // 256))
                 assert plan.cta_split == 2 and rest == 0 and parts % 2 == 0 and k // 128 % parts == 0, where
             assert 1 <= plan.ctas <= 2048 and 3 <= plan.stages <= 16, where
-            assert plan.kernel == RUNS or plan.stages % 2 == 0, where
+            assert plan.kernel == SPANS or plan.stages % 2 == 0, where
             if plan.fused:
-                # Words, digits of x with a gap after every 16 columns of k, their scales, outputs, barriers.
-                rows, share = plan.tile_m // 2, -(-n // 256) * (k // 128) // plan.ctas
-                stage, scales = (8192, share // 4 + 2) if group < 0 else (9216, share)
-                x = share * 8 * (rows * 32 + 16) + scales * rows * 8
-                assert plan.kernel == RUNS and bits == 16 and 8 <= m <= 32 and k // 128 % share == 0, where
-                assert plan.stages * stage + x + 128 + rows * 640 + 768 + 520 <= 227 * 1024, where
+                share = -(-n // 256) * (k // 128) // plan.ctas
+                assert plan.kernel == SPANS and bits == 16 and 8 <= m <= 32 and k // 128 % share == 0, where
         else:
             assert plan.kernel == (PREFILL_SM80 if device.arch != 90 else plan.kernel), where
+        assert 0 <= shared_bytes(Problem(n, k, m, group, bits, device), plan) <= shared_limit(device.arch), where
 
 
 def test_impossible_sizes_are_refused():
     with pytest.raises(ValueError, match="do not fit"):
         select(4096, 1 << 20, 4, -1, 16, H200, wide=True)
     assert select(4096, 1 << 20, 4, -1, 16, H200).kernel == PREFILL_WGMMA
-    assert select(4096, 1 << 20, 8, -1, 16, H200, wide=True).kernel == COLUMNS
+    assert select(4096, 1 << 20, 8, -1, 16, H200, wide=True).kernel == GROUPS
 
 
 def test_a_dense_weight_is_made_only_for_callers_that_multiply_by_one():
@@ -89,33 +95,33 @@ def test_many_rows_prefill():
     assert select(4096, 4096, 65, 128, 16, H200).kernel == PREFILL_WGMMA
     assert select(4096, 4096, 65, -1, 8, H200).kernel == PREFILL_W2A8
     assert select(4096, 4096, 65, 128, 8, H200).kernel == PREFILL_WGMMA
-    assert select(4096, 4096, 16, -1, 16, H200).kernel == RUNS
-    assert select(4096, 4096, 32, -1, 16, H200).kernel == RUNS
-    assert select(4096, 4096, 32, 128, 16, H200).kernel == select(22016, 4096, 9, 128, 16, H200).kernel == RUNS
-    assert select(4096, 4096, 32, 64, 16, H200, plain=False).kernel == COLUMNS
-    # Groups of 128, runs beside columns: 48.5 us and 59.5, 72.3 and 85.9; beside mma.sync 8.7 and 9.4.
-    assert select(57344, 8192, 16, 128, 16, H200).kernel == select(57344, 8192, 32, 128, 16, H200).kernel == RUNS
-    assert select(11008, 4096, 8, 128, 16, H200).kernel == RUNS
+    assert select(4096, 4096, 16, -1, 16, H200).kernel == SPANS
+    assert select(4096, 4096, 32, -1, 16, H200).kernel == SPANS
+    assert select(4096, 4096, 32, 128, 16, H200).kernel == select(22016, 4096, 9, 128, 16, H200).kernel == SPANS
+    assert select(4096, 4096, 32, 64, 16, H200, plain=False).kernel == GROUPS
+    # Groups of 128, per span beside per group: 48.5 us and 59.5, 72.3 and 85.9; beside mma.sync 8.7 and 9.4.
+    assert select(57344, 8192, 16, 128, 16, H200).kernel == select(57344, 8192, 32, 128, 16, H200).kernel == SPANS
+    assert select(11008, 4096, 8, 128, 16, H200).kernel == SPANS
     assert select(8192, 8192, 8, 128, 16, H200).kernel == select(4096, 11008, 8, 128, 16, H200).kernel == STREAM
     assert select(8192, 4096, 8, 128, 16, H200).kernel == STREAM  # 7.40 us, 8.05
-    assert select(4096, 4096, 32, 128, 16, H200, quantized=True).kernel == COLUMNS
-    # Of 8 bits prefill's tiles from 33 rows on (13.3 us, runs 15.3), before that for long rows (12.2, 14.4).
-    assert [select(8192, 8192, m, -1, 8, H200).kernel for m in (32, 33, 64)] == [RUNS, PREFILL_W2A8, PREFILL_W2A8]
+    assert select(4096, 4096, 32, 128, 16, H200, quantized=True).kernel == GROUPS
+    # Of 8 bits prefill's tiles from 33 rows on (13.3 us, spans 15.3), before that for long rows (12.2, 14.4).
+    assert [select(8192, 8192, m, -1, 8, H200).kernel for m in (32, 33, 64)] == [SPANS, PREFILL_W2A8, PREFILL_W2A8]
     assert [select(4096, 11008, m, -1, 8, H200).kernel for m in (16, 17, 32)] == [STREAM, PREFILL_W2A8, PREFILL_W2A8]
-    assert select(4096, 4096, 64, -1, 8, H200, quantized=True).kernel == RUNS
-    # Few rows, where shares of k are unequal or short: 7.6 us by runs, 6.7, and 11.1, 8.7; elsewhere 7.4 and 7.8.
+    assert select(4096, 4096, 64, -1, 8, H200, quantized=True).kernel == SPANS
+    # Few rows, where shares of k are unequal or short: 7.6 us by spans, 6.7, and 11.1, 8.7; elsewhere 7.4 and 7.8.
     assert select(3584, 3584, 9, -1, 16, H200).kernel == select(1536, 8960, 16, -1, 16, H200).kernel == PREFILL_WGMMA
-    assert select(4096, 4096, 32, -1, 16, H200).kernel == select(1280, 8192, 32, -1, 16, H200).kernel == RUNS
+    assert select(4096, 4096, 32, -1, 16, H200).kernel == select(1280, 8192, 32, -1, 16, H200).kernel == SPANS
     assert select(4096, 1024, 33, -1, 16, H200).kernel == select(4096, 4096, 33, -1, 16, H200).kernel == PREFILL_WGMMA
-    assert select(8192, 8192, 32, -1, 16, H200).kernel == RUNS
+    assert select(8192, 8192, 32, -1, 16, H200).kernel == SPANS
     assert select(8192, 8192, 64, -1, 16, H200).kernel == PREFILL_WGMMA
     assert select(22016, 4096, 64, -1, 8, H200).kernel == PREFILL_W2A8
-    assert select(4096, 4096, 64, 32, 16, H200, plain=False).kernel == COLUMNS
-    assert select(57344, 8192, 8, -1, 16, H200).kernel == RUNS
-    assert select(8192, 28672, 8, -1, 16, H200).kernel == RUNS
-    assert select(22016, 4096, 5, -1, 16, H200).kernel == select(5120, 13824, 8, -1, 16, H200).kernel == RUNS
+    assert select(4096, 4096, 64, 32, 16, H200, plain=False).kernel == GROUPS
+    assert select(57344, 8192, 8, -1, 16, H200).kernel == SPANS
+    assert select(8192, 28672, 8, -1, 16, H200).kernel == SPANS
+    assert select(22016, 4096, 5, -1, 16, H200).kernel == select(5120, 13824, 8, -1, 16, H200).kernel == SPANS
     assert select(4096, 11008, 8, -1, 16, H200).kernel == select(8192, 8192, 8, -1, 16, H200).kernel == STREAM
-    assert [select(8192, 8192, m, -1, 8, H200).kernel for m in (8, 9)] == [STREAM, RUNS]
+    assert [select(8192, 8192, m, -1, 8, H200).kernel for m in (8, 9)] == [STREAM, SPANS]
     assert select(4096, 4096, 17, 128, 16, A100).kernel == PREFILL_SM80
 
 
@@ -126,12 +132,12 @@ def test_quantized_activations_stay_on_decode_kernels():
         select(4096, 4096, 65, -1, 16, H200, quantized=True)
 
 
-def test_sums_run_on_only_where_this_call_gives_x_its_scales():
-    assert select(57344, 8192, 16, -1, 16, H200).kernel == RUNS
-    assert select(57344, 8192, 16, -1, 16, H200, quantized=True).kernel == COLUMNS
-    assert select(57344, 8192, 16, -1, 16, H200, wide=True).kernel == COLUMNS
-    # One digit has one scale per row.
-    assert select(57344, 8192, 32, -1, 8, H200, quantized=True).kernel == RUNS
+def test_spans_share_a_scale_only_where_this_call_gives_x_its_scales():
+    assert select(57344, 8192, 16, -1, 16, H200).kernel == SPANS
+    assert select(57344, 8192, 16, -1, 16, H200, quantized=True).kernel == GROUPS
+    assert select(57344, 8192, 16, -1, 16, H200, wide=True).kernel == GROUPS
+    # One limb has one scale per row.
+    assert select(57344, 8192, 32, -1, 8, H200, quantized=True).kernel == SPANS
 
 
 def test_x_is_quantized_by_the_product_where_its_share_of_k_is_short():
@@ -149,18 +155,18 @@ def test_x_is_quantized_by_the_product_where_its_share_of_k_is_short():
     assert not any(select(4096, 4096, m, -1, 8, H200).fused for m in range(5, 65))
 
 
-def test_groups_take_digits_where_those_are_faster():
-    # Microseconds of runs, then of prefill's best tile.
-    assert select(4096, 4096, 32, 128, 16, H200).kernel == RUNS  # 8.28, 8.30
-    assert select(22016, 4096, 32, 128, 16, H200).kernel == RUNS  # 19.1, 22.3
+def test_groups_take_limbs_where_those_are_faster():
+    # Microseconds of the per-span kernel, then of prefill's best tile.
+    assert select(4096, 4096, 32, 128, 16, H200).kernel == SPANS  # 8.28, 8.30
+    assert select(22016, 4096, 32, 128, 16, H200).kernel == SPANS  # 19.1, 22.3
     assert select(3584, 3584, 24, 128, 16, H200).kernel == PREFILL_WGMMA  # 8.5, 7.4
     assert select(11008, 4096, 48, 128, 16, H200).kernel == PREFILL_WGMMA  # 16.6, 13.7
     assert select(57344, 8192, 64, 128, 16, H200).kernel == PREFILL_WGMMA  # 139, 109
-    assert select(4096, 4096, 33, 128, 16, H200, plain=False).kernel == RUNS
+    assert select(4096, 4096, 33, 128, 16, H200, plain=False).kernel == SPANS
     for group in (32, 64):
         assert select(4096, 4096, 8, group, 16, H200).kernel == STREAM  # 7.3, 9.5
-        assert select(4096, 4096, 9, group, 16, H200).kernel == PREFILL_WGMMA  # 14.8 (columns), 9.5
-        assert select(4096, 4096, 9, group, 16, H200, plain=False).kernel == COLUMNS
+        assert select(4096, 4096, 9, group, 16, H200).kernel == PREFILL_WGMMA  # 14.8 (per group), 9.5
+        assert select(4096, 4096, 9, group, 16, H200, plain=False).kernel == GROUPS
         assert select(4096, 4096, 16, group, 8, H200).kernel == STREAM
 
 
@@ -201,8 +207,8 @@ def test_ctas_of_whole_tiles_are_pairs():
         (20480, 8192, 16, True, (32, 132, 256)),  # 21.8, 24.4
     ],
 )
-def test_runs_are_divided_as_measured_best(n, k, m, grouped, expected):
-    assert runs_tile(n, k, m, 2, H200.sms, k // 128, grouped=grouped)[1:] == (*expected, 256)[:3]
+def test_spans_are_divided_as_measured_best(n, k, m, grouped, expected):
+    assert spans_tile(n, k, m, 128 if grouped else -1, 16) == (*expected, 256)[:3]
 
 
 @pytest.mark.parametrize(
@@ -222,12 +228,12 @@ def test_runs_are_divided_as_measured_best(n, k, m, grouped, expected):
         (57344, 8192, 16, (16, 132)),
     ],
 )
-def test_runs_of_one_digit_take_narrow_slices_of_small_weights(n, k, m, expected):
-    assert runs_tile(n, k, m, 1, H200.sms, 682)[1:] == (*expected, 256)
+def test_spans_of_one_limb_take_narrow_slices_of_small_weights(n, k, m, expected):
+    assert spans_tile(n, k, m, -1, 8) == (*expected, 256)
 
 
 def test_float32_rows_stay_on_decode_kernels():
-    assert select(4096, 4096, 64, -1, 16, H200, wide=True).kernel == COLUMNS
+    assert select(4096, 4096, 64, -1, 16, H200, wide=True).kernel == GROUPS
     assert select(4096, 4096, 8, -1, 16, A100, wide=True).kernel == STREAM_SM80
 
 

@@ -3,10 +3,17 @@
 from itertools import product
 
 import pytest
-from trirun_kernels.plan.select import RUNS, STREAM, STREAM_SM80, Device, Plan, select, shared_bytes
-from trirun_kernels.plan.stream import SMALLER, Stream, stream_plans
+from trirun_kernels.plan.problem import SPANS, STREAM, STREAM_SM80, Device, Plan, Problem
+from trirun_kernels.plan.select import select
+from trirun_kernels.plan.shared import shared_bytes
+from trirun_kernels.plan.stream import Stream, stream_plans
+from trirun_kernels.plan.table import table
 
+from tests.kernels.plan.support import needs_library
+
+pytestmark = needs_library
 H200, A100 = Device(90, 132), Device(80, 108)
+SMALLER = [Stream(*plan) for plan in table("stream")["smaller"]]
 SIZES = (1024, 2560, 4096, 5120, 8192, 10240, 14336, 22016, 28672, 57344, 128256)
 
 
@@ -49,14 +56,14 @@ def test_plans_are_the_measured_best(n, k, m, group_size, act_bits, ready, expec
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda d: str(d.arch))
-def test_every_plan_is_launchable_with_and_without_digits(device):
+def test_every_plan_is_launchable_with_and_without_limbs(device):
     seen = 0
     for n, k, m, group, bits, ready in product(
         SIZES, SIZES[:-1], (1, 2, 3, 4, 5, 8), (-1, 64, 128), (8, 16), (False, True)
     ):
         try:
             plan = select(n, k, m, group, bits, device, quantized=ready)
-        except ValueError:  # x fits no CTA of an A100, and must stay digits
+        except ValueError:  # x fits no CTA of an A100, and must stay limbs
             assert ready and device == A100
             continue
         if plan.kernel not in (STREAM, STREAM_SM80):
@@ -67,7 +74,8 @@ def test_every_plan_is_launchable_with_and_without_digits(device):
         assert plan.warps in (4, 8, 16) and plan.warps % plan.warp_split == 0, where
         assert plan.warp_split * plan.cta_split <= min(32, k // 128), where
         assert plan.stages in (2, 3, 4, 6) and not (plan.fused and (ready or m > (4 if bits == 8 else 2))), where
-        assert shared_bytes(n, k, m, group, bits, plan) <= (227 if device == H200 else 163) * 1024, where
+        problem = Problem(n, k, m, group, bits, device, quantized=ready)
+        assert 0 < shared_bytes(problem, plan) <= (227 if device == H200 else 163) * 1024, where
     assert seen > 2000
 
 
@@ -80,23 +88,24 @@ def test_clusters_of_four_run_at_once():
             continue
         seen += 1
         tiles = -(-n // 64 // (plan.warps // plan.warp_split))
-        held = min(16 // plan.warps, 228 * 1024 // (shared_bytes(n, k, m, group, 16, plan) + 1024))
+        shared = shared_bytes(Problem(n, k, m, group, 16, H200, quantized=ready), plan)
+        held = min(16 // plan.warps, 228 * 1024 // (shared + 1024))
         assert min(tiles, plan.ctas // 4) <= 30 * held, (n, k, m, group, ready, plan)
     assert seen > 50
 
 
-def test_without_clusters_ctas_share_a_strip_only_if_x_fits_no_other_way():
+def test_without_clusters_ctas_share_an_n_tile_only_if_x_fits_no_other_way():
     for n, k, m, bits, ready in product(SIZES, SIZES[:-1], (1, 2, 4, 8), (8, 16), (False, True)):
-        plans = stream_plans(n, k, m, bits, 108, grouped=False, ready=ready, clusters=False)
-        assert plans[0].ctas == 1 and plans[-len(SMALLER) :] == SMALLER, plans
+        plans = stream_plans(Problem(n, k, m, -1, bits, A100, quantized=ready))
+        assert plans[0].cta_split == 1 and plans[-len(SMALLER) :] == SMALLER, plans
     plan = select(4096, 8192, 1, -1, 16, A100)
     assert plan.kernel == STREAM_SM80 and plan.cta_split == 1
 
 
-def test_weights_of_few_strips_stay_on_mma():
+def test_weights_of_few_n_tiles_stay_on_mma():
     assert select(3584, 18944, 8, -1, 16, H200).kernel == STREAM
-    assert select(8192, 28672, 8, -1, 16, H200).kernel == RUNS
-    # One digit: up to 16 rows, wider weights where x is ready.
+    assert select(8192, 28672, 8, -1, 16, H200).kernel == SPANS
+    # One limb: up to 16 rows, wider weights where x is ready.
     assert select(4096, 11008, 16, -1, 8, H200).kernel == STREAM
     assert select(8192, 8192, 16, -1, 8, H200, quantized=True).kernel == STREAM
-    assert select(8192, 8192, 16, -1, 8, H200).kernel == RUNS
+    assert select(8192, 8192, 16, -1, 8, H200).kernel == SPANS
