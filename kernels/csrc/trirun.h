@@ -246,6 +246,38 @@ typedef struct {
   int32_t x_first;      /* of x, asked for before the other weights; at most `early` */
 } trirun_cuda_plan;
 
+/* Numbers that callers need too, for sizes and for the choice of plans. */
+typedef struct {
+  int32_t n_tile;        /* out_features of a tile of the layout; n is padded to a multiple */
+  int32_t k_tile;        /* k of a pipeline stage of the decode kernels, and of one scale of x */
+  int32_t k_pad;         /* what k is padded to a multiple of */
+  int32_t decode_rows;   /* rows of x of one product on quantized activations, at most */
+  int32_t exact_sum_k;   /* k over which one CTA can add up 8-bit activations in int32 */
+  int32_t counter_bytes; /* at the start of a workspace, kept zero */
+  int32_t span_k_tiles;  /* of TRIRUN_KERNEL_RUNS: k tiles that share a scale of x */
+  int32_t tile_rows;     /* of TRIRUN_KERNEL_COLUMNS and _RUNS: out_features of one CTA */
+  int32_t low_tile_rows; /* of TRIRUN_KERNEL_RUNS, the lower tile */
+  int32_t w2a8_max_k;    /* k of TRIRUN_KERNEL_PREFILL_W2A8, at most */
+} trirun_cuda_limits;
+
+void trirun_cuda_get_limits(trirun_cuda_limits* limits);
+
+/* Dynamic shared memory in bytes of one CTA under a plan, as the launch asks for it, or -1: no kernel runs the plan (no
+ * instance, sizes that it does not divide, or more than the 227 KiB of the devices with the most; what a smaller device
+ * allows is for the caller to compare). Needs no device. n, k: padded sizes. has_zeros: one zero point per group, or (for
+ * prefill) one for all that is not a multiple of 1/4. quantized: x comes from trirun_cuda_quantize. A fused plan is
+ * taken to be given x that its kernel can read. arch: compute capability, 10 * major + minor. */
+int64_t trirun_cuda_plan_shared_bytes(int64_t n, int64_t k, int64_t m, int32_t group_size, int32_t has_zeros,
+                                      int32_t act_bits, int32_t dtype, int32_t quantized, int32_t arch,
+                                      const trirun_cuda_plan* plan);
+
+/* Whether a plan counts arrivals in the first bytes of the workspace, which must be zero before its first run: 1 or 0.
+ * Kernels that quantize x themselves clear them, or need no zeros. quantized: as above. */
+int32_t trirun_cuda_plan_needs_zeros(const trirun_cuda_plan* plan, int32_t quantized);
+
+/* The id of the CUDA graph capture under way on this stream, which no other capture of the process has; 0 if none. */
+uint64_t trirun_cuda_capture_id(void* stream);
+
 /* Bytes of device memory trirun_cuda_int2_gemm needs beside its arguments for m rows of x under a plan. */
 size_t trirun_cuda_int2_workspace(const trirun_int2* w, int64_t m, int dtype, int act_bits,
                                   const trirun_cuda_plan* plan);

@@ -25,14 +25,20 @@ struct Kernel {
   int registers = 0, shared = 0;  // static
 };
 
+struct Launched {
+  std::string kernel;
+  size_t shared;  // dynamic
+};
+
 struct State {
   std::mutex lock;
   std::map<const void*, std::string> names;  // registered by the objects, before main
   std::map<std::string, Kernel> kernels;  // of the current device's code
   std::map<const void*, int> allowed;  // dynamic shared memory
-  std::vector<std::string> launched;
+  std::vector<Launched> launched;
   Device device{90, 90, 132, 227 * 1024};
   int ordinal = 0, pause = 0;  // microseconds that a launch takes
+  unsigned long long capture = 0;  // of every stream; 0: none is under way
   std::string complaint;
 };
 
@@ -63,7 +69,7 @@ cudaError_t check(const cudaLaunchConfig_t& launch, const void* function) {
   const std::lock_guard<std::mutex> held(s.lock);
   const char* name = s.names[function].c_str();
   const Kernel& kernel = kernel_of(function);
-  s.launched.push_back(name);
+  s.launched.push_back({name, launch.dynamicSmemBytes});
   const dim3 grid = launch.gridDim, block = launch.blockDim;
   const int64_t threads = int64_t(block.x) * block.y * block.z, warps = (threads + 31) / 32;
   unsigned cluster = 1;
@@ -134,7 +140,9 @@ EXPORT int described_allowance(const char* name) {
 EXPORT void described_clear() { state().complaint.clear(), state().launched.clear(); }
 EXPORT const char* described_complaint() { return state().complaint.c_str(); }
 EXPORT int described_launches() { return static_cast<int>(state().launched.size()); }
-EXPORT const char* described_launch(int i) { return state().launched.at(i).c_str(); }
+EXPORT const char* described_launch(int i) { return state().launched.at(i).kernel.c_str(); }
+EXPORT int64_t described_shared(int i) { return static_cast<int64_t>(state().launched.at(i).shared); }
+EXPORT void described_capture(unsigned long long id) { state().capture = id; }
 
 // ---- what the objects call -------------------------------------------------------------------------------------
 
@@ -167,6 +175,17 @@ EXPORT cudaError_t cudaGetDevice(int* device) {
 }
 EXPORT cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 EXPORT const char* cudaGetErrorString(cudaError_t) { return "an error of the described device"; }
+EXPORT cudaError_t cudaGetLastError() { return cudaSuccess; }
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                            cudaGraph_t*, const cudaGraphNode_t**,
+#if CUDART_VERSION >= 13000
+                                            const cudaGraphEdgeData**,
+#endif
+                                            size_t*) {
+  *status = state().capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *id = state().capture;
+  return cudaSuccess;
+}
 EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const Device& device = state().device;
   switch (attribute) {

@@ -1,6 +1,7 @@
 // The C interface of libtrirun_cuda.so: checks what would corrupt memory, fills a Problem, dispatches on plan.kernel.
 #include "cuda/common/activations.cuh"
 #include "kernels.cuh"
+#include "gemm_prefill/prefill.cuh"
 
 using trirun::Problem;
 
@@ -45,6 +46,21 @@ bool is_decode(const trirun_cuda_plan& plan) {
          plan.kernel == TRIRUN_KERNEL_RUNS;
 }
 
+int64_t shared_bytes_of(const Problem& p) {
+  if (is_decode(p.plan) && p.m > MAX_TOKENS) return -1;
+  switch (p.plan.kernel) {
+    case TRIRUN_KERNEL_STREAM:
+    case TRIRUN_KERNEL_STREAM_SM80: return trirun::shared_bytes_stream(p);
+    case TRIRUN_KERNEL_COLUMNS: return trirun::shared_bytes_columns(p);
+    case TRIRUN_KERNEL_RUNS: return trirun::shared_bytes_runs(p);
+    case TRIRUN_KERNEL_PREFILL_WGMMA:
+    case TRIRUN_KERNEL_PREFILL_SM80:
+    case TRIRUN_KERNEL_PREFILL_W2A8:
+    case TRIRUN_KERNEL_DEQUANTIZE: return trirun::shared_bytes_prefill(p);
+    default: return -1;
+  }
+}
+
 int dispatch(Problem& p) {
   if (is_decode(p.plan) && p.m > MAX_TOKENS) return TRIRUN_UNSUPPORTED;
   const size_t needed = workspace_of(p);
@@ -84,6 +100,50 @@ EXPORT const char* trirun_cuda_error(int code) {
     case TRIRUN_OLD_BUILD: return "libtrirun_cuda.so was built for older GPUs than this one; rebuild it for this one";
     default: return code > 0 ? cudaGetErrorString(static_cast<cudaError_t>(code)) : "unknown code";
   }
+}
+
+EXPORT void trirun_cuda_get_limits(trirun_cuda_limits* limits) {
+  *limits = {};
+  limits->n_tile = 64, limits->k_tile = trirun::UNIT, limits->k_pad = 128;
+  limits->decode_rows = trirun::DECODE_ROWS, limits->exact_sum_k = trirun::EXACT_SUM_K;
+  limits->counter_bytes = COUNTERS_BYTES, limits->span_k_tiles = trirun::RUN;
+  limits->tile_rows = 256, limits->low_tile_rows = 192, limits->w2a8_max_k = trirun::W2A8_MAX_K;
+}
+
+EXPORT int64_t trirun_cuda_plan_shared_bytes(int64_t n, int64_t k, int64_t m, int32_t group_size, int32_t has_zeros,
+                                             int32_t act_bits, int32_t dtype, int32_t quantized, int32_t arch,
+                                             const trirun_cuda_plan* plan) {
+  // The sizes are asked for of a product whose arrays are nowhere: pointers are null, or this one.
+  static const uint16_t somewhere[8] alignas(256) = {};
+  Problem p{};
+  p.w = {
+      reinterpret_cast<const uint32_t*>(somewhere), somewhere, has_zeros ? somewhere : nullptr, n, k, group_size, 1.f};
+  if (plan == nullptr || m <= 0 || check_weight(p.w, n, k) || !known_dtype(dtype)) return -1;
+  if (act_bits != TRIRUN_ACT8 && act_bits != TRIRUN_ACT16) return -1;
+  p.n = n, p.k = k, p.m = m, p.ldx = k, p.dtype = dtype, p.act_bits = act_bits, p.plan = *plan, p.arch = arch;
+  if (quantized) p.plan.fused = 0, p.activations = somewhere;
+  return shared_bytes_of(p);
+}
+
+EXPORT int32_t trirun_cuda_plan_needs_zeros(const trirun_cuda_plan* plan, int32_t quantized) {
+  switch (plan->kernel) {
+    case TRIRUN_KERNEL_STREAM_SM80: return plan->cta_split > 1;
+    case TRIRUN_KERNEL_COLUMNS:
+    case TRIRUN_KERNEL_RUNS: return quantized != 0;
+    default: return 0;
+  }
+}
+
+EXPORT uint64_t trirun_cuda_capture_id(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  // Refused where another stream's capture forbids the question: this one is not in a capture then. The error must not
+  // be found by whoever asks for the last one.
+  if (cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
 EXPORT size_t trirun_cuda_int2_workspace(const trirun_int2* w, int64_t m, int dtype, int act_bits,

@@ -7,6 +7,8 @@
 namespace trirun {
 
 constexpr int COUNTERS = 16384;
+constexpr int DECODE_ROWS = 64;  // of x, at most, in one product on quantized activations
+constexpr int MAX_SHARED = 227 * 1024;  // bytes that one CTA may have on the devices with the most
 
 // One product y[m][n] = x[m][k] . w^T + bias on the current device. Padded sizes are those of the stored weight.
 struct Problem {
@@ -30,18 +32,23 @@ struct Problem {
   int sms;                 // multiprocessors
 };
 
-// Each family answers two questions: how much workspace (bytes) this problem needs under its plan, and the launch.
-// A launch returns TRIRUN_OK, a negative TRIRUN_ code, or a cudaError_t. It must refuse (TRIRUN_UNSUPPORTED) an
+// Each family answers three questions: how much shared memory (bytes, dynamic) one CTA takes under the plan, or -1 where
+// no kernel of this library runs it; how much workspace (bytes) this problem needs; and the launch. The first two look at
+// sizes, and of pointers only whether they are null. A launch returns TRIRUN_OK, a negative TRIRUN_ code, or a cudaError_t. It must refuse (TRIRUN_UNSUPPORTED) an
 // architecture for which its body was not compiled, and a plan it has no instance for.
+int64_t shared_bytes_stream(const Problem& p);
 size_t workspace_stream(const Problem& p);
 int launch_stream(const Problem& p);  // gemm_decode/stream.cu: mma.sync; TRIRUN_KERNEL_STREAM and _STREAM_SM80
 
+int64_t shared_bytes_columns(const Problem& p);
 size_t workspace_columns(const Problem& p);
 int launch_columns(const Problem& p);  // gemm_decode/groups.cu: wgmma u8.s8, A in registers (sm_90a)
 
+int64_t shared_bytes_runs(const Problem& p);
 size_t workspace_runs(const Problem& p);
 int launch_runs(const Problem& p);  // gemm_decode/spans.cu: the same with sums over several units of k
 
+int64_t shared_bytes_prefill(const Problem& p);
 size_t workspace_prefill(const Problem& p);
 int launch_prefill(const Problem& p);  // prefill*.cu: every plan.kernel from TRIRUN_KERNEL_PREFILL_WGMMA on
 

@@ -18,6 +18,9 @@ namespace trirun {
 
 constexpr float ACT16_MAX = 32639.f;  // 127 * 256 + 127: the largest integer whose two balanced digits are both s8
 constexpr int UNIT = 128;  // k of one activation group, and of one stage of every decode kernel
+// k whose int32 sum of products of a code, shifted by up to six bits, and one digit cannot overflow: 2^31 / (3 * 64 *
+// 128), rounded down to whole units.
+constexpr int64_t EXACT_SUM_K = 87296;
 constexpr int RUN = 4;  // units that may be given one scale, so that int32 sums run on over them
 
 __host__ __device__ inline int padded_tokens(int64_t m) {

@@ -424,6 +424,13 @@ struct Instance {
   int consumers() const { return threads - 128; }
 };
 
+// How a plan is launched; without an instance where no kernel runs it.
+struct Config {
+  const Instance* instance = nullptr;
+  int ctas = 0;
+  int shared = -1;  // bytes of one CTA, dynamic
+};
+
 template <int DIGITS, int N, int SCALE>
 constexpr Instance instance() {
   using S = Shape<DIGITS, N, SCALE>;
@@ -458,7 +465,51 @@ size_t parts_bytes(const Problem& p, const Instance& instance) {
   return p.plan.ctas > 0 ? size_t(p.plan.ctas) * 2 * instance.quarters * instance.consumers() * sizeof(float4) : 0;
 }
 
+// What a plan comes to, the sizes that the kernel counts on, and where it keeps what in shared memory. Of pointers
+// only whether they are null is looked at.
+Config configure(const Problem& p, ColumnsArgs& a) {
+  const trirun_cuda_plan& plan = p.plan;
+  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
+  const Instance* instance = instance_of(p, layout);
+  const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
+  // A team gives a stage back when the next one of its own, two further on, has come: three at least. And every stage
+  // is one team's: at the other's barrier it could look a phase too early, which parity does not tell from too late.
+  if (p.arch != 90 || instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES ||
+      (instance->teams == 2 && plan.stages % 2) || plan.ctas < 1 || plan.ctas > COUNTERS / 16 || total > INT32_MAX)
+    return {};
+  const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
+  const int64_t longest = (total + ctas - 1) / ctas;
+  if (layout.digits == 1 && instance->scale == PER_CHANNEL && (longest < units ? longest : units) * UNIT > EXACT_SUM_K)
+    return {};
+  a.strips = static_cast<int>(strips), a.units = static_cast<int>(units);
+  static_cast<EqualShares&>(a) = equal_shares(total, ctas);
+  a.group_rows = instance->scale == PER_CHANNEL ? 0 : UNIT / p.w.group_size;
+  a.n_pad = p.w.n, a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m);
+  a.tokens = layout.tokens, a.columns = layout.columns;
+  a.stages = plan.stages;
+  a.early = plan.early > 0 && plan.early < a.stages ? plan.early : a.stages;
+  a.x_first = plan.x_first;
+  if (a.x_first < 0 || a.x_first > a.early) return {};
+  a.scales_at = STRIPS * UNIT_BYTES;
+  a.x_at = a.scales_at + STRIPS * a.group_rows * 128 * (p.w.zeros != nullptr ? 2 : 1);
+  // A tile wider than the columns there are reads on into what follows; the stage must hold that much.
+  a.x_scales_at = align(a.x_at + UNIT * instance->columns);
+  a.x_sums_at = align(a.x_scales_at + layout.tokens * 8);
+  a.stage_bytes = align(a.x_sums_at + (instance->scale == PER_BLOCK ? layout.tokens * 16 : 0));
+  a.exchange_at = plan.stages * a.stage_bytes;
+  a.totals_at = a.exchange_at + (instance->teams == 2 ? 2 * instance->quarters * 16 * instance->consumers() : 0);
+  a.barriers_at = a.totals_at + align((TOTALS_AT + 2 * layout.tokens) * 4);
+  const int bytes = a.barriers_at + 2 * MAX_STAGES * 8 + 16;
+  if (bytes > MAX_SHARED) return {};
+  return {instance, ctas, bytes};
+}
+
 }  // namespace
+
+int64_t shared_bytes_columns(const Problem& p) {
+  ColumnsArgs a{};
+  return configure(p, a).shared;
+}
 
 size_t workspace_columns(const Problem& p) {
   const ActivationLayout layout(p.m, p.w.k, p.act_bits);
@@ -468,35 +519,19 @@ size_t workspace_columns(const Problem& p) {
 }
 
 int launch_columns(const Problem& p) {
-  if (p.arch != 90) return TRIRUN_UNSUPPORTED;
-  const trirun_cuda_plan& plan = p.plan;
-  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
-  const Instance* instance = instance_of(p, layout);
-  const int64_t strips = p.w.n / 64, units = p.w.k / UNIT, total = (strips + STRIPS - 1) / STRIPS * units;
-  // A team gives a stage back when the next one of its own, two further on, has come: three at least. And every stage
-  // is one team's: at the other's barrier it could look a phase too early, which parity does not tell from too late.
-  if (instance == nullptr || layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES ||
-      (instance->teams == 2 && plan.stages % 2) || plan.ctas < 1 || plan.ctas > COUNTERS / 16 || total > INT32_MAX)
-    return TRIRUN_UNSUPPORTED;
+  ColumnsArgs a{};
+  const Config config = configure(p, a);
+  const Instance* instance = config.instance;
+  if (instance == nullptr) return TRIRUN_UNSUPPORTED;
   static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
   if (!starts_whole(whole[instance - INSTANCES], reinterpret_cast<const void*>(instance->kernel), instance->registers))
     return TRIRUN_UNSUPPORTED;
-  const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
-  const int64_t longest = (total + ctas - 1) / ctas;
-  if (layout.digits == 1 && instance->scale == PER_CHANNEL && (longest < units ? longest : units) * UNIT > EXACT_SUM)
-    return TRIRUN_UNSUPPORTED;
-
-  ColumnsArgs a{};
   if (const int code = encode_words(&a.words, p.w, 4)) return code;
   a.scales = reinterpret_cast<const __half*>(p.w.scales);
   a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
   a.zero = p.w.zero;
-  a.strips = static_cast<int>(strips), a.units = static_cast<int>(units);
-  static_cast<EqualShares&>(a) = equal_shares(total, ctas);
-  a.group_rows = instance->scale == PER_CHANNEL ? 0 : UNIT / p.w.group_size;
-  a.n_pad = p.w.n, a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m);
-  a.tokens = layout.tokens, a.columns = layout.columns;
   a.bias = p.bias, a.y = p.y, a.ldy = p.ldy, a.dtype = p.dtype;
+  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
   auto* workspace = static_cast<uint8_t*>(p.workspace);
   a.counters = p.counters;
   a.parts = reinterpret_cast<float4*>(workspace);
@@ -505,24 +540,10 @@ int launch_columns(const Problem& p) {
   a.digits = base;
   a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
   a.x_sums = reinterpret_cast<const float4*>(base + layout.sums_offset);
-  a.stages = plan.stages;
-  a.early = plan.early > 0 && plan.early < a.stages ? plan.early : a.stages;
-  a.x_first = plan.x_first;
-  if (a.x_first < 0 || a.x_first > a.early) return TRIRUN_UNSUPPORTED;
-  a.scales_at = STRIPS * UNIT_BYTES;
-  a.x_at = a.scales_at + STRIPS * a.group_rows * 128 * (a.zeros != nullptr ? 2 : 1);
-  // A tile wider than the columns there are reads on into what follows; the stage must hold that much.
-  a.x_scales_at = align(a.x_at + UNIT * instance->columns);
-  a.x_sums_at = align(a.x_scales_at + layout.tokens * 8);
-  a.stage_bytes = align(a.x_sums_at + (instance->scale == PER_BLOCK ? layout.tokens * 16 : 0));
-  a.exchange_at = plan.stages * a.stage_bytes;
-  a.totals_at = a.exchange_at + (instance->teams == 2 ? 2 * instance->quarters * 16 * instance->consumers() : 0);
-  a.barriers_at = a.totals_at + align((TOTALS_AT + 2 * layout.tokens) * 4);
-  const int bytes = a.barriers_at + 2 * MAX_STAGES * 8 + 16;
-  if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
   if (p.activations == nullptr)
-    if (const int code = launch_quantize(p, workspace, 1, p.counters, ctas * instance->consumers() / 32)) return code;
-  return launch_kernel(instance->kernel, {dim3(ctas), instance->threads, bytes, p.stream, true}, a);
+    if (const int code = launch_quantize(p, workspace, 1, p.counters, config.ctas * instance->consumers() / 32))
+      return code;
+  return launch_kernel(instance->kernel, {dim3(config.ctas), instance->threads, config.shared, p.stream, true}, a);
 }
 
 }  // namespace trirun

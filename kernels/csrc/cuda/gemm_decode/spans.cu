@@ -533,21 +533,12 @@ const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bo
   return best;
 }
 
-}  // namespace
-
-size_t workspace_runs(const Problem& p) {
-  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
-  const Instance* instance = instance_of(p, layout, false);
-  if (instance == nullptr) return 0;
-  // Digits also for a fused plan: whether x can be read that way is known only when x is.
-  return parts_bytes(p, *instance, slices_of(p, layout)) + (p.activations != nullptr ? 0 : layout.bytes);
-}
-
-int launch_runs(const Problem& p) {
-  if (p.arch != 90) return TRIRUN_UNSUPPORTED;
+// What a plan comes to, the sizes that the kernel counts on, and where it keeps what in shared memory. Of pointers only
+// whether they are null is looked at.
+Config configure(const Problem& p, RunsArgs& a, bool fused) {
+  if (p.arch != 90) return {};
   const trirun_cuda_plan& plan = p.plan;
   const ActivationLayout layout(p.m, p.w.k, p.act_bits);
-  const bool fused = fuses(p);
   const Instance* instance = instance_of(p, layout, fused);
   const int64_t strips = p.w.n / 64, units = p.w.k / UNIT;
   const int of_tile = instance != nullptr ? instance->strips : STRIPS;
@@ -558,59 +549,83 @@ int launch_runs(const Problem& p) {
       (plan.tile_m != 0 && (plan.tile_m < 16 || plan.tile_m > 64)) || (plan.tile_n != 0 && plan.tile_n != 192) ||
       layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
       plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX)
-    return TRIRUN_UNSUPPORTED;
-  static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
-  if (!starts_whole(whole[instance - INSTANCES], reinterpret_cast<const void*>(instance->kernel), instance->registers))
-    return TRIRUN_UNSUPPORTED;
+    return {};
   const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
   const int64_t longest = (total + ctas - 1) / ctas;
   const bool exact = layout.digits == 1;
-  if (exact && (longest < units ? longest : units) * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
+  if (exact && (longest < units ? longest : units) * UNIT > EXACT_SUM_K) return {};
   // A CTA quantizes every column of x at most once, in no more pieces than there are barriers for: runs, of which those
   // at the ends of its share and of a tile may be shorter.
   const int pieces = static_cast<int>((longest + 2 * (RUN - 1)) / RUN + 1);
-  if (plan.fused && (exact || longest > units || pieces > PIECES)) return TRIRUN_UNSUPPORTED;
+  if (plan.fused && (exact || longest > units || pieces > PIECES)) return {};
+  a.strips = static_cast<int>(strips), a.units = static_cast<int>(units);
+  static_cast<EqualShares&>(a) = equal_shares(total, ctas);
+  a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m), a.k = static_cast<int>(p.k);
+  a.tokens = layout.tokens, a.slices = slices, a.pieces = pieces;
+  // Only where every CTA has one tile, and every tile an even number of CTAs.
+  a.pairs = plan.cta_split == 2;
+  if (a.pairs && (of_tile != STRIPS || a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0)) return {};
+  // A fused plan that cannot be counts on smaller stages.
+  const int bytes =
+      lay_out(a, *instance, plan.stages, static_cast<int>(longest), p.w.zeros != nullptr, plan.fused && !fused);
+  if (bytes > MAX_SHARED) return {};
+  a.early = plan.early > 0 && plan.early < a.stages ? plan.early : a.stages;
+  a.x_first = plan.x_first;
+  if (a.x_first < 0 || a.x_first > a.early) return {};
+  return {instance, ctas * slices, bytes};
+}
 
+}  // namespace
+
+int64_t shared_bytes_runs(const Problem& p) {
   RunsArgs a{};
-  if (const int code = encode_words(&a.words, p.w, STEPS, of_tile)) return code;
+  return configure(p, a, fuses(p)).shared;
+}
+
+size_t workspace_runs(const Problem& p) {
+  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
+  const Instance* instance = instance_of(p, layout, false);
+  if (instance == nullptr) return 0;
+  // Digits also for a fused plan: whether x can be read that way is known only when x is.
+  return parts_bytes(p, *instance, slices_of(p, layout)) + (p.activations != nullptr ? 0 : layout.bytes);
+}
+
+int launch_runs(const Problem& p) {
+  const bool fused = fuses(p);
+  RunsArgs a{};
+  const Config config = configure(p, a, fused);
+  const Instance* instance = config.instance;
+  if (instance == nullptr) return TRIRUN_UNSUPPORTED;
+  static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
+  if (!starts_whole(whole[instance - INSTANCES], reinterpret_cast<const void*>(instance->kernel), instance->registers))
+    return TRIRUN_UNSUPPORTED;
+  if (const int code = encode_words(&a.words, p.w, STEPS, instance->strips)) return code;
   a.scales = reinterpret_cast<const __half*>(p.w.scales);
   a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
   a.zero = p.w.zero;
-  a.strips = static_cast<int>(strips), a.units = static_cast<int>(units);
-  static_cast<EqualShares&>(a) = equal_shares(total, ctas);
   // float32 x keeps a scale for every unit: its outputs show the difference, 16-bit ones hardly do.
+  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
+  const bool exact = layout.digits == 1;
   const bool runs = !exact && !instance->grouped && p.activations == nullptr && p.dtype != TRIRUN_F32;
   a.run_mask = exact ? (1 << 30) - 1 : runs ? RUN - 1 : 0;
-  a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m), a.k = static_cast<int>(p.k);
-  a.tokens = layout.tokens, a.slices = slices;
-  // Only where every CTA has one tile, and every tile an even number of CTAs.
-  a.pairs = plan.cta_split == 2;
-  if (a.pairs && (of_tile != STRIPS || a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0))
-    return TRIRUN_UNSUPPORTED;
-  a.x = p.x, a.ldx = p.ldx, a.pieces = pieces;
+  a.x = p.x, a.ldx = p.ldx;
   a.bias = p.bias, a.y = p.y, a.ldy = p.ldy, a.dtype = p.dtype;
+  a.vectors = p.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
   auto* workspace = static_cast<uint8_t*>(p.workspace);
   a.counters = p.counters;
   a.parts = reinterpret_cast<float4*>(workspace);
-  workspace += parts_bytes(p, *instance, slices);
-  // A fused plan that cannot be counts on smaller stages.
-  const int bytes = lay_out(a, *instance, plan.stages, static_cast<int>(longest), plan.fused && !fused);
-  if (bytes > SHARED_BYTES) return TRIRUN_UNSUPPORTED;
+  workspace += parts_bytes(p, *instance, a.slices);
   if (!fused) {
     auto* base = static_cast<const uint8_t*>(p.activations != nullptr ? p.activations : workspace);
     if (const int code = encode_digits(&a.digits, base, layout, instance->columns)) return code;
     a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
+    if (p.activations == nullptr)
+      if (const int code =
+              launch_quantize(p, workspace, runs ? RUN : 1, p.counters, config.ctas * instance->consumers / 32))
+        return code;
   }
-  a.early = plan.early > 0 && plan.early < a.stages ? plan.early : a.stages;
-  a.x_first = plan.x_first;
-  if (a.x_first < 0 || a.x_first > a.early) return TRIRUN_UNSUPPORTED;
-  a.vectors = p.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
-  if (p.activations == nullptr && !fused)
-    if (const int code =
-            launch_quantize(p, workspace, runs ? RUN : 1, p.counters, ctas * slices * instance->consumers / 32))
-      return code;
-  const dim3 grid(static_cast<unsigned>(ctas * slices));
-  return launch_kernel(instance->kernel, {grid, instance->threads, bytes, p.stream, true, 1 + a.pairs}, a);
+  const dim3 grid(static_cast<unsigned>(config.ctas));
+  return launch_kernel(instance->kernel, {grid, instance->threads, config.shared, p.stream, true, 1 + a.pairs}, a);
 }
 
 }  // namespace trirun

@@ -127,15 +127,20 @@ struct Instance {
   Kernel kernel;
 };
 
-inline int align(int v) { return (v + 127) / 128 * 128; }
+// How a plan is launched; without an instance where no kernel runs it.
+struct Config {
+  const Instance* instance = nullptr;
+  int ctas = 0;
+  int shared = -1;  // bytes of one CTA, dynamic
+};
 
-constexpr int SHARED_BYTES = 227 * 1024;  // that one CTA may have
+inline int align(int v) { return (v + 127) / 128 * 128; }
 
 // Where the kernel keeps what, and how much that is in all. longest: units of k of one CTA, at most. shrinks: there may
 // be fewer stages.
-inline int lay_out(RunsArgs& a, const Instance& i, int stages, int longest, bool shrinks) {
+inline int lay_out(RunsArgs& a, const Instance& i, int stages, int longest, bool has_zeros, bool shrinks) {
   const int rows = i.columns / i.digits, words = i.strips * UNIT_BYTES;
-  const int group_bytes = i.grouped ? i.strips * 128 * (a.zeros != nullptr ? 2 : 1) : 0;
+  const int group_bytes = i.grouped ? i.strips * 128 * (has_zeros ? 2 : 1) : 0;
   const int beside = i.staged + (TOTALS_AT + 128) * 4 + (2 * MAX_STAGES + PIECES + 2) * 8;
   a.stages = stages;
   if (i.fused) {
@@ -149,7 +154,7 @@ inline int lay_out(RunsArgs& a, const Instance& i, int stages, int longest, bool
     a.x_scales_at = a.x_at + UNIT * i.columns;
     a.scales_at = a.x_scales_at + align(rows * 8);
     a.stage_bytes = align(a.scales_at + group_bytes);
-    const int fitting = (SHARED_BYTES - beside) / a.stage_bytes;
+    const int fitting = (MAX_SHARED - beside) / a.stage_bytes;
     if (shrinks && fitting < a.stages) a.stages = fitting;
     a.staged_at = a.stages * a.stage_bytes;
   }

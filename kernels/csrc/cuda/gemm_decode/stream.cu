@@ -423,6 +423,13 @@ struct Instance {
   Kernel kernel;
 };
 
+// How a plan is launched; without an instance where no kernel runs it.
+struct Config {
+  const Instance* instance = nullptr;
+  int ctas = 0;
+  int shared = -1;  // bytes of one CTA, dynamic
+};
+
 // digits of x, 8-column tiles (digits * rows of x <= 8 * tiles), where weight scales enter
 // no-spill(90a): stream<2, 1, *>
 // no-spill(90a): stream<2, 2, 0>
@@ -463,19 +470,19 @@ bool uses_workspace(const trirun_cuda_plan& plan) {
   return plan.kernel == TRIRUN_KERNEL_STREAM_SM80 && plan.cta_split > 1;
 }
 
-}  // namespace
-
-size_t workspace_stream(const Problem& p) {
-  // Also for a fused plan: whether x can be read that way is known only when x is.
-  size_t bytes = p.activations != nullptr ? 0 : activation_bytes(p.m, p.w.k, p.act_bits);
-  if (uses_workspace(p.plan)) bytes += p.w.n * p.plan.cta_split * p.m * sizeof(float);
-  return bytes;
+// Tiles of strips, and the groups of CTAs that go through them.
+int tiles_of(const StreamArgs& a) { return (a.strips + a.tile_strips - 1) / a.tile_strips; }
+int groups_of(const StreamArgs& a, const trirun_cuda_plan& plan) {
+  const int wanted = plan.ctas / plan.cta_split, tiles = tiles_of(a);
+  return wanted > 0 && wanted < tiles ? wanted : tiles;
 }
 
-int launch_stream(const Problem& p) {
+// What a plan comes to, the sizes that the kernel counts on, and where it keeps what in shared memory. Of pointers
+// only whether they are null is looked at.
+Config configure(const Problem& p, StreamArgs& a, bool fused) {
   const trirun_cuda_plan& plan = p.plan;
   const bool clustered = plan.kernel == TRIRUN_KERNEL_STREAM && plan.cta_split > 1;
-  if (p.arch < 80 || (clustered && p.arch < 90)) return TRIRUN_UNSUPPORTED;
+  if (p.arch < 80 || (clustered && p.arch < 90)) return {};
   const int digits = p.act_bits == TRIRUN_ACT16 ? 2 : 1, tiles = static_cast<int>((p.m * digits + 7) / 8);
   const int of_units = p.w.zeros != nullptr ? PER_UNIT : PER_UNIT_PLAIN;
   const int scale = p.w.group_size == -1 ? PER_CHANNEL : p.w.group_size == UNIT ? of_units : PER_BLOCK;
@@ -487,50 +494,24 @@ int launch_stream(const Problem& p) {
       !power_of_2(plan.cta_split) || plan.warps % plan.warp_split || !known_depth || plan.ctas < 0 ||
       plan.cta_split > 8 || plan.warp_split * plan.cta_split > MAX_PARTS ||
       plan.warp_split * plan.cta_split > p.w.k / UNIT || (plan.fused && p.m > MAX_FUSED))
-    return TRIRUN_UNSUPPORTED;
+    return {};
   // int32 holds the sum of so many products of a code shifted by six bits and a digit.
   const int64_t units = p.w.k / UNIT,
                 part = (units + plan.warp_split * plan.cta_split - 1) / (plan.warp_split * plan.cta_split);
-  if (digits == 1 && scale == PER_CHANNEL && part * UNIT > EXACT_SUM) return TRIRUN_UNSUPPORTED;
+  if (digits == 1 && scale == PER_CHANNEL && part * UNIT > EXACT_SUM_K) return {};
 
-  // Any other x takes the kernel of its own.
-  const bool fused = fuses(p);
   ActivationLayout layout(p.m, p.w.k, p.act_bits);
   if (fused && p.m == 1) layout.tokens = 1, layout.columns = digits;
-  StreamArgs a{};
-  a.words = reinterpret_cast<const uint8_t*>(p.w.words);
-  a.scales = reinterpret_cast<const __half*>(p.w.scales);
-  a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
-  a.zero = p.w.zero;
   a.strips = static_cast<int>(p.w.n / 64);
   a.units = static_cast<int>(p.w.k / UNIT);
   a.group_rows = scale == PER_CHANNEL ? 0 : UNIT / p.w.group_size;
   a.n_pad = p.w.n, a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m), a.k = static_cast<int>(p.k);
-  a.ldx = p.ldx, a.bias = p.bias, a.y = p.y, a.ldy = p.ldy, a.dtype = p.dtype;
   a.tokens = layout.tokens, a.columns = layout.columns;
-  auto* workspace = static_cast<uint8_t*>(p.workspace);
-  if (uses_workspace(plan)) {
-    if (a.strips * plan.warp_split > COUNTERS) return TRIRUN_UNSUPPORTED;
-    a.counters = p.counters;
-    a.partials = reinterpret_cast<float*>(workspace);
-    workspace += p.w.n * plan.cta_split * p.m * sizeof(float);
-  }
-  if (fused) {
-    a.x = p.x;
-  } else {
-    auto* base = static_cast<const uint8_t*>(p.activations != nullptr ? p.activations : workspace);
-    a.digits = base;
-    a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
-    a.x_sums = reinterpret_cast<const float4*>(base + layout.sums_offset);
-    if (p.activations == nullptr)
-      if (const int code = launch_quantize(p, workspace)) return code;
-  }
+  if (uses_workspace(plan) && a.strips * plan.warp_split > COUNTERS) return {};
   a.warp_split_log = log2_of(plan.warp_split), a.cta_split_log = log2_of(plan.cta_split);
   a.parts_log = a.warp_split_log + (clustered ? a.cta_split_log : 0);
   a.stages = plan.stages, a.tile_strips = plan.warps / plan.warp_split;
-  a.stage_bytes = UNIT_BYTES + a.group_rows * 128 * (a.zeros != nullptr ? 2 : 1);
-  const int tiles_n = (a.strips + a.tile_strips - 1) / a.tile_strips, wanted = plan.ctas / plan.cta_split;
-  const int groups = wanted > 0 && wanted < tiles_n ? wanted : tiles_n;
+  a.stage_bytes = UNIT_BYTES + a.group_rows * 128 * (p.w.zeros != nullptr ? 2 : 1);
 
   // Shared memory: x's digits, scales and sums, the slots, barriers, the ring.
   int x_units = 0;
@@ -542,17 +523,64 @@ int launch_stream(const Problem& p) {
   a.sums_at = align(a.scales_at + x_units * layout.tokens * 8);
   a.slots_at = align(a.sums_at + (scale == PER_BLOCK ? x_units * layout.tokens * 16 : 0));
   a.slot_bytes = 64 * layout.tokens * 4;
-  a.slot_sets = groups < tiles_n ? 2 : 1;
+  a.slot_sets = groups_of(a, plan) < tiles_of(a) ? 2 : 1;
   a.barriers_at = align(a.slots_at + plan.warps * a.slot_sets * a.slot_bytes);
   a.amax_at = a.barriers_at + MAX_WARPS * 16 + 16;
   const bool whole_rows = digits == 1 && fused;
   a.x_at = align(a.amax_at + (whole_rows ? MAX_FUSED * MAX_WARPS * 4 : 0));
   a.ring_at = align(a.x_at + (whole_rows ? a.m * a.units * UNIT * 2 : 0));
   const int bytes = a.ring_at + plan.warps * plan.stages * a.stage_bytes;
-  if (bytes > 227 * 1024) return TRIRUN_UNSUPPORTED;
-  const dim3 grid(static_cast<unsigned>(groups * plan.cta_split));
-  return launch_kernel(instance->kernel,
-                       {grid, plan.warps * 32, bytes, p.stream, p.arch >= 90, clustered ? plan.cta_split : 1}, a);
+  if (bytes > MAX_SHARED) return {};
+  return {instance, groups_of(a, plan) * plan.cta_split, bytes};
+}
+
+}  // namespace
+
+int64_t shared_bytes_stream(const Problem& p) {
+  StreamArgs a{};
+  return configure(p, a, fuses(p)).shared;
+}
+
+size_t workspace_stream(const Problem& p) {
+  // Also for a fused plan: whether x can be read that way is known only when x is.
+  size_t bytes = p.activations != nullptr ? 0 : activation_bytes(p.m, p.w.k, p.act_bits);
+  if (uses_workspace(p.plan)) bytes += p.w.n * p.plan.cta_split * p.m * sizeof(float);
+  return bytes;
+}
+
+int launch_stream(const Problem& p) {
+  const trirun_cuda_plan& plan = p.plan;
+  // Any other x takes the kernel of its own.
+  const bool fused = fuses(p);
+  StreamArgs a{};
+  const Config config = configure(p, a, fused);
+  if (config.instance == nullptr) return TRIRUN_UNSUPPORTED;
+  a.words = reinterpret_cast<const uint8_t*>(p.w.words);
+  a.scales = reinterpret_cast<const __half*>(p.w.scales);
+  a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
+  a.zero = p.w.zero;
+  a.ldx = p.ldx, a.bias = p.bias, a.y = p.y, a.ldy = p.ldy, a.dtype = p.dtype;
+  auto* workspace = static_cast<uint8_t*>(p.workspace);
+  if (uses_workspace(plan)) {
+    a.counters = p.counters;
+    a.partials = reinterpret_cast<float*>(workspace);
+    workspace += p.w.n * plan.cta_split * p.m * sizeof(float);
+  }
+  if (fused) {
+    a.x = p.x;
+  } else {
+    const ActivationLayout layout(p.m, p.w.k, p.act_bits);
+    auto* base = static_cast<const uint8_t*>(p.activations != nullptr ? p.activations : workspace);
+    a.digits = base;
+    a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
+    a.x_sums = reinterpret_cast<const float4*>(base + layout.sums_offset);
+    if (p.activations == nullptr)
+      if (const int code = launch_quantize(p, workspace)) return code;
+  }
+  const dim3 grid(static_cast<unsigned>(config.ctas));
+  const int cluster = plan.kernel == TRIRUN_KERNEL_STREAM ? plan.cta_split : 1;
+  return launch_kernel(config.instance->kernel, {grid, plan.warps * 32, config.shared, p.stream, p.arch >= 90, cluster},
+                       a);
 }
 
 }  // namespace trirun

@@ -14,9 +14,6 @@ namespace trirun {
 // the stream kernel: per 128 k, and the zero point is one number.
 enum { PER_CHANNEL = 0, PER_UNIT = 1, PER_BLOCK = 2, PER_UNIT_PLAIN = 3 };
 
-// k whose int32 sum of one-digit products cannot overflow: 2^31 / (3 * 64 * 128), rounded down to whole units.
-constexpr int64_t EXACT_SUM = 87296;
-
 __device__ __forceinline__ constexpr float quarter_power(int j) { return 1.f / static_cast<float>(1 << (2 * j)); }
 
 // The unit's activations in shared memory, as one lane addresses them.

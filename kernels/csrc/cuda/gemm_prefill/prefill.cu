@@ -10,7 +10,22 @@ RowFormat row_format(const Problem& p) {
   return p.dtype == TRIRUN_F32 ? kRowsHalf : kRowsAsGiven;
 }
 
+// Scales inside the sum would need a second set of int32 sums, and these have to hold all of k.
+bool takes(const Problem& p) {
+  const int oldest = p.plan.kernel == TRIRUN_KERNEL_PREFILL_SM80 ? 80 : 90;
+  if (p.arch < oldest || (oldest == 90 && p.arch != 90) || p.activations != nullptr) return false;
+  return p.plan.kernel != TRIRUN_KERNEL_PREFILL_W2A8 ||
+         (p.act_bits == TRIRUN_ACT8 && p.w.group_size < 0 && p.w.k <= W2A8_MAX_K);
+}
+
 }  // namespace
+
+int64_t shared_bytes_prefill(const Problem& p) {
+  if (p.plan.kernel == TRIRUN_KERNEL_DEQUANTIZE) return 0;
+  if (!takes(p)) return -1;
+  if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_SM80) return shared_bytes_prefill_sm80(p);
+  return shared_bytes_prefill_sm90(p, row_format(p) == kRowsAsGiven ? p.dtype : TRIRUN_F16);
+}
 
 size_t workspace_prefill(const Problem& p) {
   if (p.plan.kernel == TRIRUN_KERNEL_DEQUANTIZE) return 0;
@@ -19,13 +34,7 @@ size_t workspace_prefill(const Problem& p) {
 
 int launch_prefill(const Problem& p) {
   if (p.plan.kernel == TRIRUN_KERNEL_DEQUANTIZE) return launch_dequantize(p);
-  const bool hopper = p.plan.kernel != TRIRUN_KERNEL_PREFILL_SM80;
-  if (hopper && p.arch != 90) return TRIRUN_UNSUPPORTED;
-  if (p.arch < 80 || p.activations) return TRIRUN_UNSUPPORTED;
-  if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8) {
-    // Scales inside the sum would need a second set of sums; a code shifted by 6 bits must not overflow int32.
-    if (p.act_bits != TRIRUN_ACT8 || p.w.group_size > 0 || p.w.k > 87040) return TRIRUN_UNSUPPORTED;
-  }
+  if (!takes(p)) return TRIRUN_UNSUPPORTED;
   const RowFormat format = row_format(p);
   void* rest = static_cast<uint8_t*>(p.workspace) + prepared_bytes(p.m, p.w.k, format);
   PreparedRows rows = {p.x, p.ldx, p.k, p.dtype, nullptr, nullptr, rest};
@@ -36,7 +45,7 @@ int launch_prefill(const Problem& p) {
     const int status = launch_prepare(p, format, p.workspace, &rows);
     if (status != TRIRUN_OK) return status;
   }
-  return hopper ? launch_prefill_sm90(p, rows) : launch_prefill_sm80(p, rows);
+  return p.plan.kernel == TRIRUN_KERNEL_PREFILL_SM80 ? launch_prefill_sm80(p, rows) : launch_prefill_sm90(p, rows);
 }
 
 }  // namespace trirun

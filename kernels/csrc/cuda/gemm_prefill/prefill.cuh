@@ -22,6 +22,9 @@ enum RowFormat { kRowsAsGiven, kRowsHalf, kRowsInt8InHalf, kRowsInt8 };
 // Zero points in quarters are exact beside the codes; any other one is subtracted on its own, in two parts.
 inline bool quarters(float zero) { return zero * 4.f == float(int(zero * 4.f)) && zero >= -7.75f && zero <= 7.75f; }
 
+// k that PREFILL_W2A8 sums in int32, less than EXACT_SUM_K: in whole turns of its warpgroups, 256 columns.
+constexpr int64_t W2A8_MAX_K = 87040;
+
 size_t prepared_bytes(int64_t m, int64_t k_pad, RowFormat format);
 int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRows* rows);  // prepare.cu
 
@@ -30,6 +33,9 @@ int launch_dequantize(const Problem& p);  // prepare.cu
 // Workspace of the sums of tiles that several CTAs share under a plan of the Hopper kernel.
 size_t shared_tiles_bytes(const trirun_cuda_plan& plan);  // sm90.cu
 
+// dtype: of rows of x as the kernel reads them, TRIRUN_F16 or TRIRUN_BF16.
+int64_t shared_bytes_prefill_sm90(const Problem& p, int dtype);
+int64_t shared_bytes_prefill_sm80(const Problem& p);
 int launch_prefill_sm90(const Problem& p, const PreparedRows& rows);  // sm90.cu
 int launch_prefill_sm80(const Problem& p, const PreparedRows& rows);  // sm80.cu
 

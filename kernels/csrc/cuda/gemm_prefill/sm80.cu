@@ -241,15 +241,19 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
 template <typename T>
 int launch(const Problem& p, const Arguments& a) {
   const int64_t token_tiles = (p.m + kTokens - 1) / kTokens, row_tiles = (p.w.n / 64 + kStrips - 1) / kStrips;
-  if (row_tiles > 65535) return TRIRUN_BAD_SHAPE;
+  if (row_tiles > 65535) return TRIRUN_BAD_SHAPE;  // of a grid, along y
   const dim3 grid(static_cast<unsigned>(token_tiles), static_cast<unsigned>(row_tiles));
   return launch_kernel(prefill_sm80_kernel<T>, {grid, kThreads, kBytes, p.stream, false}, a);
 }
 
 }  // namespace
 
+int64_t shared_bytes_prefill_sm80(const Problem& p) {
+  return p.plan.tile_m == kTokens && p.plan.cta_split <= 1 ? kBytes : -1;
+}
+
 int launch_prefill_sm80(const Problem& p, const PreparedRows& rows) {
-  if (p.plan.tile_m != kTokens || p.plan.cta_split > 1) return TRIRUN_UNSUPPORTED;
+  if (shared_bytes_prefill_sm80(p) < 0) return TRIRUN_UNSUPPORTED;
   Arguments a = {};
   a.x = rows.x;
   a.ldx = rows.ldx;

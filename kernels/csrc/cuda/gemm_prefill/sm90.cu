@@ -22,6 +22,33 @@ int tail_splits(int rest, int sms) {
   return 1;
 }
 
+template <typename Shape>
+int64_t tiles_of(const Problem& p) {
+  return (p.n + Shape::kRowTile - 1) / Shape::kRowTile * ((p.m + Shape::kTokens - 1) / Shape::kTokens);
+}
+
+// Whether so many CTAs of a cluster can share a tile: each has stages of it, and their sums fit where the stages were.
+template <typename Shape>
+bool splits_fit(const Problem& p, int splits) {
+  const bool received = splits == 1 || Shape::received(splits) <= Shape::kStages * Shape::kStage;
+  return splits <= 8 && splits * Shape::kUnit <= p.w.k / Shape::kColumns && received;
+}
+
+// Whether the plan's CTAs can divide the tiles as it says.
+template <typename Shape>
+bool divides(const Problem& p) {
+  const trirun_cuda_plan& plan = p.plan;
+  if (plan.ctas <= 0) return splits_fit<Shape>(p, plan.cta_split > 1 ? plan.cta_split : 1);
+  const int64_t stages = p.w.k / Shape::kColumns, units = stages / Shape::kUnit, total = tiles_of<Shape>(p) * units;
+  if (plan.cta_split > 2 || stages % Shape::kUnit || total > INT32_MAX ||
+      plan.ctas > COUNTERS / 4 / (Shape::kConsumers / 32))
+    return false;
+  if (plan.cta_split < 2) return true;
+  // Pairs: only where every CTA has one tile, and every tile an even number of CTAs.
+  const int64_t ctas = std::min<int64_t>(plan.ctas, total), share = total / ctas;
+  return total % ctas == 0 && units % share == 0 && units / share % 2 == 0;
+}
+
 template <typename T, typename Shape>
 int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRows& rows) {
   constexpr int kRowTile = Shape::kRowTile, kTokens = Shape::kTokens;
@@ -100,75 +127,84 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
     return launch_kernel(kernel, {dim3(unsigned(ctas)), Shape::kThreads, Shape::kBytes, p.stream, true, int(cluster)},
                          a);
   };
-  const int64_t tiles = int64_t(a.row_tiles) * a.token_tiles;
+  const int64_t tiles = tiles_of<Shape>(p);
   if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
+  if (!divides<Shape>(p)) return TRIRUN_UNSUPPORTED;
   if (p.plan.ctas > 0) {
     const int64_t units = a.k_stages / Shape::kUnit, total = tiles * units;
-    if (p.plan.cta_split > 2 || a.k_stages % Shape::kUnit || total > INT32_MAX ||
-        p.plan.ctas > COUNTERS / 4 / (Shape::kConsumers / 32))
-      return TRIRUN_UNSUPPORTED;
     const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
     a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);
     a.ahead = Shape::kAhead && a.share >= a.units;
-    // Pairs: only where every CTA has one tile, and every tile an even number of CTAs.
     a.pairs = p.plan.cta_split == 2;
-    if (a.pairs && (a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0)) return TRIRUN_UNSUPPORTED;
     a.counters = reinterpret_cast<uint64_t*>(p.counters);
     a.parts = static_cast<uint4*>(rows.rest);
     return run(0, ctas, 1, false);
   }
   const int splits = p.plan.cta_split > 1 ? p.plan.cta_split : 1;
-  const auto fits = [&](int s) {
-    const bool received = s == 1 || Shape::received(s) <= Shape::kStages * Shape::kStage;
-    return s <= 8 && s * Shape::kUnit <= a.k_stages && received;
-  };
-  if (!fits(splits)) return TRIRUN_UNSUPPORTED;
   // Tiles that would leave most CTAs idle in a last round are shared by clusters of several CTAs each, in a second
   // launch that starts as the first one's CTAs finish.
   const int rest = int(tiles % p.sms), tail = splits == 1 && tiles > p.sms ? tail_splits(rest, p.sms) : 1;
-  if (tail == 1 || !fits(tail) || p.w.k < 1024) return run(0, int(tiles), splits, false);
+  if (tail == 1 || !splits_fit<Shape>(p, tail) || p.w.k < 1024) return run(0, int(tiles), splits, false);
   status = run(0, int(tiles) - rest, 1, false);
   return status != TRIRUN_OK ? status : run(int(tiles) - rest, int(tiles), tail, true);
 }
 
-template <typename T, int Tokens, int Strips, StripScales Scales>
-int launch_strips(const Problem& p, const PreparedRows& rows) {
-  return launch<T, StripsShape<T, Tokens, Strips, Scales>>(strips_kernel<T, Tokens, Strips, Scales>, p, rows);
+// The kernel of a plan, found by its tile and by where the weight's scales enter: `visit` is called with it, its type of
+// x and its shape, and what it returns is returned. TRIRUN_UNSUPPORTED where there is none.
+template <typename T, typename S>
+struct Of {
+  using Type = T;
+  using Shape = S;
+};
+
+template <typename T, int Tokens, int Strips, StripScales Scales, typename Visit>
+int visit_strips(const Visit& visit) {
+  return visit(strips_kernel<T, Tokens, Strips, Scales>, Of<T, StripsShape<T, Tokens, Strips, Scales>>());
+}
+
+template <typename T, int Tokens, Scaling Mode, typename Visit>
+int visit_tall(const Visit& visit) {
+  return visit(prefill_kernel<T, Tokens, Mode>, Of<T, PrefillShape<T, Tokens, Mode>>());
 }
 
 // Tiles of three strips by 64 or 128 rows of x, of two by 64.
-template <typename T, StripScales Scales>
-int launch_low(const Problem& p, const PreparedRows& rows) {
-  if (p.plan.tile_n == 192 && p.plan.tile_m == 64) return launch_strips<T, 64, 3, Scales>(p, rows);
-  if (p.plan.tile_n == 192 && p.plan.tile_m == 128) return launch_strips<T, 128, 3, Scales>(p, rows);
-  if (p.plan.tile_n == 128 && p.plan.tile_m == 64) return launch_strips<T, 64, 2, Scales>(p, rows);
+template <typename T, StripScales Scales, typename Visit>
+int visit_low(const Problem& p, const Visit& visit) {
+  if (p.plan.tile_n == 192 && p.plan.tile_m == 64) return visit_strips<T, 64, 3, Scales>(visit);
+  if (p.plan.tile_n == 192 && p.plan.tile_m == 128) return visit_strips<T, 128, 3, Scales>(visit);
+  if (p.plan.tile_n == 128 && p.plan.tile_m == 64) return visit_strips<T, 64, 2, Scales>(visit);
   return TRIRUN_UNSUPPORTED;
 }
 
-template <typename T, Scaling Mode>
-int launch_tokens(const Problem& p, const PreparedRows& rows) {
+template <typename T, Scaling Mode, typename Visit>
+int visit_tokens(const Problem& p, const Visit& visit) {
   if (p.plan.tile_n == 192 || p.plan.tile_n == 128) {
-    if constexpr (Mode == kChannelScales) return launch_low<T, kNoGroups>(p, rows);
+    if constexpr (Mode == kChannelScales) return visit_low<T, kNoGroups>(p, visit);
     if constexpr (Mode == kGroupScales)
       if (p.w.group_size == 128)
-        return p.w.zero == zero_near(p.w.zero) ? launch_low<T, kGroupsOf128>(p, rows)
-                                               : launch_low<T, kGroupsWithRest>(p, rows);
+        return p.w.zero == zero_near(p.w.zero) ? visit_low<T, kGroupsOf128>(p, visit)
+                                               : visit_low<T, kGroupsWithRest>(p, visit);
     if constexpr (Mode != kChannelScales)
-      if (p.w.group_size > 0 && !p.w.zeros) return launch_low<T, kSmallGroups>(p, rows);
+      if (p.w.group_size > 0 && !p.w.zeros) return visit_low<T, kSmallGroups>(p, visit);
     return TRIRUN_UNSUPPORTED;
   }
   // 64 tokens keep twice the row blocks in registers, which leaves no room for zero points of groups.
   if constexpr (Mode != kAnyScales)
-    if (p.plan.tile_m == 64) return launch<T, PrefillShape<T, 64, Mode>>(prefill_kernel<T, 64, Mode>, p, rows);
-  if (p.plan.tile_m == 128) return launch<T, PrefillShape<T, 128, Mode>>(prefill_kernel<T, 128, Mode>, p, rows);
-  return TRIRUN_UNSUPPORTED;
+    if (p.plan.tile_m == 64) return visit_tall<T, 64, Mode>(visit);
+  return p.plan.tile_m == 128 ? visit_tall<T, 128, Mode>(visit) : TRIRUN_UNSUPPORTED;
 }
 
-template <typename T>
-int launch_scaling(const Problem& p, const PreparedRows& rows) {
-  if (p.w.zeros || !quarters(p.w.zero)) return launch_tokens<T, kAnyScales>(p, rows);
-  if (p.w.group_size < 0) return launch_tokens<T, kChannelScales>(p, rows);
-  return p.w.group_size >= 64 ? launch_tokens<T, kGroupScales>(p, rows) : launch_tokens<T, kAnyScales>(p, rows);
+template <typename T, typename Visit>
+int visit_scaling(const Problem& p, const Visit& visit) {
+  if (p.w.zeros || !quarters(p.w.zero)) return visit_tokens<T, kAnyScales>(p, visit);
+  if (p.w.group_size < 0) return visit_tokens<T, kChannelScales>(p, visit);
+  return p.w.group_size >= 64 ? visit_tokens<T, kGroupScales>(p, visit) : visit_tokens<T, kAnyScales>(p, visit);
+}
+
+template <typename Visit>
+int visit_kernel(const Problem& p, int dtype, const Visit& visit) {
+  if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8) return visit_tokens<int8_t, kChannelScales>(p, visit);
+  return dtype == TRIRUN_BF16 ? visit_scaling<__nv_bfloat16>(p, visit) : visit_scaling<__half>(p, visit);
 }
 
 }  // namespace
@@ -179,9 +215,19 @@ size_t shared_tiles_bytes(const trirun_cuda_plan& plan) {
   return hopper && plan.ctas > 0 && plan.tile_m > 0 ? size_t(plan.ctas) * 2 * plan.tile_m * rows * 4 : 0;
 }
 
+int64_t shared_bytes_prefill_sm90(const Problem& p, int dtype) {
+  const int bytes = visit_kernel(p, dtype, [&](auto, auto of) {
+    using Shape = typename decltype(of)::Shape;
+    return tiles_of<Shape>(p) <= INT32_MAX / 8 && divides<Shape>(p) ? Shape::kBytes : TRIRUN_UNSUPPORTED;
+  });
+  return bytes < 0 ? -1 : bytes;
+}
+
 int launch_prefill_sm90(const Problem& p, const PreparedRows& rows) {
-  if (p.plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8) return launch_tokens<int8_t, kChannelScales>(p, rows);
-  return rows.dtype == TRIRUN_BF16 ? launch_scaling<__nv_bfloat16>(p, rows) : launch_scaling<__half>(p, rows);
+  return visit_kernel(p, rows.dtype, [&](auto kernel, auto of) {
+    using Found = decltype(of);
+    return launch<typename Found::Type, typename Found::Shape>(kernel, p, rows);
+  });
 }
 
 }  // namespace trirun
