@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 9
+#define TRIRUN_ABI_VERSION 10
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -37,7 +37,7 @@ enum { TRIRUN_F32 = 0, TRIRUN_F16 = 1, TRIRUN_BF16 = 2 };
 /* One packed weight, w[n][k] = scale * (code - zero), code in 0..3. */
 typedef struct {
   const uint32_t* words;   /* [n/64][k/32][32 lanes][4], 16-byte aligned */
-  const uint16_t* scales;  /* fp16 [k/group_size][n] in strip order; one row when group_size is -1 */
+  const uint16_t* scales;  /* fp16 [k/group_size][n] in n tile order; one row when group_size is -1 */
   const uint16_t* zeros;   /* fp16, shaped as scales: one real zero point per group; NULL when `zero` holds for all */
   int64_t n;               /* padded to a multiple of 64 */
   int64_t k;               /* padded to a multiple of 128 */
@@ -45,8 +45,8 @@ typedef struct {
   float zero;              /* zero point of the grid; ignored when zeros is not NULL */
 } trirun_int2;
 
-/* Activation width: 16 runs two signed 8-bit digits per value, scaled per row and 128 columns (matches a float
- * reference); 8 runs one digit scaled per row by amax/127 (exact for models trained with 8-bit activations). */
+/* Activation width: 16 takes two int8 limbs per value, scaled per row and 128 columns (matches a float reference); 8
+ * takes one limb, scaled per row by amax/127 (exact for models trained with 8-bit activations). */
 enum { TRIRUN_ACT8 = 8, TRIRUN_ACT16 = 16 };
 
 /* ---- libtrirun_cpu.so ---------------------------------------------------------------------------------- */
@@ -64,11 +64,11 @@ int trirun_cpu_set_isa(const char* name);
 /* Activations quantized once and read by every linear on them. Rows are independent of each other: a row has the
  * same limbs alone and in a batch. A row that holds a NaN or an infinity has a NaN scale and makes NaN outputs. */
 typedef struct {
-  int8_t* limbs;     /* [m][act_bits/8][k]: every 32 columns in tile64's order (t, c, b); 16 bits: row high, row low */
-  float* scales;     /* act_bits 8: [m], 16: [m][k/128]; x = scale * limb, or scale * (256 high + low) */
-  int32_t* sums;     /* [m][k/32]: the sum of the 32 limbs (256 high + low) of each block, for the zero point */
+  int8_t* limbs; /* [m][act_bits/8][k]: every 32 columns in tile64's order (t, c, b); 16 bits: row high, row low */
+  float* scales; /* act_bits 8: [m], 16: [m][k/128]; x = scale * limb, or scale * (256 high + low) */
+  int32_t* sums; /* [m][k/32]: the sum of the 32 limbs (256 high + low) of each block, for the zero point */
   int64_t m;
-  int64_t k;         /* padded to a multiple of 128, as the weight's; the padding is zero */
+  int64_t k; /* padded to a multiple of 128, as the weight's; the padding is zero */
   int32_t act_bits;
 } trirun_act;
 
@@ -111,42 +111,42 @@ enum { TRIRUN_HEAD_INT8 = 16 };
 typedef struct {
   trirun_int2 weight;
   const float* bias; /* [n] or NULL */
-  int64_t n;         /* true sizes, at most the weight's padded ones */
+  int64_t n; /* true sizes, at most the weight's padded ones */
   int64_t k;
 } trirun_linear;
 
 typedef struct {
   trirun_linear q, k, v, o, gate, up, down;
   const float* attention_norm; /* [hidden] */
-  const float* mlp_norm;       /* [hidden] */
-  const float* q_norm;         /* [head_dim], every head by itself before the rotation, or NULL (Qwen3) */
+  const float* mlp_norm; /* [hidden] */
+  const float* q_norm; /* [head_dim], every head by itself before the rotation, or NULL (Qwen3) */
   const float* k_norm;
   const float* attention_sub_norm; /* [heads * head_dim] before o, or NULL (BitNet) */
-  const float* mlp_sub_norm;       /* [ffn] before down, or NULL (BitNet) */
+  const float* mlp_sub_norm; /* [ffn] before down, or NULL (BitNet) */
 } trirun_layer;
 
 typedef struct {
   int64_t layers, hidden, ffn, heads, kv_heads, head_dim, vocab;
-  int64_t slots;       /* sequences the cache holds */
-  int64_t context;     /* positions of a slot, as trirun_cpu_decoder_context rounds them */
+  int64_t slots; /* sequences the cache holds */
+  int64_t context; /* positions of a slot, as trirun_cpu_decoder_context rounds them */
   int64_t rotary_half; /* pairs that rotate, head_dim / 2 unless rotation is partial */
   float norm_eps;
   float attention_scale;
   int32_t activation; /* TRIRUN_SILU or TRIRUN_RELU2 */
-  int32_t act_bits;   /* of every linear but the head */
-  int32_t kv_dtype;   /* TRIRUN_F16 or TRIRUN_F32 */
+  int32_t act_bits; /* of every linear but the head */
+  int32_t kv_dtype; /* TRIRUN_F16 or TRIRUN_F32 */
   int32_t embedding_dtype;
   const void* embedding; /* [vocab][hidden] */
   int32_t head_dtype;
   int32_t reserved;
-  const void* head;      /* [vocab][hidden]; the embedding where they are tied. TRIRUN_HEAD_INT8: bytes
+  const void* head; /* [vocab][hidden]; the embedding where they are tied. TRIRUN_HEAD_INT8: bytes
                             [vocab][trirun_cpu_head_stride(hidden)], weight = scale * (byte - 128) */
   const float* head_scales; /* [vocab] for TRIRUN_HEAD_INT8 */
   const trirun_layer* layer;
   const float* final_norm;
-  const float* cosines;  /* [context][rotary_half], any attention factor included */
+  const float* cosines; /* [context][rotary_half], any attention factor included */
   const float* sines;
-  void* keys;            /* trirun_cpu_decoder_cache_bytes each, of any content: [layers][slots][kv_heads][context] */
+  void* keys; /* trirun_cpu_decoder_cache_bytes each, of any content: [layers][slots][kv_heads][context] */
   void* values;
 } trirun_decoder;
 
@@ -181,11 +181,11 @@ int trirun_cpu_decoder_step(const trirun_decoder* d, const trirun_segment* segme
  * distribution over ascending ids at number `index` of a stream of SplitMix64. */
 typedef struct {
   double temperature; /* 0: not at all, the largest logit wins */
-  double top_p;       /* above 0; 1: all */
-  double min_p;       /* 0: all */
-  int64_t top_k;      /* 0: all; ties with the last one stay */
+  double top_p; /* above 0; 1: all */
+  double min_p; /* 0: all */
+  int64_t top_k; /* 0: all; ties with the last one stay */
   uint64_t stream;
-  uint64_t index;     /* of the first token that is drawn; raised by one for each that follows */
+  uint64_t index; /* of the first token that is drawn; raised by one for each that follows */
 } trirun_draw;
 
 /* Draws a token from logits[vocab]; -1 where none is a number. temperature above 0. */
@@ -215,57 +215,59 @@ int trirun_cuda_abi_version(void);
 /* Text for any return code of this library, cudaError_t included. */
 const char* trirun_cuda_error(int code);
 
-/* Kernel families of the CUDA library. */
+/* Kernels of packed products. */
 enum {
-  TRIRUN_KERNEL_STREAM = 1,        /* decode, mma.sync u8.s8, k split over the CTAs of a cluster: sm_90 and newer */
-  TRIRUN_KERNEL_STREAM_SM80 = 2,   /* the same kernel, k split through the workspace: sm_80 and newer */
-  TRIRUN_KERNEL_COLUMNS = 3,       /* decode of many rows, wgmma u8.s8 with the weights in registers: sm_90a */
-  TRIRUN_KERNEL_PREFILL_WGMMA = 4, /* prefill, wgmma fp16/bf16 with the weights in registers: sm_90a */
-  TRIRUN_KERNEL_PREFILL_SM80 = 5,  /* prefill, mma.sync fp16/bf16: sm_80 and newer */
-  TRIRUN_KERNEL_PREFILL_W2A8 = 6,  /* prefill on 8-bit activations, wgmma u8.s8: sm_90a */
-  TRIRUN_KERNEL_DEQUANTIZE = 7,    /* writes the dense weight [n][k] to y in its dtype; x is not read */
-  TRIRUN_KERNEL_RUNS = 8           /* decode of many rows with one scale per output channel: sm_90a */
+  TRIRUN_KERNEL_STREAM = 1, /* few rows: mma.sync u8.s8, k split over the CTAs of a cluster: sm_90 and newer */
+  TRIRUN_KERNEL_STREAM_SM80 = 2, /* the same kernel, k split through the workspace: sm_80 and newer */
+  TRIRUN_KERNEL_GROUPS = 3, /* 9 to 64 rows, any group size: wgmma u8.s8, the weights in registers: sm_90a */
+  TRIRUN_KERNEL_PREFILL_WGMMA = 4, /* many rows: wgmma fp16/bf16 with the weights in registers: sm_90a */
+  TRIRUN_KERNEL_PREFILL_SM80 = 5, /* many rows: mma.sync fp16/bf16: sm_80 and newer */
+  TRIRUN_KERNEL_PREFILL_W2A8 = 6, /* many rows, 8-bit activations: wgmma u8.s8: sm_90a */
+  TRIRUN_KERNEL_DEQUANTIZE = 7, /* writes the dense weight [n][k] to y in its dtype; x is not read */
+  TRIRUN_KERNEL_SPANS = 8 /* 9 to 64 rows, one scale of w per output channel or 128 k, sums over spans of k:
+                                      sm_90a */
 };
 
-/* How a product is computed: the kernel and its tile, chosen by trirun_kernels/plan/select.py. A field that a family
+/* How a product is computed: the kernel and its tile, chosen by trirun_kernels/plan/select.py. A field that a kernel
  * does not use is 0. Every value is checked; one without a compiled instance returns TRIRUN_UNSUPPORTED. */
 typedef struct {
-  int32_t kernel;       /* TRIRUN_KERNEL_... */
-  int32_t tile_m;       /* rows of x of one CTA (prefill), or tensor-core columns that hold them (runs: 16, 32 or 64;
+  int32_t kernel; /* TRIRUN_KERNEL_... */
+  int32_t tile_m; /* rows of x of one CTA (prefill), or tensor-core columns that hold them (spans: 16, 32 or 64;
                            0: 32 rows) */
-  int32_t tile_n;       /* out_features of one CTA (runs: 192, or 0 for 256) */
-  int32_t warps;        /* of one CTA */
-  int32_t warp_split;   /* warps of a CTA that share a strip along k */
-  int32_t cta_split;    /* CTAs that share a strip along k: a cluster on sm_90, through the workspace elsewhere;
-                           runs: 2 for clusters of two CTAs of a tile */
-  int32_t stages;       /* of the shared-memory ring */
-  int32_t ctas;         /* grid of a persistent kernel; 0: one CTA per tile. Of the columns kernel (at least 1) and,
-                           where it is not 0, of the Hopper prefill kernels: equal shares of all tiles' k */
-  int32_t fused;        /* 1: the kernel quantizes x itself; 0: a kernel of its own does before */
-  int32_t early;        /* columns, runs: stages of weights asked for before x is there; 0: as many as the ring has */
-  int32_t x_first;      /* of x, asked for before the other weights; at most `early` */
+  int32_t tile_n; /* out_features of one CTA (spans: 192, or 0 for 256) */
+  int32_t warps; /* of one CTA */
+  int32_t warp_split; /* split-k: warps of a CTA that share an n tile */
+  int32_t cta_split; /* split-k: CTAs that share an n tile: a cluster on sm_90, through the workspace elsewhere;
+                           spans: 2 for clusters of two CTAs of a tile */
+  int32_t stages; /* of the shared-memory ring */
+  int32_t ctas; /* grid of a persistent kernel; 0: one CTA per tile. Of the groups and spans kernels (at least
+                           1) and, where it is not 0, of the Hopper prefill kernels: stream-k, the k tiles of all tiles
+                           divided equally among so many */
+  int32_t fused; /* 1: the kernel quantizes x itself; 0: a kernel of its own does before */
+  int32_t early; /* groups, spans: stages of weights asked for before x is there; 0: as many as the ring has */
+  int32_t x_first; /* of x, asked for before the other weights; at most `early` */
 } trirun_cuda_plan;
 
 /* Numbers that callers need too, for sizes and for the choice of plans. */
 typedef struct {
-  int32_t n_tile;        /* out_features of a tile of the layout; n is padded to a multiple */
-  int32_t k_tile;        /* k of a pipeline stage of the decode kernels, and of one scale of x */
-  int32_t k_pad;         /* what k is padded to a multiple of */
-  int32_t decode_rows;   /* rows of x of one product on quantized activations, at most */
-  int32_t exact_sum_k;   /* k over which one CTA can add up 8-bit activations in int32 */
+  int32_t n_tile; /* out_features of a tile of the layout; n is padded to a multiple */
+  int32_t k_tile; /* k of a pipeline stage of the decode kernels, and of one scale of x */
+  int32_t k_pad; /* what k is padded to a multiple of */
+  int32_t decode_rows; /* rows of x of one product on quantized activations, at most */
+  int32_t exact_sum_k; /* k over which one CTA can add up 8-bit activations in int32 */
   int32_t counter_bytes; /* at the start of a workspace, kept zero */
-  int32_t span_k_tiles;  /* of TRIRUN_KERNEL_RUNS: k tiles that share a scale of x */
-  int32_t tile_rows;     /* of TRIRUN_KERNEL_COLUMNS and _RUNS: out_features of one CTA */
-  int32_t low_tile_rows; /* of TRIRUN_KERNEL_RUNS, the lower tile */
-  int32_t w2a8_max_k;    /* k of TRIRUN_KERNEL_PREFILL_W2A8, at most */
+  int32_t span_k_tiles; /* of TRIRUN_KERNEL_SPANS: k tiles that share a scale of x */
+  int32_t tile_rows; /* of TRIRUN_KERNEL_GROUPS and _SPANS: out_features of one CTA */
+  int32_t low_tile_rows; /* of TRIRUN_KERNEL_SPANS, the lower tile */
+  int32_t w2a8_max_k; /* k of TRIRUN_KERNEL_PREFILL_W2A8, at most */
 } trirun_cuda_limits;
 
 void trirun_cuda_get_limits(trirun_cuda_limits* limits);
 
 /* Dynamic shared memory in bytes of one CTA under a plan, as the launch asks for it, or -1: no kernel runs the plan (no
  * instance, sizes that it does not divide, or more than the 227 KiB of the devices with the most; what a smaller device
- * allows is for the caller to compare). Needs no device. n, k: padded sizes. has_zeros: one zero point per group, or (for
- * prefill) one for all that is not a multiple of 1/4. quantized: x comes from trirun_cuda_quantize. A fused plan is
+ * allows is for the caller to compare). Needs no device. n, k: padded sizes. has_zeros: one zero point per group, or
+ * (for prefill) one for all that is not a multiple of 1/4. quantized: x comes from trirun_cuda_quantize. A fused plan is
  * taken to be given x that its kernel can read. arch: compute capability, 10 * major + minor. */
 int64_t trirun_cuda_plan_shared_bytes(int64_t n, int64_t k, int64_t m, int32_t group_size, int32_t has_zeros,
                                       int32_t act_bits, int32_t dtype, int32_t quantized, int32_t arch,
@@ -283,17 +285,16 @@ size_t trirun_cuda_int2_workspace(const trirun_int2* w, int64_t m, int dtype, in
                                   const trirun_cuda_plan* plan);
 
 /* As trirun_cpu_int2_gemm, on the current device and the given cudaStream_t. Nothing is allocated; the workspace
- * (256-byte aligned; its first 64 KiB zero before the first product that counts arrivals there, a split of
- * TRIRUN_KERNEL_STREAM_SM80 or TRIRUN_KERNEL_COLUMNS or _RUNS on quantized activations, and kept zero by all) belongs
- * to the stream.
+ * (256-byte aligned; its first 64 KiB zero before the first product that counts arrivals there, see
+ * trirun_cuda_plan_needs_zeros, and kept zero by all) belongs to the stream.
  * The kernels read words, scales, zeros and bias before the stream's previous kernel has ended (programmatic
  * dependent launch): these must not be written by that very kernel. x and the workspace may be. */
 int trirun_cuda_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m, int64_t ldx,
                           const void* bias, void* y, int64_t ldy, int act_bits, const trirun_cuda_plan* plan,
                           void* workspace, size_t workspace_bytes, void* stream);
 
-/* The two halves of a decode product, for an engine that quantizes x once for several weights: bytes of the quantized
- * form of m rows (layout: csrc/cuda/common/quantize.cu), the quantization, and the product on it. */
+/* The two halves of a product of few rows, for an engine that quantizes x once for several weights: bytes of the
+ * quantized form of m rows (layout: csrc/cuda/common/activations.cuh), the quantization, and the product on it. */
 size_t trirun_cuda_activation_bytes(int64_t m, int64_t k_pad, int act_bits);
 int trirun_cuda_quantize(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, int64_t k_pad, int act_bits,
                          void* activations, size_t activation_bytes, void* stream);
@@ -310,8 +311,8 @@ int trirun_cuda_read_probe(const void* data, size_t bytes, void* sink, void* str
 
 /* Kernels of trirun_cuda_f16acc_gemm. */
 enum {
-  TRIRUN_F16ACC_MMA = 1,   /* mma.sync with fp16 sums, tiles of 128 x 128: sm_80 and newer */
-  TRIRUN_F16ACC_WGMMA = 2  /* wgmma with fp16 sums, tiles of 128 x 128 and 128 x 256; y and bias on 16
+  TRIRUN_F16ACC_MMA = 1, /* mma.sync with fp16 sums, tiles of 128 x 128: sm_80 and newer */
+  TRIRUN_F16ACC_WGMMA = 2 /* wgmma with fp16 sums, tiles of 128 x 128 and 128 x 256; y and bias on 16
                               bytes, ldy a multiple of 8, and a row's last 16 bytes are written whole: sm_90a */
 };
 
@@ -321,8 +322,8 @@ enum { TRIRUN_F16ACC_A = 1, TRIRUN_F16ACC_B = 2 };
 typedef struct {
   int32_t kernel; /* TRIRUN_F16ACC_... */
   int32_t tile_n; /* columns of y of one CTA */
-  int32_t chunk;  /* columns of k summed in fp16, a multiple of 64; sums of chunks are added in fp32 */
-  int32_t parts;  /* CTAs that share a tile along k and add up through the workspace */
+  int32_t chunk; /* columns of k summed in fp16, a multiple of 64; sums of chunks are added in fp32 */
+  int32_t parts; /* CTAs that share a tile along k and add up through the workspace */
   int32_t along_rows; /* TRIRUN_F16ACC_A, _B: the operand lies in memory as [k][m] or [k][n]; WGMMA: neither, B, both */
 } trirun_f16acc_plan;
 
@@ -336,7 +337,7 @@ int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t l
                             int64_t ldy, int64_t m, int64_t n, int64_t k, const trirun_f16acc_plan* plan,
                             void* workspace, size_t workspace_bytes, void* stream);
 
-/* ---- libtrirun_cuda.so: the lean decoder ----------------------------------------------------------------- */
+/* ---- libtrirun_cuda.so: the native decoder ----------------------------------------------------------------- */
 
 /* What lies between the matrix products of a decoder step, on the current device and the given cudaStream_t: nothing is
  * allocated, everything can be captured in a graph. dtype is F16 or BF16, that of x, y, keys and values; the residual
@@ -382,7 +383,7 @@ typedef struct {
   const void* v;
   void* y; /* [m][ld_y]: heads * head_dim; or NULL */
   void* activations; /* instead: y quantized to 16 bits, as trirun_cuda_quantize does; of decoding alone, where
-                               the heads of a key head (eight of them, if more) fill units of 128 columns */
+                               the heads of a key head (eight of them, if more) fill k tiles of 128 columns */
   size_t activation_bytes;
   void* keys;
   void* values;
@@ -468,6 +469,8 @@ typedef struct {
 } trirun_sample;
 
 int trirun_cuda_sample(const trirun_sample* sample, void* stream);
+
+#pragma GCC visibility pop
 
 #ifdef __cplusplus
 }

@@ -1,14 +1,16 @@
-// What the CUDA kernels of this folder share on the host side: one description of a product, one launch function per
-// kernel family. api.cu fills a Problem from the C interface, checks it, and dispatches on plan.kernel.
+// What stands between the C interface (api.cu) and the kernels of packed products: one description of a product, and
+// one table of functions per kernel family, which api.cu chooses by plan.kernel.
 #pragma once
 
 #include "cuda/common/launch.cuh"
 
 namespace trirun {
 
-constexpr int COUNTERS = 16384;
-constexpr int DECODE_ROWS = 64;  // of x, at most, in one product on quantized activations
-constexpr int MAX_SHARED = 227 * 1024;  // bytes that one CTA may have on the devices with the most
+constexpr int N_TILE = 64;             // out_features whose words, scales and zeros lie together (tile64)
+constexpr int WORD_TILE_BYTES = 2048;  // of the words of one n tile by one k tile (K_TILE, activations.cuh)
+constexpr int DECODE_ROWS = 64;        // rows of x of one product on quantized activations, at most
+constexpr int COUNTERS = 16384;  // at the start of a workspace: zeros, kept zero by every kernel that counts there
+constexpr int MAX_SHARED = 227 * 1024;  // bytes of shared memory of one CTA on the devices with the most
 
 // One product y[m][n] = x[m][k] . w^T + bias on the current device. Padded sizes are those of the stored weight.
 struct Problem {
@@ -22,39 +24,39 @@ struct Problem {
   int dtype;               // TRIRUN_F32, _F16, _BF16
   int act_bits;            // TRIRUN_ACT8 or _ACT16
   trirun_cuda_plan plan;   // which kernel, with which tile
-  const void* activations; // x quantized by trirun_cuda_quantize, or null
-  unsigned* counters;      // COUNTERS zeros at the start of the workspace, left zero by every kernel that uses them
+  const void* activations;  // x quantized by trirun_cuda_quantize, or null
+  unsigned* counters;  // [COUNTERS]
   void* workspace;         // what follows them
   size_t workspace_bytes;
   cudaStream_t stream;
   int device;
-  int arch;                // compute capability, 10 * major + minor
-  int sms;                 // multiprocessors
+  int arch;   // compute capability, 10 * major + minor
+  int sms;    // multiprocessors
 };
 
-// Each family answers three questions: how much shared memory (bytes, dynamic) one CTA takes under the plan, or -1 where
-// no kernel of this library runs it; how much workspace (bytes) this problem needs; and the launch. The first two look at
-// sizes, and of pointers only whether they are null. A launch returns TRIRUN_OK, a negative TRIRUN_ code, or a cudaError_t. It must refuse (TRIRUN_UNSUPPORTED) an
-// architecture for which its body was not compiled, and a plan it has no instance for.
-int64_t shared_bytes_stream(const Problem& p);
-size_t workspace_stream(const Problem& p);
-int launch_stream(const Problem& p);  // gemm_decode/stream.cu: mma.sync; TRIRUN_KERNEL_STREAM and _STREAM_SM80
+// shared_bytes: dynamic shared memory of one CTA under the plan, or -1 where no kernel runs it. workspace_bytes: device
+// memory behind the counters. Both look at sizes, and of pointers only whether they are null. launch: TRIRUN_OK, a
+// negative TRIRUN_ code or a cudaError_t; it must refuse (TRIRUN_UNSUPPORTED) a plan without an instance, and an
+// architecture for which its code was not compiled.
+struct KernelFamily {
+  int64_t (*shared_bytes)(const Problem& p);
+  size_t (*workspace_bytes)(const Problem& p);
+  int (*launch)(const Problem& p);
+};
 
-int64_t shared_bytes_columns(const Problem& p);
-size_t workspace_columns(const Problem& p);
-int launch_columns(const Problem& p);  // gemm_decode/groups.cu: wgmma u8.s8, A in registers (sm_90a)
+namespace gemm_decode {
+extern const KernelFamily stream;  // mma.sync: TRIRUN_KERNEL_STREAM and _STREAM_SM80
+extern const KernelFamily groups;  // wgmma u8.s8: TRIRUN_KERNEL_GROUPS (sm_90a)
+extern const KernelFamily spans;  // wgmma u8.s8, sums over several k tiles: TRIRUN_KERNEL_SPANS (sm_90a)
+}  // namespace gemm_decode
 
-int64_t shared_bytes_runs(const Problem& p);
-size_t workspace_runs(const Problem& p);
-int launch_runs(const Problem& p);  // gemm_decode/spans.cu: the same with sums over several units of k
+namespace gemm_prefill {
+extern const KernelFamily prefill;  // TRIRUN_KERNEL_PREFILL_WGMMA, _SM80, _W2A8, and TRIRUN_KERNEL_DEQUANTIZE
+}  // namespace gemm_prefill
 
-int64_t shared_bytes_prefill(const Problem& p);
-size_t workspace_prefill(const Problem& p);
-int launch_prefill(const Problem& p);  // prefill*.cu: every plan.kernel from TRIRUN_KERNEL_PREFILL_WGMMA on
-
-// The quantized form of m rows of x (see activations.cuh for the layout): its bytes, and the kernel that writes it, and
-// zeros to `count` counters for the kernel behind it. With two digits, `run` (1 or RUN) units have one scale.
+// The quantized form of m rows of x (layout: activations.cuh): its bytes, and the kernel that writes it, and zeros to
+// `count` counters for the kernel behind it. 16 bits: `span` k tiles (1 or SPAN_K_TILES) have one scale.
 size_t activation_bytes(int64_t m, int64_t k_pad, int act_bits);
-int launch_quantize(const Problem& p, void* activations, int run = 1, unsigned* counters = nullptr, int count = 0);
+int launch_quantize(const Problem& p, void* activations, int span = 1, unsigned* counters = nullptr, int count = 0);
 
 }  // namespace trirun

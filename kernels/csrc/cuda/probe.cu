@@ -1,14 +1,13 @@
 // A kernel that only reads: the floor under every kernel that must read the same bytes.
-#include <cuda_runtime.h>
-
 #include "cuda/common/launch.cuh"
+#include "cuda/common/ptx.cuh"
 
 namespace trirun {
 namespace {
 
 constexpr int kThreads = 256, kLoads = 8;
 
-// Every thread keeps eight 16-byte loads in flight; CTAs take turns at spans of 32 KiB. The result cannot be known
+// Every thread keeps eight 16-byte loads in flight; CTAs take turns at pieces of 32 KiB. The result cannot be known
 // without reading everything, which keeps the compiler from leaving a load out.
 __global__ void __launch_bounds__(kThreads) read_probe(const uint4* __restrict__ data, size_t count, uint32_t* sink) {
   uint32_t sum = 0;
@@ -19,10 +18,7 @@ __global__ void __launch_bounds__(kThreads) read_probe(const uint4* __restrict__
     for (int i = 0; i < kLoads; ++i) {
       const size_t at = first + i * kThreads + threadIdx.x;
       v[i] = make_uint4(0, 0, 0, 0);
-      if (at < count)
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v[i].x), "=r"(v[i].y), "=r"(v[i].z), "=r"(v[i].w)
-                     : "l"(data + at));
+      if (at < count) v[i] = load_global4_once(data + at);
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) sum += v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
@@ -34,8 +30,7 @@ __global__ void __launch_bounds__(kThreads) read_probe(const uint4* __restrict__
 }  // namespace
 }  // namespace trirun
 
-extern "C" __attribute__((visibility("default"))) int trirun_cuda_read_probe(const void* data, size_t bytes, void* sink,
-                                                                             void* stream) {
+extern "C" int trirun_cuda_read_probe(const void* data, size_t bytes, void* sink, void* stream) {
   if (data == nullptr || sink == nullptr || reinterpret_cast<uintptr_t>(data) % 16 || bytes % 16)
     return TRIRUN_BAD_POINTER;
   trirun::DeviceFacts device;

@@ -1,10 +1,11 @@
-// Activations as the decode kernels read them: s8 digits in tensor-core order, a scale and sums per 128 columns.
+// Quantized activations as the decode kernels read them: int8 limbs in tensor-core order, a scale and sums per 128
+// columns.
 //
-//   x[token][k] ~ scale * (256 * hi + lo)      act_bits 16: two digits, scale = amax of the row's 128 k / 32639
-//   x[token][k] ~ scale * digit                act_bits 8: one digit, scale = amax of the row / 127
+//   x[token][k] ~ scale * (256 * high + low)   act_bits 16: two limbs, scale = amax of the row's 128 k / 32639
+//   x[token][k] ~ scale * limb                 act_bits 8: one limb, scale = amax of the row / 127
 //
-// One buffer, three parts, tokens padded to `tokens` (zeros beyond m), columns = tokens * digits:
-//   digits  int8   [k/32][c 2][columns][16]    column = token * digits + digit (hi first). The 16 bytes of half c hold
+// One buffer, three parts, tokens padded to `tokens` (zeros beyond m), columns = tokens * limbs:
+//   limbs   int8   [k/32][c 2][columns][16]    column = token * limbs + limb (high first). The 16 bytes of half c hold
 //                                              k % 16 = {0,1,8,9, 2,3,10,11, 4,5,12,13, 6,7,14,15}: tile64's order, so
 //                                              lane (r, t) of mma finds its B register at column r, bytes 4t..4t+3; and
 //                                              8 columns are one 128-byte core matrix of wgmma.
@@ -12,16 +13,17 @@
 //   sums    float4 [k/128][tokens]             scale * (sum of each 32 integers): zero points of groups of 32 and 64
 #pragma once
 
+#include "elements.cuh"
 #include "ptx.cuh"
 
 namespace trirun {
 
-constexpr float ACT16_MAX = 32639.f;  // 127 * 256 + 127: the largest integer whose two balanced digits are both s8
-constexpr int UNIT = 128;  // k of one activation group, and of one stage of every decode kernel
-// k whose int32 sum of products of a code, shifted by up to six bits, and one digit cannot overflow: 2^31 / (3 * 64 *
-// 128), rounded down to whole units.
+constexpr float ACT16_MAX = 32639.f;  // 127 * 256 + 127: the largest integer whose two balanced limbs are both s8
+constexpr int K_TILE = 128;  // k of one scale of x, and of one stage of every decode kernel
+// k whose int32 sum of products of a code, shifted by up to six bits, and one limb cannot overflow: 2^31 / (3 * 64 *
+// 128), rounded down to whole k tiles.
 constexpr int64_t EXACT_SUM_K = 87296;
-constexpr int RUN = 4;  // units that may be given one scale, so that int32 sums run on over them
+constexpr int SPAN_K_TILES = 4;  // k tiles of a span, which may have one scale, so that int32 sums run on over them
 
 __host__ __device__ inline int padded_tokens(int64_t m) {
   if (m > 16) return static_cast<int>((m + 15) / 16 * 16);
@@ -31,21 +33,21 @@ __host__ __device__ inline int padded_tokens(int64_t m) {
 }
 
 struct ActivationLayout {
-  int tokens, digits, columns;
-  int64_t units, scales_offset, sums_offset, bytes;  // offsets from the start of the buffer
+  int tokens, limbs, columns;
+  int64_t k_tiles, scales_offset, sums_offset, bytes;  // offsets from the start of the buffer
 
   __host__ __device__ ActivationLayout(int64_t m, int64_t k_pad, int act_bits)
-      : tokens(padded_tokens(m)), digits(act_bits == TRIRUN_ACT16 ? 2 : 1), columns(tokens * digits),
-        units(k_pad / UNIT) {
+      : tokens(padded_tokens(m)), limbs(act_bits == TRIRUN_ACT16 ? 2 : 1), columns(tokens * limbs),
+        k_tiles(k_pad / K_TILE) {
     scales_offset = k_pad * columns;
-    sums_offset = scales_offset + units * tokens * 8;
-    bytes = sums_offset + units * tokens * 16;
+    sums_offset = scales_offset + k_tiles * tokens * 8;
+    bytes = sums_offset + k_tiles * tokens * 16;
   }
 };
 
 // What one warp makes of 128 consecutive values of one row; lane 8*kb + 4*c + t holds the four values of (kb, c, t).
-struct QuantizedUnit {
-  uint32_t digit[2];  // four bytes each: hi and lo, or the one digit and nothing
+struct QuantizedKTile {
+  uint32_t limb[2];  // four bytes each: high and low, or the one limb and nothing
   float scale;
   int sum;  // of this lane's four integers
 
@@ -61,7 +63,7 @@ struct QuantizedUnit {
 };
 
 // The four values of a lane: x[k0 + 32*kb + 16*c + {2t, 2t+1, 2t+8, 2t+9}], zero from column k on.
-__device__ __forceinline__ float4 load_unit(const void* row, int64_t k0, int64_t k, int dtype, bool paired) {
+__device__ __forceinline__ float4 load_k_tile(const void* row, int64_t k0, int64_t k, int dtype, bool paired) {
   const int lane = threadIdx.x % 32;
   const int64_t i = k0 + (lane >> 3) * 32 + (lane >> 2 & 1) * 16 + (lane & 3) * 2;
   if (paired && i + 9 < k) {
@@ -74,7 +76,7 @@ __device__ __forceinline__ float4 load_unit(const void* row, int64_t k0, int64_t
 }
 
 // The same four values of a 16-bit row as two words, k even and the row 4-byte aligned. at: the lane's first column.
-__device__ __forceinline__ uint2 load_unit_paired16(const uint16_t* lane_row, int at, int k) {
+__device__ __forceinline__ uint2 load_k_tile_paired16(const uint16_t* lane_row, int at, int k) {
   uint2 v = make_uint2(0, 0);
   if (at < k) v.x = __ldcg(reinterpret_cast<const unsigned*>(lane_row));
   if (at + 8 < k) v.y = __ldcg(reinterpret_cast<const unsigned*>(lane_row + 8));
@@ -118,25 +120,25 @@ __device__ __forceinline__ uint32_t low_bytes(uint32_t q0, uint32_t q1, uint32_t
   return __byte_perm(__byte_perm(q0, q1, 0x0040), __byte_perm(q2, q3, 0x0040), 0x5410);
 }
 
-// amax_bits: of the largest magnitude that shares the scale, this unit's or a run's.
-__device__ __forceinline__ QuantizedUnit quantize_unit16(float4 v, uint32_t amax_bits) {
+// amax_bits: of the largest magnitude that shares the scale, this k tile's or a span's.
+__device__ __forceinline__ QuantizedKTile quantize_k_tile16(float4 v, uint32_t amax_bits) {
   const float amax = __uint_as_float(amax_bits);
   // Below 1e-30 the inverse would overflow; such a group is zero beside anything else a layer computes.
   const bool vanishes = amax < 1e-30f;
   const float inverse = vanishes ? 0.f : __fdividef(ACT16_MAX, amax);
-  // The low digit is byte 0 of the integer q, the high digit byte 1 of q + 128.
+  // The low limb is byte 0 of the integer q, the high limb byte 1 of q + 128.
   const uint32_t q0 = __float_as_uint(fmaf(v.x, inverse, ROUNDER)), q1 = __float_as_uint(fmaf(v.y, inverse, ROUNDER));
   const uint32_t q2 = __float_as_uint(fmaf(v.z, inverse, ROUNDER)), q3 = __float_as_uint(fmaf(v.w, inverse, ROUNDER));
-  QuantizedUnit q;
-  q.digit[0] = __byte_perm(__byte_perm(q0 + 128, q1 + 128, 0x0051), __byte_perm(q2 + 128, q3 + 128, 0x0051), 0x5410);
-  q.digit[1] = low_bytes(q0, q1, q2, q3);
+  QuantizedKTile q;
+  q.limb[0] = __byte_perm(__byte_perm(q0 + 128, q1 + 128, 0x0051), __byte_perm(q2 + 128, q3 + 128, 0x0051), 0x5410);
+  q.limb[1] = low_bytes(q0, q1, q2, q3);
   q.scale = vanishes ? 0.f : amax * (1.f / ACT16_MAX);
   q.sum = static_cast<int>(q0 + q1 + q2 + q3 - 4 * 0x4b400000u);
   return q;
 }
 
-__device__ __forceinline__ QuantizedUnit quantize_unit16(float4 v) {
-  return quantize_unit16(v, __reduce_max_sync(~0u, magnitude_bits(v)));
+__device__ __forceinline__ QuantizedKTile quantize_k_tile16(float4 v) {
+  return quantize_k_tile16(v, __reduce_max_sync(~0u, magnitude_bits(v)));
 }
 
 // BitNet b1.58's rule: round(x / scale) half to even, scale = max(amax, 1e-5) / 127 over the whole row. A row that
@@ -159,7 +161,7 @@ __device__ __forceinline__ uint32_t act8_codes(float4 v, float scale, float reci
   return low_bytes(bits(v.x), bits(v.y), bits(v.z), bits(v.w));
 }
 
-__device__ __forceinline__ QuantizedUnit quantize_unit8(float4 v, float scale) {
+__device__ __forceinline__ QuantizedKTile quantize_k_tile8(float4 v, float scale) {
   const uint32_t codes = act8_codes(v, scale, 1.f / scale);
   return {{codes, 0}, scale, __dp4a(static_cast<int>(codes), 0x01010101, 0)};
 }

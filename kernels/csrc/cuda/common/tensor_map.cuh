@@ -48,8 +48,8 @@ inline int encode(CUtensorMap* map, const void* data, const Box& b) {
   return result == CUDA_SUCCESS ? TRIRUN_OK : TRIRUN_BAD_POINTER;
 }
 
-// `strips` strips by `blocks` blocks of 32 columns of tile64 words a copy; strips beyond the last arrive as zeros.
-inline int encode_words(CUtensorMap* map, const trirun_int2& w, uint32_t blocks, uint32_t strips = 4) {
+// `n_tiles` n tiles by `blocks` blocks of 32 columns of tile64 words a copy; n tiles beyond the last arrive as zeros.
+inline int encode_words(CUtensorMap* map, const trirun_int2& w, uint32_t blocks, uint32_t n_tiles = 4) {
   const cuuint64_t n = w.n, k = w.k;
   return encode(map, w.words,
                 {CU_TENSOR_MAP_DATA_TYPE_UINT32,
@@ -57,7 +57,7 @@ inline int encode_words(CUtensorMap* map, const trirun_int2& w, uint32_t blocks,
                  3,
                  {128, k / 32, n / 64},
                  {512, k / 32 * 512},
-                 {128, blocks, strips}});
+                 {128, blocks, n_tiles}});
 }
 
 }  // namespace trirun

@@ -2,7 +2,7 @@
 // attention of sequences of different lengths takes.
 #include "int8.cuh"
 
-namespace trirun {
+namespace trirun::decoder {
 namespace {
 
 constexpr int WARPS = 8;
@@ -172,12 +172,11 @@ __global__ void __launch_bounds__(WARPS * 32) gather(const __grid_constant__ tri
 }
 
 }  // namespace
-}  // namespace trirun
+}  // namespace trirun::decoder
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* rotated_keys, void* stream) {
+extern "C" int trirun_cuda_attention_append(const trirun_attention* t, void* rotated_keys, void* stream) {
   using namespace trirun;
+  using namespace trirun::decoder;
   if (const int code = check_attention(t)) return code;
   if (t->m == 0) return TRIRUN_OK;
   if (t->y == nullptr || !aligned_to(rotated_keys, 16)) return TRIRUN_BAD_POINTER;
@@ -191,8 +190,9 @@ EXPORT int trirun_cuda_attention_append(const trirun_attention* t, void* rotated
   return launch_dependent(kernel, args, dim3(static_cast<unsigned>(t->m)), WARPS * 32, 0, stream);
 }
 
-EXPORT int trirun_cuda_attention_gather(const trirun_gather* g, void* stream) {
+extern "C" int trirun_cuda_attention_gather(const trirun_gather* g, void* stream) {
   using namespace trirun;
+  using namespace trirun::decoder;
   if (g == nullptr) return TRIRUN_BAD_POINTER;
   if (g->count < 0 || g->count > 65535 || g->longest < 0 || g->longest > g->ld_blocks * PAGE || g->kv_heads <= 0 ||
       g->kv_heads > 32767 || g->head_dim <= 0 || g->head_dim % 8 || g->head_dim > MAX_HEAD_DIM)

@@ -1,11 +1,12 @@
-// What the two kernels of decode attention share, on a cache of 16-bit and of 8-bit elements: a CTA's share of the
-// work, and how the parts of a row are put together.
+// What the two kernels of decode attention share, on a cache of 16-bit and of 8-bit elements: which keys a
+// CTA attends to, and how the parts of a row are put together.
 #pragma once
 
 #include "limbs.cuh"
 #include "heads.cuh"
+#include "cuda/common/hopper.cuh"
 
-namespace trirun {
+namespace trirun::decoder {
 
 constexpr int ATTEND_WARPS = 4;
 constexpr int MAX_GROUP = 8;  // query heads of one CTA
@@ -20,27 +21,26 @@ struct AttentionArgs {
   int room;            // query heads that a warp leaves parts of, at most MAX_GROUP
   int teams;           // of warps in a CTA, with a key head each; more than one only where chunks are 1
   bool clustered;      // the splits of a row are a cluster
-  DigitRows quantized; // of y, if it is wanted so
+  LimbRows quantized; // of y, if it is wanted so
 };
 
 using AttentionKernel = void (*)(AttentionArgs);
 
-// Of attention_int8.cu: the kernel, and its dynamic shared memory on such a device.
+// Of attention_bf16.cu and attention_fp16.cu: the kernel whose warps have room for so many query heads (1, 2, 4
+// or MAX_GROUP). shared_bytes: its dynamic shared memory, beside which the parts of all splits may lie.
+AttentionKernel bf16_attention(int head_dim, int room, int& shared_bytes);
+AttentionKernel fp16_attention(int head_dim, int room, int& shared_bytes);
+
+// Of attention_int8.cu: the same on such a device.
 AttentionKernel int8_attention(const DeviceFacts& device, bool bf16, int head_dim, int& shared_bytes);
 
-// 16 bytes, or zeros.
-__device__ __forceinline__ void copy_async16_or_zero(uint32_t shared, const void* global, bool wanted) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
-               : "memory");
-}
-
 // Which keys, of which row, for which query heads, a CTA attends to; kv_head is its first team's. Tiles of `keys`
-// positions are dealt to the splits in consecutive runs.
-struct AttentionShare {
+// positions are dealt to the splits one after another.
+struct AttentionSplit {
   int split, kv_head, chunk, row, slot, length, tile0, tile1, active, head0, heads;
   bool idle, newest;
 
-  __device__ __forceinline__ AttentionShare(const AttentionArgs& a, int keys) {
+  __device__ __forceinline__ AttentionSplit(const AttentionArgs& a, int keys) {
     const trirun_attention& t = a.t;
     split = blockIdx.x, kv_head = blockIdx.y / a.chunks * a.teams, chunk = blockIdx.y % a.chunks, row = blockIdx.z;
     // Rows beyond the batch belong to no slot.
@@ -86,32 +86,32 @@ __device__ __forceinline__ void await_projection(const AttentionArgs& a) {
   dependency_wait();
 }
 
-// What an idle CTA leaves behind: digits of zero for a row that belongs to no slot.
-__device__ __forceinline__ void attend_nothing(const AttentionArgs& a, const AttentionShare& c) {
-  if (c.slot >= 0 || c.split != 0 || a.quantized.digits == nullptr) return;
-  for (int unit = threadIdx.x / 32; unit < c.heads * a.t.head_dim / UNIT; unit += ATTEND_WARPS)
-    a.quantized.store({{0, 0}, 0.f, 0}, c.row, c.head0 * a.t.head_dim / UNIT + unit, true);
+// What an idle CTA leaves behind: limbs of zero for a row that belongs to no slot.
+__device__ __forceinline__ void attend_nothing(const AttentionArgs& a, const AttentionSplit& c) {
+  if (c.slot >= 0 || c.split != 0 || a.quantized.limbs == nullptr) return;
+  for (int k_tile = threadIdx.x / 32; k_tile < c.heads * a.t.head_dim / K_TILE; k_tile += ATTEND_WARPS)
+    a.quantized.store({{0, 0}, 0.f, 0}, c.row, c.head0 * a.t.head_dim / K_TILE + k_tile, true);
 }
 
 // The end of a CTA whose warps have left their parts in shared memory: part w of its team's head g, at
 // parts[(w * room + g) * (width + 2)], is `width` values (head_dim of them are read), the maximum they are relative to
-// (log2), and the sum of weights. Adds them in the order of warps and then of splits and writes y or its digits;
+// (log2), and the sum of weights. Adds them in the order of warps and then of splits and writes y or its limbs;
 // `received` is shared memory for the parts of all splits, where they are a cluster.
 template <bool BF16>
-__device__ __forceinline__ void put_together(const AttentionArgs& a, const AttentionShare& c, const float* parts,
+__device__ __forceinline__ void put_together(const AttentionArgs& a, const AttentionSplit& c, const float* parts,
                                              int room, int width, int teams, uint32_t received) {
   __shared__ bool last;
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head_dim = t.head_dim, heads = c.heads, active = c.active, part_size = width + 2, size = head_dim + 2;
-  // y from where its parts are: 16-bit values, or the digits of whole units of 128 columns.
+  // y from where its parts are: 16-bit values, or the limbs of whole k tiles of 128.
   const auto finish = [&](auto value) {
-    if (a.quantized.digits != nullptr) {
-      for (int unit = warp; unit < heads * head_dim / UNIT; unit += ATTEND_WARPS) {
-        const int column = unit * UNIT + (lane >> 2) * 16 + lane % 4 * 2;
+    if (a.quantized.limbs != nullptr) {
+      for (int k_tile = warp; k_tile < heads * head_dim / K_TILE; k_tile += ATTEND_WARPS) {
+        const int column = k_tile * K_TILE + (lane >> 2) * 16 + lane % 4 * 2;
         const auto at = [&](int i) { return value(i / head_dim, i % head_dim); };
         const float4 v = make_float4(at(column), at(column + 1), at(column + 8), at(column + 9));
-        a.quantized.store(quantize_unit16(v), c.row, c.head0 * head_dim / UNIT + unit, true);
+        a.quantized.store(quantize_k_tile16(v), c.row, c.head0 * head_dim / K_TILE + k_tile, true);
       }
     } else {
       uint16_t* y = static_cast<uint16_t*>(t.y) + c.row * t.ld_y + c.head0 * head_dim;
@@ -191,4 +191,4 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
   finish(combined([=](int s, int g, int i) { return __ldcg(mine + (g * t.splits + s) * size + i); }));
 }
 
-}  // namespace trirun
+}  // namespace trirun::decoder

@@ -3,7 +3,7 @@
 //
 // Both products run on tensor cores, with the cache as their first operand and up to eight query heads as the eight
 // columns of the second, so that heads which share keys cost no more than one:
-//   scores [16 keys][8 heads]    = keys s8 [16][32 dims] . queries s8, two digits: x = s (256 hi + lo), sums exact
+//   scores [16 keys][8 heads]    = keys s8 [16][32 dims] . queries s8, two limbs: x = s (256 hi + lo), sums exact
 //   values [16 dims][8 heads]   += values fp16 [16][16 keys] . weights fp16, sums fp32
 // Dimensions and keys may come in any order as long as both operands agree: a lane loads 16 bytes and they are its
 // registers. The key's scale multiplies its score, the value's its weight; no element is scaled. Values become fp16 by
@@ -15,48 +15,12 @@
 #include "attention.cuh"
 #include "int8.cuh"
 
-namespace trirun {
+namespace trirun::decoder {
 namespace {
 
 constexpr int WARPS = ATTEND_WARPS;
 // A weight may be as large before the maximum that it is relative to is taken anew.
 constexpr float MAX_WEIGHT = 256.f;
-
-// d += a . b: a 16 x 32 s8, b 32 x 8 s8, int32 sums.
-__device__ __forceinline__ void mma_s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                       uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// d += a . b: a 16 x 16 fp16, b 16 x 8 fp16, fp32 sums.
-__device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// The transpose of an 8 x 8 matrix of 16-bit elements, of which a lane holds row lane / 4, columns 2 (lane % 4) and
-// + 1.
-__device__ __forceinline__ uint32_t transposed(uint32_t v) {
-  uint32_t out;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
-  return out;
-}
-
-template <int BYTES>
-__device__ __forceinline__ void copy_async(uint32_t shared, const void* global) {
-  if constexpr (BYTES == 16)
-    copy_async16(shared, global);
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES) : "memory");
-}
-
-__device__ __forceinline__ void copy_async4_or_zero(uint32_t shared, const void* global, bool wanted) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 4 : 0)
-               : "memory");
-}
 
 template <int WORDS>
 __device__ __forceinline__ void load_words(uint32_t (&w)[WORDS], uint32_t address) {
@@ -64,7 +28,8 @@ __device__ __forceinline__ void load_words(uint32_t (&w)[WORDS], uint32_t addres
     const uint4 v = load_shared4(address);
     w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
   } else {
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
+    const uint2 v = load_shared2(address);
+    w[0] = v.x, w[1] = v.y;
   }
 }
 
@@ -81,7 +46,7 @@ __device__ __forceinline__ float log2_scale(float scale) { return scale == 0.f ?
 // The queries of a CTA as the second operand of the scores. Lane 4g + t: head g, dimensions 16 (t + 4i) to + 15 in
 // words 4i to 4i + 3.
 template <int LOADS>
-struct QueryDigits {
+struct QueryLimbs {
   uint32_t high[4 * LOADS], low[4 * LOADS];
   float scale;  // of this lane's head
 
@@ -102,7 +67,7 @@ struct QueryDigits {
     const bool vanishes = amax < 1e-30f;
     const float inverse = vanishes ? 0.f : __fdividef(ACT16_MAX, amax);
     scale = vanishes ? 0.f : amax * (1.f / ACT16_MAX);
-    // As quantize_unit16.
+    // As quantize_k_tile16.
 #pragma unroll
     for (int w = 0; w < 4 * LOADS; w++) {
       const uint32_t q0 = __float_as_uint(fmaf(v[w].x, inverse, ROUNDER));
@@ -154,7 +119,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
   constexpr int VALUE_BYTES = T::VALUE_BYTES, STAGES = ring_stages(WIDTH, SM90);
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, sub = lane % 4;
-  const AttentionShare c(a, KEYS);
+  const AttentionSplit c(a, KEYS);
   const int row = c.row, length = c.length, head_dim = t.head_dim, bytes = int8_row_bytes(head_dim);
   const int team_warps = WARPS / a.teams, team = warp / team_warps, kv_head = c.kv_head + team;
   const int heads = c.heads / a.teams;  // of this team
@@ -164,7 +129,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
   int fill_tile = c.tile0 + warp % team_warps;
   int page = !c.idle && fill_tile < c.tile1 ? table[fill_tile * KEYS / PAGE] : 0;
   // Codes of positions that are not there and of dimensions beyond the head are numbers too, whatever they are: weights
-  // and digits of zero meet them. Only scales must be zeros then.
+  // and limbs of zero meet them. Only scales must be zeros then.
   const uint32_t key_target = ring + lane * 16, value_target = ring + T::KEY_BYTES + lane * VALUE_BYTES;
   const int key_from = quad * bytes + min(16 * sub, bytes - 16);
   const int value_from = 2 * sub * bytes + min(VALUE_BYTES * quad, bytes - VALUE_BYTES);
@@ -221,7 +186,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
   }
   __syncthreads();
 
-  QueryDigits<KEY_LOADS> q;
+  QueryLimbs<KEY_LOADS> q;
   q.make(queries[team * heads + min(quad, heads - 1)], quad < heads, head_dim);
   // A lane's scores are those of keys quad and quad + 8 of a block, heads 2 sub and 2 sub + 1; its sums those of
   // dimensions VALUE_BYTES (quad + 8i) + 2w and + 1, in tile i * VALUE_BYTES / 2 + w, for the same heads.
@@ -345,7 +310,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
           const uint32_t far = __byte_perm(v[2][w / 2], v[3][w / 2], w % 2 ? 0x7632 : 0x5410);
           const uint32_t operand[4] = {widen_bytes(near), widen_bytes(near >> 8), widen_bytes(far),
                                        widen_bytes(far >> 8)};
-          mma_f16(sum[i * (VALUE_BYTES / 2) + w], operand, weights[0], weights[1]);
+          mma_16bit<__half>(sum[i * (VALUE_BYTES / 2) + w], operand, weights[0], weights[1]);
         }
       }
     }
@@ -392,4 +357,4 @@ AttentionKernel int8_attention(const DeviceFacts& device, bool bf16, int head_di
   return head_dim <= 128 ? instance<128>(sm90, bf16, shared_bytes) : instance<256>(sm90, bf16, shared_bytes);
 }
 
-}  // namespace trirun
+}  // namespace trirun::decoder

@@ -3,7 +3,7 @@
 
 #include "launch.cuh"
 
-namespace trirun {
+namespace trirun::decoder {
 
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int PAGE = 64;  // positions of one page of the cache
@@ -101,4 +101,4 @@ inline int check_attention(const trirun_attention* t) {
   return TRIRUN_OK;
 }
 
-}  // namespace trirun
+}  // namespace trirun::decoder

@@ -7,7 +7,7 @@
 #include "cuda/common/activations.cuh"
 #include "heads.cuh"
 
-namespace trirun {
+namespace trirun::decoder {
 
 constexpr float INT8_MAX_CODE = 127.f;
 
@@ -115,4 +115,4 @@ __device__ __forceinline__ void store_token(const trirun_attention& t, const Int
   if (lane == 0) static_cast<__half2*>(t.scales)[at] = token.scales;
 }
 
-}  // namespace trirun
+}  // namespace trirun::decoder

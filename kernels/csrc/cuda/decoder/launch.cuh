@@ -1,10 +1,11 @@
 // What the decoder's kernels share: launching with programmatic dependent launch, element types, warp sums.
 #pragma once
 
+#include "cuda/common/elements.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/launch.cuh"
 
-namespace trirun {
+namespace trirun::decoder {
 
 // Every kernel launched this way must call dependency_wait() in every thread before it touches what an earlier kernel
 // wrote or still reads: only then does "the previous kernel has ended" carry over from kernel to kernel.
@@ -63,4 +64,4 @@ __device__ __forceinline__ float from_ordered(uint32_t bits) {
   return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
 }
 
-}  // namespace trirun
+}  // namespace trirun::decoder

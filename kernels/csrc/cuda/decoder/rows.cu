@@ -1,21 +1,21 @@
 // What a decoder does to whole rows between its matrix products, in one pass each: a row's source (residual plus the
 // last product, an embedding, act(gate) * up, or plain values), an optional RMS norm, and the result as 16-bit values,
-// as the digits that int2_gemm_quantized reads, or as both.
+// as the limbs that int2_gemm_quantized reads, or as both.
 //
-// A warp owns units of 128 columns, in the lane order of activations.cuh, and keeps its values in registers from the
-// first load to the last store. Rows of prompts, which nobody wants as digits, are read and written 16 bytes at a time.
+// A warp owns k tiles of 128, in the lane order of activations.cuh, and keeps its values in registers from the
+// first load to the last store. Rows of prompts, which nobody wants as limbs, are read and written 16 bytes at a time.
 #include "limbs.cuh"
 #include "launch.cuh"
 
-namespace trirun {
+namespace trirun::decoder {
 namespace {
 
 constexpr int MAX_WARPS = 32;
 
 struct RowsArgs {
   trirun_rows r;
-  DigitRows quantized;
-  int tokens, units;
+  LimbRows quantized;
+  int tokens, k_tiles;
 };
 
 __device__ __forceinline__ float activate(float gate, int activation) {
@@ -71,10 +71,10 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
   __shared__ uint32_t magnitudes[MAX_WARPS];
   const trirun_rows& r = a.r;
   const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int unit0 = blockIdx.y * warps * PER_WARP + warp;
+  const int k_tile0 = blockIdx.y * warps * PER_WARP + warp;
   const int lane_column = (lane >> 2) * 16 + lane % 4 * 2;
   const auto norm_weight = [&](int i) {
-    const int column = (unit0 + i * warps) * UNIT + lane_column;
+    const int column = (k_tile0 + i * warps) * K_TILE + lane_column;
     if (column >= r.n) return make_float4(0.f, 0.f, 0.f, 0.f);
     const float2 p = __ldg(reinterpret_cast<const float2*>(r.norm + column));
     const float2 q = __ldg(reinterpret_cast<const float2*>(r.norm + column + 8));
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
   float4 v[PER_WARP];
 #pragma unroll
   for (int i = 0; i < PER_WARP; i++) {
-    const int column = (unit0 + i * warps) * UNIT + lane_column;
+    const int column = (k_tile0 + i * warps) * K_TILE + lane_column;
     v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     if (row < r.m && column < r.n) v[i] = load_source<SOURCE>(r, row, token, column);
   }
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
   if (r.y != nullptr && row < r.m) {
 #pragma unroll
     for (int i = 0; i < PER_WARP; i++) {
-      const int column = (unit0 + i * warps) * UNIT + lane_column;
+      const int column = (k_tile0 + i * warps) * K_TILE + lane_column;
       if (column >= r.n) continue;
       uint32_t words[2];
       if (r.dtype == TRIRUN_BF16)
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
       *reinterpret_cast<uint32_t*>(to + 8) = words[1];
     }
   }
-  if (a.quantized.digits == nullptr) return;
+  if (a.quantized.limbs == nullptr) return;
   const bool two = r.act_bits == TRIRUN_ACT16;
   float scale = 0.f;
   if (!two) {
@@ -142,10 +142,10 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ R
   }
 #pragma unroll
   for (int i = 0; i < PER_WARP; i++) {
-    const int unit = unit0 + i * warps;
-    if (unit >= a.units) continue;
-    const QuantizedUnit q = two ? quantize_unit16(v[i]) : quantize_unit8(v[i], scale);
-    a.quantized.store(q, row, unit, two);
+    const int k_tile = k_tile0 + i * warps;
+    if (k_tile >= a.k_tiles) continue;
+    const QuantizedKTile q = two ? quantize_k_tile16(v[i]) : quantize_k_tile8(v[i], scale);
+    a.quantized.store(q, row, k_tile, two);
   }
 }
 
@@ -272,12 +272,11 @@ Kernel instance(int per_warp) {
 }
 
 }  // namespace
-}  // namespace trirun
+}  // namespace trirun::decoder
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-EXPORT int trirun_cuda_rows(const trirun_rows* r, void* stream) {
+extern "C" int trirun_cuda_rows(const trirun_rows* r, void* stream) {
   using namespace trirun;
+  using namespace trirun::decoder;
   if (r == nullptr) return TRIRUN_BAD_POINTER;
   if (r->m == 0) return TRIRUN_OK;
   if (r->m < 0 || r->n <= 0 || r->n % 16 || r->n > (1 << 20) || r->ldx % 2 || r->ldy % 2) return TRIRUN_BAD_SHAPE;
@@ -296,20 +295,20 @@ EXPORT int trirun_cuda_rows(const trirun_rows* r, void* stream) {
     return launch_dependent(kernel, *r, dim3(static_cast<unsigned>(r->m), shared_by), PROMPT_THREADS, 0, stream);
   RowsArgs a{};
   a.r = *r;
-  a.units = static_cast<int>((r->n + UNIT - 1) / UNIT);
+  a.k_tiles = static_cast<int>((r->n + K_TILE - 1) / K_TILE);
   a.tokens = static_cast<int>(r->m);
   if (r->activations != nullptr) {
     if (r->act_bits != TRIRUN_ACT8 && r->act_bits != TRIRUN_ACT16) return TRIRUN_UNSUPPORTED;
-    const int64_t k_pad = static_cast<int64_t>(a.units) * UNIT;
+    const int64_t k_pad = static_cast<int64_t>(a.k_tiles) * K_TILE;
     if (r->m > 128 || r->activation_bytes < ActivationLayout(r->m, k_pad, r->act_bits).bytes)
       return TRIRUN_NO_WORKSPACE;
-    a.quantized = DigitRows(r->activations, r->m, k_pad, r->act_bits);
+    a.quantized = LimbRows(r->activations, r->m, k_pad, r->act_bits);
     a.tokens = a.quantized.tokens;
   }
-  // Where a row has no common norm or scale its units go to as many CTAs as there are; else one CTA owns the row.
+  // Where a row has no common norm or scale its k tiles go to as many CTAs as there are; else one CTA owns the row.
   const bool whole = r->norm != nullptr || (r->activations != nullptr && r->act_bits == TRIRUN_ACT8);
-  const int most = whole ? MAX_WARPS : 4, warps = a.units < most ? a.units : most;
-  const int per_warp = whole ? (a.units + warps - 1) / warps : 1;
+  const int most = whole ? MAX_WARPS : 4, warps = a.k_tiles < most ? a.k_tiles : most;
+  const int per_warp = whole ? (a.k_tiles + warps - 1) / warps : 1;
   Kernel kernel = nullptr;
   switch (r->source) {
     case TRIRUN_ROWS_RESIDUAL: kernel = instance<TRIRUN_ROWS_RESIDUAL>(per_warp); break;
@@ -318,7 +317,7 @@ EXPORT int trirun_cuda_rows(const trirun_rows* r, void* stream) {
     default: kernel = instance<TRIRUN_ROWS_PLAIN>(per_warp); break;
   }
   if (kernel == nullptr) return TRIRUN_UNSUPPORTED;
-  const int parts = whole ? 1 : (a.units + warps - 1) / warps;
+  const int parts = whole ? 1 : (a.k_tiles + warps - 1) / warps;
   const dim3 grid(static_cast<unsigned>(a.tokens), static_cast<unsigned>(parts));
   return launch_dependent(kernel, a, grid, warps * 32, 0, stream);
 }

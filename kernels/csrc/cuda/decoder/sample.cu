@@ -6,7 +6,7 @@
 // found digit by digit (radix selection). Masses are added as integers, so nothing depends on the order of additions.
 #include "launch.cuh"
 
-namespace trirun {
+namespace trirun::decoder {
 namespace {
 
 constexpr int THREADS = 1024, WARPS = THREADS / 32, BINS = 256;
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
       threshold = max(threshold, radix_threshold(logits, max(wanted, Mass{1}), bins, mass));
     }
     if (p.min_p > 0.f) threshold = max(threshold, ordered_bits(top.value + __logf(p.min_p) * p.temperature));
-    // Every thread has a span of consecutive tokens; the one whose span the drawn mass falls into walks along it.
+    // Every thread has some consecutive tokens; the one into whose tokens the drawn mass falls walks along them.
     const int span = (vocab + THREADS - 1) / THREADS, first = min(vocab, static_cast<int>(threadIdx.x) * span);
     const int end = min(vocab, first + span);
     Mass mine = 0, before;
@@ -271,12 +271,11 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
 }
 
 }  // namespace
-}  // namespace trirun
+}  // namespace trirun::decoder
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-EXPORT int trirun_cuda_sample(const trirun_sample* s, void* stream) {
+extern "C" int trirun_cuda_sample(const trirun_sample* s, void* stream) {
   using namespace trirun;
+  using namespace trirun::decoder;
   if (s == nullptr) return TRIRUN_BAD_POINTER;
   if (s->m == 0) return TRIRUN_OK;
   if (s->m < 0 || s->vocab <= 0 || s->vocab > (1 << 24) || s->ld < s->vocab || s->bias_capacity < 0)

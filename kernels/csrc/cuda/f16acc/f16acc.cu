@@ -1,8 +1,10 @@
-// The fp16-accumulating product on every GPU since Ampere: mma.sync with fp16 sums, which GeForce GPUs run at twice the
-// rate of fp32 sums; and the C interface of both kernels.
+// y[m][n] = a[m][k] . b[n][k]^T with fp16 sums on every GPU since Ampere: mma.sync, which GeForce GPUs run at twice the
+// rate with fp16 sums; and the C interface of both kernels.
 //
-// A CTA computes 128 x 128 with 8 warps of 64 x 32. Stages of 64 columns are copied by cp.async, their 16-byte parts
-// permuted so that ldmatrix meets no bank conflict; a warp's fragments are read one step ahead of its products.
+// - Sums of a chunk of k stay in fp16 and are then added to fp32 ones; a tile whose fp16 sums left their range is
+//   computed again with fp32 sums.
+// - A CTA computes 128 x 128 with 8 warps of 64 x 32. Stages of 64 columns are copied by cp.async, their 16-byte parts
+//   permuted so that ldmatrix meets no bank conflict; a warp's fragments are read one step ahead of its products.
 // no-spill: f16acc_mma_kernel
 // no-spill: f16acc_reduce_kernel
 #include "f16acc.cuh"
@@ -15,27 +17,10 @@ constexpr int kOperand = 128 * kStage * 2, kBytes = kStages * 2 * kOperand;
 constexpr int kStaged = kTileN * 2 + 16;  // bytes of a row of outputs in shared memory: no two rows on the same banks
 static_assert(kTileM * kStaged <= kBytes);
 
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void multiply(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
-               : "+r"(d[0]), "+r"(d[1])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // 16-byte part `part` of a row of 128 bytes: eight rows that ldmatrix reads together meet all banks once.
 __device__ __forceinline__ uint32_t position(int row, int part) { return row * 128 + ((part ^ row & 7) << 4); }
 
-// One tile's share of k. Half: sums in fp16, promoted every chunk; otherwise in fp32 throughout.
+// One tile's part of k. Half: sums in fp16, promoted every chunk; otherwise in fp32 throughout.
 template <bool Half>
 __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base, int m0, int n0, int first, int last,
                                            float (&total)[4][4][4]) {
@@ -53,8 +38,8 @@ __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base,
     for (int i = 0; i < 4; ++i) {
       const __half* a = a_from + min(32 * i, args.m - 1 - a_first) * args.a_row;
       const __half* b = b_from + min(32 * i, args.n - 1 - b_first) * args.b_row;
-      copy_async(at + i * 32 * 128, bytes ? a : args.a, bytes);
-      copy_async(at + kOperand + i * 32 * 128, bytes ? b : args.b, bytes);
+      copy_async16_partly(at + i * 32 * 128, bytes ? a : args.a, bytes);
+      copy_async16_partly(at + kOperand + i * 32 * 128, bytes ? b : args.b, bytes);
     }
     a_from += kStage, b_from += kStage, left -= kStage;
   };
@@ -70,7 +55,7 @@ __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base,
     for (int i = 0; i < 4; ++i) load_matrices(a[step % 2][i], (a_lane ^ step * 32) + at + i * 16 * 128);
   };
   const auto next_stage_arrives = [] {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    copy_async_wait<kStages - 2>();
     __syncthreads();
   };
 
@@ -79,7 +64,7 @@ __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base,
   for (int i = 0; i < 64; ++i) total[i / 16][i / 4 % 4][i % 4] = 0.f;
   for (int i = 0; i < kStages - 1; ++i) {
     if (first + i < last) load_stage(i);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copy_async_commit();
   }
   next_stage_arrives();
   load_fragments(0, 0);
@@ -87,7 +72,7 @@ __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base,
   for (int k = first; k < last; ++k) {
     // Everyone has read the fragments of the stage that this one replaces.
     if (k + kStages - 1 < last) load_stage(stage == 0 ? kStages - 1 : stage - 1);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copy_async_commit();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (step + 1 == kSteps) {
@@ -101,9 +86,9 @@ __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base,
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if constexpr (Half)
-            multiply(half[i][j], x[i], w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]);
+            mma_f16_sums(half[i][j], x[i], w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]);
           else
-            f16acc::multiply(total[i][j], x[i], w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]);
+            mma_16bit<__half>(total[i][j], x[i], w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]);
         }
       }
     }
@@ -117,12 +102,12 @@ __device__ __forceinline__ void accumulate(const Arguments& args, uint32_t base,
       }
     }
   }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  copy_async_wait<0>();
 }
 
 __global__ void __launch_bounds__(kThreads) f16acc_mma_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t base = shared_address(shared);
   const int thread = threadIdx.x, lane = thread % 32, row0 = thread / 32 % 2 * 64, column0 = thread / 64 * 32;
   const int part = blockIdx.x % args.parts;
   int m_tile, n_tile;
@@ -205,16 +190,15 @@ int launch_mma(const Arguments& args, cudaStream_t stream) {
 
 }  // namespace trirun::f16acc
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-EXPORT size_t trirun_cuda_f16acc_workspace(int64_t m, int64_t n, const trirun_f16acc_plan* plan) {
+extern "C" size_t trirun_cuda_f16acc_workspace(int64_t m, int64_t n, const trirun_f16acc_plan* plan) {
   using trirun::f16acc::sum_columns;
   return plan && plan->parts > 1 && m > 0 && n > 0 ? size_t(plan->parts) * m * sum_columns(n) * sizeof(float) : 0;
 }
 
-EXPORT int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t ldb, const void* bias, void* y,
-                                   int64_t ldy, int64_t m, int64_t n, int64_t k, const trirun_f16acc_plan* plan,
-                                   void* workspace, size_t workspace_bytes, void* stream) {
+extern "C" int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t ldb, const void* bias,
+                                       void* y, int64_t ldy, int64_t m, int64_t n, int64_t k,
+                                       const trirun_f16acc_plan* plan, void* workspace, size_t workspace_bytes,
+                                       void* stream) {
   using namespace trirun::f16acc;
   const auto aligned = [](const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; };
   if (!plan || !a || !b || !y || !aligned(a, 16) || !aligned(b, 16) || !aligned(bias, 2) || !aligned(y, 2))

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/common/launch.cuh"
+#include "cuda/common/ptx.cuh"
 
 namespace trirun::f16acc {
 
@@ -43,15 +44,6 @@ __device__ __forceinline__ void place(const Arguments& a, int tile, int& m_tile,
   const int width = min(a.raster, a.m_tiles - band * a.raster);
   n_tile = inside / width;
   m_tile = band * a.raster + inside % width;
-}
-
-// One product of 16 x 8 x 16 with fp32 sums: what computes a tile again whose fp16 sums left their range.
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ void promote(float& lo, float& hi, uint32_t sums) {

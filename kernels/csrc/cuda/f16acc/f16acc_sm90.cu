@@ -1,15 +1,16 @@
-// The fp16-accumulating product on Hopper: y[m][n] = a[m][k] . b[n][k]^T.
+// y[m][n] = a[m][k] . b[n][k]^T with fp16 sums on sm_90a: wgmma, both operands in shared memory.
 //
-// Two CTAs of a cluster compute 256 x TileN: each 128 rows of a, both the same rows of b, of which each fetches half
-// for both. A producer warp keeps a ring of stages of 64 columns full; two consumer warpgroups multiply 64 rows each
-// in fp16, and add what a chunk of k gave to their fp32 sums. They end their chunks at different stages, so that the
-// tensor cores always have one warpgroup's products while the other one adds.
+// - Two CTAs of a cluster compute 256 x TileN: each 128 rows of a, both the same rows of b, of which each fetches half
+//   for both (multicast): a quarter to a third less comes from L2.
+// - A producer warp keeps a ring of stages of 64 columns full; two consumer warpgroups multiply 64 rows each in fp16,
+//   and add what a chunk of k gave to their fp32 sums. They end their chunks at different stages, so that the tensor
+//   cores always have one warpgroup's products while the other one adds.
 // no-spill(90a): f16acc_wgmma_kernel<*>
 #include <cuda.h>
 
 #include "f16acc.cuh"
-#include "f16acc_wgmma.cuh"
 #include "cuda/common/tensor_map.cuh"
+#include "cuda/common/wgmma.cuh"
 
 namespace trirun::f16acc {
 namespace {
@@ -53,7 +54,7 @@ __device__ __forceinline__ void recompute(const Arguments& args, int lane, int r
         a[i] = load(args.a, args.a_row, args.a_column, row + lane / 4 + i % 2 * 8, args.m, k + i / 2 * 8);
 #pragma unroll
       for (int i = 0; i < 2; ++i) b[i] = load(args.b, args.b_row, args.b_column, tile + lane / 4, args.n, k + i * 8);
-      multiply(sum, a, b[0], b[1]);
+      mma_16bit<__half>(sum, a, b[0], b[1]);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -74,13 +75,11 @@ template <int TileN, bool TransA, bool TransB>
 __global__ void __launch_bounds__(kThreads, 1)
     f16acc_wgmma_kernel(const __grid_constant__ Arguments args, const __grid_constant__ Tensors maps) {
 #ifdef TRIRUN_HOPPER
-  using namespace hopper;
   using S = Shape<TileN>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
   const uint32_t full = base + S::kBarriers, empty = full + 8 * kStages;
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const uint32_t rank = cluster_rank();
   if (threadIdx.x == 0) {
     tensor_map_prefetch(&maps.a);
     tensor_map_prefetch(&maps.b);
@@ -89,21 +88,21 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, kCluster * 8);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_fence();
   }
   cluster_arrive();
   cluster_wait();
 
   const bool has_bias = args.bias && args.parts == 1;
-  const int units = args.m_tiles * args.n_tiles * args.parts, step = gridDim.x / kCluster;
+  const int items = args.m_tiles * args.n_tiles * args.parts, step = gridDim.x / kCluster;
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    decrease_registers<40>();
     if (threadIdx.x == 0) {
       int stage = 0, parity = 1;
-      for (int unit = blockIdx.x / kCluster; unit < units; unit += step) {
+      for (int item = blockIdx.x / kCluster; item < items; item += step) {
         int m_tile, n_tile;
-        const int part = unit % args.parts;
-        place(args, unit / args.parts, m_tile, n_tile);
+        const int part = item % args.parts;
+        place(args, item / args.parts, m_tile, n_tile);
         const int row = (2 * m_tile + int(rank)) * kTileM, column = n_tile * TileN + int(rank) * (TileN / 2);
         const int first = args.first_stage(part), last = args.first_stage(part + 1);
         for (int k = first; k < last; ++k) {
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    increase_registers<232>();
     const int this_lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     // Read from a lane: the same for the warp, as the compiler then knows, and kept in uniform registers.
     const int group = __shfl_sync(~0u, warp / 4, 0);
@@ -138,13 +137,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Lane 0 tells this CTA's producer that a stage is free, lane 1 the other's: its half of b comes here too.
     const uint32_t peer = peer_address(empty, rank ^ (this_lane & 1));
     const auto release = [&](int stage) {
-      if (this_lane < kCluster) barrier_arrive_cluster(peer + 8 * stage);
+      if (this_lane < kCluster) barrier_arrive_peer_unordered(peer + 8 * stage);
     };
     int stage = 0, parity = 0;
-    for (int unit = blockIdx.x / kCluster; unit < units; unit += step) {
+    for (int item = blockIdx.x / kCluster; item < items; item += step) {
       int m_tile, n_tile;
-      const int part = unit % args.parts;
-      place(args, unit / args.parts, m_tile, n_tile);
+      const int part = item % args.parts;
+      place(args, item / args.parts, m_tile, n_tile);
       const int first = args.first_stage(part), last = args.first_stage(part + 1);
       const int row = (2 * m_tile + int(rank)) * kTileM + warp * 16, column = n_tile * TileN;
       uint32_t half[TileN / 4] = {};
@@ -157,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (!has_bias) return;
 #pragma unroll
         for (int i = 0; i < TileN / 8; ++i) {
-          const uint32_t pair = shared_load_one(at + i * 16);
+          const uint32_t pair = load_shared(at + i * 16);
           promote(total[i][0], total[i][1], pair);
           promote(total[i][2], total[i][3], pair);
         }
@@ -170,8 +169,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           const int begun = accumulate, before = stage == 0 ? kStages - 1 : stage - 1;
           barrier_wait(full + 8 * stage, parity);
           const uint32_t a_at = base + stage * S::kBytes + group * (S::kA / 2), b_at = base + stage * S::kBytes + S::kA;
-          const uint64_t a = TransA ? operand_descriptor_rows(a_at) : operand_descriptor(a_at);
-          const uint64_t b = TransB ? operand_descriptor_rows(b_at) : operand_descriptor(b_at);
+          const uint64_t a = TransA ? descriptor_along_rows(a_at) : descriptor_swizzled(a_at);
+          const uint64_t b = TransB ? descriptor_along_rows(b_at) : descriptor_swizzled(b_at);
           wgmma_fence();
 #pragma unroll
           for (int i = 0; i < kStage / 16; ++i, accumulate = 1)  // 16 columns on: 32 bytes, or 16 rows of 128 bytes
@@ -185,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           if (++stage == kStages) stage = 0, parity ^= 1;
         }
         wgmma_wait<0>();
-        hold(half);
+        wgmma_hold(half);
         release(stage == 0 ? kStages - 1 : stage - 1);
 #pragma unroll
         for (int i = 0; i < TileN / 4; ++i) promote(total[i / 2][i % 2 * 2], total[i / 2][i % 2 * 2 + 1], half[i]);
@@ -194,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
       // Says that the lane may have changed: addresses of outputs are then computed here, not kept all the while.
       int lane = this_lane;
-      asm volatile("" : "+r"(lane));
+      forget(lane);
       // 0 times a sum is 0, or NaN where the sum is not finite.
       float probe[4] = {};
 #pragma unroll
@@ -219,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int box = 0; box < TileN / 64; ++box) {
         const uint32_t to = staging + box % 2 * kBox;
-        if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+        if (lane == 0) store_wait_read<1>();
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
@@ -233,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           const int r = lane % 16;
           store_matrices(to + r * 128 + ((j + lane / 16 ^ r & 7) << 4), v[0], v[1], v[2], v[3]);
         }
-        fence_async();
+        fence_async_shared();
         __syncwarp();
         if (lane == 0) {
           tensor_store(&maps.y, to, column + box * 64, row);
@@ -275,12 +274,12 @@ int launch(Arguments args, int sms, cudaStream_t stream) {
   if (code == TRIRUN_OK) code = encode(&maps.y, args.y, args.ldy, args.m, args.n, kBoxRows);
   if (code == TRIRUN_OK && args.bias) code = encode(&maps.bias, args.bias, sum_columns(args.n), 1, args.n, 1, TileN);
   if (code != TRIRUN_OK) return code;
-  const int64_t units = int64_t((args.m_tiles + 1) / 2) * args.n_tiles * args.parts;
-  if (units > INT32_MAX / 2) return TRIRUN_BAD_SHAPE;
+  const int64_t items = int64_t((args.m_tiles + 1) / 2) * args.n_tiles * args.parts;
+  if (items > INT32_MAX / 2) return TRIRUN_BAD_SHAPE;
   // place() counts pairs of row tiles here.
   args.m_tiles = (args.m_tiles + 1) / 2;
   args.raster /= 2;
-  const dim3 grid(kCluster * unsigned(units < sms / kCluster ? units : sms / kCluster));
+  const dim3 grid(kCluster * unsigned(items < sms / kCluster ? items : sms / kCluster));
   return launch_kernel(kernel, {grid, kThreads, S::kShared, stream, false, kCluster}, args, maps);
 }
 

@@ -1,33 +1,34 @@
-// What the kernel of runs is given, how its CTAs are laid out, and how their stages are filled (spans.cu).
+// What the per-span kernel is told, its instances' shapes, and how its stages are filled (spans_sm90.cu).
 #pragma once
 
-#include "stream_quantize.cuh"
+#include "spans_quantize.cuh"
 #include "split_k.cuh"
+#include "cuda/common/ring.cuh"
 #include "cuda/common/tensor_map.cuh"
 
-namespace trirun {
+namespace trirun::gemm_decode {
 namespace {
 
 constexpr int STEPS = 4;       // of a stage, 32 k each
-constexpr int SLICE = 32;      // rows of x whose digits one CTA multiplies, at most
+constexpr int SLICE = 32;      // rows of x whose limbs one CTA multiplies, at most
 constexpr int PIECES = 32;     // of x that a CTA quantizes itself, at most
 constexpr int QUANTIZERS = 2;  // warpgroups that do
 
-struct RunsArgs : EqualShares {
-  CUtensorMap words, digits;
+struct SpansArgs : StreamK {
+  CUtensorMap words, limbs;
   uint32_t nought;  // see release_stage
   const __half* scales;
   const __half* zeros;  // or null
   float zero;
-  int strips, units;
-  int run_mask;     // units of one scale of x, a power of two, less one
+  int n_tiles, k_tiles;
+  int span_mask;     // k tiles of one scale of x, less one: 0, 3, or all
   int n, m;
   const float2* x_scales;
   int tokens, slices;
   int pairs;  // 1 where the CTAs of a tile are clusters of two, else 0
   const void* x;  // what the fused kernel quantizes itself: [m][ldx]
   int64_t ldx;
-  int k, pieces;  // columns of x; runs of them that a CTA has, or has a part of, at most
+  int k, pieces;  // columns of x; spans of them that a CTA has, or has a part of, at most
   const void* bias;
   void* y;
   int64_t ldy;
@@ -41,22 +42,19 @@ struct RunsArgs : EqualShares {
   float4* parts;       // [CTA][slice][first, last tile][quarter of a thread's sums][consumer]
 };
 
-}  // namespace
-
-// Not in the unnamed namespace, where an architecture without this kernel would warn of every unused member.
-template <int DIGITS, int N, bool FUSED, int TILE_STRIPS = 4>
-struct RunsShape {
-  static constexpr int STRIPS = TILE_STRIPS;
-  static constexpr bool TALL = STRIPS == 4;  // a warp has a strip, a warpgroup row blocks of all; else the other way
-  static constexpr int J = TALL ? 2 : 1;     // row blocks of one warp
+template <int LIMBS, int N, bool FUSED, int HEIGHT = 4>
+struct SpansShape {
+  static constexpr int N_TILES = HEIGHT;  // 4, or 3 of low tiles
+  static constexpr bool TALL = N_TILES == 4;  // a warp has an n tile, a warpgroup row blocks of all; else the other way
+  static constexpr int J = TALL ? 2 : 1;  // row blocks of one warp
   static constexpr int BURST = TALL ? 1 : 2;  // steps whose products stand side by side
-  static constexpr int GROUPS = TALL ? 4 / J : STRIPS;  // warpgroups that multiply
+  static constexpr int GROUPS = TALL ? 4 / J : N_TILES;  // warpgroups that multiply
   static constexpr int PRODUCERS = FUSED ? QUANTIZERS : 1;  // and that copy, or copy and quantize
   static constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + PRODUCERS * 128;
-  static constexpr int ROWS = N / DIGITS;                     // of x in a slice
-  static constexpr int TOKENS = DIGITS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
-  // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
-  static constexpr bool EXACT = DIGITS == 1;
+  static constexpr int ROWS = N / LIMBS;  // of x in a slice
+  static constexpr int TOKENS = LIMBS == 2 ? N / 8 : N / 4;  // of one thread: per 8 columns one or two
+  // One limb and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
+  static constexpr bool EXACT = LIMBS == 1;
   static constexpr int QUARTERS = J * TOKENS * 2 / 4;
   // Of fragments: one in use, one being made, and where there are registers for them two that may still be read.
   static constexpr int SETS = FUSED && N == 64 ? 2 : 4;
@@ -75,53 +73,38 @@ struct RunsShape {
                 LAUNCH_REGISTERS * (GROUPS + PRODUCERS));
 };
 
-namespace {
-
-// Where the pipeline is: a ring of stages, each used once a round.
-struct Ring {
-  uint32_t stage = 0, phase = 0;
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == static_cast<uint32_t>(stages)) stage = 0, phase ^= 1;
-  }
-};
-
-// Calls copy(stage's address, its barrier, tile, unit of the tile, whether it is the last of the CTA) for every unit
-// [from, last) of this CTA, once its stage is free: by one thread. from: the first, or the first after a whole ring.
+// Calls copy(stage's address, its barrier, tile, k tile of the tile, whether it is the last of the CTA) for every k
+// tile [from, last) of this CTA, once its stage is free: by one thread. from: the first, or the first after a whole
+// ring.
 template <typename Copy, typename Count>
-__device__ __forceinline__ void produce(const RunsArgs& a, uint32_t shared, uint32_t full, uint32_t empty, int first,
+__device__ __forceinline__ void produce(const SpansArgs& a, uint32_t shared, uint32_t full, uint32_t empty, int first,
                                         int from, int last, Copy copy, Count count) {
-  int tile = from / a.units, unit = from - tile * a.units;
+  int tile = from / a.k_tiles, k_tile = from - tile * a.k_tiles;
   Ring ring;
   ring.phase = from != first;
 #pragma unroll 1
   for (int i = from; i < last; i++) {
     count(i - first);
     if (i - first >= a.stages) barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
-    copy(shared + ring.stage * a.stage_bytes, full + ring.stage * 8, tile, unit, i + 1 == last);
+    copy(shared + ring.stage * a.stage_bytes, full + ring.stage * 8, tile, k_tile, i + 1 == last);
     ring.advance(a.stages);
-    if (++unit == a.units) unit = 0, tile++;
+    if (++k_tile == a.k_tiles) k_tile = 0, tile++;
   }
 }
 
-// Whether int32 sums end with this unit of a tile, and become floats.
-__device__ __forceinline__ bool closes(const RunsArgs& a, int unit, bool last) {
-  return (unit & a.run_mask) == a.run_mask || unit + 1 == a.units || last;
+// Whether int32 sums end with this k tile of a tile, and become floats.
+__device__ __forceinline__ bool closes(const SpansArgs& a, int k_tile, bool last) {
+  return (k_tile & a.span_mask) == a.span_mask || k_tile + 1 == a.k_tiles || last;
 }
 
-// Two halves that nothing writes, now rather than where they are needed.
-__device__ __forceinline__ uint32_t load_constant(const __half* pair) {
-  uint32_t v;
-  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(pair));
-  return v;
-}
 __device__ __forceinline__ float half_of(uint32_t pair, int h) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(h ? pair >> 16 : pair)));
 }
 
-using Kernel = void (*)(RunsArgs);
+using Kernel = void (*)(SpansArgs);
 
 struct Instance {
-  int strips, digits, columns;
+  int n_tiles, limbs, columns;
   bool fused, grouped;
   int consumers, threads, registers, quarters, staged;
   Kernel kernel;
@@ -134,13 +117,11 @@ struct Config {
   int shared = -1;  // bytes of one CTA, dynamic
 };
 
-inline int align(int v) { return (v + 127) / 128 * 128; }
-
-// Where the kernel keeps what, and how much that is in all. longest: units of k of one CTA, at most. shrinks: there may
+// Where the kernel keeps what, and how much that is in all. longest: k tiles of one CTA, at most. shrinks: there may
 // be fewer stages.
-inline int lay_out(RunsArgs& a, const Instance& i, int stages, int longest, bool has_zeros, bool shrinks) {
-  const int rows = i.columns / i.digits, words = i.strips * UNIT_BYTES;
-  const int group_bytes = i.grouped ? i.strips * 128 * (has_zeros ? 2 : 1) : 0;
+inline int lay_out(SpansArgs& a, const Instance& i, int stages, int longest, bool has_zeros, bool shrinks) {
+  const int rows = i.columns / i.limbs, words = i.n_tiles * WORD_TILE_BYTES;
+  const int group_bytes = i.grouped ? i.n_tiles * 128 * (has_zeros ? 2 : 1) : 0;
   const int beside = i.staged + (TOTALS_AT + 128) * 4 + (2 * MAX_STAGES + PIECES + 2) * 8;
   a.stages = stages;
   if (i.fused) {
@@ -151,7 +132,7 @@ inline int lay_out(RunsArgs& a, const Instance& i, int stages, int longest, bool
     a.staged_at = align(a.x_scales_at + (i.grouped ? longest : a.pieces) * rows * 8);
   } else {
     a.x_at = words;
-    a.x_scales_at = a.x_at + UNIT * i.columns;
+    a.x_scales_at = a.x_at + K_TILE * i.columns;
     a.scales_at = a.x_scales_at + align(rows * 8);
     a.stage_bytes = align(a.scales_at + group_bytes);
     const int fitting = (MAX_SHARED - beside) / a.stage_bytes;
@@ -165,7 +146,7 @@ inline int lay_out(RunsArgs& a, const Instance& i, int stages, int longest, bool
 
 // Rows of x of one CTA; those beyond are other CTAs'.
 inline int slice_rows(const Problem& p, const ActivationLayout& layout) {
-  return p.plan.tile_m >= 16 ? p.plan.tile_m / layout.digits : SLICE;
+  return p.plan.tile_m >= 16 ? p.plan.tile_m / layout.limbs : SLICE;
 }
 inline int slices_of(const Problem& p, const ActivationLayout& layout) {
   const int rows = slice_rows(p, layout);
@@ -174,18 +155,18 @@ inline int slices_of(const Problem& p, const ActivationLayout& layout) {
 
 // Whether x can be read, in 16-byte pieces of 16-bit values, by a kernel that quantizes it itself.
 inline bool fuses(const Problem& p) {
-  return p.plan.fused && (p.w.group_size == -1 || p.w.group_size == UNIT) && p.activations == nullptr &&
+  return p.plan.fused && (p.w.group_size == -1 || p.w.group_size == K_TILE) && p.activations == nullptr &&
          p.dtype != TRIRUN_F32 && p.k % 8 == 0 && p.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0;
 }
 
-// One slice's digits of 128 k a copy, each 16 k apart; columns beyond the last arrive as zeros.
-inline int encode_digits(CUtensorMap* map, const uint8_t* digits, const ActivationLayout& layout, uint32_t columns) {
+// One slice's limbs of 128 k a copy, each 16 k apart; columns beyond the last arrive as zeros.
+inline int encode_limbs(CUtensorMap* map, const uint8_t* limbs, const ActivationLayout& layout, uint32_t columns) {
   const cuuint64_t bytes = static_cast<cuuint64_t>(layout.columns) * 16;
-  return encode(map, digits,
+  return encode(map, limbs,
                 {CU_TENSOR_MAP_DATA_TYPE_UINT32,
                  CU_TENSOR_MAP_SWIZZLE_NONE,
                  3,
-                 {bytes / 4, 2, static_cast<cuuint64_t>(layout.units) * STEPS},
+                 {bytes / 4, 2, static_cast<cuuint64_t>(layout.k_tiles) * STEPS},
                  {bytes, bytes * 2},
                  {columns * 4, 2, STEPS}});
 }
@@ -197,4 +178,4 @@ inline size_t parts_bytes(const Problem& p, const Instance& instance, int slices
 }
 
 }  // namespace
-}  // namespace trirun
+}  // namespace trirun::gemm_decode

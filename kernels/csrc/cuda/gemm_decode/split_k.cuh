@@ -1,33 +1,17 @@
-// What the wgmma decode kernels share (groups.cu, spans.cu): k cut into equal shares, and the sums of a cut
-// tile that come together again.
+// What the wgmma kernels of this folder share (groups_sm90.cu, spans_sm90.cu): how a stage is given back, and how the
+// sums of a tile that is split along k come together.
 #pragma once
 
 #include <type_traits>
 
-#include "cuda/common/activations.cuh"
-#include "cuda/kernels.cuh"
+#include "cuda/common/hopper.cuh"
+#include "cuda/common/stream_k.cuh"
+#include "gemm_decode.cuh"
 
-namespace trirun {
+namespace trirun::gemm_decode {
 
-constexpr int UNIT_BYTES = 2048;  // one strip x 128 k
 constexpr int MAX_STAGES = 16;
-constexpr int STRIPS = 4;  // of a tile
-
-// All units of k of all tiles form one line: CTA b has `share` of them, and one more if b < rest.
-struct EqualShares {
-  int share, rest;
-
-  __device__ __forceinline__ int start(int cta) const { return cta * share + min(cta, rest); }
-  // The CTA that has this unit.
-  __device__ __forceinline__ int owner(int unit) const {
-    const int large = rest * (share + 1);
-    return unit < large ? unit / (share + 1) : rest + (unit - large) / share;
-  }
-};
-
-inline EqualShares equal_shares(int64_t total, int ctas) {
-  return {static_cast<int>(total / ctas), static_cast<int>(total % ctas)};
-}
+constexpr int CTA_N_TILES = 4;  // of the 256 out_features of one CTA
 
 // A warp gives a stage of its ring back. An arrival overtakes loads from shared memory, even those of its own thread,
 // and the copy engine may fill the stage anew while they wait (kernels/README.md): so the address depends on what they
@@ -37,51 +21,36 @@ __device__ __forceinline__ void release_stage(uint32_t barrier, uint32_t loaded,
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier + loaded * nought);
 }
 
-// Counts this warp, whose lanes have stored what belongs to the count; returns how many came before. Whoever sees the
-// last count sees what all of them stored.
-__device__ __forceinline__ unsigned arrive_counted(unsigned* counter) {
-  unsigned before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
-
-// The same where no kernel before this one has written zeros: a counter that may begin as anything counts under a mark
-// in its upper 48 bits. Whoever counts there has prepared it before.
+// Arrivals of warps are counted by an unsigned that a kernel before this one has set to zero. Where none has, by 64
+// bits that may begin as anything: they count under a mark in their upper 48. Whoever counts there has prepared it
+// before.
 constexpr uint64_t COUNTER_MARK = 0x5ea1c0de7a6bull << 16;
 
 __device__ __forceinline__ void prepare_counter(uint64_t* counter) {
-  uint64_t seen;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
+  uint64_t seen = load_relaxed(counter);
   while (seen >> 16 != COUNTER_MARK >> 16) {
-    uint64_t found;
-    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
-                 : "=l"(found)
-                 : "l"(counter), "l"(seen), "l"(COUNTER_MARK)
-                 : "memory");
+    const uint64_t found = compare_and_swap(counter, seen, COUNTER_MARK);
     if (found == seen) break;
     seen = found;
   }
 }
-__device__ __forceinline__ unsigned arrive_counted(uint64_t* counter) {
-  uint64_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
-  return before & 0xffff;
-}
+__device__ __forceinline__ unsigned arrivals_before(unsigned* counter) { return count_arrival(counter); }
+__device__ __forceinline__ unsigned arrivals_before(uint64_t* counter) { return count_arrival(counter) & 0xffff; }
 
 // Leaves a thread's sums of a tile in the workspace, a quarter (16 bytes) every CONSUMERS; the warp whose arrival is
 // the last of CTAs [first, last] adds up all of theirs, in their order, and returns true. The others are gone by then,
 // and the next kernel's CTAs fetch their weights. part(cta): where that CTA leaves this thread's; counter: of this
 // tile and warp.
 template <int QUARTERS, int CONSUMERS, int BATCH, typename Counter, typename Part>
-__device__ __forceinline__ bool add_shares(float (&flat)[QUARTERS * 4], int cta, int first, int last, Counter* counter,
-                                           Part part) {
+__device__ __forceinline__ bool add_partial_sums(float (&flat)[QUARTERS * 4], int cta, int first, int last,
+                                                 Counter* counter, Part part) {
   float4* to = part(cta);
 #pragma unroll
   for (int q = 0; q < QUARTERS; q++)
     __stcg(to + q * CONSUMERS, make_float4(flat[4 * q], flat[4 * q + 1], flat[4 * q + 2], flat[4 * q + 3]));
   __syncwarp();
   unsigned before = 0;
-  if (threadIdx.x % 32 == 0) before = arrive_counted(counter);
+  if (threadIdx.x % 32 == 0) before = arrivals_before(counter);
   if (__shfl_sync(~0u, before, 0) != static_cast<unsigned>(last - first)) return false;
   if (threadIdx.x % 32 == 0) *counter = 0;
 #pragma unroll
@@ -108,7 +77,7 @@ __device__ __forceinline__ bool add_shares(float (&flat)[QUARTERS * 4], int cta,
   return true;
 }
 
-// What the zero point multiplies, every token's sum over k, and its scale for one digit: by two warps, while the others
+// What the zero point multiplies, every token's sum over k, and its scale for one limb: by two warps, while the others
 // multiply. Of `tokens` from token0 on, of a.tokens; totals: float [TOTALS_AT] parts,
 // [tokens] sums, scales from scales_at on.
 constexpr int TOTALS_AT = 128;
@@ -122,13 +91,13 @@ __device__ __forceinline__ void add_totals(const Args& a, float* totals, int tok
   if (way < ways) {
     const float4* from = reinterpret_cast<const float4*>(a.x_scales + token0) + pair;
 #pragma unroll 4
-    for (int unit = way; unit < a.units; unit += ways) {
-      const float4 v = __ldcg(from + static_cast<int64_t>(unit) * a.tokens / 2);
+    for (int k_tile = way; k_tile < a.k_tiles; k_tile += ways) {
+      const float4 v = __ldcg(from + static_cast<int64_t>(k_tile) * a.tokens / 2);
       sum[0] += v.y, sum[1] += v.w;
     }
     totals[way * tokens + pair * 2] = sum[0], totals[way * tokens + pair * 2 + 1] = sum[1];
   }
-  asm volatile("bar.sync 1, 64;" ::: "memory");
+  named_barrier<64>(1);
   if (thread < tokens) {
     float total = 0.f;
     for (int w = 0; w < ways; w++) total += totals[w * tokens + thread];
@@ -169,4 +138,4 @@ __device__ __forceinline__ void take_sums(float (&flat)[QUARTERS * 4], uint32_t 
   }
 }
 
-}  // namespace trirun
+}  // namespace trirun::gemm_decode

@@ -1,39 +1,35 @@
-// The arithmetic of the mma.sync decode kernels: one warp, 64 rows (one strip) x 128 k (one unit) x NT column tiles.
+// The arithmetic of the stream kernel: one warp, one n tile (64 rows) by one k tile (128 k), NT tiles of eight columns.
 //
-// word & (0x03030303 << 2j) is the A register of row block j holding code * 4^j, so four masks feed sixteen codes to
-// the tensor core; 4^-j, the activation scale and the zero point are applied to int32 sums, once per 128 k.
+// word & (0x03030303 << 2j) is the A register of row block j, with every code times 4^j: four masks feed sixteen codes
+// to the tensor core. 4^-j, the activation scale and the zero point are applied to int32 sums, once per 128 k.
 #pragma once
 
 #include <type_traits>
 
-#include "cuda/common/activations.cuh"
+#include "gemm_decode.cuh"
 
-namespace trirun {
-
-// Where weight scales enter: never inside the loop, per 128 k, or per 32 k (groups of 32 and 64). PER_UNIT_PLAIN, of
-// the stream kernel: per 128 k, and the zero point is one number.
-enum { PER_CHANNEL = 0, PER_UNIT = 1, PER_BLOCK = 2, PER_UNIT_PLAIN = 3 };
+namespace trirun::gemm_decode {
 
 __device__ __forceinline__ constexpr float quarter_power(int j) { return 1.f / static_cast<float>(1 << (2 * j)); }
 
-// The unit's activations in shared memory, as one lane addresses them.
-struct UnitActivations {
-  uint32_t digits;  // this lane's column and bytes in block 0, half 0, tile 0
-  uint32_t half;    // bytes from half 0 to half 1 of a block: columns * 16; a block is twice that
+// The k tile's activations in shared memory, as one lane addresses them.
+struct KTileActivations {
+  uint32_t limbs;  // this lane's column and bytes in block 0, half 0, tile 0
+  uint32_t half;  // bytes from half 0 to half 1 of a block: columns * 16; a block is twice that
   uint32_t scales;  // float2 of token 0
-  uint32_t sums;    // float4 of token 0 (PER_BLOCK only)
+  uint32_t sums;  // float4 of token 0 (PER_BLOCK only)
 };
 
-template <int DIGITS, int NT, int SCALE>
+template <int LIMBS, int NT, int SCALE>
 struct Partial {
-  static constexpr int TOKENS = DIGITS == 2 ? 1 : 2;  // of one thread in one column tile
-  // One digit and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
-  static constexpr bool EXACT = DIGITS == 1 && SCALE == PER_CHANNEL;
-  static constexpr bool OF_UNITS = SCALE == PER_UNIT || SCALE == PER_UNIT_PLAIN;
+  static constexpr int TOKENS = LIMBS == 2 ? 1 : 2;  // of one thread in one column tile
+  // One limb and one scale per row: int32 sums over all of k are exact and nothing is converted on the way.
+  static constexpr bool EXACT = LIMBS == 1 && SCALE == PER_CHANNEL;
+  static constexpr bool OF_K_TILES = SCALE == PER_K_TILE || SCALE == PER_K_TILE_PLAIN;
   using Sum = std::conditional_t<EXACT, int, float>;
 
   Sum sum[4][NT][2][TOKENS];  // row block j (4^j times too large), tile, rows r and r + 8, token
-  float x_sum[NT][TOKENS];    // sum of x over k: what the zero point multiplies (PER_CHANNEL)
+  float x_sum[NT][TOKENS];  // sum of x over k: what the zero point multiplies (PER_CHANNEL)
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -48,13 +44,13 @@ struct Partial {
 
   // The token of (tile n, e) for this lane; beyond the padded tokens it wraps to one that exists and is not stored.
   __device__ __forceinline__ static int token(int n, int e, int tokens) {
-    const int t = threadIdx.x % 4, index = DIGITS == 2 ? n * 4 + t : n * 8 + 2 * t + e;
+    const int t = threadIdx.x % 4, index = LIMBS == 2 ? n * 4 + t : n * 8 + 2 * t + e;
     return NT == 1 ? index & (tokens - 1) : index;
   }
 
   // The integer value of one output of a tile's four registers.
   __device__ __forceinline__ static int combine(const int (&c)[4], int h, int e) {
-    return DIGITS == 2 ? c[2 * h] * 256 + c[2 * h + 1] : c[2 * h + e];
+    return LIMBS == 2 ? c[2 * h] * 256 + c[2 * h + 1] : c[2 * h + e];
   }
 
   __device__ __forceinline__ static void masked(uint32_t (&a)[4], uint4 w, int j) {
@@ -62,11 +58,11 @@ struct Partial {
     a[0] = w.x & mask, a[1] = w.y & mask, a[2] = w.z & mask, a[3] = w.w & mask;
   }
 
-  __device__ __forceinline__ static void load_columns(uint32_t (&b)[NT][2], const UnitActivations& x, int block) {
+  __device__ __forceinline__ static void load_columns(uint32_t (&b)[NT][2], const KTileActivations& x, int block) {
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      b[n][0] = load_shared(x.digits + block * 2 * x.half + n * 128);
-      b[n][1] = load_shared(x.digits + (block * 2 + 1) * x.half + n * 128);
+      b[n][0] = load_shared(x.limbs + block * 2 * x.half + n * 128);
+      b[n][1] = load_shared(x.limbs + (block * 2 + 1) * x.half + n * 128);
     }
   }
 
@@ -75,18 +71,18 @@ struct Partial {
     uint4 scales, zeros;
   };
 
-  // scales: shared address of the unit's scales of this strip, 64 halves, real zeros behind them.
+  // scales: shared address of the k tile's scales of this n tile, 64 halves, real zeros behind them.
   __device__ __forceinline__ static RowScales row_scales(uint32_t scales) {
     RowScales rows{};
     const uint32_t at = scales + threadIdx.x % 32 / 4 * 16;
-    if constexpr (OF_UNITS) rows.scales = load_shared4(at);
-    if constexpr (SCALE == PER_UNIT) rows.zeros = load_shared4(at + 128);
+    if constexpr (OF_K_TILES) rows.scales = load_shared4(at);
+    if constexpr (SCALE == PER_K_TILE) rows.zeros = load_shared4(at + 128);
     return rows;
   }
 
-  // Adds one unit. w: the four 32-k blocks of this lane. scales (groups of 32 and 64): as of row_scales, 64 halves per
-  // group, zeros when `real_zeros`.
-  __device__ __forceinline__ void add(const uint4 (&w)[4], const UnitActivations& x, int tokens, const RowScales& rows,
+  // Adds one k tile. w: the four 32-k blocks of this lane. scales (groups of 32 and 64): as of row_scales, 64 halves
+  // per group, zeros when `real_zeros`.
+  __device__ __forceinline__ void add(const uint4 (&w)[4], const KTileActivations& x, int tokens, const RowScales& rows,
                                       uint32_t scales, bool real_zeros, float zero, int groups) {
     float scale[NT][TOKENS], zero_sum[NT][TOKENS];
 #pragma unroll
@@ -94,7 +90,7 @@ struct Partial {
 #pragma unroll
       for (int e = 0; e < TOKENS; e++) {
         const float2 s = load_shared_float2(x.scales + token(n, e, tokens) * 8);
-        scale[n][e] = s.x, zero_sum[n][e] = SCALE == PER_UNIT_PLAIN ? zero * s.y : s.y;
+        scale[n][e] = s.x, zero_sum[n][e] = SCALE == PER_K_TILE_PLAIN ? zero * s.y : s.y;
         if (SCALE == PER_CHANNEL) x_sum[n][e] += s.y;
       }
     if constexpr (SCALE == PER_BLOCK) {
@@ -125,21 +121,21 @@ struct Partial {
         if constexpr (!EXACT) {
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            const float row_scale = OF_UNITS ? half_of(rows.scales, j, h) : 0.f;
+            const float row_scale = OF_K_TILES ? half_of(rows.scales, j, h) : 0.f;
 #pragma unroll
             for (int n = 0; n < NT; n++)
 #pragma unroll
               for (int e = 0; e < TOKENS; e++) {
                 const float v = static_cast<float>(combine(c[n], h, e));
-                if constexpr (SCALE == PER_UNIT)
+                if constexpr (SCALE == PER_K_TILE)
                   sum[j][n][h][e] += row_scale * (scale[n][e] * v - half_of(rows.zeros, j, h) * zero_sum[n][e]);
-                else if constexpr (OF_UNITS)
+                else if constexpr (OF_K_TILES)
                   sum[j][n][h][e] += row_scale * (scale[n][e] * v - zero_sum[n][e]);
                 else
                   sum[j][n][h][e] += scale[n][e] * v;
               }
           }
-          if constexpr (OF_UNITS) quadruple(zero_sum);
+          if constexpr (OF_K_TILES) quadruple(zero_sum);
         }
       }
     }
@@ -164,9 +160,9 @@ struct Partial {
     return h ? __high2float(pair) : __low2float(pair);
   }
 
-  // Groups of 32 or 64: every 32-k block is converted for itself; `groups` (4 or 2) scale rows cover the unit.
-  __device__ __forceinline__ void add_blocks(const uint4 (&w)[4], const UnitActivations& x, int tokens, uint32_t scales,
-                                             bool real_zeros, float zero, int groups,
+  // Groups of 32 or 64: every 32-k block is converted for itself; `groups` (4 or 2) scale rows cover the k tile.
+  __device__ __forceinline__ void add_blocks(const uint4 (&w)[4], const KTileActivations& x, int tokens,
+                                             uint32_t scales, bool real_zeros, float zero, int groups,
                                              const float (&scale)[NT][TOKENS]) {
     const uint32_t lane_offset = threadIdx.x % 32 / 4 * 16;
 #pragma unroll
@@ -213,4 +209,4 @@ struct Partial {
   }
 };
 
-}  // namespace trirun
+}  // namespace trirun::gemm_decode

@@ -7,13 +7,15 @@
 
 #include <algorithm>
 
-namespace trirun {
+#include "cuda/common/stream_k.cuh"
+
+namespace trirun::gemm_prefill {
 
 struct PrefillArguments {
   CUtensorMap x;       // [m][k], boxes of Tokens x 128 bytes, 128-byte swizzle
   CUtensorMap last_x;  // boxes of as many rows as the last token tile has: rows out of range take longer to copy
   CUtensorMap words;   // [n/64][k/32][128]
-  CUtensorMap scales;  // [k/g][n] in strip order; grouped kernels only
+  CUtensorMap scales;  // [k/g][n] in n tile order; grouped kernels only
   CUtensorMap zeros;
   CUtensorMap outputs;  // [m][n], boxes of 32 columns (64-byte swizzle) by 8 tokens, or by Tokens where splits is 1
   const __half* channel_scales;  // one row of scales, or null when scales enter the fragments
@@ -32,11 +34,12 @@ struct PrefillArguments {
   int splits;                  // CTAs of the cluster that share one tile along k
   int first_tile, last_tile;
   int early;  // stages of words asked for before the kernel before this one has ended
-  // Equal shares: all units of k (`kUnit` stages) of all tiles form one line, of which CTA c (cta_number) has `share`,
-  // and one more if c < rest. 0: every CTA, or cluster, takes whole tiles.
-  int share, rest, units;  // units: of one tile
+  // Stream-k: all CTAs (numbered by cta_number) divide the k tiles (`kKTile` stages) of all tiles equally: see StreamK.
+  // With each 0 every CTA, or cluster, takes whole tiles.
+  int each, rest;
+  int k_tiles;  // of one tile
   int pairs;  // 1 where two CTAs of a tile are a cluster, and no CTA has two tiles; else 0
-  bool ahead;  // shares are at least a tile long: what a CTA adds to its last tile is stored before it begins with that
+  bool ahead;  // a CTA has a tile of k or more: what it adds to its last tile is stored before it begins with that
   // Of a tile's first CTA, one for every warp: CTAs that end with the tile and have left their sums; behind those of
   // all CTAs as many more, set once the CTA that goes on from the tile has left its own.
   uint64_t* counters;
@@ -50,33 +53,29 @@ struct PrefillArguments {
   int y_dtype;
   bool tensor_stores;  // y's rows start and end at multiples of 16 bytes and hold 16-bit values
 
-  __host__ __device__ int start(int cta) const { return cta * share + (cta < rest ? cta : rest); }
-  // The CTA that has this unit.
-  __host__ __device__ int owner(int unit) const {
-    const int large = rest * (share + 1);
-    return unit < large ? unit / (share + 1) : rest + (unit - large) / share;
-  }
+  __host__ __device__ int start(int cta) const { return cta * each + (cta < rest ? cta : rest); }
+  __host__ __device__ int owner(int k_tile) const { return stream_k_owner(*this, k_tile); }
 };
 
-constexpr int kStageBytesOfX = 128;  // per row: one swizzle span
+constexpr int kStageBytesOfX = 128;  // of x, per row: a panel is as wide as the 128-byte swizzle
 
 // Where weight scales enter: with the sums; in the fragments, where the zero point is exact beside the codes and a
 // group fills whole stages (groups of 64 and 128); in the fragments, whatever the group and the zero points.
 enum Scaling { kChannelScales, kGroupScales, kAnyScales };
 
-// A tile of Strips strips by Tokens rows of x, stages of Spans swizzle spans of x, the warpgroups that multiply, and
+// A tile of NTiles n tiles by Tokens rows of x, stages of so many panels of x, the warpgroups that multiply, and
 // the CTAs that have room in shared memory: with two, those of the next kernel begin beside these.
-template <typename T, int Tokens, int Strips, int Warpgroups, int Spans, int Ctas = 1>
+template <typename T, int Tokens, int NTiles, int Warpgroups, int Panels, int Ctas = 1>
 struct TileShape {
   static constexpr int kShared = (228 / Ctas - 1) * 1024;
-  static constexpr int kStrips = Strips, kRowTile = Strips * 64, kTokens = Tokens;
+  static constexpr int kNTiles = NTiles, kRowTile = NTiles * 64, kTokens = Tokens;
   static constexpr int kConsumers = Warpgroups * 128, kThreads = kConsumers + 128;
   static constexpr int kStoreColumns = kRowTile * 32 / kConsumers;  // rows of w of one warp's outputs
-  static constexpr int kSpans = Spans, kSpanColumns = kStageBytesOfX / int(sizeof(T));
-  static constexpr int kColumns = kSpans * kSpanColumns;  // of k in a stage
+  static constexpr int kPanels = Panels, kPanelColumns = kStageBytesOfX / int(sizeof(T));
+  static constexpr int kColumns = kPanels * kPanelColumns;  // of k in a stage
   static constexpr int kBlocks = kColumns / 32;
-  static constexpr int kSpan = Tokens * kStageBytesOfX, kX = kSpans * kSpan;
-  static constexpr int kWords = kStrips * kBlocks * 512;
+  static constexpr int kPanel = Tokens * kStageBytesOfX, kX = kPanels * kPanel;
+  static constexpr int kWords = kNTiles * kBlocks * 512;
   static constexpr int kOutput = kRowTile * Tokens * 2;  // values of 16 bits
   static constexpr int kRows = Warpgroups * Tokens * 8;  // per warpgroup: factor and sum of every token
   static constexpr int kBarriers = 256, kRoom = kShared - kOutput - kRows - kBarriers;
@@ -92,14 +91,14 @@ struct TileShape {
 };
 
 // Two accumulators of 64 tokens per warpgroup would leave the tensor cores waiting for their own sums: with 64 tokens a
-// warpgroup takes all four row blocks of a strip, and the two warpgroups take turns at the stages. Looking for a stage
-// costs as much as converting 32 columns: scales per channel have room for stages of two spans.
+// warpgroup takes all four row blocks of an n tile, and the two warpgroups take turns at the stages. Looking for a
+// stage costs as much as converting 32 columns: scales per channel have room for stages of two panels.
 template <typename T, int Tokens, Scaling Mode>
 struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChannelScales && sizeof(T) == 2 ? 2 : 1> {
   using Tile = TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChannelScales && sizeof(T) == 2 ? 2 : 1>;
   static constexpr bool kGrouped = Mode != kChannelScales;
   static constexpr int kRowBlocks = Tokens == 64 ? 4 : 2, kTurns = kRowBlocks / 2;
-  static constexpr int kUnit = kTurns / Tile::kSpans;  // stages that CTAs divide k by
+  static constexpr int kKTile = kTurns / Tile::kPanels;  // stages of a k tile, which CTAs divide k by
   static constexpr int kGroups = kGrouped ? 2 * 512 : 0;  // two groups of 256 scales; as much again for zeros
   static constexpr int kStage = Tile::kX + Tile::kWords + 2 * kGroups;
   static constexpr int kExchange = kTurns == 2 ? 8 * Tokens * 128 : 0;  // sums that one warpgroup hands to the other
@@ -112,28 +111,28 @@ struct PrefillShape : TileShape<T, Tokens, 4, 2, Tokens == 64 && Mode == kChanne
   static constexpr int kBytes = Tile::kShared - Tile::kRoom + kExchange + kStages * kStage;
 };
 
-// What the codes of a tile of two or three strips are multiplied by: nothing but a constant, scales being per channel;
+// What the codes of a tile of two or three n tiles are multiplied by: nothing but a constant, scales being per channel;
 // the scale of their group of 128 columns; the same, where zero_rest is not 0; that of a smaller group, with any rest.
-enum StripScales { kNoGroups, kGroupsOf128, kGroupsWithRest, kSmallGroups };
+enum LowScales { kNoGroups, kGroupsOf128, kGroupsWithRest, kSmallGroups };
 
-// Of such tiles, whose strips have a warpgroup each (sm90_tiles.cuh). Of 8 bits two CTAs do not share a
+// Of such tiles, whose n tiles have a warpgroup each (sm90_tiles.cuh). Of 8 bits two CTAs do not share a
 // multiprocessor: there the kernel that prepares x stands between them, and where it has CTAs the next ones' would
 // rather go together elsewhere.
-template <typename T, int Tokens, int Strips>
-using StripsTile =
-    TileShape<T, Tokens, Strips, Strips, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, Strips == 2 && sizeof(T) == 2 ? 2 : 1>;
+template <typename T, int Tokens, int NTiles>
+using LowTile =
+    TileShape<T, Tokens, NTiles, NTiles, Tokens == 64 && sizeof(T) == 2 ? 2 : 1, NTiles == 2 && sizeof(T) == 2 ? 2 : 1>;
 
-template <typename T, int Tokens, int Strips, StripScales Scales>
-struct StripsShape : StripsTile<T, Tokens, Strips> {
-  using Tile = StripsTile<T, Tokens, Strips>;
-  static constexpr int kCtas = Strips == 2 ? 2 : 1;  // that registers are shared out for
+template <typename T, int Tokens, int NTiles, LowScales Scales>
+struct LowShape : LowTile<T, Tokens, NTiles> {
+  using Tile = LowTile<T, Tokens, NTiles>;
+  static constexpr int kCtas = NTiles == 2 ? 2 : 1;  // that registers are shared out for
   static constexpr bool kGrouped = Scales != kNoGroups;
   // 16-bit scales of a stage, as a number of them.
   static constexpr int kGroups = kGrouped ? Tile::kRowTile * (Scales == kSmallGroups ? Tile::kBlocks : 1) : 0;
-  static constexpr int kUnit = 1, kStage = Tile::kX + Tile::kWords + 2 * kGroups;
+  static constexpr int kKTile = 1, kStage = Tile::kX + Tile::kWords + 2 * kGroups;
   static constexpr int kStages = std::min(Tile::kRoom / kStage, 12), kFull = kStages;
   static constexpr bool kAhead = Tile::kSumStages < kStages;
   static constexpr int kBytes = Tile::kShared - Tile::kRoom + kStages * kStage;
 };
 
-}  // namespace trirun
+}  // namespace trirun::gemm_prefill

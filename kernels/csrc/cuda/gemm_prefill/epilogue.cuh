@@ -1,42 +1,42 @@
-// The end of a Hopper prefill tile: sums that several CTAs have parts of come together, and become outputs.
+// The end of a Hopper prefill tile: sums that are split among several CTAs come together, and become outputs.
 #pragma once
 
 #include "outputs.cuh"
-#include "stream_k.cuh"
+#include "schedule.cuh"
 
-namespace trirun {
+namespace trirun::gemm_prefill {
 
 #ifdef TRIRUN_HOPPER
 
-// Of the units of a tile's sums (see Consumer), those that one CTA of a cluster finishes; `most` is what any does.
-struct ClusterShare {
+// Of the quad pairs of a tile's sums (see Consumer), those that one CTA of a cluster finishes; `most` is what any does.
+struct ClusterSplit {
   int rank, most, own, end;
 
-  __device__ __forceinline__ ClusterShare(const PrefillArguments& args, int units)
-      : rank(args.splits > 1 ? blockIdx.x % args.splits : 0), most((units + args.splits - 1) / args.splits),
-        own(units * rank / args.splits), end(units * (rank + 1) / args.splits) {}
+  __device__ __forceinline__ ClusterSplit(const PrefillArguments& args, int quad_pairs)
+      : rank(args.splits > 1 ? blockIdx.x % args.splits : 0), most((quad_pairs + args.splits - 1) / args.splits),
+        own(quad_pairs * rank / args.splits), end(quad_pairs * (rank + 1) / args.splits) {}
 };
 
 // The barrier that counts what comes from other CTAs of the cluster; without one, the warps that have stored what
 // `SharedTile::announce` waits for. By the thread that initializes barriers, last.
 template <typename Shape, typename Part>
 __device__ __forceinline__ void init_received(const PrefillArguments& args, uint32_t received) {
-  constexpr int kUnit = 2 * Shape::kConsumers * 16;  // bytes
-  barrier_init(received, args.share > 0 && !args.pairs ? Shape::kConsumers / 32 : 1);
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  const ClusterShare share(args, Part::kUnits);
-  if (args.splits > 1) barrier_expect(received, (args.splits - 1) * (share.end - share.own) * kUnit);
-  if (args.pairs) barrier_expect(received, Part::kUnits / 2 * kUnit);
+  constexpr int kQuadPairBytes = 2 * Shape::kConsumers * 16;  // bytes
+  barrier_init(received, args.each > 0 && !args.pairs ? Shape::kConsumers / 32 : 1);
+  barrier_init_fence();
+  const ClusterSplit mine(args, Part::kQuadPairs);
+  if (args.splits > 1) barrier_expect(received, (args.splits - 1) * (mine.end - mine.own) * kQuadPairBytes);
+  if (args.pairs) barrier_expect(received, Part::kQuadPairs / 2 * kQuadPairBytes);
 }
 
-// Outputs of the units from `first` on, from their quads.
-template <typename Part, int Units>
-__device__ __forceinline__ void put_units(const Part& part, const typename Part::Accumulator (&sums)[Units][2][4],
-                                          int first) {
+// Outputs of the quad pairs from `first` on, from their quads.
+template <typename Part, int QuadPairs>
+__device__ __forceinline__ void put_quad_pairs(const Part& part,
+                                               const typename Part::Accumulator (&sums)[QuadPairs][2][4], int first) {
   part.by_plainness([&](auto plain) {
 #pragma unroll
-    for (int i = 0; i < Units; ++i)
-      part.template put<decltype(plain)::value>(sums[i][0], sums[i][1], (first + i) * Part::kUnitBlocks);
+    for (int i = 0; i < QuadPairs; ++i)
+      part.template put<decltype(plain)::value>(sums[i][0], sums[i][1], (first + i) * Part::kQuadPairBlocks);
   });
 }
 
@@ -46,9 +46,8 @@ template <typename Shape, typename Part>
 __device__ __forceinline__ void finish_half(Part& part, const SharedTile<Shape::kConsumers>& tile, uint64_t seen,
                                             const typename Part::Accumulator (&total)[Part::kQuads][4],
                                             uint32_t received) {
-  using namespace hopper;
   using Accumulator = typename Part::Accumulator;
-  constexpr int kHalf = Part::kUnits / 2;
+  constexpr int kHalf = Part::kQuadPairs / 2;
   Accumulator mine[kHalf][2][4];
   part.begin_outputs();
   cluster_wait();  // the other has begun
@@ -56,19 +55,19 @@ __device__ __forceinline__ void finish_half(Part& part, const SharedTile<Shape::
   const uint32_t to = peer_address(slot, other), arrived = peer_address(received, other);
 #pragma unroll
   for (int i = 0; i < 2 * kHalf; ++i) {
-    const int unit = i / 2, j = i % 2;
+    const int quad_pair = i / 2, j = i % 2;
     Accumulator theirs[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const Accumulator low = total[Part::quad(unit, j)][e], high = total[Part::quad(kHalf + unit, j)][e];
-      mine[unit][j][e] = tile.half ? high : low, theirs[e] = tile.half ? low : high;
+      const Accumulator low = total[Part::quad(quad_pair, j)][e], high = total[Part::quad(kHalf + quad_pair, j)][e];
+      mine[quad_pair][j][e] = tile.half ? high : low, theirs[e] = tile.half ? low : high;
     }
-    cluster_store(to + i * 512, reinterpret_cast<const uint4&>(theirs), arrived);
+    store_peer_counted(to + i * 512, reinterpret_cast<const uint4&>(theirs), arrived);
   }
   barrier_wait_cluster(received, 0);
 #pragma unroll
   for (int i = 0; i < 2 * kHalf; ++i) {
-    const uint4 v = shared_load(slot + i * 512);
+    const uint4 v = load_shared4(slot + i * 512);
     const uint32_t of_other[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) mine[i / 2][i % 2][e] += reinterpret_cast<const Accumulator&>(of_other[e]);
@@ -76,39 +75,38 @@ __device__ __forceinline__ void finish_half(Part& part, const SharedTile<Shape::
   __syncwarp();
   const auto none = [] { return false; };
   if (!tile.add(reinterpret_cast<Accumulator(&)[2 * kHalf][4]>(mine), received, seen, none)) return;
-  put_units(part, mine, kHalf * tile.half);
+  put_quad_pairs(part, mine, kHalf * tile.half);
   part.end_outputs(Part::kBlocks / 2 * tile.half, Part::kBlocks / 2 * (tile.half + 1), false);
 }
 
-// Every CTA of the cluster owns a share of the tokens and is sent everybody's sums of them, its own too, which land
+// Every CTA of the cluster owns some of the tokens and is sent everybody's sums of them, its own too, which land
 // where the stages were. They are added by rank: the order is fixed. A loop over what has landed, not over registers:
 // this code runs once, and is fetched to be run.
 template <typename Shape, typename Part>
-__device__ __forceinline__ void finish_share(Part& part, const typename Part::Accumulator (&total)[Part::kQuads][4],
+__device__ __forceinline__ void finish_split(Part& part, const typename Part::Accumulator (&total)[Part::kQuads][4],
                                              uint32_t stages_at, uint32_t received, int thread) {
-  using namespace hopper;
   using Accumulator = typename Part::Accumulator;
-  constexpr int kConsumers = Shape::kConsumers, kUnits = Part::kUnits;
+  constexpr int kConsumers = Shape::kConsumers, kQuadPairs = Part::kQuadPairs;
   const int splits = part.args.splits;
-  const ClusterShare share(part.args, kUnits);
+  const ClusterSplit mine(part.args, kQuadPairs);
   cluster_meet();
-  int owner = 0, owner_end = kUnits / splits;
-  const uint32_t slot = stages_at + (share.rank * share.most * 2 * kConsumers + thread) * 16;
+  int owner = 0, owner_end = kQuadPairs / splits;
+  const uint32_t slot = stages_at + (mine.rank * mine.most * 2 * kConsumers + thread) * 16;
   uint32_t to = peer_address(slot, 0), arrived = peer_address(received, 0);
 #pragma unroll
-  for (int unit = 0; unit < kUnits; ++unit) {
-    while (unit >= owner_end) {
+  for (int quad_pair = 0; quad_pair < kQuadPairs; ++quad_pair) {
+    while (quad_pair >= owner_end) {
       ++owner;
-      owner_end = kUnits * (owner + 1) / splits;
+      owner_end = kQuadPairs * (owner + 1) / splits;
       to = peer_address(slot, owner), arrived = peer_address(received, owner);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const uint4& v = reinterpret_cast<const uint4&>(total[Part::quad(unit, j)]);
-      if (owner == share.rank)  // read back by this very thread
-        shared_store(slot + ((unit - share.own) * 2 + j) * kConsumers * 16, v);
+      const uint4& v = reinterpret_cast<const uint4&>(total[Part::quad(quad_pair, j)]);
+      if (owner == mine.rank)  // read back by this very thread
+        store_shared4(slot + ((quad_pair - mine.own) * 2 + j) * kConsumers * 16, v);
       else
-        cluster_store(to + j * kConsumers * 16, v, arrived);
+        store_peer_counted(to + j * kConsumers * 16, v, arrived);
     }
     to += 2 * kConsumers * 16;
   }
@@ -116,22 +114,22 @@ __device__ __forceinline__ void finish_share(Part& part, const typename Part::Ac
   barrier_wait_cluster(received, 0);
   part.by_plainness([&](auto plain) {
 #pragma unroll 1
-    for (int unit = share.own; unit < share.end; ++unit) {
-      uint32_t from = stages_at + ((unit - share.own) * 2 * kConsumers + thread) * 16;
+    for (int quad_pair = mine.own; quad_pair < mine.end; ++quad_pair) {
+      uint32_t from = stages_at + ((quad_pair - mine.own) * 2 * kConsumers + thread) * 16;
       Accumulator all[2][4] = {};
 #pragma unroll 2
-      for (int source = 0; source < splits; ++source, from += share.most * 2 * kConsumers * 16)
+      for (int source = 0; source < splits; ++source, from += mine.most * 2 * kConsumers * 16)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const uint4 v = shared_load(from + j * kConsumers * 16);
+          const uint4 v = load_shared4(from + j * kConsumers * 16);
           Accumulator(&s)[4] = all[j];
           s[0] += reinterpret_cast<const Accumulator&>(v.x), s[1] += reinterpret_cast<const Accumulator&>(v.y);
           s[2] += reinterpret_cast<const Accumulator&>(v.z), s[3] += reinterpret_cast<const Accumulator&>(v.w);
         }
-      part.template put<decltype(plain)::value>(all[0], all[1], unit * Part::kUnitBlocks);
+      part.template put<decltype(plain)::value>(all[0], all[1], quad_pair * Part::kQuadPairBlocks);
     }
   });
-  part.end_outputs(share.own * Part::kUnitBlocks, share.end * Part::kUnitBlocks, false);
+  part.end_outputs(mine.own * Part::kQuadPairBlocks, mine.end * Part::kQuadPairBlocks, false);
 }
 
 // What the producer put into the stages from `next_stage` on (see produce): another CTA's sums, quads of this thread.
@@ -144,7 +142,7 @@ __device__ __forceinline__ void add_ahead(Accumulator (&total)[Shape::kQuads][4]
     int stage = next_stage + q / Shape::kStageQuads;
     if (stage >= Shape::kStages) stage -= Shape::kStages;
     const int quad = q % Shape::kStageQuads * Shape::kConsumers + thread;
-    const uint4 v = hopper::shared_load(stages_at + stage * Shape::kX + quad * 16);
+    const uint4 v = load_shared4(stages_at + stage * Shape::kX + quad * 16);
     const uint32_t of_other[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) total[q][e] += reinterpret_cast<const Accumulator&>(of_other[e]);
@@ -163,7 +161,7 @@ __device__ __forceinline__ void finish_tile(Part& part, const SharedTile<Shape::
   if (part.args.pairs) {
     finish_half<Shape>(part, tile, seen, total, received);
   } else if (part.args.splits > 1) {
-    finish_share<Shape>(part, total, stages_at, received, thread);
+    finish_split<Shape>(part, total, stages_at, received, thread);
   } else {
     part.begin_outputs();
     const auto take_ahead = [&] {
@@ -173,9 +171,9 @@ __device__ __forceinline__ void finish_tile(Part& part, const SharedTile<Shape::
     if (!tile.add(total, received, seen, take_ahead)) return;
     part.by_plainness([&](auto plain) {
 #pragma unroll
-      for (int unit = 0; unit < Part::kUnits; ++unit)
-        part.template put<decltype(plain)::value>(total[Part::quad(unit, 0)], total[Part::quad(unit, 1)],
-                                                  unit * Part::kUnitBlocks);
+      for (int quad_pair = 0; quad_pair < Part::kQuadPairs; ++quad_pair)
+        part.template put<decltype(plain)::value>(total[Part::quad(quad_pair, 0)], total[Part::quad(quad_pair, 1)],
+                                                  quad_pair * Part::kQuadPairBlocks);
     });
     part.end_outputs(0, Part::kBlocks, true);
   }
@@ -183,4 +181,4 @@ __device__ __forceinline__ void finish_tile(Part& part, const SharedTile<Shape::
 
 #endif  // TRIRUN_HOPPER
 
-}  // namespace trirun
+}  // namespace trirun::gemm_prefill

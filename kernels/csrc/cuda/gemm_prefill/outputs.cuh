@@ -6,9 +6,9 @@
 #include "trirun.h"
 #include "arguments.cuh"
 #include "dequantize.cuh"
-#include "hopper.cuh"
+#include "cuda/common/wgmma.cuh"
 
-namespace trirun {
+namespace trirun::gemm_prefill {
 
 #ifdef TRIRUN_HOPPER
 
@@ -18,41 +18,28 @@ __device__ __forceinline__ A (&four(A (&sum)[Count], int block))[4] {
   return *reinterpret_cast<A(*)[4]>(&sum[4 * block]);
 }
 
-// Pins sums to this place in the program: without it the compiler copies them before the wait that makes them complete,
-// since it takes a wgmma's results to be there at once.
-template <int Count>
-__device__ __forceinline__ void hold(float (&sum)[Count]) {
-#pragma unroll
-  for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(sum[i])::"memory");
-}
-template <int Count>
-__device__ __forceinline__ void hold(int (&sum)[Count]) {
-#pragma unroll
-  for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(sum[i])::"memory");
-}
-
-// What a consumer warp does with its sums: kOwn row blocks of one strip, 16 rows of w each, by Tokens rows of x. In
-// tiles of four strips two row blocks: warp i of a warpgroup has strip i. In tiles of three strips one: warp i has row
-// block i, and every warpgroup a strip.
-template <typename T, int Tokens, int Strips = 4>
+// What a consumer warp does with its sums: kOwn row blocks of one n tile, 16 rows of w each, by Tokens rows of x. In
+// tiles of four n tiles two row blocks: warp i of a warpgroup has n tile i. In tiles of three n tiles one: warp i has
+// row block i, and every warpgroup an n tile.
+template <typename T, int Tokens, int NTiles = 4>
 struct Consumer {
   static constexpr bool kInt8 = sizeof(T) == 1;
-  static constexpr int kOwn = Strips == 4 ? 2 : 1, kRowTile = Strips * 64;
+  static constexpr int kOwn = NTiles == 4 ? 2 : 1, kRowTile = NTiles * 64;
   using Accumulator = typename std::conditional<kInt8, int, float>::type;
   static constexpr int kBlocks = Tokens / 8;
-  // A quad is a lane's four sums of a row block and a block of eight tokens; `put` takes the two of a unit, of two row
+  // A quad is a lane's four sums of a row block and a block of eight tokens; `put` takes a pair of them, of two row
   // blocks or of two blocks of tokens.
-  static constexpr int kQuads = kOwn * kBlocks, kUnits = kQuads / 2, kUnitBlocks = kBlocks / kUnits;
-  static __device__ __forceinline__ constexpr int quad(int unit, int i) {
-    return kOwn == 2 ? i * kBlocks + unit : 2 * unit + i;
+  static constexpr int kQuads = kOwn * kBlocks, kQuadPairs = kQuads / 2, kQuadPairBlocks = kBlocks / kQuadPairs;
+  static __device__ __forceinline__ constexpr int quad(int quad_pair, int i) {
+    return kOwn == 2 ? i * kBlocks + quad_pair : 2 * quad_pair + i;
   }
-  // With scales per channel the fragments of the 64-row tile and of three strips are (q - zero) / kShrink.
+  // With scales per channel the fragments of the 64-row tile and of three n tiles are (q - zero) / kShrink.
   static constexpr float kUnshrink = !kInt8 && (Tokens == 64 || kOwn == 1) ? kShrink : 1.f;
 
   const PrefillArguments& args;
   const uint32_t output, rows;  // shared memory: this warp's staged outputs, this warpgroup's row factors
   int lane;
-  const int group, strip, block0;  // warpgroup; strip of the tile; first row block of the strip
+  const int group, n_tile, block0;  // warpgroup; n tile of the tile; first row block of the n tile
   int row0, token0;       // first row of w and first token of the tile
   // Of this lane's rows, [row block][row half]. What `begin` asks for is converted only when it is used, so that no
   // multiplication waits for it.
@@ -60,20 +47,20 @@ struct Consumer {
   float scale[kOwn][2], bias[kOwn][2], zero[kOwn][2];
 
   __device__ Consumer(const PrefillArguments& a, uint32_t out, uint32_t factors, int l, int warp, int g)
-      : args(a), output(out), rows(factors), lane(l), group(g), strip(kOwn == 2 ? warp : g),
+      : args(a), output(out), rows(factors), lane(l), group(g), n_tile(kOwn == 2 ? warp : g),
         block0(kOwn == 2 ? 2 * g : warp) {}
 
-  __device__ __forceinline__ int first_row() const { return row0 + 64 * strip + 16 * block0; }
+  __device__ __forceinline__ int first_row() const { return row0 + 64 * n_tile + 16 * block0; }
   __device__ __forceinline__ int row(int j, int h) const { return first_row() + 16 * j + 8 * h + lane / 4; }
 
-  // Where the stored (strip) order keeps this lane's row.
+  // Where the stored order keeps this lane's row.
   __device__ __forceinline__ int stored(int j, int h) const {
-    return row0 + 64 * strip + 8 * (lane / 4) + 2 * (block0 + j) + h;
+    return row0 + 64 * n_tile + 8 * (lane / 4) + 2 * (block0 + j) + h;
   }
 
-  // Zero point of a row, given by its row block in the strip.
+  // Zero point of a row, given by its row block in the n tile.
   __device__ __forceinline__ float channel_zero(int block, int h) const {
-    const int at = row0 + 64 * strip + 8 * (lane / 4) + 2 * block + h;
+    const int at = row0 + 64 * n_tile + 8 * (lane / 4) + 2 * block + h;
     if (!args.channel_zeros) return args.zero;
     return at < args.padded_n ? __half2float(args.channel_zeros[at]) : 0.f;
   }
@@ -84,18 +71,14 @@ struct Consumer {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(raw)));
   }
 
-  __device__ __forceinline__ void warpgroup_sync() const {
-    asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
-  }
+  __device__ __forceinline__ void warpgroup_sync() const { named_barrier<128>(2 + group); }
 
   // Brings what `begin` will ask for to L2, where there are no registers to ask for it early.
   __device__ __forceinline__ void expect(int row_tile) {
     row0 = row_tile * kRowTile;
-    if (args.channel_scales && stored(0, 0) < args.padded_n)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(args.channel_scales + stored(0, 0)));
+    if (args.channel_scales && stored(0, 0) < args.padded_n) prefetch_l2(args.channel_scales + stored(0, 0));
     if (args.bias && row(0, 0) < args.n)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(args.bias) +
-                                                    row(0, 0) * (args.y_dtype == TRIRUN_F32 ? 4 : 2)));
+      prefetch_l2(static_cast<const char*>(args.bias) + row(0, 0) * (args.y_dtype == TRIRUN_F32 ? 4 : 2));
   }
 
   // Everything the outputs need beside the sums, asked for before the sums are computed.
@@ -125,7 +108,7 @@ struct Consumer {
       if (local < Tokens) {
         const float s = token < args.m ? args.row_scale[token] : 0.f;
         const float sum = token < args.m ? float(args.row_sum[token]) : 0.f;
-        hopper::shared_store_pair(rows + 8 * local, __float_as_uint(s), __float_as_uint(sum));
+        store_shared2(rows + 8 * local, __float_as_uint(s), __float_as_uint(sum));
       }
     }
   }
@@ -140,7 +123,7 @@ struct Consumer {
       if (kInt8) zero[j][h] = channel_zero(block0 + j, h);
     }
     if (args.row_scale) warpgroup_sync();
-    if (lane == 0) hopper::store_wait_read();
+    if (lane == 0) store_wait_read();
     __syncwarp();
   }
 
@@ -175,7 +158,7 @@ struct Consumer {
     return output + token * 32 * kOwn + ((part ^ (kOwn == 2 ? token >> 1 & 3 : token >> 2 & 1)) << 4);
   }
 
-  // The two quads of a unit whose tokens begin with block `block`: staged transposed for 16-bit outputs, written at
+  // The pair of quads whose tokens begin with block `block`: staged transposed for 16-bit outputs, written at
   // once for float32.
   template <bool Plain>
   __device__ __forceinline__ void put(const Accumulator (&s0)[4], const Accumulator (&s1)[4], int block) const {
@@ -187,7 +170,7 @@ struct Consumer {
     for (int i = 0; i < 8; ++i) {
       const int quad = i / 4, j = kOwn == 2 ? quad : 0, e = i % 4, h = e / 2;
       if ((kInt8 || (!Plain && args.row_scale)) && i % (kOwn == 2 ? 8 : 4) == 0)
-        factors = hopper::shared_load(rows + 8 * local(quad));
+        factors = load_shared4(rows + 8 * local(quad));
       const Accumulator sum = quad ? s1[e] : s0[e];
       const float factor = __uint_as_float(e % 2 ? factors.z : factors.x);
       if constexpr (kInt8) {
@@ -215,7 +198,7 @@ struct Consumer {
       }
       const int tile = lane / 8;  // of 8 tokens by 8 rows of w
       const uint32_t to = kOwn == 2 ? staged(lane % 8, tile) : staged(tile / 2 * 8 + lane % 8, tile % 2);
-      hopper::store_transposed(to + 256 * kOwn * block, r[0], r[1], r[2], r[3]);
+      store_transposed(to + 256 * kOwn * block, r[0], r[1], r[2], r[3]);
     } else {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
@@ -230,12 +213,12 @@ struct Consumer {
     if (args.y_dtype == TRIRUN_F32) return;
     const int n = first_row();
     if (args.tensor_stores) {
-      hopper::fence_async();
+      fence_async_shared();
       __syncwarp();
       if (lane == 0 && n < args.n) {
         for (int block = first; block < last; block += whole ? kBlocks : 1)
-          hopper::tensor_store(&args.outputs, output + block * 256 * kOwn, n, token0 + 8 * block);
-        hopper::store_commit();
+          tensor_store(&args.outputs, output + block * 256 * kOwn, n, token0 + 8 * block);
+        store_commit();
       }
       return;
     }
@@ -244,7 +227,7 @@ struct Consumer {
     for (int local = 8 * first + lane / kParts; local < 8 * last; local += 32 / kParts) {
       const int token = token0 + local, column = n + lane % kParts * 8;
       if (token >= args.m || column >= args.n) continue;
-      const uint4 v = hopper::shared_load(staged(local, lane % kParts));
+      const uint4 v = load_shared4(staged(local, lane % kParts));
       const uint32_t part[4] = {v.x, v.y, v.z, v.w};
       uint16_t* to = static_cast<uint16_t*>(args.y) + token * args.ldy + column;
 #pragma unroll
@@ -257,4 +240,4 @@ struct Consumer {
 
 #endif  // TRIRUN_HOPPER
 
-}  // namespace trirun
+}  // namespace trirun::gemm_prefill

@@ -3,7 +3,7 @@
 
 #include "cuda/kernels.cuh"
 
-namespace trirun {
+namespace trirun::gemm_prefill {
 
 // Rows of x as a prefill kernel reads them: the caller's own, or a copy in the workspace.
 struct PreparedRows {
@@ -31,12 +31,12 @@ int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRow
 int launch_dequantize(const Problem& p);  // prepare.cu
 
 // Workspace of the sums of tiles that several CTAs share under a plan of the Hopper kernel.
-size_t shared_tiles_bytes(const trirun_cuda_plan& plan);  // sm90.cu
+size_t stream_k_bytes(const trirun_cuda_plan& plan);  // sm90.cu
 
 // dtype: of rows of x as the kernel reads them, TRIRUN_F16 or TRIRUN_BF16.
-int64_t shared_bytes_prefill_sm90(const Problem& p, int dtype);
-int64_t shared_bytes_prefill_sm80(const Problem& p);
-int launch_prefill_sm90(const Problem& p, const PreparedRows& rows);  // sm90.cu
-int launch_prefill_sm80(const Problem& p, const PreparedRows& rows);  // sm80.cu
+int64_t shared_bytes_sm90(const Problem& p, int dtype);
+int64_t shared_bytes_sm80(const Problem& p);
+int launch_sm90(const Problem& p, const PreparedRows& rows);  // sm90.cu
+int launch_sm80(const Problem& p, const PreparedRows& rows);  // sm80.cu
 
-}  // namespace trirun
+}  // namespace trirun::gemm_prefill

@@ -1,6 +1,6 @@
-// Rows of x in the form the prefill kernels read, where the caller's own form will not do: int8 codes for models
-// trained with 8-bit activations, and fp16 with a power of two per row for float32. And the dense weight, for products
-// that a library computes.
+// Rows of x in the form the prefill kernels read, where the caller's own will not do: int8 codes for models trained
+// with 8-bit activations, and fp16 with a power of two per row for float32. A row is read once, into registers, for its
+// largest magnitude and for its codes. And the dense weight, for products that a library computes.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -10,11 +10,11 @@
 #include "cuda/common/activations.cuh"
 #include "prefill.cuh"
 
-namespace trirun {
+namespace trirun::gemm_prefill {
 namespace {
 
-constexpr int kVector = 16;  // columns of one thread at a time: the span that int8 codes are reordered in
-constexpr int kKept = 2;     // spans of a thread that stay in registers: rows of 16384 columns are read once
+constexpr int kVector = 16;  // columns of one thread at a time: so many int8 codes are reordered together
+constexpr int kKept = 2;  // vectors of a thread that stay in registers: rows of 16384 columns are read once
 constexpr int kMostThreads = 512;
 
 struct RowArguments {
@@ -30,7 +30,7 @@ struct RowArguments {
 
 // 16 columns of a row as they lie in memory, zeros from column k on.
 template <typename T>
-struct Span {
+struct Vector {
   static constexpr int kWords = kVector * int(sizeof(T)) / 4;
   alignas(16) uint32_t words[kWords] = {};
 
@@ -58,16 +58,16 @@ struct Span {
   }
 };
 
-// A span as it is stored: codes or scaled values. Returns the sum of the codes.
+// A vector as it is stored: codes or scaled values. Returns the sum of the codes.
 template <typename T>
-__device__ __forceinline__ int write_span(const RowArguments& a, int64_t row, int64_t column, const Span<T>& span,
-                                          float scale, float reciprocal) {
+__device__ __forceinline__ int write_vector(const RowArguments& a, int64_t row, int64_t column, const Vector<T>& vector,
+                                            float scale, float reciprocal) {
   if (a.format == kRowsInt8) {
     uint32_t packed[4];
     int sum = 0;
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const auto value = [&](int i) { return span.value(2 * t + i); };
+      const auto value = [&](int i) { return vector.value(2 * t + i); };
       packed[t] = act8_codes(make_float4(value(0), value(1), value(8), value(9)), scale, reciprocal);
       sum = __dp4a(int(packed[t]), 0x01010101, sum);
     }
@@ -77,7 +77,7 @@ __device__ __forceinline__ int write_span(const RowArguments& a, int64_t row, in
   }
   // The reciprocal of a power of two is exact.
   const auto stored = [&](int i) {
-    const float v = span.value(i);
+    const float v = vector.value(i);
     return a.format == kRowsHalf ? v * reciprocal : act8_code(v, scale, reciprocal) - ROUNDER;
   };
   __half2 packed[kVector / 2];
@@ -98,17 +98,17 @@ __global__ void __launch_bounds__(kMostThreads) prepare_rows(const __grid_consta
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int64_t m = blockIdx.x, step = blockDim.x * kVector, column0 = threadIdx.x * kVector;
   const T* row = static_cast<const T*>(a.x) + m * a.ldx;
-  Span<T> kept[kKept];
+  Vector<T> kept[kKept];
 #pragma unroll
   for (int i = 0; i < kKept; ++i)
     if (column0 + i * step < a.k) kept[i].read(a, row, column0 + i * step);
   uint32_t most = 0;
 #pragma unroll
-  for (const Span<T>& span : kept) most = max(most, span.magnitude_bits());
+  for (const Vector<T>& vector : kept) most = max(most, vector.magnitude_bits());
   for (int64_t column = column0 + kKept * step; column < a.k; column += step) {
-    Span<T> span;
-    span.read(a, row, column);
-    most = max(most, span.magnitude_bits());
+    Vector<T> vector;
+    vector.read(a, row, column);
+    most = max(most, vector.magnitude_bits());
   }
   most = __reduce_max_sync(~0u, most);
   if (lane == 0) of_warp[0][warp] = most;
@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(kMostThreads) prepare_rows(const __grid_consta
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < kKept; ++i)
-    if (column0 + i * step < a.k_pad) sum += write_span(a, m, column0 + i * step, kept[i], scale, reciprocal);
+    if (column0 + i * step < a.k_pad) sum += write_vector(a, m, column0 + i * step, kept[i], scale, reciprocal);
   for (int64_t column = column0 + kKept * step; column < a.k_pad; column += step) {
-    Span<T> span;
-    span.read(a, row, column);
-    sum += write_span(a, m, column, span, scale, reciprocal);
+    Vector<T> vector;
+    vector.read(a, row, column);
+    sum += write_vector(a, m, column, vector, scale, reciprocal);
   }
   sum = __reduce_add_sync(~0u, sum);
   if (lane == 0) of_warp[1][warp] = uint32_t(sum);
@@ -164,15 +164,15 @@ __global__ void __launch_bounds__(32 * 8 / sizeof(T)) dequantize(DenseArguments 
   Pair<T>* tile = shared[threadIdx.x / 32];
   const int lane = threadIdx.x % 32;
   const int64_t block0 = 2 * (blockIdx.x * int64_t(kWarps) + threadIdx.x / 32), blocks = a.w.k / 32;
-  const int64_t strip = blockIdx.y;
+  const int64_t n_tile = blockIdx.y;
   if (block0 >= blocks) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t block = block0 + half;
-    const uint4 raw = reinterpret_cast<const uint4*>(a.w.words)[(strip * blocks + block) * 32 + lane];
+    const uint4 raw = reinterpret_cast<const uint4*>(a.w.words)[(n_tile * blocks + block) * 32 + lane];
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
     const int64_t group = a.w.group_size > 0 ? block * 32 / a.w.group_size : 0,
-                  at = group * a.w.n + strip * 64 + lane / 4 * 8;
+                  at = group * a.w.n + n_tile * 64 + lane / 4 * 8;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int j = i / 2, h = i % 2;
@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(32 * 8 / sizeof(T)) dequantize(DenseArguments 
     }
   }
   __syncwarp();
-  const int64_t column = block0 * 32 + 2 * lane, rows = min(int64_t(64), a.n - strip * 64);
-  T* to = static_cast<T*>(a.y) + strip * 64 * a.ldy + column;
+  const int64_t column = block0 * 32 + 2 * lane, rows = min(int64_t(64), a.n - n_tile * 64);
+  T* to = static_cast<T*>(a.y) + n_tile * 64 * a.ldy + column;
   const bool paired = a.ldy % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % (2 * sizeof(T)) == 0 && column + 1 < a.k;
 #pragma unroll 8
   for (int row = 0; row < rows; ++row, to += a.ldy) {
@@ -223,7 +223,7 @@ int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRow
   a.sum = reinterpret_cast<int*>(at + aligned(size_t(p.m) * 4));
   *rows = {a.out, p.w.k, p.w.k, TRIRUN_F16, a.scale, a.sum, rows->rest};
 
-  // A span for every thread, as far as there are threads.
+  // A vector for every thread, as far as there are threads.
   const int threads = int(std::min<int64_t>((p.w.k / kVector + 31) / 32 * 32, kMostThreads));
   const auto kernel = p.dtype == TRIRUN_F32   ? prepare_rows<float>
                       : p.dtype == TRIRUN_F16 ? prepare_rows<__half>
@@ -233,14 +233,14 @@ int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRow
 
 int launch_dequantize(const Problem& p) {
   const DenseArguments a = {p.w, p.n, p.k, p.ldy, p.y};
-  const int64_t strips = (p.n + 63) / 64;
-  if (strips > 65535) return TRIRUN_BAD_SHAPE;
+  const int64_t n_tiles = (p.n + 63) / 64;
+  if (n_tiles > 65535) return TRIRUN_BAD_SHAPE;
   const int warps = p.dtype == TRIRUN_F32 ? 2 : 4;
-  const dim3 grid(unsigned((p.w.k / 64 + warps - 1) / warps), unsigned(strips));
+  const dim3 grid(unsigned((p.w.k / 64 + warps - 1) / warps), unsigned(n_tiles));
   const auto kernel = p.dtype == TRIRUN_F32   ? dequantize<float>
                       : p.dtype == TRIRUN_F16 ? dequantize<__half>
                                               : dequantize<__nv_bfloat16>;
   return launch_kernel(kernel, {grid, 32 * warps, 0, p.stream, false}, a);
 }
 
-}  // namespace trirun
+}  // namespace trirun::gemm_prefill

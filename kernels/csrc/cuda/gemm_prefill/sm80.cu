@@ -1,17 +1,19 @@
-// Prefill for every GPU since Ampere: mma.sync m16n8k16 on fragments made from tile64, copies by cp.async.
+// y[m][n] = x[m][k] . w[n][k]^T for many rows of x on every GPU since Ampere: mma.sync m16n8k16 on fp16 or bf16.
 //
-// One CTA computes 128 rows of w (two strips) by 128 rows of x with 8 warps, each one strip by 32 tokens. A stage holds
-// 64 columns of x, its 16-byte parts permuted within a row so that ldmatrix meets no bank conflict, and 2 x 2 blocks of
-// tile64. Four stages are in flight.
+// - Fragments are made of tile64's words by two instructions for two weights (dequantize.cuh), in registers.
+// - One CTA computes 128 rows of w (two n tiles) by 128 rows of x with 8 warps, each one n tile by 32 tokens. A stage
+//   of
+// cp.async holds 64 columns of x, its 16-byte parts permuted within a row so that ldmatrix meets no bank conflict, and
+//   2 x 2 blocks of tile64. Four stages are in flight.
 // no-spill: prefill_sm80_kernel<*>
 #include "prefill.cuh"
 #include "dequantize.cuh"
 
-namespace trirun {
+namespace trirun::gemm_prefill {
 namespace {
 
-constexpr int kTokens = 128, kStrips = 2, kColumns = 64, kStages = 4, kThreads = 256;
-constexpr int kX = kTokens * kColumns * 2, kWords = kStrips * (kColumns / 32) * 512, kStage = kX + kWords;
+constexpr int kTokens = 128, kNTiles = 2, kColumns = 64, kStages = 4, kThreads = 256;
+constexpr int kX = kTokens * kColumns * 2, kWords = kNTiles * (kColumns / 32) * 512, kStage = kX + kWords;
 constexpr int kBytes = kStages * kStage;
 
 struct Arguments {
@@ -26,44 +28,6 @@ struct Arguments {
   float zero;
   bool split_zero;
 };
-
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-template <typename T>
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-template <>
-__device__ __forceinline__ void multiply<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                        uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// An 8x8 tile of 16-bit values, transposed among the lanes: rows of w become neighbours in a lane.
-__device__ __forceinline__ uint32_t transposed(uint32_t v) {
-  uint32_t r;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
-  return r;
-}
 
 __device__ __forceinline__ float read_value(const void* p, int i, int dtype) {
   if (dtype == TRIRUN_F32) return static_cast<const float*>(p)[i];
@@ -84,12 +48,12 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_constant__ Arguments a) {
   using D = Dequantize<T>;
   extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, strip = warp % kStrips,
-            tokens = warp / kStrips * 32;
+  const uint32_t base = shared_address(shared);
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, n_tile = warp % kNTiles,
+            tokens = warp / kNTiles * 32;
   // Token tiles are the fast index: CTAs that run together share rows of w.
   const int64_t token0 = int64_t(blockIdx.x) * kTokens;
-  const int strip0 = blockIdx.y * kStrips, last_strip = int(a.padded_n / 64) - 1;
+  const int n_tile0 = blockIdx.y * kNTiles, last_n_tile = int(a.padded_n / 64) - 1;
   const int stages = int(a.padded_k / kColumns);
 
   const auto load_stage = [&](int k) {
@@ -100,20 +64,20 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
       const int64_t column = int64_t(k) * kColumns + part * 8, left = (a.k - column) * 2;
       const bool inside = token0 + row < a.m && left > 0;
       const T* from = static_cast<const T*>(a.x) + (inside ? (token0 + row) * a.ldx + column : 0);
-      copy_async(x_at + row * 128 + ((part ^ row & 7) << 4), from, inside ? int(left < 16 ? left : 16) : 0);
+      copy_async16_partly(x_at + row * 128 + ((part ^ row & 7) << 4), from, inside ? int(left < 16 ? left : 16) : 0);
     }
     if (thread < kWords / 16) {
       const int s = thread / 64, part = thread % 64;
-      const int64_t row = min(strip0 + s, last_strip);
-      copy_async(words_at + thread * 16, a.words + (row * (a.padded_k / 32) + k * 2) * 128 + part * 4, 16);
+      const int64_t row = min(n_tile0 + s, last_n_tile);
+      copy_async16_partly(words_at + thread * 16, a.words + (row * (a.padded_k / 32) + k * 2) * 128 + part * 4, 16);
     }
   };
 
-  const int stored = min(strip0 + strip, last_strip) * 64 + lane / 4 * 8;  // this lane's eight rows, in strip order
+  const int stored = min(n_tile0 + n_tile, last_n_tile) * 64 + lane / 4 * 8;  // this lane's eight rows, in n tile order
   const bool grouped = a.group_size > 0, whole_zero = !a.split_zero;
-  uint32_t magic, unit[2], offset[2];
-  asm volatile("mov.b32 %0, %1;" : "=r"(magic) : "n"(D::kMagic));
-  unit[0] = D::pair(0.25f), unit[1] = D::pair(0.0625f);
+  const uint32_t magic = constant_in_register<D::kMagic>();
+  uint32_t factor[2], offset[2];
+  factor[0] = D::pair(0.25f), factor[1] = D::pair(0.0625f);
   offset[0] = D::pair(-D::kBase * 0.25f - (whole_zero ? a.zero : 0.f));
   offset[1] = D::pair(-D::kBase * 0.0625f - (whole_zero ? a.zero : 0.f));
   // [row block][row half], as pairs: scale, and the zero point in two parts, the second multiplied by the scale.
@@ -139,29 +103,25 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
   float sum[4][4][4] = {};  // [row block][8 tokens]
   for (int k = 0; k < kStages - 1; ++k) {
     if (k < stages) load_stage(k);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copy_async_commit();
   }
   for (int k = 0; k < stages; ++k) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    copy_async_wait<kStages - 2>();
     __syncthreads();
     // Everyone is past the stage that this one replaces.
     if (k + kStages - 1 < stages) load_stage(k + kStages - 1);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copy_async_commit();
     const uint32_t x_at = base + k % kStages * kStage, words_at = x_at + kX;
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       const int64_t column = int64_t(k) * kColumns + block * 32;
       if (grouped && column % a.group_size == 0) set_groups(column / a.group_size);
-      uint4 words;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                   : "r"(words_at + (strip * 2 + block) * 512 + lane * 16)
-                   : "memory");
+      const uint4 words = load_shared4(words_at + (n_tile * 2 + block) * 512 + lane * 16);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t fragment[4][4], b[2][4];
-        load_fragments<T>(fragment[0], fragment[1], words, half, 30, magic, unit, offset);
-        load_fragments<T>(fragment[2], fragment[3], words, half, 2, magic, unit, offset);
+        load_fragments<T>(fragment[0], fragment[1], words, half, 30, magic, factor, offset);
+        load_fragments<T>(fragment[2], fragment[3], words, half, 2, magic, factor, offset);
         if (grouped || a.split_zero)
 #pragma unroll
           for (int i = 0; i < 16; ++i) {
@@ -177,14 +137,15 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
-          for (int t = 0; t < 4; ++t) multiply<T>(sum[j][t], fragment[j], b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+          for (int t = 0; t < 4; ++t)
+            mma_16bit<T>(sum[j][t], fragment[j], b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
       }
     }
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  copy_async_wait_all();
   __syncthreads();
 
-  const int row0 = (strip0 + strip) * 64;
+  const int row0 = (n_tile0 + n_tile) * 64;
   uint4 raw = make_uint4(0, 0, 0, 0);
   if (!grouped) raw = *reinterpret_cast<const uint4*>(a.scales + stored);
   const uint32_t channel[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -207,9 +168,7 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
         if (r < a.n && token + 1 < a.m) static_cast<float*>(a.y)[(token + 1) * a.ldy + r] = hi;
       } else {
         const uint32_t v = transposed(packed(lo, hi, a.y_dtype));
-        asm volatile(
-            "st.shared.u32 [%0], %1;" ::"r"(staged + (8 * t + lane / 4) * 144 + 32 * j + 16 * h + lane % 4 * 4), "r"(v)
-            : "memory");
+        store_shared(staged + (8 * t + lane / 4) * 144 + 32 * j + 16 * h + lane % 4 * 4, v);
       }
     }
   }
@@ -221,11 +180,7 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
     const int local = i * 4 + lane / 8, column = row0 + lane % 8 * 8;
     const int64_t token = token0 + tokens + local;
     if (token >= a.m || column >= a.n) continue;
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(staged + local * 144 + lane % 8 * 16)
-                 : "memory");
+    const uint4 v = load_shared4(staged + local * 144 + lane % 8 * 16);
     uint16_t* to = static_cast<uint16_t*>(a.y) + token * a.ldy + column;
     if (whole && column + 8 <= a.n) {
       *reinterpret_cast<uint4*>(to) = v;
@@ -239,8 +194,8 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
 }
 
 template <typename T>
-int launch(const Problem& p, const Arguments& a) {
-  const int64_t token_tiles = (p.m + kTokens - 1) / kTokens, row_tiles = (p.w.n / 64 + kStrips - 1) / kStrips;
+int launch_type(const Problem& p, const Arguments& a) {
+  const int64_t token_tiles = (p.m + kTokens - 1) / kTokens, row_tiles = (p.w.n / 64 + kNTiles - 1) / kNTiles;
   if (row_tiles > 65535) return TRIRUN_BAD_SHAPE;  // of a grid, along y
   const dim3 grid(static_cast<unsigned>(token_tiles), static_cast<unsigned>(row_tiles));
   return launch_kernel(prefill_sm80_kernel<T>, {grid, kThreads, kBytes, p.stream, false}, a);
@@ -248,12 +203,10 @@ int launch(const Problem& p, const Arguments& a) {
 
 }  // namespace
 
-int64_t shared_bytes_prefill_sm80(const Problem& p) {
-  return p.plan.tile_m == kTokens && p.plan.cta_split <= 1 ? kBytes : -1;
-}
+int64_t shared_bytes_sm80(const Problem& p) { return p.plan.tile_m == kTokens && p.plan.cta_split <= 1 ? kBytes : -1; }
 
-int launch_prefill_sm80(const Problem& p, const PreparedRows& rows) {
-  if (shared_bytes_prefill_sm80(p) < 0) return TRIRUN_UNSUPPORTED;
+int launch_sm80(const Problem& p, const PreparedRows& rows) {
+  if (shared_bytes_sm80(p) < 0) return TRIRUN_UNSUPPORTED;
   Arguments a = {};
   a.x = rows.x;
   a.ldx = rows.ldx;
@@ -273,7 +226,7 @@ int launch_prefill_sm80(const Problem& p, const PreparedRows& rows) {
   a.y_dtype = p.dtype;
   a.zero = p.w.zero;
   a.split_zero = p.w.zeros || !quarters(p.w.zero);
-  return rows.dtype == TRIRUN_BF16 ? launch<__nv_bfloat16>(p, a) : launch<__half>(p, a);
+  return rows.dtype == TRIRUN_BF16 ? launch_type<__nv_bfloat16>(p, a) : launch_type<__half>(p, a);
 }
 
-}  // namespace trirun
+}  // namespace trirun::gemm_prefill

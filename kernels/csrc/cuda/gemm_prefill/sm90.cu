@@ -1,13 +1,14 @@
-// Hopper prefill on the host: tensor maps, grid, and the list of compiled instances.
+// The Hopper prefill kernels on the host: the list of compiled instances, tensor maps, grid. The kernels are in
+// sm90.cuh (tall tiles) and sm90_tiles.cuh (low ones).
 // no-spill(90a): prefill_kernel<*>
-// no-spill(90a): strips_kernel<*>
+// no-spill(90a): prefill_low_kernel<*>
 #include "cuda/kernels.cuh"
 #include "prefill.cuh"
 #include "sm90.cuh"
 #include "sm90_tiles.cuh"
 #include "cuda/common/tensor_map.cuh"
 
-namespace trirun {
+namespace trirun::gemm_prefill {
 namespace {
 
 // 1 or 2: codes less that are 0 or a power of two, whose product with a scale is exact.
@@ -27,11 +28,11 @@ int64_t tiles_of(const Problem& p) {
   return (p.n + Shape::kRowTile - 1) / Shape::kRowTile * ((p.m + Shape::kTokens - 1) / Shape::kTokens);
 }
 
-// Whether so many CTAs of a cluster can share a tile: each has stages of it, and their sums fit where the stages were.
+// Whether so many CTAs of a cluster can split a tile: each has stages of it, and their sums fit where the stages were.
 template <typename Shape>
 bool splits_fit(const Problem& p, int splits) {
   const bool received = splits == 1 || Shape::received(splits) <= Shape::kStages * Shape::kStage;
-  return splits <= 8 && splits * Shape::kUnit <= p.w.k / Shape::kColumns && received;
+  return splits <= 8 && splits * Shape::kKTile <= p.w.k / Shape::kColumns && received;
 }
 
 // Whether the plan's CTAs can divide the tiles as it says.
@@ -39,18 +40,19 @@ template <typename Shape>
 bool divides(const Problem& p) {
   const trirun_cuda_plan& plan = p.plan;
   if (plan.ctas <= 0) return splits_fit<Shape>(p, plan.cta_split > 1 ? plan.cta_split : 1);
-  const int64_t stages = p.w.k / Shape::kColumns, units = stages / Shape::kUnit, total = tiles_of<Shape>(p) * units;
-  if (plan.cta_split > 2 || stages % Shape::kUnit || total > INT32_MAX ||
+  const int64_t stages = p.w.k / Shape::kColumns, k_tiles = stages / Shape::kKTile,
+                total = tiles_of<Shape>(p) * k_tiles;
+  if (plan.cta_split > 2 || stages % Shape::kKTile || total > INT32_MAX ||
       plan.ctas > COUNTERS / 4 / (Shape::kConsumers / 32))
     return false;
   if (plan.cta_split < 2) return true;
   // Pairs: only where every CTA has one tile, and every tile an even number of CTAs.
-  const int64_t ctas = std::min<int64_t>(plan.ctas, total), share = total / ctas;
-  return total % ctas == 0 && units % share == 0 && units / share % 2 == 0;
+  const int64_t ctas = std::min<int64_t>(plan.ctas, total), each = total / ctas;
+  return total % ctas == 0 && k_tiles % each == 0 && k_tiles / each % 2 == 0;
 }
 
 template <typename T, typename Shape>
-int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRows& rows) {
+int launch_shape(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRows& rows) {
   constexpr int kRowTile = Shape::kRowTile, kTokens = Shape::kTokens;
   const cuuint64_t n = p.w.n, k = p.w.k, m = p.m, columns = rows.columns;
   const auto type = sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
@@ -60,12 +62,12 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
                   2,
                   {columns, m, 1},
                   {rows.ldx * sizeof(T), 0},
-                  {Shape::kSpanColumns, kTokens, 1}};
+                  {Shape::kPanelColumns, kTokens, 1}};
   int status = encode(&a.x, rows.x, box_of_x);
   a.last_rows = int((m - 1) % kTokens / 8 + 1) * 8;
   box_of_x.box[1] = cuuint32_t(a.last_rows);
   if (status == TRIRUN_OK) status = encode(&a.last_x, rows.x, box_of_x);
-  if (status == TRIRUN_OK) status = encode_words(&a.words, p.w, Shape::kBlocks, Shape::kStrips);
+  if (status == TRIRUN_OK) status = encode_words(&a.words, p.w, Shape::kBlocks, Shape::kNTiles);
   const bool grouped = Shape::kGrouped && p.w.group_size > 0;
   if (grouped) {
     const cuuint64_t groups = k / p.w.group_size;
@@ -123,7 +125,7 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
                                   {Shape::kStoreColumns, cluster > 1 ? 8u : kTokens, 1}});
       if (encoded != TRIRUN_OK) return encoded;
     }
-    const int ctas = a.share > 0 || splits > 1 || last - first < p.sms ? (last - first) * splits : p.sms;
+    const int ctas = a.each > 0 || splits > 1 || last - first < p.sms ? (last - first) * splits : p.sms;
     return launch_kernel(kernel, {dim3(unsigned(ctas)), Shape::kThreads, Shape::kBytes, p.stream, true, int(cluster)},
                          a);
   };
@@ -131,10 +133,10 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
   if (tiles > INT32_MAX / 8) return TRIRUN_BAD_SHAPE;
   if (!divides<Shape>(p)) return TRIRUN_UNSUPPORTED;
   if (p.plan.ctas > 0) {
-    const int64_t units = a.k_stages / Shape::kUnit, total = tiles * units;
+    const int64_t k_tiles = a.k_stages / Shape::kKTile, total = tiles * k_tiles;
     const int ctas = int(p.plan.ctas < total ? p.plan.ctas : total);
-    a.units = int(units), a.share = int(total / ctas), a.rest = int(total % ctas);
-    a.ahead = Shape::kAhead && a.share >= a.units;
+    a.k_tiles = int(k_tiles), a.each = int(total / ctas), a.rest = int(total % ctas);
+    a.ahead = Shape::kAhead && a.each >= a.k_tiles;
     a.pairs = p.plan.cta_split == 2;
     a.counters = reinterpret_cast<uint64_t*>(p.counters);
     a.parts = static_cast<uint4*>(rows.rest);
@@ -149,17 +151,17 @@ int launch(void (*kernel)(PrefillArguments), const Problem& p, const PreparedRow
   return status != TRIRUN_OK ? status : run(int(tiles) - rest, int(tiles), tail, true);
 }
 
-// The kernel of a plan, found by its tile and by where the weight's scales enter: `visit` is called with it, its type of
-// x and its shape, and what it returns is returned. TRIRUN_UNSUPPORTED where there is none.
+// The kernel of a plan, found by its tile and by where the weight's scales enter: `visit` is called with it, its type
+// of x and its shape, and what it returns is returned. TRIRUN_UNSUPPORTED where there is none.
 template <typename T, typename S>
 struct Of {
   using Type = T;
   using Shape = S;
 };
 
-template <typename T, int Tokens, int Strips, StripScales Scales, typename Visit>
-int visit_strips(const Visit& visit) {
-  return visit(strips_kernel<T, Tokens, Strips, Scales>, Of<T, StripsShape<T, Tokens, Strips, Scales>>());
+template <typename T, int Tokens, int NTiles, LowScales Scales, typename Visit>
+int visit_low_shape(const Visit& visit) {
+  return visit(prefill_low_kernel<T, Tokens, NTiles, Scales>, Of<T, LowShape<T, Tokens, NTiles, Scales>>());
 }
 
 template <typename T, int Tokens, Scaling Mode, typename Visit>
@@ -167,12 +169,12 @@ int visit_tall(const Visit& visit) {
   return visit(prefill_kernel<T, Tokens, Mode>, Of<T, PrefillShape<T, Tokens, Mode>>());
 }
 
-// Tiles of three strips by 64 or 128 rows of x, of two by 64.
-template <typename T, StripScales Scales, typename Visit>
+// Tiles of three n tiles by 64 or 128 rows of x, of two by 64.
+template <typename T, LowScales Scales, typename Visit>
 int visit_low(const Problem& p, const Visit& visit) {
-  if (p.plan.tile_n == 192 && p.plan.tile_m == 64) return visit_strips<T, 64, 3, Scales>(visit);
-  if (p.plan.tile_n == 192 && p.plan.tile_m == 128) return visit_strips<T, 128, 3, Scales>(visit);
-  if (p.plan.tile_n == 128 && p.plan.tile_m == 64) return visit_strips<T, 64, 2, Scales>(visit);
+  if (p.plan.tile_n == 192 && p.plan.tile_m == 64) return visit_low_shape<T, 64, 3, Scales>(visit);
+  if (p.plan.tile_n == 192 && p.plan.tile_m == 128) return visit_low_shape<T, 128, 3, Scales>(visit);
+  if (p.plan.tile_n == 128 && p.plan.tile_m == 64) return visit_low_shape<T, 64, 2, Scales>(visit);
   return TRIRUN_UNSUPPORTED;
 }
 
@@ -209,13 +211,13 @@ int visit_kernel(const Problem& p, int dtype, const Visit& visit) {
 
 }  // namespace
 
-size_t shared_tiles_bytes(const trirun_cuda_plan& plan) {
+size_t stream_k_bytes(const trirun_cuda_plan& plan) {
   const bool hopper = plan.kernel == TRIRUN_KERNEL_PREFILL_WGMMA || plan.kernel == TRIRUN_KERNEL_PREFILL_W2A8;
   const int rows = plan.tile_n == 128 || plan.tile_n == 192 ? plan.tile_n : 256;
   return hopper && plan.ctas > 0 && plan.tile_m > 0 ? size_t(plan.ctas) * 2 * plan.tile_m * rows * 4 : 0;
 }
 
-int64_t shared_bytes_prefill_sm90(const Problem& p, int dtype) {
+int64_t shared_bytes_sm90(const Problem& p, int dtype) {
   const int bytes = visit_kernel(p, dtype, [&](auto, auto of) {
     using Shape = typename decltype(of)::Shape;
     return tiles_of<Shape>(p) <= INT32_MAX / 8 && divides<Shape>(p) ? Shape::kBytes : TRIRUN_UNSUPPORTED;
@@ -223,11 +225,11 @@ int64_t shared_bytes_prefill_sm90(const Problem& p, int dtype) {
   return bytes < 0 ? -1 : bytes;
 }
 
-int launch_prefill_sm90(const Problem& p, const PreparedRows& rows) {
+int launch_sm90(const Problem& p, const PreparedRows& rows) {
   return visit_kernel(p, rows.dtype, [&](auto kernel, auto of) {
     using Found = decltype(of);
-    return launch<typename Found::Type, typename Found::Shape>(kernel, p, rows);
+    return launch_shape<typename Found::Type, typename Found::Shape>(kernel, p, rows);
   });
 }
 
-}  // namespace trirun
+}  // namespace trirun::gemm_prefill

@@ -1,24 +1,25 @@
-// The Hopper prefill kernel: y[m][n] = x[m][k] . w[n][k]^T with w as stored in tile64.
+// y[m][n] = x[m][k] . w[n][k]^T for many rows of x on sm_90a, tall tiles: wgmma on fp16, bf16 or int8.
 //
-// One CTA computes 256 rows of w (four strips) by Tokens rows of x. A producer warp keeps a ring of stages full by
-// bulk tensor copies; two consumer warpgroups multiply. Warp i of a warpgroup owns strip i, and the warpgroup owns
-// two of the four row blocks of every strip, so each masked word is already an A fragment of wgmma and no weight
-// ever passes through shared memory a second time. w is the M side of the product: tokens are its N.
-//
-// A CTA takes whole tiles; or the CTAs of a cluster share a tile along k; or all CTAs share all tiles' k equally, and
-// whoever comes last at a tile that several of them worked on adds what they left in the workspace.
+// - w is the M side of the product, rows of x (tokens) its N: so weights are the operand that may come from registers,
+//   a masked word is already an A fragment, and no weight passes through shared memory a second time.
+// - One CTA computes 256 rows of w (four n tiles) by Tokens rows of x. A producer warp keeps a ring of stages full by
+//   tensor copies; two consumer warpgroups multiply. Warp i of a warpgroup has n tile i, and the warpgroup two of the
+//   four row blocks of every n tile: the same words serve both, by other masks.
+// - Fragments are made between the products of other fragments, at a place that the text fixes: tensor cores are busy
+//   only if the next ones are ready when they end.
+// - A CTA takes whole tiles; or the CTAs of a cluster split a tile along k; or, stream-k, all CTAs divide the k tiles
+//   of all tiles equally, and whoever comes last at a tile that is cut adds what the others left in the workspace.
 #pragma once
 
 #include "epilogue.cuh"
-#include "stream_k.cuh"
+#include "schedule.cuh"
 
-namespace trirun {
+namespace trirun::gemm_prefill {
 
 template <typename T, int Tokens, Scaling Mode>
 __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
     prefill_kernel(const __grid_constant__ PrefillArguments args) {
 #ifdef TRIRUN_HOPPER
-  using namespace hopper;
   using Shape = PrefillShape<T, Tokens, Mode>;
   using Part = Consumer<T, Tokens>;
   using Accumulator = typename Part::Accumulator;
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
   using D = Dequantize<Half>;
   constexpr int kStages = Shape::kStages, kFull = Shape::kFull, kTurns = Shape::kTurns;
   constexpr int kRowBlocks = Shape::kRowBlocks, kConsumers = Shape::kConsumers;
-  constexpr int kSteps = 4 * Shape::kSpans;  // wgmma steps along k in a stage
+  constexpr int kSteps = 4 * Shape::kPanels;  // wgmma steps along k in a stage
   // Fragments are made this many steps ahead; those of the step in flight and of the one before may still be read.
   constexpr bool kAny = Mode == kAnyScales;
   constexpr int kAhead = kAny ? 2 : 1;
@@ -55,10 +56,10 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
   if (args.pairs) cluster_arrive();
 
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    decrease_registers<40>();
     copy_and_announce<Shape>(args, base, words_at, groups_at, full, empty, received, sums_ready);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    increase_registers<232>();
     const int thread = threadIdx.x - 128, lane = thread % 32;
     // Read from a lane, so that the compiler knows it is the same for the warp and keeps what follows in uniform
     // registers.
@@ -69,21 +70,21 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
     if (!args.remainder) dependency_wait();
     dependency_launch();
 
-    uint32_t magic, unit[2], offset[2];
+    const uint32_t magic = constant_in_register<D::kMagic>();
+    uint32_t factor[2], offset[2];
     const float whole_zero = kAny && args.split_zero ? 0.f : args.zero;
-    asm volatile("mov.b32 %0, %1;" : "=r"(magic) : "n"(D::kMagic));
-    unit[0] = D::pair(0.25f), unit[1] = D::pair(0.0625f);
+    factor[0] = D::pair(0.25f), factor[1] = D::pair(0.0625f);
     offset[0] = D::pair(-D::kBase * 0.25f - whole_zero), offset[1] = D::pair(-D::kBase * 0.0625f - whole_zero);
     const uint32_t one = D::pair(1.f);
-    uint32_t block_mask[kRowBlocks], block_unit[kRowBlocks];
+    uint32_t block_mask[kRowBlocks], block_factor[kRowBlocks];
     uint32_t words_of_lane = 0;
     if constexpr (kPaced) {
 #pragma unroll
       for (int j = 0; j < kRowBlocks; ++j) {
         const int block = j ^ 2 * group;
-        block_mask[j] = kept(0x00030003u << 2 * block, lane), block_unit[j] = kept(D::unit(block), lane);
+        block_mask[j] = kept(0x00030003u << 2 * block, lane), block_factor[j] = kept(D::factor(block), lane);
       }
-      words_of_lane = kept(words_at + part.strip * Shape::kBlocks * 512 + lane * 16, lane);
+      words_of_lane = kept(words_at + part.n_tile * Shape::kBlocks * 512 + lane * 16, lane);
     }
     const uint32_t shrunk_zero = D::pair(-args.zero / kShrink);
     uint32_t int8_mask[kRowBlocks];
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
     for (int j = 0; j < kRowBlocks; ++j) int8_mask[j] = 0x03030303u << 2 * (j ^ 2 * group);
 
     int ring = kTurns == 1 ? 0 : group;  // stages before this warpgroup's next one, of all tiles
-    Walk walk(args, Shape::kUnit);
+    Walk walk(args, Shape::kKTile);
     const int tile0 = walk.tile;
     do {
       const int first = walk.first, last = walk.last;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
         part.begin(row_tile, token_tile);
       else
         part.expect(row_tile);
-      // Row block j ^ (2 group) of the strip: the two that this warpgroup writes come first. Set to zero rather than
+      // Row block j ^ (2 group) of the n tile: the two that this warpgroup writes come first. Set to zero rather than
       // overwritten by the first wgmma, which counts as reading them and would keep them alive through the outputs.
       Accumulator sum[kRowBlocks][Tokens / 2] = {};
       uint32_t fragment[kSets][kRowBlocks][4], spread_words[4];
@@ -114,16 +115,16 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
         group_rest[j][h] = D::pair(rest * D::first(group_scale[j][h]));
       };
       const auto read_groups = [&](int stage, int index) {
-        const uint32_t at = groups_at + stage * 2 * Shape::kGroups + index * 512 + part.strip * 128 + lane / 4 * 16;
+        const uint32_t at = groups_at + stage * 2 * Shape::kGroups + index * 512 + part.n_tile * 128 + lane / 4 * 16;
         // Eight values of 16 bits, two per row block; this warpgroup's own row blocks first.
         uint32_t s[4], z[4] = {};
 #pragma unroll
         for (int pair = 0; pair < kRowBlocks / 2; ++pair) {
           const uint32_t from = at + 8 * (group ^ pair);
-          const uint2 s2 = shared_load_pair(from);
+          const uint2 s2 = load_shared2(from);
           s[2 * pair] = s2.x, s[2 * pair + 1] = s2.y;
           if (kAny && args.has_zeros) {
-            const uint2 z2 = shared_load_pair(from + Shape::kGroups);
+            const uint2 z2 = load_shared2(from + Shape::kGroups);
             z[2 * pair] = z2.x, z[2 * pair + 1] = z2.y;
           }
         }
@@ -139,8 +140,8 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
       const auto await_stage = [&] { barrier_wait(full + 8 * (ring % kFull), ring / kFull & 1); };
       const auto read_block = [&](int stage, int i) {  // 32 columns of k
         if (Part::kInt8) return;
-        const uint32_t at = words_at + stage * Shape::kWords + part.strip * Shape::kBlocks * 512 + lane * 16;
-        words[i % kWordSets] = shared_load((kPaced ? words_of_lane + stage * Shape::kWords : at) + i * 512);
+        const uint32_t at = words_at + stage * Shape::kWords + part.n_tile * Shape::kBlocks * 512 + lane * 16;
+        words[i % kWordSets] = load_shared4((kPaced ? words_of_lane + stage * Shape::kWords : at) + i * 512);
       };
       const auto read_words = [&](int stage, bool new_group) {
 #pragma unroll
@@ -152,23 +153,22 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
         uint32_t (&a)[kRowBlocks][4] = fragment[step % kSets];
         if constexpr (Part::kInt8) {
           if (pair == 0)
-            words[0] =
-                shared_load(words_at + stage * Shape::kWords + (part.strip * Shape::kBlocks + step) * 512 + lane * 16);
+            words[0] = load_shared4(words_at + stage * Shape::kWords + (part.n_tile * Shape::kBlocks + step) * 512 +
+                                    lane * 16);
           const uint32_t raw[4] = {words[0].x, words[0].y, words[0].z, words[0].w};
 #pragma unroll
-          for (int i = 8 * pair; i < 8 * pair + 8; ++i)  // volatile: stays ahead of the fence that hands them over
-            asm volatile("and.b32 %0, %1, %2;" : "=r"(a[i / 4][i % 4]) : "r"(raw[i % 4]), "r"(int8_mask[i / 4]));
+          for (int i = 8 * pair; i < 8 * pair + 8; ++i) a[i / 4][i % 4] = pinned_and(raw[i % 4], int8_mask[i / 4]);
         } else if constexpr (kPaced) {
           const uint4& w = words[step / 2 % 2];
           if (pair == 0) spread(spread_words, step % 2 ? w.z : w.x, step % 2 ? w.w : w.y);
 #pragma unroll
           for (int i = 8 * pair; i < 8 * pair + 8; ++i)
-            a[i / 4][i % 4] = D::fma(spread_words[i % 4] & block_mask[i / 4], block_unit[i / 4], shrunk_zero);
+            a[i / 4][i % 4] = D::fma(spread_words[i % 4] & block_mask[i / 4], block_factor[i / 4], shrunk_zero);
         } else {
           // Codes of two row blocks move to bits 2..5 of every byte: higher ones would leave the mantissa of bf16,
           // lower ones would leave no room for zero points in quarters.
           load_fragments<Half>(a[2 * pair], a[2 * pair + 1], words[step / 2], step % 2, pair != group ? 2 : 30, magic,
-                               unit, offset);
+                               factor, offset);
           if constexpr (Mode == kGroupScales) {
 #pragma unroll
             for (int i = 8 * pair; i < 8 * pair + 8; ++i)
@@ -207,12 +207,12 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
       const int begin = first + (kTurns == 1 ? 0 : group);
       int stage = ring % kStages, before = 0, slot = ring % kFull, phase = ring / kFull & 1;
       uint32_t done = spare;
-      if (Shape::kUnit >= kTurns || begin < last) await_stage();  // of a single stage one warpgroup has none
+      if (Shape::kKTile >= kTurns || begin < last) await_stage();  // of a single stage one warpgroup has none
       read_words(stage, args.group_size > 0);
 #pragma unroll
       for (int step = 0; step < kAhead; ++step) make_fragments(stage, step);
       for (int k = begin; k < last; k += kTurns) {
-        const uint64_t b = operand_descriptor(base + stage * Shape::kX);
+        const uint64_t b = descriptor_swizzled(base + stage * Shape::kX);
         const int now = stage, next_k = k + kTurns;
         if constexpr (kPaced) {
           // Beside a busy tensor core a scheduler issues an instruction every other cycle, which two warps share: their
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
           for (int half = 0; half < 2 * kSteps; ++half) {
             const int step = half / 2, pair = half % 2, to_go = 2 * kSteps - half;
             // Only the low word counts on: two instructions where a sum of 64 bits takes four.
-            const uint64_t b_step = b >> 32 << 32 | (uint32_t(b) + step / 4 * (Shape::kSpan >> 4) + step % 4 * 2);
+            const uint64_t b_step = b >> 32 << 32 | (uint32_t(b) + step / 4 * (Shape::kPanel >> 4) + step % 4 * 2);
             wgmma_fence();  // behind the fragments made since the last products
 #pragma unroll
             for (int j = 2 * pair; j < 2 * pair + 2; ++j) {
@@ -281,12 +281,12 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
       }
       wgmma_wait<0>();
 #pragma unroll
-      for (int j = 0; j < kRowBlocks; ++j) hold(sum[j]);
+      for (int j = 0; j < kRowBlocks; ++j) wgmma_hold(sum[j]);
       if (lane == 0) barrier_arrive(kPaced ? done : empty + 8 * before);
       // Says that the lane may have changed: addresses of the outputs are then computed here, not kept in registers
       // all through the multiplications.
       int thread_now = thread;
-      asm volatile("" : "+r"(thread_now));
+      forget(thread_now);
       part.lane = thread_now % 32;
       if (kTurns == 2) part.begin(row_tile, token_tile);
       // The next tile's first stage follows the last of this one, whichever warpgroup had that.
@@ -300,16 +300,16 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
       Accumulator total[2][Tokens / 2];
       if constexpr (kTurns == 2) {
         const uint32_t to = exchange_at + thread_now * 16, from = exchange_at + (thread_now ^ 128) * 16;
-        asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
+        named_barrier<kConsumers>(1);
 #pragma unroll
         for (int i = 0; i < 2 * Part::kBlocks; ++i)
-          shared_store(to + i * kConsumers * 16,
-                       *reinterpret_cast<const uint4*>(&four(sum[2 + i / Part::kBlocks], i % Part::kBlocks)));
-        asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
+          store_shared4(to + i * kConsumers * 16,
+                        *reinterpret_cast<const uint4*>(&four(sum[2 + i / Part::kBlocks], i % Part::kBlocks)));
+        named_barrier<kConsumers>(1);
 #pragma unroll
         for (int i = 0; i < 2 * Part::kBlocks; ++i) {
           const int j = i / Part::kBlocks, at = 4 * (i % Part::kBlocks);
-          const uint4 v = shared_load(from + i * kConsumers * 16);
+          const uint4 v = load_shared4(from + i * kConsumers * 16);
           const uint32_t received[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
           for (int e = 0; e < 4; ++e)
@@ -329,4 +329,4 @@ __global__ void __launch_bounds__(PrefillShape<T, Tokens, Mode>::kThreads, 1)
 #endif
 }
 
-}  // namespace trirun
+}  // namespace trirun::gemm_prefill

@@ -1,28 +1,27 @@
-// Prefill by tiles of two or three strips, 128 or 192 rows of w, by Tokens rows of x: where tiles of four would leave
-// multiprocessors idle, or share more of their sums. Tiles of two strips have room for the next kernel's CTAs.
+// The same by low tiles: two or three n tiles, 128 or 192 rows of w, by Tokens rows of x, where tall tiles would leave
+// multiprocessors idle, or split more of their sums. Tiles of two n tiles have room for the next kernel's CTAs.
 //
-// Every strip has a warpgroup of its own, whose warp i has row block i of it: one product a step, and sums that need no
-// other warpgroup's. Words are read by four warps, each of which masks its own two bits of every byte. See
-// sm90.cuh for the rest: producer, shares, outputs.
+// - Every n tile has a warpgroup of its own, whose warp i has row block i of it: one product a step, and sums that need
+//   no other warpgroup's. Words are read by four warps, each of which masks its own two bits of every byte.
+// - Scales of groups enter the one fma that makes weights of codes: s (q - zero) 2^-e, where e brings the largest scale
+//   of a row, of those that the CTA meets, to where the factor of masked codes does not overflow and small weights keep
+//   the bits that count beside the largest ones. Sums are multiplied by 2^e, exactly, when the CTA has them.
 //
-// Scales of groups enter the one fma that makes weights of codes: s (q - zero) 2^-e, where e brings the largest scale
-// of a row, of those that the CTA meets, to where the factor of masked codes does not overflow and small weights keep
-// the bits that count beside the largest ones. Sums are multiplied by 2^e, exactly, when the CTA has them.
+// The rest is as in sm90.cuh: producer (schedule.cuh), sums and outputs (epilogue.cuh).
 #pragma once
 
 #include "epilogue.cuh"
-#include "stream_k.cuh"
+#include "schedule.cuh"
 
-namespace trirun {
+namespace trirun::gemm_prefill {
 
-template <typename T, int Tokens, int Strips, StripScales Scales>
-__global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThreads,
-                                  StripsShape<T, Tokens, Strips, Scales>::kCtas)
-    strips_kernel(const __grid_constant__ PrefillArguments args) {
+template <typename T, int Tokens, int NTiles, LowScales Scales>
+__global__ void __launch_bounds__(LowShape<T, Tokens, NTiles, Scales>::kThreads,
+                                  LowShape<T, Tokens, NTiles, Scales>::kCtas)
+    prefill_low_kernel(const __grid_constant__ PrefillArguments args) {
 #ifdef TRIRUN_HOPPER
-  using namespace hopper;
-  using Shape = StripsShape<T, Tokens, Strips, Scales>;
-  using Part = Consumer<T, Tokens, Shape::kStrips>;
+  using Shape = LowShape<T, Tokens, NTiles, Scales>;
+  using Part = Consumer<T, Tokens, Shape::kNTiles>;
   using Accumulator = typename Part::Accumulator;
   using Half = typename std::conditional<Part::kInt8, __half, T>::type;
   using D = Dequantize<Half>;
@@ -51,15 +50,15 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
   if (args.pairs) cluster_arrive();
 
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    decrease_registers<32>();
     copy_and_announce<Shape>(args, base, words_at, groups_at, full, empty, received, sums_ready);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Strips == 2 ? 104 : 160));
+    increase_registers<NTiles == 2 ? 104 : 160>();
     const int thread = threadIdx.x - 128, lane = thread % 32;
     // Read from a lane, so that the compiler knows it is the same for the warp.
-    const int strip = __shfl_sync(~0u, thread / 128, 0), block = __shfl_sync(~0u, thread / 32 % 4, 0);
-    Part part(args, output_at + thread / 32 * Tokens * 32, rows_at + strip * Tokens * 8, lane, block, strip);
-    Walk walk(args, Shape::kUnit);
+    const int n_tile = __shfl_sync(~0u, thread / 128, 0), block = __shfl_sync(~0u, thread / 32 % 4, 0);
+    Part part(args, output_at + thread / 32 * Tokens * 32, rows_at + n_tile * Tokens * 8, lane, block, n_tile);
+    Walk walk(args, Shape::kKTile);
     const int tile0 = walk.tile;
     int row_tile, token_tile;
     place(args, walk.tile, row_tile, token_tile);
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
     const int group_log = Scales == kSmallGroups ? __ffs(args.group_size) - 1 : 7;
     const auto measure_scales = [&] {
       if constexpr (Shape::kGrouped) {
-        const int stored = row_tile * Shape::kRowTile + strip * 64 + lane / 4 * 8 + block * 2;
+        const int stored = row_tile * Shape::kRowTile + n_tile * 64 + lane / 4 * 8 + block * 2;
         const int end = stored < args.padded_n ? (walk.last * Shape::kColumns - 1 >> group_log) + 1 : 0;
         factors.measure(reinterpret_cast<const uint32_t*>(args.group_scales + stored), args.padded_n / 2,
                         walk.first * Shape::kColumns >> group_log, end, lane);
@@ -77,10 +76,10 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
     if (!args.remainder) dependency_wait();  // a remainder at its end: see sm90.cuh
     dependency_launch();
 
-    const uint32_t mask = kept(0x03030303u << 2 * block, lane), unit = kept(D::unit(block), lane);
+    const uint32_t mask = kept(0x03030303u << 2 * block, lane), factor = kept(D::factor(block), lane);
     const uint32_t shrunk_zero = D::pair(-args.zero / kShrink), one = D::pair(1.f);
-    const uint32_t words_of_lane = kept(words_at + strip * kBlocks * 512 + lane * 16, lane);
-    const uint32_t groups_of_lane = kept(groups_at + strip * 128 + lane / 4 * 16 + block * 4, lane);
+    const uint32_t words_of_lane = kept(words_at + n_tile * kBlocks * 512 + lane * 16, lane);
+    const uint32_t groups_of_lane = kept(groups_at + n_tile * 128 + lane / 4 * 16 + block * 4, lane);
 
     int stage = 0, phase = 0;
     do {
@@ -94,7 +93,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
       uint32_t fragment[kSets][4];
       uint4 words[kWordSets];
       const auto read_block = [&](int stage, int i) {
-        words[i % kWordSets] = shared_load(words_of_lane + stage * Shape::kWords + i * 512);
+        words[i % kWordSets] = load_shared4(words_of_lane + stage * Shape::kWords + i * 512);
       };
       uint32_t scales = 0;  // of this lane's two rows, for the fragments that come next
       const auto read_scales = [&](int stage, int block) {
@@ -107,8 +106,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
         if constexpr (Part::kInt8) {
           const uint32_t raw[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-          for (int i = 0; i < 4; ++i)  // volatile: stays ahead of the fence that hands them over
-            asm volatile("and.b32 %0, %1, %2;" : "=r"(a[i]) : "r"(raw[i]), "r"(mask));
+          for (int i = 0; i < 4; ++i) a[i] = pinned_and(raw[i], mask);
         } else {
           uint32_t pairs[4];
           spread(pairs, (step % 2 ? w.z : w.x) & mask, (step % 2 ? w.w : w.y) & mask);
@@ -117,7 +115,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
             if constexpr (Shape::kGrouped)
               a[i] = D::fma(pairs[i], factors.scale[i % 2], factors.offset[i % 2]);
             else
-              a[i] = D::fma(pairs[i], unit, shrunk_zero);
+              a[i] = D::fma(pairs[i], factor, shrunk_zero);
             if constexpr (Scales >= kGroupsWithRest) a[i] = D::fma(a[i], one, factors.rest[i % 2]);
           }
         }
@@ -133,7 +131,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
       make_fragment(0), make_fragment(1);
       for (int k = first; k < last; ++k) {
         const int now = stage;
-        const uint64_t b = operand_descriptor(base + now * Shape::kX);
+        const uint64_t b = descriptor_swizzled(base + now * Shape::kX);
         if (++stage == kStages) stage = 0, phase ^= 1;
 #pragma unroll
         for (int step = 0; step < kSteps; step += 2) {
@@ -141,7 +139,7 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
 #pragma unroll
           for (int i = step; i < step + 2; ++i) {
             // Only the low word counts on: two instructions where a sum of 64 bits takes four.
-            const uint64_t b_step = b >> 32 << 32 | (uint32_t(b) + i / 4 * (Shape::kSpan >> 4) + i % 4 * 2);
+            const uint64_t b_step = b >> 32 << 32 | (uint32_t(b) + i / 4 * (Shape::kPanel >> 4) + i % 4 * 2);
             Wgmma<T, Tokens>::run(sum, fragment[i % kSets], b_step);
             wgmma_commit();
           }
@@ -167,11 +165,11 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
       const SharedTile<kConsumers> tile(args, walk.tile, tile0, thread);
       const uint64_t seen = tile.is_shared() ? tile.counter.glance() : 0;
       wgmma_wait<0>();
-      hold(sum);
+      wgmma_hold(sum);
       if (lane == 0) barrier_arrive(done);
       // Says that the lane may have changed: addresses of the outputs are then computed here, not kept in registers.
       int thread_now = thread;
-      asm volatile("" : "+r"(thread_now));
+      forget(thread_now);
       part.lane = thread_now % 32;
       // A copy: sums written here would be read by the next tile's first wgmma, as the compiler sees it.
       Accumulator total[Tokens / 2];
@@ -190,4 +188,4 @@ __global__ void __launch_bounds__(StripsShape<T, Tokens, Strips, Scales>::kThrea
 #endif
 }
 
-}  // namespace trirun
+}  // namespace trirun::gemm_prefill

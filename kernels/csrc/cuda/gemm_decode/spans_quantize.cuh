@@ -1,33 +1,33 @@
-// x quantized by the CTA that multiplies it (spans.cu): rows of 16-bit values to the two digits of
-// activations.cuh, the same bit for bit, in the shared memory from which wgmma reads them.
+// Fused activation quantization: x quantized by the CTA that multiplies it (spans_sm90.cu). Rows of 16-bit values
+// become the two limbs of activations.cuh, the same bit for bit, in the shared memory from which wgmma reads them.
 #pragma once
 
 #include <type_traits>
 
 #include "split_k.cuh"
 
-namespace trirun {
+namespace trirun::gemm_decode {
 
 // Bytes from 16 columns of k to the next, in shared memory. A lane stores 16 columns of one row; 16 bytes more than the
-// digits take, and eight lanes store to different banks.
+// limbs take, and eight lanes store to different banks.
 __host__ __device__ constexpr int half_step(int columns) { return columns * 16 + 16; }
 
-// A CTA's units of k in pieces that have one scale of x: a run, or the part of it that the CTA has.
+// A CTA's k tiles in pieces that have one scale of x: a span, or the part of it that the CTA has.
 struct Piece {
-  int at, unit;       // the first unit: of the line of all tiles, of its tile
-  int before, units;  // of its run: units that are not the CTA's, units that are
+  int at, k_tile;  // the first k tile: of the line of all tiles, of its tile
+  int before, k_tiles;  // of its span: k tiles that are not the CTA's, k tiles that are
 
-  __device__ __forceinline__ Piece(int first, int tile_units, int last) : at(first), unit(first % tile_units) {
-    measure(tile_units, last);
+  __device__ __forceinline__ Piece(int first, int tile_k_tiles, int last) : at(first), k_tile(first % tile_k_tiles) {
+    measure(tile_k_tiles, last);
   }
-  __device__ __forceinline__ void measure(int tile_units, int last) {
-    before = unit % RUN;
-    units = min(min(RUN - before, tile_units - unit), last - at);
+  __device__ __forceinline__ void measure(int tile_k_tiles, int last) {
+    before = k_tile % SPAN_K_TILES;
+    k_tiles = min(min(SPAN_K_TILES - before, tile_k_tiles - k_tile), last - at);
   }
-  __device__ __forceinline__ void advance(int tile_units, int last) {
-    at += units, unit += units;
-    if (unit == tile_units) unit = 0;
-    measure(tile_units, last);
+  __device__ __forceinline__ void advance(int tile_k_tiles, int last) {
+    at += k_tiles, k_tile += k_tiles;
+    if (k_tile == tile_k_tiles) k_tile = 0;
+    measure(tile_k_tiles, last);
   }
 };
 
@@ -42,10 +42,10 @@ struct SixteenValues {
     for (int h = 0; h < 2; h++) {
 #pragma unroll
       for (int t = 0; t < 4; t++) v[h][t] = 0;
-      if (h == 0 ? first : second)
-        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v[h][0]), "=r"(v[h][1]), "=r"(v[h][2]), "=r"(v[h][3])
-                     : "l"(from + h * 8));
+      if (h == 0 ? first : second) {
+        const uint4 eight = load_global4(from + h * 8);
+        v[h][0] = eight.x, v[h][1] = eight.y, v[h][2] = eight.z, v[h][3] = eight.w;
+      }
     }
   }
   __device__ __forceinline__ float2 wide(int h, int t) const {
@@ -71,17 +71,17 @@ struct SixteenValues {
   }
 };
 
-// What quantize_unit16 makes of a lane's 4 values, for 16 of them: digits in the order of activations.cuh.
-struct SixteenDigits {
+// What quantize_k_tile16 makes of a lane's 4 values, for 16 of them: limbs in the order of activations.cuh.
+struct SixteenLimbs {
   uint32_t hi[4], lo[4];
   int sum;
 };
 
 template <bool BF16>
-__device__ __forceinline__ SixteenDigits quantize_sixteen(const SixteenValues<BF16>& x, float inverse) {
-  // Rounds as there, to q + 128: byte 1 is the high digit, and byte 0 the low one with its sign turned over.
+__device__ __forceinline__ SixteenLimbs quantize_sixteen(const SixteenValues<BF16>& x, float inverse) {
+  // Rounds as there, to q + 128: byte 1 is the high limb, and byte 0 the low one with its sign turned over.
   constexpr float MAGIC = ROUNDER + 128.f;
-  SixteenDigits d;
+  SixteenLimbs d;
   uint32_t sum = 0;
 #pragma unroll
   for (int t = 0; t < 4; t++) {
@@ -97,25 +97,13 @@ __device__ __forceinline__ SixteenDigits quantize_sixteen(const SixteenValues<BF
   return d;
 }
 
-// Between stores of this thread and what the tensor cores then read of them.
-__device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-__device__ __forceinline__ void store_shared4(uint32_t address, const uint32_t (&v)[4]) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-               : "memory");
-}
-
-__device__ __forceinline__ void store_shared2(uint32_t address, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
-
-// The rows of x from row0 on that a CTA multiplies, quantized into shared memory, piece after piece: by WARPS warps,
-// of which each takes every WARPS-th row of a piece, with AHEAD rows on their way from memory. The barriers of `ready`
+// The rows of x from row0 on that a CTA multiplies, quantized into shared memory, piece after piece: by WARPS warps, of
+// which each takes every WARPS-th row of a piece, with AHEAD rows on their way from memory. The barriers of `ready`
 // count the warps that are done with a piece. Addresses are shared ones; scales: [piece][row] scale of x, and the same
-// times the sum of the CTA's integers; GROUPED: [unit][row], every unit having its own. a.k is a multiple of 8; rows
-// of x begin on 16 bytes. Rows beyond a.m are left as they are: nobody reads their products.
+// times the sum of the CTA's integers; GROUPED: [k tile][row], every k tile having its own. a.k is a multiple of 8;
+// rows of x begin on 16 bytes. Rows beyond a.m are left as they are: nobody reads their products.
 template <bool BF16, bool GROUPED, int COLUMNS, int WARPS, int AHEAD, typename Args>
-__device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_t digits, uint32_t scales,
+__device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_t limbs, uint32_t scales,
                                                 uint32_t ready, int warp, int first, int last) {
   constexpr int ROWS = COLUMNS / 2, STEP = half_step(COLUMNS);
   // A slice of padding has no rows; the warps are counted all the same.
@@ -123,8 +111,8 @@ __device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_
   const int64_t step = static_cast<int64_t>(WARPS) * a.ldx;
   const uint16_t* rows = static_cast<const uint16_t*>(a.x) + (row0 + warp) * a.ldx + lane * 16;
   SixteenValues<BF16> values[AHEAD];
-  Piece piece(first, a.units, last);
-  const int start = (piece.unit - piece.before) * UNIT;
+  Piece piece(first, a.k_tiles, last);
+  const int start = (piece.k_tile - piece.before) * K_TILE;
   int column = start + lane * 16, row = warp, loading = warp, left = blocks;
   const uint16_t* from = rows + start;
   const auto load = [&](SixteenValues<BF16>& to) {
@@ -136,11 +124,11 @@ __device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_
 #pragma unroll 1
   for (;;) {
     Piece next = piece;
-    const bool ends = --left == 0, mine = lane / 8 >= piece.before && lane / 8 < piece.before + piece.units;
-    const uint32_t to = digits + (piece.at - first - piece.before) * 8 * STEP + lane * STEP;
+    const bool ends = --left == 0, mine = lane / 8 >= piece.before && lane / 8 < piece.before + piece.k_tiles;
+    const uint32_t to = limbs + (piece.at - first - piece.before) * 8 * STEP + lane * STEP;
     if (ends) {
-      next.advance(a.units, last);
-      const int start = (next.unit - next.before) * UNIT;
+      next.advance(a.k_tiles, last);
+      const int start = (next.k_tile - next.before) * K_TILE;
       column = start + lane * 16, from = rows + start, loading = warp;
     }
     const bool more = next.at < last;
@@ -156,8 +144,10 @@ __device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_
         }
         const float amax = __uint_as_float(bits);
         const bool vanishes = amax < 1e-30f;
-        const SixteenDigits d = quantize_sixteen(values[u], vanishes ? 0.f : __fdividef(ACT16_MAX, amax));
-        if (mine) store_shared4(to + row * 32, d.hi), store_shared4(to + row * 32 + 16, d.lo);
+        const SixteenLimbs d = quantize_sixteen(values[u], vanishes ? 0.f : __fdividef(ACT16_MAX, amax));
+        if (mine)
+          store_shared4(to + row * 32, make_uint4(d.hi[0], d.hi[1], d.hi[2], d.hi[3])),
+              store_shared4(to + row * 32 + 16, make_uint4(d.lo[0], d.lo[1], d.lo[2], d.lo[3]));
         int sum = d.sum;
         if constexpr (GROUPED) {
 #pragma unroll
@@ -167,22 +157,22 @@ __device__ __forceinline__ void quantize_pieces(const Args& a, int row0, uint32_
         }
         if (GROUPED ? mine && lane % 8 == 0 : lane == 0) {
           const float scale = vanishes ? 0.f : amax * (1.f / ACT16_MAX);
-          const int unit = GROUPED ? lane / 8 - piece.before : 0;
-          store_shared2(scales + (unit * ROWS + row) * 8, scale, scale * static_cast<float>(sum));
+          const int k_tile = GROUPED ? lane / 8 - piece.before : 0;
+          store_shared2(scales + (k_tile * ROWS + row) * 8, scale, scale * static_cast<float>(sum));
         }
       }
       row += WARPS;
       if (more) load(values[u]);
     }
     if (ends) {
-      fence_stores();
+      fence_async_shared();
       __syncwarp();
       if (lane == 0) barrier_arrive(ready);
-      ready += 8, scales += (GROUPED ? piece.units : 1) * ROWS * 8, row = warp, left = blocks;
+      ready += 8, scales += (GROUPED ? piece.k_tiles : 1) * ROWS * 8, row = warp, left = blocks;
     }
     if (!more) break;
     piece = next;
   }
 }
 
-}  // namespace trirun
+}  // namespace trirun::gemm_decode

@@ -1,10 +1,11 @@
-// How tiles are divided among the CTAs of a Hopper prefill launch, and how the sums of a divided tile come together.
+// Who does what of a Hopper prefill launch: which tiles, and k tiles of them, a CTA has; how the sums of a tile that is
+// cut come together; and the threads that keep the ring of stages full.
 #pragma once
 
 #include "arguments.cuh"
-#include "hopper.cuh"
+#include "cuda/common/wgmma.cuh"
 
-namespace trirun {
+namespace trirun::gemm_prefill {
 
 #ifdef TRIRUN_HOPPER
 
@@ -17,7 +18,7 @@ __device__ __forceinline__ void place(const PrefillArguments& a, int tile, int& 
   token_tile = band * a.raster + inside % width;
 }
 
-// CTAs that share all tiles' k are numbered along them, and the hardware starts them from the last to the first: a CTA
+// CTAs of stream-k are numbered along its line, and the hardware starts them from the last to the first: a CTA
 // that goes on to its next tile was started before those that wait for what it left of the one before.
 __device__ __forceinline__ int cta_number() { return int(gridDim.x - 1 - blockIdx.x); }
 
@@ -26,26 +27,26 @@ struct Walk {
   const PrefillArguments& args;
   const int turns;
   int tile, first, last;
-  int left = 0;  // units of later tiles
+  int left = 0;  // k tiles of later tiles
 
   __device__ __forceinline__ Walk(const PrefillArguments& a, int t) : args(a), turns(t) {
-    if (a.share > 0) {
+    if (a.each > 0) {
       const int at = a.start(cta_number());
       left = a.start(cta_number() + 1) - at;
-      tile = at / a.units;
-      enter(at - tile * a.units);
+      tile = at / a.k_tiles;
+      enter(at - tile * a.k_tiles);
     } else {
       const int rank = blockIdx.x % a.splits;
       tile = a.first_tile + blockIdx.x / a.splits;
       first = a.k_stages * rank / a.splits, last = a.k_stages * (rank + 1) / a.splits;
     }
   }
-  __device__ __forceinline__ void enter(int unit) {
-    const int count = min(left, args.units - unit);
-    first = unit * turns, last = (unit + count) * turns, left -= count;
+  __device__ __forceinline__ void enter(int k_tile) {
+    const int count = min(left, args.k_tiles - k_tile);
+    first = k_tile * turns, last = (k_tile + count) * turns, left -= count;
   }
   __device__ __forceinline__ bool next() {
-    if (args.share > 0) {
+    if (args.each > 0) {
       if (left == 0) return false;
       ++tile;
       enter(0);
@@ -67,20 +68,10 @@ struct ArrivalCounter {
   static __device__ __forceinline__ int count(uint64_t seen) {
     return seen >> 16 == kMark >> 16 ? int(seen & 0xffff) : 0;
   }
-  __device__ __forceinline__ uint64_t look() const {
-    uint64_t seen;
-    asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
-    return seen;
-  }
+  __device__ __forceinline__ uint64_t look() const { return load_acquire(at); }
   // What may have changed since: for a first guess.
-  __device__ __forceinline__ uint64_t glance() const {
-    uint64_t seen;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
-    return seen;
-  }
-  __device__ __forceinline__ void set(uint64_t v) const {
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(v) : "memory");
-  }
+  __device__ __forceinline__ uint64_t glance() const { return load_relaxed(at); }
+  __device__ __forceinline__ void set(uint64_t v) const { store_relaxed(at, v); }
   // The loops below belong to a whole warp and end by what its first lane sees. Were they a lane's, the compiler would
   // take all that follows for divergent and keep stages and descriptors of the next tiles in vector registers.
   static __device__ __forceinline__ uint64_t of_first(uint64_t v) { return __shfl_sync(~0u, v, 0); }
@@ -111,19 +102,15 @@ struct ArrivalCounter {
   // When the warp's lanes have stored what belongs to the count; `seen` is what the counter was a moment ago. True for
   // the last, which sees what all of them stored.
   __device__ __forceinline__ bool arrive(uint64_t seen, int lane) const {
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    fence_gpu();
     for (;;) {
       const int before = count(seen);
       const uint64_t next = before + 1 == total ? 0 : kMark + (before + 1);
       uint64_t found = 0;
-      if (lane == 0)
-        asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
-                     : "=l"(found)
-                     : "l"(at), "l"(seen), "l"(next)
-                     : "memory");
+      if (lane == 0) found = compare_and_swap(at, seen, next);
       found = of_first(found);
       if (found == seen) {
-        if (next == 0) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        if (next == 0) fence_gpu();
         return next == 0;
       }
       seen = found;
@@ -131,11 +118,11 @@ struct ArrivalCounter {
   }
 };
 
-// The sums of a tile that several CTAs share. The last of these may go on to its next tile: it leaves its sums and does
-// not look back. The others end with this tile, and each warp's rows have an owner among them, which keeps its own sums
-// in registers, waits for the others' a while, and adds them. Only if they do not come does it leave its sums too, and
-// then the last to come adds all. Either way the owner's are first and the others' follow in the order of the CTAs.
-// kConsumers: threads that multiply.
+// The sums of a tile that several CTAs have parts of. The last of these may go on to its next tile: it leaves its sums
+// and does not look back. The others end with this tile, and each warp's rows have an owner among them, which keeps its
+// own sums in registers, waits for the others' a while, and adds them. Only if they do not come does it leave its sums
+// too, and then the last to come adds all. Either way the owner's are first and the others' follow in the order of the
+// CTAs. kConsumers: threads that multiply.
 //
 // In pairs, the two CTAs of a cluster have added up what they have, each for half of the tokens, before they come here:
 // a tile then has half as many CTAs, numbered by their clusters, for each half of its tokens.
@@ -143,19 +130,19 @@ template <int kConsumers>
 struct SharedTile {
   const PrefillArguments& args;
   const int thread, begin;
-  const int half, self;   // of a pair's tokens; this CTA, or pair
+  const int half, self;  // of a pair's tokens; this CTA, or pair
   const int first, last;  // of the tile
-  const bool later;       // not the first tile of this CTA
-  const int ending;       // CTAs that have nothing to do after this tile
+  const bool later;  // not the first tile of this CTA
+  const int ending;  // CTAs that have nothing to do after this tile
   const int owner;
   const ArrivalCounter counter;  // of those that end
-  const ArrivalCounter left;     // set by the one that goes on
+  const ArrivalCounter left;  // set by the one that goes on
 
   __device__ __forceinline__ SharedTile(const PrefillArguments& a, int tile, int tile0, int t)
-      : args(a), thread(t), begin(tile * a.units), half(cta_number() & a.pairs), self(cta_number() >> a.pairs),
-        first(a.share > 0 ? a.owner(begin) >> a.pairs : 0),
-        last(a.share > 0 ? a.owner(begin + a.units - 1) >> a.pairs : 0), later(tile != tile0),
-        ending(last - first + (a.start((last + 1) << a.pairs) == begin + a.units)),
+      : args(a), thread(t), begin(tile * a.k_tiles), half(cta_number() & a.pairs), self(cta_number() >> a.pairs),
+        first(a.each > 0 ? a.owner(begin) >> a.pairs : 0),
+        last(a.each > 0 ? a.owner(begin + a.k_tiles - 1) >> a.pairs : 0), later(tile != tile0),
+        ending(last - first + (a.start((last + 1) << a.pairs) == begin + a.k_tiles)),
         owner(first + __shfl_sync(~0u, t / 32, 0) * ending / (kConsumers / 32)),
         counter{a.counters + ((first << a.pairs) + half) * (kConsumers / 32) + t / 32, ending},
         left{counter.at + gridDim.x * (kConsumers / 32), 1} {}
@@ -170,10 +157,10 @@ struct SharedTile {
   // tile that this CTA goes on from, if there is one, that its sums are in the workspace. The fence takes as long as
   // the stores do to reach L2, and the consumers are at the next tile by then.
   static __device__ __forceinline__ void announce(const PrefillArguments& a, uint32_t stored, int lane) {
-    const int at = a.start(cta_number()), begin = at / a.units * a.units;
-    if (at == begin || a.start(cta_number() + 1) <= begin + a.units) return;
+    const int at = a.start(cta_number()), begin = at / a.k_tiles * a.k_tiles;
+    if (at == begin || a.start(cta_number() + 1) <= begin + a.k_tiles) return;
     barrier_wait(stored, 0);
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    fence_gpu();
     constexpr int kWarps = kConsumers / 32;
     if (lane < (a.ahead ? 1 : kWarps))  // for the one that copies them, or for every warp that adds them
       ArrivalCounter{a.counters + (gridDim.x + a.owner(begin)) * kWarps + lane, 1}.set(ArrivalCounter::kMark);
@@ -246,7 +233,7 @@ struct Producer {
   int stage = 0, slot = 0, parity = 1;
 
   __device__ __forceinline__ Producer(const PrefillArguments& a, uint32_t e)
-      : args(a), empty(e), walk(a, Shape::kUnit) {
+      : args(a), empty(e), walk(a, Shape::kKTile) {
     place(args, walk.tile, row_tile, token_tile);
   }
   __device__ __forceinline__ void await() const { barrier_wait(empty + 8 * stage, parity); }
@@ -275,25 +262,24 @@ struct Producer {
 template <typename Shape>
 __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t base, uint32_t words_at, uint32_t full,
                                         uint32_t empty, uint32_t sums_ready) {
-  using namespace hopper;
   Producer<Shape> at(args, empty);
   const void* map_of_x;  // of this token tile, and its bytes in a stage
   uint32_t bytes_of_x;
   const auto begin = [&] {
     const bool is_last = at.token_tile == args.token_tiles - 1;
     map_of_x = is_last ? &args.last_x : &args.x;
-    bytes_of_x = is_last ? Shape::kSpans * args.last_rows * kStageBytesOfX : Shape::kX;
+    bytes_of_x = is_last ? Shape::kPanels * args.last_rows * kStageBytesOfX : Shape::kX;
   };
   const auto load_words = [&](int stage, int slot, int k) {
     barrier_expect(full + 8 * slot, bytes_of_x + Shape::kWords);
     tensor_load(words_at + stage * Shape::kWords, &args.words, full + 8 * slot, 0, k * Shape::kBlocks,
-                at.row_tile * Shape::kStrips);
+                at.row_tile * Shape::kNTiles);
   };
   const auto load_x = [&](int stage, int slot, int k) {
 #pragma unroll
-    for (int span = 0; span < Shape::kSpans; ++span)
-      tensor_load(base + stage * Shape::kX + span * Shape::kSpan, map_of_x, full + 8 * slot,
-                  k * Shape::kColumns + span * Shape::kSpanColumns, at.token_tile * Shape::kTokens);
+    for (int panel = 0; panel < Shape::kPanels; ++panel)
+      tensor_load(base + stage * Shape::kX + panel * Shape::kPanel, map_of_x, full + 8 * slot,
+                  k * Shape::kColumns + panel * Shape::kPanelColumns, at.token_tile * Shape::kTokens);
   };
   begin();
   tensor_map_prefetch(map_of_x);
@@ -311,7 +297,7 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
     constexpr int kQuad = Shape::kConsumers * 16;
     const ArrivalCounter left{args.counters + (gridDim.x + cta_number()) * (Shape::kConsumers / 32), 1};
     left.await();
-    asm volatile("fence.proxy.async;" ::: "memory");
+    fence_async();
     const uint4* from = args.parts + int64_t(2) * (cta_number() + 1) * Shape::kQuads * Shape::kConsumers;
     barrier_expect(sums_ready, Shape::kQuads * kQuad);
     for (int quad = 0; quad < Shape::kQuads; quad += Shape::kStageQuads, at.advance()) {
@@ -327,7 +313,6 @@ __device__ __forceinline__ void produce(const PrefillArguments& args, uint32_t b
 template <typename Shape>
 __device__ __forceinline__ void produce_groups(const PrefillArguments& args, uint32_t groups_at, uint32_t full,
                                                uint32_t empty) {
-  using namespace hopper;
   const uint32_t bytes = max(1, Shape::kColumns / args.group_size) * Shape::kRowTile * 2;
   const int group_log = __ffs(args.group_size) - 1;
   Producer<Shape> at(args, empty);
@@ -357,10 +342,10 @@ __device__ __forceinline__ void copy_and_announce(const PrefillArguments& args, 
     produce<Shape>(args, stages_at, words_at, full, empty, sums_ready);
   else if (threadIdx.x == 32 && has_groups<Shape>(args))
     produce_groups<Shape>(args, groups_at, full, empty);
-  else if (threadIdx.x >= 96 && args.share > 0)
+  else if (threadIdx.x >= 96 && args.each > 0)
     SharedTile<Shape::kConsumers>::announce(args, stored, threadIdx.x - 96);
 }
 
 #endif  // TRIRUN_HOPPER
 
-}  // namespace trirun
+}  // namespace trirun::gemm_prefill

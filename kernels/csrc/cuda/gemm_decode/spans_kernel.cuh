@@ -1,36 +1,37 @@
-// Decode of about 9 to 64 rows of x by a weight with one scale per output channel, or per group of 128: wgmma u8 . s8
-// on Hopper, with int32 sums that run on over as many units of 128 k as have one scale, and become floats only then.
+// y = x . w^T for 9 to 64 rows of x by a weight with one scale per output channel, or per group of 128: the per-span
+// kernel, wgmma u8 . s8 on sm_90a.
 //
-// The words of four strips, masked, are the A registers of a warpgroup: warp w holds rows of strip w, row block j of
-// each. The digits of x are the B operand, in shared memory in the order in which quantize.cu wrote them. A CTA
-// computes 256 rows of w (a tile) by the digits of up to 32 rows of x (a slice) at a time; two producer threads keep a
-// ring of stages of 128 k full: some words before the previous kernel has ended, then x, then the other words, in whose
-// way x would be. Each of two warpgroups multiplies two row blocks of every stage; its fragments are made 32 k ahead.
-// Or a tile is 192 rows, and each of three warpgroups has a strip, warp w its row block w, two steps side by side.
-//
-// FUSED: no kernel before this one quantizes x. Two more warpgroups do, all the columns of x that the CTA multiplies,
-// into shared memory beside the ring (stream_quantize.cuh), while the products of what they have quantized begin.
-//
-// All units of k of all tiles form one line, cut into equal pieces, one for every CTA of a slice. Where a tile is cut,
-// its CTAs leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs. Nobody
-// waits for anybody but in pairs: where all tiles have an even number of CTAs, two make a cluster, and each finishes
-// the sums of one warpgroup of both.
-#include "cuda/common/activations.cuh"
+// - x has one scale per span of 512 k (SPAN_K_TILES k tiles), so int32 sums run on over a span and become floats once
+//   per span; once per 128 k that takes as long as the products (groups of 128, and float32 x, have to).
+// - As in groups_sm90.cu, masked words of four n tiles are the A registers of a warpgroup (warp w: n tile w), and the
+//   limbs of x, in the order of quantize.cu, the B operand in shared memory. A CTA computes 256 rows of w (a tile) by
+//   up to 32 rows of x (a slice); each of two warpgroups has two row blocks of every stage, its fragments made 32 k
+//   ahead. Low tiles have 192 rows: each of three warpgroups has an n tile, warp w row block w of it, two steps side by
+//   side.
+// - Two producer threads keep a ring of stages of 128 k full: some words before the previous kernel has ended, then x,
+//   then the other words, in whose way x would be.
+// - FUSED activation quantization: no kernel before this one quantizes x. Two more warpgroups do, all the columns of x
+//   that the CTA multiplies, into shared memory beside the ring (spans_quantize.cuh), while the products of what they
+//   have quantized begin.
+// - Stream-k: the k tiles of all tiles are divided equally among the CTAs of a slice. Where a tile is cut, its CTAs
+//   leave their sums in the workspace, and the warp that comes last adds them, in the order of the CTAs. Nobody waits
+//   for anybody but in pairs: where all tiles have an even number of CTAs, two are a cluster, and each finishes the
+//   sums of one warpgroup of both.
+#pragma once
+
 #include "spans.cuh"
-#include "stream_tile.cuh"
-#include "cuda/kernels.cuh"
 #include "cuda/common/tensor_map.cuh"
 #include "cuda/common/wgmma.cuh"
 
-namespace trirun {
+namespace trirun::gemm_decode {
 namespace {
 
-template <int DIGITS, int N, bool FUSED, bool GROUPED, int TILE_STRIPS>
-__global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_REGISTERS))
-    runs(const __grid_constant__ RunsArgs a) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using S = RunsShape<DIGITS, N, FUSED, TILE_STRIPS>;
-  constexpr int STRIPS = S::STRIPS, J = S::J;
+template <int LIMBS, int N, bool FUSED, bool GROUPED, int HEIGHT>
+__global__ void __maxnreg__((SpansShape<LIMBS, N, FUSED, HEIGHT>::LAUNCH_REGISTERS))
+    gemm_spans(const __grid_constant__ SpansArgs a) {
+#ifdef TRIRUN_HOPPER
+  using S = SpansShape<LIMBS, N, FUSED, HEIGHT>;
+  constexpr int N_TILES = S::N_TILES, J = S::J;
   extern __shared__ __align__(1024) uint8_t memory[];
   // Read from a lane, so that the compiler knows it is the same for the warp, and keeps it.
   const uint32_t shared = __shfl_sync(~0u, shared_address(memory), 0);
@@ -58,6 +59,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     }
     barrier_init(received, 1);
     barrier_init_fence();
+    fence_async_shared();
     if (a.pairs) barrier_expect(received, S::QUARTERS * S::CONSUMERS / 2 * 16);
   }
   __syncthreads();
@@ -65,27 +67,26 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
   dependency_launch();
 
   if (warp >= S::CONSUMERS / 32) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
+    decrease_registers<S::PRODUCER_REGISTERS>();
     const int role = warp - S::CONSUMERS / 32, token0 = slice * S::ROWS, tokens = min(S::ROWS, a.tokens - token0);
-    const auto copy_words = [&](uint32_t to, uint32_t barrier, int tile, int unit, bool) {
+    const auto copy_words = [&](uint32_t to, uint32_t barrier, int tile, int k_tile, bool) {
       const uint64_t policy = evict_first_policy();
-      const int row_bytes = GROUPED ? min(STRIPS, a.strips - tile * STRIPS) * 128 : 0;
-      barrier_expect(barrier, STRIPS * UNIT_BYTES + row_bytes * (a.zeros != nullptr ? 2 : 1));
-      tensor_load(to, &a.words, barrier, 0, unit * STEPS, tile * STRIPS, policy);
+      const int row_bytes = GROUPED ? min(N_TILES, a.n_tiles - tile * N_TILES) * 128 : 0;
+      barrier_expect(barrier, N_TILES * WORD_TILE_BYTES + row_bytes * (a.zeros != nullptr ? 2 : 1));
+      tensor_load(to, &a.words, barrier, 0, k_tile * STEPS, tile * N_TILES, policy);
       if constexpr (GROUPED) {
-        const int64_t row = (static_cast<int64_t>(unit) * a.strips + tile * STRIPS) * 64;
-        bulk_load_once(to + a.scales_at, a.scales + row, row_bytes, barrier, policy);
-        if (a.zeros != nullptr)
-          bulk_load_once(to + a.scales_at + STRIPS * 128, a.zeros + row, row_bytes, barrier, policy);
+        const int64_t row = (static_cast<int64_t>(k_tile) * a.n_tiles + tile * N_TILES) * 64;
+        bulk_load(to + a.scales_at, a.scales + row, row_bytes, barrier, policy);
+        if (a.zeros != nullptr) bulk_load(to + a.scales_at + N_TILES * 128, a.zeros + row, row_bytes, barrier, policy);
       }
     };
     if constexpr (FUSED) {
       constexpr int WARPS = S::PRODUCERS * 4;
-      // A copy holds its thread for a while: every warp asks for its share of the first round.
+      // A copy holds its thread for a while: every warp asks for some of the first round.
       const int round = min(last, first + a.stages);
       if (lane == 0)
         for (int i = first + role; i < round; i += WARPS)
-          copy_words(shared + (i - first) * a.stage_bytes, full + (i - first) * 8, i / a.units, i % a.units, false);
+          copy_words(shared + (i - first) * a.stage_bytes, full + (i - first) * 8, i / a.k_tiles, i % a.k_tiles, false);
       __syncwarp();
       dependency_wait();
       const uint32_t x = shared + a.x_at, scales = shared + a.x_scales_at;
@@ -98,8 +99,8 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
       } else if (role == 1) {
         // Counters of the tiles that this CTA shares, at most two, for each warp that multiplies: zeroed by nobody.
         static_assert(!FUSED || S::CONSUMERS == 256);
-        const int begin = (first / a.units + lane / 8) * a.units;
-        if (lane < 16 && begin < last && a.owner(begin + a.units - 1) - a.owner(begin) > a.pairs)
+        const int begin = (first / a.k_tiles + lane / 8) * a.k_tiles;
+        if (lane < 16 && begin < last && a.owner(begin + a.k_tiles - 1) - a.owner(begin) > a.pairs)
           prepare_counter(reinterpret_cast<uint64_t*>(a.counters) +
                           (a.owner(begin) * a.slices + slice) * (S::CONSUMERS / 32) + lane % 8);
         __syncwarp();
@@ -112,17 +113,17 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
       if (lane == 0) produce(a, shared, full, empty, first, first, last, copy_words, wait);
     } else if (role == 1) {
       const uint64_t policy = evict_last_policy();
-      tensor_map_prefetch(&a.digits);
+      tensor_map_prefetch(&a.limbs);
       dependency_wait();
       if (lane == 0)
         produce(
             a, shared, full, empty, first, first, last,
-            [&](uint32_t to, uint32_t barrier, int, int unit, bool ends) {
-              const bool scaled = !S::EXACT && closes(a, unit, ends);
-              barrier_expect(barrier, UNIT * N + (scaled ? tokens * 8 : 0));
-              tensor_load(to + a.x_at, &a.digits, barrier, slice * N * 4, 0, unit * STEPS, policy);
+            [&](uint32_t to, uint32_t barrier, int, int k_tile, bool ends) {
+              const bool scaled = !S::EXACT && closes(a, k_tile, ends);
+              barrier_expect(barrier, K_TILE * N + (scaled ? tokens * 8 : 0));
+              tensor_load(to + a.x_at, &a.limbs, barrier, slice * N * 4, 0, k_tile * STEPS, policy);
               if (scaled)
-                bulk_load(to + a.x_scales_at, a.x_scales + static_cast<int64_t>(unit) * a.tokens + token0, tokens * 8,
+                bulk_load(to + a.x_scales_at, a.x_scales + static_cast<int64_t>(k_tile) * a.tokens + token0, tokens * 8,
                           barrier);
             },
             [&](int i) {
@@ -135,8 +136,8 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
       if (lane == 0) barrier_arrive(totals_ready);
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
-    const int group = warp / 4, strip = S::TALL ? warp % 4 : group, block0 = S::TALL ? group * J : warp % 4;
+    increase_registers<S::CONSUMER_REGISTERS>();
+    const int group = warp / 4, n_tile = S::TALL ? warp % 4 : group, block0 = S::TALL ? group * J : warp % 4;
     const bool real_zeros = a.zeros != nullptr;
     const auto keep = [&](uint32_t v) { return GROUPED ? kept(v, lane) : v; };
     uint32_t masks[J];
@@ -146,14 +147,14 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     int c[J][N / 2];
     uint32_t fragment[S::SETS][J][4];
     uint4 words[STEPS];
-    float total[S::TOKENS];  // of x, of the runs of a tile
+    float total[S::TOKENS];  // of x, of the spans of a tile
     constexpr int HALF = FUSED ? half_step(N) : N * 16;  // bytes from 16 k to the next
-    const uint64_t x0 = wgmma_descriptor(shared + a.x_at, HALF, 128);
+    const uint64_t x0 = descriptor_plain(shared + a.x_at, HALF, 128);
     const uint32_t x_step = (FUSED ? 8 * HALF : a.stage_bytes) >> 4;
     Ring ring;
     uint32_t base = shared;  // of the stage in hand
 
-    const uint32_t words_of_lane = keep(strip * UNIT_BYTES + lane * 16);
+    const uint32_t words_of_lane = keep(n_tile * WORD_TILE_BYTES + lane * 16);
     const auto read_words = [&](int s) { words[s] = load_shared4(base + words_of_lane + s * 512); };
     const auto read_stage = [&] {
 #pragma unroll
@@ -162,14 +163,13 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     const auto make_fragment = [&](int s, int j) {
       const uint32_t w[4] = {words[s].x, words[s].y, words[s].z, words[s].w};
 #pragma unroll
-      for (int i = 0; i < 4; i++)  // volatile: stays ahead of the fence that hands over the registers
-        asm volatile("and.b32 %0, %1, %2;" : "=r"(fragment[s % S::SETS][j][i]) : "r"(w[i]), "r"(masks[j]));
+      for (int i = 0; i < 4; i++) fragment[s % S::SETS][j][i] = pinned_and(w[i], masks[j]);
     };
     const auto make_fragments = [&](auto steps) {
 #pragma unroll
       for (int i = 0; i < steps.value * J; i++) make_fragment(i / J, i % J);
     };
-    // The integer sums of a run become floats: of the stage at `from`, or, fused, of a piece. Returns bits of all that
+    // The integer sums of a span become floats: of the stage at `from`, or, fused, of a piece. Returns bits of all that
     // it reads of that stage.
     const auto convert = [&](uint32_t from) {
       uint32_t loaded = 0;
@@ -188,11 +188,11 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
 #pragma unroll
         for (int j = 0; j < J; j++)
 #pragma unroll
-          for (int e = 0; e < 4; e += DIGITS) {
-            const int hi = c[j][i * 4 + e], lo = c[j][i * 4 + e + DIGITS - 1];
+          for (int e = 0; e < 4; e += LIMBS) {
+            const int hi = c[j][i * 4 + e], lo = c[j][i * 4 + e + LIMBS - 1];
             if constexpr (S::EXACT)
-              sum[j][i * 2 + e % 2][e / 2] = static_cast<float>(hi);  // there is but one run
-            else  // over several units 256 hi + lo need not fit an int32, though each digit's sum does
+              sum[j][i * 2 + e % 2][e / 2] = static_cast<float>(hi);  // there is but one span
+            else  // over several k tiles 256 hi + lo need not fit an int32, though each limb's sum does
               sum[j][i][e / 2] += x.x * fmaf(static_cast<float>(hi), 256.f, static_cast<float>(lo));
           }
       }
@@ -204,7 +204,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     // Of groups: a stage's products side by side, meanwhile what makes its sums floats, and then the fragments of the
     // next. Beyond the last stage they are made of what is there, and not used.
     const uint32_t x_scales_of_lane = keep(a.x_scales_at + (lane & 3) * 8 + (FUSED ? shared : 0));
-    const uint32_t row_scales_of_lane = keep(a.scales_at + strip * 128 + lane / 4 * 16 + block0 * 4);
+    const uint32_t row_scales_of_lane = keep(a.scales_at + n_tile * 128 + lane / 4 * 16 + block0 * 4);
     uint32_t quarter[J], fours[J];  // 4^-j, and 4^j or that times the one zero point, as bits
 #pragma unroll
     for (int j = 0; j < J; j++) {
@@ -234,7 +234,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
 #pragma unroll
       for (int j = 0; j < J; j++) {
         const uint32_t row = now + row_scales_of_lane + j * 4, scales = load_shared(row);
-        const uint32_t zeros = ZEROS ? load_shared(row + STRIPS * 128) : 0;
+        const uint32_t zeros = ZEROS ? load_shared(row + N_TILES * 128) : 0;
         loaded |= scales | zeros;
 #pragma unroll
         for (int h = 0; h < 2; h++) row_scale[j][h] = half_of(scales, h) * __uint_as_float(quarter[j]);
@@ -269,16 +269,16 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
       return reinterpret_cast<Counter*>(a.counters) + (first_cta * a.slices + slice) * (S::CONSUMERS / 32) + warp;
     };
     const auto row_of = [&](int tile, int j, int h) {
-      return (tile * STRIPS + strip) * 64 + (block0 + j) * 16 + h * 8 + lane / 4;
+      return (tile * N_TILES + n_tile) * 64 + (block0 + j) * 16 + h * 8 + lane / 4;
     };
     // What the end of a tile needs from memory, asked for at its beginning: pairs of scales and zeros, and biases.
     uint32_t channel_scale[J] = {}, channel_zero[J] = {};
     float channel_bias[J][2] = {};
     const auto load_channels = [&](int tile) {
-      if (tile * STRIPS + strip >= a.strips) return;
+      if (tile * N_TILES + n_tile >= a.n_tiles) return;
 #pragma unroll
       for (int j = 0; j < J; j++) {
-        const int64_t stored = (tile * STRIPS + strip) * 64 + lane / 4 * 8 + (block0 + j) * 2;
+        const int64_t stored = (tile * N_TILES + n_tile) * 64 + lane / 4 * 8 + (block0 + j) * 2;
         if constexpr (!GROUPED) {
           channel_scale[j] = load_constant(a.scales + stored);
           if (real_zeros) channel_zero[j] = load_constant(a.zeros + stored);
@@ -303,15 +303,15 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
     };
 
     // Of two CTAs, each finishes the sums of one warpgroup: those warps have twice the room.
-    const uint32_t staged_at = a.staged_at + (a.pairs ? strip * 2 : warp) * S::STAGED;
+    const uint32_t staged_at = a.staged_at + (a.pairs ? n_tile * 2 : warp) * S::STAGED;
     static_assert(S::QUARTERS * 512 <= 2 * S::STAGED);
 
     // Finished sums of this warp to y: 32 rows and every token, put in order in shared memory, so that 16 bytes at a
     // time are written. Few instructions: this code runs once or twice, and is fetched to be run.
     const auto store = [&](int tile) {
       if constexpr (!FUSED && !GROUPED) barrier_wait(totals_ready, 0);
-      const int lane_token = DIGITS == 2 ? lane % 4 : lane % 4 * 2, tokens = a.m - slice * S::ROWS;
-      const auto token_of = [&](int t) { return lane_token + (DIGITS == 2 ? t * 4 : t / 2 * 8 + t % 2); };
+      const int lane_token = LIMBS == 2 ? lane % 4 : lane % 4 * 2, tokens = a.m - slice * S::ROWS;
+      const auto token_of = [&](int t) { return lane_token + (LIMBS == 2 ? t * 4 : t / 2 * 8 + t % 2); };
 #pragma unroll
       for (int t = 0; t < S::TOKENS; t++) {
         if constexpr (!FUSED && !GROUPED) {
@@ -351,7 +351,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
 #pragma unroll 1
       for (int i = lane; i < S::ROWS * J * 2; i += 32) {
         const int token = i / (J * 2), eight = i % (J * 2);
-        const int row = (tile * STRIPS + strip) * 64 + block0 * 16 + eight * 8;
+        const int row = (tile * N_TILES + n_tile) * 64 + block0 * 16 + eight * 8;
         const uint4 v = load_shared4(staged + token * S::STAGED_ROW + eight * 16);
         if (token >= tokens || row >= a.n) continue;
         uint16_t* to = static_cast<uint16_t*>(a.y) + (slice * S::ROWS + token) * a.ldy + row;
@@ -367,17 +367,17 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
       __syncwarp();
     };
 
-    int tile = first / a.units;
+    int tile = first / a.k_tiles;
     uint32_t piece = 0;
     barrier_wait(full, 0);
     read_stage();
     make_fragments(std::integral_constant<int, GROUPED ? STEPS : S::BURST>{});
 #pragma unroll 1
     while (at < last) {
-      const int begin = tile * a.units, end = min(begin + a.units, last), from = at;
+      const int begin = tile * a.k_tiles, end = min(begin + a.k_tiles, last), from = at;
       load_channels(tile);
       // Divisions are slow: here they are hidden.
-      const int first_cta = a.owner(begin), last_cta = a.owner(begin + a.units - 1);
+      const int first_cta = a.owner(begin), last_cta = a.owner(begin + a.k_tiles - 1);
       if constexpr (!S::EXACT) {
 #pragma unroll
         for (int i = 0; i < J * S::TOKENS * 2; i++) (&sum[0][0][0])[i] = 0.f;
@@ -390,7 +390,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
         const auto multiply_groups = [&](auto has_zeros) {
 #pragma unroll 1
           do {
-            if (FUSED && (at == first || (at - begin) % RUN == 0)) barrier_wait(x_ready + piece++ * 8, 0);
+            if (FUSED && (at == first || (at - begin) % SPAN_K_TILES == 0)) barrier_wait(x_ready + piece++ * 8, 0);
             multiply_group(has_zeros);
           } while (at < end);
         };
@@ -401,7 +401,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
       } else {
 #pragma unroll 1
         do {
-          const int run = at, stop = min(end, begin + ((at - begin) | a.run_mask) + 1);
+          const int from_span = at, stop = min(end, begin + ((at - begin) | a.span_mask) + 1);
           uint32_t now = base, stage = ring.stage;
           // Set to zero rather than overwritten by the first product, which counts as reading them.
 #pragma unroll
@@ -431,7 +431,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
               }
               wgmma_wait<S::SETS / 2 / S::BURST>();
               // The stage before is complete.
-              if (end_step == 2 && at > run) release(before, 0);
+              if (end_step == 2 && at > from_span) release(before, 0);
 #pragma unroll
               for (int i = 0; i < S::BURST * J; i++) make_fragment((end_step + i / J) % STEPS, i % J);
 #pragma unroll
@@ -451,7 +451,7 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
 
       float (&flat)[S::QUARTERS * 4] = reinterpret_cast<float (&)[S::QUARTERS * 4]>(sum);
       bool mine = true;
-      if (end - from < a.units) {
+      if (end - from < a.k_tiles) {
         const auto part = [&](int of) {
           of = of << a.pairs | rank;
           const int of_both = 2 * (of * a.slices + slice) + (a.start(of) < begin);  // its first tile, or its last
@@ -464,11 +464,10 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
         } else {
           if (a.pairs) take_sums<S::QUARTERS>(flat, slot, received);
           if (last_cta - first_cta > a.pairs) {
+            constexpr int BATCH = N == 64 || LIMBS == 1 ? 2 : 4;  // CTAs whose sums are on their way at once
             if constexpr (FUSED) barrier_wait(counters_ready, 0);
-            mine = add_shares < S::QUARTERS, S::CONSUMERS,
-            N == 64 || DIGITS == 1
-                ? 2
-                : 4 > (flat, cta >> a.pairs, first_cta >> a.pairs, last_cta >> a.pairs, counter_of(first_cta), part);
+            mine = add_partial_sums<S::QUARTERS, S::CONSUMERS, BATCH>(flat, cta >> a.pairs, first_cta >> a.pairs,
+                                                                      last_cta >> a.pairs, counter_of(first_cta), part);
           }
         }
       }
@@ -479,153 +478,5 @@ __global__ void __maxnreg__((RunsShape<DIGITS, N, FUSED, TILE_STRIPS>::LAUNCH_RE
 #endif
 }
 
-template <int DIGITS, int N, bool FUSED, bool GROUPED = false, int TILE_STRIPS = 4>
-constexpr Instance instance() {
-  using S = RunsShape<DIGITS, N, FUSED, TILE_STRIPS>;
-  constexpr int STAGED = S::STAGED * S::CONSUMERS / 32;
-  return {S::STRIPS,
-          DIGITS,
-          N,
-          FUSED,
-          GROUPED,
-          S::CONSUMERS,
-          S::THREADS,
-          S::LAUNCH_REGISTERS,
-          S::QUARTERS,
-          STAGED,
-          runs<DIGITS, N, FUSED, GROUPED, TILE_STRIPS>};
-}
-
-// digits of x, columns (digits * rows of x, at most), whether it quantizes x, whether scales are of groups of 128
-// no-spill(90a): runs<*, *, *, *, *>
-constexpr Instance INSTANCES[] = {
-    instance<2, 16, false>(),
-    instance<2, 32, false>(),
-    instance<2, 64, false>(),
-    instance<1, 16, false>(),
-    instance<1, 32, false>(),
-    instance<2, 16, true>(),
-    instance<2, 32, true>(),
-    instance<2, 64, true>(),
-    instance<2, 16, false, true>(),
-    instance<2, 32, false, true>(),
-    instance<2, 64, false, true>(),
-    instance<2, 16, true, true>(),
-    instance<2, 32, true, true>(),
-    instance<2, 16, false, false, 3>(),
-    instance<2, 32, false, false, 3>(),
-    instance<2, 64, false, false, 3>(),
-    instance<1, 16, false, false, 3>(),
-    instance<1, 32, false, false, 3>(),
-    instance<2, 16, false, true, 3>(),
-    instance<2, 32, false, true, 3>(),
-    instance<2, 64, false, true, 3>(),
-};
-
-const Instance* instance_of(const Problem& p, const ActivationLayout& layout, bool fused) {
-  const int rows = slice_rows(p, layout), columns = (layout.tokens < rows ? layout.tokens : rows) * layout.digits;
-  const Instance* best = nullptr;
-  for (const Instance& i : INSTANCES)
-    if ((p.plan.tile_n == 192 ? 3 : STRIPS) == i.strips && p.w.group_size == (i.grouped ? UNIT : -1) &&
-        i.digits == layout.digits && i.fused == fused && i.columns >= columns &&
-        (best == nullptr || i.columns < best->columns))
-      best = &i;
-  return best;
-}
-
-// What a plan comes to, the sizes that the kernel counts on, and where it keeps what in shared memory. Of pointers only
-// whether they are null is looked at.
-Config configure(const Problem& p, RunsArgs& a, bool fused) {
-  if (p.arch != 90) return {};
-  const trirun_cuda_plan& plan = p.plan;
-  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
-  const Instance* instance = instance_of(p, layout, fused);
-  const int64_t strips = p.w.n / 64, units = p.w.k / UNIT;
-  const int of_tile = instance != nullptr ? instance->strips : STRIPS;
-  const int64_t total = (strips + of_tile - 1) / of_tile * units;
-  const int slices = slices_of(p, layout);
-  // Several slices are each as wide as their kernel.
-  if (instance == nullptr || (slices > 1 && instance->columns != slice_rows(p, layout) * layout.digits) ||
-      (plan.tile_m != 0 && (plan.tile_m < 16 || plan.tile_m > 64)) || (plan.tile_n != 0 && plan.tile_n != 192) ||
-      layout.columns % 8 || plan.stages < 3 || plan.stages > MAX_STAGES || plan.ctas < 1 ||
-      plan.ctas * slices > COUNTERS / 16 || total > INT32_MAX)
-    return {};
-  const int ctas = static_cast<int>(plan.ctas < total ? plan.ctas : total);
-  const int64_t longest = (total + ctas - 1) / ctas;
-  const bool exact = layout.digits == 1;
-  if (exact && (longest < units ? longest : units) * UNIT > EXACT_SUM_K) return {};
-  // A CTA quantizes every column of x at most once, in no more pieces than there are barriers for: runs, of which those
-  // at the ends of its share and of a tile may be shorter.
-  const int pieces = static_cast<int>((longest + 2 * (RUN - 1)) / RUN + 1);
-  if (plan.fused && (exact || longest > units || pieces > PIECES)) return {};
-  a.strips = static_cast<int>(strips), a.units = static_cast<int>(units);
-  static_cast<EqualShares&>(a) = equal_shares(total, ctas);
-  a.n = static_cast<int>(p.n), a.m = static_cast<int>(p.m), a.k = static_cast<int>(p.k);
-  a.tokens = layout.tokens, a.slices = slices, a.pieces = pieces;
-  // Only where every CTA has one tile, and every tile an even number of CTAs.
-  a.pairs = plan.cta_split == 2;
-  if (a.pairs && (of_tile != STRIPS || a.rest != 0 || units % a.share != 0 || units / a.share % 2 != 0)) return {};
-  // A fused plan that cannot be counts on smaller stages.
-  const int bytes =
-      lay_out(a, *instance, plan.stages, static_cast<int>(longest), p.w.zeros != nullptr, plan.fused && !fused);
-  if (bytes > MAX_SHARED) return {};
-  a.early = plan.early > 0 && plan.early < a.stages ? plan.early : a.stages;
-  a.x_first = plan.x_first;
-  if (a.x_first < 0 || a.x_first > a.early) return {};
-  return {instance, ctas * slices, bytes};
-}
-
 }  // namespace
-
-int64_t shared_bytes_runs(const Problem& p) {
-  RunsArgs a{};
-  return configure(p, a, fuses(p)).shared;
-}
-
-size_t workspace_runs(const Problem& p) {
-  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
-  const Instance* instance = instance_of(p, layout, false);
-  if (instance == nullptr) return 0;
-  // Digits also for a fused plan: whether x can be read that way is known only when x is.
-  return parts_bytes(p, *instance, slices_of(p, layout)) + (p.activations != nullptr ? 0 : layout.bytes);
-}
-
-int launch_runs(const Problem& p) {
-  const bool fused = fuses(p);
-  RunsArgs a{};
-  const Config config = configure(p, a, fused);
-  const Instance* instance = config.instance;
-  if (instance == nullptr) return TRIRUN_UNSUPPORTED;
-  static bool whole[sizeof(INSTANCES) / sizeof(INSTANCES[0])];
-  if (!starts_whole(whole[instance - INSTANCES], reinterpret_cast<const void*>(instance->kernel), instance->registers))
-    return TRIRUN_UNSUPPORTED;
-  if (const int code = encode_words(&a.words, p.w, STEPS, instance->strips)) return code;
-  a.scales = reinterpret_cast<const __half*>(p.w.scales);
-  a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
-  a.zero = p.w.zero;
-  // float32 x keeps a scale for every unit: its outputs show the difference, 16-bit ones hardly do.
-  const ActivationLayout layout(p.m, p.w.k, p.act_bits);
-  const bool exact = layout.digits == 1;
-  const bool runs = !exact && !instance->grouped && p.activations == nullptr && p.dtype != TRIRUN_F32;
-  a.run_mask = exact ? (1 << 30) - 1 : runs ? RUN - 1 : 0;
-  a.x = p.x, a.ldx = p.ldx;
-  a.bias = p.bias, a.y = p.y, a.ldy = p.ldy, a.dtype = p.dtype;
-  a.vectors = p.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
-  auto* workspace = static_cast<uint8_t*>(p.workspace);
-  a.counters = p.counters;
-  a.parts = reinterpret_cast<float4*>(workspace);
-  workspace += parts_bytes(p, *instance, a.slices);
-  if (!fused) {
-    auto* base = static_cast<const uint8_t*>(p.activations != nullptr ? p.activations : workspace);
-    if (const int code = encode_digits(&a.digits, base, layout, instance->columns)) return code;
-    a.x_scales = reinterpret_cast<const float2*>(base + layout.scales_offset);
-    if (p.activations == nullptr)
-      if (const int code =
-              launch_quantize(p, workspace, runs ? RUN : 1, p.counters, config.ctas * instance->consumers / 32))
-        return code;
-  }
-  const dim3 grid(static_cast<unsigned>(config.ctas));
-  return launch_kernel(instance->kernel, {grid, instance->threads, config.shared, p.stream, true, 1 + a.pairs}, a);
-}
-
-}  // namespace trirun
+}  // namespace trirun::gemm_decode

@@ -1,0 +1,10 @@
+// Decode attention over a paged cache of bf16: the instances of attention_16bit.cuh.
+#include "attention_16bit.cuh"
+
+namespace trirun::decoder {
+
+AttentionKernel bf16_attention(int head_dim, int room, int& shared_bytes) {
+  return for_head<true>(head_dim, room, shared_bytes);
+}
+
+}  // namespace trirun::decoder
