@@ -6,12 +6,10 @@ import sys
 
 import pytest
 import torch
-from trirun_gptq.train.progress import Evaluated
 
 from trirun_cli.checkpoint.model_dir import ModelDir
 from trirun_cli.checkpoint.reader import Checkpoint
 from trirun_cli.workflows import finetune_publish
-from trirun_cli.workflows.finetune import finetune
 
 SMALL = ("--group-size", "64", "--seqlen", "64", "--batch", "4", "--held-out", "4", "--precision", "fp32")
 OPTIONS = (*SMALL, "--init", "nearest", "--steps", "12", "--evaluations", "3")
@@ -37,19 +35,6 @@ def test_a_model_becomes_ternary(trirun, plain_model, tmp_path):
     assert len(opened.modules) == 14 and opened.format.group_size == 64 and opened.format.activation_bits == 16
     assert [path.name for path in tmp_path.iterdir()] == ["F"]
     assert trirun("generate", "-c", out, "-p", "The sea", "-n", "4")[0] == 0
-
-
-def test_a_program_gets_a_report(plain_model, tmp_path):
-    events = []
-    settings = {"init": "nearest", "group_size": 64, "seqlen": 64, "batch": 4, "held_out": 4, "steps": 4}
-    planned = finetune(plain_model, tmp_path / "F", dry_run=True, progress=events.append, **settings)
-    assert not planned.written and planned.plan == events[-1] and not list(tmp_path.iterdir())
-    report = finetune(plain_model, tmp_path / "F", evaluations=2, progress=events.append, **settings)
-    assert report.written and report.steps == 4 and report.tokens == 4 * 4 * 64
-    assert report.evaluations == [event.evaluation for event in events if isinstance(event, Evaluated)]
-    assert report.best in report.evaluations and report.perplexity > report.original_perplexity > 1
-    assert report.packed_perplexity == pytest.approx(report.trained_perplexity, rel=2e-3)
-    assert 0 < report.bytes_after < report.bytes_before and report.bits_per_weight == 2.25
 
 
 @pytest.mark.slow

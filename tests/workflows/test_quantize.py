@@ -9,13 +9,11 @@ import sys
 import pytest
 from trirun_gptq.block.walk import BlockRun
 from trirun_gptq.errors import QuantizationError
-from trirun_gptq.run.report import ModuleReport
 from trirun_kernels.native import NativeError
 
 from trirun_cli.checkpoint.reader import Checkpoint
-from trirun_cli.errors import UsageError
 from trirun_cli.workflows import quantize as workflow
-from trirun_cli.workflows.quantize import load_calibration, quantize
+from trirun_cli.workflows.quantize import load_calibration
 from trirun_cli.workflows.quantize_plan import plan_quantize
 
 OPTIONS = ("--preset", "fast", "--group-size", "64", "--samples", "4", "--seqlen", "64")
@@ -52,21 +50,6 @@ def test_the_report_and_the_checkpoint_agree(trirun, quantized):
     assert sorted(module["name"] for module in document["modules"]) == opened.modules
     assert opened.format.group_size == 64 and opened.format.modules_to_not_convert == ["lm_head"]
     assert not out.with_name("Q.partial").exists() and not out.with_name("Q.state").exists()
-
-
-def test_a_program_gets_the_same_and_a_report(quantized, plain_model, tmp_path):
-    events = []
-    settings = {"preset": "fast", "group_size": 64, "samples": 4, "seqlen": 64}
-    report = quantize(plain_model, tmp_path / "Q", progress=events.append, **settings)
-    assert report.written and report.out == tmp_path / "Q" and digest(report.out) == digest(quantized[0])
-    assert report.bits_per_weight == 2.25 and 0 < report.bytes_after < report.bytes_before and report.seconds > 0
-    assert [event for event in events if isinstance(event, ModuleReport)] == report.modules
-    assert events.index(report.plan) < events.index(report.run.memory) < events.index(report.blocks[0])
-    assert report.held_out.perplexity > 1 and report.sample.prompt
-    with pytest.raises(UsageError, match="unknown key 'grup_size'; did you mean 'group_size'"):
-        quantize(plain_model, tmp_path / "R", grup_size=64)
-    with pytest.raises(UsageError, match="--preset slow: one of fast, default, best"):
-        quantize(plain_model, tmp_path / "R", preset="slow")
 
 
 def test_it_generates_and_stays_near_the_original(trirun, quantized, plain_model):
