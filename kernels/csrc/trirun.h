@@ -219,13 +219,13 @@ const char* trirun_cuda_error(int code);
 enum {
   TRIRUN_KERNEL_STREAM = 1, /* few rows: mma.sync u8.s8, k split over the CTAs of a cluster: sm_90 and newer */
   TRIRUN_KERNEL_STREAM_SM80 = 2, /* the same kernel, k split through the workspace: sm_80 and newer */
-  TRIRUN_KERNEL_GROUPS = 3, /* 9 to 64 rows, any group size: wgmma u8.s8, the weights in registers: sm_90a */
+  TRIRUN_KERNEL_GROUPS = 3, /* up to 64 rows, any group size: wgmma u8.s8, the weights in registers: sm_90a */
   TRIRUN_KERNEL_PREFILL_WGMMA = 4, /* many rows: wgmma fp16/bf16 with the weights in registers: sm_90a */
   TRIRUN_KERNEL_PREFILL_SM80 = 5, /* many rows: mma.sync fp16/bf16: sm_80 and newer */
   TRIRUN_KERNEL_PREFILL_W2A8 = 6, /* many rows, 8-bit activations: wgmma u8.s8: sm_90a */
   TRIRUN_KERNEL_DEQUANTIZE = 7, /* writes the dense weight [n][k] to y in its dtype; x is not read */
-  TRIRUN_KERNEL_SPANS = 8 /* 9 to 64 rows, one scale of w per output channel or 128 k, sums over spans of k:
-                                      sm_90a */
+  TRIRUN_KERNEL_SPANS = 8 /* up to 64 rows, one scale of w per output channel or 128 k, sums over spans of
+                                      k: sm_90a */
 };
 
 /* How a product is computed: the kernel and its tile, chosen by trirun_kernels/plan/select.py. A field that a kernel
@@ -267,8 +267,8 @@ void trirun_cuda_get_limits(trirun_cuda_limits* limits);
 /* Dynamic shared memory in bytes of one CTA under a plan, as the launch asks for it, or -1: no kernel runs the plan (no
  * instance, sizes that it does not divide, or more than the 227 KiB of the devices with the most; what a smaller device
  * allows is for the caller to compare). Needs no device. n, k: padded sizes. has_zeros: one zero point per group, or
- * (for prefill) one for all that is not a multiple of 1/4. quantized: x comes from trirun_cuda_quantize. A fused plan is
- * taken to be given x that its kernel can read. arch: compute capability, 10 * major + minor. */
+ * (for prefill) one for all that is not a multiple of 1/4. quantized: x comes from trirun_cuda_quantize. A fused plan
+ * is taken to be given x that its kernel can read. arch: compute capability, 10 * major + minor. */
 int64_t trirun_cuda_plan_shared_bytes(int64_t n, int64_t k, int64_t m, int32_t group_size, int32_t has_zeros,
                                       int32_t act_bits, int32_t dtype, int32_t quantized, int32_t arch,
                                       const trirun_cuda_plan* plan);

@@ -1,4 +1,5 @@
-// y = x . w^T for 9 to 64 rows of x, whatever the group size: the per-group kernel, wgmma u8 . s8 on sm_90a.
+// y = x . w^T for more rows of x than mma.sync has columns for, up to 64, whatever the group size: the per-group
+// kernel, wgmma u8 . s8 on sm_90a.
 //
 // - The words of four n tiles, masked, are the A registers of a warpgroup: warp w holds rows of n tile w, row block j
 //   of each. Weights never pass through shared memory a second time.

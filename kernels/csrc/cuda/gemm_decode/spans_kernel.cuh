@@ -1,5 +1,5 @@
-// y = x . w^T for 9 to 64 rows of x by a weight with one scale per output channel, or per group of 128: the per-span
-// kernel, wgmma u8 . s8 on sm_90a.
+// y = x . w^T for about 5 to 64 rows of x by a weight with one scale per output channel, or per group of 128: the
+// per-span kernel, wgmma u8 . s8 on sm_90a.
 //
 // - x has one scale per span of 512 k (SPAN_K_TILES k tiles), so int32 sums run on over a span and become floats once
 //   per span; once per 128 k that takes as long as the products (groups of 128, and float32 x, have to).

@@ -1,6 +1,6 @@
-// y = x . w^T for 9 to 64 rows of x by a weight with one scale per output channel, or per group of 128, on sm_90a: the
-// per-span kernel (spans_kernel.cuh), whose int32 sums become floats once per span of 512 k. Here are its instances,
-// and the way from a plan to a launch.
+// y = x . w^T for about 5 to 64 rows of x by a weight with one scale per output channel, or per group of 128, on
+// sm_90a: the per-span kernel (spans_kernel.cuh), whose int32 sums become floats once per span of 512 k. Here are its
+// instances, and the way from a plan to a launch.
 #include "spans_kernel.cuh"
 
 namespace trirun::gemm_decode {

@@ -15,7 +15,7 @@ namespace {
 float zero_near(float zero) { return zero < 1.5f ? 1.f : 2.f; }
 
 // The most CTAs of a cluster with which `rest` tiles still run at once. Clusters do not cross the borders of a GPC: see
-// cuda_prefill.py.
+// trirun_kernels/plan.
 int tail_splits(int rest, int sms) {
   constexpr int kClusters[][2] = {{8, 15}, {6, 17}, {5, 22}, {4, 30}, {3, 39}, {2, 66}};  // CTAs, clusters on 132 SMs
   for (const auto& [splits, clusters] : kClusters)
