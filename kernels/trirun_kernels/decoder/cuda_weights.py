@@ -75,6 +75,7 @@ class CudaLayer:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
+        """The seven matrices of the layer, in the order in which a step multiplies them."""
         return (*self.qkv, self.o, *self.gate_up, self.down)
 
 
@@ -101,10 +102,12 @@ class CudaModel:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of activations and 16-bit weights: float16 or bfloat16."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where all tensors lie."""
         return self.embedding.device
 
     @property

@@ -82,6 +82,7 @@ class Problem:
 
     @property
     def grouped(self) -> bool:
+        """Whether scales cover groups of columns instead of whole rows of w."""
         return self.group_size != -1
 
     @property
@@ -91,14 +92,17 @@ class Problem:
 
     @property
     def n_tiles(self) -> int:
+        """n tiles of w: 64 out_features each."""
         return self.n // limits().n_tile
 
     @property
     def k_tiles(self) -> int:
+        """k tiles of w: 128 columns each."""
         return self.k // limits().k_tile
 
     @property
     def weights(self) -> int:
+        """Elements of w, padding included."""
         return self.n * self.k
 
     def with_rows(self, m: int) -> Problem:

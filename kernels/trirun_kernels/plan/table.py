@@ -34,6 +34,7 @@ class Rule:
     answer: Any
 
     def holds(self, facts: Facts) -> bool:
+        """Whether a problem of these facts meets every condition of the rule."""
         for name, bounds in self.conditions:
             fact = facts[name]
             for compare, bound in bounds:
