@@ -75,7 +75,7 @@ class CudaLayer:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """The seven matrices of the layer, in the order in which a step multiplies them."""
+        """The matrices of the layer, in the order in which a step multiplies them."""
         return (*self.qkv, self.o, *self.gate_up, self.down)
 
 
