@@ -27,7 +27,7 @@ def example(repo_root: Path):
 
 @pytest.mark.slow
 def test_quantize_and_chat(example, save_llama, tmp_path):
-    out = example("quantize_and_chat.py", save_llama(intermediate_size=256, max_position_embeddings=1024), tmp_path / "Q")
+    out = example("quantize_and_chat.py", save_llama(intermediate_size=256), tmp_path / "Q")
     assert (tmp_path / "Q" / "config.json").exists()
     assert "bits per weight" in out and "perplexity" in out
     assert out.count("length") == 2 and "native decoder on cpu" in out and "answers: " in out
