@@ -102,7 +102,6 @@ def test_the_templates_own_options(site, tokenizer):
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "knows nothing of tools"),
         ({"tool_choice": "required"}, "tool_choice", "only none and auto"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),

@@ -10,7 +10,6 @@ from functools import partial
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
 
 from ..version import __version__
 from . import errors, metrics, sse
@@ -18,30 +17,13 @@ from .errors import ApiError
 from .guard import Guard
 from .replies import ChatReply, CompletionReply, Reply
 from .request_group import RequestGroup
-from .schema import ChatBody, CompletionBody
+from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .service import Service
-from .tools import parser_for
+from ..text.tool_calls import parser_for
 
 # A context of 128k tokens is about 0.6 MB of text, so this holds a batch of them. Parsing JSON blocks the event loop: a
 # few tenths of a second for 4 MiB in the worst case.
 MAX_BODY_BYTES = 4 * 2**20
-
-
-class TokenizeBody(BaseModel):
-    """The body of POST /tokenize."""
-
-    model_config = ConfigDict(strict=True)
-
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class DetokenizeBody(BaseModel):
-    """The body of POST /detokenize."""
-
-    model_config = ConfigDict(strict=True)
-
-    tokens: list[int]
 
 
 def create_app(
@@ -101,7 +83,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         body.check_fields()
         name, model = service.check_model(body.model), service.model
         group = await service.chat(body, arrived)
-        template = model.tokenizer.chat_template or ""
+        template = model.tokenizer.tool_template or ""
         reply = ChatReply(
             name,
             model.tokenizer,
@@ -109,6 +91,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             token_ids=bool(body.return_token_ids),
             usage=body.wants_usage,
             parser=partial(parser_for, template) if body.offers_tools else None,
+            one_call=body.parallel_tool_calls is False,
         )
         return await _answer(request, service, group, reply, stream=bool(body.stream))
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..engine.sampling import Token
 from .request_group import Choice, Delta, RequestGroup
 from .tokenizer import Offsets, ServerTokenizer
-from .tools import ToolParser
+from ..text.tool_calls import ToolParser
 
 # JSON has no −∞; OpenAI and vLLM write this number instead.
 _MINUS_INFINITY = -9999.0
@@ -118,13 +118,16 @@ class ChatReply(Reply):
 
     Args:
         parser: makes the tool-call parser of a choice; None where the request offers no tools.
+        one_call: only the first tool call of a choice is part of the response, as ``parallel_tool_calls: false`` asks.
     """
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, *args: Any, parser: Callable[[], ToolParser] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, parser: Callable[[], ToolParser] | None = None, one_call: bool = False, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self._parser = parser
+        self._parser, self._one_call = parser, one_call
         self._parsers: dict[int, ToolParser] = {}
 
     def first_chunks(self, group: RequestGroup) -> Iterator[dict[str, Any]]:
@@ -161,7 +164,7 @@ class ChatReply(Reply):
             delta.text, calls = delta.text + rest, calls + more
             if parser.count and delta.finish == "stop":
                 delta.finish = "tool_calls"
-        return calls
+        return [call for call in calls if call["index"] == 0] if self._one_call else calls
 
     def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
         if not self._logprobs:
