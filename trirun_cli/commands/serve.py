@@ -128,8 +128,9 @@ def command(
     def load() -> ServedModel:
         from ..backends.registry import open_runner
         from ..engine.engine import Engine as RunningEngine
-        from ..server.model import ServedModel
+        from ..server.model import ServedModel, serving_tokenizer
 
+        tokenizer = serving_tokenizer(checkpoint, template, chat_template)
         runner = open_runner(
             checkpoint,
             device=device,
@@ -144,7 +145,7 @@ def command(
             context=ctx,
             threads=threads,
         )
-        return ServedModel.start(checkpoint, RunningEngine(runner, max_waiting=max_waiting), template)
+        return ServedModel.start(checkpoint, RunningEngine(runner, max_waiting=max_waiting), tokenizer)
 
     def ready(model: ServedModel) -> None:
         running = model.engine

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from .errors import ApiError
 from .schema import ChatBody
-from .tools import for_template
+from ..text.tool_calls import for_template
 
 # Longer texts are tokenized on another thread, so that the event loop is not blocked.
 _INLINE_CHARACTERS = 16_384
@@ -29,6 +29,7 @@ class ServerTokenizer:
     Attributes:
         special: ids of tokens that are no text, such as BOS. bos_id: of the BOS token, or None.
         decode: text of token ids, by ``decode(ids, skip_special_tokens=...)``.
+        chat_template, tool_template: Jinja sources, the second for conversations with tools; None without one.
         token_text: a token for people: its text, or ``bytes:\\xe2`` for a part of a character, as OpenAI writes it.
         token_bytes: the bytes of a token, also where they are no whole character; None where they cannot be known.
     """
@@ -40,7 +41,11 @@ class ServerTokenizer:
         # of every stream.
         cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self.decode: Callable[..., str] = tokenizer.decode if cleans_up else tokenizer.backend_tokenizer.decode
-        self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
+        template = chat_template or getattr(tokenizer, "chat_template", None)
+        # A tokenizer may have several, by name.
+        named = template if isinstance(template, dict) else {"default": template}
+        self.chat_template: str | None = named.get("default")
+        self.tool_template: str | None = named.get("tool_use", self.chat_template)
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self.special = frozenset(token for token, content in added.items() if content.special)
@@ -83,26 +88,28 @@ class ServerTokenizer:
             ApiError: 400, the model has no chat template, the template refuses the messages, or they are not valid
                 Unicode or cannot fit the context.
         """
-        if not self.chat_template:
+        source = self.tool_template if body.offers_tools else self.chat_template
+        if not source:
             message = "this model has no chat template: use /v1/completions, or serve it with --chat-template FILE"
             raise ApiError(400, message, param="messages", code="no_chat_template")
         tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if body.offers_tools else None
-        if tools and "tools" not in self.chat_template:
+        if tools and "tools" not in source:
             message = "this model's chat template knows nothing of tools"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
         messages = for_template([message.model_dump(exclude_unset=True) for message in body.messages])
         # The template's own text is not known yet; the messages alone must fit.
         self._check_length(sum(len(message.get("content") or "") for message in messages), "messages")
+        effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
 
         def template() -> list[int]:
             text = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
-                chat_template=self.chat_template,
+                chat_template=source,
                 tokenize=False,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
-                **(body.chat_template_kwargs or {}),
+                **(effort | (body.chat_template_kwargs or {})),
             )
             # Again, now with tools and everything else that the template adds.
             self._check_length(len(text), "messages")
