@@ -125,3 +125,18 @@ def test_a_model_without_a_template_says_what_to_do(site):
             assert status == 400 and "/v1/completions" in answer["error"]["message"]
 
     asyncio.run(scenario())
+
+
+def test_a_tokenizer_with_several_templates(site, tokenizer):
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}<tool_call>"}
+
+    async def scenario():
+        async with site(template=templates) as demo:
+            tools = [{"type": "function", "function": {"name": "weather"}}]
+            for body in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none"}):
+                status, answer = await demo.post(PATH, {"messages": HELLO} | body)
+                assert status == 200, answer
+            seen = [tokenizer.decode(list(request.prompt)) for request in demo.runner.bound]
+            assert seen == ["Hello", "weather<tool_call>", "Hello"]
+
+    asyncio.run(scenario())

@@ -16,7 +16,8 @@ openai = pytest.importorskip("openai", reason="needs trirun[dev]")
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call>{% endif %}{{ reasoning_effort }}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}"
-    "{% if m.tool_calls is defined %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endif %}{% endfor %}"
+    "{% if m.tool_calls is defined %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endif %}"
+    "{% endfor %}"
 )
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "weather"}}
@@ -37,7 +38,9 @@ def models_within(annotation):
 
 
 def optional_fields(model):
-    return [name for name, field in model.model_fields.items() if not field.is_required()]
+    # One of prompt and messages is required of /tokenize.
+    required = {"prompt"} if model is TokenizeBody else set()
+    return [name for name, field in model.model_fields.items() if not field.is_required() and name not in required]
 
 
 def nulls():

@@ -10,8 +10,9 @@ import typer
 
 from ..checkpoint.hub import local_model, model_name
 from ..console import Console
-from ..errors import InputError, MissingError, UsageError
+from ..errors import InputError, UsageError
 from .shared.generation_options import Checkpoint
+from .shared.missing import missing_package
 from .shared.options import (
     Accumulate,
     ActBits,
@@ -54,7 +55,9 @@ def command(
     stream_interval: Annotated[
         float, typer.Option(help="Milliseconds between chunks of a stream; 0 sends every token at once.")
     ] = 25,
-    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line per request.")] = False,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="Log a line per request: tokens, latency, id.")
+    ] = False,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -117,7 +120,7 @@ def command(
         from ..server.app import create_app
         from ..server.run import listen, serve, url_of
     except ModuleNotFoundError as error:
-        raise MissingError(f"serving needs {error.name}", "pip install 'trirun[serve]'") from error
+        raise missing_package(error, "serving", "serve") from error
     from ..server.service import Service
 
     listener = listen(host, port)

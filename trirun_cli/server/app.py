@@ -9,17 +9,17 @@ from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from ..text.tool_calls import parser_for
 from ..version import __version__
-from . import errors, metrics, sse
+from . import docs_page, errors, metrics, sse
 from .errors import ApiError
 from .guard import Guard
 from .replies import ChatReply, CompletionReply, Reply
 from .request_group import RequestGroup
 from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .service import Service
-from ..text.tool_calls import parser_for
 
 # A context of 128k tokens is about 0.6 MB of text, so this holds a batch of them. Parsing JSON blocks the event loop: a
 # few tenths of a second for 4 MiB in the worst case.
@@ -41,7 +41,14 @@ def create_app(
         cors_origins: web origins that browsers may call from; "*" allows any.
         max_body_bytes: a larger body returns 413.
     """
-    app = FastAPI(title="trirun", version=__version__, description="OpenAI's API over trirun's engine.")
+    # FastAPI's own pages load scripts from another host, which a machine without the internet does not reach.
+    app = FastAPI(
+        title="trirun",
+        version=__version__,
+        description="OpenAI's API over trirun's engine.",
+        docs_url=None,
+        redoc_url=None,
+    )
     errors.install(app)
     # The middleware added last runs first: a browser's preflight request carries no key and must not reach the guard.
     app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes)
@@ -138,9 +145,13 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict:
-        """Token ids of a text."""
+        """Token ids of a text of any length, or of a conversation as the model reads it."""
         tokenizer = service.model.tokenizer
-        ids = await tokenizer.encode(body.prompt, special=body.add_special_tokens, param="prompt")
+        body.check_fields()
+        if body.prompt is None:
+            ids = await tokenizer.render(body.messages or [], body)
+        else:
+            ids = await tokenizer.encode(body.prompt, special=body.add_special_tokens, param="prompt", fits=False)
         return {"tokens": ids, "count": len(ids), "max_model_len": tokenizer.context}
 
     @app.post("/detokenize")
@@ -148,8 +159,18 @@ def _add_information(app: FastAPI, service: Service) -> None:
         """The text of token ids."""
         return {"prompt": await service.model.tokenizer.detokenize(body.tokens)}
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict:
+        """The tokenizer's special tokens and chat template, for clients that use it through /tokenize."""
+        return service.model.tokenizer.facts
+
+    @app.get("/docs", include_in_schema=False, response_model=None)
+    async def docs() -> Response:
+        return HTMLResponse(docs_page.render(app.openapi()))
+
 
 async def _answer(request: Request, service: Service, group: RequestGroup, reply: Reply, *, stream: bool) -> Response:
+    request.state.group = group
     if stream:
         return sse.EventStream(_events(group, reply), lambda: service.forget(group))
     # ASGI reports a disconnect only to a pending receive().

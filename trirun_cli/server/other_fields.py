@@ -5,8 +5,13 @@ One table for both endpoints. A field that is null is absent, whatever it is, so
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from .errors import ApiError
+
+log = logging.getLogger("trirun.server")
 
 
 class Rule(NamedTuple):
@@ -67,10 +72,28 @@ OTHER_FIELDS: Mapping[str, Rule] = {
 }
 
 
-def unsupported(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first field whose value the table does not accept, and the reason; None where there is none."""
+_MOST_UNKNOWN = 100
+_warned: set[str] = set()
+
+
+def check_other_fields(fields: Mapping[str, Any]) -> None:
+    """Refuse unsupported fields, and warn of unknown ones, once each.
+
+    Args:
+        fields: of a body, those that are not in its schema.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    if len(fields) > _MOST_UNKNOWN:
+        raise ApiError(400, f"the body has {len(fields)} unknown fields", code="invalid_value")
     for name in fields.keys() & OTHER_FIELDS.keys():
         rule = OTHER_FIELDS[name]
         if rule.values is not None and not any(fields[name] == value for value in rule.values):
-            return name, rule.reason
-    return None
+            message = f"{name} is not supported by this server: {rule.reason}"
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
+    unknown = sorted(fields.keys() - OTHER_FIELDS.keys() - _warned)
+    if unknown and len(_warned) < 1000:
+        _warned.update(unknown)
+        names = ", ".join(repr(name[:60]) for name in unknown)
+        log.warning("ignored fields that this server does not know: %s (said once)", names[:1000])

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..engine.sampling import Token
-from .request_group import Choice, Delta, RequestGroup
-from .tokenizer import Offsets, ServerTokenizer
 from ..text.tool_calls import ToolParser
+from .request_group import Delta, RequestGroup
+from .tokenizer import Offsets, ServerTokenizer
 
 # JSON has no −∞; OpenAI and vLLM write this number instead.
 _MINUS_INFINITY = -9999.0
@@ -46,12 +46,12 @@ class Reply:
 
     def usage_chunk(self, group: RequestGroup) -> dict[str, Any]:
         """The last chunk of a stream, with its token counts."""
-        return {**self._head, "object": self.chunk_object, "choices": [], "usage": usage(group.choices)}
+        return {**self._head, "object": self.chunk_object, "choices": [], "usage": usage(group)}
 
     def document(self, group: RequestGroup, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The response that is not streamed; ``deltas`` has one delta per choice."""
         choices = [{"index": d.index, **self._part(d), "finish_reason": d.finish} for d in deltas]
-        return {**self._head, "object": self.object, "choices": choices, "usage": usage(group.choices)}
+        return {**self._head, "object": self.object, "choices": choices, "usage": usage(group)}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         document = {**self._head, "object": self.chunk_object, "choices": [choice]}
@@ -184,17 +184,14 @@ class ChatReply(Reply):
         }
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts of a response. A prompt counts once, however many choices continue it."""
-    prompts = {id(choice.request.prompt): choice for choice in reversed(choices)}
-    prompt = sum(len(choice.request.prompt) for choice in prompts.values())
-    generated = sum(choice.generated for choice in choices)
-    reused = sum(choice.usage.reused_tokens for choice in prompts.values() if choice.usage is not None)
+def usage(group: RequestGroup) -> dict[str, Any]:
+    """Token counts of a response."""
+    prompt, cached, generated = group.token_counts
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": reused},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

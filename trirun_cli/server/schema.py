@@ -6,24 +6,19 @@ returns 400 with its name, a harmless one is accepted. An unknown field is ignor
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from .errors import ApiError
-from .other_fields import OTHER_FIELDS, unsupported
+from .other_fields import check_other_fields
 
-log = logging.getLogger("trirun.server")
-
-_warned: set[str] = set()
 # Far beyond any use, and checked before work that grows with them, so that one request cannot block the others.
 MOST_PROMPTS = 4096
 MOST_MESSAGES = 4096
 MOST_BIASES = 1024
 MOST_STOPS = 4
-MOST_UNKNOWN = 100
 
 
 def _strings(value: Any) -> Any:
@@ -152,18 +147,7 @@ class SamplingFields(Body):
         if self.stream_options is not None and not self.stream:
             message = "stream_options is only for stream: true"
             raise ApiError(400, message, param="stream_options", code="invalid_value")
-        extra = self.model_extra or {}
-        if len(extra) > MOST_UNKNOWN:
-            raise ApiError(400, f"the body has {len(extra)} unknown fields", code="invalid_value")
-        if (refused := unsupported(extra)) is not None:
-            name, reason = refused
-            message = f"{name} is not supported by this server: {reason}"
-            raise ApiError(400, message, param=name, code="unsupported_parameter")
-        unknown = sorted(extra.keys() - OTHER_FIELDS.keys() - _warned)
-        if unknown and len(_warned) < 1000:
-            _warned.update(unknown)
-            names = ", ".join(repr(name[:60]) for name in unknown)
-            log.warning("ignored fields that this server does not know: %s (said once)", names[:1000])
+        check_other_fields(self.model_extra or {})
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
@@ -240,18 +224,12 @@ class Tool(Body):
     function: Function
 
 
-class ChatBody(SamplingFields):
-    """The body of POST /v1/chat/completions."""
+class TemplateFields(Body):
+    """What the chat template is given beside the messages."""
 
     tools: Annotated[list[Tool] | None, AfterValidator(_at_most(MOST_MESSAGES))] = None
     tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_tokens: Count = None
-    max_completion_tokens: Count = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, AfterValidator(_at_least(0, 20))] = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -261,6 +239,29 @@ class ChatBody(SamplingFields):
         """Whether the chat template is given the tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
+    def check_template(self) -> None:
+        """Refuse combinations that contradict each other.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        if self.continue_final_message and "add_generation_prompt" not in self.model_fields_set:
+            self.add_generation_prompt = False
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+
+
+class ChatBody(TemplateFields, SamplingFields):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    parallel_tool_calls: bool | None = None
+    max_tokens: Count = None
+    max_completion_tokens: Count = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, AfterValidator(_at_least(0, 20))] = None
+
     def check_fields(self) -> None:
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
@@ -269,18 +270,28 @@ class ChatBody(SamplingFields):
         if self.tool_choice not in (None, "none", "auto"):
             message = "tool_choice: only none and auto are supported"
             raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
-        if self.continue_final_message and "add_generation_prompt" not in self.model_fields_set:
-            self.add_generation_prompt = False
-        if self.continue_final_message and self.add_generation_prompt:
-            message = "continue_final_message and add_generation_prompt exclude each other"
-            raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+        self.check_template()
 
 
-class TokenizeBody(Body):
-    """The body of POST /tokenize."""
+class TokenizeBody(TemplateFields):
+    """The body of POST /tokenize: a text, or a conversation as the model reads it."""
 
-    prompt: str
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, AfterValidator(_at_most(MOST_MESSAGES))] = None
     add_special_tokens: bool = True
+
+    def check_fields(self) -> None:
+        """Refuse a body without a text, and contradictions.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        if self.prompt is None and not self.messages:
+            raise ApiError(400, "prompt or messages is required", param="prompt", code="missing_required_parameter")
+        if self.prompt is not None and self.messages is not None:
+            message = "prompt and messages exclude each other"
+            raise ApiError(400, message, param="messages", code="invalid_value")
+        self.check_template()
 
 
 class DetokenizeBody(Body):

@@ -135,7 +135,7 @@ class Service:
     async def chat(self, body: ChatBody, arrived: float) -> RequestGroup:
         """Start the choices of a chat completion; arguments and errors as of :meth:`complete`."""
         self._check_count(body.n or 1, "n")
-        prompt = tuple(await self.model.tokenizer.render(body))
+        prompt = tuple(await self.model.tokenizer.render(body.messages, body))
         if not prompt:
             raise ApiError(400, "messages have no tokens", param="messages", code="invalid_value")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

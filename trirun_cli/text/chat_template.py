@@ -146,7 +146,7 @@ def _generation_tag() -> Any:
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        tags = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an attribute of instances)
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
