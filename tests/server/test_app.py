@@ -205,6 +205,8 @@ def test_metrics(site):
             assert float(values[f"trirun:time_to_first_token_seconds_count{label}"]) == 3
             assert float(values[f"trirun:e2e_request_latency_seconds_count{label}"]) == 3
             assert float(values['trirun:request_success_total{finished_reason="length",model_name="demo"}']) == 1
+            config = 'max_model_len="64",max_num_seqs="4",max_num_seqs_reason="as asked",model_name="demo"'
+            assert f"trirun:config_info{{{config}}} 1.0" in text
             assert "trirun:inter_token_latency_seconds_bucket" in text and "trirun:num_requests_waiting" in text
 
     asyncio.run(scenario())

@@ -228,6 +228,9 @@ def test_term_lets_running_answers_end(start_server):
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
     code, err = server.process.wait(30), server.process.stderr.read()
     assert code == 0 and "Traceback" not in err
+    # Nobody said how many at once: what was chosen is said, and why.
+    assert server.facts["slots"] == 16 and server.facts["slots_reason"].startswith("1 thread, 4 a thread")
+    assert "16 requests at once (1 thread, 4 a thread" in err
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
 

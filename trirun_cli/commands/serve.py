@@ -38,7 +38,9 @@ def command(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name in the API; may be given several times. Default: the directory's.")
     ] = None,
-    max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
+    max_batch: Annotated[
+        int | None, typer.Option(help="Requests that run at once. Default: by the device's memory and the model.")
+    ] = None,
     ctx: Annotated[int | None, typer.Option(help="Tokens of a request, prompt included. Default: the model's.")] = None,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more return status 429.")] = 256,
     chat_template: Annotated[
@@ -148,13 +150,16 @@ def command(
             context=ctx,
             threads=threads,
         )
-        return ServedModel.start(checkpoint, RunningEngine(runner, max_waiting=max_waiting), tokenizer)
+        running = RunningEngine(runner, max_waiting=max_waiting)
+        return ServedModel.start(checkpoint, running, tokenizer, runner.why_slots or "--max-batch")
 
     def ready(model: ServedModel) -> None:
         running = model.engine
-        console.note(f"{names[0]} on {running.description}: {running.slots} at once, {running.context} tokens each")
+        console.note(f"{names[0]} on {running.description}")
+        console.note(f"{running.slots} requests at once ({model.why_slots}), {running.context} tokens each")
         console.note(f"serving at {url}/v1; Ctrl-C stops")
         facts = {"url": url, "models": names, "engine": running.name, "slots": running.slots}
+        facts["slots_reason"] = model.why_slots
         console.json("serve/1", {**facts, "context": running.context})
 
     console.note(f"loading {checkpoint}")

@@ -26,15 +26,17 @@ class ServedModel:
         engine: started. tokenizer: of the model.
         stop_ids: token ids that end a text, unless the request says ``ignore_eos``.
         defaults: temperature, top_p, top_k, min_p and repetition_penalty of requests that do not set them.
+        why_slots: why so many requests run at once, for people.
     """
 
     engine: Engine
     tokenizer: ServerTokenizer
     stop_ids: frozenset[int]
     defaults: Mapping[str, float] = field(default_factory=dict)
+    why_slots: str = ""
 
     @classmethod
-    def start(cls, path: Path, engine: Engine, tokenizer: Any) -> ServedModel:
+    def start(cls, path: Path, engine: Engine, tokenizer: Any, why_slots: str = "") -> ServedModel:
         """Read what the server needs from a model directory and start the engine.
 
         Where generation_config.json has ``do_sample``, its sampling parameters become the defaults; otherwise OpenAI's
@@ -42,14 +44,14 @@ class ServedModel:
 
         Args:
             path: the model directory. engine: loaded from it, not started yet.
-            tokenizer: of :func:`serving_tokenizer`.
+            tokenizer: of :func:`serving_tokenizer`. why_slots: of the engine's runner.
         """
         own = ServerTokenizer(tokenizer, size=engine.vocab_size, context=engine.context)
         settings = generation_defaults(path)
         sampled = bool(settings.get("do_sample"))
         defaults = {name: settings[name] for name in _DEFAULTS if sampled and settings.get(name) is not None}
         engine.start()
-        return cls(engine, own, frozenset(stop_ids(path)), defaults)
+        return cls(engine, own, frozenset(stop_ids(path)), defaults, why_slots)
 
 
 def serving_tokenizer(path: Path, chat_template: str | None = None, file: Path | None = None) -> Any:

@@ -49,6 +49,7 @@ class Service:
 
     def ready(self, model: ServedModel, bridge: EventBridge) -> None:
         """Take requests from now on: the model is loaded, and ``bridge`` carries its events to the event loop."""
+        self.metrics.configured(model.engine.slots, model.engine.context, model.why_slots)
         self._bridge, self._model = bridge, model
 
     @property
