@@ -57,16 +57,15 @@ def _at_least(low: float, high: float = float("inf"), what: str = "") -> Callabl
     return check
 
 
-def _fraction(value: float | None) -> float | None:
-    if value is not None and not 0 < value <= 1:
-        raise ValueError(f"must be above 0 and at most 1, got {value!r}")
-    return value
+def _above_zero(most: float = float("inf")) -> Callable[[float | None], float | None]:
+    rule = "above 0" if most == float("inf") else f"above 0 and at most {most:g}"
 
+    def check(value: float | None) -> float | None:
+        if value is not None and not 0 < value <= most:
+            raise ValueError(f"must be {rule}, got {value!r}")
+        return value
 
-def _positive(value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise ValueError(f"must be above 0, got {value!r}")
-    return value
+    return check
 
 
 def _biases(value: dict[int, float] | None) -> dict[int, float] | None:
@@ -118,16 +117,17 @@ class SamplingFields(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float | None, AfterValidator(_at_least(0, 100))] = None
-    top_p: Annotated[float | None, AfterValidator(_fraction)] = None
+    top_p: Annotated[float | None, AfterValidator(_above_zero(1))] = None
     top_k: Annotated[int | None, AfterValidator(_at_least(-1))] = None
     min_p: Annotated[float | None, AfterValidator(_at_least(0, 1))] = None
     seed: Annotated[int | None, AfterValidator(_at_least(-(2**63), 2**63 - 1))] = None
     stop: Annotated[list[str] | None, BeforeValidator(_strings), AfterValidator(_stops)] = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
-    repetition_penalty: Annotated[float | None, AfterValidator(_positive)] = None
+    repetition_penalty: Annotated[float | None, AfterValidator(_above_zero())] = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_bias), AfterValidator(_biases)] = None
     return_token_ids: bool | None = None
 

@@ -67,7 +67,6 @@ class ServerTokenizer:
         }
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         return {
-            "tokenizer_class": type(self._tokenizer).__name__,
             "model_max_length": self.context,
             "vocab_size": self.size,
             **{name: str(special[name]) if special.get(name) else None for name in names},
