@@ -78,6 +78,8 @@ def test_text_is_transformers_own(with_template, source, file):
         "{% set ns = namespace() %}{% set ns._x = 1 %}",
         "{{ messages.append(1) }}",
         "{{ nothing.here }}",
+        "{% if %}",
+        "{% frobnicate %}",
     ],
 )
 def test_what_transformers_refuses_is_refused(with_template, source):
@@ -87,14 +89,13 @@ def test_what_transformers_refuses_is_refused(with_template, source):
             tokenizer.apply_chat_template(MESSAGES, tokenize=False)
 
 
-@pytest.mark.parametrize("source", ["{% if %}", [{"name": "default", "template": "x"}]], ids=["no Jinja", "several"])
-def test_other_templates_are_left_to_transformers(with_template, source):
-    assert light_tokenizer(with_template(source)) is None
-
-
 def test_several_templates_are_left_to_transformers(with_template):
-    model = with_template(TEMPLATES["JSON and dictionaries"])
-    assert light_tokenizer(model, chat=False).chat_template is None
+    model = with_template([{"name": "default", "template": "x"}])
+    assert light_tokenizer(model) is None
+    (model / "chat_template.jinja").write_text("{{ 1 }}")
+    assert (
+        light_tokenizer(model).chat_template == "{{ 1 }}" and light_tokenizer(model, chat=False).chat_template is None
+    )
     (model / "additional_chat_templates").mkdir()
     assert light_tokenizer(model) is None
 

@@ -27,10 +27,8 @@ class LightTokenizer:
     Args:
         backend: of the tokenizers library.
         special: texts of its special tokens by "bos_token", "eos_token", "unk_token" and "pad_token".
-        chat_template: Jinja source, or None.
-
-    Raises:
-        ImportError, jinja2.TemplateSyntaxError: of :class:`.chat_template.LightTemplate`.
+        chat_template: Jinja source, or None. It is compiled when it is first filled in: who only continues text needs
+            no jinja2, and no template without faults.
     """
 
     def __init__(self, backend: Any, special: Mapping[str, str], chat_template: str | None = None) -> None:
@@ -38,7 +36,7 @@ class LightTokenizer:
         backend.no_padding()
         self.backend_tokenizer, self.chat_template = backend, chat_template
         self.special_tokens_map = dict(special)
-        self._template = None if chat_template is None else LightTemplate(chat_template, special)
+        self._template: LightTemplate | None = None
         self.bos_token_id = self._id("bos_token")
         self.eos_token_id = self._id("eos_token")
 
@@ -63,15 +61,21 @@ class LightTokenizer:
         **options: Any,
     ) -> str:
         """Messages as the text that the model reads; ``options`` of :meth:`.chat_template.LightTemplate.__call__`,
-        ``chat_template`` the tokenizer's own or None."""
-        assert self._template is not None and not tokenize and chat_template in (None, self.chat_template)
+        ``chat_template`` the tokenizer's own or None.
+
+        Raises:
+            ImportError, jinja2.TemplateError, ValueError: of :class:`.chat_template.LightTemplate`.
+        """
+        assert self.chat_template is not None and not tokenize and chat_template in (None, self.chat_template)
+        if self._template is None:
+            self._template = LightTemplate(self.chat_template, self.special_tokens_map)
         return self._template(messages, **options)
 
 
 def light_tokenizer(path: str | Path, *, chat: bool = True, chat_template: str | None = None) -> LightTokenizer | None:
     """The tokenizer of a model directory, or None where transformers would do more than read its tokenizer.json: change
-    it for the class it is of, or, where ``chat``, fill in one of several templates, or one that jinja2 does not take.
-    ``chat_template`` replaces the directory's own."""
+    it for the class it is of, or, where ``chat``, fill in one of several templates. ``chat_template`` replaces the
+    directory's own."""
     path = Path(path)
     if not (path / "tokenizer.json").is_file() or not (path / "tokenizer_config.json").is_file():
         return None
@@ -99,11 +103,7 @@ def light_tokenizer(path: str | Path, *, chat: bool = True, chat_template: str |
     named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
     if not special.issuperset(named.values()):
         return None
-    try:
-        return LightTokenizer(backend, named, source or None)
-    except Exception:
-        # No jinja2, or no Jinja: transformers will say what is wrong.
-        return None
+    return LightTokenizer(backend, named, source or None)
 
 
 def template_file(path: str | Path) -> Path:
