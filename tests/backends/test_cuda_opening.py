@@ -47,12 +47,13 @@ def test_what_is_missing_is_left_to_transformers_to_judge(plain_model, copy_of, 
 
 @pytest.mark.parametrize(
     ("free_gib", "kind", "asked", "slots"),
-    [(137, "auto", None, 256), (20, "auto", None, 67), (20, "int8", None, 132), (137, "auto", 24, 24)],
+    [(137, "auto", None, 256), (20, "auto", None, 67), (20, "int8", None, 133), (137, "auto", 24, 24)],
 )
 def test_slots_that_nobody_asked_for_follow_the_memory(monkeypatch, plain_model, free_gib, kind, asked, slots):
     model = SimpleNamespace(shape=SHAPE, dtype=torch.float16, device="cuda:0")
     monkeypatch.setattr(opening, "load_model", lambda *args, **options: model)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib << 30, 141 << 30))
+    monkeypatch.setattr(opening, "chosen_context", lambda config, asked: 4096)
     monkeypatch.setattr(opening, "CudaDecoder", lambda model, **sizes: sizes)
     monkeypatch.setattr(opening, "CudaRunner", lambda sizes: SimpleNamespace(**sizes))
     options = {"dtype": "auto", "act_bits": None, "context": None, "kv_cache_dtype": kind}
