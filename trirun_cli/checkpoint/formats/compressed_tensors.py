@@ -148,20 +148,17 @@ def write(weight: Quantized, name: str = "weight") -> tuple[dict[str, Tensor], d
     return tensors, facts | strategy
 
 
-def section(modules: dict[str, dict[str, Any]], kept: list[str], activation_bits: int) -> dict[str, Any]:
+def section(modules: dict[str, dict[str, Any]], kept: list[str]) -> dict[str, Any]:
     """The ``quantization_config`` of packed modules and their facts; ``kept`` are the linear modules left dense."""
     kinds: list[dict[str, Any]] = []
     for facts in modules.values():
         if facts not in kinds:
             kinds.append(facts)
-    inputs = None
-    if activation_bits == 8:
-        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     groups = {}
     for index, kind in enumerate(kinds):
         # One kind is named by class; several by their modules.
         targets = ["Linear"] if len(kinds) == 1 else [name for name, facts in modules.items() if facts == kind]
-        groups[f"group_{index}"] = {"targets": targets, "weights": kind, "input_activations": inputs}
+        groups[f"group_{index}"] = {"targets": targets, "weights": kind, "input_activations": None}
     head = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
     return head | {"config_groups": groups, "ignore": kept}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.layer.quantized import Quantized
-from trirun_kernels import QuantSpec
+from trirun_kernels import PackedWeight, QuantSpec, unpack
 
 _SHIFTS = torch.arange(0, 32, 2, dtype=torch.int32)
 # A scale that rounding changes by more has fallen below fp16's range.
@@ -73,6 +73,12 @@ def on_grid(codes: Tensor, scales: Tensor, zeros: Tensor | float, group_size: in
 def first(where: Tensor) -> tuple[int, int]:
     """Row and column of the first True of a [rows, columns] mask that has one."""
     return divmod(int(where.flatten().int().argmax()), where.shape[1])
+
+
+def unpacked(packed: PackedWeight) -> Quantized:
+    """Codes and scales of a packed weight."""
+    codes, scales, zeros = unpack(packed)
+    return Quantized(codes.contiguous(), scales.contiguous(), zeros, packed.spec)
 
 
 def zero_points(weight: Quantized) -> Tensor:
