@@ -71,6 +71,8 @@ def encode(weight: Quantized, kind: GgufType, name: str = "weight") -> Tensor:
         grouped = values.view(weight.n, -1, kind.block)
         sign = torch.where((grouped < -1).any(-1), -1, 1).to(torch.int8)
         values, scales = (grouped * sign.unsqueeze(-1)).view_as(values), scales * sign
+    # llama.cpp writes scale 0 where a block is all zeros.
+    scales = torch.where((values != 0).view(weight.n, -1, kind.block).any(-1), scales, torch.zeros_like(scales))
     within(values, -1, 2 if kind is Q2_0 else 1, name)
     blocks = (values + 1).to(torch.uint8).view(-1, kind.block)
     halves = scales.reshape(-1, 1).contiguous().view(torch.uint8)
