@@ -17,6 +17,7 @@ from trirun_kernels import QuantSpec, dequantize
 from trirun_kernels.weights.names import WEIGHT
 
 from ..checkpoint.formats import ForeignWeights, open_foreign
+from ..checkpoint.formats.words import exactly
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError
@@ -94,8 +95,9 @@ def pack(
 ) -> PackReport:
     """Pack every linear layer but the output head, proving each decodes to its source.
 
-    Weights that lie packed in the model directory already (BitNet's format) keep their codes; their one scale per
-    matrix is rounded to fp16 where it does not fit.
+    Weights that lie packed in the model directory already keep their codes, whatever the format
+    (:mod:`trirun_cli.checkpoint.formats`); a scale that fp16 does not hold is rounded, and the error reported. Packed
+    embeddings and heads become dense fp16, exactly.
 
     Args:
         model: a Hugging Face directory. out: the checkpoint to write.
@@ -106,7 +108,7 @@ def pack(
         progress: called with ``ModuleStarted`` before and :class:`PackedLayer` after each layer.
 
     Raises:
-        InputError: the directory is quantized in another format, or nothing in it is left to pack.
+        InputError: the directory is quantized in a format that trirun does not read, or nothing in it is left to pack.
         UsageError: ``activation_bits`` is neither 8 nor 16; ``keep`` is no regular expression, matches no layer, or
             names layers that are packed already.
         QuantizationError: a weight is not ternary; the message names the worst offender. Nothing is written.
@@ -127,28 +129,36 @@ def pack(
     linears = linear_modules(skeleton)
     head = skeleton.get_output_embeddings()
     chosen = {name for name in linears if skeleton.get_submodule(name) is not head and not kept.search(name)}
-    if foreign is not None:
-        chosen -= foreign.kept
-        if keep is not None:
-            raise UsageError(f"--keep {keep}: the layers of {model} are stored packed and cannot be kept as they are")
+    if foreign is not None and keep is not None:
+        raise UsageError(f"--keep {keep}: the layers of {model} are stored packed and cannot be kept as they are")
     if keep is not None and not any(map(kept.search, linears)):
         raise UsageError(f"--keep {keep}: matches none of the {len(linears)} linear layers")
     if not chosen:
         raise InputError(f"{model} has no linear layer to pack")
 
+    parts = _parts(source, foreign, chosen)
+    if absent := {name for name in chosen - parts.keys() if name + WEIGHT not in source}:
+        raise InputError(f"{model}: there is no tensor {min(absent)}{WEIGHT}")
+    # What a foreign format leaves dense stays so.
+    chosen &= parts.keys()
+    if not chosen:
+        raise InputError(f"{model} has no packed linear layer")
+
     packed: list[PackedLayer] = []
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
+        taken = {tensor_name for names in parts.values() for tensor_name in names}
         for tensor_name in source.names:
-            name = tensor_name.removesuffix(WEIGHT)
-            if name in chosen and tensor_name.endswith(WEIGHT):
-                progress(ModuleStarted(len(packed), len(chosen), name))
-                packed.append(_pack_module(writer, name, source, foreign, linears[name]))
-                progress(packed[-1])
-            elif foreign is None or not any(tensor_name.removesuffix(end) in chosen for end in foreign.suffixes):
+            if tensor_name not in taken:
                 writer.add(tensor_name, source.tensor(tensor_name))
-        missing = chosen - {layer.name for layer in packed}
-        if missing:
-            raise InputError(f"{model}: there is no tensor {min(missing)}{WEIGHT}")
+        for name, names in parts.items():
+            if name in chosen:
+                progress(ModuleStarted(len(packed), len(chosen), name))
+                stored = sum(source[tensor_name].nbytes for tensor_name in names)
+                packed.append(_pack_module(writer, name, source, foreign, linears[name], stored))
+                progress(packed[-1])
+            elif foreign is not None:
+                # Embeddings and the head are stored dense, in a type that holds every value.
+                writer.add(name + WEIGHT, exactly(foreign.dense(name), (torch.float16, torch.bfloat16), name))
         recipe: dict[str, Any] = {"trirun": __version__, "command": "pack", "model": str(model), "keep": keep}
         bits = activation_bits or (16 if foreign is None else foreign.activation_bits)
         writer.finish(packed, linears, recipe, bits)
@@ -156,19 +166,39 @@ def pack(
     return PackReport(model, out, packed, bits, weight_bytes(model), weight_bytes(out), seconds)
 
 
+def _parts(source: ModelDir, foreign: ForeignWeights | None, chosen: set[str]) -> dict[str, list[str]]:
+    """The stored tensors of each module that is packed or is to be, in the order of the files."""
+    parts: dict[str, list[str]] = {}
+    for tensor_name in source.names:
+        if foreign is not None:
+            if owner := foreign.packed(tensor_name):
+                parts.setdefault(owner, []).append(tensor_name)
+        elif (name := tensor_name.removesuffix(WEIGHT)) in chosen and name != tensor_name:
+            parts[name] = [tensor_name]
+    return parts
+
+
 def _pack_module(
-    writer: CheckpointWriter, name: str, source: ModelDir, foreign: ForeignWeights | None, shape: tuple[int, int]
+    writer: CheckpointWriter,
+    name: str,
+    source: ModelDir,
+    foreign: ForeignWeights | None,
+    shape: tuple[int, int],
+    source_bytes: int,
 ) -> PackedLayer:
-    weight = source.tensor(name + WEIGHT)
-    ternary, error = (ternarize(weight, name), 0.0) if foreign is None else foreign.read(name)
+    if foreign is None:
+        weight = source.tensor(name + WEIGHT)
+        ternary, error = ternarize(weight, name), 0.0
+    else:
+        ternary, error = foreign.read(name)
+        weight = ternary.dequantize(torch.float32)
     if tuple(ternary.codes.shape) != shape:
         found = list(ternary.codes.shape)
         raise InputError(f"{name}{WEIGHT} has shape {found}, the model's config says {list(shape)}")
     packed = ternary.pack()
-    expected = weight if foreign is None else ternary.dequantize(torch.float32)
-    if not torch.equal(dequantize(packed, expected.dtype), expected):
+    if not torch.equal(dequantize(packed, weight.dtype), weight):
         raise QuantizationError(f"{name} does not decode to its source after packing")
     writer.add_packed(name, packed)
     zeros = float((ternary.codes == 1).float().mean())
     structure = scale_structure(ternary)
-    return PackedLayer(name, *shape, ternary.spec, structure, error == 0, error, zeros, weight.nbytes, packed.nbytes)
+    return PackedLayer(name, *shape, ternary.spec, structure, error == 0, error, zeros, source_bytes, packed.nbytes)
