@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import cast
 
 from .backends.registry import open_runner
-from .checkpoint.hub import local_model
 from .console import Console
 from .engine.engine import Engine
 from .engine.generation import sampling_defaults, stop_ids
@@ -19,6 +18,7 @@ from .engine.sampling import SamplingParams
 from .errors import InputError, UsageError
 from .text.completion import Completion, Prompt, complete
 from .text.detokenizer import Detokenizer, encode_chat, encode_prompt, quick_tokenizer
+from .workflows.import_cache import as_model_dir
 
 Message = dict[str, str]
 _SEEDS = 2**64
@@ -81,7 +81,7 @@ class LLM:
         for name, value, allowed in choices:
             if value not in allowed:
                 raise UsageError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-        self.path = local_model(Path(model), Console(quiet=True))
+        self.path = as_model_dir(Path(model), Console(quiet=True))
         self._stop_ids = frozenset(stop_ids(self.path))
         self.tokenizer = quick_tokenizer(self.path)
         self.default_params = SamplingParams(**sampling_defaults(self.path))

@@ -31,7 +31,7 @@ def hub_name(given: Path) -> tuple[str, str | None] | None:
 def model_name(given: Path) -> str:
     """What a model is called, for the names of what is made of it: its directory's name, or the hub's without ORG."""
     named = hub_name(given)
-    return given.resolve().name if named is None else named[0].partition("/")[2]
+    return given.resolve().name.removesuffix(".gguf") if named is None else named[0].partition("/")[2]
 
 
 def local_model(given: Path, console: Console | None = None) -> Path:

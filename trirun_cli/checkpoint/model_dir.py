@@ -4,13 +4,48 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
-from trirun_kernels.weights.safetensors_file import TensorFileError
+from trirun_kernels.weights.safetensors_file import StoredTensor, TensorFileError
 
 from ..errors import InputError, explain
 from .hub import local_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ModelSource(Protocol):
+    """What a checkpoint is made of: a model directory, or a file that stands for one.
+
+    Attributes:
+        config: config.json. path: a directory with config.json, tokenizer and the like.
+    """
+
+    config: dict[str, Any]
+    path: Path
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's name, sorted."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold them."""
+
+    @property
+    def quant_method(self) -> str | None:
+        """``quantization_config.quant_method`` of config.json, or None."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor of that name."""
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """Where a tensor lies, and what it is."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor on the CPU."""
 
 
 class ModelDir(SafetensorsDir):

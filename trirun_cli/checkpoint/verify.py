@@ -13,7 +13,7 @@ from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..errors import InputError
 from .formats import open_foreign
-from .model_dir import ModelDir
+from .model_dir import ModelSource
 from .reader import Checkpoint
 from .writer import RECIPE_FILE, file_hash
 
@@ -30,7 +30,7 @@ def verify_files(checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:
             yield file.name, None
 
 
-def verify_modules(checkpoint: Checkpoint, original: ModelDir | None = None) -> Iterator[tuple[str, str | None]]:
+def verify_modules(checkpoint: Checkpoint, original: ModelSource | None = None) -> Iterator[tuple[str, str | None]]:
     """(module, problem or None): shape as the model's config has it, finite scales and zeros, a round trip through
     unpack and pack that changes no byte, and, given the original model, equality with its weight bit for bit."""
     linears = linear_modules(meta_model(checkpoint.path))
@@ -41,7 +41,7 @@ def verify_modules(checkpoint: Checkpoint, original: ModelDir | None = None) -> 
 
 
 def _module_problem(
-    checkpoint: Checkpoint, module: str, expected: tuple[int, int] | None, original: ModelDir | None
+    checkpoint: Checkpoint, module: str, expected: tuple[int, int] | None, original: ModelSource | None
 ) -> str | None:
     if expected is None:
         return "the model has no linear layer of this name"

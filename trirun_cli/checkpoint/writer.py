@@ -17,7 +17,7 @@ from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 from trirun_kernels.weights.safetensors_dir import INDEX, SINGLE
 
 from ..errors import InputError, writing
-from .model_dir import ModelDir
+from .model_dir import ModelSource
 from .reader import Format
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, out: str | Path, source: ModelDir, *, overwrite: bool = False, max_shard_bytes: int = 2 * 1024**3
+        self, out: str | Path, source: ModelSource, *, overwrite: bool = False, max_shard_bytes: int = 2 * 1024**3
     ) -> None:
         # Resolved, so that "." has a name, and so that where a link points is replaced and not the link.
         self.out, self.source = Path(out).resolve(), source
@@ -96,7 +96,7 @@ class CheckpointWriter:
     def _check(self, out: str | Path, overwrite: bool) -> None:
         if not self.out.exists():
             return
-        if self.source.path.resolve().is_relative_to(self.out):
+        if any(place.resolve().is_relative_to(self.out) for place in (self.source.path, *self.source.files)):
             raise InputError(f"{out} is or holds the model itself; write the checkpoint to another directory")
         if not self.out.is_dir():
             raise InputError(f"{out} is a file; a checkpoint is a directory")

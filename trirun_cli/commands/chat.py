@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..checkpoint.hub import local_model
 from ..console import Console
 from ..errors import InputError
+from ..workflows.import_cache import as_model_dir
 from .shared.generation_options import (
     Checkpoint,
     Context,
@@ -73,7 +73,7 @@ def command(
     """
     check_machine(dtype, act_bits, engine, kv_cache_dtype=kv_cache_dtype, context=context)
     console = Console(as_json=json, quiet=quiet)
-    checkpoint = local_model(checkpoint, console)
+    checkpoint = as_model_dir(checkpoint, console)
     params = sampling_params(
         checkpoint,
         max_tokens=max_tokens,

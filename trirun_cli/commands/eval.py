@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.hub import local_model
 from ..console import Console
 from ..errors import CheckFailed, UsageError
+from ..workflows.import_cache import as_model_dir
 from .shared.options import (
     ActBits,
     Device,
@@ -174,7 +174,7 @@ def command(
         resume,
     )
     named = (("model", model), ("checkpoint", checkpoint))
-    roles = [(role, local_model(path, console)) for role, path in named if path is not None]
+    roles = [(role, as_model_dir(path, console)) for role, path in named if path is not None]
     report = Report(run(settings, roles, console))
     console.json(SCHEMA, report.document())
     for table in tables(report):

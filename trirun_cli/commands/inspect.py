@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.hub import local_model
 from ..checkpoint.model_dir import read_config
 from ..console import Console, bytes_text
+from ..workflows.import_cache import as_model_dir
 from .shared.options import Json
 
 
@@ -22,7 +22,7 @@ def command(
     Example: trirun inspect DIR
     """
     console = Console(as_json=json)
-    checkpoint = local_model(checkpoint, console)
+    checkpoint = as_model_dir(checkpoint, console)
     # Before torch is imported for one that is not there.
     read_config(checkpoint)
     from ..checkpoint.facts import module_facts, totals

@@ -35,11 +35,16 @@ def command(
     Models of 2 bits that are packed already keep their codes: MLX, compressed-tensors, GPTQ (both versions), AutoRound,
     Humming, BitNet. A scale that fp16 does not hold is rounded, and the error shown.
 
+    A GGUF file of ternary or 2-bit types needs nothing beside it: config, tokenizer and chat template are in it. Its
+    embedding and head become 16-bit, and so do layers of other types that are not ternary.
+
     Examples:
 
       trirun pack TriLM_1.1B_Unpacked --out trilm-1.1b
 
       trirun pack bitnet-b1.58-2B-4T
+
+      trirun pack Ternary-Bonsai-8B-PQ2_0.gguf --out bonsai-8b
 
       trirun pack Ternary-Bonsai-8B-mlx-2bit
     """

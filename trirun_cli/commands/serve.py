@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..checkpoint.hub import local_model, model_name
+from ..checkpoint.hub import model_name
 from ..console import Console
 from ..errors import InputError, UsageError
+from ..workflows.import_cache import as_model_dir
 from .shared.generation_options import Checkpoint
 from .shared.missing import missing_package
 from .shared.options import (
@@ -116,7 +117,7 @@ def command(
     from ..checkpoint.model_dir import read_config
 
     names = served_model_name or [model_name(checkpoint)]
-    checkpoint = local_model(checkpoint, console)
+    checkpoint = as_model_dir(checkpoint, console)
     read_config(checkpoint)
     try:
         from ..server.app import create_app

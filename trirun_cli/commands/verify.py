@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoint.formats import open_source
 from ..checkpoint.hub import local_model
-from ..checkpoint.model_dir import ModelDir, read_config
+from ..checkpoint.model_dir import read_config
 from ..console import Console
 from ..errors import CheckFailed
 from .shared.options import Json, Quiet
@@ -32,7 +33,7 @@ def command(
     checkpoint = local_model(checkpoint, console)
     # Before torch is imported for one that is not there.
     read_config(checkpoint)
-    original = None if against is None else ModelDir(local_model(against, console))
+    original = None if against is None else open_source(local_model(against, console))
     from ..checkpoint.reader import Checkpoint
     from ..checkpoint.verify import verify_files, verify_modules
 

@@ -16,9 +16,9 @@ from trirun_gptq.run.progress import Event, ModuleStarted, ProgressCallback, sil
 from trirun_kernels import QuantSpec, dequantize
 from trirun_kernels.weights.names import WEIGHT
 
-from ..checkpoint.formats import ForeignWeights, open_foreign
+from ..checkpoint.formats import ForeignWeights, open_foreign, open_source
 from ..checkpoint.formats.words import exactly
-from ..checkpoint.model_dir import ModelDir
+from ..checkpoint.model_dir import ModelSource
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError
 from ..version import __version__
@@ -100,7 +100,7 @@ def pack(
     embeddings and heads become dense fp16, exactly.
 
     Args:
-        model: a Hugging Face directory. out: the checkpoint to write.
+        model: a Hugging Face directory, a GGUF file, or a directory that holds one. out: the checkpoint to write.
         keep: pattern (``re.search`` on the module name) of linear layers to leave as they are.
         activation_bits: recorded as the checkpoint's default; 8 for models trained with int8 activations. None is 8 for
             BitNet's format and 16 otherwise.
@@ -121,7 +121,7 @@ def pack(
     except re.error as error:
         raise UsageError(f"--keep {keep}: not a regular expression: {error}") from None
     model, out = Path(model), Path(out)
-    source = ModelDir(model)
+    source = open_source(model)
     foreign = open_foreign(source)
     if source.quant_method is not None and foreign is None:
         raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
@@ -163,10 +163,11 @@ def pack(
         bits = activation_bits or (16 if foreign is None else foreign.activation_bits)
         writer.finish(packed, linears, recipe, bits)
     seconds = time.perf_counter() - started
-    return PackReport(model, out, packed, bits, weight_bytes(model), weight_bytes(out), seconds)
+    before = sum(file.stat().st_size for file in source.files)
+    return PackReport(model, out, packed, bits, before, weight_bytes(out), seconds)
 
 
-def _parts(source: ModelDir, foreign: ForeignWeights | None, chosen: set[str]) -> dict[str, list[str]]:
+def _parts(source: ModelSource, foreign: ForeignWeights | None, chosen: set[str]) -> dict[str, list[str]]:
     """The stored tensors of each module that is packed or is to be, in the order of the files."""
     parts: dict[str, list[str]] = {}
     for tensor_name in source.names:
@@ -181,7 +182,7 @@ def _parts(source: ModelDir, foreign: ForeignWeights | None, chosen: set[str]) -
 def _pack_module(
     writer: CheckpointWriter,
     name: str,
-    source: ModelDir,
+    source: ModelSource,
     foreign: ForeignWeights | None,
     shape: tuple[int, int],
     source_bytes: int,

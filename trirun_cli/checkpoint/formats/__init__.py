@@ -3,18 +3,22 @@
 A format's file states its layout as a formula, says what its config means (``open``), turns a module's tensors into
 codes and scales (``read``) and, where trirun exports to it, back (``write``). What formats of 32-bit words share is in
 :mod:`~trirun_cli.checkpoint.formats.words`. To add one: write the class, and name it in :func:`open_foreign`.
+GGUF is a single file, which :func:`open_source` opens in the place of a directory (:mod:`.gguf`).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...errors import InputError
-from ..model_dir import ModelDir
+from ..model_dir import ModelDir, ModelSource
 
 if TYPE_CHECKING:
     from torch import Tensor
     from trirun_gptq.layer.quantized import Quantized
+
+GGUF = ".gguf"
 
 
 class ForeignWeights(Protocol):
@@ -41,12 +45,47 @@ class ForeignWeights(Protocol):
         """The weight float32 [n, k] that the format defines, with its scales as they are stored."""
 
 
-def open_foreign(source: ModelDir) -> ForeignWeights | None:
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one of a directory without a config.json; None where it
+    means a model directory.
+
+    Raises:
+        InputError: there are several.
+    """
+    if path.suffix == GGUF and not path.is_dir():
+        return path
+    if (path / "config.json").exists() or not path.is_dir():
+        return None
+    found = sorted(path.glob(f"*{GGUF}"))
+    if len(found) > 1:
+        raise InputError(f"{path} has {len(found)} GGUF files: {', '.join(file.name for file in found)}", "name one")
+    return found[0] if found else None
+
+
+def open_source(path: str | Path) -> ModelSource:
+    """A model by its directory, or by a GGUF file, or a directory that holds one.
+
+    Raises:
+        InputError: it is none, or damaged, or of a variant that trirun does not read.
+    """
+    file = gguf_file(Path(path))
+    if file is None:
+        return ModelDir(path)
+    from .gguf.source import GgufModel
+
+    return GgufModel(file)
+
+
+def open_foreign(source: ModelSource) -> ForeignWeights | None:
     """The packed modules of a model in a foreign format; None where it is in none that trirun reads.
 
     Raises:
         InputError: a variant of a known format that trirun does not read.
     """
+    if not isinstance(source, ModelDir):
+        from .gguf.source import GgufModel
+
+        return source.foreign if isinstance(source, GgufModel) else None
     method = source.quant_method
     if str(source.config.get("model_type")).startswith("prism_hadamard") or (source.path / "hadamard.json").is_file():
         raise InputError(f"{source.path}: its weights are rotated (hadamard.json), which trirun does not undo")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...checkpoint.hub import local_model
 from ...console import Console, bytes_text
 from ...errors import MissingError, UsageError
+from ...workflows.import_cache import as_model_dir
 from ..shared.options import ActBits, Device, DType, Json, Quiet, check_machine
 from .measuring import check_measuring, check_plot, end_gathering, gather, measuring_device, positive_numbers
 
@@ -81,7 +81,7 @@ def command(
     check_plot(plot)
     console = Console(as_json=json, quiet=quiet)
     if checkpoint is not None:
-        checkpoint = local_model(checkpoint, console)
+        checkpoint = as_model_dir(checkpoint, console)
     contexts = given or [_usual_context(checkpoint)]
     place, load = measuring_device(console, device)
     import torch
