@@ -71,7 +71,7 @@ def _tokens(document: dict[str, Any], model: dict[str, Any], size: int) -> tuple
             types[index] = CONTROL if added[piece].get("special") else USER_DEFINED
         elif model.get("byte_fallback") and len(piece) == 6 and piece.startswith("<0x"):
             types[index] = BYTE
-        else:
+        elif piece != f"[PAD{index}]":
             types[index] = NORMAL
         if piece == model.get("unk_token"):
             types[index] = UNKNOWN
@@ -84,7 +84,8 @@ def _scores(model: dict[str, Any], pieces: list[str]) -> list[float]:
     for rank, pair in enumerate(model.get("merges") or ()):
         left, right = pair.split(" ") if isinstance(pair, str) else pair
         ranks.setdefault(left + right, rank)
-    return [-float(ranks.get(piece, 0)) for piece in pieces]
+    # llama.cpp merges whatever two pieces make a third; what no merge makes comes after all that one does.
+    return [-float(ranks.get(piece, len(ranks) + 1)) for piece in pieces]
 
 
 def _split_name(directory: Path, document: dict[str, Any]) -> str:

@@ -1,0 +1,54 @@
+"""A tokenizer as GGUF metadata."""
+
+import json
+
+import pytest
+
+from trirun_cli.checkpoint.formats.gguf_tokenizer import SPLITS, tokenizer_metadata
+from trirun_cli.errors import InputError
+
+TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+
+
+def directory(path, document, **settings):
+    (path / "tokenizer.json").write_text(json.dumps(document))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def byte_level(pattern, **model):
+    steps = [{"type": "Split", "pattern": {"Regex": pattern}}, {"type": "ByteLevel", "use_regex": False}]
+    base = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    added = [{"id": 3, "content": "<|end|>", "special": True}, {"id": 4, "content": "<tool>", "special": False}]
+    pre = {"type": "Sequence", "pretokenizers": steps}
+    return {"model": base | model, "pre_tokenizer": pre, "added_tokens": added}
+
+
+@pytest.mark.parametrize(("pattern", "name"), SPLITS.items())
+def test_byte_level_tokens_types_and_special_tokens(tmp_path, pattern, name):
+    path = directory(tmp_path, byte_level(pattern), eos_token="<|end|>", chat_template="{{ messages }}")
+    found = tokenizer_metadata(path, {"vocab_size": 6})
+    assert found["tokenizer.ggml.model"] == "gpt2" and found["tokenizer.ggml.pre"] == name
+    assert found[TOKENS] == ["a", "b", "ab", "<|end|>", "<tool>", "[PAD5]"] and found[TYPES] == [1, 1, 1, 3, 4, 5]
+    assert found["tokenizer.ggml.merges"] == ["a b"] and found["tokenizer.ggml.eos_token_id"] == 3
+    assert found["tokenizer.chat_template"] == "{{ messages }}" and found["tokenizer.ggml.add_bos_token"] is False
+
+
+def test_sentencepiece_scores_order_the_merges(tmp_path):
+    vocab = {"<unk>": 0, "<0x00>": 1, "a": 2, "b": 3, "ab": 4, "ba": 5, "abc": 6}
+    model = {"type": "BPE", "vocab": vocab, "merges": ["b a", "a b"], "byte_fallback": True, "unk_token": "<unk>"}
+    first = [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]
+    document = {"model": model, "normalizer": {"type": "Prepend", "prepend": "▁"}}
+    document |= {"post_processor": {"type": "TemplateProcessing", "single": first}}
+    found = tokenizer_metadata(directory(tmp_path, document), {"vocab_size": 7})
+    scores = dict(zip(found[TOKENS], found["tokenizer.ggml.scores"], strict=True))
+    assert scores["ba"] > scores["ab"] > scores["abc"] and found[TYPES] == [2, 6, 1, 1, 1, 1, 1]
+    assert found["tokenizer.ggml.add_bos_token"] is True and found["tokenizer.ggml.add_space_prefix"] is True
+
+
+def test_what_llama_cpp_does_not_have_is_refused(tmp_path):
+    with pytest.raises(InputError, match="'Unigram' model"):
+        tokenizer_metadata(directory(tmp_path, {"model": {"type": "Unigram"}}), {})
+    with pytest.raises(InputError, match="splits text by 'x', which has no name"):
+        tokenizer_metadata(directory(tmp_path, byte_level("x")), {})
+    assert tokenizer_metadata(directory(tmp_path, byte_level("x")), {}, "qwen2")["tokenizer.ggml.pre"] == "qwen2"
