@@ -24,6 +24,7 @@ from ..models.llama_config import (
     gpu_dtype,
     longest_context,
 )
+from ..processors import set_torch_threads
 from .capacity import TRANSFORMERS_SLOTS, CpuDevice, ModelNeeds, default_slots
 from .device import on_cpu, pick_device
 
@@ -120,7 +121,7 @@ def open_runner(
         slots: requests that run at once; None is as many as :func:`.capacity.default_slots` says, and the runner's
             ``why_slots`` says why. context: most tokens of one; None is the runner's own choice: the model's
             own, at most 8192 of the native decoder, less where half of a CPU's free memory does not hold that many.
-        threads: of the native decoder on a CPU; None takes one per processor.
+        threads: on the CPU; None takes :func:`..processors.default_threads`.
         tf32, compiled: of transformers' modelling: TF32 for float32 products on a GPU; through torch.compile.
         scoring: for :class:`..engine.scoring.ScoringModel`: the cache is made for whole texts instead of ``slots``
             requests, on a GPU of all the positions that the model names, as far as its memory goes.
@@ -174,7 +175,16 @@ def open_runner(
     if engine == "native" or kv_cache_dtype != "auto":
         raise InputError(f"{path}: {choice.reason}")
     return _open_transformers(
-        path, place, dtype, act_bits, accumulate, tf32=tf32, compiled=compiled, why_slower=choice.reason or "", **sizes
+        path,
+        place,
+        dtype,
+        act_bits,
+        accumulate,
+        threads=threads,
+        tf32=tf32,
+        compiled=compiled,
+        why_slower=choice.reason or "",
+        **sizes,
     )
 
 
@@ -230,6 +240,7 @@ def _open_transformers(
     *,
     slots: int | None,
     context: int | None,
+    threads: int | None,
     tf32: bool,
     compiled: bool,
     why_slower: str,
@@ -240,6 +251,7 @@ def _open_transformers(
     from .transformers.runner import TransformersRunner
     from .transformers.weights import load_transformers
 
+    set_torch_threads(threads)
     kind = None if dtype == "auto" else getattr(torch, dtype)
     model = load_transformers(ModelDir(path), device, kind, act_bits)
     if accumulate != "fp32":

@@ -10,6 +10,8 @@ import typer
 from ..checkpoint.hub import local_model
 from ..console import Console
 from ..errors import CheckFailed, UsageError
+from ..processors import set_torch_threads
+from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, one_checkpoint
 from .shared.options import (
     ActBits,
     Device,
@@ -17,6 +19,7 @@ from .shared.options import (
     Json,
     KvCacheDType,
     Quiet,
+    Threads,
     check_machine,
     check_output,
     let_threads_sleep,
@@ -37,11 +40,10 @@ def _uses(task: str, option: str) -> bool:
 
 
 def command(
-    checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", "-c", help="Packed checkpoint (or any model directory).")
-    ] = None,
+    checkpoint: CheckpointArgument = None,
+    checkpoint_option: CheckpointOption = None,
     model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Unquantized model; with --checkpoint, both side by side.")
+        Path | None, typer.Option("--model", "-m", help="The original, unquantized model; with a checkpoint, both.")
     ] = None,
     tasks: Annotated[
         str,
@@ -83,6 +85,7 @@ def command(
     log_samples: Annotated[
         Path | None, typer.Option(help="Write each question's prompt and scores below DIR.", rich_help_panel=_OUTPUT)
     ] = None,
+    threads: Threads = None,
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
@@ -106,14 +109,16 @@ def command(
 
     Examples:
 
-      trirun eval --checkpoint DIR --model ORIGINAL
+      trirun eval DIR --model ORIGINAL
 
-      trirun eval -c DIR --tasks mmlu,piqa --data-dir mmlu --data-dir piqa.jsonl
+      trirun eval DIR --tasks mmlu,piqa --data-dir mmlu --data-dir piqa.jsonl
     """
     wanted = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
     if not wanted:
         raise UsageError(f"--tasks {tasks!r}: names no task")
-    check_machine(dtype, act_bits, kv_cache_dtype=kv_cache_dtype)
+    check_machine(dtype, act_bits, kv_cache_dtype=kv_cache_dtype, threads=threads)
+    if checkpoint is not None or checkpoint_option is not None:
+        checkpoint = one_checkpoint(checkpoint, checkpoint_option)
     least_values = {"window": (window, 2), "limit": (limit, 1), "batch-size": (batch_size, 1)}
     for option, (value, least) in (least_values | {"num-fewshot": (num_fewshot, 0)}).items():
         if value is not None and value < least:
@@ -156,6 +161,7 @@ def command(
     from ..eval.tables import markdown as as_markdown
     from ..eval.tables import tables
 
+    set_torch_threads(threads)
     settings = Settings(
         wanted,
         text,
@@ -172,6 +178,7 @@ def command(
         kv_cache_dtype,
         as_served,
         resume,
+        threads,
     )
     named = (("model", model), ("checkpoint", checkpoint))
     roles = [(role, local_model(path, console)) for role, path in named if path is not None]

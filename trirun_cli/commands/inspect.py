@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from ..checkpoint.hub import local_model
 from ..checkpoint.model_dir import read_config
 from ..console import Console, bytes_text
+from .shared.checkpoint_options import CheckpointOption, PackedArgument, one_checkpoint
 from .shared.options import Json
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="Packed checkpoint: a directory, or a name of the hub.")],
+    checkpoint: PackedArgument = None,
+    checkpoint_option: CheckpointOption = None,
     json: Json = False,
 ) -> None:
     """Show the grid, size, code histogram and scale range of every packed matrix, and the totals.
@@ -22,7 +19,7 @@ def command(
     Example: trirun inspect DIR
     """
     console = Console(as_json=json)
-    checkpoint = local_model(checkpoint, console)
+    checkpoint = local_model(one_checkpoint(checkpoint, checkpoint_option), console)
     # Before torch is imported for one that is not there.
     read_config(checkpoint)
     from ..checkpoint.facts import module_facts, totals

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...text.completion import Completion
 
 # What of the machine changes no answer, or what a run may have to be continued without.
-_SAME_ANSWERS = ("device", "compiled")
+_SAME_ANSWERS = ("device", "compiled", "threads")
 
 
 def generate_many(
