@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.model_dir import quant_method, read_config
 from ..engine.runner import Runner
-from ..errors import InputError, OutOfMemoryError, UsageError
+from ..errors import InputError, MissingError, OutOfMemoryError, UsageError
 from ..models.llama_config import (
     UnsupportedModel,
     chosen_context,
@@ -131,7 +132,7 @@ def open_runner(
         InputError: the directory cannot be loaded, or not on that engine.
         UsageError: slots or context are below 1, the context is longer than the model's, or an option does not go with
             the device or the engine.
-        MissingError: the device is not there.
+        MissingError: the device is not there, or transformers is needed and not installed.
         OutOfMemoryError: the cache does not fit.
     """
     path = Path(path)
@@ -174,6 +175,9 @@ def open_runner(
         choice = Choice("transformers", str(error))
     if engine == "native" or kv_cache_dtype != "auto":
         raise InputError(f"{path}: {choice.reason}")
+    if choice.reason and find_spec("torch") is None:
+        reason = f"{choice.reason}; transformers would run it, and torch is not installed"
+        raise MissingError(f"{path}: {reason}", "pip install trirun")
     return _open_transformers(
         path,
         place,

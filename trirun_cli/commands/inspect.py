@@ -20,7 +20,6 @@ def command(
     """
     console = Console(as_json=json)
     checkpoint = local_model(one_checkpoint(checkpoint, checkpoint_option), console)
-    # Before torch is imported for one that is not there.
     read_config(checkpoint)
     from ..checkpoint.facts import module_facts, totals
     from ..checkpoint.reader import Checkpoint

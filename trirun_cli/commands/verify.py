@@ -38,16 +38,16 @@ def command(
     """
     console = Console(as_json=json, quiet=quiet)
     checkpoint = local_model(one_checkpoint(checkpoint, checkpoint_option), console)
-    # Before torch is imported for one that is not there.
     read_config(checkpoint)
     original = None if against is None else ModelDir(local_model(against, console))
     from ..checkpoint.reader import Checkpoint
     from ..checkpoint.verify import verify_files, verify_modules
+    from ..models.linears import linear_layers
 
     opened = Checkpoint(checkpoint)
     checks = list(verify_files(opened))
     with console.progress("verifying", len(opened.modules)) as bar:
-        for check in verify_modules(opened, original):
+        for check in verify_modules(opened, linear_layers(opened), original):
             checks.append(check)
             bar.advance()
     problems = [{"where": where, "problem": problem} for where, problem in checks if problem is not None]
