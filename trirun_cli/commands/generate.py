@@ -67,7 +67,7 @@ def command(
     seed: Seed = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(help='A prompt per line; in a .jsonl file, {"prompt": ...}.', rich_help_panel=_MANY),
+        typer.Option(help='A prompt per line; in .jsonl, {"prompt": ..., "max_tokens": ...}.', rich_help_panel=_MANY),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="JSONL file for the answers. Default: standard output.", rich_help_panel=_MANY)
