@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,15 @@ def _uses(task: str, option: str) -> bool:
     return option in _OF_TEXTS[task] if task in _OF_TEXTS else option not in ("--text", "--window")
 
 
+def _task_names(incomplete: str) -> list[str]:
+    """What TAB offers after the last comma: tasks that need no search through lm-eval's files."""
+    from ..eval.settings import BUILT_IN
+    from ..eval.tasks.offline import OFFLINE_TASKS
+
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in ("list", *BUILT_IN, "mmlu", *OFFLINE_TASKS) if name.startswith(last)]
+
+
 def command(
     checkpoint: CheckpointArgument = None,
     checkpoint_option: CheckpointOption = None,
@@ -48,7 +58,10 @@ def command(
     tasks: Annotated[
         str,
         typer.Option(
-            "--tasks", "-t", help="Comma-separated: perplexity, wikitext2, kl, or any task of lm-eval: mmlu, piqa, ..."
+            "--tasks",
+            "-t",
+            help="Comma-separated: perplexity, wikitext2, kl, any task of lm-eval (mmlu, piqa, ...); list shows all.",
+            autocompletion=_task_names,
         ),
     ] = "perplexity",
     data_dir: Annotated[
@@ -112,10 +125,14 @@ def command(
       trirun eval DIR --model ORIGINAL
 
       trirun eval DIR --tasks mmlu,piqa --data-dir mmlu --data-dir piqa.jsonl
+
+      trirun eval --tasks list
     """
     wanted = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
     if not wanted:
         raise UsageError(f"--tasks {tasks!r}: names no task")
+    if "list" in wanted:
+        return _list_tasks(Console(as_json=json, quiet=quiet), data_dir or ())
     check_machine(dtype, act_bits, kv_cache_dtype=kv_cache_dtype, threads=threads)
     if checkpoint is not None or checkpoint_option is not None:
         checkpoint = one_checkpoint(checkpoint, checkpoint_option)
@@ -197,3 +214,27 @@ def command(
     for name, (ratio, _) in report.ratios.items():
         if max_ratio is not None and ratio > max_ratio:
             raise CheckFailed(f"{name} ratio {ratio:.4f} is above --max-ratio {max_ratio}")
+
+
+def _list_tasks(console: Console, directories: Sequence[Path]) -> None:
+    """Print what --tasks can name, and where the data of each come from."""
+    from dataclasses import asdict
+    from textwrap import fill
+
+    from ..eval.tasks.listing import task_groups
+
+    for directory in directories:
+        if not directory.exists():
+            raise UsageError(f"--data-dir {directory}: no such file or directory")
+    groups = task_groups(directories)
+    console.json("eval.tasks/1", {"groups": [asdict(group) for group in groups]})
+    for group in groups:
+        if group.families:
+            shown = [f"{folder} ({count})" for folder, count in group.families]
+            what = f"{len(group.names)} tasks and groups, by lm-eval's folders; --json has every name"
+        else:
+            shown, what = list(group.names), ""
+        console.text(f"{group.title}: data from {group.data}" + (f"; {what}" if what else ""))
+        console.text(fill(", ".join(shown) or "none", 100, initial_indent="  ", subsequent_indent="  ") + "\n")
+    if not groups[-1].names:
+        console.note("lm-eval is not installed, which all but the built-in tasks need: pip install 'trirun[eval]'")

@@ -52,8 +52,8 @@ def read_prompts(path: Path) -> list[PromptLine]:
     """The prompts of a file; - is standard input. Blank lines are none.
 
     Args:
-        path: each line is a prompt; in a file that ends in .jsonl, an object with "prompt" and perhaps "id" and sampling
-            parameters, as "max_tokens" and "temperature"; null is as absent.
+        path: each line is a prompt; in a file that ends in .jsonl, an object with "prompt" and perhaps "id" and
+            sampling parameters, as "max_tokens" and "temperature"; null is as absent.
 
     Raises:
         InputError: the file is missing, not UTF-8, or a line is not what it should be.

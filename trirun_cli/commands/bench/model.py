@@ -42,7 +42,11 @@ def command(
     ] = None,
     dense: Annotated[bool, typer.Option("--dense/--no-dense", help="Measure it in 16 bits beside.")] = True,
     group_size: Annotated[
-        int | None, typer.Option(help="With --shape: weights per scale, 32, 64, 128, or -1: a row. Default: -1.")
+        int | None,
+        typer.Option(
+            help="With --shape: weights per scale, 32, 64, 128, or -1: a row. Default: -1.",
+            autocompletion=completes("32", "64", "128", "-1"),
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Measuring time per contestant and cell.")] = 0.5,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG: tokens per second over the batch.")] = None,
