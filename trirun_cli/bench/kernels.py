@@ -71,8 +71,8 @@ class Result:
         return 2.0 * self.n * self.k * self.m
 
     def derived(self, machine: Machine) -> dict[str, float | None]:
-        """The share of the machine's reading speed, and the speed beside torch's large product, torch on this shape, and
-        the fastest other peer. The large product is no limit: int8 arithmetic may be several times as fast."""
+        """The share of the machine's reading speed, and the speed beside torch's large product, torch on this shape,
+        and the fastest other peer. The large product is no limit: int8 arithmetic may be several times as fast."""
         dense = [us for name, us in self.peers_us.items() if name.startswith("torch")]
         others = [us for name, us in self.peers_us.items() if not name.startswith("torch")]
         return {

@@ -211,6 +211,7 @@ def needs_lm_eval(names: Sequence[str]) -> Iterator[None]:
 
 
 def tasks_root() -> Path:
+    """The folder of lm-eval's own tasks. Raises ModuleNotFoundError where lm-eval is not installed."""
     import lm_eval.tasks
 
     return Path(lm_eval.tasks.__file__).parent
