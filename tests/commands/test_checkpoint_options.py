@@ -11,8 +11,8 @@ from trirun_cli.commands.app import app
 COMMANDS = typer.main.get_command(app).commands
 COMMANDS = {**COMMANDS, **{f"bench {name}": each for name, each in COMMANDS["bench"].commands.items()}}
 
-OF_A_CHECKPOINT = ("generate", "chat", "serve", "eval", "inspect", "verify", "bench model")
-COMPUTING = ("quantize", "pack", "finetune", "generate", "chat", "serve", "eval")
+OF_A_CHECKPOINT = ("generate", "chat", "serve", "eval", "inspect", "verify", "export", "bench model")
+COMPUTING = ("quantize", "pack", "finetune", "export", "generate", "chat", "serve", "eval")
 COMPUTING += ("bench", "bench kernels", "bench model", "bench f16acc")
 
 

@@ -8,7 +8,6 @@ generate, chat, serve, eval and the Python API open models by :func:`open_runner
 from __future__ import annotations
 
 import errno
-import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +24,7 @@ from ..models.llama_config import (
     gpu_dtype,
     longest_context,
 )
-from ..processors import set_torch_threads
+from ..processors import default_threads, set_torch_threads
 from .capacity import TRANSFORMERS_SLOTS, CpuDevice, ModelNeeds, default_slots
 from .device import on_cpu, pick_device
 
@@ -213,7 +212,7 @@ def _open_cpu(
     kv_dtype = "float32" if exact else "float16"
     shape, item_bytes, why = decoder_shape(config), 4 if exact else 2, ""
     if slots is None:
-        device = CpuDevice(available_bytes(), threads or len(os.sched_getaffinity(0)))
+        device = CpuDevice(available_bytes(), threads or default_threads())
         longest = chosen_context(config, context)
         token_bytes = position_bytes(shape, item_bytes)
         slots, why = default_slots(device, ModelNeeds(token_bytes, longest, shape.vocab, context is not None))
