@@ -25,28 +25,28 @@ fi
 install ""
 
 trirun=$venv/bin/trirun
-model=configs/demo-model
-packed=build/quickstart/demo-model-2bit
+model=demo
+packed=build/quickstart/demo-2bit
 
 if [ -d "$packed" ] && "$trirun" verify "$packed" --quiet; then
   step "The demo model is quantized already (delete $packed to do it again)"
 else
   step "Quantizing $model to 2 bits (a minute or two)"
   mkdir -p "$(dirname "$packed")"
-  "$trirun" quantize "$model" --wbits 2 --preset fast --out "$packed" --calibration "$model/calibration.txt" --overwrite
+  "$trirun" quantize "$model" --wbits 2 --preset fast --out "$packed" --overwrite
 fi
 
 step "Perplexity on held-out text, before and after"
-"$trirun" eval --model "$model" --checkpoint "$packed" --text "$model/valid.txt" --window 512 --limit 16
+"$trirun" eval "$packed" --model "$model" --window 512 --limit 16
 
 step "The 2-bit model continues a story"
-"$trirun" generate --checkpoint "$packed" --prompt "The old house stood alone upon the hill, and" \
+"$trirun" generate "$packed" --prompt "The old house stood alone upon the hill, and" \
   --max-tokens 140 --temperature 0.7 --top-p 0.9 --seed 3
 
 step "Done. Next:"
 cat <<TEXT
   . .venv/bin/activate
-  trirun generate --checkpoint $packed --prompt "Once upon a time"
+  trirun generate $packed --prompt "Once upon a time"
   trirun quantize MODEL --wbits 2        # any Llama-like model directory
   trirun doctor                          # what this machine runs the kernels on
 TEXT

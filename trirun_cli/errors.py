@@ -76,6 +76,10 @@ def explain(error: BaseException) -> TrirunError | None:
         return InputError(text, getattr(error, "fix", None))
     if "NativeError" in names:
         return MissingError(text)
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "trirun_").startswith("trirun_"):
+        package = str(error.name).partition(".")[0]
+        # After `pip install --no-deps trirun` it installs what that left out.
+        return MissingError(f"this needs {package}, which is not installed", "pip install trirun")
     if isinstance(error, UnicodeDecodeError):
         return InputError(f"text that is not UTF-8: {text}")
     if isinstance(error, OSError) and error.filename:

@@ -39,7 +39,7 @@ class LLM:
         engine: "native", "transformers", or "auto": native where it runs the model.
         max_batch: prompts that run at once; more of them wait.
         ctx: most tokens of a prompt and its completion; None is the model's own, at most 8192 of the native decoder.
-        threads: of the native decoder on a CPU; None takes one per processor.
+        threads: on the CPU; None takes OMP_NUM_THREADS, or one per processor that this process may use.
 
     Attributes:
         path: the model's directory. tokenizer: its tokenizer.

@@ -124,13 +124,15 @@ def test_ctrl_c_keeps_what_has_been_measured(trirun, monkeypatch):
 def test_json_document(trirun):
     code, out, _ = trirun("bench", "kernels", *QUICK, "--m", "2", "--act-bits", "8", "--json")
     document = json.loads(out)
-    assert code == 0 and document["schema"] == "trirun.bench.kernels/1" and document["complete"]
-    assert document["machine"]["read_gbps"] > 0 and document["machine"]["peak_tflops"] > 0
+    assert code == 0 and document["schema"] == "trirun.bench.kernels/2" and document["complete"]
+    assert document["machine"]["read_gbps"] > 0 and document["machine"]["matmul_tflops"] > 0
     assert [(r["n"], r["k"], r["m"]) for r in document["results"]] == [(128, 256, 2), (70, 200, 2)]
     for result in document["results"]:
         assert result["accumulate"] == "fp32"
         assert result["relative_error"] <= result["allowed_error"]
-        assert result["us"] > 0 and result["floor_us"] > 0
+        assert result["us"] > 0 and result["floor_us"] > 0 and "peak_share" not in result
+        rate = 2e-6 * result["n"] * result["k"] * result["m"] / result["us"]
+        assert result["matmul_ratio"] == pytest.approx(rate / document["machine"]["matmul_tflops"])
         assert result["speedup_torch"] == pytest.approx(min(result["peers_us"].values()) / result["us"])
 
 

@@ -3,84 +3,20 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import shutil
 import subprocess
-import sys
 import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-from trirun_compile import Tree, build_cpu
 
+from tests.scripts.wheels import CHECKOUT, FOLDERS, call_backend, in_isolation
 from trirun_cli import __version__
 
 TOP_LEVEL = {"trirun_cli", "trirun_gptq", "trirun_kernels"}
 PLATFORM = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-FOLDERS = ("trirun_cli", "kernels", "gptq", "configs", "scripts", "tests", ".ci")
-CHECKOUT = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", *FOLDERS)
-
-
-def in_isolation(code: str, cwd: Path, *paths: Path, **environment: str) -> str:
-    """Standard output of a fresh interpreter in ``cwd`` (which it puts on sys.path, as ``python -c`` does).
-
-    It sees the installed packages, but no trirun that may be installed beside them: editable installs hook in through
-    .pth files, which -S leaves unread.
-    """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRIRUN"))}
-    places = map(str, (*paths, sysconfig.get_path("purelib")))
-    clean |= {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1", **environment}
-    command = [sys.executable, "-S", "-c", code]
-    done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def call_backend(hook: str, checkout: Path, out: Path) -> Path:
-    """The file a build hook makes, without CUDA, in a process of its own as pip runs it."""
-    code = f"import trirun_build; print(trirun_build.{hook}({str(out)!r}))"
-    made = in_isolation(code, checkout, checkout / "scripts", TRIRUN_CUDA="0").splitlines()[-1]
-    return out / made
-
-
-@pytest.fixture(scope="module")
-def checkout(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the working tree with its CPU objects, where a build disturbs nobody."""
-    copy = tmp_path_factory.mktemp("checkout")
-    build_cpu(Tree(root=repo_root))
-    for name in CHECKOUT:
-        if (repo_root / name).is_dir():
-            shutil.copytree(repo_root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "_lib"))
-        elif (repo_root / name).exists():
-            shutil.copy2(repo_root / name, copy)
-    # Object files depend on content, not on place: the copy need not compile again.
-    tree = Tree(root=repo_root)
-    (copy / "build" / "native").mkdir(parents=True)
-    for name in tree.report("cpu")["objects"].values():
-        shutil.copy2(tree.objects / name, copy / "build" / "native")
-    # As if CUDA had been built here once: a package made without CUDA must not pick it up.
-    library = copy / "kernels" / "trirun_kernels" / "_lib" / "libtrirun_cuda.so"
-    library.parent.mkdir()
-    library.write_bytes(b"of another build")
-    return copy
-
-
-@pytest.fixture(scope="module")
-def unpacked_sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("sdist")
-    shutil.unpack_archive(call_backend("build_sdist", checkout, out), out)
-    unpacked = out / f"trirun-{__version__}"
-    shutil.copytree(checkout / "build" / "native", unpacked / "build" / "native")
-    return unpacked
-
-
-@pytest.fixture(scope="module")
-def wheel(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel as users get it: from the source archive, not from the checkout."""
-    return call_backend("build_wheel", unpacked_sdist, tmp_path_factory.mktemp("wheel"))
 
 
 def files_below(folder: Path) -> set[str]:

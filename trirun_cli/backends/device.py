@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import re
+from importlib.util import find_spec
 
 from ..errors import MissingError, UsageError
 
 
 def on_cpu(device: str) -> bool:
-    """Whether a --device option means the CPU; without torch where no GPU can be meant.
+    """Whether a --device option means the CPU; without torch where no GPU can be meant, or where torch, by which GPUs
+    are used, is not installed.
 
     Raises:
         MissingError, UsageError: see :func:`pick_device`.
     """
-    if device == "cpu" or (device == "auto" and not _has_driver()):
+    if device == "cpu" or (device == "auto" and (not _has_driver() or find_spec("torch") is None)):
         return True
     return pick_device(device) == "cpu"
 

@@ -8,14 +8,14 @@ generate, chat, serve, eval and the Python API open models by :func:`open_runner
 from __future__ import annotations
 
 import errno
-import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.model_dir import quant_method, read_config
 from ..engine.runner import Runner
-from ..errors import InputError, OutOfMemoryError, UsageError
+from ..errors import InputError, MissingError, OutOfMemoryError, UsageError
 from ..models.llama_config import (
     UnsupportedModel,
     chosen_context,
@@ -24,6 +24,7 @@ from ..models.llama_config import (
     gpu_dtype,
     longest_context,
 )
+from ..processors import default_threads, set_torch_threads
 from .capacity import TRANSFORMERS_SLOTS, CpuDevice, ModelNeeds, default_slots
 from .device import on_cpu, pick_device
 
@@ -120,7 +121,7 @@ def open_runner(
         slots: requests that run at once; None is as many as :func:`.capacity.default_slots` says, and the runner's
             ``why_slots`` says why. context: most tokens of one; None is the runner's own choice: the model's
             own, at most 8192 of the native decoder, less where half of a CPU's free memory does not hold that many.
-        threads: of the native decoder on a CPU; None takes one per processor.
+        threads: on the CPU; None takes :func:`..processors.default_threads`.
         tf32, compiled: of transformers' modelling: TF32 for float32 products on a GPU; through torch.compile.
         scoring: for :class:`..engine.scoring.ScoringModel`: the cache is made for whole texts instead of ``slots``
             requests, on a GPU of all the positions that the model names, as far as its memory goes.
@@ -130,7 +131,7 @@ def open_runner(
         InputError: the directory cannot be loaded, or not on that engine.
         UsageError: slots or context are below 1, the context is longer than the model's, or an option does not go with
             the device or the engine.
-        MissingError: the device is not there.
+        MissingError: the device is not there, or transformers is needed and not installed.
         OutOfMemoryError: the cache does not fit.
     """
     path = Path(path)
@@ -173,8 +174,20 @@ def open_runner(
         choice = Choice("transformers", str(error))
     if engine == "native" or kv_cache_dtype != "auto":
         raise InputError(f"{path}: {choice.reason}")
+    if choice.reason and find_spec("torch") is None:
+        reason = f"{choice.reason}; transformers would run it, and torch is not installed"
+        raise MissingError(f"{path}: {reason}", "pip install trirun")
     return _open_transformers(
-        path, place, dtype, act_bits, accumulate, tf32=tf32, compiled=compiled, why_slower=choice.reason or "", **sizes
+        path,
+        place,
+        dtype,
+        act_bits,
+        accumulate,
+        threads=threads,
+        tf32=tf32,
+        compiled=compiled,
+        why_slower=choice.reason or "",
+        **sizes,
     )
 
 
@@ -199,7 +212,7 @@ def _open_cpu(
     kv_dtype = "float32" if exact else "float16"
     shape, item_bytes, why = decoder_shape(config), 4 if exact else 2, ""
     if slots is None:
-        device = CpuDevice(available_bytes(), threads or len(os.sched_getaffinity(0)))
+        device = CpuDevice(available_bytes(), threads or default_threads())
         longest = chosen_context(config, context)
         token_bytes = position_bytes(shape, item_bytes)
         slots, why = default_slots(device, ModelNeeds(token_bytes, longest, shape.vocab, context is not None))
@@ -230,6 +243,7 @@ def _open_transformers(
     *,
     slots: int | None,
     context: int | None,
+    threads: int | None,
     tf32: bool,
     compiled: bool,
     why_slower: str,
@@ -240,6 +254,7 @@ def _open_transformers(
     from .transformers.runner import TransformersRunner
     from .transformers.weights import load_transformers
 
+    set_torch_threads(threads)
     kind = None if dtype == "auto" else getattr(torch, dtype)
     model = load_transformers(ModelDir(path), device, kind, act_bits)
     if accumulate != "fp32":

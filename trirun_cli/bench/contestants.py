@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from trirun_kernels.weights.spec import QuantSpec
 from ..checkpoint.model_dir import ModelDir, quant_method, read_config
 from ..errors import InputError, OutOfMemoryError, UsageError
 from ..models.llama_config import UnsupportedModel
+from ..processors import default_threads
 from .models import Contestant
 
 if TYPE_CHECKING:
@@ -32,12 +32,14 @@ def of_shape(
     positions: int,
     dense: bool,
     caches: Sequence[str] = ("auto",),
+    threads: int | None = None,
 ) -> list[Contestant]:
     """A random ternary model of a shape and, with ``dense``, the same one dense, each with each of the caches.
 
     Args:
         dtype: float16 or bfloat16, of a GPU's activations. group_size: weights per scale, or −1 for a row.
         positions: most tokens of a sequence. caches: types of keys and values, "auto" and "int8", on a GPU.
+        threads: of the native decoder on a CPU; None takes :func:`..processors.default_threads`.
 
     Raises:
         OutOfMemoryError: the GPU has not enough memory.
@@ -56,7 +58,7 @@ def of_shape(
     from .cpu_contestant import CpuContestant, DenseContestant, dense_llama, random_weights
 
     weights = random_weights(shape, spec, positions=positions + 64)
-    out: list[Contestant] = [CpuContestant("int2", weights, act_bits=act_bits, threads=len(os.sched_getaffinity(0)))]
+    out: list[Contestant] = [CpuContestant("int2", weights, act_bits=act_bits, threads=threads or default_threads())]
     if dense:
         out.append(DenseContestant(str(DENSE).removeprefix("torch."), dense_llama(weights, DENSE)))
     return out
@@ -71,6 +73,7 @@ def of_checkpoint(
     positions: int,
     dense: bool,
     caches: Sequence[str] = ("auto",),
+    threads: int | None = None,
 ) -> tuple[list[Contestant], int]:
     """A packed checkpoint (or a plain model, alone) and, with ``dense``, the same model dense.
 
@@ -92,7 +95,7 @@ def of_checkpoint(
             raise UsageError(f"--context {positions - 1}: {reason}")
         if device.type == "cuda":
             return _on_gpu(path, device, dtype, act_bits, positions, dense, caches), shape.vocab
-        return _on_cpu(path, config, act_bits, positions, dense), shape.vocab
+        return _on_cpu(path, config, act_bits, positions, dense, threads or default_threads()), shape.vocab
     except UnsupportedModel as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -123,14 +126,16 @@ def _with_caches(models: dict[str, CudaModel], caches: Sequence[str]) -> list[Co
     return [CudaContestant(name, each, int8_cache=c == "int8") for c in caches for name, each in models.items()]
 
 
-def _on_cpu(path: Path, config: dict, act_bits: int | None, positions: int, dense: bool) -> list[Contestant]:
+def _on_cpu(
+    path: Path, config: dict, act_bits: int | None, positions: int, dense: bool, threads: int
+) -> list[Contestant]:
     from ..backends.cpu.weights import decoder_weights
     from ..checkpoint.reader import QUANT_METHOD, Format
     from .cpu_contestant import CpuContestant, DenseContestant, dense_checkpoint
 
     if quant_method(config) != QUANT_METHOD:
         raise InputError(f"{path} is not a packed checkpoint; on a CPU the native decoder runs only those")
-    form, threads = Format.from_dict(config["quantization_config"], path), len(os.sched_getaffinity(0))
+    form = Format.from_dict(config["quantization_config"], path)
     weights = decoder_weights(ModelDir(path), form, positions, threads=threads)
     bits = act_bits or form.activation_bits
     out: list[Contestant] = [CpuContestant("int2", weights, act_bits=bits, threads=threads)]

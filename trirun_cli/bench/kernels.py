@@ -27,13 +27,14 @@ ERROR_ACT8 = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was measured on. Measured itself: ``read_gbps`` in 10^9 bytes/s, ``peak_tflops`` in 10^12 operations/s."""
+    """What was measured on. Measured itself: ``read_gbps`` in 10^9 bytes/s; ``matmul_tflops``, of
+    torch's large product (float16 on a GPU, float32 on a CPU), in 10^12 operations/s."""
 
     device: str
     name: str
     torch: str
     read_gbps: float
-    peak_tflops: float
+    matmul_tflops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,13 @@ class Result:
         return 2.0 * self.n * self.k * self.m
 
     def derived(self, machine: Machine) -> dict[str, float | None]:
-        """Shares of the machine's measured limits, and speed-ups over torch and over the fastest other peer."""
+        """The share of the machine's reading speed, and the speed beside torch's large product, torch on this shape,
+        and the fastest other peer. The large product is no limit: int8 arithmetic may be several times as fast."""
         dense = [us for name, us in self.peers_us.items() if name.startswith("torch")]
         others = [us for name, us in self.peers_us.items() if not name.startswith("torch")]
         return {
             "read_share": self.weight_bytes / (self.us * 1e-6) / (machine.read_gbps * 1e9),
-            "peak_share": self.flops / (self.us * 1e-6) / (machine.peak_tflops * 1e12),
+            "matmul_ratio": self.flops / (self.us * 1e-6) / (machine.matmul_tflops * 1e12),
             "speedup_torch": min(dense) / self.us if dense else None,
             "speedup_peer": min(others) / self.us if others else None,
         }

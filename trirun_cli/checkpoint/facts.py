@@ -1,21 +1,18 @@
-"""A packed checkpoint in numbers."""
+"""A packed checkpoint in numbers. Nothing here imports torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from trirun_kernels import unpack
+import numpy as np
 
 from .reader import Checkpoint
 
 
 def module_facts(checkpoint: Checkpoint, module: str) -> dict[str, Any]:
     """One packed module in numbers: shape, grid, stored bits per weight, code histogram, range of |scale|."""
-    w = checkpoint.packed(module)
-    codes, scales, _ = unpack(w)
-    shares = torch.bincount(codes.flatten(), minlength=4).double() / codes.numel()
-    magnitude = scales.float().abs()
+    w = checkpoint.codes(module)
+    magnitude = np.abs(w.true_groups(w.scales)).astype(np.float32)
     return {
         "name": module,
         "n": w.n,
@@ -23,8 +20,8 @@ def module_facts(checkpoint: Checkpoint, module: str) -> dict[str, Any]:
         "group_size": w.spec.group_size,
         "zero": w.spec.zero,
         "bits_per_weight": w.spec.bits_per_weight(w.k),
-        "bytes": w.nbytes,
-        "code_shares": [round(share, 4) for share in shares.tolist()],
+        "bytes": checkpoint.packed_bytes(module),
+        "code_shares": [round(np.count_nonzero(w.true_codes == code) / (w.n * w.k), 4) for code in range(4)],
         "scale_min": magnitude.min().item(),
         "scale_max": magnitude.max().item(),
     }

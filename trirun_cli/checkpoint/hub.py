@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face hub: downloaded once, into the hub's own cache."""
+"""Models by name: those of the Hugging Face hub, downloaded once into the hub's own cache, and ``demo``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError, TrirunError
+from ..resources import configs_dir
 
 if TYPE_CHECKING:
     from ..console import Console
 
+# The name of the model that ships with trirun, wherever it is installed.
+DEMO = "demo"
 _NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 # What a model directory is made of: config, weights, tokenizers of every kind, chat templates. Other formats of the
 # weights, which may be several times as large, stay where they are.
@@ -35,8 +38,9 @@ def model_name(given: Path) -> str:
 
 
 def local_model(given: Path, console: Console | None = None) -> Path:
-    """The directory of a model: ``given``, or the hub's ORG/NAME[@REVISION] in the hub's cache, downloaded as far
-    as it is not there (HF_HUB_OFFLINE=1: only looked for).
+    """The directory of a model: ``given``; the model that ships with trirun, for ``demo`` where nothing here has that
+    name; or the hub's ORG/NAME[@REVISION] in the hub's cache, downloaded as far as it is not there (HF_HUB_OFFLINE=1:
+    only looked for).
 
     Args:
         console: what tells the user so, with a progress bar; None is silent.
@@ -44,6 +48,8 @@ def local_model(given: Path, console: Console | None = None) -> Path:
     Raises:
         InputError: the hub has no such model, or not for this user. TrirunError: the hub cannot be reached.
     """
+    if str(given) == DEMO and not given.exists():
+        return configs_dir() / "demo-model"
     named = hub_name(given)
     if named is None:
         return given

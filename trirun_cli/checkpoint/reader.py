@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO, packed_modules
+from trirun_kernels.weights.shapes import PackError, stored_shapes
+from trirun_kernels.weights.spec import QuantSpec
 
 from ..errors import InputError
 from .model_dir import ModelDir
 
 if TYPE_CHECKING:
-    from trirun_kernels import PackedWeight, QuantSpec
+    from trirun_kernels import PackedWeight
+    from trirun_kernels.weights.numpy_codes import Codes
 
 QUANT_METHOD = "trirun"
 FORMAT_VERSION = 1
@@ -89,8 +92,6 @@ class Format:
 
     def spec(self, module: str) -> QuantSpec:
         """The grid of one module, by its name."""
-        from trirun_kernels import QuantSpec
-
         own = self.overrides.get(module, {"group_size": self.group_size, "zero": self.zero})
         return QuantSpec(own["group_size"], own["zero"])
 
@@ -144,9 +145,24 @@ class Checkpoint(ModelDir):
             self.tensor(module + WEIGHT), self.tensor(module + SCALE), zeros, n, k, self.format.spec(module)
         )
 
-    def _check(self, module: str) -> None:
-        from trirun_kernels.weights.packing import PackError, stored_shapes
+    def packed_bytes(self, module: str) -> int:
+        """Stored bytes of a packed module: words, scales and zeros."""
+        return sum(self[module + part].nbytes for part in (WEIGHT, SCALE, ZERO) if module + part in self)
 
+    def codes(self, module: str) -> Codes:
+        """One packed weight, unpacked by numpy, without torch.
+
+        Raises:
+            TensorFileError: there is no such module, or the file has been cut since it was opened.
+        """
+        from trirun_kernels.weights.numpy_codes import unpack
+
+        n, k = self.shape(module)
+        zeros = self.array(module + ZERO) if module + ZERO in self else None
+        words, scales = self.array(module + WEIGHT), self.array(module + SCALE)
+        return unpack(words, scales, zeros, n, k, self.format.spec(module))
+
+    def _check(self, module: str) -> None:
         if module + WEIGHT not in self:
             raise InputError(f"{self.path}: {module}{SCALE} has no {module}{WEIGHT} beside it")
         words = self[module + WEIGHT]

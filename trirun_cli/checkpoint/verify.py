@@ -1,19 +1,17 @@
-"""Checks that a packed checkpoint is whole."""
+"""Checks that a packed checkpoint is whole. torch is imported for originals in foreign formats alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
+import numpy as np
 import yaml
-from trirun_gptq.model.meta import linear_modules, meta_model
-from trirun_kernels import dequantize, pack, unpack
 from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..errors import InputError
 from .formats import open_foreign
-from .model_dir import ModelSource
+from .model_dir import ModelDir, ModelSource
 from .reader import Checkpoint
 from .writer import RECIPE_FILE, file_hash
 
@@ -30,10 +28,16 @@ def verify_files(checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:
             yield file.name, None
 
 
-def verify_modules(checkpoint: Checkpoint, original: ModelSource | None = None) -> Iterator[tuple[str, str | None]]:
+def verify_modules(
+    checkpoint: Checkpoint, linears: Mapping[str, tuple[int, int]], original: ModelSource | None = None
+) -> Iterator[tuple[str, str | None]]:
     """(module, problem or None): shape as the model's config has it, finite scales and zeros, a round trip through
-    unpack and pack that changes no byte, and, given the original model, equality with its weight bit for bit."""
-    linears = linear_modules(meta_model(checkpoint.path))
+    unpack and pack that changes no byte, and, given the original model, equality with its weight bit for bit.
+
+    Args:
+        linears: (n, k) of the model's linear layers by name, as :func:`trirun_cli.models.linears.linear_layers` has
+            them. original: the model before it was quantized.
+    """
     for module in checkpoint.modules:
         yield module, _module_problem(checkpoint, module, linears.get(module), original)
     for name in sorted(set(linears) - set(checkpoint.modules) - set(checkpoint.format.modules_to_not_convert)):
@@ -47,26 +51,43 @@ def _module_problem(
         return "the model has no linear layer of this name"
     if checkpoint.shape(module) != expected:
         return f"packed as {list(checkpoint.shape(module))}, the model's config says {list(expected)}"
-    w = checkpoint.packed(module)
+    w = checkpoint.codes(module)
     for suffix, values in ((SCALE, w.scales), (ZERO, w.zeros)):
-        if values is not None and not torch.isfinite(values).all():
-            return f"{suffix[1:]} holds {int((~torch.isfinite(values)).sum())} values that are not finite"
-    codes, scales, zeros = unpack(w)
-    again = pack(codes, scales, w.spec, zeros)
-    if not torch.equal(again.words, w.words) or not torch.equal(again.scales, w.scales):
+        if values is not None and not np.isfinite(values).all():
+            return f"{suffix[1:]} holds {np.count_nonzero(~np.isfinite(values))} values that are not finite"
+    if not w.is_canonical:
         return "padding or order of the packed words is not canonical"
     if original is None:
         return None
-    foreign = open_foreign(original)
-    source = original.tensor(module + WEIGHT) if foreign is None else foreign.dense(module)
-    if tuple(source.shape) != expected:
+    source, dtype = _original_weight(original, module)
+    if source.shape != expected:
         return f"the original has shape {list(source.shape)}"
-    different = dequantize(w, source.dtype) != source
+    different = _rounded(w.dense(), dtype) != source
     if different.any():
-        row, column = divmod(int(different.flatten().int().argmax()), expected[1])
-        count = f"{int(different.sum())} of {different.numel()} weights"
+        row, column = divmod(int(different.argmax()), expected[1])
+        count = f"{np.count_nonzero(different)} of {different.size} weights"
         return f"{count} differ from the original, the first at [{row}, {column}]"
     return None
+
+
+def _original_weight(original: ModelSource, module: str) -> tuple[np.ndarray, str]:
+    """The weight of a module before it was packed, bfloat16 widened to float32; and the dtype that it is stored in."""
+    foreign, name = open_foreign(original), module + WEIGHT
+    if foreign is not None:
+        return foreign.dense(module).numpy(), "float32"
+    if isinstance(original, ModelDir):
+        return original.array(name), original.array_dtype(name)
+    stored = original.tensor(name)
+    return stored.float().numpy(), str(stored.dtype).removeprefix("torch.")
+
+
+def _rounded(dense: np.ndarray, dtype: str) -> np.ndarray:
+    """A decoded weight, float32, rounded to a stored dtype; bfloat16 within float32."""
+    if dtype != "bfloat16":
+        return dense.astype(dtype)
+    bits = dense.view(np.uint32)
+    # To the nearest, ties to even.
+    return (bits + 0x7FFF + ((bits >> 16) & 1) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 def _recorded_hashes(path: Path) -> dict[str, str]:

@@ -206,7 +206,7 @@ class CheckpointWriter:
 
 
 def _format(packed: list[PackedModule], linears: Iterable[str], activation_bits: int) -> Format:
-    from trirun_kernels.weights.layout import padded
+    from trirun_kernels.weights.shapes import padded
 
     common = Counter(module.spec for module in packed).most_common(1)[0][0]
     overrides = {

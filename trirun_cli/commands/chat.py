@@ -11,8 +11,8 @@ import typer
 from ..console import Console
 from ..errors import InputError
 from ..workflows.import_cache import as_model_dir
+from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, one_checkpoint
 from .shared.generation_options import (
-    Checkpoint,
     Context,
     MinP,
     RepetitionPenalty,
@@ -26,7 +26,19 @@ from .shared.generation_options import (
     answer_speed,
     sampling_params,
 )
-from .shared.options import ActBits, Compile, Device, DType, Engine, Json, KvCacheDType, Quiet, Tf32, check_machine
+from .shared.options import (
+    ActBits,
+    Compile,
+    Device,
+    DType,
+    Engine,
+    Json,
+    KvCacheDType,
+    Quiet,
+    Tf32,
+    Threads,
+    check_machine,
+)
 
 if TYPE_CHECKING:
     from ..text.conversation import Conversation
@@ -35,7 +47,9 @@ HELP = "/reset forgets the conversation, /system TEXT sets the system message an
 
 
 def command(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointArgument = None,
+    checkpoint_option: CheckpointOption = None,
+    original: OriginalOption = None,
     system: Annotated[str | None, typer.Option("--system", "-s", help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 512,
     stop: Stop = None,
@@ -50,6 +64,7 @@ def command(
     repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
     context: Context = None,
+    threads: Threads = None,
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
@@ -67,13 +82,13 @@ def command(
 
     Examples:
 
-      trirun chat --checkpoint DIR --system "You are a librarian." --stats
+      trirun chat DIR --system "You are a librarian." --stats
 
-      printf 'Hello\\nTell me more\\n' | trirun chat -c DIR --json
+      printf 'Hello\\nTell me more\\n' | trirun chat DIR --json
     """
-    check_machine(dtype, act_bits, engine, kv_cache_dtype=kv_cache_dtype, context=context)
+    check_machine(dtype, act_bits, engine, kv_cache_dtype=kv_cache_dtype, context=context, threads=threads)
     console = Console(as_json=json, quiet=quiet)
-    checkpoint = as_model_dir(checkpoint, console)
+    checkpoint = as_model_dir(one_checkpoint(checkpoint, checkpoint_option, original), console)
     params = sampling_params(
         checkpoint,
         max_tokens=max_tokens,
@@ -106,6 +121,7 @@ def command(
         kv_cache_dtype=kv_cache_dtype,
         engine=engine,
         context=context,
+        threads=threads,
         tf32=tf32,
         compiled=compiled,
     )

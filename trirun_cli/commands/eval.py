@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,9 @@ import typer
 
 from ..console import Console
 from ..errors import CheckFailed, UsageError
+from ..processors import set_torch_threads
 from ..workflows.import_cache import as_model_dir
+from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, one_checkpoint
 from .shared.options import (
     ActBits,
     Device,
@@ -17,6 +20,7 @@ from .shared.options import (
     Json,
     KvCacheDType,
     Quiet,
+    Threads,
     check_machine,
     check_output,
     let_threads_sleep,
@@ -36,17 +40,28 @@ def _uses(task: str, option: str) -> bool:
     return option in _OF_TEXTS[task] if task in _OF_TEXTS else option not in ("--text", "--window")
 
 
+def _task_names(incomplete: str) -> list[str]:
+    """What TAB offers after the last comma: tasks that need no search through lm-eval's files."""
+    from ..eval.settings import BUILT_IN
+    from ..eval.tasks.offline import OFFLINE_TASKS
+
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in ("list", *BUILT_IN, "mmlu", *OFFLINE_TASKS) if name.startswith(last)]
+
+
 def command(
-    checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", "-c", help="Packed checkpoint (or any model directory).")
-    ] = None,
+    checkpoint: CheckpointArgument = None,
+    checkpoint_option: CheckpointOption = None,
     model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Unquantized model; with --checkpoint, both side by side.")
+        Path | None, typer.Option("--model", "-m", help="The original, unquantized model; with a checkpoint, both.")
     ] = None,
     tasks: Annotated[
         str,
         typer.Option(
-            "--tasks", "-t", help="Comma-separated: perplexity, wikitext2, kl, or any task of lm-eval: mmlu, piqa, ..."
+            "--tasks",
+            "-t",
+            help="Comma-separated: perplexity, wikitext2, kl, any task of lm-eval (mmlu, piqa, ...); list shows all.",
+            autocompletion=_task_names,
         ),
     ] = "perplexity",
     data_dir: Annotated[
@@ -83,6 +98,7 @@ def command(
     log_samples: Annotated[
         Path | None, typer.Option(help="Write each question's prompt and scores below DIR.", rich_help_panel=_OUTPUT)
     ] = None,
+    threads: Threads = None,
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
@@ -106,14 +122,20 @@ def command(
 
     Examples:
 
-      trirun eval --checkpoint DIR --model ORIGINAL
+      trirun eval DIR --model ORIGINAL
 
-      trirun eval -c DIR --tasks mmlu,piqa --data-dir mmlu --data-dir piqa.jsonl
+      trirun eval DIR --tasks mmlu,piqa --data-dir mmlu --data-dir piqa.jsonl
+
+      trirun eval --tasks list
     """
     wanted = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
     if not wanted:
         raise UsageError(f"--tasks {tasks!r}: names no task")
-    check_machine(dtype, act_bits, kv_cache_dtype=kv_cache_dtype)
+    if "list" in wanted:
+        return _list_tasks(Console(as_json=json, quiet=quiet), data_dir or ())
+    check_machine(dtype, act_bits, kv_cache_dtype=kv_cache_dtype, threads=threads)
+    if checkpoint is not None or checkpoint_option is not None:
+        checkpoint = one_checkpoint(checkpoint, checkpoint_option)
     least_values = {"window": (window, 2), "limit": (limit, 1), "batch-size": (batch_size, 1)}
     for option, (value, least) in (least_values | {"num-fewshot": (num_fewshot, 0)}).items():
         if value is not None and value < least:
@@ -156,6 +178,7 @@ def command(
     from ..eval.tables import markdown as as_markdown
     from ..eval.tables import tables
 
+    set_torch_threads(threads)
     settings = Settings(
         wanted,
         text,
@@ -172,6 +195,7 @@ def command(
         kv_cache_dtype,
         as_served,
         resume,
+        threads,
     )
     named = (("model", model), ("checkpoint", checkpoint))
     roles = [(role, as_model_dir(path, console)) for role, path in named if path is not None]
@@ -190,3 +214,27 @@ def command(
     for name, (ratio, _) in report.ratios.items():
         if max_ratio is not None and ratio > max_ratio:
             raise CheckFailed(f"{name} ratio {ratio:.4f} is above --max-ratio {max_ratio}")
+
+
+def _list_tasks(console: Console, directories: Sequence[Path]) -> None:
+    """Print what --tasks can name, and where the data of each come from."""
+    from dataclasses import asdict
+    from textwrap import fill
+
+    from ..eval.tasks.listing import task_groups
+
+    for directory in directories:
+        if not directory.exists():
+            raise UsageError(f"--data-dir {directory}: no such file or directory")
+    groups = task_groups(directories)
+    console.json("eval.tasks/1", {"groups": [asdict(group) for group in groups]})
+    for group in groups:
+        if group.families:
+            shown = [f"{folder} ({count})" for folder, count in group.families]
+            what = f"{len(group.names)} tasks and groups, by lm-eval's folders; --json has every name"
+        else:
+            shown, what = list(group.names), ""
+        console.text(f"{group.title}: data from {group.data}" + (f"; {what}" if what else ""))
+        console.text(fill(", ".join(shown) or "none", 100, initial_indent="  ", subsequent_indent="  ") + "\n")
+    if not groups[-1].names:
+        console.note("lm-eval is not installed, which all but the built-in tasks need: pip install 'trirun[eval]'")

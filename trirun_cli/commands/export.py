@@ -10,20 +10,32 @@ import typer
 from ..checkpoint.hub import local_model, model_name
 from ..checkpoint.model_dir import read_config
 from ..console import Console, bytes_text
-from .shared.options import Json, Overwrite, Quiet, output_dir
+from ..processors import set_torch_threads
+from .shared.checkpoint_options import CheckpointOption, PackedArgument, one_checkpoint
+from .shared.options import Json, Overwrite, Quiet, Threads, check_threads, completes, output_dir
+
+_FORMATS = (
+    *("gguf:Q2_0", "gguf:TQ2_0", "gguf:TQ1_0", "gguf:F16"),
+    *("mlx", "compressed-tensors", "bitnet", "dense"),
+)
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="Packed checkpoint: a directory, or a name of the hub.")],
     to: Annotated[
         str,
-        typer.Option(help="gguf:Q2_0, gguf:TQ2_0, gguf:TQ1_0, gguf:F16, mlx, compressed-tensors, bitnet or dense."),
+        typer.Option(
+            help="gguf:Q2_0, gguf:TQ2_0, gguf:TQ1_0, gguf:F16, mlx, compressed-tensors, bitnet or dense.",
+            autocompletion=completes(*_FORMATS),
+        ),
     ],
+    checkpoint: PackedArgument = None,
+    checkpoint_option: CheckpointOption = None,
     out: Annotated[Path | None, typer.Option(help="Directory to write, or GGUF file. Default: ./NAME-FORMAT.")] = None,
     pre: Annotated[
         str | None,
         typer.Option(help="GGUF: llama.cpp's name of how the tokenizer splits text, where trirun does not find it."),
     ] = None,
+    threads: Threads = None,
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -39,6 +51,8 @@ def command(
 
       trirun export T --to mlx --out T-mlx
     """
+    checkpoint = one_checkpoint(checkpoint, checkpoint_option)
+    check_threads(threads)
     console = Console(as_json=json, quiet=quiet)
     target, is_file = to.removeprefix("gguf:"), to.startswith("gguf:")
     out = output_dir(out, f"{model_name(checkpoint)}-{target}" + (".gguf" if is_file else ""))
@@ -50,6 +64,7 @@ def command(
     from ..workflows.export import export
     from .views.export import ExportView, show_report
 
+    set_torch_threads(threads)
     with ExportView(console) as view:
         report = export(checkpoint, out, to=to, pre=pre, overwrite=overwrite, progress=view)
     show_report(console, report)

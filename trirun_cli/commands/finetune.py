@@ -11,21 +11,51 @@ import typer
 
 from ..checkpoint.hub import local_model, model_name
 from ..console import Console, bytes_text
-from .shared.options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
+from ..processors import set_torch_threads
+from .shared.options import (
+    Device,
+    Json,
+    Overwrite,
+    Quiet,
+    Threads,
+    check_threads,
+    completes,
+    let_threads_sleep,
+    output_dir,
+)
 
 
 def command(
     model: Annotated[Path, typer.Argument(help="The original model: a directory, or a name of the hub.")],
     out: Annotated[Path | None, typer.Option(help="Checkpoint directory to write. Default: ./MODEL-METHOD.")] = None,
     method: Annotated[
-        str, typer.Option(help="learned: a scale per group. trilm: one per matrix. bitnet: trilm, int8 activations.")
+        str,
+        typer.Option(
+            help="learned: a scale per group. trilm: one per matrix. bitnet: trilm, int8 activations.",
+            autocompletion=completes("learned", "trilm", "bitnet"),
+        ),
     ] = "learned",
     recipe: Annotated[Path | None, typer.Option(help="A recipe of your own (YAML); replaces --method.")] = None,
     init: Annotated[
-        str | None, typer.Option(help="gptq, nearest, or a 2-bit checkpoint of this model to heal (learned only).")
+        str | None,
+        typer.Option(
+            help="gptq, nearest, or a 2-bit checkpoint of this model to heal (learned only).",
+            autocompletion=completes("gptq", "nearest"),
+        ),
     ] = None,
-    grid: Annotated[str | None, typer.Option(help="ternary, signed, midrise or zero (learned only).")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Inputs per scale: 128, 64, 32, or -1 for all.")] = None,
+    grid: Annotated[
+        str | None,
+        typer.Option(
+            help="ternary, signed, midrise or zero (learned only).",
+            autocompletion=completes("ternary", "signed", "midrise", "zero"),
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Inputs per scale: 128, 64, 32, or -1 for all.", autocompletion=completes("128", "64", "32", "-1")
+        ),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(help="Text, jsonl or parquet file, or hf:REPO:SPLIT:COLUMN; repeatable. Default: an excerpt."),
@@ -45,7 +75,14 @@ def command(
     rest_lr: Annotated[float | None, typer.Option(help="The same of norms and embeddings; 0 leaves them.")] = None,
     kl: Annotated[float | None, typer.Option(help="Weight of the divergence from the original model.")] = None,
     ce: Annotated[float | None, typer.Option(help="Weight of the cross-entropy with the text.")] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.", rich_help_panel="Machine")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, bf16, fp16 or fp32.",
+            rich_help_panel="Machine",
+            autocompletion=completes("auto", "bf16", "fp16", "fp32"),
+        ),
+    ] = None,
     gradient_checkpointing: Annotated[
         bool | None,
         typer.Option("--gradient-checkpointing", help="Less memory, a third more time.", rich_help_panel="Machine"),
@@ -59,6 +96,7 @@ def command(
     overwrite: Overwrite = False,
     resume: Annotated[bool, typer.Option(help="Keep the run's state, so that a stopped run continues.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop.")] = False,
+    threads: Threads = None,
     device: Device = "auto",
     json: Json = False,
     quiet: Quiet = False,
@@ -84,6 +122,7 @@ def command(
       trirun finetune MODEL --method bitnet --data corpus.txt --ce 0.5
     """
     started = time.perf_counter()
+    check_threads(threads)
     let_threads_sleep()
     # Of several processes, the first speaks.
     first = os.environ.get("RANK", "0") == "0"
@@ -114,6 +153,7 @@ def command(
     from ..workflows.finetune import finetune
     from .views.finetune import FinetuneView, show_dry_run, show_report
 
+    set_torch_threads(threads)
     with FinetuneView(console, started) as view:
         report = finetune(
             model,
@@ -136,4 +176,4 @@ def command(
         return
     show_report(console, report)
     console.note(f"{out}: weight files {bytes_text(report.bytes_before)} → {bytes_text(report.bytes_after)}")
-    console.note(f"next: trirun eval --checkpoint {out} --model {model}")
+    console.note(f"next: trirun eval {out} --model {model}")

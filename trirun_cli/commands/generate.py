@@ -11,8 +11,8 @@ import typer
 from ..console import Console
 from ..errors import InputError, UsageError
 from ..workflows.import_cache import as_model_dir
+from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, one_checkpoint
 from .shared.generation_options import (
-    Checkpoint,
     Context,
     MinP,
     RepetitionPenalty,
@@ -37,6 +37,7 @@ from .shared.options import (
     KvCacheDType,
     Quiet,
     Tf32,
+    Threads,
     check_machine,
 )
 
@@ -45,7 +46,9 @@ _BATCH = 16
 
 
 def command(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointArgument = None,
+    checkpoint_option: CheckpointOption = None,
+    original: OriginalOption = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", "-f", help="Read the prompt from a file; - is standard input.")
@@ -64,7 +67,7 @@ def command(
     seed: Seed = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(help='A prompt per line; in a .jsonl file, {"prompt": ...}.', rich_help_panel=_MANY),
+        typer.Option(help='A prompt per line; in .jsonl, {"prompt": ..., "max_tokens": ...}.', rich_help_panel=_MANY),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="JSONL file for the answers. Default: standard output.", rich_help_panel=_MANY)
@@ -79,6 +82,7 @@ def command(
         int | None, typer.Option(help=f"Prompts that run at once. Default: {_BATCH}.", rich_help_panel=_MANY)
     ] = None,
     context: Context = None,
+    threads: Threads = None,
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
@@ -96,17 +100,17 @@ def command(
 
     Examples:
 
-      trirun generate --checkpoint DIR --prompt "Once upon a time"
+      trirun generate DIR --prompt "Once upon a time"
 
-      trirun generate -c DIR -f story.txt --temperature 0.8 --top-p 0.95 --seed 1
+      trirun generate DIR -f story.txt --temperature 0.8 --top-p 0.95 --seed 1
 
-      echo "The sea was" | trirun generate -c DIR --max-tokens 64 --stats
+      echo "The sea was" | trirun generate DIR --max-tokens 64 --stats
 
-      trirun generate -c DIR --prompts-file prompts.jsonl --out answers.jsonl
+      trirun generate DIR --prompts-file prompts.jsonl --out answers.jsonl
     """
-    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, context)
+    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, context, threads)
     console = Console(as_json=json, quiet=quiet)
-    checkpoint = as_model_dir(checkpoint, console)
+    checkpoint = as_model_dir(one_checkpoint(checkpoint, checkpoint_option, original), console)
     params = sampling_params(
         checkpoint,
         max_tokens=max_tokens,
@@ -128,6 +132,7 @@ def command(
         "kv_cache_dtype": kv_cache_dtype,
         "tf32": tf32,
         "compiled": compiled,
+        "threads": threads,
     }
     if prompts_file is not None:
         if prompt is not None or prompt_file is not None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from ..checkpoint.model_dir import read_config
 from ..console import Console, bytes_text
 from ..workflows.import_cache import as_model_dir
+from .shared.checkpoint_options import CheckpointOption, PackedArgument, one_checkpoint
 from .shared.options import Json
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="Packed checkpoint: a directory, or a name of the hub.")],
+    checkpoint: PackedArgument = None,
+    checkpoint_option: CheckpointOption = None,
     json: Json = False,
 ) -> None:
     """Show the grid, size, code histogram and scale range of every packed matrix, and the totals.
@@ -22,8 +19,7 @@ def command(
     Example: trirun inspect DIR
     """
     console = Console(as_json=json)
-    checkpoint = as_model_dir(checkpoint, console)
-    # Before torch is imported for one that is not there.
+    checkpoint = as_model_dir(one_checkpoint(checkpoint, checkpoint_option), console)
     read_config(checkpoint)
     from ..checkpoint.facts import module_facts, totals
     from ..checkpoint.reader import Checkpoint

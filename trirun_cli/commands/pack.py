@@ -9,7 +9,8 @@ import typer
 
 from ..checkpoint.hub import local_model, model_name
 from ..console import Console, bytes_text
-from .shared.options import Json, Overwrite, Quiet, output_dir
+from ..processors import set_torch_threads
+from .shared.options import ACT_BITS, Json, Overwrite, Quiet, Threads, check_threads, completes, output_dir
 
 
 def command(
@@ -21,8 +22,12 @@ def command(
     keep: Annotated[str | None, typer.Option(help="Regular expression of linear layers to leave as they are.")] = None,
     act_bits: Annotated[
         int | None,
-        typer.Option(help="Activation bits: 8 for a model trained with such, or 16. Default: 8 for BitNet's format."),
+        typer.Option(
+            help="Activation bits: 8 for a model trained with such, or 16. Default: 8 for BitNet's format.",
+            autocompletion=completes(*map(str, ACT_BITS)),
+        ),
     ] = None,
+    threads: Threads = None,
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -48,6 +53,7 @@ def command(
 
       trirun pack Ternary-Bonsai-8B-mlx-2bit
     """
+    check_threads(threads)
     console = Console(as_json=json, quiet=quiet)
     out, model = output_dir(out, f"{model_name(model)}-packed"), local_model(model, console)
     console.note(f"packing {model} into {out}")
@@ -55,8 +61,9 @@ def command(
     from ..workflows.pack import pack
     from .views.pack import PackView, show_report
 
+    set_torch_threads(threads)
     with PackView(console) as view:
         report = pack(model, out, keep=keep, activation_bits=act_bits, overwrite=overwrite, progress=view)
     show_report(console, report)
     console.note(f"{out}: weight files {bytes_text(report.bytes_before)} → {bytes_text(report.bytes_after)}")
-    console.note(f"next: trirun generate --checkpoint {out}")
+    console.note(f"next: trirun generate {out}")

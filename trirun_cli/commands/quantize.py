@@ -11,7 +11,18 @@ import typer
 from ..checkpoint.hub import local_model, model_name
 from ..console import Console, bytes_text
 from ..errors import UsageError
-from .shared.options import Device, Json, Overwrite, Quiet, let_threads_sleep, output_dir
+from ..processors import set_torch_threads
+from .shared.options import (
+    Device,
+    Json,
+    Overwrite,
+    Quiet,
+    Threads,
+    check_threads,
+    completes,
+    let_threads_sleep,
+    output_dir,
+)
 
 
 def command(
@@ -19,14 +30,25 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Checkpoint directory to write. Default: ./MODEL-2bit.")] = None,
     wbits: Annotated[int, typer.Option(help="Bits per weight; 2.")] = 2,
     group_size: Annotated[
-        int | None, typer.Option(help="Input features per scale: 128, 64, 32, or -1 for one scale per output channel.")
+        int | None,
+        typer.Option(
+            help="Input features per scale: 128, 64, 32, or -1 for one scale per output channel.",
+            autocompletion=completes("128", "64", "32", "-1"),
+        ),
     ] = None,
     grid: Annotated[
         str | None,
-        typer.Option(help="signed {-1,0,1,2}·±s, midrise {±½,±1½}·s, auto (either), zero (real zeros), or ternary."),
+        typer.Option(
+            help="signed {-1,0,1,2}·±s, midrise {±½,±1½}·s, auto (either), zero (real zeros), or ternary.",
+            autocompletion=completes("auto", "signed", "midrise", "zero", "ternary"),
+        ),
     ] = None,
     preset: Annotated[
-        str, typer.Option(help="fast: GPTQ. default: also trains each block. best: trains it long, on more text.")
+        str,
+        typer.Option(
+            help="fast: GPTQ. default: also trains each block. best: trains it long, on more text.",
+            autocompletion=completes("fast", "default", "best"),
+        ),
     ] = "default",
     recipe: Annotated[Path | None, typer.Option(help="A recipe of your own (YAML); replaces --preset.")] = None,
     calibration: Annotated[
@@ -43,6 +65,7 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan the memory, try one block on one batch, and stop.")
     ] = False,
+    threads: Threads = None,
     device: Device = "auto",
     json: Json = False,
     quiet: Quiet = False,
@@ -66,6 +89,7 @@ def command(
     """
     if wbits != 2:
         raise UsageError(f"--wbits {wbits}: only 2 has kernels", "--grid ternary stores {-1, 0, 1} in the same 2 bits")
+    check_threads(threads)
     let_threads_sleep()
     # Of several processes that torchrun started the first one speaks.
     console = Console(as_json=json, quiet=quiet or os.environ.get("RANK", "0") != "0")
@@ -74,6 +98,7 @@ def command(
     from ..workflows.quantize import quantize
     from .views.quantize import QuantizeView, show_dry_run, show_report
 
+    set_torch_threads(threads)
     with QuantizeView(console) as view:
         report = quantize(
             model,
@@ -99,4 +124,4 @@ def command(
         return
     show_report(console, report)
     console.note(f"{out}: weight files {bytes_text(report.bytes_before)} → {bytes_text(report.bytes_after)}")
-    console.note(f"next: trirun generate --checkpoint {out}")
+    console.note(f"next: trirun generate {out}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ from ..checkpoint.hub import model_name
 from ..console import Console
 from ..errors import InputError, UsageError
 from ..workflows.import_cache import as_model_dir
-from .shared.generation_options import Checkpoint
+from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, one_checkpoint
 from .shared.missing import missing_package
 from .shared.options import (
     Accumulate,
@@ -33,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointArgument = None,
+    checkpoint_option: CheckpointOption = None,
+    original: OriginalOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any free one.")] = 8000,
     served_model_name: Annotated[
@@ -64,8 +65,8 @@ def command(
     threads: Annotated[
         int | None,
         typer.Option(
-            help="Of the CPU decoder. Default: one per processor. A small model with many clients may do better with "
-            "one fewer, which is left to the connections.",
+            help="Threads on the CPU. Default: OMP_NUM_THREADS, or one per processor. A small model with many clients "
+            "may do better with one fewer, which is left to the connections.",
             rich_help_panel="Machine",
         ),
     ] = None,
@@ -88,19 +89,18 @@ def command(
 
     Examples:
 
-      trirun serve --checkpoint DIR
+      trirun serve DIR
 
-      trirun serve -c DIR --host 0.0.0.0 --api-key-file key.txt --max-batch 64
+      trirun serve DIR --host 0.0.0.0 --api-key-file key.txt --max-batch 64
 
       curl localhost:8000/v1/completions --json '{"prompt": "Once upon a time"}'
     """
-    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype)
-    least_values = {"--max-batch": (max_batch, 1), "--ctx": (ctx, 1), "--threads": (threads, 1)}
+    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, threads=threads)
+    checkpoint = one_checkpoint(checkpoint, checkpoint_option, original)
+    least_values = {"--max-batch": (max_batch, 1), "--ctx": (ctx, 1)}
     for name, (value, least) in (least_values | {"--max-waiting": (max_waiting, 0)}).items():
         if value is not None and value < least:
             raise UsageError(f"{name} {value}: at least {least}")
-    if threads is not None and threads > (processors := len(os.sched_getaffinity(0))):
-        raise UsageError(f"--threads {threads}: this process may use {processors} processors")
     if not 0 <= drain < 86_400:
         raise UsageError(f"--drain {drain:g}: seconds from 0 to a day")
     if not 0 <= stream_interval <= 10_000:

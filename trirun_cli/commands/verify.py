@@ -12,13 +12,21 @@ from ..checkpoint.hub import local_model
 from ..checkpoint.model_dir import read_config
 from ..console import Console
 from ..errors import CheckFailed
+from .shared.checkpoint_options import CheckpointOption, PackedArgument, one_checkpoint
 from .shared.options import Json, Quiet
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="Packed checkpoint: a directory, or a name of the hub.")],
+    checkpoint: PackedArgument = None,
+    checkpoint_option: CheckpointOption = None,
     against: Annotated[
-        Path | None, typer.Option(help="Original model: every packed matrix must decode to its weight bit for bit.")
+        Path | None,
+        typer.Option(
+            "--against",
+            "--model",
+            "-m",
+            help="The original, unquantized model: every packed matrix must decode to its weight bit for bit.",
+        ),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -30,17 +38,17 @@ def command(
     Example: trirun verify T --against TriLM_1.1B_Unpacked
     """
     console = Console(as_json=json, quiet=quiet)
-    checkpoint = local_model(checkpoint, console)
-    # Before torch is imported for one that is not there.
+    checkpoint = local_model(one_checkpoint(checkpoint, checkpoint_option), console)
     read_config(checkpoint)
     original = None if against is None else open_source(local_model(against, console))
     from ..checkpoint.reader import Checkpoint
     from ..checkpoint.verify import verify_files, verify_modules
+    from ..models.linears import linear_layers
 
     opened = Checkpoint(checkpoint)
     checks = list(verify_files(opened))
     with console.progress("verifying", len(opened.modules)) as bar:
-        for check in verify_modules(opened, original):
+        for check in verify_modules(opened, linear_layers(opened), original):
             checks.append(check)
             bar.advance()
     problems = [{"where": where, "problem": problem} for where, problem in checks if problem is not None]

@@ -73,6 +73,7 @@ def open_candidate(role: str, path: Path, settings: Settings, reporter: Reporter
         dtype=settings.dtype,
         act_bits=settings.act_bits,
         kv_cache_dtype=settings.kv_cache_dtype,
+        threads=settings.threads,
         scoring=True,
         exact=not settings.as_served,
     )

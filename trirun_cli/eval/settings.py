@@ -31,6 +31,7 @@ class Settings:
     kv_cache_dtype: str = "auto"
     as_served: bool = False
     resume: Path | None = None
+    threads: int | None = None
 
     @property
     def harness_tasks(self) -> list[str]:

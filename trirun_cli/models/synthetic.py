@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from trirun_kernels.decoder.cuda_weights import CudaLayer, CudaModel, Projection, padded_head
 from trirun_kernels.decoder.weights import DecoderShape
-from trirun_kernels.weights.packing import PackedWeight, dequantize, stored_shapes
+from trirun_kernels.weights.packing import PackedWeight, dequantize
+from trirun_kernels.weights.shapes import stored_shapes
 from trirun_kernels.weights.spec import QuantSpec
 
 

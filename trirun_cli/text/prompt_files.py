@@ -7,12 +7,13 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import RECIPE_FILE
+from ..engine.sampling import SamplingParams
 from ..errors import InputError, UsageError
 
 # What decides a model's answers besides its weights; and how many bytes of a file are read, at how many places.
@@ -21,22 +22,38 @@ _IDENTIFYING = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", RECIPE_FILE),
 )
 _SAMPLE, _SAMPLES = 2**14, 64
+# What a line may say of its own sampling, in place of the options: the types of SamplingParams' fields.
+_PARAMS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("max_tokens", "top_k", "seed"), (int,)),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (int, float)),
+    "stop": (str, list),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """A prompt of a file. ``index`` counts them from 0; ``id`` is the file's own name for it, or None."""
+    """A prompt of a file.
+
+    Attributes:
+        index: counts them from 0. text: the prompt. id: the file's own name for it, or None.
+        params: what its line says of :class:`~trirun_cli.engine.sampling.SamplingParams`, by the names of the fields.
+        unused: names of further fields of its line.
+    """
 
     index: int
     text: str
     id: Any = None
+    params: dict[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
     """The prompts of a file; - is standard input. Blank lines are none.
 
     Args:
-        path: each line is a prompt; in a file that ends in .jsonl, an object with "prompt" and perhaps "id".
+        path: each line is a prompt; in a file that ends in .jsonl, an object with "prompt" and perhaps "id" and
+            sampling parameters, as "max_tokens" and "temperature"; null is as absent.
 
     Raises:
         InputError: the file is missing, not UTF-8, or a line is not what it should be.
@@ -63,8 +80,29 @@ def read_prompts(path: Path) -> list[PromptLine]:
             value["prompt"].encode()
         except UnicodeEncodeError as error:
             raise InputError(f"{path}:{number}: half a character, which is no text: {error}") from error
-        prompts.append(PromptLine(index, value["prompt"], value.get("id")))
+        params = _params(value, f"{path}:{number}")
+        unused = tuple(name for name in value if name not in ("prompt", "id", *_PARAMS))
+        prompts.append(PromptLine(index, value["prompt"], value.get("id"), params, unused))
     return prompts
+
+
+def _params(line: dict[str, Any], where: str) -> dict[str, Any]:
+    """The sampling parameters of a line, with values that they may have."""
+    found = {name: line[name] for name in _PARAMS if line.get(name) is not None}
+    for name, value in found.items():
+        # type(), not isinstance: true is no number.
+        if type(value) not in _PARAMS[name]:
+            raise InputError(f"{where}: {name} is {value!r}")
+    if "stop" in found:
+        texts = [found["stop"]] if isinstance(found["stop"], str) else found["stop"]
+        if not all(isinstance(text, str) for text in texts):
+            raise InputError(f"{where}: stop is {found['stop']!r}, neither a text nor a list of texts")
+        found["stop"] = tuple(texts)
+    try:
+        SamplingParams(**found)
+    except UsageError as error:
+        raise InputError(f"{where}: {error}") from None
+    return found
 
 
 class AnswerFile:
@@ -109,15 +147,19 @@ class AnswerFile:
             raise
 
     def check(self, prompts: list[PromptLine]) -> None:
-        """Raises InputError when an answer that is kept belongs to another prompt than this file's."""
+        """Raises InputError when an answer that is kept belongs to another prompt than this file's, or to the same with
+        other parameters."""
         for index, answer in self.answers.items():
             if index >= len(prompts) or prompts[index].text != answer.get("prompt"):
                 raise InputError(f"{self._path}: answer {index} is to another prompt than the prompts file has there")
+            if answer.get("params", {}) != _plain(prompts[index].params):
+                raise InputError(f"{self._path}: answer {index} is of other parameters than the prompts file has there")
 
     def add(self, prompt: PromptLine, answer: dict[str, Any]) -> None:
         """Write an answer, with the prompt and its place in the file."""
         named = {} if prompt.id is None else {"id": prompt.id}
-        entry = {"index": prompt.index, **named, "prompt": prompt.text, **answer, "settings": self._digest}
+        params = {"params": _plain(prompt.params)} if prompt.params else {}
+        entry = {"index": prompt.index, **named, "prompt": prompt.text, **params, **answer, "settings": self._digest}
         self.answers[prompt.index] = entry
         line = json.dumps(entry, ensure_ascii=False) + "\n"
         if self._printed:
@@ -181,6 +223,11 @@ class AnswerFile:
                 kept.append(line + b"\n")
         left = b"".join(kept)
         return None if left == content else left
+
+
+def _plain(params: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives them back."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in params.items()}
 
 
 def _locked(path: Path) -> IO[bytes]:

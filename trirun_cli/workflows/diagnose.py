@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 # What this version was tested with: the lower bound included, the upper excluded.
 TESTED = {"torch": ("2.10", "3"), "transformers": ("5.16.1", "6")}
+
+LIGHT = "packed Llama-like checkpoints run on the CPU without it; pip install trirun adds it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,9 @@ def diagnose() -> Iterator[Finding]:
         yield _version(package, low, high)
     yield _guarded("name `kernels`", _kernels_package)
     yield _guarded("CPU kernel", _cpu_library)
+    if find_spec("torch") is None:
+        yield _guarded("int2_gemm on cpu", self_test_without_torch)
+        return
     yield _guarded("CUDA kernel", _cuda)
     yield _guarded("int2_gemm on cpu", lambda: self_test("cpu"))
     if _cuda_devices():
@@ -67,6 +72,47 @@ def self_test(device: str) -> Finding:
     return Finding(f"int2_gemm on {device}", "ok" if right else "fail", detail if right else f"{detail}: {worst[1]}")
 
 
+def self_test_without_torch() -> Finding:
+    """The CPU's product on random codes against a product in float64, by numpy: every kind of grid, 8- and 16-bit
+    activations."""
+    from ctypes import byref
+
+    import numpy as np
+    from trirun_kernels import QuantSpec, native
+    from trirun_kernels.arrays import Array
+    from trirun_kernels.weights.numpy_codes import unpack
+    from trirun_kernels.weights.shapes import stored_shapes
+
+    random, (n, k) = np.random.default_rng(0), (320, 1024)
+    worst, products = (0.0, ""), 0
+    for spec in (QuantSpec(-1, 1.0), QuantSpec(128, 1.5), QuantSpec(64, 1.0), QuantSpec(32, 1.0), QuantSpec(128, None)):
+        words_shape, groups_shape = stored_shapes(n, k, spec)
+        # Any bits are codes.
+        words = random.integers(-(2**31), 2**31, words_shape, dtype=np.int32)
+        scales, zeros = ((random.random(groups_shape) + 0.5).astype(np.float16) for _ in range(2))
+        stored = zeros if spec.zero is None else None
+        dense = unpack(words, scales, stored, n, k, spec).dense().astype(np.float64)
+        places = [None if part is None else Array.of(part).address for part in (words, scales, stored)]
+        weight = native.Int2Struct(*places, n, k, spec.group_size, spec.zero_operand)
+        for m in (1, 7, 20, 100):
+            x = random.standard_normal((m, k), dtype=np.float32)
+            step = np.abs(x).max(axis=1, keepdims=True) / 127
+            for act_bits, inputs in ((16, x), (8, np.rint(x / step) * step)):
+                y = np.empty((m, n), np.float32)
+                code = native.cpu().trirun_cpu_int2_gemm(
+                    byref(weight), n, k, Array.of(x).address, native.DTYPES["float32"], m, k, None,
+                    Array.of(y).address, n, act_bits, 1,
+                )  # fmt: skip
+                native.check_cpu(code, f"trirun_cpu_int2_gemm: x [{m}, {k}], weight [{n}, {k}]")
+                want = inputs.astype(np.float64) @ dense.T
+                error = float(np.linalg.norm(y - want) / np.linalg.norm(want))
+                case = f"{spec}, {m} rows, {act_bits}-bit activations"
+                worst, products = max(worst, (error if error == error else np.inf, case)), products + 1
+    right = worst[0] < 2e-3
+    detail = f"{products} products, relative error at most {worst[0]:.1e} against float64"
+    return Finding("int2_gemm on cpu", "ok" if right else "fail", detail if right else f"{detail}: {worst[1]}")
+
+
 def _machine() -> Finding:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -79,14 +125,14 @@ def _version(package: str, low: str, high: str) -> Finding:
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
-        return Finding(package, "fail", "not installed")
+        return Finding(package, "note", f"not installed: {LIGHT}")
     inside = _numbers(low) <= _numbers(version) < _numbers(high)
     return Finding(package, "ok" if inside else "note", f"{version} (tested: {low} up to, not including, {high})")
 
 
 def _kernels_package() -> Finding:
     # A folder named `kernels` with an __init__.py shadows the package that transformers imports under that name.
-    spec = importlib.util.find_spec("kernels")
+    spec = find_spec("kernels")
     if spec is None or spec.origin is None:
         return Finding("name `kernels`", "ok", "no package shadows it")
     try:
@@ -96,12 +142,11 @@ def _kernels_package() -> Finding:
 
 
 def _cpu_library() -> Finding:
-    from trirun_kernels.gemm import cpu
+    from trirun_kernels import native
 
-    backend = cpu.backend()
-    if backend == "reference":
+    if not native.library_path("cpu").exists():
         return Finding("CPU kernel", "fail", "not built, a dense reference serves: reinstall with a C++ compiler")
-    return Finding("CPU kernel", "ok", f"instruction set {backend}")
+    return Finding("CPU kernel", "ok", f"instruction set {native.cpu().trirun_cpu_isa().decode()}")
 
 
 def _cuda_devices() -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..weights.layout import K_BLOCK, padded
+from ..weights.shapes import K_BLOCK, padded
 from . import cpu
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..f16acc.int2 import FEWEST_ROWS
-from ..weights.packing import PackedWeight, dequantize, stored_shapes
+from ..weights.packing import PackedWeight, dequantize
+from ..weights.shapes import stored_shapes
 from ..weights.spec import QuantSpec
 from .ops import int2_gemm
 

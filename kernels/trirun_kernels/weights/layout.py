@@ -22,14 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-N_TILE = 64  # rows of one n tile
-K_BLOCK = 32  # columns of one 512-byte block
-K_PAD = 128  # k is padded to this, so that every kernel works in whole activation groups
-
-
-def padded(n: int, k: int) -> tuple[int, int]:
-    """The stored shape of an [n, k] matrix: n rounded up to 64 rows, k to 128 columns."""
-    return -(-n // N_TILE) * N_TILE, -(-k // K_PAD) * K_PAD
+from .shapes import K_BLOCK, N_TILE
 
 
 def tile_codes(codes: Tensor) -> Tensor:

@@ -8,12 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import K_BLOCK, N_TILE, n_tile_order, natural_order, padded, tile_codes, untile_codes
+from .layout import n_tile_order, natural_order, tile_codes, untile_codes
+from .shapes import PackError, filler_code, padded, stored_shapes
 from .spec import QuantSpec
-
-
-class PackError(ValueError):
-    """The data does not fit the 2-bit grid or the tile64 layout; the message names the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +66,6 @@ class PackedWeight:
         return PackedWeight(self.words.to(device), self.scales.to(device), zeros, self.n, self.k, self.spec)
 
 
-def stored_shapes(n: int, k: int, spec: QuantSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of ``words`` and of ``scales`` (and ``zeros``) for an [n, k] weight.
-
-    Raises:
-        PackError: n or k is not positive, or k is not a multiple of the group size.
-    """
-    if n <= 0 or k <= 0:
-        raise PackError(f"a weight of shape [{n}, {k}] cannot be packed")
-    try:
-        spec.groups(k)
-    except ValueError as error:
-        raise PackError(str(error)) from None
-    n_pad, k_pad = padded(n, k)
-    return (n_pad // N_TILE, k_pad // K_BLOCK, 4 * K_BLOCK), (spec.groups(k_pad), n_pad)
-
-
 def pack(codes: Tensor, scales: Tensor, spec: QuantSpec, zeros: Tensor | None = None) -> PackedWeight:
     """Pack codes and scales into tile64.
 
@@ -109,9 +90,7 @@ def pack(codes: Tensor, scales: Tensor, spec: QuantSpec, zeros: Tensor | None = 
         stored["zeros"] = _exact_fp16("zeros", zeros, (n, spec.groups(k)))
 
     n_pad, k_pad = padded(n, k)
-    # The padding decodes to zero where the grid has one; elsewhere a zero activation meets it.
-    filler = int(spec.zero) if spec.zero is not None and spec.zero in (0, 1, 2, 3) else 1
-    tiled = tile_codes(F.pad(codes, (0, k_pad - k, 0, n_pad - n), value=filler))
+    tiled = tile_codes(F.pad(codes, (0, k_pad - k, 0, n_pad - n), value=filler_code(spec)))
     ordered = {
         name: n_tile_order(F.pad(value, (0, groups_shape[0] - value.shape[1], 0, n_pad - n)))
         for name, value in stored.items()

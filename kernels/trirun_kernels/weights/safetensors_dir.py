@@ -116,8 +116,8 @@ class SafetensorsDir:
         dtype = self.array_dtype(name)
         return Array.within(self._map(name), dtype, self[name].shape, self[name].start)
 
-    def floats(self, name: str) -> np.ndarray:
-        """A small tensor, a norm or a bias, as float32 in memory of its own.
+    def array(self, name: str) -> np.ndarray:
+        """A tensor in memory of its own, as numpy has it; bfloat16 is widened to float32.
 
         Raises:
             TensorFileError, UnsupportedDtypeError: see :meth:`array_dtype` and :meth:`read_into`.
@@ -130,8 +130,18 @@ class SafetensorsDir:
         if dtype == "bfloat16":
             wide = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
-            wide = raw.view(dtype).astype(np.float32)
+            wide = raw.view(dtype)
         return wide.reshape(self[name].shape)
+
+    def floats(self, name: str) -> np.ndarray:
+        """A small tensor, a norm or a bias, as float32 in memory of its own.
+
+        Raises:
+            TensorFileError, UnsupportedDtypeError: see :meth:`array_dtype` and :meth:`read_into`.
+        """
+        import numpy as np
+
+        return self.array(name).astype(np.float32, copy=False)
 
     def read_into(self, name: str, buffer: memoryview, offset: int = 0) -> None:
         """Fill a buffer with a tensor's bytes from its byte ``offset`` on, without mapping the file.

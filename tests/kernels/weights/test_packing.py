@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trirun_kernels import PackedWeight, PackError, QuantSpec, dequantize, pack, unpack
-from trirun_kernels.weights.layout import n_tile_order, natural_order, padded, tile_codes, untile_codes
+from trirun_kernels.weights.layout import n_tile_order, natural_order, tile_codes, untile_codes
 from trirun_kernels.weights.packing import dequantize_codes
+from trirun_kernels.weights.shapes import padded
 from trirun_kernels.weights.spec import GROUP_SIZES
 
 GOLDEN = ["85f9d607f9aadf76", "8eeb9cf474dfffbd", "262c0ba88162c6b8"]
@@ -187,3 +188,28 @@ def test_a_grid_without_any_zero_point_is_refused():
     codes, scales = torch.zeros(64, 128, dtype=torch.uint8), torch.ones(64, 1, dtype=torch.float16)
     with pytest.raises(ValueError, match="needs one for every group"):
         dequantize_codes(codes, scales, QuantSpec(128, None))
+
+
+@pytest.mark.parametrize("spec", [QuantSpec(-1, 1.0), QuantSpec(64, 1.5), QuantSpec(32, None)], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (100, 192), (1, 64), (200, 448)])
+def test_numpy_reads_what_torch_packs(n, k, spec):
+    from trirun_kernels.weights import numpy_codes
+
+    generator = torch.Generator().manual_seed(n * k)
+    codes = torch.randint(0, 4, (n, k), dtype=torch.uint8, generator=generator)
+    scales, zeros = (torch.randn(n, spec.groups(k), generator=generator).half() for _ in range(2))
+    w = pack(codes, scales, spec, zeros if spec.zero is None else None)
+    stored = (w.words.numpy(), w.scales.numpy(), None if w.zeros is None else w.zeros.numpy())
+    found = numpy_codes.unpack(*stored, n, k, spec)
+    assert (found.true_codes == codes.numpy()).all() and (found.true_groups(found.scales) == scales.numpy()).all()
+    assert (found.dense() == dequantize(w).numpy()).all() and found.is_canonical
+    if (n, k) != (64, 128):
+        # A bit of the padding that packing would not have set.
+        changed = found.codes.copy()
+        changed[-1, -1] ^= 1
+        words = tile_codes(torch.from_numpy(changed)).numpy()
+        assert not numpy_codes.unpack(words, *stored[1:], n, k, spec).is_canonical
+        other = stored[1].copy()
+        other[-1, -1] = 1
+        padded_scales = found.scales.shape != (n, spec.groups(k))
+        assert numpy_codes.unpack(stored[0], other, stored[2], n, k, spec).is_canonical != padded_scales

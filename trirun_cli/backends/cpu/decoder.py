@@ -5,7 +5,6 @@ Importing and running it takes numpy but not torch, whose import costs seconds a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ...checkpoint.model_dir import ModelDir
 from ...checkpoint.reader import Format
 from ...errors import InputError
 from ...models.llama_config import UnsupportedModel, chosen_context
+from ...processors import default_threads
 from .weights import decoder_weights
 
 _FIRST_ROW = np.zeros(1, np.int64)
@@ -35,7 +35,7 @@ class NativeDecoder:
         kv_dtype: of the cache, "float16" or "float32".
         max_rows: tokens of one native step; longer prompts are run in pieces of this size. Kernels take rows in blocks
             that are multiples of 48.
-        threads: None takes one per processor this process may use.
+        threads: None takes :func:`~trirun_cli.processors.default_threads`.
         int8_head: hold the output head in 8 bits, a scale per row: half the bytes, and on the reference model 0.02 %
             of perplexity; otherwise it stays as the checkpoint has it.
 
@@ -60,7 +60,7 @@ class NativeDecoder:
         config = source.config
         form = Format.from_dict(config.get("quantization_config") or {}, path)
         self.context = chosen_context(config, context)
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or default_threads()
         precision = "8-bit head" if int8_head else "head unquantized"
         cache = {"float16": "16-bit cache", "float32": "cache unquantized"}[kv_dtype]
         self.name = f"native decoder on cpu, {self.threads} threads, {precision}, {cache}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...console import Console
-from ..shared.options import Device, Json, Quiet
+from ..shared.options import Device, Json, Quiet, Threads
 from .measuring import check_measuring, check_plot, measuring_device, positive_numbers
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def command(
     splits: Annotated[str, typer.Option(help="Comma-separated numbers of chunks of k.")] = "1,2,4,8,16,32,64",
     seconds: Annotated[float, typer.Option(help="Measuring time per contestant and size.")] = 0.2,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG: speed over sizes, error over splits.")] = None,
+    threads: Threads = None,
     device: Device = "auto",
     json: Json = False,
     quiet: Quiet = False,
@@ -38,7 +39,7 @@ def command(
     check_measuring(seconds)
     sides = None if sizes is None else positive_numbers("--sizes", sizes)
     console = Console(as_json=json, quiet=quiet)
-    place, load = measuring_device(console, device)
+    place, load = measuring_device(console, device, threads)
     import torch
 
     if sides is None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ...errors import UsageError
-from ..shared.options import check_output, let_threads_sleep
+from ...processors import set_torch_threads
+from ..shared.options import check_output, check_threads, let_threads_sleep
 
 if TYPE_CHECKING:
     import torch
@@ -62,22 +63,24 @@ def check_plot(path: Path | None) -> None:
     require_matplotlib()
 
 
-def measuring_device(console: Console, device: str) -> tuple[torch.device, str | None]:
+def measuring_device(console: Console, device: str, threads: int | None = None) -> tuple[torch.device, str | None]:
     """The device to measure, and what :func:`busy` says, for the document; warns where that changes the timings.
 
     To be called before torch is imported, since OpenMP reads how its threads wait only once.
 
     Args:
-        device: of ``--device``.
+        device: of ``--device``. threads: of ``--threads``, which torch then computes with.
 
     Raises:
-        UsageError, MissingError: there is no such device.
+        UsageError: there is no such device, or not as many processors. MissingError: the device is not there.
     """
+    check_threads(threads)
     load = sleep_if_busy()
     import torch
 
     from ...backends.device import pick_device
 
+    set_torch_threads(threads)
     place = torch.device(pick_device(device))
     if load and place.type == "cpu":
         console.warn(f"{load}: other work takes part in these timings")

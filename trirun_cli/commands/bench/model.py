@@ -11,17 +11,29 @@ import typer
 from ...console import Console, bytes_text
 from ...errors import MissingError, UsageError
 from ...workflows.import_cache import as_model_dir
-from ..shared.options import ActBits, Device, DType, Json, Quiet, check_machine
+from ..shared.checkpoint_options import CheckpointArgument, CheckpointOption, one_checkpoint
+from ..shared.options import ActBits, Device, DType, Json, Quiet, Threads, check_machine, completes
 from .measuring import check_measuring, check_plot, end_gathering, gather, measuring_device, positive_numbers
 
 if TYPE_CHECKING:
     from ...bench.models import Cell, Contestant
 
 
+def _shape_names(incomplete: str) -> list[str]:
+    from ...bench.models import load_decoder_shapes
+
+    return [name for name in load_decoder_shapes() if name.startswith(incomplete)]
+
+
 def command(
-    checkpoint: Annotated[Path | None, typer.Argument(help="A checkpoint of a Llama-like model.")] = None,
+    checkpoint: CheckpointArgument = None,
+    checkpoint_option: CheckpointOption = None,
     shape: Annotated[
-        str | None, typer.Option(help="Random ternary weights of this shape instead: llama-2-7b, llama-3-8b, ...")
+        str | None,
+        typer.Option(
+            help="Random ternary weights of this shape instead: llama-2-7b, llama-3-8b, ...",
+            autocompletion=_shape_names,
+        ),
     ] = None,
     batch: Annotated[str, typer.Option(help="Comma-separated numbers of sequences at once.")] = "1,8,32",
     context: Annotated[
@@ -30,10 +42,15 @@ def command(
     ] = None,
     dense: Annotated[bool, typer.Option("--dense/--no-dense", help="Measure it in 16 bits beside.")] = True,
     group_size: Annotated[
-        int | None, typer.Option(help="With --shape: weights per scale, 32, 64, 128, or -1: a row. Default: -1.")
+        int | None,
+        typer.Option(
+            help="With --shape: weights per scale, 32, 64, 128, or -1: a row. Default: -1.",
+            autocompletion=completes("32", "64", "128", "-1"),
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Measuring time per contestant and cell.")] = 0.5,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG: tokens per second over the batch.")] = None,
+    threads: Threads = None,
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
@@ -41,6 +58,7 @@ def command(
         str,
         typer.Option(
             help="Comma-separated, of auto (as --dtype) and int8: each model with each of them.",
+            autocompletion=completes("auto", "int8", "auto,int8"),
             rich_help_panel="Machine",
         ),
     ] = "auto",
@@ -63,6 +81,8 @@ def command(
     """
     from ...bench.models import check, decoder_shape_named, document, run
 
+    if checkpoint is not None or checkpoint_option is not None:
+        checkpoint = one_checkpoint(checkpoint, checkpoint_option)
     if (checkpoint is None) == (shape is None):
         raise UsageError("give a checkpoint directory or --shape, one of them")
     if shape is None and group_size is not None:
@@ -70,7 +90,7 @@ def command(
     group_size = -1 if group_size is None else group_size
     batches = positive_numbers("--batch", batch)
     given = None if context is None else positive_numbers("--context", context)
-    check_machine(dtype, act_bits)
+    check_machine(dtype, act_bits, threads=threads)
     check_measuring(seconds, group_size)
     if dtype == "float32":
         raise UsageError(f"--dtype {dtype}: auto, float16 or bfloat16")
@@ -83,7 +103,7 @@ def command(
     if checkpoint is not None:
         checkpoint = as_model_dir(checkpoint, console)
     contexts = given or [_usual_context(checkpoint)]
-    place, load = measuring_device(console, device)
+    place, load = measuring_device(console, device, threads)
     import torch
 
     from ...bench.contestants import of_checkpoint, of_shape
@@ -102,14 +122,15 @@ def command(
         kind = torch.bfloat16 if dtype == "bfloat16" else torch.float16
         contestants = of_shape(
             sizes, device=place, dtype=kind, group_size=group_size, act_bits=act_bits or 16, positions=most,
-            dense=dense, caches=caches,
+            dense=dense, caches=caches, threads=threads,
         )  # fmt: skip
         vocab, name = sizes.vocab, f"{shape}, random ternary weights, group size {group_size}"
     else:
         assert checkpoint is not None
         contestants, vocab = of_checkpoint(
-            checkpoint, device=place, dtype=dtype, act_bits=act_bits, positions=most, dense=dense, caches=caches
-        )
+            checkpoint, device=place, dtype=dtype, act_bits=act_bits, positions=most, dense=dense, caches=caches,
+            threads=threads,
+        )  # fmt: skip
         name = str(checkpoint)
     errors = check(contestants, vocab)
     total = len(batches) * len(contexts)

@@ -15,15 +15,6 @@ if TYPE_CHECKING:
 
 _SAMPLING = "Sampling"
 
-Checkpoint = Annotated[
-    Path,
-    typer.Option(
-        "--checkpoint",
-        "--model",
-        "-c",
-        help="Packed checkpoint or unquantized model: a directory, or the hub's ORG/NAME.",
-    ),
-]
 Temperature = Annotated[
     float | None,
     typer.Option(help="0 is greedy. Default: the model's generation_config, else 0.", rich_help_panel=_SAMPLING),

@@ -16,22 +16,62 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ...errors import InputError, UsageError
+from ...processors import processors
+
+
+def completes(*names: str) -> Callable[[str], list[str]]:
+    """For ``typer.Option(autocompletion=...)``: what TAB offers of these names after what has been typed."""
+
+    def offered(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return offered
+
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+ENGINES = ("auto", "native", "transformers")
+ACCUMULATE = ("fp32", "fp16", "fp16-forced")
+KV_CACHE_DTYPES = ("auto", "int8")
+ACT_BITS = (8, 16)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no progress bars.")]
 Device = Annotated[
-    str, typer.Option(help="auto (first GPU, else CPU), cpu, cuda or cuda:N.", rich_help_panel="Machine")
+    str,
+    typer.Option(
+        help="auto (first GPU, else CPU), cpu, cuda or cuda:N.",
+        rich_help_panel="Machine",
+        autocompletion=completes("auto", "cpu", "cuda"),
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        help="Threads on the CPU. Default: OMP_NUM_THREADS, or one per processor that it may use.",
+        rich_help_panel="Machine",
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output directory if it is not empty.")]
-DType = Annotated[str, typer.Option(help="float32, float16, bfloat16 or auto.", rich_help_panel="Machine")]
+DType = Annotated[
+    str,
+    typer.Option(
+        help="float32, float16, bfloat16 or auto.", rich_help_panel="Machine", autocompletion=completes(*DTYPES)
+    ),
+]
 ActBits = Annotated[
-    int | None, typer.Option(help="Activation bits, 8 or 16. Default: the checkpoint's.", rich_help_panel="Machine")
+    int | None,
+    typer.Option(
+        help="Activation bits, 8 or 16. Default: the checkpoint's.",
+        rich_help_panel="Machine",
+        autocompletion=completes(*map(str, ACT_BITS)),
+    ),
 ]
 Accumulate = Annotated[
     str,
     typer.Option(
         help="Sums: fp32, or fp16 in long prompts where the GPU gains (trirun doctor); fp16-forced: anyway.",
         rich_help_panel="Machine",
+        autocompletion=completes(*ACCUMULATE),
     ),
 ]
 KvCacheDType = Annotated[
@@ -40,10 +80,16 @@ KvCacheDType = Annotated[
         "--kv-cache-dtype",
         help="Keys and values: auto is the type it computes in; int8 takes half the memory, on a GPU.",
         rich_help_panel="Machine",
+        autocompletion=completes(*KV_CACHE_DTYPES),
     ),
 ]
 Engine = Annotated[
-    str, typer.Option(help="native, transformers, or auto: native where it runs.", rich_help_panel="Machine")
+    str,
+    typer.Option(
+        help="native, transformers, or auto: native where it runs.",
+        rich_help_panel="Machine",
+        autocompletion=completes(*ENGINES),
+    ),
 ]
 
 Tf32 = Annotated[
@@ -112,24 +158,40 @@ def check_machine(
     accumulate: str = "fp32",
     kv_cache_dtype: str = "auto",
     context: int | None = None,
+    threads: int | None = None,
 ) -> None:
     """Refuse values that the machine options do not have.
 
     Raises:
         UsageError: naming the option.
     """
-    if dtype not in ("auto", "float32", "float16", "bfloat16"):
+    if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: auto, float32, float16 or bfloat16")
-    if act_bits not in (None, 8, 16):
+    if act_bits not in (None, *ACT_BITS):
         raise UsageError(f"--act-bits {act_bits}: 8 or 16")
-    if engine not in ("auto", "native", "transformers"):
+    if engine not in ENGINES:
         raise UsageError(f"--engine {engine}: auto, native or transformers")
-    if accumulate not in ("fp32", "fp16", "fp16-forced"):
+    if accumulate not in ACCUMULATE:
         raise UsageError(f"--accumulate {accumulate}: fp32, fp16 or fp16-forced")
-    if kv_cache_dtype not in ("auto", "int8"):
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: auto or int8")
     if context is not None and context < 1:
         raise UsageError(f"--ctx {context}: at least 1")
+    check_threads(threads)
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuse a number of threads that this process cannot run at once.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if threads is None:
+        return
+    if threads < 1:
+        raise UsageError(f"--threads {threads}: at least 1")
+    if threads > processors():
+        raise UsageError(f"--threads {threads}: this process may use {processors()} processors")
 
 
 def check_output(option: str, path: Path | None, *, folder: bool = False) -> None:

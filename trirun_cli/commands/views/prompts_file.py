@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...text.completion import Completion
 
 # What of the machine changes no answer, or what a run may have to be continued without.
-_SAME_ANSWERS = ("device", "compiled")
+_SAME_ANSWERS = ("device", "compiled", "threads")
 
 
 def generate_many(
@@ -35,7 +35,8 @@ def generate_many(
     resume: bool,
     overwrite: bool,
 ) -> None:
-    """Answer every prompt of a file; the prompt of index i is sampled with seed + i.
+    """Answer every prompt of a file; the prompt of index i is sampled with seed + i, unless its line has a seed. What a
+    line says of its sampling goes before ``params``.
 
     Raises:
         TrirunError: prompts were refused; the others are answered, and each refusal stands in place of its answer.
@@ -60,6 +61,8 @@ def generate_many(
     prompts = read_prompts(prompts_file)
     if not prompts:
         console.warn(f"{prompts_file} holds no prompt")
+    if unused := dict.fromkeys(name for line in prompts for name in line.unused):
+        console.note(f"{prompts_file}: not used of its lines: {', '.join(unused)}")
     tokenizer = quick_tokenizer(checkpoint, chat=chat is not False)
     use_chat = bool(tokenizer.chat_template) if chat is None else chat
     if use_chat:
@@ -87,7 +90,7 @@ def generate_many(
                     seed = None if params.seed is None else (params.seed + line.index) % 2**64
                     try:
                         ids = encode_prompt(tokenizer, line.text, chat=use_chat)
-                        prompt = Prompt(str(line.index), ids, replace(params, seed=seed))
+                        prompt = Prompt(str(line.index), ids, replace(params, **{"seed": seed} | line.params))
                         engine.check(Request(prompt.id, tuple(ids), prompt.params))
                     except InputError as error:
                         answers.add(line, {"error": str(error)})

@@ -69,7 +69,7 @@ class Loader:
                 or malformed. MissingError: lm-eval is not installed.
         """
         name = ALIASES.get(name, name)
-        root = _tasks_root()
+        root = tasks_root()
         if self.directories:
             if name in OFFLINE_TASKS:
                 task = self._local(name, root)
@@ -210,7 +210,8 @@ def needs_lm_eval(names: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def _tasks_root() -> Path:
+def tasks_root() -> Path:
+    """The folder of lm-eval's own tasks. Raises ModuleNotFoundError where lm-eval is not installed."""
     import lm_eval.tasks
 
     return Path(lm_eval.tasks.__file__).parent
@@ -222,7 +223,7 @@ def _task_files() -> bytes:
     # Files that others include have names of any kind: _default_template_yaml, afriqa.
     other = {".py", ".pyc", ".md", ".json", ".jsonl", ".txt"}
     return b"\n".join(
-        file.read_bytes() for file in _tasks_root().rglob("*") if file.suffix not in other and file.is_file()
+        file.read_bytes() for file in tasks_root().rglob("*") if file.suffix not in other and file.is_file()
     )
 
 
