@@ -22,12 +22,12 @@ from .model.writer import Writer, copy_rest, write_block
 from .recipe import Recipe
 from .run import distributed as ranks
 from .run.memory import plan_memory
-from .run.preflight import require_calibration, require_group_sizes, try_block
+from .run.preflight import require_calibration, require_finite, require_group_sizes, try_block
 from .run.profile import Costs, peak_host_bytes
 from .run.progress import BlockStarted, Planned, ProgressCallback, Stage, Warned, silent
 from .run.report import Predictions, Report
 from .run.resume import RunState, fingerprint
-from .whole.head import Head, compare
+from .whole.head import Head, compare, rehearse_comparison
 from .whole.training import Blocks, Job, tune
 
 T = TypeVar("T")
@@ -42,6 +42,7 @@ def quantize_model(
     *,
     device: torch.device | str = "cpu",
     state_dir: str | Path | None = None,
+    replace_state: bool = False,
     dry_run: bool = False,
 ) -> Report:
     """Quantize the linear layers of a Hugging Face decoder model, streaming one block at a time.
@@ -66,7 +67,8 @@ def quantize_model(
             layers, and ``BlockReport``; ``Stage`` and ``Warned`` at any time.
         device: where blocks are computed.
         state_dir: where finished blocks and activations are recorded, so that a killed run resumes; None records
-            nothing. A state of another model, recipe or calibration is refused, not overwritten.
+            nothing. A state of another model, recipe or calibration is refused.
+        replace_state: remove such a state instead.
         dry_run: end after the preflight: one block, end to end, on one batch. Nothing is written.
 
     Returns:
@@ -74,8 +76,8 @@ def quantize_model(
 
     Raises:
         QuantizationError: the model has no list of decoder layers or layers this walk cannot quantize (fused experts,
-            Conv1D), a tensor is missing, of another shape or not finite, a group size does not divide k, or a Hessian
-            cannot be factored.
+            Conv1D), a tensor is missing, of another shape or not finite, a group size does not divide k, its head
+            cannot be run (all that before the first block), or a Hessian cannot be factored.
     """
     device = torch.device(device)
     source = TensorSource(model_dir)
@@ -95,10 +97,18 @@ def quantize_model(
     modules = sum(len(linear_layers(block)) for block in skeleton.blocks)
     progress(Planned(len(skeleton.blocks), modules, report.tokens))
 
-    state = RunState(state_dir, fingerprint(source, recipe, calibration, device)) if state_dir is not None else None
+    state = None
+    if state_dir is not None:
+        # Blocks do not depend on what follows them: a run whose end failed may be ended in another way.
+        blocks_alone = recipe.without_end_to_end()
+        state = RunState(state_dir, fingerprint(source, blocks_alone, calibration, device), replace=replace_state)
+    with costs.stage("scan"):
+        require_finite(skeleton, progress)
     with costs.stage("embed"):
         train, held_out = _embed(skeleton, parts, recipe, report.memory.place, progress)
     walk = _Walk(skeleton, train, held_out, recipe, progress, state, costs)
+    if held_out:
+        walk.retrying(lambda: rehearse_comparison(skeleton, walk.held_out[0]))
     if dry_run or device.type == "cuda":
         # Memory is what a GPU lacks; a CPU's time is better spent on the run itself.
         with costs.stage("preflight"):
@@ -171,8 +181,7 @@ def _finish(walk: _Walk, waiting: Blocks, report: Report) -> Blocks:
             waiting, before, report.predictions = walk.retrying(attempt)
             report.before_e2e = report.before_e2e or before
     if not phases:
-        with costs.stage("compare"):
-            report.predictions = walk.retrying(lambda: compare(head, walk.held_out))
+        report.predictions = _compare(walk, head)
     found = report.predictions
     if found is not None and not math.isfinite(found.divergence):
         raise QuantizationError(
@@ -180,6 +189,21 @@ def _finish(walk: _Walk, waiting: Blocks, report: Report) -> Blocks:
             f"{found.original_perplexity:g} before quantization, {found.perplexity:g} after"
         )
     return waiting
+
+
+def _compare(walk: _Walk, head: Head) -> Predictions | None:
+    """Both models' predictions of held-out text; None, with a warning, where this fails: all blocks are quantized by
+    now, and a number that is missing must not cost them."""
+    try:
+        with walk.costs.stage("compare"):
+            return walk.retrying(lambda: compare(head, walk.held_out))
+    except Exception as error:
+        # Other processes wait for this one's sums.
+        if ranks.world() > 1:
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        walk.progress(Warned(f"the result was not compared with the original on held-out text: {reason[:300]}"))
+        return None
 
 
 class _Walk:

@@ -24,6 +24,7 @@ def command(
         typer.Option(help="Activation bits: 8 for a model trained with such, or 16. Default: 8 for BitNet's format."),
     ] = None,
     overwrite: Overwrite = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="A line for every matrix, not for every kind.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -57,6 +58,6 @@ def command(
 
     with PackView(console) as view:
         report = pack(model, out, keep=keep, activation_bits=act_bits, overwrite=overwrite, progress=view)
-    show_report(console, report)
+    show_report(console, report, verbose=verbose)
     console.note(f"{out}: weight files {bytes_text(report.bytes_before)} → {bytes_text(report.bytes_after)}")
     console.note(f"next: trirun generate --checkpoint {out}")

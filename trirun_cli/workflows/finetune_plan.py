@@ -27,6 +27,7 @@ from ..errors import InputError, UsageError
 from ..resources import configs_dir
 from ..version import __version__
 from .finetune_start import checkpoint_grids, with_grid
+from .output import model_origin, text_origin
 from .settings import given
 
 METHODS = ("learned", "trilm", "bitnet")
@@ -65,7 +66,7 @@ class FinetunePlan(Event):
         return sum(size * spec.bits_per_weight(k) for size, spec, k in sizes) / self.weights
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and for the recipe file."""
+        """Plain values for JSON."""
         return {
             "trirun": __version__,
             "command": "finetune",
@@ -77,6 +78,16 @@ class FinetunePlan(Event):
             "bits_per_weight": self.bits_per_weight,
             "recipe": self.recipe.to_dict(),
         }
+
+    def to_recipe(self) -> dict[str, Any]:
+        """Plain values for the recipe file, which is published with the checkpoint: names and hashes, no paths."""
+        plain = self.to_dict()
+        plain |= {"model": model_origin(self.model), "data": [text_origin(text) for text in self.data]}
+        if from_checkpoint(self.recipe):
+            begin = Path(self.recipe.init)
+            plain["start"] = model_origin(begin)
+            plain["recipe"] = plain["recipe"] | {"init": begin.resolve().name}
+        return plain
 
 
 def plan_finetune(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -12,12 +13,14 @@ from ..block.cuda_graph import WARMUP
 from ..block.walk import BlockRun
 from ..errors import QuantizationError
 from ..model.activations import Batch
+from ..model.experts import stored_as
 from ..model.loader import Skeleton, linear_layers
 from ..recipe import Recipe
 from .profile import Costs
-from .progress import silent
+from .progress import ProgressCallback, Stage, silent
 from .report import Preflight
 
+NAMED = 8  # defects of one kind that an error lists
 STEPS = WARMUP + 1  # of refinement: by then the optimizer's moments are in memory, and the step is recorded
 
 
@@ -55,12 +58,48 @@ def require_calibration(calibration: list[Tensor], recipe: Recipe, skeleton: Ske
             )
 
 
+def require_finite(skeleton: Skeleton, progress: ProgressCallback) -> None:
+    """No parameter of the model has a value that is NaN or infinite. Reads every weight file once.
+
+    Args:
+        progress: receives ``Stage("scan", ...)`` per tensor.
+
+    Raises:
+        QuantizationError: one has; all such tensors are named.
+    """
+    source, bad = skeleton.source, []
+    names = (name for name, _ in skeleton.model.named_parameters(remove_duplicate=False))
+    # Experts that a file holds fused are one tensor there. A tied head need not be stored.
+    stored = list(dict.fromkeys(found for name in names if (found := stored_as(name, source)[0]) is not None))
+    for done, name in enumerate(stored):
+        progress(Stage("scan", done, len(stored)))
+        value = source.tensor(name)
+        if value.numel() and value.dtype.is_floating_point and not _is_finite(value):
+            bad.append(f"{name}: {int((~torch.isfinite(value)).sum())} of {value.numel()} values")
+        source.release()
+    progress(Stage("scan", len(stored), len(stored)))
+    if bad:
+        raise QuantizationError(f"{_listed(bad)} are NaN or infinite")
+
+
+def _listed(defects: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(defects) - NAMED
+    return "; ".join(defects if more <= 0 else [*defects[:NAMED], f"{more} more"])
+
+
+def _is_finite(value: Tensor) -> bool:
+    # Of the extremes: they take no memory beside a matrix that may be the largest there is.
+    return all(map(math.isfinite, map(float, torch.aminmax(value))))
+
+
 def require_group_sizes(skeleton: Skeleton, recipe: Recipe) -> None:
     """Every layer's group size divides its k.
 
     Raises:
-        QuantizationError: one does not; the layer is named.
+        QuantizationError: one does not; all such layers are named.
     """
+    bad = []
     for index, block in enumerate(skeleton.blocks):
         for path, layer in linear_layers(block).items():
             name = f"{skeleton.block_name(index)}.{path}"
@@ -69,7 +108,9 @@ def require_group_sizes(skeleton: Skeleton, recipe: Recipe) -> None:
                 if grid is not None:
                     grid.spec.groups(layer.in_features)
             except ValueError as error:
-                raise QuantizationError(f"{name}: {error}; choose another group size or override this one") from None
+                bad.append(f"{name}: {error}")
+    if bad:
+        raise QuantizationError(f"{_listed(bad)}; choose another group size or override these layers")
 
 
 def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], recipe: Recipe, record: bool) -> Preflight:

@@ -6,6 +6,7 @@ anyway: the original's blocks are not run again.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,9 +33,15 @@ class Head:
     """
 
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+        self._module = skeleton.model.get_output_embeddings()
+        self._empty = None if self._module is None else self._module._parameters["weight"]
         skeleton.load_head(device)
         self.skeleton = skeleton
-        self.as_tuple = False
+        self._as_tuple: bool | None = None
+
+    def unload(self) -> None:
+        """The head without weights again, as it was before."""
+        self._module._parameters["weight"] = self._empty
 
     def logits(self, batch: Batch, states: Tensor) -> Tensor:
         """Logits [b, t, vocabulary], float32, from hidden states after the last block, [b, t, h].
@@ -42,14 +49,50 @@ class Head:
         Raises:
             QuantizationError: the model's class does not take the blocks' output as a tensor or a tuple.
         """
-        for as_tuple in (self.as_tuple, not self.as_tuple):
-            with _answering(self.skeleton.blocks, batch.place.fetch(states), as_tuple):
-                logits = predict(self.skeleton, batch.tokens.to(batch.place.device))
+        if self._as_tuple is not None:
+            return self._logits(batch, states, self._as_tuple)
+        failure: Exception | None = None
+        for as_tuple in (False, True):
+            try:
+                logits = self._logits(batch, states, as_tuple)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                # A class that takes the first entry of a tuple takes the first sequence of a tensor, and fails later
+                # on in a way of its own.
+                failure = error
+                continue
             if logits.shape[:2] == batch.tokens.shape:
-                self.as_tuple = as_tuple
+                self._as_tuple = as_tuple
                 return logits
         kind = type(self.skeleton.model).__name__
-        raise QuantizationError(f"{kind}: its head does not take hidden states [batch, length, features]")
+        reason = f" ({type(failure).__name__}: {failure})" if failure else ""
+        raise QuantizationError(f"{kind}: its head does not take hidden states [batch, length, features]{reason}")
+
+    def _logits(self, batch: Batch, states: Tensor, as_tuple: bool) -> Tensor:
+        with _answering(self.skeleton.blocks, batch.place.fetch(states), as_tuple):
+            return predict(self.skeleton, batch.tokens.to(batch.place.device))
+
+
+def rehearse_comparison(skeleton: Skeleton, batch: Batch) -> None:
+    """Compare both models' predictions on one sequence before any block is quantized, so that a model whose head cannot
+    be run is refused now and not at the end.
+
+    Args:
+        skeleton: its embeddings are filled in; its head is, for as long as this takes.
+        batch: any; its first sequence is used, with the hidden states before the first block.
+
+    Raises:
+        QuantizationError: the model has no output head, or one that cannot be run on hidden states.
+    """
+    one = dataclasses.replace(
+        batch, tokens=batch.tokens[:1], original=batch.original[:1], quantized=batch.quantized[:1]
+    )
+    head = Head(skeleton, batch.place.device)
+    try:
+        compare(head, [one])
+    finally:
+        head.unload()
 
 
 def predict(skeleton: Skeleton, tokens: Tensor) -> Tensor:

@@ -103,6 +103,8 @@ def show_report(console: Console, report: FinetuneReport) -> None:
             "bytes_after": report.bytes_after,
         },
     )
+    if console.quiet:
+        return
     first = report.evaluations[0]
     rows = [("original", "", f"{report.original_perplexity:.3f}", "0")]
     rows += [

@@ -142,6 +142,9 @@ def show_report(console: Console, report: QuantizeReport) -> None:
             ],
         },
     )
+    if console.quiet:
+        _diverged(console, report)
+        return
     worst = sorted(report.modules, key=lambda module: module.loss, reverse=True)
     shown = worst if len(worst) <= 16 else worst[:8]
     console.table(
@@ -173,10 +176,16 @@ def show_report(console: Console, report: QuantizeReport) -> None:
             f"held-out calibration text ({held_out.tokens} tokens): perplexity {held_out.original_perplexity:.3f} → "
             f"{held_out.perplexity:.3f}, KL divergence {held_out.divergence:.4f} nats per token"
         )
-        if held_out.divergence > DIVERGED:
-            console.warn(
-                f"the model diverged from its original (KL {held_out.divergence:.2f} per token); try --preset best, "
-                "--group-size 64, or more calibration text like the model's own use"
-            )
+    _diverged(console, report)
     if report.sample is not None:
         console.note(f"a sample: {report.sample.prompt!r} → {report.sample.text!r}")
+
+
+def _diverged(console: Console, report: QuantizeReport) -> None:
+    """A warning where the result has little to do with the original."""
+    held_out = report.held_out
+    if held_out is not None and held_out.divergence > DIVERGED:
+        console.warn(
+            f"the model diverged from its original (KL {held_out.divergence:.2f} per token); try --preset best, "
+            "--group-size 64, or more calibration text like the model's own use"
+        )
