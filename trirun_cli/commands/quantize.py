@@ -44,7 +44,7 @@ def command(
     overwrite: Overwrite = False,
     resume: Annotated[bool, typer.Option(help="Keep finished blocks, so that a stopped run continues.")] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Plan the memory, try one block on one batch, and stop.")
+        bool, typer.Option("--dry-run", help="Plan memory and time, try one block on one batch, and stop.")
     ] = False,
     device: Device = "auto",
     json: Json = False,

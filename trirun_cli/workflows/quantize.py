@@ -122,7 +122,7 @@ def quantize(
         overwrite: replace a non-empty ``out``, and the state that a stopped run of another kind has left beside it.
         end_to_end: train the whole model after its blocks where the recipe says so; False leaves that out.
         resume: keep finished blocks in ``OUT.state`` until the checkpoint is complete, and continue from there.
-        dry_run: plan the memory, quantize one block on one batch of the real text, and stop. Nothing is written.
+        dry_run: plan memory and time, quantize one block on one batch of the real text, and stop. Nothing is written.
         progress: called with a :class:`QuantizePlan`, then with the events of
             :func:`trirun_gptq.pipeline.quantize_model`.
         settings: keys of :class:`~trirun_gptq.recipe.Recipe`, such as ``group_size``, ``grid``, ``samples``,

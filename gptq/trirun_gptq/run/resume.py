@@ -72,6 +72,9 @@ class RunState:
         if not self._record.exists():
             _write(self._record, json.dumps(self._fingerprint, indent=2).encode())
 
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and self._path(index).exists()
+
     def load(self, index: int) -> BlockResult | None:
         """A finished block, its report marked as resumed; None when it is not there.
 

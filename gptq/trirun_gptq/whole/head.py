@@ -6,8 +6,7 @@ anyway: the original's blocks are not run again.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +37,11 @@ class Head:
         skeleton.load_head(device)
         self.skeleton = skeleton
         self._as_tuple: bool | None = None
+
+    @property
+    def as_tuple(self) -> bool:
+        """Whether the model's class takes a block's output as a tuple; known once logits were computed."""
+        return bool(self._as_tuple)
 
     def unload(self) -> None:
         """The head without weights again, as it was before."""
@@ -72,27 +76,6 @@ class Head:
     def _logits(self, batch: Batch, states: Tensor, as_tuple: bool) -> Tensor:
         with _answering(self.skeleton.blocks, batch.place.fetch(states), as_tuple):
             return predict(self.skeleton, batch.tokens.to(batch.place.device))
-
-
-def rehearse_comparison(skeleton: Skeleton, batch: Batch) -> None:
-    """Compare both models' predictions on one sequence before any block is quantized, so that a model whose head cannot
-    be run is refused now and not at the end.
-
-    Args:
-        skeleton: its embeddings are filled in; its head is, for as long as this takes.
-        batch: any; its first sequence is used, with the hidden states before the first block.
-
-    Raises:
-        QuantizationError: the model has no output head, or one that cannot be run on hidden states.
-    """
-    one = dataclasses.replace(
-        batch, tokens=batch.tokens[:1], original=batch.original[:1], quantized=batch.quantized[:1]
-    )
-    head = Head(skeleton, batch.place.device)
-    try:
-        compare(head, [one])
-    finally:
-        head.unload()
 
 
 def predict(skeleton: Skeleton, tokens: Tensor) -> Tensor:
@@ -146,12 +129,16 @@ def _answering(blocks: nn.ModuleList, states: Tensor, as_tuple: bool) -> Iterato
 
 
 @contextmanager
-def replaced_forwards(blocks: nn.ModuleList, forwards: list[Callable[..., Any]]) -> Iterator[None]:
+def replaced_forwards(blocks: Iterable[nn.Module], forwards: list[Callable[..., Any]]) -> Iterator[None]:
     """Every block computes what ``forwards`` says instead of its own."""
+    blocks = list(blocks)
+    before = [block.__dict__.get("forward") for block in blocks]
     try:
         for block, forward in zip(blocks, forwards, strict=True):
             block.forward = forward
         yield
     finally:
-        for block in blocks:
+        for block, earlier in zip(blocks, before, strict=True):
             block.__dict__.pop("forward", None)
+            if earlier is not None:
+                block.forward = earlier
