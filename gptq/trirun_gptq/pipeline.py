@@ -101,7 +101,7 @@ def quantize_model(
         blocks_alone = recipe.without_end_to_end()
         state = RunState(state_dir, fingerprint(source, blocks_alone, calibration, device), replace=replace_state)
     with costs.stage("scan"):
-        require_finite(skeleton, progress)
+        require_finite(skeleton.model, source, progress)
     with costs.stage("embed"):
         train, held_out = _embed(skeleton, parts, recipe, report.memory.place, progress)
     walk = Walk(skeleton, train, held_out, recipe, progress, state, costs)

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from trirun_gptq.errors import QuantizationError
+from trirun_gptq.model.loader import TensorSource
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.run.preflight import require_finite
 from trirun_gptq.run.progress import Event, ProgressCallback, Warned, silent
 from trirun_gptq.train import start as starts
 from trirun_gptq.train.model import compute_dtype
@@ -147,6 +149,7 @@ def plan_finetune(
         recipe = with_grid(recipe, grids)
     else:
         grids = starts.recipe_grids(skeleton, recipe)
+    require_finite(skeleton, TensorSource(source.path), progress)
     if not data:
         message = "training on the short prose excerpt that ships with trirun; give --data with much more text"
         progress(Warned(message))

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..block.cuda_graph import WARMUP
 from ..block.reconstruct import block_error
@@ -18,7 +18,7 @@ from ..errors import QuantizationError
 from ..layer.quantized import Quantized
 from ..model.activations import Batch
 from ..model.experts import stored_as
-from ..model.loader import Skeleton, linear_layers
+from ..model.loader import Skeleton, TensorSource, linear_layers
 from ..recipe import Recipe
 from .profile import Costs, StageCost
 from .progress import Event, ProgressCallback, Stage
@@ -64,17 +64,18 @@ def require_calibration(calibration: list[Tensor], recipe: Recipe, skeleton: Ske
             )
 
 
-def require_finite(skeleton: Skeleton, progress: ProgressCallback) -> None:
-    """No parameter of the model has a value that is NaN or infinite. Reads every weight file once.
+def require_finite(model: nn.Module, source: TensorSource, progress: ProgressCallback) -> None:
+    """No parameter of a model has a value that is NaN or infinite. Reads every weight file once.
 
     Args:
+        model: whose parameters count, empty as :func:`~trirun_gptq.model.meta.meta_model` makes it. source: its files.
         progress: receives ``Stage("scan", ...)`` per tensor.
 
     Raises:
         QuantizationError: one has; all such tensors are named.
     """
-    source, bad = skeleton.source, []
-    names = (name for name, _ in skeleton.model.named_parameters(remove_duplicate=False))
+    bad = []
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     # Experts that a file holds fused are one tensor there. A tied head need not be stored.
     stored = list(dict.fromkeys(found for name in names if (found := stored_as(name, source)[0]) is not None))
     for done, name in enumerate(stored):

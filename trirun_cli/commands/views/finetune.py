@@ -13,7 +13,11 @@ from ...workflows.finetune import FinetuneReport
 from ...workflows.finetune_plan import FinetunePlan
 from .progress import ProgressView
 
-STAGES = {"start": ("quantizing the start", "blocks"), "generate": ("sampling the original model", "sequences")}
+STAGES = {
+    "scan": ("checking the weights", "tensors"),
+    "start": ("quantizing the start", "blocks"),
+    "generate": ("sampling the original model", "sequences"),
+}
 
 
 class FinetuneView(ProgressView):
