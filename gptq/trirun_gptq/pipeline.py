@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,10 +202,11 @@ def _try_training(walk: Walk, memory: MemoryPlan, trial: Trial) -> list[tuple[in
     """Of each phase of end-to-end training, how many steps it has and how long one takes."""
     recipe, found = walk.recipe, []
     for codes in _phases(recipe, memory):
-        arguments = (walk.skeleton, trial.index, trial.quantized, walk.train[0], recipe)
 
-        def attempt(arguments: Any = arguments, codes: bool = codes) -> StepTime:
-            return rehearse_training(*arguments, codes=codes, recompute=memory.recomputes, record=walk.record)
+        def attempt(codes: bool = codes) -> StepTime:
+            # Asked for anew each time: a retry has smaller batches.
+            block = (walk.skeleton, trial.index, trial.quantized, walk.train[0])
+            return rehearse_training(*block, recipe, codes=codes, recompute=memory.recomputes, record=walk.record)
 
         found.append((recipe.e2e_code_steps if codes else recipe.e2e_steps, walk.retrying(attempt)))
     return found
