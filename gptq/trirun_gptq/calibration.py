@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Iterable, Iterator
@@ -18,10 +19,11 @@ from .run.quiet_hub import quiet_hub
 SEPARATOR = "<|endoftext|>"  # a line of its own between the documents of a text file
 PIECE = 1 << 16  # characters of a long document that are tokenized at a time
 MIN_LENGTH = 32  # tokens below which a document says too little to be a sample of its own
+FEWEST = 2  # sequences to calibrate on, one of them held out
 COLUMNS = ("text", "messages", "conversations", "content")
 
 
-def load(source: str, tokenizer: Any, recipe: Recipe) -> list[Tensor]:
+def load(source: str, tokenizer: Any, recipe: Recipe, *, fewer: bool = False) -> list[Tensor]:
     """Token sequences to calibrate on: ``recipe.samples + recipe.held_out`` of them.
 
     Documents are taken in an order seeded by ``recipe.seed``. By default they are joined (each as the tokenizer begins
@@ -33,6 +35,8 @@ def load(source: str, tokenizer: Any, recipe: Recipe) -> list[Tensor]:
             with ``text``, or ``messages`` for chats), a ``.parquet`` file (columns of the same names), or
             ``hf:REPO[@CONFIG]:SPLIT:COLUMN`` for a dataset of the Hugging Face hub.
         tokenizer: of the model; chats go through its chat template.
+        fewer: take what there is of a text that is too short, down to :data:`FEWEST` sequences; :func:`within` has the
+            recipe for them.
 
     Returns:
         int64 tensors, [seqlen] each, or of differing lengths for ``natural_length``.
@@ -44,7 +48,18 @@ def load(source: str, tokenizer: Any, recipe: Recipe) -> list[Tensor]:
     count, seqlen = recipe.samples + recipe.held_out, recipe.seqlen
     documents = (_text(document, tokenizer, source) for document in _documents(source, recipe.seed))
     collect = _by_document if recipe.natural_length else _joined
-    return collect(documents, tokenizer, count, seqlen, source)
+    sequences, shortage = collect(documents, tokenizer, count, seqlen, source)
+    if shortage and (not fewer or len(sequences) < FEWEST):
+        raise QuantizationError(shortage)
+    return sequences
+
+
+def within(recipe: Recipe, sequences: int) -> Recipe:
+    """The recipe for so many sequences where it asks for more: held out are at most a fifth, and one at least."""
+    if sequences >= recipe.samples + recipe.held_out or sequences < FEWEST:
+        return recipe
+    held_out = min(recipe.held_out, max(1, sequences // 5))
+    return dataclasses.replace(recipe, samples=min(recipe.samples, sequences - held_out), held_out=held_out)
 
 
 def check_source(source: str) -> None:
@@ -81,7 +96,8 @@ def load_stream(source: str, tokenizer: Any, seed: int, most: int | None = None)
     return torch.tensor(ids)
 
 
-def _joined(texts: Iterable[str], tokenizer: Any, count: int, seqlen: int, source: str) -> list[Tensor]:
+def _joined(texts: Iterable[str], tokenizer: Any, count: int, seqlen: int, source: str) -> tuple[list[Tensor], str]:
+    """Up to ``count`` sequences, and what is to be said when there are fewer."""
     sequences: list[Tensor] = []
     buffer: list[int] = []
     seen = 0
@@ -93,14 +109,17 @@ def _joined(texts: Iterable[str], tokenizer: Any, count: int, seqlen: int, sourc
         sequences += torch.tensor(buffer[:whole]).view(-1, seqlen)
         del buffer[:whole]
         if len(sequences) == count:
-            return sequences
-    raise QuantizationError(
+            return sequences, ""
+    return sequences, (
         f"{source} holds {seen} tokens, {count} sequences of {seqlen} need {count * seqlen}; "
         "give more text, or ask for fewer or shorter sequences"
     )
 
 
-def _by_document(texts: Iterable[str], tokenizer: Any, count: int, seqlen: int, source: str) -> list[Tensor]:
+def _by_document(
+    texts: Iterable[str], tokenizer: Any, count: int, seqlen: int, source: str
+) -> tuple[list[Tensor], str]:
+    """Up to ``count`` documents, and what is to be said when there are fewer."""
     sequences: list[Tensor] = []
     seen = 0
     for text in texts:
@@ -109,8 +128,8 @@ def _by_document(texts: Iterable[str], tokenizer: Any, count: int, seqlen: int, 
         if len(ids) >= MIN_LENGTH:
             sequences.append(torch.tensor(ids))
         if len(sequences) == count:
-            return sequences
-    raise QuantizationError(
+            return sequences, ""
+    return sequences, (
         f"{source} holds {len(sequences)} documents of at least {MIN_LENGTH} tokens ({seen} in all), {count} are needed"
     )
 

@@ -10,5 +10,9 @@ class QuantizationError(ValueError):
     """
 
 
+class StateError(QuantizationError):
+    """The directory of a stopped run belongs to another run, or is damaged."""
+
+
 class ScaleError(QuantizationError):
     """A scale that fp16 cannot hold, found where the layer's name is not known: whoever knows it names it."""

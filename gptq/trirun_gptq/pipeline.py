@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .block.cuda_graph import CannotRecord
-from .block.walk import BlockResult, BlockRun
 from .errors import QuantizationError
 from .layer.loops_torch import has_triton
 from .layer.quantized import Quantized
-from .model.activations import Batch, Placement, capture, halve, make_batches
+from .model.activations import Batch, Placement, capture, make_batches
 from .model.loader import Skeleton, TensorSource, linear_layers
 from .model.writer import Writer, copy_rest, write_block
 from .recipe import Recipe
 from .run import distributed as ranks
-from .run.memory import plan_memory
-from .run.preflight import require_calibration, require_group_sizes, try_block
+from .run.estimate import plan_time
+from .run.memory import MemoryPlan, plan_memory
+from .run.preflight import Trial, block_sizes, require_calibration, require_finite, require_group_sizes, try_block
 from .run.profile import Costs, peak_host_bytes
 from .run.progress import BlockStarted, Planned, ProgressCallback, Stage, Warned, silent
 from .run.report import Predictions, Report
 from .run.resume import RunState, fingerprint
+from .run.walk import Walk
 from .whole.head import Head, compare
+from .whole.rehearsal import StepTime, rehearse_comparison, rehearse_training
 from .whole.training import Blocks, Job, tune
-
-T = TypeVar("T")
 
 
 def quantize_model(
@@ -42,6 +39,7 @@ def quantize_model(
     *,
     device: torch.device | str = "cpu",
     state_dir: str | Path | None = None,
+    replace_state: bool = False,
     dry_run: bool = False,
 ) -> Report:
     """Quantize the linear layers of a Hugging Face decoder model, streaming one block at a time.
@@ -62,11 +60,12 @@ def quantize_model(
             ``held_out`` decide what is kept and are never trained on. See :func:`~trirun_gptq.calibration.load`.
         writer: see above.
         progress: see :mod:`trirun_gptq.run.progress`. Its events, in this order: ``MemoryPlan``, ``Planned``,
-            ``Preflight`` where there was one, and for every block ``BlockStarted``, a ``ModuleReport`` for each of its
-            layers, and ``BlockReport``; ``Stage`` and ``Warned`` at any time.
+            ``Preflight`` and ``TimePlan`` where one block was tried, and for every block ``BlockStarted``, a
+            ``ModuleReport`` for each of its layers, and ``BlockReport``; ``Stage`` and ``Warned`` at any time.
         device: where blocks are computed.
         state_dir: where finished blocks and activations are recorded, so that a killed run resumes; None records
-            nothing. A state of another model, recipe or calibration is refused, not overwritten.
+            nothing. A state of another model, recipe or calibration is refused.
+        replace_state: remove such a state instead.
         dry_run: end after the preflight: one block, end to end, on one batch. Nothing is written.
 
     Returns:
@@ -74,8 +73,8 @@ def quantize_model(
 
     Raises:
         QuantizationError: the model has no list of decoder layers or layers this walk cannot quantize (fused experts,
-            Conv1D), a tensor is missing, of another shape or not finite, a group size does not divide k, or a Hessian
-            cannot be factored.
+            Conv1D), a tensor is missing, of another shape or not finite, a group size does not divide k, its head
+            cannot be run (all that before the first block), or a Hessian cannot be factored.
     """
     device = torch.device(device)
     source = TensorSource(model_dir)
@@ -95,19 +94,35 @@ def quantize_model(
     modules = sum(len(linear_layers(block)) for block in skeleton.blocks)
     progress(Planned(len(skeleton.blocks), modules, report.tokens))
 
-    state = RunState(state_dir, fingerprint(source, recipe, calibration, device)) if state_dir is not None else None
+    state = None
+    if state_dir is not None:
+        # Blocks do not depend on what follows them: a run whose end failed may be ended in another way.
+        blocks_alone = recipe.without_end_to_end()
+        state = RunState(state_dir, fingerprint(source, blocks_alone, calibration, device), replace=replace_state)
+    with costs.stage("scan"):
+        require_finite(skeleton.model, source, progress)
     with costs.stage("embed"):
         train, held_out = _embed(skeleton, parts, recipe, report.memory.place, progress)
-    walk = _Walk(skeleton, train, held_out, recipe, progress, state, costs)
-    if dry_run or device.type == "cuda":
-        # Memory is what a GPU lacks; a CPU's time is better spent on the run itself.
-        with costs.stage("preflight"):
-            report.preflight = walk.retrying(
-                lambda: try_block(skeleton, walk.train, walk.held_out, recipe, walk.record)
-            )
+    walk = Walk(skeleton, train, held_out, recipe, progress, state, costs)
+    with costs.stage("preflight"):
+        comparison = 0.0
+        if held_out:
+            comparison = walk.retrying(lambda: rehearse_comparison(skeleton, walk.held_out[0]))
+        # Memory is what a GPU lacks. A CPU's time is better spent on the run itself, unless that is a long one.
+        if dry_run or device.type == "cuda" or recipe.refine_steps or recipe.end_to_end:
+            trial = walk.retrying(lambda: try_block(skeleton, walk.train, walk.held_out, recipe, walk.record))
+            training = _try_training(walk, report.memory, trial)
+            report.preflight = trial.preflight
+    if report.preflight is not None:
         progress(report.preflight)
-        if dry_run:
-            return report
+        spent = {name: cost.seconds for name, cost in costs.stages.items()}
+        finished = [state is not None and index in state for index in range(len(skeleton.blocks))]
+        parts_used = (walk.train, walk.held_out)
+        sizes = block_sizes(skeleton)
+        report.time = plan_time(trial, sizes, finished, parts_used, recipe, training, comparison, spent)
+        progress(report.time)
+    if dry_run:
+        return report
     copy_rest(source, skeleton, writer)
     waiting = _quantize_blocks(walk, report, writer)
     if walk.held_out:
@@ -118,7 +133,7 @@ def quantize_model(
     return report
 
 
-def _quantize_blocks(walk: _Walk, report: Report, writer: Writer) -> Blocks:
+def _quantize_blocks(walk: Walk, report: Report, writer: Writer) -> Blocks:
     """All blocks, one after the other; those that are to be trained further, on the CPU at a byte per weight."""
     skeleton = walk.skeleton
     waiting: Blocks = []
@@ -138,26 +153,23 @@ def _quantize_blocks(walk: _Walk, report: Report, writer: Writer) -> Blocks:
     return waiting
 
 
-def _write(walk: _Walk, index: int, quantized: dict[str, Quantized], writer: Writer) -> None:
+def _write(walk: Walk, index: int, quantized: dict[str, Quantized], writer: Writer) -> None:
     skeleton = walk.skeleton
     with walk.costs.stage("write"):
         layers = linear_layers(skeleton.blocks[index])
         write_block(skeleton.source, skeleton.block_name(index), layers, quantized, writer)
 
 
-def _finish(walk: _Walk, waiting: Blocks, report: Report) -> Blocks:
+def _finish(walk: Walk, waiting: Blocks, report: Report) -> Blocks:
     """End-to-end training where the recipe asks for it, and how the result predicts held-out text.
 
     Returns:
         The waiting blocks, trained.
     """
-    recipe, progress, costs = walk.recipe, walk.progress, walk.costs
-    memory, phases = report.memory, [False] if recipe.e2e_steps else []
+    recipe, progress, costs, memory = walk.recipe, walk.progress, walk.costs, report.memory
     assert memory is not None
-    head = Head(walk.skeleton, memory.device)
-    if recipe.e2e_code_steps and memory.trains_codes:
-        phases.append(True)
-    elif recipe.e2e_code_steps:
+    head, phases = Head(walk.skeleton, memory.device), _phases(recipe, memory)
+    if recipe.e2e_code_steps and not memory.trains_codes:
         message = "too little memory to train all codes end to end: they stay as the blocks' training left them"
         progress(Warned(message))
 
@@ -171,8 +183,7 @@ def _finish(walk: _Walk, waiting: Blocks, report: Report) -> Blocks:
             waiting, before, report.predictions = walk.retrying(attempt)
             report.before_e2e = report.before_e2e or before
     if not phases:
-        with costs.stage("compare"):
-            report.predictions = walk.retrying(lambda: compare(head, walk.held_out))
+        report.predictions = _compare(walk, head)
     found = report.predictions
     if found is not None and not math.isfinite(found.divergence):
         raise QuantizationError(
@@ -182,69 +193,38 @@ def _finish(walk: _Walk, waiting: Blocks, report: Report) -> Blocks:
     return waiting
 
 
-class _Walk:
-    """The blocks in turn; activations move on with each, and into smaller batches when memory runs out."""
+def _phases(recipe: Recipe, memory: MemoryPlan) -> list[bool]:
+    """End-to-end training of the scales (False), then of the codes too (True), as far as the recipe and memory go."""
+    return [False] * (recipe.e2e_steps > 0) + [True] * (recipe.e2e_code_steps > 0 and memory.trains_codes)
 
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        train: list[Batch],
-        held_out: list[Batch],
-        recipe: Recipe,
-        progress: ProgressCallback,
-        state: RunState | None,
-        costs: Costs,
-    ) -> None:
-        self.skeleton, self.train, self.held_out = skeleton, train, held_out
-        self.recipe, self.progress, self.state, self.costs = recipe, progress, state, costs
-        self.record = True
 
-    def block(self, index: int) -> BlockResult:
-        """One block quantized, or taken from the state of a run that was stopped."""
-        finished = self.state.load(index) if self.state is not None else None
+def _try_training(walk: Walk, memory: MemoryPlan, trial: Trial) -> list[tuple[int, StepTime]]:
+    """Of each phase of end-to-end training, how many steps it has and how long one takes."""
+    recipe, found = walk.recipe, []
+    for codes in _phases(recipe, memory):
 
-        def attempt() -> BlockResult:
-            batches = self.train, self.held_out
-            run = BlockRun(self.skeleton, index, *batches, self.recipe, self.progress, self.costs, self.record)
-            if finished is None:
-                return run.run()
-            run.restore(finished.quantized)
-            return finished
+        def attempt(codes: bool = codes) -> StepTime:
+            # Asked for anew each time: a retry has smaller batches.
+            block = (walk.skeleton, trial.index, trial.quantized, walk.train[0])
+            return rehearse_training(*block, recipe, codes=codes, recompute=memory.recomputes, record=walk.record)
 
-        result = self.retrying(attempt)
-        if finished is not None:
-            for module in finished.modules:
-                self.progress(module)
-        elif self.state is not None and ranks.rank() == 0:
-            with self.costs.stage("write"):
-                self.state.save(index, result)
-        return result
+        found.append((recipe.e2e_code_steps if codes else recipe.e2e_steps, walk.retrying(attempt)))
+    return found
 
-    def retrying(self, attempt: Callable[[], T]) -> T:
-        """The attempt's result; when a GPU runs out of memory, once more with batches half as large; when a training
-        step cannot be recorded as a CUDA graph, once more without.
 
-        An attempt changes the batches' activations at its very end or not at all.
-        """
-        while True:
-            # What one block leaves in the allocator's cache is cut to other sizes than the next one's first layers ask
-            # for. So each begins with what the preflight began with, and a card that two programs share is shared.
-            torch.cuda.empty_cache()
-            try:
-                return attempt()
-            except CannotRecord as error:
-                self.record = False
-                self.progress(Warned(f"training steps are launched kernel by kernel, more slowly: {error}"))
-                continue
-            except torch.OutOfMemoryError:
-                sequences = max(len(batch.tokens) for batch in [*self.train, *self.held_out])
-                # Several processes could not agree on a retry that only one of them needs.
-                if sequences == 1 or ranks.world() > 1:
-                    raise
-            # Outside the handler, whose traceback keeps the failed attempt's tensors alive.
-            self.progress(Warned(f"out of GPU memory with {sequences} sequences at a time; again with half as many"))
-            self.train[:] = halve(self.skeleton, self.train)
-            self.held_out[:] = halve(self.skeleton, self.held_out)
+def _compare(walk: Walk, head: Head) -> Predictions | None:
+    """Both models' predictions of held-out text; None, with a warning, where this fails: all blocks are quantized by
+    now, and a number that is missing must not cost them."""
+    try:
+        with walk.costs.stage("compare"):
+            return walk.retrying(lambda: compare(head, walk.held_out))
+    except Exception as error:
+        # Other processes wait for this one's sums.
+        if ranks.world() > 1:
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        walk.progress(Warned(f"the result was not compared with the original on held-out text: {reason[:300]}"))
+        return None
 
 
 def _embed(

@@ -158,6 +158,11 @@ class Recipe:
         """Whether the whole model is trained after its blocks."""
         return self.e2e_steps > 0 or self.e2e_code_steps > 0
 
+    def without_end_to_end(self) -> Recipe:
+        """The same for the blocks alone: with the defaults of all that concerns end-to-end training."""
+        theirs: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name.startswith("e2e_")}
+        return dataclasses.replace(self, **theirs)
+
     def choice(self, module: str) -> Grid | None:
         """The first of a module's candidates; None when it is left as it is."""
         candidates = self.candidates(module)
@@ -210,12 +215,13 @@ class Recipe:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe from a YAML file; keys left out keep the defaults of :class:`Recipe`.
+    """Read a recipe from a YAML file, of one's own or a ``trirun_recipe.yaml``; keys left out keep the defaults of
+    :class:`Recipe`.
 
     Raises:
         QuantizationError: the file is missing, is not YAML, or has an unknown key or a bad value.
     """
-    return load_yaml(path, Recipe.from_dict)
+    return load_yaml(path, "quantize", Recipe.from_dict)
 
 
 def _grids(group_size: int, grid: str) -> tuple[Grid, ...]:

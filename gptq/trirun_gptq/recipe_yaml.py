@@ -17,17 +17,25 @@ from .errors import QuantizationError
 T = TypeVar("T")
 
 
-def load_yaml(path: str | Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
-    """What ``parse`` makes of the mapping that a YAML file holds.
+def load_yaml(path: str | Path, command: str, parse: Callable[[Mapping[str, Any]], T]) -> T:
+    """What ``parse`` makes of the mapping that a YAML file holds; of a ``trirun_recipe.yaml``, which trirun writes
+    beside a checkpoint, what is under its ``recipe``.
 
     Args:
-        path: of a UTF-8 file.
+        path: of a UTF-8 file. command: whose recipe it is; such a file of another one is refused.
         parse: a record's ``from_dict``; the file's name is put before what it raises.
 
     Raises:
         QuantizationError: the file is missing, is not YAML, holds no mapping, or ``parse`` refuses it.
     """
     values = _read_mapping(path)
+    if "trirun" in values:
+        if values.get("command") != command:
+            written = f"was written by trirun {values.get('command')}"
+            raise QuantizationError(f"recipe {path}: {written} and holds no recipe of trirun {command}")
+        values = values.get("recipe", {})
+        if not isinstance(values, Mapping):
+            raise QuantizationError(f"recipe {path}: its recipe must be a mapping, got {type(values).__name__}")
     try:
         return parse(values)
     except QuantizationError as error:

@@ -46,6 +46,28 @@ def test_broken_weights_are_named(tmp_path, name):
         run(tmp_path)
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_all_broken_weights_are_named_before_anything_is_computed(tmp_path, monkeypatch, dry_run):
+    make_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5:8] = float("nan")
+    tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] = float("inf")
+    # Not of the model, and of no consequence.
+    tensors["model.rotary.leftover"] = torch.tensor([float("nan")])
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def begun(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("trirun_gptq.pipeline._embed", begun)
+    with pytest.raises(QuantizationError) as caught:
+        run(tmp_path, dry_run=dry_run)
+    assert str(caught.value) == (
+        "model.layers.0.self_attn.o_proj.weight: 1 of 4096 values; "
+        "model.layers.1.mlp.up_proj.weight: 3 of 6144 values are NaN or infinite"
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_broken_head_is_named_before_the_first_block(tmp_path, dtype):
     make_model(tmp_path, dtype=dtype)

@@ -171,6 +171,14 @@ def test_bad_input_is_one_clear_line(trirun, plain_model, tmp_path, options, cod
 
 
 @pytest.mark.slow
+def test_nan_weights_are_named_by_a_dry_run(trirun, save_llama, tmp_path):
+    def change(model):
+        model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+
+    code, _, err = trirun("finetune", save_llama(change), "--out", tmp_path / "F", *OPTIONS, "--dry-run")
+    assert code == 3 and "up_proj.weight: 1 of 24576 values are NaN or infinite" in " ".join(err.split())
+
+
 def test_a_loss_that_diverges_is_an_error(trirun, plain_model, tmp_path):
     code, _, err = trirun(
         "finetune", plain_model, "--out", tmp_path / "F", *OPTIONS, "--rest-lr", "1e30", "--no-resume"

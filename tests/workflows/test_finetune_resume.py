@@ -80,7 +80,11 @@ def test_another_recipe_does_not_continue_a_stopped_run(trirun, plain_model, tmp
     assert trirun("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS)[0] == 130
     code, _, err = trirun("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS, "--lr", "0.001")
     assert code == 3 and "another run (different recipe)" in " ".join(err.split())
+    assert "--overwrite removes that state; --no-resume starts over" in " ".join(err.split())
     assert [path.name for path in tmp_path.iterdir()] == ["F.state"]
+    before = (tmp_path / "F.state" / "state.json").read_bytes()
+    assert trirun("finetune", plain_model, "--out", tmp_path / "F", *OPTIONS, "--lr", "0.001", "--overwrite")[0] == 130
+    assert (tmp_path / "F.state" / "state.json").read_bytes() != before
 
 
 @pytest.fixture

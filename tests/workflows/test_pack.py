@@ -71,7 +71,16 @@ def test_a_model_that_is_not_ternary_is_refused_by_name(trirun, plain_model, tmp
     code, out, err = trirun("pack", plain_model, "--out", tmp_path / "T")
     assert code == 3 and out == ""
     assert "is not ternary" in err and "model.layers.0" in err and "worst is row" in err
+    assert "trirun quantize makes a model 2-bit" in " ".join(err.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_kinds_of_matrices_are_shown_and_each_only_if_asked(trirun, ternary_model, tmp_path):
+    _, text, _ = trirun("pack", ternary_model, "--out", tmp_path / "T")
+    assert "14 matrices packed" in text and "q_proj" in text and "layers.0" not in text and len(text.splitlines()) < 16
+    _, text, _ = trirun("pack", ternary_model, "--out", tmp_path / "T", "--overwrite", "--verbose")
+    assert all(f"model.layers.{index}.mlp.up_proj" in text for index in (0, 1))
+    assert trirun("pack", ternary_model, "--out", tmp_path / "T", "--overwrite", "-q")[1:] == ("", "")
 
 
 def test_kept_layers_stay_dense(trirun, save_llama, to_ternary, tmp_path):

@@ -99,7 +99,8 @@ def test_a_mistaken_option_is_named_before_the_plan(trirun, plain_model, tmp_pat
 def test_without_calibration_text_the_excerpt_is_enough_for_every_preset(plain_model, tmp_path):
     def plan(preset, warnings, **settings):
         return plan_quantize(
-            plain_model, tmp_path / "Q", preset=preset, recipe=None, settings=settings | {"group_size": 64},
+            plain_model, tmp_path / "Q", preset=preset, recipe=None,
+            settings={"group_size": 64, "samples": None} | settings,
             overrides=[], calibration=None, device="cpu", overwrite=False,
             progress=lambda event: warnings.append(event.message),
         )  # fmt: skip
@@ -185,6 +186,11 @@ def test_a_run_that_fails_says_what_it_leaves_and_only_its_like_continues(trirun
     assert code == 3 and "Q.state, the same command continues" in err and "--no-resume" in err
     code, _, err = trirun(*command, "--seed", "5")
     assert code == 3 and "state of another run" in err and "continues" not in err and not (tmp_path / "Q").exists()
+    assert "--overwrite removes that state; --no-resume starts over" in " ".join(err.split())
+    monkeypatch.setattr(BlockRun, "run", run)
+    assert trirun(*command, "--seed", "5", "--no-resume")[0] == 0 and (tmp_path / "Q.state").exists()
+    code, _, err = trirun(*command, "--seed", "5", "--overwrite")
+    assert code == 0 and "stopped run" not in err and [path.name for path in tmp_path.iterdir()] == ["Q"]
 
 
 KILLED = """

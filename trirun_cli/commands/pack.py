@@ -29,6 +29,7 @@ def command(
     ] = None,
     threads: Threads = None,
     overwrite: Overwrite = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="A line for every matrix, not for every kind.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -64,6 +65,6 @@ def command(
     set_torch_threads(threads)
     with PackView(console) as view:
         report = pack(model, out, keep=keep, activation_bits=act_bits, overwrite=overwrite, progress=view)
-    show_report(console, report)
+    show_report(console, report, verbose=verbose)
     console.note(f"{out}: weight files {bytes_text(report.bytes_before)} → {bytes_text(report.bytes_after)}")
     console.note(f"next: trirun generate {out}")

@@ -60,10 +60,13 @@ def command(
     override: Annotated[
         list[str] | None, typer.Option(help="REGEX=keep, REGEX=g64, REGEX=zero, ...: other settings for some layers.")
     ] = None,
+    end_to_end: Annotated[
+        bool, typer.Option(help="Train the whole model after its blocks, where the preset does.")
+    ] = True,
     overwrite: Overwrite = False,
     resume: Annotated[bool, typer.Option(help="Keep finished blocks, so that a stopped run continues.")] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Plan the memory, try one block on one batch, and stop.")
+        bool, typer.Option("--dry-run", help="Plan memory and time, try one block on one batch, and stop.")
     ] = False,
     threads: Threads = None,
     device: Device = "auto",
@@ -109,6 +112,7 @@ def command(
             calibration=calibration,
             device=device,
             overwrite=overwrite,
+            end_to_end=end_to_end,
             resume=resume,
             dry_run=dry_run,
             progress=view,

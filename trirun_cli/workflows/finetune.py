@@ -32,7 +32,7 @@ from ..text.detokenizer import load_tokenizer
 from .finetune_plan import FinetunePlan, from_checkpoint, plan_finetune
 from .finetune_publish import check, finishing, publish
 from .finetune_start import load_start
-from .output import state_dir, weight_bytes
+from .output import resuming, state_dir, weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def finetune(
         recipe: a recipe, or a YAML file that holds one, in the method's place.
         data: sources of text, see :func:`trirun_gptq.calibration.load`; none takes the excerpt that ships with trirun.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. compiled: fuse with ``torch.compile``; None does on a GPU.
-        overwrite: replace a non-empty ``out``.
+        overwrite: replace a non-empty ``out``, and the state that a stopped run of another kind has left beside it.
         resume: keep the run's state in ``OUT.state`` until the checkpoint is complete, and continue from there.
         dry_run: check everything and stop. Nothing is written.
         progress: called with a :class:`FinetunePlan`, then with the events of
@@ -157,7 +157,10 @@ def finetune(
         progress=progress,
     )
     progress(plan)
-    return FinetuneReport(plan) if dry_run else _run(plan, progress, resume, started)
+    if dry_run:
+        return FinetuneReport(plan)
+    with resuming():
+        return _run(plan, progress, resume, started)
 
 
 def _run(plan: FinetunePlan, progress: ProgressCallback, resume: bool, started: float) -> FinetuneReport:
@@ -172,7 +175,8 @@ def _run(plan: FinetunePlan, progress: ProgressCallback, resume: bool, started: 
         trained_at = time.perf_counter()
         publish(plan, trained.student, writer)
         first, second = check(plan, trained.student, held_out)
-        shutil.rmtree(state_dir(plan.out), ignore_errors=True)
+        if resume:
+            shutil.rmtree(state_dir(plan.out), ignore_errors=True)
     return dataclasses.replace(
         _report(plan, trained, started),
         written=True,
@@ -207,7 +211,9 @@ def _train(
     recipe, source, directory = plan.recipe, TensorSource(plan.model), state_dir(plan.out)
     tokenizer = load_tokenizer(plan.model)
     stream, held_out = load_text(plan.data, tokenizer, recipe.seqlen, recipe.held_out, recipe.seed)
-    state = TrainState(directory, _fingerprint(plan, source, stream, workers)) if resume else None
+    state = None
+    if resume:
+        state = TrainState(directory, _fingerprint(plan, source, stream, workers), replace=plan.overwrite)
 
     def begin(student: Student) -> None:
         if from_checkpoint(recipe):

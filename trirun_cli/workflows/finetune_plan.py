@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from trirun_gptq.errors import QuantizationError
+from trirun_gptq.model.loader import TensorSource
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.run.preflight import require_finite
 from trirun_gptq.run.progress import Event, ProgressCallback, Warned, silent
 from trirun_gptq.train import start as starts
 from trirun_gptq.train.model import compute_dtype
@@ -27,6 +29,7 @@ from ..errors import InputError, UsageError
 from ..resources import configs_dir
 from ..version import __version__
 from .finetune_start import checkpoint_grids, with_grid
+from .output import model_origin, text_origin
 from .settings import given
 
 METHODS = ("learned", "trilm", "bitnet")
@@ -65,7 +68,7 @@ class FinetunePlan(Event):
         return sum(size * spec.bits_per_weight(k) for size, spec, k in sizes) / self.weights
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and for the recipe file."""
+        """Plain values for JSON."""
         return {
             "trirun": __version__,
             "command": "finetune",
@@ -77,6 +80,16 @@ class FinetunePlan(Event):
             "bits_per_weight": self.bits_per_weight,
             "recipe": self.recipe.to_dict(),
         }
+
+    def to_recipe(self) -> dict[str, Any]:
+        """Plain values for the recipe file, which is published with the checkpoint: names and hashes, no paths."""
+        plain = self.to_dict()
+        plain |= {"model": model_origin(self.model), "data": [text_origin(text) for text in self.data]}
+        if from_checkpoint(self.recipe):
+            begin = Path(self.recipe.init)
+            plain["start"] = model_origin(begin)
+            plain["recipe"] = plain["recipe"] | {"init": begin.resolve().name}
+        return plain
 
 
 def plan_finetune(
@@ -136,6 +149,7 @@ def plan_finetune(
         recipe = with_grid(recipe, grids)
     else:
         grids = starts.recipe_grids(skeleton, recipe)
+    require_finite(skeleton, TensorSource(source.path), progress)
     if not data:
         message = "training on the short prose excerpt that ships with trirun; give --data with much more text"
         progress(Warned(message))

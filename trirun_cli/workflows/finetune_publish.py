@@ -76,7 +76,7 @@ def publish(plan: FinetunePlan, student: Student, writer: CheckpointWriter) -> N
             # From here on the trained model is the one that is stored.
             rest[tensor_name].data.copy_(stored)
         writer.add(tensor_name, stored)
-    writer.finish(modules, plan.linears, plan.to_dict(), plan.recipe.activation_bits)
+    writer.finish(modules, plan.linears, plan.to_recipe(), plan.recipe.activation_bits)
 
 
 def check(plan: FinetunePlan, student: Student, held_out: Tensor) -> tuple[float, float]:

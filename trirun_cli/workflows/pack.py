@@ -22,7 +22,7 @@ from ..checkpoint.model_dir import ModelSource
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError
 from ..version import __version__
-from .output import weight_bytes
+from .output import matrix_kinds, model_origin, weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,11 @@ def pack(
         progress: called with ``ModuleStarted`` before and :class:`PackedLayer` after each layer.
 
     Raises:
-        InputError: the directory is quantized in a format that trirun does not read, or nothing in it is left to pack.
+        InputError: the directory is quantized in a format that trirun does not read, nothing in it is left to pack, or
+            a weight is not ternary; the message names the worst offender. Nothing is written.
         UsageError: ``activation_bits`` is neither 8 nor 16; ``keep`` is no regular expression, matches no layer, or
             names layers that are packed already.
-        QuantizationError: a weight is not ternary; the message names the worst offender. Nothing is written.
+        QuantizationError: a packed weight does not decode to its source. Nothing is written.
     """
     started = time.perf_counter()
     if activation_bits not in (None, 8, 16):
@@ -134,7 +135,7 @@ def pack(
     if keep is not None and not any(map(kept.search, linears)):
         raise UsageError(f"--keep {keep}: matches none of the {len(linears)} linear layers")
     if not chosen:
-        raise InputError(f"{model} has no linear layer to pack")
+        raise InputError(f"{model} has no linear layer to pack{matrix_kinds(skeleton)}")
 
     parts = _parts(source, foreign, chosen)
     if absent := {name for name in chosen - parts.keys() if name + WEIGHT not in source}:
@@ -159,7 +160,7 @@ def pack(
             elif foreign is not None:
                 # Embeddings and the head are stored dense, in a type that holds every value.
                 writer.add(name + WEIGHT, exactly(foreign.dense(name), (torch.float16, torch.bfloat16), name))
-        recipe: dict[str, Any] = {"trirun": __version__, "command": "pack", "model": str(model), "keep": keep}
+        recipe: dict[str, Any] = {"trirun": __version__, "command": "pack", "model": model_origin(model), "keep": keep}
         bits = activation_bits or (16 if foreign is None else foreign.activation_bits)
         writer.finish(packed, linears, recipe, bits)
     seconds = time.perf_counter() - started
@@ -189,7 +190,11 @@ def _pack_module(
 ) -> PackedLayer:
     if foreign is None:
         weight = source.tensor(name + WEIGHT)
-        ternary, error = ternarize(weight, name), 0.0
+        try:
+            ternary, error = ternarize(weight, name), 0.0
+        except QuantizationError as refused:
+            fix = "trirun quantize makes a model 2-bit; pack is for those that are ternary already"
+            raise InputError(str(refused), fix) from refused
     else:
         ternary, error = foreign.read(name)
         weight = ternary.dequantize(torch.float32)

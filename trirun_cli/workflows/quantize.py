@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, explain
 from ..text.detokenizer import load_tokenizer
-from .output import state_dir, weight_bytes
+from .output import resuming, state_dir, weight_bytes
 from .quantize_plan import QuantizePlan, plan_quantize
 
 # Tokens of the sample that a finished run shows.
@@ -94,6 +95,7 @@ def quantize(
     calibration: str | Path | None = None,
     device: str = "auto",
     overwrite: bool = False,
+    end_to_end: bool = True,
     resume: bool = True,
     dry_run: bool = False,
     progress: ProgressCallback = silent,
@@ -117,9 +119,10 @@ def quantize(
             wins.
         calibration: text, see :func:`trirun_gptq.calibration.load`; None takes the excerpt that ships with trirun.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        overwrite: replace a non-empty ``out``.
+        overwrite: replace a non-empty ``out``, and the state that a stopped run of another kind has left beside it.
+        end_to_end: train the whole model after its blocks where the recipe says so; False leaves that out.
         resume: keep finished blocks in ``OUT.state`` until the checkpoint is complete, and continue from there.
-        dry_run: plan the memory, quantize one block on one batch of the real text, and stop. Nothing is written.
+        dry_run: plan memory and time, quantize one block on one batch of the real text, and stop. Nothing is written.
         progress: called with a :class:`QuantizePlan`, then with the events of
             :func:`trirun_gptq.pipeline.quantize_model`.
         settings: keys of :class:`~trirun_gptq.recipe.Recipe`, such as ``group_size``, ``grid``, ``samples``,
@@ -142,11 +145,13 @@ def quantize(
         calibration=None if calibration is None else str(calibration),
         device=device,
         overwrite=overwrite,
+        end_to_end=end_to_end,
         progress=progress,
     )
     progress(plan)
+    sequences = load_calibration(plan)
+    plan = _within_text(plan, sequences, progress)
     if dry_run:
-        sequences = load_calibration(plan)
         report = quantize_model(
             plan.model, plan.recipe, sequences, _Nothing(), progress, device=plan.device, dry_run=True
         )
@@ -159,7 +164,7 @@ def quantize(
         progress(event)
 
     try:
-        return _run(plan, counting, resume, started)
+        return _run(plan, sequences, counting, resume, started)
     except (KeyboardInterrupt, Exception) as error:
         stopped, state = isinstance(error, KeyboardInterrupt), state_dir(plan.out)
         # Of another run's state the error itself speaks.
@@ -168,22 +173,47 @@ def quantize(
                 f"{'interrupted: ' if stopped else ''}finished blocks are kept in {state}, the same command continues "
                 "from there; with --no-resume it starts over"
             )
+            if finished == plan.block_count and plan.recipe.end_to_end:
+                message += "; with --no-end-to-end it writes the checkpoint of these blocks as they are"
             progress(Warned(message))
         raise
 
 
-def _run(plan: QuantizePlan, progress: ProgressCallback, resume: bool, started: float) -> QuantizeReport:
+def _within_text(plan: QuantizePlan, sequences: list[Tensor], progress: ProgressCallback) -> QuantizePlan:
+    """The plan with as many samples as there are sequences; a warning where these are fewer than its recipe's."""
+    recipe = plan.recipe
+    if len(sequences) == recipe.samples + recipe.held_out:
+        return plan
+    fewer = calibration_data.within(recipe, len(sequences))
+    progress(
+        Warned(
+            f"{plan.calibration} holds {len(sequences)} sequences of {recipe.seqlen} tokens: calibrating on "
+            f"{fewer.samples}, {fewer.held_out} held out (recipe {recipe.name!r} has {recipe.samples} and "
+            f"{recipe.held_out}); more text gives a better model"
+        )
+    )
+    return dataclasses.replace(plan, recipe=fewer)
+
+
+def _run(
+    plan: QuantizePlan, sequences: list[Tensor], progress: ProgressCallback, resume: bool, started: float
+) -> QuantizeReport:
     """Quantize as planned and publish the checkpoint."""
-    sequences, state = load_calibration(plan), state_dir(plan.out)
-    with ranks.joined(plan.device) as device:
-        settings: dict[str, Any] = {"device": device, "state_dir": state if resume else None}
+    state = state_dir(plan.out)
+    with ranks.joined(plan.device) as device, resuming():
+        settings: dict[str, Any] = {
+            "device": device,
+            "state_dir": state if resume else None,
+            "replace_state": plan.overwrite,
+        }
         if ranks.rank() > 0:
             report = quantize_model(plan.model, plan.recipe, sequences, _Nothing(), **settings)
             return QuantizeReport(plan, report, seconds=time.perf_counter() - started)
         with CheckpointWriter(plan.out, ModelDir(plan.model), overwrite=plan.overwrite) as writer:
             report = quantize_model(plan.model, plan.recipe, sequences, writer, progress, **settings)
-            writer.finish(report.modules, plan.linears, plan.to_dict())
-    shutil.rmtree(state, ignore_errors=True)
+            writer.finish(report.modules, plan.linears, plan.to_recipe())
+    if resume:
+        shutil.rmtree(state, ignore_errors=True)
     try:
         sample = write_sample(plan, sequences[-1])
     except Exception as error:
@@ -205,12 +235,13 @@ class _Nothing:
 
 
 def load_calibration(plan: QuantizePlan) -> list[Tensor]:
-    """The token sequences of a run, int64 [length] each.
+    """The token sequences of a run, int64 [length] each; fewer than its recipe's where the text is short and their
+    number was not asked for.
 
     Raises:
         InputError: the model's tokenizer is missing. QuantizationError: the text is missing, malformed or too short.
     """
-    return calibration_data.load(plan.calibration, load_tokenizer(plan.model), plan.recipe)
+    return calibration_data.load(plan.calibration, load_tokenizer(plan.model), plan.recipe, fewer=plan.fewer)
 
 
 def write_sample(plan: QuantizePlan, sequence: Tensor) -> Sample:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from ..errors import InputError, UsageError
 from ..resources import configs_dir
 from ..text.detokenizer import load_tokenizer
 from ..version import __version__
+from .output import matrix_kinds, model_origin, text_origin
 from .settings import given
 
 PRESETS = ("fast", "default", "best")
@@ -37,7 +39,8 @@ class QuantizePlan(Event):
         model, out: the two directories. recipe: fully resolved. calibration: where its text comes from.
         device: a torch device. linears: every linear module of the model, name to (n, k).
         blocks: what the names of those inside the decoder blocks begin with; the others are kept.
-        overwrite: replace a non-empty ``out``.
+        block_count: how many decoder blocks there are. overwrite: replace a non-empty ``out``.
+        fewer: take what there is of a text that is too short for the recipe; False where samples were asked for.
     """
 
     model: Path
@@ -47,7 +50,9 @@ class QuantizePlan(Event):
     device: str
     linears: dict[str, tuple[int, int]]
     blocks: str
+    block_count: int
     overwrite: bool
+    fewer: bool = True
 
     @property
     def weights(self) -> int:
@@ -66,7 +71,7 @@ class QuantizePlan(Event):
                 yield n, k, grid.spec
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON and for the recipe file."""
+        """Plain values for JSON."""
         return {
             "trirun": __version__,
             "command": "quantize",
@@ -77,6 +82,11 @@ class QuantizePlan(Event):
             "packed_bytes": self.packed_bytes,
             "recipe": self.recipe.to_dict(),
         }
+
+    def to_recipe(self) -> dict[str, Any]:
+        """Plain values for the recipe file, which is published with the checkpoint: names and hashes, no paths."""
+        origins = {"model": model_origin(self.model), "calibration": text_origin(self.calibration)}
+        return self.to_dict() | origins
 
 
 def plan_quantize(
@@ -90,6 +100,7 @@ def plan_quantize(
     calibration: str | None,
     device: str,
     overwrite: bool,
+    end_to_end: bool = True,
     progress: ProgressCallback = silent,
 ) -> QuantizePlan:
     """Resolve and check everything that can be checked before the long part.
@@ -110,14 +121,17 @@ def plan_quantize(
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe or configs_dir() / f"{preset}.yaml")
     recipe = with_options(recipe, settings, overrides)
+    if not end_to_end:
+        recipe = recipe.without_end_to_end()
+    fewer = settings.get("samples") is None
     if calibration is None:
         calibration = str(configs_dir() / "demo-model" / "calibration.txt")
         wanted = recipe.samples
-        if "samples" not in settings:
+        if fewer:
             recipe = _within_excerpt(recipe, calibration, model)
-        fewer = f" ({recipe.samples} sequences, recipe {recipe.name!r} has {wanted})" if recipe.samples < wanted else ""
+        found = f" ({recipe.samples} sequences, recipe {recipe.name!r} has {wanted})" if recipe.samples < wanted else ""
         message = (
-            f"calibrating on the short prose excerpt that ships with trirun{fewer}; "
+            f"calibrating on the short prose excerpt that ships with trirun{found}; "
             "--calibration with text like the model's own use gives a better model"
         )
         progress(Warned(message))
@@ -126,8 +140,11 @@ def plan_quantize(
     CheckpointWriter(out, source, overwrite=overwrite)
     skeleton = meta_model(source.path)
     linears = linear_modules(skeleton)
-    blocks = f"{decoder_blocks(skeleton)[0]}."
+    blocks_name, block_list = decoder_blocks(skeleton)
+    blocks = f"{blocks_name}."
     inside = [name for name in linears if name.startswith(blocks)]
+    if not inside:
+        raise InputError(f"{model} has no linear layer in its decoder blocks{matrix_kinds(block_list)}")
     for pattern in (*recipe.ignore, *recipe.overrides):
         if not any(re.search(pattern, name) for name in inside):
             raise UsageError(
@@ -140,22 +157,35 @@ def plan_quantize(
             f"none of the {len(inside)} linear layers in the decoder blocks is left to quantize",
             "fewer patterns of --override REGEX=keep, or of the recipe's ignore",
         )
-    for name, grid in grids.items():
-        k, group_size = linears[name][1], grid.spec.group_size
+    _require_group_sizes({name: (linears[name][1], grid.spec.group_size) for name, grid in grids.items()})
+    target = pick_device(device)
+    return QuantizePlan(model, out, recipe, calibration, target, linears, blocks, len(block_list), overwrite, fewer)
+
+
+def _require_group_sizes(layers: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse layers (name to k and group size) whose k is no multiple of their group size: all of them at once, those
+    of one kind in all blocks as one, with what fits each."""
+    kinds: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    for name, (k, group_size) in layers.items():
         if group_size > 0 and k % group_size:
-            fits = next(size for size in (64, 32, -1) if size == -1 or k % size == 0)
-            raise UsageError(
-                f"{name} has k={k} input features, not a multiple of group size {group_size}",
-                f"--group-size {fits}, or for these layers alone: --override '{name.rsplit('.', 1)[-1]}=g{fits}'",
-            )
-    return QuantizePlan(model, out, recipe, calibration, pick_device(device), linears, blocks, overwrite)
+            kinds[name.rsplit(".", 1)[-1], k, group_size].append(name)
+    if not kinds:
+        return
+    fits = {kind: next(size for size in (128, 64, 32, -1) if size == -1 or kind[1] % size == 0) for kind in kinds}
+    told = [
+        f"{names[0]}{f' and {len(names) - 1} more {leaf}' if names[1:] else ''} "
+        f"{'have' if names[1:] else 'has'} k={k} input features, not a multiple of group size {group_size}"
+        for (leaf, k, group_size), names in kinds.items()
+    ]
+    smallest = -1 if -1 in fits.values() else min(fits.values())
+    overrides = dict.fromkeys(f"--override '{leaf}=g{size}'" for (leaf, _, _), size in fits.items())
+    raise UsageError("; ".join(told), f"--group-size {smallest}, or for these layers alone: {' '.join(overrides)}")
 
 
 def _within_excerpt(recipe: Recipe, excerpt: str, model: Path) -> Recipe:
     """The recipe with as many samples as the excerpt has of its length, which is a matter of the model's tokenizer."""
     tokens = len(calibration_data.load_stream(excerpt, load_tokenizer(model), recipe.seed))
-    samples = min(recipe.samples, tokens // recipe.seqlen - recipe.held_out)
-    return recipe if samples < 1 or recipe.natural_length else dataclasses.replace(recipe, samples=samples)
+    return recipe if recipe.natural_length else calibration_data.within(recipe, tokens // recipe.seqlen)
 
 
 def with_options(recipe: Recipe, settings: Mapping[str, Any], overrides: Iterable[str]) -> Recipe:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import time
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..block.cuda_graph import WARMUP
+from ..block.reconstruct import block_error
 from ..block.walk import BlockRun
 from ..errors import QuantizationError
+from ..layer.quantized import Quantized
 from ..model.activations import Batch
-from ..model.loader import Skeleton, linear_layers
+from ..model.experts import stored_as
+from ..model.loader import Skeleton, TensorSource, linear_layers
 from ..recipe import Recipe
-from .profile import Costs
-from .progress import silent
+from .profile import Costs, StageCost
+from .progress import Event, ProgressCallback, Stage
 from .report import Preflight
 
-STEPS = WARMUP + 1  # of refinement: by then the optimizer's moments are in memory, and the step is recorded
+NAMED = 8  # defects of one kind that an error lists
+# Of refinement: by then the optimizer's moments are in memory, the step is recorded, and what repeats it was timed.
+STEPS = WARMUP + 3
+CPU_STEPS = 4  # the first of which is not timed
 
 
 def require_calibration(calibration: list[Tensor], recipe: Recipe, skeleton: Skeleton) -> None:
@@ -55,12 +64,49 @@ def require_calibration(calibration: list[Tensor], recipe: Recipe, skeleton: Ske
             )
 
 
+def require_finite(model: nn.Module, source: TensorSource, progress: ProgressCallback) -> None:
+    """No parameter of a model has a value that is NaN or infinite. Reads every weight file once.
+
+    Args:
+        model: whose parameters count, empty as :func:`~trirun_gptq.model.meta.meta_model` makes it. source: its files.
+        progress: receives ``Stage("scan", ...)`` per tensor.
+
+    Raises:
+        QuantizationError: one has; all such tensors are named.
+    """
+    bad = []
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    # Experts that a file holds fused are one tensor there. A tied head need not be stored.
+    stored = list(dict.fromkeys(found for name in names if (found := stored_as(name, source)[0]) is not None))
+    for done, name in enumerate(stored):
+        progress(Stage("scan", done, len(stored)))
+        value = source.tensor(name)
+        if value.numel() and value.dtype.is_floating_point and not _is_finite(value):
+            bad.append(f"{name}: {int((~torch.isfinite(value)).sum())} of {value.numel()} values")
+        source.release()
+    progress(Stage("scan", len(stored), len(stored)))
+    if bad:
+        raise QuantizationError(f"{_listed(bad)} are NaN or infinite")
+
+
+def _listed(defects: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(defects) - NAMED
+    return "; ".join(defects if more <= 0 else [*defects[:NAMED], f"{more} more"])
+
+
+def _is_finite(value: Tensor) -> bool:
+    # Of the extremes: they take no memory beside a matrix that may be the largest there is.
+    return all(map(math.isfinite, map(float, torch.aminmax(value))))
+
+
 def require_group_sizes(skeleton: Skeleton, recipe: Recipe) -> None:
     """Every layer's group size divides its k.
 
     Raises:
-        QuantizationError: one does not; the layer is named.
+        QuantizationError: one does not; all such layers are named.
     """
+    bad = []
     for index, block in enumerate(skeleton.blocks):
         for path, layer in linear_layers(block).items():
             name = f"{skeleton.block_name(index)}.{path}"
@@ -69,10 +115,33 @@ def require_group_sizes(skeleton: Skeleton, recipe: Recipe) -> None:
                 if grid is not None:
                     grid.spec.groups(layer.in_features)
             except ValueError as error:
-                raise QuantizationError(f"{name}: {error}; choose another group size or override this one") from None
+                bad.append(f"{name}: {error}")
+    if bad:
+        raise QuantizationError(f"{_listed(bad)}; choose another group size or override these layers")
 
 
-def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], recipe: Recipe, record: bool) -> Preflight:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One block quantized on one batch.
+
+    Attributes:
+        preflight: what it took. index: which block. quantized: its layers, which few calibration tokens have seen.
+        stages: cost by stage.
+        refine_step: seconds of one training step, by every method together; 0 where blocks are not trained.
+        evaluation: seconds of the block's held-out error on the batch; 0 without held-out sequences.
+        pack: seconds to pack the layers.
+    """
+
+    preflight: Preflight
+    index: int
+    quantized: dict[str, Quantized]
+    stages: dict[str, StageCost]
+    refine_step: float
+    evaluation: float
+    pack: float
+
+
+def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], recipe: Recipe, record: bool) -> Trial:
     """Quantize the largest block on one batch, refine it for a few steps, and forget it.
 
     Args:
@@ -83,11 +152,56 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
         QuantizationError: whatever would stop the run itself. torch.OutOfMemoryError: a batch is too large.
         CannotRecord: a step cannot be a CUDA graph; with ``record`` only.
     """
-    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
-    index = sizes.index(max(sizes))
-    short = dataclasses.replace(recipe, refine_steps=min(recipe.refine_steps, STEPS))
-    costs = Costs(train[0].place.device)
+    sizes = block_sizes(skeleton)
+    # The last of the largest: before the first block, targets are not corrected.
+    index = max(range(len(sizes)), key=lambda i: (sizes[i], i))
+    device = train[0].place.device
+    steps = STEPS if record and device.type == "cuda" else CPU_STEPS
+    short = dataclasses.replace(recipe, refine_steps=min(recipe.refine_steps, steps))
+    costs = Costs(device)
     train, held_out = ([copy.copy(batch) for batch in batches[:1]] for batches in (train, held_out))
-    BlockRun(skeleton, index, train, held_out, short, silent, costs, record).run()
+    refined: list[float] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Stage) and event.name == "refine":
+            refined.append(now(device))
+
+    block = BlockRun(skeleton, index, train, held_out, short, listen, costs, record)
+    result = block.run()
+    evaluation = 0.0
+    for _ in range(2 if held_out else 0):
+        started = now(device)
+        block_error(block.block, index, held_out, [held_out[0].original])
+        evaluation = now(device) - started
+    started = now(device)
+    for weight in result.quantized.values():
+        weight.pack()
+    pack = now(device) - started
     stages = costs.stages.values()
-    return Preflight(sum(stage.seconds for stage in stages), max(stage.device_bytes for stage in stages))
+    found = Preflight(sum(stage.seconds for stage in stages), max(stage.device_bytes for stage in stages))
+    step = _step_seconds(refined, short.refine_steps, evaluation)
+    return Trial(found, index, result.quantized, costs.stages, step, evaluation, pack)
+
+
+def block_sizes(skeleton: Skeleton) -> list[int]:
+    """Parameters of each block."""
+    return [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
+
+
+def now(device: torch.device) -> float:
+    """Seconds on the wall's clock once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _step_seconds(times: list[float], steps: int, evaluation: float) -> float:
+    """Of one training step by every method, from when each step ended; each was followed by an evaluation."""
+    total = 0.0
+    for first in range(0, len(times), steps or 1):
+        ends = times[first : first + steps]
+        # What is done the first time takes longer; on a GPU, up to the step that is recorded.
+        start = min(len(ends) - 2, WARMUP + 1) if steps > CPU_STEPS else 0
+        if len(ends) > 1:
+            total += max((ends[-1] - ends[start]) / (len(ends) - 1 - start) - evaluation, 0.0)
+    return total

@@ -63,9 +63,9 @@ class ModuleStarted(Event):
 class Stage(Event):
     """``done`` of ``total`` steps of a stage are complete.
 
-    Stages of a quantization are ``embed`` before all blocks, ``hessian``, ``solve``, ``refine`` and ``replay`` within
-    one, and ``e2e`` after all of them; of a training, before its first step, ``start`` (blocks) and ``generate``
-    (sequences).
+    Stages of a quantization are ``scan`` (tensors) and ``embed`` before all blocks, ``hessian``, ``solve``, ``refine``
+    and ``replay`` within one, and ``e2e`` after all of them; of a training, before its first step, ``start`` (blocks)
+    and ``generate`` (sequences).
     """
 
     name: str

@@ -9,6 +9,7 @@ from trirun_kernels import QuantSpec
 from .memory import MemoryPlan
 from .profile import StageCost
 from .progress import Event
+from .timing import TimePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,8 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class Preflight(Event):
-    """What one block took before the run: wall seconds, and the most GPU memory that was allocated (0 on a CPU), the
-    waiting activations of all batches included."""
+    """What one block took on one batch before the run: wall seconds, and the most GPU memory that was allocated (0 on a
+    CPU), the waiting activations of all batches included."""
 
     seconds: float
     device_bytes: int
@@ -97,7 +98,8 @@ class Report:
         kept: linear layers inside the decoder blocks left as they were (``ignore``, or an override that says so).
         tokens: calibration tokens used, held-out ones excluded.
         stages: cost by stage name.
-        memory: what was planned. preflight: what one block took beforehand; None on a CPU, but for a dry run.
+        memory: what was planned. preflight: what one block took beforehand, and time: what all of them were
+            expected to take; None on a CPU where nothing is trained, but for a dry run.
         predictions: of the result on the held-out sequences, beside the original; None without held-out sequences.
         before_e2e: the same before end-to-end training; None where there was none.
         peak_bytes: peak resident memory of the process (host) over the run.
@@ -110,6 +112,7 @@ class Report:
     stages: dict[str, StageCost] = field(default_factory=dict)
     memory: MemoryPlan | None = None
     preflight: Preflight | None = None
+    time: TimePlan | None = None
     predictions: Predictions | None = None
     before_e2e: Predictions | None = None
     peak_bytes: int = 0

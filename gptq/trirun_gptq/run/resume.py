@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from trirun_kernels import PackedWeight, QuantSpec, unpack
 
 from ..block.walk import BlockResult
-from ..errors import QuantizationError
+from ..errors import StateError
 from ..layer.quantized import Quantized
 from ..model.activations import has_bfloat16
 from ..model.loader import TensorSource
@@ -33,24 +34,37 @@ class RunState:
     Every file is written beside its name and renamed, so a file that exists is complete. Activations are not stored:
     a resumed run replays them through the finished blocks, which is exact and costs a forward pass each.
 
+    Args:
+        replace: remove what another run has left there, or what is damaged, instead of refusing it.
+
     Raises:
-        QuantizationError: the directory holds the state of another run; what differs is named, nothing is changed.
+        StateError: the directory holds the state of another run; what differs is named, nothing is changed.
     """
 
-    def __init__(self, directory: str | Path, fingerprint: dict[str, str]) -> None:
-        self.directory, self._fingerprint = Path(directory), fingerprint
+    def __init__(self, directory: str | Path, fingerprint: dict[str, str], *, replace: bool = False) -> None:
+        self.directory, self._fingerprint, self._replace = Path(directory), fingerprint, replace
         self._record = self.directory / "state.json"
-        if self._record.exists():
-            try:
-                stored = json.loads(self._record.read_text(encoding="utf-8"))
-            except json.JSONDecodeError:
-                raise QuantizationError(f"{self._record} is damaged; remove {self.directory} to start over") from None
-            differing = sorted(key for key in {*fingerprint, *stored} if fingerprint.get(key) != stored.get(key))
-            if differing:
-                raise QuantizationError(
-                    f"{self.directory} is the state of another run (different {', '.join(differing)}); remove it to "
-                    "start over, or repeat the run that left it"
-                )
+        try:
+            self._require_own()
+        except StateError:
+            if not replace:
+                raise
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _require_own(self) -> None:
+        if not self._record.exists():
+            return
+        try:
+            stored = json.loads(self._record.read_text(encoding="utf-8"))
+        except json.JSONDecodeError:
+            raise StateError(f"{self._record} is damaged; remove {self.directory} to start over") from None
+        ours = self._fingerprint
+        differing = sorted(key for key in {*ours, *stored} if ours.get(key) != stored.get(key))
+        if differing:
+            raise StateError(
+                f"{self.directory} is the state of another run (different {', '.join(differing)}); remove it to "
+                "start over, or repeat the run that left it"
+            )
 
     def begin(self) -> None:
         """Make the directory and say whose it is, unless that is done."""
@@ -58,11 +72,14 @@ class RunState:
         if not self._record.exists():
             _write(self._record, json.dumps(self._fingerprint, indent=2).encode())
 
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and self._path(index).exists()
+
     def load(self, index: int) -> BlockResult | None:
         """A finished block, its report marked as resumed; None when it is not there.
 
         Raises:
-            QuantizationError: the block's file is damaged.
+            StateError: the block's file is damaged.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -74,7 +91,9 @@ class RunState:
                 facts = json.loads(file.metadata()["facts"])
                 tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
         except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise QuantizationError(f"{path} is damaged ({error}); remove {self.directory} to start over") from None
+            if self._replace:
+                return None
+            raise StateError(f"{path} is damaged ({error}); remove {self.directory} to start over") from None
         modules = [ModuleReport(**{**entry, "spec": QuantSpec(**entry["spec"])}) for entry in facts["modules"]]
         prefix = f"{facts['report']['name']}."
         quantized = {}

@@ -159,9 +159,10 @@ class TrainRecipe:
 
 
 def load_train_recipe(path: str | Path) -> TrainRecipe:
-    """Read a recipe from a YAML file; keys left out keep the defaults of :class:`TrainRecipe`.
+    """Read a recipe from a YAML file, of one's own or a ``trirun_recipe.yaml``; keys left out keep the defaults of
+    :class:`TrainRecipe`.
 
     Raises:
         QuantizationError: the file is missing, is not YAML, or has an unknown key or a bad value.
     """
-    return load_yaml(path, TrainRecipe.from_dict)
+    return load_yaml(path, "finetune", TrainRecipe.from_dict)

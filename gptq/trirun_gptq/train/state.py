@@ -62,12 +62,15 @@ class TrainState:
 
     The file is written beside its name and renamed, so a file that exists is complete.
 
+    Args:
+        replace: remove what another run has left there instead of refusing it.
+
     Raises:
-        QuantizationError: the directory holds the state of another run; what differs is named, nothing is changed.
+        StateError: the directory holds the state of another run; what differs is named, nothing is changed.
     """
 
-    def __init__(self, directory: str | Path, fingerprint: dict[str, str]) -> None:
-        run = RunState(directory, fingerprint)
+    def __init__(self, directory: str | Path, fingerprint: dict[str, str], *, replace: bool = False) -> None:
+        run = RunState(directory, fingerprint, replace=replace)
         run.begin()
         self.directory = run.directory
 

@@ -6,7 +6,7 @@ anyway: the original's blocks are not run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,9 +32,20 @@ class Head:
     """
 
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+        self._module = skeleton.model.get_output_embeddings()
+        self._empty = None if self._module is None else self._module._parameters["weight"]
         skeleton.load_head(device)
         self.skeleton = skeleton
-        self.as_tuple = False
+        self._as_tuple: bool | None = None
+
+    @property
+    def as_tuple(self) -> bool:
+        """Whether the model's class takes a block's output as a tuple; known once logits were computed."""
+        return bool(self._as_tuple)
+
+    def unload(self) -> None:
+        """The head without weights again, as it was before."""
+        self._module._parameters["weight"] = self._empty
 
     def logits(self, batch: Batch, states: Tensor) -> Tensor:
         """Logits [b, t, vocabulary], float32, from hidden states after the last block, [b, t, h].
@@ -42,14 +53,29 @@ class Head:
         Raises:
             QuantizationError: the model's class does not take the blocks' output as a tensor or a tuple.
         """
-        for as_tuple in (self.as_tuple, not self.as_tuple):
-            with _answering(self.skeleton.blocks, batch.place.fetch(states), as_tuple):
-                logits = predict(self.skeleton, batch.tokens.to(batch.place.device))
+        if self._as_tuple is not None:
+            return self._logits(batch, states, self._as_tuple)
+        failure: Exception | None = None
+        for as_tuple in (False, True):
+            try:
+                logits = self._logits(batch, states, as_tuple)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                # A class that takes the first entry of a tuple takes the first sequence of a tensor, and fails later
+                # on in a way of its own.
+                failure = error
+                continue
             if logits.shape[:2] == batch.tokens.shape:
-                self.as_tuple = as_tuple
+                self._as_tuple = as_tuple
                 return logits
         kind = type(self.skeleton.model).__name__
-        raise QuantizationError(f"{kind}: its head does not take hidden states [batch, length, features]")
+        reason = f" ({type(failure).__name__}: {failure})" if failure else ""
+        raise QuantizationError(f"{kind}: its head does not take hidden states [batch, length, features]{reason}")
+
+    def _logits(self, batch: Batch, states: Tensor, as_tuple: bool) -> Tensor:
+        with _answering(self.skeleton.blocks, batch.place.fetch(states), as_tuple):
+            return predict(self.skeleton, batch.tokens.to(batch.place.device))
 
 
 def predict(skeleton: Skeleton, tokens: Tensor) -> Tensor:
@@ -103,12 +129,16 @@ def _answering(blocks: nn.ModuleList, states: Tensor, as_tuple: bool) -> Iterato
 
 
 @contextmanager
-def replaced_forwards(blocks: nn.ModuleList, forwards: list[Callable[..., Any]]) -> Iterator[None]:
+def replaced_forwards(blocks: Iterable[nn.Module], forwards: list[Callable[..., Any]]) -> Iterator[None]:
     """Every block computes what ``forwards`` says instead of its own."""
+    blocks = list(blocks)
+    before = [block.__dict__.get("forward") for block in blocks]
     try:
         for block, forward in zip(blocks, forwards, strict=True):
             block.forward = forward
         yield
     finally:
-        for block in blocks:
+        for block, earlier in zip(blocks, before, strict=True):
             block.__dict__.pop("forward", None)
+            if earlier is not None:
+                block.forward = earlier

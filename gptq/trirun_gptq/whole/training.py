@@ -43,6 +43,7 @@ class Job:
         codes: train every code and scale; False, the scales (and real zeros) alone.
         recompute: the blocks' activations in the backward pass, instead of keeping them.
         record: steps as CUDA graphs where they can be.
+        only: a rehearsal: the one block that is filled in and trained; the caller says what the others compute.
     """
 
     head: Head
@@ -52,6 +53,7 @@ class Job:
     codes: bool
     recompute: bool
     record: bool
+    only: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +86,10 @@ def tune(job: Job, blocks: Blocks, progress: Callable[[int, int], None]) -> tupl
     """
     skeleton = job.head.skeleton
     try:
-        layers = _load_student(skeleton, blocks, job.device, job.recipe if job.codes else None)
+        chosen = range(len(blocks)) if job.only is None else [job.only]
+        layers = _load_student(
+            skeleton, {index: blocks[index] for index in chosen}, job.device, job.recipe if job.codes else None
+        )
         kept, before, best = _train(job, layers, progress)
     finally:
         skeleton.unload_blocks()
@@ -151,12 +156,12 @@ def _train(
 
 
 def _load_student(
-    skeleton: Skeleton, blocks: Blocks, device: torch.device, recipe: Recipe | None
+    skeleton: Skeleton, blocks: dict[int, dict[str, Quantized]], device: torch.device, recipe: Recipe | None
 ) -> dict[str, StudentLinear]:
     """The skeleton's own blocks filled in, their quantized layers replaced; the layers by ``<block>.<path>``. Given a
     recipe, which knows their grids, codes train too."""
     layers: dict[str, StudentLinear] = {}
-    for index, block in enumerate(blocks):
+    for index, block in blocks.items():
         loaded = skeleton.load_block(index, device)
         for name, weight in block.items():
             linear: Any = loaded.get_submodule(name)

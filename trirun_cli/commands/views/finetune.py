@@ -13,7 +13,11 @@ from ...workflows.finetune import FinetuneReport
 from ...workflows.finetune_plan import FinetunePlan
 from .progress import ProgressView
 
-STAGES = {"start": ("quantizing the start", "blocks"), "generate": ("sampling the original model", "sequences")}
+STAGES = {
+    "scan": ("checking the weights", "tensors"),
+    "start": ("quantizing the start", "blocks"),
+    "generate": ("sampling the original model", "sequences"),
+}
 
 
 class FinetuneView(ProgressView):
@@ -103,6 +107,8 @@ def show_report(console: Console, report: FinetuneReport) -> None:
             "bytes_after": report.bytes_after,
         },
     )
+    if console.quiet:
+        return
     first = report.evaluations[0]
     rows = [("original", "", f"{report.original_perplexity:.3f}", "0")]
     rows += [

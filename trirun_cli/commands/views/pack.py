@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from trirun_gptq.run.progress import Event, ModuleStarted
 
 from ...console import Console, bytes_text
-from ...workflows.pack import PackReport
+from ...workflows.pack import PackedLayer, PackReport
 from .progress import ProgressView
 
 
@@ -20,8 +22,9 @@ class PackView(ProgressView):
             self.bar.describe(event.name)
 
 
-def show_report(console: Console, report: PackReport) -> None:
-    """Every packed layer: what its scales cover, and its size before and after."""
+def show_report(console: Console, report: PackReport, *, verbose: bool = False) -> None:
+    """The kinds of layers, or with ``verbose`` every layer: what the scales cover, and the size before and after. The
+    JSON document has every layer; with ``--quiet`` nothing is shown."""
     console.json(
         "pack/1",
         {
@@ -46,20 +49,25 @@ def show_report(console: Console, report: PackReport) -> None:
             ],
         },
     )
+    if console.quiet:
+        return
     worst = report.scale_error
     proof = f"codes equal, scales rounded by {worst:.1e} at most" if worst else "each equal to its original bit for bit"
-    console.table(
-        f"{len(report.modules)} matrices packed, {proof}",
-        ("module", "n × k", "scale per", "zeros", "before", "after"),
-        [
-            (
-                module.name,
-                f"{module.n} × {module.k}",
-                module.structure,
-                f"{module.zeros:.1%}",
-                bytes_text(module.source_bytes),
-                bytes_text(module.packed_bytes),
-            )
-            for module in report.modules
-        ],
-    )
+    title = f"{len(report.modules)} matrices packed, {proof}"
+    heads = ("n × k", "scale per", "zeros", "before", "after")
+    if verbose:
+        console.table(title, ("module", *heads), [(module.name, *_row([module])) for module in report.modules])
+        return
+    kinds: dict[tuple[str, int, int, str], list[PackedLayer]] = defaultdict(list)
+    for module in report.modules:
+        kinds[module.name.rsplit(".", 1)[-1], module.n, module.k, module.structure].append(module)
+    rows = [(kind[0], str(len(modules)), *_row(modules)) for kind, modules in kinds.items()]
+    console.table(title, ("matrices", "number", *heads), rows)
+
+
+def _row(modules: list[PackedLayer]) -> tuple[str, str, str, str, str]:
+    """What matrices of one kind have in common, and their sums."""
+    first = modules[0]
+    zeros = sum(module.zeros for module in modules) / len(modules)
+    before, after = (sum(sizes) for sizes in zip(*((m.source_bytes, m.packed_bytes) for m in modules), strict=True))
+    return f"{first.n} × {first.k}", first.structure, f"{zeros:.1%}", bytes_text(before), bytes_text(after)

@@ -7,14 +7,18 @@ import dataclasses
 from trirun_gptq.run.memory import MemoryPlan
 from trirun_gptq.run.progress import BlockStarted, Event, Planned, Stage, Warned
 from trirun_gptq.run.report import BlockReport, Preflight
+from trirun_gptq.run.timing import TimePlan, duration
 
 from ...console import Console, bytes_text
 from ...workflows.quantize import QuantizeReport
 from ...workflows.quantize_plan import QuantizePlan
 from .progress import ProgressView
 
+PERCENT = 100
+LONG = 1200  # seconds on a CPU that the user is warned of
 DIVERGED = 1.0  # nats per token above which a model's predictions have little to do with the original's
 STAGES = {
+    "scan": "checking tensors",
     "embed": "embedding",
     "hessian": "calibrating",
     "solve": "solving",
@@ -25,11 +29,17 @@ STAGES = {
 
 
 class QuantizeView(ProgressView):
-    """One progress bar over all blocks, its text saying what the current block is doing."""
+    """One progress bar over the whole run, in percent of the time that it is expected to take; its text says what is
+    being done. Where that time is not known, blocks count alike."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._warned: set[str] = set()
+        self._on_cpu = False
+        # Seconds, or where these are not known 1 for a block: of every block, of the end, and what is done of them.
+        self._blocks: tuple[float, ...] = ()
+        self._end = self._done = 0.0
+        self._steps = 0
 
     def __call__(self, event: Event) -> None:
         console = self.console
@@ -39,25 +49,49 @@ class QuantizeView(ProgressView):
             case MemoryPlan():
                 self._memory(event)
             case Planned(blocks, modules, tokens):
-                self.bar.reset(blocks)
+                self._blocks = (1.0,) * blocks
+                self.bar.reset(PERCENT)
                 console.note(f"{modules} matrices in {blocks} blocks, {tokens} calibration tokens")
             case Preflight(seconds, device_bytes):
                 peak = f", peak {bytes_text(device_bytes)} on the device" if device_bytes else ""
                 console.note(f"preflight: the largest block on one batch took {seconds:.1f} s{peak}")
+            case TimePlan():
+                self._blocks, self._end, self._steps = event.blocks, event.end, event.end_steps
+                self._time(event)
             case BlockStarted(index, total):
                 self.bar.describe(f"block {index + 1}/{total}")
             case Stage(name, done, total):
                 self.bar.describe(f"{STAGES.get(name, name)} {done}/{total}")
+                if name == "e2e":
+                    self._advance(self._end / max(self._steps, total))
             case BlockReport():
-                self.bar.advance()
+                self._advance(self._blocks[event.index])
                 taken = "taken from the stopped run" if event.resumed else f"{event.seconds:.1f} s"
                 console.note(f"{event.name}: output error {event.error:.3%} of its energy, {taken}")
             case Warned(message) if message not in self._warned:
                 self._warned.add(message)
                 console.warn(message)
 
+    def _advance(self, amount: float) -> None:
+        """So much more of the run is done; the phases of end-to-end training share its end."""
+        everything = sum(self._blocks) + self._end
+        amount = min(amount, everything - self._done)
+        self._done += amount
+        self.bar.advance(PERCENT * amount / everything)
+
+    def _time(self, plan: TimePlan) -> None:
+        training = plan.stages.get("end to end", 0.0)
+        parts = f" ({duration(sum(plan.blocks))} for the blocks, {duration(training)} end to end)" if training else ""
+        self.console.note(f"time: about {duration(plan.seconds)}{parts}")
+        if self._on_cpu and plan.seconds > LONG:
+            self.console.warn(
+                f"this takes about {duration(plan.seconds)} on the CPU; a GPU, --preset default or fast, and fewer "
+                "--samples are faster; a stopped run continues"
+            )
+
     def _plan(self, plan: QuantizePlan) -> None:
         recipe = plan.recipe
+        self._on_cpu = plan.device == "cpu"
         size = "output channel" if recipe.group_size == -1 else f"{recipe.group_size} inputs"
         grid = f"{'signed or midrise' if recipe.grid == 'auto' else recipe.grid} grid, one scale per {size}"
         self.console.note(
@@ -79,8 +113,8 @@ class QuantizeView(ProgressView):
 
 def show_dry_run(console: Console, report: QuantizeReport) -> None:
     """The plan and the preflight as JSON; for people the notes have said it all."""
-    memory, preflight = report.run.memory, report.run.preflight
-    assert memory is not None and preflight is not None
+    memory, preflight, time = report.run.memory, report.run.preflight, report.run.time
+    assert memory is not None and preflight is not None and time is not None
     console.json(
         "quantize-plan/1",
         report.plan.to_dict()
@@ -96,6 +130,7 @@ def show_dry_run(console: Console, report: QuantizeReport) -> None:
             },
             # Its first name, kept within this version of the document.
             "rehearsal": dataclasses.asdict(preflight),
+            "time": {"seconds": time.seconds, "stages": time.stages},
         },
     )
 
@@ -113,6 +148,7 @@ def show_report(console: Console, report: QuantizeReport) -> None:
             "bytes_after": report.bytes_after,
             "peak_memory_bytes": run.peak_bytes,
             "stages": {name: dataclasses.asdict(cost) for name, cost in run.stages.items()},
+            "planned_seconds": None if run.time is None else run.time.seconds,
             "held_out": None if run.predictions is None else dataclasses.asdict(run.predictions),
             "sample": None if report.sample is None else dataclasses.asdict(report.sample),
             "blocks": [
@@ -142,6 +178,9 @@ def show_report(console: Console, report: QuantizeReport) -> None:
             ],
         },
     )
+    if console.quiet:
+        _diverged(console, report)
+        return
     worst = sorted(report.modules, key=lambda module: module.loss, reverse=True)
     shown = worst if len(worst) <= 16 else worst[:8]
     console.table(
@@ -173,10 +212,16 @@ def show_report(console: Console, report: QuantizeReport) -> None:
             f"held-out calibration text ({held_out.tokens} tokens): perplexity {held_out.original_perplexity:.3f} → "
             f"{held_out.perplexity:.3f}, KL divergence {held_out.divergence:.4f} nats per token"
         )
-        if held_out.divergence > DIVERGED:
-            console.warn(
-                f"the model diverged from its original (KL {held_out.divergence:.2f} per token); try --preset best, "
-                "--group-size 64, or more calibration text like the model's own use"
-            )
+    _diverged(console, report)
     if report.sample is not None:
         console.note(f"a sample: {report.sample.prompt!r} → {report.sample.text!r}")
+
+
+def _diverged(console: Console, report: QuantizeReport) -> None:
+    """A warning where the result has little to do with the original."""
+    held_out = report.held_out
+    if held_out is not None and held_out.divergence > DIVERGED:
+        console.warn(
+            f"the model diverged from its original (KL {held_out.divergence:.2f} per token); try --preset best, "
+            "--group-size 64, or more calibration text like the model's own use"
+        )

@@ -1,0 +1,74 @@
+"""How long a run will take: from one block that was tried, and some steps of end-to-end training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..model.activations import Batch
+from ..recipe import Recipe
+from ..whole.rehearsal import StepTime
+from .preflight import Trial
+from .timing import TimePlan
+
+# Times that the held-out error is measured while a block is trained, and around it; while the model is trained.
+BLOCK_EVALUATIONS = 11
+MODEL_EVALUATIONS = 9
+# Of a training step, what its evaluation takes on as many tokens: of the blocks the forward pass, a third; of both
+# heads' forward passes and one backward the former.
+FORWARD, HEADS = 1 / 3, 2 / 3
+
+
+def plan_time(
+    trial: Trial,
+    sizes: Sequence[int],
+    finished: Sequence[bool],
+    batches: tuple[list[Batch], list[Batch]],
+    recipe: Recipe,
+    training: Iterable[tuple[int, StepTime]],
+    comparison: float,
+    spent: dict[str, float],
+) -> TimePlan:
+    """What every stage will take.
+
+    Args:
+        sizes: parameters of each block. finished: those that a stopped run has left.
+        batches: training and held-out ones of this process.
+        training: steps of each phase of end-to-end training, and what one takes.
+        comparison: of the predictions of both models, seconds per token.
+        spent: what stages before the blocks have taken.
+    """
+    (train, tried), (held_out, held_tried) = ((_tokens(part), _tokens(part[:1])) for part in batches)
+    weight = [size / sizes[trial.index] for size in sizes]
+    taken = {name: stage.seconds for name, stage in trial.stages.items()}
+    refined = recipe.refine_steps > 0
+    checks = held_out / held_tried if held_out else 0.0
+    passes = 2 * (train + held_out) + (0 if refined else held_out)
+    tried_passes = 2 * (tried + held_tried) + (0 if refined else held_tried)
+    kept = {"load": taken["load"], "forward": taken["forward"] * passes / tried_passes}
+    made = dict(kept)
+    made["hessian"] = taken.get("hessian", 0.0) * (train + held_out) / (tried + held_tried)
+    made["solve"] = taken.get("solve", 0.0)
+    if refined:
+        evaluations = BLOCK_EVALUATIONS * len(recipe.engines) * trial.evaluation * checks
+        made["refine"] = recipe.refine_steps * trial.refine_step + evaluations
+    blocks = tuple(w * sum((kept if done else made).values()) for w, done in zip(weight, finished, strict=True))
+    stages = dict(spent)
+    for name, seconds in made.items():
+        chosen = (w for w, done in zip(weight, finished, strict=True) if name in kept or not done)
+        stages[name] = seconds * sum(chosen)
+    end, end_steps = 0.0, 0
+    for steps, step in training:
+        end_steps += steps
+        block, rest = step.block * sum(weight), step.rest
+        evaluations = MODEL_EVALUATIONS * (FORWARD * block + HEADS * rest) * held_out / tried
+        end += steps * (block + rest) + evaluations + kept["load"] * sum(weight)
+    if end:
+        stages["end to end"] = end
+    elif held_out:
+        stages["compare"] = comparison * held_out
+    stages["write"] = trial.pack * sum(weight)
+    return TimePlan(stages, blocks, end + stages.get("compare", 0.0) + stages["write"], end_steps)
+
+
+def _tokens(batches: list[Batch]) -> int:
+    return sum(batch.tokens.numel() for batch in batches)
