@@ -141,8 +141,7 @@ def _quantize_blocks(walk: _Walk, report: Report, writer: Writer) -> Blocks:
 def _write(walk: _Walk, index: int, quantized: dict[str, Quantized], writer: Writer) -> None:
     skeleton = walk.skeleton
     with walk.costs.stage("write"):
-        layers = linear_layers(skeleton.blocks[index])
-        write_block(skeleton.source, skeleton.block_name(index), layers, quantized, writer)
+        write_block(skeleton.source, skeleton.block_name(index), quantized, writer)
 
 
 def _finish(walk: _Walk, waiting: Blocks, report: Report) -> Blocks:
