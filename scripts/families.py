@@ -80,6 +80,7 @@ PARTS = {
 }
 # What a family needs beside that.
 NEEDS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "falcon": {"head_dim": None, "new_decoder_architecture": False, "multi_query": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 32},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
@@ -138,6 +139,8 @@ def tiny_model(family: str) -> Any:
     if getattr(known, "is_encoder_decoder", False) or getattr(known, "is_decoder", None) is False:
         raise ValueError("an encoder, or a decoder that needs one")
     wanted = SIZES | {name: value for name, value in PARTS.items() if getattr(known, name, None) is not None}
+    if getattr(known, "kv_lora_rank", None) is not None:
+        wanted["num_key_value_heads"] = wanted["num_attention_heads"]  # latent attention has a key for every head
     wanted = {name: value for name, value in (wanted | NEEDS.get(family, {})).items() if value is not None}
     config = AutoConfig.for_model(family, **wanted)
     with torch.device("meta"):

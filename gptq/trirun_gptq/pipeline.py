@@ -73,9 +73,8 @@ def quantize_model(
         Losses, times and memory; ``report.modules`` has each quantized module's name and spec for config.json.
 
     Raises:
-        QuantizationError: the model has no list of decoder layers or layers this walk cannot quantize (fused experts,
-            Conv1D), a tensor is missing, of another shape or not finite, a group size does not divide k, or a Hessian
-            cannot be factored.
+        QuantizationError: the model has no list of decoder layers, a tensor is missing, of another shape or not finite,
+            a group size does not divide k, or a Hessian cannot be factored.
     """
     device = torch.device(device)
     source = TensorSource(model_dir)

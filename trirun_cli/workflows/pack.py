@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.lossless.ternary import scale_structure, ternarize
+from trirun_gptq.model.loader import multiplies
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.model.stored import StoredNames
+from trirun_gptq.model.writer import unquantized
 from trirun_gptq.run.progress import Event, ModuleStarted, ProgressCallback, silent
 from trirun_kernels import QuantSpec, dequantize
 from trirun_kernels.weights.names import WEIGHT
@@ -126,7 +130,8 @@ def pack(
     skeleton = meta_model(source.path)
     linears = linear_modules(skeleton)
     head = skeleton.get_output_embeddings()
-    chosen = {name for name in linears if skeleton.get_submodule(name) is not head and not kept.search(name)}
+    modules = {name: skeleton.get_submodule(name) for name in linears}
+    chosen = {n for n, module in modules.items() if multiplies(module) and module is not head and not kept.search(n)}
     if foreign is not None:
         chosen -= foreign.kept
         if keep is not None:
@@ -138,14 +143,15 @@ def pack(
 
     packed: list[PackedLayer] = []
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
-        for tensor_name in source.names:
-            name = tensor_name.removesuffix(WEIGHT)
-            if name in chosen and tensor_name.endswith(WEIGHT):
+        stored, replaced = StoredNames(skeleton, source), {name + WEIGHT for name in chosen}
+        for group in stored.groups:
+            for name in (target.removesuffix(WEIGHT) for target in group.targets if target in replaced):
                 progress(ModuleStarted(len(packed), len(chosen), name))
-                packed.append(_pack_module(writer, name, source, foreign, linears[name]))
+                packed.append(_pack_module(writer, name, stored.read(name + WEIGHT), foreign, linears[name]))
                 progress(packed[-1])
-            elif foreign is None or not any(tensor_name.removesuffix(end) in chosen for end in foreign.suffixes):
-                writer.add(tensor_name, source.tensor(tensor_name))
+            for tensor_name, tensor in unquantized(stored, group, replaced):
+                if foreign is None or not any(tensor_name.removesuffix(end) in chosen for end in foreign.suffixes):
+                    writer.add(tensor_name, tensor)
         missing = chosen - {layer.name for layer in packed}
         if missing:
             raise InputError(f"{model}: there is no tensor {min(missing)}{WEIGHT}")
@@ -157,9 +163,8 @@ def pack(
 
 
 def _pack_module(
-    writer: CheckpointWriter, name: str, source: ModelDir, foreign: ForeignWeights | None, shape: tuple[int, int]
+    writer: CheckpointWriter, name: str, weight: Tensor, foreign: ForeignWeights | None, shape: tuple[int, int]
 ) -> PackedLayer:
-    weight = source.tensor(name + WEIGHT)
     ternary, error = (ternarize(weight, name), 0.0) if foreign is None else foreign.read(name)
     if tuple(ternary.codes.shape) != shape:
         found = list(ternary.codes.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from trirun_gptq import calibration as calibration_data
 from trirun_gptq.errors import QuantizationError
-from trirun_gptq.model.loader import decoder_blocks
+from trirun_gptq.model.loader import decoder_blocks, kept_modules
 from trirun_gptq.model.meta import linear_modules, meta_model
 from trirun_gptq.recipe import Override, Recipe, load_recipe
 from trirun_gptq.run.progress import Event, ProgressCallback, Warned, silent
@@ -37,6 +38,7 @@ class QuantizePlan(Event):
         model, out: the two directories. recipe: fully resolved. calibration: where its text comes from.
         device: a torch device. linears: every linear module of the model, name to (n, k).
         blocks: what the names of those inside the decoder blocks begin with; the others are kept.
+        kept: modules inside them that hold matrices and cannot be 2 bits wide, name to what each is.
         overwrite: replace a non-empty ``out``.
     """
 
@@ -47,6 +49,7 @@ class QuantizePlan(Event):
     device: str
     linears: dict[str, tuple[int, int]]
     blocks: str
+    kept: dict[str, str]
     overwrite: bool
 
     @property
@@ -61,7 +64,8 @@ class QuantizePlan(Event):
 
     def _chosen(self) -> Iterator[tuple[int, int, QuantSpec]]:
         for name, (n, k) in self.linears.items():
-            grid = self.recipe.choice(name) if name.startswith(self.blocks) else None
+            inside = name.startswith(self.blocks) and name not in self.kept
+            grid = self.recipe.choice(name) if inside else None
             if grid is not None:
                 yield n, k, grid.spec
 
@@ -75,6 +79,7 @@ class QuantizePlan(Event):
             "device": self.device,
             "weights": self.weights,
             "packed_bytes": self.packed_bytes,
+            "kept": self.kept,
             "recipe": self.recipe.to_dict(),
         }
 
@@ -126,10 +131,11 @@ def plan_quantize(
     CheckpointWriter(out, source, overwrite=overwrite)
     skeleton = meta_model(source.path)
     linears = linear_modules(skeleton)
-    blocks = f"{decoder_blocks(skeleton)[0]}."
-    inside = [name for name in linears if name.startswith(blocks)]
+    path, modules = decoder_blocks(skeleton)
+    blocks, kept = f"{path}.", {f"{path}.{name}": kind for name, kind in kept_modules(modules).items()}
+    inside = [name for name in linears if name.startswith(blocks) and name not in kept]
     for pattern in (*recipe.ignore, *recipe.overrides):
-        if not any(re.search(pattern, name) for name in inside):
+        if not any(re.search(pattern, name) for name in (*inside, *kept)):
             raise UsageError(
                 f"{pattern!r} matches none of the {len(inside)} linear layers in the decoder blocks",
                 f"their names are like {inside[-1]}" if inside else None,
@@ -148,7 +154,16 @@ def plan_quantize(
                 f"{name} has k={k} input features, not a multiple of group size {group_size}",
                 f"--group-size {fits}, or for these layers alone: --override '{name.rsplit('.', 1)[-1]}=g{fits}'",
             )
-    return QuantizePlan(model, out, recipe, calibration, pick_device(device), linears, blocks, overwrite)
+    if kept:
+        progress(Warned(f"kept in 16 bits, being no plain linear layers: {_in_words(kept)}"))
+    return QuantizePlan(model, out, recipe, calibration, pick_device(device), linears, blocks, kept, overwrite)
+
+
+def _in_words(kept: Mapping[str, str]) -> str:
+    """How many modules, and which, with the number of the layer left out: "2 × model.layers.*.conv (Conv1d [64, 1, 4])"
+    for each kind."""
+    kinds = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", name), kind) for name, kind in kept.items())
+    return ", ".join(f"{count} × {name} ({kind})" for (name, kind), count in kinds.items())
 
 
 def _within_excerpt(recipe: Recipe, excerpt: str, model: Path) -> Recipe:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from trirun_kernels.weights.experts import SeparateExperts
 
-from ..errors import QuantizationError
 from .activations import Batch, EnoughSeen, run_block
 
 
@@ -42,8 +41,8 @@ def input_groups(block: nn.Module, index: int, batch: Batch, layers: dict[str, n
     What can be solved at once is one entry: the experts of a layer, each with a tensor of its own or none at all, are
     two, [[gate 0, up 0], [gate 1, up 1], ...] and [[down 0], [down 1], ...].
 
-    Raises:
-        QuantizationError: a layer that is no expert's is never called, or more than once.
+    Layers that are never called, as those whose weight a block multiplies by itself, or more than once, are in none;
+    experts are called as often as tokens choose them.
     """
     order: list[tuple[Tensor | None, list[list[str]]]] = []
     calls = dict.fromkeys(layers, 0)
@@ -78,10 +77,6 @@ def input_groups(block: nn.Module, index: int, batch: Batch, layers: dict[str, n
     finally:
         for handle in handles:
             handle.remove()
-    for name, count in calls.items():
-        if count != 1 and name not in owner:
-            raise QuantizationError(
-                f"block {index}: {name} is called {count} times in one forward pass; layers that are skipped or shared "
-                "are not supported"
-            )
-    return [groups for _, groups in order if groups]
+    once = {name for name, count in calls.items() if count == 1 or name in owner}
+    found = ([[name for name in group if name in once] for group in groups] for _, groups in order)
+    return [left for groups in found if (left := [group for group in groups if group])]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -189,24 +189,26 @@ class Skeleton:
                     owner._buffers[key] = buffer.to(device)
 
 
-def is_quantizable(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that can be two bits wide: it multiplies as ``nn.Linear`` does, has more than
-    one output, unlike the gate of a shared expert, and no fewer inputs than the smallest group of one scale."""
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return False
-    return module.out_features > 1 and module.in_features >= SMALLEST_GROUP
+def multiplies(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer and nothing more: routers and grouped products are classes derived of one."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def is_quantizable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer that can be two bits wide: with more than one output, unlike the gate of a
+    shared expert, and no fewer inputs than the smallest group of one scale."""
+    return multiplies(module) and module.out_features > 1 and module.in_features >= SMALLEST_GROUP
 
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
     """The quantizable layers of a block by their path within it, in definition order; see :func:`is_quantizable`."""
-    layers = ((name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear))
-    return {name: layer for name, layer in layers if is_quantizable(layer)}
+    return {name: module for name, module in block.named_modules() if is_quantizable(module)}
 
 
 def kept_modules(block: nn.Module) -> dict[str, str]:
     """What else of a block holds matrices, and stays in 16 bits: paths within it, and what each is, "Conv1d
     [64, 1, 4]": convolutions, experts fused in a way of their own, recurrent parts, small linear layers."""
-    kept = {}
+    kept: dict[str, str] = {}
     for name, module in block.named_modules():
         if is_quantizable(module):
             continue

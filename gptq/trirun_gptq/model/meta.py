@@ -17,8 +17,8 @@ def meta_model(path: str | Path) -> Any:
 
     Parameters lie on the meta device, in float32: they have shapes and no memory. Buffers, such as rotary tables, are
     real. Fused experts and GPT-2's layers are linear layers
-    (:func:`~trirun_kernels.weights.experts.with_linear_layers`). A ``quantization_config`` changes nothing: linear layers
-    have the shapes of the model before quantization.
+    (:func:`~trirun_kernels.weights.experts.with_linear_layers`). A ``quantization_config`` changes nothing: linear
+    layers have the shapes of the model before quantization.
 
     Raises:
         QuantizationError: the directory has no config.json, or transformers makes no causal language model of it.

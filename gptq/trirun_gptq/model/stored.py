@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -134,15 +134,16 @@ class StoredNames:
     def _find(self, name: str) -> tuple[str | _Conversion, Cut | _Transpose | None] | None:
         """The stored name of a tensor, or the conversion that makes it, and what is to be taken of that."""
         fused = self._target(name)
+        conversion = self._converted.get(fused)
+        part: Cut | _Transpose | None = None
         if fused != name:
-            cut = self._cut(name)
-            conversion = self._converted.get(fused)
+            part = cut = self._cut(name)
             if conversion is not None and (matrices := conversion.matrices) is not None:
                 return (matrices[cut], None) if cut in matrices else None
-        else:
-            cut = _Transpose() if name in self._transposed else None
-        source = self._whole.get(fused) or self._converted.get(fused)
-        return None if source is None else (source, cut)
+        elif name in self._transposed:
+            part = _Transpose()
+        source = self._whole.get(fused) or conversion
+        return None if source is None else (source, part)
 
     def _target(self, name: str) -> str:
         """What the model's own class calls the tensor that holds this one."""
@@ -158,13 +159,10 @@ class StoredNames:
 
     def _wanted(self) -> dict[str, list[int]]:
         """The tensors that the model's own class has, with their shapes."""
-        wanted = {}
-        for name, tensor in self._model.state_dict().items():
-            if (target := self._target(name)) == name:
-                wanted[name] = list(tensor.shape)
+        wanted = {n: list(t.shape) for n, t in self._model.state_dict().items() if self._target(n) == n}
         for path, experts in self._experts.items():
-            n, k = experts.get_submodule("0.down").weight.shape
-            count = sum(1 for _ in experts.children())
+            layers = dict(experts.named_modules())
+            count, (n, k) = sum(1 for _ in experts.children()), cast(nn.Linear, layers["0.down"]).weight.shape
             wanted |= {f"{path}.{DOWN}": [count, n, k], f"{path}.{GATE_UP}": [count, 2 * k, n]}
         return wanted
 

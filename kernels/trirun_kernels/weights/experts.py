@@ -1,5 +1,5 @@
-"""Linear layers in place of what transformers has for them: of every expert its own for one fused tensor of all experts,
-and one that stores its weight as [n, k] for GPT-2's, which stores its transpose."""
+"""Linear layers in place of what transformers has for them: every expert's own for one fused tensor of all experts,
+and for GPT-2's transposed layers, which hold [k, n], those that hold [n, k]."""
 
 from __future__ import annotations
 
