@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import QuantizationError
-from ..model.activations import Batch
+from ..model.activations import STYLES, Batch, answer
 from ..model.loader import Skeleton
 from ..run import distributed as ranks
 from ..run.report import Predictions
@@ -34,7 +34,7 @@ class Head:
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
         skeleton.load_head(device)
         self.skeleton = skeleton
-        self.as_tuple = False
+        self.style: int | None = None
 
     def logits(self, batch: Batch, states: Tensor) -> Tensor:
         """Logits [b, t, vocabulary], float32, from hidden states after the last block, [b, t, h].
@@ -42,14 +42,22 @@ class Head:
         Raises:
             QuantizationError: the model's class does not take the blocks' output as a tensor or a tuple.
         """
-        for as_tuple in (self.as_tuple, not self.as_tuple):
-            with _answering(self.skeleton.blocks, batch.place.fetch(states), as_tuple):
-                logits = predict(self.skeleton, batch.tokens.to(batch.place.device))
+        failure: Exception | None = None
+        for style in STYLES if self.style is None else (self.style,):
+            try:
+                with _answering(self.skeleton.blocks, batch.place.fetch(states), style):
+                    logits = predict(self.skeleton, batch.tokens.to(batch.place.device))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                failure = error
+                continue
             if logits.shape[:2] == batch.tokens.shape:
-                self.as_tuple = as_tuple
+                self.style = style
                 return logits
         kind = type(self.skeleton.model).__name__
-        raise QuantizationError(f"{kind}: its head does not take hidden states [batch, length, features]")
+        reason = f"{kind}: its head does not take hidden states [batch, length, features]"
+        raise QuantizationError(f"{reason}: {failure}" if failure else reason)
 
 
 def predict(skeleton: Skeleton, tokens: Tensor) -> Tensor:
@@ -95,10 +103,10 @@ def compare(head: Head, batches: list[Batch], student: Callable[[Batch], Tensor]
 
 
 @contextmanager
-def _answering(blocks: nn.ModuleList, states: Tensor, as_tuple: bool) -> Iterator[None]:
+def _answering(blocks: nn.ModuleList, states: Tensor, style: int) -> Iterator[None]:
     """Every block answers with these hidden states."""
-    answer = (states,) if as_tuple else states
-    with replaced_forwards(blocks, [lambda *args, **kwargs: answer] * len(blocks)):
+    given = answer(states, style)
+    with replaced_forwards(blocks, [lambda *args, **kwargs: given] * len(blocks)):
         yield
 
 
