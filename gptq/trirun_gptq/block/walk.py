@@ -102,7 +102,7 @@ class BlockRun:
         seen = {name for groups in stages for group in groups for name in group}
         if left := [name for name in chosen if name not in seen]:
             self.kept += left
-            message = f"{self.name}: {', '.join(left)} kept in 16 bits: not called exactly once in a forward pass"
+            message = f"{self.name}: {', '.join(left)} kept in 16 bits: not called once, or read by others"
             self.progress(Warned(message))
         return {name: layer for name, layer in chosen.items() if name in seen}
 
