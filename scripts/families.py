@@ -289,8 +289,12 @@ def _work(family: str, folder: str, text: str, answer: Any) -> None:
     answer.send(row)
 
 
-def measure(families: Iterable[str]) -> list[Row]:
-    """A row for each family, every one in a process of its own: a crash is a row too."""
+def measure(families: Iterable[str], table: Path | None) -> list[Row]:
+    """A row for each family, every one in a process of its own: a crash is a row too.
+
+    Args:
+        table: where to write the table of what is done so far; None for nowhere.
+    """
     rows, context = [], multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"
@@ -310,8 +314,15 @@ def measure(families: Iterable[str]) -> list[Row]:
             shutil.rmtree(folder, ignore_errors=True)
             rows.append(row)
             done = " ".join(f"{name}: {row.cells.get(name, '-')[:70]};" for name in COLUMNS)
-            print(f"{family}: {done} {row.backend} {row.difference:.1e}", file=sys.stderr, flush=True)
+            print(f"{family}: {done} {row.backend} {row.packed} {row.difference:.1e}", file=sys.stderr, flush=True)
+            if table is not None:
+                table.write_text(markdown(filter(was_built, rows)))
     return rows
+
+
+def was_built(row: Row) -> bool:
+    """Whether transformers could make the family at all."""
+    return not row.cells.get("quantize", "").startswith("not tried")
 
 
 def markdown(rows: Iterable[Row]) -> str:
@@ -340,10 +351,8 @@ def main() -> int:
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    rows = measure(options.family or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    built = [row for row in rows if not row.cells.get("quantize", "").startswith("not tried")]
-    if options.markdown:
-        options.markdown.write_text(markdown(built))
+    rows = measure(options.family or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), options.markdown)
+    built = list(filter(was_built, rows))
     print(json.dumps([asdict(row) for row in rows], indent=1) if options.json else markdown(built))
     return int(any(row.cells.get(name) != "yes" for row in built for name in COLUMNS))
 

@@ -15,7 +15,7 @@ from ...engine.slot_cache import SlotCache
 from ...errors import InputError
 from ..cpu.sampler import HostSampler, token_logprobs
 from .dense import matmul_precision, pad_dense
-from .weights import first_positions, keeps_every_token, longest_sequence
+from .weights import continues, first_positions, keeps_every_token, longest_sequence
 
 # Tokens of one step: what a prompt may hold up the others for; a GPU runs more of them in less time.
 MAX_ROWS = {"cpu": 512, "cuda": 2048}
@@ -42,7 +42,7 @@ class TransformersRunner:
         cache = next((name for name in CACHES if name in known), None)
         if cache is None:
             raise InputError(f"{type(model).__name__} has no cache of its past, by which trirun runs models")
-        self._cache = cache
+        self._cache, self._continues = cache, continues(model, cache)
         text = model.config.get_text_config()
         longest = longest_sequence(text)
         if context is not None and context > longest:
@@ -105,6 +105,9 @@ class TransformersRunner:
 
     def _append(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
         """Run tokens at a position of a slot; float32 logits [keep, vocab] after the last of them."""
+        if position and len(tokens) > 1 and not self._continues:
+            rows = [self._append(slot, position + i, [token], 1) for i, token in enumerate(tokens)]
+            return torch.cat(rows[-keep:])
         if self._lengths[slot] != position:
             self._caches[slot] = first_positions(self._caches[slot], position)
         piece = torch.tensor(tokens, device=self._model.device)
