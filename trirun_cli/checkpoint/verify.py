@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import yaml
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.model.stored import StoredNames
 from trirun_kernels import dequantize, pack, unpack
 from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
@@ -33,15 +34,23 @@ def verify_files(checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:
 def verify_modules(checkpoint: Checkpoint, original: ModelDir | None = None) -> Iterator[tuple[str, str | None]]:
     """(module, problem or None): shape as the model's config has it, finite scales and zeros, a round trip through
     unpack and pack that changes no byte, and, given the original model, equality with its weight bit for bit."""
-    linears = linear_modules(meta_model(checkpoint.path))
+    model = meta_model(checkpoint.path)
+    linears, dense = linear_modules(model), None
+    if original is not None:
+        foreign = open_foreign(original)
+        # Of the same model: its files may name and cut the weights otherwise than the checkpoint's.
+        dense = _stored(StoredNames(model, original)) if foreign is None else foreign.dense
     for module in checkpoint.modules:
-        yield module, _module_problem(checkpoint, module, linears.get(module), original)
+        yield module, _module_problem(checkpoint, module, linears.get(module), dense)
     for name in sorted(set(linears) - set(checkpoint.modules) - set(checkpoint.format.modules_to_not_convert)):
         yield name, "the model has this linear layer, the checkpoint does not"
 
 
 def _module_problem(
-    checkpoint: Checkpoint, module: str, expected: tuple[int, int] | None, original: ModelDir | None
+    checkpoint: Checkpoint,
+    module: str,
+    expected: tuple[int, int] | None,
+    dense: Callable[[str], torch.Tensor | None] | None,
 ) -> str | None:
     if expected is None:
         return "the model has no linear layer of this name"
@@ -55,10 +64,11 @@ def _module_problem(
     again = pack(codes, scales, w.spec, zeros)
     if not torch.equal(again.words, w.words) or not torch.equal(again.scales, w.scales):
         return "padding or order of the packed words is not canonical"
-    if original is None:
+    if dense is None:
         return None
-    foreign = open_foreign(original)
-    source = original.tensor(module + WEIGHT) if foreign is None else foreign.dense(module)
+    source = dense(module)
+    if source is None:
+        return "the original has no such weight"
     if tuple(source.shape) != expected:
         return f"the original has shape {list(source.shape)}"
     different = dequantize(w, source.dtype) != source
@@ -67,6 +77,11 @@ def _module_problem(
         count = f"{int(different.sum())} of {different.numel()} weights"
         return f"{count} differ from the original, the first at [{row}, {column}]"
     return None
+
+
+def _stored(names: StoredNames) -> Callable[[str], torch.Tensor | None]:
+    """The original's weight of a module, or None."""
+    return lambda module: names.read(module + WEIGHT) if module + WEIGHT in names else None
 
 
 def _recorded_hashes(path: Path) -> dict[str, str]:
