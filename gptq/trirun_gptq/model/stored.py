@@ -89,11 +89,6 @@ class StoredNames:
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._find(name) is not None
 
-    def sources(self, name: str) -> list[str]:
-        """The stored names that a tensor of the model is read from; none where it is not stored."""
-        found = self._find(name)
-        return [] if found is None else [found[0]] if isinstance(found[0], str) else found[0].sources
-
     def unknown(self, path: str) -> str | None:
         """A stored tensor of a module that the model has nothing for."""
         return next((stored for stored, name in self._unknown.items() if name.startswith(f"{path}.")), None)
