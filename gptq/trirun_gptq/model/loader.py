@@ -191,7 +191,24 @@ class Skeleton:
 
 def multiplies(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer and nothing more: routers and grouped products are classes derived of one."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and _is_product(type(module))
+
+
+def _is_product(kind: type[nn.Linear]) -> bool:
+    """Whether a class computes x·Wᵀ + b: one with a forward of its own, as Falcon's, is tried on a small matrix."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    probe = nn.Linear(3, 2, device="meta")
+    probe.weight, probe.bias = (nn.Parameter(torch.arange(1.0, 1 + n)) for n in (6, 2))
+    probe.weight.data = probe.weight.data.view(2, 3)
+    x = torch.tensor([[1.0, -2.0, 4.0], [0.5, 3.0, -1.0]])
+    expected = nn.functional.linear(x, probe.weight, probe.bias)
+    probe.__class__ = kind
+    try:
+        found = probe(x)
+    except Exception:
+        return False  # It needs what a linear layer does not have.
+    return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
 
 
 def is_quantizable(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -65,7 +65,15 @@ class Router(nn.Linear):
         return super().forward(input).softmax(-1)
 
 
+class Spelled(nn.Linear):
+    """As Falcon has them."""
+
+    def forward(self, input):
+        return input @ self.weight.T if self.bias is None else input @ self.weight.T + self.bias
+
+
 def test_what_is_a_linear_layer():
+    assert is_quantizable(Spelled(64, 8)) and is_quantizable(Spelled(64, 8, bias=False))
     small, single, plain = nn.Linear(16, 64), nn.Linear(64, 1), nn.Linear(64, 8)
     assert is_quantizable(plain) and not any(map(is_quantizable, (Router(64, 8), small, single, nn.Conv1d(64, 64, 1))))
     block = nn.ModuleDict({"plain": plain, "router": Router(64, 8), "small": small, "norm": nn.LayerNorm(64)})
