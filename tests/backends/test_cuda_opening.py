@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from trirun_kernels.decoder.weights import DecoderShape
 
+from trirun_cli.backends.cuda import opening
 from trirun_cli.backends.cuda.opening import CACHE_SHARE, cache_pages
 from trirun_cli.backends.cuda.weights import load_model
 from trirun_cli.errors import OutOfMemoryError
@@ -42,3 +43,19 @@ def test_what_is_missing_is_left_to_transformers_to_judge(plain_model, copy_of, 
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=f"no tensor {name}"):
         load_model(model, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "kind", "asked", "slots"),
+    [(137, "auto", None, 256), (20, "auto", None, 67), (20, "int8", None, 133), (137, "auto", 24, 24)],
+)
+def test_slots_that_nobody_asked_for_follow_the_memory(monkeypatch, plain_model, free_gib, kind, asked, slots):
+    model = SimpleNamespace(shape=SHAPE, dtype=torch.float16, device="cuda:0")
+    monkeypatch.setattr(opening, "load_model", lambda *args, **options: model)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib << 30, 141 << 30))
+    monkeypatch.setattr(opening, "chosen_context", lambda config, asked: 4096)
+    monkeypatch.setattr(opening, "CudaDecoder", lambda model, **sizes: sizes)
+    monkeypatch.setattr(opening, "CudaRunner", lambda sizes: SimpleNamespace(**sizes))
+    options = {"dtype": "auto", "act_bits": None, "context": None, "kv_cache_dtype": kind}
+    runner = opening.open_cuda(plain_model, device="cuda:0", slots=asked, **options)
+    assert runner.slots == slots and bool(runner.why_slots) == (asked is None)

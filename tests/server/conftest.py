@@ -92,7 +92,7 @@ class Site:
         self.engine = Engine(self.runner, max_waiting=max_waiting)
         self.service = Service(["demo", "alias"], max_waiting=max_waiting)
         served = ServerTokenizer(tokenizer, size=len(tokenizer), context=self.engine.context, chat_template=template)
-        self.model = ServedModel(self.engine, served, frozenset({END}), defaults or {})
+        self.model = ServedModel(self.engine, served, frozenset({END}), defaults or {}, "as asked")
         self.app = create_app(self.service, **options)
 
     async def __aenter__(self):

@@ -45,6 +45,65 @@ def test_tokenize_and_back(site, check_error, tokenizer):
     asyncio.run(scenario())
 
 
+def test_a_text_longer_than_the_context_is_tokenized(site, tokenizer):
+    async def scenario():
+        async with site() as demo:
+            text = "The sea was calm. " * 500
+            status, answer = await demo.post("/tokenize", {"prompt": text})
+            assert status == 200 and answer["count"] == len(tokenizer(text)["input_ids"]) > answer["max_model_len"]
+
+    asyncio.run(scenario())
+
+
+def test_a_conversation_is_tokenized_as_the_model_reads_it(site, check_error, tokenizer):
+    messages = [{"role": "user", "content": "Hello"}]
+
+    async def scenario():
+        async with site() as demo:
+            await demo.post("/v1/chat/completions", {"messages": messages})
+            _, answer = await demo.post("/tokenize", {"messages": messages})
+            assert tuple(answer["tokens"]) == demo.runner.bound[0].prompt
+            _, answer = await demo.post("/tokenize", {"messages": messages, "add_generation_prompt": False})
+            assert tokenizer.decode(answer["tokens"]) == "[user]Hello\n"
+            check_error(
+                await demo.client.post("/tokenize", json={"prompt": "x", "messages": messages}), 400, "messages"
+            )
+            check_error(await demo.client.post("/tokenize", json={}), 400, "prompt")
+            check_error(await demo.client.post("/tokenize", json={"messages": []}), 400, "prompt")
+            both = {"messages": messages, "add_generation_prompt": True, "continue_final_message": True}
+            check_error(await demo.client.post("/tokenize", json=both), 400, "continue_final_message")
+
+    asyncio.run(scenario())
+
+
+def test_tokenizer_info(site):
+    async def scenario():
+        async with site(template="{{ 1 }}") as demo:
+            info = (await demo.client.get("/tokenizer_info")).json()
+            assert info["eos_token"] == info["bos_token"] == "<|endoftext|>" and info["unk_token"] is None
+            assert info["chat_template"] == "{{ 1 }}" and info["model_max_length"] == 64
+
+    asyncio.run(scenario())
+
+
+def test_the_docs_name_every_endpoint_and_field_and_no_other_host(site):
+    async def scenario():
+        async with site() as demo:
+            page = await demo.client.get("/docs")
+            assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+            document = (await demo.client.get("/openapi.json")).json()
+            for path in document["paths"]:
+                assert path in page.text
+            for schema in ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody"):
+                for field in document["components"]["schemas"][schema]["properties"]:
+                    assert f"<code>{field}</code>" in page.text
+            assert "<code>service_tier</code>" in page.text and "array of integer" in page.text
+            assert "//" not in page.text and "<script" not in page.text and "@import" not in page.text
+            assert (await demo.client.get("/redoc")).status_code == 404
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -146,6 +205,8 @@ def test_metrics(site):
             assert float(values[f"trirun:time_to_first_token_seconds_count{label}"]) == 3
             assert float(values[f"trirun:e2e_request_latency_seconds_count{label}"]) == 3
             assert float(values['trirun:request_success_total{finished_reason="length",model_name="demo"}']) == 1
+            config = 'max_model_len="64",max_num_seqs="4",max_num_seqs_reason="as asked",model_name="demo"'
+            assert f"trirun:config_info{{{config}}} 1.0" in text
             assert "trirun:inter_token_latency_seconds_bucket" in text and "trirun:num_requests_waiting" in text
 
     asyncio.run(scenario())

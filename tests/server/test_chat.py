@@ -102,7 +102,6 @@ def test_the_templates_own_options(site, tokenizer):
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "knows nothing of tools"),
         ({"tool_choice": "required"}, "tool_choice", "only none and auto"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
@@ -124,5 +123,20 @@ def test_a_model_without_a_template_says_what_to_do(site):
         async with site(template=None) as demo:
             status, answer = await demo.post(PATH, {"messages": HELLO})
             assert status == 400 and "/v1/completions" in answer["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+def test_a_tokenizer_with_several_templates(site, tokenizer):
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}<tool_call>"}
+
+    async def scenario():
+        async with site(template=templates) as demo:
+            tools = [{"type": "function", "function": {"name": "weather"}}]
+            for body in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none"}):
+                status, answer = await demo.post(PATH, {"messages": HELLO} | body)
+                assert status == 200, answer
+            seen = [tokenizer.decode(list(request.prompt)) for request in demo.runner.bound]
+            assert seen == ["Hello", "weather<tool_call>", "Hello"]
 
     asyncio.run(scenario())

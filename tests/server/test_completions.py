@@ -247,3 +247,19 @@ def test_an_empty_prompt_begins_with_the_beginning_of_text(site):
             assert status == 200 and demo.runner.bound[0].prompt == (0,)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_string_is_part_of_the_output_where_asked(site, stream):
+    async def scenario():
+        async with site(" the sea was calm and on it went") as demo:
+            for include, expected in ((None, " the sea was"), (False, " the sea was"), (True, " the sea was calm an")):
+                body = {"prompt": "x", "stop": [" calm an", "nowhere"], "include_stop_str_in_output": include}
+                if stream:
+                    choices = [choice for event in await demo.stream(PATH, body) for choice in event["choices"]]
+                else:
+                    choices = (await demo.post(PATH, body))[1]["choices"]
+                assert "".join(choice["text"] for choice in choices) == expected
+                assert choices[-1]["finish_reason"] == "stop"
+
+    asyncio.run(scenario())

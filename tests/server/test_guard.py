@@ -1,6 +1,7 @@
 """Before the application: bodies, keys, request ids, origins."""
 
 import asyncio
+import re
 
 import pytest
 
@@ -115,3 +116,47 @@ def test_a_body_that_does_not_come_holds_nothing():
     asyncio.run(scenario())
     assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]
     assert b"did not come within 0.05 s" in sent[1]["body"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_has_the_tokens_and_times_of_a_request(site, caplog, stream):
+    async def scenario():
+        async with site("the sea was calm and on and on it went") as demo:
+            body = {"prompt": [5] * 7, "max_tokens": 4, "n": 2, "stream": stream}
+            answer = await demo.client.post(PATH, json=body, headers={"X-Request-Id": "r7"})
+            assert answer.status_code == 200 and answer.headers["x-request-id"] == "r7"
+            await demo.client.post(PATH, json={"prompt": "x", "n": 0})
+            await demo.client.get("/health?key=s3cret%0a")
+
+    with caplog.at_level("INFO", "trirun.requests"):
+        asyncio.run(scenario())
+    first, refused, health = [record.getMessage() for record in caplog.records if record.name == "trirun.requests"]
+    pattern = r"\S+ POST /v1/completions 200 prompt=7 cached=\d generated=8 finish=length first=\d+ms total=\d+ms id=r7"
+    assert re.fullmatch(pattern, first)
+    assert re.fullmatch(r"\S+ POST /v1/completions 400 total=\d+ms id=\w+", refused)
+    assert " GET /health 200 " in health and "s3cret" not in health
+
+
+def test_the_log_has_a_client_that_left(site, caplog):
+    async def scenario():
+        async with site("word " * 40) as demo:
+            demo.runner.go.clear()
+            asking = asyncio.create_task(demo.post(PATH, {"prompt": [5] * 7}))
+            await asyncio.sleep(0.1)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            demo.runner.go.set()
+
+    with caplog.at_level("INFO", "trirun.requests"):
+        asyncio.run(scenario())
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "trirun.requests"]
+    assert " prompt=7 cached=0 generated=0 finish=abort total=" in line
+
+
+def test_without_the_option_nothing_is_logged(site, caplog):
+    async def scenario():
+        async with site() as demo:
+            await demo.post(PATH, {"prompt": "x"})
+
+    asyncio.run(scenario())
+    assert not [record for record in caplog.records if record.name == "trirun.requests"]

@@ -116,6 +116,25 @@ def test_lm_eval_gets_the_likelihoods_of_trirun_eval(server, checkpoint):
     assert remote.loglikelihood_rolling(rolling)[0] == pytest.approx(own.loglikelihood_rolling(rolling)[0], rel=1e-4)
 
 
+def test_lm_evals_remote_tokenizer(server, checkpoint):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from lm_eval.utils import check_remote_tokenizer_support
+
+    url = f"{server.url}/v1/completions"
+    assert check_remote_tokenizer_support(url)
+    options = {"base_url": url, "model": os.path.basename(checkpoint), "tokenized_requests": True, "batch_size": 4}
+    remote = LocalCompletionsAPI(tokenizer_backend="remote", **options)
+    local = LocalCompletionsAPI(tokenizer_backend="huggingface", tokenizer=str(checkpoint), **options)
+    assert remote.eot_token_id == local.eot_token_id and remote.prefix_token_id == local.prefix_token_id
+    text = "The sea was calm, naïve 日本. " * 200
+    assert remote.tok_encode(text) == local.tok_encode(text) and len(remote.tok_encode(text)) > 1024
+    assert remote.tokenizer.decode(remote.tok_encode(text)) == text
+    requests = [Instance("loglikelihood", {}, (STORY, " the wind was cold."), 0)]
+    assert remote.loglikelihood(requests) == local.loglikelihood(requests)
+
+
 @pytest.mark.slow
 def test_a_key_a_name_and_a_chat_template(start_server, tmp_path):
     (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
@@ -209,6 +228,9 @@ def test_term_lets_running_answers_end(start_server):
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
     code, err = server.process.wait(30), server.process.stderr.read()
     assert code == 0 and "Traceback" not in err
+    # Nobody said how many at once: what was chosen is said, and why.
+    assert server.facts["slots"] == 16 and server.facts["slots_reason"].startswith("1 thread, 4 a thread")
+    assert "16 requests at once (1 thread, 4 a thread" in err
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
 
@@ -287,3 +309,16 @@ def test_without_the_extra_it_says_what_to_install(checkpoint):
     command = [sys.executable, "-c", script, "serve", "-c", str(checkpoint)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 4 and "fastapi" in done.stderr and "trirun[serve]" in done.stderr
+
+
+def test_a_package_that_another_needs_is_named_with_it(checkpoint, tmp_path):
+    # fastapi is there, and a package that it imports is not.
+    (tmp_path / "fastapi").mkdir()
+    (tmp_path / "fastapi" / "__init__.py").write_text("from . import telemetry\n")
+    (tmp_path / "fastapi" / "telemetry.py").write_text("import no_such_package.api\n")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from trirun_cli.commands.app import main; main()"
+    command = [sys.executable, "-c", script, "serve", "-c", str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 4 and "trirun[serve]" in done.stderr
+    said = " ".join(done.stderr.split())
+    assert "serving needs fastapi, fastapi needs no_such_package, and no_such_package is not installed" in said

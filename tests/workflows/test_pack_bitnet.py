@@ -24,8 +24,8 @@ def pack_rows(trits):
 def bitnet(tmp_path, demo_tokenizer):
     """Make a ternary model and a directory of the same in BitNet's format: ``bitnet(stored=..., **section)``."""
 
-    def make(stored=0.125, **section):
-        model, dense, _ = save_ternary("bitnet", {"vocab_size": 8192}, tmp_path)
+    def make(stored=0.125, family="bitnet", **section):
+        model, dense, _ = save_ternary(family, {"vocab_size": 8192}, tmp_path)
         tensors = load_file(dense / "model.safetensors")
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear) and name + WEIGHT in tensors and "layers" in name:
@@ -45,7 +45,15 @@ def bitnet(tmp_path, demo_tokenizer):
     return make
 
 
-@pytest.mark.parametrize("change", [{}, {"stored": 8.0, "linear_class": "bitlinear"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"stored": 8.0, "linear_class": "bitlinear"},
+        # Falcon-E: a Llama, whose config names no class of layers.
+        {"stored": 8.0, "linear_class": "bitlinear", "family": "llama"},
+    ],
+)
 def test_the_model_is_the_same(trirun, bitnet, tmp_path, change):
     model, directory = bitnet(**change)
     code, out, _ = trirun("pack", directory, "--out", tmp_path / "T", "--json")
@@ -76,7 +84,8 @@ def test_a_scale_that_fp16_rounds_is_said_so(trirun, bitnet, tmp_path):
     ("section", "options", "code", "message"),
     [
         ({"use_rms_norm": True}, (), 3, "norms of their own"),
-        ({"quantization_mode": "online"}, (), 3, "latent float weights"),
+        ({"quantization_mode": "online"}, (), 3, "latent weights are finite floats"),
+        ({"linear_class": "bitlinear"}, (), 3, "the other class is probably meant"),
         ({}, ("--keep", "q_proj"), 2, "cannot be kept"),
     ],
 )

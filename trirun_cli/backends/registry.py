@@ -8,6 +8,7 @@ generate, chat, serve, eval and the Python API open models by :func:`open_runner
 from __future__ import annotations
 
 import errno
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ..models.llama_config import (
     gpu_dtype,
     longest_context,
 )
+from .capacity import TRANSFORMERS_SLOTS, CpuDevice, ModelNeeds, default_slots
 from .device import on_cpu, pick_device
 
 # Sequences in the cache of a CPU that scores: the one that grows, and one beside it.
@@ -100,7 +102,7 @@ def open_runner(
     accumulate: str = "fp32",
     kv_cache_dtype: str = "auto",
     engine: str = "auto",
-    slots: int = 16,
+    slots: int | None = 16,
     context: int | None = None,
     threads: int | None = None,
     tf32: bool = False,
@@ -120,7 +122,8 @@ def open_runner(
         kv_cache_dtype: "auto", the type it computes in, or "int8", with a scale per token and head: on the native
             decoder of a GPU.
         engine: "native", "transformers", or "auto": native where it can.
-        slots: requests that run at once. context: most tokens of one; None is the runner's own choice: the model's
+        slots: requests that run at once; None is as many as :func:`.capacity.default_slots` says, and the runner's
+            ``why_slots`` says why. context: most tokens of one; None is the runner's own choice: the model's
             own, at most 8192 of the native decoder, less where half of a CPU's free memory does not hold that many.
         threads: of the native decoder on a CPU; None takes one per processor.
         tf32, compiled: of transformers' modelling: TF32 for float32 products on a GPU; through torch.compile.
@@ -186,22 +189,27 @@ def _open_cpu(
     act_bits: int | None,
     threads: int | None,
     *,
-    slots: int,
+    slots: int | None,
     context: int | None,
     scoring: bool,
     exact: bool,
 ) -> Runner:
     """The native decoder of a CPU; nothing here imports torch."""
-    from ..engine.cache_memory import affordable_context
+    from ..engine.cache_memory import affordable_context, available_bytes, position_bytes
     from .cpu.decoder import NativeDecoder
     from .cpu.runner import CpuRunner
 
     if scoring:
         slots = SCORED_SLOTS
     kv_dtype = "float32" if exact else "float16"
+    shape, item_bytes, why = decoder_shape(config), 4 if exact else 2, ""
+    if slots is None:
+        device = CpuDevice(available_bytes(), threads or len(os.sched_getaffinity(0)))
+        longest = chosen_context(config, context)
+        token_bytes = position_bytes(shape, item_bytes)
+        slots, why = default_slots(device, ModelNeeds(token_bytes, longest, shape.vocab, context is not None))
     if context is None:
-        longest = chosen_context(config, None)
-        context = affordable_context(decoder_shape(config), slots, longest, item_bytes=4 if exact else 2)
+        context = affordable_context(shape, slots, chosen_context(config, None), item_bytes=item_bytes)
     rows = max(192, -(-slots // 48) * 48)
     sizes: dict[str, Any] = {"slots": slots, "context": context, "max_rows": rows}
     try:
@@ -213,7 +221,9 @@ def _open_cpu(
             raise
         reason = f"{slots} sequences of {context} tokens do not fit the memory"
         raise OutOfMemoryError(reason, "run fewer at once, or shorter ones: --ctx") from error
-    return CpuRunner(decoder)
+    runner = CpuRunner(decoder)
+    runner.why_slots = why
+    return runner
 
 
 def _open_transformers(
@@ -223,7 +233,7 @@ def _open_transformers(
     act_bits: int | None,
     accumulate: str,
     *,
-    slots: int,
+    slots: int | None,
     context: int | None,
     tf32: bool,
     compiled: bool,
@@ -241,6 +251,8 @@ def _open_transformers(
         from .accumulation import use_fp16_sums
 
         model = use_fp16_sums(model)
+    why_slots = "" if slots else "transformers runs one sequence after another"
+    slots = slots or TRANSFORMERS_SLOTS
     runner = TransformersRunner(model, slots=slots, context=context, tf32=tf32, compiled=compiled)
-    runner.why_slower = why_slower
+    runner.why_slower, runner.why_slots = why_slower, why_slots
     return runner

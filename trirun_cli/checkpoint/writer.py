@@ -138,27 +138,32 @@ class CheckpointWriter:
         Returns:
             the format section written to config.json.
         """
-        self._close_shard()
-        with writing(self.partial):
-            made = self._complete(list(packed), linears, recipe, activation_bits)
-        self._publish()
+        made = _format(list(packed), linears, activation_bits)
+        self._finish(plain_config(self.source.config) | {"quantization_config": made.to_dict()}, recipe)
         return made
 
-    def _complete(
-        self, packed: list[PackedModule], linears: Iterable[str], recipe: dict[str, Any], activation_bits: int
-    ) -> Format:
+    def finish_as(self, config: dict[str, Any]) -> None:
+        """:meth:`finish` for a directory that is no trirun checkpoint: config.json is ``config``, with no recipe."""
+        self._finish(config, None)
+
+    def _finish(self, config: dict[str, Any], recipe: dict[str, Any] | None) -> None:
+        self._close_shard()
+        with writing(self.partial):
+            self._complete(config, recipe)
+        self._publish()
+
+    def _complete(self, config: dict[str, Any], recipe: dict[str, Any] | None) -> None:
         """All but the renaming."""
         import yaml
 
         self._name_shards()
-        made = _format(packed, linears, activation_bits)
-        config = {key: value for key, value in self.source.config.items() if key != "quantization_config"}
-        _write(self.partial / "config.json", json.dumps(config | {"quantization_config": made.to_dict()}, indent=2))
+        _write(self.partial / "config.json", json.dumps(config, indent=2))
         for file in self.partial.glob("*.safetensors"):
             # Their library gives nobody else leave to read them; config.json has what the umask leaves.
             file.chmod((self.partial / "config.json").stat().st_mode)
-        hashes = {file.name: file_hash(file) for file in sorted(self.partial.glob("*.safetensors"))}
-        _write(self.partial / RECIPE_FILE, yaml.safe_dump(recipe | {"files": hashes}, sort_keys=False))
+        if recipe is not None:
+            hashes = {file.name: file_hash(file) for file in sorted(self.partial.glob("*.safetensors"))}
+            _write(self.partial / RECIPE_FILE, yaml.safe_dump(recipe | {"files": hashes}, sort_keys=False))
         for pattern in COMPANIONS:
             for file in self.source.path.glob(pattern):
                 if file.is_file() and file.name not in SKIPPED:
@@ -166,7 +171,6 @@ class CheckpointWriter:
         for file in self.partial.iterdir():
             _flush(file)
         _flush(self.partial)
-        return made
 
     def _close_shard(self) -> None:
         from safetensors.torch import save_file
@@ -214,6 +218,11 @@ def _format(packed: list[PackedModule], linears: Iterable[str], activation_bits:
     padding = {name: [n, k] for name, (n, k) in shapes.items() if padded(n, k) != (n, k)}
     kept = sorted(set(linears) - {module.name for module in packed})
     return Format(common.group_size, common.zero, overrides, padding, kept, activation_bits)
+
+
+def plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json without what it says of quantization; ``quantization`` is MLX's key."""
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "quantization")}
 
 
 def _write(path: Path, text: str) -> None:

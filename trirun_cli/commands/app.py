@@ -14,7 +14,7 @@ from ..console import Console
 from ..errors import TrirunError, explain
 from ..interrupts import Interrupts
 from ..version import __version__
-from . import bench, chat, doctor, finetune, generate, inspect, pack, quantize, serve, verify, version
+from . import bench, chat, doctor, export, finetune, generate, inspect, pack, quantize, serve, verify, version
 from . import eval as evaluate
 from .shared.options import Command, Group, help_text
 
@@ -47,7 +47,7 @@ def _options(
 
 
 _PANELS: dict[str, dict[str, ModuleType]] = {
-    "Make a checkpoint": {"quantize": quantize, "pack": pack, "finetune": finetune},
+    "Make a checkpoint": {"quantize": quantize, "pack": pack, "finetune": finetune, "export": export},
     "Run it": {"generate": generate, "chat": chat, "serve": serve, "eval": evaluate},
     "Look inside": {"inspect": inspect, "verify": verify, "doctor": doctor, "version": version},
 }

@@ -10,8 +10,9 @@ import typer
 
 from ..checkpoint.hub import local_model, model_name
 from ..console import Console
-from ..errors import InputError, MissingError, UsageError
+from ..errors import InputError, UsageError
 from .shared.generation_options import Checkpoint
+from .shared.missing import missing_package
 from .shared.options import (
     Accumulate,
     ActBits,
@@ -37,7 +38,9 @@ def command(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name in the API; may be given several times. Default: the directory's.")
     ] = None,
-    max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
+    max_batch: Annotated[
+        int | None, typer.Option(help="Requests that run at once. Default: by the device's memory and the model.")
+    ] = None,
     ctx: Annotated[int | None, typer.Option(help="Tokens of a request, prompt included. Default: the model's.")] = None,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more return status 429.")] = 256,
     chat_template: Annotated[
@@ -54,7 +57,9 @@ def command(
     stream_interval: Annotated[
         float, typer.Option(help="Milliseconds between chunks of a stream; 0 sends every token at once.")
     ] = 25,
-    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line per request.")] = False,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="Log a line per request: tokens, latency, id.")
+    ] = False,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -76,9 +81,9 @@ def command(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API.
 
-    /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize; /health, /version and /metrics need no
-    key. SIGTERM or Ctrl-C lets running requests end, then exits with code 0; a second Ctrl-C cancels them. --json
-    prints one document when the server takes requests.
+    /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /tokenizer_info; /docs has their fields.
+    /health, /version and /metrics need no key. SIGTERM or Ctrl-C lets running requests end, then exits with code 0; a
+    second Ctrl-C cancels them. --json prints one document when the server takes requests.
 
     Examples:
 
@@ -117,7 +122,7 @@ def command(
         from ..server.app import create_app
         from ..server.run import listen, serve, url_of
     except ModuleNotFoundError as error:
-        raise MissingError(f"serving needs {error.name}", "pip install 'trirun[serve]'") from error
+        raise missing_package(error, "serving", "serve") from error
     from ..server.service import Service
 
     listener = listen(host, port)
@@ -128,8 +133,9 @@ def command(
     def load() -> ServedModel:
         from ..backends.registry import open_runner
         from ..engine.engine import Engine as RunningEngine
-        from ..server.model import ServedModel
+        from ..server.model import ServedModel, serving_tokenizer
 
+        tokenizer = serving_tokenizer(checkpoint, template, chat_template)
         runner = open_runner(
             checkpoint,
             device=device,
@@ -144,13 +150,16 @@ def command(
             context=ctx,
             threads=threads,
         )
-        return ServedModel.start(checkpoint, RunningEngine(runner, max_waiting=max_waiting), template)
+        running = RunningEngine(runner, max_waiting=max_waiting)
+        return ServedModel.start(checkpoint, running, tokenizer, runner.why_slots or "--max-batch")
 
     def ready(model: ServedModel) -> None:
         running = model.engine
-        console.note(f"{names[0]} on {running.description}: {running.slots} at once, {running.context} tokens each")
+        console.note(f"{names[0]} on {running.description}")
+        console.note(f"{running.slots} requests at once ({model.why_slots}), {running.context} tokens each")
         console.note(f"serving at {url}/v1; Ctrl-C stops")
         facts = {"url": url, "models": names, "engine": running.name, "slots": running.slots}
+        facts["slots_reason"] = model.why_slots
         console.json("serve/1", {**facts, "context": running.context})
 
     console.note(f"loading {checkpoint}")

@@ -30,14 +30,19 @@ def affordable_context(
     """
     if available is None:
         available = available_bytes()
-    # Keys and values, heads padded to 16 elements as the native cache pads them.
-    position = 2 * item_bytes * shape.layers * shape.kv_heads * (-(-shape.head_dim // 16) * 16)
+    position = position_bytes(shape, item_bytes)
     budget, least = SHARE * available, min(LEAST, longest)
     fits = int(budget) // (position * slots) // _BLOCK * _BLOCK
     if fits < least:
         need = f"{slots} sequences of {least} tokens need {slots * least * position / 2**30:.2f} GiB of cache"
         raise OutOfMemoryError(f"{need}, half of the free memory is {budget / 2**30:.2f} GiB", "run fewer at once")
     return min(fits, longest)
+
+
+def position_bytes(shape: DecoderShape, item_bytes: int) -> int:
+    """Bytes of a CPU's cache for one token: keys and values of all layers, heads padded to 16 elements as the native
+    cache pads them."""
+    return 2 * item_bytes * shape.layers * shape.kv_heads * (-(-shape.head_dim // 16) * 16)
 
 
 def available_bytes() -> int:

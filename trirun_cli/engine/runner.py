@@ -110,6 +110,7 @@ class Runner(Protocol):
     Attributes:
         name: what runs it, for people: "native decoder on cpu, 2 threads".
         why_slower: why no faster backend runs this model, for people; empty where none does not.
+        why_slots: why it has so many slots, for people; empty where the caller chose them.
         slots: sequences that can run at once. context: most tokens of one. max_rows: most tokens of one step, at least
             ``slots``. vocab_size: token ids are below it.
         lookahead: 1: the next step may be launched, with tokens=None, before this one is collected. 0: it may not.
@@ -119,6 +120,7 @@ class Runner(Protocol):
 
     name: str
     why_slower: str
+    why_slots: str
     slots: int
     context: int
     max_rows: int

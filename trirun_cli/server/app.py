@@ -9,39 +9,21 @@ from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from ..text.tool_calls import parser_for
 from ..version import __version__
-from . import errors, metrics, sse
+from . import docs_page, errors, metrics, sse
 from .errors import ApiError
 from .guard import Guard
 from .replies import ChatReply, CompletionReply, Reply
 from .request_group import RequestGroup
-from .schema import ChatBody, CompletionBody
+from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .service import Service
-from .tools import parser_for
 
 # A context of 128k tokens is about 0.6 MB of text, so this holds a batch of them. Parsing JSON blocks the event loop: a
 # few tenths of a second for 4 MiB in the worst case.
 MAX_BODY_BYTES = 4 * 2**20
-
-
-class TokenizeBody(BaseModel):
-    """The body of POST /tokenize."""
-
-    model_config = ConfigDict(strict=True)
-
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class DetokenizeBody(BaseModel):
-    """The body of POST /detokenize."""
-
-    model_config = ConfigDict(strict=True)
-
-    tokens: list[int]
 
 
 def create_app(
@@ -59,7 +41,14 @@ def create_app(
         cors_origins: web origins that browsers may call from; "*" allows any.
         max_body_bytes: a larger body returns 413.
     """
-    app = FastAPI(title="trirun", version=__version__, description="OpenAI's API over trirun's engine.")
+    # FastAPI's own pages load scripts from another host, which a machine without the internet does not reach.
+    app = FastAPI(
+        title="trirun",
+        version=__version__,
+        description="OpenAI's API over trirun's engine.",
+        docs_url=None,
+        redoc_url=None,
+    )
     errors.install(app)
     # The middleware added last runs first: a browser's preflight request carries no key and must not reach the guard.
     app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes)
@@ -101,7 +90,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         body.check_fields()
         name, model = service.check_model(body.model), service.model
         group = await service.chat(body, arrived)
-        template = model.tokenizer.chat_template or ""
+        template = model.tokenizer.tool_template or ""
         reply = ChatReply(
             name,
             model.tokenizer,
@@ -109,6 +98,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             token_ids=bool(body.return_token_ids),
             usage=body.wants_usage,
             parser=partial(parser_for, template) if body.offers_tools else None,
+            one_call=body.parallel_tool_calls is False,
         )
         return await _answer(request, service, group, reply, stream=bool(body.stream))
 
@@ -155,9 +145,13 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict:
-        """Token ids of a text."""
+        """Token ids of a text of any length, or of a conversation as the model reads it."""
         tokenizer = service.model.tokenizer
-        ids = await tokenizer.encode(body.prompt, special=body.add_special_tokens, param="prompt")
+        body.check_fields()
+        if body.prompt is None:
+            ids = await tokenizer.render(body.messages or [], body)
+        else:
+            ids = await tokenizer.encode(body.prompt, special=body.add_special_tokens, param="prompt", fits=False)
         return {"tokens": ids, "count": len(ids), "max_model_len": tokenizer.context}
 
     @app.post("/detokenize")
@@ -165,8 +159,18 @@ def _add_information(app: FastAPI, service: Service) -> None:
         """The text of token ids."""
         return {"prompt": await service.model.tokenizer.detokenize(body.tokens)}
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict:
+        """The tokenizer's special tokens and chat template, for clients that use it through /tokenize."""
+        return service.model.tokenizer.facts
+
+    @app.get("/docs", include_in_schema=False, response_model=None)
+    async def docs() -> Response:
+        return HTMLResponse(docs_page.render(app.openapi()))
+
 
 async def _answer(request: Request, service: Service, group: RequestGroup, reply: Reply, *, stream: bool) -> Response:
+    request.state.group = group
     if stream:
         return sse.EventStream(_events(group, reply), lambda: service.forget(group))
     # ASGI reports a disconnect only to a pending receive().

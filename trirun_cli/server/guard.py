@@ -1,4 +1,4 @@
-"""Middleware around the application: request ids, the API key, the size limit, and unexpected errors."""
+"""Middleware around the application: request ids, the API key, the size limit, unexpected errors, and the log."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import asyncio
 import hmac
 import logging
 import re
+import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
+from .request_group import RequestGroup
 
 log = logging.getLogger("trirun.server")
+# A line per request, where its level is INFO.
+request_log = logging.getLogger("trirun.requests")
 
 # Health checks and metrics need no key.
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
@@ -45,12 +49,12 @@ class Guard:
         asked = headers.get("x-request-id", "")
         request_id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        started = False
+        started, status, began = False, 499, time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal started, status
             if message["type"] == "http.response.start":
-                started = True
+                started, status = True, message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
@@ -66,6 +70,9 @@ class Guard:
             if not started:
                 error = ApiError(500, "internal error; the server's log has more", code="internal_error")
                 await error.response()(scope, receive, send_with_id)
+        finally:
+            if request_log.isEnabledFor(logging.INFO):
+                request_log.info("%s", request_line(scope, status, time.perf_counter() - began))
 
     async def _admit(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Pass a request with its whole body to the application, or refuse it."""
@@ -127,3 +134,24 @@ class Guard:
         # The rest of the body would be read as the next request, so the connection is closed.
         message = f"the body is larger than {self._max_body / 2**20:g} MiB"
         return ApiError(413, message, headers={"Connection": "close"})
+
+
+def request_line(scope: Scope, status: int, seconds: float) -> str:
+    """What the log says of a request: who, what, its status, its tokens, its times in milliseconds, its id.
+
+    Args:
+        scope: of the request. Where it has generated, its state has the "group".
+        status: of the response; 499 where the client left before it. seconds: from the request to the response's end.
+    """
+    state, client = scope["state"], scope.get("client")
+    # Only the path: a query may hold what no log should.
+    path = scope["path"][:200].encode("unicode_escape").decode()
+    parts = [client[0] if client else "-", scope["method"], path, str(status)]
+    group: RequestGroup | None = state.get("group")
+    if group is not None:
+        counts = group.token_counts
+        parts += [f"prompt={counts.prompt}", f"cached={counts.cached}", f"generated={counts.generated}"]
+        parts.append(f"finish={','.join(sorted({choice.finish or 'abort' for choice in group.choices}))}")
+        if group.first_token_s is not None:
+            parts.append(f"first={group.first_token_s * 1e3:.0f}ms")
+    return " ".join([*parts, f"total={seconds * 1e3:.0f}ms", f"id={state['request_id']}"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Metrics:
             return made if len(labels) > 1 else made.labels(model)
 
         self._model = model
+        config = ["max_num_seqs", "max_model_len", "max_num_seqs_reason"]
+        self._config = metric(Gauge, "config_info", "How the server is set up, in the labels.", labels=config)
         self._ended = metric(Counter, "request_success", "Choices ended, by reason.", labels=["finished_reason"])
         self._first = metric(Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS)
         fine = tuple(ms / 1e3 for ms in _MILLISECONDS)
@@ -43,6 +45,10 @@ class Metrics:
         self._queued = metric(Histogram, "request_queue_time_seconds", "Arrival to slot.", buckets=_SECONDS)
         self._prompts = metric(Histogram, "request_prompt_tokens", "Prompt tokens of a choice.", buckets=_COUNTS)
         self._lengths = metric(Histogram, "request_generation_tokens", "Tokens of a choice.", buckets=_COUNTS)
+
+    def configured(self, slots: int, context: int, why_slots: str) -> None:
+        """Show how the server is set up: requests at once, tokens of each, and why so many requests."""
+        self._config.labels(self._model, str(slots), str(context), why_slots).set(1)
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """Count new tokens of a choice.

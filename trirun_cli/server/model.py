@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..engine.engine import Engine
 from ..engine.generation import generation_defaults, stop_ids
 from ..errors import InputError
-from ..text.detokenizer import load_tokenizer, quick_tokenizer
+from ..text.chat_template import check_chat_template
+from ..text.detokenizer import quick_tokenizer
+from ..text.tokenizer import template_file
 from .tokenizer import ServerTokenizer
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -23,15 +26,17 @@ class ServedModel:
         engine: started. tokenizer: of the model.
         stop_ids: token ids that end a text, unless the request says ``ignore_eos``.
         defaults: temperature, top_p, top_k, min_p and repetition_penalty of requests that do not set them.
+        why_slots: why so many requests run at once, for people.
     """
 
     engine: Engine
     tokenizer: ServerTokenizer
     stop_ids: frozenset[int]
     defaults: Mapping[str, float] = field(default_factory=dict)
+    why_slots: str = ""
 
     @classmethod
-    def start(cls, path: Path, engine: Engine, chat_template: str | None = None) -> ServedModel:
+    def start(cls, path: Path, engine: Engine, tokenizer: Any, why_slots: str = "") -> ServedModel:
         """Read what the server needs from a model directory and start the engine.
 
         Where generation_config.json has ``do_sample``, its sampling parameters become the defaults; otherwise OpenAI's
@@ -39,18 +44,28 @@ class ServedModel:
 
         Args:
             path: the model directory. engine: loaded from it, not started yet.
-            chat_template: Jinja source that replaces the tokenizer's.
-
-        Raises:
-            InputError: the tokenizer is missing or damaged.
+            tokenizer: of :func:`serving_tokenizer`. why_slots: of the engine's runner.
         """
-        # Only transformers can render a chat template that is not the tokenizer's own.
-        tokenizer = quick_tokenizer(path, rich=True) if chat_template is None else load_tokenizer(path)
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise InputError(f"{path}: the tokenizer has no tokenizer.json, which serving needs")
-        own = ServerTokenizer(tokenizer, size=engine.vocab_size, context=engine.context, chat_template=chat_template)
+        own = ServerTokenizer(tokenizer, size=engine.vocab_size, context=engine.context)
         settings = generation_defaults(path)
         sampled = bool(settings.get("do_sample"))
         defaults = {name: settings[name] for name in _DEFAULTS if sampled and settings.get(name) is not None}
         engine.start()
-        return cls(engine, own, frozenset(stop_ids(path)), defaults)
+        return cls(engine, own, frozenset(stop_ids(path)), defaults, why_slots)
+
+
+def serving_tokenizer(path: Path, chat_template: str | None = None, file: Path | None = None) -> Any:
+    """The tokenizer of a model directory, for :meth:`ServedModel.start`, and its chat template tried. To be called
+    before the weights are read, which may take minutes.
+
+    Args:
+        chat_template: Jinja source that replaces the tokenizer's. file: that it was read from.
+
+    Raises:
+        InputError: the tokenizer is missing or damaged, or the chat template broken.
+    """
+    tokenizer = quick_tokenizer(path, chat_template=chat_template)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise InputError(f"{path}: the tokenizer has no tokenizer.json, which serving needs")
+    check_chat_template(tokenizer, file or template_file(path))
+    return tokenizer

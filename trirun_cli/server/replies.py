@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..engine.sampling import Token
-from .request_group import Choice, Delta, RequestGroup
+from ..text.tool_calls import ToolParser
+from .request_group import Delta, RequestGroup
 from .tokenizer import Offsets, ServerTokenizer
-from .tools import ToolParser
 
 # JSON has no −∞; OpenAI and vLLM write this number instead.
 _MINUS_INFINITY = -9999.0
@@ -46,12 +46,12 @@ class Reply:
 
     def usage_chunk(self, group: RequestGroup) -> dict[str, Any]:
         """The last chunk of a stream, with its token counts."""
-        return {**self._head, "object": self.chunk_object, "choices": [], "usage": usage(group.choices)}
+        return {**self._head, "object": self.chunk_object, "choices": [], "usage": usage(group)}
 
     def document(self, group: RequestGroup, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The response that is not streamed; ``deltas`` has one delta per choice."""
         choices = [{"index": d.index, **self._part(d), "finish_reason": d.finish} for d in deltas]
-        return {**self._head, "object": self.object, "choices": choices, "usage": usage(group.choices)}
+        return {**self._head, "object": self.object, "choices": choices, "usage": usage(group)}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         document = {**self._head, "object": self.chunk_object, "choices": [choice]}
@@ -118,13 +118,16 @@ class ChatReply(Reply):
 
     Args:
         parser: makes the tool-call parser of a choice; None where the request offers no tools.
+        one_call: only the first tool call of a choice is part of the response, as ``parallel_tool_calls: false`` asks.
     """
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, *args: Any, parser: Callable[[], ToolParser] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, parser: Callable[[], ToolParser] | None = None, one_call: bool = False, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self._parser = parser
+        self._parser, self._one_call = parser, one_call
         self._parsers: dict[int, ToolParser] = {}
 
     def first_chunks(self, group: RequestGroup) -> Iterator[dict[str, Any]]:
@@ -161,7 +164,7 @@ class ChatReply(Reply):
             delta.text, calls = delta.text + rest, calls + more
             if parser.count and delta.finish == "stop":
                 delta.finish = "tool_calls"
-        return calls
+        return [call for call in calls if call["index"] == 0] if self._one_call else calls
 
     def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -181,17 +184,14 @@ class ChatReply(Reply):
         }
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts of a response. A prompt counts once, however many choices continue it."""
-    prompts = {id(choice.request.prompt): choice for choice in reversed(choices)}
-    prompt = sum(len(choice.request.prompt) for choice in prompts.values())
-    generated = sum(choice.generated for choice in choices)
-    reused = sum(choice.usage.reused_tokens for choice in prompts.values() if choice.usage is not None)
+def usage(group: RequestGroup) -> dict[str, Any]:
+    """Token counts of a response."""
+    prompt, cached, generated = group.token_counts
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": reused},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.request import Event, FinishReason, QueueFull, Request, Usage
 from ..engine.sampling import Token
@@ -89,6 +89,15 @@ class Choice:
         return delta
 
 
+class TokenCounts(NamedTuple):
+    """Tokens of a group: of its prompts, of those the ones found in the cache, and the generated ones. A prompt counts
+    once, however many choices continue it."""
+
+    prompt: int
+    cached: int
+    generated: int
+
+
 class RequestGroup:
     """The choices of one HTTP request, which start, fail and end together.
 
@@ -98,11 +107,13 @@ class RequestGroup:
 
     Attributes:
         choices: in the order of the response. error: what ended the group early, or None.
+        first_token_s: seconds from the arrival to the first token of any choice; None before.
     """
 
     def __init__(self, engine: Engine, bridge: EventBridge, metrics: Metrics, arrived: float) -> None:
         self.choices: list[Choice] = []
         self.error: ApiError | None = None
+        self.first_token_s: float | None = None
         self._engine, self._bridge, self._metrics, self._arrived = engine, bridge, metrics, arrived
         self._changed = asyncio.Event()
         self._updated: dict[int, Choice] = {}
@@ -165,6 +176,16 @@ class RequestGroup:
             raise self.error
         return [choice.take() for choice in self.choices]
 
+    @property
+    def token_counts(self) -> TokenCounts:
+        """The tokens so far."""
+        prompts = {id(choice.request.prompt): choice for choice in reversed(self.choices)}.values()
+        return TokenCounts(
+            prompt=sum(len(choice.request.prompt) for choice in prompts),
+            cached=sum(choice.usage.reused_tokens for choice in prompts if choice.usage is not None),
+            generated=sum(choice.generated for choice in self.choices),
+        )
+
     def abort(self, error: ApiError) -> None:
         """Cancel every choice that still runs; the client gets ``error``."""
         if self._open:
@@ -197,6 +218,8 @@ class RequestGroup:
         now = time.perf_counter()
         if event.tokens:
             last = self._times.get(request_id)
+            if self.first_token_s is None:
+                self.first_token_s = now - self._arrived
             self._metrics.tokens(len(event.tokens), now - (last or self._arrived), first=last is None)
             self._times[request_id] = now
         choice.receive(event)

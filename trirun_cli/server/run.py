@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from ..errors import UsageError
 from .event_bridge import EventBridge
+from .guard import request_log
 from .model import ServedModel
 from .service import Service
 
@@ -82,7 +83,8 @@ def serve(
         load: loads the model, on another thread; meanwhile /health returns 503 ``loading``.
         ready: called with the model when the server takes requests.
         drain_s: seconds that running requests get at the end.
-        stream_interval_s: of :class:`.event_bridge.EventBridge`. log_requests: log a line per request.
+        stream_interval_s: of :class:`.event_bridge.EventBridge`.
+        log_requests: log a line per request, with its tokens and times; see :func:`.guard.request_line`.
 
     Raises:
         Exception: any that ``load`` raised. KeyboardInterrupt: a second Ctrl-C ended the draining.
@@ -91,7 +93,7 @@ def serve(
     config = uvicorn.Config(
         app,
         log_config=None,
-        access_log=log_requests,
+        access_log=False,
         lifespan="off",
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(drain_s) + _CANCEL_S,
@@ -218,4 +220,4 @@ def _set_up_logging(log_requests: bool) -> None:
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.WARNING)
     if log_requests:
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+        request_log.setLevel(logging.INFO)

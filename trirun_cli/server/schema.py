@@ -1,67 +1,32 @@
-"""The request bodies of the two completion endpoints: OpenAI's fields and vLLM's extensions.
+"""The request bodies: OpenAI's fields and vLLM's extensions.
 
-An unsupported field returns 400 with its name; an unknown one is ignored with a warning.
+Null is the same as an absent field. What the server does not act on is in :mod:`.other_fields`: an unsupported field
+returns 400 with its name, a harmless one is accepted. An unknown field is ignored with a warning.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from .errors import ApiError
+from .other_fields import check_other_fields
 
-log = logging.getLogger("trirun.server")
-
-# Unsupported fields, with the values that change nothing and are therefore taken.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "include_stop_str_in_output": (None, False),
-    "length_penalty": (None, 1),
-    "logits_processors": (None, []),
-    "min_tokens": (None, 0),
-    "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True),
-    "prediction": (None,),
-    "priority": (None, 0),
-    "prompt_embeds": (None,),
-    "prompt_logprobs": (None,),
-    "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-    "structured_outputs": (None,),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none"),
-    "tools": (None, []),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-}
-# Fields about the caller, which change nothing.
-HARMLESS = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
-_warned: set[str] = set()
 # Far beyond any use, and checked before work that grows with them, so that one request cannot block the others.
 MOST_PROMPTS = 4096
 MOST_MESSAGES = 4096
 MOST_BIASES = 1024
-MOST_UNKNOWN = 100
+MOST_STOPS = 4
 
 
 def _strings(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _unicode(value: list[str] | None) -> list[str] | None:
+def _stops(value: list[str] | None) -> list[str] | None:
+    _at_most(MOST_STOPS)(value)
     try:
         "".join(value or ()).encode()
     except UnicodeEncodeError:
@@ -92,16 +57,15 @@ def _at_least(low: float, high: float = float("inf"), what: str = "") -> Callabl
     return check
 
 
-def _fraction(value: float | None) -> float | None:
-    if value is not None and not 0 < value <= 1:
-        raise ValueError(f"must be above 0 and at most 1, got {value!r}")
-    return value
+def _above_zero(most: float = float("inf")) -> Callable[[float | None], float | None]:
+    rule = "above 0" if most == float("inf") else f"above 0 and at most {most:g}"
 
+    def check(value: float | None) -> float | None:
+        if value is not None and not 0 < value <= most:
+            raise ValueError(f"must be {rule}, got {value!r}")
+        return value
 
-def _positive(value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise ValueError(f"must be above 0, got {value!r}")
-    return value
+    return check
 
 
 def _biases(value: dict[int, float] | None) -> dict[int, float] | None:
@@ -114,34 +78,56 @@ Penalty = Annotated[float | None, AfterValidator(_at_least(-2, 2))]
 Count = Annotated[int | None, AfterValidator(_at_least(0))]
 
 
-class StreamOptions(BaseModel):
-    """What a stream has besides its tokens."""
+def _at_most(count: int) -> Callable[[list[Any] | None], list[Any] | None]:
+    """Field(max_length=...) would ask None for its length."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    def check(value: list[Any] | None) -> list[Any] | None:
+        if value is not None and len(value) > count:
+            raise ValueError(f"has {len(value)} items, at most {count} are taken")
+        return value
+
+    return check
+
+
+class Body(BaseModel):
+    """A JSON object in which null is the same as an absent field, unless the field is required."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name in required}
+
+
+class StreamOptions(Body):
+    """What a stream has besides its tokens."""
 
     include_usage: bool | None = None
 
 
-class SamplingFields(BaseModel):
-    """Fields of both endpoints. None means the same as an absent field."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+class SamplingFields(Body):
+    """Fields of both endpoints."""
 
     model: str | None = None
     n: Annotated[int | None, AfterValidator(_at_least(1, 128))] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float | None, AfterValidator(_at_least(0, 100))] = None
-    top_p: Annotated[float | None, AfterValidator(_fraction)] = None
+    top_p: Annotated[float | None, AfterValidator(_above_zero(1))] = None
     top_k: Annotated[int | None, AfterValidator(_at_least(-1))] = None
     min_p: Annotated[float | None, AfterValidator(_at_least(0, 1))] = None
     seed: Annotated[int | None, AfterValidator(_at_least(-(2**63), 2**63 - 1))] = None
-    stop: Annotated[list[str] | None, BeforeValidator(_strings), Field(max_length=4), AfterValidator(_unicode)] = None
+    stop: Annotated[list[str] | None, BeforeValidator(_strings), AfterValidator(_stops)] = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
-    repetition_penalty: Annotated[float | None, AfterValidator(_positive)] = None
+    repetition_penalty: Annotated[float | None, AfterValidator(_above_zero())] = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_bias), AfterValidator(_biases)] = None
     return_token_ids: bool | None = None
 
@@ -161,18 +147,7 @@ class SamplingFields(BaseModel):
         if self.stream_options is not None and not self.stream:
             message = "stream_options is only for stream: true"
             raise ApiError(400, message, param="stream_options", code="invalid_value")
-        extra = self.model_extra or {}
-        if len(extra) > MOST_UNKNOWN:
-            raise ApiError(400, f"the body has {len(extra)} unknown fields", code="invalid_value")
-        for name in extra.keys() & UNSUPPORTED.keys():
-            if not any(extra[name] == neutral for neutral in UNSUPPORTED[name]):
-                message = f"{name} is not supported by this server"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
-        unknown = sorted(extra.keys() - UNSUPPORTED.keys() - HARMLESS - _warned)
-        if unknown and len(_warned) < 1000:
-            _warned.update(unknown)
-            names = ", ".join(repr(name[:60]) for name in unknown)
-            log.warning("ignored fields that this server does not know: %s (said once)", names[:1000])
+        check_other_fields(self.model_extra or {})
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
@@ -229,42 +204,32 @@ def _text_of(content: Any) -> Any:
     return "".join(part["text"] for part in content)
 
 
-class Message(BaseModel):
+class Message(Body):
     """One message of a conversation. Further fields go to the chat template unchanged."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
     content: Annotated[str | None, BeforeValidator(_text_of)] = None
 
 
-class Function(BaseModel):
+class Function(Body):
     """A function that the model may call; its parameters are a JSON schema."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     name: Annotated[str, Field(min_length=1)]
 
 
-class Tool(BaseModel):
+class Tool(Body):
     """A tool; functions are the only kind."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["function"]
     function: Function
 
 
-class ChatBody(SamplingFields):
-    """The body of POST /v1/chat/completions."""
+class TemplateFields(Body):
+    """What the chat template is given beside the messages."""
 
-    tools: Annotated[list[Tool] | None, Field(max_length=MOST_MESSAGES)] = None
+    tools: Annotated[list[Tool] | None, AfterValidator(_at_most(MOST_MESSAGES))] = None
     tool_choice: Any = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_tokens: Count = None
-    max_completion_tokens: Count = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, AfterValidator(_at_least(0, 20))] = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -274,6 +239,29 @@ class ChatBody(SamplingFields):
         """Whether the chat template is given the tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
+    def check_template(self) -> None:
+        """Refuse combinations that contradict each other.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        if self.continue_final_message and "add_generation_prompt" not in self.model_fields_set:
+            self.add_generation_prompt = False
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+
+
+class ChatBody(TemplateFields, SamplingFields):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    parallel_tool_calls: bool | None = None
+    max_tokens: Count = None
+    max_completion_tokens: Count = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, AfterValidator(_at_least(0, 20))] = None
+
     def check_fields(self) -> None:
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
@@ -282,8 +270,31 @@ class ChatBody(SamplingFields):
         if self.tool_choice not in (None, "none", "auto"):
             message = "tool_choice: only none and auto are supported"
             raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
-        if self.continue_final_message and "add_generation_prompt" not in self.model_fields_set:
-            self.add_generation_prompt = False
-        if self.continue_final_message and self.add_generation_prompt:
-            message = "continue_final_message and add_generation_prompt exclude each other"
-            raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+        self.check_template()
+
+
+class TokenizeBody(TemplateFields):
+    """The body of POST /tokenize: a text, or a conversation as the model reads it."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, AfterValidator(_at_most(MOST_MESSAGES))] = None
+    add_special_tokens: bool = True
+
+    def check_fields(self) -> None:
+        """Refuse a body without a text, and contradictions.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        if self.prompt is None and not self.messages:
+            raise ApiError(400, "prompt or messages is required", param="prompt", code="missing_required_parameter")
+        if self.prompt is not None and self.messages is not None:
+            message = "prompt and messages exclude each other"
+            raise ApiError(400, message, param="messages", code="invalid_value")
+        self.check_template()
+
+
+class DetokenizeBody(Body):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]

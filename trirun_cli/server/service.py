@@ -49,6 +49,7 @@ class Service:
 
     def ready(self, model: ServedModel, bridge: EventBridge) -> None:
         """Take requests from now on: the model is loaded, and ``bridge`` carries its events to the event loop."""
+        self.metrics.configured(model.engine.slots, model.engine.context, model.why_slots)
         self._bridge, self._model = bridge, model
 
     @property
@@ -126,7 +127,7 @@ class Service:
             logprobs=body.logprobs,
             prompt_logprobs=scores,
         )
-        group = self._start(requests, arrived)
+        group = self._start(requests, arrived, body)
         if not body.echo:
             return group, None
         texts = [text if isinstance(text, str) else tokenizer.text_of(text) for text in body.prompt]
@@ -135,12 +136,12 @@ class Service:
     async def chat(self, body: ChatBody, arrived: float) -> RequestGroup:
         """Start the choices of a chat completion; arguments and errors as of :meth:`complete`."""
         self._check_count(body.n or 1, "n")
-        prompt = tuple(await self.model.tokenizer.render(body))
+        prompt = tuple(await self.model.tokenizer.render(body.messages, body))
         if not prompt:
             raise ApiError(400, "messages have no tokens", param="messages", code="invalid_value")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._start(self._requests(body, [prompt], "messages", limit=limit, logprobs=logprobs), arrived)
+        return self._start(self._requests(body, [prompt], "messages", limit=limit, logprobs=logprobs), arrived, body)
 
     def abort_all(self) -> None:
         """Cancel every request; clients get 503 ``shutting_down``, in a stream as its last event."""
@@ -161,13 +162,14 @@ class Service:
             message = f"the request asks for {count} choices; this server never takes more than {most} at once"
             raise ApiError(400, message, param=param, code="invalid_value")
 
-    def _start(self, requests: Sequence[Request], arrived: float) -> RequestGroup:
+    def _start(self, requests: Sequence[Request], arrived: float, body: SamplingFields) -> RequestGroup:
         model = self.model
         assert self._bridge is not None
         group = RequestGroup(model.engine, self._bridge, self.metrics, arrived)
 
         def detokenizer(request: Request) -> Detokenizer:
-            return Detokenizer(model.tokenizer, request.prompt, request.params.stop)
+            include = bool(body.include_stop_str_in_output)
+            return Detokenizer(model.tokenizer, request.prompt, request.params.stop, include_stop=include)
 
         try:
             group.start(requests, detokenizer)

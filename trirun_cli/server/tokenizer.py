@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from ..text.tool_calls import for_template
 from .errors import ApiError
-from .schema import ChatBody
-from .tools import for_template
+from .schema import Message, TemplateFields
 
 # Longer texts are tokenized on another thread, so that the event loop is not blocked.
 _INLINE_CHARACTERS = 16_384
@@ -29,6 +29,7 @@ class ServerTokenizer:
     Attributes:
         special: ids of tokens that are no text, such as BOS. bos_id: of the BOS token, or None.
         decode: text of token ids, by ``decode(ids, skip_special_tokens=...)``.
+        chat_template, tool_template: Jinja sources, the second for conversations with tools; None without one.
         token_text: a token for people: its text, or ``bytes:\\xe2`` for a part of a character, as OpenAI writes it.
         token_bytes: the bytes of a token, also where they are no whole character; None where they cannot be known.
     """
@@ -40,7 +41,11 @@ class ServerTokenizer:
         # of every stream.
         cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self.decode: Callable[..., str] = tokenizer.decode if cleans_up else tokenizer.backend_tokenizer.decode
-        self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
+        template = chat_template or getattr(tokenizer, "chat_template", None)
+        # A tokenizer may have several, by name.
+        named = template if isinstance(template, dict) else {"default": template}
+        self.chat_template: str | None = named.get("default")
+        self.tool_template: str | None = named.get("tool_use", self.chat_template)
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self.special = frozenset(token for token, content in added.items() if content.special)
@@ -54,13 +59,32 @@ class ServerTokenizer:
         self.token_text = lru_cache(maxsize=65_536)(self._token_text)
         self.token_bytes = lru_cache(maxsize=65_536)(self._token_bytes)
 
-    async def encode(self, text: str, *, special: bool, param: str) -> list[int]:
-        """Token ids of a text; ``special`` adds the tokenizer's own tokens around it, such as BOS.
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a client needs to know of the tokenizer, in the names of tokenizer_config.json."""
+        special = {
+            name: str(text) for name, text in self._tokenizer.special_tokens_map.items() if isinstance(text, str)
+        }
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return {
+            "model_max_length": self.context,
+            "vocab_size": self.size,
+            **{name: str(special[name]) if special.get(name) else None for name in names},
+            "chat_template": self.chat_template,
+        }
+
+    async def encode(self, text: str, *, special: bool, param: str, fits: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            special: adds the tokenizer's own tokens around it, such as BOS. param: the field that the text is from.
+            fits: a text that cannot fit the context is refused.
 
         Raises:
-            ApiError: 400, the text is not valid Unicode or cannot fit the context; ``param`` is the field it is from.
+            ApiError: 400, the text is not valid Unicode or cannot fit the context.
         """
-        self._check_length(len(text), param)
+        if fits:
+            self._check_length(len(text), param)
         return await _off_the_loop(len(text), lambda: self._ids(text, special, param))
 
     def _ids(self, text: str, special: bool, param: str) -> list[int]:
@@ -76,33 +100,35 @@ class ServerTokenizer:
             message = f"{param} has {characters} characters, more than the {self.context} tokens of the context can be"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
-    async def render(self, body: ChatBody) -> list[int]:
-        """Token ids of a conversation.
+    async def render(self, messages: Sequence[Message], body: TemplateFields) -> list[int]:
+        """Token ids of a conversation; ``body`` says how the chat template is filled in.
 
         Raises:
             ApiError: 400, the model has no chat template, the template refuses the messages, or they are not valid
                 Unicode or cannot fit the context.
         """
-        if not self.chat_template:
+        source = self.tool_template if body.offers_tools else self.chat_template
+        if not source:
             message = "this model has no chat template: use /v1/completions, or serve it with --chat-template FILE"
             raise ApiError(400, message, param="messages", code="no_chat_template")
         tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if body.offers_tools else None
-        if tools and "tools" not in self.chat_template:
+        if tools and "tools" not in source:
             message = "this model's chat template knows nothing of tools"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        messages = for_template([message.model_dump(exclude_unset=True) for message in body.messages])
+        turns = for_template([message.model_dump(exclude_unset=True) for message in messages])
         # The template's own text is not known yet; the messages alone must fit.
-        self._check_length(sum(len(message.get("content") or "") for message in messages), "messages")
+        self._check_length(sum(len(turn.get("content") or "") for turn in turns), "messages")
+        effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
 
         def template() -> list[int]:
             text = self._tokenizer.apply_chat_template(
-                messages,
+                turns,
                 tools=tools,
-                chat_template=self.chat_template,
+                chat_template=source,
                 tokenize=False,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
-                **(body.chat_template_kwargs or {}),
+                **(effort | (body.chat_template_kwargs or {})),
             )
             # Again, now with tools and everything else that the template adds.
             self._check_length(len(text), "messages")
@@ -110,7 +136,7 @@ class ServerTokenizer:
 
         try:
             # The length of its text is known only afterwards; that of its input is a good enough guess.
-            return await _off_the_loop(len(repr((messages, tools))), template)
+            return await _off_the_loop(len(repr((turns, tools))), template)
         except ApiError:
             raise
         # A template is a program: it may raise jinja2's errors on purpose and any of Python's by accident.

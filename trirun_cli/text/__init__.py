@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizer, detokenizer, chat templates, conversations, files of prompts."""
+"""Between text and token ids: tokenizer, detokenizer, chat templates, tool calls, conversations, files of prompts."""

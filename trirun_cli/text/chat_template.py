@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
+
+from ..errors import InputError
 
 # Before it, the sandbox had holes, and templates are programs of whoever made the model.
 _JINJA = (3, 1, 6)
 
 
 class LightTemplate:
-    """A template ready to be filled in with messages of a role and text.
+    """A template ready to be filled in with messages, tools and documents.
 
     Args:
         source: Jinja. special: names and texts of the tokenizer's special tokens, which it may ask for.
 
     Raises:
-        ImportError: there is no jinja2, or one too old. jinja2.TemplateSyntaxError: it is not Jinja, or has
-            statements of transformers' own.
+        ImportError: there is no jinja2, or one too old. jinja2.TemplateSyntaxError: it is not Jinja.
+
+    It gives the text that transformers gives, whose compilation and rendering (``chat_template_utils``) it mirrors.
     """
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
@@ -30,7 +34,9 @@ class LightTemplate:
 
         if tuple(int(part) for part in version("jinja2").split(".")[:3] if part.isdecimal()) < _JINJA:
             raise ImportError(f"jinja2 {version('jinja2')}")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals |= {
             "raise_exception": _refuse,
@@ -42,19 +48,116 @@ class LightTemplate:
         self._template = environment.from_string(source)
         self._special = dict(special)
 
-    def __call__(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """The text of a conversation; ``add_generation_prompt``: up to where the model's answer begins.
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: of "role", "content" (text) and whatever else the template asks for, in values of JSON.
+            tools: JSON schemas of functions. documents: of "title" and "text".
+            add_generation_prompt: up to where the model's answer begins. continue_final_message: up to the end of the
+                last message's content, for the model to go on with it.
+            variables: others that the template may ask for; they come before special tokens of the same name.
 
         Raises:
-            jinja2.TemplateError: the template refuses the messages.
+            jinja2.TemplateError: the template refuses the messages. ValueError: there is no last message to continue,
+                or the template leaves it out.
         """
-        return self._template.render(
-            self._special,
-            messages=[dict(message) for message in messages],
-            tools=None,
-            documents=None,
+        filled = [_filled(message) for message in messages]
+        if continue_final_message:
+            filled = _marked(filled)
+        text = self._template.render(
+            self._special | variables,
+            messages=filled,
+            tools=tools,
+            documents=documents,
             add_generation_prompt=add_generation_prompt,
         )
+        return _up_to_mark(text, messages[-1]["content"]) if continue_final_message else text
+
+
+def check_chat_template(tokenizer: Any, file: Path) -> None:
+    """Try a tokenizer's chat template, if it has one, with a message of a user.
+
+    Args:
+        file: that the template is in, for the message.
+
+    Raises:
+        InputError: it is no Jinja, or fails. One that refuses the message in its own words works: it may want others.
+    """
+    if not tokenizer.chat_template:
+        return
+    from jinja2 import TemplateError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], add_generation_prompt=True, tokenize=False)
+    # A template is a program: it may fail with any of Python's errors.
+    except Exception as error:
+        # What raise_exception() raises, and none of the kinds that jinja2 derives from it.
+        if type(error) is TemplateError:
+            return
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f" in line {line}"
+        reason = f"{type(error).__name__}{where}: {' '.join(str(error).split())[:300]}"
+        fix = "mend it, or serve the model with another: --chat-template FILE"
+        raise InputError(f"{file}: the chat template is broken: {reason}", fix) from error
+
+
+# What stands for the end of the last message, and is cut off with all that follows it.
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+# Names of a message's reasoning, the one that templates read first.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def _filled(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: without fields that are None, which many would write as "None", and with its
+    reasoning by every name that they ask for."""
+    given = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((given[name] for name in _REASONING if name in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if not messages or not isinstance(messages[-1].get("content"), str):
+        raise ValueError("continue_final_message needs a last message with text")
+    return [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + _MARK}]
+
+
+def _up_to_mark(text: str, last: str) -> str:
+    at = text.rfind(_MARK.strip())
+    if at < 0 or last.strip() not in text:
+        raise ValueError("continue_final_message: the template leaves out, or changes, the last message")
+    # A template that trims its messages has trimmed the mark instead of the text before it.
+    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
+
+
+def _generation_tag() -> Any:
+    """transformers' own statement, ``{% generation %} ... {% endgeneration %}``: it marks what a model has written, for
+    training, and changes nothing of the text."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an attribute of instances)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # A scope of its own, as the caller block of transformers' statement has.
+            return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+        def _text(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    return Generation
 
 
 def _refuse(message: str) -> None:

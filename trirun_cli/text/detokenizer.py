@@ -28,11 +28,21 @@ def load_tokenizer(path: str | Path) -> Any:
         raise InputError(f"{path}: no usable tokenizer ({reason[:200]})") from error
 
 
-def quick_tokenizer(path: str | Path, *, chat: bool = True, rich: bool = False) -> Any:
+def quick_tokenizer(path: str | Path, *, chat: bool = True, chat_template: str | None = None) -> Any:
     """:func:`load_tokenizer` for those who encode and decode text, and messages of text, and nothing else: transformers
-    is not imported where it has nothing to add. ``chat`` False says that a chat template, if there is one, will not be
-    asked for; ``rich`` that it may get more than messages of text."""
-    return light_tokenizer(path, chat=chat, rich=rich) or load_tokenizer(path)
+    is not imported where it has nothing to add.
+
+    Args:
+        chat: False says that a chat template, if there is one, will not be asked for.
+        chat_template: Jinja source that replaces the tokenizer's own.
+    """
+    light = light_tokenizer(path, chat=chat, chat_template=chat_template)
+    if light is not None:
+        return light
+    full = load_tokenizer(path)
+    if chat_template is not None:
+        full.chat_template = chat_template
+    return full
 
 
 def read_text(path: Path | None) -> tuple[str, str]:

@@ -22,26 +22,27 @@ _TEMPLATE_FILE, _TEMPLATE_DIR = "chat_template.jinja", "additional_chat_template
 
 
 class LightTokenizer:
-    """What a transformers tokenizer does with plain text, and with messages of plain text, by the same names.
+    """What a transformers tokenizer does with text and with messages of text, by the same names.
 
     Args:
-        backend: of the tokenizers library. bos, eos: the names of its special tokens, or None.
-        chat_template: source of the chat template, or None. template: the same, ready to be filled in.
+        backend: of the tokenizers library.
+        special: texts of its special tokens by "bos_token", "eos_token", "unk_token" and "pad_token".
+        chat_template: Jinja source, or None. It is compiled when it is first filled in: who only continues text needs
+            no jinja2, and no template without faults.
     """
 
-    def __init__(
-        self,
-        backend: Any,
-        bos: str | None,
-        eos: str | None,
-        chat_template: str | None = None,
-        template: LightTemplate | None = None,
-    ) -> None:
+    def __init__(self, backend: Any, special: Mapping[str, str], chat_template: str | None = None) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self.backend_tokenizer, self.chat_template, self._template = backend, chat_template, template
-        self.bos_token_id = None if bos is None else backend.token_to_id(bos)
-        self.eos_token_id = None if eos is None else backend.token_to_id(eos)
+        self.backend_tokenizer, self.chat_template = backend, chat_template
+        self.special_tokens_map = dict(special)
+        self._template: LightTemplate | None = None
+        self.bos_token_id = self._id("bos_token")
+        self.eos_token_id = self._id("eos_token")
+
+    def _id(self, name: str) -> int | None:
+        text = self.special_tokens_map.get(name)
+        return None if text is None else self.backend_tokenizer.token_to_id(text)
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Token ids of a text, under "input_ids"."""
@@ -52,17 +53,29 @@ class LightTokenizer:
         return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False, tokenize: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        tokenize: bool = False,
+        **options: Any,
     ) -> str:
-        """Messages of "role" and "content" as the text that the model reads."""
-        assert self._template is not None and not tokenize
-        return self._template(messages, add_generation_prompt=add_generation_prompt)
+        """Messages as the text that the model reads; ``options`` of :meth:`.chat_template.LightTemplate.__call__`,
+        ``chat_template`` the tokenizer's own or None.
+
+        Raises:
+            ImportError, jinja2.TemplateError, ValueError: of :class:`.chat_template.LightTemplate`.
+        """
+        assert self.chat_template is not None and not tokenize and chat_template in (None, self.chat_template)
+        if self._template is None:
+            self._template = LightTemplate(self.chat_template, self.special_tokens_map)
+        return self._template(messages, **options)
 
 
-def light_tokenizer(path: str | Path, *, chat: bool = True, rich: bool = False) -> LightTokenizer | None:
+def light_tokenizer(path: str | Path, *, chat: bool = True, chat_template: str | None = None) -> LightTokenizer | None:
     """The tokenizer of a model directory, or None where transformers would do more than read its tokenizer.json: change
-    it for the class it is of, or, where ``chat``, fill in a template with more than messages of plain text, or one that
-    jinja2 alone does not take. ``rich``: messages may have more, as calls of tools."""
+    it for the class it is of, or, where ``chat``, fill in one of several templates. ``chat_template`` replaces the
+    directory's own."""
     path = Path(path)
     if not (path / "tokenizer.json").is_file() or not (path / "tokenizer_config.json").is_file():
         return None
@@ -71,9 +84,11 @@ def light_tokenizer(path: str | Path, *, chat: bool = True, rich: bool = False) 
         return None
     if any((path / name).exists() for name in _TOKEN_FILES):
         return None
-    source = _template_source(path, config) if chat else None
-    if (chat and (path / _TEMPLATE_DIR).exists()) or not isinstance(source, str | None) or (rich and source):
-        return None
+    source = chat_template
+    if chat and source is None:
+        source = _template_source(path, config)
+        if (path / _TEMPLATE_DIR).exists() or not isinstance(source, str | None):
+            return None
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
 
@@ -88,20 +103,19 @@ def light_tokenizer(path: str | Path, *, chat: bool = True, rich: bool = False) 
     named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
     if not special.issuperset(named.values()):
         return None
-    template = None
-    if source:
-        try:
-            template = LightTemplate(source, named)
-        except Exception:
-            # transformers has statements of its own, or will say what is wrong.
-            return None
-    return LightTokenizer(backend, named.get("bos_token"), named.get("eos_token"), source, template)
+    return LightTokenizer(backend, named, source or None)
+
+
+def template_file(path: str | Path) -> Path:
+    """The file of a model directory that its chat template is in."""
+    file = Path(path) / _TEMPLATE_FILE
+    return file if file.is_file() else Path(path) / "tokenizer_config.json"
 
 
 def _template_source(path: Path, config: dict[str, Any]) -> Any:
     """The chat template of a model directory, whose file comes before the config's; of other forms than text too."""
-    file = path / _TEMPLATE_FILE
-    return file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    file = template_file(path)
+    return file.read_text(encoding="utf-8") if file.name == _TEMPLATE_FILE else config.get("chat_template")
 
 
 def _content(token: Any) -> str:

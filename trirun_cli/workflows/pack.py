@@ -21,6 +21,7 @@ from trirun_kernels import QuantSpec, dequantize
 from trirun_kernels.weights.names import WEIGHT
 
 from ..checkpoint.formats import ForeignWeights, open_foreign
+from ..checkpoint.formats.words import exactly
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError
@@ -98,8 +99,9 @@ def pack(
 ) -> PackReport:
     """Pack every linear layer but the output head, proving each decodes to its source.
 
-    Weights that lie packed in the model directory already (BitNet's format) keep their codes; their one scale per
-    matrix is rounded to fp16 where it does not fit.
+    Weights that lie packed in the model directory already keep their codes, whatever the format
+    (:mod:`trirun_cli.checkpoint.formats`); a scale that fp16 does not hold is rounded, and the error reported. Packed
+    embeddings and heads become dense fp16, exactly.
 
     Args:
         model: a Hugging Face directory. out: the checkpoint to write.
@@ -110,7 +112,7 @@ def pack(
         progress: called with ``ModuleStarted`` before and :class:`PackedLayer` after each layer.
 
     Raises:
-        InputError: the directory is quantized in another format, or nothing in it is left to pack.
+        InputError: the directory is quantized in a format that trirun does not read, or nothing in it is left to pack.
         UsageError: ``activation_bits`` is neither 8 nor 16; ``keep`` is no regular expression, matches no layer, or
             names layers that are packed already.
         QuantizationError: a weight is not ternary; the message names the worst offender. Nothing is written.
@@ -132,29 +134,47 @@ def pack(
     head = skeleton.get_output_embeddings()
     modules = {name: skeleton.get_submodule(name) for name in linears}
     chosen = {n for n, module in modules.items() if multiplies(module) and module is not head and not kept.search(n)}
-    if foreign is not None:
-        chosen -= foreign.kept
-        if keep is not None:
-            raise UsageError(f"--keep {keep}: the layers of {model} are stored packed and cannot be kept as they are")
+    if foreign is not None and keep is not None:
+        raise UsageError(f"--keep {keep}: the layers of {model} are stored packed and cannot be kept as they are")
     if keep is not None and not any(map(kept.search, linears)):
         raise UsageError(f"--keep {keep}: matches none of the {len(linears)} linear layers")
     if not chosen:
         raise InputError(f"{model} has no linear layer to pack")
 
+    stored = StoredNames(skeleton, source)
+    parts = {} if foreign is None else _parts(source, foreign)
+    if absent := {n for n in chosen - parts.keys() if n + WEIGHT not in (stored if foreign is None else source)}:
+        raise InputError(f"{model}: there is no tensor {min(absent)}{WEIGHT}")
+    if foreign is not None:
+        # What a foreign format leaves dense stays so.
+        chosen &= parts.keys()
+    if not chosen:
+        raise InputError(f"{model} has no packed linear layer")
+
     packed: list[PackedLayer] = []
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
-        stored, replaced = StoredNames(skeleton, source), {name + WEIGHT for name in chosen}
-        for group in stored.groups:
+        replaced = {name + WEIGHT for name in chosen}
+        for group in stored.groups if foreign is None else ():
             for name in (target.removesuffix(WEIGHT) for target in group.targets if target in replaced):
                 progress(ModuleStarted(len(packed), len(chosen), name))
-                packed.append(_pack_module(writer, name, stored.read(name + WEIGHT), foreign, linears[name]))
+                weight = stored.read(name + WEIGHT)
+                packed.append(_pack_module(writer, name, weight, None, linears[name], weight.nbytes))
                 progress(packed[-1])
             for tensor_name, tensor in unquantized(stored, group, replaced):
-                if foreign is None or not any(tensor_name.removesuffix(end) in chosen for end in foreign.suffixes):
-                    writer.add(tensor_name, tensor)
-        missing = chosen - {layer.name for layer in packed}
-        if missing:
-            raise InputError(f"{model}: there is no tensor {min(missing)}{WEIGHT}")
+                writer.add(tensor_name, tensor)
+        taken = {tensor_name for names in parts.values() for tensor_name in names}
+        for tensor_name in source.names if foreign is not None else ():
+            if tensor_name not in taken:
+                writer.add(tensor_name, source.tensor(tensor_name))
+        for name, names in parts.items() if foreign is not None else ():
+            if name in chosen:
+                progress(ModuleStarted(len(packed), len(chosen), name))
+                size = sum(source[tensor_name].nbytes for tensor_name in names)
+                packed.append(_pack_module(writer, name, None, foreign, linears[name], size))
+                progress(packed[-1])
+            elif foreign is not None:
+                # Embeddings and the head are stored dense, in a type that holds every value.
+                writer.add(name + WEIGHT, exactly(foreign.dense(name), (torch.float16, torch.bfloat16), name))
         recipe: dict[str, Any] = {"trirun": __version__, "command": "pack", "model": str(model), "keep": keep}
         bits = activation_bits or (16 if foreign is None else foreign.activation_bits)
         writer.finish(packed, linears, recipe, bits)
@@ -162,18 +182,36 @@ def pack(
     return PackReport(model, out, packed, bits, weight_bytes(model), weight_bytes(out), seconds)
 
 
+def _parts(source: ModelDir, foreign: ForeignWeights) -> dict[str, list[str]]:
+    """The stored tensors of each module that is packed, in the order of the files."""
+    parts: dict[str, list[str]] = {}
+    for tensor_name in source.names:
+        if owner := foreign.packed(tensor_name):
+            parts.setdefault(owner, []).append(tensor_name)
+    return parts
+
+
 def _pack_module(
-    writer: CheckpointWriter, name: str, weight: Tensor, foreign: ForeignWeights | None, shape: tuple[int, int]
+    writer: CheckpointWriter,
+    name: str,
+    weight: Tensor | None,
+    foreign: ForeignWeights | None,
+    shape: tuple[int, int],
+    source_bytes: int,
 ) -> PackedLayer:
-    ternary, error = (ternarize(weight, name), 0.0) if foreign is None else foreign.read(name)
+    if foreign is not None:
+        ternary, error = foreign.read(name)
+        weight = ternary.dequantize(torch.float32)
+    else:
+        assert weight is not None
+        ternary, error = ternarize(weight, name), 0.0
     if tuple(ternary.codes.shape) != shape:
         found = list(ternary.codes.shape)
         raise InputError(f"{name}{WEIGHT} has shape {found}, the model's config says {list(shape)}")
     packed = ternary.pack()
-    expected = weight if foreign is None else ternary.dequantize(torch.float32)
-    if not torch.equal(dequantize(packed, expected.dtype), expected):
+    if not torch.equal(dequantize(packed, weight.dtype), weight):
         raise QuantizationError(f"{name} does not decode to its source after packing")
     writer.add_packed(name, packed)
     zeros = float((ternary.codes == 1).float().mean())
     structure = scale_structure(ternary)
-    return PackedLayer(name, *shape, ternary.spec, structure, error == 0, error, zeros, weight.nbytes, packed.nbytes)
+    return PackedLayer(name, *shape, ternary.spec, structure, error == 0, error, zeros, source_bytes, packed.nbytes)

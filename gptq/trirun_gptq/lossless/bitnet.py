@@ -57,3 +57,44 @@ def unpack_bitnet(
         )
     scales = half.to(packed.device).expand(codes.shape[0], 1).contiguous()
     return Quantized(codes, scales, None, QuantSpec(-1, 1.0)), abs(float(half) - scale) / abs(scale)
+
+
+def pack_bitnet(weight: Quantized, name: str = "weight") -> tuple[Tensor, Tensor]:
+    """The inverse of :func:`unpack_bitnet` for layers that multiply: packed uint8 [n/4, k] and the scale, fp16 [1].
+
+    Raises:
+        QuantizationError: n is no multiple of 4, the weight is not ternary, or its scales differ; the first offender is
+            named with its place and values.
+    """
+    if weight.n % 4:
+        raise QuantizationError(f"{name}: {weight.n} rows; BitNet's format packs four at a time")
+    if weight.spec.zero != 1.0 or bool((weight.codes == 3).any()):
+        row, column = divmod(int((weight.codes == 3).flatten().int().argmax()), weight.k)
+        found = f"zero point {weight.spec.zero}" if weight.spec.zero != 1.0 else f"code 3 at [{row}, {column}]"
+        raise QuantizationError(f"{name} is not ternary: {found}")
+    used = (weight.codes != 1).view(weight.n, weight.scales.shape[1], -1).any(-1)
+    scale = weight.scales[used][0] if bool(used.any()) else weight.scales[0, 0]
+    different = used & (weight.scales != scale)
+    if bool(different.any()):
+        row, group = divmod(int(different.flatten().int().argmax()), different.shape[1])
+        values = f"{weight.scales[row, group].item()!r}, others {scale.item()!r}"
+        raise QuantizationError(f"{name}: row {row}, group {group} has scale {values}; BitNet's format has one")
+    parts = weight.codes.chunk(4)
+    return parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6, scale.reshape(1).clone()
+
+
+def online_trits(master: Tensor, name: str = "weight") -> Tensor:
+    """What a layer of ``quantization_mode: online`` multiplies by: ``round(w / mean|w|) · mean|w|`` within one mean, in
+    the master weights' own type and in transformers' order of operations.
+
+    Args:
+        master: the latent weights [n, k], floating point.
+        name: the module, for messages.
+
+    Raises:
+        QuantizationError: the weights are packed or not finite.
+    """
+    if master.dim() != 2 or not master.is_floating_point() or not bool(torch.isfinite(master).all()):
+        raise QuantizationError(f"{name}: latent weights are finite floats [n, k], got {master.dtype}")
+    scale = 1.0 / master.float().abs().mean().clamp(min=1e-5)
+    return ((master.float() * scale).round().clamp(-1, 1) / scale).to(master.dtype)

@@ -30,7 +30,7 @@ BURST_STEPS = 128
 class CpuRunner:
     """Runs a :class:`NativeDecoder`; the tokens of a request are the same whatever else is in the batch."""
 
-    lookahead, can_rewind, why_slower = 0, True, ""
+    lookahead, can_rewind, why_slower, why_slots = 0, True, "", ""
 
     def __init__(self, decoder: NativeDecoder) -> None:
         self._decoder = decoder

@@ -14,11 +14,10 @@ from ...checkpoint.model_dir import read_config
 from ...errors import InputError, OutOfMemoryError
 from ...models.llama_config import UnsupportedModel, chosen_context, longest_context
 from ..accumulation import use_fp16_sums
+from ..capacity import CACHE_SHARE, SAMPLER_BYTES, GpuDevice, ModelNeeds, default_slots
 from .runner import CudaRunner
 from .weights import load_model
 
-# Of the memory that is free once the weights are there: what activations, graphs and libraries take stays free.
-CACHE_SHARE = 0.85
 # Of a runner that scores: tokens of a step, and sequences beside the one that grows; logits are what takes memory.
 SCORED_ROWS, SCORED_SEQUENCES = 4096, 64
 LEAST = 512
@@ -30,7 +29,7 @@ def open_cuda(
     device: str,
     dtype: str,
     act_bits: int | None,
-    slots: int,
+    slots: int | None,
     context: int | None,
     accumulate: str = "fp32",
     kv_cache_dtype: str = "auto",
@@ -40,6 +39,7 @@ def open_cuda(
 
     Args:
         device: of torch; see :func:`gpu_obstacle`.
+        slots: None is as many as :func:`..capacity.default_slots` says, which is not looked at where ``scoring``.
         context: None is the model's own, at most 8192.
         scoring: for whole texts: ``slots`` is not looked at, ``context`` None is all of the model's positions, and the
             cache is no larger than it must be, so that two models fit a GPU; see :func:`scoring_cache`.
@@ -57,8 +57,15 @@ def open_cuda(
             model = use_fp16_sums(model)
         kind = torch.int8 if kv_cache_dtype == "int8" else model.dtype
         if not scoring:
+            why = ""
+            if slots is None:
+                free, _ = torch.cuda.mem_get_info(target)
+                needs = ModelNeeds(position_bytes(model.shape, kind), wanted, model.shape.vocab)
+                slots, why = default_slots(GpuDevice(free), needs)
             pages = cache_pages(model, slots, wanted, kind)
-            return CudaRunner(CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind))
+            runner = CudaRunner(CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind))
+            runner.why_slots = why
+            return runner
         slots = 1 + SCORED_SEQUENCES
         wanted, pages = scoring_cache(fitting_pages(model, slots, kind), wanted)
         decoder = CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind)
@@ -120,4 +127,6 @@ def fitting_pages(model: CudaModel, slots: int, kind: torch.dtype) -> int:
     """Pages of elements of that kind that the GPU holds beside the weights and the state of so many slots."""
     free, _ = torch.cuda.mem_get_info(model.device)
     # The sampler's tables are as long as the vocabulary.
-    return int((free - slots * model.shape.vocab * 20) * CACHE_SHARE) // (PAGE * position_bytes(model.shape, kind))
+    return int((free - slots * model.shape.vocab * SAMPLER_BYTES) * CACHE_SHARE) // (
+        PAGE * position_bytes(model.shape, kind)
+    )

@@ -22,7 +22,8 @@ from ...engine.request import Request
 from ...engine.runner import Outcome, Work
 from .sampler import CudaSampler, Reading
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+# Batch sizes that have a graph: a step is padded to the next one.
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_ROWS = 2048  # tokens of a step that runs prompts
 # Host buffers of copies on their way: more than the steps that can be in flight at once.
 RING = 4
@@ -79,7 +80,7 @@ class CudaRunner:
         max_rows: most tokens of a step.
     """
 
-    lookahead, can_rewind, why_slower = 1, True, ""
+    lookahead, can_rewind, why_slower, why_slots = 1, True, "", ""
 
     def __init__(self, decoder: CudaDecoder, *, max_rows: int = MAX_ROWS) -> None:
         model, device = decoder.model, decoder.model.device

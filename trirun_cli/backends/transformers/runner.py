@@ -33,7 +33,7 @@ class TransformersRunner:
         InputError: the model does not keep its past in a cache, or has fewer positions than ``context``.
     """
 
-    lookahead, why_slower = 0, ""
+    lookahead, why_slower, why_slots = 0, "", ""
 
     def __init__(
         self, model: Any, *, slots: int, context: int | None = None, tf32: bool = False, compiled: bool = False

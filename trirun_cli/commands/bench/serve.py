@@ -11,8 +11,9 @@ import typer
 
 from ...checkpoint.hub import local_model
 from ...console import Console, bytes_text
-from ...errors import CheckFailed, MissingError, TrirunError, UsageError
+from ...errors import CheckFailed, TrirunError, UsageError
 from .. import serve
+from ..shared.missing import missing_package
 from ..shared.options import Json, Quiet
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def command(
         from ...bench.client import Load
         from ...bench.serve import pick_prompts
     except ModuleNotFoundError as error:
-        raise MissingError(f"this needs {error.name}", "pip install 'trirun[serve]'") from error
+        raise missing_package(error, "this benchmark", "serve") from error
     from ...text.detokenizer import read_text
 
     console = Console(as_json=json, quiet=quiet)

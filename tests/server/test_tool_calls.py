@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from trirun_cli.server.tools import HermesParser, JsonParser, for_template
+from trirun_cli.text.tool_calls import HermesParser, JsonParser, for_template
 
 PATH = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]

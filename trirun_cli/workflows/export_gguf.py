@@ -1,0 +1,196 @@
+"""A packed checkpoint as one GGUF file: which tensors go where, and what the file says of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from trirun_kernels.weights.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LAYER_LINEARS,
+    LAYER_NORMS,
+    SCALE,
+    WEIGHT,
+    ZERO,
+    embedding_names,
+)
+
+from ..checkpoint.formats.gguf_tokenizer import tokenizer_metadata
+from ..checkpoint.formats.gguf_writer import DENSE, F32, PACKED, GgufTensor, GgufType, encode
+from ..checkpoint.formats.words import exactly, unpacked
+from ..checkpoint.reader import Checkpoint
+from ..errors import InputError
+from ..models.llama_config import UnsupportedModel, decoder_shape, longest_context, rotary_parameters
+
+# Model type to llama.cpp's architecture. "llama" turns neighbouring elements of a head, the others its two halves.
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_LINEARS = {
+    "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
+    "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
+}  # fmt: skip
+_NORMS = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
+
+
+def gguf_name(name: str) -> str | None:
+    """llama.cpp's name of a tensor of a Llama-like model; None where it has none."""
+    if name == FINAL_NORM:
+        return "output_norm.weight"
+    parts = name.split(".", 3)
+    if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
+        return None
+    module, _, end = parts[3].rpartition(".")
+    linears = {stored: _LINEARS[field] for field, stored in LAYER_LINEARS.items()}
+    norms = {stored.removesuffix(WEIGHT): _NORMS[field] for field, stored in LAYER_NORMS.items() if field in _NORMS}
+    known = (linears | norms).get(module)
+    return f"blk.{parts[2]}.{known}.{end}" if known and end in ("weight", "bias") else None
+
+
+def interleaved(rows: Tensor, heads: int) -> Tensor:
+    """Rows [heads · d, ...] of a query or key projection, from halves of a head turned together to neighbours:
+    row ``h d + i`` and ``h d + d/2 + i`` become ``h d + 2 i`` and ``h d + 2 i + 1``."""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> dict[str, Any]:
+    """What the file says of the model and its tokenizer.
+
+    Raises:
+        InputError: llama.cpp has no such model, or no such tokenizer.
+    """
+    config = checkpoint.config
+    family = config.get("model_type")
+    if family not in ARCHITECTURES:
+        reason = "computes SiLU where the model has ReLU²" if family == "bitnet" else "is not written by trirun"
+        raise InputError(f"{checkpoint.path}: llama.cpp's model for {family!r} {reason}")
+    try:
+        shape = decoder_shape(config)
+    except UnsupportedModel as error:
+        raise InputError(f"{checkpoint.path}: {error}") from None
+    arch, rotary = ARCHITECTURES[family], rotary_parameters(config)
+    if shape.activation != "silu":
+        raise InputError(f"{checkpoint.path}: llama.cpp's {arch} computes SiLU, the model {shape.activation}")
+    numbers: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "context_length": longest_context(config),
+        "embedding_length": shape.hidden,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.ffn,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": float(shape.norm_eps),
+        "rope.dimension_count": shape.head_dim,
+        "rope.freq_base": float(rotary["rope_theta"]),
+    }
+    if rotary["rope_type"] in ("linear", "yarn"):
+        numbers |= {"rope.scaling.type": rotary["rope_type"], "rope.scaling.factor": float(rotary["factor"])}
+        original = rotary.get("original_max_position_embeddings")
+        if rotary["rope_type"] == "yarn" and original:
+            numbers["rope.scaling.original_context_length"] = int(original)
+    head: dict[str, Any] = {
+        "general.architecture": arch,
+        "general.type": "model",
+        "general.name": checkpoint.path.resolve().name,
+    }
+    head |= {"general.file_type": kind.file_type, "general.quantization_version": 2, "general.alignment": 32}
+    return (
+        head
+        | {f"{arch}.{key}": value for key, value in numbers.items()}
+        | tokenizer_metadata(checkpoint.path, config, pre)
+    )
+
+
+def gguf_tensors(
+    checkpoint: Checkpoint, kind: GgufType, starting: Callable[[str], None], done: Callable[[str, GgufType], None]
+) -> Iterator[GgufTensor]:
+    """The tensors of the file. A matrix whose rows are no whole blocks, and whatever the checkpoint holds unpacked, is
+    stored as floats that hold every value.
+
+    Args:
+        checkpoint: the model. kind: of the packed layers; F16 unpacks them.
+        starting: called with the name of each packed module before its data is made. done: with name and type after.
+
+    Raises:
+        InputError: a tensor has no name in llama.cpp.
+    """
+    config = checkpoint.config
+    shape = decoder_shape(config)
+    heads = {"attn_q": shape.heads, "attn_k": shape.kv_heads} if config["model_type"] in ("llama", "mistral") else {}
+    modules = set(checkpoint.modules)
+    embedding, head = embedding_names(config, checkpoint)
+    yield _plain(checkpoint, embedding, "token_embd.weight", None)
+    # Without an output of its own, llama.cpp takes the embedding.
+    if head != embedding:
+        yield _plain(checkpoint, head, "output.weight", None)
+    for name in checkpoint.names:
+        module = name.removesuffix(WEIGHT)
+        if name in (EMBEDDING, HEAD) or name.endswith((SCALE, ZERO, ".rotary_emb.inv_freq")):
+            continue
+        known = gguf_name(name)
+        if known is None:
+            raise InputError(f"{checkpoint.path}: {name} has no name in llama.cpp")
+        turned = next((count for part, count in heads.items() if f".{part}." in known), None)
+        if module in modules and name.endswith(WEIGHT):
+            yield _packed(checkpoint, module, known, kind, turned, starting, done)
+        else:
+            yield _plain(checkpoint, name, known, turned)
+    if rotary_parameters(config)["rope_type"] == "llama3":
+        factors = _llama3_factors(rotary_parameters(config), shape.head_dim)
+        yield GgufTensor("rope_freqs.weight", tuple(factors.shape), F32, lambda: factors)
+
+
+def _packed(
+    checkpoint: Checkpoint,
+    module: str,
+    known: str,
+    kind: GgufType,
+    heads: int | None,
+    starting: Callable[[str], None],
+    done: Callable[[str, GgufType], None],
+) -> GgufTensor:
+    n, k = checkpoint.shape(module)
+    stored = kind if kind.name in PACKED and k % kind.block == 0 else DENSE[torch.float16]
+
+    def data() -> Tensor:
+        starting(module)
+        weight = unpacked(checkpoint.packed(module))
+        if stored.name in PACKED:
+            rows = encode(weight, stored, module)
+        else:
+            rows = exactly(weight.dequantize(), (torch.float16,), module)
+        done(module, stored)
+        return rows if heads is None else interleaved(rows, heads)
+
+    return GgufTensor(known, (n, k), stored, data)
+
+
+def _plain(checkpoint: Checkpoint, name: str, known: str, heads: int | None) -> GgufTensor:
+    tensor = checkpoint.tensor(name)
+    # llama.cpp adds and multiplies vectors in float32 alone.
+    dtype = torch.float32 if tensor.dim() == 1 else tensor.dtype
+    if dtype not in DENSE:
+        raise InputError(f"{checkpoint.path}: {name} is {tensor.dtype}")
+
+    def data() -> Tensor:
+        rows = checkpoint.tensor(name).to(dtype)
+        return rows if heads is None else interleaved(rows, heads)
+
+    return GgufTensor(known, tuple(tensor.shape), DENSE[dtype], data)
+
+
+def _llama3_factors(rotary: dict[str, Any], head_dim: int) -> Tensor:
+    """By how much each frequency of a head is divided (Llama 3.1), float32 [head_dim / 2]."""
+    low, high, factor = rotary["low_freq_factor"], rotary["high_freq_factor"], rotary["factor"]
+    length = rotary["original_max_position_embeddings"]
+    factors = []
+    for index in range(0, head_dim, 2):
+        turns = length / (2 * math.pi * rotary["rope_theta"] ** (index / head_dim))
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / factor + smooth))
+    return torch.tensor(factors)
