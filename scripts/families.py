@@ -25,68 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import tiny_model
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "configs" / "demo-model"
 COLUMNS = ("quantize", "pack", "generate", "eval")
-MOST_PARAMETERS = 30e6
 SECONDS = 120  # for one family
-SIZES = {
-    "vocab_size": 8192,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-# Taken over where a family's config knows the name: few small experts, small states.
-PARTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "expert_ffn_hidden_size": 64,
-    "first_k_dense_replace": 1,
-    "mlp_only_layers": [],
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "sliding_window": 32,
-    "ffn_hidden_size": 128,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 8192,
-}
-# What a family needs beside that.
-NEEDS: dict[str, dict[str, Any]] = {
-    "falcon": {"head_dim": None, "new_decoder_architecture": False, "multi_query": True},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 32},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
-    "qwen3_next": {"num_hidden_layers": 4},
-    "qwen3_5_text": {"num_hidden_layers": 4},
-    "qwen3_5_moe_text": {"num_hidden_layers": 4},
-}
 
 
 @dataclass(slots=True)
@@ -124,28 +69,6 @@ def command(*arguments: object) -> dict[str, Any]:
     finally:
         sys.argv = kept
     return json.loads(out.getvalue())
-
-
-def tiny_model(family: str) -> Any:
-    """A random model of a family, small where its config lets it be.
-
-    Raises:
-        ValueError: it stays too large. Whatever else transformers raises for these sizes.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    known = AutoConfig.for_model(family)
-    if getattr(known, "is_encoder_decoder", False) or getattr(known, "is_decoder", None) is False:
-        raise ValueError("an encoder, or a decoder that needs one")
-    wanted = SIZES | {name: value for name, value in PARTS.items() if getattr(known, name, None) is not None}
-    wanted = {name: value for name, value in (wanted | NEEDS.get(family, {})).items() if value is not None}
-    config = AutoConfig.for_model(family, **wanted)
-    with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
-    if count > MOST_PARAMETERS:
-        raise ValueError(f"{count / 1e6:.0f} M parameters with these sizes")
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def save(model: Any, out: Path) -> Path:
@@ -236,8 +159,12 @@ def _work(family: str, folder: str, text: str, answer: Any) -> None:
     answer.send(row)
 
 
-def measure(families: Iterable[str]) -> list[Row]:
-    """A row for each family, every one in a process of its own: a crash is a row too."""
+def measure(families: Iterable[str], table: Path | None) -> list[Row]:
+    """A row for each family, every one in a process of its own: a crash is a row too.
+
+    Args:
+        table: where to write the table of what is done so far; None for nowhere.
+    """
     rows, context = [], multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"
@@ -257,8 +184,15 @@ def measure(families: Iterable[str]) -> list[Row]:
             shutil.rmtree(folder, ignore_errors=True)
             rows.append(row)
             done = " ".join(f"{name}: {row.cells.get(name, '-')[:70]};" for name in COLUMNS)
-            print(f"{family}: {done} {row.backend} {row.difference:.1e}", file=sys.stderr, flush=True)
+            print(f"{family}: {done} {row.backend} {row.packed} {row.difference:.1e}", file=sys.stderr, flush=True)
+            if table is not None:
+                table.write_text(markdown(filter(was_built, rows)))
     return rows
+
+
+def was_built(row: Row) -> bool:
+    """Whether transformers could make the family at all."""
+    return not row.cells.get("quantize", "").startswith("not tried")
 
 
 def markdown(rows: Iterable[Row]) -> str:
@@ -287,10 +221,8 @@ def main() -> int:
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    rows = measure(options.family or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    built = [row for row in rows if not row.cells.get("quantize", "").startswith("not tried")]
-    if options.markdown:
-        options.markdown.write_text(markdown(built))
+    rows = measure(options.family or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), options.markdown)
+    built = list(filter(was_built, rows))
     print(json.dumps([asdict(row) for row in rows], indent=1) if options.json else markdown(built))
     return int(any(row.cells.get(name) != "yes" for row in built for name in COLUMNS))
 

@@ -72,9 +72,9 @@ def quantize_model(
         Losses, times and memory; ``report.modules`` has each quantized module's name and spec for config.json.
 
     Raises:
-        QuantizationError: the model has no list of decoder layers or layers this walk cannot quantize (fused experts,
-            Conv1D), a tensor is missing, of another shape or not finite, a group size does not divide k, its head
-            cannot be run (all that before the first block), or a Hessian cannot be factored.
+        QuantizationError: the model has no list of decoder layers, a tensor is missing, of another shape or not finite,
+            a group size does not divide k, its head cannot be run (all that before the first block), or a Hessian
+            cannot be factored.
     """
     device = torch.device(device)
     source = TensorSource(model_dir)
@@ -100,7 +100,7 @@ def quantize_model(
         blocks_alone = recipe.without_end_to_end()
         state = RunState(state_dir, fingerprint(source, blocks_alone, calibration, device), replace=replace_state)
     with costs.stage("scan"):
-        require_finite(skeleton.model, source, progress)
+        require_finite(source, progress)
     with costs.stage("embed"):
         train, held_out = _embed(skeleton, parts, recipe, report.memory.place, progress)
     walk = Walk(skeleton, train, held_out, recipe, progress, state, costs)
@@ -156,8 +156,7 @@ def _quantize_blocks(walk: Walk, report: Report, writer: Writer) -> Blocks:
 def _write(walk: Walk, index: int, quantized: dict[str, Quantized], writer: Writer) -> None:
     skeleton = walk.skeleton
     with walk.costs.stage("write"):
-        layers = linear_layers(skeleton.blocks[index])
-        write_block(skeleton.source, skeleton.block_name(index), layers, quantized, writer)
+        write_block(skeleton.source, skeleton.block_name(index), quantized, writer)
 
 
 def _finish(walk: Walk, waiting: Blocks, report: Report) -> Blocks:

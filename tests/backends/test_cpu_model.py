@@ -231,6 +231,8 @@ def test_a_norm_or_a_bias_of_other_layers_alone_is_not_left_out(tmp_path, family
         ({"model_type": "mistral", "sliding_window": 64, "layer_types": ["full_attention"]}, 64),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 32768),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "layer_types": None}, 64),
+        ({"model_type": "qwen2", "sliding_window": 0, "use_sliding_window": False}, 32768),
+        ({"model_type": "qwen2_moe", "sliding_window": 0, "use_sliding_window": False}, 32768),
         ({"model_type": "qwen3", "sliding_window": 4096}, 32768),
         ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention"]}, 32768),
         ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),

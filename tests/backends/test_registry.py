@@ -19,6 +19,7 @@ PLAIN = {
 }
 PACKED = PLAIN | {"quantization_config": {"quant_method": "trirun"}}
 OTHER = PACKED | {"quantization_config": {"quant_method": "gptq"}}
+IDLE = PACKED | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 0}
 WINDOW = PACKED | {"model_type": "mistral", "sliding_window": 64}
 
 
@@ -36,7 +37,12 @@ WINDOW = PACKED | {"model_type": "mistral", "sliding_window": 64}
         (PACKED, {"dtype": "float32", "gpu": True}, "transformers", "not float32"),
         (PACKED | {"intermediate_size": 200}, {"gpu": True}, "transformers", "feed-forward size 200"),
         (PACKED, {"gpu": True, "obstacle": "too old"}, "transformers", "too old"),
-        (WINDOW, {"gpu": True}, "cuda", None),
+        (WINDOW, {}, "transformers", "a sliding window of 64 positions; --ctx 64 stays within it"),
+        (WINDOW, {"gpu": True}, "transformers", "a sliding window of 64 positions; --ctx 64 stays within it"),
+        (WINDOW, {"context": 64}, "cpu", None),
+        (WINDOW, {"engine": "native"}, "cpu", None),
+        (WINDOW | {"sliding_window": 4096}, {}, "cpu", None),
+        (IDLE, {}, "cpu", None),
         (WINDOW, {"gpu": True, "context": 65}, "transformers", "65 positions; the model attends to 64"),
         (WINDOW, {"gpu": True, "scoring": True}, "transformers", "a sliding window of 64 positions"),
         (WINDOW | {"max_position_embeddings": None}, {"gpu": True, "scoring": True}, "cuda", None),

@@ -24,6 +24,9 @@ OTHERS = {
     "olmo2": {},
     "starcoder2": {},
     "lfm2": {"full_attn_idxs": [1], "block_multiple_of": 32},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_dt_rank": 4},
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2, "n_groups": 1},
 }
 LENGTHS, TOKENS = (3, 40, 17, 1, 60), 12
 
@@ -125,8 +128,20 @@ def test_longrope_ends_at_the_length_of_its_first_training(tmp_path):
     assert open_runner(tmp_path, device="cpu", scoring=True).context == 60
 
 
-def test_models_without_a_key_value_cache_are_refused(tmp_path):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **SIZES, state_size=8))
+@pytest.mark.parametrize("family", ["lfm2", "jamba", "mamba", "mamba2", "mistral"])
+def test_a_prompt_in_pieces_is_the_prompt(family, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | OTHERS[family])).eval()
+    model.save_pretrained(tmp_path)
+    runner = open_runner(tmp_path, device="cpu", slots=1, engine="transformers")
+    tokens = prompts()[4]
+    pieces = [runner.logits(0, start, tokens[start : start + 25], 25) for start in (0, 25, 50)]
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.cat(pieces), model(torch.tensor([tokens])).logits[0], atol=1e-4, rtol=1e-3)
+
+
+def test_models_without_a_cache_are_refused(tmp_path):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("openai-gpt", **SIZES))
     model.save_pretrained(tmp_path / "model")
-    with pytest.raises(InputError, match="MambaForCausalLM has no key-value cache"):
+    with pytest.raises(InputError, match="OpenAIGPTLMHeadModel has no cache of its past"):
         open_engine(tmp_path / "model", device="cpu")

@@ -17,6 +17,7 @@ from ..checkpoint.model_dir import quant_method, read_config
 from ..engine.runner import Runner
 from ..errors import InputError, MissingError, OutOfMemoryError, UsageError
 from ..models.llama_config import (
+    DEFAULT_CONTEXT,
     UnsupportedModel,
     chosen_context,
     decoder_shape,
@@ -80,10 +81,14 @@ def choose_backend(
                 raise UnsupportedModel(f"the native decoder computes in float32 on a CPU, not {dtype}")
             decoder_shape(config)
         chosen_context(config, context)
-        longest = longest_context(config)
-        if gpu and scoring and longest < (config.get("max_position_embeddings") or longest):
+        window = longest_context(config)
+        longest = config.get("max_position_embeddings") or window
+        if gpu and scoring and window < longest:
             # A text that is longer than the window is scored whole, by those who let the window slide.
-            raise UnsupportedModel(f"a sliding window of {longest} positions")
+            raise UnsupportedModel(f"a sliding window of {window} positions")
+        if engine == "auto" and context is None and window < min(longest, DEFAULT_CONTEXT):
+            within = f"--ctx {window} stays within it, on the native decoder"
+            raise UnsupportedModel(f"a sliding window of {window} positions; {within}")
     except UnsupportedModel as error:
         return Choice("transformers", str(error))
     return Choice("cuda" if gpu else "cpu")

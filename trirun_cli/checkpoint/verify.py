@@ -1,9 +1,10 @@
-"""Checks that a packed checkpoint is whole. torch is imported for originals in foreign formats alone."""
+"""Checks that a packed checkpoint is whole. torch is imported for comparing it with its original alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import yaml
@@ -11,9 +12,12 @@ from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..errors import InputError
 from .formats import open_foreign
-from .model_dir import ModelDir, ModelSource
+from .model_dir import ModelSource
 from .reader import Checkpoint
 from .writer import RECIPE_FILE, file_hash
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def verify_files(checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:
@@ -38,14 +42,18 @@ def verify_modules(
         linears: (n, k) of the model's linear layers by name, as :func:`trirun_cli.models.linears.linear_layers` has
             them. original: the model before it was quantized.
     """
+    weight_of = None if original is None else _weights(checkpoint, original)
     for module in checkpoint.modules:
-        yield module, _module_problem(checkpoint, module, linears.get(module), original)
+        yield module, _module_problem(checkpoint, module, linears.get(module), weight_of)
     for name in sorted(set(linears) - set(checkpoint.modules) - set(checkpoint.format.modules_to_not_convert)):
         yield name, "the model has this linear layer, the checkpoint does not"
 
 
 def _module_problem(
-    checkpoint: Checkpoint, module: str, expected: tuple[int, int] | None, original: ModelSource | None
+    checkpoint: Checkpoint,
+    module: str,
+    expected: tuple[int, int] | None,
+    weight_of: Callable[[str], Tensor | None] | None,
 ) -> str | None:
     if expected is None:
         return "the model has no linear layer of this name"
@@ -57,12 +65,15 @@ def _module_problem(
             return f"{suffix[1:]} holds {np.count_nonzero(~np.isfinite(values))} values that are not finite"
     if not w.is_canonical:
         return "padding or order of the packed words is not canonical"
-    if original is None:
+    if weight_of is None:
         return None
-    source, dtype = _original_weight(original, module)
+    stored = weight_of(module)
+    if stored is None:
+        return "the original has no such weight"
+    source = stored.float().numpy()
     if source.shape != expected:
         return f"the original has shape {list(source.shape)}"
-    different = _rounded(w.dense(), dtype) != source
+    different = _rounded(w.dense(), str(stored.dtype).removeprefix("torch.")) != source
     if different.any():
         row, column = divmod(int(different.argmax()), expected[1])
         count = f"{np.count_nonzero(different)} of {different.size} weights"
@@ -70,15 +81,17 @@ def _module_problem(
     return None
 
 
-def _original_weight(original: ModelSource, module: str) -> tuple[np.ndarray, str]:
-    """The weight of a module before it was packed, bfloat16 widened to float32; and the dtype that it is stored in."""
-    foreign, name = open_foreign(original), module + WEIGHT
+def _weights(checkpoint: Checkpoint, original: ModelSource) -> Callable[[str], Tensor | None]:
+    """The weights of an original by the checkpoint's module names; None for one that it does not have."""
+    foreign = open_foreign(original)
     if foreign is not None:
-        return foreign.dense(module).numpy(), "float32"
-    if isinstance(original, ModelDir):
-        return original.array(name), original.array_dtype(name)
-    stored = original.tensor(name)
-    return stored.float().numpy(), str(stored.dtype).removeprefix("torch.")
+        return foreign.dense
+    from trirun_gptq.model.meta import meta_model
+    from trirun_gptq.model.stored import StoredNames
+
+    # Of the same model: its files may name, cut and turn the weights otherwise than the checkpoint's.
+    names = StoredNames(meta_model(checkpoint.path), original)
+    return lambda module: names.read(module + WEIGHT) if module + WEIGHT in names else None
 
 
 def _rounded(dense: np.ndarray, dtype: str) -> np.ndarray:

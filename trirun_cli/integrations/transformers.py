@@ -15,7 +15,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trirun_kernels.gemm.linear import Int2Linear
-from trirun_kernels.weights.experts import separate_experts
+from trirun_kernels.weights.experts import with_linear_layers
 
 from ..checkpoint.hub import local_model
 from ..checkpoint.model_dir import quant_method, read_config
@@ -69,7 +69,7 @@ class TrirunQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         layout = self.quantization_config.format
         kept = set(layout.modules_to_not_convert)
-        separate_experts(model)
+        with_linear_layers(model)
         for name, module in list(model.named_modules()):
             if not isinstance(module, nn.Linear) or name in kept:
                 continue

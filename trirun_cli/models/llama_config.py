@@ -114,16 +114,10 @@ def gpu_dtype(config: dict[str, Any], dtype: str) -> str:
 def longest_context(config: dict[str, Any]) -> int:
     """Positions the model can attend to at once: its trained length, or its sliding window where that is shorter,
     because within one window sliding attention is plain attention."""
-    config = _with_family(config)
+    config = _without_idle_window(_with_family(config))
     _check_numbers(config, _OPTIONAL_COUNTS, int)
     longest, window = config.get("max_position_embeddings") or 2048, config.get("sliding_window")
-    if config.get("model_type") not in ("qwen2", "qwen3"):
-        slides = True  # Mistral's, in every layer, without a flag
-    elif config.get("layer_types"):
-        slides = "sliding_attention" in config["layer_types"]
-    else:
-        slides = config.get("use_sliding_window", False)
-    return min(longest, window) if window and slides else longest
+    return min(longest, window) if window else longest
 
 
 def chosen_context(config: dict[str, Any], asked: int | None) -> int:
@@ -166,11 +160,21 @@ def _with_family(config: dict[str, Any]) -> dict[str, Any]:
     return (FAMILIES.get(family, {}) if isinstance(family, str) else {}) | config
 
 
+def _without_idle_window(config: dict[str, Any]) -> dict[str, Any]:
+    """The config, with no sliding window where no layer uses the one it names, which may then be any number."""
+    if config.get("layer_types"):
+        slides = "sliding_attention" in config["layer_types"]
+    else:
+        slides = config.get("use_sliding_window", False)
+    # Mistral's has no flag: it is in every layer.
+    return config if slides or config.get("model_type") == "mistral" else config | {"sliding_window": None}
+
+
 def _check_sizes(config: dict[str, Any]) -> None:
     missing = next((name for name in _COUNTS if config.get(name) is None), None)
     if missing is not None:
         raise InputError(f"config.json has no {missing}")
-    _check_numbers(config, (*_COUNTS, *_OPTIONAL_COUNTS), int)
+    _check_numbers(_without_idle_window(config), (*_COUNTS, *_OPTIONAL_COUNTS), int)
     _check_numbers(config, _OPTIONAL_NUMBERS, float)
 
 

@@ -149,7 +149,7 @@ def plan_finetune(
         recipe = with_grid(recipe, grids)
     else:
         grids = starts.recipe_grids(skeleton, recipe)
-    require_finite(skeleton, TensorSource(source.path), progress)
+    require_finite(TensorSource(source.path), progress)
     if not data:
         message = "training on the short prose excerpt that ships with trirun; give --data with much more text"
         progress(Warned(message))

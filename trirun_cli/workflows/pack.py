@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.lossless.ternary import scale_structure, ternarize
+from trirun_gptq.model.loader import multiplies
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.model.stored import StoredNames
+from trirun_gptq.model.writer import unquantized
 from trirun_gptq.run.progress import Event, ModuleStarted, ProgressCallback, silent
 from trirun_kernels import QuantSpec, dequantize
 from trirun_kernels.weights.names import WEIGHT
@@ -129,7 +133,8 @@ def pack(
     skeleton = meta_model(source.path)
     linears = linear_modules(skeleton)
     head = skeleton.get_output_embeddings()
-    chosen = {name for name in linears if skeleton.get_submodule(name) is not head and not kept.search(name)}
+    modules = {name: skeleton.get_submodule(name) for name in linears}
+    chosen = {n for n, module in modules.items() if multiplies(module) and module is not head and not kept.search(n)}
     if foreign is not None and keep is not None:
         raise UsageError(f"--keep {keep}: the layers of {model} are stored packed and cannot be kept as they are")
     if keep is not None and not any(map(kept.search, linears)):
@@ -137,25 +142,36 @@ def pack(
     if not chosen:
         raise InputError(f"{model} has no linear layer to pack{matrix_kinds(skeleton)}")
 
-    parts = _parts(source, foreign, chosen)
-    if absent := {name for name in chosen - parts.keys() if name + WEIGHT not in source}:
+    stored = StoredNames(skeleton, source)
+    parts = {} if foreign is None else _parts(source, foreign)
+    if absent := {n for n in chosen - parts.keys() if n + WEIGHT not in (stored if foreign is None else source)}:
         raise InputError(f"{model}: there is no tensor {min(absent)}{WEIGHT}")
-    # What a foreign format leaves dense stays so.
-    chosen &= parts.keys()
+    if foreign is not None:
+        # What a foreign format leaves dense stays so.
+        chosen &= parts.keys()
     if not chosen:
         raise InputError(f"{model} has no packed linear layer")
 
     packed: list[PackedLayer] = []
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
+        replaced = {name + WEIGHT for name in chosen}
+        for group in stored.groups if foreign is None else ():
+            for name in (target.removesuffix(WEIGHT) for target in group.targets if target in replaced):
+                progress(ModuleStarted(len(packed), len(chosen), name))
+                weight = stored.read(name + WEIGHT)
+                packed.append(_pack_module(writer, name, weight, None, linears[name], weight.nbytes))
+                progress(packed[-1])
+            for tensor_name, tensor in unquantized(stored, group, replaced):
+                writer.add(tensor_name, tensor)
         taken = {tensor_name for names in parts.values() for tensor_name in names}
-        for tensor_name in source.names:
+        for tensor_name in source.names if foreign is not None else ():
             if tensor_name not in taken:
                 writer.add(tensor_name, source.tensor(tensor_name))
-        for name, names in parts.items():
+        for name, names in parts.items() if foreign is not None else ():
             if name in chosen:
                 progress(ModuleStarted(len(packed), len(chosen), name))
-                stored = sum(source[tensor_name].nbytes for tensor_name in names)
-                packed.append(_pack_module(writer, name, source, foreign, linears[name], stored))
+                size = sum(source[tensor_name].nbytes for tensor_name in names)
+                packed.append(_pack_module(writer, name, None, foreign, linears[name], size))
                 progress(packed[-1])
             elif foreign is not None:
                 # Embeddings and the head are stored dense, in a type that holds every value.
@@ -168,36 +184,33 @@ def pack(
     return PackReport(model, out, packed, bits, before, weight_bytes(out), seconds)
 
 
-def _parts(source: ModelSource, foreign: ForeignWeights | None, chosen: set[str]) -> dict[str, list[str]]:
-    """The stored tensors of each module that is packed or is to be, in the order of the files."""
+def _parts(source: ModelSource, foreign: ForeignWeights) -> dict[str, list[str]]:
+    """The stored tensors of each module that is packed, in the order of the files."""
     parts: dict[str, list[str]] = {}
     for tensor_name in source.names:
-        if foreign is not None:
-            if owner := foreign.packed(tensor_name):
-                parts.setdefault(owner, []).append(tensor_name)
-        elif (name := tensor_name.removesuffix(WEIGHT)) in chosen and name != tensor_name:
-            parts[name] = [tensor_name]
+        if owner := foreign.packed(tensor_name):
+            parts.setdefault(owner, []).append(tensor_name)
     return parts
 
 
 def _pack_module(
     writer: CheckpointWriter,
     name: str,
-    source: ModelSource,
+    weight: Tensor | None,
     foreign: ForeignWeights | None,
     shape: tuple[int, int],
     source_bytes: int,
 ) -> PackedLayer:
-    if foreign is None:
-        weight = source.tensor(name + WEIGHT)
+    if foreign is not None:
+        ternary, error = foreign.read(name)
+        weight = ternary.dequantize(torch.float32)
+    else:
+        assert weight is not None
         try:
             ternary, error = ternarize(weight, name), 0.0
         except QuantizationError as refused:
             fix = "trirun quantize makes a model 2-bit; pack is for those that are ternary already"
             raise InputError(str(refused), fix) from refused
-    else:
-        ternary, error = foreign.read(name)
-        weight = ternary.dequantize(torch.float32)
     if tuple(ternary.codes.shape) != shape:
         found = list(ternary.codes.shape)
         raise InputError(f"{name}{WEIGHT} has shape {found}, the model's config says {list(shape)}")

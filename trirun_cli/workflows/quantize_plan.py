@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from trirun_gptq import calibration as calibration_data
 from trirun_gptq.errors import QuantizationError
-from trirun_gptq.model.loader import decoder_blocks
+from trirun_gptq.model.loader import decoder_blocks, kept_modules
 from trirun_gptq.model.meta import linear_modules, meta_model
 from trirun_gptq.recipe import Override, Recipe, load_recipe
 from trirun_gptq.run.progress import Event, ProgressCallback, Warned, silent
@@ -39,7 +39,9 @@ class QuantizePlan(Event):
         model, out: the two directories. recipe: fully resolved. calibration: where its text comes from.
         device: a torch device. linears: every linear module of the model, name to (n, k).
         blocks: what the names of those inside the decoder blocks begin with; the others are kept.
-        block_count: how many decoder blocks there are. overwrite: replace a non-empty ``out``.
+        block_count: how many decoder blocks there are.
+        kept: modules inside them that hold matrices and cannot be 2 bits wide, name to what each is.
+        overwrite: replace a non-empty ``out``.
         fewer: take what there is of a text that is too short for the recipe; False where samples were asked for.
     """
 
@@ -51,6 +53,7 @@ class QuantizePlan(Event):
     linears: dict[str, tuple[int, int]]
     blocks: str
     block_count: int
+    kept: dict[str, str]
     overwrite: bool
     fewer: bool = True
 
@@ -66,7 +69,8 @@ class QuantizePlan(Event):
 
     def _chosen(self) -> Iterator[tuple[int, int, QuantSpec]]:
         for name, (n, k) in self.linears.items():
-            grid = self.recipe.choice(name) if name.startswith(self.blocks) else None
+            inside = name.startswith(self.blocks) and name not in self.kept
+            grid = self.recipe.choice(name) if inside else None
             if grid is not None:
                 yield n, k, grid.spec
 
@@ -80,6 +84,7 @@ class QuantizePlan(Event):
             "device": self.device,
             "weights": self.weights,
             "packed_bytes": self.packed_bytes,
+            "kept": self.kept,
             "recipe": self.recipe.to_dict(),
         }
 
@@ -142,11 +147,12 @@ def plan_quantize(
     linears = linear_modules(skeleton)
     blocks_name, block_list = decoder_blocks(skeleton)
     blocks = f"{blocks_name}."
-    inside = [name for name in linears if name.startswith(blocks)]
+    kept = {f"{blocks}{name}": kind for name, kind in kept_modules(block_list).items()}
+    inside = [name for name in linears if name.startswith(blocks) and name not in kept]
     if not inside:
         raise InputError(f"{model} has no linear layer in its decoder blocks{matrix_kinds(block_list)}")
     for pattern in (*recipe.ignore, *recipe.overrides):
-        if not any(re.search(pattern, name) for name in inside):
+        if not any(re.search(pattern, name) for name in (*inside, *kept)):
             raise UsageError(
                 f"{pattern!r} matches none of the {len(inside)} linear layers in the decoder blocks",
                 f"their names are like {inside[-1]}" if inside else None,
@@ -158,8 +164,10 @@ def plan_quantize(
             "fewer patterns of --override REGEX=keep, or of the recipe's ignore",
         )
     _require_group_sizes({name: (linears[name][1], grid.spec.group_size) for name, grid in grids.items()})
-    target = pick_device(device)
-    return QuantizePlan(model, out, recipe, calibration, target, linears, blocks, len(block_list), overwrite, fewer)
+    if kept:
+        progress(Warned(f"kept in 16 bits, being no plain linear layers: {_in_words(kept)}"))
+    target, count = pick_device(device), len(block_list)
+    return QuantizePlan(model, out, recipe, calibration, target, linears, blocks, count, kept, overwrite, fewer)
 
 
 def _require_group_sizes(layers: Mapping[str, tuple[int, int]]) -> None:
@@ -180,6 +188,13 @@ def _require_group_sizes(layers: Mapping[str, tuple[int, int]]) -> None:
     smallest = -1 if -1 in fits.values() else min(fits.values())
     overrides = dict.fromkeys(f"--override '{leaf}=g{size}'" for (leaf, _, _), size in fits.items())
     raise UsageError("; ".join(told), f"--group-size {smallest}, or for these layers alone: {' '.join(overrides)}")
+
+
+def _in_words(kept: Mapping[str, str]) -> str:
+    """How many modules, and which, with the number of the layer left out: "2 × model.layers.*.conv (Conv1d [64, 1, 4])"
+    for each kind."""
+    kinds = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", name), kind) for name, kind in kept.items())
+    return ", ".join(f"{count} × {name} ({kind})" for (name, kind), count in kinds.items())
 
 
 def _within_excerpt(recipe: Recipe, excerpt: str, model: Path) -> Recipe:

@@ -17,7 +17,7 @@ from ..layer.hessian import Hessian
 from ..layer.quantized import Quantized
 from ..model.activations import Batch, compute, run_block
 from ..model.inputs import input_groups
-from ..model.loader import Skeleton, linear_layers
+from ..model.loader import Skeleton, kept_modules, linear_layers
 from ..recipe import Grid, Recipe
 from ..run import distributed as ranks
 from ..run.profile import Costs
@@ -66,7 +66,7 @@ class BlockRun:
         self.statistics = Statistics(self.original, self.block, index, self.name, train, held_out, progress)
         self.layers = linear_layers(self.block)
         self.grids = {name: recipe.candidates(f"{self.name}.{name}") for name in self.layers}
-        self.kept = [name for name, grids in self.grids.items() if not grids]
+        self.kept = [name for name, grids in self.grids.items() if not grids] + list(kept_modules(self.block))
         self.quantized: dict[str, Quantized] = {}
         self.modules: list[ModuleReport] = []
 
@@ -75,6 +75,7 @@ class BlockRun:
         chosen = {name: layer for name, layer in self.layers.items() if self.grids[name]}
         with torch.no_grad(), compute(self.device):
             stages = input_groups(self.block, self.index, self.train[0], chosen) if chosen else []
+        chosen = self._called(chosen, stages)
         with self.costs.stage("forward"):
             targets = self._original_outputs()
         passes = stages if self.recipe.sequential or not stages else [list(itertools.chain(*stages))]
@@ -95,6 +96,15 @@ class BlockRun:
         seconds = time.perf_counter() - self.started
         report = BlockReport(self.index, self.name, error, before, False, seconds, method)
         return BlockResult(self.quantized, self.kept, self.modules, report)
+
+    def _called(self, chosen: dict[str, nn.Linear], stages: list[list[list[str]]]) -> dict[str, nn.Linear]:
+        """The layers whose inputs are known; the others are kept, and named."""
+        seen = {name for groups in stages for group in groups for name in group}
+        if left := [name for name in chosen if name not in seen]:
+            self.kept += left
+            message = f"{self.name}: {', '.join(left)} kept in 16 bits: not called once, or read by others"
+            self.progress(Warned(message))
+        return {name: layer for name, layer in chosen.items() if name in seen}
 
     def restore(self, quantized: dict[str, Quantized]) -> None:
         """Take a finished block as it is and only carry the activations through it."""

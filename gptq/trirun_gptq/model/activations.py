@@ -24,6 +24,15 @@ class _WrongStyle(Exception):
     """A model took a block's stand-in output apart differently than expected."""
 
 
+# What blocks return, by the number of entries in the tuple; 0 is the hidden states themselves.
+STYLES = (0, 1, 2)
+
+
+def answer(states: Tensor, style: int) -> Any:
+    """Hidden states as a block of one of the :data:`STYLES` returns them; nothing stands for attention weights."""
+    return (states, *[None] * (style - 1)) if style else states
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where activations are computed, and where and how precisely they wait between blocks.
@@ -94,7 +103,7 @@ def capture(
     """Run the model up to its blocks and record what each block would be called with.
 
     The blocks are replaced by stand-ins that return their input, so embeddings, rotary tables and per-layer masks come
-    from the model's own forward. Whether a block returns a tensor or a tuple differs between models; both are tried.
+    from the model's own forward. Whether a block returns a tensor or a tuple differs between models; all are tried.
     """
     captured: list[Batch] = []
     for first, tokens in batches:
@@ -129,13 +138,14 @@ def halve(skeleton: Skeleton, batches: list[Batch]) -> list[Batch]:
 
 def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tuple, dict[str, Any]]]]:
     blocks = skeleton.blocks
-    for as_tuple in (False, True):
+    failure: Exception | None = None
+    for style in STYLES:
         calls: list[tuple[tuple, dict[str, Any]]] = []
         hidden: list[Tensor] = []
 
         def stand_in(
             *args: Any,
-            as_tuple: bool = as_tuple,
+            style: int = style,
             calls: list[Any] = calls,
             hidden: list[Tensor] = hidden,
             **kwargs: Any,
@@ -149,7 +159,7 @@ def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tupl
             calls.append((args[1:], kwargs))
             if len(calls) == len(blocks):
                 raise EnoughSeen
-            return (states,) if as_tuple else states
+            return answer(states, style)
 
         saved = [block.__dict__.get("forward") for block in blocks]
         try:
@@ -159,7 +169,11 @@ def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tupl
                 skeleton.model(input_ids=tokens, use_cache=False)
         except EnoughSeen:
             return hidden[0], calls
-        except _WrongStyle:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # A model that takes a tuple apart fails on another answer in a way of its own.
+            failure = error if failure is None or isinstance(failure, _WrongStyle) else failure
             continue
         finally:
             for block, forward in zip(blocks, saved, strict=True):
@@ -167,10 +181,11 @@ def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tupl
                 if forward is not None:
                     block.forward = forward
         break
+    reason = f": {type(failure).__name__}: {failure}" if failure and not isinstance(failure, _WrongStyle) else ""
     raise QuantizationError(
         f"{type(skeleton.model).__name__} does not call each of its {len(blocks)} decoder layers once with hidden "
-        f"states [batch, length, features]"
-    )
+        f"states [batch, length, features]{reason}"
+    ) from failure
 
 
 def run_block(block: nn.Module, index: int, batch: Batch, hidden: Tensor) -> Tensor:

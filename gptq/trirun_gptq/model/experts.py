@@ -1,17 +1,14 @@
-"""Where the tensors of a mixture of experts lie in a model's files."""
+"""The layers of a mixture of experts: their names, and their matrices within a fused tensor."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container
 from dataclasses import dataclass
 
 from torch import Tensor
 
 # Of trirun_kernels.weights.experts.SeparateExperts, which replaces the fused module ``<path>.experts``.
 _EXPERT = re.compile(r"(?P<path>.*\.experts)\.(?P<index>\d+)\.(?P<layer>gate|up|down)\.weight")
-# The names that families of models store: Qwen-MoE and its many descendants, Mixtral.
-_STORED = ({"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}, {"gate": "w1", "up": "w3", "down": "w2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +30,19 @@ class Cut:
         return [fused[1] if self.half is None else fused[1] // 2, fused[2]]
 
 
-def stored_as(name: str, files: Container[str]) -> tuple[str | None, Cut | None]:
-    """The stored name of a module's tensor, and how to cut it from that; None when it is all of it.
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """A layer of one expert: the mixture's path, the expert's number, and ``gate``, ``up`` or ``down``."""
 
-    Args:
-        name: of the tensor in the model. files: the stored names.
+    path: str
+    index: int
+    layer: str
 
-    Returns:
-        (None, None) when it is not stored.
-    """
-    # transformers renames Mixtral's blocks while it loads, and EXAONE's tensors beside the gate.
-    for candidate in (name, name.replace(".mlp.", ".block_sparse_moe."), name.replace(".mlp.gate.", ".mlp.")):
-        if candidate in files:
-            return candidate, None
-        match = _EXPERT.fullmatch(candidate)
-        if match is None:
-            continue
-        path, index, layer = match["path"], int(match["index"]), match["layer"]
-        for names in _STORED:
-            if f"{path}.{index}.{names[layer]}.weight" in files:
-                return f"{path}.{index}.{names[layer]}.weight", None
-        if layer == "down" and f"{path}.down_proj" in files:
-            return f"{path}.down_proj", Cut(index)
-        if layer != "down" and f"{path}.gate_up_proj" in files:
-            return f"{path}.gate_up_proj", Cut(index, 0 if layer == "gate" else 1)
-    return None, None
+
+def expert_of(name: str) -> ExpertLayer | None:
+    """Whose weight a tensor of the model is; None where it is no expert's."""
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else ExpertLayer(match["path"], int(match["index"]), match["layer"])
 
 
 def is_expert(name: str) -> bool:

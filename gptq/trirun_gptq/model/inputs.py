@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from trirun_kernels.weights.experts import SeparateExperts
 
-from ..errors import QuantizationError
 from .activations import Batch, EnoughSeen, run_block
 
 
@@ -36,14 +37,44 @@ def inputs_of(
     return seen
 
 
+@contextmanager
+def _weights_watched(layers: dict[str, nn.Linear]) -> Iterator[set[str]]:
+    """Collects the names of layers whose weight is asked for by others than the layer itself."""
+    looked_at: set[str] = set()
+    names = {id(layer): name for name, layer in layers.items()}
+    running: list[nn.Module] = []
+
+    class Watched(nn.Linear):
+        def __getattr__(self, key: str) -> Any:
+            if key == "weight" and self not in running:
+                looked_at.add(names[id(self)])
+            return super().__getattr__(key)
+
+        def forward(self, input: Tensor) -> Tensor:
+            running.append(self)
+            try:
+                return super().forward(input)
+            finally:
+                running.remove(self)
+
+    kinds = {name: type(layer) for name, layer in layers.items()}
+    try:
+        for layer in layers.values():
+            layer.__class__ = Watched
+        yield looked_at
+    finally:
+        for name, layer in layers.items():
+            layer.__class__ = kinds[name]
+
+
 def input_groups(block: nn.Module, index: int, batch: Batch, layers: dict[str, nn.Linear]) -> list[list[list[str]]]:
     """Layers that read the very same tensor, in the order of execution: [[[q, k, v]], [[o]], [[gate, up]], [[down]]].
 
     What can be solved at once is one entry: the experts of a layer, each with a tensor of its own or none at all, are
     two, [[gate 0, up 0], [gate 1, up 1], ...] and [[down 0], [down 1], ...].
 
-    Raises:
-        QuantizationError: a layer that is no expert's is never called, or more than once.
+    Layers that are never called or more than once are in none, and neither are those whose weight the block looks at
+    itself: it would find packed words. Experts are called as often as tokens choose them.
     """
     order: list[tuple[Tensor | None, list[list[str]]]] = []
     calls = dict.fromkeys(layers, 0)
@@ -74,14 +105,11 @@ def input_groups(block: nn.Module, index: int, batch: Batch, layers: dict[str, n
     handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items() if name not in owner]
     handles += [module.register_forward_pre_hook(note_experts(name)) for name, module in experts.items()]
     try:
-        run_block(block, index, batch, batch.quantized)
+        with _weights_watched(layers) as looked_at:
+            run_block(block, index, batch, batch.quantized)
     finally:
         for handle in handles:
             handle.remove()
-    for name, count in calls.items():
-        if count != 1 and name not in owner:
-            raise QuantizationError(
-                f"block {index}: {name} is called {count} times in one forward pass; layers that are skipped or shared "
-                "are not supported"
-            )
-    return [groups for _, groups in order if groups]
+    once = {name for name, count in calls.items() if name in owner or (count == 1 and name not in looked_at)}
+    found = ([[name for name in group if name in once] for group in groups] for _, groups in order)
+    return [left for groups in found if (left := [group for group in groups if group])]

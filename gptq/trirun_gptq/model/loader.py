@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from trirun_kernels.weights.names import WEIGHT
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 from trirun_kernels.weights.safetensors_file import TensorFileError
+from trirun_kernels.weights.spec import GROUP_SIZES
 
 from ..errors import QuantizationError
-from .experts import Cut, stored_as
 from .meta import meta_model
+from .stored import StoredNames
+
+T = TypeVar("T")
+SMALLEST_GROUP = min(size for size in GROUP_SIZES if size > 0)
 
 
 class TensorSource(SafetensorsDir):
-    """The tensors of a model directory by the names of the model's modules: those of experts may be stored otherwise.
+    """The tensors of a model directory by the names of the model's modules: see :class:`~.stored.StoredNames`.
 
     Raises:
         QuantizationError: see :class:`~trirun_kernels.weights.safetensors_dir.SafetensorsDir`.
@@ -30,30 +37,39 @@ class TensorSource(SafetensorsDir):
         except TensorFileError as error:
             raise QuantizationError(str(error)) from error
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU in its stored dtype, in the mapped file.
+    @cached_property
+    def model(self) -> Any:
+        """The empty model of the directory; see :func:`~trirun_gptq.model.meta.meta_model`."""
+        return meta_model(self.path)
 
-        An expert's layer may lie in the files under another name, or as a slice of a fused tensor: see
-        :func:`~trirun_gptq.model.experts.stored_as`.
+    @cached_property
+    def stored(self) -> StoredNames:
+        """Where the model's tensors lie in the files."""
+        return StoredNames(self.model, self)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor of the model, on the CPU in its stored dtype, in the mapped file where it lies there as it is.
 
         Raises:
             QuantizationError: it is not stored. TensorFileError: the file has been cut since it was opened.
         """
-        stored, part = self._stored(name)
-        return self.tensor(stored) if part is None else part(self.tensor(stored))
+        return self._stored(self.stored.read, name)
 
     def shape(self, name: str) -> list[int]:
         """The shape of what :meth:`read` returns, by the header of its file alone."""
-        stored, part = self._stored(name)
-        shape = list(self[stored].shape)
-        return shape if part is None else part.shape(shape)
+        return self._stored(self.stored.shape, name)
 
-    def _stored(self, name: str) -> tuple[str, Cut | None]:
-        """The name a tensor is stored by, and how to cut it from what is stored; None where it is all of that."""
-        stored, part = stored_as(name, self)
-        if stored is None:
-            raise QuantizationError(f"{self.path}: tensor {name} is missing")
-        return stored, part
+    def release(self) -> None:
+        """See :meth:`SafetensorsDir.release`."""
+        super().release()
+        if "stored" in self.__dict__:
+            self.stored.release()
+
+    def _stored(self, ask: Callable[[str], T], name: str) -> T:
+        try:
+            return ask(name)
+        except KeyError:
+            raise QuantizationError(f"{self.path}: tensor {name} is missing") from None
 
 
 class Skeleton:
@@ -69,15 +85,13 @@ class Skeleton:
     """
 
     def __init__(self, source: TensorSource) -> None:
-        self.model = meta_model(source.path)
+        self.model = source.model
         if quantized := getattr(self.model.config, "quantization_config", None):
             raise QuantizationError(f"{source.path} is quantized already: {quantized}")
         self.source = source
         self.blocks_name, self.blocks = decoder_blocks(self.model)
         self._empty = list(self.blocks)
         self._shared = self._shared_names()
-        for name, module in self.blocks.named_modules(prefix=self.blocks_name):
-            _require_supported(name, module)
 
     def block_name(self, index: int) -> str:
         """Path of one block."""
@@ -93,7 +107,7 @@ class Skeleton:
         for name, module in self.model.named_modules():
             for key, parameter in module._parameters.items():
                 stored = f"{name}.{key}" if name else key
-                if parameter is None or (module is head and stored not in self.source):
+                if parameter is None or (module is head and stored not in self.source.stored):
                     continue
                 found = self.source.shape(self._stored_name(stored))
                 if found != list(parameter.shape):
@@ -117,7 +131,7 @@ class Skeleton:
                 continue
             if module is head and head is not None:
                 for stored in (f"{name}.{key}" for key in module._parameters):
-                    if stored in self.source:
+                    if stored in self.source.stored:
                         _require_finite(stored, self.source.read(stored))
             elif module._parameters or module._buffers:
                 self._fill(module, name, device, recurse=False)
@@ -128,7 +142,7 @@ class Skeleton:
         if head is None:
             raise QuantizationError(f"{type(self.model).__name__} has no output head")
         name = next(name for name, module in self.model.named_modules() if module is head)
-        if name + WEIGHT in self.source and name + WEIGHT not in self._shared.values():
+        if name + WEIGHT in self.source.stored and name + WEIGHT not in self._shared.values():
             self._fill(head, name, device, recurse=False)
         else:
             head.weight = self.model.get_input_embeddings().weight
@@ -145,7 +159,8 @@ class Skeleton:
             return {}
         names = {module: name + WEIGHT for name, module in self.model.named_modules()}
         mine, other = names.get(embeddings, ""), names.get(head, "")
-        return {mine: other} if mine not in self.source and other in self.source else {}
+        stored = self.source.stored
+        return {mine: other} if mine not in stored and other in stored else {}
 
     def _stored_name(self, name: str) -> str:
         return self._shared.get(name, name)
@@ -164,33 +179,69 @@ class Skeleton:
                 if buffer is not None:
                     name = f"{base}.{key}"
                     persistent = key not in owner._non_persistent_buffers_set
-                    if persistent and stored_as(name, self.source)[0] is not None:
+                    if persistent and name in self.source.stored:
                         buffer = self.source.read(name)
-                    elif persistent and recurse:
-                        self._require_no_other_name(name, module, prefix)
+                    elif persistent and recurse and (other := self.source.stored.unknown(prefix)):
+                        # It may be this one. Without any such, the buffer is what the model makes it.
+                        raise QuantizationError(
+                            f"{self.source.path}: tensor {name} is missing, and nothing takes {other}"
+                        )
                     owner._buffers[key] = buffer.to(device)
 
-    def _require_no_other_name(self, lost: str, module: nn.Module, prefix: str) -> None:
-        """Refuse a buffer that no file holds where one holds a tensor that nothing in the module takes: it may be this
-        one. Without any, the buffer is what the model makes it."""
-        taken = {stored_as(f"{prefix}.{name}", self.source)[0] for name in module.state_dict()}
-        others = (name for name in self.source.names if name.startswith(f"{prefix}.") and name not in taken)
-        if other := next(others, None):
-            raise QuantizationError(f"{self.source.path}: tensor {lost} is missing, and nothing takes {other}")
+
+def multiplies(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer and nothing more: routers and grouped products are classes derived of one."""
+    return isinstance(module, nn.Linear) and _is_product(type(module))
+
+
+def _is_product(kind: type[nn.Linear]) -> bool:
+    """Whether a class computes x·Wᵀ + b: one with a forward of its own, as Falcon's, is tried on a small matrix."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    probe = nn.Linear(3, 2, device="meta")
+    probe.weight, probe.bias = (nn.Parameter(torch.arange(1.0, 1 + n)) for n in (6, 2))
+    probe.weight.data = probe.weight.data.view(2, 3)
+    x = torch.tensor([[1.0, -2.0, 4.0], [0.5, 3.0, -1.0]])
+    expected = nn.functional.linear(x, probe.weight, probe.bias)
+    probe.__class__ = kind
+    try:
+        found = probe(x)
+    except Exception:
+        return False  # It needs what a linear layer does not have.
+    return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+
+
+def is_quantizable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer that can be two bits wide: with more than one output, unlike the gate of a
+    shared expert, and no fewer inputs than the smallest group of one scale."""
+    return multiplies(module) and module.out_features > 1 and module.in_features >= SMALLEST_GROUP
 
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a block by their path within it, in definition order; those with a single output, such as
-    the gate of a shared expert, are left as they are."""
-    layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    return {name: layer for name, layer in layers.items() if layer.out_features > 1}
+    """The quantizable layers of a block by their path within it, in definition order; see :func:`is_quantizable`."""
+    return {name: module for name, module in block.named_modules() if is_quantizable(module)}
+
+
+def kept_modules(block: nn.Module) -> dict[str, str]:
+    """What else of a block holds matrices, and stays in 16 bits: paths within it, and what each is, "Conv1d
+    [64, 1, 4]": convolutions, experts fused in a way of their own, recurrent parts, small linear layers."""
+    kept: dict[str, str] = {}
+    for name, module in block.named_modules():
+        if is_quantizable(module):
+            continue
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dim() > 1:
+                kept.setdefault(name, f"{type(module).__name__} {list(parameter.shape)}")
+    return kept
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of like-built modules that holds the most parameters."""
+    """The list of modules that holds the most parameters; of a model with a text decoder beside others, within that."""
     best: tuple[int, str, nn.ModuleList] | None = None
+    decoder = _text_decoder(model)
+    inside = {id(module) for module in decoder.modules()}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) and len({type(child) for child in module}) == 1:
+        if isinstance(module, nn.ModuleList) and len(module) and id(module) in inside:
             size = sum(parameter.numel() for parameter in module.parameters())
             if best is None or size > best[0]:
                 best = size, name, module
@@ -199,28 +250,16 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return best[1], best[2]
 
 
+def _text_decoder(model: nn.Module) -> nn.Module:
+    """The language model within a model that sees or hears; the model itself where transformers names none."""
+    for module in model.modules():
+        if isinstance(language := getattr(module, "language_model", None), nn.Module):
+            return language
+    return model
+
+
 def _require_finite(name: str, value: Tensor) -> None:
     # Of the extremes first: they take no memory beside a matrix that may be the largest there is.
     if value.numel() and not all(map(math.isfinite, map(float, torch.aminmax(value)))):
         bad = int((~torch.isfinite(value)).sum())
         raise QuantizationError(f"{name}: {bad} of {value.numel()} values are NaN or infinite")
-
-
-def _require_supported(name: str, module: nn.Module) -> None:
-    """Refuse what holds weights in the blocks in a form this walk would leave unquantized unnoticed."""
-    kind = type(module).__name__
-    if kind == "Conv1D":
-        raise QuantizationError(f"{name}: Conv1D layers (GPT-2 style, transposed weights) are not supported")
-    for key, parameter in module._parameters.items():
-        if parameter is not None and parameter.dim() >= 3:
-            raise QuantizationError(
-                f"{name}.{key} is one {parameter.dim()}-D tensor {list(parameter.shape)} ({kind}): fused "
-                "mixture-of-experts weights of this kind, and convolutions, are not supported"
-            )
-        if parameter is not None and parameter.dim() == 2 and not isinstance(module, nn.Linear | nn.Embedding):
-            large = parameter.numel() > 1 << 20
-            if large:
-                raise QuantizationError(
-                    f"{name}.{key} {list(parameter.shape)} belongs to a {kind}, which is not an nn.Linear; "
-                    "such layers are not supported"
-                )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from trirun_kernels.weights.experts import separate_experts
+from trirun_kernels.weights.experts import with_linear_layers
 
 from ..errors import QuantizationError
 
@@ -16,9 +16,9 @@ def meta_model(path: str | Path) -> Any:
     """The causal language model of a directory's config.json, in eval mode.
 
     Parameters lie on the meta device, in float32: they have shapes and no memory. Buffers, such as rotary tables, are
-    real. The fused experts of a mixture are layers of their own
-    (:func:`~trirun_kernels.weights.experts.separate_experts`). A ``quantization_config`` changes nothing: linear layers
-    have the shapes of the model before quantization.
+    real. Fused experts and GPT-2's layers are linear layers
+    (:func:`~trirun_kernels.weights.experts.with_linear_layers`). A ``quantization_config`` changes nothing: linear
+    layers have the shapes of the model before quantization.
 
     Raises:
         QuantizationError: the directory has no config.json, or transformers makes no causal language model of it.
@@ -38,7 +38,7 @@ def meta_model(path: str | Path) -> Any:
         # What transformers raises of a config.json that does not fit is of no kind in particular.
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise QuantizationError(f"{path} cannot be loaded as a causal language model: {reason[:300]}") from error
-    return separate_experts(model).eval().requires_grad_(False)
+    return with_linear_layers(model).eval().requires_grad_(False)
 
 
 def linear_modules(model: nn.Module) -> dict[str, tuple[int, int]]:

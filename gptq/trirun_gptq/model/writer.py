@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 from torch import Tensor
 from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..layer.quantized import Quantized
-from .experts import is_expert, stored_as
 from .loader import Skeleton, TensorSource
+from .stored import Group, StoredNames
 
 
 class Writer(Protocol):
@@ -28,12 +28,11 @@ class Collected(dict[str, Tensor]):
         self[name] = tensor
 
 
-def write_block(
-    source: TensorSource, block: str, layers: Iterable[str], quantized: dict[str, Quantized], writer: Writer
-) -> None:
+def write_block(source: TensorSource, block: str, quantized: dict[str, Quantized], writer: Writer) -> None:
     """A block's packed weights, and its other tensors as they are.
 
-    Layers of experts go by their own names, packed or not: what a file fused is not fused again.
+    Packed layers go by the names of the model, and so does what the files hold together with them, as the experts of a
+    mixture: what was fused is not fused again.
     """
     for name, weight in quantized.items():
         packed = weight.pack()
@@ -42,19 +41,24 @@ def write_block(
         if packed.zeros is not None:
             writer.add(f"{block}.{name}{ZERO}", packed.zeros.cpu())
     replaced = {f"{block}.{name}{WEIGHT}" for name in quantized}
-    experts = [f"{block}.{name}{WEIGHT}" for name in layers if is_expert(f"{block}.{name}{WEIGHT}")]
-    for name in experts:
-        if name not in replaced:
-            writer.add(name, source.read(name).contiguous())
-    taken = {stored_as(name, source)[0] for name in (*replaced, *experts)}
-    for name in source.names:
-        if name.startswith(f"{block}.") and name not in taken:
-            writer.add(name, source.read(name))
+    for group in source.stored.groups:
+        if group.within(block):
+            for name, tensor in unquantized(source.stored, group, replaced):
+                writer.add(name, tensor)
     source.release()
 
 
 def copy_rest(source: TensorSource, skeleton: Skeleton, writer: Writer) -> None:
     """What lies outside the blocks, as it is."""
-    for name in source.names:
-        if not name.startswith(f"{skeleton.blocks_name}."):
-            writer.add(name, source.read(name))
+    for group in source.stored.groups:
+        if not group.within(skeleton.blocks_name):
+            for name, tensor in unquantized(source.stored, group, ()):
+                writer.add(name, tensor)
+
+
+def unquantized(stored: StoredNames, group: Group, replaced: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """What is to be stored of a group beside the model's tensors that were ``replaced``: names and tensors."""
+    if group.copied and not any(name in replaced for name in group.targets):
+        yield from ((name, stored.files.tensor(name)) for name in group.sources)
+    else:
+        yield from ((name, stored.read(name).contiguous()) for name in group.targets if name not in replaced)

@@ -154,7 +154,8 @@ def _feature_sum(block: nn.Module, chosen: float) -> float:
 def _chosen_fraction(config: object, block: nn.Module) -> float:
     """How many of its experts a block runs for one token, as a fraction."""
     count = sum(is_expert(f"block.{name}.weight") and name.endswith(".down") for name in linear_layers(block))
-    return getattr(config, "num_experts_per_tok", count) / count if count else 1.0
+    chosen = getattr(config, "num_experts_per_tok", None) or count
+    return chosen / count if count else 1.0
 
 
 def _solve_bytes(block: nn.Module) -> int:

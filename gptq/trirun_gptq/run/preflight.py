@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..block.cuda_graph import WARMUP
 from ..block.reconstruct import block_error
@@ -17,7 +17,6 @@ from ..block.walk import BlockRun
 from ..errors import QuantizationError
 from ..layer.quantized import Quantized
 from ..model.activations import Batch
-from ..model.experts import stored_as
 from ..model.loader import Skeleton, TensorSource, linear_layers
 from ..recipe import Recipe
 from .profile import Costs, StageCost
@@ -64,20 +63,18 @@ def require_calibration(calibration: list[Tensor], recipe: Recipe, skeleton: Ske
             )
 
 
-def require_finite(model: nn.Module, source: TensorSource, progress: ProgressCallback) -> None:
-    """No parameter of a model has a value that is NaN or infinite. Reads every weight file once.
+def require_finite(source: TensorSource, progress: ProgressCallback) -> None:
+    """No stored tensor of a model has a value that is NaN or infinite. Reads every weight file once.
 
     Args:
-        model: whose parameters count, empty as :func:`~trirun_gptq.model.meta.meta_model` makes it. source: its files.
+        source: the model's files; tensors that the model does not have are passed over.
         progress: receives ``Stage("scan", ...)`` per tensor.
 
     Raises:
         QuantizationError: one has; all such tensors are named.
     """
     bad = []
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    # Experts that a file holds fused are one tensor there. A tied head need not be stored.
-    stored = list(dict.fromkeys(found for name in names if (found := stored_as(name, source)[0]) is not None))
+    stored = [name for group in source.stored.groups if group.targets for name in group.sources]
     for done, name in enumerate(stored):
         progress(Stage("scan", done, len(stored)))
         value = source.tensor(name)

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from trirun_kernels import PackedWeight, QuantSpec, unpack
+from trirun_kernels.weights.experts import TransposedLinear
 from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..errors import QuantizationError, ScaleError
 from ..layer.quantized import Quantized
 from ..layer.scale_search import round_to_nearest
-from ..model.loader import TensorSource, decoder_blocks
+from ..model.loader import TensorSource, decoder_blocks, is_quantizable
 from ..model.writer import Collected
 from ..pipeline import quantize_model
 from ..recipe import Grid
@@ -35,7 +36,9 @@ def recipe_grids(model: Any, recipe: TrainRecipe) -> Grids:
     choices, blocks = recipe.quantization(), f"{decoder_blocks(model)[0]}."
     grids: Grids = {}
     for name, layer in model.named_modules():
-        grid = choices.choice(name) if name.startswith(blocks) and isinstance(layer, nn.Linear) else None
+        # GPT-2's layers are linear ones in the empty model alone, not in the one that is trained.
+        trained = name.startswith(blocks) and is_quantizable(layer) and not isinstance(layer, TransposedLinear)
+        grid = choices.choice(name) if trained else None
         if grid is None:
             continue
         try:

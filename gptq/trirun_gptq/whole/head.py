@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import QuantizationError
-from ..model.activations import Batch
+from ..model.activations import STYLES, Batch, answer
 from ..model.loader import Skeleton
 from ..run import distributed as ranks
 from ..run.report import Predictions
@@ -36,12 +36,7 @@ class Head:
         self._empty = None if self._module is None else self._module._parameters["weight"]
         skeleton.load_head(device)
         self.skeleton = skeleton
-        self._as_tuple: bool | None = None
-
-    @property
-    def as_tuple(self) -> bool:
-        """Whether the model's class takes a block's output as a tuple; known once logits were computed."""
-        return bool(self._as_tuple)
+        self.style: int | None = None  # how its class takes a block's output; known once logits were computed
 
     def unload(self) -> None:
         """The head without weights again, as it was before."""
@@ -53,12 +48,11 @@ class Head:
         Raises:
             QuantizationError: the model's class does not take the blocks' output as a tensor or a tuple.
         """
-        if self._as_tuple is not None:
-            return self._logits(batch, states, self._as_tuple)
         failure: Exception | None = None
-        for as_tuple in (False, True):
+        for style in STYLES if self.style is None else (self.style,):
             try:
-                logits = self._logits(batch, states, as_tuple)
+                with _answering(self.skeleton.blocks, batch.place.fetch(states), style):
+                    logits = predict(self.skeleton, batch.tokens.to(batch.place.device))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -67,15 +61,11 @@ class Head:
                 failure = error
                 continue
             if logits.shape[:2] == batch.tokens.shape:
-                self._as_tuple = as_tuple
+                self.style = style
                 return logits
         kind = type(self.skeleton.model).__name__
         reason = f" ({type(failure).__name__}: {failure})" if failure else ""
         raise QuantizationError(f"{kind}: its head does not take hidden states [batch, length, features]{reason}")
-
-    def _logits(self, batch: Batch, states: Tensor, as_tuple: bool) -> Tensor:
-        with _answering(self.skeleton.blocks, batch.place.fetch(states), as_tuple):
-            return predict(self.skeleton, batch.tokens.to(batch.place.device))
 
 
 def predict(skeleton: Skeleton, tokens: Tensor) -> Tensor:
@@ -121,10 +111,10 @@ def compare(head: Head, batches: list[Batch], student: Callable[[Batch], Tensor]
 
 
 @contextmanager
-def _answering(blocks: nn.ModuleList, states: Tensor, as_tuple: bool) -> Iterator[None]:
+def _answering(blocks: nn.ModuleList, states: Tensor, style: int) -> Iterator[None]:
     """Every block answers with these hidden states."""
-    answer = (states,) if as_tuple else states
-    with replaced_forwards(blocks, [lambda *args, **kwargs: answer] * len(blocks)):
+    given = answer(states, style)
+    with replaced_forwards(blocks, [lambda *args, **kwargs: given] * len(blocks)):
         yield
 
 

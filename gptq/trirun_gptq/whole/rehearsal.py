@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ..block.cuda_graph import WARMUP
 from ..layer.quantized import Quantized
-from ..model.activations import Batch
+from ..model.activations import Batch, answer
 from ..model.loader import Skeleton
 from ..recipe import Recipe
 from ..run.preflight import now
@@ -88,9 +87,8 @@ def rehearse_training(
         blocks[index] = quantized
         others = [block for other, block in enumerate(skeleton.blocks) if other != index]
 
-        def hand_on(*args: Any, hidden_states: Tensor | None = None, **_: Any) -> Any:
-            states = args[0] if args else hidden_states
-            return (states,) if head.as_tuple else states
+        def hand_on(*args: Any, **named: Any) -> Any:
+            return answer(args[0] if args else named["hidden_states"], head.style or 0)
 
         with replaced_forwards(others, [hand_on] * len(others)):
             tune(job, blocks, lambda done, total: times.append(now(device)))

@@ -1,4 +1,5 @@
-"""Mixture-of-experts weights as separate linear layers, one set per expert, in place of one fused tensor for all."""
+"""Linear layers in place of what transformers has for them: every expert's own for one fused tensor of all experts,
+and for GPT-2's transposed layers, which hold [k, n], those that hold [n, k]."""
 
 from __future__ import annotations
 
@@ -85,3 +86,26 @@ def separate_experts(model: nn.Module) -> nn.Module:
             factory = {"device": "meta", "dtype": module.down_proj.dtype}
             model.set_submodule(name, SeparateExperts(experts, hidden, inner, module.act_fn, **factory))
     return model
+
+
+class TransposedLinear(nn.Linear):
+    """A linear layer whose weight other checkpoints of the model store as [k, n]."""
+
+
+def transpose_conv1d(model: nn.Module) -> nn.Module:
+    """Replace every ``Conv1D`` of GPT-2 and its kin, a linear layer with a weight [k, n], by a
+    :class:`TransposedLinear` of the same name without weights: parameters on the meta device."""
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            k, n = module.weight.shape
+            layer = TransposedLinear(k, n, bias=True, device="meta", dtype=module.weight.dtype)
+            model.set_submodule(name, layer)
+    return model
+
+
+def with_linear_layers(model: nn.Module) -> nn.Module:
+    """A transformers model whose matrices are all linear layers, as far as they compute what one does: see
+    :func:`separate_experts` and :func:`transpose_conv1d`. What was replaced has no weights."""
+    return transpose_conv1d(separate_experts(model))

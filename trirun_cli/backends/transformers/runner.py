@@ -15,10 +15,11 @@ from ...engine.slot_cache import SlotCache
 from ...errors import InputError
 from ..cpu.sampler import HostSampler, token_logprobs
 from .dense import matmul_precision, pad_dense
-from .weights import first_positions, keeps_every_token, longest_sequence
+from .weights import continues, first_positions, keeps_every_token, longest_sequence
 
 # Tokens of one step: what a prompt may hold up the others for; a GPU runs more of them in less time.
 MAX_ROWS = {"cpu": 512, "cuda": 2048}
+CACHES = ("past_key_values", "cache_params")  # what a model's forward calls it: of attention, of recurrent layers alone
 
 
 class TransformersRunner:
@@ -29,8 +30,7 @@ class TransformersRunner:
         tf32: allow it for float32 products on a GPU. compiled: run through torch.compile, with sizes left open.
 
     Raises:
-        InputError: the model does not keep its past in a cache of keys and values, or has fewer positions than
-            ``context``.
+        InputError: the model does not keep its past in a cache, or has fewer positions than ``context``.
     """
 
     lookahead, why_slower, why_slots = 0, "", ""
@@ -38,8 +38,11 @@ class TransformersRunner:
     def __init__(
         self, model: Any, *, slots: int, context: int | None = None, tf32: bool = False, compiled: bool = False
     ) -> None:
-        if "past_key_values" not in signature(model.forward).parameters:
-            raise InputError(f"{type(model).__name__} has no key-value cache, by which trirun runs models")
+        known = signature(model.forward).parameters
+        cache = next((name for name in CACHES if name in known), None)
+        if cache is None:
+            raise InputError(f"{type(model).__name__} has no cache of its past, by which trirun runs models")
+        self._cache, self._continues = cache, continues(model, cache)
         text = model.config.get_text_config()
         longest = longest_sequence(text)
         if context is not None and context > longest:
@@ -102,17 +105,20 @@ class TransformersRunner:
 
     def _append(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
         """Run tokens at a position of a slot; float32 logits [keep, vocab] after the last of them."""
+        if position and len(tokens) > 1 and not self._continues:
+            rows = [self._append(slot, position + i, [token], 1) for i, token in enumerate(tokens)]
+            return torch.cat(rows[-keep:])
         if self._lengths[slot] != position:
             self._caches[slot] = first_positions(self._caches[slot], position)
         piece = torch.tensor(tokens, device=self._model.device)
         output = self._forward(
             input_ids=piece.unsqueeze(0),
-            past_key_values=self._caches[slot],
             use_cache=True,
             # 0 is all of them: one of two values, so that a compiled model has two graphs.
             logits_to_keep=1 if keep <= 1 else 0,
+            **{self._cache: self._caches[slot]},
         )
-        self._caches[slot], self._lengths[slot] = output.past_key_values, position + len(piece)
+        self._caches[slot], self._lengths[slot] = output[self._cache], position + len(piece)
         return output.logits[0, -keep:, : self.vocab_size].float()
 
     def _run(self, work: Work) -> Outcome:

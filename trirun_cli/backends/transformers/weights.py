@@ -61,6 +61,24 @@ def keeps_every_token(model: Any) -> bool:
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
+@torch.inference_mode()
+def continues(model: Any, cache: str) -> bool:
+    """Whether several tokens may follow others that are in the cache. Some recurrent layers begin anew with more than
+    one, whatever their state: what a model with a state does is tried here, before it is relied on.
+
+    Args:
+        cache: what the model's forward calls its cache.
+    """
+    if not getattr(model, "_is_stateful", False):
+        return True
+    tokens = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
+    first = model(input_ids=tokens[:, :4], use_cache=True)
+    rest = model(input_ids=tokens[:, 4:], use_cache=True, **{cache: first[cache]}).logits.float()
+    whole = model(input_ids=tokens, use_cache=True).logits[:, 4:].float()
+    rounding = 3e-5 if model.dtype == torch.float32 else 3e-2
+    return float((rest - whole).norm()) <= rounding * float(whole.norm())
+
+
 def _set_act_bits(model: Any, act_bits: int) -> None:
     from trirun_kernels.gemm.linear import Int2Linear
 

@@ -1,0 +1,84 @@
+"""Models with parts that cannot be two bits wide, through the workflows: these are named, the rest is packed."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from trirun_gptq.run.progress import Warned
+from trirun_kernels.gemm.linear import Int2Linear
+
+from tests.small_models import SIZES
+from trirun_cli.checkpoint.model_dir import ModelDir
+from trirun_cli.checkpoint.reader import Checkpoint
+from trirun_cli.checkpoint.verify import verify_modules
+from trirun_cli.errors import UsageError
+from trirun_cli.integrations.transformers import load
+from trirun_cli.workflows.pack import pack
+from trirun_cli.workflows.quantize_plan import plan_quantize
+
+MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Plans a run on a tiny gpt_oss, whose fused experts are of a kind of their own; collects the warnings."""
+    config = AutoConfig.for_model("gpt_oss", **SIZES | MOE)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("Some words.")
+
+    def make(*overrides):
+        warnings = []
+        options = {"preset": "fast", "recipe": None, "settings": {"group_size": 32}, "overrides": overrides}
+        made = plan_quantize(
+            tmp_path / "model",
+            tmp_path / "out",
+            calibration=str(tmp_path / "text.txt"),
+            device="cpu",
+            overwrite=False,
+            progress=lambda event: warnings.append(event.message) if isinstance(event, Warned) else None,
+            **options,
+        )
+        return made, warnings
+
+    return make
+
+
+def test_what_is_kept_is_named(plan):
+    made, warnings = plan()
+    experts = [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    assert {name: kind for name, kind in made.kept.items() if name in experts} == dict.fromkeys(
+        experts, "GptOssExperts [4, 64, 320]"
+    )
+    assert made.to_dict()["kept"] == made.kept
+    assert any("2 × model.layers.*.mlp.experts (GptOssExperts [4, 64, 320])" in message for message in warnings)
+    # Eight projections of attention.
+    assert made.weights == 2 * (2 * 64 * 64 + 2 * 32 * 64)
+
+
+def test_overrides_reach_what_is_kept(plan):
+    assert plan(r"mlp\.experts$=keep")[0].weights == plan()[0].weights
+    with pytest.raises(UsageError, match="matches none"):
+        plan("nothing_of_this_name=keep")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "granitemoe", "qwen3_moe", "mixtral", "phimoe", "qwen3_next"])
+def test_ternary_models_of_other_kinds_pack_without_loss(family, tmp_path):
+    torch.manual_seed(0)
+    extra = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    extra |= {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | MOE | extra)).eval()
+    kept = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and id(parameter) not in kept:
+                parameter.copy_(torch.randint(-1, 2, parameter.shape) * 2.0**-3)
+    model.save_pretrained(tmp_path / "model")
+    assert pack(tmp_path / "model", tmp_path / "packed").exact
+    checkpoint = Checkpoint(tmp_path / "packed")
+    assert not any(problem for _, problem in verify_modules(checkpoint, ModelDir(tmp_path / "model")))
+    loaded = load(tmp_path / "packed", device="cpu")
+    packed = sum(isinstance(module, Int2Linear) for module in loaded.modules())
+    assert packed == len(checkpoint.modules) >= 8
+    tokens = torch.randint(3, 96, (1, 20))
+    with torch.inference_mode():
+        want, got = model(tokens, use_cache=False).logits, loaded(tokens, use_cache=False).logits
+    assert ((got - want).norm() / want.norm()).item() < 1e-3
