@@ -45,5 +45,8 @@ def unpacked_sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def wheel(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel as users get it: from the source archive, not from the checkout."""
-    return call_backend("build_wheel", unpacked_sdist, tmp_path_factory.mktemp("wheel"))
+    """The wheel as users get it: from the source archive, not from the checkout. Built in a copy of its own, since a
+    build leaves files behind."""
+    copy = tmp_path_factory.mktemp("build") / unpacked_sdist.name
+    shutil.copytree(unpacked_sdist, copy)
+    return call_backend("build_wheel", copy, tmp_path_factory.mktemp("wheel"))

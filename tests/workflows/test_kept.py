@@ -12,6 +12,7 @@ from trirun_cli.checkpoint.reader import Checkpoint
 from trirun_cli.checkpoint.verify import verify_modules
 from trirun_cli.errors import UsageError
 from trirun_cli.integrations.transformers import load
+from trirun_cli.models.linears import linear_layers
 from trirun_cli.workflows.pack import pack
 from trirun_cli.workflows.quantize_plan import plan_quantize
 
@@ -74,7 +75,9 @@ def test_ternary_models_of_other_kinds_pack_without_loss(family, tmp_path):
     model.save_pretrained(tmp_path / "model")
     assert pack(tmp_path / "model", tmp_path / "packed").exact
     checkpoint = Checkpoint(tmp_path / "packed")
-    assert not any(problem for _, problem in verify_modules(checkpoint, ModelDir(tmp_path / "model")))
+    assert not any(
+        problem for _, problem in verify_modules(checkpoint, linear_layers(checkpoint), ModelDir(tmp_path / "model"))
+    )
     loaded = load(tmp_path / "packed", device="cpu")
     packed = sum(isinstance(module, Int2Linear) for module in loaded.modules())
     assert packed == len(checkpoint.modules) >= 8

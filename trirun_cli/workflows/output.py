@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from trirun_gptq.errors import StateError
 
+from ..checkpoint.formats import gguf_file
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import file_hash
 from ..errors import InputError
@@ -37,7 +38,9 @@ def resuming() -> Iterator[None]:
 
 def model_origin(directory: Path) -> dict[str, Any]:
     """A model directory as a published recipe names it: without its place on this machine, by the hub's name where it
-    lies in the hub's cache, and by the SHA-256 of config.json and of every weight file."""
+    lies in the hub's cache, and by the SHA-256 of config.json and of every weight file. Of a GGUF file, its own."""
+    if (file := gguf_file(directory)) is not None:
+        return {"name": file.name, "sha256": {file.name: file_hash(file)}}
     source, place = ModelDir(directory), directory.resolve()
     name, cached = place.name, place.parent.parent.name
     if place.parent.name == "snapshots" and cached.startswith("models--"):
