@@ -69,5 +69,6 @@ fi
 
 phase types outcome types "$checker"
 step "Testing (so far: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')${failed:+; FAILED:$failed})"
-"$venv/bin/python" -m pytest -q "$@" || exit
+# A file of tests stays in one process: its fixtures are made once.
+"$venv/bin/python" -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile "$@" || exit
 [ -z "$failed" ]
