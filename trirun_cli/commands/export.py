@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from ..checkpoint.hub import local_model, model_name
-from ..checkpoint.model_dir import read_config
 from ..console import Console, bytes_text
 from ..processors import set_torch_threads
 from .shared.checkpoint_options import CheckpointOption, PackedArgument, one_checkpoint
@@ -57,6 +56,8 @@ def command(
     target, is_file = to.removeprefix("gguf:"), to.startswith("gguf:")
     out = output_dir(out, f"{model_name(checkpoint)}-{target}" + (".gguf" if is_file else ""))
     checkpoint = local_model(checkpoint, console)
+    from ..checkpoint.model_dir import read_config
+
     # Before torch is imported for one that is not there.
     read_config(checkpoint)
     console.note(f"exporting {checkpoint} to {out}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..checkpoint.model_dir import read_config
 from ..console import Console, bytes_text
 from ..workflows.import_cache import as_model_dir
 from .shared.checkpoint_options import CheckpointOption, PackedArgument, one_checkpoint
@@ -20,7 +19,6 @@ def command(
     """
     console = Console(as_json=json)
     checkpoint = as_model_dir(one_checkpoint(checkpoint, checkpoint_option), console)
-    read_config(checkpoint)
     from ..checkpoint.facts import module_facts, totals
     from ..checkpoint.reader import Checkpoint
 

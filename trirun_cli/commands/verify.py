@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.formats import open_source
 from ..checkpoint.hub import local_model
-from ..checkpoint.model_dir import read_config
 from ..console import Console
 from ..errors import CheckFailed
 from .shared.checkpoint_options import CheckpointOption, PackedArgument, one_checkpoint
@@ -39,12 +37,14 @@ def command(
     """
     console = Console(as_json=json, quiet=quiet)
     checkpoint = local_model(one_checkpoint(checkpoint, checkpoint_option), console)
-    read_config(checkpoint)
-    original = None if against is None else open_source(local_model(against, console))
+    from ..checkpoint.formats import open_source
+    from ..checkpoint.model_dir import read_config
     from ..checkpoint.reader import Checkpoint
     from ..checkpoint.verify import verify_files, verify_modules
     from ..models.linears import linear_layers
 
+    read_config(checkpoint)
+    original = None if against is None else open_source(local_model(against, console))
     opened = Checkpoint(checkpoint)
     checks = list(verify_files(opened))
     with console.progress("verifying", len(opened.modules)) as bar:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.formats import gguf_file
 from ..checkpoint.hub import local_model
 from ..errors import InputError
 from ..version import __version__
@@ -29,6 +27,9 @@ def as_model_dir(given: Path, console: Console | None = None) -> Path:
     Raises:
         InputError, TrirunError, QuantizationError: see :func:`local_model` and :func:`~.pack.pack`.
     """
+    # Here: every command imports this module, and `trirun --help` needs no reader of files.
+    from ..checkpoint.formats import gguf_file
+
     directory = local_model(given, console)
     file = gguf_file(directory)
     if file is None:
@@ -52,6 +53,8 @@ def cache_dir() -> Path:
 
 def _fingerprint(file: Path) -> str:
     """What tells a file from another, and from itself after a change."""
+    import hashlib
+
     try:
         facts = file.stat()
     except OSError as error:
