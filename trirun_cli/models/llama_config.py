@@ -204,14 +204,14 @@ def rotary_angles(config: dict[str, Any], positions: int) -> tuple[np.ndarray, n
     if kind == "linear":
         frequencies = frequencies / factor
     elif kind == "llama3":
-        frequencies = _llama3(frequencies, rotary)
+        frequencies = llama3_frequencies(frequencies, rotary)
     elif kind == "yarn":
         frequencies, attention = _yarn(frequencies, rotary, config)
     angles = np.outer(np.arange(positions), frequencies)
     return (np.cos(angles) * attention).astype(np.float32), (np.sin(angles) * attention).astype(np.float32)
 
 
-def _llama3(frequencies: np.ndarray, rotary: dict[str, Any]) -> np.ndarray:
+def llama3_frequencies(frequencies: np.ndarray, rotary: dict[str, Any]) -> np.ndarray:
     """Frequencies that turn seldom in the trained context are divided by ``factor``, fast ones kept, others blended."""
     low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
     turns = rotary["original_max_position_embeddings"] * frequencies / (2 * math.pi)

@@ -17,7 +17,7 @@ from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..checkpoint.file_writer import publishing
 from ..checkpoint.formats import bitnet, compressed_tensors, mlx
-from ..checkpoint.formats.gguf_writer import F16, PACKED, write_gguf
+from ..checkpoint.formats.gguf.writer import F16, PACKED, write_gguf
 from ..checkpoint.formats.words import exactly, unpacked
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.writer import CheckpointWriter, plain_config

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from trirun_kernels.weights.names import (
@@ -20,20 +20,23 @@ from trirun_kernels.weights.names import (
     embedding_names,
 )
 
-from ..checkpoint.formats.gguf_tokenizer import tokenizer_metadata
-from ..checkpoint.formats.gguf_writer import DENSE, F32, PACKED, GgufTensor, GgufType, encode
+from ..checkpoint.formats.gguf.architecture import LINEARS, NORMS
+from ..checkpoint.formats.gguf.tokenizer_metadata import tokenizer_metadata
+from ..checkpoint.formats.gguf.types import ALIGNMENT, GgufType
+from ..checkpoint.formats.gguf.writer import DENSE, F32, FILE_TYPES, PACKED, GgufTensor, encode
 from ..checkpoint.formats.words import exactly, unpacked
 from ..checkpoint.reader import Checkpoint
 from ..errors import InputError
-from ..models.llama_config import UnsupportedModel, decoder_shape, longest_context, rotary_parameters
+from ..models.llama_config import (
+    UnsupportedModel,
+    decoder_shape,
+    llama3_frequencies,
+    longest_context,
+    rotary_parameters,
+)
 
 # Model type to llama.cpp's architecture. "llama" turns neighbouring elements of a head, the others its two halves.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-_LINEARS = {
-    "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
-    "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
-}  # fmt: skip
-_NORMS = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
 
 
 def gguf_name(name: str) -> str | None:
@@ -44,8 +47,8 @@ def gguf_name(name: str) -> str | None:
     if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
         return None
     module, _, end = parts[3].rpartition(".")
-    linears = {stored: _LINEARS[field] for field, stored in LAYER_LINEARS.items()}
-    norms = {stored.removesuffix(WEIGHT): _NORMS[field] for field, stored in LAYER_NORMS.items() if field in _NORMS}
+    linears = {stored: LINEARS[field] for field, stored in LAYER_LINEARS.items()}
+    norms = {stored.removesuffix(WEIGHT): NORMS[field] for field, stored in LAYER_NORMS.items()}
     known = (linears | norms).get(module)
     return f"blk.{parts[2]}.{known}.{end}" if known and end in ("weight", "bias") else None
 
@@ -98,7 +101,8 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
         "general.type": "model",
         "general.name": checkpoint.path.resolve().name,
     }
-    head |= {"general.file_type": kind.file_type, "general.quantization_version": 2, "general.alignment": 32}
+    head |= {"general.file_type": FILE_TYPES[kind.name], "general.quantization_version": 2}
+    head |= {"general.alignment": ALIGNMENT}
     return (
         head
         | {f"{arch}.{key}": value for key, value in numbers.items()}
@@ -186,11 +190,5 @@ def _plain(checkpoint: Checkpoint, name: str, known: str, heads: int | None) -> 
 
 def _llama3_factors(rotary: dict[str, Any], head_dim: int) -> Tensor:
     """By how much each frequency of a head is divided (Llama 3.1), float32 [head_dim / 2]."""
-    low, high, factor = rotary["low_freq_factor"], rotary["high_freq_factor"], rotary["factor"]
-    length = rotary["original_max_position_embeddings"]
-    factors = []
-    for index in range(0, head_dim, 2):
-        turns = length / (2 * math.pi * rotary["rope_theta"] ** (index / head_dim))
-        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / ((1 - smooth) / factor + smooth))
-    return torch.tensor(factors)
+    frequencies = rotary["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
+    return torch.from_numpy((frequencies / llama3_frequencies(frequencies, rotary)).astype(np.float32))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trirun_cli.checkpoint.formats.gguf_tokenizer import SPLITS, tokenizer_metadata
+from trirun_cli.checkpoint.formats.gguf.tokenizer_metadata import SPLITS, tokenizer_metadata
 from trirun_cli.errors import InputError
 
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"

@@ -9,7 +9,7 @@ from trirun_gptq.lossless.ternary import ternarize
 from trirun_kernels import QuantSpec
 
 from trirun_cli.checkpoint.formats import bitnet, compressed_tensors, mlx
-from trirun_cli.checkpoint.formats.gguf_writer import PACKED, Q2_0, TQ1_0, TQ2_0, encode
+from trirun_cli.checkpoint.formats.gguf.writer import PACKED, Q2_0, TQ1_0, TQ2_0, encode
 from trirun_cli.checkpoint.formats.words import pack_words, unpack_words
 
 

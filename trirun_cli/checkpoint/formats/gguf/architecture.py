@@ -27,11 +27,12 @@ from ....errors import InputError
 from .file import GgufFile
 from .rotary import rotary_config
 
-_LINEARS = {
+# llama.cpp's names of a layer's tensors, by their fields.
+LINEARS = {
     "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up",
     "down": "ffn_down",
 }  # fmt: skip
-_NORMS = {
+NORMS = {
     "attention_norm": "attn_norm", "mlp_norm": "ffn_norm", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm",
     "attention_sub_norm": "attn_sub_norm", "mlp_sub_norm": "ffn_sub_norm",
 }  # fmt: skip
@@ -214,9 +215,9 @@ def _expected(
     for layer in range(config["num_hidden_layers"]):
         ours, theirs = layer_prefix(layer), f"blk.{layer}."
         for field in family.norms:
-            yield ours + LAYER_NORMS[field], f"{theirs}{_NORMS[field]}.weight", (norms.get(field, hidden),), 0
+            yield ours + LAYER_NORMS[field], f"{theirs}{NORMS[field]}.weight", (norms.get(field, hidden),), 0
         for field, shape in linears.items():
-            name, stored, order = ours + LAYER_LINEARS[field], theirs + _LINEARS[field], permuted.get(field, 0)
+            name, stored, order = ours + LAYER_LINEARS[field], theirs + LINEARS[field], permuted.get(field, 0)
             yield name + WEIGHT, stored + WEIGHT, shape, order
             if field in biased:
                 yield name + BIAS, stored + BIAS, shape[:1], order

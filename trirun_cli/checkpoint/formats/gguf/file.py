@@ -26,7 +26,7 @@ import numpy as np
 
 from ....errors import InputError
 from .metadata import Metadata
-from .types import Q2_0_ID, Q2_0_LEGACY, TYPES, GgufType, unread_type
+from .types import ALIGNMENT, Q2_0_ID, Q2_0_LEGACY, TYPES, GgufType, unread_type
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -149,7 +149,7 @@ class _Header:
                 raise InputError(f"{path} has the tensor {entry.name!r} twice")
             names.add(entry.name)
             self.entries.append(entry)
-        self.alignment = self.metadata.count("general.alignment", 32)
+        self.alignment = self.metadata.count("general.alignment", ALIGNMENT)
         if self.alignment > _LARGEST_ALIGNMENT or self.alignment & (self.alignment - 1):
             raise InputError(f"{path}: general.alignment is {self.alignment!r}, not a power of two up to 1 MiB")
         self.data = _round_up(self._at, self.alignment)

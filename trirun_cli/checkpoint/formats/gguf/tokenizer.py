@@ -17,21 +17,22 @@ from .metadata import Metadata
 
 _PREFIX = "tokenizer.ggml."
 _TOKENS = _PREFIX + "tokens"
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+# Kinds of tokens, tokenizer.ggml.token_type.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "▁"
 
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_LLAMA3 = (_WORDS + r"\p{N}{1,3}" + _TAIL,)
-_QWEN2 = (_WORDS + r"\p{N}" + _TAIL,)
-_GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
-_DIGITS = (r"\p{N}", *_GPT2)
+# Patterns that text is split by.
+LLAMA3 = _WORDS + r"\p{N}{1,3}" + _TAIL
+QWEN2 = _WORDS + r"\p{N}" + _TAIL
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # By the names of tokenizer.ggml.pre: the patterns, one after the other.
 _PATTERNS = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2),
-    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), _DIGITS),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx"), (LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (QWEN2,)),
+    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo"), (GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), (r"\p{N}", GPT2)),
 }
 # Of these, a word that is a token is taken whole, and text begins with bos unless the file says no.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
@@ -72,8 +73,8 @@ def tokenizer_files(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, 
     else:
         raise InputError(f"{metadata.path}: its tokenizer is of the kind {model!r}; 'gpt2' and 'llama' are read")
     named = {name: config[f"{name}_id"] for name in ("bos_token", "eos_token", "pad_token") if f"{name}_id" in config}
-    special = {*named.values(), *(id for id, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN))}
-    added = sorted(special | {id for id, kind in enumerate(kinds) if kind == _USER})
+    special = {*named.values(), *(id for id, kind in enumerate(kinds) if kind in (CONTROL, UNKNOWN))}
+    added = sorted(special | {id for id, kind in enumerate(kinds) if kind == USER_DEFINED})
     eos = config.get("eos_token_id") if metadata.flag(_PREFIX + "add_eos_token", False) else None
     parts |= {
         "version": "1.0",
@@ -88,8 +89,8 @@ def tokenizer_files(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, 
         "model_max_length": config["max_position_embeddings"],
         **{name: tokens[id] for name, id in named.items()},
     }
-    if _UNKNOWN in kinds:
-        settings["unk_token"] = tokens[kinds.index(_UNKNOWN)]
+    if UNKNOWN in kinds:
+        settings["unk_token"] = tokens[kinds.index(UNKNOWN)]
     stops = [config["eos_token_id"]] if "eos_token_id" in config else []
     turn = metadata.token(_PREFIX + "eot_token_id", len(tokens))
     if turn is not None and turn not in stops:
@@ -110,7 +111,7 @@ def tokenizer_files(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, 
 def _kinds(metadata: Metadata, count: int) -> list[int]:
     """What each token is."""
     if not metadata.has(_PREFIX + "token_type"):
-        return [_NORMAL] * count
+        return [NORMAL] * count
     return metadata.numbers(_PREFIX + "token_type", count, "iu").tolist()
 
 
@@ -150,7 +151,7 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> d
     merges: list[tuple[float, int, int, list[str]]] = []
     for token, kind, score in zip(tokens, kinds, scores.tolist(), strict=True):
         # What is no text is made of no pieces.
-        if kind not in (_NORMAL, _USER, _UNUSED):
+        if kind not in (NORMAL, USER_DEFINED, UNUSED):
             continue
         for place in range(1, len(token)):
             left, right = vocabulary.get(token[:place]), vocabulary.get(token[place:])
@@ -167,7 +168,7 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> d
     ]
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
@@ -178,7 +179,7 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], kinds: list[int]) -> d
             "merges": [pieces for *_, pieces in merges],
             "unk_token": unknown,
             "fuse_unk": True,
-            "byte_fallback": _BYTE in kinds,
+            "byte_fallback": BYTE in kinds,
         },
     }
 

@@ -1,4 +1,4 @@
-"""The types of GGUF tensors: how many bytes they have, and which of them trirun reads.
+"""The types of GGUF tensors: how many bytes they have, and which of them trirun reads; and how the data are aligned.
 
 Type ids are those of llama.cpp; 134 and 135 are ik_llama.cpp's, 36 is bitnet.cpp's, 142 and 143 are PrismML's. A tensor
 of shape [..., n, k] has rows of k weights; a row has ``k / block`` blocks of ``block_bytes`` each, after ``row_head``
@@ -17,10 +17,12 @@ class GgufType:
     """One type.
 
     Attributes:
-        name: llama.cpp's. block: weights a block. block_bytes: of one block. row_head, tail: see the module.
+        id: in the file. name: llama.cpp's. block: weights a block. block_bytes: of one block.
+        row_head, tail: see the module.
         quantized: whether it has codes of at most 2 bits (:mod:`.blocks`); else it is read as floats (:mod:`.floats`).
     """
 
+    id: int
     name: str
     block: int
     block_bytes: int
@@ -37,27 +39,31 @@ class GgufType:
         return math.prod(shape[:-1]) * self.row_bytes(shape[-1]) + self.tail
 
 
+ALIGNMENT = 32  # of the data and of each tensor, unless a file says otherwise
 Q2_0_ID = 42
 # PrismML's first files have blocks of PQ2_0 under the id of Q2_0.
-Q2_0_LEGACY = GgufType("Q2_0 (legacy, groups of 128)", 128, 34, True)
+Q2_0_LEGACY = GgufType(Q2_0_ID, "Q2_0 (legacy, groups of 128)", 128, 34, True)
 
 TYPES = {
-    0: GgufType("F32", 1, 4),
-    1: GgufType("F16", 1, 2),
-    30: GgufType("BF16", 1, 2),
-    2: GgufType("Q4_0", 32, 18),
-    8: GgufType("Q8_0", 32, 34),
-    12: GgufType("Q4_K", 256, 144),
-    14: GgufType("Q6_K", 256, 210),
-    34: GgufType("TQ1_0", 256, 54, True),
-    35: GgufType("TQ2_0", 256, 66, True),
-    36: GgufType("I2_S", 128, 32, True, tail=32),
-    41: GgufType("Q1_0", 128, 18, True),
-    Q2_0_ID: GgufType("Q2_0", 64, 18, True),
-    134: GgufType("IQ1_BN", 64, 13, True, row_head=2),
-    135: GgufType("IQ2_BN", 64, 16, True, row_head=4),
-    142: GgufType("PQ2_0", 128, 34, True),
-    143: GgufType("PTQ1_0", 128, 28, True),
+    kind.id: kind
+    for kind in (
+        GgufType(0, "F32", 1, 4),
+        GgufType(1, "F16", 1, 2),
+        GgufType(30, "BF16", 1, 2),
+        GgufType(2, "Q4_0", 32, 18),
+        GgufType(8, "Q8_0", 32, 34),
+        GgufType(12, "Q4_K", 256, 144),
+        GgufType(14, "Q6_K", 256, 210),
+        GgufType(34, "TQ1_0", 256, 54, True),
+        GgufType(35, "TQ2_0", 256, 66, True),
+        GgufType(36, "I2_S", 128, 32, True, tail=32),
+        GgufType(41, "Q1_0", 128, 18, True),
+        GgufType(Q2_0_ID, "Q2_0", 64, 18, True),
+        GgufType(134, "IQ1_BN", 64, 13, True, row_head=2),
+        GgufType(135, "IQ2_BN", 64, 16, True, row_head=4),
+        GgufType(142, "PQ2_0", 128, 34, True),
+        GgufType(143, "PTQ1_0", 128, 28, True),
+    )
 }
 
 # Types by name that a message can name, and nothing more.

@@ -10,21 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
-from ..model_dir import read_json
+from ....errors import InputError
+from ...model_dir import read_json
+from .tokenizer import BYTE, CONTROL, GPT2, LLAMA3, NORMAL, QWEN2, UNKNOWN, UNUSED, USER_DEFINED
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-_ENDINGS = r"|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
 # The pattern of a tokenizer.json to llama.cpp's name for it.
 SPLITS = {
-    _CONTRACTIONS + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+" + _ENDINGS: "llama-bpe",
-    _CONTRACTIONS + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+" + _ENDINGS: "qwen2",
-    _CONTRACTIONS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    + _ENDINGS: "qwen35",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+" + _ENDINGS: "gpt-2",
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+" + _ENDINGS: "gpt-2",
-}  # fmt: skip
+    LLAMA3: "llama-bpe",
+    QWEN2: "qwen2",
+    QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"): "qwen35",
+    GPT2: "gpt-2",
+    GPT2.replace("'s|'t|'re|'ve|'m|'ll|'d", "'(?:[sdmt]|ll|ve|re)"): "gpt-2",
+}
 
 
 def tokenizer_metadata(directory: Path, config: dict[str, Any], pre: str | None = None) -> dict[str, Any]:

@@ -26,35 +26,14 @@ import torch
 from torch import Tensor
 from trirun_gptq.layer.quantized import Quantized
 
-from .words import regrouped, steps, within
+from ..words import regrouped, steps, within
+from .types import ALIGNMENT, Q2_0_ID, TYPES, GgufType
 
-ALIGNMENT = 32
-
-
-@dataclass(frozen=True, slots=True)
-class GgufType:
-    """A type of tensor: its name and number, elements and bytes of a block, and ``general.file_type`` of a model whose
-    linear layers are of it."""
-
-    name: str
-    number: int
-    block: int
-    nbytes: int
-    file_type: int
-
-    def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Stored bytes of a tensor; its innermost dimension is the last."""
-        return torch.Size(shape).numel() // self.block * self.nbytes
-
-
-F32 = GgufType("F32", 0, 1, 4, 0)
-F16 = GgufType("F16", 1, 1, 2, 1)
-BF16 = GgufType("BF16", 30, 1, 2, 32)
-TQ1_0 = GgufType("TQ1_0", 34, 256, 54, 36)
-TQ2_0 = GgufType("TQ2_0", 35, 256, 66, 37)
-Q2_0 = GgufType("Q2_0", 42, 64, 18, 41)
+F32, F16, BF16, TQ1_0, TQ2_0, Q2_0 = (TYPES[number] for number in (0, 1, 30, 34, 35, Q2_0_ID))
 DENSE = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 PACKED = {kind.name: kind for kind in (Q2_0, TQ2_0, TQ1_0)}
+# general.file_type of a model whose linear layers are of a type.
+FILE_TYPES = {"F16": 1, "TQ1_0": 36, "TQ2_0": 37, "Q2_0": 41}
 
 
 def encode(weight: Quantized, kind: GgufType, name: str = "weight") -> Tensor:
@@ -136,7 +115,7 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: list[GgufTensor]) 
         for tensor in tensors:
             file.write(bytes(-file.tell() % ALIGNMENT))
             data = tensor.data().contiguous().view(torch.uint8).flatten()
-            if len(data) != tensor.kind.bytes_of(tensor.shape):
+            if len(data) != tensor.kind.nbytes(tensor.shape):
                 raise ValueError(f"{tensor.name}: {len(data)} bytes for {tensor.kind.name} {list(tensor.shape)}")
             file.write(data.numpy().data)
         file.write(bytes(-file.tell() % ALIGNMENT))
@@ -150,9 +129,9 @@ def _header(file: BinaryIO, metadata: dict[str, Any], tensors: list[GgufTensor])
     offset = 0
     for tensor in tensors:
         dimensions = tensor.shape[::-1]
-        place = struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, tensor.kind.number, offset)
+        place = struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, tensor.kind.id, offset)
         file.write(_text(tensor.name) + place)
-        offset += -(-tensor.kind.bytes_of(tensor.shape) // ALIGNMENT) * ALIGNMENT
+        offset += -(-tensor.kind.nbytes(tensor.shape) // ALIGNMENT) * ALIGNMENT
 
 
 def _value(value: Any) -> tuple[int, bytes]:
