@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 from trirun_kernels import PackedWeight, QuantSpec, pack, unpack
 from trirun_kernels.weights.packing import dequantize_codes
+from trirun_kernels.weights.shapes import N_TILE
 
 from ..errors import QuantizationError
+
+# Codes that are packed at a time, a byte each.
+PIECE_CODES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +65,28 @@ class Quantized:
         return dequantize_codes(self.codes, self.scales, self.spec, self.zeros).to(dtype)
 
     def pack(self) -> PackedWeight:
-        """The tile64 form, verified by unpacking it again.
+        """The tile64 form, verified by unpacking it again; a large weight a piece of its rows after another, for the
+        memory of an embedding's codes.
 
         Raises:
             trirun_kernels.PackError: a code or scale has no stored form (a code above 3, an infinite scale).
             QuantizationError: what was unpacked differs from what was packed.
         """
-        packed = pack(self.codes, self.scales, self.spec, self.zeros)
-        sources = (self.codes, self.scales, self.zeros)
+        rows = max(PIECE_CODES // self.k // N_TILE, 1) * N_TILE
+        pieces = [self._packed_rows(slice(first, first + rows)) for first in range(0, self.n, rows)]
+        first, *others = pieces
+        if not others:
+            return first
+        zeros = (
+            None if first.zeros is None else torch.cat([piece.zeros for piece in pieces if piece.zeros is not None], 1)
+        )
+        words, scales = torch.cat([piece.words for piece in pieces]), torch.cat([piece.scales for piece in pieces], 1)
+        return PackedWeight(words, scales, zeros, self.n, self.k, self.spec)
+
+    def _packed_rows(self, rows: slice) -> PackedWeight:
+        zeros = None if self.zeros is None else self.zeros[rows]
+        sources = (self.codes[rows], self.scales[rows], zeros)
+        packed = pack(sources[0], sources[1], self.spec, zeros)
         for name, was, read in zip(("codes", "scales", "zeros"), sources, unpack(packed), strict=True):
             if was is not None and (read is None or not torch.equal(was, read)):
                 raise QuantizationError(f"{name} [{self.n}, {self.k}] changed on their way through tile64")

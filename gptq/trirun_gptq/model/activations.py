@@ -192,7 +192,7 @@ def run_block(block: nn.Module, index: int, batch: Batch, hidden: Tensor) -> Ten
     """The block's output [b, t, h] on ``hidden``, called as the model calls it."""
     args, kwargs = batch.calls[index]
     out = block(batch.place.fetch(hidden), *args, **kwargs)
-    return out[0] if isinstance(out, tuple) else out
+    return out[0] if isinstance(out, tuple | list) else out
 
 
 @contextmanager

@@ -24,14 +24,17 @@ def meta_model(path: str | Path) -> Any:
         QuantizationError: the directory has no config.json, or transformers makes no causal language model of it.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if not (Path(path) / "config.json").is_file():
         raise QuantizationError(f"{path} has no config.json")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        # Some models that also see are no causal language models to transformers.
+        causal = type(config) in AutoModelForCausalLM._model_mapping
+        kind = AutoModelForCausalLM if causal or not hasattr(config, "text_config") else AutoModelForImageTextToText
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = kind.from_config(config, dtype=torch.float32)
     except MemoryError:
         raise
     except Exception as error:

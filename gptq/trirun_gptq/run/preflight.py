@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -20,12 +22,12 @@ from ..model.activations import Batch
 from ..model.loader import Skeleton, TensorSource, linear_layers
 from ..recipe import Recipe
 from .profile import Costs, StageCost
-from .progress import Event, ProgressCallback, Stage
+from .progress import Event, ProgressCallback, Stage, silent
 from .report import Preflight
 
 NAMED = 8  # defects of one kind that an error lists
 # Of refinement: by then the optimizer's moments are in memory, the step is recorded, and what repeats it was timed.
-STEPS = WARMUP + 3
+STEPS = WARMUP + 6
 CPU_STEPS = 4  # the first of which is not timed
 
 
@@ -155,8 +157,12 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
     device = train[0].place.device
     steps = STEPS if record and device.type == "cuda" else CPU_STEPS
     short = dataclasses.replace(recipe, refine_steps=min(recipe.refine_steps, steps))
+    if device.type == "cuda":
+        # Libraries load and kernels are compiled the first time: seconds that no later block takes.
+        plain = dataclasses.replace(recipe, refine_steps=0)
+        BlockRun(skeleton, index, _first(train), _first(held_out), plain, silent, Costs(device), record).run()
     costs = Costs(device)
-    train, held_out = ([copy.copy(batch) for batch in batches[:1]] for batches in (train, held_out))
+    train, held_out = _first(train), _first(held_out)
     refined: list[float] = []
 
     def listen(event: Event) -> None:
@@ -180,6 +186,11 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
     return Trial(found, index, result.quantized, costs.stages, step, evaluation, pack)
 
 
+def _first(batches: list[Batch]) -> list[Batch]:
+    """The first batch, to be worked on in the place of the run's own."""
+    return [copy.copy(batch) for batch in batches[:1]]
+
+
 def block_sizes(skeleton: Skeleton) -> list[int]:
     """Parameters of each block."""
     return [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
@@ -192,6 +203,11 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def step_time(ends: list[float]) -> float:
+    """Seconds of a typical step, from when two or more ended: a median, since others may use the device meanwhile."""
+    return statistics.median(after - before for before, after in itertools.pairwise(ends))
+
+
 def _step_seconds(times: list[float], steps: int, evaluation: float) -> float:
     """Of one training step by every method, from when each step ended; each was followed by an evaluation."""
     total = 0.0
@@ -200,5 +216,5 @@ def _step_seconds(times: list[float], steps: int, evaluation: float) -> float:
         # What is done the first time takes longer; on a GPU, up to the step that is recorded.
         start = min(len(ends) - 2, WARMUP + 1) if steps > CPU_STEPS else 0
         if len(ends) > 1:
-            total += max((ends[-1] - ends[start]) / (len(ends) - 1 - start) - evaluation, 0.0)
+            total += max(step_time(ends[start:]) - evaluation, 0.0)
     return total

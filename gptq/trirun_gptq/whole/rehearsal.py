@@ -15,11 +15,12 @@ from ..layer.quantized import Quantized
 from ..model.activations import Batch, answer
 from ..model.loader import Skeleton
 from ..recipe import Recipe
-from ..run.preflight import now
+from ..run.preflight import now, step_time
 from .head import Head, compare, replaced_forwards
 from .training import Blocks, Job, tune
 
 STEPS = 3  # of training on a CPU, the first of which is not timed
+GRAPH_STEPS = WARMUP + 6  # on a GPU, up to the step that is recorded of which none is timed
 FEW = 8  # tokens, where what is computed does not matter
 
 
@@ -77,7 +78,7 @@ def rehearse_training(
     device = batch.place.device
     head = Head(skeleton, device)
     graphs = record and device.type == "cuda"
-    steps = WARMUP + STEPS if graphs else STEPS
+    steps = GRAPH_STEPS if graphs else STEPS
     short = dataclasses.replace(recipe, e2e_steps=steps, e2e_code_steps=steps)
     times: list[float] = []
     try:
@@ -96,7 +97,7 @@ def rehearse_training(
         head.unload()
     # A step that is recorded takes longer than those that repeat it.
     start = WARMUP + 1 if graphs else 0
-    step = (times[-1] - times[start]) / (len(times) - 1 - start)
+    step = step_time(times[start:])
     return StepTime(max(step - rest, 0.0), min(rest, step))
 
 

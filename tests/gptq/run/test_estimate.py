@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from trirun_gptq.run.estimate import BLOCK_EVALUATIONS, MODEL_EVALUATIONS, plan_time
-from trirun_gptq.run.preflight import Trial
+from trirun_gptq.run.preflight import Trial, step_time
 from trirun_gptq.run.profile import StageCost
 from trirun_gptq.run.report import Preflight
 from trirun_gptq.run.timing import TimePlan, duration
@@ -30,6 +30,10 @@ def batches(count):
 def planned(recipe, train, held_out, training=(), sizes=(50, 100), finished=(False, False)):
     parts = batches(train), batches(held_out)
     return plan_time(trial(), sizes, finished, parts, recipe, list(training), 0.01, SPENT)
+
+
+def test_a_step_that_others_hold_up_does_not_count():
+    assert step_time([1.0, 1.5, 2.0, 9.0, 9.5]) == 0.5
 
 
 def test_passes_grow_with_the_text_and_solving_does_not():

@@ -18,10 +18,11 @@ from tests.gptq.models import RECIPE, SIZES, calibration, make_model, run
         ("bloom", {"n_head": 4}),
         ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
         ("codegen", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 64}),
+        ("openai-gpt", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     ],
 )
 @pytest.mark.parametrize("steps", [0, 2])
-def test_models_whose_blocks_answer_with_tuples(tmp_path, family, extra, steps):
+def test_models_whose_blocks_answer_with_tuples_or_lists(tmp_path, family, extra, steps):
     """Their classes take a tensor for a tuple, and its first sequence for the hidden states."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **(SIZES | extra))
