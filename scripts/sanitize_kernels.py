@@ -52,6 +52,7 @@ SELECTIONS = {
     "decoder rows": ("decoder/test_cuda_ops.py", "test_rows and -96-"),
     "decoder attention": ("decoder/test_cuda_ops.py", "test_attention and dtype0"),
     "decoder sampling": ("decoder/test_cuda_sampling.py", "203 and not draws"),
+    "gated deltanet": ("decoder/test_cuda_delta.py", "dtype0 and sizes2 or limbs"),
     "f16acc tails": ("f16acc/test_f16acc_cuda.py", "every_plan_on_every_tail and not 4104 and not 4096"),
     "f16acc other": ("f16acc/test_f16acc_cuda.py", "transposed_operands or any_shape"),
 }

@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 10
+#define TRIRUN_ABI_VERSION 15
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -98,14 +98,21 @@ int trirun_cpu_read(const void* memory, int64_t bytes, int threads, uint64_t* su
 
 /* ---- libtrirun_cpu.so: the native decoder ----------------------------------------------------------------- */
 
-/* Llama-like decoders, a whole forward step in one call. What the fields below cannot say it does not run: the caller
- * refuses such models. All activations are fp32; linears read them quantized to act_bits. */
+/* Decoders of transformer layers, a whole forward step in one call. What the fields below cannot say it does not run:
+ * the caller refuses such models. All activations are fp32; linears read them quantized to act_bits. */
 
-/* act of act(gate) * up. */
-enum { TRIRUN_SILU = 0, TRIRUN_RELU2 = 1 };
+/* act of act(gate) * up. TRIRUN_GELU_TANH: the approximation of Hendrycks & Gimpel 2016 by tanh. TRIRUN_CLIPPED_SWIGLU
+ * (gpt-oss): gate at most, and up within, a limit, then (up + 1) * gate * sigmoid(1.702 * gate). */
+enum { TRIRUN_SILU = 0, TRIRUN_RELU2 = 1, TRIRUN_GELU_TANH = 2, TRIRUN_CLIPPED_SWIGLU = 3 };
 
-/* head_dtype of a head that trirun_cpu_head_int8 made. */
-enum { TRIRUN_HEAD_INT8 = 16 };
+/* Of the output gate of attention alone. */
+enum { TRIRUN_SIGMOID = 8 };
+
+/* Norms of the residual stream: x / sqrt(mean(x^2) + eps) * weight; with the mean taken away first, a layer norm. */
+enum { TRIRUN_RMS_NORM = 0, TRIRUN_LAYER_NORM = 1 };
+
+/* head_dtype of a head that trirun_cpu_head_int8 made; embedding_dtype and head_dtype of a packed weight. */
+enum { TRIRUN_HEAD_INT8 = 16, TRIRUN_PACKED = 17 };
 
 /* y = x . w^T + bias, packed. */
 typedef struct {
@@ -115,39 +122,108 @@ typedef struct {
   int64_t k;
 } trirun_linear;
 
+/* Gated DeltaNet in place of attention (csrc/cpu/decoder/delta.h). Head dimensions are multiples of 16; value head h
+ * has key head h / (value_heads / key_heads). Columns are of the outputs of qkv with those of z behind them: q of key
+ * head h begins at h * key_stride, k at k_column + h * key_stride, v and z of all its value heads at v_column and
+ * z_column + h * value_stride and z_stride. */
 typedef struct {
-  trirun_linear q, k, v, o, gate, up, down;
-  const float* attention_norm; /* [hidden] */
-  const float* mlp_norm; /* [hidden] */
-  const float* q_norm; /* [head_dim], every head by itself before the rotation, or NULL (Qwen3) */
-  const float* k_norm;
+  trirun_linear qkv, z; /* z.n 0: qkv has it too */
+  const void* gates; /* [b of all value heads, a of all value heads][hidden] of gates_dtype */
+  const float* conv; /* [taps][channels], the newest token's last; channels: q, k, v of all heads in this order */
+  const float* decay_rate; /* [value_heads]: -e^A */
+  const float* decay_bias; /* [value_heads] */
+  const float* norm; /* [value_dim] */
+  float* state; /* [slots][value_heads][key_dim][value_dim], of any content, as the ring */
+  float* ring; /* [slots][taps][channels]: inputs of the convolution, of position p at p % taps */
+  int64_t key_heads, value_heads, key_dim, value_dim, taps;
+  int64_t key_stride, k_column, v_column, value_stride, z_column, z_stride;
+  int32_t gates_dtype;
+  int32_t reserved;
+} trirun_delta_layer;
+
+/* What scores the logits of a router. */
+enum { TRIRUN_ROUTE_SOFTMAX = 0, TRIRUN_ROUTE_SIGMOID = 1 };
+
+/* A mixture of experts: sum over the row's top_k experts of weight * down(act(gate x) * up x). */
+typedef struct {
+  const trirun_linear* gate; /* [experts] each, of one size and one grid */
+  const trirun_linear* up;
+  const trirun_linear* down;
+  const void* router; /* [experts (+ 1)][hidden], the last row the shared expert's gate where there is one */
+  const float* bias; /* [experts], of the router's logits, or NULL */
+  const float* correction; /* [experts] or NULL: added to scores for the choice, not for the weights */
+  int64_t experts, top_k, size; /* at most 512, 32; size: features between */
+  int32_t router_dtype;
+  int32_t score; /* TRIRUN_ROUTE_... */
+  int32_t groups, top_groups; /* experts outside of the best groups are not chosen; 1 and 1: no groups */
+  int32_t normalize; /* weights of a row sum to `scale` */
+  int32_t shared_gate; /* 1: the shared expert's output is multiplied by the sigmoid of the router's last logit */
+  int32_t activation;
+  float scale; /* of the weights */
+  float limit; /* of TRIRUN_CLIPPED_SWIGLU */
+  int32_t reserved;
+} trirun_mixture;
+
+/* One layer; what may be NULL is left out. Its parts add to the residual stream x:
+ *   x += post_norm(o . sub_norm(attention(q, k, v of norm(x))))
+ *   x += post_norm(down . sub_norm(act(gate of norm(x)) * up of norm(x)))
+ * With `parallel` both read the x before the layer. */
+typedef struct {
+  trirun_linear q, k, v; /* of attention */
+  trirun_linear q_gate; /* the attention's outputs are multiplied by its sigmoid (Qwen3-Next); n 0: there is none */
+  const trirun_delta_layer* delta; /* NULL: attention */
+  trirun_linear o, gate, up, down; /* gate.n 0: there is none, and the feed-forward part is act(up) */
+  const float* attention_norm; /* [hidden] or NULL */
+  const float* mlp_norm;
+  const float* q_norm; /* before the rotation, or NULL: [head_dim], every head by itself (Qwen3); row_norms: all */
+  const float* k_norm; /* together, [heads * head_dim] and [kv_heads * head_dim] (OLMo 2) */
   const float* attention_sub_norm; /* [heads * head_dim] before o, or NULL (BitNet) */
   const float* mlp_sub_norm; /* [ffn] before down, or NULL (BitNet) */
+  const float* attention_post_norm; /* [hidden] of what is added, or NULL (Gemma 2) */
+  const float* mlp_post_norm;
+  const float* attention_norm_bias; /* [hidden], of layer norms, or NULL */
+  const float* mlp_norm_bias;
+  const float* sinks; /* [heads]: logits that take part in the softmax and weigh no value, or NULL (gpt-oss) */
+  const float* cosines; /* [context][rotary_half], any attention factor included; NULL: no rotation */
+  const float* sines;
+  void* keys; /* trirun_cpu_decoder_cache_bytes each, of any content: [slots][kv_heads][context] */
+  void* values;
+  const trirun_mixture* mixture; /* or NULL. With one, gate, up and down are its shared expert; ffn 0: there is none */
+  int64_t heads, kv_heads, head_dim, ffn;
+  int64_t rotary_half; /* pairs that rotate, head_dim / 2 unless rotation is partial */
+  int64_t window; /* positions that a token sees, its own among them; 0: all */
+  int64_t context; /* positions of the layer's cache, as trirun_cpu_decoder_context rounds them: the decoder's, or
+                      fewer, at least `window` and the rows of a step; then position p lies where p % context would */
+  float attention_scale;
+  float softcap; /* c of c * tanh(score / c); 0: none */
+  int32_t activation; /* TRIRUN_SILU, ... */
+  int32_t interleaved; /* 1: pairs (2i, 2i + 1) rotate; 0: (i, i + rotary_half) */
+  int32_t row_norms;
+  int32_t parallel;
 } trirun_layer;
 
 typedef struct {
-  int64_t layers, hidden, ffn, heads, kv_heads, head_dim, vocab;
+  int64_t layers, hidden, vocab;
   int64_t slots; /* sequences the cache holds */
   int64_t context; /* positions of a slot, as trirun_cpu_decoder_context rounds them */
-  int64_t rotary_half; /* pairs that rotate, head_dim / 2 unless rotation is partial */
   float norm_eps;
-  float attention_scale;
-  int32_t activation; /* TRIRUN_SILU or TRIRUN_RELU2 */
+  float embedding_scale; /* of an embedding's row */
+  float residual_scale; /* of what a part adds to x */
+  float logit_softcap; /* as softcap */
+  int32_t norm; /* TRIRUN_RMS_NORM or TRIRUN_LAYER_NORM, of norms over hidden elements */
   int32_t act_bits; /* of every linear but the head */
   int32_t kv_dtype; /* TRIRUN_F16 or TRIRUN_F32 */
   int32_t embedding_dtype;
-  const void* embedding; /* [vocab][hidden] */
+  const void* embedding; /* [vocab][hidden]; TRIRUN_PACKED: a trirun_linear without a bias */
   int32_t head_dtype;
   int32_t reserved;
   const void* head; /* [vocab][hidden]; the embedding where they are tied. TRIRUN_HEAD_INT8: bytes
-                            [vocab][trirun_cpu_head_stride(hidden)], weight = scale * (byte - 128) */
+                            [vocab][trirun_cpu_head_stride(hidden)], weight = scale * (byte - 128). TRIRUN_PACKED: a
+                            trirun_linear without a bias, multiplied by 16-bit activations */
   const float* head_scales; /* [vocab] for TRIRUN_HEAD_INT8 */
   const trirun_layer* layer;
   const float* final_norm;
-  const float* cosines; /* [context][rotary_half], any attention factor included */
-  const float* sines;
-  void* keys; /* trirun_cpu_decoder_cache_bytes each, of any content: [layers][slots][kv_heads][context] */
-  void* values;
+  const float* final_norm_bias; /* or NULL */
 } trirun_decoder;
 
 /* `count` consecutive tokens of one slot, the first at `position`; the slot's earlier positions are in the cache. */
@@ -164,8 +240,8 @@ int trirun_cpu_head_int8(const void* x, int dtype, int64_t n, int64_t k, uint8_t
 /* The least context of a decoder that holds so many positions: keys lie in blocks. */
 int64_t trirun_cpu_decoder_context(int64_t positions);
 
-/* Bytes of `keys`, and of `values`; 0 for sizes that the decoder cannot run. Only the sizes of d are read. */
-size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d);
+/* Bytes of `keys`, and of `values`, of a layer; 0 for sizes that the decoder cannot run. Only sizes are read. */
+size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d, int64_t layer);
 
 /* Bytes of workspace (64-byte aligned, contents arbitrary) of a step of that many rows; 0 for bad sizes. */
 size_t trirun_cpu_decoder_workspace(const trirun_decoder* d, int64_t rows);
@@ -205,7 +281,7 @@ int trirun_cpu_decoder_generate(const trirun_decoder* d, const trirun_segment* s
 /* What decoding cannot be faster than: the packed products and the head of `steps` steps of one row on inputs quantized
  * beforehand, and nothing between them. apart 1: one call after another, as trirun_cpu_int2_gemm_act makes them; 0: in
  * one parallel region, whose threads never wait for each other. Outputs are dropped; the cache is neither read nor
- * written. */
+ * written. Not of mixtures of experts. */
 int trirun_cpu_decoder_products(const trirun_decoder* d, int64_t steps, int apart, int threads);
 
 /* ---- libtrirun_cuda.so --------------------------------------------------------------------------------- */
@@ -260,6 +336,7 @@ typedef struct {
   int32_t tile_rows; /* of TRIRUN_KERNEL_GROUPS and _SPANS: out_features of one CTA */
   int32_t low_tile_rows; /* of TRIRUN_KERNEL_SPANS, the lower tile */
   int32_t w2a8_max_k; /* k of TRIRUN_KERNEL_PREFILL_W2A8, at most */
+  int32_t head_int8_rows; /* rows of x of one trirun_cuda_head_int8, at most */
 } trirun_cuda_limits;
 
 void trirun_cuda_get_limits(trirun_cuda_limits* limits);
@@ -347,18 +424,21 @@ int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t l
 
 /* Where a row comes from. */
 enum {
-  TRIRUN_ROWS_RESIDUAL = 0, /* residual += x (x may be NULL) */
-  TRIRUN_ROWS_EMBED = 1, /* residual = x[token] */
-  TRIRUN_ROWS_GATE = 2, /* act(x) * up */
-  TRIRUN_ROWS_PLAIN = 3 /* x */
+  TRIRUN_ROWS_RESIDUAL = 0, /* residual += scale * x (x may be NULL) */
+  TRIRUN_ROWS_EMBED = 1, /* residual = scale * x[token], or of the token's row of `packed` */
+  TRIRUN_ROWS_GATE = 2, /* act(x) * up, or act(x) where that is NULL */
+  TRIRUN_ROWS_PLAIN = 3, /* x */
+  TRIRUN_ROWS_POST = 4 /* residual += scale * rms_norm(x), of the weight post_norm */
 };
 
-/* Rows from a source, through an RMS norm if there is one, to 16-bit values, to quantized activations, or to both. */
+/* Rows from a source, through a norm if there is one, to 16-bit values, to quantized activations, or to both. */
 typedef struct {
-  const void* x; /* [m][ldx]; TRIRUN_ROWS_EMBED: [vocab][ldx] */
+  const void* x; /* [m][ldx]; TRIRUN_ROWS_EMBED: [vocab][ldx], or NULL where `packed` is given */
   const void* up; /* [m][ldx], for TRIRUN_ROWS_GATE */
-  float* residual; /* [m][n], for the first two sources */
+  float* residual; /* [m][n], for RESIDUAL, EMBED and POST */
   const float* norm; /* [n] or NULL */
+  const float* norm_bias; /* [n], of a layer norm, or NULL */
+  const float* post_norm; /* [n], for TRIRUN_ROWS_POST */
   void* y; /* [m][ldy] or NULL */
   void* activations; /* as trirun_cuda_quantize makes of y in float32, or NULL; m at most 128 then */
   size_t activation_bytes;
@@ -367,10 +447,20 @@ typedef struct {
   const int32_t* latest;
   int64_t m, n, ldx, ldy, vocab; /* n a multiple of 16 */
   float eps;
-  int32_t source, dtype, activation, act_bits; /* activation: TRIRUN_SILU or TRIRUN_RELU2 */
+  float scale; /* of what goes to the residual stream */
+  int32_t source, dtype, activation, act_bits; /* activation: TRIRUN_SILU, ... */
+  int32_t centered; /* 1: a layer norm, which takes the mean away first; 0: an RMS norm */
+  int32_t reserved;
+  const trirun_int2* packed; /* for TRIRUN_ROWS_EMBED: the packed embedding, in host memory; or NULL */
 } trirun_rows;
 
 int trirun_cuda_rows(const trirun_rows* rows, void* stream);
+
+/* y[m][n] = scales[n] * (x[m][k] . (rows[n][k] - 128)), x and y of dtype, sums in fp32. x and rows on 16 bytes, k and
+ * ldx multiples of 8, stride (bytes of a row) a multiple of 16 and at least k;
+ * m at most trirun_cuda_limits' head_int8_rows. */
+int trirun_cuda_head_int8(const void* x, int dtype, int64_t m, int64_t k, int64_t ldx, const uint8_t* rows,
+                          const float* scales, int64_t n, int64_t stride, void* y, int64_t ldy, void* stream);
 
 /* Heads of m rows over a paged cache of one layer, [pages][kv_heads][64][head_dim]; position p of a slot is in page
  * block_tables[slot][p / 64]. A row whose slot is negative is skipped. The cache is of dtype, or, where scales are
@@ -393,15 +483,20 @@ typedef struct {
   const int32_t* positions; /* [m], of the row's token */
   const float* q_norm; /* [head_dim] or NULL */
   const float* k_norm;
-  const float* cosines; /* [positions][rotary_half] */
+  const float* cosines; /* [positions][rotary_half]; NULL where rotary_half is 0 */
   const float* sines;
+  const float* sinks; /* [heads]: logits that take part in the softmax and weigh no value; or NULL */
   int64_t m, heads, kv_heads, ld_q, ld_kv, ld_y, ld_blocks;
   int32_t head_dim; /* a multiple of 8, at most 256 */
   int32_t rotary_half;
   int32_t splits; /* CTAs that share a row's keys */
   int32_t dtype;
+  int32_t interleaved; /* 1: pairs (2i, 2i + 1) rotate; 0: (i, i + rotary_half) */
+  int32_t window; /* positions that a row sees, its own among them; 0: all */
   float eps;
   float scale; /* of q . k */
+  float softcap; /* c of c * tanh(score / c); 0: none */
+  int32_t reserved;
 } trirun_attention;
 
 /* Bytes of workspace (256-byte aligned, zero before its first use, left fit for the next) of a decode call. */
@@ -433,6 +528,45 @@ typedef struct {
 
 int trirun_cuda_attention_gather(const trirun_gather* gather, void* stream);
 
+/* Gated DeltaNet layers (csrc/cuda/delta/delta.cuh has the formulas): rows of m tokens on the recurrent states of their
+ * slots, from the outputs of the input projections to the input of the output projection. A row whose slot is negative
+ * is skipped. A slot at position 0 has no past, whatever its state holds. Head dimensions are multiples of 16, at most
+ * 128; value head h has key head h / (value_heads / key_heads). */
+typedef struct {
+  const void* x; /* [m][ld_x] of dtype: q of key head h begins at h * key_stride, k at k_column + h * key_stride, v of
+                    all its value heads at v_column + h * value_stride */
+  const void* z; /* [m][ld_z]: of the value heads of key head h at h * z_stride */
+  const void* hidden; /* decode: [m][ld_hidden], the input of the layer, 16-byte aligned, and gate_weight [b of all
+                         value heads, a of all value heads][hidden_size], both of dtype */
+  const void* gate_weight;
+  const void* gates; /* prompts: [m][ld_gates] of dtype: hidden . gate_weight^T */
+  const float* conv; /* [taps][channels], the newest token's last; channels: q, k, v of all heads in this order */
+  const float* decay_rate; /* [value_heads]: -e^A */
+  const float* decay_bias; /* [value_heads] */
+  const float* norm; /* [value_dim] */
+  float* state; /* [slots][value_heads][key_dim][value_dim] */
+  void* ring; /* [slots][taps][channels] of dtype: inputs of the convolution, of position p at p % taps */
+  void* y; /* [m][ld_y] of dtype; NULL where activations are wanted */
+  void* activations; /* decode, value_dim of 128: y quantized to 16 bits, as trirun_cuda_quantize does */
+  size_t activation_bytes;
+  float* mixed; /* prompts: working memory, [m][channels + 2 * value_heads], 16-byte aligned */
+  const int32_t* slots; /* [m] */
+  const int32_t* positions; /* [m] */
+  const int32_t* starts; /* prompts: [segments + 1], rows of the segments: consecutive tokens of one slot each */
+  int64_t m, segments, ld_x, ld_z, ld_hidden, ld_gates, ld_y, hidden_size;
+  int32_t key_heads, value_heads, key_dim, value_dim, taps; /* taps at most 4 */
+  int32_t key_stride, k_column, v_column, value_stride, z_stride;
+  int32_t dtype;
+  float eps; /* of the norm */
+} trirun_delta;
+
+/* Rows are of different slots. */
+int trirun_cuda_delta_decode(const trirun_delta* delta, void* stream);
+
+/* Rows of prompts in segments, in chunks that multiply matrices (Yang et al. 2024, "Parallelizing Linear Transformers
+ * with the Delta Rule over Sequence Length", the WY form). */
+int trirun_cuda_delta_prompt(const trirun_delta* delta, void* stream);
+
 /* How a slot's tokens are chosen. */
 typedef struct {
   float temperature; /* 0: the likeliest token */
@@ -445,6 +579,8 @@ typedef struct {
   uint64_t seed; /* of SplitMix64 */
   uint32_t drawn; /* tokens drawn so far; raised by every draw */
   int32_t wants_logprobs;
+  int32_t masked; /* not 0: tokens outside this slot's mask are not chosen */
+  int32_t reserved;
 } trirun_sampler;
 
 /* The next token of m rows. Rows are of different slots; one whose slot is negative is skipped. */
@@ -457,10 +593,11 @@ typedef struct {
                                   prompt; raised by every draw; or NULL */
   const int32_t* bias_tokens; /* [slots][bias_capacity] */
   const float* bias_values;
+  const uint32_t* masks; /* [slots][ceil(vocab/32)]: bit i % 32 of word i / 32 allows token i; or NULL */
   float* work; /* [m][vocab] */
-  int32_t* sampled; /* [m], -1 where not wanted */
+  int32_t* sampled; /* [m], -1 where not wanted, or where no allowed logit is a finite number */
   float* logprobs; /* [m] of the unmodified logits, where the slot wants them; or NULL */
-  int32_t* latest; /* [slots]: becomes the sampled token */
+  int32_t* latest; /* [slots]: becomes the sampled token, or 0 where there is none */
   int32_t* positions; /* [m] or NULL: raised by one */
   int32_t* tokens; /* [m] or NULL: becomes -1 */
   int64_t m, vocab, ld, bias_capacity;
@@ -469,6 +606,76 @@ typedef struct {
 } trirun_sample;
 
 int trirun_cuda_sample(const trirun_sample* sample, void* stream);
+
+/* ---- libtrirun_cuda.so: mixtures of experts --------------------------------------------------------------- */
+
+/* Which experts every row goes to, and the order in which the experts' products take the rows. A pair is a row and one
+ * of its experts, row * top_k + rank; pairs sorted by expert, and by number within one, are the sorted rows. Nothing
+ * returns to the host. */
+typedef struct {
+  const void* x; /* [m][ldx] of dtype, for the router; or NULL: logits are given. m * top_k at most 1024 then */
+  const void* router; /* [experts (+ 1)][k] of dtype, the last row the shared expert's gate where there is one */
+  float* logits; /* [m][ld]: of all experts, and of the shared expert's gate behind them */
+  const float* bias; /* [experts], of the logits, or NULL */
+  const float* correction; /* [experts] or NULL: added to scores for the choice, not for the weights */
+  const int32_t* slots; /* [m] or NULL: a row with a negative slot goes to no expert */
+  float* weights; /* [m][top_k] */
+  float* shared_weights; /* [m] or NULL: sigmoid of the shared expert's gate */
+  int32_t* ids; /* [m][top_k], in descending order of the choice; -1: none */
+  int32_t* places; /* [m][top_k]: sorted row of the pair, or -1 */
+  int32_t* order; /* [m * top_k]: pair of a sorted row */
+  int32_t* tiles; /* [trirun_cuda_expert_tiles][4]: expert, first sorted row, rows, 0; expert -1 beyond the last */
+  int32_t* ends; /* [experts] or NULL: where the sorted rows of an expert end */
+  uint32_t* counter; /* zero before the first call with x, and kept zero */
+  int64_t m, k, ldx, ld;
+  int32_t experts, top_k, tile_rows; /* at most 512, 32; sorted rows of a tile */
+  int32_t score; /* TRIRUN_ROUTE_... */
+  int32_t groups, top_groups; /* experts outside of the best groups are not chosen; 1 and 1: no groups */
+  int32_t normalize; /* weights of a row sum to `scale` */
+  int32_t dtype;
+  float scale; /* of the weights */
+} trirun_route;
+
+/* Tiles of m rows, at most. */
+int64_t trirun_cuda_expert_tiles(int64_t m, int64_t experts, int64_t top_k, int64_t tile_rows);
+
+int trirun_cuda_route(const trirun_route* route, void* stream);
+
+/* Products of the sorted rows with their experts. */
+typedef struct {
+  trirun_int2 w; /* of the first expert; words, scales and zeros of the others follow it */
+  const float* bias; /* [experts][w.n] or NULL */
+  const void* x; /* [rows][ldx] of dtype */
+  const int32_t* order; /* as trirun_cuda_route left it: sorted row i reads row order[i] / top_k of x. NULL: row i */
+  const int32_t* tiles;
+  void* y; /* [sorted rows][ldy] of dtype */
+  int64_t n, k; /* true sizes: of a row of y, and of x */
+  int64_t ldx, ldy;
+  int64_t tile_bound; /* of trirun_cuda_expert_tiles */
+  int32_t top_k, tile_rows;
+  int32_t gated; /* 1: w is gate | up, each of w.n / 2 rows, and y = act(gate) * up */
+  int32_t activation, act_bits, dtype;
+  float limit; /* of TRIRUN_CLIPPED_SWIGLU */
+  int32_t rows; /* of x that `order` names; 0: any */
+} trirun_experts;
+
+/* Tiles of 1, 2, 4 or 8 rows, or 16 of 8-bit activations; for many rows 64 or 128, of 16-bit activations that are not
+ * gated, with x and ldx on 16 bytes. */
+int trirun_cuda_experts(const trirun_experts* experts, void* stream);
+
+/* y = sum of a row's experts' outputs times their weights, in order of rank, and of the shared expert's. */
+typedef struct {
+  const void* x; /* [sorted rows][ldx] of dtype, on 16 bytes as all rows here */
+  const int32_t* places; /* [m][top_k], and weights, as trirun_cuda_route left them */
+  const float* weights;
+  const void* shared; /* [m][ld_shared] or NULL */
+  const float* shared_weights; /* [m] or NULL: 1 */
+  void* y; /* [m][ldy] */
+  int64_t m, n, ldx, ld_shared, ldy; /* multiples of 8, but for m */
+  int32_t top_k, dtype;
+} trirun_combine;
+
+int trirun_cuda_combine(const trirun_combine* combined, void* stream);
 
 #pragma GCC visibility pop
 

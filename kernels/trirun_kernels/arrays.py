@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,14 @@ class Array:
         size = math.prod(shape) * ITEM_BYTES[dtype]
         view = (ctypes.c_char * size).from_buffer(memory, offset)
         return cls(ctypes.addressof(view), dtype, shape, view)
+
+    @classmethod
+    def anonymous(cls, size: int, advice: str) -> Array:
+        """Zeroed bytes that are committed as they are written, in pages that ``mmap``'s advice of that name says."""
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, advice):
+            memory.madvise(getattr(mmap, advice))
+        return cls.within(memory, "uint8", (size,))
 
     def data_ptr(self) -> int:
         """The address, by torch's name."""

@@ -82,15 +82,15 @@ def test_attention_of_every_model_is_launched(linked, gpu):
     decode = linked.trirun_cuda_attention_decode
     for (heads, kv_heads, head_dim), int8 in combinations(HEADS, (False, True)):
         shape = SimpleNamespace(heads=heads, kv_heads=kv_heads)
-        decoder = SimpleNamespace(model=SimpleNamespace(shape=shape), _device=gpu.device)
+        decoder = SimpleNamespace(_heads=[shape], _device=gpu.device)
         for rows in (*range(1, 17), 24, 32, 64, 128):
             splits = CudaDecoder.default_splits(decoder, rows)
             attention = AttentionStruct(
                 *(MEMORY, 2 * MEMORY, 3 * MEMORY, 4 * MEMORY, None, 0),
                 *(5 * MEMORY, 6 * MEMORY, 7 * MEMORY if int8 else None, 8 * MEMORY, 9 * MEMORY, 10 * MEMORY),
-                *(None, None, 11 * MEMORY, 12 * MEMORY),
+                *(None, None, 11 * MEMORY, 12 * MEMORY, None),
                 *(rows, heads, kv_heads, heads * head_dim, kv_heads * head_dim, heads * head_dim, 64),
-                *(head_dim, head_dim // 2, splits, 1, 1e-5, 1.0),
+                *(head_dim, head_dim // 2, splits, 1, 0, 0, 1e-5, 1.0, 0.0),
             )
             size = linked.trirun_cuda_attention_workspace(ctypes.byref(attention))
             linked.described_clear()

@@ -10,6 +10,7 @@ constexpr int N_TILE = 64;             // out_features whose words, scales and z
 constexpr int WORD_TILE_BYTES = 2048;  // of the words of one n tile by one k tile (K_TILE, activations.cuh)
 constexpr int DECODE_ROWS = 64;        // rows of x of one product on quantized activations, at most
 constexpr int COUNTERS = 16384;  // at the start of a workspace: zeros, kept zero by every kernel that counts there
+constexpr int HEAD_INT8_ROWS = 64;     // rows of x of one product with an 8-bit head, at most
 constexpr int MAX_SHARED = 227 * 1024;  // bytes of shared memory of one CTA on the devices with the most
 
 // One product y[m][n] = x[m][k] . w^T + bias on the current device. Padded sizes are those of the stored weight.

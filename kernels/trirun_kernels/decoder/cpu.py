@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -16,7 +16,8 @@ import numpy as np
 from ..arrays import Array
 from ..native import BAD_SHAPE, DTYPES, NO_WORKSPACE, UNSUPPORTED, check_cpu, cpu_error
 from ..native import cpu as library
-from .structs import DrawStruct, LayerStruct, SegmentStruct, decoder_struct, layer_struct
+from .shape import GatedDelta
+from .structs import DeltaLayerStruct, DrawStruct, LayerStruct, SegmentStruct, decoder_struct, layer_struct
 from .weights import DecoderWeights, Int8Head
 
 if TYPE_CHECKING:
@@ -67,32 +68,50 @@ class CpuDecoder:
         max_rows: int = 192,
         threads: int,
     ) -> None:
-        if slots < 1 or max_rows < 1 or threads < 1 or context < 1:
+        if min(slots, context, max_rows, threads) < 1:
             raise ValueError(f"decoder: slots={slots}, context={context}, max_rows={max_rows}, threads={threads}")
         context = padded_context(context)
         weights.check(context)
         if act_bits not in (8, 16) or kv_dtype not in ("float16", "float32"):
             raise ValueError(f"decoder: act_bits={act_bits}, kv_dtype={kv_dtype}")
         self._library = library()
-        self._weights = weights
-        self.shape, self.slots, self.context, self.max_rows = weights.shape, slots, context, max_rows
-        self.threads = threads
-        layers = (LayerStruct * weights.shape.layers)(*map(layer_struct, weights.layers))
+        self._weights, self.shape, self.threads = weights, weights.shape, threads
+        self.slots, self.context, self.max_rows = slots, context, max_rows
+        # A layer that sees a window keeps that much, and room for the rows of a step, which are all stored first.
+        held = ((window or context) + max_rows for window in weights.shape.windows)
+        self._contexts = [min(context, padded_context(positions)) for positions in held]
+        each = zip(weights.layers, self.shape.layers, self._contexts, strict=True)
+        layers = (LayerStruct * len(weights.layers))(*(layer_struct(*parts, weights) for parts in each))
         self._struct = decoder_struct(weights, layers, slots, context, act_bits, kv_dtype)
-        size = self._library.trirun_cpu_decoder_cache_bytes(ctypes.byref(self._struct))
-        work = self._library.trirun_cpu_decoder_workspace(ctypes.byref(self._struct), max_rows)
-        if not size or not work:
+        pointer = ctypes.byref(self._struct)
+        cached = [index for index, layer in enumerate(layers) if not layer.delta]
+        sizes = [self._library.trirun_cpu_decoder_cache_bytes(pointer, index) for index in cached]
+        work = self._library.trirun_cpu_decoder_workspace(pointer, max_rows)
+        if not all(sizes) or not work:
             raise ValueError(f"decoder: the CPU library cannot run {weights.shape}")
         # Small pages: a cache for many long sequences costs what the sequences that are there need.
-        self._cache = tuple(_memory(size, "MADV_NOHUGEPAGE") for _ in range(2))
-        self._struct.keys, self._struct.values = (cache.address for cache in self._cache)
-        self._workspace = _memory(work, "MADV_HUGEPAGE")
+        self._cache = tuple(Array.anonymous(sum(sizes), "MADV_NOHUGEPAGE") for _ in range(2)) if sizes else ()
+        self._offsets = [0, *accumulate(sizes)]
+        for index, offset in zip(cached, self._offsets, strict=False):
+            layers[index].keys, layers[index].values = (cache.address + offset for cache in self._cache)
+        self._states = [
+            _place_states(layer.delta.contents, shape.mixer, slots)
+            for layer, shape in zip(layers, self.shape.layers, strict=True)
+            if isinstance(shape.mixer, GatedDelta)
+        ]
+        self._workspace = Array.anonymous(work, "MADV_HUGEPAGE")
         self._segments = (SegmentStruct * slots)()
 
     @property
+    def can_rewind(self) -> bool:
+        """Whether a slot can forget its last tokens: no layer's cache is shorter than the context, and none keeps a
+        state in its place."""
+        return min(self._contexts) == self.context and not self._states
+
+    @property
     def cache_bytes(self) -> int:
-        """Bytes reserved for keys and values of all slots."""
-        return sum(cache.nbytes for cache in self._cache)
+        """Bytes reserved for keys, values and states of all slots."""
+        return sum(part.nbytes for part in (*self._cache, *(part for parts in self._states for part in parts)))
 
     def step(self, segments: Sequence[Segment], tokens: Tensor, logit_rows: Tensor) -> Tensor:
         """:meth:`run` on torch tensors: tokens int64 [m], logit_rows int64 [l] → float32 [l, vocab]."""
@@ -117,9 +136,8 @@ class CpuDecoder:
         """
         (rows,), (wanted,) = tokens.shape, logit_rows.shape
         if rows > self.max_rows or len(segments) > self.slots:
-            raise ValueError(
-                f"decoder step: {rows} rows in {len(segments)} segments, made for {self.max_rows} and {self.slots}"
-            )
+            made = f"made for {self.max_rows} and {self.slots}"
+            raise ValueError(f"decoder step: {rows} rows in {len(segments)} segments, {made}")
         if tokens.dtype != "int64" or logit_rows.dtype != "int64":
             raise ValueError(f"decoder step: tokens are {tokens.dtype}, logit_rows {logit_rows.dtype}, not int64")
         if logits.dtype != "float32" or logits.shape != (wanted, self.shape.vocab):
@@ -223,16 +241,18 @@ class CpuDecoder:
         """Copy the keys and values of a slot's first ``length`` positions to another slot.
 
         Raises:
-            ValueError: a slot or the length is out of range.
+            ValueError: a slot or the length is out of range, or :attr:`can_rewind` is false.
         """
-        if not (0 <= source < self.slots and 0 <= target < self.slots and 0 <= length <= self.context):
+        there = 0 <= source < self.slots and 0 <= target < self.slots and 0 <= length <= self.context
+        if not there or not self.can_rewind:
             raise ValueError(f"decoder: {length} positions of slot {source} to {target}, of {self.slots} slots")
-        shape, whole = self.shape, padded_context(length)
+        whole = padded_context(length)
         for cache in self._cache:
-            # [layers, slots, kv_heads, context, bytes]: a block's positions lie together whatever their order.
             memory = np.frombuffer(cache.owner, np.uint8)
-            parts = memory.reshape(shape.layers, self.slots, shape.kv_heads, self.context, -1)
-            parts[:, target, :, :whole] = parts[:, source, :, :whole]
+            for mixer, (first, last) in zip(self.shape.attentions, pairwise(self._offsets), strict=True):
+                # [slots, kv_heads, context, bytes]: a block's positions lie together whatever their order.
+                part = memory[first:last].reshape(self.slots, mixer.kv_heads, self.context, -1)
+                part[target, :, :whole] = part[source, :, :whole]
 
 
 def quantize_head(head: Any, out: Int8Head, threads: int) -> Int8Head:
@@ -279,9 +299,9 @@ def draw(logits: Array, how: DrawStruct) -> int:
     return token.value
 
 
-def _memory(size: int, advice: str) -> Array:
-    """Zeroed memory that is committed as it is written, in pages that ``mmap``'s advice of that name says."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, advice):
-        memory.madvise(getattr(mmap, advice))
-    return Array.within(memory, "uint8", (size,))
+def _place_states(struct: DeltaLayerStruct, shape: GatedDelta, slots: int) -> tuple[Array, Array]:
+    """Memory for the states and the rings of a layer, of whose addresses the structure is told."""
+    state = Array.anonymous(4 * slots * shape.state_size, "MADV_HUGEPAGE")
+    ring = Array.anonymous(4 * slots * shape.taps * shape.channels, "MADV_NOHUGEPAGE")
+    struct.state, struct.ring = state.address, ring.address
+    return state, ring

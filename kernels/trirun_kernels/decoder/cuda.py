@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..gemm.cuda import activation_bytes, device_of
+from ..weights.packing import PackedWeight
 from . import cuda_ops as ops
+from .cuda_cache import MixerCaches
+from .cuda_delta import delta_decode, delta_mix
 from .cuda_prompts import Prompts, Segment, prompt_attention
-from .cuda_weights import CudaLayer, CudaModel, Projection
-from .weights import DecoderShape
+from .cuda_weights import Activations, CudaModel, rows_in_limbs
+from .shape import Attention, mixer_runs
 
 # Fewest and most rows that may go from kernel to kernel as limbs, which the kernels in between make for nothing.
 LIMB_ROWS = (1, 32)
@@ -40,37 +42,6 @@ class Inputs:
         return Inputs(self.tokens[:count], self.slots[:count], self.positions[:count])
 
 
-@dataclass(frozen=True, slots=True)
-class _Activations:
-    """The input of projections: 16-bit values [m, k], or the limbs of m rows in one buffer."""
-
-    data: Tensor
-    limbs: bool
-
-
-def rows_in_limbs(model: CudaModel, low: int, high: int) -> range:
-    """Numbers of rows, within low to high, for which every projection has a fast kernel that reads limbs."""
-    if not model.packed:
-        return range(0)
-    every = (p.product for layer in model.layers for p in layer.projections)
-    products = {product.shape_key: product for product in every if product is not None}
-    for m in range(low, high + 1):
-        if not all(product.reads_limbs(m) for product in products.values()):
-            return range(low, m)
-    return range(low, high + 1)
-
-
-def position_bytes(shape: DecoderShape, kind: torch.dtype) -> int:
-    """Bytes of the cache for one token: keys and values of all layers in that type, and the scales of int8."""
-    head = 2 * (row_width(shape, kind) * kind.itemsize + (2 if kind == torch.int8 else 0))
-    return shape.layers * shape.kv_heads * head
-
-
-def row_width(shape: DecoderShape, kind: torch.dtype) -> int:
-    """Elements that a head of one token takes: of int8 whole 16-byte loads."""
-    return -(-shape.head_dim // 16) * 16 if kind == torch.int8 else shape.head_dim
-
-
 class CudaDecoder:
     """A model with its paged cache.
 
@@ -81,8 +52,9 @@ class CudaDecoder:
         kv_dtype: of the cache: the model's, or torch.int8 with a float16 scale per token and head; None is the model's.
 
     Attributes:
-        cache: [layers, 2, pages, kv_heads, 64, head_dim], keys and values; of int8, head_dim is rounded up to 16.
-        scales: of int8, float16 [layers, pages, kv_heads, 64, 2].
+        cache: of every layer of attention [2, pages, kv_heads, 64, head_dim], keys and values; of int8 head_dim is
+            rounded up to 16.
+        scales: of int8, of each of these float16 [pages, kv_heads, 64, 2]; else None.
         block_tables: int32 [slots, context/64] on the device, the pages of each slot; the caller keeps them.
         latest: int32 [slots], the token each slot sampled last.
     """
@@ -101,10 +73,17 @@ class CudaDecoder:
         blocks = -(-context // ops.PAGE)
         if slots < 1 or context < 1:
             raise ValueError(f"decoder: slots={slots}, context={context}")
-        if s.hidden % 16 or s.ffn % 16 or s.head_dim % 8 or s.head_dim > 256:
-            raise ValueError(f"decoder: the CUDA kernels cannot run {s}")
-        if model.cosines.shape[0] < blocks * ops.PAGE:
-            raise ValueError(f"decoder: rotary angles of {model.cosines.shape[0]} positions, {context} are needed")
+        for shape in s.layers:
+            if (
+                s.hidden % 16
+                or shape.feed_forward.size % 16
+                or not mixer_runs(shape.mixer)
+                or (shape.parallel and shape.mixture)
+            ):
+                raise ValueError(f"decoder: the CUDA kernels cannot run {shape} of hidden size {s.hidden}")
+        for cosines, _ in model.rotary:
+            if cosines.shape[0] < blocks * ops.PAGE:
+                raise ValueError(f"decoder: rotary angles of {cosines.shape[0]} positions, {context} are needed")
         self.model, self.slots, self.context = model, slots, blocks * ops.PAGE
         self.pages = slots * blocks if pages is None else pages
         self._device = device_of(device.index or 0)
@@ -112,32 +91,28 @@ class CudaDecoder:
         kind = kv_dtype or model.dtype
         if kind not in (model.dtype, torch.int8):
             raise ValueError(f"decoder: a cache of {kind}; {model.dtype} or int8")
-        shape = (s.layers, 2, self.pages, s.kv_heads, ops.PAGE, row_width(s, kind))
-        self.cache = torch.empty(shape, dtype=kind, device=device)
-        self.scales: Tensor | None = None
-        if kind == torch.int8:
-            self.scales = torch.empty(s.layers, *shape[2:5], 2, dtype=torch.float16, device=device)
         self.block_tables = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._workspaces: dict[tuple[int, int], Tensor] = {}
-        scales = self.scales
-        self._caches = [
-            ops.Cache(keys, values, self.block_tables, None if scales is None else scales[index])
-            for index, (keys, values) in enumerate(self.cache)
-        ]
-        self._heads = [
-            ops.Heads(
-                s.heads, s.kv_heads, s.head_dim, s.attention_scale, s.norm_eps, model.cosines, model.sines,
-                layer.norms.get("q_norm"), layer.norms.get("k_norm"),
-            )
-            for layer in model.layers
-        ]  # fmt: skip
-        self._attention_limbs = model.act_bits == 16 and ops.attention_makes_limbs(self._heads[0])
+        self._caches = MixerCaches(s, slots, self.pages, model.dtype, kind, self.block_tables)
+        self.cache, self.scales = self._caches.keys_and_values, self._caches.scales
+        self._workspaces: dict[tuple[int, int, int, int], Tensor] = {}
+        self._heads = {index: self._heads_of(index) for index in self._caches.attention}
+
+    def _heads_of(self, index: int) -> ops.Heads:
+        shape, norms = self.model.shape, self.model.layers[index].norms
+        mixer = shape.layers[index].mixer
+        assert isinstance(mixer, Attention)
+        cosines, sines = (None, None) if mixer.rotary is None else self.model.rotary[mixer.rotary]
+        q_norm, k_norm = (None if mixer.row_norms else norms.get(name) for name in ("q_norm", "k_norm"))
+        return ops.Heads(
+            mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, shape.norm_eps, cosines, sines, q_norm, k_norm,
+            norms.get("sinks"), mixer.interleaved, mixer.window, mixer.softcap,
+        )  # fmt: skip
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys and values, and of their scales."""
-        return self.cache.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        """Bytes of all keys and values, of their scales, and of states."""
+        return self._caches.nbytes
 
     def forward(
         self, inputs: Inputs, segments: Sequence[Segment] = (), wanted: Tensor | None = None, *, splits: int = 0
@@ -153,73 +128,128 @@ class CudaDecoder:
         Returns:
             logits [l, vocab] of the model's dtype.
         """
-        model, eps = self.model, self.model.shape.norm_eps
-        m, first = inputs.tokens.shape[0], model.layers[0]
+        model, shape = self.model, self.model.shape
+        m = inputs.tokens.shape[0]
         decode = segments[0].first if segments else m
         prompts = Prompts.of(segments, model.device) if segments else None
-        residual = torch.empty(m, model.shape.hidden, device=model.device)
+        residual = torch.empty(m, shape.hidden, device=model.device)
         x = self._rows(
-            ops.EMBED, model.embedding, m, residual=residual, norm=first.norms["attention_norm"], eps=eps,
-            tokens=inputs.tokens, slots=inputs.slots, latest=self.latest,
+            ops.EMBED, model.embedding, m, residual=residual, tokens=inputs.tokens, slots=inputs.slots,
+            latest=self.latest, scale=shape.embedding_scale, **self._norm(0, "attention"),
         )  # fmt: skip
         for index, layer in enumerate(model.layers):
-            x = self._attention(index, x, inputs, decode, prompts, splits)
-            delta = self._project(layer.o, x, m)
-            x = self._rows(ops.RESIDUAL, delta, m, residual=residual, norm=layer.norms["mlp_norm"], eps=eps)
-            delta = self._mlp(layer, x, m)
+            if index in self._caches.states:
+                mixed = self._delta(index, x, inputs, decode, prompts)
+            else:
+                mixed = self._attention(index, x, inputs, decode, prompts, splits)
+            delta = layer.o.of(mixed, m, self.model.dtype)
+            post = layer.norms.get("attention_post_norm")
+            if shape.layers[index].parallel:
+                ops.rows(**self._added(delta, post), residual=residual, eps=shape.norm_eps)
+            else:
+                norm = self._norm(index, "mlp") | {"keep": layer.mixture is not None, "limbs": bool(layer.gate_up)}
+                x = self._rows(**self._added(delta, post), m=m, residual=residual, **norm)
+            delta = self._feed_forward(index, x, m, inputs.slots)
+            post = layer.norms.get("mlp_post_norm")
             if index + 1 < len(model.layers):
-                norm = model.layers[index + 1].norms["attention_norm"]
-                x = self._rows(ops.RESIDUAL, delta, m, residual=residual, norm=norm, eps=eps)
+                following = self._norm(index + 1, "attention")
+                x = self._rows(**self._added(delta, post), m=m, residual=residual, **following)
         if wanted is not None:
             residual, delta = residual[wanted], delta[wanted]
         y = torch.empty_like(delta)
-        ops.rows(ops.RESIDUAL, delta, residual=residual, norm=model.final_norm, eps=eps, y=y)
-        return F.linear(y, model.head)[:, : model.shape.vocab]
+        final: dict[str, Any] = {
+            "norm": model.final_norm,
+            "norm_bias": model.final_norm_bias,
+            "centered": shape.norm == "layer",
+        }
+        ops.rows(**self._added(delta, post), residual=residual, y=y, eps=shape.norm_eps, **final)
+        logits, cap = model.head(y)[:, : shape.vocab], shape.logit_softcap
+        return logits.float().div_(cap).tanh_().mul_(cap) if cap else logits
 
-    def default_splits(self, rows: int) -> int:
+    def _norm(self, index: int, part: str) -> dict[str, Any]:
+        """The norm before a part of a layer."""
+        norms, shape = self.model.layers[index].norms, self.model.shape
+        vectors = {"norm": norms.get(f"{part}_norm"), "norm_bias": norms.get(f"{part}_norm_bias")}
+        # What b and a are computed from.
+        keep = part == "attention" and index in self._caches.states
+        return vectors | {"centered": shape.norm == "layer", "keep": keep}
+
+    def _added(self, delta: Tensor, post_norm: Tensor | None) -> dict[str, Any]:
+        """What a part adds to the residual stream."""
+        source, scale = ops.RESIDUAL if post_norm is None else ops.POST, self.model.shape.residual_scale
+        return {"source": source, "x": delta, "post_norm": post_norm, "scale": scale}
+
+    def default_splits(self, rows: int, layer: int = 0) -> int:
         """CTAs that share a row's keys: one per multiprocessor, or two where the rows' heads are more than half of
         that by themselves; more only add parts to put together (measured, kernels/README.md)."""
-        shape, sms = self.model.shape, self._device.sms
-        groups = rows * shape.kv_heads * -(-(shape.heads // shape.kv_heads) // 8)
+        heads, sms = self._heads[layer], self._device.sms
+        groups = rows * heads.kv_heads * -(-(heads.heads // heads.kv_heads) // 8)
         wanted = 0.9 * sms if groups <= sms / 2 else 1.9 * sms
         return max(1, min(32, math.ceil(wanted / groups)))
 
     def _attention(
-        self, index: int, x: _Activations, inputs: Inputs, decode: int, prompts: Prompts | None, splits: int
-    ) -> _Activations:
+        self, index: int, hidden: Activations, inputs: Inputs, decode: int, prompts: Prompts | None, splits: int
+    ) -> Activations:
         """The input of the layer's output projection."""
         layer, heads, m = self.model.layers[index], self._heads[index], inputs.tokens.shape[0]
-        q_size, kv_size = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
-        parts = [self._project(p, x, m) for p in layer.qkv]
+        q_size = heads.heads * heads.head_dim
+        parts = [p.of(hidden, m, self.model.dtype) for p in layer.qkv]
+        mixer = self.model.shape.layers[index].mixer
+        assert isinstance(mixer, Attention)
         if len(parts) == 1:
-            parts = list(parts[0].split((q_size, kv_size, kv_size), 1))
-        q, k, v = parts
-        cache, splits = self._caches[index], splits or self.default_splits(max(decode, 1))
+            parts = list(parts[0].split([n for n, _ in list(mixer.linear_sizes(0).values())[:-1]], 1))
+        q, k, v = parts[:3]
+        if mixer.row_norms:
+            for x, name in ((q, "q_norm"), (k, "k_norm")):
+                ops.rows(ops.PLAIN, x, norm=layer.norms[name], eps=heads.eps, y=x)
+        cache, splits = self._caches.attention[index], splits or self.default_splits(max(decode, 1), index)
         norm = layer.norms.get("attention_sub_norm")
-        if decode == m in self._limb_rows and norm is None and self._attention_limbs:
+        makes_limbs = self.model.act_bits == 16 and ops.attention_makes_limbs(heads)
+        if decode == m in self._limb_rows and norm is None and makes_limbs and not mixer.gated:
             limbs = self._limbs(m, q_size)
             ops.attention_decode(
-                q, k, v, None, heads, cache, inputs.slots, inputs.positions, splits, self._workspace(m, splits),
-                limbs=limbs,
+                q, k, v, None, heads, cache, inputs.slots, inputs.positions, splits,
+                self._workspace(m, splits, heads), limbs=limbs,
             )  # fmt: skip
-            return _Activations(limbs, True)
-        y = torch.empty(m if decode else 0, q_size, dtype=self.model.dtype, device=q.device)
+            return Activations(limbs, True)
+        # The gate's rows and those that it multiplies lie equally far apart.
+        stride = parts[3].stride(0) if mixer.gated else q_size
+        y = torch.empty(m if decode or mixer.gated else 0, stride, dtype=self.model.dtype, device=q.device)[:, :q_size]
         if decode:
             part = slice(0, decode)
             ops.attention_decode(
                 q[part], k[part], v[part], y[part], heads, cache, inputs.slots[part], inputs.positions[part], splits,
-                self._workspace(decode, splits),
+                self._workspace(decode, splits, heads),
             )  # fmt: skip
         if prompts is not None:
             part = slice(decode, m)
             attended = self._attend_prompts(q[part], k[part], v[part], heads, cache, inputs, part, prompts)
-            if decode:
+            if decode or mixer.gated:
                 y[part] = attended
             else:
                 y = attended
+        if mixer.gated:
+            return self._rows(ops.GATE, parts[3], m, up=y, activation="sigmoid")
         if norm is None and m not in self._limb_rows:
-            return _Activations(y, False)
-        return self._rows(ops.PLAIN, y, m, norm=norm, eps=self.model.shape.norm_eps)
+            return Activations(y, False)
+        return self._rows(ops.PLAIN, y, m, norm=norm)
+
+    def _delta(
+        self, index: int, hidden: Activations, inputs: Inputs, decode: int, prompts: Prompts | None
+    ) -> Activations:
+        """The input of the output projection of a Gated DeltaNet layer."""
+        layer, state, m = self.model.layers[index], self._caches.states[index], inputs.tokens.shape[0]
+        heads = layer.delta
+        assert heads is not None
+        x, *apart = [p.of(hidden, m, self.model.dtype) for p in layer.qkv]
+        z = apart[0] if apart else x[:, heads.z_column :]
+        if decode == m in self._limb_rows and heads.makes_limbs and self.model.act_bits == 16:
+            limbs = self._limbs(m, heads.shape.values)
+            delta_decode(x, z, hidden.values, None, heads, state, inputs.slots, inputs.positions, limbs=limbs)
+            return Activations(limbs, True)
+        queries = None if prompts is None else prompts.queries
+        y = delta_mix(x, z, hidden.values, heads, state, inputs.slots, inputs.positions, decode, queries)
+        return self._rows(ops.PLAIN, y, m) if m in self._limb_rows else Activations(y, False)
 
     def _attend_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, cache: ops.Cache, inputs: Inputs, part: slice,
@@ -239,38 +269,47 @@ class CudaDecoder:
             k, v = (each.flatten(1) for each in kept)
         return prompt_attention(rotated, k, v, heads, prompts)
 
-    def _mlp(self, layer: CudaLayer, x: _Activations, m: int) -> Tensor:
-        parts = [self._project(p, x, m) for p in layer.gate_up]
-        gate, up = parts[0].chunk(2, 1) if len(parts) == 1 else parts
+    def _feed_forward(self, index: int, x: Activations, m: int, slots: Tensor) -> Tensor:
+        layer = self.model.layers[index]
+        if layer.mixture is None:
+            return self._mlp(index, x, m)
+        return layer.mixture(x.values, slots, self._mlp(index, x, m) if layer.gate_up else None)
+
+    def _mlp(self, index: int, x: Activations, m: int) -> Tensor:
+        layer, feed_forward = self.model.layers[index], self.model.shape.layers[index].feed_forward
+        assert layer.down is not None
+        parts = [p.of(x, m, self.model.dtype) for p in layer.gate_up]
+        gate, up = parts[0], None if len(parts) == 1 else parts[1]
+        if feed_forward.gated and len(parts) == 1:
+            gate, up = parts[0].chunk(2, 1)
         x = self._rows(
-            ops.GATE, gate, m, up=up, norm=layer.norms.get("mlp_sub_norm"), eps=self.model.shape.norm_eps,
-            activation=self.model.shape.activation,
+            ops.GATE, gate, m, up=up, norm=layer.norms.get("mlp_sub_norm"),
+            activation=feed_forward.activation,
         )  # fmt: skip
-        return self._project(layer.down, x, m)
+        return layer.down.of(x, m, self.model.dtype)
 
     def _limbs(self, m: int, k: int) -> Tensor:
         size = activation_bytes(m, -(-k // 128) * 128, self.model.act_bits)
         return torch.empty(size, dtype=torch.uint8, device=self.model.device)
 
-    def _rows(self, source: int, x: Tensor, m: int, **options: Any) -> _Activations:
-        n = x.shape[1]
-        if m in self._limb_rows:
-            limbs = self._limbs(m, n)
-            ops.rows(source, x, limbs=limbs, act_bits=self.model.act_bits, **options)
-            return _Activations(limbs, True)
-        y = torch.empty(m, n, dtype=self.model.dtype, device=self.model.device)
-        ops.rows(source, x, y=y, **options)
-        return _Activations(y, False)
+    def _rows(
+        self, source: int, x: Tensor | PackedWeight, m: int, *, keep: bool = False, limbs: bool = True, **options: Any
+    ) -> Activations:
+        """``keep``: the 16-bit values too, where the result is limbs. ``limbs``: whether it may be."""
+        n, eps = self.model.shape.hidden if isinstance(x, PackedWeight) else x.shape[1], self.model.shape.norm_eps
+        made = self._limbs(m, n) if limbs and m in self._limb_rows else None
+        y = None
+        if made is None or keep:
+            y = torch.empty(m, n, dtype=self.model.dtype, device=self.model.device)
+        ops.rows(source, x, y=y, limbs=made, act_bits=self.model.act_bits, eps=eps, **options)
+        if made is not None:
+            return Activations(made, True, y)
+        assert y is not None
+        return Activations(y, False)
 
-    def _project(self, projection: Projection, x: _Activations, m: int) -> Tensor:
-        if not x.limbs:
-            return projection(x.data)
-        assert projection.product is not None
-        return projection.product.of_limbs(x.data, m, self.model.dtype)
-
-    def _workspace(self, rows: int, splits: int) -> Tensor:
+    def _workspace(self, rows: int, splits: int, heads: ops.Heads) -> Tensor:
         # Left fit for the next call by every kernel, so that captured graphs and plain calls share it.
-        key = (rows, splits)
+        key = (rows, splits, heads.heads * heads.head_dim, heads.kv_heads)
         if key not in self._workspaces:
-            self._workspaces[key] = ops.attention_workspace(rows, self._heads[0], splits, self.model.device)
+            self._workspaces[key] = ops.attention_workspace(rows, heads, splits, self.model.device)
         return self._workspaces[key]

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from ..gemm.cpu import DTYPES
-from ..native import check_cuda
+from ..native import Int2Struct, check_cuda
 from ..native import cuda as library
+from ..weights.packing import PackedWeight
 from .cuda_structs import AttentionStruct, GatherStruct, RowsStruct, SampleStruct
-from .weights import ACTIVATIONS
+from .shape import ACTIVATIONS
 
-RESIDUAL, EMBED, GATE, PLAIN = range(4)  # TRIRUN_ROWS_*
+_ACTIVATIONS = ACTIVATIONS | {"sigmoid": 8}  # TRIRUN_SIGMOID, of attention's output gate
+
+RESIDUAL, EMBED, GATE, PLAIN, POST = range(5)  # TRIRUN_ROWS_*
 PAGE = 64  # positions of one page
 PROMPT_TOKEN = -(2**31)  # of the counts of penalties: the token is in the prompt
-SAMPLER_BYTES = 48
+SAMPLER_BYTES = 56
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,9 @@ class Heads:
 
     Attributes:
         heads, kv_heads, head_dim: sizes. scale: of q · k. eps: of the head norms.
-        cosines, sines: float32 [positions, rotary_half] on the device.
-        q_norm, k_norm: float32 [head_dim] or None.
+        cosines, sines: float32 [positions, rotary_half] on the device, or None where nothing rotates.
+        q_norm, k_norm: float32 [head_dim] or None. sinks: float32 [heads] or None.
+        interleaved, window, softcap: as of :class:`~.shape.Attention`.
     """
 
     heads: int
@@ -39,10 +43,14 @@ class Heads:
     head_dim: int
     scale: float
     eps: float
-    cosines: Tensor
-    sines: Tensor
+    cosines: Tensor | None
+    sines: Tensor | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    sinks: Tensor | None = None
+    interleaved: bool = False
+    window: int | None = None
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +73,11 @@ class SamplingState:
     """What sampling keeps on the device.
 
     Attributes:
-        samplers: uint8 [slots, 48], a ``trirun_sampler`` each. latest: int32 [slots], the last sampled token.
+        samplers: uint8 [slots, 56], a ``trirun_sampler`` each. latest: int32 [slots], the last sampled token.
         counts: int32 [slots, vocab], how often a token was generated, negative where it is in the prompt; or None.
         bias_tokens, bias_values: int32 and float32 [slots, capacity].
         work: float32 [rows, vocab].
+        masks: int32 [slots, ceil(vocab/32)], a bit per token that may be chosen, of slots that have a mask; or None.
     """
 
     samplers: Tensor
@@ -77,15 +86,20 @@ class SamplingState:
     bias_tokens: Tensor
     bias_values: Tensor
     work: Tensor
+    masks: Tensor | None = None
 
 
 def rows(
     source: int,
-    x: Tensor | None,
+    x: Tensor | PackedWeight | None,
     *,
     up: Tensor | None = None,
     residual: Tensor | None = None,
     norm: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    post_norm: Tensor | None = None,
+    centered: bool = False,
+    scale: float = 1.0,
     eps: float = 0.0,
     y: Tensor | None = None,
     limbs: Tensor | None = None,
@@ -95,30 +109,38 @@ def rows(
     slots: Tensor | None = None,
     latest: Tensor | None = None,
 ) -> None:
-    """One pass over rows: a source, an optional RMS norm, and 16-bit values or limbs as result.
+    """One pass over rows: a source, an optional norm, and 16-bit values or limbs as result.
 
     Args:
-        source: RESIDUAL (``residual += x``), EMBED (``residual = x[token]``), GATE (``act(x) * up``) or PLAIN (``x``).
-        x: [m, n] of float16 or bfloat16, unit column stride; for EMBED the embedding [vocab, n]. up: as x, same stride.
-        residual: float32 [m, n], written by the first two sources. norm: float32 [n].
-        y: [m, n] of x's dtype.
+        source: RESIDUAL (``residual += scale · x``), EMBED (``residual = scale · x[token]``), GATE (``act(x) · up``, or
+            ``act(x)``), PLAIN (``x``) or POST (``residual += scale · rms_norm(x)``, of the weight post_norm).
+        x: [m, n] of float16 or bfloat16, unit column stride; for EMBED the embedding [vocab, n], packed or not. up: as
+            x, same stride.
+        residual: float32 [m, n], written by RESIDUAL, EMBED and POST. norm, norm_bias, post_norm: float32 [n].
+        centered: the norm is a layer norm, else an RMS norm.
+        y: [m, n] of x's dtype, x itself serves; with a packed embedding and limbs there is none, and no dtype.
         limbs: uint8, as :func:`trirun_kernels.gemm.activations.quantize_activations` makes them.
         tokens: int32 [m]; a negative one stands for ``latest[slots[row]]``, int32 both.
 
     Raises:
         NativeError: the library is missing, or refused the call; the message has the shapes.
     """
+    packed = x if isinstance(x, PackedWeight) else None
+    x = None if isinstance(x, PackedWeight) else x
     like, typed = x if residual is None else residual, y if x is None else x
-    if like is None or typed is None:
+    if like is None or (typed is None and packed is None):
         raise ValueError(f"rows: source {source} needs x, or a residual and y")
-    (m, n), dtype, vocab = like.shape, typed.dtype, 0
+    (m, n), dtype, vocab = like.shape, torch.float16 if typed is None else typed.dtype, 0
     if tokens is not None:
-        m, vocab = tokens.shape[0], typed.shape[0]
+        m = tokens.shape[0]
+        vocab = packed.n if packed is not None else 0 if x is None else x.shape[0]
     struct = RowsStruct(
-        _pointer(x), _pointer(up), _pointer(residual), _pointer(norm), _pointer(y), _pointer(limbs),
+        _pointer(x), _pointer(up), _pointer(residual), _pointer(norm), _pointer(norm_bias), _pointer(post_norm),
+        _pointer(y), _pointer(limbs),
         0 if limbs is None else limbs.numel(), _pointer(tokens), _pointer(slots), _pointer(latest),
         m, n, n if x is None else x.stride(0), n if y is None else y.stride(0), vocab,
-        eps, source, DTYPES[dtype], ACTIVATIONS[activation], act_bits,
+        eps, scale, source, DTYPES[dtype], _ACTIVATIONS[activation], act_bits, centered, 0,
+        None if packed is None else ctypes.pointer(Int2Struct.of(packed)),
     )  # fmt: skip
     check_cuda(library().trirun_cuda_rows(ctypes.byref(struct), _stream()), f"rows: source {source}, {dtype} {[m, n]}")
 
@@ -218,12 +240,14 @@ def sample(
 
     Args:
         logits: [m, vocab], any of the three dtypes. slots: int32 [m], distinct; a negative one skips its row.
-        sampled: int32 [m], the result. logprobs: float32 [m], of the unmodified logits, for slots that want them.
+        sampled: int32 [m], the result, -1 where no allowed logit is a finite number.
+        logprobs: float32 [m], of the unmodified logits, for slots that want them.
         wanted: int32 [m], 0 leaves a row out. positions, tokens: int32 [m], advanced to the next step's.
     """
     struct = SampleStruct(
         logits.data_ptr(), slots.data_ptr(), _pointer(wanted), state.samplers.data_ptr(), _pointer(state.counts),
-        state.bias_tokens.data_ptr(), state.bias_values.data_ptr(), state.work.data_ptr(), sampled.data_ptr(),
+        state.bias_tokens.data_ptr(), state.bias_values.data_ptr(), _pointer(state.masks), state.work.data_ptr(),
+        sampled.data_ptr(),
         _pointer(logprobs), state.latest.data_ptr(), _pointer(positions), _pointer(tokens), logits.shape[0],
         logits.shape[1], logits.stride(0), state.bias_tokens.shape[1], DTYPES[logits.dtype], 0,
     )  # fmt: skip
@@ -238,10 +262,11 @@ def _attention(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(limbs),
         0 if limbs is None else limbs.numel(), cache.keys.data_ptr(), cache.values.data_ptr(),
         _pointer(cache.scales), cache.block_tables.data_ptr(), slots.data_ptr(), positions.data_ptr(),
-        _pointer(heads.q_norm), _pointer(heads.k_norm), heads.cosines.data_ptr(), heads.sines.data_ptr(),
+        _pointer(heads.q_norm), _pointer(heads.k_norm), _pointer(heads.cosines), _pointer(heads.sines),
+        _pointer(heads.sinks),
         q.shape[0], heads.heads, heads.kv_heads, q.stride(0), k.stride(0), q.shape[1] if y is None else y.stride(0),
-        cache.block_tables.stride(0), heads.head_dim, heads.cosines.shape[1], splits, DTYPES[q.dtype], heads.eps,
-        heads.scale,
+        cache.block_tables.stride(0), heads.head_dim, 0 if heads.cosines is None else heads.cosines.shape[1], splits,
+        DTYPES[q.dtype], heads.interleaved, heads.window or 0, heads.eps, heads.scale, heads.softcap, 0,
     )  # fmt: skip
 
 

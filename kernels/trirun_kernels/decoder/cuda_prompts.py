@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -30,6 +31,7 @@ class Prompts:
         slots: int32 [n] on the device. queries, keys: int32 [n + 1], where each segment's rows, and its slot's
             positions, begin. most_queries, most_keys: of one segment. total: of all keys.
         whole: every segment begins its sequence, so that its rows are all that it attends to.
+        lengths: rows of each segment, and positions of its slot by its end, on the host.
     """
 
     slots: Tensor
@@ -39,6 +41,7 @@ class Prompts:
     most_keys: int
     total: int
     whole: bool
+    lengths: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device) -> Prompts:
@@ -49,16 +52,62 @@ class Prompts:
         values = torch.tensor([s.slot for s in segments] + starts[0] + starts[1], dtype=torch.int32).to(device)
         n = len(segments)
         slots, queries, keys = values.split((n, n + 1, n + 1))
-        return cls(slots, queries, keys, max(counts), max(lengths), starts[1][-1], counts == lengths)
+        return cls(
+            slots,
+            queries,
+            keys,
+            max(counts),
+            max(lengths),
+            starts[1][-1],
+            counts == lengths,
+            tuple(zip(counts, lengths, strict=True)),
+        )
 
 
 def prompt_attention(q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, prompts: Prompts) -> Tensor:
     """Causal attention of rotated q [rows, heads·head_dim] to k and v [prompts.total, kv_heads·head_dim]: all segments
     in one call of flash attention, since a call for each leaves the GPU waiting for the host."""
-    # It aligns the causal mask to the last key, and takes grouped heads.
     q, k, v = (part.unflatten(1, (-1, heads.head_dim)) for part in (q, k, v))
-    out = torch.ops.aten._flash_attention_forward(
+    if heads.softcap:
+        return _softcapped_attention(q, k, v, heads, prompts)
+    # It aligns the causal mask to the last key, and takes grouped heads.
+    window = {} if heads.window is None else {"window_size_left": heads.window - 1, "window_size_right": 0}
+    out, weights, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, prompts.queries, prompts.keys, prompts.most_queries, prompts.most_keys, 0.0, True, False,
-        scale=heads.scale,
-    )[0]  # fmt: skip
+        scale=heads.scale, **window,
+    )  # fmt: skip
+    if heads.sinks is not None:
+        # The keys' share of a softmax that the sink is part of; weights: log of their sum, [heads, rows].
+        share = torch.sigmoid(weights[:, : out.shape[0]].t() - heads.sinks)
+        out = (out.float() * share.unsqueeze(-1)).to(out.dtype)
+    return out.flatten(1)
+
+
+# Rows of a prompt whose scores are in memory at once.
+SCORED_ROWS = 256
+
+
+def _softcapped_attention(q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, prompts: Prompts) -> Tensor:
+    """The same with softened scores, which flash attention in torch has not: scores of some rows at a time."""
+    out, group = torch.empty_like(q), heads.heads // heads.kv_heads
+    first, first_key = 0, 0
+    for rows, length in prompts.lengths:
+        keys, values = (part[first_key : first_key + length].transpose(0, 1) for part in (k, v))
+        for start in range(0, rows, SCORED_ROWS):
+            piece = slice(first + start, first + min(start + SCORED_ROWS, rows))
+            # [kv_heads, rows · group, keys]
+            queries = q[piece].unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
+            scores = (queries @ keys.transpose(1, 2)).float().mul_(heads.scale / heads.softcap).tanh_()
+            scores = scores.mul_(heads.softcap).unflatten(1, (-1, group))
+            positions = torch.arange(length - rows + start, length - rows + start + scores.shape[1], device=q.device)
+            distance = positions.unsqueeze(1) - torch.arange(length, device=q.device)
+            hidden = (distance < 0) | (distance >= (heads.window or length))
+            scores.masked_fill_(hidden.unsqueeze(1), -math.inf)
+            if heads.sinks is not None:
+                sinks = heads.sinks.view(-1, 1, group, 1).expand(*scores.shape[:3], 1)
+                scores = torch.cat((scores, sinks), -1)
+            weights = scores.softmax(-1)[..., :length].to(q.dtype).flatten(1, 2)
+            attended = (weights @ values).unflatten(1, (-1, group)).transpose(0, 1)
+            out[piece] = attended.flatten(1, 2)
+        first, first_key = first + rows, first_key + length
     return out.flatten(1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cuda_ops import EMBED, GATE, PAGE, RESIDUAL, Cache, Heads
-from .reference import rms_norm, rotate
+from .cuda_ops import EMBED, GATE, PAGE, POST, RESIDUAL, Cache, Heads
+from .reference import activate, rms_norm, rotate, soften, unseen, with_sinks
 
 
 def rows(
@@ -17,6 +19,10 @@ def rows(
     up: Tensor | None = None,
     residual: Tensor | None = None,
     norm: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    post_norm: Tensor | None = None,
+    centered: bool = False,
+    scale: float = 1.0,
     eps: float = 0.0,
     activation: str = "silu",
     tokens: Tensor | None = None,
@@ -29,19 +35,23 @@ def rows(
         ids = tokens.long()
         if latest is not None and slots is not None:
             ids = torch.where(ids < 0, latest.long()[slots.long().clamp(min=0)], ids)
-        y = residual = x[ids].float()
+        y = residual = x[ids].float() * scale
     elif source == RESIDUAL:
         assert residual is not None
-        y = residual = residual if x is None else residual + x.float()
+        y = residual = residual if x is None else residual + scale * x.float()
+    elif source == POST:
+        assert residual is not None and x is not None and post_norm is not None
+        y = residual = residual + scale * rms_norm(x.float(), post_norm, eps)
     elif source == GATE:
-        assert x is not None and up is not None
-        gate = x.float()
-        y = (F.silu(gate) if activation == "silu" else F.relu(gate).square()) * up.float()
+        assert x is not None
+        y = activate(x.float(), activation) * (1.0 if up is None else up.float())
         residual = None
     else:
         assert x is not None
         y, residual = x.float(), None
-    return (y if norm is None else rms_norm(y, norm, eps)), residual
+    if norm is not None:
+        y = F.layer_norm(y, norm.shape, norm, norm_bias, eps) if centered else rms_norm(y, norm, eps)
+    return y, residual
 
 
 def prepared_heads(q: Tensor, k: Tensor, heads: Heads, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +62,9 @@ def prepared_heads(q: Tensor, k: Tensor, heads: Heads, positions: Tensor) -> tup
         wide = part.float().reshape(m, -1, heads.head_dim)
         if norm is not None:
             wide = rms_norm(wide, norm, heads.eps)
-        parts.append(rotate(wide, heads.cosines[at], heads.sines[at]))
+        if heads.cosines is not None and heads.sines is not None:
+            wide = rotate(wide, heads.cosines[at], heads.sines[at], heads.interleaved)
+        parts.append(wide)
     return parts[0], parts[1]
 
 
@@ -115,8 +127,11 @@ def attend(q: Tensor, heads: Heads, cache: Cache, slots: Tensor, positions: Tens
         keys, values = (
             part.float().repeat_interleave(group, 0) for part in gathered(cache, slot, position + 1, heads.head_dim)
         )
-        scores = torch.einsum("hd,hkd->hk", q[row], keys) * heads.scale
-        out[row] = torch.einsum("hk,hkd->hd", scores.softmax(-1), values).reshape(-1)
+        scores = soften(torch.einsum("hd,hkd->hk", q[row], keys) * heads.scale, heads.softcap).unsqueeze(1)
+        every = torch.arange(position + 1, device=q.device)
+        scores = scores.masked_fill(unseen(every[-1:], every, heads.window), -math.inf)
+        weights = with_sinks(scores, heads.sinks).squeeze(1)
+        out[row] = torch.einsum("hk,hkd->hd", weights, values).reshape(-1)
     return out
 
 

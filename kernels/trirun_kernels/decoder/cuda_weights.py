@@ -13,7 +13,29 @@ from torch import Tensor
 from ..f16acc.int2 import FEWEST_ROWS, int2_gemm_f16acc
 from ..gemm.cuda import Int2Product
 from ..weights.packing import PackedWeight
-from .weights import LINEARS, NORMS, DecoderShape, DecoderWeights, Int8Head
+from .cuda_delta import DeltaHeads
+from .cuda_experts import CudaMixture
+from .cuda_head import Int8Projection
+from .shape import DecoderShape, GatedDelta, LayerShape, Mixture
+from .weights import VECTORS, DecoderWeights, Int8Head, LayerWeights, MixtureWeights
+
+DELTA_VECTORS = ("conv", "decay_rate", "decay_bias", "norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """The input of projections: 16-bit values [m, k], or the limbs of m rows in one buffer, beside which the values may
+    be kept."""
+
+    data: Tensor
+    limbs: bool
+    kept: Tensor | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """The 16-bit values."""
+        assert not self.limbs or self.kept is not None
+        return self.data if self.kept is None else self.kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +84,33 @@ class Projection:
             return int2_gemm_f16acc(x, w, self.bias)
         return self.product(x)
 
+    def of(self, x: Activations, m: int, dtype: torch.dtype) -> Tensor:
+        """The product of m rows, [m, n] of the type."""
+        if not x.limbs:
+            return self(x.data)
+        assert self.product is not None
+        return self.product.of_limbs(x.data, m, dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class CudaLayer:
-    """One layer. ``qkv`` and ``gate_up`` are one fused projection, or the separate ones in this order."""
+    """One layer. ``qkv`` and ``gate_up`` are one fused projection, or the separate ones in this order; ``gate_up`` is
+    up alone where there is no gate. ``norms``: its vectors by the fields of :class:`~.weights.LayerWeights`.
+    ``delta``: of a Gated DeltaNet mixer, what its kernels read. ``mixture``: experts; the layer's own projections are
+    then the shared one's, none and None where there is none."""
 
     qkv: Sequence[Projection]
     o: Projection
     gate_up: Sequence[Projection]
-    down: Projection
+    down: Projection | None
     norms: Mapping[str, Tensor] = field(default_factory=dict)
+    delta: DeltaHeads | None = None
+    mixture: CudaMixture | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """The matrices of the layer, in the order in which a step multiplies them."""
-        return (*self.qkv, self.o, *self.gate_up, self.down)
+        """The matrices of the layer but for experts', in the order in which a step multiplies them."""
+        return (*self.qkv, self.o, *self.gate_up, *(() if self.down is None else (self.down,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,44 +119,46 @@ class CudaModel:
 
     Attributes:
         shape: sizes. layers: from the first to the last.
-        embedding, head: [vocab, hidden], one tensor where they are tied; the head's rows are padded with zeros to a
-            multiple of 8, which 16-bit products need to be fast. final_norm: float32 [hidden].
-        cosines, sines: float32 [positions, rotary_half].
-        act_bits: of packed projections.
+        embedding: [vocab, hidden], packed or of ``dtype``.
+        head: its product; unless it has 8 bits, its weight is the embedding's where they are tied. See
+            :func:`head_projection`.
+        final_norm, final_norm_bias: float32 [hidden].
+        rotary: as of :class:`~trirun_kernels.decoder.weights.DecoderWeights`.
+        dtype: of activations and 16-bit weights, float16 or bfloat16.
+        act_bits: of packed projections but the head, which reads 16 bits.
     """
 
     shape: DecoderShape
     layers: Sequence[CudaLayer]
-    embedding: Tensor
-    head: Tensor
+    embedding: Tensor | PackedWeight
+    head: Projection | Int8Projection
     final_norm: Tensor
-    cosines: Tensor
-    sines: Tensor
+    rotary: Sequence[tuple[Tensor, Tensor]]
+    dtype: torch.dtype
     act_bits: int = 16
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of activations and 16-bit weights: float16 or bfloat16."""
-        return self.embedding.dtype
+    final_norm_bias: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
         """Where all tensors lie."""
-        return self.embedding.device
+        return self.final_norm.device
 
     @property
     def packed(self) -> bool:
         """Whether every projection is packed."""
-        return all(p.product is not None for layer in self.layers for p in layer.projections)
+        experts = all(layer.mixture is None or layer.mixture.packed for layer in self.layers)
+        return experts and all(p.product is not None for layer in self.layers for p in layer.projections)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights on the device: projections, embedding, head, norms."""
-        tensors = {t.data_ptr(): t.nbytes for t in (self.embedding, self.head, self.final_norm)}
-        total = sum(tensors.values())
+        tied = isinstance(self.head, Projection) and self.head.weight is self.embedding
+        total = self.embedding.nbytes + (0 if tied else self.head.nbytes) + self.final_norm.nbytes
         for layer in self.layers:
             total += sum(p.nbytes + (0 if p.bias is None else p.bias.nbytes) for p in layer.projections)
             total += sum(norm.nbytes for norm in layer.norms.values())
+            total += 0 if layer.delta is None else layer.delta.nbytes
+            total += 0 if layer.mixture is None else layer.mixture.nbytes
         return total
 
     @classmethod
@@ -132,22 +168,36 @@ class CudaModel:
         """A model of torch tensors (see :class:`~trirun_kernels.decoder.weights.DecoderWeights`) copied to the GPU."""
         layers = [
             cuda_layer(
-                {name: getattr(layer, name).weight for name in LINEARS},
-                {name: getattr(layer, name).bias for name in LINEARS},
-                {name: getattr(layer, name) for name in NORMS},
+                {name: linear.weight for name, linear in layer.linears.items()},
+                {name: linear.bias for name, linear in layer.linears.items()},
+                {name: getattr(layer, name) for name in VECTORS},
                 device,
                 dtype,
                 act_bits,
+                _delta_heads(layer, each, weights.shape.norm_eps, device, dtype),
+                _mixture(layer.mixture, each.mixture, device, dtype, act_bits),
             )
-            for layer in weights.layers
+            for layer, each in zip(weights.layers, weights.shape.layers, strict=True)
         ]
         head = weights.head.dequantize() if isinstance(weights.head, Int8Head) else weights.head
-        embedding = weights.embedding.to(device, dtype)
-        head = padded_head(embedding if weights.head is weights.embedding else head.to(device, dtype))
-        final_norm, cosines, sines = (
-            torch.as_tensor(t).to(device) for t in (weights.final_norm, weights.cosines, weights.sines)
-        )
-        return cls(weights.shape, layers, embedding, head, final_norm, cosines, sines, act_bits)
+        embedding = on_device(weights.embedding, device, dtype)
+        head = head_projection(embedding if weights.head is weights.embedding else on_device(head, device, dtype))
+        rotary = [(torch.as_tensor(c).to(device), torch.as_tensor(s).to(device)) for c, s in weights.rotary]
+        final_norm, bias = torch.as_tensor(weights.final_norm).to(device), weights.final_norm_bias
+        bias = None if bias is None else torch.as_tensor(bias).to(device)
+        return cls(weights.shape, layers, embedding, head, final_norm, rotary, dtype, act_bits, bias)
+
+
+def rows_in_limbs(model: CudaModel, low: int, high: int) -> range:
+    """Numbers of rows, within low to high, for which every projection has a fast kernel that reads limbs."""
+    if not model.packed:
+        return range(0)
+    every = (p.product for layer in model.layers for p in layer.projections)
+    products = {product.shape_key: product for product in every if product is not None}
+    for m in range(low, high + 1):
+        if not all(product.reads_limbs(m) for product in products.values()):
+            return range(low, m)
+    return range(low, high + 1)
 
 
 def cuda_layer(
@@ -157,9 +207,11 @@ def cuda_layer(
     device: torch.device | str,
     dtype: torch.dtype,
     act_bits: int,
+    delta: DeltaHeads | None = None,
+    mixture: CudaMixture | None = None,
 ) -> CudaLayer:
-    """A layer from its seven linears by name (PackedWeight or dense tensors, on any device), biases and norms (None or
-    absent where there is none)."""
+    """A layer from its linears by name (PackedWeight or dense tensors, on any device; "qkv" and "gate_up" where a
+    checkpoint joins them), biases and norms (None or absent where there is none)."""
 
     def bias(*names: str) -> Tensor | None:
         found = [biases.get(name) for name in names]
@@ -169,18 +221,49 @@ def cuda_layer(
         parts = [torch.zeros(size) if b is None else torch.as_tensor(b) for b, size in zip(found, sizes, strict=True)]
         return torch.cat([part.to(device, dtype) for part in parts])
 
-    def moved(weight: Any) -> Any:
-        return weight.to(device) if isinstance(weight, PackedWeight) else weight.to(device, dtype)
-
     def group(*names: str) -> tuple[Projection, ...]:
-        whole = fused([weights[name] for name in names])
+        names = tuple(name for name in names if name in weights)
+        whole = fused([weights[name] for name in names]) if names else None
         if whole is not None:
-            return (Projection(moved(whole), bias(*names), act_bits),)
-        return tuple(Projection(moved(weights[name]), bias(name), act_bits) for name in names)
+            return (Projection(on_device(whole, device, dtype), bias(*names), act_bits),)
+        return tuple(Projection(on_device(weights[name], device, dtype), bias(name), act_bits) for name in names)
 
     there = {name: torch.as_tensor(norm).to(device).float() for name, norm in norms.items() if norm is not None}
-    (o,), (down,) = group("o"), group("down")
-    return CudaLayer(group("q", "k", "v"), o, group("gate", "up"), down, there)
+    (o,), down = group("o"), next(iter(group("down")), None)
+    mixed = group("qkv", "q", "k", "v", "z", "q_gate")
+    return CudaLayer(mixed, o, group("gate_up", "gate", "up"), down, there, delta, mixture)
+
+
+def _delta_heads(
+    layer: LayerWeights, shape: LayerShape, eps: float, device: torch.device | str, dtype: torch.dtype
+) -> DeltaHeads | None:
+    if layer.delta is None or not isinstance(shape.mixer, GatedDelta):
+        return None
+    vectors = {name: getattr(layer.delta, name) for name in DELTA_VECTORS}
+    return delta_heads(shape.mixer, layer.delta.gates, vectors, eps, device, dtype)
+
+
+def delta_heads(
+    shape: GatedDelta, gates: Tensor, vectors: Mapping[str, Any], eps: float, device: torch.device | str,
+    dtype: torch.dtype,
+) -> DeltaHeads:  # fmt: skip
+    """What the kernels of a Gated DeltaNet mixer read, from its weights (:class:`~.weights.DeltaWeights`)."""
+    there = {name: torch.as_tensor(vectors[name]).to(device).float().contiguous() for name in DELTA_VECTORS}
+    return DeltaHeads(shape, gates.to(device, dtype).contiguous(), eps=eps, **there)
+
+
+def _mixture(
+    weights: MixtureWeights | None, mixture: Mixture | None, device: torch.device | str, dtype: torch.dtype,
+    act_bits: int,
+) -> CudaMixture | None:  # fmt: skip
+    if weights is None or mixture is None:
+        return None
+    every = {name: getattr(weights, name) for name in ("gate", "up", "down")}
+    return CudaMixture.of(
+        mixture, {name: [linear.weight for linear in each] for name, each in every.items()},
+        {name: [linear.bias for linear in each] for name, each in every.items()}, torch.as_tensor(weights.router),
+        weights.bias, weights.correction, device, dtype, act_bits,
+    )  # fmt: skip
 
 
 def fused(weights: Sequence[Any]) -> PackedWeight | Tensor | None:
@@ -203,9 +286,22 @@ def fused(weights: Sequence[Any]) -> PackedWeight | Tensor | None:
     return PackedWeight(words, scales, zeros, sum(w.n for w in weights), first.k, first.spec)
 
 
-def padded_head(head: Tensor) -> Tensor:
-    """An output head [vocab, hidden] with its rows padded to a multiple of 8 by zeros; itself where they are one."""
-    return head if head.shape[0] % 8 == 0 else F.pad(head, (0, 0, 0, -head.shape[0] % 8))
+def on_device(weight: Any, device: torch.device | str, dtype: torch.dtype) -> Any:
+    """A weight on a device: packed as it is, or dense in that dtype."""
+    return weight.to(device) if isinstance(weight, PackedWeight) else weight.to(device, dtype)
+
+
+def head_projection(head: Tensor | PackedWeight, *, int8: bool = False) -> Projection | Int8Projection:
+    """The product of an output head [vocab, hidden]; ``int8``: in 8 bits unless it is packed.
+
+    Rows of a head in 16 bits are padded with zeros to a multiple of 8, which its products need to be fast: there are as
+    many logits more.
+    """
+    if int8 and isinstance(head, Tensor):
+        return Int8Projection.of(head)
+    if isinstance(head, Tensor) and head.shape[0] % 8:
+        head = F.pad(head, (0, 0, 0, -head.shape[0] % 8))
+    return Projection(head)
 
 
 def _rows(weight: Any) -> int:

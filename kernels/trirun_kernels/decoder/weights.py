@@ -1,4 +1,4 @@
-"""What a Llama-like decoder is made of: sizes, packed linears, norms, rotary angles.
+"""The weights of a decoder: packed linears, norms, rotary angles.
 
 Fields typed Any hold arrays: torch tensors, numpy arrays, or :class:`~trirun_kernels.arrays.Array`.
 """
@@ -12,47 +12,14 @@ from typing import TYPE_CHECKING, Any
 from .. import native
 from ..arrays import Array
 from ..weights.spec import QuantSpec
+from .shape import ACTIVATIONS, NORMS, Attention, DecoderShape, GatedDelta, LayerShape, Mixture
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..weights.packing import PackedWeight
 
-ACTIVATIONS = {"silu": 0, "relu2": 1}  # TRIRUN_SILU, TRIRUN_RELU2
 FLOATS = ("float16", "bfloat16", "float32")
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """Sizes and constants of a Llama-like decoder.
-
-    Attributes:
-        layers, hidden, ffn, heads, kv_heads, head_dim, vocab: sizes; heads is a multiple of kv_heads. The CPU decoder
-            wants hidden to be a multiple of 16.
-        rotary_half: pairs that rotate, head_dim / 2 unless the rotation is partial.
-        norm_eps: of every RMS norm. attention_scale: of q · k.
-        activation: "silu" or "relu2", of ``act(gate) * up``.
-    """
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    rotary_half: int
-    norm_eps: float
-    attention_scale: float
-    activation: str = "silu"
-
-    @property
-    def linear_sizes(self) -> dict[str, tuple[int, int]]:
-        """(out_features, in_features) of a layer's linears by their names, in the order of :data:`LINEARS`."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        hidden, ffn = self.hidden, self.ffn
-        sizes = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (ffn, hidden), (hidden, ffn))
-        return dict(zip(LINEARS, sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,30 +66,116 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a Gated DeltaNet mixer has beside its output projection.
+
+    Attributes:
+        qkv, z: linears of the sizes of :meth:`.shape.GatedDelta.linear_sizes`; z None where qkv has it.
+        gates: [b of all value heads, a of all value heads][hidden], float16, bfloat16 or float32.
+        conv: float32 [taps, channels], the newest token's last; channels are q, k and v of all heads.
+        decay_rate, decay_bias: float32 [value_heads], −e^A and what is added to a. norm: float32 [value_dim].
+    """
+
+    qkv: Linear
+    z: Linear | None
+    gates: Any
+    conv: Any
+    decay_rate: Any
+    decay_bias: Any
+    norm: Any
+
+    def check(self, what: str, shape: GatedDelta, hidden: int) -> None:
+        """Raise ValueError unless the tensors are those of the shape, in contiguous CPU memory."""
+        heads = (shape.value_heads,)
+        _expect(f"{what} gates", self.gates, (2 * shape.value_heads, hidden), FLOATS)
+        _expect(f"{what} conv", self.conv, (shape.taps, shape.channels))
+        sizes = {"decay_rate": heads, "decay_bias": heads, "norm": (shape.value_dim,)}
+        for name, size in sizes.items():
+            _expect(f"{what} {name}", getattr(self, name), size)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureWeights:
+    """The experts of a layer.
+
+    Attributes:
+        gate, up, down: every expert's linears, of the sizes of :meth:`Mixture.linear_sizes` and of one grid.
+        router: [experts, hidden], float16, bfloat16 or float32; with a gate of the shared expert that is one row more.
+        bias: float32 [experts], of the router, or None.
+        correction: float32 [experts], added to scores for the choice alone, or None.
+    """
+
+    gate: Sequence[Linear]
+    up: Sequence[Linear]
+    down: Sequence[Linear]
+    router: Any
+    bias: Any | None = None
+    correction: Any | None = None
+
+    def check(self, what: str, mixture: Mixture, hidden: int) -> None:
+        """Raise ValueError unless these are the experts that ``mixture`` describes."""
+        experts, spec = mixture.routing.experts, self.gate[0].weight.spec
+        for name, size in mixture.linear_sizes(hidden).items():
+            linears = getattr(self, name)
+            if len(linears) != experts:
+                raise ValueError(f"decoder: {what} has {name} of {len(linears)} experts, the shape says {experts}")
+            for index, linear in enumerate(linears):
+                linear.check(f"{what} expert {index} {name}", size)
+                if linear.weight.spec != spec:
+                    raise ValueError(f"decoder: {what} expert {index} {name} is {linear.weight.spec}, others {spec}")
+        _expect(f"{what} router", self.router, (mixture.outputs, hidden), FLOATS)
+        for name in ("bias", "correction"):
+            if (vector := getattr(self, name)) is not None:
+                _expect(f"{what} {name}", vector, (experts,))
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One decoder layer.
 
     Attributes:
-        q, k, v, o, gate, up, down: linears of the sizes of :attr:`DecoderShape.linear_sizes`.
-        attention_norm, mlp_norm: float32 [hidden].
-        q_norm, k_norm: float32 [head_dim], of every head by itself before the rotation (Qwen3), or None.
+        q, k, v, o, gate, up, down, q_gate: linears of the sizes of :meth:`LayerShape.linear_sizes`, None where it has
+            none.
+        attention_norm, mlp_norm: float32 [hidden], before the part, or None.
+        q_norm, k_norm: float32, before the rotation, or None: [head_dim], of every head by itself (Qwen3), or, with
+            ``row_norms``, [heads·head_dim] and [kv_heads·head_dim] (OLMo 2).
         attention_sub_norm: float32 [heads·head_dim], before o (BitNet), or None.
         mlp_sub_norm: float32 [ffn], before down (BitNet), or None.
+        attention_post_norm, mlp_post_norm: float32 [hidden], of what the part adds (Gemma 2), or None.
+        attention_norm_bias, mlp_norm_bias: float32 [hidden], of layer norms, or None.
+        sinks: float32 [heads], or None (gpt-oss).
+        delta: of a Gated DeltaNet mixer, or None.
+        mixture: experts, or None. With them gate, up and down are the shared expert's, None where there is none.
     """
 
-    q: Linear
-    k: Linear
-    v: Linear
+    q: Linear | None
+    k: Linear | None
+    v: Linear | None
     o: Linear
-    gate: Linear
-    up: Linear
-    down: Linear
-    attention_norm: Any
-    mlp_norm: Any
+    gate: Linear | None
+    up: Linear | None
+    down: Linear | None
+    attention_norm: Any | None
+    mlp_norm: Any | None
     q_norm: Any | None = None
     k_norm: Any | None = None
     attention_sub_norm: Any | None = None
     mlp_sub_norm: Any | None = None
+    attention_post_norm: Any | None = None
+    mlp_post_norm: Any | None = None
+    attention_norm_bias: Any | None = None
+    mlp_norm_bias: Any | None = None
+    sinks: Any | None = None
+    q_gate: Linear | None = None
+    delta: DeltaWeights | None = None
+    mixture: MixtureWeights | None = None
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """All linears by the names of :meth:`LayerShape.linear_sizes`."""
+        mixer = {} if self.delta is None else {"qkv": self.delta.qkv, "z": self.delta.z}
+        found = mixer | {name: getattr(self, name) for name in LINEARS}
+        return {name: linear for name, linear in found.items() if linear is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +209,20 @@ class Int8Head:
         _expect("8-bit head's scales", self.scales, (vocab,))
 
 
-LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
-NORMS = tuple(field.name for field in fields(LayerWeights) if field.name not in LINEARS)
-SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
+LINEARS = ("q", "k", "v", "q_gate", "o", "gate", "up", "down")
+# Of a layer, besides its linears.
+VECTORS = tuple(field.name for field in fields(LayerWeights) if field.name not in (*LINEARS, "delta", "mixture"))
+
+
+def vector_lengths(layer: LayerShape, hidden: int) -> dict[str, int]:
+    """Elements of each of :data:`VECTORS`, where a layer has it."""
+    mixer, lengths = layer.mixer, dict.fromkeys(VECTORS, hidden) | {"mlp_sub_norm": layer.feed_forward.size}
+    if not isinstance(mixer, Attention):
+        return lengths
+    whole = mixer.row_norms
+    lengths |= {"sinks": mixer.heads, "attention_sub_norm": mixer.q_size}
+    lengths |= {"q_norm": mixer.q_size if whole else mixer.head_dim}
+    return lengths | {"k_norm": mixer.kv_size if whole else mixer.head_dim}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +230,14 @@ class DecoderWeights:
     """A whole model.
 
     Attributes:
-        shape: its sizes. layers: of its ``shape.layers`` layers.
-        embedding: [vocab, hidden], float16, bfloat16 or float32; rows are read one by one, so a mapped file serves.
-        head: [vocab, hidden] likewise, the embedding itself where the two are tied; or in 8 bits.
-        final_norm: float32 [hidden].
-        cosines, sines: float32 [positions, rotary_half] of the rotary angles, any attention factor included.
+        shape: its description. layers: as many as the shape has.
+        embedding: [vocab, hidden], float16, bfloat16 or float32; rows are read one by one, so a mapped file serves. Or
+            packed.
+        head: [vocab, hidden] likewise, the embedding itself where the two are tied; or in 8 bits. A packed one reads
+            16-bit activations, whatever the other linears read.
+        final_norm: float32 [hidden], any factor of the logits included. final_norm_bias: likewise, or None.
+        rotary: tables of the rotary angles: cosines and sines, float32 [positions, rotary_half], any attention factor
+            included.
     """
 
     shape: DecoderShape
@@ -178,8 +245,8 @@ class DecoderWeights:
     embedding: Any
     head: Any
     final_norm: Any
-    cosines: Any
-    sines: Any
+    rotary: Sequence[tuple[Any, Any]]
+    final_norm_bias: Any | None = None
 
     def check(self, positions: int) -> None:
         """Raise unless every tensor is what native code will take it for.
@@ -191,29 +258,60 @@ class DecoderWeights:
             ValueError: a shape, dtype, device or memory layout does not fit the sizes; the message has the numbers.
         """
         s = self.shape
-        if s.activation not in ACTIVATIONS:
-            raise ValueError(f"decoder: activation {s.activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        if len(self.layers) != s.layers:
-            raise ValueError(f"decoder: {len(self.layers)} layers given, the shape says {s.layers}")
-        if self.cosines.shape[0] < positions:
-            raise ValueError(f"decoder: rotary angles of {self.cosines.shape[0]} positions, {positions} are needed")
-        for name in ("cosines", "sines"):
-            _expect(name, getattr(self, name), (self.cosines.shape[0], s.rotary_half))
+        if s.norm not in NORMS:
+            raise ValueError(f"decoder: norm {s.norm!r} is not one of {', '.join(NORMS)}")
+        if len(self.layers) != len(s.layers):
+            raise ValueError(f"decoder: {len(self.layers)} layers given, the shape says {len(s.layers)}")
+        if len(self.rotary) < len(s.rotary_halves):
+            raise ValueError(f"decoder: {len(self.rotary)} tables of angles, {len(s.rotary_halves)} are needed")
+        for (cosines, sines), half in zip(self.rotary, s.rotary_halves, strict=False):
+            if cosines.shape[0] < positions:
+                raise ValueError(f"decoder: rotary angles of {cosines.shape[0]} positions, {positions} are needed")
+            for name, table in (("cosines", cosines), ("sines", sines)):
+                _expect(name, table, (cosines.shape[0], half))
         _expect("final_norm", self.final_norm, (s.hidden,))
-        _expect("embedding", self.embedding, (s.vocab, s.hidden), FLOATS)
-        if isinstance(self.head, Int8Head):
-            self.head.check(s.vocab, s.hidden)
-        else:
-            _expect("head", self.head, (s.vocab, s.hidden), FLOATS)
-        shapes = s.linear_sizes
-        lengths = {name: s.hidden for name in ("attention_norm", "mlp_norm")} | {"q_norm": s.head_dim}
-        lengths |= {"k_norm": s.head_dim, "attention_sub_norm": s.heads * s.head_dim, "mlp_sub_norm": s.ffn}
-        for index, layer in enumerate(self.layers):
-            for name, shape in shapes.items():
-                getattr(layer, name).check(f"layer {index} {name}", shape)
-            for name, length in lengths.items():
-                if (norm := getattr(layer, name)) is not None:
-                    _expect(f"layer {index} {name}", norm, (length,))
+        if self.final_norm_bias is not None:
+            _expect("final_norm_bias", self.final_norm_bias, (s.hidden,))
+        for name, matrix in (("embedding", self.embedding), ("head", self.head)):
+            if is_packed(matrix):
+                Linear(matrix).check(name, (s.vocab, s.hidden))
+            elif isinstance(matrix, Int8Head):
+                matrix.check(s.vocab, s.hidden)
+            else:
+                _expect(name, matrix, (s.vocab, s.hidden), FLOATS)
+        for index, (layer, shape) in enumerate(zip(self.layers, s.layers, strict=True)):
+            _check_layer(f"layer {index}", layer, shape, s.hidden)
+
+
+def _check_layer(what: str, layer: LayerWeights, shape: LayerShape, hidden: int) -> None:
+    activation = shape.feed_forward.activation
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"decoder: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    sizes, linears = shape.linear_sizes(hidden), layer.linears
+    if different := sorted(sizes.keys() ^ linears.keys()):
+        there = "" if different[0] in linears else "no "
+        raise ValueError(f"decoder: {what} has {there}{different[0]}, the shape says otherwise")
+    for name, linear in linears.items():
+        linear.check(f"{what} {name}", sizes[name])
+    if layer.delta is not None and isinstance(shape.mixer, GatedDelta):
+        layer.delta.check(what, shape.mixer, hidden)
+    for name, length in vector_lengths(shape, hidden).items():
+        if (vector := getattr(layer, name)) is not None:
+            _expect(f"{what} {name}", vector, (length,))
+    if (layer.mixture is None) != (shape.mixture is None):
+        raise ValueError(
+            f"decoder: {what} has {'no ' if layer.mixture is None else ''}experts, the shape says otherwise"
+        )
+    if layer.mixture is not None and shape.mixture is not None:
+        layer.mixture.check(what, shape.mixture, hidden)
+    needed = (*shape.vectors, *(("sinks",) if shape.mixer.sinks else ()))
+    if lost := [name for name in needed if getattr(layer, name) is None]:
+        raise ValueError(f"decoder: {what} has no {lost[0]}, the shape says otherwise")
+
+
+def is_packed(matrix: Any) -> bool:
+    """Whether an embedding or a head is packed: it has words, with torch or without."""
+    return hasattr(matrix, "words")
 
 
 def _expect(name: str, x: Any, shape: tuple[int, ...], dtypes: tuple[str, ...] = ("float32",)) -> None:

@@ -114,6 +114,29 @@ def dequantize(w: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     return dequantize_codes(codes, scales, w.spec, zeros).to(dtype)
 
 
+def dequantize_rows(w: PackedWeight, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Some rows of :func:`dequantize`, without unpacking the others: what looking up tokens in an embedding needs.
+
+    Args:
+        rows: integers [...], each below n, on the weight's device.
+
+    Returns:
+        dtype [..., k].
+    """
+    flat = rows.reshape(-1)
+    tile, j, h, r = flat // 64, flat % 64 // 16, flat % 16 // 8, flat % 8
+    # [m, K, t, c], of the words [N, K, r, t, c, h] of the layout; then [m, K, c, b // 2, t, b % 2] in natural order.
+    words = w.words.view(*w.words.shape[:2], 8, 4, 2, 2)[tile, :, r, :, :, h]
+    shifts = (8 * torch.arange(4, device=flat.device)).view(2, 2) + 2 * j.view(-1, 1, 1, 1, 1, 1)
+    codes = (words[..., None, None] >> shifts & 3).permute(0, 1, 3, 4, 2, 5).flatten(1)[:, : w.k]
+    place = tile * 64 + 8 * r + 2 * j + h
+    groups = w.spec.groups(w.k)
+    scales, zeros = (None if part is None else part[:groups, place].t().contiguous() for part in (w.scales, w.zeros))
+    assert scales is not None
+    dense = dequantize_codes(codes.contiguous(), scales, w.spec, zeros)
+    return dense.view(*rows.shape, w.k).to(dtype)
+
+
 def dequantize_codes(codes: Tensor, scales: Tensor, spec: QuantSpec, zeros: Tensor | None = None) -> Tensor:
     """``s · (q − zero)`` in float32 for codes [n, k] and scales [n, k/group_size], before packing."""
     n, k = codes.shape

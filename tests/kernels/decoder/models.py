@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from trirun_kernels import QuantSpec, pack
-from trirun_kernels.decoder.weights import DecoderShape, DecoderWeights, LayerWeights, Linear
+from trirun_kernels.decoder.shape import DecoderShape
+from trirun_kernels.decoder.weights import VECTORS, DecoderWeights, LayerWeights, Linear, vector_lengths
 
 VOCAB, CONTEXT = 203, 192
+
+# What families add to Llama's parts, for tests of both decoders.
+PARTS = {
+    "windows": {"mixer": [{"window": 30}, {}], "layers": 3},
+    "a window of one": {"mixer": {"window": 1}, "seed": 4},
+    "softened scores and logits, GELU": {
+        "mixer": {"softcap": 2.0}, "whole": {"logit_softcap": 3.0}, "activation": "gelu_tanh",
+    },
+    "sinks and windows": {"mixer": [{"sinks": True, "window": 20}, {"sinks": True}]},
+    "neighbours rotate, some layers do not": {
+        "mixer": [{"interleaved": True}, {"rotary": None, "rotary_half": 0}], "half": 12,
+    },
+    "post norms, norms of whole rows, factors": {
+        "post_norms": True, "qk_norm": True, "mixer": {"row_norms": True},
+        "whole": {"residual_scale": 0.5, "embedding_scale": 3.0},
+    },
+    "layer norms, parallel parts": {"whole": {"norm": "layer"}, "parallel": True},
+    "layer norms with biases, no gate": {"whole": {"norm": "layer"}, "norm_bias": True, "gated": False},
+}  # fmt: skip
 
 
 def random_linear(generator, n, k, spec, bias):
@@ -20,23 +41,51 @@ def random_linear(generator, n, k, spec, bias):
 
 def random_model(
     *, heads=4, kv_heads=2, head_dim=32, hidden=96, ffn=160, layers=2, half=None, spec=None, bias=False, qk_norm=False,
-    sub_norm=False, activation="silu", dtype=torch.float16, seed=0,
+    sub_norm=False, activation="silu", dtype=torch.float16, seed=0, vocabulary=None, tied=False,
+    mixer=None, whole=None, gated=True, parallel=False, post_norms=False, norm_bias=False,
 ):  # fmt: skip
+    """``mixer``: fields of Attention, a list of them for the layers in turn. ``whole``: fields of DecoderShape."""
     generator = torch.Generator().manual_seed(seed)
     spec = spec or QuantSpec(32, 1.0)
     half = head_dim // 2 if half is None else half
-    shape = DecoderShape(layers, hidden, ffn, heads, kv_heads, head_dim, VOCAB, half, 1e-5, head_dim**-0.5, activation)
+    shape = DecoderShape.uniform(
+        layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim, vocab=VOCAB,
+        rotary_half=half, activation=activation,
+    )  # fmt: skip
+    mixers = mixer if isinstance(mixer, list) else [mixer or {}]
+
+    def described(index, layer):
+        own = replace(layer.mixer, **mixers[index % len(mixers)])
+        return replace(layer, mixer=own, feed_forward=replace(layer.feed_forward, gated=gated), parallel=parallel)
+
+    described_layers = tuple(described(index, layer) for index, layer in enumerate(shape.layers))
+    shape = replace(shape, layers=described_layers, **(whole or {}))
 
     def norm(size, wanted=True):
         return torch.rand(size, generator=generator) + 0.5 if wanted else None
 
-    def layer():
-        linears = (random_linear(generator, n, k, spec, bias) for n, k in shape.linear_sizes.values())
-        norms = (norm(hidden), norm(hidden), norm(head_dim, qk_norm), norm(head_dim, qk_norm))
-        return LayerWeights(*linears, *norms, norm(heads * head_dim, sub_norm), norm(ffn, sub_norm))
+    def layer(each):
+        sizes, lengths = each.linear_sizes(hidden), vector_lengths(each, hidden)
+        parts = {name: random_linear(generator, n, k, spec, bias) for name, (n, k) in sizes.items()}
+        wanted = {"attention_norm", "mlp_norm"}
+        if parallel:
+            parts["mlp_norm"] = parts["attention_norm"] = norm(hidden)
+            wanted = set()
+        wanted |= {"q_norm", "k_norm"} if qk_norm else set()
+        wanted |= {"attention_sub_norm", "mlp_sub_norm"} if sub_norm else set()
+        wanted |= {"attention_post_norm", "mlp_post_norm"} if post_norms else set()
+        wanted |= {"attention_norm_bias", "mlp_norm_bias"} if norm_bias else set()
+        wanted |= {"sinks"} if each.mixer.sinks else set()
+        vectors = {name: norm(lengths[name]) for name in VECTORS if name in wanted}
+        return LayerWeights(**{"gate": None} | parts | vectors)
 
+    # vocabulary: the grid of a packed embedding and head, which `tied` makes one.
     embedding = torch.randn(VOCAB, hidden, generator=generator).to(dtype)
     head = (torch.randn(VOCAB, hidden, generator=generator) / math.sqrt(hidden)).to(dtype)
+    if vocabulary is not None:
+        embedding, head = (random_linear(generator, VOCAB, hidden, vocabulary, False).weight for _ in range(2))
+    if tied:
+        head = embedding
     angles = torch.arange(CONTEXT).unsqueeze(1) * 10000.0 ** -(torch.arange(half) / max(half, 1))
-    layers = [layer() for _ in range(layers)]
-    return DecoderWeights(shape, layers, embedding, head, norm(hidden), angles.cos(), angles.sin())
+    layers = [layer(each) for each in shape.layers]
+    return DecoderWeights(shape, layers, embedding, head, norm(hidden), [(angles.cos(), angles.sin())])

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from trirun_kernels import native
+from trirun_kernels import QuantSpec, native
 from trirun_kernels.arrays import Array
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment, draw
 from trirun_kernels.decoder.structs import DrawStruct
@@ -55,8 +55,9 @@ def one_by_one(decoder, slot, prompt, steps, how=None):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("which", [(0,), (0, 1, 2)])
-def test_greedy_equals_single_steps(threads, which):
-    weights = random_model()
+@pytest.mark.parametrize("vocabulary", [None, QuantSpec(32, 1.0)])
+def test_greedy_equals_single_steps(threads, which, vocabulary):
+    weights = random_model(vocabulary=vocabulary, tied=vocabulary is not None)
     found, logits = generate(decoder_of(weights, threads), which, 12)
     for column, i in enumerate(which):
         expected, last = one_by_one(decoder_of(weights), (0, 2, 3)[i], PROMPTS[i], 12)

@@ -10,9 +10,9 @@ import torch
 from trirun_kernels import QuantSpec, native
 from trirun_kernels.decoder import reference as decoder_reference
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment, quantize_head
-from trirun_kernels.decoder.weights import DecoderWeights, Int8Head, Linear
+from trirun_kernels.decoder.weights import Int8Head, Linear
 
-from tests.kernels.decoder.models import CONTEXT, VOCAB, random_model
+from tests.kernels.decoder.models import CONTEXT, PARTS, VOCAB, random_model
 
 
 def zeroed(linear):
@@ -49,8 +49,11 @@ MODELS = {
     "sub-norms, relu2": {"sub_norm": True, "activation": "relu2", "ffn": 224},
     "partial rotation, float32": {"half": 8, "dtype": torch.float32, "spec": QuantSpec(32, 1.5)},
     "64 heads of 8 over one": {"heads": 64, "kv_heads": 1, "head_dim": 8, "hidden": 64},
+    "packed vocabulary, tied": {"vocabulary": QuantSpec(32, 1.0), "tied": True},
+    "packed vocabulary, a scale per row": {"vocabulary": QuantSpec(-1, 1.0), "hidden": 144, "spec": QuantSpec(-1, 1.0)},
+    "packed vocabulary, real zeros": {"vocabulary": QuantSpec(64, None), "hidden": 128},
     "head_dim 128": {"heads": 2, "kv_heads": 1, "head_dim": 128, "layers": 1},
-}
+} | PARTS
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -67,6 +70,24 @@ def test_step_equals_the_reference(name):
     assert relative_error(all_logits(half, tokens), expected) < 5e-3
 
 
+@pytest.mark.parametrize("name", ["windows", "a window of one", "sinks and windows"])
+def test_a_cache_of_a_window_forgets_what_no_row_sees(name):
+    weights = random_model(**PARTS[name])
+    tokens = torch.randint(0, VOCAB, (190,), generator=torch.Generator().manual_seed(1))
+    expected = all_logits(CpuDecoder(weights, context=CONTEXT, threads=2), tokens)
+    for rows in (1, 7, 34):
+        decoder = CpuDecoder(weights, context=CONTEXT, max_rows=rows, slots=2, threads=2)
+        chunks = [rows] * (190 // rows) + ([190 % rows] if 190 % rows else [])
+        # Another sequence, which has filled the cache, leaves nothing behind.
+        all_logits(decoder, tokens.flip(0), chunks)
+        assert torch.equal(all_logits(decoder, tokens, chunks), expected)
+        assert torch.equal(all_logits(decoder, tokens, chunks, slot=1), expected)
+        assert not decoder.can_rewind
+        with pytest.raises(ValueError, match="5 positions of slot 0 to 1"):
+            decoder.copy_prefix(0, 1, 5)
+    assert decoder.cache_bytes < CpuDecoder(weights, context=CONTEXT, slots=2, threads=1).cache_bytes
+
+
 def test_eight_bit_activations_equal_the_reference():
     weights = random_model()
     tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(1))
@@ -78,7 +99,10 @@ def test_eight_bit_activations_equal_the_reference():
 
 
 @pytest.mark.parametrize("act_bits", [8, 16])
-@pytest.mark.parametrize("name", ["gqa", "mha, group -1", "head_dim 24, biases", "64 heads of 8 over one"])
+@pytest.mark.parametrize(
+    "name",
+    ["gqa", "mha, group -1", "head_dim 24, biases", "64 heads of 8 over one", "packed vocabulary, tied", *PARTS],
+)
 def test_chunks_threads_and_batches_change_no_bit(name, act_bits):
     weights = random_model(**MODELS[name])
     generator = torch.Generator().manual_seed(2)
@@ -152,10 +176,11 @@ def test_a_number_that_is_none_spoils_its_own_sequence_only(value, int8_head):
     assert found[5].isnan().all()
 
 
-@pytest.mark.parametrize("int8_head", [False, True])
-def test_every_instruction_set_gives_the_same_bits(int8_head):
-    weights = random_model(head_dim=24, bias=True, qk_norm=True)
-    if int8_head:
+@pytest.mark.parametrize("head", ["as stored", "int8", "packed"])
+def test_every_instruction_set_gives_the_same_bits(head):
+    vocabulary = QuantSpec(32, 1.5) if head == "packed" else None
+    weights = random_model(head_dim=24, bias=True, qk_norm=True, vocabulary=vocabulary)
+    if head == "int8":
         weights = dataclasses.replace(weights, head=int8_head_of(weights))
     tokens = torch.randint(0, VOCAB, (90,), generator=torch.Generator().manual_seed(3))
     library, results = native.cpu(), {}
@@ -210,9 +235,6 @@ def test_weights_that_do_not_fit_are_refused():
     weights = random_model()
     with pytest.raises(ValueError, match="256 are needed"):
         CpuDecoder(weights, context=CONTEXT + 1, threads=1)
-    wrong = DecoderWeights(
-        weights.shape, weights.layers, weights.embedding, weights.head[:, :48], weights.final_norm, weights.cosines,
-        weights.sines,
-    )  # fmt: skip
+    wrong = dataclasses.replace(weights, head=weights.head[:, :48])
     with pytest.raises(ValueError, match=r"head: float16 \[203, 48\] is not contiguous"):
         CpuDecoder(wrong, context=CONTEXT, threads=1)

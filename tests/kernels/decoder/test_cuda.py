@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,13 +11,16 @@ from trirun_kernels import QuantSpec
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder import cuda_reference as cuda_decoder_reference
 from trirun_kernels.decoder import reference as decoder_reference
-from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment, position_bytes, rows_in_limbs
-from trirun_kernels.decoder.cuda_weights import CudaModel, cuda_layer, fused
-from trirun_kernels.decoder.weights import LINEARS, NORMS
+from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
+from trirun_kernels.decoder.cuda_cache import position_bytes
+from trirun_kernels.decoder.cuda_prompts import Prompts, prompt_attention
+from trirun_kernels.decoder.cuda_weights import CudaModel, cuda_layer, fused, head_projection, rows_in_limbs
+from trirun_kernels.decoder.reference import soften, unseen, with_sinks
+from trirun_kernels.decoder.weights import LINEARS, VECTORS
 from trirun_kernels.weights.packing import dequantize
 
 from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, bind, error, gpu, random_packed, sampling_state
-from tests.kernels.decoder.models import VOCAB, random_model
+from tests.kernels.decoder.models import PARTS, VOCAB, random_model
 
 MODELS = {
     "gqa": {},
@@ -26,8 +30,11 @@ MODELS = {
     "Qwen3: head norms, head_dim 128": {"qk_norm": True, "head_dim": 128},
     "BitNet: sub-norms, relu2": {"sub_norm": True, "activation": "relu2", "spec": QuantSpec(-1, 1.0)},
     "partial rotation": {"half": 5},
+    "packed vocabulary": {"vocabulary": QuantSpec(32, 1.0)},
+    "packed vocabulary, tied, a scale per row": {"vocabulary": QuantSpec(-1, 1.0), "tied": True},
+    "packed vocabulary, real zeros": {"vocabulary": QuantSpec(32, None), "hidden": 160},
     "fused": {"hidden": 128, "ffn": 256, "spec": QuantSpec(128, 1.0), "kv_heads": 2, "head_dim": 64},
-}
+} | PARTS
 
 
 @pytest.mark.parametrize("spec", [QuantSpec(-1, 1.0), QuantSpec(32, None)])
@@ -152,8 +159,8 @@ def test_dense_and_packed_weights_are_the_same_model(dtype):
     assert model.packed and len(model.layers[0].gate_up) == 1
     layers = [
         cuda_layer(
-            {name: dequantize(getattr(layer, name).weight) for name in LINEARS}, {},
-            {name: getattr(layer, name) for name in NORMS}, "cuda", dtype, 16,
+            {name: dequantize(each.weight) for name in LINEARS if (each := getattr(layer, name)) is not None}, {},
+            {name: getattr(layer, name) for name in VECTORS}, "cuda", dtype, 16,
         )
         for layer in weights.layers
     ]  # fmt: skip
@@ -174,7 +181,7 @@ def test_captured_steps_repeat_and_go_on_by_themselves():
     ids = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(4)).tolist()
     for slot, prompt in enumerate(ids):
         run(decoder, [(slot, 0, prompt)])
-    start = decoder.cache.clone()
+    start = [layer.clone() for layer in decoder.cache]
     state = sampling_state(4, VOCAB, 4)
     for slot in range(4):
         bind(state, slot)
@@ -186,7 +193,8 @@ def test_captured_steps_repeat_and_go_on_by_themselves():
         ops.sample(logits, static.slots, state, sampled, positions=static.positions, tokens=static.tokens)
 
     def begin():
-        decoder.cache.copy_(start)
+        for layer, kept in zip(decoder.cache, start, strict=True):
+            layer.copy_(kept)
         static.tokens.copy_(torch.tensor([5, 6, 7, 0]))
         static.slots.copy_(torch.tensor([0, 1, 2, -1]))
         static.positions.copy_(torch.tensor([20, 20, 20, 0]))
@@ -212,3 +220,45 @@ def test_captured_steps_repeat_and_go_on_by_themselves():
         logits = decoder_reference.forward(weights, torch.tensor(text[:-1]))[20:]
         chosen = logits.gather(1, torch.tensor(text[21:]).unsqueeze(1)).squeeze(1)
         assert (logits.max(1).values - chosen).max() < 0.05 * logits.std()
+
+
+@gpu
+def test_whole_models_with_an_eight_bit_head():
+    weights = random_model()
+    model = CudaModel.of(weights, "cuda", torch.float16)
+    model = dataclasses.replace(model, head=head_projection(weights.head.to("cuda"), int8=True))
+    decoder = CudaDecoder(model, slots=2, context=128)
+    decoder.block_tables.copy_(torch.arange(decoder.block_tables.numel()).view(decoder.block_tables.shape))
+    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
+    expected = decoder_reference.forward(weights, tokens)
+    found = run(decoder, [(0, 0, tokens.tolist())])
+    assert error(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize("window", [None, 1, 24])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_softened_attention(window, sinks):
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, head_dim = 6, 2, 16
+    sink = torch.randn(heads, generator=generator) if sinks else None
+    how = ops.Heads(heads, kv_heads, head_dim, 0.3, 1e-5, None, None, sinks=sink, window=window, softcap=2.0)
+    segments = [Segment(0, 300, 0, 0), Segment(300, 7, 1, 40)]
+    prompts = Prompts.of(segments, torch.device("cpu"))
+    q = torch.randn(307, heads * head_dim, generator=generator)
+    k, v = (torch.randn(347, kv_heads * head_dim, generator=generator) for _ in range(2))
+    found = prompt_attention(q, k, v, how, prompts)
+    first_key = 0
+    for segment in segments:
+        length = segment.position + segment.count
+        rows = q[segment.first : segment.first + segment.count].unflatten(1, (heads, head_dim))
+        keys, values = (
+            part[first_key : first_key + length].unflatten(1, (kv_heads, head_dim)).repeat_interleave(3, 1)
+            for part in (k, v)
+        )
+        scores = soften(torch.einsum("qhd,khd->hqk", rows, keys) * how.scale, how.softcap)
+        every = torch.arange(length)
+        scores = scores.masked_fill(unseen(every[segment.position :], every, window), -math.inf)
+        expected = torch.einsum("hqk,khd->qhd", with_sinks(scores, sink), values).flatten(1)
+        part = found[segment.first : segment.first + segment.count]
+        torch.testing.assert_close(part, expected, atol=1e-5, rtol=1e-4)
+        first_key += length

@@ -6,6 +6,7 @@ import ctypes
 
 import pytest
 import torch
+from trirun_kernels import QuantSpec
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder import cuda_reference as cuda_decoder_reference
 from trirun_kernels.decoder import cuda_structs as structs
@@ -18,10 +19,10 @@ from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, error, gpu, rando
 
 def test_structures_have_the_sizes_of_trirun_h():
     assert ctypes.sizeof(structs.SamplerStruct) == ops.SAMPLER_BYTES
-    assert ctypes.sizeof(structs.RowsStruct) == 10 * 8 + 5 * 8 + 5 * 4 + 4
-    assert ctypes.sizeof(structs.AttentionStruct) == 16 * 8 + 7 * 8 + 6 * 4
+    assert ctypes.sizeof(structs.RowsStruct) == 13 * 8 + 5 * 8 + 8 * 4
+    assert ctypes.sizeof(structs.AttentionStruct) == 17 * 8 + 7 * 8 + 10 * 4
     assert ctypes.sizeof(structs.GatherStruct) == 8 * 8 + 4 * 8 + 2 * 4
-    assert ctypes.sizeof(structs.SampleStruct) == 13 * 8 + 4 * 8 + 2 * 4
+    assert ctypes.sizeof(structs.SampleStruct) == 14 * 8 + 4 * 8 + 2 * 4
 
 
 @gpu
@@ -142,6 +143,29 @@ def assert_same_cache(own, after, dtype):
     # A code next to a tie may fall on its other side.
     steps = (own.keys.int() - after.keys.int()).abs()
     assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-2
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize("spec", [QuantSpec(-1, 1.0), QuantSpec(128, 1.0), QuantSpec(32, None)])
+@pytest.mark.parametrize("n", [96, 144, 4096])
+def test_rows_of_a_packed_embedding(dtype, spec, n):
+    if spec.group_size > 0 and n % spec.group_size:
+        pytest.skip("no such grid")
+    packed = random_packed(203, n, spec).to("cuda")
+    tokens = torch.tensor([0, 202, 63, 64, -1, 17, 8, 190], dtype=torch.int32, device="cuda")
+    slots, latest = torch.arange(8, dtype=torch.int32, device="cuda"), torch.full((8,), 77, device="cuda").int()
+    norm = torch.rand(n, device="cuda") + 0.5
+    residual = torch.full((8, n), float("nan"), device="cuda")
+    y = torch.empty(8, n, dtype=dtype, device="cuda")
+    shared = {"tokens": tokens, "slots": slots, "latest": latest, "norm": norm, "eps": 1e-5}
+    ops.rows(ops.EMBED, packed, residual=residual, y=y, **shared)
+    assert torch.equal(residual, dequantize(packed)[torch.where(tokens < 0, 77, tokens).long()])
+    assert error(y, cuda_decoder_reference.rows(ops.PLAIN, residual, norm=norm, eps=1e-5)[0]) < ROUNDING[dtype]
+    # Nothing but limbs, as a step of few rows takes it.
+    limbs = torch.full((activation_bytes(8, -(-n // 128) * 128, 16),), 255, device="cuda", dtype=torch.uint8)
+    ops.rows(ops.EMBED, packed, residual=residual, limbs=limbs, **shared)
+    assert torch.equal(residual, dequantize(packed)[torch.where(tokens < 0, 77, tokens).long()])
 
 
 @gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from trirun_kernels.decoder import cuda_ops as ops
@@ -86,3 +88,45 @@ def test_draws_are_those_of_the_reference(vocab):
                 assert sampled.item() == token, (temperature, top_k, top_p, min_p, drawn)
                 checked += 1
     assert checked > 60
+
+
+@gpu
+@pytest.mark.parametrize("vocab", [203, 32000, 151936])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_leaves_what_it_allows(vocab, temperature):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(4, vocab, generator=generator) * 2
+    allowed = torch.rand(4, vocab, generator=generator) < torch.tensor([0.5, 0.001, 0.0, 0.5]).unsqueeze(1)
+    allowed[1, vocab - 1] = True
+    bits = torch.nn.functional.pad(allowed, (0, -vocab % 32)).view(4, -1, 32).long()
+    words = (bits << torch.arange(32)).sum(-1)
+    state = replace(sampling_state(4, vocab, 4), masks=words.where(words < 2**31, words - 2**32).int().cuda())
+    for slot in range(4):
+        # The last slot has a mask that it does not ask for.
+        bind(state, slot, temperature=temperature, masked=int(slot < 3), wants_logprobs=1, seed=5)
+    slots = torch.arange(4, device="cuda", dtype=torch.int32)
+    sampled, logprobs = torch.zeros(4, device="cuda", dtype=torch.int32), torch.zeros(4, device="cuda")
+    for _ in range(8):
+        ops.sample(logits.cuda(), slots, state, sampled, logprobs=logprobs)
+        tokens = sampled.tolist()
+        assert allowed[0, tokens[0]] and allowed[1, tokens[1]] and tokens[2] == -1
+        if temperature == 0:
+            best = logits.where(allowed, torch.tensor(-torch.inf)).argmax(1).tolist()
+            assert tokens[:2] == best[:2] and tokens[3] == logits[3].argmax()
+        # Of the model, whatever the mask leaves.
+        expected = logits.log_softmax(1)
+        assert abs(logprobs[1].item() - expected[1, tokens[1]].item()) < 1e-3
+    assert state.latest[2] == 0
+
+
+@gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_give_no_token(temperature):
+    logits = torch.full((2, 300), torch.nan, device="cuda")
+    logits[1] = torch.randn(300)
+    state = sampling_state(2, 300, 2)
+    for slot in range(2):
+        bind(state, slot, temperature=temperature)
+    sampled = torch.zeros(2, device="cuda", dtype=torch.int32)
+    ops.sample(logits, torch.arange(2, device="cuda", dtype=torch.int32), state, sampled)
+    assert sampled[0] == -1 and sampled[1] >= 0

@@ -246,7 +246,9 @@ def test_names_of_embedding_and_head(tmp_path, stored, tied, expected):
 
 def test_names_of_layers():
     alike = {f"model.layers.{i}.{name}" for i in range(3) for name in ("q_proj.bias", "input_layernorm.weight")}
-    assert missing_in_a_layer(alike, 3) is None
-    assert missing_in_a_layer(alike - {"model.layers.1.q_proj.bias"}, 3) == "model.layers.1.q_proj.bias"
-    assert missing_in_a_layer(alike, 4) == "model.layers.3.input_layernorm.weight"
+    assert missing_in_a_layer(alike, [int] * 3) is None
+    assert missing_in_a_layer(alike - {"model.layers.1.q_proj.bias"}, [int] * 3) == "model.layers.1.q_proj.bias"
+    assert missing_in_a_layer(alike, [int] * 4) == "model.layers.3.input_layernorm.weight"
+    # Layers of another kind hold something else.
+    assert missing_in_a_layer(alike - {"model.layers.1.q_proj.bias"}, [int, str, int]) is None
     assert packed_modules(["b.weight_scale", "a.weight_scale", "c.weight", "b.weight"]) == ["a", "b"]

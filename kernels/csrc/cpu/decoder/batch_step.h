@@ -45,6 +45,7 @@ class BatchStep : public Model {
     float* row;        // [widest_input]
     float* block;      // [rows][columns of one chunk]
     float* attention;  // attention_scratch
+    float* delta;      // delta_scratch
     trirun_act act;
 
     Thread(Team& own_team, const BatchStep& step) : team(own_team) {
@@ -56,10 +57,12 @@ class BatchStep : public Model {
     }
 
     void lay_out(const BatchStep& step, Arena& arrays) {
-      const int64_t widest_output = larger(n_tiles_of(step.d.ffn), n_tiles_of(step.d.hidden));
+      const int64_t widest_output = larger(n_tiles_of(widest_ffn(step.d)), n_tiles_of(step.d.hidden));
+      const int64_t chunk = larger(step.chunk_of(team.size(), widest_output), n_tiles_of(widest_expert(step.d)));
       row = arrays.take<float>(widest_input(step.d));
-      block = arrays.take<float>(step.rows_ * step.chunk_of(team.size(), widest_output) * kTileN);
-      attention = arrays.take<float>(attention_scratch(step.d.head_dim));
+      block = arrays.take<float>(step.rows_ * chunk * kTileN);
+      attention = arrays.take<float>(attention_scratch(widest_head(step.d)));
+      delta = arrays.take<float>(widest_delta(step.d, step.rows_));
     }
   };
 
@@ -104,15 +107,27 @@ class BatchStep : public Model {
     t.team.barrier();
   }
 
-  /* Leaves rows of `source`, through an RMS norm where there is one, quantized in t.act. */
+  /* Leaves rows of `source`, through a norm where there is one, quantized in t.act. */
   void quantize(Thread& t, const float* source, int64_t k, int64_t padded, const float* norm) {
+    quantize_by(t, source, k, padded, norm != nullptr,
+                [&](const float* row) { ops_.rms_norm(t.row, row, norm, k, d.norm_eps); });
+  }
+
+  /* The same of the residual stream. */
+  void quantize_x(Thread& t, const float* x, int64_t padded, const float* weight, const float* bias) {
+    quantize_by(t, x, d.hidden, padded, weight != nullptr, [&](const float* row) { norm(t.row, row, weight, bias); });
+  }
+
+  /* `norm` leaves a row in t.row. */
+  template <class Norm>
+  void quantize_by(Thread& t, const float* source, int64_t k, int64_t padded, bool normed, Norm&& norm) {
     trirun_cpu_act_init(&t.act, s.act, static_cast<size_t>(act_bytes(d, rows_)), rows_, padded, d.act_bits);
     const Range rows = t.team.share(rows_);
-    if (!norm) {
+    if (!normed) {
       isa_.quantize(t.act, source, TRIRUN_F32, k, k, rows.begin, rows.end);
     } else {
       for (int64_t r = rows.begin; r < rows.end; ++r) {
-        ops_.rms_norm(t.row, source + r * k, norm, k, d.norm_eps);
+        norm(source + r * k);
         /* A stride of 0: row r is read where row 0 lies. */
         isa_.quantize(t.act, t.row, TRIRUN_F32, k, 0, r, r + 1);
       }
@@ -122,31 +137,158 @@ class BatchStep : public Model {
 
   void layer(Thread& t, int64_t index) {
     const trirun_layer& l = d.layer[index];
-    quantize(t, s.x, d.hidden, l.q.weight.k, l.attention_norm);
+    quantize_mixer_input(t, l);
+    if (l.parallel) {
+      const Range rows = t.team.share(rows_);
+      memcpy(s.before + rows.begin * d.hidden, s.x + rows.begin * d.hidden,
+             static_cast<size_t>((rows.end - rows.begin) * d.hidden) * sizeof(float));
+    }
     project_qkv(t, l);
-    attend(t, index);
-    quantize(t, s.attention, d.heads * d.head_dim, l.o.weight.k, l.attention_sub_norm);
-    add_to_residual(t, l.o);
-    quantize(t, s.x, d.hidden, l.gate.weight.k, l.mlp_norm);
+    if (l.delta)
+      mix(t, *l.delta);
+    else
+      attend(t, l);
+    if (l.q_gate.n)
+      quantize_gated(t, l);
+    else
+      quantize(t, s.attention, attended_of(l), l.o.weight.k, l.attention_sub_norm);
+    add_to_residual(t, l.o, l.attention_post_norm);
+    if (l.mixture) return mixture(t, l, *l.mixture);
+    quantize_x(t, l.parallel ? s.before : s.x, l.up.weight.k, l.mlp_norm, l.mlp_norm_bias);
     gate_up(t, l);
-    quantize(t, s.h, d.ffn, l.down.weight.k, l.mlp_sub_norm);
-    add_to_residual(t, l.down);
+    quantize(t, s.h, l.ffn, l.down.weight.k, l.mlp_sub_norm);
+    add_to_residual(t, l.down, l.mlp_post_norm);
   }
 
-  void project_qkv(Thread& t, const trirun_layer& l) {
-    const trirun_linear* parts[] = {&l.q, &l.k, &l.v};
-    float* outputs[] = {s.qkv, s.qkv + d.heads * d.head_dim, s.qkv + (d.heads + d.kv_heads) * d.head_dim};
-    int64_t firsts[4] = {0};
-    for (int i = 0; i < 3; ++i) firsts[i + 1] = firsts[i] + n_tiles_of(parts[i]->n);
-    each(t, firsts[3], chunk_of(t.team.size(), firsts[3]), [&](int64_t begin, int64_t end) {
-      for (int i = 0; i < 3; ++i) {
-        const int64_t from = larger(begin, firsts[i]), to = end < firsts[i + 1] ? end : firsts[i + 1];
-        if (from < to) product(part_of(*parts[i], t.act, outputs[i], qkv_width_, from - firsts[i], to - firsts[i]));
-      }
+  /* The rows of the mixer's input, quantized; of Gated DeltaNet, the gates that follow from them too. */
+  void quantize_mixer_input(Thread& t, const trirun_layer& l) {
+    const trirun_linear* inputs[kMostInputs];
+    inputs_of(l, inputs);
+    const int64_t padded = inputs[0]->weight.k;
+    if (!l.delta) return quantize_x(t, s.x, padded, l.attention_norm, l.attention_norm_bias);
+    quantize_by(t, s.x, d.hidden, padded, true, [&](const float* x) {
+      norm(t.row, x, l.attention_norm, l.attention_norm_bias);
+      float* row = s.qkv + (x - s.x) / d.hidden * qkv_width_of(l);
+      delta_gates(*l.delta, t.row, row, 0, 2 * l.delta->value_heads);
     });
   }
 
-  void add_to_residual(Thread& t, const trirun_linear& linear) {
+  void quantize_gated(Thread& t, const trirun_layer& l) {
+    const int64_t k = attended_of(l);
+    quantize_by(t, s.attention, k, l.o.weight.k, true, [&](const float* attended) {
+      gate_attended(l, t.row, attended, s.qkv + (attended - s.attention) / k * qkv_width_of(l));
+    });
+  }
+
+  /* Gated DeltaNet: key heads of sequences. */
+  void mix(Thread& t, const trirun_delta_layer& l) {
+    const int64_t width = delta_width_of(l), ldo = l.value_heads * l.value_dim;
+    each(t, batch_.segment_count * l.key_heads, 1, [&](int64_t item, int64_t) {
+      const int64_t segment = item / l.key_heads;
+      int64_t first = 0;
+      for (int64_t i = 0; i < segment; ++i) first += batch_.segments[i].count;
+      DeltaHead(ops_, l, d.norm_eps, item % l.key_heads)
+          .run(s.slot[first], s.position[first], batch_.segments[segment].count, s.qkv + first * width,
+               s.attention + first * ldo, ldo, t.delta);
+    });
+  }
+
+  /* The feed-forward part of experts. Normalised rows, and what is to be added in the end, lie where attention's output
+   * was. */
+  void mixture(Thread& t, const trirun_layer& l, const trirun_mixture& m) {
+    const Range rows = t.team.share(rows_), outputs = t.team.share(router_outputs(m));
+    const float* x = l.parallel ? s.before : s.x;
+    if (l.mlp_norm) {
+      for (int64_t r = rows.begin; r < rows.end; ++r)
+        norm(s.attention + r * d.hidden, x + r * d.hidden, l.mlp_norm, l.mlp_norm_bias);
+      x = s.attention;
+    }
+    quantize(t, x, d.hidden, m.gate[0].weight.k, nullptr);
+    route(m, x, rows_, s.router, outputs.begin, outputs.end);
+    t.team.barrier();
+    for (int64_t r = rows.begin; r < rows.end; ++r) choose_experts(m, s.router + r * router_outputs(m), s.choices + r);
+    t.team.barrier();
+    if (t.team.rank() == 0) s.pairs.sort(m, s.choices, rows_);
+    t.team.barrier();
+    const Range pairs = t.team.share(rows_ * m.top_k);
+    const size_t bytes = static_cast<size_t>(expert_act_bytes(d, rows_ * most_chosen(d)));
+    trirun_act act;
+    trirun_cpu_act_init(&act, s.expert_act, bytes, rows_ * m.top_k, m.gate[0].weight.k, d.act_bits);
+    for (int64_t i = pairs.begin; i < pairs.end; ++i) copy_row(act, i, t.act, s.pairs.order[i] / m.top_k);
+    t.team.barrier();
+    if (l.ffn) shared_expert(t, l);
+    each_expert(t, n_tiles_of(m.size), [&](int64_t e, int64_t first, int64_t count, int64_t begin, int64_t end) {
+      const trirun_act input = rows_of(act, first, count);
+      float* h = s.expert_h + first * m.size;
+      product(part_of(m.gate[e], input, h, m.size, begin, end));
+      product(block_of(m.up[e], input, t.block, begin, end));
+      const int64_t columns = columns_of(m.up[e], begin, end);
+      for (int64_t r = 0; r < count; ++r)
+        activate(h + r * m.size + begin * kTileN, t.block + r * columns, columns, m.activation, m.limit);
+    });
+    trirun_cpu_act_init(&act, s.expert_act, bytes, rows_ * m.top_k, m.down[0].weight.k, d.act_bits);
+    isa_.quantize(act, s.expert_h, TRIRUN_F32, m.size, m.size, pairs.begin, pairs.end);
+    t.team.barrier();
+    each_expert(t, n_tiles_of(d.hidden), [&](int64_t e, int64_t first, int64_t count, int64_t begin, int64_t end) {
+      product(part_of(m.down[e], rows_of(act, first, count), s.expert_out + first * d.hidden, d.hidden, begin, end));
+    });
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+      float* sum = s.attention + r * d.hidden;
+      memset(sum, 0, static_cast<size_t>(d.hidden) * sizeof(float));
+      for (int64_t j = 0; j < m.top_k; ++j)
+        ops_.add_scaled(sum, s.expert_out + s.pairs.places[r * m.top_k + j] * d.hidden, d.hidden,
+                        s.choices[r].weights[j]);
+      if (l.ffn) ops_.add_scaled(sum, s.shared_out + r * d.hidden, d.hidden, s.choices[r].shared);
+      finish_part(sum, l.mlp_post_norm);
+      ops_.add(s.x + r * d.hidden, sum, d.hidden);
+    }
+    t.team.barrier();
+  }
+
+  /* The shared expert's output for the rows in t.act, to s.shared_out. */
+  void shared_expert(Thread& t, const trirun_layer& l) {
+    gate_up(t, l);
+    quantize(t, s.h, l.ffn, l.down.weight.k, nullptr);
+    const int64_t n_tiles = n_tiles_of(d.hidden);
+    each(t, n_tiles, chunk_of(t.team.size(), n_tiles),
+         [&](int64_t begin, int64_t end) { product(part_of(l.down, t.act, s.shared_out, d.hidden, begin, end)); });
+  }
+
+  /* body(expert, its first pair, its pairs, n tiles) for every expert that has pairs, its n tiles in as many pieces as
+   * keep the threads busy. */
+  template <class Body>
+  void each_expert(Thread& t, int64_t n_tiles, Body&& body) {
+    const int64_t touched = *s.pairs.touched;
+    const int64_t pieces = smaller(n_tiles, larger(1, 4 * t.team.size() / touched));
+    each(t, touched * pieces, 1, [&](int64_t item, int64_t) {
+      const int64_t i = item / pieces, first = s.pairs.firsts[i];
+      const Range tiles = share_of(n_tiles, static_cast<int>(item % pieces), static_cast<int>(pieces));
+      body(s.pairs.experts[i], first, s.pairs.firsts[i + 1] - first, tiles.begin, tiles.end);
+    });
+  }
+
+  void project_qkv(Thread& t, const trirun_layer& l) {
+    const trirun_linear* parts[kMostInputs];
+    const int count = inputs_of(l, parts);
+    float* outputs[kMostInputs] = {s.qkv};
+    int64_t firsts[kMostInputs + 1] = {0};
+    for (int i = 0; i < count; ++i) firsts[i + 1] = firsts[i] + n_tiles_of(parts[i]->n);
+    for (int i = 1; i < count; ++i) outputs[i] = outputs[i - 1] + parts[i - 1]->n;
+    each(t, firsts[count], chunk_of(t.team.size(), firsts[count]), [&](int64_t begin, int64_t end) {
+      for (int i = 0; i < count; ++i) {
+        const int64_t from = larger(begin, firsts[i]), to = end < firsts[i + 1] ? end : firsts[i + 1];
+        if (from < to)
+          product(part_of(*parts[i], t.act, outputs[i], qkv_width_of(l), from - firsts[i], to - firsts[i]));
+      }
+    });
+    if (!l.row_norms) return;
+    const Range rows = t.team.share(rows_);
+    for (int64_t r = rows.begin; r < rows.end; ++r) norm_rows(l, s.qkv + r * qkv_width_of(l));
+    t.team.barrier();
+  }
+
+  void add_to_residual(Thread& t, const trirun_linear& linear, const float* post_norm) {
+    if (post_norm || d.residual_scale != 1) return add_finished(t, linear, post_norm);
     const int64_t n_tiles = n_tiles_of(linear.n);
     each(t, n_tiles, chunk_of(t.team.size(), n_tiles), [&](int64_t begin, int64_t end) {
       const int64_t columns = columns_of(linear, begin, end);
@@ -155,74 +297,88 @@ class BatchStep : public Model {
     });
   }
 
+  /* The same where whole rows are needed first: in the place of the attention's output, which is read no more. */
+  void add_finished(Thread& t, const trirun_linear& linear, const float* post_norm) {
+    const int64_t n_tiles = n_tiles_of(linear.n);
+    each(t, n_tiles, chunk_of(t.team.size(), n_tiles),
+         [&](int64_t begin, int64_t end) { product(part_of(linear, t.act, s.attention, d.hidden, begin, end)); });
+    const Range rows = t.team.share(rows_);
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+      finish_part(s.attention + r * d.hidden, post_norm);
+      ops_.add(s.x + r * d.hidden, s.attention + r * d.hidden, d.hidden);
+    }
+    t.team.barrier();
+  }
+
   void gate_up(Thread& t, const trirun_layer& l) {
-    const int64_t n_tiles = n_tiles_of(d.ffn);
+    const int64_t n_tiles = n_tiles_of(l.ffn);
     each(t, n_tiles, chunk_of(t.team.size(), n_tiles), [&](int64_t begin, int64_t end) {
-      product(part_of(l.gate, t.act, s.h, d.ffn, begin, end));
       const int64_t columns = columns_of(l.up, begin, end);
-      product(block_of(l.up, t.act, t.block, begin, end));
+      product(part_of(l.gate.n ? l.gate : l.up, t.act, s.h, l.ffn, begin, end));
+      if (l.gate.n) product(block_of(l.up, t.act, t.block, begin, end));
       for (int64_t r = 0; r < rows_; ++r)
-        ops_.gate(s.h + r * d.ffn + begin * kTileN, t.block + r * columns, columns, d.activation);
+        ops_.gate(s.h + r * l.ffn + begin * kTileN, l.gate.n ? t.block + r * columns : nullptr, columns, l.activation);
     });
   }
 
-  void store(int64_t layer, int64_t r, int64_t kv_head) const {
-    rotate_and_store(layer, s.slot[r], s.position[r], s.qkv + r * qkv_width_, kv_head);
+  void store(const trirun_layer& l, int64_t r, int64_t kv_head) const {
+    rotate_and_store(l, s.slot[r], s.position[r], s.qkv + r * qkv_width_of(l), kv_head);
   }
 
-  AttentionJob job(int64_t layer, int64_t first_row, int64_t kv_head) const {
-    return job_of(layer, s.slot[first_row], s.position[first_row], s.qkv + first_row * qkv_width_,
-                  s.attention + first_row * d.heads * d.head_dim, kv_head);
+  AttentionJob job(const trirun_layer& l, int64_t first_row, int64_t kv_head) const {
+    return job_of(l, s.slot[first_row], s.position[first_row], s.qkv + first_row * qkv_width_of(l),
+                  s.attention + first_row * attended_of(l), kv_head);
   }
 
-  void attend(Thread& t, int64_t layer) {
+  void attend(Thread& t, const trirun_layer& l) {
+    const int64_t group = group_of(l);
     if (single_positions_) {
       /* No row needs another row's keys: cache and attention are one phase. */
-      each(t, rows_ * d.kv_heads, 1, [&](int64_t item, int64_t) {
-        const int64_t r = item / d.kv_heads, kv_head = item % d.kv_heads;
-        store(layer, r, kv_head);
-        attend_one(job(layer, r, kv_head), t.attention);
+      each(t, rows_ * l.kv_heads, 1, [&](int64_t item, int64_t) {
+        const int64_t r = item / l.kv_heads, kv_head = item % l.kv_heads;
+        store(l, r, kv_head);
+        attend_one(job(l, r, kv_head), t.attention);
       });
       return;
     }
     /* Sixteen rows of one kv head, whose keys lie interleaved, while the block they go to is in the nearest cache. */
     const int64_t blocks = (rows_ + 15) / 16;
-    each(t, blocks * d.kv_heads, 1, [&](int64_t item, int64_t) {
+    each(t, blocks * l.kv_heads, 1, [&](int64_t item, int64_t) {
       const int64_t first = item % blocks * 16, last = first + 16 < rows_ ? first + 16 : rows_;
-      for (int64_t r = first; r < last; ++r) store(layer, r, item / blocks);
+      for (int64_t r = first; r < last; ++r) store(l, r, item / blocks);
     });
     int64_t tiles = 0;
-    for (int64_t i = 0; i < batch_.segment_count; ++i) tiles += tiles_of(batch_.segments[i]);
-    each(t, tiles * d.kv_heads, 1, [&](int64_t item, int64_t) {
+    for (int64_t i = 0; i < batch_.segment_count; ++i) tiles += tiles_of(batch_.segments[i], group);
+    each(t, tiles * l.kv_heads, 1, [&](int64_t item, int64_t) {
       /* The tiles of one kv head are neighbours: a thread meets the same keys again. */
       const int64_t kv_head = item / tiles;
       int64_t tile = item % tiles, first_row = 0, i = 0;
-      for (; tile >= tiles_of(batch_.segments[i]); ++i) {
-        tile -= tiles_of(batch_.segments[i]);
+      for (; tile >= tiles_of(batch_.segments[i], group); ++i) {
+        tile -= tiles_of(batch_.segments[i], group);
         first_row += batch_.segments[i].count;
       }
-      const int64_t begin = tile * kMaxQueries, queries = batch_.segments[i].count * group_;
+      const int64_t begin = tile * kMaxQueries, queries = batch_.segments[i].count * group;
       const int64_t end = begin + kMaxQueries < queries ? begin + kMaxQueries : queries;
-      ops_.attend(job(layer, first_row, kv_head), begin, end, t.attention);
+      ops_.attend(job(l, first_row, kv_head), begin, end, t.attention);
     });
   }
 
-  int64_t tiles_of(const trirun_segment& segment) const {
-    return (segment.count * group_ + kMaxQueries - 1) / kMaxQueries;
+  static int64_t tiles_of(const trirun_segment& segment, int64_t group) {
+    return (segment.count * group + kMaxQueries - 1) / kMaxQueries;
   }
 
   void head(Thread& t) {
     const Range mine = t.team.share(batch_.logit_count);
+    const HeadRows input = {s.attention, s.head, head_act(s.act, batch_.logit_count)};
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       const int64_t r = batch_.logit_rows ? batch_.logit_rows[i] : i;
       float* row = s.attention + i * d.hidden;
-      ops_.rms_norm(row, s.x + r * d.hidden, d.final_norm, d.hidden, d.norm_eps);
-      if (d.head_dtype == TRIRUN_HEAD_INT8) ops_.head_limbs(s.head, i, row, d.hidden);
+      norm(row, s.x + r * d.hidden, d.final_norm, d.final_norm_bias);
+      prepare_head_row(input, i);
     }
     t.team.barrier();
-    each(t, n_tiles_of(d.vocab), head_chunk(t.team.size()), [&](int64_t begin, int64_t end) {
-      head_tiles(s.attention, s.head, batch_.logit_count, batch_.logits, begin, end);
-    });
+    each(t, n_tiles_of(d.vocab), head_chunk(t.team.size()),
+         [&](int64_t begin, int64_t end) { head_tiles(input, batch_.logit_count, batch_.logits, begin, end); });
   }
 
   const Batch& batch_;

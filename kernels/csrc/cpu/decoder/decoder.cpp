@@ -3,6 +3,8 @@
  * as they can, more rows by threads that take their work from queues. */
 #include <math.h>
 
+#include <utility>
+
 #include "batch_step.h"
 #include "products.h"
 #include "single_step.h"
@@ -19,17 +21,55 @@ int check_linear(const trirun_linear& linear, int64_t n, int64_t k) {
   return check_weight(&linear.weight, n);
 }
 
+int check_mixture(const trirun_decoder& d, const trirun_mixture& m) {
+  if (!m.gate || !m.up || !m.down || !m.router) return TRIRUN_BAD_POINTER;
+  const int32_t group_size = m.gate[0].weight.group_size;
+  for (int64_t e = 0; e < m.experts; ++e) {
+    if (int error = check_linear(m.gate[e], m.size, d.hidden)) return error;
+    if (int error = check_linear(m.up[e], m.size, d.hidden)) return error;
+    if (int error = check_linear(m.down[e], d.hidden, m.size)) return error;
+    for (const trirun_linear* each : {m.gate + e, m.up + e, m.down + e})
+      if (each->weight.group_size != group_size) return TRIRUN_UNSUPPORTED;
+  }
+  return TRIRUN_OK;
+}
+
+/* What every layer has beside its mixer's input linears. */
+int check_common(const trirun_decoder& d, const trirun_layer& l) {
+  if (int error = check_linear(l.o, d.hidden, attended_of(l))) return error;
+  if (l.mixture)
+    if (int error = check_mixture(d, *l.mixture)) return error;
+  if (l.mixture && !l.ffn) return TRIRUN_OK;
+  if (l.gate.n)
+    if (int error = check_linear(l.gate, l.ffn, d.hidden)) return error;
+  if (int error = check_linear(l.up, l.ffn, d.hidden)) return error;
+  return check_linear(l.down, d.hidden, l.ffn);
+}
+
+int check_delta_layer(const trirun_decoder& d, const trirun_layer& l) {
+  const trirun_delta_layer& m = *l.delta;
+  if (!m.gates || !m.conv || !m.decay_rate || !m.decay_bias || !m.norm || !m.state || !m.ring || !l.attention_norm)
+    return TRIRUN_BAD_POINTER;
+  const int64_t channels = channels_of(m), values = m.value_heads * m.value_dim;
+  if (int error = check_linear(m.qkv, m.z.n ? channels : channels + values, d.hidden)) return error;
+  if (m.z.n)
+    if (int error = check_linear(m.z, values, d.hidden)) return error;
+  return check_common(d, l);
+}
+
 int check_layer(const trirun_decoder& d, const trirun_layer& l) {
-  const int64_t q = d.heads * d.head_dim, kv = d.kv_heads * d.head_dim;
-  if (!l.attention_norm || !l.mlp_norm) return TRIRUN_BAD_POINTER;
+  const int64_t q = attended_of(l), kv = kv_width_of(l);
+  if (l.delta) return check_delta_layer(d, l);
+  if (!l.keys || !l.values || (l.rotary_half && (!l.cosines || !l.sines))) return TRIRUN_BAD_POINTER;
   const struct {
     const trirun_linear& linear;
     int64_t n, k;
-  } linears[] = {{l.q, q, d.hidden},        {l.k, kv, d.hidden},     {l.v, kv, d.hidden},      {l.o, d.hidden, q},
-                 {l.gate, d.ffn, d.hidden}, {l.up, d.ffn, d.hidden}, {l.down, d.hidden, d.ffn}};
-  for (const auto& [linear, n, k] : linears)
+  } linears[] = {{l.q, q, d.hidden}, {l.k, kv, d.hidden}, {l.v, kv, d.hidden}, {l.q_gate, q, d.hidden}};
+  for (const auto& [linear, n, k] : linears) {
+    if (&linear == &l.q_gate && !linear.n) continue;
     if (int error = check_linear(linear, n, k)) return error;
-  return TRIRUN_OK;
+  }
+  return check_common(d, l);
 }
 
 /* Written so that a NaN is bad. */
@@ -38,30 +78,81 @@ bool bad_draw(const trirun_draw& draw) {
   return !(warm && draw.top_p > 0 && draw.min_p >= 0 && draw.top_k >= 0);
 }
 
-int check_sizes(const trirun_decoder* d) {
-  if (!d) return TRIRUN_BAD_POINTER;
-  const int64_t sizes[] = {d->layers,   d->hidden, d->ffn,   d->heads,  d->kv_heads,
-                           d->head_dim, d->vocab,  d->slots, d->context};
-  for (int64_t size : sizes)
+int check_delta_sizes(const trirun_delta_layer& m) {
+  for (int64_t size : {m.key_heads, m.value_heads, m.key_dim, m.value_dim})
     if (size <= 0 || size > kMaxSize) return TRIRUN_BAD_SHAPE;
-  if (d->heads % d->kv_heads || d->hidden % 16 || d->context % kKeyBlock) return TRIRUN_BAD_SHAPE;
-  if (d->rotary_half < 0 || 2 * d->rotary_half > d->head_dim) return TRIRUN_BAD_SHAPE;
+  if (m.value_heads % m.key_heads || m.key_dim % 16 || m.value_dim % 16) return TRIRUN_BAD_SHAPE;
+  if (m.taps < 1 || m.taps > kMaxTaps) return TRIRUN_BAD_SHAPE;
+  const int64_t keys = m.key_dim, values = m.value_heads / m.key_heads * m.value_dim, last = m.key_heads - 1;
+  const int64_t width = channels_of(m) + m.value_heads * m.value_dim;
+  const int64_t ends[] = {last * m.key_stride + keys, m.k_column + last * m.key_stride + keys,
+                          m.v_column + last * m.value_stride + values, m.z_column + last * m.z_stride + values};
+  for (int64_t end : ends)
+    if (end > width) return TRIRUN_BAD_SHAPE;
+  for (int64_t column : {m.key_stride, m.k_column, m.v_column, m.value_stride, m.z_column, m.z_stride})
+    if (column < 0) return TRIRUN_BAD_SHAPE;
+  return is_float_type(m.gates_dtype) ? TRIRUN_OK : TRIRUN_UNSUPPORTED;
+}
+
+int check_mixture_sizes(const trirun_mixture& m, const trirun_layer& l) {
+  if (m.experts < 1 || m.experts > kMostExperts || m.top_k < 1 || m.top_k > smaller(m.experts, kMostChosen))
+    return TRIRUN_BAD_SHAPE;
+  if (m.size <= 0 || m.size > kMaxSize || m.groups < 1 || m.groups > kMostExpertGroups || m.experts % m.groups)
+    return TRIRUN_BAD_SHAPE;
+  if (m.top_groups < 1 || m.top_groups > m.groups || l.mlp_sub_norm) return TRIRUN_BAD_SHAPE;
+  if (m.shared_gate != (m.shared_gate && l.ffn) || (l.ffn && !l.gate.n)) return TRIRUN_BAD_SHAPE;
+  if (m.score != TRIRUN_ROUTE_SOFTMAX && m.score != TRIRUN_ROUTE_SIGMOID) return TRIRUN_UNSUPPORTED;
+  if (m.activation < TRIRUN_SILU || m.activation > TRIRUN_CLIPPED_SWIGLU) return TRIRUN_UNSUPPORTED;
+  return is_float_type(m.router_dtype) ? TRIRUN_OK : TRIRUN_UNSUPPORTED;
+}
+
+int check_layer_sizes(const trirun_decoder& d, const trirun_layer& l) {
+  if (l.ffn < 0 || l.ffn > kMaxSize || (!l.ffn && !l.mixture)) return TRIRUN_BAD_SHAPE;
+  if (l.mixture)
+    if (int error = check_mixture_sizes(*l.mixture, l)) return error;
+  if (l.activation < TRIRUN_SILU || l.activation > TRIRUN_GELU_TANH) return TRIRUN_UNSUPPORTED;
+  if (l.delta) return check_delta_sizes(*l.delta);
+  for (int64_t size : {l.heads, l.kv_heads, l.head_dim, l.context})
+    if (size <= 0 || size > kMaxSize) return TRIRUN_BAD_SHAPE;
+  if (l.heads % l.kv_heads || l.context % kKeyBlock || l.context > d.context) return TRIRUN_BAD_SHAPE;
+  if (l.rotary_half < 0 || 2 * l.rotary_half > l.head_dim || l.window < 0) return TRIRUN_BAD_SHAPE;
+  return l.context < d.context && (!l.window || l.window >= l.context) ? TRIRUN_BAD_SHAPE : TRIRUN_OK;
+}
+
+int check_sizes(const trirun_decoder* d) {
+  if (!d || !d->layer) return TRIRUN_BAD_POINTER;
+  for (int64_t size : {d->layers, d->hidden, d->vocab, d->slots, d->context})
+    if (size <= 0 || size > kMaxSize) return TRIRUN_BAD_SHAPE;
+  if (d->hidden % 16 || d->context % kKeyBlock) return TRIRUN_BAD_SHAPE;
+  for (int64_t i = 0; i < d->layers; ++i)
+    if (int error = check_layer_sizes(*d, d->layer[i])) return error;
+  if (d->norm != TRIRUN_RMS_NORM && d->norm != TRIRUN_LAYER_NORM) return TRIRUN_UNSUPPORTED;
   if (d->kv_dtype != TRIRUN_F16 && d->kv_dtype != TRIRUN_F32) return TRIRUN_UNSUPPORTED;
-  if (!is_float_type(d->embedding_dtype)) return TRIRUN_UNSUPPORTED;
-  const bool bad_head = d->head_dtype == TRIRUN_HEAD_INT8 ? d->hidden > kLongestHead : !is_float_type(d->head_dtype);
-  if (bad_head) return TRIRUN_UNSUPPORTED;
-  if (d->activation != TRIRUN_SILU && d->activation != TRIRUN_RELU2) return TRIRUN_UNSUPPORTED;
+  if (d->embedding_dtype != TRIRUN_PACKED && !is_float_type(d->embedding_dtype)) return TRIRUN_UNSUPPORTED;
+  const bool int8_head = d->head_dtype == TRIRUN_HEAD_INT8;
+  if (!int8_head && d->head_dtype != TRIRUN_PACKED && !is_float_type(d->head_dtype)) return TRIRUN_UNSUPPORTED;
+  if (int8_head && d->hidden > kLongestHead) return TRIRUN_UNSUPPORTED;
   return d->act_bits == TRIRUN_ACT8 || d->act_bits == TRIRUN_ACT16 ? TRIRUN_OK : TRIRUN_UNSUPPORTED;
+}
+
+/* Most tokens of a sequence that a step can run: the first one's window must not lose to the last one's place. */
+int64_t most_rows(const trirun_decoder& d) {
+  int64_t most = kMaxSize;
+  for (int64_t i = 0; i < d.layers; ++i)
+    if (!d.layer[i].delta && d.layer[i].context < d.context)
+      most = smaller(most, d.layer[i].context - d.layer[i].window);
+  return most;
 }
 
 int check_batch(const trirun_decoder& d, const Batch& batch) {
   const auto& [segments, segment_count, tokens, rows, logit_rows, logit_count, logits] = batch;
   if (!segments || !tokens || (logit_count && !logits)) return TRIRUN_BAD_POINTER;
   int64_t total = 0;
+  const int64_t most = most_rows(d);
   for (int64_t i = 0; i < segment_count; ++i) {
     const trirun_segment& segment = segments[i];
     if (segment.slot < 0 || segment.slot >= d.slots) return TRIRUN_BAD_SHAPE;
-    if (segment.count <= 0 || segment.count > rows) return TRIRUN_BAD_SHAPE;
+    if (segment.count <= 0 || segment.count > rows || segment.count > most) return TRIRUN_BAD_SHAPE;
     if (i > 0 && segment.slot <= segments[i - 1].slot) return TRIRUN_BAD_SHAPE;
     if (segment.position < 0 || segment.position > d.context - segment.count) return TRIRUN_BAD_SHAPE;
     total += segment.count;
@@ -76,9 +167,11 @@ int check_batch(const trirun_decoder& d, const Batch& batch) {
 
 int check_decoder(const trirun_decoder* d) {
   if (int error = check_sizes(d)) return error;
-  if (!d->layer || !d->embedding || !d->head || !d->final_norm || !d->cosines || !d->sines || !d->keys || !d->values)
-    return TRIRUN_BAD_POINTER;
+  if (!d->embedding || !d->head || !d->final_norm) return TRIRUN_BAD_POINTER;
   if (d->head_dtype == TRIRUN_HEAD_INT8 && !d->head_scales) return TRIRUN_BAD_POINTER;
+  for (const auto& [dtype, packed] : {std::pair(d->embedding_dtype, d->embedding), {d->head_dtype, d->head}})
+    if (dtype == TRIRUN_PACKED)
+      if (int error = check_linear(*static_cast<const trirun_linear*>(packed), d->vocab, d->hidden)) return error;
   for (int64_t i = 0; i < d->layers; ++i)
     if (int error = check_layer(*d, d->layer[i])) return error;
   return TRIRUN_OK;
@@ -146,10 +239,12 @@ TRIRUN_EXPORT int64_t trirun_cpu_head_stride(int64_t k) { return head_stride_of(
 
 TRIRUN_EXPORT int64_t trirun_cpu_decoder_context(int64_t positions) { return round_up(positions, kKeyBlock); }
 
-TRIRUN_EXPORT size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d) {
-  if (check_sizes(d)) return 0;
-  const int64_t heads = d->layers * d->slots * d->kv_heads, width = bytes_of(d->kv_dtype);
-  return static_cast<size_t>(heads * d->context * value_stride_of(d->head_dim) * width);
+TRIRUN_EXPORT size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d, int64_t layer) {
+  if (check_sizes(d) || layer < 0 || layer >= d->layers) return 0;
+  const trirun_layer& l = d->layer[layer];
+  if (l.delta) return 0;
+  const int64_t elements = d->slots * l.kv_heads * l.context * value_stride_of(l.head_dim);
+  return static_cast<size_t>(elements * bytes_of(d->kv_dtype));
 }
 
 TRIRUN_EXPORT size_t trirun_cpu_decoder_workspace(const trirun_decoder* d, int64_t rows) {
@@ -199,6 +294,8 @@ TRIRUN_EXPORT int trirun_cpu_draw(const float* logits, int64_t vocab, const trir
 TRIRUN_EXPORT int trirun_cpu_decoder_products(const trirun_decoder* d, int64_t steps, int apart, int threads) {
   if (int error = check_decoder(d)) return error;
   if (steps <= 0 || threads < 1) return TRIRUN_BAD_SHAPE;
+  for (int64_t i = 0; i < d->layers; ++i)
+    if (d->layer[i].mixture) return TRIRUN_UNSUPPORTED;  // which experts a step reads is known when it runs
   Products products(*d);
   if (products.failed) return TRIRUN_NO_WORKSPACE;
   if (apart) return products.run_apart(steps, threads);

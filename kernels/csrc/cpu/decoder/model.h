@@ -8,18 +8,21 @@
 #include <string.h>
 
 #include <atomic>
+#include <initializer_list>
 #include <new>
 
 #include "cpu/common/memory.h"
 #include "cpu/common/numbers.h"
 #include "cpu/common/threads.h"
+#include "cpu/decoder/delta.h"
+#include "cpu/decoder/experts.h"
 #include "cpu/decoder/ops/ops.h"
 #include "cpu/gemm/isa.h"
+#include "cpu/gemm/unpack_row.h"
 
 namespace trirun {
 namespace {
 
-constexpr float kLog2e = 1.44269504f;
 constexpr int kMaxTeam = 512;
 
 /* One thread's place in a queue of items. */
@@ -110,9 +113,17 @@ struct Batch {
 /* The shared arrays of a step, in the caller's workspace. */
 struct Shared {
   float* x;          // [rows][hidden], the residual stream; of a single row what is to be added to it
+  float* before;     // [rows][hidden]: the residual stream before a parallel layer
   float* qkv;        // [rows][q | k | v]
   float* attention;  // [rows][max(heads * head_dim, hidden)]: attention's output, at the end the normalised x
   float* h;          // [rows][ffn]
+  float* router;     // [rows][router_outputs]
+  Choice* choices;   // [rows]
+  SortedPairs pairs;
+  float* expert_h;   // [pairs][size]
+  float* expert_out; // [pairs][hidden]
+  float* shared_out; // [rows][hidden]: of shared experts
+  char* expert_act;  // [pairs] of the wider of hidden and size
   int32_t* slot;     // [rows]
   int32_t* position; // [rows]
   char* act;
@@ -121,12 +132,79 @@ struct Shared {
   Cursor* cursors;   // [2][kMaxTeam]
 };
 
+/* Of the mixer: what it gives to the output projection. */
+inline int64_t attended_of(const trirun_layer& l) {
+  return l.delta ? l.delta->value_heads * l.delta->value_dim : l.heads * l.head_dim;
+}
+inline int64_t kv_width_of(const trirun_layer& l) { return l.kv_heads * l.head_dim; }
+/* Of a row of the projections: q | k | v | q_gate, or what delta.h says. */
+inline int64_t qkv_width_of(const trirun_layer& l) {
+  return l.delta ? delta_width_of(*l.delta) : attended_of(l) + 2 * kv_width_of(l) + l.q_gate.n;
+}
+/* The linears that read the mixer's input, whose outputs lie one after another in that row; returns how many. */
+constexpr int kMostInputs = 4;
+inline int inputs_of(const trirun_layer& l, const trirun_linear* (&out)[kMostInputs]) {
+  int count = 0;
+  if (l.delta) {
+    for (const trirun_linear* linear : {&l.delta->qkv, &l.delta->z})
+      if (linear->n) out[count++] = linear;
+  } else {
+    for (const trirun_linear* linear : {&l.q, &l.k, &l.v, &l.q_gate})
+      if (linear->n) out[count++] = linear;
+  }
+  return count;
+}
+inline int64_t group_of(const trirun_layer& l) { return l.heads / l.kv_heads; }
+
+/* The largest of a size of all layers. */
+template <class Size>
+inline int64_t widest(const trirun_decoder& d, Size&& size) {
+  int64_t most = 0;
+  for (int64_t i = 0; i < d.layers; ++i) most = larger(most, size(d.layer[i]));
+  return most;
+}
+
+inline int64_t widest_ffn(const trirun_decoder& d) {
+  return widest(d, [](const trirun_layer& l) { return l.ffn; });
+}
+
+/* The largest of a size of all mixtures. */
+template <class Size>
+inline int64_t widest_mixture(const trirun_decoder& d, Size&& size) {
+  return widest(d, [&](const trirun_layer& l) { return l.mixture ? size(*l.mixture) : 0; });
+}
+
+inline int64_t widest_expert(const trirun_decoder& d) {
+  return widest_mixture(d, [](const trirun_mixture& m) { return m.size; });
+}
+
+inline int64_t most_chosen(const trirun_decoder& d) {
+  return widest_mixture(d, [](const trirun_mixture& m) { return m.top_k; });
+}
+
+inline int64_t widest_attended(const trirun_decoder& d) { return widest(d, attended_of); }
+
+inline int64_t widest_head(const trirun_decoder& d) {
+  return widest(d, [](const trirun_layer& l) { return l.head_dim; });
+}
+
 inline int64_t widest_input(const trirun_decoder& d) {
-  return round_up(larger(larger(d.hidden, d.ffn), d.heads * d.head_dim), kPaddedK);
+  return round_up(larger(larger(d.hidden, widest_ffn(d)), widest_attended(d)), kPaddedK);
+}
+
+/* Floats of scratch for a key head of a Gated DeltaNet layer. */
+inline int64_t widest_delta(const trirun_decoder& d, int64_t rows) {
+  return widest(d, [rows](const trirun_layer& l) { return l.delta ? delta_scratch(*l.delta, rows) : int64_t{0}; });
 }
 
 inline int64_t act_bytes(const trirun_decoder& d, int64_t rows) {
   return static_cast<int64_t>(trirun_cpu_act_bytes(rows, widest_input(d), TRIRUN_ACT16));
+}
+
+/* Of the rows of pairs. */
+inline int64_t expert_act_bytes(const trirun_decoder& d, int64_t pairs) {
+  const int64_t k = round_up(larger(d.hidden, widest_expert(d)), kPaddedK);
+  return pairs ? static_cast<int64_t>(trirun_cpu_act_bytes(pairs, k, d.act_bits)) : 0;
 }
 
 inline HeadInput take_head_input(Arena& memory, const trirun_decoder& d, int64_t rows) {
@@ -143,9 +221,19 @@ inline int64_t lay_out(const trirun_decoder& d, int64_t rows, void* base, Shared
   Arena memory(base);
   Shared out;
   out.x = memory.take<float>(rows * d.hidden);
-  out.qkv = memory.take<float>(rows * (d.heads + 2 * d.kv_heads) * d.head_dim);
-  out.attention = memory.take<float>(rows * larger(d.heads * d.head_dim, d.hidden));
-  out.h = memory.take<float>(rows * d.ffn);
+  const bool parallel = widest(d, [](const trirun_layer& l) { return int64_t{l.parallel}; }) != 0;
+  out.before = memory.take<float>(parallel ? rows * d.hidden : 0);
+  out.qkv = memory.take<float>(rows * widest(d, qkv_width_of));
+  out.attention = memory.take<float>(rows * larger(widest_attended(d), d.hidden));
+  out.h = memory.take<float>(rows * widest_ffn(d));
+  const int64_t top_k = most_chosen(d), pairs = rows * top_k;
+  out.router = memory.take<float>(rows * widest_mixture(d, router_outputs));
+  out.choices = memory.take<Choice>(top_k ? rows : 0);
+  out.pairs.take(memory, rows, top_k);
+  out.expert_h = memory.take<float>(pairs * widest_expert(d));
+  out.expert_out = memory.take<float>(rows > 1 ? pairs * d.hidden : 0);
+  out.shared_out = memory.take<float>(rows > 1 && top_k ? rows * d.hidden : 0);
+  out.expert_act = memory.take<char>(rows > 1 ? expert_act_bytes(d, pairs) : 0);
   out.slot = memory.take<int32_t>(rows);
   out.position = memory.take<int32_t>(rows);
   out.act = memory.take<char>(act_bytes(d, rows));
@@ -159,9 +247,7 @@ inline int64_t lay_out(const trirun_decoder& d, int64_t rows, void* base, Shared
 /* A decoder, what follows from its sizes, and what a single thread does. */
 class Model {
  public:
-  explicit Model(const trirun_decoder& decoder)
-      : d(decoder), isa_(isa()), ops_(decoder_ops()), group_(d.heads / d.kv_heads),
-        qkv_width_((d.heads + 2 * d.kv_heads) * d.head_dim), head_elements_(d.context * value_stride_of(d.head_dim)) {}
+  explicit Model(const trirun_decoder& decoder) : d(decoder), isa_(isa()), ops_(decoder_ops()) {}
 
   std::atomic<bool> failed{false};
 
@@ -200,64 +286,151 @@ class Model {
   }
 
   void embed(float* x, int64_t token) const {
-    const int64_t width = bytes_of(d.embedding_dtype);
-    ops_.load_row(x, static_cast<const char*>(d.embedding) + token * d.hidden * width, d.embedding_dtype, d.hidden);
+    if (d.embedding_dtype == TRIRUN_PACKED) {
+      unpack_row(x, static_cast<const trirun_linear*>(d.embedding)->weight, token, d.hidden);
+    } else {
+      const int64_t width = bytes_of(d.embedding_dtype);
+      ops_.load_row(x, static_cast<const char*>(d.embedding) + token * d.hidden * width, d.embedding_dtype, d.hidden);
+    }
+    if (d.embedding_scale != 1) ops_.scale(x, d.hidden, d.embedding_scale);
   }
 
-  /* Where the cache of (layer, slot, kv head) begins. */
-  void* cache(void* base, int64_t layer, int64_t slot, int64_t kv_head) const {
-    const int64_t head = (layer * d.slots + slot) * d.kv_heads + kv_head;
-    return static_cast<char*>(base) + head * head_elements_ * bytes_of(d.kv_dtype);
+  /* A norm of hidden elements. */
+  void norm(float* out, const float* x, const float* weight, const float* bias) const {
+    if (d.norm == TRIRUN_LAYER_NORM)
+      ops_.layer_norm(out, x, weight, bias, d.hidden, d.norm_eps);
+    else
+      ops_.rms_norm(out, x, weight, d.hidden, d.norm_eps);
+  }
+
+  /* What a part of a layer has computed for a row, on its way to the residual stream; in place. */
+  void finish_part(float* y, const float* post_norm) const {
+    if (post_norm) ops_.rms_norm(y, y, post_norm, d.hidden, d.norm_eps);
+    if (d.residual_scale != 1) ops_.scale(y, d.hidden, d.residual_scale);
+  }
+
+  /* A product's share of act(gate) * up, in place of gate. */
+  void activate(float* h, const float* up, int64_t n, int activation, float limit) const {
+    if (activation == TRIRUN_CLIPPED_SWIGLU)
+      ops_.clipped_swiglu(h, up, n, limit);
+    else
+      ops_.gate(h, up, n, activation);
+  }
+
+  /* Logits [begin, end) of the router of normalised rows. */
+  void route(const trirun_mixture& m, const float* x, int64_t rows, float* logits, int64_t begin, int64_t end) const {
+    if (begin < end)
+      ops_.dense(x, d.hidden, rows, m.router, m.router_dtype, d.hidden, logits, router_outputs(m), begin, end);
+  }
+
+  /* Where the cache of (slot, kv head) of a layer begins. */
+  void* cache(void* base, const trirun_layer& l, int64_t slot, int64_t kv_head) const {
+    const int64_t elements = l.context * value_stride_of(l.head_dim);
+    return static_cast<char*>(base) + (slot * l.kv_heads + kv_head) * elements * bytes_of(d.kv_dtype);
+  }
+
+  /* The norms of a row of q | k | v over all its heads. */
+  void norm_rows(const trirun_layer& l, float* row) const {
+    if (!l.row_norms) return;
+    if (l.q_norm) ops_.rms_norm(row, row, l.q_norm, attended_of(l), d.norm_eps);
+    float* keys = row + attended_of(l);
+    if (l.k_norm) ops_.rms_norm(keys, keys, l.k_norm, kv_width_of(l), d.norm_eps);
   }
 
   /* Norm, rotation and cache of one kv head of one row of q | k | v, and of the query heads that share it. */
-  void rotate_and_store(int64_t layer, int64_t slot, int64_t position, float* row, int64_t kv_head) const {
-    const trirun_layer& l = d.layer[layer];
-    const int64_t n = d.head_dim;
-    const float* cosines = d.cosines + position * d.rotary_half;
-    const float* sines = d.sines + position * d.rotary_half;
-    float* key = row + (d.heads + kv_head) * n;
-    float* value = row + (d.heads + d.kv_heads + kv_head) * n;
-    for (int64_t head = kv_head * group_; head < (kv_head + 1) * group_; ++head) {
+  void rotate_and_store(const trirun_layer& l, int64_t slot, int64_t position, float* row, int64_t kv_head) const {
+    const int64_t n = l.head_dim, group = group_of(l), half = l.rotary_half;
+    const float* cosines = l.cosines + position * half;
+    const float* sines = l.sines + position * half;
+    const auto rotate = l.interleaved ? ops_.rotate_pairs : ops_.rotate;
+    float* key = row + (l.heads + kv_head) * n;
+    float* value = row + (l.heads + l.kv_heads + kv_head) * n;
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       float* query = row + head * n;
-      if (l.q_norm) ops_.rms_norm(query, query, l.q_norm, n, d.norm_eps);
-      ops_.rotate(query, cosines, sines, d.rotary_half, n, d.attention_scale * kLog2e);
+      if (l.q_norm && !l.row_norms) ops_.rms_norm(query, query, l.q_norm, n, d.norm_eps);
+      rotate(query, cosines, sines, half, n, l.attention_scale * kLog2e);
     }
-    if (l.k_norm) ops_.rms_norm(key, key, l.k_norm, n, d.norm_eps);
-    ops_.rotate(key, cosines, sines, d.rotary_half, n, 1.0f);
-    ops_.store_key(cache(d.keys, layer, slot, kv_head), d.kv_dtype, key, n, position);
-    ops_.store_value(cache(d.values, layer, slot, kv_head), d.kv_dtype, value, n, position);
+    if (l.k_norm && !l.row_norms) ops_.rms_norm(key, key, l.k_norm, n, d.norm_eps);
+    rotate(key, cosines, sines, half, n, 1.0f);
+    const int64_t place = l.context == d.context ? position : position % l.context;
+    ops_.store_key(cache(l.keys, l, slot, kv_head), d.kv_dtype, key, n, place);
+    ops_.store_value(cache(l.values, l, slot, kv_head), d.kv_dtype, value, n, place);
+  }
+
+  /* b and a of value heads, rows [begin, end) of the gates' weight, from a row of the mixer's input. */
+  void delta_gates(const trirun_delta_layer& l, const float* x, float* row, int64_t begin, int64_t end) const {
+    ops_.dense(x, d.hidden, 1, l.gates, l.gates_dtype, d.hidden, row + gates_column_of(l), 2 * l.value_heads, begin,
+               end);
+  }
+
+  /* A row of attention's outputs times the sigmoid of its gate, to `out`. row: its q | k | v | q_gate. */
+  void gate_attended(const trirun_layer& l, float* out, const float* attended, const float* row) const {
+    memcpy(out, row + qkv_width_of(l) - l.q_gate.n, static_cast<size_t>(l.q_gate.n) * sizeof(float));
+    ops_.gate(out, attended, l.q_gate.n, TRIRUN_SIGMOID);
   }
 
   /* Of rows of q | k | v and of outputs that lie at consecutive positions, the first at `position`. */
-  AttentionJob job_of(int64_t layer, int64_t slot, int64_t position, const float* qkv, float* out,
+  AttentionJob job_of(const trirun_layer& l, int64_t slot, int64_t position, const float* qkv, float* out,
                       int64_t kv_head) const {
-    const int64_t column = kv_head * group_ * d.head_dim;
+    const int64_t head = kv_head * group_of(l), column = head * l.head_dim;
     return {qkv + column,
-            qkv_width_,
+            qkv_width_of(l),
             out + column,
-            d.heads * d.head_dim,
-            cache(d.keys, layer, slot, kv_head),
-            cache(d.values, layer, slot, kv_head),
+            attended_of(l),
+            cache(l.keys, l, slot, kv_head),
+            cache(l.values, l, slot, kv_head),
             d.kv_dtype,
-            d.head_dim,
-            group_,
-            position};
+            l.head_dim,
+            group_of(l),
+            position,
+            l.window,
+            l.context,
+            l.softcap * kLog2e,
+            l.sinks ? l.sinks + head : nullptr};
   }
 
   void attend_one(const AttentionJob& job, float* memory) const {
-    for (int64_t f = 0; f < group_; f += kMaxQueries)
-      ops_.attend(job, f, f + kMaxQueries < group_ ? f + kMaxQueries : group_, memory);
+    for (int64_t f = 0; f < job.group; f += kMaxQueries)
+      ops_.attend(job, f, f + kMaxQueries < job.group ? f + kMaxQueries : job.group, memory);
   }
 
-  /* Logits of rows of normalised x, n tiles [begin, end) of the vocabulary. */
-  void head_tiles(const float* x, const HeadInput& input, int64_t rows, float* logits, int64_t begin,
-                  int64_t end) const {
-    const int64_t first = begin * kTileN, last = end * kTileN < d.vocab ? end * kTileN : d.vocab;
+  /* The head's input: rows of normalised x, [rows][hidden], and what its kind of head reads of them. */
+  struct HeadRows {
+    const float* x;
+    HeadInput limbs;  // of the 8-bit head
+    trirun_act act;   // of a packed one
+  };
+
+  /* Memory for a packed head's input, of act_bytes(d, rows). */
+  trirun_act head_act(char* memory, int64_t rows) const {
+    trirun_act act;
+    trirun_cpu_act_init(&act, memory, static_cast<size_t>(act_bytes(d, rows)), rows, round_up(d.hidden, kPaddedK),
+                        TRIRUN_ACT16);
+    return act;
+  }
+
+  /* Makes row r of the head's input ready. */
+  void prepare_head_row(const HeadRows& input, int64_t r) const {
+    const float* row = input.x + r * d.hidden;
     if (d.head_dtype == TRIRUN_HEAD_INT8)
-      ops_.head_int8(input, rows, static_cast<const uint8_t*>(d.head), d.head_scales, logits, d.vocab, first, last);
+      ops_.head_limbs(input.limbs, r, row, d.hidden);
+    else if (d.head_dtype == TRIRUN_PACKED)
+      isa_.quantize(input.act, input.x, TRIRUN_F32, d.hidden, d.hidden, r, r + 1);
+  }
+
+  /* Logits of `rows` rows, n tiles [begin, end) of the vocabulary. */
+  void head_tiles(const HeadRows& input, int64_t rows, float* logits, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    const int64_t first = begin * kTileN, last = end * kTileN < d.vocab ? end * kTileN : d.vocab;
+    if (d.head_dtype == TRIRUN_PACKED)
+      product(part_of(*static_cast<const trirun_linear*>(d.head), input.act, logits, d.vocab, begin, end));
+    else if (d.head_dtype == TRIRUN_HEAD_INT8)
+      ops_.head_int8(input.limbs, rows, static_cast<const uint8_t*>(d.head), d.head_scales, logits, d.vocab, first,
+                     last);
     else
-      ops_.dense(x, d.hidden, rows, d.head, d.head_dtype, d.hidden, logits, d.vocab, first, last);
+      ops_.dense(input.x, d.hidden, rows, d.head, d.head_dtype, d.hidden, logits, d.vocab, first, last);
+    for (int64_t r = 0; d.logit_softcap != 0 && r < rows; ++r)
+      ops_.soften(logits + r * d.vocab + first, last - first, d.logit_softcap);
   }
 
   /* n tiles of the head that a thread takes at once: eight chunks each, for balance. */
@@ -282,9 +455,6 @@ class Model {
   const trirun_decoder& d;
   const Isa& isa_;
   const DecoderOps& ops_;
-  int64_t group_;          // query heads per kv head
-  int64_t qkv_width_;
-  int64_t head_elements_;  // of the cache of one (layer, slot, kv head)
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace {
 
 class Products : public Model {
  public:
-  /* Inputs lie in the calling thread's scratch memory; `failed` where there is none. */
+  /* Of layers that are all alike. Inputs lie in the calling thread's scratch memory; `failed` where there is none. */
   explicit Products(const trirun_decoder& decoder) : Model(decoder) {
     Arena sizes(nullptr);
     lay_out(sizes);
@@ -23,7 +23,7 @@ class Products : public Model {
     lay_out(memory);
     for (int64_t i = 0; i < widest_input(d); ++i) x_[i] = static_cast<float>(i * 37 % 101) / 50 - 1;
     for (int i = 0; i < 3; ++i) isa_.quantize(acts_[i], x_, TRIRUN_F32, inputs_[i], inputs_[i], 0, 1);
-    ops_.head_limbs(head_, 0, x_, d.hidden);
+    prepare_head_row(head_, 0);
   }
 
   /* One call after another, as trirun_cpu_int2_gemm_act makes them. */
@@ -61,13 +61,15 @@ class Products : public Model {
       char* act = memory.take<char>(static_cast<int64_t>(bytes));
       if (act) trirun_cpu_act_init(&acts_[i], act, bytes, 1, k, d.act_bits);
     }
-    head_ = take_head_input(memory, d, 1);
+    head_.x = x_;
+    head_.limbs = take_head_input(memory, d, 1);
+    if (char* act = memory.take<char>(act_bytes(d, 1))) head_.act = head_act(act, 1);
   }
 
   /* This thread's share of the head. */
-  void head(const Team& team) const {
+  void head(const Team& team) {
     const Range mine = team.share(n_tiles_of(d.vocab));
-    head_tiles(x_, head_, 1, y_, mine.begin, mine.end);
+    head_tiles(head_, 1, y_, mine.begin, mine.end);
   }
 
   /* f(linear, its input) in the order of a step. */
@@ -75,18 +77,21 @@ class Products : public Model {
   void each_linear(F&& f) const {
     for (int64_t i = 0; i < d.layers; ++i) {
       const trirun_layer& l = d.layer[i];
-      for (const trirun_linear* linear : {&l.q, &l.k, &l.v}) f(*linear, acts_[0]);
+      const trirun_linear* inputs[kMostInputs];
+      const int count = inputs_of(l, inputs);
+      for (int j = 0; j < count; ++j) f(*inputs[j], acts_[0]);
       f(l.o, acts_[1]);
-      for (const trirun_linear* linear : {&l.gate, &l.up}) f(*linear, acts_[0]);
+      for (const trirun_linear* linear : {&l.gate, &l.up})
+        if (linear->n) f(*linear, acts_[0]);
       f(l.down, acts_[2]);
     }
   }
 
-  const int64_t inputs_[3] = {d.hidden, d.heads * d.head_dim, d.ffn};  // in_features of acts_
+  const int64_t inputs_[3] = {d.hidden, attended_of(d.layer[0]), d.layer[0].ffn};  // in_features of acts_
   float* x_;
   float* y_;
   trirun_act acts_[3];
-  HeadInput head_;
+  HeadRows head_;
 };
 
 }  // namespace

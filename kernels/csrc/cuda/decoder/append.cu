@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ App
   const float* cosines = t.cosines + static_cast<int64_t>(position) * t.rotary_half;
   const float* sines = t.sines + static_cast<int64_t>(position) * t.rotary_half;
   HeadConstants<LANES / 4> query_constants, key_constants;
-  query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim);
-  key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim);
+  query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim, t.interleaved);
+  key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim, t.interleaved);
   float* mine = values[warp];
   const auto* q = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
   const auto* k = static_cast<const uint16_t*>(t.k) + row * t.ld_kv;
@@ -48,13 +48,13 @@ __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ App
   };
   for (int head = warp; head < t.heads; head += WARPS) {
     prepare_head<BF16>(mine, q + head * head_dim, query_constants, head_dim, t.q_norm != nullptr, t.eps, t.rotary_half,
-                       1.f);
+                       t.interleaved, 1.f);
     if constexpr (INT8) mix_head<LANES / 4>(mine, head_dim);
     store(static_cast<uint16_t*>(t.y) + row * t.ld_y + head * head_dim);
   }
   for (int head = warp; head < t.kv_heads; head += WARPS) {
     prepare_head<BF16>(mine, k + head * head_dim, key_constants, head_dim, t.k_norm != nullptr, t.eps, t.rotary_half,
-                       1.f);
+                       t.interleaved, 1.f);
     if constexpr (INT8) {
       constexpr int WORDS = LANES == 32 ? 2 : 1;
       mix_head<LANES / 4>(mine, head_dim);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(WARPS * 32) append_pairs(const __grid_constant
 template <bool BF16>
 void (*append_pairs_for(const trirun_attention& t))(AppendArgs) {
   if (2 * t.rotary_half != t.head_dim || t.q_norm != nullptr || t.k_norm != nullptr || t.scales != nullptr ||
-      t.ld_q % 8 || t.ld_y % 8 || !aligned_to(t.y, 16))
+      t.interleaved || t.ld_q % 8 || t.ld_y % 8 || !aligned_to(t.y, 16))
     return nullptr;
   switch (t.rotary_half) {
     case 32: return append_pairs<BF16, 32>;

@@ -59,11 +59,12 @@ extern "C" int trirun_cuda_attention_decode(const trirun_attention* t, void* wor
     a.room = min(a.group, MAX_GROUP);
     // Two CTAs of every multiprocessor hold all that can be on its way, so more of them only begin and end more often.
     const int64_t ctas = rows * t->kv_heads * t->splits;
+    const bool few = ctas * a.chunks <= facts.sms;
     for (int teams = 4; teams > 1 && a.teams == 1; teams /= 2)
       if (a.chunks == 1 && t->kv_heads % teams == 0 && a.group * teams <= MAX_GROUP &&
           5 * ctas >= 9 * teams * facts.sms)
         a.teams = teams;
-    kernel = int8_attention(facts, bf16, t->head_dim, shared);
+    kernel = int8_attention(facts, bf16, t->head_dim, few, shared);
   } else {
     a.room = room_for(a.group);
     kernel = bf16 ? bf16_attention(t->head_dim, a.room, shared) : fp16_attention(t->head_dim, a.room, shared);

@@ -31,13 +31,18 @@ using AttentionKernel = void (*)(AttentionArgs);
 AttentionKernel bf16_attention(int head_dim, int room, int& shared_bytes);
 AttentionKernel fp16_attention(int head_dim, int room, int& shared_bytes);
 
-// Of attention_int8.cu: the same on such a device.
-AttentionKernel int8_attention(const DeviceFacts& device, bool bf16, int head_dim, int& shared_bytes);
+// Of attention_int8.cu: the same on such a device. few: the instance for no more CTAs than multiprocessors.
+AttentionKernel int8_attention(const DeviceFacts& device, bool bf16, int head_dim, bool few, int& shared_bytes);
+
+// c * tanh(score / c), as tanh(y) = 1 - 2 / (e^(2y) + 1), of a score and a c in units of log2(e).
+__device__ __forceinline__ float softened(float score, float softcap) {
+  return softcap - __fdividef(2.f * softcap, exp2f(score * __fdividef(2.f * LOG2E, softcap)) + 1.f);
+}
 
 // Which keys, of which row, for which query heads, a CTA attends to; kv_head is its first team's. Tiles of `keys`
-// positions are dealt to the splits one after another.
+// positions from that of `begin`, the first that the row sees, are dealt to the splits one after another.
 struct AttentionSplit {
-  int split, kv_head, chunk, row, slot, length, tile0, tile1, active, head0, heads;
+  int split, kv_head, chunk, row, slot, length, begin, tile0, tile1, active, head0, heads;
   bool idle, newest;
 
   __device__ __forceinline__ AttentionSplit(const AttentionArgs& a, int keys) {
@@ -46,9 +51,12 @@ struct AttentionSplit {
     // Rows beyond the batch belong to no slot.
     slot = row < t.m ? t.slots[row] : -1;
     length = slot < 0 ? 0 : t.positions[row];  // keys in the cache; the new one comes on top
-    const int tiles = (length + keys - 1) / keys, per_split = max(1, (tiles + t.splits - 1) / t.splits);
+    // The new one is of the window too.
+    begin = t.window > 0 ? max(0, length + 1 - t.window) : 0;
+    const int first = begin / keys, end = begin < length ? (length + keys - 1) / keys : first;
+    const int tiles = end - first, per_split = max(1, (tiles + t.splits - 1) / t.splits);
     active = max(1, (tiles + per_split - 1) / per_split);
-    tile0 = split * per_split, tile1 = min(tiles, tile0 + per_split);
+    tile0 = first + split * per_split, tile1 = min(end, tile0 + per_split);
     idle = slot < 0 || split >= active, newest = split == active - 1;
     head0 = kv_head * a.group + chunk * MAX_GROUP, heads = min(MAX_GROUP, a.teams * a.group - chunk * MAX_GROUP);
   }
@@ -62,17 +70,19 @@ struct HeadMaker {
   __device__ __forceinline__ HeadMaker(const trirun_attention& t, int position, int head_dim) {
     const float* cosines = t.cosines + static_cast<int64_t>(position) * t.rotary_half;
     const float* sines = t.sines + static_cast<int64_t>(position) * t.rotary_half;
-    query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim);
-    key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim);
+    query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim, t.interleaved);
+    key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim, t.interleaved);
   }
 
   __device__ __forceinline__ void query(float* values, const uint16_t* x, const trirun_attention& t, int head_dim,
                                         float scale) const {
-    prepare_head<BF16>(values, x, query_constants, head_dim, t.q_norm != nullptr, t.eps, t.rotary_half, scale);
+    prepare_head<BF16>(values, x, query_constants, head_dim, t.q_norm != nullptr, t.eps, t.rotary_half, t.interleaved,
+                       scale);
   }
 
   __device__ __forceinline__ void key(float* values, const uint16_t* x, const trirun_attention& t, int head_dim) const {
-    prepare_head<BF16>(values, x, key_constants, head_dim, t.k_norm != nullptr, t.eps, t.rotary_half, 1.f);
+    prepare_head<BF16>(values, x, key_constants, head_dim, t.k_norm != nullptr, t.eps, t.rotary_half, t.interleaved,
+                       1.f);
   }
 };
 
@@ -119,6 +129,10 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
         y[i] = narrow<BF16>(value(i / head_dim, i % head_dim));
     }
   };
+  // What a head's sink adds to its sum of weights, which are relative to 2^highest.
+  const auto sink = [&](int g, float highest) {
+    return t.sinks == nullptr ? 0.f : exp2f(t.sinks[c.head0 + g] * LOG2E - highest);
+  };
   // This CTA's parts, one per warp; weighted by how far a part's maximum lies below the highest.
   const auto gathered = [&](int head, int d, float& highest, float& l) {
     const int team = teams == 1 ? 0 : head / a.group, g = head - team * a.group;
@@ -137,7 +151,7 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
     finish([&](int g, int d) {
       float highest, l;
       const float v = gathered(g, d, highest, l);
-      return v / l;
+      return v / (l + sink(g, highest));
     });
     return;
   }
@@ -151,7 +165,7 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
         const float factor = exp2f(read(s, g, head_dim) - highest);
         v += read(s, g, d) * factor, l += read(s, g, head_dim + 1) * factor;
       }
-      return v / l;
+      return v / (l + sink(g, highest));
     };
   };
   const auto each_part = [&](auto store) {

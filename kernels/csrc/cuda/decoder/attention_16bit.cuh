@@ -107,6 +107,7 @@ __global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3)
   }
   __syncthreads();
 
+  const float softcap = t.softcap * LOG2E;
   float q[GROUP][8], sum[GROUP][8], maximum[GROUP], total[GROUP];
 #pragma unroll
   for (int g = 0; g < GROUP; g++) {
@@ -144,6 +145,7 @@ __global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3)
       for (int d = 0; d < 8; d++) s = fmaf(q[g][d], k[d], s);
 #pragma unroll
       for (int offset = LANES / 2; offset > 0; offset /= 2) s += __shfl_xor_sync(~0u, s, offset);
+      if (softcap != 0.f) s = softened(s, softcap);
       maximum[g] = s;
       // One lane counts it, and one group of lanes holds its value.
       total[g] = lane == 0 ? 1.f : 0.f;
@@ -173,8 +175,9 @@ __global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3)
     float p[GROUP];
 #pragma unroll
     for (int g = 0; g < GROUP; g++) {
-      const float score = transposed_sum<LANES>(s[g]);
-      const float seen = mine < length ? score : -INFINITY;
+      float score = transposed_sum<LANES>(s[g]);
+      if (softcap != 0.f) score = softened(score, softcap);
+      const float seen = mine >= c.begin && mine < length ? score : -INFINITY;
       const float highest = fmaxf(maximum[g], warp_max(seen));
       const float kept = exp2f(maximum[g] - highest);
       p[g] = exp2f(seen - highest);

@@ -81,23 +81,27 @@ struct QueryLimbs {
 };
 
 // What a lane copies of a tile and reads back. WIDTH: head_dim, rounded up to 64, 128 or 256.
-template <int WIDTH>
+// FEW: where CTAs are no more than multiprocessors a tile has half the keys, so that short rows keep every warp busy.
+template <int WIDTH, bool FEW>
 struct Tile {
-  static constexpr int BLOCKS = WIDTH == 256 ? 1 : 2, KEYS = 16 * BLOCKS;
+  static constexpr int BLOCKS = FEW || WIDTH == 256 ? 1 : 2, KEYS = 16 * BLOCKS;
   static constexpr int KEY_LOADS = WIDTH / 64;  // of a lane per key, 16 bytes each
   static constexpr int VALUE_BYTES = WIDTH == 64 ? 8 : 16, VALUE_LOADS = WIDTH / (8 * VALUE_BYTES);
   static constexpr int KEY_BYTES = KEYS * WIDTH, BYTES = 2 * KEY_BYTES + 128;  // with a word of scales per lane
 };
 
 // Stages of a warp's ring: two CTAs to a multiprocessor of sm_90 (227 KiB), one to that of sm_86, 89 and 120 (99 KiB).
-__host__ __device__ constexpr int ring_stages(int width, bool sm90) {
+// Few CTAs have one to themselves: 66 KiB on the way are enough, and leave room for the CTAs of the products around.
+__host__ __device__ constexpr int ring_stages(int width, bool few, bool sm90) {
+  if (few) return width == 64 ? 8 : width == 128 ? 4 : 2;
   return width == 64 ? (sm90 ? 6 : 5) : width == 128 && sm90 ? 3 : 2;
 }
 
 // Shared memory that takes the rings of all warps and, after them, the warps' parts.
-template <int WIDTH>
+template <int WIDTH, bool FEW>
 __host__ __device__ constexpr int ring_bytes(bool sm90) {
-  const int rings = WARPS * ring_stages(WIDTH, sm90) * Tile<WIDTH>::BYTES, parts = WARPS * MAX_GROUP * (WIDTH + 2) * 4;
+  const int rings = WARPS * ring_stages(WIDTH, FEW, sm90) * Tile<WIDTH, FEW>::BYTES;
+  const int parts = WARPS * MAX_GROUP * (WIDTH + 2) * 4;
   return rings > parts ? rings : parts;
 }
 
@@ -109,14 +113,15 @@ constexpr bool SM90 = false;
 
 // A team of warps attends to the keys of one key head. Where a row's heads are many, a CTA has several teams: parts of
 // fewer warps are put together, and what begins and ends is a larger piece of work.
-template <bool BF16, int WIDTH>
-__global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_constant__ AttentionArgs a) {
+template <bool BF16, int WIDTH, bool FEW>
+__global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
+    attend_int8(const __grid_constant__ AttentionArgs a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ __align__(16) float queries[MAX_GROUP][WIDTH], key[WARPS][WIDTH];
   __shared__ __align__(16) uint32_t new_key[WARPS][WIDTH / 4], new_value[WARPS][WIDTH / 4];
-  using T = Tile<WIDTH>;
+  using T = Tile<WIDTH, FEW>;
   constexpr int BLOCKS = T::BLOCKS, KEYS = T::KEYS, KEY_LOADS = T::KEY_LOADS, VALUE_LOADS = T::VALUE_LOADS;
-  constexpr int VALUE_BYTES = T::VALUE_BYTES, STAGES = ring_stages(WIDTH, SM90);
+  constexpr int VALUE_BYTES = T::VALUE_BYTES, STAGES = ring_stages(WIDTH, FEW, SM90);
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, sub = lane % 4;
   const AttentionSplit c(a, KEYS);
@@ -191,6 +196,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
   // A lane's scores are those of keys quad and quad + 8 of a block, heads 2 sub and 2 sub + 1; its sums those of
   // dimensions VALUE_BYTES (quad + 8i) + 2w and + 1, in tile i * VALUE_BYTES / 2 + w, for the same heads.
   const float q_scale[2] = {__shfl_sync(~0u, q.scale, 8 * sub), __shfl_sync(~0u, q.scale, 8 * sub + 4)};
+  const float softcap = t.softcap * LOG2E;
   float sum[WIDTH / 16][4] = {}, maximum[2] = {-INFINITY, -INFINITY}, total[2] = {};
   if (c.newest && warp % team_warps == 0) {
     constexpr int WORDS = WIDTH == 256 ? 2 : 1;
@@ -212,7 +218,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
     int dot = 256 * high + low;
     dot += __shfl_xor_sync(~0u, dot, 1);
     dot += __shfl_xor_sync(~0u, dot, 2);
-    const float score = static_cast<float>(dot) * (q.scale * scales.x), shift = log2_scale(scales.y);
+    float score = static_cast<float>(dot) * (q.scale * scales.x);
+    if (softcap != 0.f) score = softened(score, softcap);
+    const float shift = log2_scale(scales.y);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       maximum[e] = __shfl_sync(~0u, score, 8 * sub + 4 * e) + shift;
@@ -252,13 +260,15 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
       for (int h = 0; h < 2; h++) {
         const uint32_t word = __shfl_sync(~0u, own_scales, 16 * b + 8 * h + quad);
         const float2 scales = __half22float2(*reinterpret_cast<const __half2*>(&word));
-        const bool seen = tile * KEYS + 16 * b + 8 * h + quad < length;
+        const int position = tile * KEYS + 16 * b + 8 * h + quad;
+        const bool seen = position >= c.begin && position < length;
         value_scale[b][h] = scales.y;
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const int at = 2 * h + e;
           const float dot = static_cast<float>(256 * high[at] + low[at]);
-          score[b][at] = seen ? dot * (q_scale[e] * scales.x) : -INFINITY;
+          const float exact = dot * (q_scale[e] * scales.x);
+          score[b][at] = !seen ? -INFINITY : softcap != 0.f ? softened(exact, softcap) : exact;
           p[b][at] = exp2f(score[b][at] - maximum[e]);
           weight[b][at] = p[b][at] * scales.y;
           // Of the first keys too, relative to -infinity.
@@ -339,22 +349,27 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attend_int8(const __grid_consta
     if (quad == 0) part[WIDTH] = maximum[e], part[WIDTH + 1] = total[e];
   }
   __syncthreads();
-  put_together<BF16>(a, c, parts, a.room, WIDTH, a.teams, shared_address(memory + ring_bytes<WIDTH>(SM90)));
+  put_together<BF16>(a, c, parts, a.room, WIDTH, a.teams, shared_address(memory + ring_bytes<WIDTH, FEW>(SM90)));
 }
 
-// no-spill(90a): attend_int8<*, *>
-template <int WIDTH>
+// no-spill(90a): attend_int8<*, *, *>
+template <int WIDTH, bool FEW>
 AttentionKernel instance(bool sm90, bool bf16, int& shared_bytes) {
-  shared_bytes = ring_bytes<WIDTH>(sm90);
-  return bf16 ? attend_int8<true, WIDTH> : attend_int8<false, WIDTH>;
+  shared_bytes = ring_bytes<WIDTH, FEW>(sm90);
+  return bf16 ? attend_int8<true, WIDTH, FEW> : attend_int8<false, WIDTH, FEW>;
+}
+
+template <bool FEW>
+AttentionKernel for_head(bool sm90, bool bf16, int head_dim, int& shared_bytes) {
+  if (head_dim <= 64) return instance<64, FEW>(sm90, bf16, shared_bytes);
+  return head_dim <= 128 ? instance<128, FEW>(sm90, bf16, shared_bytes) : instance<256, FEW>(sm90, bf16, shared_bytes);
 }
 
 }  // namespace
 
-AttentionKernel int8_attention(const DeviceFacts& device, bool bf16, int head_dim, int& shared_bytes) {
+AttentionKernel int8_attention(const DeviceFacts& device, bool bf16, int head_dim, bool few, int& shared_bytes) {
   const bool sm90 = device.ptx >= 90 && device.ptx < 100;  // as the code for the device was compiled
-  if (head_dim <= 64) return instance<64>(sm90, bf16, shared_bytes);
-  return head_dim <= 128 ? instance<128>(sm90, bf16, shared_bytes) : instance<256>(sm90, bf16, shared_bytes);
+  return few ? for_head<true>(sm90, bf16, head_dim, shared_bytes) : for_head<false>(sm90, bf16, head_dim, shared_bytes);
 }
 
 }  // namespace trirun::decoder

@@ -15,14 +15,14 @@ struct HeadConstants {
   float cosine[PER_LANE], sine[PER_LANE], weight[PER_LANE];
 
   __device__ __forceinline__ void load(const float* cosines, const float* sines, const float* norm, int half,
-                                       int head_dim) {
+                                       int head_dim, bool interleaved) {
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
-      const int d = threadIdx.x % 32 + j * 32, pair = d < half ? d : d - half;
+      const int d = threadIdx.x % 32 + j * 32, pair = interleaved ? d / 2 : d < half ? d : d - half;
       cosine[j] = 1.f, sine[j] = 0.f, weight[j] = 1.f;
       if (d < 2 * half) {
         cosine[j] = __ldg(cosines + pair), sine[j] = __ldg(sines + pair);
-        if (d < half) sine[j] = -sine[j];
+        if (interleaved ? d % 2 == 0 : d < half) sine[j] = -sine[j];
       }
       if (norm != nullptr && d < head_dim) weight[j] = __ldg(norm + d);
     }
@@ -35,10 +35,11 @@ __device__ __forceinline__ float rotated(float v, float cosine, float other, flo
 }
 
 // values[head_dim] (shared memory, this warp's own) = rotate(norm(x[head_dim])) * scale. The rotation turns the pairs
-// (i, i + half); dimensions from 2 * half on stay as they are.
+// (i, i + half), or (2i, 2i + 1) where they are interleaved; dimensions from 2 * half on stay as they are.
 template <bool BF16, int PER_LANE>
 __device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, const HeadConstants<PER_LANE>& c,
-                                             int head_dim, bool normed, float eps, int half, float scale) {
+                                             int head_dim, bool normed, float eps, int half, bool interleaved,
+                                             float scale) {
   const int lane = threadIdx.x % 32;
   float v[PER_LANE];
 #pragma unroll
@@ -51,7 +52,7 @@ __device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, c
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) v[j] *= inverse * c.weight[j];
   }
-  if (PER_LANE > 1 && 2 * half == PER_LANE * 32) {
+  if (PER_LANE > 1 && 2 * half == PER_LANE * 32 && !interleaved) {
     // The other half of every pair is in the same lane.
     float turned[PER_LANE];
 #pragma unroll
@@ -66,7 +67,8 @@ __device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, c
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
       const int d = lane + j * 32;
-      if (d < 2 * half) v[j] = rotated(v[j], c.cosine[j], values[d < half ? d + half : d - half], c.sine[j]);
+      const int other = interleaved ? d ^ 1 : d < half ? d + half : d - half;
+      if (d < 2 * half) v[j] = rotated(v[j], c.cosine[j], values[other], c.sine[j]);
     }
     __syncwarp();
   }
@@ -87,7 +89,7 @@ inline int check_attention(const trirun_attention* t) {
   if (t->m < 0 || t->m > 65535 || t->heads <= 0 || t->kv_heads <= 0 || t->heads % t->kv_heads || t->head_dim <= 0 ||
       t->head_dim % 8 || t->head_dim > MAX_HEAD_DIM || t->rotary_half < 0 || 2 * t->rotary_half > t->head_dim ||
       t->splits < 1 || t->splits > 256 || t->ld_q < t->heads * t->head_dim || t->ld_kv < t->kv_heads * t->head_dim ||
-      t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0)
+      t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0 || t->window < 0)
     return TRIRUN_BAD_SHAPE;
   if (!half_dtype(t->dtype)) return TRIRUN_UNSUPPORTED;
   for (const void* p : {t->q, t->k, t->v, static_cast<const void*>(t->keys), static_cast<const void*>(t->values)})
@@ -95,8 +97,8 @@ inline int check_attention(const trirun_attention* t) {
   if (!aligned_to(t->scales, 4)) return TRIRUN_BAD_POINTER;
   if ((t->y == nullptr && t->activations == nullptr) || !aligned_to(t->y, 2) || !aligned_to(t->activations, 256))
     return TRIRUN_BAD_POINTER;
-  if (t->block_tables == nullptr || t->slots == nullptr || t->positions == nullptr || t->cosines == nullptr ||
-      t->sines == nullptr)
+  if (t->block_tables == nullptr || t->slots == nullptr || t->positions == nullptr ||
+      (t->rotary_half > 0 && (t->cosines == nullptr || t->sines == nullptr)))
     return TRIRUN_BAD_POINTER;
   return TRIRUN_OK;
 }

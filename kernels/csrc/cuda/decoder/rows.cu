@@ -1,6 +1,6 @@
 // What a decoder does to whole rows between its matrix products, in one pass each: a row's source (residual plus the
-// last product, an embedding, act(gate) * up, or plain values), an optional RMS norm, and the result as 16-bit values,
-// as the limbs that int2_gemm_quantized reads, or as both.
+// last product or its norm, an embedding, act(gate) * up, or plain values), an optional norm, and the result as 16-bit
+// values, as the limbs that int2_gemm_quantized reads, or as both.
 //
 // A warp owns k tiles of 128, in the lane order of activations.cuh, and keeps its values in registers from the
 // first load to the last store. Rows of prompts, which nobody wants as limbs, are read and written 16 bytes at a time.
@@ -12,8 +12,12 @@ namespace {
 
 constexpr int MAX_WARPS = 32;
 
+// A source beyond those of trirun.h, and never one of them: an embedding that is packed.
+constexpr int EMBED_PACKED = -1;
+
 struct RowsArgs {
   trirun_rows r;
+  trirun_int2 packed;
   LimbRows quantized;
   int tokens, k_tiles;
 };
@@ -23,7 +27,9 @@ __device__ __forceinline__ float activate(float gate, int activation) {
     const float positive = fmaxf(gate, 0.f);
     return positive * positive;
   }
-  return gate / (1.f + __expf(-gate));
+  // The tanh form of GELU is a logistic function too: x/2 (1 + tanh(u)) = x / (1 + e^(-2u)).
+  const float u = activation == TRIRUN_GELU_TANH ? 1.59576912f * gate * fmaf(0.044715f * gate, gate, 1.f) : gate;
+  return (activation == TRIRUN_SIGMOID ? 1.f : gate) / (1.f + __expf(-u));
 }
 
 // A row without a token of its own goes on with the one its slot sampled last; one without a slot is padding.
@@ -34,29 +40,49 @@ __device__ __forceinline__ int token_of(const trirun_rows& r, int row) {
   return token < 0 || token >= r.vocab ? 0 : token;
 }
 
+// Columns `column` + {0, 1, 8, 9} of a token's row, where `column` is a lane's own: one word of tile64, a byte each.
+__device__ __forceinline__ float4 load_packed(const trirun_int2& w, int token, int column) {
+  const int n_tile = token / 64, j = token % 64 / 16, h = token % 16 / 8, r = token % 8;
+  const int64_t block = static_cast<int64_t>(n_tile) * (w.k / 32) + column / 32;
+  const uint32_t word = w.words[block * 128 + 16 * r + 4 * (column % 8 / 2) + 2 * (column % 32 / 16) + h] >> (2 * j);
+  const int64_t group = w.group_size > 0 ? column / w.group_size : 0;
+  const int64_t at = group * w.n + n_tile * 64 + 8 * r + 2 * j + h;
+  const float scale = __half2float(__ushort_as_half(w.scales[at]));
+  const float zero = w.zeros != nullptr ? __half2float(__ushort_as_half(w.zeros[at])) : w.zero;
+  const auto value = [&](int byte) { return scale * (static_cast<float>(word >> (8 * byte) & 3) - zero); };
+  return make_float4(value(0), value(1), value(2), value(3));
+}
+
 template <int SOURCE>
-__device__ __forceinline__ float4 load_source(const trirun_rows& r, int row, int token, int column) {
+__device__ __forceinline__ float4 load_source(const RowsArgs& a, int row, int token, int column) {
+  const trirun_rows& r = a.r;
   const auto four = [&](const void* p, int64_t at) {
     const float2 a = load_pair(p, at, r.dtype), b = load_pair(p, at + 8, r.dtype);
     return make_float4(a.x, a.y, b.x, b.y);
   };
-  if constexpr (SOURCE == TRIRUN_ROWS_PLAIN) {
+  if constexpr (SOURCE == TRIRUN_ROWS_PLAIN || SOURCE == TRIRUN_ROWS_POST) {
     return four(r.x, row * r.ldx + column);
   } else if constexpr (SOURCE == TRIRUN_ROWS_GATE) {
-    const float4 gate = four(r.x, row * r.ldx + column), up = four(r.up, row * r.ldx + column);
+    const float4 gate = four(r.x, row * r.ldx + column);
+    const float4 up = r.up != nullptr ? four(r.up, row * r.ldx + column) : make_float4(1.f, 1.f, 1.f, 1.f);
     return make_float4(activate(gate.x, r.activation) * up.x, activate(gate.y, r.activation) * up.y,
                        activate(gate.z, r.activation) * up.z, activate(gate.w, r.activation) * up.w);
   } else {
     float* at = r.residual + static_cast<int64_t>(row) * r.n + column;
     float4 v;
-    if constexpr (SOURCE == TRIRUN_ROWS_EMBED) {
-      v = four(r.x, static_cast<int64_t>(token) * r.ldx + column);
+    if constexpr (SOURCE == EMBED_PACKED || SOURCE == TRIRUN_ROWS_EMBED) {
+      if constexpr (SOURCE == EMBED_PACKED)
+        v = load_packed(a.packed, token, column);
+      else
+        v = four(r.x, static_cast<int64_t>(token) * r.ldx + column);
+      v = make_float4(v.x * r.scale, v.y * r.scale, v.z * r.scale, v.w * r.scale);
     } else {
       const float2 a = *reinterpret_cast<const float2*>(at), b = *reinterpret_cast<const float2*>(at + 8);
       v = make_float4(a.x, a.y, b.x, b.y);
       if (r.x != nullptr) {
         const float4 d = four(r.x, row * r.ldx + column);
-        v = make_float4(v.x + d.x, v.y + d.y, v.z + d.z, v.w + d.w);
+        v = make_float4(fmaf(d.x, r.scale, v.x), fmaf(d.y, r.scale, v.y),  //
+                        fmaf(d.z, r.scale, v.z), fmaf(d.w, r.scale, v.w));
       }
     }
     *reinterpret_cast<float2*>(at) = make_float2(v.x, v.y);
@@ -67,50 +93,91 @@ __device__ __forceinline__ float4 load_source(const trirun_rows& r, int row, int
 
 template <int SOURCE, int PER_WARP>
 __global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ RowsArgs a) {
-  __shared__ float squares[MAX_WARPS];
+  __shared__ float sums[3][MAX_WARPS];
   __shared__ uint32_t magnitudes[MAX_WARPS];
   const trirun_rows& r = a.r;
   const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int k_tile0 = blockIdx.y * warps * PER_WARP + warp;
   const int lane_column = (lane >> 2) * 16 + lane % 4 * 2;
-  const auto norm_weight = [&](int i) {
+  const auto four_of = [&](const float* vector, int i) {
     const int column = (k_tile0 + i * warps) * K_TILE + lane_column;
     if (column >= r.n) return make_float4(0.f, 0.f, 0.f, 0.f);
-    const float2 p = __ldg(reinterpret_cast<const float2*>(r.norm + column));
-    const float2 q = __ldg(reinterpret_cast<const float2*>(r.norm + column + 8));
+    const float2 p = __ldg(reinterpret_cast<const float2*>(vector + column));
+    const float2 q = __ldg(reinterpret_cast<const float2*>(vector + column + 8));
     return make_float4(p.x, p.y, q.x, q.y);
+  };
+  // A CTA's sum; `of`: which of the sums, since a warp may be at the next one already.
+  const auto row_sum = [&](int of, float sum) {
+    sum = warp_sum(sum);
+    if (lane == 0) sums[of][warp] = sum;
+    __syncthreads();
+    return warp_sum(lane < warps ? sums[of][lane] : 0.f);
   };
   // Weights are fetched while the previous kernel still runs, unless registers are short.
   constexpr bool EARLY = PER_WARP <= 2;
   float4 weight[EARLY ? PER_WARP : 1];
   if (EARLY && r.norm != nullptr) {
 #pragma unroll
-    for (int i = 0; i < PER_WARP; i++) weight[EARLY ? i : 0] = norm_weight(i);
+    for (int i = 0; i < PER_WARP; i++) weight[EARLY ? i : 0] = four_of(r.norm, i);
   }
   dependency_launch();
   dependency_wait();
 
-  const int token = SOURCE == TRIRUN_ROWS_EMBED && row < r.m ? token_of(r, row) : 0;
+  constexpr bool EMBEDS = SOURCE == TRIRUN_ROWS_EMBED || SOURCE == EMBED_PACKED;
+  const int token = EMBEDS && row < r.m ? token_of(r, row) : 0;
   float4 v[PER_WARP];
 #pragma unroll
   for (int i = 0; i < PER_WARP; i++) {
     const int column = (k_tile0 + i * warps) * K_TILE + lane_column;
     v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (row < r.m && column < r.n) v[i] = load_source<SOURCE>(r, row, token, column);
+    if (row < r.m && column < r.n) v[i] = load_source<SOURCE>(a, row, token, column);
   }
-  if (r.norm != nullptr) {
+  const auto squares = [&] {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < PER_WARP; i++) sum += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
-    sum = warp_sum(sum);
-    if (lane == 0) squares[warp] = sum;
-    __syncthreads();
-    const float inverse = rsqrtf(warp_sum(lane < warps ? squares[lane] : 0.f) / r.n + r.eps);
+    return sum;
+  };
+  if constexpr (SOURCE == TRIRUN_ROWS_POST) {
+    const float inverse = rsqrtf(row_sum(0, squares()) / r.n + r.eps) * r.scale;
 #pragma unroll
     for (int i = 0; i < PER_WARP; i++) {
-      const float4 w = EARLY ? weight[EARLY ? i : 0] : norm_weight(i);
+      const int column = (k_tile0 + i * warps) * K_TILE + lane_column;
+      if (row >= r.m || column >= r.n) continue;
+      const float4 w = four_of(r.post_norm, i);
+      float* at = r.residual + static_cast<int64_t>(row) * r.n + column;
+      float2 p = *reinterpret_cast<const float2*>(at), q = *reinterpret_cast<const float2*>(at + 8);
+      p = make_float2(fmaf(v[i].x * inverse, w.x, p.x), fmaf(v[i].y * inverse, w.y, p.y));
+      q = make_float2(fmaf(v[i].z * inverse, w.z, q.x), fmaf(v[i].w * inverse, w.w, q.y));
+      *reinterpret_cast<float2*>(at) = p;
+      *reinterpret_cast<float2*>(at + 8) = q;
+      v[i] = make_float4(p.x, p.y, q.x, q.y);
+    }
+  }
+  if (r.norm != nullptr) {
+    if (r.centered) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < PER_WARP; i++) sum += v[i].x + v[i].y + v[i].z + v[i].w;
+      const float mean = row_sum(1, sum) / r.n;
+#pragma unroll
+      for (int i = 0; i < PER_WARP; i++)
+        if ((k_tile0 + i * warps) * K_TILE + lane_column < r.n)
+          v[i] = make_float4(v[i].x - mean, v[i].y - mean, v[i].z - mean, v[i].w - mean);
+    }
+    const float inverse = rsqrtf(row_sum(2, squares()) / r.n + r.eps);
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) {
+      const float4 w = EARLY ? weight[EARLY ? i : 0] : four_of(r.norm, i);
       v[i] = make_float4(v[i].x * inverse * w.x, v[i].y * inverse * w.y,  //
                          v[i].z * inverse * w.z, v[i].w * inverse * w.w);
+    }
+    if (r.norm_bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < PER_WARP; i++) {
+        const float4 bias = four_of(r.norm_bias, i);
+        v[i] = make_float4(v[i].x + bias.x, v[i].y + bias.y, v[i].z + bias.z, v[i].w + bias.w);
+      }
     }
   }
   if (r.y != nullptr && row < r.m) {
@@ -165,9 +232,9 @@ __device__ __forceinline__ void load_eight(float (&v)[8], const trirun_rows& r, 
     }
   };
   if constexpr (SOURCE == TRIRUN_ROWS_GATE) {
-    float up[8];
+    float up[8] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
     widen(v, r.x, row * r.ldx + column);
-    widen(up, r.up, row * r.ldx + column);
+    if (r.up != nullptr) widen(up, r.up, row * r.ldx + column);
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] = activate(v[i], r.activation) * up[i];
   } else {
@@ -175,8 +242,10 @@ __device__ __forceinline__ void load_eight(float (&v)[8], const trirun_rows& r, 
     float x[8] = {};
     const float4 low = at[0], high = at[1];
     if (r.x != nullptr) widen(x, r.x, row * r.ldx + column);
-    v[0] = low.x + x[0], v[1] = low.y + x[1], v[2] = low.z + x[2], v[3] = low.w + x[3];
-    v[4] = high.x + x[4], v[5] = high.y + x[5], v[6] = high.z + x[6], v[7] = high.w + x[7];
+    v[0] = fmaf(x[0], r.scale, low.x), v[1] = fmaf(x[1], r.scale, low.y);
+    v[2] = fmaf(x[2], r.scale, low.z), v[3] = fmaf(x[3], r.scale, low.w);
+    v[4] = fmaf(x[4], r.scale, high.x), v[5] = fmaf(x[5], r.scale, high.y);
+    v[6] = fmaf(x[6], r.scale, high.z), v[7] = fmaf(x[7], r.scale, high.w);
     at[0] = make_float4(v[0], v[1], v[2], v[3]), at[1] = make_float4(v[4], v[5], v[6], v[7]);
   }
 }
@@ -247,7 +316,8 @@ PromptKernel prompt_instance(int64_t eights, int dtype) {
 
 // The kernel for rows of prompts, and how many CTAs share a row; null where `rows` does it.
 PromptKernel prompt_kernel(const trirun_rows& r, unsigned& parts) {
-  if (r.m < PROMPT_ROWS || r.activations != nullptr || r.y == nullptr || r.n % 8 || r.ldx % 8 || r.ldy % 8)
+  if (r.m < PROMPT_ROWS || r.activations != nullptr || r.y == nullptr || r.n % 8 || r.ldx % 8 || r.ldy % 8 ||
+      (r.norm != nullptr && (r.centered || r.norm_bias != nullptr)))
     return nullptr;
   for (const void* p : {r.x, r.up, static_cast<const void*>(r.residual), static_cast<const void*>(r.norm),
                         static_cast<const void*>(r.y)})
@@ -280,21 +350,32 @@ extern "C" int trirun_cuda_rows(const trirun_rows* r, void* stream) {
   if (r == nullptr) return TRIRUN_BAD_POINTER;
   if (r->m == 0) return TRIRUN_OK;
   if (r->m < 0 || r->n <= 0 || r->n % 16 || r->n > (1 << 20) || r->ldx % 2 || r->ldy % 2) return TRIRUN_BAD_SHAPE;
-  if (!half_dtype(r->dtype) || r->source < TRIRUN_ROWS_RESIDUAL || r->source > TRIRUN_ROWS_PLAIN)
+  if (!half_dtype(r->dtype) || r->source < TRIRUN_ROWS_RESIDUAL || r->source > TRIRUN_ROWS_POST)
     return TRIRUN_UNSUPPORTED;
-  const bool residual = r->source == TRIRUN_ROWS_RESIDUAL || r->source == TRIRUN_ROWS_EMBED;
-  if ((residual && r->residual == nullptr) || (r->source != TRIRUN_ROWS_RESIDUAL && r->x == nullptr) ||
-      (r->source == TRIRUN_ROWS_GATE && r->up == nullptr) ||
-      (r->source == TRIRUN_ROWS_EMBED && (r->tokens == nullptr || r->vocab <= 0)))
+  const bool post = r->source == TRIRUN_ROWS_POST;
+  const bool residual = post || r->source == TRIRUN_ROWS_RESIDUAL || r->source == TRIRUN_ROWS_EMBED;
+  const bool packed = r->source == TRIRUN_ROWS_EMBED && r->packed != nullptr;
+  if (packed) {
+    const trirun_int2& w = *r->packed;
+    if (w.words == nullptr || w.scales == nullptr || !aligned_to(w.words, 4) || !aligned_to(w.scales, 2))
+      return TRIRUN_BAD_POINTER;
+    if (w.n % 64 || w.k % 128 || r->n > w.k || r->vocab > w.n) return TRIRUN_BAD_SHAPE;
+    if (w.group_size != -1 && w.group_size != 32 && w.group_size != 64 && w.group_size != 128)
+      return TRIRUN_UNSUPPORTED;
+  }
+  if ((residual && r->residual == nullptr) || (r->source != TRIRUN_ROWS_RESIDUAL && r->x == nullptr && !packed) ||
+      (post && r->post_norm == nullptr) || (r->source == TRIRUN_ROWS_EMBED && (r->tokens == nullptr || r->vocab <= 0)))
     return TRIRUN_BAD_POINTER;
   if (!aligned_to(r->residual, 8) || !aligned_to(r->x, 4) || !aligned_to(r->up, 4) || !aligned_to(r->norm, 8) ||
-      !aligned_to(r->y, 4) || !aligned_to(r->activations, 256))
+      !aligned_to(r->norm_bias, 8) || !aligned_to(r->post_norm, 8) || !aligned_to(r->y, 4) ||
+      !aligned_to(r->activations, 256))
     return TRIRUN_BAD_POINTER;
   unsigned shared_by = 1;
   if (const PromptKernel kernel = prompt_kernel(*r, shared_by))
     return launch_dependent(kernel, *r, dim3(static_cast<unsigned>(r->m), shared_by), PROMPT_THREADS, 0, stream);
   RowsArgs a{};
   a.r = *r;
+  if (packed) a.packed = *r->packed;
   a.k_tiles = static_cast<int>((r->n + K_TILE - 1) / K_TILE);
   a.tokens = static_cast<int>(r->m);
   if (r->activations != nullptr) {
@@ -306,14 +387,17 @@ extern "C" int trirun_cuda_rows(const trirun_rows* r, void* stream) {
     a.tokens = a.quantized.tokens;
   }
   // Where a row has no common norm or scale its k tiles go to as many CTAs as there are; else one CTA owns the row.
-  const bool whole = r->norm != nullptr || (r->activations != nullptr && r->act_bits == TRIRUN_ACT8);
+  const bool whole = post || r->norm != nullptr || (r->activations != nullptr && r->act_bits == TRIRUN_ACT8);
   const int most = whole ? MAX_WARPS : 4, warps = a.k_tiles < most ? a.k_tiles : most;
   const int per_warp = whole ? (a.k_tiles + warps - 1) / warps : 1;
   Kernel kernel = nullptr;
   switch (r->source) {
     case TRIRUN_ROWS_RESIDUAL: kernel = instance<TRIRUN_ROWS_RESIDUAL>(per_warp); break;
-    case TRIRUN_ROWS_EMBED: kernel = instance<TRIRUN_ROWS_EMBED>(per_warp); break;
+    case TRIRUN_ROWS_EMBED:
+      kernel = packed ? instance<EMBED_PACKED>(per_warp) : instance<TRIRUN_ROWS_EMBED>(per_warp);
+      break;
     case TRIRUN_ROWS_GATE: kernel = instance<TRIRUN_ROWS_GATE>(per_warp); break;
+    case TRIRUN_ROWS_POST: kernel = instance<TRIRUN_ROWS_POST>(per_warp); break;
     default: kernel = instance<TRIRUN_ROWS_PLAIN>(per_warp); break;
   }
   if (kernel == nullptr) return TRIRUN_UNSUPPORTED;

@@ -1,9 +1,10 @@
 // The next token of every row, chosen on the GPU, and the inputs of the next step: one CTA per row over its logits.
 //
-// Order: bias and penalties, temperature, top-k, top-p (of what top-k left), min-p, then the inverse of the cumulative
-// distribution over ascending token ids at one number of SplitMix64 (Steele et al. 2014), a function of the request's
-// stream and of how many tokens it has drawn: its draws are the same in any batch. Thresholds of top-k and top-p are
-// found digit by digit (radix selection). Masses are added as integers, so nothing depends on the order of additions.
+// Order: bias and penalties, the mask of a grammar, temperature, top-k, top-p (of what top-k left), min-p, then the
+// inverse of the cumulative distribution over ascending token ids at one number of SplitMix64 (Steele et al. 2014), a
+// function of the request's stream and of how many tokens it has drawn: its draws are the same in any batch. Thresholds
+// of top-k and top-p are found digit by digit (radix selection). Masses are added as integers, so nothing depends on
+// the order of additions.
 #include "launch.cuh"
 
 namespace trirun::decoder {
@@ -181,7 +182,9 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
   const Row raw{static_cast<const char*>(s.logits) + row * s.ld * (s.dtype == TRIRUN_F32 ? 4 : 2), s.dtype, vocab};
   int32_t* counts = s.counts == nullptr ? nullptr : s.counts + static_cast<int64_t>(slot) * vocab;
   const bool penalised = counts != nullptr && (p.repetition != 1.f || p.presence != 0.f || p.frequency != 0.f);
-  const bool changed = penalised || p.bias_count > 0;
+  const bool masked = s.masks != nullptr && p.masked != 0;
+  const uint32_t* mask = masked ? s.masks + static_cast<int64_t>(slot) * ((vocab + 31) / 32) : nullptr;
+  const bool changed = penalised || p.bias_count > 0 || masked;
 
   float* work = s.work + static_cast<int64_t>(row) * vocab;
   constexpr Best NOTHING{-INFINITY, 0x7fffffff};
@@ -195,7 +198,7 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
       if (count != 0) v = v > 0.f ? v / p.repetition : v * p.repetition;
       if (generated != 0) v -= p.presence + p.frequency * generated;
     }
-    work[i] = v;
+    work[i] = masked && (mask[i / 32] >> i % 32 & 1) == 0 ? -INFINITY : v;
   });
   raw_top = cta_best(raw_top, best_scratch);
   if (changed) {
@@ -211,8 +214,10 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
   }
   const Row logits = changed ? Row{work, TRIRUN_F32, vocab} : raw;
 
-  int token = top.token;
-  if (p.temperature > 0.f) {
+  // Nothing is allowed, or no logit is a finite number.
+  const bool none = top.token >= vocab || !isfinite(top.value);
+  int token = none ? 0 : top.token;
+  if (p.temperature > 0.f && !none) {
     const float inverse = 1.f / p.temperature;
     uint32_t threshold = 0;
     if (p.top_k > 0 && p.top_k < vocab)
@@ -248,8 +253,6 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
     __syncthreads();
     token = drawn;
   }
-  // Logits that are not numbers leave no largest one.
-  if (token >= vocab) token = 0;
 
   float logprob = 0.f;
   if (s.logprobs != nullptr && p.wants_logprobs) {
@@ -259,7 +262,7 @@ __global__ void __launch_bounds__(THREADS) sample(const __grid_constant__ Sample
     logprob = raw[token] - raw_top.value - logf(sum);
   }
   if (threadIdx.x == 0) {
-    s.sampled[row] = token;
+    s.sampled[row] = none ? -1 : token;
     if (s.logprobs != nullptr) s.logprobs[row] = logprob;
     if (counts != nullptr) counts[token]++;
     s.latest[slot] = token;

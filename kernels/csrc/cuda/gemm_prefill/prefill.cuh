@@ -38,5 +38,6 @@ int64_t shared_bytes_sm90(const Problem& p, int dtype);
 int64_t shared_bytes_sm80(const Problem& p);
 int launch_sm90(const Problem& p, const PreparedRows& rows);  // sm90.cu
 int launch_sm80(const Problem& p, const PreparedRows& rows);  // sm80.cu
+int launch_experts_sm80(const trirun_experts& experts, void* stream);
 
 }  // namespace trirun::gemm_prefill

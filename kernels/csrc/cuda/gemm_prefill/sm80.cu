@@ -5,16 +5,25 @@
 //   of
 // cp.async holds 64 columns of x, its 16-byte parts permuted within a row so that ldmatrix meets no bank conflict, and
 //   2 x 2 blocks of tile64. Four stages are in flight.
-// no-spill: prefill_sm80_kernel<*>
+// - Of a mixture of experts a CTA has a tile of one expert's rows (experts.cuh): 128, or 64 by four n tiles.
+// no-spill: prefill_sm80_kernel<*, 128, *>
 #include "prefill.cuh"
+#include "cuda/decoder/launch.cuh"
+#include "cuda/experts/experts.cuh"
 #include "dequantize.cuh"
 
 namespace trirun::gemm_prefill {
 namespace {
 
-constexpr int kTokens = 128, kNTiles = 2, kColumns = 64, kStages = 4, kThreads = 256;
-constexpr int kX = kTokens * kColumns * 2, kWords = kNTiles * (kColumns / 32) * 512, kStage = kX + kWords;
-constexpr int kBytes = kStages * kStage;
+constexpr int kColumns = 64, kStages = 4, kThreads = 256;
+
+// A tile of kTokens rows of x by kNTiles n tiles, and a stage of it in shared memory.
+template <int Tokens>
+struct Tile80 {
+  static constexpr int kTokens = Tokens, kNTiles = 256 / Tokens;
+  static constexpr int kX = kTokens * kColumns * 2, kWords = kNTiles * (kColumns / 32) * 512, kStage = kX + kWords;
+  static constexpr int kBytes = kStages * kStage;
+};
 
 struct Arguments {
   const void* x;
@@ -27,6 +36,10 @@ struct Arguments {
   int m, n, group_size, y_dtype;
   float zero;
   bool split_zero;
+  // Of a mixture of experts: what lies between the weights of two experts, and the tiles of sorted rows.
+  int64_t expert_words, expert_groups;
+  const int32_t *tiles, *order;
+  int top_k;
 };
 
 __device__ __forceinline__ float read_value(const void* p, int i, int dtype) {
@@ -44,32 +57,57 @@ __device__ __forceinline__ uint32_t packed(float lo, float hi, int dtype) {
   return reinterpret_cast<uint32_t&>(h);
 }
 
-template <typename T>
+template <typename T, int Tokens, bool Experts>
 __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_constant__ Arguments a) {
   using D = Dequantize<T>;
+  using Shape = Tile80<Tokens>;
+  constexpr int kTokens = Tokens, kNTiles = Shape::kNTiles, kX = Shape::kX, kWords = Shape::kWords,
+                kStage = Shape::kStage;
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t base = shared_address(shared);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, n_tile = warp % kNTiles,
             tokens = warp / kNTiles * 32;
   // Token tiles are the fast index: CTAs that run together share rows of w.
-  const int64_t token0 = int64_t(blockIdx.x) * kTokens;
+  int64_t token0 = int64_t(blockIdx.x) * kTokens, tokens_end = a.m;
+  const uint32_t* all_words = a.words;
+  const __half *all_scales = a.scales, *all_zeros = a.zeros;
+  const void* bias = a.bias;
+  constexpr int kRowsOfThread = kTokens * 8 / kThreads;
+  int64_t row_of_x[kRowsOfThread];  // of a mixture of experts
+  if constexpr (Experts) {
+    dependency_launch();
+    dependency_wait();
+    const experts::Tile tile = experts::load_tile(a.tiles, blockIdx.x);
+    if (tile.expert < 0) return;
+    token0 = tile.first, tokens_end = tile.first + tile.count;
+    all_words += tile.expert * a.expert_words, all_scales += tile.expert * a.expert_groups;
+    if (all_zeros != nullptr) all_zeros += tile.expert * a.expert_groups;
+    if (bias != nullptr) bias = static_cast<const float*>(bias) + tile.expert * a.padded_n;
+#pragma unroll
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      const int64_t at = min(token0 + i * (kThreads / 8) + thread / 8, tokens_end - 1);
+      row_of_x[i] = a.order != nullptr ? __ldcg(a.order + at) / a.top_k : at;
+    }
+  }
   const int n_tile0 = blockIdx.y * kNTiles, last_n_tile = int(a.padded_n / 64) - 1;
   const int stages = int(a.padded_k / kColumns);
 
   const auto load_stage = [&](int k) {
     const uint32_t x_at = base + k % kStages * kStage, words_at = x_at + kX;
 #pragma unroll
-    for (int i = 0; i < kTokens * 8 / kThreads; ++i) {
+    for (int i = 0; i < kRowsOfThread; ++i) {
       const int row = i * (kThreads / 8) + thread / 8, part = thread % 8;
       const int64_t column = int64_t(k) * kColumns + part * 8, left = (a.k - column) * 2;
-      const bool inside = token0 + row < a.m && left > 0;
-      const T* from = static_cast<const T*>(a.x) + (inside ? (token0 + row) * a.ldx + column : 0);
+      const bool inside = token0 + row < tokens_end && left > 0;
+      const int64_t from_row = Experts ? row_of_x[i] : token0 + row;
+      const T* from = static_cast<const T*>(a.x) + (inside ? from_row * a.ldx + column : 0);
       copy_async16_partly(x_at + row * 128 + ((part ^ row & 7) << 4), from, inside ? int(left < 16 ? left : 16) : 0);
     }
-    if (thread < kWords / 16) {
-      const int s = thread / 64, part = thread % 64;
+#pragma unroll
+    for (int i = thread; i < kWords / 16; i += kThreads) {
+      const int s = i / 64, part = i % 64;
       const int64_t row = min(n_tile0 + s, last_n_tile);
-      copy_async16_partly(words_at + thread * 16, a.words + (row * (a.padded_k / 32) + k * 2) * 128 + part * 4, 16);
+      copy_async16_partly(words_at + i * 16, all_words + (row * (a.padded_k / 32) + k * 2) * 128 + part * 4, 16);
     }
   };
 
@@ -84,9 +122,9 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
   uint32_t scale[4][2], zero[4][2], rest[4][2];
   const auto set_groups = [&](int64_t group) {
     const uint4 s =
-        grouped ? *reinterpret_cast<const uint4*>(a.scales + group * a.padded_n + stored) : make_uint4(0, 0, 0, 0);
+        grouped ? *reinterpret_cast<const uint4*>(all_scales + group * a.padded_n + stored) : make_uint4(0, 0, 0, 0);
     const uint4 z =
-        a.zeros ? *reinterpret_cast<const uint4*>(a.zeros + group * a.padded_n + stored) : make_uint4(0, 0, 0, 0);
+        a.zeros ? *reinterpret_cast<const uint4*>(all_zeros + group * a.padded_n + stored) : make_uint4(0, 0, 0, 0);
     const uint32_t sj[4] = {s.x, s.y, s.z, s.w}, zj[4] = {z.x, z.y, z.z, z.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -147,7 +185,7 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
 
   const int row0 = (n_tile0 + n_tile) * 64;
   uint4 raw = make_uint4(0, 0, 0, 0);
-  if (!grouped) raw = *reinterpret_cast<const uint4*>(a.scales + stored);
+  if (!grouped) raw = *reinterpret_cast<const uint4*>(all_scales + stored);
   const uint32_t channel[4] = {raw.x, raw.y, raw.z, raw.w};
   const uint32_t staged = base + warp * 32 * 144;  // 32 tokens of 128 bytes, padded by 16 against bank conflicts
 #pragma unroll
@@ -155,15 +193,15 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
     const int64_t token = token0 + tokens + 8 * t + lane % 4 * 2;
     float factor[2];
 #pragma unroll
-    for (int e = 0; e < 2; ++e) factor[e] = a.row_scale && token + e < a.m ? a.row_scale[token + e] : 1.f;
+    for (int e = 0; e < 2; ++e) factor[e] = !Experts && a.row_scale && token + e < a.m ? a.row_scale[token + e] : 1.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int j = i / 2, h = i % 2, r = row0 + 16 * j + 8 * h + lane / 4;
       const float s = grouped ? 1.f : half_bits(channel[j], h),
-                  bias = a.bias && r < a.n ? read_value(a.bias, r, a.y_dtype) : 0.f;
-      const float lo = fmaf(sum[j][t][2 * h], s * factor[0], bias),
-                  hi = fmaf(sum[j][t][2 * h + 1], s * factor[1], bias);
-      if (a.y_dtype == TRIRUN_F32) {
+                  added = bias && r < a.n ? read_value(bias, r, Experts ? TRIRUN_F32 : a.y_dtype) : 0.f;
+      const float lo = fmaf(sum[j][t][2 * h], s * factor[0], added),
+                  hi = fmaf(sum[j][t][2 * h + 1], s * factor[1], added);
+      if (!Experts && a.y_dtype == TRIRUN_F32) {
         if (r < a.n && token < a.m) static_cast<float*>(a.y)[token * a.ldy + r] = lo;
         if (r < a.n && token + 1 < a.m) static_cast<float*>(a.y)[(token + 1) * a.ldy + r] = hi;
       } else {
@@ -172,14 +210,14 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
       }
     }
   }
-  if (a.y_dtype == TRIRUN_F32) return;
+  if (!Experts && a.y_dtype == TRIRUN_F32) return;
   __syncwarp();
   const bool whole = a.ldy % 8 == 0 && reinterpret_cast<uintptr_t>(a.y) % 16 == 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int local = i * 4 + lane / 8, column = row0 + lane % 8 * 8;
     const int64_t token = token0 + tokens + local;
-    if (token >= a.m || column >= a.n) continue;
+    if (token >= tokens_end || column >= a.n) continue;
     const uint4 v = load_shared4(staged + local * 144 + lane % 8 * 16);
     uint16_t* to = static_cast<uint16_t*>(a.y) + token * a.ldy + column;
     if (whole && column + 8 <= a.n) {
@@ -195,15 +233,38 @@ __global__ void __launch_bounds__(kThreads) prefill_sm80_kernel(const __grid_con
 
 template <typename T>
 int launch_type(const Problem& p, const Arguments& a) {
-  const int64_t token_tiles = (p.m + kTokens - 1) / kTokens, row_tiles = (p.w.n / 64 + kNTiles - 1) / kNTiles;
+  using Shape = Tile80<128>;
+  const int64_t token_tiles = (p.m + Shape::kTokens - 1) / Shape::kTokens,
+                row_tiles = (p.w.n / 64 + Shape::kNTiles - 1) / Shape::kNTiles;
   if (row_tiles > 65535) return TRIRUN_BAD_SHAPE;  // of a grid, along y
   const dim3 grid(static_cast<unsigned>(token_tiles), static_cast<unsigned>(row_tiles));
-  return launch_kernel(prefill_sm80_kernel<T>, {grid, kThreads, kBytes, p.stream, false}, a);
+  return launch_kernel(prefill_sm80_kernel<T, 128, false>, {grid, kThreads, Shape::kBytes, p.stream, false}, a);
+}
+
+template <typename T, int Tokens>
+int launch_experts(const trirun_experts& e, const Arguments& a, void* stream) {
+  using Shape = Tile80<Tokens>;
+  const int64_t row_tiles = (e.w.n / 64 + Shape::kNTiles - 1) / Shape::kNTiles;
+  const dim3 grid(static_cast<unsigned>(e.tile_bound), static_cast<unsigned>(row_tiles));
+  return decoder::launch_dependent(prefill_sm80_kernel<T, Tokens, true>, a, grid, kThreads, Shape::kBytes, stream);
+}
+
+void set_weight(Arguments& a, const trirun_int2& w) {
+  a.words = w.words;
+  a.scales = reinterpret_cast<const __half*>(w.scales);
+  a.zeros = reinterpret_cast<const __half*>(w.zeros);
+  a.padded_k = w.k;
+  a.padded_n = w.n;
+  a.group_size = w.group_size;
+  a.zero = w.zero;
+  a.split_zero = w.zeros || !quarters(w.zero);
 }
 
 }  // namespace
 
-int64_t shared_bytes_sm80(const Problem& p) { return p.plan.tile_m == kTokens && p.plan.cta_split <= 1 ? kBytes : -1; }
+int64_t shared_bytes_sm80(const Problem& p) {
+  return p.plan.tile_m == Tile80<128>::kTokens && p.plan.cta_split <= 1 ? Tile80<128>::kBytes : -1;
+}
 
 int launch_sm80(const Problem& p, const PreparedRows& rows) {
   if (shared_bytes_sm80(p) < 0) return TRIRUN_UNSUPPORTED;
@@ -211,22 +272,32 @@ int launch_sm80(const Problem& p, const PreparedRows& rows) {
   a.x = rows.x;
   a.ldx = rows.ldx;
   a.k = rows.columns;
-  a.words = p.w.words;
-  a.scales = reinterpret_cast<const __half*>(p.w.scales);
-  a.zeros = reinterpret_cast<const __half*>(p.w.zeros);
+  set_weight(a, p.w);
   a.row_scale = rows.scale;
   a.bias = p.bias;
   a.y = p.y;
   a.ldy = p.ldy;
-  a.padded_k = p.w.k;
-  a.padded_n = p.w.n;
   a.m = int(p.m);
   a.n = int(p.n);
-  a.group_size = p.w.group_size;
   a.y_dtype = p.dtype;
-  a.zero = p.w.zero;
-  a.split_zero = p.w.zeros || !quarters(p.w.zero);
   return rows.dtype == TRIRUN_BF16 ? launch_type<__nv_bfloat16>(p, a) : launch_type<__half>(p, a);
+}
+
+int launch_experts_sm80(const trirun_experts& e, void* stream) {
+  if (e.gated || e.act_bits != TRIRUN_ACT16) return TRIRUN_UNSUPPORTED;
+  if (!decoder::aligned_to(e.x, 16) || e.ldx % 8) return TRIRUN_BAD_POINTER;
+  Arguments a = {};
+  set_weight(a, e.w);
+  a.x = e.x, a.ldx = e.ldx, a.k = e.k;
+  a.bias = e.bias, a.y = e.y, a.ldy = e.ldy, a.n = int(e.n), a.y_dtype = e.dtype;
+  a.expert_words = e.w.n * e.w.k / 16, a.expert_groups = e.w.n * (e.w.group_size > 0 ? e.w.k / e.w.group_size : 1);
+  a.tiles = e.tiles, a.order = e.order, a.top_k = e.top_k;
+  const bool bf16 = e.dtype == TRIRUN_BF16;
+  if (e.tile_rows == 128)
+    return bf16 ? launch_experts<__nv_bfloat16, 128>(e, a, stream) : launch_experts<__half, 128>(e, a, stream);
+  if (e.tile_rows == 64)
+    return bf16 ? launch_experts<__nv_bfloat16, 64>(e, a, stream) : launch_experts<__half, 64>(e, a, stream);
+  return TRIRUN_UNSUPPORTED;
 }
 
 }  // namespace trirun::gemm_prefill

@@ -88,6 +88,7 @@ struct Softmax {
   float* weights;  /* [queries][16], lane-wise sums of the weights */
   float* highest;  /* [queries] */
   int64_t stride;
+  float softcap;   /* of the job */
 };
 
 template <int Q, bool ahead, class KV>
@@ -114,11 +115,22 @@ void weigh(float* out, int64_t stride, const float* p, const KV* values, int64_t
   for (; d < stride; d += kLanes) weigh_tile<Q, 1, ahead>(out + d, stride, p, values + d, stride, keys);
 }
 
-/* Scores to weights for one query, `seen` of whose block's keys count; out and the sum of weights are rescaled when
- * the highest score so far grows. */
-inline void softmax_step(const Softmax& state, int64_t query, int64_t seen, int64_t sixteens) {
+/* Scores to weights for one query, of whose block's keys those from `skip` up to `seen` count; out and the sum of
+ * weights are rescaled when the highest score so far grows. */
+inline void softmax_step(const Softmax& state, int64_t query, int64_t skip, int64_t seen, int64_t sixteens) {
   float* p = state.p + query * kKeyBlock;
   Lanes score[kKeyBlock / kLanes], top = splat(-INFINITY);
+  if (state.softcap != 0)
+    for (int64_t j = 0; j < sixteens; ++j)
+      store(p + j * kLanes, softcap(load(p + j * kLanes), state.softcap, 1 / state.softcap));
+  if (skip > 0) {
+    if (skip >= seen) {
+      for (int64_t j = 0; j < sixteens; ++j) store(p + j * kLanes, splat(0));
+      return;
+    }
+    for (int64_t j = 0; j < sixteens; ++j)
+      store(p + j * kLanes, drop_first(load(p + j * kLanes), static_cast<int>(skip - j * kLanes)));
+  }
   for (int64_t j = 0; j < sixteens; ++j) {
     score[j] = keep_first(load(p + j * kLanes), static_cast<int>(seen - j * kLanes), -INFINITY);
     top = max(top, score[j]);
@@ -148,26 +160,30 @@ inline void softmax_step(const Softmax& state, int64_t query, int64_t seen, int6
   for (int64_t d = 0; d < state.stride; d += kLanes) store(out + d, load(out + d) * shrink);
 }
 
-/* Q queries, from entry `first` of the state on, over one block of keys at absolute position `base`; `ahead`: another
- * follows, and is worth fetching. */
+/* Q queries, from entry `first` of the state on, over one block of keys at absolute position `base`, which lies at
+ * `at`; `ahead`: another follows, and is worth fetching. */
 template <int Q, bool ahead, class KV>
-void block_step(const AttentionJob& job, const Softmax& state, int64_t begin, int64_t first, int64_t base) {
+void block_step(const AttentionJob& job, const Softmax& state, int64_t begin, int64_t first, int64_t base, int64_t at) {
   const float* q[Q];
-  int64_t seen[Q];
+  int64_t seen[Q], skip[Q];
   for (int i = 0; i < Q; ++i) {
     int64_t f = begin + first + i, row = f / job.group;
     q[i] = job.q + row * job.ldq + f % job.group * job.head_dim;
     int64_t keys = job.position + row + 1 - base;
     seen[i] = keys < kKeyBlock ? keys : kKeyBlock;
+    skip[i] = job.window && keys > job.window ? keys - job.window : 0;
   }
+  /* The windows of all begin later. */
+  if (skip[0] >= kKeyBlock) return;
   /* Later queries see more keys. */
   int64_t most = seen[Q - 1], sixteens = (most + kLanes - 1) / kLanes;
   float* p = state.p + first * kKeyBlock;
-  scores_of<Q, ahead>(q, static_cast<const KV*>(job.keys) + base * job.head_dim, job.head_dim, sixteens, p);
-  for (int i = 0; i < Q; ++i) softmax_step(state, first + i, seen[i], sixteens);
-  const KV* values = static_cast<const KV*>(job.values) + base * state.stride;
+  scores_of<Q, ahead>(q, static_cast<const KV*>(job.keys) + at * job.head_dim, job.head_dim, sixteens, p);
+  for (int i = 0; i < Q; ++i) softmax_step(state, first + i, skip[i], seen[i], sixteens);
+  const KV* values = static_cast<const KV*>(job.values) + at * state.stride;
   float* out = state.out + first * state.stride;
-  weigh<Q, ahead>(out, state.stride, p, values, seen[0]);
+  /* What lies before the first window may be another sequence's. */
+  weigh<Q, ahead>(out, state.stride, p + skip[0], values + skip[0] * state.stride, seen[0] - skip[0]);
   /* What only later queries see: a weight of 0 would not keep a NaN of the future out of the past. */
   for (int i = 1; i < Q; ++i)
     if (seen[i] > seen[0])
@@ -178,16 +194,17 @@ void block_step(const AttentionJob& job, const Softmax& state, int64_t begin, in
 /* The state's entries [first, queries), a few at a time. */
 template <bool ahead, class KV>
 void few_steps(const AttentionJob& job, const Softmax& state, int64_t begin, int64_t first, int64_t queries,
-               int64_t base) {
+               int64_t base, int64_t at) {
   for (; first + kFewQueries <= queries; first += kFewQueries)
-    block_step<kFewQueries, ahead, KV>(job, state, begin, first, base);
-  for (; first < queries; ++first) block_step<1, ahead, KV>(job, state, begin, first, base);
+    block_step<kFewQueries, ahead, KV>(job, state, begin, first, base, at);
+  for (; first < queries; ++first) block_step<1, ahead, KV>(job, state, begin, first, base, at);
 }
 
 /* The state in `scratch` before the first key. */
-inline Softmax begin_softmax(int64_t head_dim, int64_t queries, float* scratch) {
+inline Softmax begin_softmax(const AttentionJob& job, int64_t queries, float* scratch) {
   Softmax state;
-  state.stride = value_stride_of(head_dim);
+  state.softcap = job.softcap;
+  state.stride = value_stride_of(job.head_dim);
   state.out = scratch;
   state.p = state.out + kMaxQueries * state.stride;
   state.weights = state.p + kMaxQueries * kKeyBlock;
@@ -196,6 +213,12 @@ inline Softmax begin_softmax(int64_t head_dim, int64_t queries, float* scratch) 
   memset(state.weights, 0, sizeof(float) * static_cast<size_t>(queries * kLanes));
   for (int64_t i = 0; i < queries; ++i) state.highest[i] = -INFINITY;
   return state;
+}
+
+/* Before the first key: a sink is a key of that score, natural, whose value is zero. */
+inline void begin_sink(const Softmax& state, int64_t entry, float sink) {
+  state.highest[entry] = sink * kLog2e;
+  state.weights[entry * kLanes] = 1.0f;
 }
 
 /* After the last key: an entry of the state becomes the output of query f. */
@@ -211,18 +234,25 @@ inline void finish(const Softmax& state, int64_t entry, const AttentionJob& job,
 template <class KV>
 void attend_as(const AttentionJob& job, int64_t begin, int64_t end, float* scratch) {
   int64_t queries = end - begin;
-  Softmax state = begin_softmax(job.head_dim, queries, scratch);
+  Softmax state = begin_softmax(job, queries, scratch);
+  for (int64_t i = 0; job.sinks && i < queries; ++i) begin_sink(state, i, job.sinks[(begin + i) % job.group]);
   int64_t last = job.position + (end - 1) / job.group;
-  for (int64_t base = 0; base <= last; base += kKeyBlock) {
+  /* The first block that the first query sees, and where it lies. */
+  int64_t base = 0, at = 0;
+  if (job.window && job.position + begin / job.group >= job.window) {
+    base = (job.position + begin / job.group + 1 - job.window) / kKeyBlock * kKeyBlock;
+    at = base % job.held;
+  }
+  for (; base <= last; base += kKeyBlock, at = at + kKeyBlock == job.held ? 0 : at + kKeyBlock) {
     /* Rows before the block's first position do not see it. */
     int64_t row = base > job.position ? base - job.position : 0;
     int64_t first = row * job.group > begin ? row * job.group - begin : 0;
     for (; first + kTileQueries <= queries; first += kTileQueries)
-      block_step<kTileQueries, false, KV>(job, state, begin, first, base);
+      block_step<kTileQueries, false, KV>(job, state, begin, first, base, at);
     if (base + kKeyBlock <= last)
-      few_steps<true, KV>(job, state, begin, first, queries, base);
+      few_steps<true, KV>(job, state, begin, first, queries, base, at);
     else
-      few_steps<false, KV>(job, state, begin, first, queries, base);
+      few_steps<false, KV>(job, state, begin, first, queries, base, at);
   }
   for (int64_t i = 0; i < queries; ++i) finish(state, i, job, begin + i);
 }
@@ -338,7 +368,7 @@ void pair_tail(const AttentionJob* jobs, Softmax state, int64_t base) {
   pair_scores<Q>(q, keys, head_dim, (seen + kLanes - 1) / kLanes, state.p);
   for (int64_t block = 0; block < seen; block += kKeyBlock) {
     const int64_t count = seen - block < kKeyBlock ? seen - block : kKeyBlock;
-    for (int i = 0; i < 2 * Q; ++i) softmax_step(state, i, count, (count + kLanes - 1) / kLanes);
+    for (int i = 0; i < 2 * Q; ++i) softmax_step(state, i, 0, count, (count + kLanes - 1) / kLanes);
     int64_t d = 0;
     for (; d + 4 * kLanes <= state.stride; d += 4 * kLanes) pair_weigh_tile<Q, 4>(state, values, d, count);
     for (; d < state.stride; d += kLanes) pair_weigh_tile<Q, 1>(state, values, d, count);
@@ -350,12 +380,14 @@ void pair_tail(const AttentionJob* jobs, Softmax state, int64_t base) {
 /* Two kv heads of Q queries each. */
 template <int Q, class KV>
 void attend_pair_as(const AttentionJob* jobs, float* scratch) {
-  const Softmax state = begin_softmax(jobs->head_dim, 2 * Q, scratch);
+  const Softmax state = begin_softmax(*jobs, 2 * Q, scratch);
+  for (int i = 0; jobs->sinks && i < 2 * Q; ++i) begin_sink(state, i, jobs[i / Q].sinks[i % Q]);
   const int64_t blocks = jobs->position / kKeyBlock + 1;
   const int64_t tail = blocks * kKeyBlock > kTail ? blocks * kKeyBlock - kTail : 0;
   /* Far from it each head is by itself: what is read then is in order. */
   for (int64_t h = 0; h < 2; ++h)
-    for (int64_t base = 0; base < tail; base += kKeyBlock) block_step<Q, true, KV>(jobs[h], state, -h * Q, h * Q, base);
+    for (int64_t base = 0; base < tail; base += kKeyBlock)
+      block_step<Q, true, KV>(jobs[h], state, -h * Q, h * Q, base, base);
   pair_tail<Q, KV>(jobs, state, tail);
   for (int i = 0; i < 2 * Q; ++i) finish(state, i, jobs[i / Q], i % Q);
 }
@@ -371,7 +403,7 @@ void attend_pair(const AttentionJob* jobs, float* scratch) {
 void attend_row(const AttentionJob* jobs, int64_t heads, float* scratch) {
   int64_t head = 0;
   /* Registers are too few for two heads' queries elsewhere. */
-  if (kTileLanes == 4 && jobs->group <= kFewQueries)
+  if (kTileLanes == 4 && jobs->group <= kFewQueries && (!jobs->window || jobs->position < jobs->window))
     for (; head + 2 <= heads; head += 2) attend_pair(jobs + head, scratch);
   for (; head < heads; ++head)
     for (int64_t f = 0; f < jobs->group; f += kMaxQueries)

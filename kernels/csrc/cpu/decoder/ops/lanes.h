@@ -181,6 +181,13 @@ inline void store_first(float* p, Lanes a, int count) {
 }
 #endif
 
+/* -infinity in the first `count` lanes, whatever they held, and a in the rest; count is any. The second operand
+ * of min is what comes back for a NaN. */
+inline Lanes drop_first(Lanes a, int count) {
+  constexpr float kInfinity = __builtin_inff();
+  return min(a, keep_first(splat(-kInfinity), count, kInfinity));
+}
+
 /* The lanes added as a tree, (i, i + 8), (i, i + 4), (i, i + 2), (0, 1), on every instruction set; likewise max_of. */
 #if defined(__AVX2__)
 inline __m128 halves_of(Lanes a, __m256 (*join)(__m256, __m256), __m128 (*join_quads)(__m128, __m128)) {
@@ -232,6 +239,13 @@ inline Lanes exp2(Lanes x) {
   y = fma(y, f, splat(1.0f));
   /* A masked score is -infinity and must weigh exactly 0, not 2^-126. */
   return scale_by_power(y, whole) - splat(0x1p-126f);
+}
+
+/* cap * tanh(x / cap), as tanh(y) = 1 - 2 / (e^(2y) + 1); inverse: 1 / cap. */
+inline Lanes softcap(Lanes x, float cap, float inverse) {
+  constexpr float kTwoLog2e = 2.88539008f;
+  Lanes power = min(splat(126.0f), x * splat(inverse * kTwoLog2e));
+  return splat(cap) - splat(2 * cap) / (exp2(power) + splat(1.0f));
 }
 
 }  // namespace

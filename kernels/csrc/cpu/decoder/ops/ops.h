@@ -23,6 +23,8 @@ namespace trirun {
 constexpr int64_t kKeyBlock = 64;   /* keys per step of the online softmax, at absolute positions */
 constexpr int64_t kMaxQueries = 48; /* queries that meet the keys together */
 
+constexpr float kLog2e = 1.44269504f;
+
 constexpr int64_t kMaximumSpan = 16; /* numbers that share a maximum in `block_maxima` */
 constexpr int64_t kMassBlock = 64;  /* masses that share a sum in `masses` */
 constexpr double kMassOne = 1 << 30; /* the likeliest token's mass */
@@ -44,13 +46,37 @@ struct AttentionJob {
   int kv_dtype;
   int64_t head_dim;
   int64_t group;
-  int64_t position; /* of row 0; it sees the keys 0..position */
+  int64_t position; /* of row 0; it sees the keys up to its own */
+  int64_t window;   /* how many of them; 0: all */
+  int64_t held;     /* positions of the cache: position p lies at p % held */
+  float softcap;    /* in units of the scores; 0: none */
+  const float* sinks; /* [group], natural; or null */
 };
 
 /* Floats of scratch that `attend` needs. */
 static inline int64_t attention_scratch(int64_t head_dim) {
   return kMaxQueries * (value_stride_of(head_dim) + kKeyBlock + 16 + 1);
 }
+
+/* What a token does to the state of a value head: decay is e^g. */
+struct DeltaGates {
+  float decay;
+  float beta;
+};
+
+/* One value head over consecutive rows of a sequence. */
+struct DeltaJob {
+  const float* q; /* of unit length, times key_dim^-1/2 */
+  const float* k; /* of unit length */
+  const float* v;
+  int64_t ld; /* from one row of q, k, v to the next */
+  const DeltaGates* gates; /* of each row */
+  float* out;
+  int64_t ldo;
+  float* state; /* [key_dim][value_dim] */
+  int64_t key_dim;
+  int64_t value_dim;
+};
 
 /* Rows of x for the 8-bit head, as two int8 limbs per value (head.h). */
 struct HeadInput {
@@ -68,13 +94,25 @@ struct DecoderOps {
   void (*load_row)(float* out, const void* x, int dtype, int64_t n);
   /* out = x / sqrt(mean(x^2) + eps) * weight; out may be x (Zhang & Sennrich 2019) */
   void (*rms_norm)(float* out, const float* x, const float* weight, int64_t n, float eps);
+  /* out = (x - mean) / sqrt(variance + eps) * weight + bias, which may be null; out may be x (Ba et al. 2016) */
+  void (*layer_norm)(float* out, const float* x, const float* weight, const float* bias, int64_t n, float eps);
   /* x += y */
   void (*add)(float* x, const float* y, int64_t n);
-  /* h = act(h) * up, act one of TRIRUN_SILU, TRIRUN_RELU2 */
+  /* x += factor * y */
+  void (*add_scaled)(float* x, const float* y, int64_t n, float factor);
+  /* x *= factor */
+  void (*scale)(float* x, int64_t n, float factor);
+  /* x = cap * tanh(x / cap) */
+  void (*soften)(float* x, int64_t n, float cap);
+  /* h = act(h) * up, or act(h) where up is null; act one of TRIRUN_SILU, ..., TRIRUN_SIGMOID */
   void (*gate)(float* h, const float* up, int64_t n, int activation);
+  /* h = (up + 1) * h * sigmoid(1.702 h), h at most and up within the limit (gpt-oss). */
+  void (*clipped_swiglu)(float* h, const float* up, int64_t n, float limit);
   /* Rotates pairs (i, i + half) of x[0, 2 half) by the angles of cos and sin [half] (Su et al. 2021), then multiplies
    * all of x[n] by scale. */
   void (*rotate)(float* x, const float* cos, const float* sin, int64_t half, int64_t n, float scale);
+  /* The same for pairs (2i, 2i + 1). */
+  void (*rotate_pairs)(float* x, const float* cos, const float* sin, int64_t half, int64_t n, float scale);
   void (*store_key)(void* keys, int kv_dtype, const float* x, int64_t head_dim, int64_t position);
   void (*store_value)(void* values, int kv_dtype, const float* x, int64_t head_dim, int64_t position);
   /* Queries [begin, end) of a job, at most kMaxQueries: softmax(q . keys) . values, in one pass over the keys
@@ -82,6 +120,13 @@ struct DecoderOps {
   void (*attend)(const AttentionJob& job, int64_t begin, int64_t end, float* scratch);
   /* All queries of one row of several kv heads, which differ in where they lie only: bitwise what `attend` gives. */
   void (*attend_row)(const AttentionJob* jobs, int64_t heads, float* scratch);
+  /* The gated delta rule (delta.h), row by row. */
+  void (*delta_rule)(const DeltaJob& job, int64_t rows);
+  /* out[n] = silu(sum over t of inputs[t] * weights[t]), weights [taps][ldw]; a null input is zero, and out may
+   * be any of them */
+  void (*convolve)(float* out, const float* const* inputs, const float* weights, int64_t taps, int64_t ldw, int64_t n);
+  /* x *= factor / sqrt(sum of x^2 + eps) */
+  void (*unit)(float* x, int64_t n, float eps, float factor);
   /* y[m][begin, end) = x[m][k] . w^T in fp32, w [.][k] of dtype, k a multiple of 16: the head as a checkpoint has it */
   void (*dense)(const float* x, int64_t ldx, int64_t m, const void* w, int dtype, int64_t k, float* y, int64_t ldy,
                 int64_t begin, int64_t end);

@@ -4,6 +4,7 @@
 #define TRIRUN_CPU_DECODER_OPS_TABLE_H
 
 #include "attention.h"
+#include "delta.h"
 #include "head.h"
 #include "rows.h"
 #include "sample.h"
@@ -11,9 +12,10 @@
 namespace trirun {
 namespace {
 
-constexpr DecoderOps kDecoderOps = {load_row,    rms_norm, add,          gate,      rotate,     store_key,
-                                    store_value, attend,   attend_row,   dense,     head_limbs, head_bytes,
-                                    head_int8,   largest,  block_maxima, threshold, filter,     masses};
+constexpr DecoderOps kDecoderOps = {
+    load_row, rms_norm,     layer_norm, add,         add_scaled, scale,        soften,     gate,     clipped_swiglu,
+    rotate,   rotate_pairs, store_key,  store_value, attend,     attend_row,   delta_rule, convolve, unit,
+    dense,    head_limbs,   head_bytes, head_int8,   largest,    block_maxima, threshold,  filter,   masses};
 
 }  // namespace
 }  // namespace trirun

@@ -1,0 +1,294 @@
+"""Mixtures of experts on CUDA: routing and the products of all experts, without a word from the host.
+
+Thin wrappers of csrc/cuda/experts. They launch on the current stream and can be captured in CUDA graphs;
+:mod:`.reference` has their references.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..native import DTYPES, Int2Struct, check_cuda
+from ..native import cuda as library
+from ..weights.packing import PackedWeight
+from ..weights.stacked_experts import StackedExperts
+from .cuda_ops import GATE, rows
+from .cuda_structs import CombineStruct, ExpertsStruct, RouteStruct
+from .reference import gated
+from .shape import ACTIVATIONS, CLIPPED_SWIGLU, SCORES, Mixture, Routing
+
+FEW_PAIRS, FEW_ROWS = 1024, 64  # that the router's own kernel sorts; of more rows cuBLAS multiplies faster
+MANY_ROWS = 24  # rows of an expert from which on products of 16-bit values are faster than those of few rows
+SHARED_ROOM = 160 << 10  # bytes that a CTA of a tile may take, so that larger tiles do not cost what they gain
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Which experts m rows go to. A pair is a row and one of its experts; sorted rows are pairs by expert.
+
+    Attributes:
+        weights: float32 [m, top_k]. ids: int32 [m, top_k], -1 where a row goes nowhere.
+        places: int32 [m, top_k], the sorted row of a pair, or -1. order: int32 [m·top_k], the pair of a sorted row.
+        tiles: int32 [bound, 4]: expert, first sorted row, rows; expert -1 beyond the last.
+        ends: int32 [experts], where the sorted rows of an expert end.
+        shared_weights: float32 [m], the sigmoid of the shared expert's gate, or None.
+        tile_rows: sorted rows of a tile.
+    """
+
+    weights: Tensor
+    ids: Tensor
+    places: Tensor
+    order: Tensor
+    tiles: Tensor
+    ends: Tensor
+    shared_weights: Tensor | None
+    tile_rows: int
+
+
+def tile_bound(m: int, routing: Routing, tile_rows: int) -> int:
+    """Tiles of m rows, at most."""
+    return library().trirun_cuda_expert_tiles(m, routing.experts, routing.top_k, tile_rows)
+
+
+def chosen_tile_rows(m: int, routing: Routing, k: int, act_bits: int) -> int:
+    """Sorted rows of a tile: what an expert gets of m rows, and as much again, since they do not come evenly.
+
+    Args:
+        k: the longest input of an expert's matrices, padded.
+    """
+    most, of_expert = 8 if act_bits == 16 else 16, m * routing.top_k // routing.experts
+    if act_bits == 16 and of_expert >= MANY_ROWS:
+        return 128 if of_expert >= 96 else 64
+    wanted = min(m, max(4, 2 * of_expert), most)
+    rows = 1 << (wanted - 1).bit_length()
+    while rows > 1 and k * act_bits // 8 * rows > SHARED_ROOM:
+        rows //= 2
+    return rows
+
+
+def route(
+    routing: Routing, x: Tensor, router: Tensor, counter: Tensor, tile_rows: int, *, bias: Tensor | None = None,
+    correction: Tensor | None = None, slots: Tensor | None = None, shared: bool = False,
+) -> Routes:  # fmt: skip
+    """Route rows.
+
+    Args:
+        x: [m, hidden], float16 or bfloat16. router: [experts, hidden] of x's type; ``shared``: one row more, the shared
+            expert's gate.
+        counter: int32 [1], zero, and left zero. bias: of the router, correction: see :func:`.reference.choose`, float32
+            [experts] or None.
+        slots: int32 [m] or None; a row with a negative slot goes to no expert.
+    """
+    (m, k), device = x.shape, x.device
+    pairs, outputs = m * routing.top_k, router.shape[0]
+    few = pairs <= FEW_PAIRS and m <= FEW_ROWS
+    # Beyond what one kernel sorts, the product is one of many rows; its sums stay float32.
+    logits = x.new_empty(m, outputs, dtype=torch.float32) if few else F.linear(x.float(), router.float())
+    bound = tile_bound(m, routing, tile_rows)
+    weights = torch.empty(m, routing.top_k, device=device)
+    whole = torch.empty(3 * pairs + 4 * bound + routing.experts + 4, dtype=torch.int32, device=device)
+    tiles, ids, places, order, ends = whole.split((4 * bound, pairs, pairs, pairs, routing.experts + 4))
+    shared_weights = torch.empty(m, device=device) if shared else None
+    struct = RouteStruct(
+        x.data_ptr() if few else None, router.data_ptr(), logits.data_ptr(), _pointer(bias), _pointer(correction),
+        _pointer(slots), weights.data_ptr(), _pointer(shared_weights), ids.data_ptr(), places.data_ptr(),
+        order.data_ptr(), tiles.data_ptr(), ends.data_ptr(), counter.data_ptr(), m, k, x.stride(0), outputs,
+        routing.experts, routing.top_k, tile_rows, SCORES[routing.score], routing.groups, routing.top_groups,
+        routing.normalize, DTYPES[str(x.dtype)[6:]], routing.scale,
+    )  # fmt: skip
+    check_cuda(library().trirun_cuda_route(ctypes.byref(struct), _stream()), f"route: {x.dtype} {[m, k]}, {routing}")
+    shape = m, routing.top_k
+    return Routes(
+        weights, ids.view(shape), places.view(shape), order, tiles.view(-1, 4), ends[: routing.experts],
+        shared_weights, tile_rows,
+    )  # fmt: skip
+
+
+def experts(
+    stacked: StackedExperts, x: Tensor, routes: Routes, *, gathered: bool, act_bits: int = 16,
+    activation: str | None = None, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Products of the sorted rows with their experts.
+
+    Args:
+        x: float16 or bfloat16: where ``gathered`` [m, k], of which every sorted row takes its pair's; else the sorted
+            rows themselves.
+        activation: of ``act(gate) · up``, for matrices of two parts; None for those of one. limit: of "clipped_swiglu".
+
+    Returns:
+        [m·top_k, n] of x's type; rows that no pair has are not written.
+
+    Raises:
+        NativeError: the library refused the call; the message has the shapes.
+    """
+    w, pairs, top_k = stacked, routes.order.numel(), routes.ids.shape[1]
+    n_pad, many = w.words.shape[1] * 64, routes.tile_rows >= 64
+    n = n_pad if many and activation is not None else w.n
+    y = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
+    weight = Int2Struct(
+        w.words.data_ptr(), w.scales.data_ptr(), _pointer(w.zeros), n_pad, w.words.shape[2] * 32,
+        w.spec.group_size, w.spec.zero_operand,
+    )  # fmt: skip
+    struct = ExpertsStruct(
+        weight, _pointer(w.bias), x.data_ptr(), routes.order.data_ptr() if gathered else None, routes.tiles.data_ptr(),
+        y.data_ptr(), n, w.k, x.stride(0), y.stride(0), routes.tiles.shape[0], top_k, routes.tile_rows,
+        activation is not None and not many, ACTIVATIONS[activation or "silu"], act_bits, DTYPES[str(x.dtype)[6:]],
+        limit, x.shape[0],
+    )  # fmt: skip
+    code = library().trirun_cuda_experts(ctypes.byref(struct), _stream())
+    check_cuda(code, f"experts: {x.dtype} {list(x.shape)}, {w.experts} of {w.parts}·{[w.n, w.k]}, {w.spec}")
+    if not many or activation is None:
+        return y
+    gate, up = y[:, : w.n], y[:, n_pad // 2 : n_pad // 2 + w.n]
+    if activation == CLIPPED_SWIGLU:
+        return gated(gate.float(), up.float(), activation, limit).to(x.dtype)
+    h = torch.empty(pairs, w.n, dtype=x.dtype, device=x.device)
+    rows(GATE, gate, up=up, y=h, activation=activation)
+    return h
+
+
+def combine(x: Tensor, routes: Routes, shared: Tensor | None = None) -> Tensor:
+    """The weighted sum of every row's experts' outputs, in order of rank, and of the shared expert's.
+
+    Args:
+        x: sorted rows [m·top_k, n], float16 or bfloat16. shared: [m, n] of x's type or None.
+
+    Returns:
+        [m, n] of x's type.
+    """
+    m, top_k = routes.ids.shape
+    y = torch.empty(m, x.shape[1], dtype=x.dtype, device=x.device)
+    struct = CombineStruct(
+        x.data_ptr(), routes.places.data_ptr(), routes.weights.data_ptr(), _pointer(shared),
+        _pointer(routes.shared_weights), y.data_ptr(), m, x.shape[1], x.stride(0),
+        0 if shared is None else shared.stride(0), y.stride(0), top_k, DTYPES[str(x.dtype)[6:]],
+    )  # fmt: skip
+    check_cuda(library().trirun_cuda_combine(ctypes.byref(struct), _stream()), f"combine: {x.dtype} {list(x.shape)}")
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMixture:
+    """The experts of a layer on one device.
+
+    Attributes:
+        mixture: their description.
+        gate_up, down: packed, or dense [experts, 2·size, hidden] and [experts, hidden, size] in bfloat16.
+        router: [experts, hidden] of the activations' type; with a gate of the shared expert that is one row more.
+        bias, correction: float32 [experts] or None, see :class:`~.weights.MixtureWeights`.
+        counter: int32 [1], zero between steps. act_bits: of packed experts.
+    """
+
+    mixture: Mixture
+    gate_up: StackedExperts | Tensor
+    down: StackedExperts | Tensor
+    router: Tensor
+    bias: Tensor | None
+    correction: Tensor | None
+    counter: Tensor
+    act_bits: int = 16
+
+    @classmethod
+    def of(
+        cls, mixture: Mixture, weights: Mapping[str, Sequence[Any]], biases: Mapping[str, Sequence[Any]],
+        router: Tensor, bias: Any, correction: Any, device: torch.device | str, dtype: torch.dtype, act_bits: int = 16,
+    ) -> CudaMixture:  # fmt: skip
+        """Copies to the GPU.
+
+        Args:
+            weights: "gate", "up" and "down" of every expert, all packed or all dense [n, k]. biases: likewise, [n] or
+                None. router: [rows, hidden]. bias, correction: [experts] or None.
+
+        Raises:
+            ValueError: experts of several shapes or grids; dense ones in float16, or with biases.
+        """
+
+        def vector(x: Any) -> Tensor | None:
+            return None if x is None else torch.as_tensor(x).to(device).float()
+
+        def joined(*names: str) -> StackedExperts | Tensor:
+            parts = list(zip(*(weights[name] for name in names), strict=True))
+            added = list(zip(*(biases[name] for name in names), strict=True))
+            if isinstance(parts[0][0], PackedWeight):
+                return StackedExperts.of(parts, [[vector(b) for b in each] for each in added]).to(device)
+            if dtype != torch.bfloat16 or added[0][0] is not None:
+                raise ValueError(f"experts that are not packed run in bfloat16 and without biases, not in {dtype}")
+            return torch.stack([torch.cat(each).to(device, dtype) for each in parts])
+
+        counter = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(
+            mixture, joined("gate", "up"), joined("down"), router.to(device, dtype).contiguous(), vector(bias),
+            vector(correction), counter, act_bits,
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts and the router."""
+        return sum(part.nbytes for part in (self.gate_up, self.down, self.router))
+
+    @property
+    def packed(self) -> bool:
+        """Whether the experts are packed."""
+        return isinstance(self.gate_up, StackedExperts)
+
+    def dense(self, dtype: torch.dtype) -> CudaMixture:
+        """The same with dense experts, which run in bfloat16."""
+
+        def each(stacked: StackedExperts | Tensor) -> Tensor:
+            return stacked if isinstance(stacked, Tensor) else stacked.dequantize(dtype)
+
+        return dataclasses.replace(self, gate_up=each(self.gate_up), down=each(self.down))
+
+    def __call__(self, x: Tensor | None, slots: Tensor, shared: Tensor | None = None) -> Tensor:
+        """The feed-forward part of rows.
+
+        Args:
+            x: [m, hidden], normalised. slots: int32 [m], negative for padding, whose rows go to no expert.
+            shared: the shared expert's output [m, hidden], or None.
+
+        Returns:
+            [m, hidden]: what is to be added to the residual stream.
+        """
+        assert x is not None
+        mixture, routing = self.mixture, self.mixture.routing
+        tile_rows = 1
+        if isinstance(self.gate_up, StackedExperts):
+            tile_rows = chosen_tile_rows(x.shape[0], routing, max(x.shape[1], mixture.size), self.act_bits)
+        routes = route(
+            routing, x, self.router, self.counter, tile_rows, bias=self.bias, correction=self.correction, slots=slots,
+            shared=mixture.shared_gate,
+        )  # fmt: skip
+        if isinstance(self.gate_up, Tensor) or isinstance(self.down, Tensor):
+            y = self._dense(x, routes)
+        else:
+            h = experts(
+                self.gate_up, x, routes, gathered=True, act_bits=self.act_bits, activation=mixture.activation,
+                limit=mixture.limit,
+            )  # fmt: skip
+            y = experts(self.down, h, routes, gathered=False, act_bits=self.act_bits)
+        return combine(y, routes, shared)
+
+    def _dense(self, x: Tensor, routes: Routes) -> Tensor:
+        """By PyTorch's grouped product, whose rows are gathered before it."""
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor)
+        m, top_k = routes.ids.shape
+        rows = x[(routes.order // top_k).clamp(0, m - 1)]
+        gate, up = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=routes.ends).chunk(2, 1)
+        h = gated(gate, up, self.mixture.activation, self.mixture.limit)
+        return F.grouped_mm(h, self.down.transpose(1, 2), offs=routes.ends)
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream

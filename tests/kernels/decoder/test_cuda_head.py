@@ -1,0 +1,45 @@
+"""The 8-bit output head of GPUs against float64, and against that of CPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trirun_kernels.decoder.cpu import quantize_head
+from trirun_kernels.decoder.cuda_head import Int8Projection
+from trirun_kernels.decoder.weights import Int8Head
+
+from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, error, gpu
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize("vocab, hidden", [(203, 96), (1000, 144), (4096, 1024), (20001, 512)])
+def test_eight_bit_heads(dtype, vocab, hidden):
+    generator = torch.Generator().manual_seed(vocab)
+    head = torch.randn(vocab, hidden, generator=generator).to("cuda", dtype)
+    projection = Int8Projection.of(head)
+    step = head.float().abs().amax(1, keepdim=True) / 127
+    assert ((projection.dequantize() - head.float()).abs() <= step * 0.5001).all()
+    for m in (1, 2, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 130, 300):
+        x = torch.randn(m, hidden, generator=generator).to("cuda", dtype)
+        exact = x.double() @ projection.dequantize().double().T
+        found = projection(x)
+        assert error(found, exact) < 2 * ROUNDING[dtype], m
+        # A row alone, and a number that is none, which stays in its row.
+        if 1 < m <= 64:
+            x[m // 2, 5] = float("nan")
+            spoilt = projection(x)
+            others = [row for row in range(m) if row != m // 2]
+            assert torch.equal(spoilt[others], found[others]) and spoilt[m // 2].isnan().all()
+
+
+def test_eight_bit_heads_are_those_of_the_cpu():
+    head = torch.randn(203, 96, generator=torch.Generator().manual_seed(0))
+    head[3] = 0
+    out = Int8Head(torch.empty(203, Int8Head.stride(96), dtype=torch.uint8), torch.empty(203), 96)
+    quantize_head(head, out, threads=1)
+    found = Int8Projection.of(head)
+    torch.testing.assert_close(found.scales, out.scales)
+    # Of a value halfway between two levels either is right.
+    assert (found.rows[:, :96].int() - out.rows[:, :96].int()).abs().max() <= 1
+    assert torch.equal(found.dequantize()[3], torch.zeros(96))
