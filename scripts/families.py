@@ -15,6 +15,7 @@ import contextlib
 import io
 import json
 import multiprocessing
+import resource
 import shutil
 import sys
 import tempfile
@@ -31,7 +32,8 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "configs" / "demo-model"
 COLUMNS = ("quantize", "pack", "generate", "eval")
-SECONDS = 120  # for one family
+SECONDS = 120  # of processor time for one family: other work on the machine takes none of them away
+STUCK = 20  # times as many seconds on the wall, after which a process is given up that waits for something
 
 
 @dataclass(slots=True)
@@ -151,6 +153,8 @@ def attempt(row: Row, folder: Path, text: Path) -> None:
 
 
 def _work(family: str, folder: str, text: str, answer: Any) -> None:
+    # The system ends the process at this limit.
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     row = Row(family)
     try:
         attempt(row, Path(folder), Path(text))
@@ -175,9 +179,9 @@ def measure(families: Iterable[str], table: Path | None) -> list[Row]:
             worker = context.Process(target=_work, args=(family, str(folder), str(text), question))
             worker.start()
             question.close()
-            row = Row(family, cells={"quantize": f"no answer in {SECONDS} s"})
+            row = Row(family, cells={"quantize": f"no answer in {SECONDS} s of processor time"})
             with contextlib.suppress(EOFError):
-                if answer.poll(SECONDS):
+                if answer.poll(STUCK * SECONDS):
                     row = answer.recv()
             worker.kill()
             worker.join()

@@ -70,6 +70,7 @@ VISION = {
 }
 # What a family needs beside that; of one with several models, its language model.
 NEEDS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 16},
     "ctrl": {"dff": 128},
@@ -81,6 +82,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 16},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 32},
+    "lfm3": {"num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
     "nemotron_h": {
@@ -92,6 +94,8 @@ NEEDS: dict[str, dict[str, Any]] = {
         "n_groups": 1,
     },
     "qwen3_next": {"num_hidden_layers": 4},
+    "qwen4_exp_text": {"num_hidden_layers": 4},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "qwen3_5_text": {"num_hidden_layers": 4},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 16, "attention_head_dim": 32},

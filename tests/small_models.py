@@ -24,6 +24,64 @@ SIZES = {
     "eos_token_id": 2,
 }
 
+# Every family that the native decoder runs, with settings that make its parts matter.
+FOUR = {"num_hidden_layers": 4}
+WINDOW = {"sliding_window": 24}
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_text, heads of 128": _HYBRID | {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
+    "qwen3_next": _HYBRID | {"num_experts": 0},
+    "llama": {},
+    "mistral": {"head_dim": 32} | WINDOW,
+    "ministral": {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"]} | WINDOW,
+    "ministral3": {"head_dim": 32},
+    "qwen2": {},
+    "qwen2, windows": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,
+    "qwen3": {"head_dim": 32},
+    "bitnet": {},
+    "gemma": {"head_dim": 16},
+    "gemma2": {
+        "head_dim": 32, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0
+    } | WINDOW,
+    "gemma3_text": {"head_dim": 32, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]} | FOUR | WINDOW,
+    "phi3": {"num_key_value_heads": 4, "intermediate_size": 192},
+    "granite": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 4.0
+    },
+    "glm": {"head_dim": 16, "intermediate_size": 192},
+    "glm4": {"head_dim": 16, "intermediate_size": 192},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": FOUR | WINDOW,
+    "smollm3": FOUR,
+    "smollm3, windows": {"use_sliding_window": True} | FOUR | WINDOW,
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"logit_scale": 0.3} | FOUR | WINDOW,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    } | FOUR,
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+    } | FOUR,
+    "starcoder2": WINDOW,
+    "helium": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 16},
+    "seed_oss": {"head_dim": 16},
+    "exaone4": FOUR | WINDOW,
+    "arcee": {},
+    "nemotron": {},
+    "stablelm": {},
+    "stablelm, parallel": {"use_parallel_residual": True},
+}  # fmt: skip
+
 
 def open_engine(path: Path, *, max_waiting: int | None = None, **options: Any) -> Engine:
     """An engine on a model directory; ``options`` are those of ``open_runner``."""
@@ -31,7 +89,7 @@ def open_engine(path: Path, *, max_waiting: int | None = None, **options: Any) -
 
 
 def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, Path, Path]:
-    """A model whose linear layers, but for the head, are ternary, and whose norms and biases matter.
+    """A model whose linear layers and experts, but for the head, are ternary, and whose norms and biases matter.
 
     Args:
         family: a model type of transformers. change: settings that differ from SIZES.
@@ -48,6 +106,10 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
+            if parameter.dim() == 3 and ".experts." in name:
+                parameter.copy_(torch.randint(-1, 2, parameter.shape) * 2.0**-3)
+            if name.endswith("mlp.gate.weight"):
+                parameter.normal_()
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not head:
                 module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from trirun_kernels import QuantSpec, pack
 from trirun_kernels.decoder.cuda_weights import Projection
-from trirun_kernels.decoder.weights import DecoderShape
+from trirun_kernels.decoder.shape import DecoderShape
 from trirun_kernels.f16acc.int2 import FEWEST_ROWS
 from trirun_kernels.gemm.linear import Int2Linear
 from trirun_kernels.gemm.ops import int2_gemm
@@ -75,10 +75,7 @@ def test_many_rows_add_in_fp16_and_few_do_not(weight):
 
 
 def test_every_projection_of_the_native_decoder_is_told():
-    shape = DecoderShape(
-        layers=2, hidden=128, ffn=256, heads=2, kv_heads=1, head_dim=64, vocab=64, rotary_half=32, norm_eps=1e-5,
-        attention_scale=0.125,
-    )  # fmt: skip
+    shape = DecoderShape.uniform(layers=2, hidden=128, ffn=256, heads=2, kv_heads=1, head_dim=64, vocab=64)
     cpu = torch.device("cpu")
     model = random_model(shape, QuantSpec(-1, 1.0), positions=64, device=cpu, dtype=torch.float16)
     told = use_fp16_sums(model)

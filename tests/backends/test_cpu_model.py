@@ -17,14 +17,15 @@ from trirun_kernels.decoder.cpu import Segment
 from trirun_kernels.weights.names import embedding_names
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
-from tests.small_models import SIZES, save_ternary
+from tests.small_models import FAMILIES, SIZES, save_ternary
 from trirun_cli.backends.cpu.decoder import NativeDecoder
 from trirun_cli.backends.cuda.weights import load_model
 from trirun_cli.backends.registry import open_runner
 from trirun_cli.checkpoint.model_dir import read_json
 from trirun_cli.engine.scoring import ScoringModel
 from trirun_cli.errors import InputError
-from trirun_cli.models.llama_config import UnsupportedModel, decoder_shape, longest_context, rotary_angles
+from trirun_cli.models.description import UnsupportedModel, decoder_shape, description, longest_context
+from trirun_cli.models.rotary import angles
 from trirun_cli.workflows.pack import pack
 
 LLAMA3 = {
@@ -36,7 +37,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-FAMILIES = {
+LLAMAS = {
     "llama": ("llama", {}),
     "llama, mha, tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -44,11 +45,8 @@ FAMILIES = {
     "llama, llama3 rotation": ("llama", {"rope_parameters": LLAMA3}),
     "llama, linear rotation": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "llama, yarn rotation": ("llama", {"rope_parameters": YARN}),
-    "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {"head_dim": 32}),
-    "bitnet": ("bitnet", {}),
 }
+MODELS = LLAMAS | {name: (name.split(",")[0], change) for name, change in FAMILIES.items()}
 
 
 def save_packed(family, change, out):
@@ -66,6 +64,11 @@ def error(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
+def rotary_angles(config, positions):
+    found = description(config)
+    return angles(found.rotary[0], found.shape.rotary_halves[0], positions)
+
+
 def logits_of(decoder, tokens, **options):
     return torch.from_numpy(decoder.forward(tokens, **options))
 
@@ -74,9 +77,10 @@ def scoring_model(directory):
     return ScoringModel(open_runner(directory, device="cpu", scoring=True))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(name, tmp_path):
-    model, packed = save_packed(*FAMILIES[name], tmp_path)
+    """Of a prompt in pieces, which windows end within."""
+    model, packed = save_packed(*MODELS[name], tmp_path)
     tokens = torch.randint(3, 96, (200,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(tokens.unsqueeze(0)).logits[0]
@@ -127,7 +131,7 @@ def test_tied_heads_are_those_that_are_equal(differ, tmp_path):
     found = logits_of(NativeDecoder(packed, kv_dtype="float32", int8_head=False, threads=1), tokens, keep=20)
     assert error(found, logits) < 1e-3
     on_gpu = load_model(packed, device=torch.device("cpu"))
-    assert torch.equal(on_gpu.head[:96].float(), tensors["lm_head.weight"].half().float())
+    assert torch.equal(on_gpu.head.weight[:96].float(), tensors["lm_head.weight"].half().float())
 
 
 def test_slots_are_independent_sequences(tmp_path):
@@ -177,9 +181,9 @@ def test_rotary_angles_equal_transformers(kind):
     else:
         expected, scaling = ROPE_INIT_FUNCTIONS[kind](config)
     cosines, sines = map(torch.from_numpy, rotary_angles(config.to_dict(), 64))
-    angles = torch.arange(64).unsqueeze(1) * expected
-    assert torch.allclose(cosines, angles.cos() * scaling, atol=2e-5)
-    assert torch.allclose(sines, angles.sin() * scaling, atol=2e-5)
+    turned = torch.arange(64).unsqueeze(1) * expected
+    assert torch.allclose(cosines, turned.cos() * scaling, atol=2e-5)
+    assert torch.allclose(sines, turned.sin() * scaling, atol=2e-5)
 
 
 def test_old_rotary_settings_are_read():
@@ -223,28 +227,29 @@ def test_a_norm_or_a_bias_of_other_layers_alone_is_not_left_out(tmp_path, family
 
 
 @pytest.mark.parametrize(
-    ("config", "longest"),
+    ("config", "windows"),
     [
-        ({"model_type": "mistral", "sliding_window": 4096}, 4096),
-        ({"model_type": "mistral", "sliding_window": None}, 32768),
-        ({"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False}, 4096),
-        ({"model_type": "mistral", "sliding_window": 64, "layer_types": ["full_attention"]}, 64),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 32768),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "layer_types": None}, 64),
-        ({"model_type": "qwen2", "sliding_window": 0, "use_sliding_window": False}, 32768),
-        ({"model_type": "qwen2_moe", "sliding_window": 0, "use_sliding_window": False}, 32768),
-        ({"model_type": "qwen3", "sliding_window": 4096}, 32768),
-        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention"]}, 32768),
-        ({"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+        ({"model_type": "mistral", "sliding_window": 4096}, [4096, 4096]),
+        ({"model_type": "mistral", "sliding_window": None}, [None, None]),
+        ({"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False}, [4096, 4096]),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, [None, None]),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, [None, 64]),
+        ({"model_type": "qwen2", "sliding_window": 0, "use_sliding_window": False}, [None, None]),
+        ({"model_type": "qwen3", "sliding_window": 4096}, [None, None]),
+        ({"model_type": "ministral", "layer_types": ["full_attention", "sliding_attention"]}, [None, 4096]),
+        ({"model_type": "gemma2", "sliding_window": 64}, [64, None]),
+        ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 2}, [64, None]),
+        ({"model_type": "cohere2", "sliding_window": 64}, [64, 64]),
     ],
 )
-def test_context_stays_within_a_sliding_window(config, longest):
-    assert longest_context(config | {"max_position_embeddings": 32768}) == longest
+def test_windows_of_layers(config, windows):
+    config = SIZES | config | {"max_position_embeddings": 32768}
+    assert list(decoder_shape(config).windows) == windows and longest_context(config) == 32768
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
     _, packed = save_packed("llama", {}, tmp_path)
-    with pytest.raises(UnsupportedModel, match="300 positions; the model attends to 256"):
+    with pytest.raises(UnsupportedModel, match="300 positions; the model has 256"):
         NativeDecoder(packed, context=300)
     decoder = NativeDecoder(packed, context=100)
     with pytest.raises(ValueError, match="5 tokens at position 96 of a context of 100"):

@@ -6,25 +6,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.small_models import save_ternary
+from tests.small_models import FAMILIES, save_ternary
+from trirun_cli.checkpoint.model_dir import read_config
+from trirun_cli.models.mixtures import MIXTURES
 
 pytestmark = pytest.mark.gpu
+# Softened scores (gemma 2) are those of eager attention in every version of transformers.
+EAGER = {"dtype": torch.float32, "attn_implementation": "eager"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-FAMILIES = {
-    "llama": {},
+MODELS = {name: change for name, change in FAMILIES.items() if name != "glm4_moe"} | {
     "llama, yarn": {"rope_parameters": YARN},
     "llama, tied": {"tie_word_embeddings": True},
-    "mistral": {"sliding_window": None},
-    "qwen2": {},
-    "qwen3": {"head_dim": 64},
-    "bitnet": {},
 }
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=MODELS)
 def models(request, tmp_path):
     """Directories of a random ternary model: as it is, and packed."""
-    change = {"vocab_size": 65, "hidden_size": 128, "intermediate_size": 192} | FAMILIES[request.param]
+    change = {"vocab_size": 65, "hidden_size": 128, "intermediate_size": 192} | MODELS[request.param]
+    if request.param == "helium":
+        change["head_dim"] = 32  # its output projection is square
     return save_ternary(request.param.split(",")[0], change, tmp_path)[1:]
 
 
@@ -35,9 +36,10 @@ def test_logits_are_those_of_transformers(models):
 
     tokens = torch.randint(3, 65, (150,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
+        reference = AutoModelForCausalLM.from_pretrained(models[0], **EAGER).eval()
         expected = reference(tokens.unsqueeze(0)).logits[0]
-    for path in models:
+    # Only packed experts run there.
+    for path in models if read_config(models[0])["model_type"] not in MIXTURES else models[1:]:
         model = load_model(path, device=torch.device("cuda", 0), dtype="float16", act_bits=16)
         assert model.packed == (path is models[1])
         decoder = CudaDecoder(model, slots=1, context=192)
@@ -79,10 +81,12 @@ def test_scoring_is_that_of_transformers(models, monkeypatch, rows):
     generator = torch.Generator().manual_seed(2)
     sequences = [torch.randint(3, 65, (length,), generator=generator) for length in (1, 40, 150, 2, 1, 64, 63)]
     keep = [1, 3, 150, 2, 1, 10, 63]
-    reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(models[0], **EAGER).eval()
     with torch.inference_mode():
         expected = [reference(tokens.unsqueeze(0)).logits[0] for tokens in sequences]
-    for kv_cache_dtype, allowed in (("auto", 3e-3), ("int8", 2e-2)):
+    # Each layer rounds: of four, transformers itself differs by 4e-3 in float16.
+    layers = reference.config.num_hidden_layers
+    for kv_cache_dtype, allowed in (("auto", 1.5e-3 * layers), ("int8", 1e-2 * layers)):
         lm = ScoringModel(open_runner(models[1], device="cuda", kv_cache_dtype=kv_cache_dtype, scoring=True))
         assert lm.name.startswith("native decoder on")
         together = lm.forward_batch(sequences, keep)
@@ -94,8 +98,9 @@ def test_scoring_is_that_of_transformers(models, monkeypatch, rows):
         first = lm.forward(sequences[2][:100], last_only=False)
         lm.forward_batch(sequences, keep)
         rest = lm.forward(sequences[2][100:], last_only=False)
-        lm.rewind(100)
-        assert torch.equal(lm.forward(sequences[2][100:], last_only=False), rest)
+        if lm.can_rewind:
+            lm.rewind(100)
+            assert torch.equal(lm.forward(sequences[2][100:], last_only=False), rest)
         errors = (torch.cat((first, rest)).cpu() - expected[2]).norm(dim=1) / expected[2].norm(dim=1)
         assert errors.median() < allowed
         lm.reset()

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trirun_kernels.decoder.weights import DecoderShape
+from trirun_kernels.decoder.shape import DecoderShape
 
 from trirun_cli.backends.cuda import opening
 from trirun_cli.backends.cuda.opening import CACHE_SHARE, cache_pages
 from trirun_cli.backends.cuda.weights import load_model
 from trirun_cli.errors import OutOfMemoryError
-from trirun_cli.models.llama_config import UnsupportedModel
+from trirun_cli.models.description import UnsupportedModel
 
-SHAPE = DecoderShape(32, 4096, 11008, 32, 32, 128, 32000, 64, 1e-5, 128**-0.5)
+SHAPE = DecoderShape.uniform(layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000)
 PAGE_16 = 2 * 32 * 32 * 64 * 128 * 2  # bytes of 64 positions of Llama-2-7B in 16 bits
 PAGE_8 = 2 * 32 * 32 * 64 * 130  # a scale of two bytes per head
 

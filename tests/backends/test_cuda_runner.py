@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from trirun_kernels.decoder import reference as decoder_reference
@@ -11,7 +14,7 @@ from tests.kernels.decoder.models import VOCAB, random_model
 from trirun_cli.engine.engine import Engine
 from trirun_cli.engine.request import FinishReason, Request
 from trirun_cli.engine.sampling import SamplingParams
-from trirun_cli.models.llama_config import UnsupportedModel, gpu_dtype
+from trirun_cli.models.description import UnsupportedModel, gpu_dtype
 
 gpu = pytest.mark.gpu
 
@@ -130,3 +133,66 @@ def test_probabilities_of_prompts(weights):
     assert [token.id for token in scores] == text
     for position, token in enumerate(scores[1:]):
         assert abs(token.logprob - expected[position, token.id].item()) < 0.05
+
+
+class Pattern:
+    """A constraint: token i of the text is i modulo ``period``, or ``period``."""
+
+    def __init__(self, period):
+        self.period, self.tokens = period, []
+
+    def fill(self, words):
+        words[:] = 0
+        for token in (len(self.tokens) % self.period, self.period):
+            words[token // 32] |= np.uint32(1 << token % 32)
+
+    def advance(self, token):
+        assert token in (len(self.tokens) % self.period, self.period)
+        self.tokens.append(token)
+
+
+@gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_constraints_among_others(weights, temperature):
+    """Texts with a constraint keep to it, and change no other, in a crowd that is preempted now and then."""
+    texts = prompts(24)
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_stop_ids=True)
+    constraints = [partial(Pattern, 5 + i) if i % 2 else None for i in range(len(texts))]
+
+    def run(engine, chosen):
+        requests = [
+            Request(str(i), tuple(texts[i]), params, constraint=constraints[i] if i in chosen else None)
+            for i in range(len(texts))
+        ]
+        out = {request.id: [] for request in requests}
+        for event in engine.generate(requests):
+            assert event.finish is not FinishReason.ERROR, event.error
+            out[event.request_id] += [token.id for token in event.tokens]
+        return [out[str(i)] for i in range(len(texts))]
+
+    free = run(engine_of(weights, pages=16), ())
+    mixed = run(engine_of(weights, pages=16), range(len(texts)))
+    for i, (alone, found) in enumerate(zip(free, mixed, strict=True)):
+        if constraints[i] is None:
+            assert found == alone
+        else:
+            assert all(token in (place % (5 + i), 5 + i) for place, token in enumerate(found)) and len(found) == 40
+
+
+@gpu
+def test_a_constraint_without_a_way_on_ends_its_text_alone(weights):
+    class Stuck(Pattern):
+        def fill(self, words):
+            super().fill(words)
+            if len(self.tokens) == 3:
+                words[:] = 0
+
+    engine = engine_of(weights)
+    params = SamplingParams(max_tokens=10, ignore_stop_ids=True)
+    requests = [
+        Request("stuck", (1, 2, 3), params, constraint=lambda: Stuck(4)),
+        Request("free", (1, 2, 3), params),
+    ]
+    ends = {event.request_id: event for event in engine.generate(requests) if event.finish is not None}
+    assert ends["stuck"].finish is FinishReason.ERROR and "grammar" in ends["stuck"].error
+    assert ends["stuck"].usage.generated_tokens == 3 and ends["free"].finish is FinishReason.LENGTH

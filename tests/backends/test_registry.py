@@ -30,34 +30,25 @@ WINDOW = PACKED | {"model_type": "mistral", "sliding_window": 64}
         (PACKED, {"gpu": True}, "cuda", None),
         (PLAIN, {}, "transformers", "on a CPU the native decoder runs packed checkpoints"),
         (PLAIN, {"gpu": True}, "cuda", None),
-        (PLAIN | {"model_type": "gemma"}, {"gpu": True}, "transformers", "not gemma"),
+        (PLAIN | {"model_type": "gpt_neox"}, {"gpu": True}, "transformers", "not gpt_neox"),
         (OTHER, {"gpu": True}, "transformers", "quantized by 'gptq'"),
         (PACKED, {"engine": "transformers"}, "transformers", None),
         (PACKED, {"dtype": "float16"}, "transformers", "float32 on a CPU, not float16"),
         (PACKED, {"dtype": "float32", "gpu": True}, "transformers", "not float32"),
         (PACKED | {"intermediate_size": 200}, {"gpu": True}, "transformers", "feed-forward size 200"),
         (PACKED, {"gpu": True, "obstacle": "too old"}, "transformers", "too old"),
-        (WINDOW, {}, "transformers", "a sliding window of 64 positions; --ctx 64 stays within it"),
-        (WINDOW, {"gpu": True}, "transformers", "a sliding window of 64 positions; --ctx 64 stays within it"),
-        (WINDOW, {"context": 64}, "cpu", None),
-        (WINDOW, {"engine": "native"}, "cpu", None),
-        (WINDOW | {"sliding_window": 4096}, {}, "cpu", None),
+        (WINDOW, {}, "cpu", None),
+        (WINDOW, {"gpu": True, "context": 65}, "cuda", None),
         (IDLE, {}, "cpu", None),
-        (WINDOW, {"gpu": True, "context": 65}, "transformers", "65 positions; the model attends to 64"),
-        (WINDOW, {"gpu": True, "scoring": True}, "transformers", "a sliding window of 64 positions"),
-        (WINDOW | {"max_position_embeddings": None}, {"gpu": True, "scoring": True}, "cuda", None),
+        (PACKED, {"gpu": True, "context": 4097}, "transformers", "4097 positions; the model has 4096"),
+        (PACKED | {"model_type": "gemma3_text", "head_dim": 512}, {"gpu": True}, "transformers", "head size 512"),
+        ({"model_type": "gemma3", "text_config": WINDOW}, {"gpu": True}, "cuda", None),
     ],
 )
 def test_the_rule(config, asked, backend, reason):
     choice = choose_backend(config, **({"gpu": False} | asked))
     assert choice.backend == backend and (choice.reason is None) == (reason is None)
     assert reason is None or reason in choice.reason
-
-
-@pytest.mark.parametrize("config", [PACKED, PLAIN, OTHER])
-@pytest.mark.parametrize("gpu", [False, True])
-def test_scoring_takes_the_backend_that_generates(config, gpu):
-    assert choose_backend(config, gpu=gpu, scoring=True) == choose_backend(config, gpu=gpu)
 
 
 def test_a_reason_is_given_for_every_slower_backend(packed, plain_model):
@@ -69,6 +60,19 @@ def test_a_reason_is_given_for_every_slower_backend(packed, plain_model):
         open_runner(plain_model, device="cpu", engine="native")
     with pytest.raises(UsageError, match="--tf32 is for transformers"):
         open_runner(packed, device="cpu", engine="native", tf32=True)
+
+
+def test_a_model_that_gives_back_no_cache_is_named(plain_model, monkeypatch):
+    runner = open_runner(plain_model, device="cpu", slots=1)
+    answer = runner._forward
+
+    def without_cache(**inputs):
+        output = answer(**inputs)
+        return type(output)(logits=output.logits)
+
+    monkeypatch.setattr(runner, "_forward", without_cache)
+    with pytest.raises(InputError, match="LlamaForCausalLM gives back no cache of its past"):
+        runner.logits(0, 0, [1, 2, 3], 1)
 
 
 def test_one_runner_scores_and_generates_by_turns(packed):
@@ -92,3 +96,16 @@ def test_one_runner_scores_and_generates_by_turns(packed):
     assert torch.equal(model.forward(text[30:], last_only=False), logits[30:])
     model.reset()
     assert written() == first and runner.cache.usage == 0
+
+
+def test_the_head_that_is_asked_for(packed, plain_model, trirun):
+    for head, name in (("auto", "8-bit head"), ("int8", "8-bit head"), ("16bit", "head unquantized")):
+        runner = open_runner(packed, device="cpu", head=head, slots=1)
+        assert name in runner.name
+        runner.close()
+    with pytest.raises(UsageError, match="--head int8: the native decoder has it alone"):
+        open_runner(packed, device="cpu", head="int8", engine="transformers")
+    with pytest.raises(InputError, match="on a CPU the native decoder runs packed checkpoints"):
+        open_runner(plain_model, device="cpu", head="int8")
+    code, out, err = trirun("generate", "-c", packed, "-p", "a", "--device", "cpu", "--head", "fp8")
+    assert code == 2 and "--head fp8: auto, 16bit or int8" in err and not out

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from trirun_kernels.decoder.weights import DecoderShape
+from trirun_kernels.decoder.shape import DecoderShape
 from trirun_kernels.weights.spec import QuantSpec
 
 from trirun_cli.bench import models as model_bench
@@ -93,14 +93,15 @@ def test_nothing_wrong_is_timed():
 def test_every_listed_decoder_can_run():
     shapes = model_bench.load_decoder_shapes()
     for name, shape in shapes.items():
-        assert shape.hidden % 128 == 0 and shape.ffn % 64 == 0 and shape.heads % shape.kv_heads == 0, name
+        assert shape.hidden % 128 == 0 and all(layer.feed_forward.size % 64 == 0 for layer in shape.layers), name
+        assert all(mixer.heads % mixer.kv_heads == 0 for mixer in shape.attentions), name
     assert decoder_shape_named("llama-2-7b") == shapes["llama-2-7b"]
     with pytest.raises(UsageError, match="not one of llama-2-7b"):
         decoder_shape_named("llama-9")
 
 
 def test_dense_twin_on_the_cpu_is_the_same_model():
-    shape = DecoderShape(2, 128, 256, 4, 2, 32, 96, 16, 1e-5, 32**-0.5)
+    shape = DecoderShape.uniform(layers=2, hidden=128, ffn=256, heads=4, kv_heads=2, head_dim=32, vocab=96)
     weights = random_weights(shape, QuantSpec(32, 1.0), positions=64)
     from trirun_kernels.decoder import reference as decoder_reference
 
@@ -157,6 +158,8 @@ def test_plot(trirun, tmp_path):
         (("--shape", "tiny", "--batch", "x"), "--batch x"),
         (("--shape", "tiny", "--kv-cache-dtype", "auto,fp8"), "auto,fp8"),
         (("--shape", "tiny", "--kv-cache-dtype", "int8", "--device", "cpu"), "of a GPU"),
+        (("--shape", "tiny", "--head", "packed,fp8"), "packed,fp8"),
+        (("--shape", "tiny", "--head", "packed", "--device", "cpu"), "for a GPU"),
     ],
 )
 def test_contradictions_are_named(trirun, options, message):

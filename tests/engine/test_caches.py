@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from trirun_kernels.decoder.weights import DecoderShape
+from trirun_kernels.decoder.shape import DecoderShape
 
 from trirun_cli.engine.cache_memory import affordable_context, available_bytes
 from trirun_cli.engine.paged_cache import PagedCache
@@ -188,19 +188,7 @@ class TestPagedCache:
 
 class TestCacheMemory:
     # 2 layers × 4 heads × 32 padded elements × 2 × 2 bytes: 1 KiB per position.
-    SHAPE = DecoderShape(
-        layers=2,
-        hidden=64,
-        ffn=64,
-        heads=4,
-        kv_heads=4,
-        head_dim=20,
-        vocab=10,
-        rotary_half=10,
-        norm_eps=1e-5,
-        attention_scale=1.0,
-        activation="silu",
-    )
+    SHAPE = DecoderShape.uniform(layers=2, hidden=64, ffn=64, heads=4, kv_heads=4, head_dim=20, vocab=10)
 
     def test_half_of_the_memory_is_shared_by_the_slots(self):
         assert affordable_context(self.SHAPE, 1, 8192, available=2**30) == 8192

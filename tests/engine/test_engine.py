@@ -87,12 +87,12 @@ def test_bad_sizes_are_refused(packed, trirun):
 
 
 def test_a_cache_beyond_all_memory_is_refused(packed, monkeypatch):
-    from trirun_kernels.decoder import cpu as decoder_ops
+    from trirun_kernels import arrays
 
     def refuse(*arguments, **options):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(decoder_ops.mmap, "mmap", refuse)
+    monkeypatch.setattr(arrays.mmap, "mmap", refuse)
     with pytest.raises(OutOfMemoryError, match="2 sequences of 128 tokens do not fit"):
         open_engine(packed, device="cpu", slots=2)
 
@@ -100,7 +100,7 @@ def test_a_cache_beyond_all_memory_is_refused(packed, monkeypatch):
 def tokens_one_by_one(model, request):
     """What the engine is to write, by a forward pass and a draw in numpy for every token."""
     sampler, tokens, new = HostSampler(1, model.vocab_size), [], list(request.prompt)
-    sampler.bind(0, request.params, request.prompt)
+    sampler.bind(0, request)
     model.reset()
     for _ in range(request.params.max_tokens):
         (token,) = sampler.sample(model.forward(torch.tensor(new)).numpy(), (0,))

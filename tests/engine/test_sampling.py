@@ -1,9 +1,12 @@
 """Sampling: the distribution, its random numbers, penalties, and what is reported."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from trirun_cli.backends.cpu.sampler import HostSampler, token_logprobs, token_probabilities
+from trirun_cli.engine.request import Request
 from trirun_cli.engine.sampling import SamplingParams, stream_of, uniform
 from trirun_cli.errors import UsageError
 
@@ -25,7 +28,7 @@ def distribution(logits, **params):
 
 def draw(logits, count, slot=0, generated=(), **params):
     sampler = HostSampler(slot + 1, logits.size)
-    sampler.bind(slot, SamplingParams(**params), [0], generated)
+    sampler.bind(slot, Request("", (0,), SamplingParams(**params)), generated)
     return [sampler.sample(logits[None], [slot])[0].id for _ in range(count)]
 
 
@@ -104,9 +107,48 @@ def test_penalties_and_bias():
     assert draw(logits, 2, generated=[0, 0], presence_penalty=0.3) == draw(logits, 4, presence_penalty=0.3)[1:3]
 
 
+class Allows:
+    """A constraint of one set of tokens."""
+
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def fill(self, words):
+        words[:] = 0
+        for token in self.tokens:
+            words[token // 32] |= np.uint32(1 << token % 32)
+
+    def advance(self, token):
+        assert token in self.tokens
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 2}, {"logit_bias": {0: 100.0}}])
+def test_no_end_is_chosen_before_the_fewest_tokens(params):
+    # Tokens 0 and 40 end a text; 0 is the likeliest by far.
+    logits = np.zeros(50, np.float32)
+    logits[[0, 40, 7]] = 30, 20, 10
+    request = Request("", (1,), SamplingParams(min_tokens=3, **params), frozenset({0, 40}))
+    for done in range(5):
+        sampler = HostSampler(1, logits.size)
+        sampler.bind(0, request, [7] * done)
+        ids = [sampler.sample(logits[None], [0])[0].id for _ in range(5 - done)]
+        assert ids == [7, 7, 7, 0, 0][done:]
+    sampler.bind(0, dataclasses.replace(request, params=SamplingParams(min_tokens=3, ignore_stop_ids=True)))
+    assert sampler.sample(logits[None], [0])[0].id == 0
+
+
+def test_a_complete_grammar_ends_a_text_before_its_fewest_tokens():
+    logits = np.zeros(50, np.float32)
+    params, sampler = SamplingParams(min_tokens=3), HostSampler(1, logits.size)
+    for allowed, chosen in (((0, 9), 9), ((0,), 0)):
+        sampler.bind(0, Request("", (1,), params, frozenset({0}), lambda allowed=allowed: Allows(*allowed)))
+        assert sampler.sample(logits[None], [0])[0].id == chosen
+
+
 def test_reported_probabilities_are_the_models_own():
     sampler = HostSampler(1, 4)
-    sampler.bind(0, SamplingParams(temperature=0.1, logprobs=2, logit_bias={2: 100.0}), [0])
+    params = SamplingParams(temperature=0.1, logprobs=2, logit_bias={2: 100.0})
+    sampler.bind(0, Request("", (0,), params))
     (token,) = sampler.sample(LOGITS[None], [0])
     expected = np.log(softmax(LOGITS))
     assert token.id == 2 and token.logprob == pytest.approx(expected[2])
@@ -119,7 +161,7 @@ def test_reported_probabilities_are_the_models_own():
 def test_rows_are_sampled_by_their_own_parameters():
     sampler = HostSampler(3, 4)
     for slot, params in enumerate(({}, {"temperature": 1.0, "seed": 1}, {"logprobs": 0})):
-        sampler.bind(slot, SamplingParams(**params), [0])
+        sampler.bind(slot, Request("", (0,), SamplingParams(**params)))
     alone = draw(LOGITS, 6, temperature=1.0, seed=1)
     rows = [sampler.sample(np.stack([-LOGITS, LOGITS, LOGITS]), [0, 1, 2]) for _ in range(6)]
     assert [row[1].id for row in rows] == alone
@@ -131,7 +173,7 @@ def test_rows_are_sampled_by_their_own_parameters():
     [
         *({"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}),
         *({"stop": ("",)}, {"min_p": 2}, {"seed": -1}, {"repetition_penalty": 0}, {"logprobs": -1}),
-        {"repetition_penalty": 1e5},
+        *({"repetition_penalty": 1e5}, {"min_tokens": -1}, {"min_tokens": 129}),
         *({"presence_penalty": float("inf")}, {"logit_bias": {1: float("nan")}}, {"max_tokens": -1}),
     ],
 )

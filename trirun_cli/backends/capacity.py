@@ -57,12 +57,14 @@ class ModelNeeds:
         token_bytes: of the cache, for one token in all layers. context: most tokens of a sequence, as served.
         vocab: tokens of the vocabulary.
         fixed_context: the user chose ``context``, so that it must not become shorter.
+        state_bytes: that a sequence takes however long it is, of recurrent layers.
     """
 
     token_bytes: int
     context: int
     vocab: int
     fixed_context: bool = False
+    state_bytes: int = 0
 
 
 def default_slots(device: GpuDevice | CpuDevice, model: ModelNeeds) -> Slots:
@@ -78,7 +80,9 @@ def default_slots(device: GpuDevice | CpuDevice, model: ModelNeeds) -> Slots:
 
 def _gpu_slots(device: GpuDevice, model: ModelNeeds) -> Slots:
     tokens = min(USUAL_TOKENS, model.context)
-    fit = int(device.free_bytes * CACHE_SHARE) // (tokens * model.token_bytes + SAMPLER_BYTES * model.vocab)
+    fit = int(device.free_bytes * CACHE_SHARE) // (
+        tokens * model.token_bytes + SAMPLER_BYTES * model.vocab + model.state_bytes
+    )
     room = _room(fit, tokens, model)
     if fit >= MOST_GPU_SLOTS:
         return Slots(MOST_GPU_SLOTS, f"the most by default; {room}")
@@ -87,7 +91,7 @@ def _gpu_slots(device: GpuDevice, model: ModelNeeds) -> Slots:
 
 def _cpu_slots(device: CpuDevice, model: ModelNeeds) -> Slots:
     tokens = model.context if model.fixed_context else min(ROOMY_TOKENS, model.context)
-    fit = int(device.free_bytes * CPU_CACHE_SHARE) // (tokens * model.token_bytes)
+    fit = int(device.free_bytes * CPU_CACHE_SHARE) // (tokens * model.token_bytes + model.state_bytes)
     most = min(max(SLOTS_PER_THREAD * device.threads, LEAST_CPU_SLOTS), MOST_CPU_SLOTS)
     if fit < most:
         return Slots(max(fit, 1), f"half of the free memory: {_room(fit, tokens, model)}")
@@ -96,5 +100,6 @@ def _cpu_slots(device: CpuDevice, model: ModelNeeds) -> Slots:
 
 
 def _room(fit: int, tokens: int, model: ModelNeeds) -> str:
-    size = model.token_bytes / 2**20
-    return f"the cache has room for {fit} sequences of {tokens} tokens, {size:.2f} MiB a token"
+    size, state = model.token_bytes / 2**20, model.state_bytes / 2**20
+    beside = f" and {state:.0f} MiB of state" if state else ""
+    return f"the cache has room for {fit} sequences of {tokens} tokens, {size:.2f} MiB a token{beside}"

@@ -16,14 +16,12 @@ from typing import Any
 from ..checkpoint.model_dir import quant_method, read_config
 from ..engine.runner import Runner
 from ..errors import InputError, MissingError, OutOfMemoryError, UsageError
-from ..models.llama_config import (
-    DEFAULT_CONTEXT,
+from ..models.description import (
     UnsupportedModel,
     chosen_context,
     decoder_shape,
     gpu_decoder_shape,
     gpu_dtype,
-    longest_context,
 )
 from ..processors import default_threads, set_torch_threads
 from .capacity import TRANSFORMERS_SLOTS, CpuDevice, ModelNeeds, default_slots
@@ -49,14 +47,13 @@ def choose_backend(
     dtype: str = "auto",
     engine: str = "auto",
     context: int | None = None,
-    scoring: bool = False,
     obstacle: str | None = None,
 ) -> Choice:
     """Which backend runs a model, by its config.json and what is asked for. Nothing else is looked at.
 
     Args:
         gpu: on a GPU, else on the CPU. obstacle: why the native decoder does not run on that GPU, or None.
-        dtype, engine, context, scoring: as of :func:`open_runner`.
+        dtype, engine, context: as of :func:`open_runner`.
 
     Raises:
         InputError: config.json is damaged.
@@ -81,14 +78,6 @@ def choose_backend(
                 raise UnsupportedModel(f"the native decoder computes in float32 on a CPU, not {dtype}")
             decoder_shape(config)
         chosen_context(config, context)
-        window = longest_context(config)
-        longest = config.get("max_position_embeddings") or window
-        if gpu and scoring and window < longest:
-            # A text that is longer than the window is scored whole, by those who let the window slide.
-            raise UnsupportedModel(f"a sliding window of {window} positions")
-        if engine == "auto" and context is None and window < min(longest, DEFAULT_CONTEXT):
-            within = f"--ctx {window} stays within it, on the native decoder"
-            raise UnsupportedModel(f"a sliding window of {window} positions; {within}")
     except UnsupportedModel as error:
         return Choice("transformers", str(error))
     return Choice("cuda" if gpu else "cpu")
@@ -102,6 +91,7 @@ def open_runner(
     act_bits: int | None = None,
     accumulate: str = "fp32",
     kv_cache_dtype: str = "auto",
+    head: str = "auto",
     engine: str = "auto",
     slots: int | None = 16,
     context: int | None = None,
@@ -122,6 +112,8 @@ def open_runner(
         accumulate: "fp32", or on a GPU "fp16" (see :mod:`.accumulation`) for prompts long enough to gain.
         kv_cache_dtype: "auto", the type it computes in, or "int8", with a scale per token and head: on the native
             decoder of a GPU.
+        head: output head that is not packed, on the native decoder: "16bit" as the checkpoint has it, "int8" with a
+            scale per row, or "auto": int8 on the CPU unless ``exact``, 16bit on a GPU.
         engine: "native", "transformers", or "auto": native where it can.
         slots: requests that run at once; None is as many as :func:`.capacity.default_slots` says, and the runner's
             ``why_slots`` says why. context: most tokens of one; None is the runner's own choice: the model's
@@ -157,6 +149,8 @@ def open_runner(
     gpu = not on_cpu(device)
     if kv_cache_dtype != "auto" and (not gpu or engine == "transformers"):
         raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: the native decoder of a GPU has it alone")
+    if head != "auto" and engine == "transformers":
+        raise UsageError(f"--head {head}: the native decoder has it alone")
     place, obstacle = "cpu", None
     if gpu:
         place = pick_device(device)
@@ -164,20 +158,21 @@ def open_runner(
 
         obstacle = None if engine == "transformers" else gpu_obstacle(place)
     sizes: dict[str, Any] = {"slots": slots, "context": context}
-    asked: dict[str, Any] = {"dtype": dtype, "engine": engine, "context": context, "scoring": scoring}
+    asked: dict[str, Any] = {"dtype": dtype, "engine": engine, "context": context}
     choice = choose_backend(config, gpu=gpu, obstacle=obstacle, **asked)
     try:
         if choice.backend == "cpu":
-            return _open_cpu(path, config, act_bits, threads, scoring=scoring, exact=exact, **sizes)
+            int8_head = not exact if head == "auto" else head == "int8"
+            return _open_cpu(path, config, act_bits, threads, int8_head, scoring=scoring, exact=exact, **sizes)
         if choice.backend == "cuda":
             from .cuda.opening import open_cuda
 
-            precision = {"accumulate": accumulate, "kv_cache_dtype": kv_cache_dtype}
-            options: dict[str, Any] = {"dtype": dtype, "act_bits": act_bits, "scoring": scoring, **precision}
+            options: dict[str, Any] = {"dtype": dtype, "act_bits": act_bits, "scoring": scoring}
+            options |= {"accumulate": accumulate, "kv_cache_dtype": kv_cache_dtype, "int8_head": head == "int8"}
             return open_cuda(path, device=place, **options, **sizes)
     except UnsupportedModel as error:
         choice = Choice("transformers", str(error))
-    if engine == "native" or kv_cache_dtype != "auto":
+    if engine == "native" or kv_cache_dtype != "auto" or head != "auto":
         raise InputError(f"{path}: {choice.reason}")
     if choice.reason and find_spec("torch") is None:
         reason = f"{choice.reason}; transformers would run it, and torch is not installed"
@@ -201,6 +196,7 @@ def _open_cpu(
     config: dict[str, Any],
     act_bits: int | None,
     threads: int | None,
+    int8_head: bool,
     *,
     slots: int | None,
     context: int | None,
@@ -208,7 +204,7 @@ def _open_cpu(
     exact: bool,
 ) -> Runner:
     """The native decoder of a CPU; nothing here imports torch."""
-    from ..engine.cache_memory import affordable_context, available_bytes, position_bytes
+    from ..engine.cache_memory import affordable_context, available_bytes, position_bytes, state_bytes
     from .cpu.decoder import NativeDecoder
     from .cpu.runner import CpuRunner
 
@@ -220,14 +216,16 @@ def _open_cpu(
         device = CpuDevice(available_bytes(), threads or default_threads())
         longest = chosen_context(config, context)
         token_bytes = position_bytes(shape, item_bytes)
-        slots, why = default_slots(device, ModelNeeds(token_bytes, longest, shape.vocab, context is not None))
+        slots, why = default_slots(
+            device, ModelNeeds(token_bytes, longest, shape.vocab, context is not None, state_bytes(shape))
+        )
     if context is None:
         context = affordable_context(shape, slots, chosen_context(config, None), item_bytes=item_bytes)
     rows = max(192, -(-slots // 48) * 48)
     sizes: dict[str, Any] = {"slots": slots, "context": context, "max_rows": rows}
     try:
         decoder = NativeDecoder(
-            path, act_bits=act_bits, threads=threads, kv_dtype=kv_dtype, int8_head=not exact, **sizes
+            path, act_bits=act_bits, threads=threads, kv_dtype=kv_dtype, int8_head=int8_head, **sizes
         )
     except OSError as error:
         if error.errno != errno.ENOMEM:

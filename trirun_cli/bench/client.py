@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,15 +63,15 @@ class Client:
     """A client of a server. Use as ``async with``.
 
     Args:
-        url: of the server, with or without /v1. api_key: Bearer token, if any.
+        url: of the server, with or without /v1. api_key: Bearer token, if any. headers: of every request besides.
 
     Attributes:
         model: that requests ask for; set by :meth:`find_model`.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = dict(headers or {}) | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
         self.model = ""
 
     async def __aenter__(self) -> Client:

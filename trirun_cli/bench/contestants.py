@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from trirun_kernels.decoder.weights import DecoderShape
+from trirun_kernels.decoder.shape import DecoderShape
 from trirun_kernels.weights.spec import QuantSpec
 
 from ..checkpoint.model_dir import ModelDir, quant_method, read_config
 from ..errors import InputError, OutOfMemoryError, UsageError
-from ..models.llama_config import UnsupportedModel
+from ..models.description import UnsupportedModel
 from ..processors import default_threads
 from .models import Contestant
 
@@ -32,6 +32,7 @@ def of_shape(
     positions: int,
     dense: bool,
     caches: Sequence[str] = ("auto",),
+    heads: Sequence[str] = (),
     threads: int | None = None,
 ) -> list[Contestant]:
     """A random ternary model of a shape and, with ``dense``, the same one dense, each with each of the caches.
@@ -39,6 +40,7 @@ def of_shape(
     Args:
         dtype: float16 or bfloat16, of a GPU's activations. group_size: weights per scale, or −1 for a row.
         positions: most tokens of a sequence. caches: types of keys and values, "auto" and "int8", on a GPU.
+        heads: kinds of output heads, "packed", "int8" and "16bit", on a GPU; without any, 16 bits.
         threads: of the native decoder on a CPU; None takes :func:`..processors.default_threads`.
 
     Raises:
@@ -47,11 +49,11 @@ def of_shape(
     spec = QuantSpec(group_size, 1.0)
     kind = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
-        from ..models.synthetic import dense_model, random_model
+        from ..models.synthetic import random_model
 
         try:
             model = random_model(shape, spec, positions=positions + 64, device=device, dtype=dtype, act_bits=act_bits)
-            models = {"int2": model} | ({kind: dense_model(model)} if dense else {})
+            models = _with_heads(model, heads or ("16bit",), kind if dense else None)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(" ".join(str(error).split())[:300], "try --no-dense or a smaller --shape") from None
         return _with_caches(models, caches)
@@ -60,6 +62,8 @@ def of_shape(
     weights = random_weights(shape, spec, positions=positions + 64)
     out: list[Contestant] = [CpuContestant("int2", weights, act_bits=act_bits, threads=threads or default_threads())]
     if dense:
+        if not shape.is_llama:
+            raise UsageError("on a CPU the dense model of a shape is a Llama", "measure the packed one: --no-dense")
         out.append(DenseContestant(str(DENSE).removeprefix("torch."), dense_llama(weights, DENSE)))
     return out
 
@@ -73,6 +77,7 @@ def of_checkpoint(
     positions: int,
     dense: bool,
     caches: Sequence[str] = ("auto",),
+    heads: Sequence[str] = (),
     threads: int | None = None,
 ) -> tuple[list[Contestant], int]:
     """A packed checkpoint (or a plain model, alone) and, with ``dense``, the same model dense.
@@ -85,7 +90,7 @@ def of_checkpoint(
     Raises:
         InputError: the device's native decoder does not run the model. UsageError: its context is shorter.
     """
-    from ..models.llama_config import decoder_shape, longest_context
+    from ..models.description import decoder_shape, longest_context
 
     try:
         config = read_config(path)
@@ -94,7 +99,7 @@ def of_checkpoint(
             reason = f"{path} attends to {longest} positions at once, and a step adds one"
             raise UsageError(f"--context {positions - 1}: {reason}")
         if device.type == "cuda":
-            return _on_gpu(path, device, dtype, act_bits, positions, dense, caches), shape.vocab
+            return _on_gpu(path, device, dtype, act_bits, positions, dense, caches, heads), shape.vocab
         return _on_cpu(path, config, act_bits, positions, dense, threads or default_threads()), shape.vocab
     except UnsupportedModel as error:
         raise InputError(f"{path}: {error}") from None
@@ -108,16 +113,28 @@ def _on_gpu(
     positions: int,
     dense: bool,
     caches: Sequence[str],
+    heads: Sequence[str],
 ) -> list[Contestant]:
     from ..backends.cuda.weights import load_model
-    from ..models.synthetic import dense_model
 
     model = load_model(path, device=device, dtype=dtype, act_bits=act_bits, context=positions)
     kind = str(model.dtype).removeprefix("torch.")
-    models = {"int2" if model.packed else kind: model}
-    if dense and model.packed:
-        models[kind] = dense_model(model)
-    return _with_caches(models, caches)
+    if not model.packed and not heads:
+        return _with_caches({kind: model}, caches)
+    return _with_caches(_with_heads(model, heads, kind if dense else None), caches)
+
+
+def _with_heads(model: CudaModel, heads: Sequence[str], dense: str | None) -> dict[str, CudaModel]:
+    """A packed model by name, with each of these kinds of heads or its own; the second is its dense one, of 16 bits
+    throughout, under the name ``dense`` where there is one."""
+    from ..models.synthetic import dense_model, with_head
+
+    models = {"int2": model} if not heads else {}
+    models |= {f"int2, {kind} head" if len(heads) > 1 else "int2": with_head(model, kind) for kind in heads}
+    if dense is None:
+        return models
+    (name, first), *others = models.items()
+    return {name: first, dense: dense_model(with_head(model, "16bit")), **dict(others)}
 
 
 def _with_caches(models: dict[str, CudaModel], caches: Sequence[str]) -> list[Contestant]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment
-from trirun_kernels.decoder.weights import LINEARS, DecoderShape, DecoderWeights, LayerWeights, Linear
+from trirun_kernels.decoder.shape import Attention, DecoderShape, LayerShape
+from trirun_kernels.decoder.weights import LINEARS, DecoderWeights, LayerWeights, Linear, vector_lengths
 from trirun_kernels.weights.names import (
     EMBEDDING,
     FINAL_NORM,
@@ -100,14 +101,17 @@ def random_weights(shape: DecoderShape, spec: QuantSpec, *, positions: int, seed
     generator = torch.Generator().manual_seed(seed)
     hidden = shape.hidden
 
-    def layer() -> LayerWeights:
-        linears = {name: Linear(random_ternary(n, k, spec, generator)) for name, (n, k) in shape.linear_sizes.items()}
-        return LayerWeights(**linears, attention_norm=torch.ones(hidden), mlp_norm=torch.ones(hidden))
+    def layer(shape: LayerShape) -> LayerWeights:
+        sizes, lengths = shape.linear_sizes(hidden), vector_lengths(shape, hidden)
+        parts: dict[str, Any] = {"gate": None, "attention_norm": None, "mlp_norm": None}
+        parts |= {name: Linear(random_ternary(n, k, spec, generator)) for name, (n, k) in sizes.items()}
+        parts |= {name: torch.ones(lengths[name]) for name in shape.vectors}
+        return LayerWeights(**parts)
 
     embedding, head = (torch.randn(shape.vocab, hidden, generator=generator) for _ in range(2))
-    layers = [layer() for _ in range(shape.layers)]
+    layers = [layer(each) for each in shape.layers]
     head = (head / hidden**0.5).half()
-    return DecoderWeights(shape, layers, embedding.half(), head, torch.ones(hidden), *angles(shape, positions))
+    return DecoderWeights(shape, layers, embedding.half(), head, torch.ones(hidden), angles(shape, positions))
 
 
 def weight_bytes(weights: DecoderWeights) -> int:
@@ -115,7 +119,9 @@ def weight_bytes(weights: DecoderWeights) -> int:
     total = 0
     for layer in weights.layers:
         for name in LINEARS:
-            w = getattr(layer, name).weight
+            if (linear := getattr(layer, name)) is None:
+                continue
+            w = linear.weight
             total += sum(part.nbytes for part in (w.words, w.scales, w.zeros) if part is not None)
     head = weights.head
     total += weights.embedding.nbytes
@@ -128,11 +134,13 @@ def dense_llama(weights: DecoderWeights, dtype: torch.dtype) -> Any:
     """A transformers Llama of these weights; they must be torch tensors of a plain Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    s = weights.shape
+    s, layer = weights.shape, weights.shape.layers[0]
+    heads, ffn = layer.mixer, layer.feed_forward.size
+    assert isinstance(heads, Attention)
     config = LlamaConfig(
-        vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.ffn, num_hidden_layers=s.layers,
-        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, head_dim=s.head_dim, rms_norm_eps=s.norm_eps,
-        max_position_embeddings=weights.cosines.shape[0], tie_word_embeddings=False,
+        vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=ffn, num_hidden_layers=len(s.layers),
+        num_attention_heads=heads.heads, num_key_value_heads=heads.kv_heads, head_dim=heads.head_dim,
+        rms_norm_eps=s.norm_eps, max_position_embeddings=weights.rotary[0][0].shape[0], tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
     with torch.device("meta"):
@@ -144,12 +152,12 @@ def dense_llama(weights: DecoderWeights, dtype: torch.dtype) -> Any:
         FINAL_NORM: weights.final_norm,
         HEAD: weights.head,
     }
-    for index, layer in enumerate(weights.layers):
+    for index, own in enumerate(weights.layers):
         prefix = layer_prefix(index)
         for name, module in LAYER_LINEARS.items():
-            state[prefix + module + WEIGHT] = dequantize(getattr(layer, name).weight, dtype)
+            state[prefix + module + WEIGHT] = dequantize(getattr(own, name).weight, dtype)
         for name in ("attention_norm", "mlp_norm"):
-            state[prefix + LAYER_NORMS[name]] = getattr(layer, name)
+            state[prefix + LAYER_NORMS[name]] = getattr(own, name)
     model.load_state_dict(state)
     return model
 

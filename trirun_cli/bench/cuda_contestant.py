@@ -43,12 +43,13 @@ class CudaContestant:
             raise OutOfMemoryError(f"{self.name}: {' '.join(str(error).split())[:200]}") from None
         # Zeros would flatter: they cost less power, and less of it means a higher clock.
         if decoder.scales is None:
-            decoder.cache.normal_()
+            for layer in decoder.cache:
+                layer.normal_()
         else:
             # As normal numbers would be: the largest of a head's is about 2.6.
-            for layer in decoder.cache:
+            for layer, scales in zip(decoder.cache, decoder.scales, strict=True):
                 layer.copy_(torch.randn(layer.shape, device=layer.device).mul_(127 / 2.6).clamp_(-127, 127))
-            decoder.scales.fill_(2.6 / 127)
+                scales.fill_(2.6 / 127)
         device, vocab = self._model.device, self._model.shape.vocab
         sampler = CudaSampler(batch, vocab, decoder.latest)
         slots = torch.arange(batch, dtype=torch.int32, device=device)

@@ -12,7 +12,7 @@ from ..errors import CheckFailed, OutOfMemoryError, UsageError
 from ..resources import configs_dir
 
 if TYPE_CHECKING:
-    from trirun_kernels.decoder.weights import DecoderShape
+    from trirun_kernels.decoder.shape import DecoderShape
 
 # Allowed relative difference of logits, packed against dense: both compute in 16 bits, and every layer rounds.
 ALLOWED_ERROR = 0.05
@@ -93,13 +93,13 @@ class Contestant(Protocol):
 def load_decoder_shapes() -> dict[str, DecoderShape]:
     """The decoders of configs/shapes.yaml by name."""
     import yaml
-    from trirun_kernels.decoder.weights import DecoderShape
+    from trirun_kernels.decoder.shape import DecoderShape
+
+    from ..models.description import decoder_shape
 
     listed = yaml.safe_load((configs_dir() / "shapes.yaml").read_text())["decoders"]
     return {
-        name: DecoderShape(
-            **sizes, rotary_half=sizes["head_dim"] // 2, norm_eps=1e-5, attention_scale=sizes["head_dim"] ** -0.5
-        )
+        name: decoder_shape(sizes) if "model_type" in sizes else DecoderShape.uniform(**sizes)
         for name, sizes in listed.items()
     }
 

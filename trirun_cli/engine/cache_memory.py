@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import OutOfMemoryError
 
 if TYPE_CHECKING:
-    from trirun_kernels.decoder.weights import DecoderShape
+    from trirun_kernels.decoder.shape import DecoderShape
 
 # Of what is available when the model is opened; the weights and everyone else need the rest.
 SHARE = 0.5
@@ -31,18 +31,25 @@ def affordable_context(
     if available is None:
         available = available_bytes()
     position = position_bytes(shape, item_bytes)
-    budget, least = SHARE * available, min(LEAST, longest)
-    fits = int(budget) // (position * slots) // _BLOCK * _BLOCK
+    budget, least = SHARE * available - slots * state_bytes(shape), min(LEAST, longest)
+    fits = max(int(budget), 0) // (position * slots) // _BLOCK * _BLOCK
     if fits < least:
         need = f"{slots} sequences of {least} tokens need {slots * least * position / 2**30:.2f} GiB of cache"
-        raise OutOfMemoryError(f"{need}, half of the free memory is {budget / 2**30:.2f} GiB", "run fewer at once")
+        raise OutOfMemoryError(
+            f"{need}, half of the free memory is {max(budget, 0) / 2**30:.2f} GiB", "run fewer at once"
+        )
     return min(fits, longest)
 
 
 def position_bytes(shape: DecoderShape, item_bytes: int) -> int:
     """Bytes of a CPU's cache for one token: keys and values of all layers, heads padded to 16 elements as the native
     cache pads them."""
-    return 2 * item_bytes * shape.layers * shape.kv_heads * (-(-shape.head_dim // 16) * 16)
+    return 2 * item_bytes * sum(m.kv_heads * (-(-m.head_dim // 16) * 16) for m in shape.attentions)
+
+
+def state_bytes(shape: DecoderShape) -> int:
+    """Bytes of what a CPU's cache keeps of a sequence however long it is: states, and inputs of convolutions."""
+    return 4 * sum(mixer.state_size + mixer.taps * mixer.channels for mixer in shape.deltas)
 
 
 def available_bytes() -> int:

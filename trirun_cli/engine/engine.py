@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from ..errors import InputError
 from .request import EngineStats, EngineStopped, Event, FinishReason, QueueFull, Request, Sink
 from .runner import BurstRunner, Outcome, Pending, Runner
-from .sampling import NOT_FINITE, Token
+from .sampling import Token
 from .scheduler import SHARED_BURST_S, Scheduler, Share, Step
 from .sequence import Sequence
 
@@ -275,7 +275,7 @@ class Engine:
             del self._live[sequence.request.id]
             self._changed.notify_all()
         self._finished[reason] += 1
-        error = NOT_FINITE if reason is FinishReason.ERROR else None
+        error = sequence.no_token if reason is FinishReason.ERROR else None
         self._tell(sequence, Event(sequence.request.id, tokens, reason, error, scores, sequence.usage()))
 
     def _tell(self, sequence: Sequence, event: Event) -> None:

@@ -36,18 +36,19 @@ class PagedCache:
     Args:
         slots: sequences. pages: how many there are, the first of which belongs to no one: rows that only fill up a
             batch may write there. context: most positions of a slot; the pages must hold that many at least.
-        page_size: positions of a page.
+        page_size: positions of a page. reuse: whether a slot may begin with pages that another has computed: not where
+            it also has a state, which nobody has kept.
 
     Attributes:
         tables: int32 [slots, pages of a context], which page holds which positions of a slot; 0 where none does. A
             runner copies what a step needs when that is launched: the next schedule changes it.
     """
 
-    def __init__(self, slots: int, pages: int, context: int, *, page_size: int = 64) -> None:
+    def __init__(self, slots: int, pages: int, context: int, *, page_size: int = 64, reuse: bool = True) -> None:
         longest = -(-context // page_size)
         if pages < longest + 1:
             raise ValueError(f"{pages} pages of {page_size} positions do not hold a context of {context} and page 0")
-        self.page_size = page_size
+        self.page_size, self._reuse = page_size, reuse
         self.tables = np.zeros((slots, longest), np.int32)
         self._pages = pages - 1
         self._slots = list(range(slots - 1, -1, -1))
@@ -65,7 +66,7 @@ class PagedCache:
         if not self._slots:
             return None
         owned = _Owned(tuple(prompt))
-        shared = self._shared(owned) if reuse else []
+        shared = self._shared(owned) if reuse and self._reuse else []
         needed = -(-len(prompt) // self.page_size) - len(shared)
         spare = len(self._empty) + len(self._idle) - sum(page in self._idle for page in shared) - len(self._owned)
         if needed > spare:
@@ -128,6 +129,8 @@ class PagedCache:
 
     def _remember(self, owned: _Owned, tokens: Sequence[int], length: int) -> None:
         """Make the full pages of a slot's first ``length`` tokens known."""
+        if not self._reuse:
+            return
         for index in range(owned.known, min(length, len(tokens)) // self.page_size):
             key = (owned.node, self._tokens(tokens, index))
             if key not in self._found:

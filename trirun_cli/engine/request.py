@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ..errors import TrirunError
+from .constraint import AtLeast, Constraint
 from .sampling import SamplingParams, Token
 
 
@@ -26,12 +27,24 @@ class Request:
         id: unique among the requests that the engine holds.
         prompt: token ids, at least one.
         stop_ids: token ids that end the text; the one met is not part of it.
+        constraint: begins what says which tokens may come; None where any may.
     """
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
+    constraint: Callable[[], Constraint] | None = None
+
+    def constrained(self, generated: Iterable[int]) -> Constraint | None:
+        """What says which tokens may come after those ``generated``; None where any may."""
+        constraint, least = self.constraint and self.constraint(), self.params.min_tokens
+        if least and self.stop_ids and not self.params.ignore_stop_ids:
+            constraint = AtLeast(least, self.stop_ids, constraint)
+        if constraint is not None:
+            for token in generated:
+                constraint.advance(token)
+        return constraint
 
 
 class FinishReason(StrEnum):

@@ -31,7 +31,8 @@ class SamplingParams:
     the one before has left.
 
     Attributes:
-        max_tokens: the most tokens to generate, at least 0.
+        max_tokens: the most tokens to generate, at least 0. min_tokens: the fewest: no stop id is chosen before, and no
+            stop string looked for, unless the context ends or a grammar allows nothing else.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probabilities add up to at least p (nucleus sampling,
@@ -66,10 +67,12 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     ignore_stop_ids: bool = False
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         limits = (
             ("max_tokens", self.max_tokens >= 0, "at least 0"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens, {self.max_tokens}"),
             ("temperature", 0 <= self.temperature < inf, "a finite number of at least 0"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),

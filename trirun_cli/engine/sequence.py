@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from .constraint import NOTHING_ALLOWED
 from .request import FinishReason, Request, Sink, Usage
-from .sampling import Token
+from .sampling import NOT_FINITE, Token
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +51,11 @@ class Sequence:
     def generated(self) -> int:
         """Tokens generated and collected."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def no_token(self) -> str:
+        """What it means that no token could be sampled, for people."""
+        return NOT_FINITE if self.request.constraint is None else NOTHING_ALLOWED
 
     def take(self, tokens: tuple[Token, ...]) -> tuple[tuple[Token, ...], FinishReason | None]:
         """Take in sampled tokens; those of them that are text, and why it ends with them, or None."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from trirun_kernels.weights.names import HEAD_MODULE, LAYER_LINEARS, layer_prefix
+from trirun_kernels.weights.names import EMBEDDING_MODULE, HEAD_MODULE, layer_prefix
 
 from ..checkpoint.model_dir import ModelDir
-from .llama_config import UnsupportedModel, decoder_shape
+from .description import Description, UnsupportedModel, description
+from .settings import text_settings
 
 
 def linear_layers(model: ModelDir) -> dict[str, tuple[int, int]]:
@@ -18,15 +19,47 @@ def linear_layers(model: ModelDir) -> dict[str, tuple[int, int]]:
         InputError: config.json is damaged. MissingError: transformers is needed and not installed.
     """
     try:
-        shape = decoder_shape(model.config)
+        found = _text_model(model)
     except UnsupportedModel:
         # Here: it imports torch and transformers, which the families above need not have.
         from trirun_gptq.model.meta import linear_modules, meta_model
 
         return linear_modules(meta_model(model.path))
-    layers = {
-        layer_prefix(layer) + LAYER_LINEARS[name]: size
-        for layer in range(shape.layers)
-        for name, size in shape.linear_sizes.items()
-    }
+    shape, layers = found.shape, dict[str, tuple[int, int]]()
+    for index, layer in enumerate(shape.layers):
+        sizes, names = layer.linear_sizes(shape.hidden), found.names.of(layer)
+        fused = {name: module for module, parts in names.fused.items() for name in parts}
+        for name, (n, k) in sizes.items():
+            module = layer_prefix(index) + (fused.get(name) or names.linears[name])
+            layers[module] = (layers[module][0] + n if module in layers else n, k)
+        for module, n in names.gates.items():
+            layers[layer_prefix(index) + module] = (n, shape.hidden)
+        if layer.mixture is not None:
+            of_expert = layer.mixture.linear_sizes(shape.hidden)
+            for module in names.mixture.modules(layer.mixture):
+                layers[layer_prefix(index) + module] = of_expert[module.rpartition(".")[2]]
     return layers | {HEAD_MODULE: (shape.vocab, shape.hidden)}
+
+
+def embedding(model: ModelDir) -> dict[str, tuple[int, int]]:
+    """The embedding of a model: its module's name to (vocabulary, hidden size); see :func:`linear_layers`."""
+    try:
+        shape = _text_model(model).shape
+    except UnsupportedModel:
+        from trirun_gptq.model.meta import meta_model
+
+        skeleton = meta_model(model.path)
+        table = skeleton.get_input_embeddings()
+        return {name: tuple(module.weight.shape) for name, module in skeleton.named_modules() if module is table}
+    return {EMBEDDING_MODULE: (shape.vocab, shape.hidden)}
+
+
+def _text_model(model: ModelDir) -> Description:
+    """What a model is made of that is a language model and nothing else.
+
+    Raises:
+        UnsupportedModel: the native decoder does not run it, or there are parts that see or hear beside it.
+    """
+    if text_settings(model.config) is not model.config or "vision_config" in model.config:
+        raise UnsupportedModel("a model that sees or hears too")
+    return description(model.config)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 from torch import Tensor
-from trirun_kernels.decoder.cuda_weights import CudaLayer, CudaModel, Projection, padded_head
-from trirun_kernels.decoder.weights import DecoderShape
+from trirun_kernels.decoder.cuda_delta import DeltaHeads
+from trirun_kernels.decoder.cuda_experts import CudaMixture
+from trirun_kernels.decoder.cuda_weights import CudaLayer, CudaModel, Projection, delta_heads, head_projection
+from trirun_kernels.decoder.shape import DecoderShape, GatedDelta, LayerShape, Mixture
+from trirun_kernels.decoder.weights import vector_lengths
 from trirun_kernels.weights.packing import PackedWeight, dequantize
 from trirun_kernels.weights.shapes import stored_shapes
 from trirun_kernels.weights.spec import QuantSpec
+from trirun_kernels.weights.stacked_experts import StackedExperts
+
+from ..errors import InputError
 
 
 def random_model(
@@ -24,37 +29,92 @@ def random_model(
     act_bits: int = 16,
     seed: int = 0,
 ) -> CudaModel:
-    """A ternary model on a GPU: random codes, scales that keep activations near one, rotary angles of base 10,000."""
+    """A ternary model on a GPU, embedding and head too: random codes, scales that keep activations near one, rotary
+    angles of base 10,000."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def projection(n: int, k: int) -> Projection:
         return Projection(random_ternary(n, k, spec, generator), None, act_bits)
 
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-
-    def layer() -> CudaLayer:
-        norms = {name: torch.ones(shape.hidden, device=device) for name in ("attention_norm", "mlp_norm")}
+    def layer(each: LayerShape) -> CudaLayer:
+        lengths, feed_forward = vector_lengths(each, shape.hidden), each.feed_forward
+        norms = {name: torch.ones(lengths[name], device=device) for name in each.vectors}
+        sizes, ffn = each.mixer.linear_sizes(shape.hidden), feed_forward.size
+        o = sizes.pop("o")
+        gate_up = (projection(ffn * (1 + feed_forward.gated), shape.hidden),) if ffn else ()
         return CudaLayer(
-            (projection(q + 2 * kv, shape.hidden),), projection(shape.hidden, q),
-            (projection(2 * shape.ffn, shape.hidden),), projection(shape.hidden, shape.ffn), norms,
+            (projection(sum(n for n, _ in sizes.values()), shape.hidden),), projection(*o), gate_up,
+            projection(shape.hidden, ffn) if ffn else None, norms,
+            random_delta(each.mixer, shape, generator, dtype) if isinstance(each.mixer, GatedDelta) else None,
+            None if each.mixture is None else mixture(each.mixture),
         )  # fmt: skip
 
-    layers = [layer() for _ in range(shape.layers)]
-    embedding, head = (
-        torch.randn(shape.vocab, shape.hidden, device=device, dtype=dtype, generator=generator) for _ in range(2)
-    )
-    cosines, sines = (part.to(device) for part in angles(shape, positions))
+    def mixture(each: Mixture) -> CudaMixture:
+        def stacked(n: int, k: int, parts: int) -> StackedExperts:
+            whole = random_ternary(each.routing.experts * parts * n, k, spec, generator)
+            words = whole.words.view(each.routing.experts, -1, *whole.words.shape[1:])
+            scales = whole.scales.view(whole.scales.shape[0], each.routing.experts, -1).transpose(0, 1).contiguous()
+            return StackedExperts(words, scales, None, n, k, parts, spec)
+
+        router = torch.randn(each.outputs, shape.hidden, device=device, dtype=dtype, generator=generator)
+        return CudaMixture(
+            each, stacked(each.size, shape.hidden, 2), stacked(shape.hidden, each.size, 1),
+            router * shape.hidden**-0.5, None, None, torch.zeros(1, dtype=torch.int32, device=device), act_bits,
+        )  # fmt: skip
+
+    layers = [layer(each) for each in shape.layers]
+    embedding, head = (random_ternary(shape.vocab, shape.hidden, spec, generator) for _ in range(2))
+    # A row of the head makes logits near one; a row of the embedding is near one itself.
+    embedding.scales.mul_((0.75 * shape.hidden) ** 0.5)
+    rotary = [(cosines.to(device), sines.to(device)) for cosines, sines in angles(shape, positions)]
     return CudaModel(
-        shape, layers, embedding, padded_head(head / math.sqrt(shape.hidden)), torch.ones(shape.hidden, device=device),
-        cosines, sines, act_bits,
+        shape, layers, embedding, head_projection(head),
+        torch.ones(shape.hidden, device=device), rotary, dtype, act_bits,
     )  # fmt: skip
 
 
-def angles(shape: DecoderShape, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines float32 [positions, rotary_half] of base 10,000."""
-    frequencies = 10000.0 ** -(torch.arange(shape.rotary_half) / max(shape.rotary_half, 1))
-    turned = torch.outer(torch.arange(positions).float(), frequencies)
-    return turned.cos(), turned.sin()
+def random_delta(mixer: GatedDelta, shape: DecoderShape, generator: torch.Generator, dtype: torch.dtype) -> DeltaHeads:
+    """A mixer whose states forget within a few to some hundred tokens, as those of trained models do."""
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, device=generator.device, generator=generator)
+
+    heads, taps = mixer.value_heads, mixer.taps
+    vectors = {
+        "conv": draw(taps, mixer.channels) * taps**-0.5, "decay_rate": -(draw(heads) - 3).exp(),
+        "decay_bias": draw(heads), "norm": torch.ones(mixer.value_dim, device=generator.device),
+    }  # fmt: skip
+    gates = draw(2 * heads, shape.hidden) * shape.hidden**-0.5
+    return delta_heads(mixer, gates, vectors, shape.norm_eps, generator.device, dtype)
+
+
+def with_head(model: CudaModel, kind: str) -> CudaModel:
+    """The same model with its head "packed" as it is, in "16bit", or in "int8"; the embedding is in 16 bits then.
+
+    Raises:
+        InputError: "packed", and the head is not.
+    """
+    weight, embedding = model.head.weight if isinstance(model.head, Projection) else None, model.embedding
+    if kind == "packed":
+        if not isinstance(weight, PackedWeight):
+            raise InputError("--head packed: the model's head is not packed")
+        return model
+    if weight is None:
+        return model
+    head = dequantize(weight, model.dtype) if isinstance(weight, PackedWeight) else weight[: model.shape.vocab]
+    if isinstance(embedding, PackedWeight):
+        embedding = dequantize(embedding, model.dtype)
+    return dataclasses.replace(model, embedding=embedding, head=head_projection(head, int8=kind == "int8"))
+
+
+def angles(shape: DecoderShape, positions: int) -> list[tuple[Tensor, Tensor]]:
+    """Cosines and sines float32 [positions, rotary_half] of base 10,000 for every table."""
+    tables = []
+    for half in shape.rotary_halves:
+        frequencies = 10000.0 ** -(torch.arange(half) / max(half, 1))
+        turned = torch.outer(torch.arange(positions).float(), frequencies)
+        tables.append((turned.cos(), turned.sin()))
+    return tables
 
 
 def random_ternary(n: int, k: int, spec: QuantSpec, generator: torch.Generator) -> PackedWeight:
@@ -78,8 +138,9 @@ def dense_model(model: CudaModel) -> CudaModel:
 
     layers = [
         CudaLayer(
-            tuple(map(dense, layer.qkv)), dense(layer.o), tuple(map(dense, layer.gate_up)), dense(layer.down),
-            layer.norms,
+            tuple(map(dense, layer.qkv)), dense(layer.o), tuple(map(dense, layer.gate_up)),
+            None if layer.down is None else dense(layer.down), layer.norms, layer.delta,
+            None if layer.mixture is None else layer.mixture.dense(model.dtype),
         )
         for layer in model.layers
     ]  # fmt: skip

@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 from trirun_kernels.arrays import Array
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment
-from trirun_kernels.decoder.weights import DecoderShape
+from trirun_kernels.decoder.shape import DecoderShape
 from trirun_kernels.weights.safetensors_file import UnsupportedDtypeError
 
 from ...checkpoint.model_dir import ModelDir
 from ...checkpoint.reader import Format
 from ...errors import InputError
-from ...models.llama_config import UnsupportedModel, chosen_context
+from ...models.description import UnsupportedModel, chosen_context
 from ...processors import default_threads
-from .weights import decoder_weights
+from .weights import decoder_weights, head_kind
 
 _FIRST_ROW = np.zeros(1, np.int64)
 
 
 class NativeDecoder:
-    """A packed checkpoint of a Llama-like model with a static cache of sequences.
+    """A packed checkpoint with a static cache of sequences.
 
     Args:
         path: the checkpoint directory.
@@ -37,7 +37,7 @@ class NativeDecoder:
             that are multiples of 48.
         threads: None takes :func:`~trirun_cli.processors.default_threads`.
         int8_head: hold the output head in 8 bits, a scale per row: half the bytes, and on the reference model 0.02 %
-            of perplexity; otherwise it stays as the checkpoint has it.
+            of perplexity; otherwise, and where it is packed, it stays as the checkpoint has it.
 
     Raises:
         UnsupportedModel: the model is of another family, or uses something that the native decoder does not have.
@@ -61,12 +61,11 @@ class NativeDecoder:
         form = Format.from_dict(config.get("quantization_config") or {}, path)
         self.context = chosen_context(config, context)
         self.threads = threads or default_threads()
-        precision = "8-bit head" if int8_head else "head unquantized"
-        cache = {"float16": "16-bit cache", "float32": "cache unquantized"}[kv_dtype]
-        self.name = f"native decoder on cpu, {self.threads} threads, {precision}, {cache}"
         self.act_bits = act_bits or form.activation_bits
         try:
             weights = decoder_weights(source, form, self.context, int8_head=int8_head, threads=self.threads)
+            cache = {"float16": "16-bit cache", "float32": "cache unquantized"}[kv_dtype]
+            self.name = f"native decoder on cpu, {self.threads} threads, {head_kind(weights)}, {cache}"
             self._native = CpuDecoder(
                 weights,
                 slots=slots,

@@ -30,14 +30,16 @@ BURST_STEPS = 128
 class CpuRunner:
     """Runs a :class:`NativeDecoder`; the tokens of a request are the same whatever else is in the batch."""
 
-    lookahead, can_rewind, why_slower, why_slots = 0, True, "", ""
+    lookahead, why_slower, why_slots = 0, "", ""
 
     def __init__(self, decoder: NativeDecoder) -> None:
         self._decoder = decoder
         self.name = decoder.name
         self.slots, self.context = decoder.slots, decoder.context
         self.max_rows, self.vocab_size = decoder.max_rows, decoder.shape.vocab
-        self.cache = SlotCache(self.slots, self.context, copy=decoder.native.copy_prefix)
+        self.can_rewind = decoder.native.can_rewind
+        copy = decoder.native.copy_prefix if self.can_rewind else None
+        self.cache = SlotCache(self.slots, self.context, copy=copy, rewind=self.can_rewind)
         self._sampler = HostSampler(self.slots, self.vocab_size, _drawn)
         # Committed as far as it is used.
         self._logits = np.empty((self.max_rows, self.vocab_size), np.float32)
@@ -53,7 +55,7 @@ class CpuRunner:
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.runner.Runner`."""
-        self._sampler.bind(slot, request.params, request.prompt, generated)
+        self._sampler.bind(slot, request, generated)
         self._alternatives[slot] = request.params.prompt_logprobs or 0
         self._stop_ids[slot] = frozenset() if request.params.ignore_stop_ids else request.stop_ids
 

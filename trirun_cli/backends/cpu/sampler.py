@@ -8,6 +8,8 @@ from math import isfinite
 
 import numpy as np
 
+from ...engine.constraint import Constraint, mask_words
+from ...engine.request import Request
 from ...engine.sampling import SamplingParams, Token, stream_of, uniform
 
 # A nucleus is looked for among tokens at least this likely, relative to the likeliest; the first are mostly enough.
@@ -26,6 +28,7 @@ class _State:
     counts: np.ndarray | None  # int32 [vocab], of generated tokens
     seen: np.ndarray | None  # bool [vocab], in the prompt or generated
     biased: tuple[np.ndarray, np.ndarray] | None  # ids int64 [b], biases float32 [b]
+    constraint: Constraint | None
     plain: bool  # greedy, nothing to report, nothing changed
 
 
@@ -55,11 +58,13 @@ class HostSampler:
 
     def __init__(self, slots: int, vocab: int, drawn: Callable[[np.ndarray, Draw], int] = drawn_token) -> None:
         self._drawn = drawn
-        self._states = [_State(SamplingParams(), 0, 0, None, None, None, True)] * slots
+        self._states = [_State(SamplingParams(), 0, 0, None, None, None, None, True)] * slots
         self._vocab = vocab
+        self._mask = np.zeros(mask_words(vocab), np.uint32)
 
-    def bind(self, slot: int, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
+    def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
+        params, prompt, constraint = request.params, request.prompt, request.constrained(generated)
         counts = seen = biased = None
         if params.penalizes:
             counts = np.bincount(np.asarray(generated, np.int64), minlength=self._vocab).astype(np.int32)
@@ -67,13 +72,15 @@ class HostSampler:
             seen[np.asarray(prompt, np.int64)] = True
         if params.logit_bias:
             biased = np.fromiter(params.logit_bias, np.int64), np.fromiter(params.logit_bias.values(), np.float32)
-        plain = params.temperature == 0 and params.logprobs is None and not params.changes_logits
-        self._states[slot] = _State(params, stream_of(params.seed), len(generated), counts, seen, biased, plain)
+        simple = params.logprobs is None and not params.changes_logits and constraint is None
+        plain = simple and params.temperature == 0
+        stream = stream_of(params.seed)
+        self._states[slot] = _State(params, stream, len(generated), counts, seen, biased, constraint, plain)
 
     def is_simple(self, slot: int) -> bool:
         """Whether a slot's tokens are its largest logits, or drawn from them, and nothing else is asked for."""
-        params = self._states[slot].params
-        return params.logprobs is None and not params.changes_logits
+        state = self._states[slot]
+        return state.params.logprobs is None and not state.params.changes_logits and state.constraint is None
 
     def draw_of(self, slot: int) -> Draw | None:
         """How a slot's next token is drawn; None where it is the largest logit."""
@@ -105,10 +112,18 @@ class HostSampler:
         params, original = state.params, logits
         if params.changes_logits:
             logits = _changed(logits, state)
+        if state.constraint is not None:
+            state.constraint.fill(self._mask)
+            allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: self._vocab].view(bool)
+            logits = np.where(allowed, logits, -np.inf)
         if params.temperature == 0:
             id = int(logits.argmax())
         else:
             id = self._drawn(logits, Draw(params, state.stream, state.index))
+        if state.constraint is not None:
+            if logits[id] == -np.inf:
+                return Token(-1)
+            state.constraint.advance(id)
         if state.counts is not None and state.seen is not None:
             state.counts[id] += 1
             state.seen[id] = True

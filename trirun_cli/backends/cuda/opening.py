@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from trirun_kernels.decoder.cuda import CudaDecoder, position_bytes
+from trirun_kernels.decoder.cuda import CudaDecoder
+from trirun_kernels.decoder.cuda_cache import position_bytes, state_bytes
 from trirun_kernels.decoder.cuda_ops import PAGE
 from trirun_kernels.decoder.cuda_weights import CudaModel
 from trirun_kernels.native import NativeError, load
 
 from ...checkpoint.model_dir import read_config
 from ...errors import InputError, OutOfMemoryError
-from ...models.llama_config import UnsupportedModel, chosen_context, longest_context
+from ...models.description import UnsupportedModel, chosen_context, longest_context
 from ..accumulation import use_fp16_sums
 from ..capacity import CACHE_SHARE, SAMPLER_BYTES, GpuDevice, ModelNeeds, default_slots
 from .runner import CudaRunner
@@ -33,6 +34,7 @@ def open_cuda(
     context: int | None,
     accumulate: str = "fp32",
     kv_cache_dtype: str = "auto",
+    int8_head: bool = False,
     scoring: bool = False,
 ) -> CudaRunner:
     """A Llama-like model, packed or plain, on the native decoder of a GPU.
@@ -52,7 +54,7 @@ def open_cuda(
     config = read_config(Path(path))
     wanted = longest_context(config) if scoring and context is None else chosen_context(config, context)
     try:
-        model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=wanted)
+        model = load_model(path, device=target, dtype=dtype, act_bits=act_bits, context=wanted, int8_head=int8_head)
         if accumulate != "fp32":
             model = use_fp16_sums(model)
         kind = torch.int8 if kv_cache_dtype == "int8" else model.dtype
@@ -60,7 +62,9 @@ def open_cuda(
             why = ""
             if slots is None:
                 free, _ = torch.cuda.mem_get_info(target)
-                needs = ModelNeeds(position_bytes(model.shape, kind), wanted, model.shape.vocab)
+                needs = ModelNeeds(
+                    position_bytes(model.shape, kind), wanted, model.shape.vocab, state_bytes=state_bytes(model.shape)
+                )
                 slots, why = default_slots(GpuDevice(free), needs)
             pages = cache_pages(model, slots, wanted, kind)
             runner = CudaRunner(CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind))
@@ -127,6 +131,5 @@ def fitting_pages(model: CudaModel, slots: int, kind: torch.dtype) -> int:
     """Pages of elements of that kind that the GPU holds beside the weights and the state of so many slots."""
     free, _ = torch.cuda.mem_get_info(model.device)
     # The sampler's tables are as long as the vocabulary.
-    return int((free - slots * model.shape.vocab * SAMPLER_BYTES) * CACHE_SHARE) // (
-        PAGE * position_bytes(model.shape, kind)
-    )
+    slot = model.shape.vocab * SAMPLER_BYTES + state_bytes(model.shape)
+    return max(int((free - slots * slot) * CACHE_SHARE), 0) // (PAGE * position_bytes(model.shape, kind))

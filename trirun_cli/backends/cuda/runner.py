@@ -2,7 +2,8 @@
 
 A step in which every slot adds one token is one captured CUDA graph per batch size, from the embedding to the sampled
 token: it reads what the step before has left on the device, so the next one can be launched before this one's tokens
-are known. Steps with pieces of prompts run the same kernels uncaptured.
+are known. Only the masks of grammars need these tokens, and only the sampler needs the masks, so it is a graph of its
+own, launched once they are there. Steps with pieces of prompts run the same kernels uncaptured.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ RING = 4
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step of so many rows and where its logits are."""
+    """A captured step of so many rows: the model, where its logits are, and the sampler, which waits for the masks of
+    grammars."""
 
-    graph: torch.cuda.CUDAGraph
+    model: torch.cuda.CUDAGraph
     logits: Tensor
+    sampler: torch.cuda.CUDAGraph
 
 
 class _Piece(NamedTuple):
@@ -80,7 +83,7 @@ class CudaRunner:
         max_rows: most tokens of a step.
     """
 
-    lookahead, can_rewind, why_slower, why_slots = 1, True, "", ""
+    lookahead, why_slower, why_slots = 1, "", ""
 
     def __init__(self, decoder: CudaDecoder, *, max_rows: int = MAX_ROWS) -> None:
         model, device = decoder.model, decoder.model.device
@@ -88,7 +91,8 @@ class CudaRunner:
         self.name = runner_name(decoder)
         self.slots, self.context, self.vocab_size = decoder.slots, decoder.context, model.shape.vocab
         self.max_rows = max(max_rows, self.slots)
-        self.cache = PagedCache(self.slots, decoder.pages, self.context, page_size=ops.PAGE)
+        self.can_rewind = not model.shape.deltas
+        self.cache = PagedCache(self.slots, decoder.pages, self.context, page_size=ops.PAGE, reuse=self.can_rewind)
         self._sampler = CudaSampler(self.slots, self.vocab_size, decoder.latest)
         self._buckets = [size for size in BUCKETS if size < self.slots]
         self._buckets.append(self.slots if self.slots > BUCKETS[-1] else min(b for b in BUCKETS if b >= self.slots))
@@ -113,7 +117,7 @@ class CudaRunner:
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.engine.runner.Runner`."""
         with torch.cuda.device(self._device), torch.inference_mode():
-            self._sampler.bind(slot, request.params, request.prompt, generated)
+            self._sampler.bind(slot, request, generated)
 
     def launch(self, work: Sequence[Work]) -> CudaPending:
         """See :class:`~.engine.runner.Runner`."""
@@ -204,11 +208,12 @@ class CudaRunner:
                 # Libraries choose algorithms and allocate on their first call. Rows without a slot change nothing.
                 self._sampler.sample(self._decoder.forward(inputs), inputs.slots, inputs.positions, inputs.tokens)
             stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            model, sampler = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(model, pool=pool, stream=stream):
                 logits = self._decoder.forward(inputs)
+            with torch.cuda.graph(sampler, pool=pool, stream=stream):
                 self._sampler.sample(logits, inputs.slots, inputs.positions, inputs.tokens)
-            graphs[size] = _Graph(graph, logits)
+            graphs[size] = _Graph(model, logits, sampler)
         torch.cuda.synchronize()
         return graphs
 
@@ -230,11 +235,14 @@ class CudaRunner:
             np.copyto(staged.numpy(), wanted)
             self._static.copy_(staged, non_blocking=True)
         graph = self._graphs[size]
-        graph.graph.replay()
+        graph.model.replay()
+        slots = [item.slot for item in work]
+        self._sampler.constrain(slots, self._turn)
+        graph.sampler.replay()
         wanted[0, : len(work)] = -1
         wanted[2, : len(work)] += 1
         self._expected = wanted
-        reading = self._sampler.read(graph.logits, [item.slot for item in work], self._turn)
+        reading = self._sampler.read(graph.logits, slots, self._turn)
         return CudaPending(reading, range(len(work)), [(0, 0)] * len(work))
 
     def _mixed(self, work: Sequence[Work]) -> CudaPending:
@@ -272,6 +280,7 @@ class CudaRunner:
             return CudaPending(None, places, prompts)
         slots = [slot for _, slot in sampled]
         if slots:
+            self._sampler.constrain(slots, self._turn)
             self._sampler.sample(logits[: len(slots)], torch.tensor(slots, dtype=torch.int32).to(self._device))
         scores = [(slot, target) for _, slot, target in scored]
         reading = self._sampler.read(logits, slots, self._turn, scores)

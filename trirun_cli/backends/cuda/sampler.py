@@ -12,7 +12,9 @@ from torch import Tensor
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder.cuda_structs import SamplerStruct
 
-from ...engine.sampling import SamplingParams, Token, stream_of
+from ...engine.constraint import Constraint, mask_words
+from ...engine.request import Request
+from ...engine.sampling import Token, stream_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +77,31 @@ class CudaSampler:
         self._state = ops.SamplingState(
             make(slots, ops.SAMPLER_BYTES, dtype=torch.uint8), latest, self._counts,
             make(slots, vocab, dtype=torch.int32), make(slots, vocab, dtype=torch.float32),
-            make(rows, vocab, dtype=torch.float32),
+            make(rows, vocab, dtype=torch.float32), make(slots, mask_words(vocab), dtype=torch.int32),
         )  # fmt: skip
         # Tokens and the bits of their log-probabilities in one tensor, so that one copy brings both.
         self._results = make(2, rows, dtype=torch.int32)
         self._pinned = [torch.zeros(2, rows, dtype=torch.int32).pin_memory() for _ in range(4)]
         self._alternatives: list[int | None] = [None] * slots
         self._prompt_alternatives = [0] * slots
+        self._constraints: dict[int, Constraint] = {}
+        # Of slots with a constraint: the token on its way, and when it is there.
+        self._unread: dict[int, tuple[torch.cuda.Event, Tensor]] = {}
+        self._staged_masks: list[Tensor] = []
 
-    def bind(self, slot: int, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
+    def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
-        device = self._results.device
+        device, params, prompt = self._results.device, request.params, request.prompt
+        self._unread.pop(slot, None)
+        self._constraints.pop(slot, None)
+        if (constraint := request.constrained(generated)) is not None:
+            self._constraints[slot] = constraint
         self._alternatives[slot] = params.logprobs
         self._prompt_alternatives[slot] = params.prompt_logprobs or 0
         struct = SamplerStruct(
             params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
             params.repetition_penalty, min(params.top_k, 2**31 - 1), len(params.logit_bias), stream_of(params.seed),
-            len(generated), params.logprobs is not None,
+            len(generated), params.logprobs is not None, constraint is not None,
         )  # fmt: skip
         raw = np.frombuffer(ctypes.string_at(ctypes.addressof(struct), ops.SAMPLER_BYTES), np.uint8).copy()
         self._state.samplers[slot].copy_(torch.from_numpy(raw))
@@ -104,6 +114,32 @@ class CudaSampler:
             tokens, values = torch.tensor(list(params.logit_bias)), torch.tensor(list(params.logit_bias.values()))
             self._state.bias_tokens[slot, :count].copy_(tokens.to(device, torch.int32))
             self._state.bias_values[slot, :count].copy_(values.to(device, torch.float32))
+
+    def constrain(self, slots: Sequence[int], turn: int) -> None:
+        """Masks for :meth:`sample`, for those of these slots whose texts follow a grammar. To be called after the
+        step's other kernels are launched: they run while this waits for the tokens of the step before.
+
+        Args:
+            turn: as of :meth:`read`.
+        """
+        for slot, (done, token) in self._unread.items():
+            done.synchronize()
+            # A text without a next token has ended with an error.
+            if (id := int(token)) >= 0:
+                self._constraints[slot].advance(id)
+        self._unread.clear()
+        asked = [slot for slot in slots if slot in self._constraints]
+        if not asked or self._state.masks is None:
+            return
+        if not self._staged_masks:
+            self._staged_masks = [torch.zeros_like(self._state.masks, device="cpu").pin_memory() for _ in self._pinned]
+        staged = self._staged_masks[turn]
+        words = staged.numpy().view(np.uint32)
+        for slot in asked:
+            self._constraints[slot].fill(words[slot])
+        # One copy: rows between them are not looked at.
+        part = slice(min(asked), max(asked) + 1)
+        self._state.masks[part].copy_(staged[part], non_blocking=True)
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor | None = None, tokens: Tensor | None = None
@@ -141,6 +177,7 @@ class CudaSampler:
             scores = values, *_likeliest(logprobs, max(max(counts), 1))
         done = torch.cuda.Event()
         done.record()
+        self._unread |= {slot: (done, pinned[0, i]) for i, slot in enumerate(slots) if slot in self._constraints}
         return Reading(done, alternatives, pinned[0, :count], pinned[1, :count].view(torch.float32), top, ids, counts,
                        scores)  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Llama-like checkpoints, packed or plain, as the CUDA decoder takes them."""
+"""Checkpoints, packed or plain, as the CUDA decoder takes them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trirun_kernels.decoder.cuda_weights import CudaLayer, CudaModel, cuda_layer, padded_head
+from torch import Tensor
+from trirun_kernels.decoder.cuda_experts import CudaMixture
+from trirun_kernels.decoder.cuda_weights import (
+    CudaLayer,
+    CudaModel,
+    cuda_layer,
+    delta_heads,
+    head_projection,
+    on_device,
+)
+from trirun_kernels.decoder.shape import Attention, DecoderShape, GatedDelta, LayerShape, Mixture
 from trirun_kernels.weights.names import (
     BIAS,
-    FINAL_NORM,
-    LAYER_LINEARS,
-    LAYER_NORMS,
     SCALE,
     WEIGHT,
     embedding_names,
     layer_prefix,
     missing_in_a_layer,
 )
+from trirun_kernels.weights.packing import PackedWeight, dequantize
 
 from ...checkpoint.model_dir import ModelDir
 from ...checkpoint.reader import QUANT_METHOD, Checkpoint
 from ...errors import InputError
-from ...models.llama_config import UnsupportedModel, gpu_decoder_shape, gpu_dtype, longest_context, rotary_angles
+from ...models.description import (
+    UnsupportedModel,
+    description,
+    gpu_decoder_shape,
+    gpu_dtype,
+    module_prefix,
+    tensor_prefix,
+)
+from ...models.hybrids import delta_vectors, gate_rows
+from ...models.parts import MixtureNames, TensorNames
+from ...models.rotary import angles
+from ...models.settings import text_settings
+from ...models.vectors import final_norm, layer_vectors, router
+
+PARTS = ("gate", "up", "down")  # of an expert
+# What the decoder calls linears that a checkpoint joins.
+FUSED = {("q", "k", "v"): "qkv", ("gate", "up"): "gate_up", ("q", "q_gate"): "q"}
 
 
 def load_model(
@@ -32,6 +56,7 @@ def load_model(
     dtype: str = "auto",
     act_bits: int | None = None,
     context: int | None = None,
+    int8_head: bool = False,
 ) -> CudaModel:
     """Copy a checkpoint to the GPU, q|k|v and gate|up fused where they can be.
 
@@ -39,6 +64,7 @@ def load_model(
         dtype: "float16", "bfloat16", or "auto": the checkpoint's own, float16 for one in float32.
         act_bits: of packed weights, None takes the checkpoint's.
         context: positions that the rotary angles cover, None as many as the model attends to.
+        int8_head: quantize the output head unless it is packed.
 
     Raises:
         UnsupportedModel: another family, or something that the decoder does not have.
@@ -50,39 +76,139 @@ def load_model(
     elif source.quant_method is not None:
         raise UnsupportedModel(f"a model quantized by {source.quant_method!r}")
     config = source.config
-    shape, longest = gpu_decoder_shape(config), longest_context(config)
-    if lost := missing_in_a_layer(source, shape.layers):
+    shape, found, prefix = gpu_decoder_shape(config), description(config), tensor_prefix(source)
+    if lost := missing_in_a_layer(source, [type(layer.mixer) for layer in shape.layers], prefix):
         raise UnsupportedModel(f"there is no tensor {lost}, which other layers have")
     kind = getattr(torch, gpu_dtype(config, dtype))
     bits = act_bits or (source.format.activation_bits if isinstance(source, Checkpoint) else 16)
-    layers = [_layer(source, layer_prefix(i), device, kind, bits) for i in range(shape.layers)]
-    names = embedding_names(config, source)
-    embedding = source.tensor(names[0]).to(device, kind)
-    head = embedding if names[1] == names[0] else source.tensor(names[1]).to(device, kind)
-    for name, tensor in zip(names, (embedding, head), strict=True):
-        if tuple(tensor.shape) != (shape.vocab, shape.hidden):
-            raise InputError(f"{path}: {name} is {list(tensor.shape)}, config.json says {[shape.vocab, shape.hidden]}")
-    positions = min(longest, context or longest)
-    angles = rotary_angles(config, -(-positions // 64) * 64)
-    cosines, sines = (torch.from_numpy(part).to(device) for part in angles)
-    final_norm = source.tensor(FINAL_NORM).float().to(device)
-    return CudaModel(shape, layers, embedding, padded_head(head), final_norm, cosines, sines, bits)
+    modules_in = module_prefix(source, found.names.of(shape.layers[0]).modules()[0])
+    layers = [
+        _layer(
+            source,
+            found.names.of(layer),
+            (layer_prefix(index, prefix), layer_prefix(index, modules_in)),
+            layer,
+            shape,
+            device,
+            kind,
+            bits,
+        )
+        for index, layer in enumerate(shape.layers)
+    ]
+    names = embedding_names(text_settings(config), source, prefix)
+    vocabulary = {name: on_device(_weight(source, name.removesuffix(WEIGHT)), device, kind) for name in set(names)}
+    for name, weight in vocabulary.items():
+        size = (weight.n, weight.k) if isinstance(weight, PackedWeight) else tuple(weight.shape)
+        if size != (shape.vocab, shape.hidden):
+            raise InputError(f"{path}: {name} is {list(size)}, config.json says {[shape.vocab, shape.hidden]}")
+    embedding, head = (vocabulary[name] for name in names)
+    positions = -(-min(found.longest, context or found.longest) // 64) * 64
+    rotary = []
+    for settings, half in zip(found.rotary, shape.rotary_halves, strict=False):
+        cosines, sines = (torch.from_numpy(part).to(device) for part in angles(settings, half, positions))
+        rotary.append((cosines, sines))
+    norm, offset = final_norm(source, found, prefix)
+    bias = None if offset is None else torch.from_numpy(offset).to(device)
+    last = torch.from_numpy(norm).to(device)
+    return CudaModel(shape, layers, embedding, head_projection(head, int8=int8_head), last, rotary, kind, bits, bias)
 
 
-def _layer(source: ModelDir, prefix: str, device: torch.device, dtype: torch.dtype, act_bits: int) -> CudaLayer:
-    needed = [module + WEIGHT for module in LAYER_LINEARS.values()]
-    needed += [LAYER_NORMS["attention_norm"], LAYER_NORMS["mlp_norm"]]
-    if lost := [name for name in needed if prefix + name not in source]:
-        raise UnsupportedModel(f"there is no tensor {prefix}{lost[0]}")
-    weights: dict[str, Any] = {}
-    biases: dict[str, Any] = {}
-    for name, within in LAYER_LINEARS.items():
-        module = prefix + within
-        if isinstance(source, Checkpoint) and module + SCALE in source:
-            weights[name] = source.packed(module)
-        else:
-            weights[name] = source.tensor(module + WEIGHT)
-        if module + BIAS in source:
-            biases[name] = source.tensor(module + BIAS)
-    norms = {name: source.tensor(prefix + tensor) for name, tensor in LAYER_NORMS.items() if prefix + tensor in source}
-    return cuda_layer(weights, biases, norms, device, dtype, act_bits)
+def _layer(
+    source: ModelDir,
+    names: TensorNames,
+    prefixes: tuple[str, str],
+    layer: LayerShape,
+    shape: DecoderShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    act_bits: int,
+) -> CudaLayer:
+    """``prefixes``: what names begin with, of vectors and unpacked modules, and of packed modules."""
+    prefix, modules_in = prefixes
+    joined = {field for parts in names.fused.values() for field in parts}
+    modules = {field: names.linears[field] for field in layer.linear_sizes(shape.hidden) if field not in joined}
+    modules |= {FUSED[parts]: module for module, parts in names.fused.items()}
+
+    def place(within: str) -> str:
+        found = next((p + within for p in (modules_in, prefix) if p + within + WEIGHT in source), None)
+        if found is None:
+            raise UnsupportedModel(f"there is no tensor {prefix}{within}{WEIGHT}")
+        return found
+
+    def dense(within: str) -> Tensor:
+        found = _weight(source, place(within))
+        return dequantize(found) if isinstance(found, PackedWeight) else found
+
+    weights: dict[str, Any] = {name: _weight(source, place(module)) for name, module in modules.items()}
+    stored = {name: prefix + module + BIAS for name, module in modules.items()}
+    biases: dict[str, Any] = {name: source.tensor(bias) for name, bias in stored.items() if bias in source}
+    mixer, delta = layer.mixer, None
+    if isinstance(mixer, GatedDelta):
+        gates = torch.cat(gate_rows(names, mixer, dense))
+        vectors = delta_vectors(source, prefix, mixer)
+        delta = delta_heads(mixer, gates, vectors, shape.norm_eps, device, dtype)
+    elif mixer.gated:
+        weights["q"], weights["q_gate"] = _gate_apart(weights["q"], mixer)
+        if (bias := biases.get("q")) is not None:
+            biases["q"], biases["q_gate"] = bias.view(mixer.heads, 2, -1).unbind(1)
+            biases = {name: each.flatten() for name, each in biases.items()}
+    mixture = None
+    if layer.mixture is not None:
+        mixture = _mixture(source, names.mixture, prefix, layer.mixture, device, dtype, act_bits)
+    return cuda_layer(
+        weights, biases, layer_vectors(source, names, prefix, shape.hidden), device, dtype, act_bits, delta, mixture
+    )
+
+
+def _mixture(
+    source: ModelDir,
+    names: MixtureNames,
+    prefix: str,
+    mixture: Mixture,
+    device: torch.device,
+    dtype: torch.dtype,
+    act_bits: int,
+) -> CudaMixture:
+    modules = [prefix + module for module in names.modules(mixture)]
+    if not isinstance(source, Checkpoint) or (lost := [name for name in modules if name + SCALE not in source]):
+        what = "experts" if not isinstance(source, Checkpoint) else lost[0]
+        raise UnsupportedModel(f"{what} not packed: only packed experts run on the native decoder")
+    weights = {part: [source.packed(name) for name in modules if name.endswith(f".{part}")] for part in PARTS}
+    biases = {part: [None] * mixture.routing.experts for part in PARTS}
+    vectors = router(source, names, prefix)
+    whole = torch.from_numpy(vectors["router"])
+    return CudaMixture.of(
+        mixture, weights, biases, whole, vectors.get("bias"), vectors.get("correction"), device, dtype, act_bits
+    )
+
+
+def _weight(source: ModelDir, module: str) -> PackedWeight | Tensor:
+    """A module's weight as the checkpoint has it."""
+    if isinstance(source, Checkpoint) and module + SCALE in source:
+        return source.packed(module)
+    return source.tensor(module + WEIGHT)
+
+
+def _gate_apart(weight: PackedWeight | Tensor, mixer: Attention) -> tuple[Any, Any]:
+    """Queries and their gates from a weight in which they alternate, head by head.
+
+    Raises:
+        UnsupportedModel: a head ends within an n tile of a packed weight.
+    """
+    if isinstance(weight, Tensor):
+        query, gate = weight.view(mixer.heads, 2, mixer.head_dim, -1).unbind(1)
+        return query.flatten(0, 1), gate.flatten(0, 1)
+    if mixer.head_dim % 64:
+        raise UnsupportedModel(f"output gates of heads of {mixer.head_dim}, no whole n tiles of 64")
+    words = weight.words.view(mixer.heads, 2, mixer.head_dim // 64, *weight.words.shape[1:])
+
+    def part(which: int) -> PackedWeight:
+        scales, zeros = (
+            None if x is None else x.view(-1, mixer.heads, 2, mixer.head_dim)[:, :, which].flatten(1).contiguous()
+            for x in (weight.scales, weight.zeros)
+        )
+        assert scales is not None
+        rows = words[:, which].flatten(0, 1).contiguous()
+        return PackedWeight(rows, scales, zeros, mixer.q_size, weight.k, weight.spec)
+
+    return part(0), part(1)

@@ -67,7 +67,7 @@ class TransformersRunner:
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.runner.Runner`."""
-        self._sampler.bind(slot, request.params, request.prompt, generated)
+        self._sampler.bind(slot, request, generated)
         self._alternatives[slot] = request.params.prompt_logprobs or 0
 
     @torch.inference_mode()
@@ -118,7 +118,12 @@ class TransformersRunner:
             logits_to_keep=1 if keep <= 1 else 0,
             **{self._cache: self._caches[slot]},
         )
-        self._caches[slot], self._lengths[slot] = output[self._cache], position + len(piece)
+        past = output.get(self._cache)
+        if past is None:
+            raise InputError(
+                f"{type(self._model).__name__} gives back no cache of its past, by which trirun runs models"
+            )
+        self._caches[slot], self._lengths[slot] = past, position + len(piece)
         return output.logits[0, -keep:, : self.vocab_size].float()
 
     def _run(self, work: Work) -> Outcome:

@@ -82,6 +82,8 @@ def continues(model: Any, cache: str) -> bool:
 def _set_act_bits(model: Any, act_bits: int) -> None:
     from trirun_kernels.gemm.linear import Int2Linear
 
+    # As in the native decoder, the head reads 16 bits.
+    head = model.get_output_embeddings()
     for module in model.modules():
-        if isinstance(module, Int2Linear):
+        if isinstance(module, Int2Linear) and module is not head:
             module.act_bits = act_bits

@@ -1,0 +1,141 @@
+"""Structured output as the engine sees it: a grammar that is asked for, and a constraint that masks tokens by it.
+
+:mod:`trirun_cli.text.grammar` compiles the one to the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from ..errors import UsageError
+
+# Why a request ends whose constraint leaves no token to choose.
+NOTHING_ALLOWED = "the grammar became too complex to follow: no next token is allowed"
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+# Objects within objects of a schema.
+MOST_DEPTH = 64
+# Of JSON schema (draft 2020-12, section 7.3) and OpenAPI: a format that is none of them is a remark of the schema's
+# author, which a validator ignores.
+_FORMATS = {
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri"),
+    *("uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer"),
+    *("regex", "byte", "binary", "password", "int32", "int64", "float", "double"),
+}
+# What holds values and no schemas.
+_VALUES = ("enum", "const", "default", "examples")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text must be.
+
+    Attributes:
+        kind: "json_object" (any JSON object), "json_schema", "regex" (of the Rust crate, anchored at both ends),
+            "choice" (a JSON list of texts), or "grammar" (Lark's notation as llguidance extends it, or GBNF).
+        source: the schema as JSON, the expression, the list, the grammar; "" for "json_object".
+        reasoning: what may come before it: "none"; "any", reasoning in ``<think>`` tags; "open", the end of reasoning
+            that the prompt has begun.
+    """
+
+    kind: Kind
+    source: str = ""
+    reasoning: Literal["none", "any", "open"] = "none"
+
+    @classmethod
+    def of_schema(cls, schema: Any) -> Grammar:
+        """A JSON schema.
+
+        Raises:
+            UsageError: it is not an object, allows nothing, or is nested too deeply.
+        """
+        if schema is True:
+            schema = {}
+        if schema is False:
+            raise UsageError("the JSON schema false allows nothing")
+        if not isinstance(schema, dict):
+            raise UsageError(f"a JSON schema is an object, got {type(schema).__name__}")
+        return cls("json_schema", json.dumps(_without_remarks(schema)))
+
+    @classmethod
+    def of_choices(cls, choices: Sequence[str]) -> Grammar:
+        """One of some texts.
+
+        Raises:
+            UsageError: there is none, or one is no text.
+        """
+        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+            raise UsageError("choices must be texts, at least one, none of them empty")
+        return cls("choice", json.dumps(list(choices)))
+
+
+class Constraint(Protocol):
+    """One text on its way, and which tokens may come next."""
+
+    def fill(self, words: np.ndarray) -> None:
+        """Write which tokens may come next.
+
+        Args:
+            words: uint32 [ceil(vocab / 32)]: bit t % 32 of word t // 32 is set for token t if it may. All zeros where
+                the text cannot go on.
+        """
+
+    def advance(self, token: int) -> None:
+        """The text goes on with this token, one of those that might come."""
+
+
+class AtLeast:
+    """Keeps a text from ending before it has so many tokens more, in front of another constraint or alone.
+
+    Args:
+        count: tokens that are still to come before one of ``ends`` may. inner: what else says which tokens may come.
+    """
+
+    def __init__(self, count: int, ends: Iterable[int], inner: Constraint | None) -> None:
+        self._count, self._inner = count, inner
+        self._ends = np.array(sorted(ends), np.int64)
+
+    def fill(self, words: np.ndarray) -> None:
+        """See :class:`Constraint`."""
+        if self._inner is None:
+            words[:] = 0xFFFFFFFF
+        else:
+            self._inner.fill(words)
+        if self._count > 0:
+            before = words.copy()
+            bits = np.uint32(1) << (self._ends % 32).astype(np.uint32)
+            np.bitwise_and.at(words, self._ends // 32, ~bits)
+            # A grammar whose text is complete has the last word.
+            if not words.any():
+                words[:] = before
+
+    def advance(self, token: int) -> None:
+        """See :class:`Constraint`."""
+        self._count -= 1
+        if self._inner is not None:
+            self._inner.advance(token)
+
+
+def mask_words(vocab: int) -> int:
+    """Words of a mask over ``vocab`` tokens."""
+    return -(-vocab // 32)
+
+
+def _without_remarks(schema: Any, depth: int = 0) -> Any:
+    """A schema without formats of its author's own."""
+    if depth > MOST_DEPTH:
+        raise UsageError(f"the JSON schema is nested more than {MOST_DEPTH} levels deep")
+    if isinstance(schema, list):
+        return [_without_remarks(item, depth + 1) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    own = isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS
+    return {
+        key: value if key in _VALUES else _without_remarks(value, depth + 1)
+        for key, value in schema.items()
+        if not (own and key == "format")
+    }

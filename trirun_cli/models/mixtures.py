@@ -1,0 +1,72 @@
+"""The families of mixtures of experts that the native decoder runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from .families import qwen_windows
+from .parts import (
+    LLAMA,
+    QK_NORM,
+    Description,
+    MixtureNames,
+    UnsupportedModel,
+    describe,
+    sliding_windows,
+    with_experts,
+)
+
+Config = Mapping[str, Any]
+
+
+def _mixtral(config: Config) -> Description:
+    windows = sliding_windows(config, [True] * config["num_hidden_layers"])
+    names = replace(LLAMA, mixture=MixtureNames(router="block_sparse_moe.gate.weight"))
+    return with_experts(describe(config, names, windows=windows), config, experts="num_local_experts")
+
+
+def _qwen3_moe(config: Config) -> Description:
+    plain, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    layers = [index not in plain and (index + 1) % every == 0 for index in range(config["num_hidden_layers"])]
+    found = describe(config, QK_NORM, windows=qwen_windows(config))
+    return with_experts(found, config, size="moe_intermediate_size", layers=layers)
+
+
+def _olmoe(config: Config) -> Description:
+    if config.get("clip_qkv"):
+        raise UnsupportedModel(f"clip_qkv {config['clip_qkv']!r}")
+    return with_experts(describe(config, QK_NORM, attention={"row_norms": True}), config)
+
+
+def _glm4_moe(config: Config) -> Description:
+    first, layers = config.get("first_k_dense_replace") or 0, config["num_hidden_layers"]
+    shared = {name: f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+    mixture = MixtureNames(correction="mlp.gate.e_score_correction_bias", shared=shared)
+    names = replace(QK_NORM if config.get("use_qk_norm") else LLAMA, mixture=mixture)
+    return with_experts(
+        describe(config, names, partial=True), config, experts="n_routed_experts", size="moe_intermediate_size",
+        layers=[index >= first for index in range(layers)], shared=config.get("n_shared_experts") or 0,
+        score="sigmoid",
+    )  # fmt: skip
+
+
+# As :data:`.families.FAMILIES`.
+MIXTURES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
+    "mixtral": (_mixtral, {"num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "qwen3_moe": (
+        _qwen3_moe, {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    ),
+    "olmoe": (
+        _olmoe, {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
+    ),
+    "glm4_moe": (
+        _glm4_moe,
+        {
+            "head_dim": 128, "partial_rotary_factor": 0.5, "n_routed_experts": 128, "num_experts_per_tok": 8,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+            "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
+        },
+    ),
+}  # fmt: skip

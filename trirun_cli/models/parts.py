@@ -1,0 +1,294 @@
+"""What a family's entry is made of: a description of the decoder and the names of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from trirun_kernels.weights.names import LAYER_LINEARS, LAYER_NORMS
+
+from .rotary import ROTARY_TYPES, rotary_parameters
+from .settings import check_numbers, check_sizes, layer_list
+
+if TYPE_CHECKING:
+    from trirun_kernels.decoder.shape import DecoderShape, LayerShape, Mixer, Mixture
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu2": "relu2",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+# Tensors that only some models of a family have.
+OPTIONAL = ("attention_norm_bias", "mlp_norm_bias")
+
+
+class UnsupportedModel(ValueError):
+    """Why the native decoder does not run a model, in its message; transformers' own modelling can run it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureNames:
+    """What the tensors of a layer's mixture of experts are called, within the layer.
+
+    Attributes:
+        experts: the module that holds expert ``i`` as ``i.gate``, ``i.up`` and ``i.down``.
+        router: the tensor [experts, hidden]. bias: of its logits; correction: of the choice; or None.
+        shared: modules of the shared expert, by the fields of :class:`~trirun_kernels.decoder.weights.LayerWeights`.
+        shared_gate: the tensor [1, hidden] of its gate, or None.
+    """
+
+    experts: str = "mlp.experts"
+    router: str = "mlp.gate.weight"
+    bias: str | None = None
+    correction: str | None = None
+    shared: Mapping[str, str] = field(default_factory=dict)
+    shared_gate: str | None = None
+
+    def modules(self, mixture: Mixture) -> list[str]:
+        """Every module of every expert."""
+        experts = range(mixture.routing.experts)
+        return [f"{self.experts}.{index}.{part}" for index in experts for part in ("gate", "up", "down")]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """What the tensors of a layer are called, within the layer.
+
+    Attributes:
+        linears: modules by the fields of :class:`~trirun_kernels.decoder.weights.LayerWeights`.
+        vectors: tensors likewise; None is a norm without weights.
+        fused: modules that hold several linears, their outputs one after another.
+        norm_offset: what is added to the weights of all norms: 1 where the file has their distance from 1.
+        delta: of layers whose mixer is Gated DeltaNet; ``gates``: of those, the modules that have b and a, or both,
+            and the rows of each.
+        mixture: of layers with experts.
+    """
+
+    linears: Mapping[str, str]
+    vectors: Mapping[str, str | None]
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    delta: TensorNames | None = None
+    gates: Mapping[str, int] = field(default_factory=dict)
+    mixture: MixtureNames = field(default_factory=MixtureNames)
+
+    def of(self, layer: LayerShape) -> TensorNames:
+        """The names of a layer of that kind. With experts, its feed-forward part is the shared one."""
+        own = self if self.delta is None or hasattr(layer.mixer, "heads") else self.delta
+        if layer.mixture is None:
+            return own
+        mixer = {name: module for name, module in own.linears.items() if name not in ("gate", "up", "down")}
+        shared = own.mixture.shared if layer.feed_forward.size else {}
+        return replace(own, linears=mixer | dict(shared))
+
+    def modules(self, mixture: Mixture | None = None) -> list[str]:
+        """Every module of a layer that holds linears; ``mixture``: its experts."""
+        joined = {name for names in self.fused.values() for name in names}
+        experts = [] if mixture is None else self.mixture.modules(mixture)
+        return [*(module for name, module in self.linears.items() if name not in joined), *self.fused, *experts]
+
+
+_PRE = {name: LAYER_NORMS[name] for name in ("attention_norm", "mlp_norm")}
+_HEADS = {name: LAYER_NORMS[name] for name in ("q_norm", "k_norm")}
+LLAMA = TensorNames(LAYER_LINEARS, _PRE)
+QK_NORM = replace(LLAMA, vectors=_PRE | _HEADS)
+BITNET = replace(LLAMA, vectors=_PRE | {name: LAYER_NORMS[name] for name in ("attention_sub_norm", "mlp_sub_norm")})
+SANDWICH = replace(
+    LLAMA,
+    vectors={
+        "attention_norm": "input_layernorm.weight",
+        "attention_post_norm": "post_attention_layernorm.weight",
+        "mlp_norm": "pre_feedforward_layernorm.weight",
+        "mlp_post_norm": "post_feedforward_layernorm.weight",
+    },
+    norm_offset=1.0,
+)
+QK_SANDWICH = replace(SANDWICH, vectors={**SANDWICH.vectors, **_HEADS})
+POST = replace(
+    LLAMA,
+    vectors=_HEADS
+    | {
+        "attention_post_norm": "post_attention_layernorm.weight",
+        "mlp_post_norm": "post_feedforward_layernorm.weight",
+    },
+)
+ONE_NORM = replace(LLAMA, vectors=dict.fromkeys(_PRE, "input_layernorm.weight"))
+NO_WEIGHTS = replace(LLAMA, vectors=dict.fromkeys(_PRE))
+UNGATED = replace(LLAMA, linears={name: module for name, module in LAYER_LINEARS.items() if name != "gate"})
+GATE_UP = {"mlp.gate_up_proj": ("gate", "up")}
+QKV = {"self_attn.qkv_proj": ("q", "k", "v")}
+
+
+def with_norm_biases(names: TensorNames) -> TensorNames:
+    """The names of a family whose layer norms may have biases."""
+    biases = {"attention_norm_bias": _PRE["attention_norm"], "mlp_norm_bias": _PRE["mlp_norm"]}
+    vectors = {name: tensor.removesuffix("weight") + "bias" for name, tensor in biases.items()}
+    return replace(names, vectors={**names.vectors, **vectors})
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A decoder as its config.json describes it.
+
+    Attributes:
+        shape: what it is made of. names: of its tensors.
+        rotary: the settings of each of its tables of angles. logit_scale: of the logits.
+        longest: positions that it can have.
+    """
+
+    shape: DecoderShape
+    names: TensorNames
+    rotary: tuple[dict[str, Any], ...]
+    logit_scale: float
+    longest: int
+
+
+def describe(
+    config: Mapping[str, Any],
+    names: TensorNames = LLAMA,
+    *,
+    windows: Sequence[int | None] | None = None,
+    mixers: Sequence[Mixer | None] = (),
+    rotated: Sequence[bool] | None = None,
+    rotary_kinds: Sequence[str] = (),
+    partial: bool = False,
+    norm: str = "rms",
+    eps: str = "rms_norm_eps",
+    parallel: bool = False,
+    gated: bool = True,
+    activation: str = "hidden_act",
+    logit_scale: float = 1.0,
+    longest: int | None = None,
+    attention: Mapping[str, Any] | None = None,
+    **whole: Any,
+) -> Description:
+    """A decoder with Llama's settings in config.json, but for what is said here.
+
+    Args:
+        mixers: of every layer, the mixer of one that has no attention.
+        windows, rotated: of every layer, its window, and whether it rotates; None: none has one, all do.
+        rotary_kinds: of every layer, the name of its rotary settings, where there are several.
+        partial: whether a part of a head may be rotated.
+        eps, activation: names of these settings.
+        longest: positions that it can have, where fewer than the config's.
+        attention: fields of :class:`~trirun_kernels.decoder.shape.Attention` that every layer has. whole: of
+            :class:`~trirun_kernels.decoder.shape.DecoderShape`.
+
+    Raises:
+        UnsupportedModel: something that the native decoder does not have. InputError: a size is missing or is none.
+    """
+    from trirun_kernels.decoder.shape import Attention, DecoderShape, FeedForward, LayerShape
+
+    check_sizes(config)
+    act = config.get(activation) or "silu"
+    if not isinstance(act, str) or act not in ACTIVATIONS:
+        raise UnsupportedModel(f"activation {act!r} is not one of {', '.join(ACTIVATIONS)}")
+    layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    if heads % kv_heads or hidden % 16:
+        raise UnsupportedModel(f"{heads} heads over {kv_heads} key-value heads, hidden size {hidden}")
+    tables: list[str | None] = [*dict.fromkeys(rotary_kinds)] or [None]
+    rotary = tuple(_rotary(config, kind, partial) for kind in tables)
+    halves = [int(head_dim * each["partial_rotary_factor"]) // 2 for each in rotary]
+
+    def layer(index: int) -> LayerShape:
+        table = tables.index(rotary_kinds[index]) if rotary_kinds else 0
+        window = windows[index] if windows else None
+        mixer = Attention(
+            heads, kv_heads, head_dim, head_dim**-0.5, rotary=table, rotary_half=halves[table], window=window
+        )
+        if rotated and not rotated[index]:
+            mixer = replace(mixer, rotary=None, rotary_half=0)
+        mixer = replace(mixer, **(attention or {}))
+        feed_forward = FeedForward(config["intermediate_size"], ACTIVATIONS[act], gated)
+        made = LayerShape(mixers[index] or mixer if mixers else mixer, feed_forward, parallel)
+        return replace(made, vectors=tuple(name for name in names.of(made).vectors if name not in OPTIONAL))
+
+    shape = DecoderShape(
+        hidden,
+        config["vocab_size"],
+        tuple(layer(index) for index in range(layers)),
+        config.get(eps) or 1e-6,
+        norm,
+        **whole,
+    )
+    most = config.get("max_position_embeddings") or 2048
+    for each in rotary:
+        trained = each.get("original_max_position_embeddings")
+        if each["rope_type"] == "longrope" and trained:
+            # With more tokens every key is to be turned by other angles than those in the cache.
+            most = min(most, trained)
+    return Description(shape, names, rotary, logit_scale, min(most, longest or most))
+
+
+def with_experts(
+    found: Description,
+    config: Mapping[str, Any],
+    *,
+    experts: str = "num_experts",
+    size: str = "intermediate_size",
+    layers: Sequence[bool] | None = None,
+    shared: int = 0,
+    score: str = "softmax",
+) -> Description:
+    """A decoder with a mixture of experts in place of feed-forward parts.
+
+    Args:
+        experts, size: names of the settings of how many there are, and of the features of one.
+        layers: which have experts; None: all. shared: experts that every row goes to, as one of so many times the size.
+        score: of :class:`~trirun_kernels.decoder.shape.Routing`.
+
+    Raises:
+        UnsupportedModel: numbers that the kernels do not have. InputError: a size is missing or is none.
+    """
+    from trirun_kernels.decoder.shape import FeedForward, Mixture, Routing
+
+    # What transformers calls the number of experts of every family since its version 5.
+    experts = "num_local_experts" if config.get("num_local_experts") else experts
+    check_numbers(config, [experts, size, "num_experts_per_tok"], int)
+    try:
+        routing = Routing(
+            config[experts], config["num_experts_per_tok"], score, bool(config.get("norm_topk_prob")),
+            float(config.get("routed_scaling_factor") or 1.0), config.get("n_group") or 1,
+            config.get("topk_group") or 1,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UnsupportedModel(str(error)) from None
+
+    def layer(parts: LayerShape) -> LayerShape:
+        act = parts.feed_forward.activation
+        feed_forward = FeedForward(shared * config[size], act)
+        return replace(parts, feed_forward=feed_forward, mixture=Mixture(routing, config[size], act))
+
+    have = layers or [True] * len(found.shape.layers)
+    whole = tuple(layer(parts) if each else parts for parts, each in zip(found.shape.layers, have, strict=True))
+    return replace(found, shape=replace(found.shape, layers=whole))
+
+
+def sliding_windows(config: Mapping[str, Any], slides: Sequence[bool]) -> list[int | None] | None:
+    """The window of every layer: ``layer_types`` says which slide, or ``slides`` where there are none.
+
+    Raises:
+        InputError: the window that some layer has is no number.
+    """
+    kinds, window = layer_list(config, "layer_types"), config.get("sliding_window")
+    if kinds is not None:
+        slides = [kind == "sliding_attention" for kind in kinds]
+    if window is None or not any(slides):
+        return None
+    check_numbers(config, ("sliding_window",), int)
+    return [window if each else None for each in slides]
+
+
+def _rotary(config: Mapping[str, Any], kind: str | None, partial: bool) -> dict[str, Any]:
+    found = rotary_parameters(config, kind)
+    if found["rope_type"] not in ROTARY_TYPES:
+        raise UnsupportedModel(f"rotary type {found['rope_type']!r} is not one of {', '.join(ROTARY_TYPES)}")
+    if found["partial_rotary_factor"] != 1 and not partial:
+        # Of these families transformers turns the whole head for some rotary types and a part of it for others.
+        raise UnsupportedModel(f"partial_rotary_factor {found['partial_rotary_factor']!r}")
+    return found

@@ -1,0 +1,66 @@
+"""Settings of config.json: its language model's, checked for being numbers of a size that something can have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InputError
+
+# Counts that config.json must have, counts that it may have, and numbers that it may have.
+COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+OPTIONAL_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "rope_theta", "query_pre_attn_scalar")
+
+
+def text_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the language model: ``text_config`` of a model that also sees, or config.json itself.
+
+    Raises:
+        InputError: ``text_config`` is no object.
+    """
+    inner = config.get("text_config")
+    if inner is None:
+        return config
+    if not isinstance(inner, dict):
+        raise InputError(f"config.json: text_config is {inner!r}, not an object")
+    outer: dict[str, Any] = {
+        name: config[name] for name in ("quantization_config", "tie_word_embeddings") if name in config
+    }
+    return outer | inner
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Raise InputError unless the sizes are there and are sizes."""
+    missing = next((name for name in COUNTS if config.get(name) is None), None)
+    if missing is not None:
+        raise InputError(f"config.json has no {missing}")
+    check_numbers(config, (*COUNTS, *OPTIONAL_COUNTS), int)
+    check_numbers(config, OPTIONAL_NUMBERS, float)
+
+
+def check_numbers(config: Mapping[str, Any], names: Sequence[str], kind: type) -> None:
+    """Raise InputError unless these entries, where there are any, are positive and of a size that things can have."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        kinds = (int,) if kind is int else (int, float)
+        # type(), not isinstance: true is no count.
+        if type(value) not in kinds or not 0 < value < 2**40:
+            what = "a positive integer" if kind is int else "a positive number"
+            raise InputError(f"config.json: {name} is {value!r}, not {what}")
+
+
+def layer_list(config: Mapping[str, Any], name: str) -> list[Any] | None:
+    """A setting that has an entry for every layer, or None where there is none.
+
+    Raises:
+        InputError: it is no list of that length.
+    """
+    value = config.get(name)
+    if not value:
+        return None
+    if not isinstance(value, list) or len(value) != config["num_hidden_layers"]:
+        raise InputError(f"config.json: {name} has no entry for each of {config['num_hidden_layers']} layers")
+    return value
