@@ -188,8 +188,8 @@ def test_truncated_safetensors(trirun, packed, copy_of, command, keep):
 
 @pytest.mark.parametrize("command", [("inspect",), ("verify",), ("generate", "-p", "x", "-c"), ("eval", "-c")])
 def test_newer_format_version(trirun, packed, copy_of, command):
-    code, _, err = trirun(*command, copy_of(packed, format_version=2))
-    assert code == 3 and "format version 2" in err and "upgrade trirun" in err
+    code, _, err = trirun(*command, copy_of(packed, format_version=3))
+    assert code == 3 and "format version 3" in err and "upgrade trirun" in err
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_newer_format_version(trirun, packed, copy_of, command):
         ({"group_size": 64}, "model.layers.0.mlp.down_proj.weight_scale is F16"),
         ({"zero": None}, "weight_zero is missing"),
         ({"activation_bits": 4}, "activation_bits is 4"),
-        ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+        ({"quant_method": "gptq"}, "has no packed linear layer"),
         ({"padded": []}, "padded is []"),
         ({"overrides": None}, "overrides is None"),
         ({"padded": {"model.layers.0.mlp.down_proj": [1, 2]}}, "model.layers.0.mlp.down_proj"),

@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from trirun_cli.checkpoint.hub import hub_name, local_model, model_name
+from trirun_cli.checkpoint.hub import HubName, hub_name, local_model, model_name
 from trirun_cli.checkpoint.model_dir import ModelDir
 from trirun_cli.console import Console
 from trirun_cli.errors import InputError, TrirunError
@@ -32,9 +32,11 @@ def cache(tmp_path, monkeypatch, demo_model):
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ("meta-llama/Llama-2-7b-hf", ("meta-llama/Llama-2-7b-hf", None)),
-        ("org/name.v1@main", ("org/name.v1", "main")),
-        ("org/name@refs/pr/3", ("org/name", "refs/pr/3")),
+        ("meta-llama/Llama-2-7b-hf", HubName("meta-llama/Llama-2-7b-hf")),
+        ("org/name.v1@main", HubName("org/name.v1", "main")),
+        ("org/name@refs/pr/3", HubName("org/name", "refs/pr/3")),
+        ("org/name:TQ2_0", HubName("org/name", None, "TQ2_0")),
+        ("org/name@v1:sub/a.gguf", HubName("org/name", "v1", "sub/a.gguf")),
         ("name", None),
         ("/org/name", None),
         ("./a/b/c", None),

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trirun_gptq.run.progress import ModuleStarted
+from trirun_kernels import dequantize
 
 from tests.small_models import save_ternary
 from trirun_cli.checkpoint.model_dir import ModelDir
@@ -75,7 +76,7 @@ def test_every_target_from_the_command_line(trirun, packed, tmp_path):
         assert code == 0 and document["schema"] == "trirun.export/1" and len(document["modules"]) == 14
         code, _, err = trirun("export", packed, "--to", to, "--out", out, *pre)
         assert code == 3 and "exists" in err
-        assert trirun("export", packed, "--to", to, "--out", out, "--overwrite", *pre)[0] == 0
+        assert trirun("export", packed, "--to", to, "--out", out, "--overwrite", "-q", *pre) == (0, "", "")
         assert not out.with_name(out.name + ".partial").exists()
 
 
@@ -156,7 +157,7 @@ def test_transformers_runs_the_bitnet_export_as_the_model_with_8_bit_activations
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_an_untied_packed_embedding_and_head_become_dense(packed, tmp_path):
+def test_a_packed_embedding_of_its_own_stays_packed(packed, tmp_path):
     """As MLX packs them, and Ternary-Bonsai has them."""
     from safetensors.torch import save_file
     from trirun_gptq.lossless.ternary import ternarize
@@ -174,8 +175,7 @@ def test_an_untied_packed_embedding_and_head_become_dense(packed, tmp_path):
     config["quantization"]["model.embed_tokens"] = {"group_size": 128, "bits": 2}
     (tmp_path / "M" / "config.json").write_text(json.dumps(config))
     assert pack(tmp_path / "M", tmp_path / "T").exact
-    embedding = Checkpoint(tmp_path / "T").tensor("model.embed_tokens.weight")
-    assert embedding.dtype == torch.float16 and torch.equal(embedding.float(), values)
+    assert torch.equal(dequantize(Checkpoint(tmp_path / "T").packed("model.embed_tokens")), values)
 
 
 def test_what_a_format_does_not_hold_leaves_nothing(trirun, save_llama, tmp_path):
@@ -224,3 +224,27 @@ def test_a_model_that_llama_cpp_computes_otherwise_is_refused(tmp_path):
     save_ternary("bitnet", {"vocab_size": 8192}, tmp_path)
     with pytest.raises(InputError, match="computes SiLU where the model has ReLU²"):
         export(tmp_path / "packed", tmp_path / "q.gguf", to="gguf:Q2_0", pre="gpt-2")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
+def test_mixtures_of_experts_go_out_and_come_back(tmp_path, family):
+    experts = {"num_local_experts" if family == "mixtral" else "num_experts": 4, "num_experts_per_tok": 2}
+    model, _, _ = save_ternary(
+        family, {"vocab_size": 512, "head_dim": 16, "moe_intermediate_size": 64} | experts, tmp_path
+    )
+    was = Checkpoint(tmp_path / "packed")
+    assert any(".mlp.experts.3.gate" in module for module in was.modules)
+    export(tmp_path / "packed", tmp_path / "C", to="compressed-tensors")
+    stored = "block_sparse_moe.experts.3.w1" if family == "mixtral" else "mlp.experts.3.gate_proj"
+    assert f"model.layers.0.{stored}.weight_packed" in ModelDir(tmp_path / "C")
+    assert pack(tmp_path / "C", tmp_path / "T").exact
+    again = Checkpoint(tmp_path / "T")
+    assert again.modules == was.modules
+    for module in was.modules:
+        assert torch.equal(was.packed(module).words, again.packed(module).words)
+    export(tmp_path / "packed", tmp_path / "D", to="dense")
+    with torch.inference_mode():
+        got = AutoModelForCausalLM.from_pretrained(tmp_path / "D", dtype=torch.float32)(TOKENS).logits
+        assert torch.equal(got, model(TOKENS).logits)
+    with pytest.raises(InputError, match="a mixture of experts, which trirun does not write as mlx"):
+        export(tmp_path / "packed", tmp_path / "M", to="mlx")

@@ -77,7 +77,7 @@ def test_a_model_that_is_not_ternary_is_refused_by_name(trirun, plain_model, tmp
 
 def test_kinds_of_matrices_are_shown_and_each_only_if_asked(trirun, ternary_model, tmp_path):
     _, text, _ = trirun("pack", ternary_model, "--out", tmp_path / "T")
-    assert "14 matrices packed" in text and "q_proj" in text and "layers.0" not in text and len(text.splitlines()) < 16
+    assert "14 matrices packed" in text and "q_proj" in text and "layers.0" not in text and len(text.splitlines()) < 20
     _, text, _ = trirun("pack", ternary_model, "--out", tmp_path / "T", "--overwrite", "--verbose")
     assert all(f"model.layers.{index}.mlp.up_proj" in text for index in (0, 1))
     assert trirun("pack", ternary_model, "--out", tmp_path / "T", "--overwrite", "-q")[1:] == ("", "")

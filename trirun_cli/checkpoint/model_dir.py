@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# The key of config.json under which MLX says how a model is packed.
+MLX_SECTION = "quantization"
+
+
 class ModelSource(Protocol):
     """What a checkpoint is made of: a model directory, or a file that stands for one.
 
@@ -92,7 +96,8 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise InputError(f"{path}: no such directory")
     if not path.is_dir():
-        raise InputError(f"{path} is a file; a model is a directory with config.json and safetensors files")
+        fix = "trirun pack reads GGUF files" if path.suffix == ".gguf" else None
+        raise InputError(f"{path} is a file; a model is a directory with config.json and safetensors files", fix)
     if not (path / "config.json").is_file():
         raise InputError(f"{path} is not a model directory: it has no config.json")
     return read_json(path / "config.json")

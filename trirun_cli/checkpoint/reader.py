@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trirun_kernels.weights.numpy_codes import Codes
 
 QUANT_METHOD = "trirun"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LAYOUT = "tile64"
 
 
@@ -37,7 +37,9 @@ class Format:
             :class:`trirun_kernels.QuantSpec`; ``zero`` null means stored zeros).
         overrides: module name to its own ``{"group_size", "zero"}``.
         padded: module name to its true [n, k] where that is not the stored, padded shape.
-        modules_to_not_convert: linear modules kept as they were.
+        modules_to_not_convert: linear modules that nothing packed is stored for: kept as they were, or the output head
+            where it is one with a packed embedding.
+        embeddings: packed modules that are embeddings; their presence makes the format's version 2.
         activation_bits: 16, or 8 for a model trained with 8-bit activations.
     """
 
@@ -47,11 +49,16 @@ class Format:
     padded: dict[str, list[int]] = field(default_factory=dict)
     modules_to_not_convert: list[str] = field(default_factory=list)
     activation_bits: int = 16
+    embeddings: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The section as config.json holds it, with its method, version and layout."""
-        head = {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "layout": LAYOUT, "bits": 2}
-        return head | asdict(self)
+        fields, version = asdict(self), FORMAT_VERSION
+        if not self.embeddings:
+            # What a trirun without packed embeddings reads too.
+            del fields["embeddings"]
+            version = 1
+        return {"quant_method": QUANT_METHOD, "format_version": version, "layout": LAYOUT, "bits": 2} | fields
 
     @classmethod
     def from_dict(cls, section: dict[str, Any], where: object = "quantization_config") -> Format:
@@ -77,7 +84,8 @@ class Format:
             )
         known = {name: section[name] for name in cls.__dataclass_fields__ if name in section}
         made = cls(**known)
-        for name, kind in (("overrides", dict), ("padded", dict), ("modules_to_not_convert", list)):
+        kinds = {"overrides": dict, "padded": dict, "modules_to_not_convert": list, "embeddings": list}
+        for name, kind in kinds.items():
             if not isinstance(getattr(made, name), kind):
                 raise InputError(f"{where}: {name} is {getattr(made, name)!r}")
         if made.activation_bits not in (8, 16):

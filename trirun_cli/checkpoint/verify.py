@@ -33,18 +33,22 @@ def verify_files(checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:
 
 
 def verify_modules(
-    checkpoint: Checkpoint, linears: Mapping[str, tuple[int, int]], original: ModelSource | None = None
+    checkpoint: Checkpoint,
+    linears: Mapping[str, tuple[int, int]],
+    original: ModelSource | None = None,
+    embeddings: Mapping[str, tuple[int, int]] | None = None,
 ) -> Iterator[tuple[str, str | None]]:
     """(module, problem or None): shape as the model's config has it, finite scales and zeros, a round trip through
     unpack and pack that changes no byte, and, given the original model, equality with its weight bit for bit.
 
     Args:
         linears: (n, k) of the model's linear layers by name, as :func:`trirun_cli.models.linears.linear_layers` has
-            them. original: the model before it was quantized.
+            them. original: the model before it was quantized. embeddings: as linears, of its embedding.
     """
     weight_of = None if original is None else _weights(checkpoint, original)
     for module in checkpoint.modules:
-        yield module, _module_problem(checkpoint, module, linears.get(module), weight_of)
+        expected = (embeddings or {}) if module in checkpoint.format.embeddings else linears
+        yield module, _module_problem(checkpoint, module, expected.get(module), weight_of)
     for name in sorted(set(linears) - set(checkpoint.modules) - set(checkpoint.format.modules_to_not_convert)):
         yield name, "the model has this linear layer, the checkpoint does not"
 

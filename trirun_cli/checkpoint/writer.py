@@ -17,7 +17,7 @@ from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 from trirun_kernels.weights.safetensors_dir import INDEX, SINGLE
 
 from ..errors import InputError, writing
-from .model_dir import ModelSource
+from .model_dir import MLX_SECTION, ModelSource
 from .reader import Format
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, out: str | Path, source: ModelSource, *, overwrite: bool = False, max_shard_bytes: int = 2 * 1024**3
+        self, out: str | Path, source: ModelSource, *, overwrite: bool = False, max_shard_bytes: int = 1024**3
     ) -> None:
         # Resolved, so that "." has a name, and so that where a link points is replaced and not the link.
         self.out, self.source = Path(out).resolve(), source
@@ -131,7 +131,7 @@ class CheckpointWriter:
         """Write the last shard, config and companion files, flush everything to disk, and rename.
 
         Args:
-            packed: the packed modules. linears: names of all linear modules of the model, packed or not.
+            packed: the packed modules, linear or embeddings. linears: names of all linear modules, packed or not.
             recipe: what made this checkpoint, fully resolved; written as YAML beside the SHA-256 of each weight file.
             activation_bits: see :class:`~trirun_cli.checkpoint.reader.Format`.
 
@@ -216,13 +216,13 @@ def _format(packed: list[PackedModule], linears: Iterable[str], activation_bits:
     }
     shapes = {module.name: (module.n, module.k) for module in packed}
     padding = {name: [n, k] for name, (n, k) in shapes.items() if padded(n, k) != (n, k)}
-    kept = sorted(set(linears) - {module.name for module in packed})
-    return Format(common.group_size, common.zero, overrides, padding, kept, activation_bits)
+    kept, embeddings = sorted(set(linears) - shapes.keys()), sorted(shapes.keys() - set(linears))
+    return Format(common.group_size, common.zero, overrides, padding, kept, activation_bits, embeddings)
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json without what it says of quantization; ``quantization`` is MLX's key."""
-    return {key: value for key, value in config.items() if key not in ("quantization_config", "quantization")}
+    """A config.json without what it says of quantization."""
+    return {key: value for key, value in config.items() if key not in ("quantization_config", MLX_SECTION)}
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.hub import local_model, model_name
+from ..checkpoint.hub import model_name
 from ..console import Console, bytes_text
 from ..processors import set_torch_threads
+from ..workflows.import_cache import as_model_dir
 from .shared.checkpoint_options import CheckpointOption, PackedArgument, one_checkpoint
 from .shared.options import Json, Overwrite, Quiet, Threads, check_threads, completes, output_dir
 
@@ -42,20 +43,23 @@ def command(
     """Write a checkpoint in the format of another program, every weight with the value it has.
 
     What the format cannot hold exactly is an error that names tensor, place and values; nothing is written then.
-    llama.cpp reads gguf, MLX mlx, vLLM compressed-tensors, transformers bitnet and dense.
+    llama.cpp reads gguf, MLX mlx, vLLM compressed-tensors, transformers bitnet and dense. A model that another program
+    packed is packed into the cache first, so that this converts one format into another.
 
     Examples:
 
       trirun export T --to gguf:Q2_0
 
       trirun export T --to mlx --out T-mlx
+
+      trirun export Ternary-Bonsai-8B-PQ2_0.gguf --to gguf:Q2_0
     """
     checkpoint = one_checkpoint(checkpoint, checkpoint_option)
     check_threads(threads)
     console = Console(as_json=json, quiet=quiet)
     target, is_file = to.removeprefix("gguf:"), to.startswith("gguf:")
     out = output_dir(out, f"{model_name(checkpoint)}-{target}" + (".gguf" if is_file else ""))
-    checkpoint = local_model(checkpoint, console)
+    checkpoint = as_model_dir(checkpoint, console)
     from ..checkpoint.model_dir import read_config
 
     # Before torch is imported for one that is not there.

@@ -16,7 +16,10 @@ from .shared.options import ACT_BITS, Json, Overwrite, Quiet, Threads, check_thr
 def command(
     model: Annotated[
         Path,
-        typer.Argument(help="Model directory whose linear weights are ternary floats, or packed by another program."),
+        typer.Argument(
+            help="Model whose linear weights are ternary floats, or packed by another program: a directory, a GGUF "
+            "file, or the hub's ORG/NAME[@REVISION][:FILE]."
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="Checkpoint directory to write. Default: ./MODEL-packed.")] = None,
     keep: Annotated[str | None, typer.Option(help="Regular expression of linear layers to leave as they are.")] = None,
@@ -42,7 +45,8 @@ def command(
     Humming, BitNet. A scale that fp16 does not hold is rounded, and the error shown.
 
     A GGUF file of ternary or 2-bit types needs nothing beside it: config, tokenizer and chat template are in it. Its
-    embedding and head become 16-bit, and so do layers of other types that are not ternary.
+    embedding and head become 16-bit, and so do layers of other types that are not ternary. Of a hub repository with
+    several, the 2-bit or ternary one is taken, and named; :FILE, a name or a type, chooses another.
 
     Examples:
 
@@ -51,6 +55,10 @@ def command(
       trirun pack bitnet-b1.58-2B-4T
 
       trirun pack Ternary-Bonsai-8B-PQ2_0.gguf --out bonsai-8b
+
+      trirun pack prism-ml/Ternary-Bonsai-8B-gguf
+
+      trirun pack prism-ml/Ternary-Bonsai-8B-gguf:Q2_0_g64
 
       trirun pack Ternary-Bonsai-8B-mlx-2bit
     """

@@ -41,14 +41,14 @@ def command(
     from ..checkpoint.model_dir import read_config
     from ..checkpoint.reader import Checkpoint
     from ..checkpoint.verify import verify_files, verify_modules
-    from ..models.linears import linear_layers
+    from ..models.linears import embedding, linear_layers
 
     read_config(checkpoint)
     original = None if against is None else open_source(local_model(against, console))
     opened = Checkpoint(checkpoint)
     checks = list(verify_files(opened))
     with console.progress("verifying", len(opened.modules)) as bar:
-        for check in verify_modules(opened, linear_layers(opened), original):
+        for check in verify_modules(opened, linear_layers(opened), original, embedding(opened)):
             checks.append(check)
             bar.advance()
     problems = [{"where": where, "problem": problem} for where, problem in checks if problem is not None]

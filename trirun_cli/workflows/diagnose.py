@@ -11,6 +11,10 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..errors import TrirunError
+from ..integrations.vllm_server import TESTED as TESTED_VLLM
+from ..integrations.vllm_server import check_installation, installed_version
+
 # What this version was tested with: the lower bound included, the upper excluded.
 TESTED = {"torch": ("2.10", "3"), "transformers": ("5.16.1", "6")}
 
@@ -31,6 +35,7 @@ def diagnose() -> Iterator[Finding]:
     yield _guarded("machine", _machine)
     for package, (low, high) in TESTED.items():
         yield _version(package, low, high)
+    yield _guarded("vllm", _vllm)
     yield _guarded("name `kernels`", _kernels_package)
     yield _guarded("CPU kernel", _cpu_library)
     if find_spec("torch") is None:
@@ -139,6 +144,18 @@ def _kernels_package() -> Finding:
         return Finding("name `kernels`", "ok", f"Hugging Face kernels {metadata.version('kernels')}")
     except metadata.PackageNotFoundError:
         return Finding("name `kernels`", "fail", f"{spec.origin} shadows a name that transformers imports; remove it")
+
+
+def _vllm() -> Finding:
+    """vLLM, which ``trirun serve --backend vllm`` starts."""
+    version = installed_version()
+    if version is None:
+        return Finding("vllm", "note", "not installed; for trirun serve --backend vllm: pip install 'trirun[vllm]'")
+    try:
+        check_installation()
+    except TrirunError as error:
+        return Finding("vllm", "note", f"{error}: {error.fix}")
+    return Finding("vllm", "ok", f"{version} with trirun's plugin (tested: {TESTED_VLLM})")
 
 
 def _cpu_library() -> Finding:

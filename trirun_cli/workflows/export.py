@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from trirun_gptq.layer.quantized import Quantized
 from trirun_gptq.run.progress import Event, ModuleStarted, ProgressCallback, silent
-from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
+from trirun_kernels.weights.names import HEAD_MODULE, SCALE, WEIGHT, ZERO
 
 from ..checkpoint.file_writer import publishing
 from ..checkpoint.formats import bitnet, compressed_tensors, mlx
+from ..checkpoint.formats.experts import NAMED, stored_name
 from ..checkpoint.formats.gguf.writer import F16, PACKED, write_gguf
 from ..checkpoint.formats.words import exactly, unpacked
 from ..checkpoint.reader import Checkpoint
@@ -28,6 +29,7 @@ from .output import weight_bytes
 GGUF_TYPES = PACKED | {"F16": F16}
 TARGETS = (*(f"gguf:{name}" for name in GGUF_TYPES), "mlx", "compressed-tensors", "bitnet", "dense")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_FLOATS = (torch.float16, torch.bfloat16)
 _Encoded = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -68,11 +70,13 @@ class ExportReport:
 
 @dataclass(slots=True)
 class _Target:
-    """A directory format: how a module is stored, and what config.json says, by the modules' own facts."""
+    """A directory format: how a module is stored, and what config.json says, by the modules' own facts; ``dense``:
+    packed modules that it stores as floats."""
 
     stored: str
     encode: Callable[[Quantized, str], _Encoded]
     config: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] = field(default=lambda _: {})
+    dense: Collection[str] = ()
 
 
 def export(
@@ -105,8 +109,8 @@ def export(
         raise UsageError(f"--pre {pre}: of gguf targets alone")
     started = time.perf_counter()
     source, out = Checkpoint(checkpoint), Path(out)
-    if experts := next(filter(_EXPERT.search, source.modules), None):
-        raise InputError(f"{source.path}: {experts} is an expert; mixtures of experts cannot be exported yet")
+    if any(map(_EXPERT.search, source.modules)):
+        _check_mixture(source, to)
     modules: list[ExportedLayer] = []
 
     def done(name: str, stored: str) -> None:
@@ -120,6 +124,17 @@ def export(
         size = weight_bytes(out)
     seconds = time.perf_counter() - started
     return ExportReport(source.path, out, to, modules, _notes(source, to), weight_bytes(source.path), size, seconds)
+
+
+def _check_mixture(source: Checkpoint, to: str) -> None:
+    """That a mixture of experts has names in the new format."""
+    family = source.config.get("model_type")
+    if to not in ("compressed-tensors", "dense"):
+        fix = "--to compressed-tensors and --to dense write mixtures"
+        raise InputError(f"{source.path} is a mixture of experts, which trirun does not write as {to}", fix)
+    if family not in NAMED:
+        known = ", ".join(NAMED)
+        raise InputError(f"{source.path}: the experts of {family!r} have no names that trirun knows; {known} have")
 
 
 def _export_gguf(
@@ -158,9 +173,13 @@ def _export_directory(
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
         for index, module in enumerate(source.modules):
             progress(ModuleStarted(index, len(source.modules), module))
-            tensors, facts[module] = target.encode(unpacked(source.packed(module)), module)
+            weight, stored = unpacked(source.packed(module)), stored_name(module, str(source.config.get("model_type")))
+            if module in target.dense:
+                writer.add(stored + WEIGHT, exactly(weight.dequantize(), _FLOATS, module))
+                continue
+            tensors, facts[stored] = target.encode(weight, module)
             for suffix, tensor in tensors.items():
-                writer.add(module + suffix, tensor)
+                writer.add(stored + suffix, tensor)
             done(module, target.stored)
         for name, tensor in _plain_tensors(source):
             writer.add(name, tensor)
@@ -177,7 +196,10 @@ def _plain_tensors(source: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 def _directory_target(source: Checkpoint, to: str) -> _Target:
     """How a directory format stores this checkpoint."""
-    kept, own_type = source.format.modules_to_not_convert, {"dtype": _kind(_dtype(source, unpacks=to == "dense"))}
+    own_type = {"dtype": _kind(_dtype(source, unpacks=to == "dense"))}
+    # Their readers take linear layers, and the head by way of exception.
+    floats = {*source.format.embeddings, HEAD_MODULE} & set(source.modules)
+    kept = sorted({*source.format.modules_to_not_convert, *floats - set(source.format.embeddings)})
     if to == "dense":
         dtype = getattr(torch, own_type["dtype"])
 
@@ -190,6 +212,7 @@ def _directory_target(source: Checkpoint, to: str) -> _Target:
             "uint8",
             lambda weight, name: (bitnet.write(weight, name), {}),
             lambda _: own_type | {"quantization_config": bitnet.section(kept)},
+            floats,
         )
     if to == "mlx":
         return _Target("uint32", mlx.write, lambda facts: own_type | mlx.section(facts))
@@ -197,6 +220,7 @@ def _directory_target(source: Checkpoint, to: str) -> _Target:
         "int32",
         compressed_tensors.write,
         lambda facts: own_type | {"quantization_config": compressed_tensors.section(facts, kept)},
+        floats,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from trirun_kernels.decoder.shape import Attention
 from trirun_kernels.weights.names import (
     EMBEDDING,
     FINAL_NORM,
@@ -27,13 +28,8 @@ from ..checkpoint.formats.gguf.writer import DENSE, F32, FILE_TYPES, PACKED, Ggu
 from ..checkpoint.formats.words import exactly, unpacked
 from ..checkpoint.reader import Checkpoint
 from ..errors import InputError
-from ..models.llama_config import (
-    UnsupportedModel,
-    decoder_shape,
-    llama3_frequencies,
-    longest_context,
-    rotary_parameters,
-)
+from ..models.description import UnsupportedModel, decoder_shape, longest_context
+from ..models.rotary import llama3_frequencies, rotary_parameters
 
 # Model type to llama.cpp's architecture. "llama" turns neighbouring elements of a head, the others its two halves.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -75,20 +71,25 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
     except UnsupportedModel as error:
         raise InputError(f"{checkpoint.path}: {error}") from None
     arch, rotary = ARCHITECTURES[family], rotary_parameters(config)
-    if shape.activation != "silu":
-        raise InputError(f"{checkpoint.path}: llama.cpp's {arch} computes SiLU, the model {shape.activation}")
+    layer = shape.layers[0]
+    mixer, feed_forward = layer.mixer, layer.feed_forward
+    assert isinstance(mixer, Attention)
+    if feed_forward.activation != "silu":
+        raise InputError(f"{checkpoint.path}: llama.cpp's {arch} computes SiLU, the model {feed_forward.activation}")
+    # Its model has no sliding window; within one, attention is plain.
+    longest = min(longest_context(config), *(window or 2**40 for window in shape.windows))
     numbers: dict[str, Any] = {
         "vocab_size": shape.vocab,
-        "context_length": longest_context(config),
+        "context_length": longest,
         "embedding_length": shape.hidden,
-        "block_count": shape.layers,
-        "feed_forward_length": shape.ffn,
-        "attention.head_count": shape.heads,
-        "attention.head_count_kv": shape.kv_heads,
-        "attention.key_length": shape.head_dim,
-        "attention.value_length": shape.head_dim,
+        "block_count": len(shape.layers),
+        "feed_forward_length": feed_forward.size,
+        "attention.head_count": mixer.heads,
+        "attention.head_count_kv": mixer.kv_heads,
+        "attention.key_length": mixer.head_dim,
+        "attention.value_length": mixer.head_dim,
         "attention.layer_norm_rms_epsilon": float(shape.norm_eps),
-        "rope.dimension_count": shape.head_dim,
+        "rope.dimension_count": mixer.head_dim,
         "rope.freq_base": float(rotary["rope_theta"]),
     }
     if rotary["rope_type"] in ("linear", "yarn"):
@@ -124,14 +125,17 @@ def gguf_tensors(
         InputError: a tensor has no name in llama.cpp.
     """
     config = checkpoint.config
-    shape = decoder_shape(config)
-    heads = {"attn_q": shape.heads, "attn_k": shape.kv_heads} if config["model_type"] in ("llama", "mistral") else {}
+    mixer = decoder_shape(config).layers[0].mixer
+    assert isinstance(mixer, Attention)
+    heads = {"attn_q": mixer.heads, "attn_k": mixer.kv_heads} if config["model_type"] in ("llama", "mistral") else {}
     modules = set(checkpoint.modules)
     embedding, head = embedding_names(config, checkpoint)
-    yield _plain(checkpoint, embedding, "token_embd.weight", None)
     # Without an output of its own, llama.cpp takes the embedding.
-    if head != embedding:
-        yield _plain(checkpoint, head, "output.weight", None)
+    for name, target in {head: "output.weight", embedding: "token_embd.weight"}.items():
+        if (module := name.removesuffix(WEIGHT)) in modules:
+            yield _packed(checkpoint, module, target, kind, None, starting, done)
+        else:
+            yield _plain(checkpoint, name, target, None)
     for name in checkpoint.names:
         module = name.removesuffix(WEIGHT)
         if name in (EMBEDDING, HEAD) or name.endswith((SCALE, ZERO, ".rotary_emb.inv_freq")):
@@ -145,7 +149,7 @@ def gguf_tensors(
         else:
             yield _plain(checkpoint, name, known, turned)
     if rotary_parameters(config)["rope_type"] == "llama3":
-        factors = _llama3_factors(rotary_parameters(config), shape.head_dim)
+        factors = _llama3_factors(rotary_parameters(config), mixer.head_dim)
         yield GgufTensor("rope_freqs.weight", tuple(factors.shape), F32, lambda: factors)
 
 

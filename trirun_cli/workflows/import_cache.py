@@ -1,4 +1,4 @@
-"""Models in foreign files, packed once into a cache, for the commands that run models."""
+"""Models in foreign formats, packed once into a cache, for the commands that run models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.hub import local_model
+from ..checkpoint.hub import local_model, model_name
 from ..errors import InputError
 from ..version import __version__
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def as_model_dir(given: Path, console: Console | None = None) -> Path:
-    """The directory of a model to run: :func:`~trirun_cli.checkpoint.hub.local_model`, where a GGUF file, or a
-    directory that holds one, stands for the checkpoint packed of it.
+    """The directory of a model to run: :func:`~trirun_cli.checkpoint.hub.local_model`, where a GGUF file, a directory
+    that holds one, or one that another program has packed stands for the checkpoint packed of it.
 
-    It is packed on first use, into :func:`cache_dir`, by its place, size, time of change and trirun's version.
-    Everything there may be deleted at any time.
+    It is packed on first use, into :func:`cache_dir`, by its files, their sizes and times of change, and trirun's
+    version. Everything there may be deleted at any time.
 
     Args:
         console: what tells the user so; None is silent.
@@ -30,20 +30,37 @@ def as_model_dir(given: Path, console: Console | None = None) -> Path:
     # Here: every command imports this module, and `trirun --help` needs no reader of files.
     from ..checkpoint.formats import gguf_file
 
-    directory = local_model(given, console)
-    file = gguf_file(directory)
-    if file is None:
-        return directory
-    packed = cache_dir() / f"{file.stem}-{_fingerprint(file)}"
+    name, model = model_name(given), local_model(given, console)
+    file = gguf_file(model)
+    if file is None and not _is_foreign(model):
+        return model
+    packed = cache_dir() / f"{name if file is None else file.stem}-{_fingerprint(file or model)}"
     if (packed / "config.json").is_file():
         return packed
     if console is not None:
-        console.note(f"packing {file} into {packed}, once")
+        console.note(f"packing {file or model} into {packed}, once")
     from .pack import pack
 
     packed.parent.mkdir(parents=True, exist_ok=True)
-    pack(file, packed, overwrite=True)
+    pack(file or model, packed, overwrite=True)
     return packed
+
+
+def _is_foreign(directory: Path) -> bool:
+    """Whether another program has packed the layers of a model directory.
+
+    Raises:
+        InputError: in a variant of a known format that trirun does not read, or rotated.
+    """
+    from ..checkpoint.formats import ROTATION, open_foreign
+    from ..checkpoint.model_dir import MLX_SECTION, ModelDir, quant_method, read_config
+    from ..checkpoint.reader import QUANT_METHOD
+
+    config = read_config(directory)
+    plain = quant_method(config) in (None, QUANT_METHOD) and MLX_SECTION not in config
+    if plain and not (directory / ROTATION).is_file():
+        return False
+    return open_foreign(ModelDir(directory)) is not None
 
 
 def cache_dir() -> Path:
@@ -51,13 +68,15 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trirun"
 
 
-def _fingerprint(file: Path) -> str:
-    """What tells a file from another, and from itself after a change."""
+def _fingerprint(model: Path) -> str:
+    """What tells a file, or the files of a directory, from others, and from themselves after a change."""
     import hashlib
 
+    told = [__version__]
     try:
-        facts = file.stat()
+        for file in sorted(model.iterdir()) if model.is_dir() else [model]:
+            facts = file.stat()
+            told.append(f"{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}")
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror}") from error
-    told = f"{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}\0{__version__}"
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+        raise InputError(f"{model}: {error.strerror}") from error
+    return hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]

@@ -12,6 +12,7 @@ from torch import nn
 from trirun_gptq.errors import StateError
 
 from ..checkpoint.formats import gguf_file
+from ..checkpoint.formats.gguf.file import GgufFile
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import file_hash
 from ..errors import InputError
@@ -36,17 +37,26 @@ def resuming() -> Iterator[None]:
         raise InputError(str(error), fix) from error
 
 
-def model_origin(directory: Path) -> dict[str, Any]:
-    """A model directory as a published recipe names it: without its place on this machine, by the hub's name where it
-    lies in the hub's cache, and by the SHA-256 of config.json and of every weight file. Of a GGUF file, its own."""
-    if (file := gguf_file(directory)) is not None:
-        return {"name": file.name, "sha256": {file.name: file_hash(file)}}
-    source, place = ModelDir(directory), directory.resolve()
-    name, cached = place.name, place.parent.parent.name
-    if place.parent.name == "snapshots" and cached.startswith("models--"):
-        name = f"{cached.removeprefix('models--').replace('--', '/')}@{place.name}"
-    files = [directory / "config.json", *map(Path, source.files)]
+def model_origin(model: Path) -> dict[str, Any]:
+    """A model as a published recipe names it: without its place on this machine, by the hub's name where it lies in the
+    hub's cache, and by the SHA-256 of config.json and of every weight file, or of a GGUF file."""
+    if (file := gguf_file(model)) is not None:
+        cached = _hub_commit(file.parent)
+        files = GgufFile(file).paths
+        name = f"{cached}:{file.name}" if cached else file.name
+    else:
+        place = model.resolve()
+        files = [model / "config.json", *map(Path, ModelDir(model).files)]
+        name = _hub_commit(place) or place.name
     return {"name": name, "sha256": {file.name: file_hash(file) for file in files}}
+
+
+def _hub_commit(place: Path) -> str | None:
+    """ORG/NAME@COMMIT of a folder in the hub's cache; None of any other."""
+    cached = place.parent.parent.name
+    if place.parent.name != "snapshots" or not cached.startswith("models--"):
+        return None
+    return f"{cached.removeprefix('models--').replace('--', '/')}@{place.name}"
 
 
 def text_origin(source: str) -> dict[str, str]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from trirun_gptq.errors import QuantizationError
+from trirun_gptq.layer.quantized import Quantized
 from trirun_gptq.lossless.ternary import scale_structure, ternarize
 from trirun_gptq.model.loader import multiplies
 from trirun_gptq.model.meta import linear_modules, meta_model
 from trirun_gptq.model.stored import StoredNames
 from trirun_gptq.model.writer import unquantized
 from trirun_gptq.run.progress import Event, ModuleStarted, ProgressCallback, silent
-from trirun_kernels import QuantSpec, dequantize
+from trirun_kernels import QuantSpec
 from trirun_kernels.weights.names import WEIGHT
 
 from ..checkpoint.formats import ForeignWeights, open_foreign, open_source
@@ -26,7 +28,11 @@ from ..checkpoint.model_dir import ModelSource
 from ..checkpoint.writer import CheckpointWriter
 from ..errors import InputError, UsageError
 from ..version import __version__
+from .kept import KeptMatrix, kept_matrices
 from .output import matrix_kinds, model_origin, weight_bytes
+
+# Of an embedding or a head, to see whether it is ternary.
+SAMPLED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class PackReport:
 
     Attributes:
         model, out: the two directories. modules: the packed layers, in the order of the files.
+        kept: the matrices that are stored as floats.
         activation_bits: the checkpoint's default.
         bytes_before, bytes_after: of the weight files of model and checkpoint.
         seconds: of wall time.
@@ -66,6 +73,7 @@ class PackReport:
     model: Path
     out: Path
     modules: list[PackedLayer]
+    kept: list[KeptMatrix]
     activation_bits: int
     bytes_before: int
     bytes_after: int
@@ -97,15 +105,15 @@ def pack(
     overwrite: bool = False,
     progress: ProgressCallback = silent,
 ) -> PackReport:
-    """Pack every linear layer but the output head, proving each decodes to its source.
+    """Pack every linear layer, proving each decodes to its source; and the embedding and the output head where they
+    can be packed without loss, which many ternary models leave in 16 bits.
 
     Weights that lie packed in the model directory already keep their codes, whatever the format
-    (:mod:`trirun_cli.checkpoint.formats`); a scale that fp16 does not hold is rounded, and the error reported. Packed
-    embeddings and heads become dense fp16, exactly.
+    (:mod:`trirun_cli.checkpoint.formats`); a scale that fp16 does not hold is rounded, and the error reported.
 
     Args:
         model: a Hugging Face directory, a GGUF file, or a directory that holds one. out: the checkpoint to write.
-        keep: pattern (``re.search`` on the module name) of linear layers to leave as they are.
+        keep: pattern (``re.search`` on the module name) of layers to leave as they are.
         activation_bits: recorded as the checkpoint's default; 8 for models trained with int8 activations. None is 8 for
             BitNet's format and 16 otherwise.
         overwrite: replace a non-empty ``out``.
@@ -132,56 +140,148 @@ def pack(
         raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
     skeleton = meta_model(source.path)
     linears = linear_modules(skeleton)
-    head = skeleton.get_output_embeddings()
+    vocabulary = vocabulary_modules(skeleton)
     modules = {name: skeleton.get_submodule(name) for name in linears}
-    chosen = {n for n, module in modules.items() if multiplies(module) and module is not head and not kept.search(n)}
+    chosen = {n for n, module in modules.items() if multiplies(module) and n not in vocabulary and not kept.search(n)}
     if foreign is not None and keep is not None:
         raise UsageError(f"--keep {keep}: the layers of {model} are stored packed and cannot be kept as they are")
-    if keep is not None and not any(map(kept.search, linears)):
+    if keep is not None and not any(map(kept.search, {**linears, **vocabulary})):
         raise UsageError(f"--keep {keep}: matches none of the {len(linears)} linear layers")
     if not chosen:
         raise InputError(f"{model} has no linear layer to pack{matrix_kinds(skeleton)}")
 
-    stored = StoredNames(skeleton, source)
+    stored = None if foreign is not None else StoredNames(skeleton, source)
     parts = {} if foreign is None else _parts(source, foreign)
-    if absent := {n for n in chosen - parts.keys() if n + WEIGHT not in (stored if foreign is None else source)}:
+    there = source if stored is None else stored
+    if absent := {name for name in chosen - parts.keys() if name + WEIGHT not in there}:
         raise InputError(f"{model}: there is no tensor {min(absent)}{WEIGHT}")
     if foreign is not None:
         # What a foreign format leaves dense stays so.
         chosen &= parts.keys()
     if not chosen:
         raise InputError(f"{model} has no packed linear layer")
+    optional = {name for name in vocabulary if not kept.search(name)}
 
-    packed: list[PackedLayer] = []
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
-        replaced = {name + WEIGHT for name in chosen}
-        for group in stored.groups if foreign is None else ():
-            for name in (target.removesuffix(WEIGHT) for target in group.targets if target in replaced):
-                progress(ModuleStarted(len(packed), len(chosen), name))
-                weight = stored.read(name + WEIGHT)
-                packed.append(_pack_module(writer, name, weight, None, linears[name], weight.nbytes))
-                progress(packed[-1])
-            for tensor_name, tensor in unquantized(stored, group, replaced):
-                writer.add(tensor_name, tensor)
-        taken = {tensor_name for names in parts.values() for tensor_name in names}
-        for tensor_name in source.names if foreign is not None else ():
-            if tensor_name not in taken:
-                writer.add(tensor_name, source.tensor(tensor_name))
-        for name, names in parts.items() if foreign is not None else ():
-            if name in chosen:
-                progress(ModuleStarted(len(packed), len(chosen), name))
-                size = sum(source[tensor_name].nbytes for tensor_name in names)
-                packed.append(_pack_module(writer, name, None, foreign, linears[name], size))
-                progress(packed[-1])
-            elif foreign is not None:
-                # Embeddings and the head are stored dense, in a type that holds every value.
-                writer.add(name + WEIGHT, exactly(foreign.dense(name), (torch.float16, torch.bfloat16), name))
+        packing = _Packing(writer, linears | vocabulary, chosen, optional, _renamed(source, there, skeleton), progress)
+        if stored is not None:
+            _pack_floats(packing, stored)
+        elif foreign is not None:
+            _pack_codes(packing, source, foreign, parts)
         recipe: dict[str, Any] = {"trirun": __version__, "command": "pack", "model": model_origin(model), "keep": keep}
         bits = activation_bits or (16 if foreign is None else foreign.activation_bits)
-        writer.finish(packed, linears, recipe, bits)
+        writer.finish(packing.layers, linears, recipe, bits)
     seconds = time.perf_counter() - started
     before = sum(file.stat().st_size for file in source.files)
-    return PackReport(model, out, packed, bits, before, weight_bytes(out), seconds)
+    left = kept_matrices(out, source, linears, vocabulary, keep, foreign=foreign is not None)
+    return PackReport(model, out, packing.layers, left, bits, before, weight_bytes(out), seconds)
+
+
+@dataclass(slots=True)
+class _Packing:
+    """What is packed into ``writer``, and ``layers``, those that are.
+
+    Attributes:
+        sizes: (n, k) by name. chosen: what must be packed. optional: what is packed where that is exact.
+        renamed: by what other name a module is stored once it is packed.
+    """
+
+    writer: CheckpointWriter
+    sizes: dict[str, tuple[int, int]]
+    chosen: set[str]
+    optional: set[str]
+    renamed: dict[str, str]
+    progress: ProgressCallback
+    layers: list[PackedLayer] = field(default_factory=list)
+
+    def begin(self, name: str) -> None:
+        self.progress(ModuleStarted(len(self.layers), len(self.chosen | self.optional), name))
+
+    def add(self, name: str, ternary: Quantized, error: float, source_bytes: int) -> None:
+        """Pack a layer; :meth:`Quantized.pack` proves that codes, scales and zeros come back bit for bit."""
+        name, shape = self.renamed.get(name, name), self.sizes[name]
+        if tuple(ternary.codes.shape) != shape:
+            found = list(ternary.codes.shape)
+            raise InputError(f"{name}{WEIGHT} has shape {found}, the model's config says {list(shape)}")
+        packed = ternary.pack()
+        self.writer.add_packed(name, packed)
+        zeros = int(torch.count_nonzero(ternary.codes == 1)) / ternary.codes.numel()
+        structure = scale_structure(ternary)
+        self.layers.append(
+            PackedLayer(name, *shape, ternary.spec, structure, error == 0, error, zeros, source_bytes, packed.nbytes)
+        )
+        self.progress(self.layers[-1])
+
+
+def _pack_floats(packing: _Packing, stored: StoredNames) -> None:
+    """A model whose weights are floats."""
+    tried = {name + WEIGHT for name in packing.chosen | packing.optional}
+    replaced: set[str] = set()
+    for group in stored.groups:
+        for name in (target.removesuffix(WEIGHT) for target in group.targets if target in tried):
+            packing.begin(name)
+            weight = stored.read(name + WEIGHT)
+            try:
+                if name in packing.optional:
+                    # A few rows show that most embeddings are not ternary.
+                    ternarize(weight[:SAMPLED_ROWS], name)
+                ternary = ternarize(weight, name)
+            except QuantizationError as refused:
+                if name in packing.optional:
+                    continue
+                fix = "trirun quantize makes a model 2-bit; pack is for those that are ternary already"
+                raise InputError(str(refused), fix) from refused
+            packing.add(name, ternary, 0.0, weight.nbytes)
+            replaced.add(name + WEIGHT)
+        for tensor_name, tensor in unquantized(stored, group, replaced):
+            packing.writer.add(tensor_name, tensor)
+
+
+def _pack_codes(packing: _Packing, source: ModelSource, foreign: ForeignWeights, parts: dict[str, list[str]]) -> None:
+    """A model that another tool has packed; ``parts``: the stored tensors of its packed modules."""
+    taken = {tensor_name for names in parts.values() for tensor_name in names}
+    for tensor_name in source.names:
+        if tensor_name not in taken:
+            packing.writer.add(tensor_name, source.tensor(tensor_name))
+    for name, names in parts.items():
+        packing.begin(name)
+        size = sum(source[tensor_name].nbytes for tensor_name in names)
+        if name in packing.chosen:
+            packing.add(name, *foreign.read(name), size)
+        elif name in packing.optional and (exact := _exact_codes(foreign, name)):
+            packing.add(name, exact, 0.0, size)
+        else:
+            # In a type that holds every value.
+            packing.writer.add(name + WEIGHT, exactly(foreign.dense(name), (torch.float16, torch.bfloat16), name))
+
+
+def _exact_codes(foreign: ForeignWeights, name: str) -> Quantized | None:
+    """A weight's codes and scales, where they are on a grid of trirun's and fp16 holds the scales."""
+    try:
+        codes, error = foreign.read(name)
+    except QuantizationError:
+        return None
+    return None if error else codes
+
+
+def vocabulary_modules(skeleton: Any) -> dict[str, tuple[int, int]]:
+    """The embedding and the output head of a model of transformers by name, with their (vocabulary, hidden size); an
+    embedding that does more than look rows up is left out."""
+    embedding, head = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    return {
+        name: (module.weight.shape[0], module.weight.shape[1])
+        for name, module in skeleton.named_modules()
+        if (module is embedding and type(module) is nn.Embedding) or (module is head and multiplies(module))
+    }
+
+
+def _renamed(source: ModelSource, there: Container[str], skeleton: Any) -> dict[str, str]:
+    """A head that is the embedding too is stored by the name of the embedding, where packed ones are looked for."""
+    names = {module: name for name, module in skeleton.named_modules()}
+    embedding, head = names.get(skeleton.get_input_embeddings()), names.get(skeleton.get_output_embeddings())
+    if not embedding or not head or embedding + WEIGHT in there or not source.config.get("tie_word_embeddings"):
+        return {}
+    return {head: embedding}
 
 
 def _parts(source: ModelSource, foreign: ForeignWeights) -> dict[str, list[str]]:
@@ -191,33 +291,3 @@ def _parts(source: ModelSource, foreign: ForeignWeights) -> dict[str, list[str]]
         if owner := foreign.packed(tensor_name):
             parts.setdefault(owner, []).append(tensor_name)
     return parts
-
-
-def _pack_module(
-    writer: CheckpointWriter,
-    name: str,
-    weight: Tensor | None,
-    foreign: ForeignWeights | None,
-    shape: tuple[int, int],
-    source_bytes: int,
-) -> PackedLayer:
-    if foreign is not None:
-        ternary, error = foreign.read(name)
-        weight = ternary.dequantize(torch.float32)
-    else:
-        assert weight is not None
-        try:
-            ternary, error = ternarize(weight, name), 0.0
-        except QuantizationError as refused:
-            fix = "trirun quantize makes a model 2-bit; pack is for those that are ternary already"
-            raise InputError(str(refused), fix) from refused
-    if tuple(ternary.codes.shape) != shape:
-        found = list(ternary.codes.shape)
-        raise InputError(f"{name}{WEIGHT} has shape {found}, the model's config says {list(shape)}")
-    packed = ternary.pack()
-    if not torch.equal(dequantize(packed, weight.dtype), weight):
-        raise QuantizationError(f"{name} does not decode to its source after packing")
-    writer.add_packed(name, packed)
-    zeros = float((ternary.codes == 1).float().mean())
-    structure = scale_structure(ternary)
-    return PackedLayer(name, *shape, ternary.spec, structure, error == 0, error, zeros, source_bytes, packed.nbytes)

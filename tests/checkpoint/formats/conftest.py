@@ -5,25 +5,18 @@ from __future__ import annotations
 import json
 import sys
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from tests.checkpoint.formats.packed_modules import packed_module
 from trirun_cli.checkpoint.model_dir import ModelDir
 
 
 @pytest.fixture
-def foreign_file(shared):
-    """``foreign_file("mlx_2bit_bonsai_g128")`` → its tensors by name, and the weight float32 [n, k]."""
-    folder = shared / "data" / "formats" / "hf"
-    if not folder.is_dir():
-        pytest.skip(f"no files of other libraries in {folder}")
-
-    def read(name):
-        return load_file(folder / f"{name}.safetensors"), torch.from_numpy(np.load(folder / f"{name}.npy"))
-
-    return read
+def foreign_file():
+    """:func:`packed_module`, each test's own."""
+    return packed_module
 
 
 @pytest.fixture

@@ -60,6 +60,17 @@ def write_gguf(path: Path, metadata: dict, tensors: dict[str, tuple[int, tuple[i
     return path
 
 
+def write_parts(folder: Path, metadata: dict, tensors: dict, count: int) -> list[Path]:
+    """The same in so many files, the tensors in turn; as llama-gguf-split names and marks them."""
+    made = []
+    for number in range(count):
+        part = dict(list(tensors.items())[number::count])
+        marks = {"split.no": number, "split.count": count, "split.tensors.count": np.int32(len(tensors)).item()}
+        path = folder / f"tiny-{number + 1:05}-of-{count:05}.gguf"
+        made.append(write_gguf(path, (metadata if number == 0 else {}) | marks, part))
+    return made
+
+
 def one_tensor(path: Path, kind: int, shape: tuple[int, ...], raw: bytes) -> Path:
     return write_gguf(path, {}, {"x": (kind, shape, raw)})
 

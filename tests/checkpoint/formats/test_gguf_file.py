@@ -3,6 +3,8 @@
 import os
 import random
 import struct
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -194,25 +196,33 @@ def mutated(raw, end, chance):
 def test_ten_thousand_damaged_headers(tmp_path):
     path, chance = tmp_path / "m.gguf", random.Random(0)
     raw = small(path).read_bytes()
-    refused = 0
+    refused, slowest = 0, 0.0
+    tracemalloc.start()
     # Made anew, the files would take most of the time.
     with path.open("r+b", buffering=0) as writing:
         for _ in range(10_000):
             damaged = mutated(raw, len(raw) - 160, chance)
             writing.truncate(len(damaged))
             os.pwrite(writing.fileno(), damaged, 0)
+            started = time.process_time()
             try:
                 file = GgufFile(path)
                 for name in file.tensors:
                     file.rows(name)
             except InputError:
                 refused += 1
+            slowest = max(slowest, time.process_time() - started)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert 7_000 < refused < 10_000
+    # Whatever sizes a header of 600 bytes states.
+    assert peak < 2**20 and slowest < 1
 
 
 def test_damaged_metadata_of_a_model(tmp_path):
     path, chance = tmp_path / "m.gguf", random.Random(1)
     raw = (DATA / "tiny-qwen3-TQ2_0.gguf").read_bytes()
+    tracemalloc.start()
     for _ in range(300):
         # The metadata of the model, and those of the tokenizer up to its special tokens.
         path.write_bytes(mutated(raw, chance.choice([1100, 9792]), chance))
@@ -220,3 +230,6 @@ def test_damaged_metadata_of_a_model(tmp_path):
             GgufModel(path)
         except InputError:
             continue
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23

@@ -7,7 +7,7 @@ import pytest
 import torch
 from trirun_kernels import dequantize
 
-from tests.checkpoint.formats.gguf_writer import DATA, F32, PQ2_0, Q2_0, fp16, fp32, two_bits, write_gguf
+from tests.checkpoint.formats.gguf_writer import DATA, F32, PQ2_0, Q2_0, fp16, fp32, two_bits, write_gguf, write_parts
 from trirun_cli import LLM, SamplingParams
 from trirun_cli.checkpoint.formats import gguf_file, open_source
 from trirun_cli.checkpoint.formats.gguf.blocks import read_values
@@ -50,7 +50,9 @@ def test_tokens_and_log_probabilities_beside_llama_cpp(name):
 def test_a_packed_file_generates_llama_cpp_s_tokens(tmp_path, name):
     expected, source = EXPECTED["models"][name], GgufModel(DATA / f"{name}.gguf")
     report = pack(DATA / f"{name}.gguf", tmp_path / "out")
-    assert report.exact and len(report.modules) == 14 and report.activation_bits == 16
+    # The 14 linear layers, and the embedding and the head where the file has them in 2 bits.
+    quantized = sum(tensor.type.quantized for tensor in source.file.tensors.values())
+    assert report.exact and len(report.modules) == max(quantized, 14) and report.activation_bits == 16
     assert report.bytes_before == (DATA / f"{name}.gguf").stat().st_size
     packed = Checkpoint(tmp_path / "out")
     for module in packed.modules:
@@ -180,6 +182,20 @@ def test_layers_of_float_types_are_packed_where_they_are_ternary(tmp_path):
     assert np.array_equal(made.tensor("model.layers.0.mlp.up_proj.weight").numpy(), other.astype(np.float16))
 
 
+def test_what_stays_float_is_reported_with_its_bytes_and_the_reason(tmp_path, trirun):
+    other = fp16(np.random.default_rng(2).normal(size=(128, HIDDEN)))
+    path = written(tmp_path, **{"blk.0.ffn_up.weight": other})
+    code, out, errors = trirun("pack", path, "--out", tmp_path / "out", "--json")
+    assert code == 0, errors
+    facts = {"dtype": "F16", "why": "F16 in the source"}
+    assert json.loads(out)["kept"] == [
+        {"name": "model.embed_tokens", "shape": [16, HIDDEN], "bytes": 16 * HIDDEN * 2} | facts,
+        {"name": "model.layers.0.mlp.up_proj", "shape": [128, HIDDEN], "bytes": 128 * HIDDEN * 2} | facts,
+    ]
+    code, out, _ = trirun("pack", path, "--out", tmp_path / "out", "--overwrite")
+    assert code == 0 and "kept as floats: 72.0 KiB" in out and "F16 in the source" in out
+
+
 def test_rotary_scaling(tmp_path):
     plain = GgufModel(written(tmp_path, metadata(**{"llama.rope.freq_base": 500000.0})))
     assert plain.config["rope_theta"] == 500000 and "rope_scaling" not in plain.config
@@ -216,8 +232,8 @@ def test_the_factors_of_llama_3_are_recognized(tmp_path):
         ({"general.architecture": "maple"}, "'maple'"),
         ({"general.architecture": 7}, "general.architecture is 7, not a string"),
         ({"prism.hadamard.version": 2}, "rotated by a Hadamard transform"),
-        ({"split.count": 3}, "one of 3 files"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"split.count": 3}, "one of 3 parts of a model; its first is named NAME-00001-of-00003.gguf"),
+        ({"llama.expert_count": 8}, "have no llama.expert_used_count"),
         ({"llama.block_count": 2**31 - 1}, "block_count is 2147483647, in a file of 11 tensors"),
         ({"llama.block_count": 2}, r"no tensor blk\.1\.attn_norm\.weight"),
         ({"llama.embedding_length": 128}, r"has shape \[16, 256\]; the metadata say \[16, 128\]"),
@@ -253,9 +269,33 @@ def test_a_directory_that_holds_one_file(tmp_path, trirun):
     assert trirun("verify", tmp_path / "out", "--against", path)[0] == 0
     code, _, errors = trirun("pack", path, "--out", tmp_path, "--overwrite")
     assert code == 3 and "is or holds the model itself" in errors and path.exists()
+    code, _, errors = trirun("quantize", path)
+    assert code == 3 and "is a file; a model is a directory" in errors and "trirun pack reads GGUF files" in errors
     path.with_name("n.gguf").write_bytes(path.read_bytes())
     with pytest.raises(InputError, match="2 GGUF files"):
         open_source(tmp_path)
+
+
+def test_a_model_in_parts_is_one_model(tmp_path, trirun):
+    whole = GgufModel(written(tmp_path))
+    (tmp_path / "parts").mkdir()
+    first, second, third = write_parts(tmp_path / "parts", metadata(), tensors(), 3)
+    assert gguf_file(tmp_path / "parts") == first
+    source = GgufModel(first)
+    assert source.files == [first, second, third] and source.names == whole.names
+    for name in source:
+        assert torch.equal(source.tensor(name), whole.tensor(name))
+    report = pack(tmp_path / "parts", tmp_path / "out")
+    assert report.bytes_before == sum(path.stat().st_size for path in (first, second, third))
+    with pytest.raises(InputError, match="one of 3 parts of a model; its first is named") as refused:
+        GgufModel(second)
+    assert refused.value.fix == "name the first"
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(InputError, match=r"00003-of-00003\.gguf is not part 3 of a model"):
+        GgufModel(first)
+    third.unlink()
+    with pytest.raises(InputError, match=r"00003-of-00003\.gguf: No such file"):
+        GgufModel(first)
 
 
 def test_commands_run_a_file_packed_once_into_the_cache(tmp_path, trirun, monkeypatch):

@@ -5,11 +5,10 @@ import pytest
 import torch
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.layer.quantized import Quantized
-from trirun_gptq.lossless.ternary import ternarize
 from trirun_kernels import QuantSpec
 
 from trirun_cli.checkpoint.formats import bitnet, compressed_tensors, mlx
-from trirun_cli.checkpoint.formats.gguf.writer import PACKED, Q2_0, TQ1_0, TQ2_0, encode
+from trirun_cli.checkpoint.formats.gguf.writer import Q2_0, TQ1_0, TQ2_0, encode
 from trirun_cli.checkpoint.formats.words import pack_words, unpack_words
 
 
@@ -50,14 +49,6 @@ def test_bitnet_comes_back_byte_for_byte(foreign_file, model_dir):
     written = bitnet.write(weight)
     assert torch.equal(written[".weight"], tensors["weight"])
     assert error > 0 or torch.equal(written[".weight_scale"].float(), tensors["weight_scale"].float())
-
-
-@pytest.mark.parametrize("kind", ["q2_0", "tq2_0", "tq1_0"])
-def test_gguf_blocks_are_those_of_llama_cpp(shared, kind):
-    folder = shared / "data" / "formats" / "blocks"
-    values = torch.from_numpy(np.load(folder / f"{kind}.npy"))
-    blocks = encode(ternarize(values), PACKED[kind.upper()])
-    assert blocks.numpy().tobytes() == (folder / f"{kind}.bin").read_bytes()
 
 
 def test_a_grid_from_minus_two_has_its_scale_turned(ternary):

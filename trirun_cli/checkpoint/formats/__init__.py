@@ -8,17 +8,23 @@ GGUF is a single file, which :func:`open_source` opens in the place of a directo
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...errors import InputError
-from ..model_dir import ModelDir, ModelSource
+from ..model_dir import MLX_SECTION, ModelDir, ModelSource
+from .experts import own_name
 
 if TYPE_CHECKING:
     from torch import Tensor
     from trirun_gptq.layer.quantized import Quantized
 
 GGUF = ".gguf"
+# What a directory of rotated weights holds beside them.
+ROTATION = "hadamard.json"
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 class ForeignWeights(Protocol):
@@ -45,6 +51,36 @@ class ForeignWeights(Protocol):
         """The weight float32 [n, k] that the format defines, with its scales as they are stored."""
 
 
+@dataclass(frozen=True, slots=True)
+class _NamedExperts:
+    """Packed modules, experts among them by trirun's names; see :class:`ForeignWeights`.
+
+    Attributes:
+        foreign: the same by the names of the program that packed them. stored: module to that name, where they differ.
+    """
+
+    foreign: ForeignWeights
+    stored: dict[str, str]
+
+    @property
+    def activation_bits(self) -> int:
+        """See :class:`ForeignWeights`."""
+        return self.foreign.activation_bits
+
+    def packed(self, tensor_name: str) -> str | None:
+        """See :class:`ForeignWeights`."""
+        module = self.foreign.packed(tensor_name)
+        return None if module is None else own_name(module)
+
+    def read(self, module: str) -> tuple[Quantized, float]:
+        """See :class:`ForeignWeights`."""
+        return self.foreign.read(self.stored.get(module, module))
+
+    def dense(self, module: str) -> Tensor:
+        """See :class:`ForeignWeights`."""
+        return self.foreign.dense(self.stored.get(module, module))
+
+
 def gguf_file(path: Path) -> Path | None:
     """The GGUF file that a path means: itself, or the only one of a directory without a config.json; None where it
     means a model directory.
@@ -56,7 +92,8 @@ def gguf_file(path: Path) -> Path | None:
         return path
     if (path / "config.json").exists() or not path.is_dir():
         return None
-    found = sorted(path.glob(f"*{GGUF}"))
+    # Of a model in parts, the first stands for all.
+    found = sorted(file for file in path.glob(f"*{GGUF}") if not _LATER_PART.search(file.name))
     if len(found) > 1:
         raise InputError(f"{path} has {len(found)} GGUF files: {', '.join(file.name for file in found)}", "name one")
     return found[0] if found else None
@@ -86,10 +123,18 @@ def open_foreign(source: ModelSource) -> ForeignWeights | None:
         from .gguf.source import GgufModel
 
         return source.foreign if isinstance(source, GgufModel) else None
+    foreign = _packed_directory(source)
+    owners = {module for name in source if foreign is not None and (module := foreign.packed(name))}
+    renamed = {own: module for module in owners if (own := own_name(module)) != module}
+    return _NamedExperts(foreign, renamed) if foreign is not None and renamed else foreign
+
+
+def _packed_directory(source: ModelDir) -> ForeignWeights | None:
+    """The packed modules of a directory, by their own names."""
     method = source.quant_method
-    if str(source.config.get("model_type")).startswith("prism_hadamard") or (source.path / "hadamard.json").is_file():
-        raise InputError(f"{source.path}: its weights are rotated (hadamard.json), which trirun does not undo")
-    if "quantization" in source.config or (method == "None" and "bits" in source.config["quantization_config"]):
+    if str(source.config.get("model_type")).startswith("prism_hadamard") or (source.path / ROTATION).is_file():
+        raise InputError(f"{source.path}: its weights are rotated ({ROTATION}), which trirun does not undo")
+    if MLX_SECTION in source.config or (method == "None" and "bits" in source.config["quantization_config"]):
         from .mlx import MlxWeights
 
         return MlxWeights.of(source)

@@ -21,7 +21,7 @@ from trirun_gptq.layer.quantized import Quantized
 from trirun_kernels.weights.names import WEIGHT
 
 from ...errors import InputError
-from ..model_dir import ModelDir
+from ..model_dir import MLX_SECTION, ModelDir
 from .words import first, fp16_scales, on_grid, pack_words, unpack_words, zero_points
 
 SCALES, BIASES = ".scales", ".biases"
@@ -42,8 +42,10 @@ class MlxWeights:
         Raises:
             InputError: a module is not of 2 bits, of another mode, or not of a group size that trirun has.
         """
-        section = source.config.get("quantization") or source.config["quantization_config"]
+        section = source.config.get(MLX_SECTION) or source.config["quantization_config"]
         sizes: dict[str, int] = {}
+        if stacked := next((name for name in source if ".switch_mlp." in name), None):
+            raise InputError(f"{source.path}: {stacked} holds all experts of a layer, which is not read from MLX")
         for module in (name.removesuffix(SCALES) for name in source if name.endswith(SCALES)):
             own = section.get(module)
             facts = section | own if isinstance(own, dict) else section
@@ -138,7 +140,7 @@ def section(modules: dict[str, dict[str, Any]]) -> dict[str, Any]:
     common = max(modules.values(), key=list(modules.values()).count)
     own = {name: facts for name, facts in modules.items() if facts != common}
     quantization = common | {"mode": "affine"} | own
-    return {"quantization": quantization, "quantization_config": quantization}
+    return {MLX_SECTION: quantization, "quantization_config": quantization}
 
 
 def _codes(words: Tensor, scales: Tensor, biases: Tensor, group_size: int, name: str) -> Tensor:

@@ -24,7 +24,7 @@ class ExportView(ProgressView):
 
 
 def show_report(console: Console, report: ExportReport) -> None:
-    """How many layers are stored as what; as JSON, each of them."""
+    """How many layers are stored as what; as JSON, each of them; with ``--quiet``, nothing."""
     console.json(
         "export/1",
         {
@@ -37,6 +37,8 @@ def show_report(console: Console, report: ExportReport) -> None:
             "modules": [asdict(module) for module in report.modules],
         },
     )
+    if console.quiet:
+        return
     kinds = Counter(module.stored for module in report.modules)
     console.table(
         f"{len(report.modules)} matrices, each with the values it had",

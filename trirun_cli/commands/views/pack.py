@@ -7,6 +7,7 @@ from collections import defaultdict
 from trirun_gptq.run.progress import Event, ModuleStarted
 
 from ...console import Console, bytes_text
+from ...workflows.kept import KeptMatrix
 from ...workflows.pack import PackedLayer, PackReport
 from .progress import ProgressView
 
@@ -23,8 +24,8 @@ class PackView(ProgressView):
 
 
 def show_report(console: Console, report: PackReport, *, verbose: bool = False) -> None:
-    """The kinds of layers, or with ``verbose`` every layer: what the scales cover, and the size before and after. The
-    JSON document has every layer; with ``--quiet`` nothing is shown."""
+    """The kinds of layers, or with ``verbose`` every layer: what the scales cover, and the size before and after; below
+    it the matrices that stay floats. The JSON document has every layer; with ``--quiet`` nothing is shown."""
     console.json(
         "pack/1",
         {
@@ -47,6 +48,16 @@ def show_report(console: Console, report: PackReport, *, verbose: bool = False) 
                 }
                 for module in report.modules
             ],
+            "kept": [
+                {
+                    "name": matrix.name,
+                    "shape": list(matrix.shape),
+                    "dtype": matrix.dtype,
+                    "bytes": matrix.nbytes,
+                    "why": matrix.why,
+                }
+                for matrix in report.kept
+            ],
         },
     )
     if console.quiet:
@@ -57,12 +68,29 @@ def show_report(console: Console, report: PackReport, *, verbose: bool = False) 
     heads = ("n × k", "scale per", "zeros", "before", "after")
     if verbose:
         console.table(title, ("module", *heads), [(module.name, *_row([module])) for module in report.modules])
+    else:
+        kinds: dict[tuple[str, int, int, str], list[PackedLayer]] = defaultdict(list)
+        for module in report.modules:
+            kinds[module.name.rsplit(".", 1)[-1], module.n, module.k, module.structure].append(module)
+        rows = [(kind[0], str(len(modules)), *_row(modules)) for kind, modules in kinds.items()]
+        console.table(title, ("matrices", "number", *heads), rows)
+    _show_kept(console, report.kept, verbose)
+
+
+def _show_kept(console: Console, kept: list[KeptMatrix], verbose: bool) -> None:
+    """The matrices that stay floats: how many, of how many bytes, and why."""
+    if not kept:
         return
-    kinds: dict[tuple[str, int, int, str], list[PackedLayer]] = defaultdict(list)
-    for module in report.modules:
-        kinds[module.name.rsplit(".", 1)[-1], module.n, module.k, module.structure].append(module)
-    rows = [(kind[0], str(len(modules)), *_row(modules)) for kind, modules in kinds.items()]
-    console.table(title, ("matrices", "number", *heads), rows)
+    kinds: dict[tuple[str, str, str, str], list[KeptMatrix]] = defaultdict(list)
+    for matrix in kept:
+        name = matrix.name if verbose else matrix.name.rsplit(".", 1)[-1]
+        kinds[name, " × ".join(map(str, matrix.shape)), matrix.dtype, matrix.why].append(matrix)
+    rows = [
+        (name, str(len(found)), shape, dtype, bytes_text(sum(matrix.nbytes for matrix in found)), why)
+        for (name, shape, dtype, why), found in kinds.items()
+    ]
+    title = f"kept as floats: {bytes_text(sum(matrix.nbytes for matrix in kept))}"
+    console.table(title, ("matrices", "number", "shape", "type", "bytes", "why"), rows)
 
 
 def _row(modules: list[PackedLayer]) -> tuple[str, str, str, str, str]:

@@ -14,6 +14,7 @@ from ...console import Console
 from ...errors import InputError, TrirunError, UsageError
 
 if TYPE_CHECKING:
+    from ...engine.constraint import Grammar
     from ...engine.sampling import SamplingParams
     from ...text.completion import Completion
 
@@ -34,9 +35,10 @@ def generate_many(
     batch: int,
     resume: bool,
     overwrite: bool,
+    grammar: Grammar | None = None,
 ) -> None:
     """Answer every prompt of a file; the prompt of index i is sampled with seed + i, unless its line has a seed. What a
-    line says of its sampling goes before ``params``.
+    line says of its sampling goes before ``params``. Every answer follows ``grammar``.
 
     Raises:
         TrirunError: prompts were refused; the others are answered, and each refusal stands in place of its answer.
@@ -56,6 +58,7 @@ def generate_many(
     from ...engine.request import FinishReason, Request
     from ...text.completion import Prompt, complete, interruptions
     from ...text.detokenizer import encode_prompt, quick_tokenizer, require_chat_template
+    from ...text.grammar import compile_grammar
     from ...text.prompt_files import AnswerFile, model_identity, read_prompts
 
     prompts = read_prompts(prompts_file)
@@ -69,6 +72,8 @@ def generate_many(
         require_chat_template(tokenizer)
     precision = {name: value for name, value in machine.items() if name not in _SAME_ANSWERS}
     settings = {"model": model_identity(checkpoint), "chat": use_chat, **precision, **asdict(params)}
+    if grammar is not None:
+        settings["grammar"] = asdict(grammar)
     # With --json the answers are part of the one document.
     with closing(AnswerFile(out, settings, resume=resume, overwrite=overwrite, kept_back=console.as_json)) as answers:
         answers.check(prompts)
@@ -80,6 +85,8 @@ def generate_many(
             return _report(console, answers.answers, [], 0.0, out, stats=stats, engine="")
 
         engine = Engine(open_runner(checkpoint, slots=min(batch, len(open_prompts)), **machine))
+        ends = stop_ids(checkpoint)
+        constraint = compile_grammar(grammar, tokenizer, engine.vocab_size, ends)
         console.note(f"{checkpoint} on {engine.description}, {engine.slots} prompts at once")
         done: list[Completion] = []
         started, written = time.perf_counter(), 0
@@ -90,15 +97,16 @@ def generate_many(
                     seed = None if params.seed is None else (params.seed + line.index) % 2**64
                     try:
                         ids = encode_prompt(tokenizer, line.text, chat=use_chat)
-                        prompt = Prompt(str(line.index), ids, replace(params, **{"seed": seed} | line.params))
-                        engine.check(Request(prompt.id, tuple(ids), prompt.params))
+                        wanted = replace(params, **{"seed": seed} | line.params)
+                        prompt = Prompt(str(line.index), ids, wanted, constraint)
+                        engine.check(Request(prompt.id, tuple(ids), wanted))
                     except InputError as error:
                         answers.add(line, {"error": str(error)})
                         bar.advance()
                     else:
                         yield prompt
 
-            for completion in complete(engine, tokenizer, requests(), stop_ids(checkpoint), interrupted=interrupted):
+            for completion in complete(engine, tokenizer, requests(), ends, interrupted=interrupted):
                 if completion.finish_reason == FinishReason.ABORT:
                     continue
                 answers.add(prompts[int(completion.id)], _answer(completion))

@@ -25,6 +25,7 @@ from trirun_kernels.weights.names import (
 
 from ....errors import InputError
 from .file import GgufFile
+from .mixtures import MIXTRAL, OLMOE, QWEN3_MOE, ROUTER, Mixture, expert_tensors, mixture_config
 from .rotary import rotary_config
 
 # llama.cpp's names of a layer's tensors, by their fields.
@@ -46,7 +47,8 @@ class Family:
     Attributes:
         model_type, class_name: in config.json. norms: of a layer, by their fields. biases: linears that have one:
             "qkv", "some" for what the file says, or "none". permuted: see the module. activation: of the MLP.
-        activation_bits: what its models are trained to run with.
+        activation_bits: what its models are trained to run with. mixture: of experts, in the place of one MLP.
+        whole_norms: q and k are normalized as a whole, not head by head.
     """
 
     model_type: str
@@ -56,8 +58,12 @@ class Family:
     permuted: bool = False
     activation: str = "silu"
     activation_bits: int = 16
+    mixture: Mixture | None = None
+    whole_norms: bool = False
 
 
+_QK_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
+_MIXTRAL = Family("mixtral", "MixtralForCausalLM", permuted=True, mixture=MIXTRAL)
 _BITNET = Family(
     "bitnet",
     "BitNetForCausalLM",
@@ -69,7 +75,9 @@ FAMILIES = {
     "llama": Family("llama", "LlamaForCausalLM", biases="some", permuted=True),
     "mistral": Family("mistral", "MistralForCausalLM", permuted=True),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", biases="qkv"),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM", ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM", _QK_NORMS),
+    "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _QK_NORMS, mixture=QWEN3_MOE),
+    "olmoe": Family("olmoe", "OlmoeForCausalLM", _QK_NORMS, mixture=OLMOE, whole_norms=True),
     "bitnet-b1.58": _BITNET,
     "bitnet-25": _BITNET,
 }
@@ -81,13 +89,15 @@ class Architecture:
 
     Attributes:
         family: of its architecture. config: config.json. names: transformers' names of tensors to the file's.
-        heads: tensors whose rows are permuted, to the number of heads.
+        heads: tensors whose rows are permuted, to the number of heads. experts: tensors that are one expert's matrix of
+            the file's tensor, to the expert's number.
     """
 
     family: Family
     config: dict[str, Any]
     names: dict[str, str]
     heads: dict[str, int]
+    experts: dict[str, int]
 
     def in_order(self, name: str, rows: Any) -> Any:
         """The rows (or the numbers of a bias) of a tensor, by transformers' name, in transformers' order."""
@@ -101,26 +111,38 @@ def read_architecture(file: GgufFile) -> Architecture:
     """The model of a file, its tensors held against its metadata.
 
     Raises:
-        InputError: its architecture is not one that is read, it is rotated, a mixture of experts or one of several
-            files; metadata are missing or senseless; a tensor is missing, unknown, or not of the shape they say.
+        InputError: its architecture is not one that is read, or it is rotated; metadata are missing or senseless; a
+            tensor is missing, unknown, or not of the shape they say.
     """
     family = _family(file)
     config = _config(file, family)
-    names, heads, shapes = {}, {}, {}
+    names: dict[str, str] = {}
+    heads: dict[str, int] = {}
+    experts: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, stored, shape, permuted_heads in _expected(file, family, config):
         names[name], shapes[stored] = stored, shape
         if permuted_heads:
             heads[name] = permuted_heads
+    mixture = family.mixture
+    every = () if mixture is None else range(config["num_hidden_layers"])
+    stacked = [found for layer in every if mixture is not None for found in expert_tensors(config, mixture, layer)]
+    shapes |= {stored: shape for stored, shape, _ in stacked}
     for stored, shape in shapes.items():
         if stored not in file.tensors:
             raise InputError(f"{file.path}: there is no tensor {stored}")
         if file.tensors[stored].shape != shape:
             found = list(file.tensors[stored].shape)
             raise InputError(f"{file.path}: {stored} has shape {found}; the metadata say {list(shape)}")
+    # After the shapes were checked: how many experts there are is no longer the metadata's word alone.
+    for stored, shape, pattern in stacked:
+        own = {pattern.format(expert): expert for expert in range(shape[0])}
+        names |= dict.fromkeys(own, stored)
+        experts |= own
     unknown = next((stored for stored in file.tensors if stored not in shapes and stored != _ROPE_FREQS), None)
     if unknown is not None:
         raise InputError(f"{file.path}: {unknown} is no tensor of a {family.model_type} model that trirun reads")
-    return Architecture(family, config, names, heads)
+    return Architecture(family, config, names, heads, experts)
 
 
 def _family(file: GgufFile) -> Family:
@@ -132,13 +154,14 @@ def _family(file: GgufFile) -> Family:
             "without it the model writes nonsense",
             "take a release of the model that is not rotated",
         )
-    files = metadata.count("split.count", 0, least=0)
-    if files > 1:
-        raise InputError(f"{file.path} is one of {files} files of a model", "join them: llama-gguf-split --merge")
     if name not in FAMILIES:
         raise InputError(f"{file.path}: its architecture is {name!r}; {', '.join(FAMILIES)} are read from GGUF")
-    if metadata.count(".expert_count", 0, least=0):
-        raise InputError(f"{file.path} is a mixture of experts, which is not read from GGUF")
+    experts = metadata.count(".expert_count", 0, least=0)
+    if experts and name == "llama":
+        return _MIXTRAL
+    if bool(experts) != (FAMILIES[name].mixture is not None):
+        kind = "a mixture of experts" if experts else "no mixture of experts"
+        raise InputError(f"{file.path} is {kind}, which no {name} model is that trirun reads")
     return FAMILIES[name]
 
 
@@ -180,6 +203,8 @@ def _config(file: GgufFile, family: Family) -> dict[str, Any]:
     if family.biases == "some":
         config["attention_bias"] = "blk.0.attn_output.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
+    if family.mixture is not None:
+        config |= mixture_config(metadata, family.mixture)
     factors = np.frombuffer(file.raw(_ROPE_FREQS), "<f4") if _is_fp32(file, _ROPE_FREQS) else None
     config |= rotary_config(file.metadata, config, factors)
     return config
@@ -203,7 +228,10 @@ def _expected(
         "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q),
         "gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn),
     }  # fmt: skip
-    norms = {"q_norm": head_dim, "k_norm": head_dim, "attention_sub_norm": q, "mlp_sub_norm": ffn}
+    if family.mixture is not None:
+        linears = {field: shape for field, shape in linears.items() if field not in ("gate", "up", "down")}
+    q_norm, k_norm = (q, kv) if family.whole_norms else (head_dim, head_dim)
+    norms = {"q_norm": q_norm, "k_norm": k_norm, "attention_sub_norm": q, "mlp_sub_norm": ffn}
     permuted = {"q": heads, "k": kv_heads} if family.permuted else {}
     biased = {"qkv": ["q", "k", "v"], "none": []}.get(family.biases)
     if biased is None:
@@ -216,6 +244,9 @@ def _expected(
         ours, theirs = layer_prefix(layer), f"blk.{layer}."
         for field in family.norms:
             yield ours + LAYER_NORMS[field], f"{theirs}{NORMS[field]}.weight", (norms.get(field, hidden),), 0
+        if family.mixture is not None:
+            router = (config[family.mixture.count], hidden)
+            yield f"{ours}{family.mixture.router}{WEIGHT}", f"{theirs}{ROUTER}{WEIGHT}", router, 0
         for field, shape in linears.items():
             name, stored, order = ours + LAYER_LINEARS[field], theirs + LINEARS[field], permuted.get(field, 0)
             yield name + WEIGHT, stored + WEIGHT, shape, order

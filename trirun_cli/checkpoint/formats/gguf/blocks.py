@@ -44,11 +44,11 @@ _PAIRS = np.stack([_BYTES >> 2 * place & 3 for place in range(4)], axis=1).astyp
 _DIGITS = np.stack([((_BYTES * 3**n & 255) * 3 >> 8).astype(np.uint8) for n in range(5)])
 
 
-def read_codes(file: GgufFile, name: str) -> tuple[Quantized, float]:
+def read_codes(file: GgufFile, name: str, matrix: int | None = None) -> tuple[Quantized, float]:
     """A quantized tensor as codes and scales, exactly; an fp32 scale is rounded to fp16.
 
     Args:
-        name: of a tensor [n, k] of a quantized type.
+        name: of a tensor [n, k] of a quantized type. matrix: which one of a tensor [matrices, n, k].
 
     Returns:
         The weight, and the largest relative error of a scale's rounding: 0 where there is none.
@@ -56,9 +56,9 @@ def read_codes(file: GgufFile, name: str) -> tuple[Quantized, float]:
     Raises:
         QuantizationError: a code is not the type's, or a scale is not finite or too large or small for fp16.
     """
-    n, k = file.tensors[name].shape
+    n, k = file.tensors[name].shape[-2:]
     codes, scales = np.empty((n, k), np.uint8), None
-    for first, piece_codes, piece_scales in _pieces(file, name):
+    for first, piece_codes, piece_scales in _pieces(file, name, matrix):
         codes[first : first + len(piece_codes)] = piece_codes
         if scales is None:
             scales = np.empty((n, piece_scales.shape[1]), piece_scales.dtype)
@@ -70,17 +70,17 @@ def read_codes(file: GgufFile, name: str) -> tuple[Quantized, float]:
     return quantized, error
 
 
-def read_values(file: GgufFile, name: str) -> Iterator[tuple[int, np.ndarray]]:
+def read_values(file: GgufFile, name: str, matrix: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
     """The same tensor as fp32 [some rows, k] pieces with their first rows, for what is not to be packed."""
-    for first, codes, scales in _pieces(file, name):
+    for first, codes, scales in _pieces(file, name, matrix):
         groups = codes.reshape(len(codes), scales.shape[1], -1).astype(np.float32)
         yield first, (scales.astype(np.float32)[:, :, None] * (groups - 1)).reshape(codes.shape)
 
 
-def _pieces(file: GgufFile, name: str) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def _pieces(file: GgufFile, name: str, matrix: int | None) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """First row, codes uint8 [rows, k] and scales [rows, groups] of some rows after others."""
     tensor = file.tensors[name]
-    decode, rows, k = _DECODERS[tensor.type.name], file.rows(name), tensor.shape[-1]
+    decode, rows, k = _DECODERS[tensor.type.name], file.rows(name, matrix), tensor.shape[-1]
     step = max(_PIECE // k, 1)
     for first in range(0, len(rows), step):
         codes, scales = decode(rows[first : first + step], k)

@@ -27,16 +27,20 @@ from .file import GgufFile
 _PIECE = 1 << 22
 
 
-def read_floats(file: GgufFile, name: str) -> Tensor:
+def read_floats(file: GgufFile, name: str, matrix: int | None = None) -> Tensor:
     """A tensor's values: F16 and BF16 as they are, F32 as fp16 where that holds it exactly and else as it is; of all
     other types the nearest fp16. A ternary or 2-bit tensor with fp16 scales is exact in fp16.
+
+    Args:
+        matrix: which one of a tensor [matrices, n, k]; None is the whole tensor.
 
     Raises:
         InputError: a value does not fit into fp16.
     """
     tensor = file.tensors[name]
+    shape = tensor.shape if matrix is None else tensor.shape[1:]
     if tensor.type.name in _PLAIN:
-        stored = np.frombuffer(file.raw(name), _PLAIN[tensor.type.name]).reshape(tensor.shape)
+        stored = file.rows(name, matrix).view(_PLAIN[tensor.type.name]).reshape(shape)
         # A copy: what the caller keeps must not be a view of the mapped file.
         values = torch.from_numpy(stored.copy())
         if tensor.type.name == "BF16":
@@ -44,20 +48,20 @@ def read_floats(file: GgufFile, name: str) -> Tensor:
         if tensor.type.name == "F32" and torch.equal(values.half().float(), values):
             return values.half()
         return values
-    made = np.empty((np.prod(tensor.shape[:-1], dtype=np.int64), tensor.shape[-1]), np.float16)
-    pieces = read_values(file, name) if tensor.type.quantized else _pieces(file, name)
+    made = np.empty((np.prod(shape[:-1], dtype=np.int64), shape[-1]), np.float16)
+    pieces = read_values(file, name, matrix) if tensor.type.quantized else _pieces(file, name, matrix)
     for first, piece in pieces:
         with np.errstate(over="ignore"):
             made[first : first + len(piece)] = piece
         if not np.isfinite(made[first : first + len(piece)]).all():
             raise InputError(f"{file.path}: {name} has values that fp16 does not hold, from row {first} on")
-    return torch.from_numpy(made).view(tensor.shape)
+    return torch.from_numpy(made).view(shape)
 
 
-def _pieces(file: GgufFile, name: str) -> Iterator[tuple[int, np.ndarray]]:
+def _pieces(file: GgufFile, name: str, matrix: int | None) -> Iterator[tuple[int, np.ndarray]]:
     """First row and fp32 [rows, k] of some rows after others."""
     tensor = file.tensors[name]
-    decode, rows, k = _DECODERS[tensor.type.name], file.rows(name), tensor.shape[-1]
+    decode, rows, k = _DECODERS[tensor.type.name], file.rows(name, matrix), tensor.shape[-1]
     step = max(_PIECE // k, 1)
     for first in range(0, len(rows), step):
         piece = rows[first : first + step]

@@ -47,7 +47,7 @@ def rotary_config(metadata: Metadata, config: Mapping[str, Any], factors: np.nda
 
 def _llama3(metadata: Metadata, theta: float, head_dim: int, factors: np.ndarray) -> dict[str, Any]:
     """Llama 3.1's settings: wavelengths below 8192/4 keep their frequency, those above 8192 have it divided by the
-    factor, and between them it is blended (see ``models/llama_config.py``). Proved by the stored factors."""
+    factor, and between them it is blended (see ``models/rotary.py``). Proved by the stored factors."""
     factor = float(str(factors.max(initial=1.0)))
     half = head_dim // 2
     low, high, trained = (_LLAMA3[key] for key in _LLAMA3)

@@ -14,7 +14,7 @@ from torch import Tensor
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.layer.quantized import Quantized
 from trirun_gptq.lossless.ternary import ternarize
-from trirun_kernels.weights.names import LAYER_LINEARS, WEIGHT
+from trirun_kernels.weights.names import EMBEDDING, HEAD, LAYER_LINEARS, WEIGHT
 from trirun_kernels.weights.safetensors_file import StoredTensor
 
 from ....errors import InputError
@@ -64,8 +64,8 @@ class GgufModel:
 
     @property
     def files(self) -> list[Path]:
-        """The file."""
-        return [self.file.path]
+        """The file, or its parts."""
+        return self.file.paths
 
     @property
     def activation_bits(self) -> int:
@@ -85,8 +85,12 @@ class GgufModel:
         Raises:
             InputError: there is none.
         """
-        stored = self.file.tensors[self._stored(name)]
-        return StoredTensor(self.file.path, stored.start, stored.nbytes, stored.type.name, stored.shape)
+        stored, expert = self.file.tensors[self._stored(name)], self._model.experts.get(name)
+        start, nbytes, shape = stored.start, stored.nbytes, stored.shape
+        if expert is not None:
+            nbytes, shape = nbytes // shape[0], shape[1:]
+            start += expert * nbytes
+        return StoredTensor(self.file.paths[stored.part], start, nbytes, stored.type.name, shape)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as floats in memory of its own, its rows in transformers' order; see
@@ -95,14 +99,14 @@ class GgufModel:
         Raises:
             InputError: there is none, or fp16 does not hold its values.
         """
-        values = self._model.in_order(name, read_floats(self.file, self._stored(name)))
+        values = self._model.in_order(name, read_floats(self.file, self._stored(name), self._model.experts.get(name)))
         self.file.release()
         return values
 
     def codes(self, name: str) -> tuple[Quantized, float]:
         """A quantized tensor as codes and scales, its rows in transformers' order; see
         :func:`~trirun_cli.checkpoint.formats.gguf.blocks.read_codes`."""
-        found, error = read_codes(self.file, self._stored(name))
+        found, error = read_codes(self.file, self._stored(name), self._model.experts.get(name))
         self.file.release()
         rows = torch.from_numpy(self._model.in_order(name, np.arange(found.n)))
         if name in self._model.heads:
@@ -111,8 +115,13 @@ class GgufModel:
 
     def values(self, name: str) -> Tensor:
         """A quantized tensor as float32 with its scales as they are stored, its rows in transformers' order."""
-        pieces = [torch.from_numpy(piece) for _, piece in read_values(self.file, self._stored(name))]
+        found = read_values(self.file, self._stored(name), self._model.experts.get(name))
+        pieces = [torch.from_numpy(piece) for _, piece in found]
         return self._model.in_order(name, torch.cat(pieces))
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a tensor is one expert's matrix."""
+        return name in self._model.experts
 
     def is_quantized(self, name: str) -> bool:
         """Whether a tensor is of a type of at most 2 bits."""
@@ -125,7 +134,7 @@ class GgufModel:
 
 
 class GgufWeights:
-    """The linear layers of a file that has quantized ones; see
+    """The linear layers of a file that has quantized ones, and its embedding and head where they are quantized; see
     :class:`~trirun_cli.checkpoint.formats.ForeignWeights`. Layers that lie there as floats are packed where they are
     ternary, and kept in 16 bits where they are not."""
 
@@ -140,6 +149,11 @@ class GgufWeights:
     def packed(self, tensor_name: str) -> str | None:
         """The module that a tensor is the packed weight of; None for a tensor that is to stay as floats."""
         module = tensor_name.removesuffix(WEIGHT)
+        if tensor_name in (EMBEDDING, HEAD):
+            return module if self._source.is_quantized(tensor_name) else None
+        if self._source.is_expert(tensor_name):
+            # A mixture is packed as a whole, or not at all: read() says which expert is not ternary.
+            return module
         return module if tensor_name.endswith(_LINEARS) and self._is_ternary(module) else None
 
     def read(self, module: str) -> tuple[Quantized, float]:
