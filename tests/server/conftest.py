@@ -26,6 +26,7 @@ from trirun_cli.server.model import ServedModel
 from trirun_cli.server.service import Service
 from trirun_cli.server.tokenizer import ServerTokenizer
 from trirun_cli.text.detokenizer import load_tokenizer
+from trirun_cli.text.grammar import GrammarCompiler
 
 END = 0
 TEMPLATE = (
@@ -92,7 +93,9 @@ class Site:
         self.engine = Engine(self.runner, max_waiting=max_waiting)
         self.service = Service(["demo", "alias"], max_waiting=max_waiting)
         served = ServerTokenizer(tokenizer, size=len(tokenizer), context=self.engine.context, chat_template=template)
-        self.model = ServedModel(self.engine, served, frozenset({END}), defaults or {}, "as asked")
+        grammars = GrammarCompiler(tokenizer.backend_tokenizer, len(tokenizer), {END})
+        ends = frozenset({END})
+        self.model = ServedModel(self.engine, served, ends, defaults or {}, "as asked", grammars=grammars)
         self.app = create_app(self.service, **options)
 
     async def __aenter__(self):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -160,26 +161,56 @@ def test_failures_are_counted_and_end_with_a_failure(bench, server):
 
 def test_a_server_of_its_own(bench, checkpoint):
     options = ("--requests", 4, "--concurrency", 2, "--max-tokens", 8, "--serve-options", "--max-batch 2")
-    code, out, _ = bench("--checkpoint", checkpoint, "--json", *options)
+    code, out, _ = bench(checkpoint, "--json", *options)
     report = json.loads(out)
     assert code == 0 and report["server"]["slots"] == 2 and report["errors"] == {}
+
+
+def test_two_backends_take_the_same_load_in_turn(bench, server, checkpoint, monkeypatch):
+    started = []
+
+    class Running(nullcontext):
+        url, facts, memory = server.url, {"engine": "some"}, [(1.0, 2)]
+
+        def __init__(self, path, options):
+            super().__init__(self)
+            started.append(options)
+
+    monkeypatch.setattr("trirun_cli.bench.server_process.ServerProcess", Running)
+    options = ("--requests", 4, "--concurrency", 2, "--max-tokens", 8, "--serve-options", "--max-batch 2")
+    vllm = ("--backend", "trirun", "--backend", "vllm", "--vllm-options", "--dtype 'float32'")
+    code, out, _ = bench("--checkpoint", checkpoint, *vllm, *options, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["schema"] == "trirun.bench.serve.backends/1"
+    assert [report[name]["requests"] for name in ("trirun", "vllm")] == [4, 4]
+    # The memory of the process that starts vLLM is not vLLM's.
+    assert "server_memory" in report["trirun"] and "server_memory" not in report["vllm"]
+    assert started == [["--max-batch", "2"], ["--backend", "vllm", "--max-batch", "2", "--", "--dtype", "float32"]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ((), 2, "one of the two"),
-        (("http://127.0.0.1:1", "--checkpoint", "x"), 2, "one of the two"),
+        ((), 2, "or a checkpoint to start one on"),
+        (("http://127.0.0.1:1", "--checkpoint", "x"), 2, "both given; one is enough"),
         (("http://127.0.0.1:1", "--rate", "1", "--concurrency", "1"), 2, "open one"),
         (("http://127.0.0.1:1", "--rate", "0"), 2, "--rate 0: more than 0"),
         (("http://127.0.0.1:1", "--seconds", "inf"), 2, "--seconds inf: more than 0, and an end"),
         (("--checkpoint", "x", "--serve-options", "'"), 2, "--serve-options '"),
-        (("http://127.0.0.1:1", "--serve-options", "--max-batch 2"), 2, "--serve-options belongs to --checkpoint"),
+        (
+            ("http://127.0.0.1:1", "--serve-options", "--max-batch 2"),
+            2,
+            "--serve-options: the server at http://127.0.0.1:1 is running",
+        ),
+        (("http://127.0.0.1:1", "--backend", "vllm"), 2, "--backend: the server at http://127.0.0.1:1 is running"),
+        (("x", "--backend", "sglang"), 2, "--backend sglang: trirun or vllm"),
+        (("x", "--vllm-options", "--enforce-eager"), 2, "--vllm-options needs --backend vllm"),
         (("http://127.0.0.1:1", "--check", "--temperature", "1"), 2, "--check needs greedy"),
         (("http://127.0.0.1:1",), 3, "no OpenAI-compatible server"),
-        (("nonsense",), 3, "no OpenAI-compatible server"),
+        (("nonsense",), 3, "error: nonsense: no such directory\n"),
         (("http://127.0.0.1:1", "--prompt-words", "100000000"), 3, "words"),
         (("--checkpoint", "/nothing", "--requests", "1"), 3, "error: /nothing: no such directory\n"),
+        (("/nothing", "--requests", "1"), 3, "error: /nothing: no such directory\n"),
         (("--checkpoint", "x", "--serve-options", "--bogus"), 2, "error: --serve-options --bogus: No such option"),
         (("--checkpoint", "x", "--serve-options", "--port y"), 2, "error: --serve-options --port y: Invalid value"),
     ],

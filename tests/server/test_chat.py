@@ -101,8 +101,7 @@ def test_the_templates_own_options(site, tokenizer):
         ({"messages": [{"role": "bad", "content": "x"}]}, "messages", "no such role"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "knows nothing of tools"),
-        ({"tool_choice": "required"}, "tool_choice", "only none and auto"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
         ({"chat_template_kwargs": {"tokenize": True}}, "messages", "template"),
@@ -138,5 +137,30 @@ def test_a_tokenizer_with_several_templates(site, tokenizer):
                 assert status == 200, answer
             seen = [tokenizer.decode(list(request.prompt)) for request in demo.runner.bound]
             assert seen == ["Hello", "weather<tool_call>", "Hello"]
+
+    asyncio.run(scenario())
+
+
+THINKING = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}{{ '<think>\n' if thinks else '' }}"
+
+
+def test_reasoning_is_apart_from_the_answer(site):
+    async def scenario():
+        async with site("hm, so</think>\n\nYes.", template=THINKING, context=200) as demo:
+            body = {"messages": HELLO, "chat_template_kwargs": {"thinks": True}}
+            _, whole = await demo.post(PATH, body)
+            chunks = await demo.stream(PATH, body)
+        message = whole["choices"][0]["message"]
+        assert (message["reasoning_content"].strip(), message["content"]) == ("hm, so", "Yes.")
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas).strip() == "hm, so"
+        assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+        async with site("<think>a</think>b", template=THINKING, context=200) as demo:
+            _, own = await demo.post(PATH, {"messages": HELLO})
+        assert own["choices"][0]["message"]["content"].strip() == "b"
+        async with site("<think>a</think>b", context=200) as demo:
+            _, plain = await demo.post(PATH, {"messages": HELLO})
+        assert "<think>" in plain["choices"][0]["message"]["content"]
+        assert "reasoning_content" not in plain["choices"][0]["message"]
 
     asyncio.run(scenario())

@@ -69,6 +69,7 @@ def test_every_sampling_field_reaches_the_engine(site):
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.2,
         "max_tokens": 9,
+        "min_tokens": 4,
         "stop": ("end", "over"),
     }
 

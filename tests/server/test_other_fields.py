@@ -8,8 +8,8 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from trirun_cli.server.other_fields import OTHER_FIELDS
-from trirun_cli.server.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from trirun_cli.server.bodies.openai import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from trirun_cli.server.bodies.other_fields import OTHER_FIELDS
 
 openai = pytest.importorskip("openai", reason="needs trirun[dev]")
 

@@ -39,7 +39,7 @@ PATH = "/v1/completions"
         ("stop_token_ids", [-1]),
         ("best_of", 3),
         ("suffix", "the end"),
-        ("min_tokens", 5),
+        ("min_tokens", 17),
         ("stream_options", {"include_usage": True}),
         ("prompt", None),
         ("prompt", []),

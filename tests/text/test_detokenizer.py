@@ -92,6 +92,18 @@ def test_stop_strings_across_token_borders(tokenizer, stop, burst):
     assert stream.stopped and shown + stream.flush() == text[: text.index(stop)]
 
 
+@pytest.mark.parametrize("burst", [1, 4])
+def test_the_first_tokens_are_not_searched_for_stop_strings(tokenizer, burst):
+    text = "one two one two one two"
+    ids = tokenizer(text)["input_ids"]
+    fewest = len(tokenizer("one two one")["input_ids"])
+    stream = Detokenizer(tokenizer, [], ("two",), min_tokens=fewest)
+    shown = "".join(stream.take(ids[first : first + burst]).text for first in range(0, len(ids), burst))
+    assert stream.stopped and shown == "one two one "
+    stream = Detokenizer(tokenizer, [], ("two",), min_tokens=len(ids))
+    assert stream.take(ids, last=True).text == text and not stream.stopped
+
+
 def test_an_unfinished_stop_string_is_released_at_the_end(tokenizer):
     stream = Detokenizer(tokenizer, [], ("still going",))
     ids = tokenizer("it lay still")["input_ids"]

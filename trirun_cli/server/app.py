@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from fastapi import FastAPI, Request
@@ -13,12 +12,13 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from ..text.tool_calls import parser_for
 from ..version import __version__
-from . import docs_page, errors, metrics, sse
+from . import chat_page, docs_page, errors, metrics
+from .answer import answer
+from .bodies.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .dialects import anthropic
 from .errors import ApiError
 from .guard import Guard
-from .replies import ChatReply, CompletionReply, Reply
-from .request_group import RequestGroup
-from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .replies import ChatReply, CompletionReply
 from .service import Service
 
 # A context of 128k tokens is about 0.6 MB of text, so this holds a batch of them. Parsing JSON blocks the event loop: a
@@ -32,6 +32,7 @@ def create_app(
     api_key: str | None = None,
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
+    page: bool = True,
 ) -> FastAPI:
     """The ASGI application over a service, whose model may still be loading.
 
@@ -39,7 +40,7 @@ def create_app(
         service: answers the requests.
         api_key: the Bearer token required by every path but /health, /version and /metrics; None requires none.
         cors_origins: web origins that browsers may call from; "*" allows any.
-        max_body_bytes: a larger body returns 413.
+        max_body_bytes: a larger body returns 413. page: whether / is a page to chat with.
     """
     # FastAPI's own pages load scripts from another host, which a machine without the internet does not reach.
     app = FastAPI(
@@ -61,7 +62,11 @@ def create_app(
             expose_headers=["X-Request-Id"],
         )
     _add_completions(app, service)
+    anthropic.add(app, service)
     _add_information(app, service)
+    if page:
+        # It asks for the API key, so it needs none itself.
+        app.get("/", include_in_schema=False, response_model=None)(chat_page.response)
     return app
 
 
@@ -81,7 +86,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             usage=body.wants_usage,
             echoes=echoes,
         )
-        return await _answer(request, service, group, reply, stream=bool(body.stream))
+        return await answer(request, service, group, reply, stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, body: ChatBody) -> Response:
@@ -99,8 +104,9 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             usage=body.wants_usage,
             parser=partial(parser_for, template) if body.offers_tools else None,
             one_call=body.parallel_tool_calls is False,
+            reasoning=service.reasoning_parser(group),
         )
-        return await _answer(request, service, group, reply, stream=bool(body.stream))
+        return await answer(request, service, group, reply, stream=bool(body.stream))
 
 
 def _add_information(app: FastAPI, service: Service) -> None:
@@ -167,42 +173,3 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/docs", include_in_schema=False, response_model=None)
     async def docs() -> Response:
         return HTMLResponse(docs_page.render(app.openapi()))
-
-
-async def _answer(request: Request, service: Service, group: RequestGroup, reply: Reply, *, stream: bool) -> Response:
-    request.state.group = group
-    if stream:
-        return sse.EventStream(_events(group, reply), lambda: service.forget(group))
-    # ASGI reports a disconnect only to a pending receive().
-    gone = asyncio.ensure_future(_disconnected(request))
-    done = asyncio.ensure_future(group.whole())
-    try:
-        await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            return Response(status_code=499)
-        return Response(sse.dumps(reply.document(group, done.result())), media_type="application/json")
-    finally:
-        gone.cancel()
-        done.cancel()
-        service.forget(group)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _events(group: RequestGroup, reply: Reply) -> AsyncIterator[bytes]:
-    for document in reply.first_chunks(group):
-        yield sse.event(document)
-    try:
-        async for delta in group.deltas():
-            if (chunk := reply.chunk(delta)) is not None:
-                yield sse.event(chunk)
-    except ApiError as error:
-        # The status line is already sent; OpenAI's clients also read an error from the stream.
-        yield sse.event(error.body)
-    else:
-        if reply.with_usage:
-            yield sse.event(reply.usage_chunk(group))
-    yield sse.DONE

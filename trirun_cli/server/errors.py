@@ -18,6 +18,16 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
+# Paths of Anthropic's API, and its own types.
+ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class ApiError(Exception):
     """Ends a request with an HTTP status and OpenAI's error body.
@@ -46,9 +56,16 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The HTTP response."""
-        return JSONResponse(self.body, self.status, headers=self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The error document of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The HTTP response, in the form of the API that the path belongs to."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC) else self.body
+        return JSONResponse(body, self.status, headers=self.headers)
 
 
 def install(app: FastAPI) -> None:
@@ -56,17 +73,17 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def routed(request: Request, error: HTTPException) -> JSONResponse:
         where = f"{request.method} {request.url.path[:200]}"
         message = {404: f"there is no {where}", 405: f"{where} is not allowed"}.get(error.status_code, error.detail)
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _validation_error(request, error.errors()).response()
+        return _validation_error(request, error.errors()).response(request.url.path)
 
 
 def _validation_error(request: Request, errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -19,8 +19,8 @@ log = logging.getLogger("trirun.server")
 # A line per request, where its level is INFO.
 request_log = logging.getLogger("trirun.requests")
 
-# Health checks and metrics need no key.
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
+# Health checks and metrics need no key, and the page to chat with asks for it.
+OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics"})
 # Ids are repeated in headers and logs, so only printable ASCII is taken.
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # This much of a body that is too large is read and dropped: a client that reads only after it has written then gets the
@@ -33,7 +33,7 @@ class Guard:
 
     Args:
         app: the application.
-        api_key: the Bearer token required by every path but :data:`OPEN_PATHS`; None requires none.
+        api_key: the Bearer token, or x-api-key, required by every path but :data:`OPEN_PATHS`; None requires none.
         max_body_bytes: a larger body returns 413 before it is parsed.
         body_s: a body that takes more seconds than this returns 408.
     """
@@ -63,13 +63,13 @@ class Guard:
         except asyncio.CancelledError:
             if not started:
                 error = ApiError(503, "the server is shutting down", code="shutting_down")
-                await error.response()(scope, receive, send_with_id)
+                await error.response(scope["path"])(scope, receive, send_with_id)
             raise
         except Exception:
             log.exception("request %s failed", request_id)
             if not started:
                 error = ApiError(500, "internal error; the server's log has more", code="internal_error")
-                await error.response()(scope, receive, send_with_id)
+                await error.response(scope["path"])(scope, receive, send_with_id)
         finally:
             if request_log.isEnabledFor(logging.INFO):
                 request_log.info("%s", request_line(scope, status, time.perf_counter() - began))
@@ -83,9 +83,9 @@ class Guard:
         except TimeoutError:
             message = f"the body did not come within {self._body_s:g} s"
             refusal = ApiError(408, message, headers={"Connection": "close"})
-            return await refusal.response()(scope, receive, send)
+            return await refusal.response(scope["path"])(scope, receive, send)
         except ApiError as refusal:
-            return await refusal.response()(scope, receive, send)
+            return await refusal.response(scope["path"])(scope, receive, send)
         if body is None:
             return None
         unread = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -99,6 +99,9 @@ class Guard:
         if self._key is None or path in OPEN_PATHS:
             return
         given = headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        # Anthropic's clients send the key by itself.
+        if not given and (bare := headers.get("x-api-key")) is not None:
+            given = b"Bearer " + bare.encode("utf-8", "surrogateescape")
         # The name of the scheme is case-insensitive; the key is not, and is compared in constant time.
         scheme, _, token = given.partition(b" ")
         if not hmac.compare_digest(scheme.title() + b" " + token.strip(), self._key):

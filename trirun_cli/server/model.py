@@ -12,6 +12,7 @@ from ..engine.generation import generation_defaults, stop_ids
 from ..errors import InputError
 from ..text.chat_template import check_chat_template
 from ..text.detokenizer import quick_tokenizer
+from ..text.grammar import GrammarCompiler
 from ..text.tokenizer import template_file
 from .tokenizer import ServerTokenizer
 
@@ -26,7 +27,7 @@ class ServedModel:
         engine: started. tokenizer: of the model.
         stop_ids: token ids that end a text, unless the request says ``ignore_eos``.
         defaults: temperature, top_p, top_k, min_p and repetition_penalty of requests that do not set them.
-        why_slots: why so many requests run at once, for people.
+        why_slots: why so many requests run at once, for people. grammars: compiles those of structured output.
     """
 
     engine: Engine
@@ -34,6 +35,7 @@ class ServedModel:
     stop_ids: frozenset[int]
     defaults: Mapping[str, float] = field(default_factory=dict)
     why_slots: str = ""
+    grammars: GrammarCompiler = field(kw_only=True)
 
     @classmethod
     def start(cls, path: Path, engine: Engine, tokenizer: Any, why_slots: str = "") -> ServedModel:
@@ -51,7 +53,9 @@ class ServedModel:
         sampled = bool(settings.get("do_sample"))
         defaults = {name: settings[name] for name in _DEFAULTS if sampled and settings.get(name) is not None}
         engine.start()
-        return cls(engine, own, frozenset(stop_ids(path)), defaults, why_slots)
+        ends = frozenset(stop_ids(path))
+        grammars = GrammarCompiler(tokenizer.backend_tokenizer, engine.vocab_size, ends)
+        return cls(engine, own, ends, defaults, why_slots, grammars=grammars)
 
 
 def serving_tokenizer(path: Path, chat_template: str | None = None, file: Path | None = None) -> Any:

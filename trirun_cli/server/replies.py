@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from ..engine.sampling import Token
+from ..text.reasoning import ReasoningParser
 from ..text.tool_calls import ToolParser
+from . import sse
+from .errors import ApiError
 from .request_group import Delta, RequestGroup
 from .tokenizer import Offsets, ServerTokenizer
 
@@ -37,6 +40,22 @@ class Reply:
     def first_chunks(self, group: RequestGroup) -> Iterator[dict[str, Any]]:
         """Chunks of a stream before the first token."""
         return iter(())
+
+    async def events(self, group: RequestGroup) -> AsyncIterator[bytes]:
+        """The whole stream, encoded."""
+        for document in self.first_chunks(group):
+            yield sse.event(document)
+        try:
+            async for delta in group.deltas():
+                if (chunk := self.chunk(delta)) is not None:
+                    yield sse.event(chunk)
+        except ApiError as error:
+            # The status line is already sent; OpenAI's clients also read an error from the stream.
+            yield sse.event(error.body)
+        else:
+            if self.with_usage:
+                yield sse.event(self.usage_chunk(group))
+        yield sse.DONE
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """A chunk of a stream; None where the delta has nothing that the client asked for."""
@@ -119,16 +138,24 @@ class ChatReply(Reply):
     Args:
         parser: makes the tool-call parser of a choice; None where the request offers no tools.
         one_call: only the first tool call of a choice is part of the response, as ``parallel_tool_calls: false`` asks.
+        reasoning: makes the parser of a choice's reasoning; None where the chat template knows of none.
     """
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, *args: Any, parser: Callable[[], ToolParser] | None = None, one_call: bool = False, **options: Any
+        self,
+        *args: Any,
+        parser: Callable[[], ToolParser] | None = None,
+        one_call: bool = False,
+        reasoning: Callable[[], ReasoningParser] | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._parser, self._one_call = parser, one_call
         self._parsers: dict[int, ToolParser] = {}
+        self._reasoning = reasoning
+        self._reasoners: dict[int, ReasoningParser] = {}
 
     def first_chunks(self, group: RequestGroup) -> Iterator[dict[str, Any]]:
         for choice in group.choices:
@@ -136,22 +163,36 @@ class ChatReply(Reply):
             yield self._chunk({"index": choice.index, "delta": start, "logprobs": None, "finish_reason": None})
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
-        calls = self._extract_calls(delta)
-        if not calls and not self._shows(delta):
+        calls = self.extract(delta)
+        if not calls and not delta.reasoning and not self._shows(delta):
             return None
         new: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.reasoning:
+            new["reasoning_content"] = delta.reasoning
         if calls:
             new["tool_calls"] = calls
         part = {"delta": new, "logprobs": self._logprobs_of(delta), **self._ids(delta)}
         return self._chunk({"index": delta.index, **part, "finish_reason": delta.finish})
 
     def _part(self, delta: Delta) -> dict[str, Any]:
-        calls = self._extract_calls(delta)
+        calls = self.extract(delta)
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if self._reasoning is not None:
+            message["reasoning_content"] = delta.reasoning or None
         if calls:
             message["content"] = delta.text or None
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
         return {"message": message, "logprobs": self._logprobs_of(delta), **self._ids(delta)}
+
+    def extract(self, delta: Delta) -> list[dict[str, Any]]:
+        """Move the reasoning of a delta's text to its place, and the tool calls of the rest to the result."""
+        if self._reasoning is not None:
+            parser = self._reasoners.get(delta.index) or self._reasoners.setdefault(delta.index, self._reasoning())
+            delta.reasoning, delta.text = parser.feed(delta.text)
+            if delta.finish is not None:
+                rest, answer = parser.flush()
+                delta.reasoning, delta.text = delta.reasoning + rest, delta.text + answer
+        return self._extract_calls(delta)
 
     def _extract_calls(self, delta: Delta) -> list[dict[str, Any]]:
         """Move the tool calls from a delta's text to the result; with calls, "stop" becomes "tool_calls"."""

@@ -29,7 +29,7 @@ class Delta:
     """What is new of one choice.
 
     Attributes:
-        index: of the choice. text: whole characters, no part of a stop string.
+        index: of the choice. text: whole characters, no part of a stop string. reasoning: what replies move out of it.
         tokens: new ones; their text may come in a later delta.
         scores: of the prompt's tokens, in the first delta, where the request asked for them.
         finish: "stop" or "length" in the last delta, None before.
@@ -40,6 +40,7 @@ class Delta:
     tokens: list[Token] = field(default_factory=list)
     scores: Sequence[Token] = ()
     finish: str | None = None
+    reasoning: str = ""
 
 
 class Choice:
@@ -82,6 +83,11 @@ class Choice:
         elif ended:
             self.finish = str(event.finish)
         delta.finish = self.finish
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        return self._detokenizer.matched
 
     def take(self) -> Delta:
         """The delta since the last call."""

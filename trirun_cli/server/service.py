@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from ..engine.constraint import Constraint, Grammar
 from ..engine.request import EngineStopped, Request
 from ..engine.sampling import SamplingParams
-from ..errors import TrirunError
+from ..errors import MissingError, TrirunError, UsageError
 from ..text.detokenizer import Detokenizer
+from ..text.reasoning import ReasoningParser
+from .bodies.openai import ChatBody, CompletionBody, SamplingFields
+from .chat_grammar import chat_grammar, reasoning_of
 from .errors import ApiError
 from .event_bridge import EventBridge
 from .metrics import Metrics
 from .model import ServedModel
 from .request_group import RequestGroup
-from .schema import ChatBody, CompletionBody, SamplingFields
 
 # Tokens of a completion without ``max_tokens``, as in OpenAI's API.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -122,6 +127,7 @@ class Service:
             body,
             prompts,
             "prompt",
+            await self._constraint(body.grammar(), body),
             limit=limit,
             default=DEFAULT_COMPLETION_TOKENS,
             logprobs=body.logprobs,
@@ -141,7 +147,14 @@ class Service:
             raise ApiError(400, "messages have no tokens", param="messages", code="invalid_value")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._start(self._requests(body, [prompt], "messages", limit=limit, logprobs=logprobs), arrived, body)
+        constraint = await self._constraint(chat_grammar(body, self.model.tokenizer, prompt), body)
+        requests = self._requests(body, [prompt], "messages", constraint, limit=limit, logprobs=logprobs)
+        return self._start(requests, arrived, body)
+
+    def reasoning_parser(self, group: RequestGroup) -> Callable[[], ReasoningParser] | None:
+        """What makes the parsers of a chat group's reasoning; None where the model's chat template knows of none."""
+        found = reasoning_of(self.model.tokenizer, group.choices[0].request.prompt)
+        return None if found == "none" else partial(ReasoningParser, found == "open")
 
     def abort_all(self) -> None:
         """Cancel every request; clients get 503 ``shutting_down``, in a stream as its last event."""
@@ -169,7 +182,10 @@ class Service:
 
         def detokenizer(request: Request) -> Detokenizer:
             include = bool(body.include_stop_str_in_output)
-            return Detokenizer(model.tokenizer, request.prompt, request.params.stop, include_stop=include)
+            params = request.params
+            return Detokenizer(
+                model.tokenizer, request.prompt, params.stop, include_stop=include, min_tokens=params.min_tokens
+            )
 
         try:
             group.start(requests, detokenizer)
@@ -185,6 +201,7 @@ class Service:
         body: SamplingFields,
         prompts: Sequence[tuple[int, ...]],
         param: str,
+        constraint: Callable[[], Constraint] | None,
         *,
         limit: int | None,
         default: int | None = None,
@@ -194,7 +211,8 @@ class Service:
         """One request per choice: ``n`` of each prompt.
 
         Args:
-            param: the field of the prompts. limit: of generated tokens; None is ``default``, or what fits the context.
+            param: the field of the prompts. constraint: begins that of a text.
+            limit: of generated tokens; None is ``default``, or what fits the context.
         """
         model, count = self.model, body.n or 1
         bias = body.logit_bias or {}
@@ -207,6 +225,9 @@ class Service:
             most = self._room(len(prompt), limit, param)
             if limit is None and default is not None:
                 most = min(most, default)
+            if (least := body.min_tokens or 0) > most:
+                message = f"min_tokens: {least} tokens, and at most {most} are generated"
+                raise ApiError(400, message, param="min_tokens", code="invalid_value")
             for index in range(count):
                 try:
                     params = SamplingParams(
@@ -217,14 +238,33 @@ class Service:
                         presence_penalty=body.presence_penalty or 0.0,
                         frequency_penalty=body.frequency_penalty or 0.0,
                         logit_bias=bias,
+                        min_tokens=least,
                         logprobs=logprobs,
                         prompt_logprobs=prompt_logprobs,
                         **self._sampling(body),
                     )
                 except TrirunError as error:
                     raise ApiError(400, str(error), code="invalid_value") from error
-                requests.append(Request(uuid.uuid4().hex, prompt, params, stop_ids))
+                requests.append(Request(uuid.uuid4().hex, prompt, params, stop_ids, constraint))
         return requests
+
+    async def _constraint(
+        self, asked: tuple[Grammar, str] | None, body: SamplingFields
+    ) -> Callable[[], Constraint] | None:
+        """What begins the constraint of a text of that grammar, compiled on another thread; the field that asks for it
+        is named where it cannot be."""
+        if asked is None:
+            return None
+        grammar, param = asked
+        if body.ignore_eos:
+            message = f"{param} and ignore_eos exclude each other: the grammar says where the text ends"
+            raise ApiError(400, message, param="ignore_eos", code="invalid_value")
+        try:
+            return await asyncio.to_thread(self.model.grammars.compile, grammar)
+        except UsageError as error:
+            raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_grammar") from error
+        except MissingError as error:
+            raise ApiError(501, str(error), param=param, code="not_installed") from error
 
     def _sampling(self, body: SamplingFields) -> dict[str, Any]:
         openai = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

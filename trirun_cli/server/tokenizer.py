@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from ..text.tool_calls import for_template
+from .bodies.openai import Message, TemplateFields
 from .errors import ApiError
-from .schema import Message, TemplateFields
 
 # Longer texts are tokenized on another thread, so that the event loop is not blocked.
 _INLINE_CHARACTERS = 16_384

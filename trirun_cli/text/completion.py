@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..engine.constraint import Constraint
 from ..engine.engine import Engine
 from ..engine.request import Event, FinishReason, Request, Usage
 from ..engine.sampling import SamplingParams, Token
@@ -18,11 +19,13 @@ from .detokenizer import Detokenizer
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids to continue. ``id`` is unique among those that run together."""
+    """Token ids to continue. ``id`` is unique among those that run together; ``constraint`` begins what says which
+    tokens may come."""
 
     id: str
     ids: Sequence[int]
     params: SamplingParams
+    constraint: Callable[[], Constraint] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class _Writer:
 
     def __init__(self, tokenizer: Any, prompt: Prompt, on_text: Callable[[str, str], None]) -> None:
         self._prompt, self._on_text = prompt, on_text
-        self._detokenizer = Detokenizer(tokenizer, prompt.ids, prompt.params.stop)
+        params = prompt.params
+        self._detokenizer = Detokenizer(tokenizer, prompt.ids, params.stop, min_tokens=params.min_tokens)
         self._pieces: list[str] = []
         self._tokens: list[Token] = []
         self._scores: tuple[Token, ...] | None = None
@@ -117,7 +121,7 @@ def complete(
             if interrupted():
                 return
             writers[prompt.id] = _Writer(tokenizer, prompt, on_text)
-            yield Request(prompt.id, tuple(prompt.ids), prompt.params, ends)
+            yield Request(prompt.id, tuple(prompt.ids), prompt.params, ends, prompt.constraint)
 
     ending = False
     for event in engine.generate(requests()):

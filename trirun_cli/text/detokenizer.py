@@ -145,9 +145,10 @@ class Detokenizer:
         tokenizer: of the model. prompt: the ids before the first generated one, which leading spaces depend on.
         stop: strings that end the text. They are found across token borders; of several, the first in the text counts.
         include_stop: the stop string that ends the text is part of it.
+        min_tokens: the text of so many tokens is not searched for stop strings.
 
     Attributes:
-        stopped: a stop string has been met; nothing comes after it.
+        stopped: a stop string has been met; nothing comes after it. matched: which, or None.
 
     Example:
         >>> detokenizer = Detokenizer(tokenizer, prompt_ids, stop=("\\n",))
@@ -157,7 +158,13 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], stop: tuple[str, ...] = (), *, include_stop: bool = False
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop: tuple[str, ...] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         # A few ids of context settle how the first piece is spaced; the whole prompt would be decoded at every step.
@@ -168,8 +175,9 @@ class Detokenizer:
         self._unfinished = text if text.endswith("\ufffd") else ""
         self._waiting = 0
         self._held = ""
-        self._stop, self._include_stop = stop, include_stop
+        self._stop, self._include_stop, self._unsearched = stop, include_stop, min_tokens
         self.stopped = False
+        self.matched: str | None = None
 
     def take(self, tokens: Sequence[int], *, last: bool = False) -> Taken:
         """The text that is certain after more tokens, and how many of them belong to the answer.
@@ -196,6 +204,7 @@ class Detokenizer:
         if self.stopped:
             return ""
         self._ids.append(token)
+        self._unsearched -= 1
         text = self._decode(self._ids)
         # A character cut in the middle of its bytes decodes to U+FFFD: wait for the rest, three tokens at most.
         self._waiting = self._waiting + 1 if text.endswith("\ufffd") else 0
@@ -245,10 +254,13 @@ class Detokenizer:
 
     def _release(self, new: str) -> str:
         text = self._held + new
+        if self._unsearched >= 0:
+            return text
         found = [(at, len(stop)) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
             at, length = min(found)
+            self.matched = text[at : at + length]
             return text[: at + length] if self._include_stop else text[:at]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]

@@ -1,6 +1,7 @@
 """Tool calls in a model's text: in Hermes' tags, which Qwen uses too, or Llama 3's bare JSON.
 
-The chat template tells the model of the tools. Nothing constrains what it then generates.
+The chat template tells the model of the tools. What it then generates is free, unless a call is asked for or a tool is
+strict: :func:`call_grammar` is the grammar of such answers.
 """
 
 from __future__ import annotations
@@ -10,12 +11,46 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..engine.constraint import Grammar
+from .grammar import BLANKS
+
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def parser_for(template: str) -> ToolParser:
     """The parser of the tool calls that a chat template asks for."""
     return HermesParser() if _OPEN in template else JsonParser()
+
+
+def call_grammar(template: str, functions: Mapping[str, Any], *, several: bool = True, forced: bool = True) -> Grammar:
+    """The grammar of calls in the form that a chat template asks for.
+
+    Args:
+        functions: JSON schemas of the arguments, by name. several: more than one call may come.
+        forced: the text is calls alone; otherwise they may stand in a text, or be missing.
+    """
+    hermes = _OPEN in template
+    key = "parameters" if not hermes and '"parameters"' in template else "arguments"
+    options = "\n".join(
+        f"call_{i}: {json.dumps(json.dumps({'name': name})[:-1] + f', {json.dumps(key)}: ')} "
+        f'%json {json.dumps(schema | {"x-guidance": BLANKS})} "}}"'
+        for i, (name, schema) in enumerate(functions.items())
+    )
+    body = "body: " + " | ".join(f"call_{i}" for i in range(len(functions)))
+    if hermes and forced:
+        more = ' ("\\n" call)*' if several else ""
+        rules = f'start: call{more}\ncall: "{_OPEN}\\n" body "\\n{_CLOSE}"'
+    elif hermes:
+        # Any text until the opening tag, which only a call can follow.
+        rules = (
+            f'start: opened* TEXT\nopened: trigger "\\n" body "\\n{_CLOSE}"\n'
+            f'trigger[lazy]: TEXT "{_OPEN}"\nTEXT: /(.|\\n)*/'
+        )
+    else:
+        more = ' ("; " body)*' if several else ""
+        rules = f"start: calls\ncalls: body{more}" if forced else f"start: calls | TEXT\ncalls: body{more}"
+        rules += "" if forced else "\nTEXT: /([^{ \\n](.|\\n)*)?/"
+    return Grammar("grammar", "\n".join(("%llguidance {}", rules, body, options)))
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

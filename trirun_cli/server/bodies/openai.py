@@ -6,27 +6,31 @@ returns 400 with its name, a harmless one is accepted. An unknown field is ignor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from .errors import ApiError
+from ..errors import ApiError
+from .base import (
+    MOST_BIASES,
+    MOST_MESSAGES,
+    MOST_PROMPTS,
+    MOST_STOPS,
+    Body,
+    Count,
+    Penalty,
+    above_zero,
+    at_least,
+    at_most,
+    strings,
+)
 from .other_fields import check_other_fields
-
-# Far beyond any use, and checked before work that grows with them, so that one request cannot block the others.
-MOST_PROMPTS = 4096
-MOST_MESSAGES = 4096
-MOST_BIASES = 1024
-MOST_STOPS = 4
-
-
-def _strings(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+from .structured import GrammarFields
+from .tools import ToolFields
 
 
 def _stops(value: list[str] | None) -> list[str] | None:
-    _at_most(MOST_STOPS)(value)
+    at_most(MOST_STOPS)(value)
     try:
         "".join(value or ()).encode()
     except UnicodeEncodeError:
@@ -46,61 +50,10 @@ def _token_bias(value: Any) -> Any:
         raise ValueError("its keys must be token ids") from None
 
 
-def _at_least(low: float, high: float = float("inf"), what: str = "") -> Callable[[Any], Any]:
-    rule = f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
-
-    def check(value: Any) -> Any:
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"must be {rule}{what}, got {value!r}")
-        return value
-
-    return check
-
-
-def _above_zero(most: float = float("inf")) -> Callable[[float | None], float | None]:
-    rule = "above 0" if most == float("inf") else f"above 0 and at most {most:g}"
-
-    def check(value: float | None) -> float | None:
-        if value is not None and not 0 < value <= most:
-            raise ValueError(f"must be {rule}, got {value!r}")
-        return value
-
-    return check
-
-
 def _biases(value: dict[int, float] | None) -> dict[int, float] | None:
     for bias in (value or {}).values():
-        _at_least(-100, 100)(bias)
+        at_least(-100, 100)(bias)
     return value
-
-
-Penalty = Annotated[float | None, AfterValidator(_at_least(-2, 2))]
-Count = Annotated[int | None, AfterValidator(_at_least(0))]
-
-
-def _at_most(count: int) -> Callable[[list[Any] | None], list[Any] | None]:
-    """Field(max_length=...) would ask None for its length."""
-
-    def check(value: list[Any] | None) -> list[Any] | None:
-        if value is not None and len(value) > count:
-            raise ValueError(f"has {len(value)} items, at most {count} are taken")
-        return value
-
-    return check
-
-
-class Body(BaseModel):
-    """A JSON object in which null is the same as an absent field, unless the field is required."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        required = {name for name, field in cls.model_fields.items() if field.is_required()}
-        return {name: value for name, value in given.items() if value is not None or name in required}
 
 
 class StreamOptions(Body):
@@ -109,25 +62,26 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(GrammarFields):
     """Fields of both endpoints."""
 
     model: str | None = None
-    n: Annotated[int | None, AfterValidator(_at_least(1, 128))] = None
+    n: Annotated[int | None, AfterValidator(at_least(1, 128))] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float | None, AfterValidator(_at_least(0, 100))] = None
-    top_p: Annotated[float | None, AfterValidator(_above_zero(1))] = None
-    top_k: Annotated[int | None, AfterValidator(_at_least(-1))] = None
-    min_p: Annotated[float | None, AfterValidator(_at_least(0, 1))] = None
-    seed: Annotated[int | None, AfterValidator(_at_least(-(2**63), 2**63 - 1))] = None
-    stop: Annotated[list[str] | None, BeforeValidator(_strings), AfterValidator(_stops)] = None
+    temperature: Annotated[float | None, AfterValidator(at_least(0, 100))] = None
+    top_p: Annotated[float | None, AfterValidator(above_zero(1))] = None
+    top_k: Annotated[int | None, AfterValidator(at_least(-1))] = None
+    min_p: Annotated[float | None, AfterValidator(at_least(0, 1))] = None
+    seed: Annotated[int | None, AfterValidator(at_least(-(2**63), 2**63 - 1))] = None
+    stop: Annotated[list[str] | None, BeforeValidator(strings), AfterValidator(_stops)] = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int | None, AfterValidator(at_least(0))] = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
-    repetition_penalty: Annotated[float | None, AfterValidator(_above_zero())] = None
+    repetition_penalty: Annotated[float | None, AfterValidator(above_zero())] = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_bias), AfterValidator(_biases)] = None
     return_token_ids: bool | None = None
 
@@ -178,7 +132,7 @@ class CompletionBody(SamplingFields):
     prompt: Annotated[Any, AfterValidator(_prompts)]
     max_tokens: Count = 16
     echo: bool | None = None
-    logprobs: Annotated[int | None, AfterValidator(_at_least(0, 20))] = None
+    logprobs: Annotated[int | None, AfterValidator(at_least(0, 20))] = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
 
@@ -211,33 +165,13 @@ class Message(Body):
     content: Annotated[str | None, BeforeValidator(_text_of)] = None
 
 
-class Function(Body):
-    """A function that the model may call; its parameters are a JSON schema."""
-
-    name: Annotated[str, Field(min_length=1)]
-
-
-class Tool(Body):
-    """A tool; functions are the only kind."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class TemplateFields(Body):
+class TemplateFields(ToolFields):
     """What the chat template is given beside the messages."""
 
-    tools: Annotated[list[Tool] | None, AfterValidator(_at_most(MOST_MESSAGES))] = None
-    tool_choice: Any = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-
-    @property
-    def offers_tools(self) -> bool:
-        """Whether the chat template is given the tools."""
-        return bool(self.tools) and self.tool_choice != "none"
 
     def check_template(self) -> None:
         """Refuse combinations that contradict each other.
@@ -260,16 +194,17 @@ class ChatBody(TemplateFields, SamplingFields):
     max_tokens: Count = None
     max_completion_tokens: Count = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, AfterValidator(_at_least(0, 20))] = None
+    top_logprobs: Annotated[int | None, AfterValidator(at_least(0, 20))] = None
 
     def check_fields(self) -> None:
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
             message = "top_logprobs needs logprobs: true"
             raise ApiError(400, message, param="top_logprobs", code="invalid_value")
-        if self.tool_choice not in (None, "none", "auto"):
-            message = "tool_choice: only none and auto are supported"
-            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        self.check_tools()
+        if self.forced_tools and (asked := self.grammar()) is not None:
+            message = f"{asked[1]} and a tool_choice that forces a call exclude each other"
+            raise ApiError(400, message, param="tool_choice", code="invalid_value")
         self.check_template()
 
 
@@ -277,7 +212,7 @@ class TokenizeBody(TemplateFields):
     """The body of POST /tokenize: a text, or a conversation as the model reads it."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, AfterValidator(_at_most(MOST_MESSAGES))] = None
+    messages: Annotated[list[Message] | None, AfterValidator(at_most(MOST_MESSAGES))] = None
     add_special_tokens: bool = True
 
     def check_fields(self) -> None:

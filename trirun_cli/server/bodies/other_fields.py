@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .errors import ApiError
+from ..errors import ApiError
 
 log = logging.getLogger("trirun.server")
 
@@ -27,7 +27,6 @@ class Rule(NamedTuple):
 
 
 _TEXT_ONLY = "the server reads and writes text"
-_NO_GRAMMAR = "nothing constrains what the model generates"
 _STORED = "a label of what OpenAI stores; this server stores nothing"
 _CACHE = "where OpenAI caches prompts and how long; this server's prefix cache needs no hint"
 
@@ -50,19 +49,12 @@ OTHER_FIELDS: Mapping[str, Rule] = {
     "modalities": Rule((["text"],), _TEXT_ONLY),
     "function_call": Rule(("none",), "OpenAI has replaced it by tool_choice"),
     "functions": Rule(([],), "OpenAI has replaced it by tools"),
-    "guided_choice": Rule((), _NO_GRAMMAR),
-    "guided_grammar": Rule((), _NO_GRAMMAR),
-    "guided_json": Rule((), _NO_GRAMMAR),
-    "guided_regex": Rule((), _NO_GRAMMAR),
     "length_penalty": Rule((1,), "of beam search, which this server does not do"),
     "logits_processors": Rule(([],), "code from a request is not run"),
-    "min_tokens": Rule((0,), "an answer may end at any token"),
     "moderation": Rule((), "neither prompts nor answers are moderated"),
     "priority": Rule((0,), "requests run in the order in which they come"),
     "prompt_embeds": Rule((), _TEXT_ONLY),
     "prompt_logprobs": Rule((), "echo with logprobs has the prompt's log-probabilities"),
-    "response_format": Rule(({"type": "text"},), _NO_GRAMMAR),
-    "structured_outputs": Rule((), _NO_GRAMMAR),
     "suffix": Rule(("",), "the model continues a text and does not fill a gap"),
     "tool_choice": Rule(("none",), "tools are offered to chat completions"),
     "tools": Rule(([],), "tools are offered to chat completions"),

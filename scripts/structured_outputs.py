@@ -1,0 +1,174 @@
+"""Structured output by JSON schemas: which schemas are compiled, refused or held wrongly, and what a mask takes.
+
+    python scripts/structured_outputs.py MODEL schemas.jsonl.gz [--peer] [--json]
+
+MODEL is a directory with a tokenizer.json, or a GGUF file. The schemas are lines of {"name", "schema", "tests":
+[{"valid", "data"}]} (the form of JSONSchemaBench, Geng et al. 2025, arXiv 2501.10868). Every instance is written as
+JSON, tokenized, and followed token by token: a valid one that is cut off, or an invalid one that is let through, is
+wrong. --peer does the same with xgrammar, where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import numpy as np
+
+from trirun_cli.engine.constraint import Constraint, Grammar, mask_words
+from trirun_cli.errors import UsageError
+from trirun_cli.text.grammar import GrammarCompiler
+
+Begin = Callable[[], Constraint]
+
+
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer of the tokenizers library of a model directory or a GGUF file."""
+    from tokenizers import Tokenizer
+
+    if path.is_dir():
+        return Tokenizer.from_file(str(path / "tokenizer.json"))
+    from trirun_cli.checkpoint.formats.gguf.file import GgufFile
+    from trirun_cli.checkpoint.formats.gguf.tokenizer import tokenizer_files
+
+    return Tokenizer.from_str(json.dumps(tokenizer_files(GgufFile(path).metadata, {})["tokenizer.json"]))
+
+
+def read_schemas(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file, gzipped or not."""
+    data = path.read_bytes()
+    yield from map(json.loads, (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines())
+
+
+class XGrammarText:
+    """A :class:`Constraint` of xgrammar."""
+
+    def __init__(self, matcher: Any, vocab: int) -> None:
+        import xgrammar
+
+        self._matcher, self._bitmask = matcher, xgrammar.allocate_token_bitmask(1, vocab)
+
+    def fill(self, words: np.ndarray) -> None:
+        """See :class:`Constraint`."""
+        self._matcher.fill_next_token_bitmask(self._bitmask)
+        words[:] = self._bitmask[0].numpy().view(np.uint32)
+
+    def advance(self, token: int) -> None:
+        """See :class:`Constraint`."""
+        self._matcher.accept_token(token)
+
+
+def xgrammar_compiler(backend: Any, end: int) -> Callable[[Any], Begin]:
+    """A function that compiles a schema with xgrammar."""
+    import xgrammar
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = backend.get_vocab_size()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab, stop_token_ids=[end])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compile_schema(schema: Any) -> Begin:
+        try:
+            compiled = compiler.compile_json_schema(json.dumps(schema), any_whitespace=True, strict_mode=False)
+        except Exception as error:
+            raise UsageError(str(error)) from error
+        return lambda: XGrammarText(xgrammar.GrammarMatcher(compiled), vocab)
+
+    return compile_schema
+
+
+def measure(compile_schema: Callable[[Any], Begin], backend: Any, end: int, schemas: Path, name: str) -> dict[str, Any]:
+    """What one library does with all schemas."""
+    counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    compiling, masking, wrong = [], [], []
+    words = np.zeros(mask_words(backend.get_vocab_size()), np.uint32)
+    for line in read_schemas(schemas):
+        counts["schemas"] += 1
+        started = time.perf_counter()
+        try:
+            begin = compile_schema(line["schema"])
+        except UsageError as error:
+            counts["refused"] += 1
+            reasons[str(error)[:60]] += 1
+            continue
+        compiling.append(time.perf_counter() - started)
+        counts["compiled"] += 1
+        held = True
+        for test in line["tests"]:
+            counts["instances"] += 1
+            text = json.dumps(test["data"], ensure_ascii=False)
+            constraint, passes = begin(), True
+            for token in [*backend.encode(text, add_special_tokens=False).ids, end]:
+                started = time.perf_counter()
+                constraint.fill(words)
+                masking.append(time.perf_counter() - started)
+                if not words[token // 32] >> (token % 32) & 1:
+                    passes = False
+                    break
+                constraint.advance(token)
+            if passes != test["valid"]:
+                held = False
+                wrong.append(f"{line['name']}: {'invalid, let through' if passes else 'valid, cut off'}")
+                counts["let through" if passes else "cut off"] += 1
+        counts["wrong"] += not held
+    return {
+        "library": name,
+        **{
+            key: counts[key]
+            for key in ("schemas", "compiled", "refused", "wrong", "instances", "let through", "cut off")
+        },
+        "compile_ms": spread(compiling),
+        "mask_us": spread(masking, 1e6),
+        "masks": len(masking),
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "refusals": dict(reasons.most_common(12)),
+        "examples": wrong[:12],
+    }
+
+
+def spread(seconds: list[float], scale: float = 1e3) -> dict[str, float]:
+    """Median, 99th percentile and most of some times."""
+    cuts = quantiles(seconds, n=100)
+    return {"p50": cuts[49] * scale, "p99": cuts[98] * scale, "most": max(seconds) * scale}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("schemas", type=Path)
+    parser.add_argument("--peer", action="store_true", help="the same with xgrammar")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    options = parser.parse_args()
+    backend, end = read_tokenizer(options.model), 0
+    compiler = GrammarCompiler(backend, backend.get_vocab_size(), {end})
+    found = [measure(lambda s: compiler.compile(Grammar.of_schema(s)), backend, end, options.schemas, "trirun")]
+    if options.peer:
+        found.append(measure(xgrammar_compiler(backend, end), backend, end, options.schemas, "xgrammar"))
+    if options.json:
+        print(json.dumps({"vocabulary": backend.get_vocab_size(), "libraries": found}, indent=2))
+        return
+    for row in found:
+        compiled, masks = row["compile_ms"], row["mask_us"]
+        lines = (
+            f"{row['library']}, {backend.get_vocab_size()} tokens: of {row['schemas']} schemas",
+            f"{row['compiled']} compiled, {row['refused']} refused, {row['wrong']} held wrongly;",
+            f"of {row['instances']} instances {row['let through']} let through, {row['cut off']} cut off;",
+            f"compiling {compiled['p50']:.1f} ms (p99 {compiled['p99']:.1f}, most {compiled['most']:.1f});",
+            f"a mask {masks['p50']:.0f} us (p99 {masks['p99']:.0f}, most {masks['most']:.0f}) of {row['masks']}",
+        )
+        print(" ".join(lines))
+
+
+if __name__ == "__main__":
+    main()

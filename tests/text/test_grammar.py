@@ -1,0 +1,172 @@
+"""Grammars compiled to masks of tokens."""
+
+import json
+
+import numpy as np
+import pytest
+
+from trirun_cli.engine.constraint import Grammar, mask_words
+from trirun_cli.errors import InputError, UsageError
+from trirun_cli.text.detokenizer import quick_tokenizer
+from trirun_cli.text.grammar import GrammarCompiler, compile_grammar
+from trirun_cli.text.tool_calls import call_grammar
+
+pytest.importorskip("llguidance", reason="needs trirun[serve]")
+END = 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pytestconfig):
+    return quick_tokenizer(pytestconfig.rootpath / "configs" / "demo-model")
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    backend = tokenizer.backend_tokenizer
+    return GrammarCompiler(backend, backend.get_vocab_size(), {END})
+
+
+def allowed(constraint, vocab):
+    words = np.zeros(mask_words(vocab), np.uint32)
+    constraint.fill(words)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    assert not bits[vocab:].any()
+    return bits[:vocab].astype(bool)
+
+
+def accepts(compiler, tokenizer, grammar, text):
+    """Whether a whole text, token by token, is one of the grammar."""
+    vocab, constraint = tokenizer.backend_tokenizer.get_vocab_size(), compiler.compile(grammar)()
+    for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], END]:
+        if not allowed(constraint, vocab)[token]:
+            return False
+        constraint.advance(token)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar("regex", "[0-9]{2,3}"), ["12", "123"], ["1", "1234", "12a", ""]),
+        (Grammar.of_choices(["one", 'a "b"\n']), ["one", 'a "b"\n'], ["on", "one ", "two"]),
+        (Grammar("grammar", 'start: "a" b\nb: /x+/'), ["ax", "axxx"], ["a", "x"]),
+        (Grammar("grammar", 'root ::= "a" [xy]+'), ["axy"], ["a", "axz"]),
+        (Grammar("json_object"), ["{}", '{"a": [1, {"b": null}]}', '{\n  "a": 1\n}'], ["[]", "1", '{"a"}']),
+        (Grammar.of_schema({"type": "integer", "minimum": 3}), ["3", "30"], ["2", "3.5", '"3"']),
+        (Grammar.of_schema(True), ["1", "[{}]", "null"], ["nul"]),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Grammar) else "",
+)
+def test_texts_of_a_grammar_pass_and_no_others(compiler, tokenizer, grammar, good, bad):
+    assert [text for text in good if not accepts(compiler, tokenizer, grammar, text)] == []
+    assert [text for text in bad if accepts(compiler, tokenizer, grammar, text)] == []
+
+
+def test_blanks_end(compiler, tokenizer):
+    """A weak model would fill its context with them."""
+    schema = Grammar.of_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    assert accepts(compiler, tokenizer, schema, '{\n    "a": 1\n}')
+    assert not accepts(compiler, tokenizer, schema, "{" + " " * 200 + '"a": 1}')
+    assert not accepts(compiler, tokenizer, schema, '{\n\n\n"a": 1}')
+
+
+def test_after_the_end_only_the_end(compiler, tokenizer):
+    """A step that is on its way when the text has ended asks once more."""
+    constraint = compiler.compile(Grammar("regex", "a"))()
+    for token in (*tokenizer("a", add_special_tokens=False)["input_ids"], END):
+        constraint.advance(token)
+    assert np.flatnonzero(allowed(constraint, tokenizer.backend_tokenizer.get_vocab_size())).tolist() == [END]
+
+
+def test_an_unknown_format_is_a_remark_and_a_known_one_is_held(compiler, tokenizer):
+    own = Grammar.of_schema({"type": "string", "format": "name-of-a-cat"})
+    assert accepts(compiler, tokenizer, own, '"Tom"')
+    date = Grammar.of_schema({"type": "string", "format": "date"})
+    assert accepts(compiler, tokenizer, date, '"2026-01-31"') and not accepts(compiler, tokenizer, date, '"Tom"')
+
+
+def test_values_named_format_stay():
+    schema = {"enum": [{"format": "own"}], "properties": {"format": {"type": "string"}}}
+    assert json.loads(Grammar.of_schema(schema).source) == schema
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (Grammar.of_schema({"not": {"type": "string"}}), "not"),
+        (Grammar("regex", "["), "unclosed"),
+        (Grammar("grammar", "start: nobody"), "nobody"),
+        (Grammar("regex", "a" * 300_000), "characters"),
+    ],
+    ids=lambda value: "" if isinstance(value, Grammar) else value,
+)
+def test_what_cannot_be_held_is_refused(compiler, grammar, says):
+    with pytest.raises(UsageError, match=says):
+        compiler.compile(grammar)
+
+
+@pytest.mark.parametrize("schema", [[], "text", 3, None, False])
+def test_a_schema_is_an_object_and_allows_something(schema):
+    with pytest.raises(UsageError, match=r"object|allows nothing"):
+        Grammar.of_schema(schema)
+
+
+def test_a_model_without_an_end_is_refused(tokenizer):
+    with pytest.raises(InputError, match="ends a text"):
+        compile_grammar(Grammar("json_object"), tokenizer, 8192, set())
+
+
+SCHEMAS = {
+    "weather": {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"],
+                "additionalProperties": False, "$defs": {"city": {"enum": ["Rome", "Bonn"]}}},
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+}  # fmt: skip
+ROME, NOW = '{"name": "weather", "arguments": {"city": "Rome"}}', '{"name": "now", "arguments": {}}'
+
+
+def tagged(call):
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "good", "bad"),
+    [
+        (
+            "<tool_call>",
+            {},
+            [tagged(ROME), f"{tagged(ROME)}\n{tagged(NOW)}"],
+            ["", "text", f"Well {tagged(NOW)}", tagged('{"name": "who", "arguments": {}}'), tagged(ROME) + " text",
+             tagged('{"name": "weather", "arguments": {"city": "Oslo"}}')],
+        ),
+        ("<tool_call>", {"several": False}, [tagged(ROME)], [f"{tagged(ROME)}\n{tagged(NOW)}"]),
+        (
+            "<tool_call>",
+            {"forced": False},
+            ["", "Just a < b.", tagged(NOW), f"Well, {tagged(ROME)} and {tagged(NOW)} done"],
+            [tagged('{"name": "weather", "arguments": {}}'), "Well <tool_call>none</tool_call>"],
+        ),
+        ("plain", {}, [ROME, f"{ROME}; {NOW}"], ["text", f"{ROME} {NOW}"]),
+        ('"parameters"', {}, [ROME.replace("arguments", "parameters")], [ROME]),
+        ("plain", {"forced": False}, ["", "Text {", NOW], ['{"name": "who", "arguments": {}}']),
+    ],
+    ids=["tags", "one", "free", "bare", "parameters", "free bare"],
+)  # fmt: skip
+def test_calls_keep_to_the_schemas_of_their_tools(compiler, tokenizer, template, options, good, bad):
+    grammar = call_grammar(template, SCHEMAS, **options)
+    assert [text for text in good if not accepts(compiler, tokenizer, grammar, text)] == []
+    assert [text for text in bad if accepts(compiler, tokenizer, grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "good", "bad"),
+    [
+        ("open", ["so</think>12", "</think>\n\n12"], ["12", "so", "so</think>x", "a</think>b</think>12"]),
+        ("any", ["12", "<think>so</think>12", "<think>\nso\n</think>\n\n12"], ["so</think>12", "<think>so", "x"]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["regex", "grammar", "json_schema"])
+def test_reasoning_comes_before_what_is_asked_for(compiler, tokenizer, kind, reasoning, good, bad):
+    source = {"regex": "[0-9]+", "grammar": "start: /[0-9]+/", "json_schema": '{"type": "integer"}'}[kind]
+    grammar = Grammar(kind, source, reasoning)
+    assert [text for text in good if not accepts(compiler, tokenizer, grammar, text)] == []
+    assert [text for text in bad if accepts(compiler, tokenizer, grammar, text)] == []

@@ -1,0 +1,171 @@
+"""Structured output: grammars that a text must follow, compiled by llguidance to masks over a model's tokens.
+
+llguidance parses with derivatives of regular expressions and Earley's algorithm over a trie of the vocabulary, and
+refuses a schema that it cannot hold an answer to before the first token (Geng et al. 2025, "JSONSchemaBench", compares
+it with others; ``scripts/structured_outputs.py`` does for a vocabulary of yours).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..engine.constraint import Constraint, Grammar
+from ..errors import InputError, MissingError, UsageError
+from .reasoning import CLOSE, OPEN
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# Characters of a grammar: compiling takes time that grows with them.
+MOST_CHARACTERS = 200_000
+_COMPILED = 128
+# Blanks between the parts of a JSON text: one, or a new line and its indentation. A weak model fills its context with
+# blanks where any number of them may come.
+BLANKS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"( |\r?\n( {0,24}|\t{1,8}))"}
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model's tokens; of any thread.
+
+    Args:
+        backend: the tokenizer, of the tokenizers library. vocab: size of the model's vocabulary.
+        stop_ids: tokens that end a text.
+    """
+
+    def __init__(self, backend: Any, vocab: int, stop_ids: Collection[int]) -> None:
+        self._backend, self._vocab, self._ends = backend, vocab, tuple(sorted(stop_ids))
+        self._made: Any = None
+        self._making = Lock()
+        self._prepared = lru_cache(maxsize=_COMPILED)(self._prepare)
+
+    def compile(self, grammar: Grammar) -> Callable[[], Constraint]:
+        """A function that begins a text of that grammar. The same grammar is compiled once.
+
+        Raises:
+            UsageError: the grammar is no grammar, or has something that cannot be held.
+            MissingError: llguidance is not installed. InputError: the model has no token that ends a text.
+        """
+        return self._prepared(grammar)
+
+    def _tokenizer(self) -> Any:
+        """llguidance's own, a second's work for a large vocabulary: made when it is first needed."""
+        with self._making:
+            if self._made is None:
+                try:
+                    import llguidance
+                except ModuleNotFoundError as error:
+                    fix = "pip install 'trirun[serve]'"
+                    raise MissingError("structured output needs llguidance, which is not installed", fix) from error
+                if not self._ends:
+                    raise InputError("structured output needs a token that ends a text; the model has none")
+                self._made = llguidance.LLTokenizer(
+                    self._backend.to_str(), n_vocab=self._vocab, eos_token=list(self._ends)
+                )
+            return self._made
+
+    def _prepare(self, grammar: Grammar) -> Callable[[], Constraint]:
+        tokenizer = self._tokenizer()
+        from llguidance import LLMatcher
+
+        if len(grammar.source) > MOST_CHARACTERS:
+            raise UsageError(f"has {len(grammar.source)} characters, at most {MOST_CHARACTERS} are taken")
+        try:
+            source = _after_reasoning(_for_llguidance(grammar), grammar.reasoning)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(_reason(error)) from error
+        if fault := LLMatcher.validate_grammar(source, tokenizer):
+            raise UsageError(_reason(fault))
+        first = LLMatcher(tokenizer, source)
+        # The first mask builds tables that the copies share.
+        first.compute_bitmask()
+        if first.is_error():
+            raise UsageError(_reason(first.get_error()))
+        return lambda: _Text(first.deep_copy(), self._ends)
+
+
+def compile_grammar(
+    grammar: Grammar | None,
+    tokenizer: Any,
+    vocab: int,
+    stop_ids: Collection[int],
+    compilers: dict[frozenset[int], GrammarCompiler] | None = None,
+) -> Callable[[], Constraint] | None:
+    """A function that begins a text of that grammar, for a tokenizer of :func:`..text.detokenizer.quick_tokenizer`.
+    ``compilers`` keeps what was made, by the stop ids, for the next call.
+
+    Raises:
+        InputError: the grammar cannot be held, or there is no tokenizer.json. MissingError: llguidance is missing.
+    """
+    if grammar is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InputError("structured output needs a tokenizer with a tokenizer.json")
+    ends = frozenset(stop_ids)
+    compilers = {} if compilers is None else compilers
+    compiler = compilers.get(ends) or compilers.setdefault(ends, GrammarCompiler(backend, vocab, ends))
+    try:
+        return compiler.compile(grammar)
+    except UsageError as error:
+        raise InputError(f"the {grammar.kind.replace('_', ' ')} cannot be followed: {error}") from error
+
+
+class _Text:
+    """A :class:`~..engine.constraint.Constraint` of llguidance."""
+
+    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+
+    def fill(self, words: np.ndarray) -> None:
+        matcher = self._matcher
+        if not matcher.is_stopped():
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            words[:] = 0
+        elif matcher.is_stopped():
+            words[:] = 0
+            for token in self._ends:
+                words[token // 32] |= np.uint32(1 << token % 32)
+
+    def advance(self, token: int) -> None:
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+
+
+def _for_llguidance(grammar: Grammar) -> str:
+    from llguidance import LLMatcher, gbnf_to_lark
+
+    if grammar.kind == "json_object":
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=BLANKS)
+    if grammar.kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(grammar.source, defaults=BLANKS)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.source)
+    if grammar.kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.source))))
+    source = gbnf_to_lark.any_to_lark(grammar.source)
+    return LLMatcher.grammar_from_lark(source)
+
+
+def _after_reasoning(source: str, kind: str) -> str:
+    """A grammar of llguidance's, as JSON or in Lark's notation, as the part of a text that follows its reasoning."""
+    if kind == "none":
+        return source
+    if not source.startswith("{"):
+        source = json.dumps({"grammars": [{"lark_grammar": source}]})
+    answer, *rest = json.loads(source)["grammars"]
+    first = "think BLANK" if kind == "open" else f'("{OPEN}" think BLANK)?'
+    whole = (
+        f"start: {first} @answer\nBLANK: /[\\n ]{{0,4}}/\nthink[lazy]: /(.|\\n)*{CLOSE.replace('/', chr(92) + '/')}/"
+    )
+    return json.dumps({"grammars": [{"name": "whole", "lark_grammar": whole}, answer | {"name": "answer"}, *rest]})
+
+
+def _reason(fault: Any) -> str:
+    return " ".join(str(fault).split())[:300]
