@@ -14,8 +14,10 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
+from trirun_kernels.gemm.embedding import Int2Embedding
 from trirun_kernels.gemm.linear import Int2Linear
 from trirun_kernels.weights.experts import with_linear_layers
+from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..checkpoint.hub import local_model
 from ..checkpoint.model_dir import quant_method, read_config
@@ -68,26 +70,29 @@ class TrirunQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         layout = self.quantization_config.format
-        kept = set(layout.modules_to_not_convert)
         with_linear_layers(model)
+        # The head that is one with a packed embedding, and whose name it has there.
+        shared = _tied_head(model) if layout.embeddings else {}
+        kept = set(layout.modules_to_not_convert) - shared.keys()
+        head = getattr(model, "get_output_embeddings", lambda: None)()
         for name, module in list(model.named_modules()):
-            if not isinstance(module, nn.Linear) or name in kept:
-                continue
-            n, k = layout.padded.get(name, (module.out_features, module.in_features))
-            if (n, k) != (module.out_features, module.in_features):
-                raise InputError(
-                    f"{name} is packed as [{n}, {k}], the model has [{module.out_features}, {module.in_features}]"
-                )
-            bias = module.bias is not None
-            act_bits = layout.activation_bits
-            packed = Int2Linear(k, n, layout.spec(name), bias, act_bits, module.weight.dtype, device="meta")
-            model.set_submodule(name, packed)
+            stored, dtype = shared.get(name, name), getattr(getattr(module, "weight", None), "dtype", None)
+            if isinstance(module, nn.Linear) and name not in kept:
+                n, k, bias = module.out_features, module.in_features, module.bias is not None
+                _check_size(layout, stored, n, k)
+                act_bits = 16 if module is head else layout.activation_bits
+                model.set_submodule(name, Int2Linear(k, n, layout.spec(stored), bias, act_bits, dtype, device="meta"))
+            elif isinstance(module, nn.Embedding) and name in layout.embeddings:
+                n, k = module.num_embeddings, module.embedding_dim
+                _check_size(layout, stored, n, k)
+                model.set_submodule(name, Int2Embedding(n, k, layout.spec(name), dtype or torch.float32, "meta"))
+        _tie_scales(model, shared)
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         # A tensor in a mapped safetensors file starts at any multiple of 8 bytes; the kernels read whole cache lines.
         for module in model.modules():
-            if isinstance(module, Int2Linear) and module.weight.data_ptr() % 64:
+            if isinstance(module, (Int2Linear, Int2Embedding)) and module.weight.data_ptr() % 64:
                 module.weight.data = module.weight.data.clone()
         return model
 
@@ -107,9 +112,32 @@ class TrirunQuantizer(HfQuantizer):
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         for name, module in list(model.named_modules()):
-            if isinstance(module, Int2Linear):
+            if isinstance(module, (Int2Linear, Int2Embedding)):
                 model.set_submodule(name, module.to_dense(dtype or torch.float32))
         return model
+
+
+def _check_size(layout: Format, name: str, n: int, k: int) -> None:
+    if layout.padded.get(name, [n, k]) != [n, k]:
+        raise InputError(f"{name} is packed as {layout.padded[name]}, the model has {[n, k]}")
+
+
+def _tied_head(model: nn.Module) -> dict[str, str]:
+    """The name of the output head of a model that ties it, and that of the embedding; nothing of another model."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    ends = ((head.removesuffix(WEIGHT), embedding.removesuffix(WEIGHT)) for head, embedding in tied.items())
+    return {h: e for h, e in ends if isinstance(model.get_submodule(e), nn.Embedding)}
+
+
+def _tie_scales(model: Any, shared: dict[str, str]) -> None:
+    """Makes transformers tie what a packed head has beside its words, and load it from one tensor."""
+    if not shared:
+        return
+    ends = [end for end in (SCALE, ZERO) if getattr(model.get_submodule(min(shared)), end[1:], None) is not None]
+    more = {head + end: embedding + end for head, embedding in shared.items() for end in ends}
+    # On this model, not on its class.
+    model._tied_weights_keys = {**model._tied_weights_keys, **more}
+    model.all_tied_weights_keys = {**model.all_tied_weights_keys, **more}
 
 
 def register() -> None:
