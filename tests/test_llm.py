@@ -87,6 +87,14 @@ def test_params_of_their_own_and_stop_strings(llm):
         llm.generate(["The"], each)
 
 
+def test_a_text_has_its_fewest_tokens(llm):
+    ends = dict.fromkeys(llm._stop_ids, 100.0)
+    (none,) = llm.generate("The", SamplingParams(logit_bias=ends))
+    (five,) = llm.generate("The", SamplingParams(logit_bias=ends, min_tokens=5))
+    assert not none.token_ids and len(five.token_ids) == 5 and five.finish_reason == "stop"
+    assert llm.generate("The", SamplingParams(max_tokens=5))[0].token_ids == five.token_ids
+
+
 def test_streams_are_the_text(llm):
     (whole,) = llm.generate("The", SamplingParams(max_tokens=20))
     pieces = list(llm.stream("The", SamplingParams(max_tokens=20)))

@@ -11,6 +11,7 @@ from typing import cast
 
 from .backends.registry import open_runner
 from .console import Console
+from .engine.constraint import Grammar
 from .engine.engine import Engine
 from .engine.generation import sampling_defaults, stop_ids
 from .engine.request import Request
@@ -18,6 +19,7 @@ from .engine.sampling import SamplingParams
 from .errors import InputError, UsageError
 from .text.completion import Completion, Prompt, complete
 from .text.detokenizer import Detokenizer, encode_chat, encode_prompt, quick_tokenizer
+from .text.grammar import GrammarCompiler, compile_grammar
 from .workflows.import_cache import as_model_dir
 
 Message = dict[str, str]
@@ -36,6 +38,7 @@ class LLM:
         dtype: "float32", "float16", "bfloat16", or "auto": float32 on the CPU, the checkpoint's own on a GPU.
         act_bits: 8 or 16 overrides the checkpoint's activation width.
         kv_cache_dtype: "auto", or "int8" on the native decoder of a GPU: half the memory per token.
+        head: an output head that is not packed: "16bit", "int8", or "auto": int8 on a CPU alone.
         engine: "native", "transformers", or "auto": native where it runs the model.
         max_batch: prompts that run at once; more of them wait.
         ctx: most tokens of a prompt and its completion; None is the model's own, at most 8192 of the native decoder.
@@ -67,6 +70,7 @@ class LLM:
         dtype: str = "auto",
         act_bits: int | None = None,
         kv_cache_dtype: str = "auto",
+        head: str = "auto",
         engine: str = "auto",
         max_batch: int = 16,
         ctx: int | None = None,
@@ -76,6 +80,7 @@ class LLM:
             ("dtype", dtype, ("auto", "float32", "float16", "bfloat16")),
             ("act_bits", act_bits, (None, 8, 16)),
             ("kv_cache_dtype", kv_cache_dtype, ("auto", "int8")),
+            ("head", head, ("auto", "16bit", "int8")),
             ("engine", engine, ("auto", "native", "transformers")),
         )
         for name, value, allowed in choices:
@@ -91,6 +96,7 @@ class LLM:
             dtype=dtype,
             act_bits=act_bits,
             kv_cache_dtype=kv_cache_dtype,
+            head=head,
             engine=engine,
             slots=max_batch,
             context=ctx,
@@ -100,11 +106,13 @@ class LLM:
         self.name, self.why_slower = runner.name, runner.why_slower
         self.context, self.vocab_size = runner.context, runner.vocab_size
         self._requests = 0
+        self._compilers: dict[frozenset[int], GrammarCompiler] = {}
 
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        grammar: Grammar | None = None,
     ) -> list[Completion]:
         """Continue prompts, many at once.
 
@@ -112,12 +120,14 @@ class LLM:
             prompts: a text, or a list of texts or of lists of token ids. No chat template is used; see :meth:`chat`.
             params: for all of them, or one each; None is ``default_params``. With one ``seed`` for all, prompt i is
                 sampled with seed + i, as ``trirun generate --prompts-file`` does it.
+            grammar: what each text must be, as ``Grammar.of_schema(...)`` or ``Grammar.of_choices([...])``.
 
         Returns:
             a completion per prompt, in their order.
 
         Raises:
-            InputError: a prompt does not fit the model, before any is run; or the model's logits are not finite.
+            InputError: a prompt does not fit the model, before any is run; or the model's logits are not finite, or
+                the grammar cannot be held.
             UsageError: there are not as many params as prompts.
 
         Example:
@@ -128,18 +138,19 @@ class LLM:
         if isinstance(prompts, str):
             prompts = [prompts]
         ids = [self._encode(prompt) for prompt in prompts]
-        return self._complete(ids, params, self._stop_ids)
+        return self._complete(ids, params, self._stop_ids, grammar)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        grammar: Grammar | None = None,
     ) -> list[Completion]:
         """Answer conversations through the model's chat template, many at once.
 
         Args:
             messages: one conversation or a list of them; each message has "role" (system, user or assistant) and
-                "content". params: as of :meth:`generate`.
+                "content". params, grammar: as of :meth:`generate`.
 
         Returns:
             an answer per conversation, in their order.
@@ -155,7 +166,7 @@ class LLM:
         conversations = cast(list[Sequence[Message]], [messages] if single else list(messages))
         ids = [encode_chat(self.tokenizer, conversation) for conversation in conversations]
         ends = self._stop_ids | ({self.tokenizer.eos_token_id} - {None})
-        return self._complete(ids, params, ends)
+        return self._complete(ids, params, ends, grammar)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of the text that continues one prompt, whole characters only, as they become certain. Leaving the
@@ -202,6 +213,7 @@ class LLM:
         prompts: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         ends: frozenset[int],
+        grammar: Grammar | None,
     ) -> list[Completion]:
         params = params or self.default_params
         if isinstance(params, SamplingParams):
@@ -211,14 +223,16 @@ class LLM:
             each = list(params)
         else:
             raise UsageError(f"{len(params)} params for {len(prompts)} prompts")
-        waiting = [Prompt(self._next_id(), ids, wanted) for ids, wanted in zip(prompts, each, strict=True)]
+        constraint = compile_grammar(grammar, self.tokenizer, self.vocab_size, ends, self._compilers)
+        waiting = [Prompt(self._next_id(), ids, wanted, constraint) for ids, wanted in zip(prompts, each, strict=True)]
         for prompt in waiting:
             self._engine.check(Request(prompt.id, tuple(prompt.ids), prompt.params))
         done = {found.id: found for found in complete(self._engine, self.tokenizer, waiting, ends)}
         return [done[prompt.id] for prompt in waiting]
 
     def _pieces(self, request: Request) -> Iterator[str]:
-        detokenizer = Detokenizer(self.tokenizer, request.prompt, request.params.stop)
+        params = request.params
+        detokenizer = Detokenizer(self.tokenizer, request.prompt, params.stop, min_tokens=params.min_tokens)
         with closing(self._engine.generate([request])) as events:
             for event in events:
                 if event.error is not None:

@@ -51,3 +51,24 @@ def test_tasks_and_files_that_are_wrong_are_named_in_a_line(trirun, plain_model,
         "eval", "-m", plain_model, "--tasks", "mmlu_virology,piqa", "--data-dir", tmp_path / "nowhere"
     )
     assert code == 2 and "no such file or directory" in err
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (
+            ModuleNotFoundError("No module named 'sklearn.metrics'", name="sklearn.metrics"),
+            "lm-eval needs sklearn, which",
+        ),
+        (ModuleNotFoundError("`sympy` is required for\nminerva_math"), "packages are missing: `sympy` is required for"),
+    ],
+)
+def test_a_package_that_a_task_imports_is_named(trirun, plain_model, monkeypatch, failure, words):
+    from lm_eval.tasks import TaskManager
+
+    def fail(*arguments, **options):
+        raise failure
+
+    monkeypatch.setattr(TaskManager, "load", fail)
+    code, _, err = trirun("eval", "-m", plain_model, "--tasks", "piqa")
+    assert code == 4 and f"error: --tasks piqa: {words}" in err

@@ -47,6 +47,23 @@ def test_a_bound_that_does_not_hold_fails(trirun, packed, ternary_model, text):
     assert code == 6 and "above --max-ratio 0.5" in err and "perplexity" in out
 
 
+def test_the_context_that_a_window_slides_in(trirun, packed, copy_of, text):
+    model = copy_of(packed)
+    config = json.loads((model / "config.json").read_text())
+    window = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32}
+    (model / "config.json").write_text(json.dumps(config | window))
+    base = ("eval", model, "--text", text, "--limit", 2, "--json")
+    # Past its window as it was trained, and within it; neither where --window is the longer.
+    for options, engine, tokens in [(("--window", 64), "native decoder", 64), (("--ctx", 32), "native decoder", 32)]:
+        code, out, _ = trirun(*base, *options)
+        (found,), (result,) = json.loads(out)["models"].values(), json.loads(out)["results"]
+        assert code == 0 and found["engine"].startswith(engine) and result["window"] == tokens
+    code, _, err = trirun(*base, "--ctx", 32, "--window", 64)
+    assert code == 2 and err == "error: --window 64: more than --ctx 32\n"
+    code, _, err = trirun(*base, "--ctx", 4096)
+    assert code == 2 and "a context of 4096 tokens; the model's own is 128" in err
+
+
 def test_texts_that_cannot_be_used(trirun, packed, text, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "short.txt").write_text("Too short.")

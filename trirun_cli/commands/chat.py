@@ -32,6 +32,7 @@ from .shared.options import (
     Device,
     DType,
     Engine,
+    Head,
     Json,
     KvCacheDType,
     Quiet,
@@ -69,6 +70,7 @@ def command(
     dtype: DType = "auto",
     act_bits: ActBits = None,
     kv_cache_dtype: KvCacheDType = "auto",
+    head: Head = "auto",
     engine: Engine = "auto",
     tf32: Tf32 = False,
     compiled: Compile = False,
@@ -86,7 +88,7 @@ def command(
 
       printf 'Hello\\nTell me more\\n' | trirun chat DIR --json
     """
-    check_machine(dtype, act_bits, engine, kv_cache_dtype=kv_cache_dtype, context=context, threads=threads)
+    check_machine(dtype, act_bits, engine, kv_cache_dtype=kv_cache_dtype, context=context, threads=threads, head=head)
     console = Console(as_json=json, quiet=quiet)
     checkpoint = as_model_dir(one_checkpoint(checkpoint, checkpoint_option, original), console)
     params = sampling_params(
@@ -119,6 +121,7 @@ def command(
         dtype=dtype,
         act_bits=act_bits,
         kv_cache_dtype=kv_cache_dtype,
+        head=head,
         engine=engine,
         context=context,
         threads=threads,

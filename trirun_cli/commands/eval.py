@@ -17,6 +17,7 @@ from .shared.options import (
     ActBits,
     Device,
     DType,
+    Head,
     Json,
     KvCacheDType,
     Quiet,
@@ -98,11 +99,19 @@ def command(
     log_samples: Annotated[
         Path | None, typer.Option(help="Write each question's prompt and scores below DIR.", rich_help_panel=_OUTPUT)
     ] = None,
+    ctx: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens that the model sees at once. Default: its own, past its sliding window.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
     threads: Threads = None,
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
     kv_cache_dtype: KvCacheDType = "auto",
+    head: Head = "auto",
     as_served: Annotated[
         bool,
         typer.Option(
@@ -133,13 +142,15 @@ def command(
         raise UsageError(f"--tasks {tasks!r}: names no task")
     if "list" in wanted:
         return _list_tasks(Console(as_json=json, quiet=quiet), data_dir or ())
-    check_machine(dtype, act_bits, kv_cache_dtype=kv_cache_dtype, threads=threads)
+    check_machine(dtype, act_bits, kv_cache_dtype=kv_cache_dtype, threads=threads, context=ctx, head=head)
     if checkpoint is not None or checkpoint_option is not None:
         checkpoint = one_checkpoint(checkpoint, checkpoint_option)
     least_values = {"window": (window, 2), "limit": (limit, 1), "batch-size": (batch_size, 1)}
     for option, (value, least) in (least_values | {"num-fewshot": (num_fewshot, 0)}).items():
         if value is not None and value < least:
             raise UsageError(f"--{option} {value}: at least {least}")
+    if window is not None and ctx is not None and window > ctx:
+        raise UsageError(f"--window {window}: more than --ctx {ctx}")
     if max_ratio is not None and not max_ratio > 0:
         raise UsageError(f"--max-ratio {max_ratio}: more than 0")
     if checkpoint is None and model is None:
@@ -193,9 +204,11 @@ def command(
         dtype,
         act_bits,
         kv_cache_dtype,
+        head,
         as_served,
         resume,
         threads,
+        ctx,
     )
     named = (("model", model), ("checkpoint", checkpoint))
     roles = [(role, as_model_dir(path, console)) for role, path in named if path is not None]

@@ -13,8 +13,12 @@ from ..errors import InputError, UsageError
 from ..workflows.import_cache import as_model_dir
 from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, one_checkpoint
 from .shared.generation_options import (
+    Choices,
     Context,
+    GrammarFile,
+    JsonSchema,
     MinP,
+    Regex,
     RepetitionPenalty,
     Seed,
     Stats,
@@ -24,6 +28,7 @@ from .shared.generation_options import (
     TopP,
     answer_facts,
     answer_speed,
+    asked_grammar,
     sampling_params,
 )
 from .shared.options import (
@@ -33,6 +38,7 @@ from .shared.options import (
     Device,
     DType,
     Engine,
+    Head,
     Json,
     KvCacheDType,
     Quiet,
@@ -65,6 +71,10 @@ def command(
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    choice: Choices = None,
+    grammar: GrammarFile = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option(help='A prompt per line; in .jsonl, {"prompt": ..., "max_tokens": ...}.', rich_help_panel=_MANY),
@@ -87,6 +97,7 @@ def command(
     dtype: DType = "auto",
     act_bits: ActBits = None,
     kv_cache_dtype: KvCacheDType = "auto",
+    head: Head = "auto",
     accumulate: Accumulate = "fp32",
     engine: Engine = "auto",
     tf32: Tf32 = False,
@@ -106,9 +117,11 @@ def command(
 
       echo "The sea was" | trirun generate DIR --max-tokens 64 --stats
 
+      trirun generate DIR --prompt "A person:" --json-schema person.json
+
       trirun generate DIR --prompts-file prompts.jsonl --out answers.jsonl
     """
-    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, context, threads)
+    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, context, threads, head)
     console = Console(as_json=json, quiet=quiet)
     checkpoint = as_model_dir(one_checkpoint(checkpoint, checkpoint_option, original), console)
     params = sampling_params(
@@ -122,6 +135,7 @@ def command(
         seed=seed,
         stop=stop,
     )
+    asked = asked_grammar(json_schema, regex, choice, grammar)
     machine: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -130,6 +144,7 @@ def command(
         "context": context,
         "accumulate": accumulate,
         "kv_cache_dtype": kv_cache_dtype,
+        "head": head,
         "tf32": tf32,
         "compiled": compiled,
         "threads": threads,
@@ -151,6 +166,7 @@ def command(
             batch=_BATCH if batch is None else batch,
             resume=resume,
             overwrite=overwrite,
+            grammar=asked,
         )
     if out is not None or resume or overwrite or batch is not None:
         raise UsageError("--out, --resume, --overwrite and --batch belong to --prompts-file")
@@ -161,6 +177,7 @@ def command(
     from ..engine.request import FinishReason, Request
     from ..text.completion import Prompt, complete, interruptions
     from ..text.detokenizer import encode_prompt, quick_tokenizer
+    from ..text.grammar import compile_grammar
 
     text = _read_prompt(prompt, prompt_file)
     tokenizer = quick_tokenizer(checkpoint, chat=chat is not False)
@@ -168,6 +185,7 @@ def command(
     ids = encode_prompt(tokenizer, text, chat=use_chat)
     ends = stop_ids(checkpoint)
     model = RunningEngine(open_runner(checkpoint, slots=1, **machine))
+    constraint = compile_grammar(asked, tokenizer, model.vocab_size, ends)
     # Before the prompt is shown as the beginning of a result.
     model.check(Request("0", tuple(ids), params))
     console.note(f"{checkpoint} on {model.description}")
@@ -178,7 +196,7 @@ def command(
             (done,) = complete(
                 model,
                 tokenizer,
-                [Prompt("0", ids, params)],
+                [Prompt("0", ids, params, constraint)],
                 ends,
                 on_text=lambda _, piece: console.text(piece, end=""),
                 interrupted=interrupted,

@@ -20,21 +20,43 @@ from .shared.options import (
     Device,
     DType,
     Engine,
+    Head,
     Json,
     KvCacheDType,
     Quiet,
     Tf32,
     check_machine,
+    completes,
+    options_given,
 )
 
 if TYPE_CHECKING:
     from ..server.model import ServedModel
 
 
+# What vLLM's server has too; its other options go to it as they are.
+_OF_BOTH_BACKENDS = (
+    *("--checkpoint", "--model", "--backend", "--host", "--port", "--served-model-name", "--max-batch", "--ctx"),
+    *("--chat-template", "--api-key", "--api-key-file", "--cors-origin", "--drain", "--dtype", "--json", "--quiet"),
+)
+
+
 def command(
+    context: typer.Context,
     checkpoint: CheckpointArgument = None,
+    vllm_options: Annotated[
+        list[str] | None,
+        typer.Argument(help="With --backend vllm: options of vLLM's server, after --.", show_default=False),
+    ] = None,
     checkpoint_option: CheckpointOption = None,
     original: OriginalOption = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="trirun's own server, or vllm: vLLM's, with this checkpoint on trirun's kernels, for several GPUs.",
+            autocompletion=completes("trirun", "vllm"),
+        ),
+    ] = "trirun",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any free one.")] = 8000,
     served_model_name: Annotated[
@@ -55,6 +77,7 @@ def command(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin that browsers may call from; * is any. May be given several times.")
     ] = None,
+    ui: Annotated[bool, typer.Option("--ui/--no-ui", help="A page to chat with, at /.")] = True,
     drain: Annotated[float, typer.Option(help="Seconds that running requests get when the server stops.")] = 30,
     stream_interval: Annotated[
         float, typer.Option(help="Milliseconds between chunks of a stream; 0 sends every token at once.")
@@ -74,6 +97,7 @@ def command(
     dtype: DType = "auto",
     act_bits: ActBits = None,
     kv_cache_dtype: KvCacheDType = "auto",
+    head: Head = "auto",
     accumulate: Accumulate = "fp32",
     engine: Engine = "auto",
     tf32: Tf32 = False,
@@ -83,9 +107,10 @@ def command(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API.
 
-    /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /tokenizer_info; /docs has their fields.
-    /health, /version and /metrics need no key. SIGTERM or Ctrl-C lets running requests end, then exits with code 0; a
-    second Ctrl-C cancels them. --json prints one document when the server takes requests.
+    /v1/completions, /v1/chat/completions, /v1/messages, /v1/models, /tokenize, /detokenize, /tokenizer_info: /docs has
+    their fields, / is a page to chat with. /health, /version and /metrics need no key. SIGTERM or Ctrl-C lets running
+    requests end, then exits with code 0; a second Ctrl-C cancels them. --json prints one document when the server takes
+    requests.
 
     Examples:
 
@@ -93,10 +118,20 @@ def command(
 
       trirun serve DIR --host 0.0.0.0 --api-key-file key.txt --max-batch 64
 
+      trirun serve DIR --backend vllm -- --tensor-parallel-size 2
+
       curl localhost:8000/v1/completions --json '{"prompt": "Once upon a time"}'
     """
-    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, threads=threads)
+    check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, threads=threads, head=head)
+    if backend not in ("trirun", "vllm"):
+        raise UsageError(f"--backend {backend}: trirun or vllm")
+    own = vllm_options or []
+    if checkpoint is not None and (checkpoint_option or original) and str(checkpoint).startswith("-"):
+        # The first option after -- took the place of a checkpoint that has a name.
+        own, checkpoint = [str(checkpoint), *own], None
     checkpoint = one_checkpoint(checkpoint, checkpoint_option, original)
+    if own and backend != "vllm":
+        raise UsageError(f"{own[0]}: nothing goes after the checkpoint without --backend vllm")
     least_values = {"--max-batch": (max_batch, 1), "--ctx": (ctx, 1)}
     for name, (value, least) in (least_values | {"--max-waiting": (max_waiting, 0)}).items():
         if value is not None and value < least:
@@ -119,6 +154,35 @@ def command(
     names = served_model_name or [model_name(checkpoint)]
     checkpoint = as_model_dir(checkpoint, console)
     read_config(checkpoint)
+    if backend == "vllm":
+        given = options_given(context)
+        if other := [option for option in given if option.startswith("-") and option not in _OF_BOTH_BACKENDS]:
+            raise UsageError(f"{other[0]} is not an option of --backend vllm", "vLLM's own options go after --")
+        from ..integrations.vllm_server import check_installation, run_server, server_command, url_of_server
+
+        version = check_installation()
+        url, port = url_of_server(host, port)
+        server = server_command(
+            checkpoint,
+            host=host,
+            port=port,
+            names=names,
+            dtype=dtype,
+            sequences=max_batch,
+            context=ctx,
+            chat_template=chat_template,
+            cors_origins=cors_origin or (),
+            drain_s=drain if "--drain" in given else None,
+            own=own,
+        )
+
+        def started() -> None:
+            console.note(f"{names[0]} on vLLM {version}, serving at {url}/v1; Ctrl-C stops")
+            console.json("serve/1", {"url": url, "models": names, "engine": f"vllm {version}"})
+
+        console.note(f"starting vLLM {version} on {checkpoint}")
+        run_server(server, url, key, started)
+        return
     try:
         from ..server.app import create_app
         from ..server.run import listen, serve, url_of
@@ -129,7 +193,7 @@ def command(
     listener = listen(host, port)
     url = url_of(listener)
     service = Service(names, max_waiting=max_waiting)
-    app = create_app(service, api_key=key, cors_origins=cors_origin or ())
+    app = create_app(service, api_key=key, cors_origins=cors_origin or (), page=ui)
 
     def load() -> ServedModel:
         from ..backends.registry import open_runner
@@ -144,6 +208,7 @@ def command(
             act_bits=act_bits,
             accumulate=accumulate,
             kv_cache_dtype=kv_cache_dtype,
+            head=head,
             engine=engine,
             tf32=tf32,
             compiled=compiled,
@@ -158,7 +223,7 @@ def command(
         running = model.engine
         console.note(f"{names[0]} on {running.description}")
         console.note(f"{running.slots} requests at once ({model.why_slots}), {running.context} tokens each")
-        console.note(f"serving at {url}/v1; Ctrl-C stops")
+        console.note(f"serving at {url}/v1{f', a page to chat with at {url}' if ui else ''}; Ctrl-C stops")
         facts = {"url": url, "models": names, "engine": running.name, "slots": running.slots}
         facts["slots_reason"] = model.why_slots
         console.json("serve/1", {**facts, "context": running.context})

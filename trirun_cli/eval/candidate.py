@@ -73,6 +73,8 @@ def open_candidate(role: str, path: Path, settings: Settings, reporter: Reporter
         dtype=settings.dtype,
         act_bits=settings.act_bits,
         kv_cache_dtype=settings.kv_cache_dtype,
+        context=settings.context,
+        head=settings.head,
         threads=settings.threads,
         scoring=True,
         exact=not settings.as_served,
@@ -87,6 +89,7 @@ def open_candidate(role: str, path: Path, settings: Settings, reporter: Reporter
         "engine": runner.name,
         "device": device,
         "dtype": settings.dtype,
+        "context": runner.max_positions,
         **_quantization(path, device, settings),
         "bos": _bos(tokenizer),
     }

@@ -29,9 +29,11 @@ class Settings:
     dtype: str = "auto"
     act_bits: int | None = None
     kv_cache_dtype: str = "auto"
+    head: str = "auto"
     as_served: bool = False
     resume: Path | None = None
     threads: int | None = None
+    context: int | None = None
 
     @property
     def harness_tasks(self) -> list[str]:

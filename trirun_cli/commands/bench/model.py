@@ -62,6 +62,14 @@ def command(
             rich_help_panel="Machine",
         ),
     ] = "auto",
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="On a GPU, comma-separated output heads: packed, int8, 16bit. Default: 16bit, or the model's.",
+            autocompletion=completes("16bit", "packed,int8,16bit"),
+            rich_help_panel="Machine",
+        ),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -78,6 +86,8 @@ def command(
       trirun bench model --shape llama-2-7b --batch 1,32 --plot speed.png
 
       trirun bench model --shape llama-3-8b --batch 32 --kv-cache-dtype auto,int8
+
+      trirun bench model --shape qwen3-8b --batch 1,64 --head packed,int8,16bit
     """
     from ...bench.models import check, decoder_shape_named, document, run
 
@@ -97,6 +107,9 @@ def command(
     caches = list(dict.fromkeys(kv_cache_dtype.split(",")))
     if not set(caches) <= {"auto", "int8"}:
         raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: auto, int8, or both with a comma")
+    heads = [] if head is None else list(dict.fromkeys(head.split(",")))
+    if not set(heads) <= {"packed", "int8", "16bit"}:
+        raise UsageError(f"--head {head}: packed, int8, 16bit, or several with commas")
     sizes = None if shape is None else decoder_shape_named(shape)
     check_plot(plot)
     console = Console(as_json=json, quiet=quiet)
@@ -116,20 +129,22 @@ def command(
             raise MissingError("trirun was built without CUDA", "use --device cpu, or reinstall with nvcc")
     elif "int8" in caches:
         raise UsageError("--kv-cache-dtype int8: only the native decoder of a GPU has it")
+    elif heads:
+        raise UsageError(f"--head {head}: for a GPU")
     console.note("loading the weights" if shape is None else "making random weights")
     most = max(contexts) + 1
     if sizes is not None:
         kind = torch.bfloat16 if dtype == "bfloat16" else torch.float16
         contestants = of_shape(
             sizes, device=place, dtype=kind, group_size=group_size, act_bits=act_bits or 16, positions=most,
-            dense=dense, caches=caches, threads=threads,
+            dense=dense, caches=caches, heads=heads, threads=threads,
         )  # fmt: skip
         vocab, name = sizes.vocab, f"{shape}, random ternary weights, group size {group_size}"
     else:
         assert checkpoint is not None
         contestants, vocab = of_checkpoint(
             checkpoint, device=place, dtype=dtype, act_bits=act_bits, positions=most, dense=dense, caches=caches,
-            threads=threads,
+            heads=heads, threads=threads,
         )  # fmt: skip
         name = str(checkpoint)
     errors = check(contestants, vocab)
@@ -157,7 +172,7 @@ def _usual_context(checkpoint: Path | None) -> int:
     if checkpoint is None:
         return 1024
     from ...checkpoint.model_dir import read_config
-    from ...models.llama_config import longest_context
+    from ...models.description import longest_context
 
     # A step adds one token to what a sequence holds.
     return max(min(1024, longest_context(read_config(checkpoint)) - 1), 1)

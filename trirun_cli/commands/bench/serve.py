@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...checkpoint.hub import local_model
 from ...console import Console, bytes_text
 from ...errors import CheckFailed, TrirunError, UsageError
+from ...workflows.import_cache import as_model_dir
 from .. import serve
 from ..shared.missing import missing_package
-from ..shared.options import Json, Quiet
+from ..shared.options import Json, Quiet, completes
 
 if TYPE_CHECKING:
     from ...bench.client import Load
@@ -29,9 +29,16 @@ _NAMES = {
 
 
 def command(
-    url: Annotated[str | None, typer.Argument(help="An OpenAI-compatible server, as http://127.0.0.1:8000.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="An OpenAI-compatible server, as http://127.0.0.1:8000; or a model to start one on, as trirun serve "
+            "takes it.",
+            show_default=False,
+        ),
+    ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", "-c", help="Start a server on this checkpoint instead.")
+        Path | None, typer.Option("--checkpoint", "-c", help="The model to start a server on, as an option.")
     ] = None,
     concurrency: Annotated[
         int | None, typer.Option(help="Closed loop: clients, each with one request at a time. Default: 8.")
@@ -52,7 +59,15 @@ def command(
         bool, typer.Option("--check", help="Send every prompt alone afterwards; another response is an error.")
     ] = False,
     api_key: Annotated[str | None, typer.Option(help="Bearer token of the server.")] = None,
-    serve_options: Annotated[str, typer.Option(help="Options of trirun serve, with --checkpoint.")] = "",
+    serve_options: Annotated[str, typer.Option(help="Options of trirun serve, for the server that is started.")] = "",
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Who serves the model: trirun, or vllm. Given twice, one after the other takes the same load.",
+            autocompletion=completes("trirun", "vllm"),
+        ),
+    ] = None,
+    vllm_options: Annotated[str, typer.Option(help="Options of vLLM's server, with --backend vllm.")] = "",
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -63,14 +78,25 @@ def command(
 
     Examples:
 
-      trirun bench serve -c DIR --concurrency 64 --serve-options "--max-batch 64"
+      trirun bench serve DIR --concurrency 64 --serve-options "--max-batch 64"
+
+      trirun bench serve DIR --backend trirun --backend vllm
 
       trirun bench serve http://127.0.0.1:8000 --rate 4 --requests 200 --json
     """
-    if (url is None) == (checkpoint is None):
-        raise UsageError("give the URL of a server or --checkpoint, one of the two")
-    if url is not None and serve_options:
-        raise UsageError("--serve-options belongs to --checkpoint; the server at URL is running already")
+    url = target if target is not None and target.startswith(("http://", "https://")) else None
+    if target is None and checkpoint is None:
+        raise UsageError("give the URL of a server, or a checkpoint to start one on")
+    if target is not None and checkpoint is not None:
+        raise UsageError(f"{target} and --checkpoint are both given; one is enough")
+    for own, asked in (("--serve-options", serve_options), ("--backend", backend), ("--vllm-options", vllm_options)):
+        if url is not None and asked:
+            raise UsageError(f"{own}: the server at {url} is running already")
+    backends = list(dict.fromkeys(backend or ["trirun"]))
+    if unknown := [name for name in backends if name not in ("trirun", "vllm")]:
+        raise UsageError(f"--backend {unknown[0]}: trirun or vllm")
+    if vllm_options and "vllm" not in backends:
+        raise UsageError("--vllm-options needs --backend vllm")
     if concurrency is not None and rate is not None:
         raise UsageError("--concurrency is a closed loop and --rate an open one; give one of the two")
     if check and temperature != 0:
@@ -107,25 +133,36 @@ def command(
         seconds=30.0 if seconds is None and requests is None else seconds,
         seed=seed,
     )
+    documents = []
     if url is not None:
-        document = _measure(console, url, api_key, load, check)
+        documents.append(_measure(console, url, api_key, load, check))
     else:
         from ...bench.server_process import ServerProcess
-        from ...checkpoint.model_dir import read_config
 
-        assert checkpoint is not None
-        read_config(local_model(checkpoint, console))
-        console.note(f"starting a server on {checkpoint}")
-        with ServerProcess(checkpoint, options) as server:
-            document = _measure(console, server.url, api_key, load, check)
-            document["server"] = server.facts
-            document["server_memory"] = [{"seconds": at, "bytes": size} for at, size in server.memory]
-    console.json("bench.serve/1", document)
-    _print(console, load, document)
-    if wrong := document.get("check", {}).get("differing_prompts"):
-        raise CheckFailed(f"{len(wrong)} of {prompts} prompts had another response than alone, as prompt {wrong[0]}")
-    if document["errors"]:
-        raise TrirunError(f"{sum(document['errors'].values())} of {document['requests']} requests failed")
+        # A file of another format is imported here, and not while the server's start is waited for.
+        model = as_model_dir(checkpoint or Path(target or ""), console)
+        for name in backends:
+            console.note(f"starting a server on {model}" + (f", by {name}" if backend else ""))
+            # What both backends have goes to both.
+            extra = ["--backend", "vllm", *options, "--", *_words("--vllm-options", vllm_options)]
+            with ServerProcess(model, extra if name == "vllm" else options) as server:
+                document = _measure(console, server.url, api_key, load, check)
+                document["server"] = server.facts
+                if name == "trirun":  # vLLM's memory is that of other processes
+                    document["server_memory"] = [{"seconds": at, "bytes": size} for at, size in server.memory]
+            documents.append(document)
+    if len(documents) == 1:
+        console.json("bench.serve/1", documents[0])
+    else:
+        console.json("bench.serve.backends/1", dict(zip(backends, documents, strict=True)))
+    for document in documents:
+        _print(console, load, document)
+    for document in documents:
+        if wrong := document.get("check", {}).get("differing_prompts"):
+            which = f"{len(wrong)} of {prompts} prompts"
+            raise CheckFailed(f"{which} had another response than alone, as prompt {wrong[0]}")
+        if document["errors"]:
+            raise TrirunError(f"{sum(document['errors'].values())} of {document['requests']} requests failed")
 
 
 def _serve_options(given: str) -> list[str]:
@@ -138,14 +175,20 @@ def _serve_options(given: str) -> list[str]:
     misuse: Any = typer.BadParameter.__base__
     parser = typer.Typer()
     parser.command()(serve.command)
+    options = _words("--serve-options", given)
     try:
-        options = shlex.split(given)
         typer.main.get_command(parser).make_context("serve", ["--checkpoint", "", *options])
-    except ValueError as error:
-        raise UsageError(f"--serve-options {given}: {error}") from None
     except misuse as error:
         raise UsageError(f"--serve-options {given}: {error.format_message()}") from None
     return options
+
+
+def _words(option: str, given: str) -> list[str]:
+    """An option's value as a shell would split it. Raises UsageError: a quotation mark is left open."""
+    try:
+        return shlex.split(given)
+    except ValueError as error:
+        raise UsageError(f"{option} {given}: {error}") from None
 
 
 def _measure(console: Console, url: str, api_key: str | None, load: Load, check: bool) -> dict[str, Any]:

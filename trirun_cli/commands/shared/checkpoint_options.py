@@ -12,7 +12,8 @@ from ...errors import UsageError
 CheckpointArgument = Annotated[
     Path | None,
     typer.Argument(
-        help="Packed checkpoint or unquantized model: a directory, the hub's ORG/NAME, or demo.", show_default=False
+        help="Packed checkpoint, or a model of another kind: a directory, a GGUF file, the hub's ORG/NAME, or demo.",
+        show_default=False,
     ),
 ]
 PackedArgument = Annotated[

@@ -10,6 +10,7 @@ import typer
 from ...errors import InputError, UsageError
 
 if TYPE_CHECKING:
+    from ...engine.constraint import Grammar
     from ...engine.sampling import SamplingParams
     from ...text.completion import Completion
 
@@ -34,6 +35,22 @@ RepetitionPenalty = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+_STRUCTURED = "Structured output"
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option("--json-schema", help="A file: the text follows this JSON schema.", rich_help_panel=_STRUCTURED),
+]
+Regex = Annotated[
+    str | None, typer.Option("--regex", help="The text matches this expression.", rich_help_panel=_STRUCTURED)
+]
+Choices = Annotated[
+    list[str] | None,
+    typer.Option("--choice", help="The text is this or another --choice.", rich_help_panel=_STRUCTURED),
+]
+GrammarFile = Annotated[
+    Path | None,
+    typer.Option("--grammar", help="A file: the text follows this Lark or GBNF grammar.", rich_help_panel=_STRUCTURED),
+]
 Stats = Annotated[bool, typer.Option("--stats", help="Print speed at the end, on standard error.")]
 Context = Annotated[
     int | None,
@@ -78,6 +95,39 @@ def sampling_params(
         if name in given and given[name] is None:
             raise InputError(f"{checkpoint / 'generation_config.json'}: {error}") from None
         raise UsageError(f"--{name.replace('_', '-')} {rest}") from None
+
+
+def asked_grammar(
+    schema: Path | None, regex: str | None, choices: list[str] | None, grammar: Path | None
+) -> Grammar | None:
+    """What options say that the text must be.
+
+    Raises:
+        UsageError: two of them are given, or a choice is empty. InputError: a file is not readable, or no JSON schema.
+    """
+    import json
+
+    from ...engine.constraint import Grammar
+
+    given = [
+        name
+        for name, value in (("json-schema", schema), ("regex", regex), ("choice", choices), ("grammar", grammar))
+        if value
+    ]
+    if len(given) > 1:
+        raise UsageError(f"--{given[0]} and --{given[1]} are both given; one is enough")
+    try:
+        if schema is not None:
+            return Grammar.of_schema(json.loads(schema.read_text(encoding="utf-8")))
+        if grammar is not None:
+            return Grammar("grammar", grammar.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{schema or grammar} is not UTF-8 text: {error}") from error
+    except (ValueError, UsageError, RecursionError) as error:
+        raise InputError(f"{schema}: {error}") from error
+    if regex:
+        return Grammar("regex", regex)
+    return Grammar.of_choices(choices) if choices else None
 
 
 def answer_facts(done: Completion) -> dict[str, Any]:

@@ -32,6 +32,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ENGINES = ("auto", "native", "transformers")
 ACCUMULATE = ("fp32", "fp16", "fp16-forced")
 KV_CACHE_DTYPES = ("auto", "int8")
+HEADS = ("auto", "16bit", "int8")
 ACT_BITS = (8, 16)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
@@ -81,6 +82,14 @@ KvCacheDType = Annotated[
         help="Keys and values: auto is the type it computes in; int8 takes half the memory, on a GPU.",
         rich_help_panel="Machine",
         autocompletion=completes(*KV_CACHE_DTYPES),
+    ),
+]
+Head = Annotated[
+    str,
+    typer.Option(
+        help="Output head that is not packed: 16bit, int8 with a scale per token, or auto: int8 on a CPU alone.",
+        rich_help_panel="Machine",
+        autocompletion=completes(*HEADS),
     ),
 ]
 Engine = Annotated[
@@ -159,6 +168,7 @@ def check_machine(
     kv_cache_dtype: str = "auto",
     context: int | None = None,
     threads: int | None = None,
+    head: str = "auto",
 ) -> None:
     """Refuse values that the machine options do not have.
 
@@ -175,6 +185,8 @@ def check_machine(
         raise UsageError(f"--accumulate {accumulate}: fp32, fp16 or fp16-forced")
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: auto or int8")
+    if head not in HEADS:
+        raise UsageError(f"--head {head}: auto, 16bit or int8")
     if context is not None and context < 1:
         raise UsageError(f"--ctx {context}: at least 1")
     check_threads(threads)

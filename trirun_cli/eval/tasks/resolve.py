@@ -160,7 +160,7 @@ class Loader:
         except (InputError, UsageError):
             raise
         except ImportError as error:
-            raise MissingError(f"{name} needs a package that is not installed: {error}") from error
+            raise _missing_package(name, error) from error
         except Exception as error:
             # The hub's libraries raise many kinds of errors; the fix is the same for all.
             reason = " ".join(str(error).split())
@@ -208,6 +208,14 @@ def needs_lm_eval(names: Sequence[str]) -> Iterator[None]:
         raise MissingError(
             f"--tasks {','.join(names)}: needs lm-eval, which is not installed", "pip install 'trirun[eval]'"
         ) from error
+
+
+def _missing_package(task: str, error: ImportError) -> MissingError:
+    """What to say where a task of lm-eval imports a package that trirun does not bring."""
+    package = error.name and error.name.partition(".")[0]
+    if package is None:  # lm-eval's own words, where it has caught the import
+        return MissingError(f"--tasks {task}: packages are missing: {' '.join(str(error).split())[:200]}")
+    return MissingError(f"--tasks {task}: lm-eval needs {package}, which is not installed", f"pip install {package}")
 
 
 def tasks_root() -> Path:
