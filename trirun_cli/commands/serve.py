@@ -107,10 +107,10 @@ def command(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API.
 
-    /v1/completions, /v1/chat/completions, /v1/messages, /v1/models, /tokenize, /detokenize, /tokenizer_info: /docs has
-    their fields, / is a page to chat with. /health, /version and /metrics need no key. SIGTERM or Ctrl-C lets running
-    requests end, then exits with code 0; a second Ctrl-C cancels them. --json prints one document when the server takes
-    requests.
+    /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /tokenize, /detokenize,
+    /tokenizer_info: /docs has their fields, / is a page to chat with. /health, /version and /metrics need no key.
+    SIGTERM or Ctrl-C lets running requests end, then exits with code 0; a second Ctrl-C cancels them. --json prints one
+    document when the server takes requests.
 
     Examples:
 

@@ -15,7 +15,7 @@ from ..version import __version__
 from . import chat_page, docs_page, errors, metrics
 from .answer import answer
 from .bodies.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from .dialects import anthropic
+from .dialects import anthropic, responses
 from .errors import ApiError
 from .guard import Guard
 from .replies import ChatReply, CompletionReply
@@ -63,6 +63,7 @@ def create_app(
         )
     _add_completions(app, service)
     anthropic.add(app, service)
+    responses.add(app, service)
     _add_information(app, service)
     if page:
         # It asks for the API key, so it needs none itself.

@@ -10,6 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from .dialects.other_paths import OTHER_PATHS
+
 # OpenAI's ``type`` of each status; other 4xx are invalid requests, other 5xx server errors.
 _TYPES = {
     401: "authentication_error",
@@ -78,6 +80,9 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def routed(request: Request, error: HTTPException) -> JSONResponse:
         where = f"{request.method} {request.url.path[:200]}"
+        if error.status_code == 404 and (reason := OTHER_PATHS.get(request.url.path.rstrip("/"))):
+            message = f"{request.url.path} is not supported by this server: {reason}"
+            return ApiError(404, message, code="unsupported_endpoint").response()
         message = {404: f"there is no {where}", 405: f"{where} is not allowed"}.get(error.status_code, error.detail)
         return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
 

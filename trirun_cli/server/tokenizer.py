@@ -87,6 +87,10 @@ class ServerTokenizer:
             self._check_length(len(text), param)
         return await _off_the_loop(len(text), lambda: self._ids(text, special, param))
 
+    def count(self, text: str) -> int:
+        """Tokens of a text that the model wrote, without special ones; of a text from elsewhere by :meth:`encode`."""
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _ids(self, text: str, special: bool, param: str) -> list[int]:
         try:
             text.encode()

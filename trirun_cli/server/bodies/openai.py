@@ -201,6 +201,9 @@ class ChatBody(TemplateFields, SamplingFields):
         if self.top_logprobs and not self.logprobs:
             message = "top_logprobs needs logprobs: true"
             raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+        if (self.model_extra or {}).get("echo"):
+            message = "echo is not supported here, but by /v1/completions"
+            raise ApiError(400, message, param="echo", code="unsupported_parameter")
         self.check_tools()
         if self.forced_tools and (asked := self.grammar()) is not None:
             message = f"{asked[1]} and a tool_choice that forces a call exclude each other"

@@ -1,6 +1,7 @@
 """Fields of a request body that the server does not act on: which are accepted, and why; which are refused.
 
-One table for both endpoints. A field that is null is absent, whatever it is, so no entry names null.
+One table for the completion endpoints, which /v1/responses adds to. A field that is null is absent, whatever it is, so
+no entry names null.
 """
 
 from __future__ import annotations
@@ -42,10 +43,21 @@ OTHER_FIELDS: Mapping[str, Rule] = {
     "service_tier": Rule(None, "a price list; here is one tier, and every request has it"),
     "prediction": Rule(None, "a guess of the answer that lets OpenAI be faster and changes no token"),
     "verbosity": Rule(None, "a hint to OpenAI's models about length; others do not know it"),
+    "cache_salt": Rule(None, "separates callers' caches, which changes no token"),
+    "request_id": Rule(None, "the header X-Request-Id names a request"),
     "parallel_tool_calls": Rule(None, "chat completions act on it; there are no tools elsewhere"),
     "reasoning_effort": Rule(None, "chat templates are given it; there is none elsewhere"),
     # Accepted where they ask for what happens anyway.
+    "allowed_token_ids": Rule((), "structured output says which tokens may come: structured_outputs.regex or .choice"),
     "audio": Rule((), _TEXT_ONLY),
+    "bad_words": Rule(([],), "logit_bias of -100 keeps single tokens out"),
+    "chat_template": Rule((), "a template is a program; the server's own is chosen by --chat-template"),
+    "detokenize": Rule((True,), "return_token_ids gives token ids beside the text"),
+    "documents": Rule(([],), "put texts into the messages"),
+    "include_reasoning": Rule((True,), "reasoning_content has it, apart from the answer"),
+    "kv_transfer_params": Rule((), "one server computes prompts and answers"),
+    "logprob_token_ids": Rule(([],), "log-probabilities are those of the likeliest tokens"),
+    "mm_processor_kwargs": Rule(({},), _TEXT_ONLY),
     "modalities": Rule((["text"],), _TEXT_ONLY),
     "function_call": Rule(("none",), "OpenAI has replaced it by tool_choice"),
     "functions": Rule(([],), "OpenAI has replaced it by tools"),
@@ -55,6 +67,10 @@ OTHER_FIELDS: Mapping[str, Rule] = {
     "priority": Rule((0,), "requests run in the order in which they come"),
     "prompt_embeds": Rule((), _TEXT_ONLY),
     "prompt_logprobs": Rule((), "echo with logprobs has the prompt's log-probabilities"),
+    "repetition_detection": Rule((), "frequency_penalty and repetition_penalty keep texts from repeating"),
+    "return_tokens_as_token_ids": Rule((False,), "return_token_ids gives token ids"),
+    "skip_special_tokens": Rule((True,), "special tokens are no text; return_token_ids has them"),
+    "spaces_between_special_tokens": Rule(None, "special tokens are not part of the text"),
     "suffix": Rule(("",), "the model continues a text and does not fill a gap"),
     "tool_choice": Rule(("none",), "tools are offered to chat completions"),
     "tools": Rule(([],), "tools are offered to chat completions"),
@@ -68,23 +84,23 @@ _MOST_UNKNOWN = 100
 _warned: set[str] = set()
 
 
-def check_other_fields(fields: Mapping[str, Any]) -> None:
+def check_other_fields(fields: Mapping[str, Any], rules: Mapping[str, Rule] = OTHER_FIELDS) -> None:
     """Refuse unsupported fields, and warn of unknown ones, once each.
 
     Args:
-        fields: of a body, those that are not in its schema.
+        fields: of a body, those that are not in its schema. rules: of its endpoint.
 
     Raises:
         ApiError: 400, naming the field.
     """
     if len(fields) > _MOST_UNKNOWN:
         raise ApiError(400, f"the body has {len(fields)} unknown fields", code="invalid_value")
-    for name in fields.keys() & OTHER_FIELDS.keys():
-        rule = OTHER_FIELDS[name]
+    for name in fields.keys() & rules.keys():
+        rule = rules[name]
         if rule.values is not None and not any(fields[name] == value for value in rule.values):
             message = f"{name} is not supported by this server: {rule.reason}"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
-    unknown = sorted(fields.keys() - OTHER_FIELDS.keys() - _warned)
+    unknown = sorted(fields.keys() - rules.keys() - _warned)
     if unknown and len(_warned) < 1000:
         _warned.update(unknown)
         names = ", ".join(repr(name[:60]) for name in unknown)
