@@ -23,7 +23,8 @@ from trirun_cli.engine.slot_cache import SlotCache
 from trirun_cli.server.app import create_app
 from trirun_cli.server.event_bridge import EventBridge
 from trirun_cli.server.model import ServedModel
-from trirun_cli.server.service import Service
+from trirun_cli.server.pool.entry import Source
+from trirun_cli.server.pool.pool import Pool
 from trirun_cli.server.tokenizer import ServerTokenizer
 from trirun_cli.text.detokenizer import load_tokenizer
 from trirun_cli.text.grammar import GrammarCompiler
@@ -91,16 +92,18 @@ class Site:
     ):
         self.runner = ScriptedRunner(script, len(tokenizer), slots, context)
         self.engine = Engine(self.runner, max_waiting=max_waiting)
-        self.service = Service(["demo", "alias"], max_waiting=max_waiting)
         served = ServerTokenizer(tokenizer, size=len(tokenizer), context=self.engine.context, chat_template=template)
         grammars = GrammarCompiler(tokenizer.backend_tokenizer, len(tokenizer), {END})
         ends = frozenset({END})
         self.model = ServedModel(self.engine, served, ends, defaults or {}, "as asked", grammars=grammars)
-        self.app = create_app(self.service, **options)
+        self.pool = Pool([Source(["demo", "alias"], lambda: self.model)], max_waiting=max_waiting)
+        self.app = create_app(self.pool, **options)
 
     async def __aenter__(self):
         self.engine.start()
-        self.service.ready(self.model, EventBridge(asyncio.get_running_loop()))
+        await self.pool.preload(EventBridge(asyncio.get_running_loop()), 1)
+        self.pool.open()
+        self.service = self.pool.entries[0].service
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
         return self

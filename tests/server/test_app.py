@@ -128,12 +128,13 @@ def test_half_a_character_is_no_text(site, check_error, path, body, param):
 
 def test_loading_draining_and_dead(site, check_error, tokenizer):
     from trirun_cli.server.app import create_app
-    from trirun_cli.server.service import Service
+    from trirun_cli.server.pool.entry import Source
+    from trirun_cli.server.pool.pool import Pool
 
     async def scenario():
         import httpx
 
-        app = create_app(Service(["demo"]))
+        app = create_app(Pool([Source(["demo"], lambda: None)]))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             assert check_error(await client.get("/health"), 503)["code"] == "loading"
             answer = await client.post(PATH, json={"prompt": "x"})
@@ -142,7 +143,7 @@ def test_loading_draining_and_dead(site, check_error, tokenizer):
             assert (await client.get("/metrics")).status_code == 200
         async with site() as demo:
             assert (await demo.client.get("/health")).json() == {"status": "ok"}
-            demo.service.draining = True
+            demo.pool.draining = True
             assert check_error(await demo.client.get("/health"), 503)["code"] == "draining"
             check_error(await demo.client.post(PATH, json={"prompt": "x"}), 503)
 

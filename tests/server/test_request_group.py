@@ -13,6 +13,12 @@ from trirun_cli.server.request_group import RequestGroup
 from trirun_cli.text.detokenizer import Detokenizer
 
 
+def of_one_model():
+    metrics = Metrics()
+    metrics.add("m", lambda: None)
+    return metrics.of("m")
+
+
 class Engine:
     """Keeps what it is given; the test plays the engine."""
 
@@ -33,7 +39,7 @@ def play(tokenizer):
     def run(scenario, stop=()):
         async def main():
             engine = Engine()
-            group = RequestGroup(engine, EventBridge(asyncio.get_running_loop()), Metrics("m", lambda: None), 0.0)
+            group = RequestGroup(engine, EventBridge(asyncio.get_running_loop()), of_one_model(), 0.0)
             requests = [Request(name, (1,), SamplingParams(stop=stop)) for name in "ab"]
             group.start(requests, lambda request: Detokenizer(tokenizer, [1], stop))
             return await asyncio.wait_for(scenario(group, engine), 10)
@@ -141,7 +147,7 @@ def test_tokens_that_cannot_be_made_text_end_the_request_and_no_other(tokenizer)
 
     async def main():
         engine, bridge = Engine(), EventBridge(asyncio.get_running_loop())
-        groups = [RequestGroup(engine, bridge, Metrics("m", lambda: None), 0.0) for _ in range(2)]
+        groups = [RequestGroup(engine, bridge, of_one_model(), 0.0) for _ in range(2)]
         for group, name in zip(groups, "ab", strict=True):
             group.start([Request(name, (1,), SamplingParams())], lambda request: Detokenizer(Broken(), [1]))
         for name, token in (("a", 999), ("b", 5)):

@@ -188,12 +188,11 @@ def command(
         from ..server.run import listen, serve, url_of
     except ModuleNotFoundError as error:
         raise missing_package(error, "serving", "serve") from error
-    from ..server.service import Service
+    from ..server.pool.entry import Source
+    from ..server.pool.pool import Pool
 
     listener = listen(host, port)
     url = url_of(listener)
-    service = Service(names, max_waiting=max_waiting)
-    app = create_app(service, api_key=key, cors_origins=cors_origin or (), page=ui)
 
     def load() -> ServedModel:
         from ..backends.registry import open_runner
@@ -219,7 +218,12 @@ def command(
         running = RunningEngine(runner, max_waiting=max_waiting)
         return ServedModel.start(checkpoint, running, tokenizer, runner.why_slots or "--max-batch")
 
-    def ready(model: ServedModel) -> None:
+    pool = Pool([Source(names, load)], max_waiting=max_waiting)
+    app = create_app(pool, api_key=key, cors_origins=cors_origin or (), page=ui)
+
+    def ready() -> None:
+        assert pool.entries[0].service is not None
+        model = pool.entries[0].service.model
         running = model.engine
         console.note(f"{names[0]} on {running.description}")
         console.note(f"{running.slots} requests at once ({model.why_slots}), {running.context} tokens each")
@@ -231,9 +235,9 @@ def command(
     console.note(f"loading {checkpoint}")
     serve(
         app,
-        service,
+        pool,
         listener,
-        load,
+        preload=1,
         ready=ready,
         drain_s=drain,
         stream_interval_s=stream_interval / 1e3,

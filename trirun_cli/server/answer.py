@@ -19,7 +19,7 @@ async def answer(request: Request, service: Service, group: RequestGroup, reply:
     if stream:
         return sse.EventStream(reply.events(group), lambda: service.forget(group))
     # ASGI reports a disconnect only to a pending receive().
-    gone = asyncio.ensure_future(_disconnected(request))
+    gone = asyncio.ensure_future(disconnected(request))
     done = asyncio.ensure_future(group.whole())
     try:
         await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
@@ -32,6 +32,7 @@ async def answer(request: Request, service: Service, group: RequestGroup, reply:
         service.forget(group)
 
 
-async def _disconnected(request: Request) -> None:
+async def disconnected(request: Request) -> None:
+    """Return when the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

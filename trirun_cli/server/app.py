@@ -18,8 +18,8 @@ from .bodies.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBod
 from .dialects import anthropic, responses
 from .errors import ApiError
 from .guard import Guard
+from .pool.pool import Pool
 from .replies import ChatReply, CompletionReply
-from .service import Service
 
 # A context of 128k tokens is about 0.6 MB of text, so this holds a batch of them. Parsing JSON blocks the event loop: a
 # few tenths of a second for 4 MiB in the worst case.
@@ -27,17 +27,17 @@ MAX_BODY_BYTES = 4 * 2**20
 
 
 def create_app(
-    service: Service,
+    pool: Pool,
     *,
     api_key: str | None = None,
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     page: bool = True,
 ) -> FastAPI:
-    """The ASGI application over a service, whose model may still be loading.
+    """The ASGI application over models, which may still be loading.
 
     Args:
-        service: answers the requests.
+        pool: the models.
         api_key: the Bearer token required by every path but /health, /version and /metrics; None requires none.
         cors_origins: web origins that browsers may call from; "*" allows any.
         max_body_bytes: a larger body returns 413. page: whether / is a page to chat with.
@@ -61,84 +61,86 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    _add_completions(app, service)
-    anthropic.add(app, service)
-    responses.add(app, service)
-    _add_information(app, service)
+    _add_completions(app, pool)
+    anthropic.add(app, pool)
+    responses.add(app, pool)
+    _add_information(app, pool)
     if page:
         # It asks for the API key, so it needs none itself.
         app.get("/", include_in_schema=False, response_model=None)(chat_page.response)
     return app
 
 
-def _add_completions(app: FastAPI, service: Service) -> None:
+def _add_completions(app: FastAPI, pool: Pool) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request, body: CompletionBody) -> Response:
         """Continue prompts: strings or token ids, one or several."""
         arrived = time.perf_counter()
         body.check_fields()
-        name, model = service.check_model(body.model), service.model
-        group, echoes = await service.complete(body, arrived)
-        reply = CompletionReply(
-            name,
-            model.tokenizer,
-            logprobs=body.logprobs is not None,
-            token_ids=bool(body.return_token_ids),
-            usage=body.wants_usage,
-            echoes=echoes,
-        )
-        return await answer(request, service, group, reply, stream=bool(body.stream))
+        async with pool.use(body.model, request) as service:
+            group, echoes = await service.complete(body, arrived)
+            reply = CompletionReply(
+                body.model or service.names[0],
+                service.model.tokenizer,
+                logprobs=body.logprobs is not None,
+                token_ids=bool(body.return_token_ids),
+                usage=body.wants_usage,
+                echoes=echoes,
+            )
+            return await answer(request, service, group, reply, stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, body: ChatBody) -> Response:
         """Answer a conversation through the model's chat template."""
         arrived = time.perf_counter()
         body.check_fields()
-        name, model = service.check_model(body.model), service.model
-        group = await service.chat(body, arrived)
-        template = model.tokenizer.tool_template or ""
-        reply = ChatReply(
-            name,
-            model.tokenizer,
-            logprobs=bool(body.logprobs),
-            token_ids=bool(body.return_token_ids),
-            usage=body.wants_usage,
-            parser=partial(parser_for, template) if body.offers_tools else None,
-            one_call=body.parallel_tool_calls is False,
-            reasoning=service.reasoning_parser(group),
-        )
-        return await answer(request, service, group, reply, stream=bool(body.stream))
+        async with pool.use(body.model, request) as service:
+            group = await service.chat(body, arrived)
+            tokenizer = service.model.tokenizer
+            reply = ChatReply(
+                body.model or service.names[0],
+                tokenizer,
+                logprobs=bool(body.logprobs),
+                token_ids=bool(body.return_token_ids),
+                usage=body.wants_usage,
+                parser=partial(parser_for, tokenizer.tool_template or "") if body.offers_tools else None,
+                one_call=body.parallel_tool_calls is False,
+                reasoning=service.reasoning_parser(group),
+            )
+            return await answer(request, service, group, reply, stream=bool(body.stream))
 
 
-def _add_information(app: FastAPI, service: Service) -> None:
+def _add_information(app: FastAPI, pool: Pool) -> None:
     def card(name: str) -> dict:
-        engine = service.model.engine
+        entry = pool.entry(name)
         return {
             "id": name,
             "object": "model",
-            "created": service.created,
+            "created": pool.created,
             "owned_by": "trirun",
-            "root": service.names[0],
-            "max_model_len": engine.context,
+            "root": entry.name,
+            "max_model_len": entry.context,
+            "loaded": entry.state == "loaded",
         }
 
     @app.get("/v1/models")
     async def models() -> dict:
-        """The model, under each of its names."""
-        return {"object": "list", "data": [card(name) for name in service.names]}
+        """The models, each under each of its names."""
+        return {"object": "list", "data": [card(name) for name in pool.names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict:
-        """The model under one of its names."""
-        return card(service.check_model(name))
+        """A model under one of its names."""
+        return card(name)
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        """200 when the server takes requests; 503 while it loads or drains, or after the engine has failed."""
-        status = service.status
+        """200 when the server takes requests; 503 while it loads or drains, or after its only engine has failed."""
+        status = pool.status
         if status != "ok":
             return ApiError(503, f"not ready: {status}", code=status).response()
-        return JSONResponse({"status": "ok"})
+        several = {"models": {entry.name: entry.state for entry in pool.entries}} if len(pool.entries) > 1 else {}
+        return JSONResponse({"status": "ok"} | several)
 
     @app.get("/version")
     async def version() -> dict:
@@ -148,28 +150,31 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_model=None)
     async def prometheus() -> Response:
         """Metrics in Prometheus's text format."""
-        return Response(service.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
+        return Response(pool.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict:
+    async def tokenize(request: Request, body: TokenizeBody) -> dict:
         """Token ids of a text of any length, or of a conversation as the model reads it."""
-        tokenizer = service.model.tokenizer
         body.check_fields()
-        if body.prompt is None:
-            ids = await tokenizer.render(body.messages or [], body)
-        else:
-            ids = await tokenizer.encode(body.prompt, special=body.add_special_tokens, param="prompt", fits=False)
-        return {"tokens": ids, "count": len(ids), "max_model_len": tokenizer.context}
+        async with pool.use(body.model, request) as service:
+            tokenizer = service.model.tokenizer
+            if body.prompt is None:
+                ids = await tokenizer.render(body.messages or [], body)
+            else:
+                ids = await tokenizer.encode(body.prompt, special=body.add_special_tokens, param="prompt", fits=False)
+            return {"tokens": ids, "count": len(ids), "max_model_len": tokenizer.context}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict:
+    async def detokenize(request: Request, body: DetokenizeBody) -> dict:
         """The text of token ids."""
-        return {"prompt": await service.model.tokenizer.detokenize(body.tokens)}
+        async with pool.use(body.model, request) as service:
+            return {"prompt": await service.model.tokenizer.detokenize(body.tokens)}
 
     @app.get("/tokenizer_info")
-    async def tokenizer_info() -> dict:
+    async def tokenizer_info(request: Request, model: str | None = None) -> dict:
         """The tokenizer's special tokens and chat template, for clients that use it through /tokenize."""
-        return service.model.tokenizer.facts
+        async with pool.use(model, request) as service:
+            return service.model.tokenizer.facts
 
     @app.get("/docs", include_in_schema=False, response_model=None)
     async def docs() -> Response:

@@ -17,38 +17,83 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _COUNTS = tuple(2**power for power in range(18))
 
 
+# What ends in _total counts on over the unloading of a model.
+_OF_ENGINES = (
+    (GaugeMetricFamily, "num_requests_running", "Choices in a slot.", "running"),
+    (GaugeMetricFamily, "num_requests_waiting", "Choices waiting for a slot.", "waiting"),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", "cache_usage"),
+    (CounterMetricFamily, "prompt_tokens", "Prompt tokens of choices that got a slot.", "prompt_tokens"),
+    (CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens found in the cache.", "reused_tokens"),
+    (CounterMetricFamily, "generation_tokens", "Tokens generated.", "generated_tokens"),
+    (CounterMetricFamily, "num_preemptions", "Choices preempted because the KV cache was full.", "preemptions"),
+)
+
+
 class Metrics:
-    """The metrics of one server.
+    """The metrics of one server; every one has the model's served name as a label."""
 
-    Args:
-        model: the served name, a label of every metric.
-        engine: returns the engine, or None while it is loading; called whenever the metrics are read.
-    """
-
-    def __init__(self, model: str, engine: Callable[[], Engine | None]) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_EngineMetrics(model, engine))
+        self.registry.register(_EngineMetrics(self))
+        self.models: dict[str, ModelMetrics] = {}
 
-        def metric(kind: Any, name: str, text: str, **options: Any) -> Any:
-            labels = ["model_name", *options.pop("labels", ())]
-            made = kind(f"trirun:{name}", text, labels, registry=self.registry, **options)
-            return made if len(labels) > 1 else made.labels(model)
+        def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            return kind(f"trirun:{name}", text, ["model_name", *labels], registry=self.registry, **options)
 
-        self._model = model
         config = ["max_num_seqs", "max_model_len", "max_num_seqs_reason"]
-        self._config = metric(Gauge, "config_info", "How the server is set up, in the labels.", labels=config)
-        self._ended = metric(Counter, "request_success", "Choices ended, by reason.", labels=["finished_reason"])
-        self._first = metric(Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS)
+        self.config = metric(Gauge, "config_info", "How the server is set up, in the labels.", *config)
+        self.ended = metric(Counter, "request_success", "Choices ended, by reason.", "finished_reason")
+        self.first = metric(Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS)
         fine = tuple(ms / 1e3 for ms in _MILLISECONDS)
-        self._between = metric(Histogram, "inter_token_latency_seconds", "Token to next token.", buckets=fine)
-        self._latency = metric(Histogram, "e2e_request_latency_seconds", "Arrival to end.", buckets=_SECONDS)
-        self._queued = metric(Histogram, "request_queue_time_seconds", "Arrival to slot.", buckets=_SECONDS)
-        self._prompts = metric(Histogram, "request_prompt_tokens", "Prompt tokens of a choice.", buckets=_COUNTS)
-        self._lengths = metric(Histogram, "request_generation_tokens", "Tokens of a choice.", buckets=_COUNTS)
+        self.between = metric(Histogram, "inter_token_latency_seconds", "Token to next token.", buckets=fine)
+        self.latency = metric(Histogram, "e2e_request_latency_seconds", "Arrival to end.", buckets=_SECONDS)
+        self.queued = metric(Histogram, "request_queue_time_seconds", "Arrival to slot.", buckets=_SECONDS)
+        self.prompts = metric(Histogram, "request_prompt_tokens", "Prompt tokens of a choice.", buckets=_COUNTS)
+        self.lengths = metric(Histogram, "request_generation_tokens", "Tokens of a choice.", buckets=_COUNTS)
+
+    def add(self, model: str, engine: Callable[[], Engine | None]) -> None:
+        """Add a model.
+
+        Args:
+            model: its served name. engine: returns its engine, or None while it is not loaded; called whenever the
+                metrics are read.
+        """
+        self.models[model] = ModelMetrics(self, model, engine)
+
+    def of(self, model: str) -> ModelMetrics:
+        """The metrics of a model that was added."""
+        return self.models[model]
+
+    def render(self) -> bytes:
+        """Every metric in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class ModelMetrics:
+    """The metrics of one model; arguments as of :meth:`Metrics.add`."""
+
+    def __init__(self, all_models: Metrics, model: str, engine: Callable[[], Engine | None]) -> None:
+        self.model, self._all, self._engine = model, all_models, engine
+        self._before: dict[str, float] = {}
+        self._first, self._between = all_models.first.labels(model), all_models.between.labels(model)
+        self._latency, self._queued = all_models.latency.labels(model), all_models.queued.labels(model)
+        self._prompts, self._lengths = all_models.prompts.labels(model), all_models.lengths.labels(model)
 
     def configured(self, slots: int, context: int, why_slots: str) -> None:
-        """Show how the server is set up: requests at once, tokens of each, and why so many requests."""
-        self._config.labels(self._model, str(slots), str(context), why_slots).set(1)
+        """Show how the model is set up: requests at once, tokens of each, and why so many requests."""
+        self._all.config.labels(self.model, str(slots), str(context), why_slots).set(1)
+
+    def unloaded(self, engine: Engine) -> None:
+        """Keep the counts of an engine that is about to be closed."""
+        for kind, _, _, attribute in _OF_ENGINES:
+            if kind is CounterMetricFamily:
+                self._before[attribute] = self._before.get(attribute, 0) + getattr(engine.stats, attribute)
+
+    def engine_value(self, attribute: str) -> float:
+        """A number of the engine's statistics, those of engines before it counted in."""
+        engine = self._engine()
+        now = 0 if engine is None else getattr(engine.stats, attribute)
+        return float(self._before.get(attribute, 0) + now)
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
         """Count new tokens of a choice.
@@ -63,7 +108,7 @@ class Metrics:
 
     def ended(self, reason: str) -> None:
         """Count a choice that ended: "stop", "length", "abort" or "error"."""
-        self._ended.labels(self._model, reason).inc()
+        self._all.ended.labels(self.model, reason).inc()
 
     def completed(self, seconds: float, *, prompt_tokens: int, generated_tokens: int, queued_s: float | None) -> None:
         """Add a choice that the engine ended, not its client, to the histograms.
@@ -77,30 +122,16 @@ class Metrics:
         if queued_s is not None:
             self._queued.observe(queued_s)
 
-    def render(self) -> bytes:
-        """Every metric in Prometheus's text format."""
-        return generate_latest(self.registry)
-
 
 class _EngineMetrics:
-    """The engine's own counters, read when Prometheus asks."""
+    """The engines' own counters, read when Prometheus asks."""
 
-    def __init__(self, model: str, engine: Callable[[], Engine | None]) -> None:
-        self._model, self._engine = model, engine
+    def __init__(self, all_models: Metrics) -> None:
+        self._all = all_models
 
     def collect(self) -> Iterator[Metric]:
-        engine = self._engine()
-        stats = None if engine is None else engine.stats
-        values = (
-            (GaugeMetricFamily, "num_requests_running", "Choices in a slot.", "running"),
-            (GaugeMetricFamily, "num_requests_waiting", "Choices waiting for a slot.", "waiting"),
-            (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", "cache_usage"),
-            (CounterMetricFamily, "prompt_tokens", "Prompt tokens of choices that got a slot.", "prompt_tokens"),
-            (CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens found in the cache.", "reused_tokens"),
-            (CounterMetricFamily, "generation_tokens", "Tokens generated.", "generated_tokens"),
-            (CounterMetricFamily, "num_preemptions", "Choices preempted because the KV cache was full.", "preemptions"),
-        )
-        for kind, name, text, attribute in values:
+        for kind, name, text, attribute in _OF_ENGINES:
             family = kind(f"trirun:{name}", text, labels=["model_name"])
-            family.add_metric([self._model], float(getattr(stats, attribute, 0)))
+            for model in self._all.models.values():
+                family.add_metric([model.model], model.engine_value(attribute))
             yield family

@@ -18,7 +18,7 @@ from .errors import ApiError
 if TYPE_CHECKING:
     from ..engine.engine import Engine
     from .event_bridge import EventBridge
-    from .metrics import Metrics
+    from .metrics import ModelMetrics
 
 
 log = logging.getLogger("trirun.server")
@@ -116,7 +116,7 @@ class RequestGroup:
         first_token_s: seconds from the arrival to the first token of any choice; None before.
     """
 
-    def __init__(self, engine: Engine, bridge: EventBridge, metrics: Metrics, arrived: float) -> None:
+    def __init__(self, engine: Engine, bridge: EventBridge, metrics: ModelMetrics, arrived: float) -> None:
         self.choices: list[Choice] = []
         self.error: ApiError | None = None
         self.first_token_s: float | None = None

@@ -10,10 +10,8 @@ import logging
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,8 +19,7 @@ from starlette.types import ASGIApp
 from ..errors import UsageError
 from .event_bridge import EventBridge
 from .guard import request_log
-from .model import ServedModel
-from .service import Service
+from .pool.pool import Pool
 
 # After the drain time, cancelled requests get this long to send their last event.
 _CANCEL_S = 5
@@ -67,11 +64,11 @@ def url_of(listener: socket.socket) -> str:
 
 def serve(
     app: ASGIApp,
-    service: Service,
+    pool: Pool,
     listener: socket.socket,
-    load: Callable[[], ServedModel],
     *,
-    ready: Callable[[ServedModel], None],
+    preload: int,
+    ready: Callable[[], None],
     drain_s: float,
     stream_interval_s: float = 0.0,
     log_requests: bool = False,
@@ -79,15 +76,15 @@ def serve(
     """Serve until SIGTERM or Ctrl-C; then take no more requests, give running ones ``drain_s`` seconds, and return.
 
     Args:
-        app: of :func:`.app.create_app`, over ``service``. listener: of :func:`listen`.
-        load: loads the model, on another thread; meanwhile /health returns 503 ``loading``.
-        ready: called with the model when the server takes requests.
+        app: of :func:`.app.create_app`, over ``pool``. listener: of :func:`listen`.
+        preload: models to load at the start, the first ones; meanwhile /health returns 503 ``loading``.
+        ready: called when the server takes requests.
         drain_s: seconds that running requests get at the end.
         stream_interval_s: of :class:`.event_bridge.EventBridge`.
         log_requests: log a line per request, with its tokens and times; see :func:`.guard.request_line`.
 
     Raises:
-        Exception: any that ``load`` raised. KeyboardInterrupt: a second Ctrl-C ended the draining.
+        Exception: any that loading them raised. KeyboardInterrupt: a second Ctrl-C ended the draining.
     """
     _set_up_logging(log_requests)
     config = uvicorn.Config(
@@ -98,35 +95,36 @@ def serve(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(drain_s) + _CANCEL_S,
     )
-    server = _Server(config, service, drain_s)
-    asyncio.run(_serve(server, service, listener, load, ready, stream_interval_s))
+    server = _Server(config, pool, drain_s)
+    asyncio.run(_serve(server, pool, listener, preload, ready, stream_interval_s))
     if server.forced:
         raise KeyboardInterrupt
 
 
 async def _serve(
     server: _Server,
-    service: Service,
+    pool: Pool,
     listener: socket.socket,
-    load: Callable[[], ServedModel],
-    ready: Callable[[ServedModel], None],
+    preload: int,
+    ready: Callable[[], None],
     stream_interval_s: float,
 ) -> None:
-    loading = asyncio.ensure_future(_on_thread(load))
+    bridge = EventBridge(asyncio.get_running_loop(), stream_interval_s)
+    loading = asyncio.ensure_future(pool.preload(bridge, preload))
     serving = asyncio.ensure_future(server.serve([listener]))
     await asyncio.wait((loading, serving), return_when=asyncio.FIRST_COMPLETED)
     try:
         if loading.done() and loading.exception() is None:
-            model = loading.result()
             _freeze_garbage_collector()
-            service.ready(model, EventBridge(asyncio.get_running_loop(), stream_interval_s))
+            pool.open()
             if not server.should_exit:
-                ready(model)
+                ready()
         elif loading.done():
             server.should_exit = True
         await serving
         if loading.done():
-            loading.result().engine.close()
+            loading.result()
+            pool.close()
     finally:
         loading.cancel()
 
@@ -139,27 +137,6 @@ def _freeze_garbage_collector() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-async def _on_thread(work: Callable[[], Any]) -> Any:
-    """Run on a daemon thread: the process does not wait for it when it is told to stop."""
-    loop = asyncio.get_running_loop()
-    result = loop.create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        with contextlib.suppress(asyncio.InvalidStateError):
-            set_outcome(outcome)
-
-    def run() -> None:
-        try:
-            outcome = result.set_result, work()
-        except BaseException as error:
-            outcome = result.set_exception, error
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=run, name="trirun-load", daemon=True).start()
-    return await result
-
-
 class _Server(uvicorn.Server):
     """uvicorn with two differences: SIGTERM and Ctrl-C are no failure, and responses that outlast the draining end with
     an error document, not with a closed connection.
@@ -168,9 +145,9 @@ class _Server(uvicorn.Server):
         forced: a second Ctrl-C has ended the draining.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, pool: Pool, drain_s: float) -> None:
         super().__init__(config)
-        self._service, self._drain_s = service, drain_s
+        self._pool, self._drain_s = pool, drain_s
         self.forced = False
 
     @contextlib.contextmanager
@@ -194,16 +171,15 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def _cancel_requests(self) -> None:
-        self._service.draining = True
-        self._service.abort_all()
+        self._pool.abort_all()
         self._loop.call_later(_FORCED_CANCEL_S, self._stop_waiting)
 
     def _stop_waiting(self) -> None:
         self.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.draining = True
-        alarm = asyncio.get_running_loop().call_later(self._drain_s, self._service.abort_all)
+        self._pool.shut()
+        alarm = asyncio.get_running_loop().call_later(self._drain_s, self._pool.abort_all)
         try:
             await super().shutdown(sockets)
         finally:

@@ -1,16 +1,16 @@
-"""The model behind the routes, and how a validated body becomes a group of requests in its engine."""
+"""A model behind the routes, and how a validated body becomes a group of requests in its engine."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ..engine.constraint import Constraint, Grammar
+from ..engine.engine import Engine
 from ..engine.request import EngineStopped, Request
 from ..engine.sampling import SamplingParams
 from ..errors import MissingError, TrirunError, UsageError
@@ -20,7 +20,7 @@ from .bodies.openai import ChatBody, CompletionBody, SamplingFields
 from .chat_grammar import chat_grammar, reasoning_of
 from .errors import ApiError
 from .event_bridge import EventBridge
-from .metrics import Metrics
+from .metrics import ModelMetrics
 from .model import ServedModel
 from .request_group import RequestGroup
 
@@ -32,65 +32,57 @@ _MASK = 2**64 - 1
 
 
 class Service:
-    """The model behind the routes, from its loading to the end of the server, and every group that runs on it.
+    """One loaded model behind the routes, and every group of requests that runs on it.
 
     Args:
-        names: of the model in the API; /v1/models lists it by the first one.
-        max_waiting: choices that may wait for a slot; None is no limit.
-
-    Attributes:
-        created: when the service was made, in seconds since 1970. draining: the server is stopping; every new request
-            returns 503. metrics: of the server.
+        model: started. bridge: carries its events to the event loop. metrics: of the model.
+        names: of the model in the API. max_waiting: choices that may wait for a slot; None is no limit.
+        ended: called whenever a group has ended.
     """
 
-    def __init__(self, names: Sequence[str], *, max_waiting: int | None = None) -> None:
-        self.names, self.created = list(names), int(time.time())
-        self.draining = False
-        self._max_waiting = max_waiting
-        self._model: ServedModel | None = None
-        self._bridge: EventBridge | None = None
-        self.metrics = Metrics(self.names[0], lambda: None if self._model is None else self._model.engine)
+    def __init__(
+        self,
+        model: ServedModel,
+        bridge: EventBridge,
+        metrics: ModelMetrics,
+        names: Sequence[str],
+        max_waiting: int | None = None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.names, self._max_waiting = list(names), max_waiting
+        self._model, self._bridge, self._metrics, self._ended = model, bridge, metrics, ended
         self._groups: set[RequestGroup] = set()
-
-    def ready(self, model: ServedModel, bridge: EventBridge) -> None:
-        """Take requests from now on: the model is loaded, and ``bridge`` carries its events to the event loop."""
-        self.metrics.configured(model.engine.slots, model.engine.context, model.why_slots)
-        self._bridge, self._model = bridge, model
-
-    @property
-    def status(self) -> str:
-        """ "loading", "ok", "draining", or "dead" when the engine has failed."""
-        if self._model is None:
-            return "loading"
-        if self.draining:
-            return "draining"
-        return "ok" if self._model.engine.alive else "dead"
 
     @property
     def model(self) -> ServedModel:
         """The model.
 
         Raises:
-            ApiError: 503 while it is loading or the server stops, 500 when its engine has failed.
+            ApiError: 500, its engine has failed.
         """
-        status = self.status
-        if status in ("loading", "draining"):
-            message = "the model is still loading" if status == "loading" else "the server is shutting down"
-            raise ApiError(503, message, code=status, headers={"Retry-After": "5"})
-        if status == "dead" or self._model is None:
+        if not self.alive:
             raise ApiError(500, "the engine has stopped after a failure; the server's log has more", code="engine_dead")
         return self._model
 
-    def check_model(self, name: str | None) -> str:
-        """The model's name in the response: the one asked for, or the first.
+    @property
+    def engine(self) -> Engine:
+        """The model's engine, alive or not."""
+        return self._model.engine
 
-        Raises:
-            ApiError: 404, no model of that name is served.
-        """
-        if name is not None and name not in self.names:
-            message = f"the model {name[:200]!r} is not served here; this is {', '.join(self.names)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return name or self.names[0]
+    @property
+    def alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._model.engine.alive
+
+    @property
+    def busy(self) -> bool:
+        """Whether a group runs on the model."""
+        return bool(self._groups)
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a sequence."""
+        return self._model.engine.context
 
     async def complete(self, body: CompletionBody, arrived: float) -> tuple[RequestGroup, list[str] | None]:
         """Start the choices of a completion.
@@ -165,6 +157,7 @@ class Service:
         """Cancel what still runs of a group whose response has ended, for whatever reason."""
         group.close()
         self._groups.discard(group)
+        self._ended()
 
     def _check_count(self, count: int, param: str) -> None:
         """Refuse a request with more choices than an idle server would take."""
@@ -177,8 +170,7 @@ class Service:
 
     def _start(self, requests: Sequence[Request], arrived: float, body: SamplingFields) -> RequestGroup:
         model = self.model
-        assert self._bridge is not None
-        group = RequestGroup(model.engine, self._bridge, self.metrics, arrived)
+        group = RequestGroup(model.engine, self._bridge, self._metrics, arrived)
 
         def detokenizer(request: Request) -> Detokenizer:
             include = bool(body.include_stop_str_in_output)

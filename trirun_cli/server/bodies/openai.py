@@ -214,6 +214,7 @@ class ChatBody(TemplateFields, SamplingFields):
 class TokenizeBody(TemplateFields):
     """The body of POST /tokenize: a text, or a conversation as the model reads it."""
 
+    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message] | None, AfterValidator(at_most(MOST_MESSAGES))] = None
     add_special_tokens: bool = True
@@ -235,4 +236,5 @@ class TokenizeBody(TemplateFields):
 class DetokenizeBody(Body):
     """The body of POST /detokenize."""
 
+    model: str | None = None
     tokens: list[int]

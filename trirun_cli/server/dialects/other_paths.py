@@ -7,7 +7,7 @@ from collections.abc import Mapping
 _POOLING = "models here generate text; none ranks or classifies"
 _TEXT = "the server reads and writes text"
 _STORED = "the server stores nothing"
-_WHOLE = "a model is loaded when the server starts, and stays as it is"
+_WHOLE = "models are loaded when requests name them, and are otherwise as they are"
 
 OTHER_PATHS: Mapping[str, str] = {
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"), _POOLING),

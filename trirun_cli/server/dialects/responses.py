@@ -11,14 +11,14 @@ from fastapi.responses import Response
 from ...text.tool_calls import parser_for
 from ..answer import answer
 from ..errors import ApiError
-from ..service import Service
+from ..pool.pool import Pool
 from .responses_bodies import ResponsesBody, in_its_names
 from .responses_replies import ResponseReply
 
 _PATH = "/v1/responses"
 
 
-def add(app: FastAPI, service: Service) -> None:
+def add(app: FastAPI, pool: Pool) -> None:
     """Add the routes to an application."""
 
     @app.post(_PATH, response_model=None)
@@ -27,21 +27,22 @@ def add(app: FastAPI, service: Service) -> None:
         arrived = time.perf_counter()
         try:
             chat = body.chat_body()
-            name, model = service.check_model(body.model), service.model
-            group = await service.chat(chat, arrived)
+            async with pool.use(body.model, request) as service:
+                group = await service.chat(chat, arrived)
+                tokenizer = service.model.tokenizer
+                reply = ResponseReply(
+                    body.model or service.names[0],
+                    tokenizer,
+                    logprobs=False,
+                    token_ids=False,
+                    body=body,
+                    parser=partial(parser_for, tokenizer.tool_template or "") if chat.offers_tools else None,
+                    one_call=chat.parallel_tool_calls is False,
+                    reasoning=service.reasoning_parser(group),
+                )
+                return await answer(request, service, group, reply, stream=bool(body.stream))
         except ApiError as error:
             raise in_its_names(error) from error
-        reply = ResponseReply(
-            name,
-            model.tokenizer,
-            logprobs=False,
-            token_ids=False,
-            body=body,
-            parser=partial(parser_for, model.tokenizer.tool_template or "") if chat.offers_tools else None,
-            one_call=chat.parallel_tool_calls is False,
-            reasoning=service.reasoning_parser(group),
-        )
-        return await answer(request, service, group, reply, stream=bool(body.stream))
 
     @app.api_route(_PATH + "/{response_id:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def stored(response_id: str) -> None:
