@@ -9,7 +9,7 @@ from typing import Any
 
 from ..engine.sampling import Token
 from ..text.reasoning import ReasoningParser
-from ..text.tool_calls import ToolParser
+from ..text.tool_parsers import ToolParser
 from . import sse
 from .errors import ApiError
 from .request_group import Delta, RequestGroup

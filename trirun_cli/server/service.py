@@ -16,6 +16,7 @@ from ..engine.sampling import SamplingParams
 from ..errors import MissingError, TrirunError, UsageError
 from ..text.detokenizer import Detokenizer
 from ..text.reasoning import ReasoningParser
+from ..text.tool_calls import special_calls
 from .bodies.openai import ChatBody, CompletionBody, SamplingFields
 from .chat_grammar import chat_grammar, reasoning_of
 from .errors import ApiError
@@ -141,7 +142,8 @@ class Service:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         constraint = await self._constraint(chat_grammar(body, self.model.tokenizer, prompt), body)
         requests = self._requests(body, [prompt], "messages", constraint, limit=limit, logprobs=logprobs)
-        return self._start(requests, arrived, body)
+        special = body.offers_tools and special_calls(self.model.tokenizer.tool_template or "")
+        return self._start(requests, arrived, body, special=special)
 
     def reasoning_parser(self, group: RequestGroup) -> Callable[[], ReasoningParser] | None:
         """What makes the parsers of a chat group's reasoning; None where the model's chat template knows of none."""
@@ -168,7 +170,9 @@ class Service:
             message = f"the request asks for {count} choices; this server never takes more than {most} at once"
             raise ApiError(400, message, param=param, code="invalid_value")
 
-    def _start(self, requests: Sequence[Request], arrived: float, body: SamplingFields) -> RequestGroup:
+    def _start(
+        self, requests: Sequence[Request], arrived: float, body: SamplingFields, *, special: bool = False
+    ) -> RequestGroup:
         model = self.model
         group = RequestGroup(model.engine, self._bridge, self._metrics, arrived)
 
@@ -176,7 +180,12 @@ class Service:
             include = bool(body.include_stop_str_in_output)
             params = request.params
             return Detokenizer(
-                model.tokenizer, request.prompt, params.stop, include_stop=include, min_tokens=params.min_tokens
+                model.tokenizer,
+                request.prompt,
+                params.stop,
+                include_stop=include,
+                min_tokens=params.min_tokens,
+                special=special,
             )
 
         try:

@@ -146,6 +146,7 @@ class Detokenizer:
         stop: strings that end the text. They are found across token borders; of several, the first in the text counts.
         include_stop: the stop string that ends the text is part of it.
         min_tokens: the text of so many tokens is not searched for stop strings.
+        special: special tokens are text too.
 
     Attributes:
         stopped: a stop string has been met; nothing comes after it. matched: which, or None.
@@ -165,8 +166,9 @@ class Detokenizer:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
+        special: bool = False,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._special = tokenizer, special
         # A few ids of context settle how the first piece is spaced; the whole prompt would be decoded at every step.
         self._ids = self._last(prompt, 8)
         text = self._decode(self._ids)
@@ -250,7 +252,7 @@ class Detokenizer:
         return next((end for end in ends if not self._decode(end).startswith("\ufffd")), ends[0])
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=not self._special)
 
     def _release(self, new: str) -> str:
         text = self._held + new

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: in Hermes' tags, which Qwen uses too, or Llama 3's bare JSON.
+"""Tool calls as a chat template asks for them, and as it is given earlier ones.
 
 The chat template tells the model of the tools. What it then generates is free, unless a call is asked for or a tool is
 strict: :func:`call_grammar` is the grammar of such answers.
@@ -7,19 +7,29 @@ strict: :func:`call_grammar` is the grammar of such answers.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..engine.constraint import Grammar
 from .grammar import BLANKS
+from .tool_parsers import CLOSE, MISTRAL, OPEN, HermesParser, JsonParser, MistralParser, PythonicParser, ToolParser
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+# How templates of Llama 3.2 and Llama 4 show the model the calls of Python that they ask for.
+_PYTHONIC = "[func_name1("
 
 
 def parser_for(template: str) -> ToolParser:
     """The parser of the tool calls that a chat template asks for."""
-    return HermesParser() if _OPEN in template else JsonParser()
+    if MISTRAL in template:
+        return MistralParser()
+    if OPEN in template:
+        return HermesParser()
+    return PythonicParser() if _PYTHONIC in template else JsonParser()
+
+
+def special_calls(template: str) -> bool:
+    """Whether the calls that a chat template asks for begin with special tokens, which are no text elsewhere."""
+    return MISTRAL in template
 
 
 def call_grammar(template: str, functions: Mapping[str, Any], *, several: bool = True, forced: bool = True) -> Grammar:
@@ -28,8 +38,10 @@ def call_grammar(template: str, functions: Mapping[str, Any], *, several: bool =
     Args:
         functions: JSON schemas of the arguments, by name. several: more than one call may come.
         forced: the text is calls alone; otherwise they may stand in a text, or be missing.
+
+    Where the form is not Hermes', the calls are bare JSON, which every other parser reads too.
     """
-    hermes = _OPEN in template
+    hermes = OPEN in template and MISTRAL not in template
     key = "parameters" if not hermes and '"parameters"' in template else "arguments"
     options = "\n".join(
         f"call_{i}: {json.dumps(json.dumps({'name': name})[:-1] + f', {json.dumps(key)}: ')} "
@@ -39,12 +51,12 @@ def call_grammar(template: str, functions: Mapping[str, Any], *, several: bool =
     body = "body: " + " | ".join(f"call_{i}" for i in range(len(functions)))
     if hermes and forced:
         more = ' ("\\n" call)*' if several else ""
-        rules = f'start: call{more}\ncall: "{_OPEN}\\n" body "\\n{_CLOSE}"'
+        rules = f'start: call{more}\ncall: "{OPEN}\\n" body "\\n{CLOSE}"'
     elif hermes:
         # Any text until the opening tag, which only a call can follow.
         rules = (
-            f'start: opened* TEXT\nopened: trigger "\\n" body "\\n{_CLOSE}"\n'
-            f'trigger[lazy]: TEXT "{_OPEN}"\nTEXT: /(.|\\n)*/'
+            f'start: opened* TEXT\nopened: trigger "\\n" body "\\n{CLOSE}"\n'
+            f'trigger[lazy]: TEXT "{OPEN}"\nTEXT: /(.|\\n)*/'
         )
     else:
         more = ' ("; " body)*' if several else ""
@@ -71,114 +83,3 @@ def _with_object(call: Any) -> Any:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     except ValueError:
         return call
-
-
-class ToolParser:
-    """Splits a stream of text into content and tool calls, the latter as OpenAI's documents.
-
-    Attributes:
-        count: calls found so far.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """The content and the calls that are certain after more text."""
-        raise NotImplementedError
-
-    def flush(self) -> tuple[str, list[dict[str, Any]]]:
-        """The content and the calls that were held back, at the end of the text."""
-        raise NotImplementedError
-
-    def _calls(self, text: str) -> list[dict[str, Any]] | None:
-        """The calls in a text of one or more JSON objects, or None where it is anything else."""
-        found, decoder, at = [], json.JSONDecoder(), 0
-        text = text.strip()
-        while at < len(text):
-            try:
-                value, at = decoder.raw_decode(text, at)
-            except (ValueError, RecursionError):
-                return None
-            name = value.get("name") if isinstance(value, dict) else None
-            arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                return None
-            found.append((name, json.dumps(arguments, ensure_ascii=False)))
-            while at < len(text) and text[at] in " \n\r\t;,":
-                at += 1
-        calls = []
-        for name, written in found:
-            function = {"name": name, "arguments": written}
-            calls.append(
-                {"index": self.count, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
-            )
-            self.count += 1
-        return calls or None
-
-
-class HermesParser(ToolParser):
-    """Calls between ``<tool_call>`` and ``</tool_call>``; everything else is content."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._held, self._inside = "", False
-
-    def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        content, calls = "", []
-        self._held += text
-        while True:
-            tag = _CLOSE if self._inside else _OPEN
-            before, found, after = self._held.partition(tag)
-            if not found:
-                break
-            if self._inside:
-                made = self._calls(before)
-                # Text between the tags that is no call stays content.
-                content += "" if made else _OPEN + before + _CLOSE
-                calls += made or []
-            else:
-                content += before
-            self._held, self._inside = after, not self._inside
-        if not self._inside:
-            keep = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:n])), 0)
-            sure = len(self._held) - keep
-            content += self._held[:sure]
-            self._held = self._held[sure:]
-        if self.count:
-            # Drop line breaks between calls.
-            content = content.strip("\n")
-        return content, calls
-
-    def flush(self) -> tuple[str, list[dict[str, Any]]]:
-        held, self._held = self._held, ""
-        if not self._inside:
-            return held, []
-        # Models often end the text instead of writing the closing tag.
-        made = self._calls(held)
-        return ("", made) if made else (_OPEN + held, [])
-
-
-class JsonParser(ToolParser):
-    """A text of nothing but JSON objects with a name is calls; any other text is content."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._held = ""
-        self._plain = False
-
-    def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        if self._plain:
-            return text, []
-        self._held += text
-        start = self._held.lstrip()
-        if not start or start.startswith("{"):
-            return "", []
-        self._plain = True
-        held, self._held = self._held, ""
-        return held, []
-
-    def flush(self) -> tuple[str, list[dict[str, Any]]]:
-        held, self._held = self._held, ""
-        made = self._calls(held)
-        return ("", made) if made else (held, [])

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from trirun_cli.text.tool_calls import HermesParser, JsonParser, for_template
+from trirun_cli.text.tool_calls import for_template
+from trirun_cli.text.tool_parsers import HermesParser, JsonParser
 
 PATH = "/v1/chat/completions"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
