@@ -211,8 +211,8 @@ from trirun_cli.commands.app import main
 # Ends the server as soon as it takes requests.
 own = run.serve
 def serve(*args, ready, **options):
-    def then(model):
-        ready(model)
+    def then():
+        ready()
         signal.raise_signal(signal.SIGTERM)
     own(*args, ready=then, **options)
 run.serve = serve
