@@ -17,8 +17,8 @@ from ..errors import MissingError, TrirunError, UsageError
 from ..text.detokenizer import Detokenizer
 from ..text.reasoning import ReasoningParser
 from ..text.tool_calls import special_calls
+from .bodies.chat_grammar import chat_grammar, reasoning_of
 from .bodies.openai import ChatBody, CompletionBody, SamplingFields
-from .chat_grammar import chat_grammar, reasoning_of
 from .errors import ApiError
 from .event_bridge import EventBridge
 from .metrics import ModelMetrics

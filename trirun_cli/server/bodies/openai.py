@@ -186,6 +186,9 @@ class TemplateFields(ToolFields):
             raise ApiError(400, message, param="continue_final_message", code="invalid_value")
 
 
+_NOT_OF_CHAT = {"add_special_tokens", "best_of", "echo"}
+
+
 class ChatBody(TemplateFields, SamplingFields):
     """The body of POST /v1/chat/completions."""
 
@@ -201,9 +204,10 @@ class ChatBody(TemplateFields, SamplingFields):
         if self.top_logprobs and not self.logprobs:
             message = "top_logprobs needs logprobs: true"
             raise ApiError(400, message, param="top_logprobs", code="invalid_value")
-        if (self.model_extra or {}).get("echo"):
-            message = "echo is not supported here, but by /v1/completions"
-            raise ApiError(400, message, param="echo", code="unsupported_parameter")
+        for name in _NOT_OF_CHAT & (self.model_extra or {}).keys():
+            if (self.model_extra or {})[name]:
+                message = f"{name} is not supported here, but by /v1/completions"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
         self.check_tools()
         if self.forced_tools and (asked := self.grammar()) is not None:
             message = f"{asked[1]} and a tool_choice that forces a call exclude each other"

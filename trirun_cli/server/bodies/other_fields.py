@@ -54,6 +54,8 @@ OTHER_FIELDS: Mapping[str, Rule] = {
     "chat_template": Rule((), "a template is a program; the server's own is chosen by --chat-template"),
     "detokenize": Rule((True,), "return_token_ids gives token ids beside the text"),
     "documents": Rule(([],), "put texts into the messages"),
+    "guided_decoding_backend": Rule((), "llguidance compiles every grammar"),
+    "guided_whitespace_pattern": Rule((), "JSON has a space or line breaks and indents where it may have blanks"),
     "include_reasoning": Rule((True,), "reasoning_content has it, apart from the answer"),
     "kv_transfer_params": Rule((), "one server computes prompts and answers"),
     "logprob_token_ids": Rule(([],), "log-probabilities are those of the likeliest tokens"),
@@ -71,11 +73,13 @@ OTHER_FIELDS: Mapping[str, Rule] = {
     "return_tokens_as_token_ids": Rule((False,), "return_token_ids gives token ids"),
     "skip_special_tokens": Rule((True,), "special tokens are no text; return_token_ids has them"),
     "spaces_between_special_tokens": Rule(None, "special tokens are not part of the text"),
+    "structural_tag": Rule((), "a grammar, or strict tools, say what follows a tag"),
     "suffix": Rule(("",), "the model continues a text and does not fill a gap"),
     "tool_choice": Rule(("none",), "tools are offered to chat completions"),
     "tools": Rule(([],), "tools are offered to chat completions"),
     "truncate_prompt_tokens": Rule((), "a prompt is used whole or refused"),
     "use_beam_search": Rule((False,), "of beam search, which this server does not do"),
+    "vllm_xargs": Rule(({},), "there are no extensions that would read them"),
     "web_search_options": Rule((), "the server reads nothing from the web"),
 }
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ..engine.constraint import Grammar
-from ..errors import UsageError
-from ..text.reasoning import OPEN, reasons
-from ..text.tool_calls import call_grammar
-from .bodies.openai import ChatBody
-from .errors import ApiError
-from .tokenizer import ServerTokenizer
+from ...engine.constraint import Grammar
+from ...errors import UsageError
+from ...text.reasoning import OPEN, reasons
+from ...text.tool_calls import call_grammar
+from ..errors import ApiError
+from ..tokenizer import ServerTokenizer
+from .openai import ChatBody
 
 _ANY_OBJECT = {"type": "object"}
 
