@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from .dialects.other_paths import OTHER_PATHS
@@ -89,6 +90,12 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         return _validation_error(request, error.errors()).response(request.url.path)
+
+    @app.exception_handler(ValidationError)
+    async def translated(request: Request, error: ValidationError) -> JSONResponse:
+        # Of one API's body written as another's, which may have more messages or longer ones than it.
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        return _validation_error(request, found).response(request.url.path)
 
 
 def _validation_error(request: Request, errors: Sequence[Mapping[str, Any]]) -> ApiError:

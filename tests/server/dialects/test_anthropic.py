@@ -161,3 +161,15 @@ def test_its_own_client(server, start_server, tmp_path):
     assert text == whole.content[0].text == final.content[0].text and final.stop_reason == whole.stop_reason
     assert whole.usage.input_tokens + whole.usage.cache_read_input_tokens == counted.input_tokens
     assert own.stop()[0] == 0
+
+
+def test_more_messages_than_a_chat_completion_takes_are_refused(site):
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "wet"}
+
+    async def scenario():
+        async with site() as demo:
+            messages = [{"role": "user", "content": [result, result]}] * 4000
+            status, answer = await demo.post(PATH, BODY | {"messages": messages})
+        assert status == 400 and answer["error"]["message"].startswith("messages")
+
+    run(scenario)

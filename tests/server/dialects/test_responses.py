@@ -14,6 +14,7 @@ HERMES = (
 THINKS = HERMES + "{# <think></think> #}"
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+FUNCTION = [{"type": "function", "name": "f"}]
 BODY = {"model": "demo", "input": "Hello", "max_output_tokens": 90}
 
 
@@ -155,6 +156,12 @@ def test_a_schema_binds_the_text(site):
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": "a " * 400}, "input"),
         ({"max_output_tokens": 190}, "max_output_tokens"),
+        ({"input": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]}, "input[0].content[0].type"),
+        ({"tools": FUNCTION, "tool_choice": {"type": "function", "name": 5}}, "tool_choice"),
+        (
+            {"tools": FUNCTION, "tool_choice": {"type": "function", "name": "g"}},
+            "tool_choice",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(site, check_error, fields, param):
@@ -162,6 +169,17 @@ def test_what_is_not_supported_is_refused_by_name(site, check_error, fields, par
         async with site(context=192) as demo:
             answer = await demo.client.post(PATH, json=BODY | fields)
         check_error(answer, 400, param)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("value", "reason"), [(r'"\ud800"', "Unicode"), ("NaN", "finite")])
+def test_what_the_response_could_not_repeat_is_refused(site, check_error, value, reason):
+    async def scenario():
+        async with site(context=192) as demo:
+            body = f'{{"input": "x", "metadata": {{"a": {value}}}}}'
+            answer = await demo.client.post(PATH, content=body, headers={"Content-Type": "application/json"})
+        assert reason in check_error(answer, 400)["message"]
 
     run(scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -94,6 +95,12 @@ class ResponsesBody(Body):
             ApiError: 400, naming the field.
         """
         check_other_fields(self.model_extra or {}, _RULES)
+        try:
+            # The response repeats what was asked for, and must be JSON.
+            json.dumps(self.model_dump(exclude_unset=True), ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            reason = "is not valid Unicode" if isinstance(error, UnicodeError) else "has a number that is not finite"
+            raise ApiError(400, f"the body {reason}", code="invalid_value") from None
         messages = messages_of(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -178,7 +185,7 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-_TEXTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text"}
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
 def _text(content: Any, where: str) -> str:
@@ -190,7 +197,7 @@ def _text(content: Any, where: str) -> str:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in {*_TEXTS, "refusal"}:
+        if kind not in _TEXTS:
             raise _invalid(f"{where}[{index}].type", f"parts of type {kind!r} are not supported, only text")
         if not isinstance(text, str):
             raise _invalid(f"{where}[{index}].text", "must be a string")
