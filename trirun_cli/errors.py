@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -99,13 +100,16 @@ def writing(path: object) -> Iterator[None]:
     """Around writing below a directory.
 
     Raises:
-        OSError: in the place of an error that says of no file that there is no space for it; ``path`` is named.
+        OSError: in the place of a failed write that names no file; ``path`` is named.
     """
     try:
         yield
     except Exception as error:
-        if _is_full(error) and not getattr(error, "filename", None):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        # A library written in Rust says the number alone.
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(told[1]) if told else getattr(error, "errno", None)
+        if number is not None and not getattr(error, "filename", None):
+            raise OSError(number, os.strerror(number), str(path)) from error
         raise
 
 

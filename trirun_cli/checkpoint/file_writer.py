@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from trirun_kernels.weights.durable import locked, publish_file
 
 from ..errors import InputError, writing
 
@@ -26,18 +27,16 @@ def publishing(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     partial = out.with_name(out.name + ".partial")
     with writing(partial):
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+        lock = locked(partial, os.O_RDWR | os.O_CREAT)
+        if lock is None:
+            raise InputError(f"another run is writing {out}", "wait for it, or give another --out")
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise InputError(f"another run is writing {out}", "wait for it, or give another --out") from None
-            try:
-                yield partial
-                os.fsync(lock)
-                os.rename(partial, out)
-            except BaseException:
+            yield partial
+            publish_file(partial, out)
+        except BaseException:
+            # On a disk that is read-only by now it stays; the error that says so is what the user needs.
+            with suppress(OSError):
                 partial.unlink(missing_ok=True)
-                raise
+            raise
         finally:
             os.close(lock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trirun_kernels.weights.durable import locked, publish_directory, recover
 from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 from trirun_kernels.weights.safetensors_dir import INDEX, SINGLE
 
@@ -64,7 +64,8 @@ class CheckpointWriter:
     ) -> None:
         # Resolved, so that "." has a name, and so that where a link points is replaced and not the link.
         self.out, self.source = Path(out).resolve(), source
-        self._check(out, overwrite)
+        self._given, self._overwrite = out, overwrite
+        self._check()
         self.partial = self.out.with_name(self.out.name + ".partial")
         self._max_shard_bytes = max_shard_bytes
         self._shard: dict[str, Tensor] = {}
@@ -73,14 +74,18 @@ class CheckpointWriter:
         self._published = False
 
     def __enter__(self) -> CheckpointWriter:
-        self.partial.mkdir(parents=True, exist_ok=True)
         # What a killed run has left is not locked any more; what is locked is not to be touched.
-        self._lock = os.open(self.partial, os.O_RDONLY)
+        lock = locked(self.partial, os.O_RDONLY)
+        if lock is None:
+            raise InputError(f"another run is writing {self.out}", "wait for it, or give another --out")
+        self._lock = lock
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise InputError(f"another run is writing {self.out}", "wait for it, or give another --out") from None
+            recover(self.out)
+            # Again: what a killed run had put aside, or another run has published since.
+            self._check()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         for left in self.partial.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         return self
@@ -90,10 +95,12 @@ class CheckpointWriter:
     ) -> None:
         # Once published, a directory of that name is another run's.
         if not self._published and self.partial.exists():
-            shutil.rmtree(self.partial)
+            # On a disk that is read-only by now it stays; the error that says so is what the user needs.
+            shutil.rmtree(self.partial, ignore_errors=True)
         os.close(self._lock)
 
-    def _check(self, out: str | Path, overwrite: bool) -> None:
+    def _check(self) -> None:
+        out = self._given
         if not self.out.exists():
             return
         if any(place.resolve().is_relative_to(self.out) for place in (self.source.path, *self.source.files)):
@@ -104,7 +111,7 @@ class CheckpointWriter:
             raise InputError(f"{out} is a mount point, which cannot be replaced", "name a folder inside it")
         if not any(self.out.iterdir()):
             return
-        if not overwrite:
+        if not self._overwrite:
             raise InputError(f"{out} exists and is not empty", "--overwrite replaces it")
         # Whoever mistypes a path must not lose what has nothing to do with models.
         if not (self.out / "config.json").is_file():
@@ -168,9 +175,6 @@ class CheckpointWriter:
             for file in self.source.path.glob(pattern):
                 if file.is_file() and file.name not in SKIPPED:
                     shutil.copyfile(file, self.partial / file.name)
-        for file in self.partial.iterdir():
-            _flush(file)
-        _flush(self.partial)
 
     def _close_shard(self) -> None:
         from safetensors.torch import save_file
@@ -195,14 +199,8 @@ class CheckpointWriter:
         _write(self.partial / INDEX, json.dumps(index, indent=2))
 
     def _publish(self) -> None:
-        replaced = self.out.with_name(self.out.name + ".replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if self.out.exists():
-            os.rename(self.out, replaced)
-        os.rename(self.partial, self.out)
+        publish_directory(self.partial, self.out)
         self._published = True
-        _flush(self.out.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _format(packed: list[PackedModule], linears: Iterable[str], activation_bits: int) -> Format:
@@ -233,11 +231,3 @@ def file_hash(path: Path) -> str:
     """SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from trirun_kernels.weights.durable import publish_file
+
 from ..errors import InputError
 from .candidate import Candidate
 from .comparison import Difference, compare, perplexity_ratio
@@ -131,7 +133,7 @@ def write_text(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         if not special:
-            partial.replace(path)
+            publish_file(partial, path)
     except BaseException as error:
         with suppress(OSError):
             if not special:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from trirun_kernels.weights.durable import flush, publish_file
+
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import RECIPE_FILE
 from ..engine.sampling import SamplingParams
@@ -185,7 +187,7 @@ class AnswerFile:
                 self._file = _locked(beside)
                 self._file.write(self._kept)
                 self._file.flush()
-                beside.replace(place)
+                publish_file(beside, place)
         self._kept = None
 
     def close(self) -> None:
@@ -193,6 +195,8 @@ class AnswerFile:
         if self._file is not None and self._path is not None:
             if self._path.is_file() and self._path.stat().st_size == 0:
                 self._path.unlink()
+            elif self._path.is_file():
+                flush(self._path)
             self._file.close()
 
     def _begin(self, path: Path, resume: bool, overwrite: bool) -> bytes | None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from trirun_kernels import PackedWeight, QuantSpec, unpack
+from trirun_kernels.weights.durable import publish_file
 
 from ..block.walk import BlockResult
 from ..errors import StateError
@@ -177,9 +178,7 @@ def _write(path: Path, data: Any) -> None:
     try:
         with partial.open("wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
     except OSError as error:
         # A write that fails does not say of which file.
         raise OSError(error.errno, error.strerror, str(partial)) from None
-    partial.replace(path)
+    publish_file(partial, path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from trirun_kernels.weights.durable import publish_file
 
 from ..errors import QuantizationError
 from ..run.resume import RunState
@@ -144,9 +144,7 @@ class TrainState:
         return self.directory / f"{name}.safetensors"
 
     def _publish(self, partial: Path, name: str) -> None:
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(self._file(name))
+        publish_file(partial, self._file(name))
 
 
 def moments_of(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
