@@ -198,17 +198,17 @@ def commands(names: list[str], work: Path, model: Path | None = None) -> list[Co
             line = ["pack", str(model), "--out", str(out), "--quiet"]
             found += [Command("pack", line, out), Command("pack --overwrite", line, out, old=kept)]
         elif name == "export":
-            line = ["export", str(packed), "--out", str(out), "--quiet"]
+            line = ["export", str(packed), "--to", "dense", "--out", str(out), "--quiet"]
             found += [Command("export", line, out), Command("export --overwrite", line, out, old=kept)]
         elif name == "gguf":
             out = out.with_suffix(".gguf")
-            line = ["export", str(packed), "--out", str(out), "--format", "gguf", "--quiet"]
+            line = ["export", str(packed), "--out", str(out), "--to", "gguf:Q2_0", "--quiet"]
             found += [Command(name, line, out), Command("gguf --overwrite", line, out, old=work / "old.gguf")]
         elif name == "quantize":
             line = ["quantize", str(model), "--out", str(out), *QUANTIZE]
             found += [Command("quantize", line, out)]
         elif name == "finetune":
-            line = ["finetune", str(packed), "--model", str(model), "--out", str(out), *FINETUNE]
+            line = ["finetune", str(model), "--out", str(out), *FINETUNE]
             found += [Command("finetune", line, out)]
         elif name == "prompts":
             out = out.with_suffix(".jsonl")
@@ -226,7 +226,9 @@ def _ternary(out: Path) -> None:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=8192, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
+    config = LlamaConfig(
+        vocab_size=8192, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, **sizes
+    )
     model = LlamaForCausalLM(config).half()
     for layer in model.model.layers:
         for module in layer.modules():

@@ -244,6 +244,7 @@ def test_a_flipped_bit_fails_verification(trirun, packed, copy_of):
 @pytest.mark.parametrize("content", [b"files: 5", b"files: [a]", b"name: \xff"])
 def test_checksums_that_are_none(trirun, packed, copy_of, content):
     damaged = copy_of(packed)
+    (damaged / "SHA256SUMS").unlink()
     (damaged / "trirun_recipe.yaml").write_bytes(content)
     code, _, err = trirun("verify", damaged)
     assert code == 3 and len(one_line(err)) == 1 and "trirun_recipe.yaml" in err

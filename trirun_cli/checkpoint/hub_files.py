@@ -15,7 +15,7 @@ from ..errors import InputError
 
 # What a model directory is made of: config, weights, tokenizers of every kind, chat templates. Other formats of the
 # weights, which may be several times as large, stay where they are.
-WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "trirun_recipe.yaml")
+WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "trirun_recipe.yaml", "SHA256SUMS")
 UNWANTED = ("*/*", "consolidated*")
 # Types in the order in which they are taken: trirun's own groups first, then larger blocks, then one scale a row or a
 # tensor, then those without zeros. Names write "Q2_g64" too.

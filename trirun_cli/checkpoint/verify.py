@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,26 +12,57 @@ import numpy as np
 import yaml
 from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
-from ..errors import InputError
+from ..errors import CheckFailed, InputError
 from .formats import open_foreign
+from .hub_files import WANTED
 from .model_dir import ModelSource
 from .reader import Checkpoint
-from .writer import RECIPE_FILE, file_hash
+from .writer import CHECKSUMS, RECIPE_FILE, file_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def verify_files(checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:
-    """(what, problem or None) per weight file: its SHA-256 against the one recorded when it was written."""
-    recorded = _recorded_hashes(checkpoint.path)
-    for file in checkpoint.files:
-        if file.name not in recorded:
-            yield file.name, f"no checksum is recorded in {RECIPE_FILE}"
-        elif file_hash(file) != recorded[file.name]:
-            yield file.name, "its contents changed since it was written (SHA-256 differs)"
+# What a model is made of; a page about it may come or change later.
+_PARTS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", RECIPE_FILE)
+_SUM = re.compile(r"([0-9a-f]{64})  ([^/]+)")
+
+
+def verify_files(path: Path) -> Iterator[tuple[str, str | None]]:
+    """(file, problem or None) of a checkpoint: its SHA-256 against the one recorded when it was written.
+
+    Raises:
+        InputError: the record is damaged, or a file cannot be read.
+    """
+    recorded, where = _recorded_hashes(path)
+    present = {file.name for pattern in _PARTS for file in path.glob(pattern)}
+    if where == RECIPE_FILE:  # older checkpoints: of the weights alone
+        present = {name for name in present if name.endswith(".safetensors")}
+    for name in sorted(present | recorded.keys()):
+        if name not in recorded:
+            yield name, f"no checksum is recorded in {where}"
+        elif not (path / name).is_file():
+            # What a download leaves out may be missing.
+            if any(fnmatch(name, pattern) for pattern in WANTED):
+                yield name, f"{where} names it, and it is not there"
+        elif file_hash(path / name) != recorded[name]:
+            yield name, "its contents changed since it was written (SHA-256 differs)"
         else:
-            yield file.name, None
+            yield name, None
+
+
+def require_whole(path: Path) -> None:
+    """Hold every file of a checkpoint against its recorded SHA-256.
+
+    Raises:
+        CheckFailed: one differs or is not there. InputError: nothing is recorded, or the record is damaged.
+    """
+    if not any((path / name).is_file() for name in (CHECKSUMS, RECIPE_FILE)):
+        raise InputError(f"{path}: --verify needs {CHECKSUMS}, which trirun writes into its checkpoints")
+    problems = [f"{name}: {problem}" for name, problem in verify_files(path) if problem is not None]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckFailed(f"{path}: {problems[0]}{more}", "copy or download it again")
 
 
 def verify_modules(
@@ -107,10 +140,18 @@ def _rounded(dense: np.ndarray, dtype: str) -> np.ndarray:
     return (bits + 0x7FFF + ((bits >> 16) & 1) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-def _recorded_hashes(path: Path) -> dict[str, str]:
+def _recorded_hashes(path: Path) -> tuple[dict[str, str], str]:
+    """(SHA-256 by file name, the file that records them)."""
+    sums = path / CHECKSUMS
+    if sums.is_file():
+        lines = sums.read_text(encoding="utf-8", errors="replace").split("\n")
+        found = [_SUM.fullmatch(line) for line in lines[:-1]]
+        if lines[-1] or None in found:
+            raise InputError(f"{sums} is damaged: it is no list of checksums")
+        return {match[2]: match[1] for match in found if match}, CHECKSUMS
     file = path / RECIPE_FILE
     if not file.is_file():
-        return {}
+        return {}, CHECKSUMS
     try:
         recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -118,4 +159,4 @@ def _recorded_hashes(path: Path) -> dict[str, str]:
     files = (recipe.get("files") if isinstance(recipe, dict) else None) or {}
     if not isinstance(files, dict):
         raise InputError(f"{file}: files is {files!r}, not the checksums by name")
-    return files
+    return files, RECIPE_FILE if files else CHECKSUMS

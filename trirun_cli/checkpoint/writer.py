@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trirun_kernels import PackedWeight, QuantSpec
 
 RECIPE_FILE = "trirun_recipe.yaml"
+CHECKSUMS = "SHA256SUMS"  # of all other files, as `sha256sum -c` reads it
 # Everything beside the weights that a model directory needs travels along: tokenizer, templates, generation config.
 COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*", "README*")
 SKIPPED = ("config.json", INDEX, RECIPE_FILE)
@@ -139,7 +140,7 @@ class CheckpointWriter:
 
         Args:
             packed: the packed modules, linear or embeddings. linears: names of all linear modules, packed or not.
-            recipe: what made this checkpoint, fully resolved; written as YAML beside the SHA-256 of each weight file.
+            recipe: what made this checkpoint, fully resolved; written as YAML, beside the SHA-256 of each file.
             activation_bits: see :class:`~trirun_cli.checkpoint.reader.Format`.
 
         Returns:
@@ -169,12 +170,14 @@ class CheckpointWriter:
             # Their library gives nobody else leave to read them; config.json has what the umask leaves.
             file.chmod((self.partial / "config.json").stat().st_mode)
         if recipe is not None:
-            hashes = {file.name: file_hash(file) for file in sorted(self.partial.glob("*.safetensors"))}
-            _write(self.partial / RECIPE_FILE, yaml.safe_dump(recipe | {"files": hashes}, sort_keys=False))
+            _write(self.partial / RECIPE_FILE, yaml.safe_dump(recipe, sort_keys=False).rstrip("\n"))
         for pattern in COMPANIONS:
             for file in self.source.path.glob(pattern):
                 if file.is_file() and file.name not in SKIPPED:
                     shutil.copyfile(file, self.partial / file.name)
+        if recipe is not None:
+            sums = [f"{file_hash(file)}  {file.name}" for file in sorted(self.partial.iterdir())]
+            _write(self.partial / CHECKSUMS, "\n".join(sums))
 
     def _close_shard(self) -> None:
         from safetensors.torch import save_file

@@ -11,7 +11,7 @@ import typer
 from ..console import Console
 from ..errors import InputError
 from ..workflows.import_cache import as_model_dir
-from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, one_checkpoint
+from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, Verify, one_checkpoint
 from .shared.generation_options import (
     Context,
     MinP,
@@ -74,6 +74,7 @@ def command(
     engine: Engine = "auto",
     tf32: Tf32 = False,
     compiled: Compile = False,
+    verify: Verify = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -90,7 +91,7 @@ def command(
     """
     check_machine(dtype, act_bits, engine, kv_cache_dtype=kv_cache_dtype, context=context, threads=threads, head=head)
     console = Console(as_json=json, quiet=quiet)
-    checkpoint = as_model_dir(one_checkpoint(checkpoint, checkpoint_option, original), console)
+    checkpoint = as_model_dir(one_checkpoint(checkpoint, checkpoint_option, original), console, verify=verify)
     params = sampling_params(
         checkpoint,
         max_tokens=max_tokens,

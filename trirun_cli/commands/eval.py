@@ -12,7 +12,7 @@ from ..console import Console
 from ..errors import CheckFailed, UsageError
 from ..processors import set_torch_threads
 from ..workflows.import_cache import as_model_dir
-from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, one_checkpoint
+from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, Verify, one_checkpoint
 from .shared.options import (
     ActBits,
     Device,
@@ -120,6 +120,7 @@ def command(
             rich_help_panel=_MACHINE,
         ),
     ] = False,
+    verify: Verify = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -211,7 +212,11 @@ def command(
         ctx,
     )
     named = (("model", model), ("checkpoint", checkpoint))
-    roles = [(role, as_model_dir(path, console)) for role, path in named if path is not None]
+    roles = [
+        (role, as_model_dir(path, console, verify=verify and (role == "checkpoint" or checkpoint is None)))
+        for role, path in named
+        if path is not None
+    ]
     report = Report(run(settings, roles, console))
     console.json(SCHEMA, report.document())
     for table in tables(report):

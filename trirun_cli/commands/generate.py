@@ -11,7 +11,7 @@ import typer
 from ..console import Console
 from ..errors import InputError, UsageError
 from ..workflows.import_cache import as_model_dir
-from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, one_checkpoint
+from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, Verify, one_checkpoint
 from .shared.generation_options import (
     Choices,
     Context,
@@ -102,6 +102,7 @@ def command(
     engine: Engine = "auto",
     tf32: Tf32 = False,
     compiled: Compile = False,
+    verify: Verify = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -123,7 +124,7 @@ def command(
     """
     check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, context, threads, head)
     console = Console(as_json=json, quiet=quiet)
-    checkpoint = as_model_dir(one_checkpoint(checkpoint, checkpoint_option, original), console)
+    checkpoint = as_model_dir(one_checkpoint(checkpoint, checkpoint_option, original), console, verify=verify)
     params = sampling_params(
         checkpoint,
         max_tokens=max_tokens,

@@ -11,7 +11,7 @@ from ..checkpoint.hub import model_name
 from ..console import Console
 from ..errors import InputError, UsageError
 from ..workflows.import_cache import as_model_dir
-from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, one_checkpoint
+from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, Verify, one_checkpoint
 from .shared.missing import missing_package
 from .shared.options import (
     Accumulate,
@@ -102,6 +102,7 @@ def command(
     engine: Engine = "auto",
     tf32: Tf32 = False,
     compiled: Compile = False,
+    verify: Verify = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -152,7 +153,7 @@ def command(
     from ..checkpoint.model_dir import read_config
 
     names = served_model_name or [model_name(checkpoint)]
-    checkpoint = as_model_dir(checkpoint, console)
+    checkpoint = as_model_dir(checkpoint, console, verify=verify)
     read_config(checkpoint)
     if backend == "vllm":
         given = options_given(context)

@@ -29,7 +29,7 @@ def command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check a checkpoint: file checksums, shapes against the model, finite scales, and a lossless round trip.
+    """Check a checkpoint: the checksum of every file, shapes against the model, finite scales, a lossless round trip.
 
     Exit code 6 when a check fails, 3 when the directory cannot be read as a checkpoint at all.
 
@@ -46,7 +46,7 @@ def command(
     read_config(checkpoint)
     original = None if against is None else open_source(local_model(against, console))
     opened = Checkpoint(checkpoint)
-    checks = list(verify_files(opened))
+    checks = list(verify_files(checkpoint))
     with console.progress("verifying", len(opened.modules)) as bar:
         for check in verify_modules(opened, linear_layers(opened), original, embedding(opened)):
             checks.append(check)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..console import Console
 
 
-def as_model_dir(given: Path, console: Console | None = None) -> Path:
+def as_model_dir(given: Path, console: Console | None = None, *, verify: bool = False) -> Path:
     """The directory of a model to run: :func:`~trirun_cli.checkpoint.hub.local_model`, where a GGUF file, a directory
     that holds one, or one that another program has packed stands for the checkpoint packed of it.
 
@@ -23,10 +23,21 @@ def as_model_dir(given: Path, console: Console | None = None) -> Path:
 
     Args:
         console: what tells the user so; None is silent.
+        verify: hold its files against their checksums, see :func:`~trirun_cli.checkpoint.verify.require_whole`.
 
     Raises:
         InputError, TrirunError, QuantizationError: see :func:`local_model` and :func:`~.pack.pack`.
+        CheckFailed: ``verify``, and a file differs.
     """
+    model = _as_model_dir(given, console)
+    if verify:
+        from ..checkpoint.verify import require_whole
+
+        require_whole(model)
+    return model
+
+
+def _as_model_dir(given: Path, console: Console | None) -> Path:
     # Here: every command imports this module, and `trirun --help` needs no reader of files.
     from ..checkpoint.formats import gguf_file
 

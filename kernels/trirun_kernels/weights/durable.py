@@ -121,8 +121,9 @@ def _exchanged(first: Path, second: Path) -> bool:
 
 
 def locked(path: Path, flags: int) -> int | None:
-    """Open and lock a file (``O_CREAT`` in ``flags``) or a directory, made where there is none, for as long as its descriptor stays open; None where another process holds the
-    lock. The lock is on what has the name now: not on what another process has just published or removed.
+    """Open and lock a file (``O_CREAT`` in ``flags``) or a directory, made where there is none, for as long as its
+    descriptor stays open; None where another process holds the lock. The lock is on what has the name now, not on what
+    another process has just published or removed.
 
     Args:
         flags: of ``os.open``.

@@ -24,6 +24,11 @@ OriginalOption = Annotated[
     Path | None, typer.Option("--model", "-m", help="The original, unquantized model, in the checkpoint's place.")
 ]
 
+Verify = Annotated[
+    bool,
+    typer.Option("--verify", help="First check the SHA-256 of every file; exit code 6 if one differs."),
+]
+
 
 def one_checkpoint(argument: Path | None, option: Path | None, original: Path | None = None) -> Path:
     """The one model that a command was given, by whichever name.
