@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Characters of a message: it may quote what a file holds.
+LONGEST_MESSAGE = 2000
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -17,7 +19,7 @@ class TrirunError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, fix: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(_one_line(message))
         self.fix = fix
 
 
@@ -49,6 +51,15 @@ class CheckFailed(TrirunError):
     """A check that the user asked for did not hold (verify, doctor, eval --max-ratio, a benchmark's)."""
 
     exit_code = 6
+
+
+def _one_line(message: str) -> str:
+    """A message without what would begin a new line, or speak to the terminal: names come from files of others."""
+    if len(message) > LONGEST_MESSAGE:
+        message = message[:LONGEST_MESSAGE] + "..."
+    if message.isprintable():
+        return message
+    return "".join(c if c.isprintable() else " " if c.isspace() else repr(c)[1:-1] for c in message)
 
 
 def explain(error: BaseException) -> TrirunError | None:

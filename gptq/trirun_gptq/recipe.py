@@ -146,7 +146,7 @@ class Recipe:
         for pattern in (*self.ignore, *self.overrides):
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise QuantizationError(f"recipe: {pattern!r} is not a regular expression: {error}") from None
         for pattern, override in self.overrides.items():
             group_size, grid = override.over(self.group_size, self.grid)

@@ -61,14 +61,12 @@ def checked_fields(cls: type, values: Mapping[str, Any], where: str) -> dict[str
         if expected is None or (value is None and "None" in declared):
             checked[key] = value
             continue
-        if expected is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        elif expected is float and isinstance(value, str):
+        if expected is float and isinstance(value, int | str) and not isinstance(value, bool):
             # YAML 1.1 reads 1e-4 as a string.
             try:
                 value = float(value)
-            except ValueError:
-                raise QuantizationError(f"{where}: {key} must be a float, got {value!r}") from None
+            except (OverflowError, ValueError):
+                raise QuantizationError(f"{where}: {key} must be a float, got {str(value)[:80]!r}") from None
         if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
             raise QuantizationError(f"{where}: {key} must be {expected.__name__}, got {value!r}")
         checked[key] = value
@@ -103,11 +101,33 @@ def require(condition: bool, message: str) -> None:
         raise QuantizationError(f"recipe: {message}")
 
 
+def load_plain(text: str) -> Any:
+    """The plain values that YAML text holds. Aliases are refused: a few of them, in lists of each other, stand for more
+    values than fit in memory.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or has an alias.
+    """
+    import yaml
+
+    class Plain(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError(f"aliases are not read: *{self.peek_event().anchor}")
+            return super().compose_node(parent, index)
+
+    try:
+        return yaml.load(text, Plain)
+    # Of a value that is none of its tag, such as the 31st of February, PyYAML says so in errors of any kind.
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+
+
 def _read_mapping(path: str | Path) -> Mapping[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = load_plain(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise QuantizationError(f"recipe {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -130,6 +130,9 @@ def _listing(named: HubName) -> _Listing | None:
             raise
         return None
     files = {file.rfilename: file.lfs.sha256 if file.lfs is not None else None for file in info.siblings or ()}
+    for name in files:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise InputError(f"{named.name}: the hub lists {name!r}, which is no file of a model's directory")
     return _Listing(str(info.sha), files)
 
 

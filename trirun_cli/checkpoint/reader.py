@@ -94,7 +94,7 @@ class Format:
             made.spec("")
             for module in made.overrides:
                 made.spec(module)
-        except (TypeError, ValueError, KeyError) as error:
+        except (ArithmeticError, TypeError, ValueError, KeyError) as error:
             raise InputError(f"{where}: {error}") from None
         return made
 

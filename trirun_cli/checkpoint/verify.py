@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import yaml
+from trirun_gptq.recipe_yaml import load_plain
 from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..errors import CheckFailed, InputError
@@ -153,7 +154,7 @@ def _recorded_hashes(path: Path) -> tuple[dict[str, str], str]:
     if not file.is_file():
         return {}, CHECKSUMS
     try:
-        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+        recipe = load_plain(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     files = (recipe.get("files") if isinstance(recipe, dict) else None) or {}

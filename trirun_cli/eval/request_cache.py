@@ -86,7 +86,7 @@ class RequestCache:
                     _same(path, entry, {"schema": SCHEMA, **identity})
                 else:
                     key, self._results[key] = entry
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise InputError(f"{path}:{number}: damaged; delete the file to start over") from error
 
 

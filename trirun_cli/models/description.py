@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from trirun_kernels.weights.names import SCALE
 
+from ..errors import InputError
 from .families import FAMILIES, FLAT_TEXT
 from .mixtures import MIXTURES
 from .parts import Description, TensorNames, UnsupportedModel
-from .settings import OPTIONAL_COUNTS, check_numbers, text_settings
+from .settings import OPTIONAL_COUNTS, check_numbers, check_sizes, text_settings
 
 if TYPE_CHECKING:
     from trirun_kernels.decoder.shape import DecoderShape
@@ -38,7 +39,16 @@ def description(config: dict[str, Any]) -> Description:
     if not isinstance(family, str) or family not in known:
         raise UnsupportedModel(f"the native decoder runs {', '.join(known)}, not {family}")
     make, defaults = known[family]
-    return make(defaults | config)
+    config = defaults | config
+    check_sizes(config)
+    try:
+        return make(config)
+    except UnsupportedModel:
+        raise
+    # Settings have many kinds, and each is used where it is read.
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise InputError(f"config.json: a setting of its {family} is of a kind that no model has ({kind})") from error
 
 
 def decoder_shape(config: dict[str, Any]) -> DecoderShape:

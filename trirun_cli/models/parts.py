@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from trirun_kernels.weights.names import LAYER_LINEARS, LAYER_NORMS
 
+from ..errors import InputError
 from .rotary import ROTARY_TYPES, rotary_parameters
-from .settings import check_numbers, check_sizes, layer_list
+from .settings import check_numbers, layer_list
 
 if TYPE_CHECKING:
     from trirun_kernels.decoder.shape import DecoderShape, LayerShape, Mixer, Mixture
@@ -21,6 +22,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+# Far more than any model has: what is made for each of them would fill the memory.
+MOST_EXPERTS = 4096
 # Tensors that only some models of a family have.
 OPTIONAL = ("attention_norm_bias", "mlp_norm_bias")
 
@@ -182,7 +185,6 @@ def describe(
     """
     from trirun_kernels.decoder.shape import Attention, DecoderShape, FeedForward, LayerShape
 
-    check_sizes(config)
     act = config.get(activation) or "silu"
     if not isinstance(act, str) or act not in ACTIVATIONS:
         raise UnsupportedModel(f"activation {act!r} is not one of {', '.join(ACTIVATIONS)}")
@@ -250,6 +252,8 @@ def with_experts(
     # What transformers calls the number of experts of every family since its version 5.
     experts = "num_local_experts" if config.get("num_local_experts") else experts
     check_numbers(config, [experts, size, "num_experts_per_tok"], int)
+    if config[experts] > MOST_EXPERTS:
+        raise InputError(f"config.json: {experts} is {config[experts]}, above {MOST_EXPERTS}")
     try:
         routing = Routing(
             config[experts], config["num_experts_per_tok"], score, bool(config.get("norm_topk_prob")),

@@ -7,6 +7,8 @@ from typing import Any
 
 from ..errors import InputError
 
+# Far more than any model has: what is made for each of them would fill the memory.
+MOST_LAYERS = 4096
 # Counts that config.json must have, counts that it may have, and numbers that it may have.
 COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -37,6 +39,8 @@ def check_sizes(config: Mapping[str, Any]) -> None:
         raise InputError(f"config.json has no {missing}")
     check_numbers(config, (*COUNTS, *OPTIONAL_COUNTS), int)
     check_numbers(config, OPTIONAL_NUMBERS, float)
+    if config["num_hidden_layers"] > MOST_LAYERS:
+        raise InputError(f"config.json: num_hidden_layers is {config['num_hidden_layers']}, above {MOST_LAYERS}")
 
 
 def check_numbers(config: Mapping[str, Any], names: Sequence[str], kind: type) -> None:

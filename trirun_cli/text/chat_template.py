@@ -29,6 +29,7 @@ class LightTemplate:
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         from importlib.metadata import version
 
+        from jinja2 import TemplateSyntaxError
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -45,7 +46,10 @@ class LightTemplate:
             # Not the type itself, which leads to others.
             "dict": lambda *entries, **named: dict(*entries, **named),
         }
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except RecursionError:
+            raise TemplateSyntaxError("nested too deeply", 1) from None
         self._special = dict(special)
 
     def __call__(

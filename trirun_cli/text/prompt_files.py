@@ -74,7 +74,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
     for index, (number, line) in enumerate(lines):
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
             raise InputError(f'{path}:{number}: not an object with a text under "prompt"')
@@ -216,7 +216,9 @@ class AnswerFile:
             try:
                 entry = json.loads(line)
                 index, settings = entry["index"], entry["settings"]
-            except (ValueError, TypeError, KeyError) as error:
+                if type(index) is not int or index < 0:
+                    raise ValueError(f"index {index!r}")
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise InputError(f"{path}:{number} is not an answer of trirun generate") from error
             if settings != self._digest:
                 raise UsageError(

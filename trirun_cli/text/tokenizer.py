@@ -101,7 +101,7 @@ def light_tokenizer(path: str | Path, *, chat: bool = True, chat_template: str |
         return None
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
-    if not special.issuperset(named.values()):
+    if not all(isinstance(text, str) and text in special for text in named.values()):
         return None
     return LightTokenizer(backend, named, source or None)
 
@@ -118,5 +118,5 @@ def _template_source(path: Path, config: dict[str, Any]) -> Any:
     return file.read_text(encoding="utf-8") if file.name == _TEMPLATE_FILE else config.get("chat_template")
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else token
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token

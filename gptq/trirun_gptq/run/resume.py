@@ -24,6 +24,8 @@ from . import distributed as ranks
 from .report import BlockReport, ModuleReport
 
 FORMAT = 2
+# What facts of another kind than were saved raise where they are used.
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 PIECE = 1 << 15  # bytes of a weight file that are hashed at a time
 PIECES = 1 << 10  # at most, spread over the file: up to 32 MiB all of it, and of large ones something of every matrix
 
@@ -57,7 +59,9 @@ class RunState:
             return
         try:
             stored = json.loads(self._record.read_text(encoding="utf-8"))
-        except json.JSONDecodeError:
+            if not isinstance(stored, dict):
+                raise ValueError("no object")
+        except (ValueError, RecursionError):
             raise StateError(f"{self._record} is damaged; remove {self.directory} to start over") from None
         ours = self._fingerprint
         differing = sorted(key for key in {*ours, *stored} if ours.get(key) != stored.get(key))
@@ -91,19 +95,19 @@ class RunState:
             with safe_open(path, "pt") as file:
                 facts = json.loads(file.metadata()["facts"])
                 tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+            return _block_result(facts, tensors)
+        except (
+            SafetensorError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:
             if self._replace:
                 return None
             raise StateError(f"{path} is damaged ({error}); remove {self.directory} to start over") from None
-        modules = [ModuleReport(**{**entry, "spec": QuantSpec(**entry["spec"])}) for entry in facts["modules"]]
-        prefix = f"{facts['report']['name']}."
-        quantized = {}
-        for module in modules:
-            name = module.name.removeprefix(prefix)
-            parts = (tensors[f"{name}.words"], tensors[f"{name}.scales"], tensors.get(f"{name}.zeros"))
-            quantized[name] = Quantized(*unpack(PackedWeight(*parts, module.n, module.k, module.spec)), module.spec)
-        report = BlockReport(**{**facts["report"], "resumed": True})
-        return BlockResult(quantized, facts["kept"], modules, report)
 
     def save(self, index: int, result: BlockResult) -> None:
         """Record a finished block."""
@@ -126,6 +130,19 @@ class RunState:
 
     def _path(self, index: int) -> Path:
         return self.directory / f"block-{index:04d}.safetensors"
+
+
+def _block_result(facts: dict[str, Any], tensors: dict[str, Tensor]) -> BlockResult:
+    """A finished block as it was saved, its report marked as resumed."""
+    modules = [ModuleReport(**{**entry, "spec": QuantSpec(**entry["spec"])}) for entry in facts["modules"]]
+    prefix = f"{facts['report']['name']}."
+    quantized = {}
+    for module in modules:
+        name = module.name.removeprefix(prefix)
+        parts = (tensors[f"{name}.words"], tensors[f"{name}.scales"], tensors.get(f"{name}.zeros"))
+        quantized[name] = Quantized(*unpack(PackedWeight(*parts, module.n, module.k, module.spec)), module.spec)
+    report = BlockReport(**{**facts["report"], "resumed": True})
+    return BlockResult(quantized, facts["kept"], modules, report)
 
 
 class Settings(Protocol):

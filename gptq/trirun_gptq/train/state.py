@@ -116,10 +116,18 @@ class TrainState:
                     parts[kind][name] = file.get_tensor(key)
             evaluations = [Evaluation(**entry) for entry in facts.pop("evaluations")]
             moments = {name: (value, parts[MOMENTS[1]][name]) for name, value in parts[MOMENTS[0]].items()}
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            weights, best = parts["weights"], parts["best"]
+            return Progress(**facts, evaluations=evaluations, weights=weights, best_weights=best, moments=moments)
+        except (
+            SafetensorError,
+            ArithmeticError,
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:
             raise QuantizationError(f"{path} is damaged ({error}); remove {self.directory} to start over") from None
-        weights, best = parts["weights"], parts["best"]
-        return Progress(**facts, evaluations=evaluations, weights=weights, best_weights=best, moments=moments)
 
     def save_generated(self, tokens: Tensor, rank: int) -> None:
         """Record the generated sequences of one process: sampling again might not give the same ones."""

@@ -21,6 +21,8 @@ DTYPES = {
     "U32": ("uint32", 4), "I32": ("int32", 4), "F32": ("float32", 4),
     "U64": ("uint64", 8), "I64": ("int64", 8), "F64": ("float64", 8), "C64": ("complex64", 8),
 }  # fmt: skip
+# The reference reader's bound of a header's bytes. Elements of a tensor, a size of 0 counted as 1: strides are 64 bits.
+_LONGEST_HEADER, _MOST_ELEMENTS = 100_000_000, 1 << 62
 # Those of them that the native decoders read.
 ARRAY_DTYPES = ("F16", "BF16", "F32", "I32")
 
@@ -71,6 +73,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(file.read(8), "little")
             if 8 + length > size:
                 raise TensorFileError(f"{path} is truncated or not a safetensors file")
+            if length > _LONGEST_HEADER:
+                raise TensorFileError(f"{path}: its header has {length} bytes, more than {_LONGEST_HEADER}")
             header = json.loads(file.read(length))
     except OSError as error:
         raise TensorFileError(f"{path}: {error.strerror or error}") from error
@@ -99,6 +103,8 @@ def _entry(path: Path, name: str, facts: Any, begin: int, size: int) -> StoredTe
     dtype, shape, place = facts["dtype"], facts.get("shape"), facts.get("data_offsets")
     if not _counts(shape) or not _counts(place) or len(place) != 2 or place[0] > place[1]:
         raise TensorFileError(f"{path}: {name} has shape {shape!r} at {place!r}")
+    if math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
+        raise TensorFileError(f"{path}: {name} has shape {shape!r}, which no tensor has")
     start, end = place
     if begin + end > size:
         raise truncated(path, name)

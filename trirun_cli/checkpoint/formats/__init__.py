@@ -123,7 +123,12 @@ def open_foreign(source: ModelSource) -> ForeignWeights | None:
         from .gguf.source import GgufModel
 
         return source.foreign if isinstance(source, GgufModel) else None
-    foreign = _packed_directory(source)
+    try:
+        foreign = _packed_directory(source)
+    # The sections have objects in objects, and each entry is used where it is read.
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise InputError(f"{source.path}: config.json says senseless things of how it is packed ({kind})") from error
     owners = {module for name in source if foreign is not None and (module := foreign.packed(name))}
     renamed = {own: module for module in owners if (own := own_name(module)) != module}
     return _NamedExperts(foreign, renamed) if foreign is not None and renamed else foreign

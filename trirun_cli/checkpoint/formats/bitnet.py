@@ -86,6 +86,8 @@ class BitNetWeights:
             return on_grid((ternary.sign() + 1).to(torch.uint8), scales, 1.0, ternary.shape[1]), error
         packed, scale = self.source.tensor(module + WEIGHT), self.source.tensor(module + SCALE)
         weight, error = unpack_bitnet(packed, scale, divide=self.divide, name=module)
+        if not weight.scales.numel():
+            raise QuantizationError(f"{module}: its weight has no rows")
         if abs(float(weight.scales[0, 0])) > _LARGEST_SCALE:
             made = "divides" if self.divide else "multiplies"
             raise QuantizationError(

@@ -20,6 +20,8 @@ _TOKENS = _PREFIX + "tokens"
 # Kinds of tokens, tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "▁"
+# Characters of a token. Every place where it may be cut in two is tried, and each takes as long as it is.
+_LONGEST_TOKEN = 4096
 
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -60,6 +62,8 @@ def tokenizer_files(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, 
         InputError: the tokenizer is of a kind that is not read, or its parts do not go together.
     """
     tokens = metadata.strings(_TOKENS)
+    if any(len(token) > _LONGEST_TOKEN for token in tokens):
+        raise InputError(f"{metadata.path} has a token of more than {_LONGEST_TOKEN} characters")
     kinds = _kinds(metadata, len(tokens))
     if len(tokens) > config["vocab_size"]:
         raise InputError(f"{metadata.path} has {len(tokens)} tokens, and embeddings of {config['vocab_size']}")

@@ -1,0 +1,201 @@
+"""Feed changed files to trirun's readers. The only outcomes allowed are a result, and one line of an error that users
+get; another exception, more than a second of processor time or more than a gibibyte of memory is a crash.
+
+    python scripts/fuzz.py gguf_header --inputs 1000000 --seed 1
+    python scripts/fuzz.py all --seconds 10 --crashes DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import json
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fuzz_targets import TARGETS, Target
+
+from trirun_cli.errors import explain
+
+CPU_SECONDS, MEMORY_BYTES, LONGEST_LINE = 1.0, 1 << 30, 4096
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 8, 16, 64, 2**31, 2**39, 2**63, 10**400, 0.5, -0.0, 1e308, float("nan"),
+    float("inf"), "", "x", "a\nb", "\ud800", "../x", "/dev/zero", "a{99999999999}", [], {}, [[]], [None], {"": None},
+    [0, 0], ["x", 1], {"x": {"y": []}},
+]  # fmt: skip
+NUMBERS = [0, 1, 7, 8, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63, 2**64 - 1]
+
+
+class TooSlow(BaseException):
+    """A read took more than :data:`CPU_SECONDS`. No reader catches it by accident."""
+
+
+def changed_bytes(raw: bytes, rng: random.Random) -> bytes:
+    """The bytes with one to four changes."""
+    data = bytearray(raw)
+    for _ in range(rng.randint(1, 4)):
+        at, kind = rng.randrange(len(data) + 1), rng.randrange(6)
+        span = rng.choice((1, 1, 2, 8, 64))
+        if kind == 0 and at < len(data):
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            data[at:at] = rng.randbytes(span)
+        elif kind == 2:
+            del data[at : at + span]
+        elif kind == 3:
+            data[at:at] = data[rng.randrange(len(data) + 1) :][:span]
+        elif kind == 4:
+            width = rng.choice((1, 4, 8))
+            data[at : at + width] = (rng.choice(NUMBERS) % 256**width).to_bytes(width, "little")
+        elif rng.random() < 0.1:
+            data[at:] = b"[" * 100_000 if rng.random() < 0.1 else b""
+    return bytes(data)
+
+
+def changed_json(raw: bytes, rng: random.Random) -> bytes:
+    """The JSON with one to three of its values replaced, left out or put elsewhere."""
+    whole = [json.loads(raw)]
+    for _ in range(rng.randint(1, 3)):
+        places = list(_places(whole))
+        holder, key = rng.choice(places)
+        kind = rng.random()
+        if kind < 0.7:
+            holder[key] = copy.deepcopy(rng.choice(VALUES))
+        elif kind < 0.85 and holder is not whole:
+            del holder[key]
+        else:
+            other, there = rng.choice(places)
+            holder[key] = copy.deepcopy(other[there])
+    return json.dumps(whole[0]).encode()
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield value, key
+        yield from _places(value[key])
+
+
+def outcome(target: Target, raw: bytes, folder: Path) -> str | None:
+    """What a read ended with: "" a result, None a proper refusal, or what went wrong and where."""
+    for left in folder.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+    try:
+        target.read(raw, folder)
+        return ""
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        known = None if isinstance(error, MemoryError | TooSlow) else explain(error)
+        if known is not None:
+            text = str(known)
+            if text and text.isprintable() and len(text) <= LONGEST_LINE:
+                return None
+            return f"{type(error).__name__}: its message is no line of at most {LONGEST_LINE} characters"
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/trirun_" in frame.filename]
+        last = frames[-1] if frames else traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}: {str(error)[:100]}"
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[Path]:
+    """A folder in memory, within which :func:`outcome` has bounds of time and memory."""
+
+    def late(*_: object) -> None:
+        raise TooSlow(f"more than {CPU_SECONDS} s")
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    status = Path("/proc/self/status").read_text()
+    used = 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmData")))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, limits[1]))
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    try:
+        with tempfile.TemporaryDirectory(dir=memory) as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield Path(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def fuzz(
+    name: str, inputs: int, seconds: float, seed: int, corpus: Path | None = None, crashes: Path | None = None
+) -> dict[str, Any]:
+    """Feed one target until so many inputs or seconds are over.
+
+    Args:
+        seed: of all changes; the same seed gives the same inputs. corpus: a folder with a folder of further inputs to
+            start from by the target's name. crashes: where the smallest input of each crash is written.
+
+    Returns:
+        "inputs", "results", "refused", and "crashes": what went wrong, to how often.
+    """
+    target, rng = TARGETS[name], random.Random(f"{name} {seed}")
+    kept = sorted((corpus / name).iterdir()) if corpus is not None and (corpus / name).is_dir() else []
+    replayed = [*target.seeds, *(file.read_bytes() for file in kept)]
+    found: Counter[str] = Counter()
+    smallest: dict[str, bytes] = {}
+    results = refused = done = 0
+    with bounded() as folder:
+        # What the reader imports is no part of a read.
+        with contextlib.suppress(BaseException):
+            target.read(target.seeds[0], folder)
+        begin = time.monotonic()
+        while done < inputs and time.monotonic() - begin < seconds:
+            if done < len(replayed):
+                raw = replayed[done]
+            elif target.structured and rng.random() < 0.8:
+                raw = changed_json(rng.choice(target.seeds), rng)
+            else:
+                raw = changed_bytes(rng.choice(replayed), rng)
+            done += 1
+            ended = outcome(target, raw, folder)
+            results, refused = results + (ended == ""), refused + (ended is None)
+            if ended:
+                found[ended] += 1
+                if len(raw) < len(smallest.get(ended, raw + b"x")):
+                    smallest[ended] = raw
+    if crashes is not None:
+        for what, raw in smallest.items():
+            place = crashes / name
+            place.mkdir(parents=True, exist_ok=True)
+            (place / hashlib.sha256(what.encode()).hexdigest()[:12]).write_bytes(raw)
+    return {"target": name, "inputs": done, "results": results, "refused": refused, "crashes": dict(found)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=["all", *TARGETS])
+    parser.add_argument("--inputs", type=int, default=1 << 62)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--corpus", type=Path, default=Path(__file__).parent.parent / "tests" / "fuzz" / "corpus")
+    parser.add_argument("--crashes", type=Path, help="where the smallest input of each crash is written")
+    options = parser.parse_args()
+    bad = 0
+    for name in TARGETS if options.target == "all" else [options.target]:
+        report = fuzz(name, options.inputs, options.seconds, options.seed, options.corpus, options.crashes)
+        print(json.dumps(report), flush=True)
+        bad += len(report["crashes"])
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

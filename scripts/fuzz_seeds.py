@@ -1,0 +1,149 @@
+"""Whole inputs that scripts/fuzz.py starts from."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "num_hidden_layers": 2, "vocab_size": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+MODULE = "model.layers.0.mlp.up_proj"
+WIDTHS = {"U8": 1, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8}
+
+
+def dumped(*values: Any) -> list[bytes]:
+    """Seeds of JSON."""
+    return [json.dumps(value).encode() for value in values]
+
+
+def safetensors_bytes(tensors: dict[str, Any], facts: Any = None) -> bytes:
+    """A safetensors file of ``name: [dtype, shape]`` or ``[dtype, shape, bytes to repeat]``, with the ``facts`` of a
+    state in its metadata."""
+    header: dict[str, Any] = {} if facts is None else {"__metadata__": {"facts": json.dumps(facts)}}
+    data = b""
+    for name, (dtype, shape, *filled) in tensors.items():
+        count = WIDTHS.get(dtype, 1)
+        for size in shape:
+            count *= size if type(size) is int else -1
+        if not 0 <= count < 1 << 16:
+            raise ValueError("a seed's tensor grew beyond what a file may hold here")
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + count]}
+        pattern = bytes(list(filled[0])) if filled else b"\x3c"
+        data += (pattern * (count // max(len(pattern), 1) + 1))[:count].ljust(count, b"\0")
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def gguf_bytes() -> bytes:
+    """A Llama of one layer with a tokenizer of four tokens."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    def entry(key: str, kind: int, value: bytes) -> bytes:
+        return text(key) + struct.pack("<I", kind) + value
+
+    counts = {
+        "embedding_length": 64, "attention.head_count": 2, "attention.head_count_kv": 1, "block_count": 1,
+        "feed_forward_length": 64, "context_length": 32,
+    }  # fmt: skip
+    tokens = ["<s>", "a", "b", "ab"]
+    entries = [entry("general.architecture", 8, text("llama"))]
+    entries += [entry(f"llama.{key}", 4, struct.pack("<I", value)) for key, value in counts.items()]
+    entries += [entry("llama.attention.layer_norm_rms_epsilon", 6, struct.pack("<f", 1e-5))]
+    entries += [entry("tokenizer.ggml.model", 8, text("llama"))]
+    entries += [entry("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 4) + b"".join(map(text, tokens)))]
+    entries += [entry("tokenizer.ggml.scores", 9, struct.pack("<IQ4f", 6, 4, 0, -1, -2, -3))]
+    entries += [entry("tokenizer.ggml.token_type", 9, struct.pack("<IQ4i", 5, 4, 3, 1, 1, 1))]
+    shapes = {
+        "token_embd": (4, 64), "output_norm": (64,), "attn_norm": (64,), "ffn_norm": (64,), "attn_q": (64, 64),
+        "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64), "ffn_gate": (64, 64), "ffn_up": (64, 64),
+        "ffn_down": (64, 64),
+    }  # fmt: skip
+    table, data = b"", b""
+    for name, shape in shapes.items():
+        stored = name if name in ("token_embd", "output_norm") else f"blk.0.{name}"
+        type_id, count = (42, shape[0] * 18) if len(shape) == 2 and name != "token_embd" else (1, 2 * shape[0])
+        count = count * 64 if name == "token_embd" else count
+        table += text(stored + ".weight") + struct.pack("<I", len(shape))
+        table += b"".join(struct.pack("<Q", size) for size in shape[::-1]) + struct.pack("<IQ", type_id, len(data))
+        data += (bytes([1]) * count).ljust(-(-count // 32) * 32, b"\0")
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(entries)) + b"".join(entries) + table
+    return head.ljust(-(-len(head) // 32) * 32, b"\0") + data
+
+
+def _directory(config: dict[str, Any], **parts: list[Any]) -> dict[str, Any]:
+    return {
+        "config": SIZES | {"model_type": "llama"} | config,
+        "tensors": {f"{MODULE}.{p}": t for p, t in parts.items()},
+    }
+
+
+def _quantized(method: str, facts: dict[str, Any], **parts: list[Any]) -> dict[str, Any]:
+    return _directory({"quantization_config": {"quant_method": method} | facts}, **parts)
+
+
+_WEIGHTS = {"num_bits": 2, "type": "int", "strategy": "group", "group_size": 64}
+_GROUPS = {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS, "input_activations": None}}
+FORMATS = {
+    "trirun": _quantized(
+        "trirun",
+        {"format_version": 2, "layout": "tile64", "bits": 2, "group_size": 64, "zero": 1.0, "overrides": {MODULE:
+         {"group_size": 64, "zero": 1.0}}, "padded": {MODULE: [64, 128]}, "modules_to_not_convert": ["lm_head"],
+         "embeddings": [], "activation_bits": 16},
+        weight=["I32", [1, 4, 128]], weight_scale=["F16", [2, 64]],
+    ),
+    "mlx": _directory(
+        {"quantization": {"bits": 2, "group_size": 64, "mode": "affine"}},
+        weight=["U32", [4, 4]], scales=["F16", [4, 1]], biases=["F16", [4, 1]],
+    ),
+    "bitnet": _quantized(
+        "bitnet", {"linear_class": "autobitlinear", "quantization_mode": "offline", "modules_to_not_convert": ["x"]},
+        weight=["U8", [16, 64], [0x24]], weight_scale=["BF16", [1]],
+    ),
+    "compressed_tensors": _quantized(
+        "compressed-tensors", {"format": "pack-quantized", "config_groups": _GROUPS, "ignore": ["lm_head"]},
+        weight_packed=["I32", [16, 4]], weight_scale=["F16", [16, 1]],
+        weight_shape=["I64", [2], [16, 0, 0, 0, 0, 0, 0, 0, 64, 0, 0, 0, 0, 0, 0, 0]],
+    ),
+    "gptq": _quantized(
+        "gptq", {"bits": 2, "sym": False, "checkpoint_format": "gptq_v2"},
+        qweight=["I32", [4, 16]], qzeros=["I32", [1, 1]], scales=["F16", [1, 16]], g_idx=["I32", [64]],
+    ),
+    "humming": _quantized(
+        "humming", {"b_dtype": "uint2", "weight_scale_type": "group", "weight_scale_group_size": 64},
+        weight=["I32", [16, 4]], weight_scale=["BF16", [16, 1]],
+    ),
+}  # fmt: skip
+HEADER = safetensors_bytes({"a": ["F16", [2, 3]], "b": ["I32", [1]], "c": ["F32", [0]]})
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+ROTARY = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 32}  # fmt: skip
+CONFIGS = [
+    {"model_type": "llama", "rope_scaling": ROTARY, "head_dim": 32, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
+    {"model_type": "qwen3_moe", "mlp_only_layers": [], "decoder_sparse_step": 1, **MIXTURE},
+    {"model_type": "mixtral", "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    {"model_type": "glm4_moe", "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "n_routed_experts": 4},
+    {"model_type": "gemma2", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    {"model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+     "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "full_attention_interval": 2},
+]  # fmt: skip
+RECIPE = {"name": "a", "group_size": 64, "grid": "ternary", "samples": 4, "damp": 0.1, "ignore": ["lm_head"],
+           "engines": ["ste"], "overrides": {"mlp": {"grid": "zero", "keep": False}}}  # fmt: skip
+PROMPT = {"prompt": "a", "id": 1, "max_tokens": 4, "temperature": 0.5, "stop": ["x"], "top_p": 0.9, "seed": 1}
+ANSWER = {"index": 0, "prompt": "a", "settings": "DIGEST", "text": "b", "params": {}}
+BLOCK = {"up.words": ["I32", [1, 4, 128]], "up.scales": ["F16", [2, 64]]}
+_MODULE_FACTS = {
+    "name": "b.up", "n": 64, "k": 128, "spec": {"group_size": 64, "zero": 1.0}, "loss": 0.1, "damp": 0.1, "dead": 0,
+    "seconds": 1.0,
+}  # fmt: skip
+_BLOCK_REPORT = {"index": 0, "name": "b", "error": 0.1, "error_before_refine": 0.1, "resumed": False, "seconds": 1.0}
+BLOCK_FACTS = {"modules": [_MODULE_FACTS], "kept": {}, "report": _BLOCK_REPORT}
+TRAINING = {f"{kind}/w": ["F32", [1]] for kind in ("weights", "best", "exp_avg", "exp_avg_sq")}
+TRAIN_FACTS = {
+    "step": 1, "updates": 1, "best": 1, "seconds": 1.0, "others": 1.0, "scaler": {},
+    "evaluations": [{"step": 1, "kl": 0.1, "nll": 0.1}],
+}  # fmt: skip

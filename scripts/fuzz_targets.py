@@ -1,0 +1,230 @@
+"""What scripts/fuzz.py feeds: every reader of bytes that others have made, and whole inputs to start from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fuzz_seeds import (
+    ANSWER,
+    BLOCK,
+    BLOCK_FACTS,
+    CONFIGS,
+    FORMATS,
+    HEADER,
+    PROMPT,
+    RECIPE,
+    SIZES,
+    TRAIN_FACTS,
+    TRAINING,
+    dumped,
+    gguf_bytes,
+    safetensors_bytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A reader.
+
+    Attributes:
+        seeds: whole inputs. read: reads one, given a folder in memory that it may write to.
+        structured: inputs are JSON, and changed as such too.
+    """
+
+    seeds: list[bytes]
+    read: Callable[[bytes, Path], Any]
+    structured: bool = True
+
+
+def _value(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _safetensors(raw: bytes, folder: Path) -> None:
+    from trirun_kernels.weights.safetensors_dir import SafetensorsDir
+
+    (folder / "model.safetensors").write_bytes(raw)
+    opened = SafetensorsDir(folder)
+    for name in opened:
+        opened.tensor(name)
+
+
+def _index(raw: bytes, folder: Path) -> None:
+    from trirun_kernels.weights.safetensors_dir import SafetensorsDir
+
+    (folder / "a.safetensors").write_bytes(safetensors_bytes({"w": ["F16", [2]]}))
+    (folder / "model.safetensors.index.json").write_bytes(raw)
+    SafetensorsDir(folder)
+
+
+def _config(raw: bytes, folder: Path) -> None:
+    from trirun_cli.checkpoint.model_dir import read_config
+    from trirun_cli.models.description import UnsupportedModel, gpu_decoder_shape, longest_context
+
+    (folder / "config.json").write_bytes(raw)
+    config = read_config(folder)
+    try:
+        longest_context(config)
+        gpu_decoder_shape(config)
+    except UnsupportedModel as error:
+        assert str(error)
+
+
+def _checkpoint(raw: bytes, folder: Path) -> None:
+    """A directory as ``{"config", "tensors": {name: [dtype, shape]}}``: opened, and every packed module read."""
+    from trirun_cli.checkpoint.formats import open_foreign
+    from trirun_cli.checkpoint.model_dir import ModelDir
+    from trirun_cli.checkpoint.reader import Checkpoint
+
+    try:
+        whole = json.loads(raw)
+        weights, config = safetensors_bytes(whole["tensors"]), json.dumps(whole["config"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        # No directory: nothing to read.
+        return
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_text(config)
+    source = ModelDir(folder)
+    if source.quant_method == "trirun":
+        checkpoint = Checkpoint(folder)
+        for module in checkpoint.modules:
+            checkpoint.codes(module)
+        return
+    foreign = open_foreign(source)
+    if foreign is None:
+        return
+    for module in {module for name in source if (module := foreign.packed(name))}:
+        foreign.read(module)
+        foreign.dense(module)
+
+
+def _recipe(raw: bytes, folder: Path) -> None:
+    from trirun_gptq.recipe import load_recipe
+
+    (folder / "recipe.yaml").write_bytes(raw)
+    load_recipe(folder / "recipe.yaml")
+
+
+def _train_recipe(raw: bytes, folder: Path) -> None:
+    from trirun_gptq.train.recipe import load_train_recipe
+
+    (folder / "recipe.yaml").write_bytes(raw)
+    load_train_recipe(folder / "recipe.yaml")
+
+
+def _prompts(raw: bytes, folder: Path) -> None:
+    from trirun_cli.text.prompt_files import read_prompts
+
+    (folder / "prompts.jsonl").write_bytes(raw)
+    read_prompts(folder / "prompts.jsonl")
+
+
+def _answers(raw: bytes, folder: Path) -> None:
+    from trirun_cli.text.prompt_files import AnswerFile, PromptLine
+
+    file = folder / "answers.jsonl"
+    file.write_bytes(raw.replace(b"DIGEST", b"44136fa355b3") + b"\n")
+    answers = AnswerFile(file, {}, resume=True)
+    try:
+        answers.check([PromptLine(0, "a")])
+    finally:
+        answers.close()
+
+
+def _run_state(raw: bytes, folder: Path) -> None:
+    from trirun_gptq.run.resume import RunState
+
+    (folder / "state.json").write_bytes(raw)
+    RunState(folder, {"format": "2"})
+
+
+def _block_state(raw: bytes, folder: Path) -> None:
+    from trirun_gptq.run.resume import RunState
+
+    whole = _value(raw)
+    (folder / "block-0000.safetensors").write_bytes(safetensors_bytes(BLOCK, whole))
+    RunState(folder, {}).load(0)
+
+
+def _train_state(raw: bytes, folder: Path) -> None:
+    from trirun_gptq.train.state import TrainState
+
+    whole = _value(raw)
+    (folder / "training.safetensors").write_bytes(safetensors_bytes(TRAINING, whole))
+    TrainState(folder, {}).load()
+
+
+def _requests(raw: bytes, folder: Path) -> None:
+    from trirun_cli.eval.request_cache import RequestCache
+
+    (folder / "requests.jsonl").write_bytes(raw + b"\n")
+    RequestCache(folder / "requests.jsonl", {}).close()
+
+
+def _gguf_header(raw: bytes, folder: Path) -> None:
+    from trirun_cli.checkpoint.formats.gguf.header import Header
+
+    Header(raw, folder / "model.gguf")  # type: ignore[arg-type]
+
+
+def _gguf(raw: bytes, folder: Path) -> None:
+    from trirun_cli.checkpoint.formats.gguf.source import GgufModel
+
+    (folder / "model.gguf").write_bytes(raw)
+    model = GgufModel(folder / "model.gguf")
+    for name in model:
+        model.tensor(name)
+        if model.is_quantized(name):
+            model.codes(name)
+
+
+def _tokenizer(raw: bytes, folder: Path) -> None:
+    from trirun_cli.text.tokenizer import light_tokenizer
+
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}')
+    (folder / "tokenizer_config.json").write_bytes(raw)
+    light_tokenizer(folder)
+
+
+def _template(raw: bytes, folder: Path) -> None:
+    from jinja2 import TemplateError
+
+    from trirun_cli.text.chat_template import LightTemplate
+
+    with contextlib.suppress(TemplateError):
+        LightTemplate(raw.decode("utf-8", "replace"), {})
+
+
+TARGETS = {
+    "safetensors": Target([HEADER], _safetensors, structured=False),
+    "index": Target(dumped({"metadata": {}, "weight_map": {"w": "a.safetensors"}}), _index),
+    "config": Target(dumped(*(SIZES | each for each in CONFIGS)), _config),
+    **{name: Target(dumped(whole), _checkpoint) for name, whole in FORMATS.items()},
+    # JSON is YAML.
+    "recipe": Target(dumped(RECIPE), _recipe),
+    "train_recipe": Target(dumped({"method": "learned", "steps": 4, "lr": 0.1, "ignore": ["a"]}), _train_recipe),
+    "yaml": Target([b"name: &a x\ngrid: ternary\nignore: [a, 'b']\ndamp: 1e-2\nseed: 0x1f\n"], _recipe, False),
+    "prompts": Target(dumped(PROMPT), _prompts),
+    "answers": Target(dumped(ANSWER), _answers),
+    "run_state": Target(dumped({"format": "2"}), _run_state),
+    "block_state": Target(dumped(BLOCK_FACTS), _block_state),
+    "train_state": Target(dumped(TRAIN_FACTS), _train_state),
+    "requests": Target(dumped({"schema": "trirun.eval.requests/1"}), _requests),
+    "gguf_header": Target([gguf_bytes()], _gguf_header, structured=False),
+    "gguf": Target([gguf_bytes()], _gguf, structured=False),
+    "tokenizer_config": Target(
+        dumped({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "a"}, "chat_template": "x"}),
+        _tokenizer,
+    ),
+    "chat_template": Target(
+        [b"{% for m in messages %}{{ m['role'] | tojson }}{% endfor %}{% set n = namespace(a=1) %}"], _template, False
+    ),
+}
