@@ -1,11 +1,12 @@
 """Structured output by JSON schemas: which schemas are compiled, refused or held wrongly, and what a mask takes.
 
-    python scripts/structured_outputs.py MODEL schemas.jsonl.gz [--peer] [--json]
+    python scripts/structured_outputs.py MODEL schemas.jsonl.gz [--end 2] [--peer] [--json]
 
-MODEL is a directory with a tokenizer.json, or a GGUF file. The schemas are lines of {"name", "schema", "tests":
-[{"valid", "data"}]} (the form of JSONSchemaBench, Geng et al. 2025, arXiv 2501.10868). Every instance is written as
+MODEL is a directory with a tokenizer.json, or a GGUF file; --end is the token that ends a text. The schemas are lines
+of {"name", "schema", "tests": [{"valid", "data"}]} (the form of JSONSchemaBench, Geng et al. 2025, arXiv 2501.10868). Every instance is written as
 JSON, tokenized, and followed token by token: a valid one that is cut off, or an invalid one that is let through, is
-wrong. --peer does the same with xgrammar, where it is installed.
+wrong. --peer does the same with xgrammar, where it is installed. Each library runs in a process of its own; its memory
+is what that process took at most beyond what it had before the library's tokenizer was made.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import multiprocessing
 import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -86,8 +89,30 @@ def xgrammar_compiler(backend: Any, end: int) -> Callable[[Any], Begin]:
     return compile_schema
 
 
-def measure(compile_schema: Callable[[Any], Begin], backend: Any, end: int, schemas: Path, name: str) -> dict[str, Any]:
+def trirun_compiler(backend: Any, end: int) -> Callable[[Any], Begin]:
+    """A function that compiles a schema as trirun does, with llguidance."""
+    compiler = GrammarCompiler(backend, backend.get_vocab_size(), {end})
+    return lambda schema: compiler.compile(Grammar.of_schema(schema))
+
+
+COMPILERS = {"trirun": trirun_compiler, "xgrammar": xgrammar_compiler}
+
+
+def peak_mb() -> float:
+    """The most memory of this process so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(name: str, model: Path, end: int, schemas: Path) -> dict[str, Any]:
     """What one library does with all schemas."""
+    backend = read_tokenizer(model)
+    if name == "xgrammar":
+        import xgrammar  # noqa: F401, its imports are not its grammars'
+    before = peak_mb()
+    started = time.perf_counter()
+    compile_schema = COMPILERS[name](backend, end)
+    compile_schema({"type": "object"})
+    prepared = time.perf_counter() - started
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     compiling, masking, wrong = [], [], []
@@ -123,6 +148,8 @@ def measure(compile_schema: Callable[[Any], Begin], backend: Any, end: int, sche
         counts["wrong"] += not held
     return {
         "library": name,
+        "vocabulary": backend.get_vocab_size(),
+        "prepared_ms": prepared * 1e3,
         **{
             key: counts[key]
             for key in ("schemas", "compiled", "refused", "wrong", "instances", "let through", "cut off")
@@ -130,7 +157,7 @@ def measure(compile_schema: Callable[[Any], Begin], backend: Any, end: int, sche
         "compile_ms": spread(compiling),
         "mask_us": spread(masking, 1e6),
         "masks": len(masking),
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "memory_mb": peak_mb() - before,
         "refusals": dict(reasons.most_common(12)),
         "examples": wrong[:12],
     }
@@ -147,25 +174,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("schemas", type=Path)
+    parser.add_argument("--end", type=int, default=0, help="id of the token that ends a text")
     parser.add_argument("--peer", action="store_true", help="the same with xgrammar")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     options = parser.parse_args()
-    backend, end = read_tokenizer(options.model), 0
-    compiler = GrammarCompiler(backend, backend.get_vocab_size(), {end})
-    found = [measure(lambda s: compiler.compile(Grammar.of_schema(s)), backend, end, options.schemas, "trirun")]
-    if options.peer:
-        found.append(measure(xgrammar_compiler(backend, end), backend, end, options.schemas, "xgrammar"))
+    names = ["trirun", "xgrammar"] if options.peer else ["trirun"]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+        found = [pool.submit(measure, name, options.model, options.end, options.schemas).result() for name in names]
     if options.json:
-        print(json.dumps({"vocabulary": backend.get_vocab_size(), "libraries": found}, indent=2))
+        print(json.dumps({"vocabulary": found[0]["vocabulary"], "libraries": found}, indent=2))
         return
     for row in found:
         compiled, masks = row["compile_ms"], row["mask_us"]
         lines = (
-            f"{row['library']}, {backend.get_vocab_size()} tokens: of {row['schemas']} schemas",
+            f"{row['library']}, {row['vocabulary']} tokens: of {row['schemas']} schemas",
             f"{row['compiled']} compiled, {row['refused']} refused, {row['wrong']} held wrongly;",
             f"of {row['instances']} instances {row['let through']} let through, {row['cut off']} cut off;",
             f"compiling {compiled['p50']:.1f} ms (p99 {compiled['p99']:.1f}, most {compiled['most']:.1f});",
-            f"a mask {masks['p50']:.0f} us (p99 {masks['p99']:.0f}, most {masks['most']:.0f}) of {row['masks']}",
+            f"a mask {masks['p50']:.0f} us (p99 {masks['p99']:.0f}, most {masks['most']:.0f}) of {row['masks']};",
+            f"{row['memory_mb']:.0f} MiB",
         )
         print(" ".join(lines))
 
