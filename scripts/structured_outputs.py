@@ -3,10 +3,10 @@
     python scripts/structured_outputs.py MODEL schemas.jsonl.gz [--end 2] [--peer] [--json]
 
 MODEL is a directory with a tokenizer.json, or a GGUF file; --end is the token that ends a text. The schemas are lines
-of {"name", "schema", "tests": [{"valid", "data"}]} (the form of JSONSchemaBench, Geng et al. 2025, arXiv 2501.10868). Every instance is written as
-JSON, tokenized, and followed token by token: a valid one that is cut off, or an invalid one that is let through, is
-wrong. --peer does the same with xgrammar, where it is installed. Each library runs in a process of its own; its memory
-is what that process took at most beyond what it had before the library's tokenizer was made.
+of {"name", "schema", "tests": [{"valid", "data"}]} (the form of JSONSchemaBench, Geng et al. 2025, arXiv 2501.10868).
+Every instance is written as JSON, tokenized, and followed token by token: a valid one that is cut off, or an invalid
+one that is let through, is wrong. --peer does the same with xgrammar, where it is installed. Each library runs in a
+process of its own; its memory is what that process took at most beyond what it had before.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
@@ -30,11 +30,12 @@ _OF_ENGINES = (
 
 
 class Metrics:
-    """The metrics of one server; every one has the model's served name as a label."""
+    """The metrics of one server, which have the model's served name as a label, and ``process_*`` of its process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(_EngineMetrics(self))
+        ProcessCollector(registry=self.registry)
         self.models: dict[str, ModelMetrics] = {}
 
         def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
