@@ -116,11 +116,13 @@ __device__ __forceinline__ void choose(const trirun_route& r, int row, float* sh
 
   int expert = 0;
   float chosen = 0.f, total = 0.f;  // lane j has the j-th expert and its score
+#pragma unroll 1  // unrolled, it takes registers that the router needs
   for (int j = 0; j < r.top_k; j++) {
     const int at = take_largest(keys);
     float score = 0.f;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) score = at / 32 == i ? scores[i] : score;
+    for (int i = 0; i < PER_LANE; i++)
+      if (lane + 32 * i == at) score = scores[i];
     score = __shfl_sync(~0u, score, at % 32);
     total += score;
     if (lane == j) expert = at, chosen = score;
@@ -220,7 +222,7 @@ __device__ __forceinline__ float dot8(uint4 x, uint4 w, float sum) {
 
 // Logits of CTA_EXPERTS rows of the router; the last CTA chooses and sorts.
 template <bool BF16, int PER_LANE>
-__global__ void __launch_bounds__(FEW_THREADS) route_few(const __grid_constant__ FewArgs a) {
+__global__ void __launch_bounds__(FEW_THREADS, 1) route_few(const __grid_constant__ FewArgs a) {
   constexpr int ROWS = 4;  // of x, at once
   __shared__ float parts[K_PARTS][CTA_EXPERTS][FEW_ROWS];
   __shared__ float scores[FEW_THREADS / 32][PER_LANE * 32];
