@@ -248,3 +248,12 @@ def test_mixtures_of_experts_go_out_and_come_back(tmp_path, family):
         assert torch.equal(got, model(TOKENS).logits)
     with pytest.raises(InputError, match="a mixture of experts, which trirun does not write as mlx"):
         export(tmp_path / "packed", tmp_path / "M", to="mlx")
+
+
+def test_a_mixture_that_llama_cpp_computes_otherwise_is_refused(tmp_path):
+    sizes = {"vocab_size": 512, "head_dim": 16, "moe_intermediate_size": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}
+    save_ternary("qwen3_moe", sizes | experts, tmp_path)
+    with pytest.raises(InputError, match="qwen3_moe scales the chosen experts' weights to a sum of 1"):
+        export(tmp_path / "packed", tmp_path / "q.gguf", to="gguf:Q2_0", pre="gpt-2")
+    assert not (tmp_path / "q.gguf").exists()

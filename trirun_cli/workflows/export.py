@@ -129,9 +129,11 @@ def export(
 def _check_mixture(source: Checkpoint, to: str) -> None:
     """That a mixture of experts has names in the new format."""
     family = source.config.get("model_type")
-    if to not in ("compressed-tensors", "dense"):
-        fix = "--to compressed-tensors and --to dense write mixtures"
+    if to in ("mlx", "bitnet"):
+        fix = "--to gguf:TYPE, --to compressed-tensors and --to dense write mixtures"
         raise InputError(f"{source.path} is a mixture of experts, which trirun does not write as {to}", fix)
+    if to.startswith("gguf:"):
+        return  # its metadata say which families
     if family not in NAMED:
         known = ", ".join(NAMED)
         raise InputError(f"{source.path}: the experts of {family!r} have no names that trirun knows; {known} have")

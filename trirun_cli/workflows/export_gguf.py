@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from trirun_kernels.decoder.shape import Attention
+from trirun_kernels.decoder.shape import Attention, DecoderShape
 from trirun_kernels.weights.names import (
     EMBEDDING,
     FINAL_NORM,
@@ -21,7 +22,8 @@ from trirun_kernels.weights.names import (
     embedding_names,
 )
 
-from ..checkpoint.formats.gguf.architecture import LINEARS, NORMS
+from ..checkpoint.formats.gguf.architecture import FAMILIES, LINEARS, MIXTRAL_FAMILY, NORMS
+from ..checkpoint.formats.gguf.mixtures import EXPERT_LAYERS, ROUTER
 from ..checkpoint.formats.gguf.tokenizer_metadata import tokenizer_metadata
 from ..checkpoint.formats.gguf.types import ALIGNMENT, GgufType
 from ..checkpoint.formats.gguf.writer import DENSE, F32, FILE_TYPES, PACKED, GgufTensor, encode
@@ -32,7 +34,17 @@ from ..models.description import UnsupportedModel, decoder_shape, longest_contex
 from ..models.rotary import llama3_frequencies, rotary_parameters
 
 # Model type to llama.cpp's architecture. "llama" turns neighbouring elements of a head, the others its two halves.
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
+}  # fmt: skip
+_PERMUTED = [family for family, architecture in ARCHITECTURES.items() if architecture == "llama"]
+_MIXTURES = {
+    family.model_type: family.mixture for family in (*FAMILIES.values(), MIXTRAL_FAMILY) if family.mixture is not None
+}
+# An expert's matrix: layer, expert, and which of its three.
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)\.weight")
+_ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight")
 
 
 def gguf_name(name: str) -> str | None:
@@ -42,6 +54,8 @@ def gguf_name(name: str) -> str | None:
     parts = name.split(".", 3)
     if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
         return None
+    if name.endswith(_ROUTERS):
+        return f"blk.{parts[2]}.{ROUTER}{WEIGHT}"
     module, _, end = parts[3].rpartition(".")
     linears = {stored: LINEARS[field] for field, stored in LAYER_LINEARS.items()}
     norms = {stored.removesuffix(WEIGHT): NORMS[field] for field, stored in LAYER_NORMS.items()}
@@ -83,7 +97,8 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
         "context_length": longest,
         "embedding_length": shape.hidden,
         "block_count": len(shape.layers),
-        "feed_forward_length": feed_forward.size,
+        # A mixture has none of its own; config.json still has its size, or that of an expert.
+        "feed_forward_length": feed_forward.size or int(config["intermediate_size"]),
         "attention.head_count": mixer.heads,
         "attention.head_count_kv": mixer.kv_heads,
         "attention.key_length": mixer.head_dim,
@@ -97,6 +112,7 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
         original = rotary.get("original_max_position_embeddings")
         if rotary["rope_type"] == "yarn" and original:
             numbers["rope.scaling.original_context_length"] = int(original)
+    numbers |= _mixture_numbers(checkpoint, shape)
     head: dict[str, Any] = {
         "general.architecture": arch,
         "general.type": "model",
@@ -109,6 +125,32 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
         | {f"{arch}.{key}": value for key, value in numbers.items()}
         | tokenizer_metadata(checkpoint.path, config, pre)
     )
+
+
+def _mixture_numbers(checkpoint: Checkpoint, shape: DecoderShape) -> dict[str, Any]:
+    """What the file says of a mixture of experts; nothing of another model.
+
+    Raises:
+        InputError: a layer has no experts, or they are chosen otherwise than llama.cpp's model of the family does.
+    """
+    family = checkpoint.config["model_type"]
+    known = _MIXTURES.get(family)
+    if known is None:
+        return {}
+    mixtures = [layer.mixture for layer in shape.layers]
+    first = mixtures[0]
+    if first is None or any(mixture != first for mixture in mixtures):
+        raise InputError(f"{checkpoint.path}: llama.cpp's {family} has the same experts in every layer")
+    if first.routing.normalize != known.normalized:
+        scaled = "scales" if known.normalized else "does not scale"
+        raise InputError(f"{checkpoint.path}: llama.cpp's {family} {scaled} the chosen experts' weights to a sum of 1")
+    if checkpoint.config.get("clip_qkv") is not None:
+        raise InputError(f"{checkpoint.path}: it clamps queries, keys and values (clip_qkv), which is not written")
+    return {
+        "expert_count": first.routing.experts,
+        "expert_used_count": first.routing.top_k,
+        "expert_feed_forward_length": first.size,
+    }
 
 
 def gguf_tensors(
@@ -127,7 +169,7 @@ def gguf_tensors(
     config = checkpoint.config
     mixer = decoder_shape(config).layers[0].mixer
     assert isinstance(mixer, Attention)
-    heads = {"attn_q": mixer.heads, "attn_k": mixer.kv_heads} if config["model_type"] in ("llama", "mistral") else {}
+    heads = {"attn_q": mixer.heads, "attn_k": mixer.kv_heads} if config["model_type"] in _PERMUTED else {}
     modules = set(checkpoint.modules)
     embedding, head = embedding_names(config, checkpoint)
     # Without an output of its own, llama.cpp takes the embedding.
@@ -136,9 +178,13 @@ def gguf_tensors(
             yield _packed(checkpoint, module, target, kind, None, starting, done)
         else:
             yield _plain(checkpoint, name, target, None)
+    experts: dict[tuple[int, str], dict[int, str]] = {}
     for name in checkpoint.names:
         module = name.removesuffix(WEIGHT)
         if name in (EMBEDDING, HEAD) or name.endswith((SCALE, ZERO, ".rotary_emb.inv_freq")):
+            continue
+        if matched := _EXPERT.fullmatch(name):
+            experts.setdefault((int(matched[1]), matched[3]), {})[int(matched[2])] = module
             continue
         known = gguf_name(name)
         if known is None:
@@ -148,6 +194,14 @@ def gguf_tensors(
             yield _packed(checkpoint, module, known, kind, turned, starting, done)
         else:
             yield _plain(checkpoint, name, known, turned)
+    for (layer, part), members in experts.items():
+        missing = next((number for number in range(len(members)) if members.get(number) not in modules), None)
+        if missing is not None:
+            raise InputError(f"{checkpoint.path}: expert {missing} of layer {layer} has no packed {part}")
+        matrices = [
+            _packed(checkpoint, members[number], "", kind, None, starting, done) for number in range(len(members))
+        ]
+        yield _stacked(f"blk.{layer}.{EXPERT_LAYERS[part]}{WEIGHT}", matrices)
     if rotary_parameters(config)["rope_type"] == "llama3":
         factors = _llama3_factors(rotary_parameters(config), mixer.head_dim)
         yield GgufTensor("rope_freqs.weight", tuple(factors.shape), F32, lambda: factors)
@@ -176,6 +230,14 @@ def _packed(
         return rows if heads is None else interleaved(rows, heads)
 
     return GgufTensor(known, (n, k), stored, data)
+
+
+def _stacked(known: str, experts: list[GgufTensor]) -> GgufTensor:
+    """The same matrix [n, k] of all experts of a layer as one tensor [experts, n, k]."""
+    first = experts[0]
+    return GgufTensor(
+        known, (len(experts), *first.shape), first.kind, lambda: torch.stack([expert.data() for expert in experts])
+    )
 
 
 def _plain(checkpoint: Checkpoint, name: str, known: str, heads: int | None) -> GgufTensor:

@@ -8,9 +8,11 @@ from trirun_kernels import dequantize
 from tests.checkpoint.formats.gguf_writer import fp32, two_bits, write_gguf
 from tests.checkpoint.formats.test_gguf_model import HIDDEN, metadata, tensors
 from trirun_cli import LLM, SamplingParams
+from trirun_cli.checkpoint.formats.gguf.file import GgufFile
 from trirun_cli.checkpoint.formats.gguf.source import GgufModel
 from trirun_cli.checkpoint.reader import Checkpoint
 from trirun_cli.errors import InputError
+from trirun_cli.workflows.export import export
 from trirun_cli.workflows.pack import pack
 
 EXPERTS, WIDTH = 4, 128
@@ -96,3 +98,34 @@ def test_an_expert_that_is_not_ternary_is_named(tmp_path):
     with pytest.raises(Exception, match=r"mlp\.experts\.2\.up"):
         pack(write_gguf(tmp_path / "m.gguf", meta, made), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "to"),
+    [(name, "gguf:Q2_0") for name in FAMILIES] + [("qwen3moe", f"gguf:{kind}") for kind in ("TQ1_0", "TQ2_0")],
+)
+def test_a_mixture_goes_out_as_it_came(tmp_path, architecture, to):
+    facts, made = mixture(architecture)
+    facts |= {"tokenizer.ggml.tokens": [*"abcdefghijkl", "ab", "<s>", "</s>", "Ġ"], "tokenizer.ggml.merges": ["a b"]}
+    pack(write_gguf(tmp_path / "m.gguf", facts, made), tmp_path / "P")
+    (tmp_path / "1").mkdir()
+    export(tmp_path / "P", tmp_path / "1" / "f.gguf", to="gguf:F16", pre="qwen2")
+    floats, report = (
+        GgufModel(tmp_path / "1" / "f.gguf"),
+        export(tmp_path / "P", tmp_path / "1" / "x.gguf", to=to, pre="qwen2"),
+    )
+    assert len(report.modules) == 4 + 3 * EXPERTS
+    written, came = GgufFile(tmp_path / "1" / "x.gguf"), GgufFile(tmp_path / "m.gguf")
+    assert written.tensors["blk.0.ffn_up_exps.weight"].shape == (EXPERTS, WIDTH, HIDDEN)
+    assert written.metadata.count(".expert_used_count") == 2
+    assert set(written.tensors) == set(came.tensors)
+    assert pack(tmp_path / "1" / "x.gguf", tmp_path / "P2").exact
+    first, again = Checkpoint(tmp_path / "P"), Checkpoint(tmp_path / "P2")
+    assert first.modules == again.modules and first.config["model_type"] == again.config["model_type"]
+    for module in first.modules:
+        assert torch.equal(dequantize(first.packed(module)), dequantize(again.packed(module)))
+        assert torch.equal(dequantize(first.packed(module)).half(), floats.tensor(f"{module}.weight"))
+    export(tmp_path / "P2", tmp_path / "2.gguf", to=to, pre="qwen2")
+    second = GgufFile(tmp_path / "2.gguf")
+    for name in written.tensors:
+        assert bytes(written.raw(name)) == bytes(second.raw(name)), name

@@ -87,7 +87,7 @@ KvCacheDType = Annotated[
 Head = Annotated[
     str,
     typer.Option(
-        help="Output head that is not packed: 16bit, int8 with a scale per token, or auto: int8 on a CPU alone.",
+        help="Output head that is not packed: 16bit, int8 with a scale per row, or auto: int8 on a CPU alone.",
         rich_help_panel="Machine",
         autocompletion=completes(*HEADS),
     ),

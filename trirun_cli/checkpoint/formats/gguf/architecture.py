@@ -63,7 +63,7 @@ class Family:
 
 
 _QK_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm")
-_MIXTRAL = Family("mixtral", "MixtralForCausalLM", permuted=True, mixture=MIXTRAL)
+MIXTRAL_FAMILY = Family("mixtral", "MixtralForCausalLM", permuted=True, mixture=MIXTRAL)
 _BITNET = Family(
     "bitnet",
     "BitNetForCausalLM",
@@ -158,7 +158,7 @@ def _family(file: GgufFile) -> Family:
         raise InputError(f"{file.path}: its architecture is {name!r}; {', '.join(FAMILIES)} are read from GGUF")
     experts = metadata.count(".expert_count", 0, least=0)
     if experts and name == "llama":
-        return _MIXTRAL
+        return MIXTRAL_FAMILY
     if bool(experts) != (FAMILIES[name].mixture is not None):
         kind = "a mixture of experts" if experts else "no mixture of experts"
         raise InputError(f"{file.path} is {kind}, which no {name} model is that trirun reads")
