@@ -203,8 +203,8 @@ def _rounded(source, parent):
 class Process:
     """``trirun serve`` in a process of its own, on a free port."""
 
-    def __init__(self, root, checkpoint, *options):
-        command = [sys.executable, "-m", "trirun_cli", "serve", "--checkpoint", checkpoint, "--port", 0, "--json"]
+    def __init__(self, root, models, *options):
+        command = [sys.executable, "-m", "trirun_cli", "serve", *models, "--port", 0, "--json"]
         python_path = os.pathsep.join(str(root / part) for part in ("", "kernels", "gptq"))
         with sigint_handled_by():
             self.process = subprocess.Popen(
@@ -245,11 +245,12 @@ class Process:
 
 @pytest.fixture(scope="session")
 def start_server(pytestconfig, checkpoint):
-    """Start a server process: ``start_server(*options)``; those still running at the end are killed."""
+    """Start a server process: ``start_server(*options, several=FOLDER)``; those still running at the end are killed."""
     started = []
 
-    def start(*options):
-        started.append(Process(pytestconfig.rootpath, checkpoint, *options))
+    def start(*options, several=None):
+        models = ("--checkpoint", checkpoint) if several is None else (several,)
+        started.append(Process(pytestconfig.rootpath, models, *options))
         return started[-1]
 
     yield start

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..checkpoint.hub import model_name
 from ..console import Console
 from ..errors import InputError, UsageError
-from ..workflows.import_cache import as_model_dir
-from .shared.checkpoint_options import CheckpointArgument, CheckpointOption, OriginalOption, Verify, one_checkpoint
+from .shared.checkpoint_options import CheckpointOption, OriginalOption, Verify, one_checkpoint
 from .shared.missing import missing_package
 from .shared.options import (
     Accumulate,
@@ -43,10 +41,13 @@ _OF_BOTH_BACKENDS = (
 
 def command(
     context: typer.Context,
-    checkpoint: CheckpointArgument = None,
-    vllm_options: Annotated[
+    models: Annotated[
         list[str] | None,
-        typer.Argument(help="With --backend vllm: options of vLLM's server, after --.", show_default=False),
+        typer.Argument(
+            help="Models: directories, GGUF files, names of the hub (ORG/NAME), demo, a folder of models; NAME=MODEL "
+            "names one. With --backend vllm, its own options after --.",
+            show_default=False,
+        ),
     ] = None,
     checkpoint_option: CheckpointOption = None,
     original: OriginalOption = None,
@@ -60,13 +61,27 @@ def command(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any free one.")] = 8000,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name in the API; may be given several times. Default: the directory's.")
+        list[str] | None,
+        typer.Option(help="Name in the API: any number of one model, or one each. Default: the directory's."),
     ] = None,
     max_batch: Annotated[
         int | None, typer.Option(help="Requests that run at once. Default: by the device's memory and the model.")
     ] = None,
     ctx: Annotated[int | None, typer.Option(help="Tokens of a request, prompt included. Default: the model's.")] = None,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more return status 429.")] = 256,
+    max_models: Annotated[
+        int | None, typer.Option(help="Of several models, loaded at once. Default: as many as the memory holds.")
+    ] = None,
+    idle_unload: Annotated[
+        float | None, typer.Option(help="Unload a model that had no request for so many seconds. Default: never.")
+    ] = None,
+    preload: Annotated[
+        str,
+        typer.Option(
+            help="Models loaded at the start: first or all; others when asked for.",
+            autocompletion=completes("first", "all"),
+        ),
+    ] = "first",
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file that replaces the tokenizer's chat template.")
     ] = None,
@@ -106,7 +121,7 @@ def command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API.
+    """Serve one or several models over HTTP with OpenAI's API.
 
     /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /tokenize, /detokenize,
     /tokenizer_info: /docs has their fields, / is a page to chat with. /health, /version and /metrics need no key.
@@ -117,6 +132,8 @@ def command(
 
       trirun serve DIR
 
+      trirun serve small=DIR large=DIR --max-models 1 --idle-unload 600
+
       trirun serve DIR --host 0.0.0.0 --api-key-file key.txt --max-batch 64
 
       trirun serve DIR --backend vllm -- --tensor-parallel-size 2
@@ -126,17 +143,21 @@ def command(
     check_machine(dtype, act_bits, engine, accumulate, kv_cache_dtype, threads=threads, head=head)
     if backend not in ("trirun", "vllm"):
         raise UsageError(f"--backend {backend}: trirun or vllm")
-    own = vllm_options or []
-    if checkpoint is not None and (checkpoint_option or original) and str(checkpoint).startswith("-"):
-        # The first option after -- took the place of a checkpoint that has a name.
-        own, checkpoint = [str(checkpoint), *own], None
-    checkpoint = one_checkpoint(checkpoint, checkpoint_option, original)
+    positional = models or []
+    first_own = next((at for at, value in enumerate(positional) if value.startswith("-")), len(positional))
+    given_models, own = [Path(value) for value in positional[:first_own]], positional[first_own:]
+    if len(given_models) < 2 or checkpoint_option or original:
+        given_models = [one_checkpoint(next(iter(given_models), None), checkpoint_option, original)]
     if own and backend != "vllm":
         raise UsageError(f"{own[0]}: nothing goes after the checkpoint without --backend vllm")
-    least_values = {"--max-batch": (max_batch, 1), "--ctx": (ctx, 1)}
+    least_values = {"--max-batch": (max_batch, 1), "--ctx": (ctx, 1), "--max-models": (max_models, 1)}
     for name, (value, least) in (least_values | {"--max-waiting": (max_waiting, 0)}).items():
         if value is not None and value < least:
             raise UsageError(f"{name} {value}: at least {least}")
+    if idle_unload is not None and not 0 < idle_unload <= 31_536_000:
+        raise UsageError(f"--idle-unload {idle_unload:g}: seconds above 0, at most a year")
+    if preload not in ("first", "all"):
+        raise UsageError(f"--preload {preload}: first or all")
     if not 0 <= drain < 86_400:
         raise UsageError(f"--drain {drain:g}: seconds from 0 to a day")
     if not 0 <= stream_interval <= 10_000:
@@ -150,11 +171,14 @@ def command(
     template = None if chat_template is None else _text(chat_template)
     console = Console(as_json=json, quiet=quiet)
 
-    from ..checkpoint.model_dir import read_config
+    from ..server.pool.sources import model_sources
 
-    names = served_model_name or [model_name(checkpoint)]
-    checkpoint = as_model_dir(checkpoint, console, verify=verify)
-    read_config(checkpoint)
+    sources = model_sources(given_models, served_model_name or (), console, verify=verify)
+    names, checkpoint = sources[0]
+    if backend == "vllm" and len(sources) > 1:
+        raise UsageError(f"--backend vllm serves one model, and {len(sources)} are given")
+    if preload == "all" and (max_models or len(sources)) < len(sources):
+        raise UsageError(f"--preload all: {len(sources)} models, and --max-models {max_models}")
     if backend == "vllm":
         given = options_given(context)
         if other := [option for option in given if option.startswith("-") and option not in _OF_BOTH_BACKENDS]:
@@ -189,13 +213,13 @@ def command(
         from ..server.run import listen, serve, url_of
     except ModuleNotFoundError as error:
         raise missing_package(error, "serving", "serve") from error
-    from ..server.pool.entry import Source
+    from ..server.pool.entry import source_of
     from ..server.pool.pool import Pool
 
     listener = listen(host, port)
     url = url_of(listener)
 
-    def load() -> ServedModel:
+    def load(checkpoint: Path) -> ServedModel:
         from ..backends.registry import open_runner
         from ..engine.engine import Engine as RunningEngine
         from ..server.model import ServedModel, serving_tokenizer
@@ -219,7 +243,12 @@ def command(
         running = RunningEngine(runner, max_waiting=max_waiting)
         return ServedModel.start(checkpoint, running, tokenizer, runner.why_slots or "--max-batch")
 
-    pool = Pool([Source(names, load)], max_waiting=max_waiting)
+    pool = Pool(
+        [source_of(names, path, load, ctx) for names, path in sources],
+        max_waiting=max_waiting,
+        max_loaded=max_models,
+        idle_s=idle_unload,
+    )
     app = create_app(pool, api_key=key, cors_origins=cors_origin or (), page=ui)
 
     def ready() -> None:
@@ -229,7 +258,9 @@ def command(
         console.note(f"{names[0]} on {running.description}")
         console.note(f"{running.slots} requests at once ({model.why_slots}), {running.context} tokens each")
         console.note(f"serving at {url}/v1{f', a page to chat with at {url}' if ui else ''}; Ctrl-C stops")
-        facts = {"url": url, "models": names, "engine": running.name, "slots": running.slots}
+        if len(sources) > 1:
+            console.note(f"{len(sources)} models: {', '.join(pool.names)}")
+        facts = {"url": url, "models": pool.names, "engine": running.name, "slots": running.slots}
         facts["slots_reason"] = model.why_slots
         console.json("serve/1", {**facts, "context": running.context})
 
@@ -238,7 +269,7 @@ def command(
         app,
         pool,
         listener,
-        preload=1,
+        preload=len(sources) if preload == "all" else 1,
         ready=ready,
         drain_s=drain,
         stream_interval_s=stream_interval / 1e3,

@@ -81,7 +81,8 @@ def serve(
         ready: called when the server takes requests.
         drain_s: seconds that running requests get at the end.
         stream_interval_s: of :class:`.event_bridge.EventBridge`.
-        log_requests: log a line per request, with its tokens and times; see :func:`.guard.request_line`.
+        log_requests: log a line per request, with its tokens and times; see :func:`.guard.request_line`; and
+            the models that are loaded and unloaded.
 
     Raises:
         Exception: any that loading them raised. KeyboardInterrupt: a second Ctrl-C ended the draining.
@@ -197,3 +198,5 @@ def _set_up_logging(log_requests: bool) -> None:
         logger.setLevel(logging.WARNING)
     if log_requests:
         request_log.setLevel(logging.INFO)
+        # Models that are loaded and unloaded.
+        logging.getLogger("trirun.server").setLevel(logging.INFO)

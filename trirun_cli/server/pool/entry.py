@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
+from ...checkpoint.model_dir import ModelDir, read_config
 from ...engine.engine import Engine
+from ...models.description import UnsupportedModel, chosen_context
 from ..event_bridge import EventBridge
 from ..metrics import ModelMetrics
 from ..model import ServedModel
@@ -28,7 +32,7 @@ class Source:
 
     Attributes:
         names: in the API; /v1/models lists it by the first one. load: reads it and starts its engine, on any thread.
-        check: raises what :func:`~trirun_cli.checkpoint.model_dir.read_config` does where it can no longer be read.
+        check: raises what :class:`~trirun_cli.checkpoint.model_dir.ModelDir` does where it can no longer be read.
         context: tokens of a sequence as far as its config tells, before it is loaded; None where that is not known.
         weight_bytes: of its files; about what it takes besides its cache.
     """
@@ -38,6 +42,25 @@ class Source:
     check: Callable[[], object] = _nothing
     context: int | None = None
     weight_bytes: int = 0
+
+
+def source_of(names: Sequence[str], path: Path, load: Callable[[Path], ServedModel], ctx: int | None) -> Source:
+    """The source of a model directory.
+
+    Args:
+        load: makes the model of the directory. ctx: tokens of a sequence that were asked for.
+
+    Raises:
+        InputError: the directory is not one of a model, or its weights are damaged.
+    """
+    config = read_config(path)
+    try:
+        context: int | None = chosen_context(config, ctx)
+    except UnsupportedModel:
+        longest = config.get("max_position_embeddings")
+        context = ctx or (longest if isinstance(longest, int) else None)
+    size = sum(file.stat().st_size for file in ModelDir(path).files)
+    return Source(names, partial(load, path), partial(ModelDir, path), context, size)
 
 
 @dataclass(slots=True, eq=False)
