@@ -23,7 +23,8 @@ def parameters(name):
 @pytest.mark.parametrize("name", OF_A_CHECKPOINT)
 def test_a_checkpoint_is_an_argument_and_an_option(name):
     found = parameters(name)
-    assert found["checkpoint"].param_type_name == "argument" and not found["checkpoint"].required
+    argument = found["models" if name == "serve" else "checkpoint"]
+    assert argument.param_type_name == "argument" and not argument.required
     assert {"--checkpoint", "-c"} == set(found["--checkpoint"].opts)
 
 
