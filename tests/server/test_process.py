@@ -235,6 +235,22 @@ def test_term_lets_running_answers_end(start_server):
         httpx.get(f"{server.url}/health")
 
 
+def test_a_draining_server_says_so(start_server):
+    server = start_server("--drain", "2")
+    body = {"prompt": "x", "max_tokens": 1000, "temperature": 0, "ignore_eos": True, "stream": True, "n": 16}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        # A router sees that it should send to another replica: the socket is open, and the server says why.
+        while (health := httpx.get(f"{server.url}/health")).status_code == 200:
+            pass
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+    for reply in (health, refused):
+        assert reply.status_code == 503 and reply.json()["error"]["code"] == "draining"
+    assert server.process.wait(30) == 0
+
+
 @pytest.mark.slow
 def test_answers_that_outlast_the_draining_are_ended_properly(start_server):
     server = start_server("--drain", "0")

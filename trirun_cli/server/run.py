@@ -25,6 +25,8 @@ from .pool.pool import Pool
 _CANCEL_S = 5
 # The same after a second Ctrl-C.
 _FORCED_CANCEL_S = 0.5
+# Between two looks whether requests still run.
+_DRAIN_LOOK_S = 0.05
 # Longer than clients keep an idle connection, so that no request arrives while the server closes one.
 _KEEP_ALIVE_S = 75
 
@@ -182,6 +184,9 @@ class _Server(uvicorn.Server):
         self._pool.shut()
         alarm = asyncio.get_running_loop().call_later(self._drain_s, self._pool.abort_all)
         try:
+            # The socket stays open meanwhile: a router that asks /health is told "draining", and sends to another.
+            while any(entry.busy for entry in self._pool.entries) and not self.force_exit:
+                await asyncio.sleep(_DRAIN_LOOK_S)
             await super().shutdown(sockets)
         finally:
             alarm.cancel()
