@@ -30,8 +30,10 @@ on_every_gpu = pytest.mark.parametrize("gpu", HERE, ids=[gpu.name for gpu in GPU
 SHAPES = [(4096, 4096), (22016, 4096), (4096, 11008), (8192, 8192), (57344, 8192), (8192, 28672), (10240, 8192)]
 SHAPES += [(2560, 2560), (13824, 2560), (2560, 6912), (3072, 8192), (5120, 8192), (2560, 9728), (512, 512), (64, 128)]
 SHAPES += [(4096, 22016), (8192, 57344), (128256, 4096), (3584, 18944), (192, 1152)]
-# Query heads, key heads, columns of a head: Llama 2 and 3, Qwen 2.5 of 1.5B and 7B, Gemma 2B, Phi, BitNet 2B.
+# Query heads, key heads, columns of a head: Llama 2 and 3, Qwen 2.5 of 1.5B and 7B, Gemma 2B, Phi, BitNet 2B,
+# Qwen 3.5 27B.
 HEADS = [(32, 32, 128), (64, 8, 128), (32, 8, 128), (12, 2, 128), (28, 4, 128), (8, 1, 256), (32, 32, 80), (20, 5, 128)]
+HEADS += [(24, 4, 256)]
 
 
 @pytest.fixture(scope="module")

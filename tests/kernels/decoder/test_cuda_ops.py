@@ -121,7 +121,7 @@ def attention_case(dtype, heads, kv_heads, head_dim, lengths, *, half=None, norm
 ATTENTION = [
     (1, 1, 128, {}), (4, 2, 24, {}), (32, 32, 128, {}), (32, 8, 128, {"normed": True}), (16, 2, 64, {}),
     (12, 1, 128, {}), (6, 2, 96, {"half": 20}), (8, 4, 256, {"normed": True}), (5, 1, 8, {"half": 3}),
-    (20, 5, 128, {}), (24, 2, 80, {}),
+    (20, 5, 128, {}), (24, 2, 80, {}), (12, 2, 256, {"half": 32, "normed": True}),
 ]  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def test_attention(heads, kv_heads, head_dim, options, int8, dtype):
     wide_v = v.reshape(v.shape[0], kv_heads, head_dim)
     after = cuda_decoder_reference.append(wide_k, wide_v, cache, slots, positions)
     live = slots >= 0
-    for splits in (1, 3, 8, 11):
+    for splits in (1, 3, 8, 11, 30):
         own = copied(cache)
         workspace = ops.attention_workspace(len(lengths), facts, splits, q.device)
         results = []

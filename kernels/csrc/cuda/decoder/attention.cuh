@@ -15,7 +15,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 struct AttentionArgs {
   trirun_attention t;
-  float* partials;     // [m][heads][splits][head_dim + 2]: weighted values, then maximum (log2) and sum
+  float* partials;  // weighted values of [m][heads][splits][head_dim] numbers, then their maxima (log2) and sums
   unsigned* counters;  // [m * kv_heads * chunks], zero between launches
   int group, chunks;   // query heads per key head; CTAs that share them
   int room;            // query heads that a warp leaves parts of, at most MAX_GROUP
@@ -54,7 +54,9 @@ struct AttentionSplit {
     // The new one is of the window too.
     begin = t.window > 0 ? max(0, length + 1 - t.window) : 0;
     const int first = begin / keys, end = begin < length ? (length + keys - 1) / keys : first;
-    const int tiles = end - first, per_split = max(1, (tiles + t.splits - 1) / t.splits);
+    // Every warp gets as many tiles as the first one: fewer CTAs leave fewer parts, and none takes longer.
+    const int tiles = end - first, warps = ATTEND_WARPS / a.teams;
+    const int per_split = max(1, (tiles + t.splits * warps - 1) / (t.splits * warps)) * warps;
     active = max(1, (tiles + per_split - 1) / per_split);
     tile0 = first + split * per_split, tile1 = min(end, tile0 + per_split);
     idle = slot < 0 || split >= active, newest = split == active - 1;
@@ -103,95 +105,156 @@ __device__ __forceinline__ void attend_nothing(const AttentionArgs& a, const Att
     a.quantized.store({{0, 0}, 0.f, 0}, c.row, c.head0 * a.t.head_dim / K_TILE + k_tile, true);
 }
 
-// The end of a CTA whose warps have left their parts in shared memory: part w of its team's head g, at
-// parts[(w * room + g) * (width + 2)], is `width` values (head_dim of them are read), the maximum they are relative to
-// (log2), and the sum of weights. Adds them in the order of warps and then of splits and writes y or its limbs;
-// `received` is shared memory for the parts of all splits, where they are a cluster.
+// Floats from one part of a warp to the next: `width` values, the maximum that they are relative to (log2), the sum of
+// weights, and two that keep the next part on 16 bytes.
+__host__ __device__ constexpr int part_floats(int width) { return width + 4; }
+
+// Bytes of shared memory that put_together needs of its CTA, of so many query heads at most.
+__host__ __device__ constexpr int scratch_bytes(int room, int width, int splits) {
+  return (ATTEND_WARPS * room * part_floats(width) + MAX_GROUP * width + 2 * MAX_GROUP * splits) * 4;
+}
+
+__device__ __forceinline__ void add_scaled(float4& sum, float4 v, float factor) {
+  sum.x = fmaf(v.x, factor, sum.x), sum.y = fmaf(v.y, factor, sum.y);
+  sum.z = fmaf(v.z, factor, sum.z), sum.w = fmaf(v.w, factor, sum.w);
+}
+
+// The end of a CTA whose warps have left their parts in shared memory: that of warp w and its team's head g is at
+// parts[(w * room + g) * part_floats(width)], of whose values head_dim are read; behind all of them is memory for
+// scratch_bytes. Adds them in the order of warps and then of splits and writes y or its limbs; `received` is shared
+// memory for the parts of all splits, where they are a cluster.
+//
+// Parts of all splits are many numbers for one CTA to read: factors are made once a part, not once a number, and a
+// thread asks for the same columns of many parts before it adds the first.
 template <bool BF16>
-__device__ __forceinline__ void put_together(const AttentionArgs& a, const AttentionSplit& c, const float* parts,
-                                             int room, int width, int teams, uint32_t received) {
+__device__ __forceinline__ void put_together(const AttentionArgs& a, const AttentionSplit& c, float* parts, int room,
+                                             int width, int teams, uint32_t received) {
+  constexpr int THREADS = ATTEND_WARPS * 32;
   __shared__ bool last;
+  __shared__ float own_factors[ATTEND_WARPS][MAX_GROUP], denominators[MAX_GROUP];
+  __shared__ float2 own[MAX_GROUP];  // of this CTA's heads: maximum (log2) and sum
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int head_dim = t.head_dim, heads = c.heads, active = c.active, part_size = width + 2, size = head_dim + 2;
-  // y from where its parts are: 16-bit values, or the limbs of whole k tiles of 128.
-  const auto finish = [&](auto value) {
-    if (a.quantized.limbs != nullptr) {
-      for (int k_tile = warp; k_tile < heads * head_dim / K_TILE; k_tile += ATTEND_WARPS) {
-        const int column = k_tile * K_TILE + (lane >> 2) * 16 + lane % 4 * 2;
-        const auto at = [&](int i) { return value(i / head_dim, i % head_dim); };
-        const float4 v = make_float4(at(column), at(column + 1), at(column + 8), at(column + 9));
-        a.quantized.store(quantize_k_tile16(v), c.row, c.head0 * head_dim / K_TILE + k_tile, true);
-      }
-    } else {
-      uint16_t* y = static_cast<uint16_t*>(t.y) + c.row * t.ld_y + c.head0 * head_dim;
-      for (int i = threadIdx.x; i < heads * head_dim; i += ATTEND_WARPS * 32)
-        y[i] = narrow<BF16>(value(i / head_dim, i % head_dim));
-    }
-  };
+  const int head_dim = t.head_dim, heads = c.heads, active = c.active, part_size = part_floats(width);
+  const int quads = head_dim / 4, items = heads * quads;
+  auto* out = reinterpret_cast<float4*>(parts + ATTEND_WARPS * room * part_size);  // [heads][head_dim / 4]
+  auto* stats = reinterpret_cast<float2*>(out + items);  // [heads][active]: maximum, then factor, and sum
+  const int team_warps = ATTEND_WARPS / teams;
   // What a head's sink adds to its sum of weights, which are relative to 2^highest.
   const auto sink = [&](int g, float highest) {
     return t.sinks == nullptr ? 0.f : exp2f(t.sinks[c.head0 + g] * LOG2E - highest);
   };
   // This CTA's parts, one per warp; weighted by how far a part's maximum lies below the highest.
-  const auto gathered = [&](int head, int d, float& highest, float& l) {
-    const int team = teams == 1 ? 0 : head / a.group, g = head - team * a.group;
-    const int w0 = team * (ATTEND_WARPS / teams), w1 = w0 + ATTEND_WARPS / teams;
-    highest = -INFINITY, l = 0.f;
-    for (int w = w0; w < w1; w++) highest = fmaxf(highest, parts[(w * room + g) * part_size + width]);
-    float v = 0.f;
-    for (int w = w0; w < w1; w++) {
-      const float* part = parts + (w * room + g) * part_size;
-      const float factor = exp2f(part[width] - highest);
-      v += part[d] * factor, l += part[width + 1] * factor;
+  const auto part_of = [&](int g, int w) {
+    const int team = teams == 1 ? 0 : g / a.group;
+    return parts + ((team * team_warps + w) * room + g - team * a.group) * part_size;
+  };
+  if (threadIdx.x < heads) {
+    const int g = threadIdx.x;
+    float highest = -INFINITY, l = 0.f;
+    for (int w = 0; w < team_warps; w++) highest = fmaxf(highest, part_of(g, w)[width]);
+    for (int w = 0; w < team_warps; w++) {
+      const float* part = part_of(g, w);
+      own_factors[w][g] = exp2f(part[width] - highest);
+      l += part[width + 1] * own_factors[w][g];
     }
+    own[g] = make_float2(highest, l);
+  }
+  __syncthreads();
+  const auto gathered = [&](int g, int quad) {
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int w = 0; w < team_warps; w++)
+      add_scaled(v, reinterpret_cast<const float4*>(part_of(g, w))[quad], own_factors[w][g]);
     return v;
   };
-  if (active == 1) {
-    finish([&](int g, int d) {
-      float highest, l;
-      const float v = gathered(g, d, highest, l);
-      return v / (l + sink(g, highest));
-    });
-    return;
-  }
-  // Parts of all CTAs in their order; read(s, g, i) is number i of part s.
-  const auto combined = [&](auto read) {
-    return [=](int g, int d) {
-      float highest = -INFINITY, v = 0.f, l = 0.f;
-      for (int s = 0; s < active; s++) highest = fmaxf(highest, read(s, g, head_dim));
-#pragma unroll 4
-      for (int s = 0; s < active; s++) {
-        const float factor = exp2f(read(s, g, head_dim) - highest);
-        v += read(s, g, d) * factor, l += read(s, g, head_dim + 1) * factor;
+  // y from `out`: 16-bit values, or the limbs of whole k tiles of 128.
+  const auto finish = [&] {
+    __syncthreads();
+    const auto* values = reinterpret_cast<const float*>(out);
+    if (a.quantized.limbs != nullptr) {
+      for (int k_tile = warp; k_tile < heads * head_dim / K_TILE; k_tile += ATTEND_WARPS) {
+        const float* at = values + k_tile * K_TILE + (lane >> 2) * 16 + lane % 4 * 2;
+        a.quantized.store(quantize_k_tile16(make_float4(at[0], at[1], at[8], at[9])), c.row,
+                          c.head0 * head_dim / K_TILE + k_tile, true);
       }
-      return v / (l + sink(g, highest));
-    };
-  };
-  const auto each_part = [&](auto store) {
-    for (int i = threadIdx.x; i < heads * head_dim; i += ATTEND_WARPS * 32) {
-      const int g = i / head_dim, d = i % head_dim;
-      float highest, l;
-      store(g, d, gathered(g, d, highest, l));
-      if (d == 0) store(g, head_dim, highest), store(g, head_dim + 1, l);
+    } else {
+      uint16_t* y = static_cast<uint16_t*>(t.y) + c.row * t.ld_y + c.head0 * head_dim;
+      for (int i = threadIdx.x; i < heads * head_dim; i += THREADS) y[i] = narrow<BF16>(values[i]);
     }
   };
+  const auto normalised = [&](float4 v, float denominator) {
+    return make_float4(v.x / denominator, v.y / denominator, v.z / denominator, v.w / denominator);
+  };
+  if (active == 1) {
+    for (int i = threadIdx.x; i < items; i += THREADS) {
+      const int g = i / quads;
+      out[i] = normalised(gathered(g, i % quads), own[g].y + sink(g, own[g].x));
+    }
+    return finish();
+  }
+  // Parts of all CTAs in their order: stats_of(s, g), quad_of(s, g, i).
+  const auto combine = [&](auto stats_of, auto quad_of) {
+    constexpr int BATCH = 16;
+    for (int i = threadIdx.x; i < heads * active; i += THREADS) stats[i] = stats_of(i % active, i / active);
+    __syncthreads();
+    for (int g = warp; g < heads; g += ATTEND_WARPS) {
+      float2* of_head = stats + g * active;
+      float highest = -INFINITY, l = 0.f;
+      for (int s = lane; s < active; s += 32) highest = fmaxf(highest, of_head[s].x);
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+      for (int s = lane; s < active; s += 32) {
+        of_head[s].x = exp2f(of_head[s].x - highest);
+        l += of_head[s].x * of_head[s].y;
+      }
+      l = warp_sum(l);
+      if (lane == 0) denominators[g] = l + sink(g, highest);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < items; i += THREADS) {
+      const int g = i / quads, quad = i % quads;
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int s0 = 0; s0 < active; s0 += BATCH) {
+        float4 part[BATCH];
+#pragma unroll
+        for (int j = 0; j < BATCH; j++)
+          part[j] = s0 + j < active ? quad_of(s0 + j, g, quad) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int j = 0; j < BATCH; j++)
+          if (s0 + j < active) add_scaled(v, part[j], stats[g * active + s0 + j].x);
+      }
+      out[i] = normalised(v, denominators[g]);
+    }
+    finish();
+  };
+  // Where a part lies among those of all splits: values of all of them, then maxima and sums.
+  const int stats_at = static_cast<int>(t.splits) * heads * head_dim;
 #if __CUDA_ARCH__ >= 900
   if (a.clustered) {
     cluster_wait();
     const uint32_t first = peer_address(received, 0);
-    each_part([&](int g, int d, float v) { store_peer(first + ((c.split * heads + g) * size + d) * 4, v); });
+    for (int i = threadIdx.x; i < items; i += THREADS)
+      store_peer4(first + (c.split * items + i) * 16, gathered(i / quads, i % quads));
+    if (threadIdx.x < heads) {
+      const uint32_t at = first + (stats_at + (c.split * heads + threadIdx.x) * 2) * 4;
+      store_peer(at, own[threadIdx.x].x), store_peer(at + 4, own[threadIdx.x].y);
+    }
     __syncwarp();
     cluster_arrive();
     if (c.split != 0) return;
     cluster_wait();
-    finish(
-        combined([=](int s, int g, int i) { return load_shared_float(received + ((s * heads + g) * size + i) * 4); }));
+    combine(
+        [=](int s, int g) { return load_shared_float2(received + (stats_at + (s * heads + g) * 2) * 4); },
+        [=](int s, int g, int quad) { return load_shared_float4(received + ((s * heads + g) * quads + quad) * 16); });
     return;
   }
 #endif
-  float* mine = a.partials + (static_cast<int64_t>(c.row) * t.heads + c.head0) * t.splits * size;
-  each_part([&](int g, int d, float v) { __stcg(mine + (g * t.splits + c.split) * size + d, v); });
+  const int64_t before = (static_cast<int64_t>(c.row) * t.heads + c.head0) * t.splits, all = t.m * t.heads * t.splits;
+  auto* values = reinterpret_cast<float4*>(a.partials + before * head_dim);
+  auto* maxima = reinterpret_cast<float2*>(a.partials + all * head_dim) + before;
+  for (int i = threadIdx.x; i < items; i += THREADS)
+    __stcg(values + c.split * items + i, gathered(i / quads, i % quads));
+  if (threadIdx.x < heads) __stcg(maxima + c.split * heads + threadIdx.x, own[threadIdx.x]);
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -202,7 +265,8 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
   __syncthreads();
   if (!last) return;
   __threadfence();
-  finish(combined([=](int s, int g, int i) { return __ldcg(mine + (g * t.splits + s) * size + i); }));
+  combine([=](int s, int g) { return __ldcg(maxima + s * heads + g); },
+          [=](int s, int g, int quad) { return __ldcg(values + (s * heads + g) * quads + quad); });
 }
 
 }  // namespace trirun::decoder

@@ -212,7 +212,8 @@ __global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3)
       for (int offset = LANES; offset < 32; offset *= 2) sum[g][d] += __shfl_xor_sync(~0u, sum[g][d], offset);
   }
   __syncthreads();  // the rings are read no more: their memory takes the parts
-  constexpr int PART = LANES * 8 + 2;
+  constexpr int PART = part_floats(LANES * 8);
+  static_assert(scratch_bytes(GROUP, LANES * 8, MAX_SPLITS) <= RING_BYTES);
   float* parts = reinterpret_cast<float*>(memory);
 #pragma unroll
   for (int g = 0; g < GROUP; g++) {

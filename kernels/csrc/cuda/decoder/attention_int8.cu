@@ -97,12 +97,12 @@ __host__ __device__ constexpr int ring_stages(int width, bool few, bool sm90) {
   return width == 64 ? (sm90 ? 6 : 5) : width == 128 && sm90 ? 3 : 2;
 }
 
-// Shared memory that takes the rings of all warps and, after them, the warps' parts.
+// Shared memory that takes the rings of all warps and, after them, what puts their parts together.
 template <int WIDTH, bool FEW>
 __host__ __device__ constexpr int ring_bytes(bool sm90) {
   const int rings = WARPS * ring_stages(WIDTH, FEW, sm90) * Tile<WIDTH, FEW>::BYTES;
-  const int parts = WARPS * MAX_GROUP * (WIDTH + 2) * 4;
-  return rings > parts ? rings : parts;
+  const int scratch = scratch_bytes(MAX_GROUP, WIDTH, MAX_SPLITS);
+  return rings > scratch ? rings : scratch;
 }
 
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
 #pragma unroll
     for (int offset = 4; offset < 32; offset *= 2) total[e] += __shfl_xor_sync(~0u, total[e], offset);
   __syncthreads();  // the rings are read no more: their memory takes the parts
-  constexpr int PART = WIDTH + 2;
+  constexpr int PART = part_floats(WIDTH);
   float* parts = reinterpret_cast<float*>(memory);
 #pragma unroll
   for (int e = 0; e < 2; e++) {

@@ -5,7 +5,7 @@
 
 namespace trirun::decoder {
 
-constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_HEAD_DIM = 256, MAX_SPLITS = 256;
 constexpr int PAGE = 64;  // positions of one page of the cache
 
 // A warp's part of one head: lane l holds dimensions l, l + 32, ... The angles and the norm are constants of the step,
@@ -88,8 +88,9 @@ inline int check_attention(const trirun_attention* t) {
   if (t == nullptr) return TRIRUN_BAD_POINTER;
   if (t->m < 0 || t->m > 65535 || t->heads <= 0 || t->kv_heads <= 0 || t->heads % t->kv_heads || t->head_dim <= 0 ||
       t->head_dim % 8 || t->head_dim > MAX_HEAD_DIM || t->rotary_half < 0 || 2 * t->rotary_half > t->head_dim ||
-      t->splits < 1 || t->splits > 256 || t->ld_q < t->heads * t->head_dim || t->ld_kv < t->kv_heads * t->head_dim ||
-      t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0 || t->window < 0)
+      t->splits < 1 || t->splits > MAX_SPLITS || t->ld_q < t->heads * t->head_dim ||
+      t->ld_kv < t->kv_heads * t->head_dim || t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0 ||
+      t->window < 0)
     return TRIRUN_BAD_SHAPE;
   if (!half_dtype(t->dtype)) return TRIRUN_UNSUPPORTED;
   for (const void* p : {t->q, t->k, t->v, static_cast<const void*>(t->keys), static_cast<const void*>(t->values)})
