@@ -1,12 +1,9 @@
-// Decode attention: the C interface, and the choice of a kernel. attention_16bit.cuh attends over a cache of 16-bit
-// elements, attention_int8.cu over one of 8-bit elements.
+// Decode attention: the C interface, and the choice of a kernel. attention_16bit.cuh and
+// attention_grouped.cuh attend over a cache of 16-bit elements, attention_int8.cu over one of 8-bit elements.
 #include "attention.cuh"
 
 namespace trirun::decoder {
 namespace {
-
-// Query heads that an instance of the 16-bit kernel for a group of so many has room for.
-int room_for(int group) { return group <= 2 ? group : group <= 4 ? 4 : MAX_GROUP; }
 
 int chunks_of(const trirun_attention& t) {
   const int64_t group = t.heads / t.kv_heads;
@@ -51,12 +48,11 @@ extern "C" int trirun_cuda_attention_decode(const trirun_attention* t, void* wor
   }
   DeviceFacts facts;
   if (const int code = device_facts(facts)) return code;
-  a.teams = 1;
+  a.teams = 1, a.room = min(a.group, MAX_GROUP);
   const bool bf16 = t->dtype == TRIRUN_BF16;
   AttentionKernel kernel;
   int shared = 0;
   if (t->scales != nullptr) {
-    a.room = min(a.group, MAX_GROUP);
     // Two CTAs of every multiprocessor hold all that can be on its way, so more of them only begin and end more often.
     const int64_t ctas = rows * t->kv_heads * t->splits;
     const bool few = ctas * a.chunks <= facts.sms;
@@ -66,7 +62,6 @@ extern "C" int trirun_cuda_attention_decode(const trirun_attention* t, void* wor
         a.teams = teams;
     kernel = int8_attention(facts, bf16, t->head_dim, few, shared);
   } else {
-    a.room = room_for(a.group);
     kernel = bf16 ? bf16_attention(t->head_dim, a.room, shared) : fp16_attention(t->head_dim, a.room, shared);
   }
   const dim3 grid(t->splits, static_cast<unsigned>(t->kv_heads / a.teams * a.chunks), static_cast<unsigned>(rows));

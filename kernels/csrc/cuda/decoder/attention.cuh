@@ -6,6 +6,8 @@
 #include "heads.cuh"
 #include "cuda/common/hopper.cuh"
 
+#include <type_traits>
+
 namespace trirun::decoder {
 
 constexpr int ATTEND_WARPS = 4;
@@ -26,8 +28,7 @@ struct AttentionArgs {
 
 using AttentionKernel = void (*)(AttentionArgs);
 
-// Of attention_bf16.cu and attention_fp16.cu: the kernel whose warps have room for so many query heads (1, 2, 4
-// or MAX_GROUP). shared_bytes: its dynamic shared memory, beside which the parts of all splits may lie.
+// Of attention_bf16.cu and attention_fp16.cu: the kernel whose warps have room for so many query heads. shared_bytes: its dynamic shared memory, beside which the parts of all splits may lie.
 AttentionKernel bf16_attention(int head_dim, int room, int& shared_bytes);
 AttentionKernel fp16_attention(int head_dim, int room, int& shared_bytes);
 

@@ -10,7 +10,7 @@
 //
 // A warp has its own pipeline, as in gemm_decode/stream.cu: it streams its tiles of keys and values through a private
 // cp.async ring, of which every lane reads back what it copied itself. A lane holds eight dimensions of a key, so LANES
-// lanes hold a key.
+// lanes hold a key. It has one or two query heads; attention_grouped.cuh attends for more.
 //
 // Instances are many and take long to compile: those for bf16 and those for fp16 are files of their own
 // (attention_bf16.cu, attention_fp16.cu), which two cores share. attention.cu has the C interface.
@@ -59,8 +59,7 @@ __device__ __forceinline__ float transposed_sum(float (&s)[LOADS]) {
 }
 
 template <bool BF16, int LANES, int GROUP>
-__global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3)
-    attend(const __grid_constant__ AttentionArgs a) {
+__global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ AttentionArgs a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ float queries[GROUP][LANES * 8], key[LANES * 8];
   constexpr int KEYS = 32 / LANES * LOADS;  // of one tile
@@ -227,12 +226,10 @@ __global__ void __launch_bounds__(WARPS * 32, GROUP == MAX_GROUP ? 2 : 3)
   put_together<BF16>(a, c, parts, GROUP, LANES * 8, 1, shared_address(memory + RING_BYTES));
 }
 
-// no-spill(90a): attend<*, 16, *>
+// no-spill(90a): attend<*, *, *>
 template <bool BF16, int LANES>
 AttentionKernel for_group(int group) {
-  if (group == 1) return attend<BF16, LANES, 1>;
-  if (group == 2) return attend<BF16, LANES, 2>;
-  return group == 4 ? attend<BF16, LANES, 4> : attend<BF16, LANES, MAX_GROUP>;
+  return group == 1 ? attend<BF16, LANES, 1> : attend<BF16, LANES, 2>;
 }
 
 template <bool BF16>

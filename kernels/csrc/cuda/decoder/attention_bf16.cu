@@ -1,10 +1,11 @@
-// Decode attention over a paged cache of bf16: the instances of attention_16bit.cuh.
+// Decode attention over a paged cache of bf16: the instances of attention_16bit.cuh and attention_grouped.cuh.
 #include "attention_16bit.cuh"
+#include "attention_grouped.cuh"
 
 namespace trirun::decoder {
 
 AttentionKernel bf16_attention(int head_dim, int room, int& shared_bytes) {
-  return for_head<true>(head_dim, room, shared_bytes);
+  return room > 2 ? grouped_for_head<true>(head_dim, shared_bytes) : for_head<true>(head_dim, room, shared_bytes);
 }
 
 }  // namespace trirun::decoder
