@@ -1,15 +1,18 @@
 // Routing: which rows go to which experts, with which weights, and in which order the experts' products take them.
 //
 // Few rows (decoding): one launch. CTAs compute the logits of a few experts each; the last of them to arrive chooses
-// and sorts, so that nothing but the launch itself lies between the router and the products. Many rows: logits come
-// from the caller; a warp chooses for a row, then a CTA per expert finds its pairs. No step depends on the order in
-// which CTAs or atomics arrive: the same rows are routed the same way, of equals to the expert with the smaller index.
+// and sorts, so that nothing but the launch itself lies between the router and the products. The router's weights are
+// asked for while the kernel before still runs. Many rows: logits come from the caller; a warp chooses for a row, then a
+// CTA per expert finds its pairs. No step depends on the order in which CTAs or atomics arrive: the same rows are routed
+// the same way, of equals to the expert with the smaller index.
 // no-spill: choose_rows<4>
 // no-spill: route_few<*, 4>
 // no-spill: sort_many
 #include "experts.cuh"
 #include "cuda/common/elements.cuh"
 #include "cuda/decoder/launch.cuh"
+
+#include <type_traits>
 
 namespace trirun::experts {
 namespace {
@@ -74,9 +77,10 @@ __device__ __forceinline__ void mask_groups(const trirun_route& r, float (&score
   __syncwarp();
 }
 
-// By one warp: the experts of one row and their weights. shared: [experts] of this warp, where there are groups.
+// By one warp: the experts of one row and their weights; lane j is left with the j-th expert, or -1. shared: [experts]
+// of this warp, where there are groups.
 template <int PER_LANE>
-__device__ __forceinline__ void choose(const trirun_route& r, int row, float* shared) {
+__device__ __forceinline__ int choose(const trirun_route& r, int row, float* shared) {
   const int lane = threadIdx.x % 32;
   const bool padding = r.slots != nullptr && r.slots[row] < 0;
   const float* logits = r.logits + static_cast<int64_t>(row) * r.ld;
@@ -127,14 +131,16 @@ __device__ __forceinline__ void choose(const trirun_route& r, int row, float* sh
     total += score;
     if (lane == j) expert = at, chosen = score;
   }
+  expert = padding || lane >= r.top_k ? -1 : expert;
   if (lane < r.top_k) {
     const int64_t pair = static_cast<int64_t>(row) * r.top_k + lane;
-    r.ids[pair] = padding ? -1 : expert;
+    r.ids[pair] = expert;
     // Of a softmax that is normalised, its own sum cancels.
     const float by = r.normalize ? total + (r.score == TRIRUN_ROUTE_SIGMOID ? 1e-20f : 0.f) : sum;
     r.weights[pair] = padding ? 0.f : chosen / by * r.scale;
   }
   if (r.shared_weights != nullptr && lane == 0) r.shared_weights[row] = sigmoid(__ldcg(logits + r.experts));
+  return expert;
 }
 
 // Inclusive sums over the threads of a CTA, of at most 1024; `shared`: [32].
@@ -180,18 +186,39 @@ struct FewArgs {
   int tile_bound;
 };
 
-// Sorts at most FEW_PAIRS pairs. By one CTA of FEW_THREADS.
-__device__ __forceinline__ void sort_few(const FewArgs& a) {
-  __shared__ int ids[FEW_PAIRS], counts[MOST_EXPERTS];
+// Sorts the pairs of a single row, whose experts the lanes of a warp have: none has more than one of its tiles.
+template <int PER_LANE>
+__device__ __forceinline__ void sort_one(const FewArgs& a, int expert) {
+  const trirun_route& r = a.r;
+  const int lane = threadIdx.x % 32, chosen = __popc(__ballot_sync(~0u, expert >= 0));
+  int place = 0, ends[PER_LANE] = {};
+  for (int j = 0; j < chosen; j++) {
+    const int other = __shfl_sync(~0u, expert, j);
+    place += other < expert;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) ends[i] += other <= lane + 32 * i;
+  }
+  if (lane < r.top_k) r.places[lane] = expert < 0 ? -1 : place;
+  if (expert >= 0) {
+    r.order[place] = lane;
+    store_tile(r.tiles, place, {expert, place, 1});
+  }
+  for (int i = chosen + lane; i < a.tile_bound; i += 32) store_tile(r.tiles, i, {-1, 0, 0});
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++)
+    if (r.ends != nullptr && lane + 32 * i < r.experts) r.ends[lane + 32 * i] = ends[i];
+}
+
+// Sorts at most FEW_PAIRS pairs by their experts, `ids`. By one CTA of FEW_THREADS.
+__device__ __forceinline__ void sort_few(const FewArgs& a, const int* ids) {
+  __shared__ int counts[MOST_EXPERTS];
   __shared__ Starts starts;
   const trirun_route& r = a.r;
   const int pairs = static_cast<int>(r.m) * r.top_k;
   for (int e = threadIdx.x; e < r.experts; e += FEW_THREADS) counts[e] = 0;
   __syncthreads();
-  for (int p = threadIdx.x; p < pairs; p += FEW_THREADS) {
-    ids[p] = r.ids[p];
+  for (int p = threadIdx.x; p < pairs; p += FEW_THREADS)
     if (ids[p] >= 0) atomicAdd(counts + ids[p], 1);
-  }
   __syncthreads();
   starts.set(r.experts, r.tile_rows, threadIdx.x < r.experts ? counts[threadIdx.x] : 0);
   for (int p = threadIdx.x; p < pairs; p += FEW_THREADS) {
@@ -223,9 +250,10 @@ __device__ __forceinline__ float dot8(uint4 x, uint4 w, float sum) {
 // Logits of CTA_EXPERTS rows of the router; the last CTA chooses and sorts.
 template <bool BF16, int PER_LANE>
 __global__ void __launch_bounds__(FEW_THREADS, 1) route_few(const __grid_constant__ FewArgs a) {
-  constexpr int ROWS = 4;  // of x, at once
+  constexpr int ROWS = 4, EARLY = 4;  // rows of x at once; 16-byte loads of a lane that do not wait for x
   __shared__ float parts[K_PARTS][CTA_EXPERTS][FEW_ROWS];
   __shared__ float scores[FEW_THREADS / 32][PER_LANE * 32];
+  __shared__ int ids[FEW_PAIRS];
   __shared__ bool last;
   const trirun_route& r = a.r;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -234,36 +262,40 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) route_few(const __grid_constan
   const int chunks = r.k / 8, begin = chunks * part / K_PARTS, end = chunks * (part + 1) / K_PARTS;
   const auto* w =
       reinterpret_cast<const uint4*>(r.router) + static_cast<int64_t>(output < outputs ? output : 0) * chunks;
+  uint4 early[EARLY];
+#pragma unroll
+  for (int i = 0; i < EARLY; i++) {
+    early[i] = make_uint4(0, 0, 0, 0);
+    if (begin + lane + 32 * i < end) early[i] = __ldg(w + begin + lane + 32 * i);
+  }
   dependency_launch();
   dependency_wait();
-  for (int row0 = 0; row0 < rows; row0 += ROWS) {
-    float sum[ROWS] = {};
+  // The next `count` rows, of which `there` exist.
+  const auto dots = [&](auto count, int row0, int there) {
+    constexpr int COUNT = decltype(count)::value;
+    float sum[COUNT] = {};
     const auto* x = static_cast<const uint16_t*>(r.x) + row0 * r.ldx;
-    if (row0 + ROWS <= rows) {
-#pragma unroll 4
-      for (int i = begin + lane; i < end; i += 32) {
-        const uint4 v = __ldg(w + i);
+    const auto add = [&](int at, uint4 v) {
 #pragma unroll
-        for (int j = 0; j < ROWS; j++)
-          sum[j] = dot8<BF16>(__ldcg(reinterpret_cast<const uint4*>(x + j * r.ldx) + i), v, sum[j]);
-      }
-    } else {
-#pragma unroll 1
-      for (int j = 0; j < rows - row0; j++) {
-        float one = 0.f;
-#pragma unroll 4
-        for (int i = begin + lane; i < end; i += 32)
-          one = dot8<BF16>(__ldcg(reinterpret_cast<const uint4*>(x + j * r.ldx) + i), __ldg(w + i), one);
+      for (int j = 0; j < COUNT; j++)
+        if (j < there) sum[j] = dot8<BF16>(__ldcg(reinterpret_cast<const uint4*>(x + j * r.ldx) + at), v, sum[j]);
+    };
 #pragma unroll
-        for (int q = 0; q < ROWS; q++) sum[q] = q == j ? one : sum[q];
-      }
-    }
+    for (int i = 0; i < EARLY; i++)
+      if (begin + lane + 32 * i < end) add(begin + lane + 32 * i, early[i]);
+#pragma unroll 2
+    for (int at = begin + lane + 32 * EARLY; at < end; at += 32) add(at, __ldg(w + at));
 #pragma unroll
-    for (int j = 0; j < ROWS; j++) {
+    for (int j = 0; j < COUNT; j++) {
       sum[j] = warp_sum(sum[j]);
-      if (lane == 0) parts[part][local][row0 + j] = sum[j];
+      if (lane == 0 && j < there) parts[part][local][row0 + j] = sum[j];
     }
-  }
+  };
+  if (rows == 1)
+    dots(std::integral_constant<int, 1>{}, 0, 1);
+  else
+    for (int row0 = 0; row0 < rows; row0 += ROWS)
+      dots(std::integral_constant<int, ROWS>{}, row0, min(ROWS, rows - row0));
   __syncthreads();
   for (int i = threadIdx.x; i < CTA_EXPERTS * rows; i += FEW_THREADS) {
     const int row = i / CTA_EXPERTS, at = i % CTA_EXPERTS;
@@ -281,9 +313,16 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) route_few(const __grid_constan
   __syncthreads();
   if (!last) return;
   __threadfence();
-  for (int row = warp; row < rows; row += FEW_THREADS / 32) choose<PER_LANE>(r, row, scores[warp]);
+  if (rows == 1) {
+    if (warp == 0) sort_one<PER_LANE>(a, choose<PER_LANE>(r, 0, scores[0]));
+    return;
+  }
+  for (int row = warp; row < rows; row += FEW_THREADS / 32) {
+    const int expert = choose<PER_LANE>(r, row, scores[warp]);
+    if (lane < r.top_k) ids[row * r.top_k + lane] = expert;
+  }
   __syncthreads();
-  sort_few(a);
+  sort_few(a, ids);
 }
 
 constexpr int CHOOSE_WARPS = 8;
