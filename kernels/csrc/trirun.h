@@ -641,7 +641,9 @@ int64_t trirun_cuda_expert_tiles(int64_t m, int64_t experts, int64_t top_k, int6
 
 int trirun_cuda_route(const trirun_route* route, void* stream);
 
-/* Products of the sorted rows with their experts. */
+/* Products of the sorted rows with their experts. With `order` and rows = 1, x may be read before the stream's previous
+ * kernel ends; without `order`, tiles and weights may: that kernel must not write them. It is trirun_cuda_route or
+ * trirun_cuda_experts, or one that lets no other begin early. */
 typedef struct {
   trirun_int2 w; /* of the first expert; words, scales and zeros of the others follow it */
   const float* bias; /* [experts][w.n] or NULL */

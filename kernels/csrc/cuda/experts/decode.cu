@@ -6,6 +6,10 @@
 // which each lane reads back the words that it copied, and which runs on from one pair to the next; weights are asked
 // for as soon as the tile is known, and the CTA quantizes its rows of x while they are under way. Parts are added in a
 // fixed order, so that results repeat bitwise.
+//
+// What is older than the previous kernel does not wait for its end: the weights of tiles where that kernel made their
+// rows (down, behind gate | up), the quantized x where it routed a single row. Routing and this kernel let the next one
+// begin only when their own wait is over, so that what they waited for is there for it.
 #include "experts.cuh"
 #include "cuda/decoder/launch.cuh"
 #include "cuda/gemm_decode/stream_tile.cuh"
@@ -61,14 +65,15 @@ __device__ __forceinline__ int stored_row(int row) { return row % 8 * 8 + row / 
 template <int LIMBS, int SCALE>
 __device__ __forceinline__ void quantize_rows(const Args& a, Tile tile, uint8_t* memory, uint32_t* largest) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int dtype = a.bf16 ? TRIRUN_BF16 : TRIRUN_F16, tokens_log = __popc(a.tokens - 1);
+  const int tokens_log = __popc(a.tokens - 1);
   const auto row_of = [&](int token) {
     const int at = tile.first + token;
     const int row = a.order == nullptr ? at : a.single ? 0 : __ldcg(a.order + at) / a.top_k;
     return static_cast<const uint16_t*>(a.x) + row * a.ldx;
   };
   const auto load = [&](int token, int k_tile) {
-    return token < tile.count ? load_k_tile(row_of(token), k_tile * K_TILE, a.k, dtype, true)
+    const int at = k_tile * K_TILE + (lane >> 2) * 16 + lane % 4 * 2;
+    return token < tile.count ? widen(load_k_tile_paired16(row_of(token) + at, at, a.k), a.bf16)
                               : make_float4(0.f, 0.f, 0.f, 0.f);
   };
   if (LIMBS == 1) {
@@ -110,16 +115,9 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) experts_decode(const __grid_co
   const bool real_zeros = a.zeros != nullptr;
   const int k_tile0 = part * a.k_tiles >> a.split_log, k_end = (part + 1) * a.k_tiles >> a.split_log;
   const int group_rows = Partial<LIMBS, NT, SCALE>::OF_K_TILES ? 1 : a.group_rows;
-  dependency_launch();
-  dependency_wait();
-  const Tile tile = load_tile(a.tiles, blockIdx.y);
-  // Of a single row every tile has the same x.
-  const bool early = a.single && a.order != nullptr;
-  if (early) quantize_rows<LIMBS, SCALE>(a, {0, 0, 1}, memory, largest);
-  if (tile.expert < 0) return;
-
   const uint32_t ring = shared + a.ring_at + warp * STAGES * a.stage_bytes;
   int fill_pair = pair0, fill_k_tile = k_tile0;
+  Tile tile{-1, 0, 0};
   const auto fill = [&](int stage) {
     const int n_tile = n_tile_of(fill_pair, side);
     if (fill_pair < pair_end && fill_k_tile < k_end && n_tile < a.n_tiles) {
@@ -141,8 +139,21 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) experts_decode(const __grid_co
     copy_async_commit();
     if (++fill_k_tile >= k_end) fill_k_tile = k_tile0, fill_pair++;
   };
+  const auto find = [&] {
+    tile = load_tile(a.tiles, blockIdx.y);
+    if (tile.expert < 0) return;
 #pragma unroll
-  for (int i = 0; i < STAGES; i++) fill(i);
+    for (int i = 0; i < STAGES; i++) fill(i);
+  };
+  const bool known = a.order == nullptr;  // the previous kernel ran the same tiles
+  // Of a single row every tile has the same x.
+  const bool early = a.single && !known;
+  if (known) find();
+  if (early) quantize_rows<LIMBS, SCALE>(a, {0, 0, 1}, memory, largest);
+  dependency_wait();
+  dependency_launch();
+  if (!known) find();
+  if (tile.expert < 0) return copy_async_wait_all();
   if (!early) quantize_rows<LIMBS, SCALE>(a, tile, memory, largest);
   __syncthreads();
 

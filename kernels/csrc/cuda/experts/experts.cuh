@@ -26,8 +26,8 @@ struct Tile {
 };
 
 __device__ __forceinline__ Tile load_tile(const int32_t* tiles, int index) {
-  const uint4 v = load_global4(tiles + 4 * index);
-  return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z)};
+  const int4 v = __ldcg(reinterpret_cast<const int4*>(tiles) + index);
+  return {v.x, v.y, v.z};
 }
 
 __device__ __forceinline__ void store_tile(int32_t* tiles, int index, Tile tile) {

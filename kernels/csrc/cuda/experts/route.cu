@@ -268,8 +268,9 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) route_few(const __grid_constan
     early[i] = make_uint4(0, 0, 0, 0);
     if (begin + lane + 32 * i < end) early[i] = __ldg(w + begin + lane + 32 * i);
   }
-  dependency_launch();
+  // In this order: experts_decode reads x before it waits.
   dependency_wait();
+  dependency_launch();
   // The next `count` rows, of which `there` exist.
   const auto dots = [&](auto count, int row0, int there) {
     constexpr int COUNT = decltype(count)::value;
