@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 15
+#define TRIRUN_ABI_VERSION 16
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -422,9 +422,21 @@ int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t l
  * touches what that one wrote, but reads weights, norms, block tables, slots, positions and the cached keys and values
  * of earlier positions ahead of that. trirun_cuda_sample and trirun_cuda_attention_append let nothing overlap them. */
 
+/* y = sum of a row's experts' outputs times their weights, in order of rank, and of the shared expert's. */
+typedef struct {
+  const void* x; /* [sorted rows][ldx] of dtype, on 16 bytes as all rows here */
+  const int32_t* places; /* [m][top_k], and weights, as trirun_cuda_route left them */
+  const float* weights;
+  const void* shared; /* [m][ld_shared] or NULL */
+  const float* shared_weights; /* [m] or NULL: 1 */
+  void* y; /* [m][ldy] */
+  int64_t m, n, ldx, ld_shared, ldy; /* multiples of 8, but for m */
+  int32_t top_k, dtype;
+} trirun_combine;
+
 /* Where a row comes from. */
 enum {
-  TRIRUN_ROWS_RESIDUAL = 0, /* residual += scale * x (x may be NULL) */
+  TRIRUN_ROWS_RESIDUAL = 0, /* residual += scale * x (x may be NULL), or scale * `mixed` */
   TRIRUN_ROWS_EMBED = 1, /* residual = scale * x[token], or of the token's row of `packed` */
   TRIRUN_ROWS_GATE = 2, /* act(x) * up, or act(x) where that is NULL */
   TRIRUN_ROWS_PLAIN = 3, /* x */
@@ -452,6 +464,7 @@ typedef struct {
   int32_t centered; /* 1: a layer norm, which takes the mean away first; 0: an RMS norm */
   int32_t reserved;
   const trirun_int2* packed; /* for TRIRUN_ROWS_EMBED: the packed embedding, in host memory; or NULL */
+  const trirun_combine* mixed; /* RESIDUAL, n to 4096: instead of x the y of this, unrounded, in host memory; or NULL */
 } trirun_rows;
 
 int trirun_cuda_rows(const trirun_rows* rows, void* stream);
@@ -664,18 +677,6 @@ typedef struct {
 /* Tiles of 1, 2, 4 or 8 rows, or 16 of 8-bit activations; for many rows 64 or 128, of 16-bit activations that are not
  * gated, with x and ldx on 16 bytes. */
 int trirun_cuda_experts(const trirun_experts* experts, void* stream);
-
-/* y = sum of a row's experts' outputs times their weights, in order of rank, and of the shared expert's. */
-typedef struct {
-  const void* x; /* [sorted rows][ldx] of dtype, on 16 bytes as all rows here */
-  const int32_t* places; /* [m][top_k], and weights, as trirun_cuda_route left them */
-  const float* weights;
-  const void* shared; /* [m][ld_shared] or NULL */
-  const float* shared_weights; /* [m] or NULL: 1 */
-  void* y; /* [m][ldy] */
-  int64_t m, n, ldx, ld_shared, ldy; /* multiples of 8, but for m */
-  int32_t top_k, dtype;
-} trirun_combine;
 
 int trirun_cuda_combine(const trirun_combine* combined, void* stream);
 

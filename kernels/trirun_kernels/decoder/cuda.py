@@ -20,12 +20,15 @@ from ..weights.packing import PackedWeight
 from . import cuda_ops as ops
 from .cuda_cache import MixerCaches
 from .cuda_delta import delta_decode, delta_mix
+from .cuda_experts import Mixed
 from .cuda_prompts import Prompts, Segment, prompt_attention
 from .cuda_weights import Activations, CudaModel, rows_in_limbs
 from .shape import Attention, mixer_runs
 
 # Fewest and most rows that may go from kernel to kernel as limbs, which the kernels in between make for nothing.
 LIMB_ROWS = (1, 32)
+# From so many rows on, and for wider ones, experts' outputs are summed apart from the residual stream.
+MIXED_ROWS, MIXED_COLUMNS = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,7 @@ class CudaDecoder:
             logits [l, vocab] of the model's dtype.
         """
         model, shape = self.model, self.model.shape
+        delta: Tensor | Mixed
         m = inputs.tokens.shape[0]
         decode = segments[0].first if segments else m
         prompts = Prompts.of(segments, model.device) if segments else None
@@ -154,6 +158,8 @@ class CudaDecoder:
             if index + 1 < len(model.layers):
                 following = self._norm(index + 1, "attention")
                 x = self._rows(**self._added(delta, post), m=m, residual=residual, **following)
+        if isinstance(delta, Mixed):
+            delta = delta.sum()
         if wanted is not None:
             residual, delta = residual[wanted], delta[wanted]
         y = torch.empty_like(delta)
@@ -174,10 +180,16 @@ class CudaDecoder:
         keep = part == "attention" and index in self._caches.states
         return vectors | {"centered": shape.norm == "layer", "keep": keep}
 
-    def _added(self, delta: Tensor, post_norm: Tensor | None) -> dict[str, Any]:
+    def _added(self, delta: Tensor | Mixed, post_norm: Tensor | None) -> dict[str, Any]:
         """What a part adds to the residual stream."""
-        source, scale = ops.RESIDUAL if post_norm is None else ops.POST, self.model.shape.residual_scale
-        return {"source": source, "x": delta, "post_norm": post_norm, "scale": scale}
+        source, scale, mixed = ops.RESIDUAL if post_norm is None else ops.POST, self.model.shape.residual_scale, None
+        if isinstance(delta, Mixed):
+            apart = delta.routes.ids.shape[0] >= MIXED_ROWS or delta.rows.shape[1] > MIXED_COLUMNS
+            if post_norm is None and not apart:
+                mixed, delta = delta.struct(), delta.rows
+            else:
+                delta = delta.sum()
+        return {"source": source, "x": delta, "post_norm": post_norm, "scale": scale, "mixed": mixed}
 
     def default_splits(self, rows: int, layer: int = 0) -> int:
         """CTAs that share a row's keys: one per multiprocessor, or two where the rows' heads are more than half of
@@ -269,7 +281,7 @@ class CudaDecoder:
             k, v = (each.flatten(1) for each in kept)
         return prompt_attention(rotated, k, v, heads, prompts)
 
-    def _feed_forward(self, index: int, x: Activations, m: int, slots: Tensor) -> Tensor:
+    def _feed_forward(self, index: int, x: Activations, m: int, slots: Tensor) -> Tensor | Mixed:
         layer = self.model.layers[index]
         if layer.mixture is None:
             return self._mlp(index, x, m)

@@ -155,24 +155,37 @@ def experts(
     return h
 
 
-def combine(x: Tensor, routes: Routes, shared: Tensor | None = None) -> Tensor:
-    """The weighted sum of every row's experts' outputs, in order of rank, and of the shared expert's.
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """What m rows' experts have computed, not yet summed.
 
-    Args:
-        x: sorted rows [m·top_k, n], float16 or bfloat16. shared: [m, n] of x's type or None.
-
-    Returns:
-        [m, n] of x's type.
+    Attributes:
+        rows: sorted rows [m·top_k, n], float16 or bfloat16. routes: of the m rows.
+        shared: the shared expert's output [m, n] of their type, or None.
     """
-    m, top_k = routes.ids.shape
-    y = torch.empty(m, x.shape[1], dtype=x.dtype, device=x.device)
-    struct = CombineStruct(
-        x.data_ptr(), routes.places.data_ptr(), routes.weights.data_ptr(), _pointer(shared),
-        _pointer(routes.shared_weights), y.data_ptr(), m, x.shape[1], x.stride(0),
-        0 if shared is None else shared.stride(0), y.stride(0), top_k, DTYPES[str(x.dtype)[6:]],
-    )  # fmt: skip
-    check_cuda(library().trirun_cuda_combine(ctypes.byref(struct), _stream()), f"combine: {x.dtype} {list(x.shape)}")
-    return y
+
+    rows: Tensor
+    routes: Routes
+    shared: Tensor | None = None
+
+    def struct(self, y: Tensor | None = None) -> CombineStruct:
+        """The weighted sum as the library takes it: every row's, in order of rank."""
+        x, routes, shared = self.rows, self.routes, self.shared
+        m, top_k = routes.ids.shape
+        return CombineStruct(
+            x.data_ptr(), routes.places.data_ptr(), routes.weights.data_ptr(), _pointer(shared),
+            _pointer(routes.shared_weights), _pointer(y), m, x.shape[1], x.stride(0),
+            0 if shared is None else shared.stride(0), 0 if y is None else y.stride(0), top_k, DTYPES[str(x.dtype)[6:]],
+        )  # fmt: skip
+
+    def sum(self) -> Tensor:
+        """[m, n] of the rows' type."""
+        x = self.rows
+        y = torch.empty(self.routes.ids.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+        struct = self.struct(y)
+        code = library().trirun_cuda_combine(ctypes.byref(struct), _stream())
+        check_cuda(code, f"combine: {x.dtype} {list(x.shape)}")
+        return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +260,7 @@ class CudaMixture:
 
         return dataclasses.replace(self, gate_up=each(self.gate_up), down=each(self.down))
 
-    def __call__(self, x: Tensor | None, slots: Tensor, shared: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | None, slots: Tensor, shared: Tensor | None = None) -> Mixed:
         """The feed-forward part of rows.
 
         Args:
@@ -255,7 +268,7 @@ class CudaMixture:
             shared: the shared expert's output [m, hidden], or None.
 
         Returns:
-            [m, hidden]: what is to be added to the residual stream.
+            Of [m, hidden]: what is to be added to the residual stream.
         """
         assert x is not None
         mixture, routing = self.mixture, self.mixture.routing
@@ -274,7 +287,7 @@ class CudaMixture:
                 limit=mixture.limit,
             )  # fmt: skip
             y = experts(self.down, h, routes, gathered=False, act_bits=self.act_bits)
-        return combine(y, routes, shared)
+        return Mixed(y, routes, shared)
 
     def _dense(self, x: Tensor, routes: Routes) -> Tensor:
         """By PyTorch's grouped product, whose rows are gathered before it."""

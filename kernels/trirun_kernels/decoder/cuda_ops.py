@@ -16,7 +16,7 @@ from ..gemm.cpu import DTYPES
 from ..native import Int2Struct, check_cuda
 from ..native import cuda as library
 from ..weights.packing import PackedWeight
-from .cuda_structs import AttentionStruct, GatherStruct, RowsStruct, SampleStruct
+from .cuda_structs import AttentionStruct, CombineStruct, GatherStruct, RowsStruct, SampleStruct
 from .shape import ACTIVATIONS
 
 _ACTIVATIONS = ACTIVATIONS | {"sigmoid": 8}  # TRIRUN_SIGMOID, of attention's output gate
@@ -108,6 +108,7 @@ def rows(
     tokens: Tensor | None = None,
     slots: Tensor | None = None,
     latest: Tensor | None = None,
+    mixed: CombineStruct | None = None,
 ) -> None:
     """One pass over rows: a source, an optional norm, and 16-bit values or limbs as result.
 
@@ -121,6 +122,7 @@ def rows(
         y: [m, n] of x's dtype, x itself serves; with a packed embedding and limbs there is none, and no dtype.
         limbs: uint8, as :func:`trirun_kernels.gemm.activations.quantize_activations` makes them.
         tokens: int32 [m]; a negative one stands for ``latest[slots[row]]``, int32 both.
+        mixed: with RESIDUAL, the weighted sum to add instead of x; x is what it sums, for its size and type.
 
     Raises:
         NativeError: the library is missing, or refused the call; the message has the shapes.
@@ -141,6 +143,7 @@ def rows(
         m, n, n if x is None else x.stride(0), n if y is None else y.stride(0), vocab,
         eps, scale, source, DTYPES[dtype], _ACTIVATIONS[activation], act_bits, centered, 0,
         None if packed is None else ctypes.pointer(Int2Struct.of(packed)),
+        None if mixed is None else ctypes.pointer(mixed),
     )  # fmt: skip
     check_cuda(library().trirun_cuda_rows(ctypes.byref(struct), _stream()), f"rows: source {source}, {dtype} {[m, n]}")
 

@@ -9,6 +9,16 @@ from ..native import Int2Struct
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
+class CombineStruct(ctypes.Structure):
+    """``trirun_combine`` of csrc/trirun.h."""
+
+    _fields_ = (
+        *((name, _P) for name in ("x", "places", "weights", "shared", "shared_weights", "y")),
+        *((name, _L) for name in ("m", "n", "ldx", "ld_shared", "ldy")),
+        *((name, _I) for name in ("top_k", "dtype")),
+    )
+
+
 class RowsStruct(ctypes.Structure):
     """``trirun_rows`` of csrc/trirun.h."""
 
@@ -21,6 +31,7 @@ class RowsStruct(ctypes.Structure):
         ("scale", _F),
         *((name, _I) for name in ("source", "dtype", "activation", "act_bits", "centered", "reserved")),
         ("packed", ctypes.POINTER(Int2Struct)),
+        ("mixed", ctypes.POINTER(CombineStruct)),
     )
 
 
@@ -98,14 +109,4 @@ class ExpertsStruct(ctypes.Structure):
         *((name, _I) for name in ("top_k", "tile_rows", "gated", "activation", "act_bits", "dtype")),
         ("limit", _F),
         ("rows", _I),
-    )
-
-
-class CombineStruct(ctypes.Structure):
-    """``trirun_combine`` of csrc/trirun.h."""
-
-    _fields_ = (
-        *((name, _P) for name in ("x", "places", "weights", "shared", "shared_weights", "y")),
-        *((name, _L) for name in ("m", "n", "ldx", "ld_shared", "ldy")),
-        *((name, _I) for name in ("top_k", "dtype")),
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from trirun_kernels import QuantSpec
 from trirun_kernels.decoder import cuda_experts, cuda_structs
+from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder.reference import choose, gated, sorted_pairs
 from trirun_kernels.decoder.shape import CLIPPED_SWIGLU, Routing
 from trirun_kernels.native import Int2Struct, NativeError
@@ -174,11 +175,12 @@ def test_a_row_is_the_weighted_sum_of_its_experts(shared, dtype):
     routing = Routing(16, 4)
     for m in (1, 5, 130):
         *_, routes = routed(routing, m, dtype, shared=shared, extras=m > 1)
-        y = torch.randn(m * 4, 520, device="cuda").to(dtype)
+        y = torch.randn(m * 4, 528, device="cuda").to(dtype)
         y[routes.order.numel() - int((routes.places < 0).sum()) :] = float("nan")
-        beside = torch.randn(m, 520, device="cuda").to(dtype) if shared else None
-        found = cuda_experts.combine(y, routes, beside)
-        expected = torch.zeros(m, 520, device="cuda")
+        beside = torch.randn(m, 528, device="cuda").to(dtype) if shared else None
+        mixed = cuda_experts.Mixed(y, routes, beside)
+        found = mixed.sum()
+        expected = torch.zeros(m, 528, device="cuda")
         for rank in range(4):
             there = routes.places[:, rank] >= 0
             places = routes.places[there, rank].long()
@@ -186,6 +188,15 @@ def test_a_row_is_the_weighted_sum_of_its_experts(shared, dtype):
         if shared:
             expected += routes.shared_weights[:, None] * beside.float()
         torch.testing.assert_close(found.float(), expected, rtol=ROUNDING[dtype] * 2, atol=ROUNDING[dtype])
+        # In the pass that adds it to the residual stream it is not rounded.
+        residual, norm = torch.randn(m, 528, device="cuda"), torch.rand(528, device="cuda") + 0.5
+        summed, normed = residual.clone(), torch.empty(m, 528, device="cuda", dtype=dtype)
+        ops.rows(
+            ops.RESIDUAL, y, residual=summed, norm=norm, eps=1e-5, y=normed, mixed=mixed.struct(), scale=0.5
+        )  # fmt: skip
+        torch.testing.assert_close(summed, residual + 0.5 * expected, rtol=1e-5, atol=1e-5)
+        exact = torch.nn.functional.rms_norm(summed, (528,), norm, 1e-5)
+        torch.testing.assert_close(normed.float(), exact, rtol=ROUNDING[dtype] * 2, atol=ROUNDING[dtype])
 
 
 @gpu

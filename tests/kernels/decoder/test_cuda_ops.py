@@ -19,7 +19,7 @@ from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, error, gpu, rando
 
 def test_structures_have_the_sizes_of_trirun_h():
     assert ctypes.sizeof(structs.SamplerStruct) == ops.SAMPLER_BYTES
-    assert ctypes.sizeof(structs.RowsStruct) == 13 * 8 + 5 * 8 + 8 * 4
+    assert ctypes.sizeof(structs.RowsStruct) == 14 * 8 + 5 * 8 + 8 * 4
     assert ctypes.sizeof(structs.AttentionStruct) == 17 * 8 + 7 * 8 + 10 * 4
     assert ctypes.sizeof(structs.GatherStruct) == 8 * 8 + 4 * 8 + 2 * 4
     assert ctypes.sizeof(structs.SampleStruct) == 14 * 8 + 4 * 8 + 2 * 4

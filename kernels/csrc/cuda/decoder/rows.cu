@@ -12,12 +12,13 @@ namespace {
 
 constexpr int MAX_WARPS = 32;
 
-// A source beyond those of trirun.h, and never one of them: an embedding that is packed.
-constexpr int EMBED_PACKED = -1;
+// Sources beyond those of trirun.h, and never one of them: an embedding that is packed, a residual and experts' sum.
+constexpr int EMBED_PACKED = -1, RESIDUAL_MIXED = -2;
 
 struct RowsArgs {
   trirun_rows r;
   trirun_int2 packed;
+  trirun_combine mixed;
   LimbRows quantized;
   int tokens, k_tiles;
 };
@@ -53,6 +54,43 @@ __device__ __forceinline__ float4 load_packed(const trirun_int2& w, int token, i
   return make_float4(value(0), value(1), value(2), value(3));
 }
 
+// What a lane needs of the weighted sum of a row's experts' outputs, in order of rank, and of the shared expert's.
+__device__ __forceinline__ float4 load_mixed(const trirun_combine& c, int row, int column) {
+  constexpr int BATCH = 8;  // of places asked for together, and then of what is there
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  const auto load = [&](const void* from, int64_t at) {
+    const auto* words = reinterpret_cast<const unsigned*>(static_cast<const uint16_t*>(from) + at);
+    return make_uint2(__ldcg(words), __ldcg(words + 4));
+  };
+  const auto add = [&](uint2 words, float weight) {
+    const float4 v = widen(words, c.dtype == TRIRUN_BF16);
+    sum = make_float4(fmaf(weight, v.x, sum.x), fmaf(weight, v.y, sum.y),  //
+                      fmaf(weight, v.z, sum.z), fmaf(weight, v.w, sum.w));
+  };
+  for (int j0 = 0; j0 < c.top_k; j0 += BATCH) {
+    int place[BATCH];
+    float weight[BATCH];
+    uint2 words[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const bool there = j0 + j < c.top_k;
+      place[j] = there ? __ldcg(c.places + row * c.top_k + j0 + j) : -1;
+      weight[j] = there ? __ldcg(c.weights + row * c.top_k + j0 + j) : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      words[j] = make_uint2(0, 0);
+      if (place[j] >= 0) words[j] = load(c.x, place[j] * c.ldx + column);
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++)
+      if (place[j] >= 0) add(words[j], weight[j]);
+  }
+  if (c.shared != nullptr)
+    add(load(c.shared, row * c.ld_shared + column), c.shared_weights != nullptr ? __ldcg(c.shared_weights + row) : 1.f);
+  return sum;
+}
+
 template <int SOURCE>
 __device__ __forceinline__ float4 load_source(const RowsArgs& a, int row, int token, int column) {
   const trirun_rows& r = a.r;
@@ -77,10 +115,14 @@ __device__ __forceinline__ float4 load_source(const RowsArgs& a, int row, int to
         v = four(r.x, static_cast<int64_t>(token) * r.ldx + column);
       v = make_float4(v.x * r.scale, v.y * r.scale, v.z * r.scale, v.w * r.scale);
     } else {
-      const float2 a = *reinterpret_cast<const float2*>(at), b = *reinterpret_cast<const float2*>(at + 8);
-      v = make_float4(a.x, a.y, b.x, b.y);
-      if (r.x != nullptr) {
-        const float4 d = four(r.x, row * r.ldx + column);
+      const float2 low = *reinterpret_cast<const float2*>(at), high = *reinterpret_cast<const float2*>(at + 8);
+      v = make_float4(low.x, low.y, high.x, high.y);
+      if (SOURCE == RESIDUAL_MIXED || r.x != nullptr) {
+        float4 d;
+        if constexpr (SOURCE == RESIDUAL_MIXED)
+          d = load_mixed(a.mixed, row, column);
+        else
+          d = four(r.x, row * r.ldx + column);
         v = make_float4(fmaf(d.x, r.scale, v.x), fmaf(d.y, r.scale, v.y),  //
                         fmaf(d.z, r.scale, v.z), fmaf(d.w, r.scale, v.w));
       }
@@ -92,7 +134,8 @@ __device__ __forceinline__ float4 load_source(const RowsArgs& a, int row, int to
 }
 
 template <int SOURCE, int PER_WARP>
-__global__ void __launch_bounds__(MAX_WARPS * 32) rows(const __grid_constant__ RowsArgs a) {
+__global__ void __launch_bounds__(MAX_WARPS * 32, SOURCE == RESIDUAL_MIXED ? 1 : 0)
+    rows(const __grid_constant__ RowsArgs a) {
   __shared__ float sums[3][MAX_WARPS];
   __shared__ uint32_t magnitudes[MAX_WARPS];
   const trirun_rows& r = a.r;
@@ -336,9 +379,12 @@ using Kernel = void (*)(RowsArgs);
 template <int SOURCE>
 Kernel instance(int per_warp) {
   if (per_warp <= 1) return rows<SOURCE, 1>;
-  if (per_warp <= 2) return rows<SOURCE, 2>;
-  if (per_warp <= 4) return rows<SOURCE, 4>;
-  return per_warp <= 8 ? rows<SOURCE, 8> : nullptr;
+  if constexpr (SOURCE != RESIDUAL_MIXED) {
+    if (per_warp <= 2) return rows<SOURCE, 2>;
+    if (per_warp <= 4) return rows<SOURCE, 4>;
+    if (per_warp <= 8) return rows<SOURCE, 8>;
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -363,6 +409,15 @@ extern "C" int trirun_cuda_rows(const trirun_rows* r, void* stream) {
     if (w.group_size != -1 && w.group_size != 32 && w.group_size != 64 && w.group_size != 128)
       return TRIRUN_UNSUPPORTED;
   }
+  if (r->mixed != nullptr) {
+    const trirun_combine& c = *r->mixed;
+    if (r->source != TRIRUN_ROWS_RESIDUAL || c.m != r->m || c.n != r->n || c.ldx % 2 || c.ld_shared % 2 || c.top_k < 1)
+      return TRIRUN_BAD_SHAPE;
+    if (!half_dtype(c.dtype)) return TRIRUN_UNSUPPORTED;
+    if (c.x == nullptr || c.places == nullptr || c.weights == nullptr || !aligned_to(c.x, 4) ||
+        !aligned_to(c.shared, 4))
+      return TRIRUN_BAD_POINTER;
+  }
   if ((residual && r->residual == nullptr) || (r->source != TRIRUN_ROWS_RESIDUAL && r->x == nullptr && !packed) ||
       (post && r->post_norm == nullptr) || (r->source == TRIRUN_ROWS_EMBED && (r->tokens == nullptr || r->vocab <= 0)))
     return TRIRUN_BAD_POINTER;
@@ -371,11 +426,12 @@ extern "C" int trirun_cuda_rows(const trirun_rows* r, void* stream) {
       !aligned_to(r->activations, 256))
     return TRIRUN_BAD_POINTER;
   unsigned shared_by = 1;
-  if (const PromptKernel kernel = prompt_kernel(*r, shared_by))
+  if (const PromptKernel kernel = r->mixed == nullptr ? prompt_kernel(*r, shared_by) : nullptr)
     return launch_dependent(kernel, *r, dim3(static_cast<unsigned>(r->m), shared_by), PROMPT_THREADS, 0, stream);
   RowsArgs a{};
   a.r = *r;
   if (packed) a.packed = *r->packed;
+  if (r->mixed != nullptr) a.mixed = *r->mixed;
   a.k_tiles = static_cast<int>((r->n + K_TILE - 1) / K_TILE);
   a.tokens = static_cast<int>(r->m);
   if (r->activations != nullptr) {
@@ -392,7 +448,9 @@ extern "C" int trirun_cuda_rows(const trirun_rows* r, void* stream) {
   const int per_warp = whole ? (a.k_tiles + warps - 1) / warps : 1;
   Kernel kernel = nullptr;
   switch (r->source) {
-    case TRIRUN_ROWS_RESIDUAL: kernel = instance<TRIRUN_ROWS_RESIDUAL>(per_warp); break;
+    case TRIRUN_ROWS_RESIDUAL:
+      kernel = r->mixed ? instance<RESIDUAL_MIXED>(per_warp) : instance<TRIRUN_ROWS_RESIDUAL>(per_warp);
+      break;
     case TRIRUN_ROWS_EMBED:
       kernel = packed ? instance<EMBED_PACKED>(per_warp) : instance<TRIRUN_ROWS_EMBED>(per_warp);
       break;
