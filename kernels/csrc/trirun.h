@@ -680,6 +680,11 @@ int trirun_cuda_experts(const trirun_experts* experts, void* stream);
 
 int trirun_cuda_combine(const trirun_combine* combined, void* stream);
 
+/* y[experts][n][w.k], float16 or bfloat16: rows first to first + n of every expert's weight. w is the first expert's, as
+ * in trirun_experts; first and n are multiples of 64. */
+int trirun_cuda_dequantize_experts(const trirun_int2* w, int64_t experts, int64_t first, int64_t n, int dtype, void* y,
+                                   void* stream);
+
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

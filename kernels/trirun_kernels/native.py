@@ -128,6 +128,7 @@ _CUDA: dict[str, tuple[Any, list[Any]]] = {
     "route": (_INT, [_POINTER, _POINTER]),
     "experts": (_INT, [_POINTER, _POINTER]),
     "combine": (_INT, [_POINTER, _POINTER]),
+    "dequantize_experts": (_INT, [_POINTER, *[_LONG] * 3, _INT, _POINTER, _POINTER]),
 }  # fmt: skip
 
 

@@ -27,6 +27,8 @@ from .shape import ACTIVATIONS, CLIPPED_SWIGLU, SCORES, Mixture, Routing
 
 FEW_PAIRS, FEW_ROWS = 1024, 64  # that the router's own kernel sorts; of more rows cuBLAS multiplies faster
 MANY_ROWS = 24  # rows of an expert from which on products of 16-bit values are faster than those of few rows
+# Rows of an expert from which on its weights are made dense first, if those of all are no more numbers than that.
+DENSE_ROWS, DENSE_WEIGHTS = 96, 2**28
 SHARED_ROOM = 160 << 10  # bytes that a CTA of a tile may take, so that larger tiles do not cost what they gain
 
 
@@ -133,13 +135,9 @@ def experts(
     n_pad, many = w.words.shape[1] * 64, routes.tile_rows >= 64
     n = n_pad if many and activation is not None else w.n
     y = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
-    weight = Int2Struct(
-        w.words.data_ptr(), w.scales.data_ptr(), _pointer(w.zeros), n_pad, w.words.shape[2] * 32,
-        w.spec.group_size, w.spec.zero_operand,
-    )  # fmt: skip
     struct = ExpertsStruct(
-        weight, _pointer(w.bias), x.data_ptr(), routes.order.data_ptr() if gathered else None, routes.tiles.data_ptr(),
-        y.data_ptr(), n, w.k, x.stride(0), y.stride(0), routes.tiles.shape[0], top_k, routes.tile_rows,
+        _first_expert(w), _pointer(w.bias), x.data_ptr(), routes.order.data_ptr() if gathered else None,
+        routes.tiles.data_ptr(), y.data_ptr(), n, w.k, x.stride(0), y.stride(0), routes.tiles.shape[0], top_k, routes.tile_rows,
         activation is not None and not many, ACTIVATIONS[activation or "silu"], act_bits, DTYPES[str(x.dtype)[6:]],
         limit, x.shape[0],
     )  # fmt: skip
@@ -281,6 +279,8 @@ class CudaMixture:
         )  # fmt: skip
         if isinstance(self.gate_up, Tensor) or isinstance(self.down, Tensor):
             y = self._dense(x, routes)
+        elif self._gains_from_dense(x):
+            y = self._made_dense(x, routes, self.gate_up, self.down)
         else:
             h = experts(
                 self.gate_up, x, routes, gathered=True, act_bits=self.act_bits, activation=mixture.activation,
@@ -292,11 +292,58 @@ class CudaMixture:
     def _dense(self, x: Tensor, routes: Routes) -> Tensor:
         """By PyTorch's grouped product, whose rows are gathered before it."""
         assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor)
-        m, top_k = routes.ids.shape
-        rows = x[(routes.order // top_k).clamp(0, m - 1)]
-        gate, up = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=routes.ends).chunk(2, 1)
+        gate, up = F.grouped_mm(_gathered(x, routes), self.gate_up.transpose(1, 2), offs=routes.ends).chunk(2, 1)
         h = gated(gate, up, self.mixture.activation, self.mixture.limit)
         return F.grouped_mm(h, self.down.transpose(1, 2), offs=routes.ends)
+
+    def _gains_from_dense(self, x: Tensor) -> bool:
+        """Whether packed experts of so many rows take less time made dense, gate, up and down one after another."""
+        w, routing = self.gate_up, self.mixture.routing
+        assert isinstance(w, StackedExperts) and isinstance(self.down, StackedExperts)
+        whole = w.n % 64 == 0 and w.k % 128 == 0 and self.down.n % 64 == 0 and self.down.k % 128 == 0
+        plain = w.bias is None and self.down.bias is None and self.act_bits == 16 and x.dtype == torch.bfloat16
+        enough = x.shape[0] * routing.top_k >= DENSE_ROWS * routing.experts
+        return whole and plain and enough and w.experts * w.n * w.k <= DENSE_WEIGHTS
+
+    def _made_dense(self, x: Tensor, routes: Routes, gate_up: StackedExperts, down: StackedExperts) -> Tensor:
+        """As :meth:`_dense`, of weights that no memory holds for longer."""
+
+        def product(rows: Tensor, w: StackedExperts, part: int) -> Tensor:
+            return F.grouped_mm(rows, dense_part(w, part, x.dtype).transpose(1, 2), offs=routes.ends)
+
+        rows = _gathered(x, routes)
+        gate, up = product(rows, gate_up, 0), product(rows, gate_up, 1)
+        return product(gated(gate, up, self.mixture.activation, self.mixture.limit), down, 0)
+
+
+def dense_part(stacked: StackedExperts, part: int, dtype: torch.dtype) -> Tensor:
+    """One part (of gate and up) of every expert, dense [experts, n, k] of float16 or bfloat16.
+
+    Raises:
+        NativeError: n is not a multiple of 64, or k of 128.
+    """
+    w = stacked
+    y = torch.empty(w.experts, w.n, w.k, dtype=dtype, device=w.words.device)
+    first = part * (w.words.shape[1] * 64 // w.parts)
+    code = library().trirun_cuda_dequantize_experts(
+        ctypes.byref(_first_expert(w)), w.experts, first, w.n if w.k % 128 == 0 else 0, DTYPES[str(dtype)[6:]],
+        y.data_ptr(), _stream(),
+    )  # fmt: skip
+    check_cuda(code, f"dense experts: {w.experts} of {w.parts}·{[w.n, w.k]}, {w.spec}")
+    return y
+
+
+def _first_expert(w: StackedExperts) -> Int2Struct:
+    return Int2Struct(
+        w.words.data_ptr(), w.scales.data_ptr(), _pointer(w.zeros), w.words.shape[1] * 64, w.words.shape[2] * 32,
+        w.spec.group_size, w.spec.zero_operand,
+    )  # fmt: skip
+
+
+def _gathered(x: Tensor, routes: Routes) -> Tensor:
+    """The row of every sorted pair."""
+    m, top_k = routes.ids.shape
+    return x[(routes.order // top_k).clamp(0, m - 1)]
 
 
 def _pointer(x: Tensor | None) -> int | None:

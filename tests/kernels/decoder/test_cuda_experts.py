@@ -10,7 +10,7 @@ from trirun_kernels import QuantSpec
 from trirun_kernels.decoder import cuda_experts, cuda_structs
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder.reference import choose, gated, sorted_pairs
-from trirun_kernels.decoder.shape import CLIPPED_SWIGLU, Routing
+from trirun_kernels.decoder.shape import CLIPPED_SWIGLU, Mixture, Routing
 from trirun_kernels.native import Int2Struct, NativeError
 from trirun_kernels.weights.packing import dequantize
 from trirun_kernels.weights.stacked_experts import StackedExperts
@@ -166,6 +166,40 @@ def test_products_of_all_experts(hidden, inner, activation, spec, act_bits, dtyp
             pairs += 1
             if pairs == 40:
                 break
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize("spec", [QuantSpec(-1, 1.0), QuantSpec(128, 1.5), QuantSpec(32, None), QuantSpec(64, 1.0)])
+def test_a_part_of_all_experts_made_dense(spec, dtype):
+    packed, _, gate_up, _ = stacks(5, 256, 128, spec, False)
+    for index, stacked, part in ((0, gate_up, 0), (1, gate_up, 1)):
+        found = cuda_experts.dense_part(stacked.to("cuda"), part, dtype).float().cpu()
+        expected = torch.stack([dequantize(each[index]) for each in packed]).to(dtype).float()
+        torch.testing.assert_close(found, expected, rtol=ROUNDING[dtype], atol=0)
+    *_, odd, _ = stacks(2, 256, 72, QuantSpec(-1, 1.0), False)
+    with pytest.raises(NativeError, match="dense experts"):
+        cuda_experts.dense_part(odd.to("cuda"), 0, dtype)
+
+
+@gpu
+def test_many_rows_of_experts_made_dense():
+    routing = Routing(4, 2)
+    *_, gate_up, down = stacks(4, 256, 128, QuantSpec(128, 1.5), False)
+    x, router, _, routes = routed(routing, 700, torch.bfloat16, hidden=256, extras=False, tile_rows=64)
+    mixture = Mixture(routing, 128, "silu")
+    runs = cuda_experts.CudaMixture(
+        mixture, gate_up.to("cuda"), down.to("cuda"), router, None, None,
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
+    )  # fmt: skip
+    slots = torch.arange(700, dtype=torch.int32, device="cuda")
+    assert runs._gains_from_dense(x) and not runs._gains_from_dense(x[:100])
+    found = runs(x, slots).sum()
+    exact = runs.dense(torch.bfloat16)(x, slots).sum()
+    assert error(found, exact) < 2 * ROUNDING[torch.bfloat16]
+    h = cuda_experts.experts(runs.gate_up, x, routes, gathered=True, activation="silu")
+    y = cuda_experts.Mixed(cuda_experts.experts(runs.down, h, routes, gathered=False), routes).sum()
+    assert error(found, y) < 4 * ROUNDING[torch.bfloat16]
 
 
 @gpu

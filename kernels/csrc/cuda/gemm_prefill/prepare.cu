@@ -147,6 +147,9 @@ struct DenseArguments {
   trirun_int2 w;
   int64_t n, k, ldy;
   void* y;
+  // Of every expert `tiles` n tiles from `first_tile` on are wanted, and expert_tiles and expert_groups (of scales) lie
+  // before the next one. A single weight is one expert.
+  int64_t tiles, first_tile, expert_tiles, expert_groups;
 };
 
 // Two neighbours of a row, read and written together.
@@ -164,15 +167,16 @@ __global__ void __launch_bounds__(32 * 8 / sizeof(T)) dequantize(DenseArguments 
   Pair<T>* tile = shared[threadIdx.x / 32];
   const int lane = threadIdx.x % 32;
   const int64_t block0 = 2 * (blockIdx.x * int64_t(kWarps) + threadIdx.x / 32), blocks = a.w.k / 32;
-  const int64_t n_tile = blockIdx.y;
+  const int64_t n_tile = blockIdx.y, expert = n_tile / a.tiles, tile_of_expert = a.first_tile + n_tile % a.tiles;
+  const int64_t word_tile = expert * a.expert_tiles + tile_of_expert;
   if (block0 >= blocks) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t block = block0 + half;
-    const uint4 raw = reinterpret_cast<const uint4*>(a.w.words)[(n_tile * blocks + block) * 32 + lane];
+    const uint4 raw = reinterpret_cast<const uint4*>(a.w.words)[(word_tile * blocks + block) * 32 + lane];
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
     const int64_t group = a.w.group_size > 0 ? block * 32 / a.w.group_size : 0,
-                  at = group * a.w.n + n_tile * 64 + lane / 4 * 8;
+                  at = expert * a.expert_groups + group * a.w.n + tile_of_expert * 64 + lane / 4 * 8;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int j = i / 2, h = i % 2;
@@ -232,8 +236,8 @@ int launch_prepare(const Problem& p, RowFormat format, void* memory, PreparedRow
 }
 
 int launch_dequantize(const Problem& p) {
-  const DenseArguments a = {p.w, p.n, p.k, p.ldy, p.y};
   const int64_t n_tiles = (p.n + 63) / 64;
+  const DenseArguments a = {p.w, p.n, p.k, p.ldy, p.y, n_tiles, 0, n_tiles, 0};
   if (n_tiles > 65535) return TRIRUN_BAD_SHAPE;
   const int warps = p.dtype == TRIRUN_F32 ? 2 : 4;
   const dim3 grid(unsigned((p.w.k / 64 + warps - 1) / warps), unsigned(n_tiles));
@@ -244,3 +248,24 @@ int launch_dequantize(const Problem& p) {
 }
 
 }  // namespace trirun::gemm_prefill
+
+extern "C" int trirun_cuda_dequantize_experts(const trirun_int2* w, int64_t experts, int64_t first, int64_t n,
+                                              int dtype, void* y, void* stream) {
+  using namespace trirun;
+  using namespace trirun::gemm_prefill;
+  if (w == nullptr || w->words == nullptr || w->scales == nullptr || y == nullptr ||
+      reinterpret_cast<uintptr_t>(w->words) % 16 || reinterpret_cast<uintptr_t>(y) % 4)
+    return TRIRUN_BAD_POINTER;
+  const int64_t g = w->group_size;
+  if (w->n <= 0 || w->n % 64 || w->k <= 0 || w->k % 128 || experts < 1 || first < 0 || first % 64 || n < 1 || n % 64 ||
+      first + n > w->n || n / 64 * experts > 65535)
+    return TRIRUN_BAD_SHAPE;
+  if ((g != -1 && g != 32 && g != 64 && g != 128) || (dtype != TRIRUN_F16 && dtype != TRIRUN_BF16))
+    return TRIRUN_UNSUPPORTED;
+  DenseArguments a = {*w, n * experts, w->k, w->k, y};
+  a.tiles = n / 64, a.first_tile = first / 64;
+  a.expert_tiles = w->n / 64, a.expert_groups = w->n * (g == -1 ? 1 : w->k / g);
+  const dim3 grid(unsigned((w->k / 64 + 3) / 4), unsigned(a.tiles * experts));
+  const auto kernel = dtype == TRIRUN_F16 ? dequantize<__half> : dequantize<__nv_bfloat16>;
+  return launch_kernel(kernel, {grid, 32 * 4, 0, static_cast<cudaStream_t>(stream), false}, a);
+}
