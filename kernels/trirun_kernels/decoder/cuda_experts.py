@@ -137,9 +137,9 @@ def experts(
     y = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
     struct = ExpertsStruct(
         _first_expert(w), _pointer(w.bias), x.data_ptr(), routes.order.data_ptr() if gathered else None,
-        routes.tiles.data_ptr(), y.data_ptr(), n, w.k, x.stride(0), y.stride(0), routes.tiles.shape[0], top_k, routes.tile_rows,
-        activation is not None and not many, ACTIVATIONS[activation or "silu"], act_bits, DTYPES[str(x.dtype)[6:]],
-        limit, x.shape[0],
+        routes.tiles.data_ptr(), y.data_ptr(), n, w.k, x.stride(0), y.stride(0), routes.tiles.shape[0], top_k,
+        routes.tile_rows, activation is not None and not many, ACTIVATIONS[activation or "silu"], act_bits,
+        DTYPES[str(x.dtype)[6:]], limit, x.shape[0],
     )  # fmt: skip
     code = library().trirun_cuda_experts(ctypes.byref(struct), _stream())
     check_cuda(code, f"experts: {x.dtype} {list(x.shape)}, {w.experts} of {w.parts}·{[w.n, w.k]}, {w.spec}")
