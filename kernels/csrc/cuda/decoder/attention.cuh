@@ -124,16 +124,12 @@ __device__ __forceinline__ void add_scaled(float4& sum, float4 v, float factor) 
 // parts[(w * room + g) * part_floats(width)], of whose values head_dim are read; behind all of them is memory for
 // scratch_bytes. Adds them in the order of warps and then of splits and writes y or its limbs; `received` is shared
 // memory for the parts of all splits, where they are a cluster.
-//
-// Parts of all splits are many numbers for one CTA to read: factors are made once a part, not once a number, and a
-// thread asks for the same columns of many parts before it adds the first.
 template <bool BF16>
 __device__ __forceinline__ void put_together(const AttentionArgs& a, const AttentionSplit& c, float* parts, int room,
                                              int width, int teams, uint32_t received) {
   constexpr int THREADS = ATTEND_WARPS * 32;
   __shared__ bool last;
-  __shared__ float own_factors[ATTEND_WARPS][MAX_GROUP], denominators[MAX_GROUP];
-  __shared__ float2 own[MAX_GROUP];  // of this CTA's heads: maximum (log2) and sum
+  __shared__ float denominators[MAX_GROUP];
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head_dim = t.head_dim, heads = c.heads, active = c.active, part_size = part_floats(width);
@@ -150,22 +146,16 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
     const int team = teams == 1 ? 0 : g / a.group;
     return parts + ((team * team_warps + w) * room + g - team * a.group) * part_size;
   };
-  if (threadIdx.x < heads) {
-    const int g = threadIdx.x;
-    float highest = -INFINITY, l = 0.f;
+  const auto gathered = [&](int g, int quad, float& highest, float& l) {
+    highest = -INFINITY, l = 0.f;
     for (int w = 0; w < team_warps; w++) highest = fmaxf(highest, part_of(g, w)[width]);
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
     for (int w = 0; w < team_warps; w++) {
       const float* part = part_of(g, w);
-      own_factors[w][g] = exp2f(part[width] - highest);
-      l += part[width + 1] * own_factors[w][g];
+      const float factor = exp2f(part[width] - highest);
+      add_scaled(v, reinterpret_cast<const float4*>(part)[quad], factor);
+      l += part[width + 1] * factor;
     }
-    own[g] = make_float2(highest, l);
-  }
-  __syncthreads();
-  const auto gathered = [&](int g, int quad) {
-    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int w = 0; w < team_warps; w++)
-      add_scaled(v, reinterpret_cast<const float4*>(part_of(g, w))[quad], own_factors[w][g]);
     return v;
   };
   // y from `out`: 16-bit values, or the limbs of whole k tiles of 128.
@@ -188,45 +178,19 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
   };
   if (active == 1) {
     for (int i = threadIdx.x; i < items; i += THREADS) {
-      const int g = i / quads;
-      out[i] = normalised(gathered(g, i % quads), own[g].y + sink(g, own[g].x));
+      float highest, l;
+      const float4 v = gathered(i / quads, i % quads, highest, l);
+      out[i] = normalised(v, l + sink(i / quads, highest));
     }
     return finish();
   }
-  // Parts of all CTAs in their order: stats_of(s, g), quad_of(s, g, i).
-  const auto combine = [&](auto stats_of, auto quad_of) {
-    constexpr int BATCH = 16;
-    for (int i = threadIdx.x; i < heads * active; i += THREADS) stats[i] = stats_of(i % active, i / active);
-    __syncthreads();
-    for (int g = warp; g < heads; g += ATTEND_WARPS) {
-      float2* of_head = stats + g * active;
-      float highest = -INFINITY, l = 0.f;
-      for (int s = lane; s < active; s += 32) highest = fmaxf(highest, of_head[s].x);
-#pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
-      for (int s = lane; s < active; s += 32) {
-        of_head[s].x = exp2f(of_head[s].x - highest);
-        l += of_head[s].x * of_head[s].y;
-      }
-      l = warp_sum(l);
-      if (lane == 0) denominators[g] = l + sink(g, highest);
-    }
-    __syncthreads();
+  // Hands this CTA's parts on: four values, and by one thread a head the maximum and the sum.
+  const auto each_part = [&](auto store_values, auto store_stats) {
     for (int i = threadIdx.x; i < items; i += THREADS) {
-      const int g = i / quads, quad = i % quads;
-      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-      for (int s0 = 0; s0 < active; s0 += BATCH) {
-        float4 part[BATCH];
-#pragma unroll
-        for (int j = 0; j < BATCH; j++)
-          part[j] = s0 + j < active ? quad_of(s0 + j, g, quad) : make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int j = 0; j < BATCH; j++)
-          if (s0 + j < active) add_scaled(v, part[j], stats[g * active + s0 + j].x);
-      }
-      out[i] = normalised(v, denominators[g]);
+      float highest, l;
+      store_values(i, gathered(i / quads, i % quads, highest, l));
+      if (i % quads == 0) store_stats(i / quads, highest, l);
     }
-    finish();
   };
   // Where a part lies among those of all splits: values of all of them, then maxima and sums.
   const int stats_at = static_cast<int>(t.splits) * heads * head_dim;
@@ -234,28 +198,39 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
   if (a.clustered) {
     cluster_wait();
     const uint32_t first = peer_address(received, 0);
-    for (int i = threadIdx.x; i < items; i += THREADS)
-      store_peer4(first + (c.split * items + i) * 16, gathered(i / quads, i % quads));
-    if (threadIdx.x < heads) {
-      const uint32_t at = first + (stats_at + (c.split * heads + threadIdx.x) * 2) * 4;
-      store_peer(at, own[threadIdx.x].x), store_peer(at + 4, own[threadIdx.x].y);
-    }
+    each_part([&](int i, float4 v) { store_peer4(first + (c.split * items + i) * 16, v); },
+              [&](int g, float highest, float l) {
+                const uint32_t at = first + (stats_at + (c.split * heads + g) * 2) * 4;
+                store_peer(at, highest), store_peer(at + 4, l);
+              });
     __syncwarp();
     cluster_arrive();
     if (c.split != 0) return;
     cluster_wait();
-    combine(
-        [=](int s, int g) { return load_shared_float2(received + (stats_at + (s * heads + g) * 2) * 4); },
-        [=](int s, int g, int quad) { return load_shared_float4(received + ((s * heads + g) * quads + quad) * 16); });
-    return;
+    // Few parts, near at hand: every thread makes its factors itself.
+    for (int i = threadIdx.x; i < items; i += THREADS) {
+      const int g = i / quads;
+      const auto stats_of = [&](int s) { return load_shared_float2(received + (stats_at + (s * heads + g) * 2) * 4); };
+      float highest = -INFINITY, l = 0.f;
+      for (int s = 0; s < active; s++) highest = fmaxf(highest, stats_of(s).x);
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+      for (int s = 0; s < active; s++) {
+        const float2 stat = stats_of(s);
+        const float factor = exp2f(stat.x - highest);
+        add_scaled(v, load_shared_float4(received + (s * items + i) * 16), factor);
+        l += stat.y * factor;
+      }
+      out[i] = normalised(v, l + sink(g, highest));
+    }
+    return finish();
   }
 #endif
   const int64_t before = (static_cast<int64_t>(c.row) * t.heads + c.head0) * t.splits, all = t.m * t.heads * t.splits;
   auto* values = reinterpret_cast<float4*>(a.partials + before * head_dim);
   auto* maxima = reinterpret_cast<float2*>(a.partials + all * head_dim) + before;
-  for (int i = threadIdx.x; i < items; i += THREADS)
-    __stcg(values + c.split * items + i, gathered(i / quads, i % quads));
-  if (threadIdx.x < heads) __stcg(maxima + c.split * heads + threadIdx.x, own[threadIdx.x]);
+  each_part([&](int i, float4 v) { __stcg(values + c.split * items + i, v); },
+            [&](int g, float highest, float l) { __stcg(maxima + c.split * heads + g, make_float2(highest, l)); });
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -266,8 +241,40 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
   __syncthreads();
   if (!last) return;
   __threadfence();
-  combine([=](int s, int g) { return __ldcg(maxima + s * heads + g); },
-          [=](int s, int g, int quad) { return __ldcg(values + (s * heads + g) * quads + quad); });
+  // Many parts, far away: factors are made once a part, and a thread asks for many parts before it adds the first.
+  constexpr int BATCH = 16;
+  for (int i = threadIdx.x; i < heads * active; i += THREADS)
+    stats[i] = __ldcg(maxima + i % active * heads + i / active);
+  __syncthreads();
+  for (int g = warp; g < heads; g += ATTEND_WARPS) {
+    float2* of_head = stats + g * active;
+    float highest = -INFINITY, l = 0.f;
+    for (int s = lane; s < active; s += 32) highest = fmaxf(highest, of_head[s].x);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+    for (int s = lane; s < active; s += 32) {
+      of_head[s].x = exp2f(of_head[s].x - highest);
+      l += of_head[s].x * of_head[s].y;
+    }
+    l = warp_sum(l);
+    if (lane == 0) denominators[g] = l + sink(g, highest);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < items; i += THREADS) {
+    const int g = i / quads;
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int s0 = 0; s0 < active; s0 += BATCH) {
+      float4 part[BATCH];
+#pragma unroll
+      for (int j = 0; j < BATCH; j++)
+        part[j] = s0 + j < active ? __ldcg(values + (s0 + j) * items + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int j = 0; j < BATCH; j++)
+        if (s0 + j < active) add_scaled(v, part[j], stats[g * active + s0 + j].x);
+    }
+    out[i] = normalised(v, denominators[g]);
+  }
+  finish();
 }
 
 }  // namespace trirun::decoder
