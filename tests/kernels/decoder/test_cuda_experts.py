@@ -169,6 +169,22 @@ def test_products_of_all_experts(hidden, inner, activation, spec, act_bits, dtyp
 
 
 @gpu
+@pytest.mark.parametrize("act_bits", [16, 8])
+@pytest.mark.parametrize("activation", ["silu", "relu2", CLIPPED_SWIGLU])
+def test_no_activation_hides_a_nan(activation, act_bits):
+    routing = Routing(4, 2)
+    *_, gate_up, _ = stacks(4, 256, 128, QuantSpec(128, 1.5), False)
+    x, *_, routes = routed(routing, 5, torch.float16, hidden=256, extras=False)
+    x[3, 7] = float("nan")
+    h = cuda_experts.experts(
+        gate_up.to("cuda"), x, routes, gathered=True, activation=activation, limit=1.5, act_bits=act_bits
+    )  # fmt: skip
+    poisoned = torch.zeros(10, dtype=torch.bool, device="cuda")
+    poisoned[routes.places[3].long()] = True
+    assert h[poisoned].isnan().all() and h[~poisoned].isfinite().all()
+
+
+@gpu
 @BOTH
 @pytest.mark.parametrize("spec", [QuantSpec(-1, 1.0), QuantSpec(128, 1.5), QuantSpec(32, None), QuantSpec(64, 1.0)])
 def test_a_part_of_all_experts_made_dense(spec, dtype):

@@ -47,13 +47,14 @@ struct Args {
   int scales_at, sums_at, parts_at, ring_at;  // in shared memory
 };
 
+// fminf and fmaxf would make numbers of what is none.
 __device__ __forceinline__ float gated_value(float gate, float up, int activation, float limit) {
   if (activation == TRIRUN_CLIPPED_SWIGLU) {
-    gate = fminf(gate, limit), up = fminf(fmaxf(up, -limit), limit);
+    gate = gate > limit ? limit : gate, up = up > limit ? limit : up < -limit ? -limit : up;
     return (up + 1.f) * gate / (1.f + __expf(-1.702f * gate));
   }
   if (activation == TRIRUN_RELU2) {
-    const float positive = fmaxf(gate, 0.f);
+    const float positive = gate < 0.f ? 0.f : gate;
     return positive * positive * up;
   }
   return gate / (1.f + __expf(-gate)) * up;
