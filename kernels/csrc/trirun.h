@@ -580,6 +580,50 @@ int trirun_cuda_delta_decode(const trirun_delta* delta, void* stream);
  * with the Delta Rule over Sequence Length", the WY form). */
 int trirun_cuda_delta_prompt(const trirun_delta* delta, void* stream);
 
+/* One layer of a step in one kernel: weights as trirun_int2 describes them, of true sizes that are padded ones, all of
+ * one group size; gate_up is gate's rows and then up's. NULL where there is none. */
+typedef struct {
+  trirun_int2 qkv, o, gate_up, down;
+  const void *qkv_bias, *o_bias, *gate_up_bias, *down_bias; /* of dtype */
+  const float *attention_norm, *mlp_norm; /* [hidden] */
+  const float* attention_sub_norm; /* [heads * head_dim], of the input of o */
+  const float* mlp_sub_norm; /* [ffn], of the input of down */
+  const float *q_norm, *k_norm; /* [head_dim] */
+  void *keys, *values; /* as of trirun_attention, of dtype */
+} trirun_cuda_step_layer;
+
+/* All layers of one decode step of 1, 2, 4 or 8 rows in one kernel, on sm_90: from the residual stream behind the
+ * embedding to the input of the head. Rows are of different slots; one whose slot is negative leaves the cache alone. */
+typedef struct {
+  const trirun_cuda_step_layer* layers; /* [layer_count], in device memory */
+  const float* residual; /* [m][hidden] */
+  void* y; /* [m][hidden] of dtype, after the final norm; NaN where the kernel gave up */
+  const float* final_norm;
+  const int32_t* slots; /* [m] */
+  const int32_t* positions; /* [m] */
+  const int32_t* block_tables; /* [slots][ld_blocks] */
+  const float *cosines, *sines; /* [positions][rotary_half] */
+  const int32_t* plan; /* [4][ctas / 2 + 1]: of qkv, o and down (which are divided alike), gate_up, each in order of
+                          the product, the first n tile (of gate_up: pair of n tiles) of every cluster, and the end */
+  void* messages; /* 256-byte aligned, of this structure's sizes alone, zero before the first step. The second 32-bit
+                     word is not 0 once CTAs have waited for each other in vain. */
+  size_t message_bytes; /* at least trirun_cuda_step_messages */
+  int64_t m, layer_count, hidden, ffn, heads, kv_heads, ld_blocks;
+  int32_t head_dim, rotary_half, interleaved, activation, dtype, act_bits;
+  int32_t group_size, real_zeros; /* of all weights: real_zeros 1 where they have a zero point per group */
+  int32_t ctas; /* an even number, at most one for each multiprocessor */
+  int32_t splits; /* CTAs that share a row's keys */
+  int32_t in_flight; /* chunks of 8 KiB that a CTA may have on their way */
+  int32_t max_tiles; /* n tiles of o that one cluster has, at most */
+  float eps, scale; /* of all norms; of q . k */
+} trirun_cuda_step;
+
+/* Bytes of messages; 0 for sizes that the kernel does not take. Needs no device. */
+size_t trirun_cuda_step_messages(const trirun_cuda_step* step);
+
+/* All CTAs have to be resident at once: the launch fails where they cannot be. */
+int trirun_cuda_decoder_step(const trirun_cuda_step* step, void* stream);
+
 /* How a slot's tokens are chosen. */
 typedef struct {
   float temperature; /* 0: the likeliest token */

@@ -123,6 +123,8 @@ _CUDA: dict[str, tuple[Any, list[Any]]] = {
     "attention_gather": (_INT, [_POINTER, _POINTER]),
     "delta_decode": (_INT, [_POINTER, _POINTER]),
     "delta_prompt": (_INT, [_POINTER, _POINTER]),
+    "step_messages": (_SIZE, [_POINTER]),
+    "decoder_step": (_INT, [_POINTER, _POINTER]),
     "sample": (_INT, [_POINTER, _POINTER]),
     "expert_tiles": (_LONG, [_LONG] * 4),
     "route": (_INT, [_POINTER, _POINTER]),

@@ -24,6 +24,7 @@ from .cuda_experts import Mixed
 from .cuda_prompts import Prompts, Segment, prompt_attention
 from .cuda_weights import Activations, CudaModel, rows_in_limbs
 from .shape import Attention, mixer_runs
+from .step.cuda import ROWS, CudaStep, refusal
 
 # Fewest and most rows that may go from kernel to kernel as limbs, which the kernels in between make for nothing.
 LIMB_ROWS = (1, 32)
@@ -53,6 +54,7 @@ class CudaDecoder:
         pages: of the cache, 64 positions each; None takes as many as all slots can need.
         limb_rows: fewest and most rows whose activations are quantized apart from the products.
         kv_dtype: of the cache: the model's, or torch.int8 with a float16 scale per token and head; None is the model's.
+        one_kernel: whether steps of few rows are one kernel where :mod:`.step.cuda` takes the model.
 
     Attributes:
         cache: of every layer of attention [2, pages, kv_heads, 64, head_dim], keys and values; of int8 head_dim is
@@ -60,6 +62,7 @@ class CudaDecoder:
         scales: of int8, of each of these float16 [pages, kv_heads, 64, 2]; else None.
         block_tables: int32 [slots, context/64] on the device, the pages of each slot; the caller keeps them.
         latest: int32 [slots], the token each slot sampled last.
+        step_refusal: why no step is one kernel, or None.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class CudaDecoder:
         pages: int | None = None,
         limb_rows: tuple[int, int] | None = None,
         kv_dtype: torch.dtype | None = None,
+        one_kernel: bool = True,
     ) -> None:
         s, device = model.shape, model.device
         blocks = -(-context // ops.PAGE)
@@ -100,6 +104,10 @@ class CudaDecoder:
         self.cache, self.scales = self._caches.keys_and_values, self._caches.scales
         self._workspaces: dict[tuple[int, int, int, int], Tensor] = {}
         self._heads = {index: self._heads_of(index) for index in self._caches.attention}
+        self.step_refusal: str | None = "it was not asked for"
+        if one_kernel:
+            self.step_refusal = refusal(model, self._device.arch, list(self._heads.values()), self.scales is not None)
+        self._steps: dict[int, CudaStep] = {}
 
     def _heads_of(self, index: int) -> ops.Heads:
         shape, norms = self.model.shape, self.model.layers[index].norms
@@ -111,6 +119,11 @@ class CudaDecoder:
             mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, shape.norm_eps, cosines, sines, q_norm, k_norm,
             norms.get("sinks"), mixer.interleaved, mixer.window, mixer.softcap,
         )  # fmt: skip
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether a step in one kernel ended without a result; see :attr:`.CudaStep.gave_up`."""
+        return any(step.gave_up for step in self._steps.values())
 
     @property
     def cache_bytes(self) -> int:
@@ -135,6 +148,8 @@ class CudaDecoder:
         delta: Tensor | Mixed
         m = inputs.tokens.shape[0]
         decode = segments[0].first if segments else m
+        if decode == m in ROWS and self.step_refusal is None and not splits:
+            return self._one_kernel(inputs, wanted)
         prompts = Prompts.of(segments, model.device) if segments else None
         residual = torch.empty(m, shape.hidden, device=model.device)
         x = self._rows(
@@ -169,8 +184,25 @@ class CudaDecoder:
             "centered": shape.norm == "layer",
         }
         ops.rows(**self._added(delta, post), residual=residual, y=y, eps=shape.norm_eps, **final)
-        logits, cap = model.head(y)[:, : shape.vocab], shape.logit_softcap
+        return self._logits(y)
+
+    def _logits(self, y: Tensor) -> Tensor:
+        shape = self.model.shape
+        logits, cap = self.model.head(y)[:, : shape.vocab], shape.logit_softcap
         return logits.float().div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def _one_kernel(self, inputs: Inputs, wanted: Tensor | None) -> Tensor:
+        model, m = self.model, inputs.tokens.shape[0]
+        if m not in self._steps:
+            caches = [self._caches.attention[index] for index in self._heads]
+            self._steps[m] = CudaStep(model, list(self._heads.values()), caches, m, self._device.sms)
+        residual = torch.empty(m, model.shape.hidden, device=model.device)
+        ops.rows(
+            ops.EMBED, model.embedding, y=None, residual=residual, tokens=inputs.tokens, slots=inputs.slots,
+            latest=self.latest, scale=model.shape.embedding_scale,
+        )  # fmt: skip
+        y = self._steps[m](residual, inputs.slots, inputs.positions)
+        return self._logits(y if wanted is None else y[wanted])
 
     def _norm(self, index: int, part: str) -> dict[str, Any]:
         """The norm before a part of a layer."""

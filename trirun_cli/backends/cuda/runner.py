@@ -72,7 +72,8 @@ def runner_name(decoder: CudaDecoder) -> str:
     kind = str(model.dtype).removeprefix("torch.")
     weights = f"{model.act_bits}-bit activations" if model.packed else "dense"
     cache = ", int8 cache" if decoder.scales is not None else ""
-    return f"native decoder on {torch.cuda.get_device_name(model.device)}, {weights}, {kind}{cache}"
+    steps = ", steps of one or two rows in one kernel" if decoder.step_refusal is None else ""
+    return f"native decoder on {torch.cuda.get_device_name(model.device)}, {weights}, {kind}{cache}{steps}"
 
 
 class CudaRunner:

@@ -34,6 +34,7 @@ struct Launch {
   cudaStream_t stream;
   bool dependent;      // starts before the stream's previous kernel has ended (programmatic dependent launch, sm_90)
   int cluster = 1;     // consecutive CTAs along x (sm_90)
+  bool cooperative = false;  // all CTAs are resident at once, or the launch fails
 };
 
 // Returns TRIRUN_OK or a cudaError_t.
@@ -41,7 +42,7 @@ template <typename... Parameters, typename... Arguments>
 int launch_kernel(void (*kernel)(Parameters...), const Launch& how, Arguments&&... arguments) {
   if (how.shared > 0)
     if (const int code = allow_shared(reinterpret_cast<const void*>(kernel), how.shared)) return code;
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[3]{};
   unsigned used = 0;
   if (how.dependent) {
     attributes[used].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -50,6 +51,10 @@ int launch_kernel(void (*kernel)(Parameters...), const Launch& how, Arguments&&.
   if (how.cluster > 1) {
     attributes[used].id = cudaLaunchAttributeClusterDimension;
     attributes[used++].val.clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
+  }
+  if (how.cooperative) {
+    attributes[used].id = cudaLaunchAttributeCooperative;
+    attributes[used++].val.cooperative = 1;
   }
   cudaLaunchConfig_t config{};
   config.gridDim = how.grid;

@@ -316,6 +316,12 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(barrier) : "memory");
 }
 
+// So many arrivals at once.
+__device__ __forceinline__ void barrier_arrive_counted(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0], %1;\n\t}" ::"r"(barrier), "r"(arrivals)
+               : "memory");
+}
+
 // Waits for the phase of this parity. The acquire covers what other threads of this CTA, or the copy engine, wrote.
 // try_wait (sm_90) sleeps meanwhile, test_wait asks again and again.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {

@@ -34,16 +34,13 @@ __device__ __forceinline__ float rotated(float v, float cosine, float other, flo
   return fmaf(v, cosine, __fmul_rn(other, sine));
 }
 
-// values[head_dim] (shared memory, this warp's own) = rotate(norm(x[head_dim])) * scale. The rotation turns the pairs
-// (i, i + half), or (2i, 2i + 1) where they are interleaved; dimensions from 2 * half on stay as they are.
-template <bool BF16, int PER_LANE>
-__device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, const HeadConstants<PER_LANE>& c,
-                                             int head_dim, bool normed, float eps, int half, bool interleaved,
-                                             float scale) {
+// values[head_dim] (shared memory, this warp's own) = rotate(norm(v)) * scale, v as HeadConstants has it. The rotation
+// turns the pairs (i, i + half), or (2i, 2i + 1) where they are interleaved; dimensions from 2 * half on stay as they are.
+template <int PER_LANE>
+__device__ __forceinline__ void turn_head(float* values, float (&v)[PER_LANE], const HeadConstants<PER_LANE>& c,
+                                          int head_dim, bool normed, float eps, int half, bool interleaved,
+                                          float scale) {
   const int lane = threadIdx.x % 32;
-  float v[PER_LANE];
-#pragma unroll
-  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? widen_one<BF16>(x[lane + j * 32]) : 0.f;
   if (normed) {
     float sum = 0.f;
 #pragma unroll
@@ -76,6 +73,30 @@ __device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, c
   for (int j = 0; j < PER_LANE; j++)
     if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j] * scale;
   __syncwarp();
+}
+
+// The same of a head where it is, in shared memory.
+template <int PER_LANE>
+__device__ __forceinline__ void turn_head(float* values, const HeadConstants<PER_LANE>& c, int head_dim, bool normed,
+                                          float eps, int half, bool interleaved, float scale) {
+  const int lane = threadIdx.x % 32;
+  float v[PER_LANE];
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? values[lane + j * 32] : 0.f;
+  __syncwarp();
+  turn_head(values, v, c, head_dim, normed, eps, half, interleaved, scale);
+}
+
+// The same of a head of 16-bit values.
+template <bool BF16, int PER_LANE>
+__device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, const HeadConstants<PER_LANE>& c,
+                                             int head_dim, bool normed, float eps, int half, bool interleaved,
+                                             float scale) {
+  const int lane = threadIdx.x % 32;
+  float v[PER_LANE];
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? widen_one<BF16>(x[lane + j * 32]) : 0.f;
+  turn_head(values, v, c, head_dim, normed, eps, half, interleaved, scale);
 }
 
 // Where position p of a slot lies in the keys or values of a layer: [pages][kv_heads][PAGE][head_dim].

@@ -1,0 +1,1 @@
+"""A whole decode step in one kernel."""

@@ -1,0 +1,196 @@
+"""A whole decode step in one kernel (csrc/cuda/step): which models it takes, how it is divided, and its call.
+
+Of few rows and small weights a step's time is what lies between its products, not their bytes. One kernel streams the
+weights of all layers past every wait; CTAs hand their results to each other in words that say when they are there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...gemm.cpu import DTYPES
+from ...native import Int2Struct, check_cuda
+from ...native import cuda as library
+from ...weights.packing import PackedWeight
+from ..cuda_ops import Cache, Heads
+from ..cuda_weights import CudaLayer, CudaModel
+from ..shape import ACTIVATIONS, Attention, LayerShape
+from .division import divide
+
+# Of a step. With four and more the chain of kernels is faster (kernels/LOG.md), though the kernel takes up to eight.
+ROWS = (1, 2)
+CHUNKS_IN_FLIGHT = 2  # of 8 KiB a CTA: more of them make messages wait
+MAX_SPLITS = 32
+VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "q_norm", "k_norm")
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class StepLayerStruct(ctypes.Structure):
+    """``trirun_cuda_step_layer`` of csrc/trirun.h."""
+
+    _fields_ = (
+        *((name, Int2Struct) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _P) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")),
+        *((name, _P) for name in VECTORS),
+        *((name, _P) for name in ("keys", "values")),
+    )
+
+
+class StepStruct(ctypes.Structure):
+    """``trirun_cuda_step`` of csrc/trirun.h."""
+
+    _fields_ = (
+        *((name, _P) for name in ("layers", "residual", "y", "final_norm", "slots", "positions", "block_tables")),
+        *((name, _P) for name in ("cosines", "sines", "plan", "messages")),
+        ("message_bytes", ctypes.c_size_t),
+        *((name, _L) for name in ("m", "layer_count", "hidden", "ffn", "heads", "kv_heads", "ld_blocks")),
+        *((name, _I) for name in ("head_dim", "rotary_half", "interleaved", "activation", "dtype", "act_bits")),
+        *((name, _I) for name in ("group_size", "real_zeros", "ctas", "splits", "in_flight", "max_tiles")),
+        ("eps", _F),
+        ("scale", _F),
+    )
+
+
+def refusal(model: CudaModel, arch: int, heads: Sequence[Heads], int8_cache: bool) -> str | None:
+    """Why the step kernel does not take a model, or None."""
+    shape, first = model.shape, model.shape.layers[0]
+    if arch != 90:
+        return f"it is for compute capability 9.0, this GPU has {arch / 10}"
+    if int8_cache:
+        return "the cache has 8 bits"
+    if any(layer != first for layer in shape.layers):
+        return "layers differ"
+    if shape.norm != "rms" or model.final_norm_bias is not None or shape.residual_scale != 1:
+        return "norms or scales that it has no form for"
+    return _layer_refusal(first) or _weights_refusal(model.layers) or _heads_refusal(heads)
+
+
+def _layer_refusal(layer: LayerShape) -> str | None:
+    mixer = layer.mixer
+    if not isinstance(mixer, Attention) or layer.mixture is not None or layer.parallel:
+        return "layers that are not attention and one feed-forward part"
+    if mixer.window or mixer.softcap or mixer.row_norms or mixer.sinks or mixer.gated:
+        return "attention with a window, softcap, sinks, gate or norms over all heads"
+    if not layer.feed_forward.gated or layer.feed_forward.activation not in ("silu", "relu2", "gelu_tanh"):
+        return "a feed-forward part without a gate"
+    if set(layer.vectors) - set(VECTORS):
+        return "norms behind the parts of a layer"
+    if mixer.head_dim not in (64, 128) or mixer.heads // mixer.kv_heads > 16:
+        return "heads that are not of 64 or 128"
+    sizes = (mixer.q_size, layer.feed_forward.size)
+    return "sizes that are no multiples of 128" if any(size % 128 for size in sizes) else None
+
+
+def _weights_refusal(layers: Sequence[CudaLayer]) -> str | None:
+    specs = set()
+    for layer in layers:
+        if len(layer.qkv) != 1 or len(layer.gate_up) != 1:
+            return "projections that could not be joined"
+        for projection in layer.projections:
+            weight = projection.weight
+            if not isinstance(weight, PackedWeight):
+                return "weights that are not packed"
+            if weight.n % 64 or weight.k % 128:
+                return "sizes that are no multiples of 128"
+            specs.add((weight.spec.group_size, weight.zeros is None))
+    if len(specs) != 1:
+        return "weights of different grids"
+    ((group_size, plain),) = specs
+    return (
+        None if group_size == -1 or (group_size == 128 and plain) else "groups that are not of 128 with one zero point"
+    )
+
+
+def _heads_refusal(heads: Sequence[Heads]) -> str | None:
+    tables = {(None if h.cosines is None else h.cosines.data_ptr()) for h in heads}
+    return "several tables of angles" if len(tables) > 1 else None
+
+
+class CudaStep:
+    """The step of so many rows of a model over its caches.
+
+    Args:
+        model: one that :func:`refusal` has nothing against. heads, caches: of every layer.
+        rows: 1, 2 or 4; of 8-bit activations also 8.
+        sms: multiprocessors of the device.
+    """
+
+    def __init__(
+        self, model: CudaModel, heads: Sequence[Heads], caches: Sequence[Cache], rows: int, sms: int,
+        in_flight: int = CHUNKS_IN_FLIGHT,
+    ) -> None:  # fmt: skip
+        device, h, shape = model.device, heads[0], model.shape
+        ctas = sms // 2 * 2
+        ffn = shape.layers[0].feed_forward.size
+        k_tiles = {"qkv": shape.hidden, "gate_up": shape.hidden, "o": h.heads * h.head_dim, "down": ffn}
+        division = divide(
+            (h.heads + 2 * h.kv_heads) * h.head_dim // 64, shape.hidden // 64, ffn // 64,
+            {name: k // 128 for name, k in k_tiles.items()}, ctas // 2,
+        )  # fmt: skip
+        structs = [_layer(layer, cache) for layer, cache in zip(model.layers, caches, strict=True)]
+        table = bytearray(b"".join(bytes(struct) for struct in structs))
+        self._layers = torch.frombuffer(table, dtype=torch.uint8).to(device)
+        self._plan = torch.tensor(division.starts, dtype=torch.int32, device=device)
+        self._device, self._dtype, self._hidden = device, model.dtype, shape.hidden
+        groups = rows * h.kv_heads
+        weight = model.layers[0].projections[0].weight
+        assert isinstance(weight, PackedWeight)
+        self._struct = StepStruct(
+            layers=self._layers.data_ptr(), final_norm=model.final_norm.data_ptr(),
+            block_tables=caches[0].block_tables.data_ptr(),
+            cosines=None if h.cosines is None else h.cosines.data_ptr(),
+            sines=None if h.sines is None else h.sines.data_ptr(), plan=self._plan.data_ptr(),
+            m=rows, layer_count=len(structs), hidden=shape.hidden, ffn=ffn, heads=h.heads, kv_heads=h.kv_heads,
+            ld_blocks=caches[0].block_tables.stride(0), head_dim=h.head_dim,
+            rotary_half=0 if h.cosines is None else h.cosines.shape[1], interleaved=h.interleaved,
+            activation=ACTIVATIONS[shape.layers[0].feed_forward.activation], dtype=DTYPES[model.dtype],
+            act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None,
+            ctas=ctas, splits=max(1, min(MAX_SPLITS, ctas // groups)), in_flight=in_flight,
+            max_tiles=division.max_tiles, eps=h.eps, scale=h.scale,
+        )  # fmt: skip
+        size = library().trirun_cuda_step_messages(ctypes.byref(self._struct))
+        if not size:
+            raise ValueError(f"step: no kernel for {rows} rows of {shape.layers[0]}")
+        self._messages = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._struct.messages, self._struct.message_bytes = self._messages.data_ptr(), size
+
+    def __call__(self, residual: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """From the residual stream behind the embedding to the input of the head, appending to the caches.
+
+        Args:
+            residual: float32 [rows, hidden]. slots, positions: int32 [rows], slots distinct or negative.
+
+        Returns:
+            [rows, hidden] of the model's dtype.
+        """
+        y = torch.empty(residual.shape[0], self._hidden, dtype=self._dtype, device=self._device)
+        self._struct.residual, self._struct.y = residual.data_ptr(), y.data_ptr()
+        self._struct.slots, self._struct.positions = slots.data_ptr(), positions.data_ptr()
+        code = library().trirun_cuda_decoder_step(ctypes.byref(self._struct), torch.cuda.current_stream().cuda_stream)
+        check_cuda(code, f"decoder step: {list(residual.shape)}")
+        return y
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether CTAs have waited for each other in vain: something else holds multiprocessors that the kernel needs.
+        It waits for the device."""
+        return bool(self._messages[4:8].view(torch.int32).item())
+
+
+def _layer(layer: CudaLayer, cache: Cache) -> StepLayerStruct:
+    projections = (layer.qkv[0], layer.o, layer.gate_up[0], layer.down)
+    struct = StepLayerStruct(keys=cache.keys.data_ptr(), values=cache.values.data_ptr())
+    for name, projection in zip(("qkv", "o", "gate_up", "down"), projections, strict=True):
+        assert projection is not None and isinstance(projection.weight, PackedWeight)
+        setattr(struct, name, Int2Struct.of(projection.weight))
+        bias = projection.bias
+        setattr(struct, f"{name}_bias", None if bias is None else bias.data_ptr())
+    for name in VECTORS:
+        vector = layer.norms.get(name)
+        setattr(struct, name, None if vector is None else vector.data_ptr())
+    return struct

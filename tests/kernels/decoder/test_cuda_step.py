@@ -1,0 +1,136 @@
+"""A whole decode step in one kernel against the decoder's reference, and how it is divided among CTAs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from trirun_kernels import QuantSpec
+from trirun_kernels.decoder import reference as decoder_reference
+from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
+from trirun_kernels.decoder.cuda_weights import CudaModel
+from trirun_kernels.decoder.step.division import divide
+
+from tests.kernels.decoder.cuda_support import BOTH, gpu
+from tests.kernels.decoder.models import VOCAB, random_model
+
+PLAIN = {"hidden": 256, "ffn": 384, "heads": 4, "kv_heads": 4, "head_dim": 64, "spec": QuantSpec(-1, 1.0)}
+GROUPS = {"spec": QuantSpec(128, 1.0), "head_dim": 128}
+MODELS = {
+    "mha": {},
+    "two queries a key": {"kv_heads": 2},
+    "three": {"heads": 6, "kv_heads": 2},
+    "sixteen": {"heads": 16, "kv_heads": 1, "bias": True},
+    "groups, head norms": {**GROUPS, "kv_heads": 1, "qk_norm": True},
+    "partial rotation": {"half": 16},
+    "another zero point": {"spec": QuantSpec(-1, 1.5)},
+    "BitNet: sub-norms, relu2": {"sub_norm": True, "activation": "relu2"},
+    "more layers, GELU": {"layers": 5, "ffn": 640, "activation": "gelu_tanh"},
+}
+
+
+@pytest.mark.parametrize(("qkv", "hidden", "pairs"), [(192, 64, 172), (60, 40, 108), (40, 32, 88), (3, 2, 1)])
+def test_every_tile_is_somebodys_and_no_cluster_has_much_more_than_others(qkv, hidden, pairs):
+    depth = {"qkv": 32, "gate_up": 32, "o": 32, "down": 86}
+    division = divide(qkv, hidden, pairs, depth, 66)
+    of_qkv, of_hidden, of_pairs, again = division.starts
+    assert again == of_hidden
+    for starts, count in ((of_qkv, qkv), (of_hidden, hidden), (of_pairs, pairs)):
+        shares = [b - a for a, b in pairwise(starts)]
+        assert (starts[0], starts[-1], len(shares)) == (0, count, 66)
+        assert min(shares) >= 0 and max(shares) == -(-count // 66)
+    assert division.max_tiles == -(-hidden // 66)
+
+
+def decoders(weights, slots, dtype=torch.float16, act_bits=16):
+    """The one kernel and the chain of kernels on the same model, with the same pages."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    model = CudaModel.of(weights, "cuda", dtype, act_bits=act_bits)
+    made = [CudaDecoder(model, slots=slots, context=192, one_kernel=one) for one in (True, False)]
+    for decoder in made:
+        tables = decoder.block_tables
+        tables.copy_(torch.randperm(tables.numel(), generator=torch.Generator().manual_seed(0)).view(tables.shape))
+    assert made[0].step_refusal is None and made[1].step_refusal is not None
+    return made
+
+
+def inputs(tokens, slots, positions):
+    return Inputs(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in (tokens, slots, positions)))
+
+
+def text(decoder, ids, slot, prompt):
+    """Logits of every token of a text, its first ones as a prompt, the others one by one."""
+    rows = range(prompt)
+    first = decoder.forward(inputs(ids[:prompt], [slot] * prompt, rows), [Segment(0, prompt, slot, 0)])
+    single = [decoder.forward(inputs([ids[p]], [slot], [p])) for p in range(prompt, len(ids))]
+    return torch.cat([first, *single]).float().cpu()
+
+
+@gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("act_bits", [16, 8])
+def test_texts_against_the_reference(name, act_bits):
+    options = PLAIN | MODELS[name]
+    if act_bits == 8 and options["spec"].group_size != -1:
+        pytest.skip("no such kernel")
+    weights = random_model(**options)
+    one, chain = decoders(weights, 2, act_bits=act_bits)
+    tokens = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(3))
+    expected = decoder_reference.forward(weights, tokens, act_bits=act_bits)[90:]
+    found, other = (text(decoder, tokens.tolist(), 1, 90)[90:] for decoder in (one, chain))
+    # Of most rows: a limb next to a tie, or a softmax between near-equal scores, magnifies the last bits of a few.
+    errors = [((x - expected).norm(dim=1) / expected.norm(dim=1)).median() for x in (found, other)]
+    assert torch.isfinite(found).all() and errors[0] < 1.5 * errors[1] + 1e-4
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize(("rows", "act_bits"), [(2, 16), (4, 16), (4, 8), (8, 8)])
+def test_rows_of_a_batch_come_and_go(rows, act_bits, dtype, monkeypatch):
+    # The kernel takes more rows than steps leave to it.
+    monkeypatch.setattr("trirun_kernels.decoder.cuda.ROWS", (1, 2, 4, 8))
+    weights = random_model(**PLAIN | MODELS["two queries a key"] | {"layers": 3})
+    one, chain = decoders(weights, rows, dtype, act_bits)
+    for layers in zip(one.cache, chain.cache, strict=True):
+        layers[0].normal_()
+        layers[1].copy_(layers[0])
+    positions, generator, apart = [0, 63, 64, 65, 100, 17, 1, 150][:rows], torch.Generator().manual_seed(1), []
+    for step in range(12):
+        slots = [-1 if (row + step) % 5 == 0 else row for row in range(rows)]
+        batch = inputs(torch.randint(0, VOCAB, (rows,), generator=generator).tolist(), slots, positions)
+        found, other = one.forward(batch).float(), chain.forward(batch).float()
+        assert torch.equal(one.forward(batch).float()[[s >= 0 for s in slots]], found[[s >= 0 for s in slots]])
+        live = [row for row in range(rows) if slots[row] >= 0]
+        apart += ((found - other)[live].norm(dim=1) / other[live].norm(dim=1)).tolist()
+        positions = [p + (row in live) for row, p in enumerate(positions)]
+    assert torch.tensor(apart).median() < (2e-3 if dtype == torch.float16 else 2e-2)
+    # What it appended is what the chain did, of most tokens.
+    for mine, theirs in zip(one.cache, chain.cache, strict=True):
+        changed = (mine - theirs).float().norm(dim=-1) / theirs.float().norm(dim=-1)
+        assert (changed > 0).float().mean() < 0.1 and changed[changed > 0].median() < 2e-2
+
+
+@gpu
+def test_a_kernel_that_gave_up_says_so_and_gives_no_numbers():
+    one, _ = decoders(random_model(**PLAIN), 1)
+    batch = inputs([3], [0], [0])
+    assert torch.isfinite(one.forward(batch)).all() and not one.gave_up
+    one._steps[1]._messages[4:8] = 1
+    assert torch.isnan(one.forward(batch)).all() and one.gave_up
+
+
+@gpu
+def test_it_is_captured_in_a_graph():
+    one, _ = decoders(random_model(**PLAIN), 2)
+    batch = inputs([5, 9], [0, 1], [0, 0])
+    expected = one.forward(batch)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        found = one.forward(batch)
+    for _ in range(300):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
