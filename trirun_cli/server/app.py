@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from ..text.tool_calls import parser_for
 from ..version import __version__
 from . import chat_page, docs_page, errors, metrics
 from .answer import answer
 from .bodies.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .dialects import anthropic, responses
+from .dialects.chat import answer_chat
 from .errors import ApiError
 from .guard import Guard
 from .pool.pool import Pool
@@ -94,20 +93,8 @@ def _add_completions(app: FastAPI, pool: Pool) -> None:
         """Answer a conversation through the model's chat template."""
         arrived = time.perf_counter()
         body.check_fields()
-        async with pool.use(body.model, request) as service:
-            group = await service.chat(body, arrived)
-            tokenizer = service.model.tokenizer
-            reply = ChatReply(
-                body.model or service.names[0],
-                tokenizer,
-                logprobs=bool(body.logprobs),
-                token_ids=bool(body.return_token_ids),
-                usage=body.wants_usage,
-                parser=partial(parser_for, tokenizer.tool_template or "") if body.offers_tools else None,
-                one_call=body.parallel_tool_calls is False,
-                reasoning=service.reasoning_parser(group),
-            )
-            return await answer(request, service, group, reply, stream=bool(body.stream))
+        stream, usage = bool(body.stream), body.wants_usage
+        return await answer_chat(request, pool, body.model, body, arrived, ChatReply, stream=stream, usage=usage)
 
 
 def _add_information(app: FastAPI, pool: Pool) -> None:
