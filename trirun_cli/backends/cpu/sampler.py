@@ -29,7 +29,12 @@ class _State:
     seen: np.ndarray | None  # bool [vocab], in the prompt or generated
     biased: tuple[np.ndarray, np.ndarray] | None  # ids int64 [b], biases float32 [b]
     constraint: Constraint | None
-    plain: bool  # greedy, nothing to report, nothing changed
+    simple: bool  # nothing to report, nothing changed
+
+    @property
+    def plain(self) -> bool:
+        """Simple and greedy."""
+        return self.simple and self.params.temperature == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +78,12 @@ class HostSampler:
         if params.logit_bias:
             biased = np.fromiter(params.logit_bias, np.int64), np.fromiter(params.logit_bias.values(), np.float32)
         simple = params.logprobs is None and not params.changes_logits and constraint is None
-        plain = simple and params.temperature == 0
         stream = stream_of(params.seed)
-        self._states[slot] = _State(params, stream, len(generated), counts, seen, biased, constraint, plain)
+        self._states[slot] = _State(params, stream, len(generated), counts, seen, biased, constraint, simple)
 
     def is_simple(self, slot: int) -> bool:
         """Whether a slot's tokens are its largest logits, or drawn from them, and nothing else is asked for."""
-        state = self._states[slot]
-        return state.params.logprobs is None and not state.params.changes_logits and state.constraint is None
+        return self._states[slot].simple
 
     def draw_of(self, slot: int) -> Draw | None:
         """How a slot's next token is drawn; None where it is the largest logit."""
