@@ -210,7 +210,7 @@ def command(
         return
     try:
         from ..server.app import create_app
-        from ..server.run import listen, serve, url_of
+        from ..server.http.run import listen, serve, url_of
     except ModuleNotFoundError as error:
         raise missing_package(error, "serving", "serve") from error
     from ..server.pool.entry import source_of

@@ -7,7 +7,7 @@ import asyncio
 from fastapi import Request
 from fastapi.responses import Response
 
-from . import sse
+from .http import sse
 from .replies import Reply
 from .request_group import RequestGroup
 from .service import Service

@@ -10,13 +10,14 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from ..version import __version__
-from . import chat_page, docs_page, errors, metrics
+from . import chat_page, docs_page, errors
 from .answer import answer
 from .bodies.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .dialects import anthropic, responses
 from .dialects.chat import answer_chat
 from .errors import ApiError
-from .guard import Guard
+from .http.guard import Guard
+from .operations import metrics
 from .pool.pool import Pool
 from .replies import ChatReply, CompletionReply
 

@@ -10,8 +10,8 @@ from typing import Any
 from ..engine.sampling import Token
 from ..text.reasoning import ReasoningParser
 from ..text.tool_parsers import ToolParser
-from . import sse
 from .errors import ApiError
+from .http import sse
 from .request_group import Delta, RequestGroup
 from .tokenizer import Offsets, ServerTokenizer
 

@@ -18,7 +18,7 @@ from .errors import ApiError
 if TYPE_CHECKING:
     from ..engine.engine import Engine
     from .event_bridge import EventBridge
-    from .metrics import ModelMetrics
+    from .operations.metrics import ModelMetrics
 
 
 log = logging.getLogger("trirun.server")

@@ -21,8 +21,8 @@ from .bodies.chat_grammar import chat_grammar, reasoning_of
 from .bodies.openai import ChatBody, CompletionBody, SamplingFields
 from .errors import ApiError
 from .event_bridge import EventBridge
-from .metrics import ModelMetrics
 from .model import ServedModel
+from .operations.metrics import ModelMetrics
 from .request_group import RequestGroup
 
 # Tokens of a completion without ``max_tokens``, as in OpenAI's API.

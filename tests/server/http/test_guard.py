@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from trirun_cli.server.guard import Guard
+from trirun_cli.server.http.guard import Guard
 
 PATH = "/v1/completions"
 

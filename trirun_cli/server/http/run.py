@@ -16,10 +16,10 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from ..errors import UsageError
-from .event_bridge import EventBridge
+from ...errors import UsageError
+from ..event_bridge import EventBridge
+from ..pool.pool import Pool
 from .guard import request_log
-from .pool.pool import Pool
 
 # After the drain time, cancelled requests get this long to send their last event.
 _CANCEL_S = 5

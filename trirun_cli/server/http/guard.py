@@ -12,8 +12,8 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError
-from .request_group import RequestGroup
+from ..errors import ApiError
+from ..request_group import RequestGroup
 
 log = logging.getLogger("trirun.server")
 # A line per request, where its level is INFO.
