@@ -19,6 +19,8 @@ NOTHING_ALLOWED = "the grammar became too complex to follow: no next token is al
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 # Objects within objects of a schema.
 MOST_DEPTH = 64
+# Objects, lists and values of a schema: some ten times those of the largest in use.
+MOST_PARTS = 50_000
 # Of JSON schema (draft 2020-12, section 7.3) and OpenAPI: a format that is none of them is a remark of the schema's
 # author, which a validator ignores.
 _FORMATS = {
@@ -51,7 +53,7 @@ class Grammar:
         """A JSON schema.
 
         Raises:
-            UsageError: it is not an object, allows nothing, or is nested too deeply.
+            UsageError: it is not an object, allows nothing, is nested too deeply or has too many parts.
         """
         if schema is True:
             schema = {}
@@ -59,7 +61,7 @@ class Grammar:
             raise UsageError("the JSON schema false allows nothing")
         if not isinstance(schema, dict):
             raise UsageError(f"a JSON schema is an object, got {type(schema).__name__}")
-        return cls("json_schema", json.dumps(_without_remarks(schema)))
+        return cls("json_schema", json.dumps(_Remarks().without(schema)))
 
     @classmethod
     def of_choices(cls, choices: Sequence[str]) -> Grammar:
@@ -125,17 +127,26 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-def _without_remarks(schema: Any, depth: int = 0) -> Any:
-    """A schema without formats of its author's own."""
-    if depth > MOST_DEPTH:
-        raise UsageError(f"the JSON schema is nested more than {MOST_DEPTH} levels deep")
-    if isinstance(schema, list):
-        return [_without_remarks(item, depth + 1) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    own = isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS
-    return {
-        key: value if key in _VALUES else _without_remarks(value, depth + 1)
-        for key, value in schema.items()
-        if not (own and key == "format")
-    }
+class _Remarks:
+    """Takes formats of its author's own out of a schema."""
+
+    def __init__(self) -> None:
+        self._parts = 0
+
+    def without(self, schema: Any, depth: int = 0) -> Any:
+        """The schema without them."""
+        self._parts += 1
+        if depth > MOST_DEPTH:
+            raise UsageError(f"the JSON schema is nested more than {MOST_DEPTH} levels deep")
+        if self._parts > MOST_PARTS:
+            raise UsageError(f"the JSON schema has more than {MOST_PARTS} parts")
+        if isinstance(schema, list):
+            return [self.without(item, depth + 1) for item in schema]
+        if not isinstance(schema, Mapping):
+            return schema
+        own = isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS
+        return {
+            key: value if key in _VALUES else self.without(value, depth + 1)
+            for key, value in schema.items()
+            if not (own and key == "format")
+        }

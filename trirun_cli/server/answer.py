@@ -25,7 +25,10 @@ async def answer(request: Request, service: Service, group: RequestGroup, reply:
         await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
             return Response(status_code=499)
-        return Response(sse.dumps(reply.document(group, done.result())), media_type="application/json")
+        deltas = done.result()
+        tokens = sum(len(delta.tokens) + len(delta.scores) for delta in deltas)
+        body = await sse.dumps_of(lambda: reply.document(group, deltas), tokens)
+        return Response(body, media_type="application/json")
     finally:
         gone.cancel()
         done.cancel()

@@ -149,7 +149,8 @@ def _add_information(app: FastAPI, pool: Pool) -> None:
             if body.prompt is None:
                 ids = await tokenizer.render(body.messages or [], body)
             else:
-                ids = await tokenizer.encode(body.prompt, special=body.add_special_tokens, param="prompt", fits=False)
+                special = body.add_special_tokens
+                (ids,) = await tokenizer.encode([body.prompt], special=special, param="prompt", fits=False)
             return {"tokens": ids, "count": len(ids), "max_model_len": tokenizer.context}
 
     @app.post("/detokenize")

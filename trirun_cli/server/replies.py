@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ..engine.sampling import Token
@@ -47,8 +48,9 @@ class Reply:
             yield sse.event(document)
         try:
             async for delta in group.deltas():
-                if (chunk := self.chunk(delta)) is not None:
-                    yield sse.event(chunk)
+                data = await sse.dumps_of(partial(self.chunk, delta), len(delta.tokens) + len(delta.scores))
+                if data != b"null":
+                    yield sse.event_of(data)
         except ApiError as error:
             # The status line is already sent; OpenAI's clients also read an error from the stream.
             yield sse.event(error.body)

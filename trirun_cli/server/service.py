@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
@@ -29,6 +28,8 @@ from .request_group import RequestGroup
 DEFAULT_COMPLETION_TOKENS = 16
 # Choices of one request, however long the queue is.
 MOST_CHOICES = 4096
+# Tokens that one request may ask for in all; a single choice may always fill the context.
+MOST_TOKENS = 2**22
 _MASK = 2**64 - 1
 
 
@@ -100,37 +101,25 @@ class Service:
         tokenizer = self.model.tokenizer
         # Checked before work that grows with the number of choices.
         self._check_count(len(body.prompt) * (body.n or 1), "n" if len(body.prompt) == 1 else "prompt")
-        prompts = []
-        for index, prompt in enumerate(body.prompt):
-            param = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
-            if isinstance(prompt, str):
-                special = True if body.add_special_tokens is None else body.add_special_tokens
-                ids = await tokenizer.encode(prompt, special=special, param=param)
-                ids = ids or ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
-            else:
-                ids = prompt
-                # A longer prompt is refused anyway, so only as many ids as fit are checked.
-                tokenizer.check_ids(ids[: tokenizer.context + 1], param)
-            if not ids:
-                raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
-            prompts.append(tuple(ids))
+        prompts = await self._prompts(body)
         scores = body.logprobs if body.echo else None
         limit = body.max_tokens if "max_tokens" in body.model_fields_set else None
         requests = self._requests(
             body,
             prompts,
             "prompt",
-            await self._constraint(body.grammar(), body),
+            await self._constraint(body, body.grammar),
             limit=limit,
             default=DEFAULT_COMPLETION_TOKENS,
             logprobs=body.logprobs,
             prompt_logprobs=scores,
         )
-        group = self._start(requests, arrived, body)
-        if not body.echo:
-            return group, None
-        texts = [text if isinstance(text, str) else tokenizer.text_of(text) for text in body.prompt]
-        return group, [text for text in texts for _ in range(body.n or 1)]
+        echoes = None
+        if body.echo:
+            texts = [text if isinstance(text, str) else await tokenizer.detokenize(text) for text in body.prompt]
+            echoes = [text for text in texts for _ in range(body.n or 1)]
+        # Nothing may wait once the group has started: who leaves then would leave it behind.
+        return self._start(requests, arrived, body), echoes
 
     async def chat(self, body: ChatBody, arrived: float) -> RequestGroup:
         """Start the choices of a chat completion; arguments and errors as of :meth:`complete`."""
@@ -140,7 +129,7 @@ class Service:
             raise ApiError(400, "messages have no tokens", param="messages", code="invalid_value")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        constraint = await self._constraint(chat_grammar(body, self.model.tokenizer, prompt), body)
+        constraint = await self._constraint(body, lambda: chat_grammar(body, self.model.tokenizer, prompt))
         requests = self._requests(body, [prompt], "messages", constraint, limit=limit, logprobs=logprobs)
         special = body.offers_tools and special_calls(self.model.tokenizer.tool_template or "")
         return self._start(requests, arrived, body, special=special)
@@ -221,7 +210,8 @@ class Service:
         model.tokenizer.check_ids(body.stop_token_ids or [], "stop_token_ids")
         stop_ids = (frozenset() if body.ignore_eos else model.stop_ids) | frozenset(body.stop_token_ids or ())
         seed = secrets.randbits(64) if body.seed is None else body.seed
-        requests = []
+        requests: list[Request] = []
+        asked = 0
         for prompt in prompts:
             most = self._room(len(prompt), limit, param)
             if limit is None and default is not None:
@@ -229,6 +219,12 @@ class Service:
             if (least := body.min_tokens or 0) > most:
                 message = f"min_tokens: {least} tokens, and at most {most} are generated"
                 raise ApiError(400, message, param="min_tokens", code="invalid_value")
+            asked += most * count
+            if asked > MOST_TOKENS and len(prompts) * count > 1:
+                message = (
+                    f"the choices may have {asked} tokens in all, at most {MOST_TOKENS} are taken: give max_tokens"
+                )
+                raise ApiError(400, message, param="max_tokens", code="invalid_value")
             for index in range(count):
                 try:
                     params = SamplingParams(
@@ -249,23 +245,48 @@ class Service:
                 requests.append(Request(uuid.uuid4().hex, prompt, params, stop_ids, constraint))
         return requests
 
+    async def _prompts(self, body: CompletionBody) -> list[tuple[int, ...]]:
+        """The token ids of a completion's prompts: texts, or ids already."""
+        tokenizer = self.model.tokenizer
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        if isinstance(body.prompt[0], str):
+            bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+            encoded = await tokenizer.encode(body.prompt, special=special, param="prompt")
+            prompts = [tuple(ids or bos) for ids in encoded]
+        else:
+            prompts = [tuple(ids) for ids in body.prompt]
+        for index, ids in enumerate(prompts):
+            param = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+            # A longer prompt is refused anyway, so only as many ids as fit are checked.
+            tokenizer.check_ids(ids[: tokenizer.context + 1], param)
+            if not ids:
+                raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
+        return prompts
+
     async def _constraint(
-        self, asked: tuple[Grammar, str] | None, body: SamplingFields
+        self, body: SamplingFields, find: Callable[[], tuple[Grammar, str] | None]
     ) -> Callable[[], Constraint] | None:
-        """What begins the constraint of a text of that grammar, compiled on another thread; the field that asks for it
-        is named where it cannot be."""
-        if asked is None:
+        """What begins the constraint of a text of the grammar that ``find`` finds in the body, on another thread; the
+        field that asks for it is named where it cannot be."""
+        if not body.binds_text:
             return None
-        grammar, param = asked
-        if body.ignore_eos:
-            message = f"{param} and ignore_eos exclude each other: the grammar says where the text ends"
-            raise ApiError(400, message, param="ignore_eos", code="invalid_value")
-        try:
-            return await asyncio.to_thread(self.model.grammars.compile, grammar)
-        except UsageError as error:
-            raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_grammar") from error
-        except MissingError as error:
-            raise ApiError(501, str(error), param=param, code="not_installed") from error
+        grammars = self.model.grammars
+
+        def compiled() -> Callable[[], Constraint] | None:
+            if (asked := find()) is None:
+                return None
+            grammar, param = asked
+            if body.ignore_eos:
+                message = f"{param} and ignore_eos exclude each other: the grammar says where the text ends"
+                raise ApiError(400, message, param="ignore_eos", code="invalid_value")
+            try:
+                return grammars.compile(grammar)
+            except UsageError as error:
+                raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_grammar") from error
+            except MissingError as error:
+                raise ApiError(501, str(error), param=param, code="not_installed") from error
+
+        return await self.model.tokenizer.preparation.run(compiled, "the grammar")
 
     def _sampling(self, body: SamplingFields) -> dict[str, Any]:
         openai = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

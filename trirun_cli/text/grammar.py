@@ -8,6 +8,7 @@ it with others; ``scripts/structured_outputs.py`` does for a vocabulary of yours
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from threading import Lock
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 # Characters of a grammar: compiling takes time that grows with them.
 MOST_CHARACTERS = 200_000
 _COMPILED = 128
+# Of the operators "and" (&) and "not" (~) of llguidance's notation. Time grows exponentially with them: eight of bad
+# expressions take 0.1 s to be refused, twelve 11 s.
+_MOST_OPERATORS = 8
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*')
 # Blanks between the parts of a JSON text: one, or a new line and its indentation. A weak model fills its context with
 # blanks where any number of them may come.
 BLANKS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"( |\r?\n( {0,24}|\t{1,8}))"}
@@ -81,7 +86,7 @@ class GrammarCompiler:
             raise UsageError(_reason(error)) from error
         if fault := LLMatcher.validate_grammar(source, tokenizer):
             raise UsageError(_reason(fault))
-        first = LLMatcher(tokenizer, source)
+        first = LLMatcher(tokenizer, source, log_level=0)
         # The first mask builds tables that the copies share.
         first.compute_bitmask()
         if first.is_error():
@@ -150,6 +155,9 @@ def _for_llguidance(grammar: Grammar) -> str:
     if grammar.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.source))))
     source = gbnf_to_lark.any_to_lark(grammar.source)
+    operators = len(re.findall(r"[&~](?!\s*\d)", _QUOTED.sub("", source)))
+    if operators > _MOST_OPERATORS:
+        raise ValueError(f"the grammar has {operators} operators & and ~, at most {_MOST_OPERATORS} are taken")
     return LLMatcher.grammar_from_lark(source)
 
 

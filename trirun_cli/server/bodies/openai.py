@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from ..errors import ApiError
 from .base import (
@@ -30,7 +30,6 @@ from .tools import ToolFields
 
 
 def _stops(value: list[str] | None) -> list[str] | None:
-    at_most(MOST_STOPS)(value)
     try:
         "".join(value or ()).encode()
     except UnicodeEncodeError:
@@ -74,8 +73,10 @@ class SamplingFields(GrammarFields):
     top_k: Annotated[int | None, AfterValidator(at_least(-1))] = None
     min_p: Annotated[float | None, AfterValidator(at_least(0, 1))] = None
     seed: Annotated[int | None, AfterValidator(at_least(-(2**63), 2**63 - 1))] = None
-    stop: Annotated[list[str] | None, BeforeValidator(strings), AfterValidator(_stops)] = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[
+        list[str] | None, BeforeValidator(at_most(MOST_STOPS)), BeforeValidator(strings), AfterValidator(_stops)
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MOST_BIASES))] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int | None, AfterValidator(at_least(0))] = None
@@ -192,12 +193,17 @@ _NOT_OF_CHAT = {"add_special_tokens", "best_of", "echo"}
 class ChatBody(TemplateFields, SamplingFields):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], BeforeValidator(at_most(MOST_MESSAGES)), Field(min_length=1)]
     parallel_tool_calls: bool | None = None
     max_tokens: Count = None
     max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, AfterValidator(at_least(0, 20))] = None
+
+    @property
+    def binds_text(self) -> bool:
+        """See :class:`.structured.GrammarFields`; tools that are forced or strict bind it too."""
+        return super().binds_text or bool(self.forced_tools or self.strict_tools)
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -209,8 +215,8 @@ class ChatBody(TemplateFields, SamplingFields):
                 message = f"{name} is not supported here, but by /v1/completions"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
         self.check_tools()
-        if self.forced_tools and (asked := self.grammar()) is not None:
-            message = f"{asked[1]} and a tool_choice that forces a call exclude each other"
+        if self.forced_tools and super().binds_text:
+            message = "a grammar and a tool_choice that forces a call exclude each other"
             raise ApiError(400, message, param="tool_choice", code="invalid_value")
         self.check_template()
 
@@ -220,7 +226,7 @@ class TokenizeBody(TemplateFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, AfterValidator(at_most(MOST_MESSAGES))] = None
+    messages: Annotated[list[Message] | None, BeforeValidator(at_most(MOST_MESSAGES))] = None
     add_special_tokens: bool = True
 
     def check_fields(self) -> None:
@@ -241,4 +247,4 @@ class DetokenizeBody(Body):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast()]

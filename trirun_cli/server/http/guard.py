@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import ApiError
 from ..request_group import RequestGroup
+from .json_weight import is_too_heavy
 
 log = logging.getLogger("trirun.server")
 # A line per request, where its level is INFO.
@@ -80,6 +81,8 @@ class Guard:
             self._check_key(scope["path"], headers)
             async with asyncio.timeout(self._body_s):
                 body = await self._read(headers, receive)
+            if body is not None and is_too_heavy(body):
+                raise ApiError(413, "the body has too many values: a few hundred thousand are taken")
         except TimeoutError:
             message = f"the body did not come within {self._body_s:g} s"
             refusal = ApiError(408, message, headers={"Connection": "close"})

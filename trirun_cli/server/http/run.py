@@ -20,6 +20,7 @@ from ...errors import UsageError
 from ..event_bridge import EventBridge
 from ..pool.pool import Pool
 from .guard import request_log
+from .patience import Patient
 
 # After the drain time, cancelled requests get this long to send their last event.
 _CANCEL_S = 5
@@ -92,6 +93,7 @@ def serve(
     _set_up_logging(log_requests)
     config = uvicorn.Config(
         app,
+        http=Patient,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -16,8 +16,8 @@ from ..event_bridge import EventBridge
 from ..model import ServedModel
 from ..operations.metrics import ModelMetrics
 from ..service import Service
+from ..thread import on_thread
 from .memory import release_memory
-from .thread import on_thread
 
 State = Literal["unloaded", "loading", "loaded", "failed"]
 
