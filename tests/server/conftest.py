@@ -225,7 +225,7 @@ class Process:
     def metric(self, name):
         """A metric's value, summed over its labels."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"trirun:{name}{{"))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
     def idle(self, seconds=20):
         """Wait until nothing runs or waits."""

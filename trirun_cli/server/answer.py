@@ -15,7 +15,7 @@ from .service import Service
 
 async def answer(request: Request, service: Service, group: RequestGroup, reply: Reply, *, stream: bool) -> Response:
     """The response; a client that disconnects cancels what still runs."""
-    request.state.group = group
+    request.state.group, request.state.model = group, service.names[0]
     if stream:
         return sse.EventStream(reply.events(group), lambda: service.forget(group))
     # ASGI reports a disconnect only to a pending receive().

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from .dialects.chat import answer_chat
 from .errors import ApiError
 from .http.guard import Guard
 from .operations import metrics
+from .operations.tracing import Tracing
 from .pool.pool import Pool
 from .replies import ChatReply, CompletionReply
 
@@ -33,6 +35,7 @@ def create_app(
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     page: bool = True,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The ASGI application over models, which may still be loading.
 
@@ -41,6 +44,7 @@ def create_app(
         api_key: the Bearer token required by every path but /health, /version and /metrics; None requires none.
         cors_origins: web origins that browsers may call from; "*" allows any.
         max_body_bytes: a larger body returns 413. page: whether / is a page to chat with.
+        tracing: makes the spans of requests; None is where the process has set up OpenTelemetry.
     """
     # FastAPI's own pages load scripts from another host, which a machine without the internet does not reach.
     app = FastAPI(
@@ -49,10 +53,11 @@ def create_app(
         description="OpenAI's API over trirun's engine.",
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,
     )
     errors.install(app)
     # The middleware added last runs first: a browser's preflight request carries no key and must not reach the guard.
-    app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes)
+    app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes, tracing=tracing)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -165,6 +170,11 @@ def _add_information(app: FastAPI, pool: Pool) -> None:
         async with pool.use(model, request) as service:
             return service.model.tokenizer.facts
 
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> dict:
+        # Made once, in a tenth of a second, for which the event loop must not wait.
+        return await asyncio.to_thread(app.openapi)
+
     @app.get("/docs", include_in_schema=False, response_model=None)
     async def docs() -> Response:
-        return HTMLResponse(docs_page.render(app.openapi()))
+        return HTMLResponse(await asyncio.to_thread(lambda: docs_page.render(app.openapi())))

@@ -192,6 +192,11 @@ class RequestGroup:
             generated=sum(choice.generated for choice in self.choices),
         )
 
+    @property
+    def finishes(self) -> list[str]:
+        """Why its choices have ended, each reason once; "abort" of those that have not by themselves."""
+        return sorted({choice.finish or "abort" for choice in self.choices})
+
     def abort(self, error: ApiError) -> None:
         """Cancel every choice that still runs; the client gets ``error``."""
         if self._open:
