@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 15
+#define TRIRUN_ABI_VERSION 16
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -252,6 +252,11 @@ size_t trirun_cpu_decoder_workspace(const trirun_decoder* d, int64_t rows);
 int trirun_cpu_decoder_step(const trirun_decoder* d, const trirun_segment* segments, int64_t segment_count,
                             const int64_t* tokens, int64_t rows, const int64_t* logit_rows, int64_t logit_count,
                             float* logits, void* workspace, size_t workspace_bytes, int threads);
+
+/* The same, but for what it gives: states[i][hidden] of those rows after the last norm, what the head would read. */
+int trirun_cpu_decoder_states(const trirun_decoder* d, const trirun_segment* segments, int64_t segment_count,
+                              const int64_t* tokens, int64_t rows, const int64_t* state_rows, int64_t state_count,
+                              float* states, void* workspace, size_t workspace_bytes, int threads);
 
 /* How a token is drawn: temperature, top-k, top-p of what that leaves, min-p, then the inverse of the cumulative
  * distribution over ascending ids at number `index` of a stream of SplitMix64. */

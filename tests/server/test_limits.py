@@ -118,7 +118,7 @@ def test_a_template_that_takes_too_long_is_one_line(site, monkeypatch):
 )
 def test_choices_times_tokens_are_limited(site, monkeypatch, check_error, body, taken):
     """Of several choices; one alone may fill the context."""
-    monkeypatch.setattr("trirun_cli.server.service.MOST_TOKENS", 80 if "n" in body or "prompt" in body else 10)
+    monkeypatch.setattr("trirun_cli.server.choices.MOST_TOKENS", 80 if "n" in body or "prompt" in body else 10)
 
     async def scenario():
         async with site() as demo:

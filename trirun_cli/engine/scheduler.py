@@ -129,14 +129,16 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        admission = self._cache.admit(sequence.tokens, reuse=not sequence.wants_scores)
+        pooling = sequence.request.pooling is not None
+        admission = self._cache.admit(sequence.tokens, reuse=not (sequence.wants_scores or pooling))
         if admission is None:
             return False
         sequence.slot, sequence.sampled = admission.slot, sequence.generated
         sequence.prefill, sequence.computed = len(sequence.tokens), admission.reused
         # Without a token to sample, the prompt's last one has nothing to say.
-        sequence.needed = sequence.prefill - (sequence.limit == 0)
+        sequence.needed = sequence.prefill - (sequence.limit == 0 and not pooling)
         sequence.scores.clear()
+        sequence.pooled, sequence.pooled_rows = None, 0
         if not sequence.started:
             sequence.started, sequence.reused = time.perf_counter(), admission.reused
             self.prompt_tokens += len(sequence.tokens)
@@ -148,9 +150,10 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, budget: int) -> Share:
         first = sequence.computed
         last = min(first + budget, sequence.needed)
-        sample = last == sequence.prefill
+        pooling = sequence.request.pooling is not None
+        sample = last == sequence.prefill and not pooling
         targets = sequence.tokens[first + 1 : last + 1] if sequence.wants_scores else ()
-        work = Work(sequence.slot, first, sequence.tokens[first:last], sample, targets)
+        work = Work(sequence.slot, first, sequence.tokens[first:last], sample, targets, pooling)
         sequence.computed = last
         sequence.sampled += sample
         return Share(sequence, sequence.turn, work)

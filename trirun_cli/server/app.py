@@ -14,7 +14,7 @@ from ..version import __version__
 from . import chat_page, docs_page, errors
 from .answer import answer
 from .bodies.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from .dialects import anthropic, responses
+from .dialects import anthropic, embeddings, responses
 from .dialects.chat import answer_chat
 from .errors import ApiError
 from .http.guard import Guard
@@ -69,6 +69,7 @@ def create_app(
     _add_completions(app, pool)
     anthropic.add(app, pool)
     responses.add(app, pool)
+    embeddings.add(app, pool)
     _add_information(app, pool)
     if page:
         # It asks for the API key, so it needs none itself.

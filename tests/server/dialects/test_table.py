@@ -156,6 +156,7 @@ REQUESTS = {
     "/v1/messages/count_tokens": BODIES[CHAT],
     "/tokenize": BODIES[CHAT] | {"tools": [TOOL]},
     "/detokenize": {"tokens": [5]},
+    "/v1/embeddings": {"input": "Hello"},
 }
 
 

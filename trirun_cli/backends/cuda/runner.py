@@ -83,7 +83,7 @@ class CudaRunner:
         max_rows: most tokens of a step.
     """
 
-    lookahead, why_slower, why_slots = 1, "", ""
+    lookahead, why_slower, why_slots, has_states = 1, "", "", False
 
     def __init__(self, decoder: CudaDecoder, *, max_rows: int = MAX_ROWS) -> None:
         model, device = decoder.model, decoder.model.device
@@ -257,7 +257,7 @@ class CudaRunner:
         prompts: list[tuple[int, int]] = [(0, 0)] * len(work)
         places: list[int | None] = [None] * len(work)
         for i in order:
-            slot, position, tokens, sample, targets = work[i]
+            slot, position, tokens, sample, targets, _ = work[i]
             count = work[i].rows
             last = rows + count
             staged[0, rows:last] = -1 if tokens is None else tokens

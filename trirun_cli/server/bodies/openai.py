@@ -105,7 +105,7 @@ class SamplingFields(GrammarFields):
         check_other_fields(self.model_extra or {})
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
+def prompts(value: Any) -> list[str] | list[list[int]]:
     """A prompt or prompts, as text or as token ids: always a list of prompts."""
     if isinstance(value, str):
         value = [value]
@@ -130,7 +130,7 @@ def _all_ids(value: list[Any]) -> bool:
 class CompletionBody(SamplingFields):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[Any, AfterValidator(_prompts)]
+    prompt: Annotated[Any, AfterValidator(prompts)]
     max_tokens: Count = 16
     echo: bool | None = None
     logprobs: Annotated[int | None, AfterValidator(at_least(0, 20))] = None
