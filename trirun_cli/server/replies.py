@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..engine.sampling import Token
+from ..text.harmony import ChannelParser
 from ..text.reasoning import ReasoningParser
 from ..text.tool_parsers import ToolParser
 from .errors import ApiError
@@ -150,14 +151,14 @@ class ChatReply(Reply):
         *args: Any,
         parser: Callable[[], ToolParser] | None = None,
         one_call: bool = False,
-        reasoning: Callable[[], ReasoningParser] | None = None,
+        reasoning: Callable[[], ReasoningParser | ChannelParser] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._parser, self._one_call = parser, one_call
         self._parsers: dict[int, ToolParser] = {}
         self._reasoning = reasoning
-        self._reasoners: dict[int, ReasoningParser] = {}
+        self._reasoners: dict[int, ReasoningParser | ChannelParser] = {}
 
     def first_chunks(self, group: RequestGroup) -> Iterator[dict[str, Any]]:
         for choice in group.choices:

@@ -11,6 +11,7 @@ from ..engine.engine import Engine
 from ..engine.request import EngineStopped, Request
 from ..errors import MissingError, TrirunError, UsageError
 from ..text.detokenizer import Detokenizer
+from ..text.harmony import ChannelParser, has_channels
 from ..text.reasoning import ReasoningParser
 from ..text.tool_calls import special_calls
 from .bodies.chat_grammar import chat_grammar, reasoning_of
@@ -132,11 +133,14 @@ class Service:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         constraint = await self._constraint(body, lambda: chat_grammar(body, self.model.tokenizer, prompt))
         requests = requests_of(self.model, body, [prompt], "messages", constraint, limit=limit, logprobs=logprobs)
-        special = body.offers_tools and special_calls(self.model.tokenizer.tool_template or "")
+        calls = body.offers_tools and special_calls(self.model.tokenizer.tool_template or "")
+        special = calls or has_channels(self.model.tokenizer.chat_template)
         return self._start(requests, arrived, body, special=special)
 
-    def reasoning_parser(self, group: RequestGroup) -> Callable[[], ReasoningParser] | None:
+    def reasoning_parser(self, group: RequestGroup) -> Callable[[], ReasoningParser | ChannelParser] | None:
         """What makes the parsers of a chat group's reasoning; None where the model's chat template knows of none."""
+        if has_channels(self.model.tokenizer.chat_template):
+            return ChannelParser
         found = reasoning_of(self.model.tokenizer, group.choices[0].request.prompt)
         return None if found == "none" else partial(ReasoningParser, found == "open")
 
