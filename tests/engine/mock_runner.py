@@ -38,6 +38,7 @@ class MockRunner:
 
     def __init__(self, slots=4, context=32, max_rows=8, lookahead=0, pages=None):
         self.slots, self.context, self.max_rows, self.lookahead = slots, context, max_rows, lookahead
+        self.prompt_rows = max_rows
         self.paged = pages is not None
         self.memory = {}
         self.cache = (

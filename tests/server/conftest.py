@@ -43,7 +43,7 @@ class ScriptedRunner:
     Log-probabilities are made of the token id: −(id % 7) − 0.5, the alternatives the ids after it.
     """
 
-    name, why_slower, max_rows, lookahead, has_states = "scripted", "", 64, 0, True
+    name, why_slower, max_rows, prompt_rows, lookahead, has_states = "scripted", "", 64, 64, 0, True
 
     def __init__(self, script, vocab_size, slots=4, context=64):
         self.script, self.vocab_size, self.slots, self.context = script, vocab_size, slots, context

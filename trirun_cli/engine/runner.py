@@ -117,6 +117,7 @@ class Runner(Protocol):
         why_slots: why it has so many slots, for people; empty where the caller chose them.
         slots: sequences that can run at once. context: most tokens of one. max_rows: most tokens of one step, at least
             ``slots``. vocab_size: token ids are below it.
+        prompt_rows: most tokens of prompts in a step in which others decode, who wait for it.
         lookahead: 1: the next step may be launched, with tokens=None, before this one is collected. 0: it may not.
         has_states: whether it gives hidden states.
         can_rewind: whether a slot can go back to a position before its last: not where a sliding window or a recurrent
@@ -129,6 +130,7 @@ class Runner(Protocol):
     slots: int
     context: int
     max_rows: int
+    prompt_rows: int
     vocab_size: int
     lookahead: int
     can_rewind: bool

@@ -1,11 +1,12 @@
 """Which requests run next, and how much of each.
 
-First come, first served, with continuous batching: every step advances each running request by one token and gives the
-rows that are left to prompts, oldest first, in chunks of whatever fits (chunked prefill, Agrawal et al. 2023,
-"SARATHI"), so that a long prompt never holds up those who are reading. A request is admitted when its prompt fits the
-cache. Nothing is reserved for what it will generate: when the cache is full the request admitted last is preempted, to
-be continued, from what it has by then, before any other that waits (preemption by recomputation, Kwon et al. 2023,
-"PagedAttention"). The one admitted first is never preempted, so there is always progress.
+First come, first served, with continuous batching: every step advances each running request by one token and gives
+the rows that are left to prompts, oldest first, in chunks of whatever fits, at most ``prompt_rows`` in all (chunked
+prefill, Agrawal et al. 2023, "SARATHI"), so that a long prompt never holds up those who are reading. A request is
+admitted when its prompt fits the cache. Nothing is reserved for what it will generate: when the cache is full the
+request admitted last is preempted, to be continued, from what it has by then, before any other that waits (preemption
+by recomputation, Kwon et al. 2023, "PagedAttention"). The one admitted first is never preempted, so there is always
+progress.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Scheduler:
         shares = self._decode()
         decoding = len(shares)
         budget = self._runner.max_rows - decoding
+        if decoding:
+            budget = min(budget, self._runner.prompt_rows)
         for sequence in self.running:
             if budget and sequence.computed < sequence.needed:
                 shares.append(self._prefill(sequence, budget))

@@ -16,7 +16,7 @@ from .thread import Preparation
 # Texts up to this length take about a millisecond; longer ones leave the event loop for a thread.
 _INLINE_CHARACTERS = 2048
 # Processor time of a chat template, far beyond what one of a long conversation takes.
-_TEMPLATE_S = 5.0
+_TEMPLATE_S = 1.0
 T = TypeVar("T")
 
 

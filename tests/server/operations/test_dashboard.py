@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from importlib import resources
 
 import trirun_cli.server.operations
@@ -50,8 +51,6 @@ def test_panels_do_not_overlap_and_have_titles_of_their_own():
 
 
 def test_the_event_loops_delay_is_seen(site):
-    import time
-
     async def scenario():
         async with site() as demo:
             watching = asyncio.ensure_future(demo.pool.metrics.watch_loop())
@@ -63,3 +62,22 @@ def test_the_event_loops_delay_is_seen(site):
 
     # The block may begin anywhere between two looks.
     assert asyncio.run(scenario()) >= 0.085
+
+
+def test_what_the_loop_works_is_told_from_what_it_waits(site):
+    async def scenario(block):
+        async with site() as demo:
+            watching = asyncio.ensure_future(demo.pool.metrics.watch_loop())
+            await asyncio.sleep(0.02)
+            block()
+            await asyncio.sleep(0.02)
+            watching.cancel()
+            return demo.pool.metrics.registry.get_sample_value("trirun:event_loop_busy_max_seconds")
+
+    def work():
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until:
+            pass
+
+    assert asyncio.run(scenario(lambda: time.sleep(0.1))) < 0.05
+    assert asyncio.run(scenario(work)) >= 0.085

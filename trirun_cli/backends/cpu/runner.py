@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 # Most steps of one native call.
 BURST_STEPS = 128
+# Prompts' rows of a step in which others decode. A row costs as much in a small step as in a large one once there are
+# 48, the least block of the kernels: more rows would make readers wait and prompts no cheaper.
+PROMPT_ROWS = 48
 
 
 class CpuRunner:
@@ -37,6 +40,7 @@ class CpuRunner:
         self.name = decoder.name
         self.slots, self.context = decoder.slots, decoder.context
         self.max_rows, self.vocab_size = decoder.max_rows, decoder.shape.vocab
+        self.prompt_rows = min(PROMPT_ROWS, self.max_rows)
         self.can_rewind = decoder.native.can_rewind
         copy = decoder.native.copy_prefix if self.can_rewind else None
         self.cache = SlotCache(self.slots, self.context, copy=copy, rewind=self.can_rewind)

@@ -90,7 +90,7 @@ class CudaRunner:
         self._decoder, self._device = decoder, device
         self.name = runner_name(decoder)
         self.slots, self.context, self.vocab_size = decoder.slots, decoder.context, model.shape.vocab
-        self.max_rows = max(max_rows, self.slots)
+        self.max_rows = self.prompt_rows = max(max_rows, self.slots)
         self.can_rewind = not model.shape.deltas
         self.cache = PagedCache(self.slots, decoder.pages, self.context, page_size=ops.PAGE, reuse=self.can_rewind)
         self._sampler = CudaSampler(self.slots, self.vocab_size, decoder.latest)

@@ -55,6 +55,7 @@ class TransformersRunner:
         self.name = f"transformers on {model.device}"
         self.slots, self.context = slots, context or longest
         self.max_rows, self.vocab_size = max(MAX_ROWS[model.device.type], slots), int(text.vocab_size)
+        self.prompt_rows = self.max_rows
         self.can_rewind = keeps_every_token(model)
         self.cache = SlotCache(slots, self.context, rewind=self.can_rewind)
         self._lengths = [0] * slots

@@ -56,6 +56,8 @@ class Metrics:
         )
         about = "The longest delay of the event loop since the start."
         self.loop_worst = Gauge("trirun:event_loop_delay_max_seconds", about, registry=self.registry)
+        about = "The most processor time that its thread took in such a delay, the rest being the machine's."
+        self.loop_busiest = Gauge("trirun:event_loop_busy_max_seconds", about, registry=self.registry)
         self.ended = metric(Counter, "request_success", "Choices ended, by reason.", "finished_reason")
         self.first = metric(Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS)
         fine = tuple(ms / 1e3 for ms in _MILLISECONDS)
@@ -80,15 +82,15 @@ class Metrics:
 
     async def watch_loop(self) -> None:
         """Measure the event loop's delay until cancelled."""
-        worst = 0.0
+        worst = busiest = 0.0
         while True:
-            due = time.perf_counter() + _LOOK_S
+            due, spent = time.perf_counter() + _LOOK_S, time.thread_time()
             await asyncio.sleep(_LOOK_S)
-            delay = max(time.perf_counter() - due, 0.0)
+            delay, spent = max(time.perf_counter() - due, 0.0), time.thread_time() - spent
             self.loop_delay.observe(delay)
-            if delay > worst:
-                worst = delay
-                self.loop_worst.set(worst)
+            worst, busiest = max(worst, delay), max(busiest, min(delay, spent))
+            self.loop_worst.set(worst)
+            self.loop_busiest.set(busiest)
 
     def render(self) -> bytes:
         """Every metric in Prometheus's text format."""
