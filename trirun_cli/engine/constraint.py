@@ -122,6 +122,61 @@ class AtLeast:
             self._inner.advance(token)
 
 
+class Only:
+    """Lets some tokens come and no others, in front of another constraint or alone.
+
+    Args:
+        ids: of the tokens. vocab: ids are below it. inner: what else says which tokens may come.
+    """
+
+    def __init__(self, ids: Iterable[int], vocab: int, inner: Constraint | None) -> None:
+        self._mask, self._inner = np.zeros(mask_words(vocab), np.uint32), inner
+        tokens = np.array(sorted(set(ids)), np.int64)
+        np.bitwise_or.at(self._mask, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
+
+    def fill(self, words: np.ndarray) -> None:
+        """See :class:`Constraint`."""
+        if self._inner is None:
+            words[:] = self._mask
+        else:
+            self._inner.fill(words)
+            words &= self._mask
+
+    def advance(self, token: int) -> None:
+        """See :class:`Constraint`."""
+        if self._inner is not None:
+            self._inner.advance(token)
+
+
+class Without:
+    """Keeps runs of tokens out of a text: the last of a run may not come after the others.
+
+    Args:
+        runs: token ids, at least one each. inner: what else says which tokens may come.
+    """
+
+    def __init__(self, runs: Iterable[Sequence[int]], inner: Constraint | None) -> None:
+        self._runs, self._inner = [tuple(run) for run in runs], inner
+        self._tail: tuple[int, ...] = ()
+        self._longest = max(map(len, self._runs)) - 1
+
+    def fill(self, words: np.ndarray) -> None:
+        """See :class:`Constraint`."""
+        if self._inner is None:
+            words[:] = 0xFFFFFFFF
+        else:
+            self._inner.fill(words)
+        for *before, last in self._runs:
+            if not before or self._tail[-len(before) :] == tuple(before):
+                words[last // 32] &= ~np.uint32(1 << last % 32)
+
+    def advance(self, token: int) -> None:
+        """See :class:`Constraint`."""
+        self._tail = (*self._tail, token)[-self._longest :] if self._longest else ()
+        if self._inner is not None:
+            self._inner.advance(token)
+
+
 def mask_words(vocab: int) -> int:
     """Words of a mask over ``vocab`` tokens."""
     return -(-vocab // 32)

@@ -91,6 +91,8 @@ def _add_completions(app: FastAPI, pool: Pool) -> None:
                 logprobs=body.logprobs is not None,
                 token_ids=bool(body.return_token_ids),
                 usage=body.wants_usage,
+                as_ids=bool(body.return_tokens_as_token_ids),
+                prompt_scores=body.prompt_logprobs is not None,
                 echoes=echoes,
             )
             return await answer(request, service, group, reply, stream=bool(body.stream))

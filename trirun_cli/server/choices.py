@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from ..engine.constraint import Constraint
+from ..engine.constraint import Constraint, Only, Without
 from ..engine.request import Request
 from ..engine.sampling import SamplingParams
 from ..errors import TrirunError
@@ -50,6 +51,7 @@ def requests_of(
     seed = secrets.randbits(64) if body.seed is None else body.seed
     requests: list[Request] = []
     asked = 0
+    begin = _narrowed(model, body, constraint)
     for prompt in prompts:
         most = _room(model, len(prompt), limit, param)
         if limit is None and default is not None:
@@ -78,8 +80,25 @@ def requests_of(
                 )
             except TrirunError as error:
                 raise ApiError(400, str(error), code="invalid_value") from error
-            requests.append(Request(uuid.uuid4().hex, prompt, params, stop_ids, constraint))
+            requests.append(Request(uuid.uuid4().hex, prompt, params, stop_ids, begin))
     return requests
+
+
+def _narrowed(
+    model: ServedModel, body: SamplingFields, begin: Callable[[], Constraint] | None
+) -> Callable[[], Constraint] | None:
+    """A constraint with those of ``allowed_token_ids`` and ``bad_words`` around it."""
+    vocab, ids, words = model.engine.vocab_size, body.allowed_token_ids, body.bad_words
+    if ids is not None:
+        model.tokenizer.check_ids(ids, "allowed_token_ids")
+        begin = partial(_with, partial(Only, ids, vocab), begin)
+    if words:
+        begin = partial(_with, partial(Without, model.tokenizer.spellings(words)), begin)
+    return begin
+
+
+def _with(outer: Callable[[Constraint | None], Constraint], begin: Callable[[], Constraint] | None) -> Constraint:
+    return outer(begin and begin())
 
 
 def _sampling(model: ServedModel, body: SamplingFields) -> dict[str, Any]:

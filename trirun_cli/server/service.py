@@ -102,8 +102,11 @@ class Service:
         tokenizer = self.model.tokenizer
         # Checked before work that grows with the number of choices.
         self._check_count(len(body.prompt) * (body.n or 1), "n" if len(body.prompt) == 1 else "prompt")
-        prompts = await self._prompts(body.prompt, body.add_special_tokens is not False, "prompt")
-        scores = body.logprobs if body.echo else None
+        whole = await self._prompts(
+            body.prompt, body.add_special_tokens is not False, "prompt", fits=body.truncate_prompt_tokens is None
+        )
+        prompts = [self._last(prompt, body) for prompt in whole]
+        scores = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
         limit = body.max_tokens if "max_tokens" in body.model_fields_set else None
         requests = requests_of(
             self.model,
@@ -126,13 +129,22 @@ class Service:
     async def chat(self, body: ChatBody, arrived: float) -> RequestGroup:
         """Start the choices of a chat completion; arguments and errors as of :meth:`complete`."""
         self._check_count(body.n or 1, "n")
-        prompt = tuple(await self.model.tokenizer.render(body.messages, body))
+        prompt = self._last(tuple(await self.model.tokenizer.render(body.messages, body)), body)
         if not prompt:
             raise ApiError(400, "messages have no tokens", param="messages", code="invalid_value")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         constraint = await self._constraint(body, lambda: chat_grammar(body, self.model.tokenizer, prompt))
-        requests = requests_of(self.model, body, [prompt], "messages", constraint, limit=limit, logprobs=logprobs)
+        requests = requests_of(
+            self.model,
+            body,
+            [prompt],
+            "messages",
+            constraint,
+            limit=limit,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+        )
         calls = body.offers_tools and special_calls(self.model.tokenizer.tool_template or "")
         special = calls or has_channels(self.model.tokenizer.chat_template)
         return self._start(requests, arrived, body, special=special)
@@ -179,7 +191,7 @@ class Service:
                 params.stop,
                 include_stop=include,
                 min_tokens=params.min_tokens,
-                special=special,
+                special=special or body.skip_special_tokens is False,
             )
 
         try:
@@ -220,12 +232,19 @@ class Service:
             self.forget(group)
         return found, sum(map(len, prompts))
 
-    async def _prompts(self, given: Sequence[Any], special: bool, name: str) -> list[tuple[int, ...]]:
+    def _last(self, prompt: tuple[int, ...], body: SamplingFields) -> tuple[int, ...]:
+        """What ``truncate_prompt_tokens`` leaves of a prompt: its last tokens."""
+        count = body.truncate_prompt_tokens
+        return prompt if count is None else prompt[-(self.context - 1 if count < 0 else count) :]
+
+    async def _prompts(
+        self, given: Sequence[Any], special: bool, name: str, *, fits: bool = True
+    ) -> list[tuple[int, ...]]:
         """The token ids of the prompts in the field ``name``: texts, or ids already."""
         tokenizer = self.model.tokenizer
         if isinstance(given[0], str):
             bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-            encoded = await tokenizer.encode(given, special=special, param=name)
+            encoded = await tokenizer.encode(given, special=special, param=name, fits=fits)
             prompts = [tuple(ids or bos) for ids in encoded]
         else:
             prompts = [tuple(ids) for ids in given]

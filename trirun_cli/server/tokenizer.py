@@ -103,6 +103,11 @@ class ServerTokenizer:
     async def _prepared(self, size: int, work: Callable[[], T], param: str) -> T:
         return work() if size <= _INLINE_CHARACTERS else await self.preparation.run(work, param)
 
+    def spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens of words, each at the beginning of a text and after a space, without special ones."""
+        spelled = [self._ids(space + word.lstrip(), False, "bad_words") for word in words for space in ("", " ")]
+        return [ids for ids in spelled if ids]
+
     def count(self, text: str) -> int:
         """Tokens of a text that the model wrote, without special ones; of a text from elsewhere by :meth:`encode`."""
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])

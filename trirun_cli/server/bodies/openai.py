@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from ..errors import ApiError
 from .base import (
+    MOST_BAD_WORDS,
     MOST_BIASES,
     MOST_MESSAGES,
     MOST_PROMPTS,
@@ -85,6 +86,12 @@ class SamplingFields(GrammarFields):
     repetition_penalty: Annotated[float | None, AfterValidator(above_zero())] = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_bias), AfterValidator(_biases)] = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int | None, AfterValidator(at_least(0, 20))] = None
+    truncate_prompt_tokens: Annotated[int | None, AfterValidator(at_least(-1))] = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[str] | None, BeforeValidator(at_most(MOST_BAD_WORDS))] = None
 
     @property
     def wants_usage(self) -> bool:
@@ -102,6 +109,14 @@ class SamplingFields(GrammarFields):
         if self.stream_options is not None and not self.stream:
             message = "stream_options is only for stream: true"
             raise ApiError(400, message, param="stream_options", code="invalid_value")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs is for answers that are not streamed"
+            raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+        if self.truncate_prompt_tokens == 0 or self.allowed_token_ids == []:
+            name = "truncate_prompt_tokens" if self.truncate_prompt_tokens == 0 else "allowed_token_ids"
+            raise ApiError(400, f"{name}: leaves no token", param=name, code="invalid_value")
+        if "" in (self.bad_words or ()):
+            raise ApiError(400, "bad_words: an empty string", param="bad_words", code="invalid_value")
         check_other_fields(self.model_extra or {})
 
 
@@ -142,6 +157,9 @@ class CompletionBody(SamplingFields):
         if self.best_of not in (None, self.n or 1):
             message = "best_of is only supported where it equals n"
             raise ApiError(400, message, param="best_of", code="unsupported_parameter")
+        if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
+            message = "prompt_logprobs: echo gives the prompt as many alternatives as logprobs asks for"
+            raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
 
 
 def _text_of(content: Any) -> Any:
@@ -199,6 +217,7 @@ class ChatBody(TemplateFields, SamplingFields):
     max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, AfterValidator(at_least(0, 20))] = None
+    include_reasoning: bool | None = None
 
     @property
     def binds_text(self) -> bool:

@@ -47,6 +47,9 @@ async def answer_chat(
             parser=partial(parser_for, tokenizer.tool_template or "") if chat.offers_tools else None,
             one_call=chat.parallel_tool_calls is False,
             reasoning=service.reasoning_parser(group),
+            with_reasoning=chat.include_reasoning is not False,
+            as_ids=bool(chat.return_tokens_as_token_ids),
+            prompt_scores=chat.prompt_logprobs is not None,
             **options,
         )
         return await answer(request, service, group, reply, stream=stream)
