@@ -126,11 +126,16 @@ class _Text:
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, ends
+        # Asking numpy for an address takes as long as a small mask, and the words are the same every time.
+        self._words: np.ndarray | None = None
+        self._address = self._bytes = 0
 
     def fill(self, words: np.ndarray) -> None:
         matcher = self._matcher
+        if words is not self._words:
+            self._words, self._address, self._bytes = words, words.ctypes.data, words.nbytes
         if not matcher.is_stopped():
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
         if matcher.is_error():
             words[:] = 0
         elif matcher.is_stopped():

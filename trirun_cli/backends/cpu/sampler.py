@@ -67,6 +67,8 @@ class HostSampler:
         self._states = [_State(SamplingParams(), 0, 0, None, None, None, None, True, True)] * slots
         self._vocab = vocab
         self._mask = np.zeros(mask_words(vocab), np.uint32)
+        # Single words of it, as Python's integers.
+        self._words = self._mask.data
 
     def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
@@ -121,7 +123,7 @@ class HostSampler:
             logits = _changed(logits, state)
         if state.constraint is not None:
             state.constraint.fill(self._mask)
-            if state.greedy and self._mask[largest >> 5] >> np.uint32(largest & 31) & 1:
+            if state.greedy and self._words[largest >> 5] >> (largest & 31) & 1:
                 # The usual case, in which the others need not be looked at.
                 state.constraint.advance(largest)
                 return Token(largest)
