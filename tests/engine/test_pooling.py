@@ -73,9 +73,9 @@ def test_of_a_model_they_are_those_of_transformers(engine_name, tmp_path):
     runner.max_rows = 48
     engine = Engine(runner)
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 96, (length,), generator=generator) for length in (1, 60, 130, 7)]
+    prompts = [torch.randint(3, 96, (length,), generator=generator) for length in (1, 60, 7)]
     text = []
-    engine.submit(Request("text", (5, 6, 7), SamplingParams(max_tokens=40)), text.append)
+    engine.submit(Request("text", (5, 6, 7), SamplingParams(max_tokens=12)), text.append)
     found = [
         (prompt, pooling, ask(engine, f"{i}{pooling}", prompt.tolist(), pooling))
         for i, prompt in enumerate(prompts)
@@ -89,9 +89,9 @@ def test_of_a_model_they_are_those_of_transformers(engine_name, tmp_path):
         right = pooled(states, pooling)
         assert np.linalg.norm(events[-1].embedding - right) < 1e-2 * np.linalg.norm(right)
     alone = []
-    engine.submit(Request("alone", (5, 6, 7), SamplingParams(max_tokens=40)), alone.append)
+    engine.submit(Request("alone", (5, 6, 7), SamplingParams(max_tokens=12)), alone.append)
     while engine.step():
         pass
     tokens = [[token.id for event in events for token in event.tokens] for events in (text, alone)]
-    assert tokens[0] == tokens[1] and len(tokens[0]) == 40
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 12
     engine.close()

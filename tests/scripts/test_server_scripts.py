@@ -47,7 +47,7 @@ def test_all_kinds_of_clients(run, repo_root, tmp_path):
     if not source.is_dir():
         pytest.skip("needs the reference model, of a context for the long prompts")
     pack(source, tmp_path / "checkpoint")
-    found = run("server_mix", tmp_path / "checkpoint", "--clients", 8, "--seconds", 3, "--plain", 2)
+    found = run("server_mix", tmp_path / "checkpoint", "--clients", 8, "--seconds", 1, "--plain", 1)
     assert found["faults"] == 0 and found["idle_afterwards"], found["first_faults"]
     assert sum(found["mixed"]["requests"].values()) >= 8 and found["mixed"]["between_ms"]["p99"] > 0
     assert found["hostile"]["requests"]

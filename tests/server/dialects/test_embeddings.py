@@ -1,56 +1,12 @@
-"""/v1/embeddings: OpenAI's client, the fields, the errors."""
+"""/v1/embeddings: the numbers, the fields, the errors; OpenAI's client is in test_clients."""
 
 import asyncio
 import base64
 import struct
 
-import httpx
-import numpy as np
 import pytest
 
-openai = pytest.importorskip("openai")
-
 PATH = "/v1/embeddings"
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def test_openais_client(client):
-    """It sends base64 where nothing is asked for, and decodes it."""
-    model = client.models.list().data[0].id
-    texts = ["The ship was in the harbour.", "The boat lay in the port.", "He ate an apple."]
-    whole = client.embeddings.create(model=model, input=texts)
-    vectors = np.array([each.embedding for each in whole.data])
-    assert [each.index for each in whole.data] == [0, 1, 2] and whole.usage.prompt_tokens > 12
-    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
-    floats = client.embeddings.create(model=model, input=texts[0], encoding_format="float")
-    assert np.allclose(floats.data[0].embedding, vectors[0], atol=1e-6)
-    short = client.embeddings.create(model=model, input=texts[0], dimensions=8).data[0].embedding
-    assert len(short) == 8 and np.allclose(short, vectors[0][:8] / np.linalg.norm(vectors[0][:8]), atol=1e-5)
-    mean = client.embeddings.create(model=model, input=texts, extra_body={"pooling": "mean"})
-    mean = np.array([each.embedding for each in mean.data])
-    # Two sentences of the same are nearer to each other than to a third.
-    assert mean[0] @ mean[1] > mean[0] @ mean[2]
-    assert not np.allclose(mean[0], vectors[0], atol=1e-2)
-
-
-def test_texts_and_their_tokens_are_the_same(client, server):
-    model = client.models.list().data[0].id
-    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": "a calm sea"}).json()["tokens"]
-    found = [client.embeddings.create(model=model, input=given).data[0].embedding for given in ("a calm sea", ids)]
-    assert found[0] == found[1]
-
-
-def test_more_texts_than_slots_and_queue(client):
-    model = client.models.list().data[0].id
-    texts = [f"text number {i}" for i in range(40)]
-    together = client.embeddings.create(model=model, input=texts).data
-    alone = [client.embeddings.create(model=model, input=texts[i]).data[0].embedding for i in (0, 17, 39)]
-    assert [together[i].embedding for i in (0, 17, 39)] == alone
 
 
 def test_the_numbers_are_pooled_as_asked(site):
