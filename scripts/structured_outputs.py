@@ -38,11 +38,30 @@ def read_tokenizer(path: Path) -> Any:
     from tokenizers import Tokenizer
 
     if path.is_dir():
-        return Tokenizer.from_file(str(path / "tokenizer.json"))
-    from trirun_cli.checkpoint.formats.gguf.file import GgufFile
-    from trirun_cli.checkpoint.formats.gguf.tokenizer import tokenizer_files
+        source = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    else:
+        from trirun_cli.checkpoint.formats.gguf.file import GgufFile
+        from trirun_cli.checkpoint.formats.gguf.tokenizer import tokenizer_files
 
-    return Tokenizer.from_str(json.dumps(tokenizer_files(GgufFile(path).metadata, {})["tokenizer.json"]))
+        source = tokenizer_files(GgufFile(path).metadata, {})["tokenizer.json"]
+    return Tokenizer.from_str(json.dumps(without_space_before(source)))
+
+
+def without_space_before(source: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json that puts no space before a text, as Llama's does: instances begin with their first brace."""
+
+    def stripped(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        for name in ("normalizers", "pretokenizers"):
+            if name in part:
+                kept = [stripped(each) for each in part[name] if each.get("type") != "Prepend"]
+                return part | {name: kept}
+        if part.get("type") == "Prepend":
+            return None
+        return part | {"prepend_scheme": "never"} if part.get("type") == "Metaspace" else part
+
+    return source | {name: stripped(source.get(name)) for name in ("normalizer", "pre_tokenizer")}
 
 
 def read_schemas(path: Path) -> Iterator[dict[str, Any]]:

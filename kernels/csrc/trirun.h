@@ -253,6 +253,11 @@ int trirun_cpu_decoder_step(const trirun_decoder* d, const trirun_segment* segme
                             const int64_t* tokens, int64_t rows, const int64_t* logit_rows, int64_t logit_count,
                             float* logits, void* workspace, size_t workspace_bytes, int threads);
 
+/* The same, but for what it gives: states[i][hidden] of those rows after the last norm, what the head would read. */
+int trirun_cpu_decoder_states(const trirun_decoder* d, const trirun_segment* segments, int64_t segment_count,
+                              const int64_t* tokens, int64_t rows, const int64_t* state_rows, int64_t state_count,
+                              float* states, void* workspace, size_t workspace_bytes, int threads);
+
 /* How a token is drawn: temperature, top-k, top-p of what that leaves, min-p, then the inverse of the cumulative
  * distribution over ascending ids at number `index` of a stream of SplitMix64. */
 typedef struct {

@@ -241,6 +241,10 @@ def cpu() -> ctypes.CDLL:
             whole,
             (pointer, pointer, long, pointer, long, pointer, long, pointer, pointer, size, whole),
         ),
+        "decoder_states": (
+            whole,
+            (pointer, pointer, long, pointer, long, pointer, long, pointer, pointer, size, whole),
+        ),
         "decoder_generate": (
             whole,
             (*(pointer, pointer, long, pointer, long, pointer, pointer, long), *[pointer] * 4, size, whole),

@@ -83,11 +83,15 @@ def test_logits_equal_transformers(name, tmp_path):
     model, packed = save_packed(*MODELS[name], tmp_path)
     tokens = torch.randint(3, 96, (200,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        expected = model(tokens.unsqueeze(0)).logits[0]
+        output = model(tokens.unsqueeze(0), output_hidden_states=True)
+    expected, states = output.logits[0], output.hidden_states[-1][0]
     decoder = NativeDecoder(packed, kv_dtype="float32", int8_head=False, threads=2)
     found = logits_of(decoder, tokens, keep=200)
     assert error(found, expected) < 1e-3
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.97
+    pieces = [(0, 150), (150, 199), (199, 200)]
+    given = [decoder.states([Segment(0, first, last - first)], tokens[first:last]) for first, last in pieces]
+    assert error(torch.from_numpy(np.concatenate(given)), states) < 1e-3
     half = NativeDecoder(packed, threads=2, max_rows=48)
     every = logits_of(half, tokens, keep=200)
     assert error(every, expected) < 1e-2

@@ -13,7 +13,7 @@ from trirun_gptq.train.loop import _deferred_interrupt
 
 from tests.interrupts import sigint_handled_by
 from trirun_cli.interrupts import Interrupts, importing
-from trirun_cli.server.run import _Server
+from trirun_cli.server.http.run import _Server
 from trirun_cli.text.completion import interruptions
 
 SWALLOWING = """

@@ -1,6 +1,8 @@
 """A runner without a model: its tokens are a function of those before, which it reads from its cache as a device would,
 so that a page given to the wrong slot, or a step at the wrong position, gives wrong tokens."""
 
+import numpy as np
+
 from trirun_cli.engine.paged_cache import PagedCache
 from trirun_cli.engine.request import Request
 from trirun_cli.engine.runner import Outcome
@@ -32,10 +34,11 @@ def continuation(prompt, most, stop_ids=()):
 class MockRunner:
     """``pages``: a paged cache of that many pages of 4 positions; None: a region per slot, which can be copied."""
 
-    name, why_slower, vocab_size = "mock", "", VOCAB
+    name, why_slower, vocab_size, has_states = "mock", "", VOCAB, True
 
     def __init__(self, slots=4, context=32, max_rows=8, lookahead=0, pages=None):
         self.slots, self.context, self.max_rows, self.lookahead = slots, context, max_rows, lookahead
+        self.prompt_rows = max_rows
         self.paged = pages is not None
         self.memory = {}
         self.cache = (
@@ -70,7 +73,7 @@ class MockRunner:
         assert sum(item.rows for item in work) <= self.max_rows
         assert len(self.in_flight) <= self.lookahead
         outcomes = []
-        for slot, position, tokens, sample, targets in work:
+        for slot, position, tokens, sample, targets, states in work:
             row = position
             for token in [self.last[slot]] if tokens is None else tokens:
                 assert 0 <= token < VOCAB and row < self.context
@@ -84,7 +87,9 @@ class MockRunner:
             prompt = tuple(
                 Token(target, logprob=float(token_after(held[: position + i + 1]))) for i, target in enumerate(targets)
             )
-            outcomes.append(Outcome(token, prompt))
+            # A token's state is what was before it and itself.
+            found = np.array([[sum(held[: at + 1]), held[at]] for at in range(position, row)], np.float32)
+            outcomes.append(Outcome(token, prompt, states=found if states else None))
         self.steps.append(list(work))
         self.in_flight.append(outcomes)
         return MockPending(self, outcomes)

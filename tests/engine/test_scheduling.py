@@ -176,3 +176,22 @@ def test_the_youngest_is_preempted_and_comes_back_first():
     assert engine.stats.preemptions == len(aside) > 0 and "0" not in {id for id, _ in aside}
     # Tokens are told once, and the prompt counts once.
     assert engine.stats.prompt_tokens == 28
+
+
+def test_a_long_prompt_takes_few_rows_of_steps_in_which_others_decode():
+    runner = MockRunner(max_rows=8)
+    runner.prompt_rows = 2
+    engine = Engine(runner)
+    reader, alone = submit(engine, 0, [1], 12), len(runner.steps)
+    engine.step()
+    prompt = submit(engine, 1, list(range(20)), 4)
+    run_all(engine)
+    assert reader.tokens == continuation([1], 12) and prompt.tokens == continuation(list(range(20)), 4)
+    rows = [[item.rows for item in step if item.tokens is not None] for step in runner.steps[alone + 1 :]]
+    assert rows[:10] == [[2]] * 10
+    lonely = MockRunner(max_rows=8)
+    lonely.prompt_rows = 2
+    engine = Engine(lonely)
+    submit(engine, 0, list(range(20)), 2)
+    run_all(engine)
+    assert [step[0].rows for step in lonely.steps[:3]] == [8, 8, 4]

@@ -10,6 +10,7 @@ import threading
 import time
 
 import httpx
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="needs trirun[serve]")
@@ -42,7 +43,7 @@ class ScriptedRunner:
     Log-probabilities are made of the token id: −(id % 7) − 0.5, the alternatives the ids after it.
     """
 
-    name, why_slower, max_rows, lookahead = "scripted", "", 64, 0
+    name, why_slower, max_rows, prompt_rows, lookahead, has_states = "scripted", "", 64, 64, 0, True
 
     def __init__(self, script, vocab_size, slots=4, context=64):
         self.script, self.vocab_size, self.slots, self.context = script, vocab_size, slots, context
@@ -67,6 +68,8 @@ class ScriptedRunner:
         return Done([self._outcome(item) for item in work])
 
     def _outcome(self, work):
+        if work.states:
+            return Outcome(None, states=np.array([[token, 1, 2, 3] for token in work.tokens], np.float32))
         params = self.requests[work.slot].params
         token = None
         if work.sample:
@@ -225,7 +228,7 @@ class Process:
     def metric(self, name):
         """A metric's value, summed over its labels."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"trirun:{name}{{"))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
     def idle(self, seconds=20):
         """Wait until nothing runs or waits."""

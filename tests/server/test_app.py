@@ -198,17 +198,17 @@ def test_metrics(site):
             text = (await demo.client.get("/metrics")).text
             values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
             label = '{model_name="demo"}'
-            assert float(values[f"trirun:num_requests_running{label}"]) == 0
-            assert float(values[f"trirun:kv_cache_usage_perc{label}"]) == 0
+            assert float(values[f"vllm:num_requests_running{label}"]) == 0
+            assert float(values[f"vllm:kv_cache_usage_perc{label}"]) == 0
             prompt = len(demo.runner.bound[0].prompt)
-            assert float(values[f"trirun:prompt_tokens_total{label}"]) == 3 * prompt
-            assert float(values[f"trirun:generation_tokens_total{label}"]) >= 2
-            assert float(values[f"trirun:time_to_first_token_seconds_count{label}"]) == 3
-            assert float(values[f"trirun:e2e_request_latency_seconds_count{label}"]) == 3
-            assert float(values['trirun:request_success_total{finished_reason="length",model_name="demo"}']) == 1
+            assert float(values[f"vllm:prompt_tokens_total{label}"]) == 3 * prompt
+            assert float(values[f"vllm:generation_tokens_total{label}"]) >= 2
+            assert float(values[f"vllm:time_to_first_token_seconds_count{label}"]) == 3
+            assert float(values[f"vllm:e2e_request_latency_seconds_count{label}"]) == 3
+            assert float(values['vllm:request_success_total{finished_reason="length",model_name="demo"}']) == 1
             config = 'max_model_len="64",max_num_seqs="4",max_num_seqs_reason="as asked",model_name="demo"'
             assert f"trirun:config_info{{{config}}} 1.0" in text
-            assert "trirun:inter_token_latency_seconds_bucket" in text and "trirun:num_requests_waiting" in text
+            assert "vllm:inter_token_latency_seconds_bucket" in text and "vllm:num_requests_waiting" in text
 
     asyncio.run(scenario())
 
@@ -225,7 +225,7 @@ def test_an_answer_that_a_stop_string_ends_has_its_usage_and_queue_time(site):
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == answer["usage"]["prompt_tokens"] - 1 > 0
             text = (await demo.client.get("/metrics")).text
-            assert 'trirun:request_queue_time_seconds_count{model_name="demo"} 2.0' in text
+            assert 'vllm:request_queue_time_seconds_count{model_name="demo"} 2.0' in text
 
     asyncio.run(scenario())
 

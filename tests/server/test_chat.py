@@ -104,7 +104,7 @@ def test_the_templates_own_options(site, tokenizer):
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "messages", "template"),
+        ({"chat_template_kwargs": {"tools": []}}, "messages", "template"),
     ],
 )
 def test_refusals_name_the_field(site, change, param, words):

@@ -8,7 +8,7 @@ from trirun_cli.engine.request import Event, FinishReason, Request
 from trirun_cli.engine.sampling import SamplingParams, Token
 from trirun_cli.server.errors import ApiError
 from trirun_cli.server.event_bridge import EventBridge
-from trirun_cli.server.metrics import Metrics
+from trirun_cli.server.operations.metrics import Metrics
 from trirun_cli.server.request_group import RequestGroup
 from trirun_cli.text.detokenizer import Detokenizer
 

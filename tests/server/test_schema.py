@@ -93,7 +93,7 @@ def test_unknown_fields_are_ignored_with_one_warning(site, caplog):
 
 @pytest.mark.slow
 def test_absurd_sizes_are_refused_before_they_cost_anything(site, check_error):
-    many = 1_000_000
+    many = 250_000
 
     async def scenario():
         async with site() as demo:
@@ -101,7 +101,7 @@ def test_absurd_sizes_are_refused_before_they_cost_anything(site, check_error):
                 ("prompt", [[1]] * (many // 2), "prompt"),
                 ("prompt", [1] * many, "prompt"),
                 ("prompt", ["a"] * 4097, "prompt"),
-                ("prompt", "word " * (many // 2), "prompt"),
+                ("prompt", "word " * many, "prompt"),
                 ("logit_bias", {str(i): 1 for i in range(2000)}, "logit_bias"),
                 ("messages", [{"role": "user", "content": "x"}] * 5000, "messages"),
             ):

@@ -250,3 +250,19 @@ def test_choices_of_tools_that_are_none(chat, fields, param, says):
     with pytest.raises(openai.BadRequestError) as error:
         chat(**fields)
     assert error.value.param == param and says in error.value.message
+
+
+def test_words_and_tokens_in_a_real_model(server):
+    """Greedy: ``bad_words`` keeps the model's own words out, and only ``allowed_token_ids`` come."""
+
+    def ask(**body):
+        made = {"prompt": "The ship was in the", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        return httpx.post(f"{server.url}/v1/completions", json=made | body, timeout=60).json()["choices"][0]
+
+    free = ask()
+    word = free["text"].split()[0]
+    without = ask(bad_words=[word])
+    assert word not in without["text"].split() and without["text"] != free["text"]
+    ids = sorted(set(free["token_ids"]))[:4]
+    only = ask(allowed_token_ids=ids)
+    assert set(only["token_ids"]) <= set(ids) and len(only["token_ids"]) == 12

@@ -206,7 +206,7 @@ def test_chat_needs_neither_torch_nor_transformers(copy_of, packed):
 
 SERVE = """
 import signal, sys
-import trirun_cli.server.run as run
+import trirun_cli.server.http.run as run
 from trirun_cli.commands.app import main
 # Ends the server as soon as it takes requests.
 own = run.serve

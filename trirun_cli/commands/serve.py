@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -24,8 +24,31 @@ from .shared.options import (
     Quiet,
     Tf32,
     check_machine,
-    completes,
     options_given,
+)
+from .shared.serve_options import (
+    ApiKey,
+    ApiKeyFile,
+    Backend,
+    ChatTemplate,
+    Context,
+    CorsOrigin,
+    Drain,
+    Host,
+    IdleUnload,
+    LogFormat,
+    LogRequests,
+    MaxBatch,
+    MaxModels,
+    MaxWaiting,
+    Models,
+    OtlpTracesEndpoint,
+    Page,
+    Port,
+    Preload,
+    ServedModelName,
+    StreamInterval,
+    Threads,
 )
 
 if TYPE_CHECKING:
@@ -41,73 +64,30 @@ _OF_BOTH_BACKENDS = (
 
 def command(
     context: typer.Context,
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Models: directories, GGUF files, names of the hub (ORG/NAME), demo, a folder of models; NAME=MODEL "
-            "names one. With --backend vllm, its own options after --.",
-            show_default=False,
-        ),
-    ] = None,
+    models: Models = None,
     checkpoint_option: CheckpointOption = None,
     original: OriginalOption = None,
-    backend: Annotated[
-        str,
-        typer.Option(
-            help="trirun's own server, or vllm: vLLM's, with this checkpoint on trirun's kernels, for several GPUs.",
-            autocompletion=completes("trirun", "vllm"),
-        ),
-    ] = "trirun",
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 is any free one.")] = 8000,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="Name in the API: any number of one model, or one each. Default: the directory's."),
-    ] = None,
-    max_batch: Annotated[
-        int | None, typer.Option(help="Requests that run at once. Default: by the device's memory and the model.")
-    ] = None,
-    ctx: Annotated[int | None, typer.Option(help="Tokens of a request, prompt included. Default: the model's.")] = None,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more return status 429.")] = 256,
-    max_models: Annotated[
-        int | None, typer.Option(help="Of several models, loaded at once. Default: as many as the memory holds.")
-    ] = None,
-    idle_unload: Annotated[
-        float | None, typer.Option(help="Unload a model that had no request for so many seconds. Default: never.")
-    ] = None,
-    preload: Annotated[
-        str,
-        typer.Option(
-            help="Models loaded at the start: first or all; others when asked for.",
-            autocompletion=completes("first", "all"),
-        ),
-    ] = "first",
-    chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja file that replaces the tokenizer's chat template.")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(help="Required of clients as a Bearer token.")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="Read the key from a file, where the process list does not show it.")
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin that browsers may call from; * is any. May be given several times.")
-    ] = None,
-    ui: Annotated[bool, typer.Option("--ui/--no-ui", help="A page to chat with, at /.")] = True,
-    drain: Annotated[float, typer.Option(help="Seconds that running requests get when the server stops.")] = 30,
-    stream_interval: Annotated[
-        float, typer.Option(help="Milliseconds between chunks of a stream; 0 sends every token at once.")
-    ] = 25,
-    log_requests: Annotated[
-        bool, typer.Option("--log-requests", help="Log a line per request: tokens, latency, id.")
-    ] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help="Threads on the CPU. Default: OMP_NUM_THREADS, or one per processor. A small model with many clients "
-            "may do better with one fewer, which is left to the connections.",
-            rich_help_panel="Machine",
-        ),
-    ] = None,
+    backend: Backend = "trirun",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    served_model_name: ServedModelName = None,
+    max_batch: MaxBatch = None,
+    ctx: Context = None,
+    max_waiting: MaxWaiting = 256,
+    max_models: MaxModels = None,
+    idle_unload: IdleUnload = None,
+    preload: Preload = "first",
+    chat_template: ChatTemplate = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    cors_origin: CorsOrigin = None,
+    ui: Page = True,
+    drain: Drain = 30,
+    stream_interval: StreamInterval = 25,
+    log_requests: LogRequests = False,
+    log_format: LogFormat = "text",
+    otlp_traces_endpoint: OtlpTracesEndpoint = None,
+    threads: Threads = None,
     device: Device = "auto",
     dtype: DType = "auto",
     act_bits: ActBits = None,
@@ -158,6 +138,8 @@ def command(
         raise UsageError(f"--idle-unload {idle_unload:g}: seconds above 0, at most a year")
     if preload not in ("first", "all"):
         raise UsageError(f"--preload {preload}: first or all")
+    if log_format not in ("text", "json"):
+        raise UsageError(f"--log-format {log_format}: text or json")
     if not 0 <= drain < 86_400:
         raise UsageError(f"--drain {drain:g}: seconds from 0 to a day")
     if not 0 <= stream_interval <= 10_000:
@@ -210,9 +192,10 @@ def command(
         return
     try:
         from ..server.app import create_app
-        from ..server.run import listen, serve, url_of
+        from ..server.http.run import listen, serve, url_of
     except ModuleNotFoundError as error:
         raise missing_package(error, "serving", "serve") from error
+    from ..server.operations.tracing import Tracing, exporter_to
     from ..server.pool.entry import source_of
     from ..server.pool.pool import Pool
 
@@ -249,7 +232,8 @@ def command(
         max_loaded=max_models,
         idle_s=idle_unload,
     )
-    app = create_app(pool, api_key=key, cors_origins=cors_origin or (), page=ui)
+    tracing = None if otlp_traces_endpoint is None else Tracing(exporter_to(otlp_traces_endpoint))
+    app = create_app(pool, api_key=key, cors_origins=cors_origin or (), page=ui, tracing=tracing)
 
     def ready() -> None:
         assert pool.entries[0].service is not None
@@ -274,6 +258,7 @@ def command(
         drain_s=drain,
         stream_interval_s=stream_interval / 1e3,
         log_requests=log_requests,
+        log_format="json" if log_format == "json" else "text",
     )
 
 

@@ -19,6 +19,8 @@ NOTHING_ALLOWED = "the grammar became too complex to follow: no next token is al
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 # Objects within objects of a schema.
 MOST_DEPTH = 64
+# Objects, lists and values of a schema: some ten times those of the largest in use.
+MOST_PARTS = 50_000
 # Of JSON schema (draft 2020-12, section 7.3) and OpenAPI: a format that is none of them is a remark of the schema's
 # author, which a validator ignores.
 _FORMATS = {
@@ -51,7 +53,7 @@ class Grammar:
         """A JSON schema.
 
         Raises:
-            UsageError: it is not an object, allows nothing, or is nested too deeply.
+            UsageError: it is not an object, allows nothing, is nested too deeply or has too many parts.
         """
         if schema is True:
             schema = {}
@@ -59,7 +61,7 @@ class Grammar:
             raise UsageError("the JSON schema false allows nothing")
         if not isinstance(schema, dict):
             raise UsageError(f"a JSON schema is an object, got {type(schema).__name__}")
-        return cls("json_schema", json.dumps(_without_remarks(schema)))
+        return cls("json_schema", json.dumps(_Remarks().without(schema)))
 
     @classmethod
     def of_choices(cls, choices: Sequence[str]) -> Grammar:
@@ -120,22 +122,86 @@ class AtLeast:
             self._inner.advance(token)
 
 
+class Only:
+    """Lets some tokens come and no others, in front of another constraint or alone.
+
+    Args:
+        ids: of the tokens. vocab: ids are below it. inner: what else says which tokens may come.
+    """
+
+    def __init__(self, ids: Iterable[int], vocab: int, inner: Constraint | None) -> None:
+        self._mask, self._inner = np.zeros(mask_words(vocab), np.uint32), inner
+        tokens = np.array(sorted(set(ids)), np.int64)
+        np.bitwise_or.at(self._mask, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
+
+    def fill(self, words: np.ndarray) -> None:
+        """See :class:`Constraint`."""
+        if self._inner is None:
+            words[:] = self._mask
+        else:
+            self._inner.fill(words)
+            words &= self._mask
+
+    def advance(self, token: int) -> None:
+        """See :class:`Constraint`."""
+        if self._inner is not None:
+            self._inner.advance(token)
+
+
+class Without:
+    """Keeps runs of tokens out of a text: the last of a run may not come after the others.
+
+    Args:
+        runs: token ids, at least one each. inner: what else says which tokens may come.
+    """
+
+    def __init__(self, runs: Iterable[Sequence[int]], inner: Constraint | None) -> None:
+        self._runs, self._inner = [tuple(run) for run in runs], inner
+        self._tail: tuple[int, ...] = ()
+        self._longest = max(map(len, self._runs)) - 1
+
+    def fill(self, words: np.ndarray) -> None:
+        """See :class:`Constraint`."""
+        if self._inner is None:
+            words[:] = 0xFFFFFFFF
+        else:
+            self._inner.fill(words)
+        for *before, last in self._runs:
+            if not before or self._tail[-len(before) :] == tuple(before):
+                words[last // 32] &= ~np.uint32(1 << last % 32)
+
+    def advance(self, token: int) -> None:
+        """See :class:`Constraint`."""
+        self._tail = (*self._tail, token)[-self._longest :] if self._longest else ()
+        if self._inner is not None:
+            self._inner.advance(token)
+
+
 def mask_words(vocab: int) -> int:
     """Words of a mask over ``vocab`` tokens."""
     return -(-vocab // 32)
 
 
-def _without_remarks(schema: Any, depth: int = 0) -> Any:
-    """A schema without formats of its author's own."""
-    if depth > MOST_DEPTH:
-        raise UsageError(f"the JSON schema is nested more than {MOST_DEPTH} levels deep")
-    if isinstance(schema, list):
-        return [_without_remarks(item, depth + 1) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    own = isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS
-    return {
-        key: value if key in _VALUES else _without_remarks(value, depth + 1)
-        for key, value in schema.items()
-        if not (own and key == "format")
-    }
+class _Remarks:
+    """Takes formats of its author's own out of a schema."""
+
+    def __init__(self) -> None:
+        self._parts = 0
+
+    def without(self, schema: Any, depth: int = 0) -> Any:
+        """The schema without them."""
+        self._parts += 1
+        if depth > MOST_DEPTH:
+            raise UsageError(f"the JSON schema is nested more than {MOST_DEPTH} levels deep")
+        if self._parts > MOST_PARTS:
+            raise UsageError(f"the JSON schema has more than {MOST_PARTS} parts")
+        if isinstance(schema, list):
+            return [self.without(item, depth + 1) for item in schema]
+        if not isinstance(schema, Mapping):
+            return schema
+        own = isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS
+        return {
+            key: value if key in _VALUES else self.without(value, depth + 1)
+            for key, value in schema.items()
+            if not (own and key == "format")
+        }

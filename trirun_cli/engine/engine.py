@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from .request import EngineStats, EngineStopped, Event, FinishReason, QueueFull, Request, Sink
@@ -15,6 +16,9 @@ from .runner import BurstRunner, Outcome, Pending, Runner
 from .sampling import Token
 from .scheduler import SHARED_BURST_S, Scheduler, Share, Step
 from .sequence import Sequence
+
+if TYPE_CHECKING:
+    import numpy as np
 
 logger = logging.getLogger("trirun")
 
@@ -43,7 +47,7 @@ class Engine:
         self._generated_tokens = self._steps = 0
         self._finished = dict.fromkeys(FinishReason, 0)
         self.name, self.why_slower, self.slots = runner.name, runner.why_slower, runner.slots
-        self.context, self.vocab_size = runner.context, runner.vocab_size
+        self.context, self.vocab_size, self.has_states = runner.context, runner.vocab_size, runner.has_states
         runner.prepare()
 
     @property
@@ -100,11 +104,14 @@ class Engine:
         """Whether a prompt fits the model.
 
         Raises:
-            InputError: it is empty, longer than the context, or holds an id that the model does not have.
+            InputError: it is empty, longer than the context, holds an id that the model does not have, or wants hidden
+                states of a runner that gives none.
         """
         prompt = request.prompt
         if not prompt:
             raise InputError("the prompt is empty")
+        if request.pooling and not self.has_states:
+            raise InputError(f"{self.name} gives no hidden states, of which embeddings are made")
         if len(prompt) > self.context:
             raise InputError(f"the prompt has {len(prompt)} tokens, the model's context is {self.context}")
         for ids, what in ((prompt, "token id"), (request.params.logit_bias, "logit_bias: token id")):
@@ -236,13 +243,17 @@ class Engine:
                 continue
             if not comes:
                 self._end(sequence, FinishReason.ABORT)
-            elif sequence.limit or (sequence.wants_scores and len(sequence.tokens) > 1):
+            elif sequence.limit or sequence.request.pooling or (sequence.wants_scores and len(sequence.tokens) > 1):
                 self._scheduler.add(sequence)
             else:
                 self._end(sequence, FinishReason.LENGTH, scores=sequence.take_scores(()))
 
     def _deliver(self, share: Share, outcome: Outcome) -> None:
         sequence, token = share.sequence, outcome.token
+        if outcome.states is not None:
+            if (embedding := sequence.pool(outcome.states)) is not None:
+                self._end(sequence, FinishReason.STOP, embedding=embedding)
+            return
         request, scores = sequence.request, sequence.take_scores(outcome.prompt)
         if token is None:
             if scores is not None and sequence.limit == 0:
@@ -269,6 +280,7 @@ class Engine:
         reason: FinishReason,
         tokens: tuple[Token, ...] = (),
         scores: tuple[Token, ...] | None = None,
+        embedding: np.ndarray | None = None,
     ) -> None:
         self._scheduler.remove(sequence)
         with self._changed:
@@ -276,7 +288,8 @@ class Engine:
             self._changed.notify_all()
         self._finished[reason] += 1
         error = sequence.no_token if reason is FinishReason.ERROR else None
-        self._tell(sequence, Event(sequence.request.id, tokens, reason, error, scores, sequence.usage()))
+        event = Event(sequence.request.id, tokens, reason, error, scores, sequence.usage(), embedding)
+        self._tell(sequence, event)
 
     def _tell(self, sequence: Sequence, event: Event) -> None:
         try:

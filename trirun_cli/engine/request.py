@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import TrirunError
 from .constraint import AtLeast, Constraint
 from .sampling import SamplingParams, Token
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+Pooling = Literal["mean", "last"]
 
 
 class QueueFull(TrirunError):
@@ -28,6 +35,7 @@ class Request:
         prompt: token ids, at least one.
         stop_ids: token ids that end the text; the one met is not part of it.
         constraint: begins what says which tokens may come; None where any may.
+        pooling: nothing is generated; the prompt's hidden states are wanted, their mean or the last one.
     """
 
     id: str
@@ -35,6 +43,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     constraint: Callable[[], Constraint] | None = None
+    pooling: Pooling | None = None
 
     def constrained(self, generated: Iterable[int]) -> Constraint | None:
         """What says which tokens may come after those ``generated``; None where any may."""
@@ -88,6 +97,7 @@ class Event:
         tokens: new ones, in order. error: the message, where ``finish`` is ERROR.
         prompt_logprobs: once, where they are asked for: a token per prompt token, the first without a probability.
         usage: until now, with the first tokens and with the end.
+        embedding: float32 [hidden], at the end, where pooling was asked for.
     """
 
     request_id: str
@@ -96,6 +106,7 @@ class Event:
     error: str | None = None
     prompt_logprobs: tuple[Token, ...] | None = None
     usage: Usage | None = None
+    embedding: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

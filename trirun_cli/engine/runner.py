@@ -19,6 +19,7 @@ from .request import Request
 from .sampling import Token
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -31,6 +32,7 @@ class Work(NamedTuple):
         sample: choose the token after the last of them.
         targets: what follows the first ``len(targets)`` of them in the prompt; their log-probabilities are wanted,
             with the alternatives that ``request.params.prompt_logprobs`` asks for.
+        states: the tokens' hidden states are wanted, and nothing else; of a runner with :attr:`Runner.has_states`.
     """
 
     slot: int
@@ -38,6 +40,7 @@ class Work(NamedTuple):
     tokens: Sequence[int] | None
     sample: bool
     targets: Sequence[int] = ()
+    states: bool = False
 
     @property
     def rows(self) -> int:
@@ -46,12 +49,13 @@ class Work(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one :class:`Work` gave: the sampled token, the log-probabilities of its targets, and, of a burst, the tokens
-    sampled after the first."""
+    """What one :class:`Work` gave: the sampled token, the log-probabilities of its targets, of a burst the tokens
+    sampled after the first, and hidden states, float32 [rows, hidden], after the last norm."""
 
     token: Token | None
     prompt: tuple[Token, ...] = ()
     more: tuple[Token, ...] = ()
+    states: np.ndarray | None = None
 
 
 class Pending(Protocol):
@@ -113,7 +117,9 @@ class Runner(Protocol):
         why_slots: why it has so many slots, for people; empty where the caller chose them.
         slots: sequences that can run at once. context: most tokens of one. max_rows: most tokens of one step, at least
             ``slots``. vocab_size: token ids are below it.
+        prompt_rows: most tokens of prompts in a step in which others decode, who wait for it.
         lookahead: 1: the next step may be launched, with tokens=None, before this one is collected. 0: it may not.
+        has_states: whether it gives hidden states.
         can_rewind: whether a slot can go back to a position before its last: not where a sliding window or a recurrent
             state has forgotten what it would go back to.
     """
@@ -124,9 +130,11 @@ class Runner(Protocol):
     slots: int
     context: int
     max_rows: int
+    prompt_rows: int
     vocab_size: int
     lookahead: int
     can_rewind: bool
+    has_states: bool
 
     @property
     def cache(self) -> KvCache:

@@ -1,11 +1,12 @@
 """Which requests run next, and how much of each.
 
-First come, first served, with continuous batching: every step advances each running request by one token and gives the
-rows that are left to prompts, oldest first, in chunks of whatever fits (chunked prefill, Agrawal et al. 2023,
-"SARATHI"), so that a long prompt never holds up those who are reading. A request is admitted when its prompt fits the
-cache. Nothing is reserved for what it will generate: when the cache is full the request admitted last is preempted, to
-be continued, from what it has by then, before any other that waits (preemption by recomputation, Kwon et al. 2023,
-"PagedAttention"). The one admitted first is never preempted, so there is always progress.
+First come, first served, with continuous batching: every step advances each running request by one token and gives
+the rows that are left to prompts, oldest first, in chunks of whatever fits, at most ``prompt_rows`` in all (chunked
+prefill, Agrawal et al. 2023, "SARATHI"), so that a long prompt never holds up those who are reading. A request is
+admitted when its prompt fits the cache. Nothing is reserved for what it will generate: when the cache is full the
+request admitted last is preempted, to be continued, from what it has by then, before any other that waits (preemption
+by recomputation, Kwon et al. 2023, "PagedAttention"). The one admitted first is never preempted, so there is always
+progress.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Scheduler:
         shares = self._decode()
         decoding = len(shares)
         budget = self._runner.max_rows - decoding
+        if decoding:
+            budget = min(budget, self._runner.prompt_rows)
         for sequence in self.running:
             if budget and sequence.computed < sequence.needed:
                 shares.append(self._prefill(sequence, budget))
@@ -129,14 +132,16 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        admission = self._cache.admit(sequence.tokens, reuse=not sequence.wants_scores)
+        pooling = sequence.request.pooling is not None
+        admission = self._cache.admit(sequence.tokens, reuse=not (sequence.wants_scores or pooling))
         if admission is None:
             return False
         sequence.slot, sequence.sampled = admission.slot, sequence.generated
         sequence.prefill, sequence.computed = len(sequence.tokens), admission.reused
         # Without a token to sample, the prompt's last one has nothing to say.
-        sequence.needed = sequence.prefill - (sequence.limit == 0)
+        sequence.needed = sequence.prefill - (sequence.limit == 0 and not pooling)
         sequence.scores.clear()
+        sequence.pooled, sequence.pooled_rows = None, 0
         if not sequence.started:
             sequence.started, sequence.reused = time.perf_counter(), admission.reused
             self.prompt_tokens += len(sequence.tokens)
@@ -148,9 +153,10 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, budget: int) -> Share:
         first = sequence.computed
         last = min(first + budget, sequence.needed)
-        sample = last == sequence.prefill
+        pooling = sequence.request.pooling is not None
+        sample = last == sequence.prefill and not pooling
         targets = sequence.tokens[first + 1 : last + 1] if sequence.wants_scores else ()
-        work = Work(sequence.slot, first, sequence.tokens[first:last], sample, targets)
+        work = Work(sequence.slot, first, sequence.tokens[first:last], sample, targets, pooling)
         sequence.computed = last
         sequence.sampled += sample
         return Share(sequence, sequence.turn, work)

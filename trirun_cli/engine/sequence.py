@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .constraint import NOTHING_ALLOWED
 from .request import FinishReason, Request, Sink, Usage
 from .sampling import NOT_FINITE, Token
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +24,7 @@ class Sequence:
         turn: counts its slots; a step launched in an earlier turn is of no account any more.
         prefill: tokens known when it was given its slot; needed: those of them to run before decoding begins.
         computed: tokens that launched steps have run; sampled: tokens that launched steps sample.
+        pooled: float64 [hidden], the sum of the hidden states known, or the last one; of pooled_rows tokens.
         wants_scores: log-probabilities of the prompt are still to be computed; scores: those known.
     """
 
@@ -39,11 +44,13 @@ class Sequence:
     started: float = 0.0
     first_token: float = 0.0
     scores: list[Token] = field(default_factory=list)
+    pooled: np.ndarray | None = None
+    pooled_rows: int = 0
 
     @classmethod
     def of(cls, request: Request, sink: Sink, context: int) -> Sequence:
         """A request that comes in now, to a model of that context."""
-        limit = min(request.params.max_tokens, context - len(request.prompt))
+        limit = 0 if request.pooling else min(request.params.max_tokens, context - len(request.prompt))
         wants_scores = request.params.prompt_logprobs is not None
         return cls(request, sink, limit, time.perf_counter(), list(request.prompt), wants_scores)
 
@@ -80,6 +87,19 @@ class Sequence:
             return None
         self.wants_scores = False
         return (Token(prompt[0]), *self.scores)
+
+    def pool(self, states: np.ndarray) -> np.ndarray | None:
+        """Take in hidden states of more prompt tokens; float32 [hidden], their mean or the last, when all are there."""
+        self.pooled_rows += len(states)
+        if self.request.pooling == "mean":
+            more = states.sum(axis=0, dtype="float64")
+            self.pooled = more if self.pooled is None else self.pooled + more
+        else:
+            self.pooled = states[-1]
+        if self.pooled_rows < len(self.request.prompt):
+            return None
+        count = self.pooled_rows if self.request.pooling == "mean" else 1
+        return (self.pooled / count).astype("float32")
 
     def usage(self) -> Usage:
         """What it took until now."""

@@ -77,18 +77,25 @@ def _gemma_windows(config: Config, pattern: int) -> list[int | None] | None:
     return sliding_windows(config, [(index + 1) % every != 0 for index in range(config["num_hidden_layers"])])
 
 
+def _gemma_scales(config: Config) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common beside their norms."""
+    return {
+        "activation": "hidden_activation",
+        "attention": {
+            "scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+            "softcap": config.get("attn_logit_softcapping") or 0.0,
+        },
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "logit_softcap": config.get("final_logit_softcapping") or 0.0,
+    }
+
+
 def _gemma2(config: Config) -> Description:
     return describe(
         config,
         SANDWICH,
-        activation="hidden_activation",
         windows=_gemma_windows(config, 2),
-        attention={
-            "scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
-            "softcap": config.get("attn_logit_softcapping") or 0.0,
-        },
-        embedding_scale=config["hidden_size"] ** 0.5,
-        logit_softcap=config.get("final_logit_softcapping") or 0.0,
+        **_gemma_scales(config),
     )
 
 
@@ -96,7 +103,7 @@ def _gemma3(config: Config) -> Description:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel("attention to later tokens")
     windows = _gemma_windows(config, 6)
-    kinds = ["sliding_attention" if window else "full_attention" for window in windows or ()]
+    kinds = _layer_kinds(windows)
     # Of an older config.json: local layers have a base of their own and no scaling.
     if not _nested(config):
         full = {"rope_theta": config.get("rope_theta") or 1e6, **(config.get("rope_scaling") or {})}
@@ -106,16 +113,15 @@ def _gemma3(config: Config) -> Description:
     return describe(
         config,
         QK_SANDWICH,
-        activation="hidden_activation",
         windows=windows,
         rotary_kinds=kinds or ["full_attention"] * config["num_hidden_layers"],
-        attention={
-            "scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
-            "softcap": config.get("attn_logit_softcapping") or 0.0,
-        },
-        embedding_scale=config["hidden_size"] ** 0.5,
-        logit_softcap=config.get("final_logit_softcapping") or 0.0,
+        **_gemma_scales(config),
     )
+
+
+def _layer_kinds(windows: list[int | None] | None) -> list[str]:
+    """The name of every layer's rotary settings, by its window."""
+    return ["sliding_attention" if window else "full_attention" for window in windows or ()]
 
 
 def _nested(config: Config) -> bool:
@@ -164,7 +170,7 @@ def _olmo2(config: Config) -> Description:
 
 def _olmo3(config: Config) -> Description:
     windows = _gemma_windows(config, 4)
-    kinds = ["sliding_attention" if window else "full_attention" for window in windows or ()]
+    kinds = _layer_kinds(windows)
     if not _nested(config):
         # Of an older config.json: a scaling is that of the layers that see everything.
         plain = {"rope_theta": config.get("rope_theta") or 10000.0}

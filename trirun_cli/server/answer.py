@@ -7,7 +7,7 @@ import asyncio
 from fastapi import Request
 from fastapi.responses import Response
 
-from . import sse
+from .http import sse
 from .replies import Reply
 from .request_group import RequestGroup
 from .service import Service
@@ -15,7 +15,7 @@ from .service import Service
 
 async def answer(request: Request, service: Service, group: RequestGroup, reply: Reply, *, stream: bool) -> Response:
     """The response; a client that disconnects cancels what still runs."""
-    request.state.group = group
+    request.state.group, request.state.model = group, service.names[0]
     if stream:
         return sse.EventStream(reply.events(group), lambda: service.forget(group))
     # ASGI reports a disconnect only to a pending receive().
@@ -25,7 +25,10 @@ async def answer(request: Request, service: Service, group: RequestGroup, reply:
         await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
             return Response(status_code=499)
-        return Response(sse.dumps(reply.document(group, done.result())), media_type="application/json")
+        deltas = done.result()
+        tokens = sum(len(delta.tokens) + len(delta.scores) for delta in deltas)
+        body = await sse.dumps_of(lambda: reply.document(group, deltas), tokens)
+        return Response(body, media_type="application/json")
     finally:
         gone.cancel()
         done.cancel()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from ..text.tool_calls import parser_for
 from ..version import __version__
-from . import chat_page, docs_page, errors, metrics
+from . import chat_page, docs_page, errors
 from .answer import answer
 from .bodies.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from .dialects import anthropic, responses
+from .dialects import anthropic, embeddings, responses
+from .dialects.chat import answer_chat
 from .errors import ApiError
-from .guard import Guard
+from .http.guard import Guard
+from .operations import metrics
+from .operations.tracing import Tracing
 from .pool.pool import Pool
 from .replies import ChatReply, CompletionReply
 
@@ -33,6 +35,7 @@ def create_app(
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     page: bool = True,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The ASGI application over models, which may still be loading.
 
@@ -41,6 +44,7 @@ def create_app(
         api_key: the Bearer token required by every path but /health, /version and /metrics; None requires none.
         cors_origins: web origins that browsers may call from; "*" allows any.
         max_body_bytes: a larger body returns 413. page: whether / is a page to chat with.
+        tracing: makes the spans of requests; None is where the process has set up OpenTelemetry.
     """
     # FastAPI's own pages load scripts from another host, which a machine without the internet does not reach.
     app = FastAPI(
@@ -49,10 +53,11 @@ def create_app(
         description="OpenAI's API over trirun's engine.",
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,
     )
     errors.install(app)
     # The middleware added last runs first: a browser's preflight request carries no key and must not reach the guard.
-    app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes)
+    app.add_middleware(Guard, api_key=api_key, max_body_bytes=max_body_bytes, tracing=tracing)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -64,6 +69,7 @@ def create_app(
     _add_completions(app, pool)
     anthropic.add(app, pool)
     responses.add(app, pool)
+    embeddings.add(app, pool)
     _add_information(app, pool)
     if page:
         # It asks for the API key, so it needs none itself.
@@ -85,6 +91,8 @@ def _add_completions(app: FastAPI, pool: Pool) -> None:
                 logprobs=body.logprobs is not None,
                 token_ids=bool(body.return_token_ids),
                 usage=body.wants_usage,
+                as_ids=bool(body.return_tokens_as_token_ids),
+                prompt_scores=body.prompt_logprobs is not None,
                 echoes=echoes,
             )
             return await answer(request, service, group, reply, stream=bool(body.stream))
@@ -94,20 +102,8 @@ def _add_completions(app: FastAPI, pool: Pool) -> None:
         """Answer a conversation through the model's chat template."""
         arrived = time.perf_counter()
         body.check_fields()
-        async with pool.use(body.model, request) as service:
-            group = await service.chat(body, arrived)
-            tokenizer = service.model.tokenizer
-            reply = ChatReply(
-                body.model or service.names[0],
-                tokenizer,
-                logprobs=bool(body.logprobs),
-                token_ids=bool(body.return_token_ids),
-                usage=body.wants_usage,
-                parser=partial(parser_for, tokenizer.tool_template or "") if body.offers_tools else None,
-                one_call=body.parallel_tool_calls is False,
-                reasoning=service.reasoning_parser(group),
-            )
-            return await answer(request, service, group, reply, stream=bool(body.stream))
+        stream, usage = bool(body.stream), body.wants_usage
+        return await answer_chat(request, pool, body.model, body, arrived, ChatReply, stream=stream, usage=usage)
 
 
 def _add_information(app: FastAPI, pool: Pool) -> None:
@@ -161,7 +157,8 @@ def _add_information(app: FastAPI, pool: Pool) -> None:
             if body.prompt is None:
                 ids = await tokenizer.render(body.messages or [], body)
             else:
-                ids = await tokenizer.encode(body.prompt, special=body.add_special_tokens, param="prompt", fits=False)
+                special = body.add_special_tokens
+                (ids,) = await tokenizer.encode([body.prompt], special=special, param="prompt", fits=False)
             return {"tokens": ids, "count": len(ids), "max_model_len": tokenizer.context}
 
     @app.post("/detokenize")
@@ -176,6 +173,11 @@ def _add_information(app: FastAPI, pool: Pool) -> None:
         async with pool.use(model, request) as service:
             return service.model.tokenizer.facts
 
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> dict:
+        # Made once, in a tenth of a second, for which the event loop must not wait.
+        return await asyncio.to_thread(app.openapi)
+
     @app.get("/docs", include_in_schema=False, response_model=None)
     async def docs() -> Response:
-        return HTMLResponse(docs_page.render(app.openapi()))
+        return HTMLResponse(await asyncio.to_thread(lambda: docs_page.render(app.openapi())))

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.model_dir import read_json
 from ..engine.engine import Engine
 from ..engine.generation import generation_defaults, stop_ids
+from ..engine.request import Pooling
 from ..errors import InputError
 from ..text.chat_template import check_chat_template
 from ..text.detokenizer import quick_tokenizer
@@ -27,7 +29,8 @@ class ServedModel:
         engine: started. tokenizer: of the model.
         stop_ids: token ids that end a text, unless the request says ``ignore_eos``.
         defaults: temperature, top_p, top_k, min_p and repetition_penalty of requests that do not set them.
-        why_slots: why so many requests run at once, for people. grammars: compiles those of structured output.
+        why_slots: why so many requests run at once, for people.
+        pooling: of embeddings, where a request does not say it. grammars: compiles those of structured output.
     """
 
     engine: Engine
@@ -35,6 +38,7 @@ class ServedModel:
     stop_ids: frozenset[int]
     defaults: Mapping[str, float] = field(default_factory=dict)
     why_slots: str = ""
+    pooling: Pooling = "last"
     grammars: GrammarCompiler = field(kw_only=True)
 
     @classmethod
@@ -55,7 +59,19 @@ class ServedModel:
         engine.start()
         ends = frozenset(stop_ids(path))
         grammars = GrammarCompiler(tokenizer.backend_tokenizer, engine.vocab_size, ends)
-        return cls(engine, own, ends, defaults, why_slots, grammars=grammars)
+        return cls(engine, own, ends, defaults, why_slots, pooling_of(path), grammars=grammars)
+
+
+def pooling_of(path: Path) -> Pooling:
+    """How a model directory says that embeddings are made (sentence-transformers' file); the last state where it says
+    nothing, or another way."""
+    file = path / "1_Pooling" / "config.json"
+    if not file.is_file():
+        return "last"
+    modes = {name for name, value in read_json(file).items() if name.startswith("pooling_mode_") and value is True}
+    if modes == {"pooling_mode_mean_tokens"}:
+        return "mean"
+    return "last"
 
 
 def serving_tokenizer(path: Path, chat_template: str | None = None, file: Path | None = None) -> Any:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ..engine.sampling import Token
+from ..text.harmony import ChannelParser
 from ..text.reasoning import ReasoningParser
 from ..text.tool_parsers import ToolParser
-from . import sse
 from .errors import ApiError
+from .http import sse
 from .request_group import Delta, RequestGroup
 from .tokenizer import Offsets, ServerTokenizer
 
@@ -25,16 +27,27 @@ class Reply:
     Args:
         model: the name that the request asked for. tokenizer: for the text of single tokens.
         logprobs: include tokens with their log-probabilities. token_ids: include token ids.
+        as_ids: a token's text, beside its log-probability, is "token_id:" and its id. prompt_scores: include the
+            prompt's log-probabilities, as vLLM writes them.
         usage: end a stream with a chunk of token counts; ``usage`` is null in every chunk before.
     """
 
     prefix, object, chunk_object = "", "", ""
 
     def __init__(
-        self, model: str, tokenizer: ServerTokenizer, *, logprobs: bool, token_ids: bool, usage: bool = False
+        self,
+        model: str,
+        tokenizer: ServerTokenizer,
+        *,
+        logprobs: bool,
+        token_ids: bool,
+        usage: bool = False,
+        as_ids: bool = False,
+        prompt_scores: bool = False,
     ) -> None:
         self._tokenizer, self._logprobs, self._token_ids = tokenizer, logprobs, token_ids
-        self.with_usage = usage
+        self.with_usage, self._prompt_scores = usage, prompt_scores
+        self._name: Callable[[int], str] = "token_id:{}".format if as_ids else tokenizer.token_text
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def first_chunks(self, group: RequestGroup) -> Iterator[dict[str, Any]]:
@@ -47,8 +60,9 @@ class Reply:
             yield sse.event(document)
         try:
             async for delta in group.deltas():
-                if (chunk := self.chunk(delta)) is not None:
-                    yield sse.event(chunk)
+                data = await sse.dumps_of(partial(self.chunk, delta), len(delta.tokens) + len(delta.scores))
+                if data != b"null":
+                    yield sse.event_of(data)
         except ApiError as error:
             # The status line is already sent; OpenAI's clients also read an error from the stream.
             yield sse.event(error.body)
@@ -83,6 +97,26 @@ class Reply:
     def _part(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
 
+    def _scores_of(self, delta: Delta) -> dict[str, Any]:
+        """vLLM's log-probabilities of a prompt: of each token but the first, and of the likeliest there, by id. The
+        rank of a token beyond those is not known."""
+        if not self._prompt_scores:
+            return {}
+        found: list[dict[str, Any] | None] = []
+        for token in delta.scores:
+            if token.logprob is None:
+                found.append(None)
+                continue
+            ranks = {other: rank for rank, (other, _) in enumerate(token.top, 1)}
+            values = dict(token.top) | {token.id: token.logprob}
+            found.append(
+                {
+                    str(id): {"logprob": _finite(value), "rank": ranks.get(id), "decoded_token": self._name(id)}
+                    for id, value in values.items()
+                }
+            )
+        return {"prompt_logprobs": found}
+
     def _ids(self, delta: Delta) -> dict[str, Any]:
         return {"token_ids": [token.id for token in delta.tokens]} if self._token_ids else {}
 
@@ -109,7 +143,7 @@ class CompletionReply(Reply):
     def _part(self, delta: Delta) -> dict[str, Any]:
         echo = self._echoes.pop(delta.index, "")
         logprobs = self._logprobs_of(delta, echo) if self._logprobs else None
-        return {"text": echo + delta.text, "logprobs": logprobs, **self._ids(delta)}
+        return {"text": echo + delta.text, "logprobs": logprobs, **self._ids(delta), **self._scores_of(delta)}
 
     def _logprobs_of(self, delta: Delta, echo: str) -> dict[str, Any]:
         offsets = self._offsets.setdefault(delta.index, Offsets(self._tokenizer))
@@ -117,7 +151,7 @@ class CompletionReply(Reply):
         places = offsets.of_prompt([token.id for token in prompt], echo) if prompt else []
         tokens = [*prompt, *delta.tokens]
         return {
-            "tokens": [self._tokenizer.token_text(token.id) for token in tokens],
+            "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [self._alternatives(token) for token in tokens],
             "text_offset": [*places, *(offsets.next(token.id) for token in delta.tokens)],
@@ -128,7 +162,7 @@ class CompletionReply(Reply):
             return None
         found: dict[str, float] = {}
         for other, logprob in sorted([*token.top, (token.id, token.logprob)], key=lambda pair: -pair[1]):
-            found.setdefault(self._tokenizer.token_text(other), max(logprob, _MINUS_INFINITY))
+            found.setdefault(self._name(other), max(logprob, _MINUS_INFINITY))
         return found
 
 
@@ -139,6 +173,7 @@ class ChatReply(Reply):
         parser: makes the tool-call parser of a choice; None where the request offers no tools.
         one_call: only the first tool call of a choice is part of the response, as ``parallel_tool_calls: false`` asks.
         reasoning: makes the parser of a choice's reasoning; None where the chat template knows of none.
+        with_reasoning: it is part of the response.
     """
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -148,19 +183,24 @@ class ChatReply(Reply):
         *args: Any,
         parser: Callable[[], ToolParser] | None = None,
         one_call: bool = False,
-        reasoning: Callable[[], ReasoningParser] | None = None,
+        reasoning: Callable[[], ReasoningParser | ChannelParser] | None = None,
+        with_reasoning: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._parser, self._one_call = parser, one_call
         self._parsers: dict[int, ToolParser] = {}
-        self._reasoning = reasoning
-        self._reasoners: dict[int, ReasoningParser] = {}
+        self._reasoning, self._with_reasoning = reasoning, with_reasoning
+        self._reasoners: dict[int, ReasoningParser | ChannelParser] = {}
 
     def first_chunks(self, group: RequestGroup) -> Iterator[dict[str, Any]]:
         for choice in group.choices:
             start = {"role": "assistant", "content": ""}
             yield self._chunk({"index": choice.index, "delta": start, "logprobs": None, "finish_reason": None})
+
+    def document(self, group: RequestGroup, deltas: Sequence[Delta]) -> dict[str, Any]:
+        # All choices have one prompt.
+        return super().document(group, deltas) | self._scores_of(deltas[0])
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         calls = self.extract(delta)
@@ -192,6 +232,8 @@ class ChatReply(Reply):
             if delta.finish is not None:
                 rest, answer = parser.flush()
                 delta.reasoning, delta.text = delta.reasoning + rest, delta.text + answer
+            if not self._with_reasoning:
+                delta.reasoning = ""
         return self._extract_calls(delta)
 
     def _extract_calls(self, delta: Delta) -> list[dict[str, Any]]:
@@ -219,7 +261,7 @@ class ChatReply(Reply):
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token)
         return {
-            "token": self._tokenizer.token_text(token),
+            "token": self._name(token),
             "logprob": _finite(logprob),
             "bytes": None if raw is None else list(raw),
         }

@@ -18,7 +18,7 @@ from .errors import ApiError
 if TYPE_CHECKING:
     from ..engine.engine import Engine
     from .event_bridge import EventBridge
-    from .metrics import ModelMetrics
+    from .operations.metrics import ModelMetrics
 
 
 log = logging.getLogger("trirun.server")
@@ -191,6 +191,11 @@ class RequestGroup:
             cached=sum(choice.usage.reused_tokens for choice in prompts if choice.usage is not None),
             generated=sum(choice.generated for choice in self.choices),
         )
+
+    @property
+    def finishes(self) -> list[str]:
+        """Why its choices have ended, each reason once; "abort" of those that have not by themselves."""
+        return sorted({choice.finish or "abort" for choice in self.choices})
 
     def abort(self, error: ApiError) -> None:
         """Cancel every choice that still runs; the client gets ``error``."""

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.constraint import Constraint, Grammar
 from ..engine.engine import Engine
 from ..engine.request import EngineStopped, Request
-from ..engine.sampling import SamplingParams
 from ..errors import MissingError, TrirunError, UsageError
 from ..text.detokenizer import Detokenizer
+from ..text.harmony import ChannelParser, has_channels
 from ..text.reasoning import ReasoningParser
 from ..text.tool_calls import special_calls
 from .bodies.chat_grammar import chat_grammar, reasoning_of
+from .bodies.embeddings import EmbeddingsBody
 from .bodies.openai import ChatBody, CompletionBody, SamplingFields
+from .choices import requests_of
+from .embedding_group import EmbeddingGroup
 from .errors import ApiError
 from .event_bridge import EventBridge
-from .metrics import ModelMetrics
 from .model import ServedModel
+from .operations.metrics import ModelMetrics
 from .request_group import RequestGroup
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Tokens of a completion without ``max_tokens``, as in OpenAI's API.
 DEFAULT_COMPLETION_TOKENS = 16
 # Choices of one request, however long the queue is.
 MOST_CHOICES = 4096
-_MASK = 2**64 - 1
 
 
 class Service:
@@ -52,7 +54,7 @@ class Service:
     ) -> None:
         self.names, self._max_waiting = list(names), max_waiting
         self._model, self._bridge, self._metrics, self._ended = model, bridge, metrics, ended
-        self._groups: set[RequestGroup] = set()
+        self._groups: set[RequestGroup | EmbeddingGroup] = set()
 
     @property
     def model(self) -> ServedModel:
@@ -100,53 +102,57 @@ class Service:
         tokenizer = self.model.tokenizer
         # Checked before work that grows with the number of choices.
         self._check_count(len(body.prompt) * (body.n or 1), "n" if len(body.prompt) == 1 else "prompt")
-        prompts = []
-        for index, prompt in enumerate(body.prompt):
-            param = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
-            if isinstance(prompt, str):
-                special = True if body.add_special_tokens is None else body.add_special_tokens
-                ids = await tokenizer.encode(prompt, special=special, param=param)
-                ids = ids or ([] if tokenizer.bos_id is None else [tokenizer.bos_id])
-            else:
-                ids = prompt
-                # A longer prompt is refused anyway, so only as many ids as fit are checked.
-                tokenizer.check_ids(ids[: tokenizer.context + 1], param)
-            if not ids:
-                raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
-            prompts.append(tuple(ids))
-        scores = body.logprobs if body.echo else None
+        whole = await self._prompts(
+            body.prompt, body.add_special_tokens is not False, "prompt", fits=body.truncate_prompt_tokens is None
+        )
+        prompts = [self._last(prompt, body) for prompt in whole]
+        scores = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
         limit = body.max_tokens if "max_tokens" in body.model_fields_set else None
-        requests = self._requests(
+        requests = requests_of(
+            self.model,
             body,
             prompts,
             "prompt",
-            await self._constraint(body.grammar(), body),
+            await self._constraint(body, body.grammar),
             limit=limit,
             default=DEFAULT_COMPLETION_TOKENS,
             logprobs=body.logprobs,
             prompt_logprobs=scores,
         )
-        group = self._start(requests, arrived, body)
-        if not body.echo:
-            return group, None
-        texts = [text if isinstance(text, str) else tokenizer.text_of(text) for text in body.prompt]
-        return group, [text for text in texts for _ in range(body.n or 1)]
+        echoes = None
+        if body.echo:
+            texts = [text if isinstance(text, str) else await tokenizer.detokenize(text) for text in body.prompt]
+            echoes = [text for text in texts for _ in range(body.n or 1)]
+        # Nothing may wait once the group has started: who leaves then would leave it behind.
+        return self._start(requests, arrived, body), echoes
 
     async def chat(self, body: ChatBody, arrived: float) -> RequestGroup:
         """Start the choices of a chat completion; arguments and errors as of :meth:`complete`."""
         self._check_count(body.n or 1, "n")
-        prompt = tuple(await self.model.tokenizer.render(body.messages, body))
+        prompt = self._last(tuple(await self.model.tokenizer.render(body.messages, body)), body)
         if not prompt:
             raise ApiError(400, "messages have no tokens", param="messages", code="invalid_value")
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        constraint = await self._constraint(chat_grammar(body, self.model.tokenizer, prompt), body)
-        requests = self._requests(body, [prompt], "messages", constraint, limit=limit, logprobs=logprobs)
-        special = body.offers_tools and special_calls(self.model.tokenizer.tool_template or "")
+        constraint = await self._constraint(body, lambda: chat_grammar(body, self.model.tokenizer, prompt))
+        requests = requests_of(
+            self.model,
+            body,
+            [prompt],
+            "messages",
+            constraint,
+            limit=limit,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+        calls = body.offers_tools and special_calls(self.model.tokenizer.tool_template or "")
+        special = calls or has_channels(self.model.tokenizer.chat_template)
         return self._start(requests, arrived, body, special=special)
 
-    def reasoning_parser(self, group: RequestGroup) -> Callable[[], ReasoningParser] | None:
+    def reasoning_parser(self, group: RequestGroup) -> Callable[[], ReasoningParser | ChannelParser] | None:
         """What makes the parsers of a chat group's reasoning; None where the model's chat template knows of none."""
+        if has_channels(self.model.tokenizer.chat_template):
+            return ChannelParser
         found = reasoning_of(self.model.tokenizer, group.choices[0].request.prompt)
         return None if found == "none" else partial(ReasoningParser, found == "open")
 
@@ -155,7 +161,7 @@ class Service:
         for group in list(self._groups):
             group.abort(ApiError(503, "the server is shutting down", code="shutting_down"))
 
-    def forget(self, group: RequestGroup) -> None:
+    def forget(self, group: RequestGroup | EmbeddingGroup) -> None:
         """Cancel what still runs of a group whose response has ended, for whatever reason."""
         group.close()
         self._groups.discard(group)
@@ -185,7 +191,7 @@ class Service:
                 params.stop,
                 include_stop=include,
                 min_tokens=params.min_tokens,
-                special=special,
+                special=special or body.skip_special_tokens is False,
             )
 
         try:
@@ -197,92 +203,80 @@ class Service:
         self._groups.add(group)
         return group
 
-    def _requests(
-        self,
-        body: SamplingFields,
-        prompts: Sequence[tuple[int, ...]],
-        param: str,
-        constraint: Callable[[], Constraint] | None,
-        *,
-        limit: int | None,
-        default: int | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-    ) -> list[Request]:
-        """One request per choice: ``n`` of each prompt.
+    async def embed(self, body: EmbeddingsBody) -> tuple[list[np.ndarray], int]:
+        """The embeddings of a request's texts, float32 [hidden] each, and how many tokens they have.
 
-        Args:
-            param: the field of the prompts. constraint: begins that of a text.
-            limit: of generated tokens; None is ``default``, or what fits the context.
+        Raises:
+            ApiError: 400, the request is invalid; 429, the queue is full; 500 or 503, there is no model to run it; 501,
+                what runs the model gives no hidden states.
         """
-        model, count = self.model, body.n or 1
-        bias = body.logit_bias or {}
-        model.tokenizer.check_ids(list(bias), "logit_bias")
-        model.tokenizer.check_ids(body.stop_token_ids or [], "stop_token_ids")
-        stop_ids = (frozenset() if body.ignore_eos else model.stop_ids) | frozenset(body.stop_token_ids or ())
-        seed = secrets.randbits(64) if body.seed is None else body.seed
-        requests = []
-        for prompt in prompts:
-            most = self._room(len(prompt), limit, param)
-            if limit is None and default is not None:
-                most = min(most, default)
-            if (least := body.min_tokens or 0) > most:
-                message = f"min_tokens: {least} tokens, and at most {most} are generated"
-                raise ApiError(400, message, param="min_tokens", code="invalid_value")
-            for index in range(count):
-                try:
-                    params = SamplingParams(
-                        max_tokens=most,
-                        # Choices differ by their seeds; the first one is that of n = 1.
-                        seed=(seed + index) & _MASK,
-                        stop=tuple(body.stop or ()),
-                        presence_penalty=body.presence_penalty or 0.0,
-                        frequency_penalty=body.frequency_penalty or 0.0,
-                        logit_bias=bias,
-                        min_tokens=least,
-                        logprobs=logprobs,
-                        prompt_logprobs=prompt_logprobs,
-                        **self._sampling(body),
-                    )
-                except TrirunError as error:
-                    raise ApiError(400, str(error), code="invalid_value") from error
-                requests.append(Request(uuid.uuid4().hex, prompt, params, stop_ids, constraint))
-        return requests
+        model = self.model
+        if not model.engine.has_states:
+            message = f"{model.engine.name} gives no hidden states, of which embeddings are made; a CPU does"
+            raise ApiError(501, message, code="unsupported_endpoint")
+        prompts = await self._prompts(body.input, body.add_special_tokens, "input")
+        for index, prompt in enumerate(prompts):
+            if len(prompt) > model.engine.context:
+                message = f"input[{index}] has {len(prompt)} tokens, the context {model.engine.context}"
+                raise ApiError(400, message, param="input", code="context_length_exceeded")
+        group = EmbeddingGroup(model.engine, self._bridge, self._metrics)
+        self._groups.add(group)
+        try:
+            found = await group.run(prompts, body.pooling or model.pooling)
+        except ExceptionGroup as errors:
+            first = errors.exceptions[0]
+            if isinstance(first, EngineStopped):
+                raise ApiError(500, str(first), code="engine_dead") from None
+            raise first from None
+        finally:
+            self.forget(group)
+        return found, sum(map(len, prompts))
+
+    def _last(self, prompt: tuple[int, ...], body: SamplingFields) -> tuple[int, ...]:
+        """What ``truncate_prompt_tokens`` leaves of a prompt: its last tokens."""
+        count = body.truncate_prompt_tokens
+        return prompt if count is None else prompt[-(self.context - 1 if count < 0 else count) :]
+
+    async def _prompts(
+        self, given: Sequence[Any], special: bool, name: str, *, fits: bool = True
+    ) -> list[tuple[int, ...]]:
+        """The token ids of the prompts in the field ``name``: texts, or ids already."""
+        tokenizer = self.model.tokenizer
+        if isinstance(given[0], str):
+            bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+            encoded = await tokenizer.encode(given, special=special, param=name, fits=fits)
+            prompts = [tuple(ids or bos) for ids in encoded]
+        else:
+            prompts = [tuple(ids) for ids in given]
+        for index, ids in enumerate(prompts):
+            param = name if len(prompts) == 1 else f"{name}[{index}]"
+            # A longer prompt is refused anyway, so only as many ids as fit are checked.
+            tokenizer.check_ids(ids[: tokenizer.context + 1], param)
+            if not ids:
+                raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
+        return prompts
 
     async def _constraint(
-        self, asked: tuple[Grammar, str] | None, body: SamplingFields
+        self, body: SamplingFields, find: Callable[[], tuple[Grammar, str] | None]
     ) -> Callable[[], Constraint] | None:
-        """What begins the constraint of a text of that grammar, compiled on another thread; the field that asks for it
-        is named where it cannot be."""
-        if asked is None:
+        """What begins the constraint of a text of the grammar that ``find`` finds in the body, on another thread; the
+        field that asks for it is named where it cannot be."""
+        if not body.binds_text:
             return None
-        grammar, param = asked
-        if body.ignore_eos:
-            message = f"{param} and ignore_eos exclude each other: the grammar says where the text ends"
-            raise ApiError(400, message, param="ignore_eos", code="invalid_value")
-        try:
-            return await asyncio.to_thread(self.model.grammars.compile, grammar)
-        except UsageError as error:
-            raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_grammar") from error
-        except MissingError as error:
-            raise ApiError(501, str(error), param=param, code="not_installed") from error
+        grammars = self.model.grammars
 
-    def _sampling(self, body: SamplingFields) -> dict[str, Any]:
-        openai = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-        chosen = {}
-        for name, default in openai.items():
-            given = getattr(body, name)
-            chosen[name] = self.model.defaults.get(name, default) if given is None else given
-        # −1 and 0 both mean every token.
-        return chosen | {"top_k": max(int(chosen["top_k"]), 0)}
+        def compiled() -> Callable[[], Constraint] | None:
+            if (asked := find()) is None:
+                return None
+            grammar, param = asked
+            if body.ignore_eos:
+                message = f"{param} and ignore_eos exclude each other: the grammar says where the text ends"
+                raise ApiError(400, message, param="ignore_eos", code="invalid_value")
+            try:
+                return grammars.compile(grammar)
+            except UsageError as error:
+                raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_grammar") from error
+            except MissingError as error:
+                raise ApiError(501, str(error), param=param, code="not_installed") from error
 
-    def _room(self, prompt: int, limit: int | None, param: str) -> int:
-        """Tokens to generate after a prompt: ``limit``, or all that fit the context."""
-        context = self.model.engine.context
-        wanted = 1 if limit is None else limit
-        if prompt + wanted > context:
-            asked = f"{prompt} in {param}" + ("" if limit is None else f" and {limit} to generate")
-            message = f"the context has {context} tokens; the request needs {prompt + wanted} ({asked})"
-            where = param if prompt >= context or limit is None else "max_tokens"
-            raise ApiError(400, message, param=where, code="context_length_exceeded")
-        return context - prompt if limit is None else limit
+        return await self.model.tokenizer.preparation.run(compiled, "the grammar")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from ..text.chat_template import LightTemplate
 from ..text.tool_calls import for_template
 from .bodies.openai import Message, TemplateFields
 from .errors import ApiError
+from .thread import Preparation
 
-# Longer texts are tokenized on another thread, so that the event loop is not blocked.
-_INLINE_CHARACTERS = 16_384
+# Texts up to this length take about a millisecond; longer ones leave the event loop for a thread.
+_INLINE_CHARACTERS = 2048
+# Processor time of a chat template, far beyond what one of a long conversation takes.
+_TEMPLATE_S = 1.0
 T = TypeVar("T")
 
 
@@ -28,6 +31,7 @@ class ServerTokenizer:
 
     Attributes:
         special: ids of tokens that are no text, such as BOS. bos_id: of the BOS token, or None.
+        preparation: the threads of what takes long.
         decode: text of token ids, by ``decode(ids, skip_special_tokens=...)``.
         chat_template, tool_template: Jinja sources, the second for conversations with tools; None without one.
         token_text: a token for people: its text, or ``bytes:\\xe2`` for a part of a character, as OpenAI writes it.
@@ -46,6 +50,8 @@ class ServerTokenizer:
         named = template if isinstance(template, dict) else {"default": template}
         self.chat_template: str | None = named.get("default")
         self.tool_template: str | None = named.get("tool_use", self.chat_template)
+        self.preparation = Preparation()
+        self._templates: dict[str, LightTemplate] = {}
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self.special = frozenset(token for token, content in added.items() if content.special)
@@ -73,19 +79,34 @@ class ServerTokenizer:
             "chat_template": self.chat_template,
         }
 
-    async def encode(self, text: str, *, special: bool, param: str, fits: bool = True) -> list[int]:
-        """Token ids of a text.
+    async def encode(self, texts: Sequence[str], *, special: bool, param: str, fits: bool = True) -> list[list[int]]:
+        """Token ids of texts.
 
         Args:
-            special: adds the tokenizer's own tokens around it, such as BOS. param: the field that the text is from.
+            special: adds the tokenizer's own tokens around each, such as BOS. param: the field that they are from.
             fits: a text that cannot fit the context is refused.
 
         Raises:
-            ApiError: 400, the text is not valid Unicode or cannot fit the context.
+            ApiError: 400, a text is not valid Unicode or cannot fit the context, or they take too long.
         """
-        if fits:
-            self._check_length(len(text), param)
-        return await _off_the_loop(len(text), lambda: self._ids(text, special, param))
+        names = [param if len(texts) == 1 else f"{param}[{index}]" for index in range(len(texts))]
+        for name, text in zip(names, texts, strict=True):
+            if fits:
+                self._check_length(len(text), name)
+        characters = sum(map(len, texts))
+        return await self._prepared(
+            characters,
+            lambda: [self._ids(text, special, name) for name, text in zip(names, texts, strict=True)],
+            param,
+        )
+
+    async def _prepared(self, size: int, work: Callable[[], T], param: str) -> T:
+        return work() if size <= _INLINE_CHARACTERS else await self.preparation.run(work, param)
+
+    def spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens of words, each at the beginning of a text and after a space, without special ones."""
+        spelled = [self._ids(space + word.lstrip(), False, "bad_words") for word in words for space in ("", " ")]
+        return [ids for ids in spelled if ids]
 
     def count(self, text: str) -> int:
         """Tokens of a text that the model wrote, without special ones; of a text from elsewhere by :meth:`encode`."""
@@ -119,19 +140,18 @@ class ServerTokenizer:
         if tools and "tools" not in source:
             message = "this model's chat template knows nothing of tools"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        turns = for_template([message.model_dump(exclude_unset=True) for message in messages])
+        given = [message.model_dump(exclude_unset=True) for message in messages]
         # The template's own text is not known yet; the messages alone must fit.
-        self._check_length(sum(len(turn.get("content") or "") for turn in turns), "messages")
+        self._check_length(sum(len(message.get("content") or "") for message in given), "messages")
         effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
 
         def template() -> list[int]:
-            text = self._tokenizer.apply_chat_template(
-                turns,
+            text = self._template(source)(
+                for_template(given),
                 tools=tools,
-                chat_template=source,
-                tokenize=False,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
+                seconds=_TEMPLATE_S,
                 **(effort | (body.chat_template_kwargs or {})),
             )
             # Again, now with tools and everything else that the template adds.
@@ -139,8 +159,7 @@ class ServerTokenizer:
             return self._ids(text, special=False, param="messages")
 
         try:
-            # The length of its text is known only afterwards; that of its input is a good enough guess.
-            return await _off_the_loop(len(repr((turns, tools))), template)
+            return await self.preparation.run(template, "messages")
         except ApiError:
             raise
         # A template is a program: it may raise jinja2's errors on purpose and any of Python's by accident.
@@ -149,6 +168,11 @@ class ServerTokenizer:
             reason = " ".join(str(error).split())[:300].encode(errors="backslashreplace").decode()
             message = f"the chat template does not take these messages: {reason}"
             raise ApiError(400, message, param="messages", code="invalid_value") from error
+
+    def _template(self, source: str) -> LightTemplate:
+        """The template, compiled once."""
+        found = self._templates.get(source)
+        return found or self._templates.setdefault(source, LightTemplate(source, self._tokenizer.special_tokens_map))
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Refuse token ids that the model does not have.
@@ -172,7 +196,7 @@ class ServerTokenizer:
             ApiError: 400, the model does not have an id.
         """
         self.check_ids(ids, "tokens")
-        return await _off_the_loop(len(ids), lambda: self.text_of(ids))
+        return await self._prepared(len(ids), lambda: self.text_of(ids), "tokens")
 
     def _token_bytes(self, token: int) -> bytes | None:
         piece = self._backend.id_to_token(token)
@@ -233,10 +257,6 @@ class Offsets:
 
     def _piece(self, token: int) -> str:
         return self._decoder.decode(self._bytes(token) or b"")
-
-
-async def _off_the_loop(characters: int, work: Callable[[], T]) -> T:
-    return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,13 @@ from ..errors import InputError
 
 # Before it, the sandbox had holes, and templates are programs of whoever made the model.
 _JINJA = (3, 1, 6)
+# The most that a template may make of one text or number, in characters or bits, by multiplying or as a power.
+_MOST_PRODUCT = 50_000_000
+_DEADLINE = "deadline_"
+
+
+class TemplateTimeout(Exception):
+    """A template took too long."""
 
 
 class LightTemplate:
@@ -31,21 +39,21 @@ class LightTemplate:
 
         from jinja2 import TemplateSyntaxError
         from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         if tuple(int(part) for part in version("jinja2").split(".")[:3] if part.isdecimal()) < _JINJA:
             raise ImportError(f"jinja2 {version('jinja2')}")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
-        )
+        environment = _sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals |= {
             "raise_exception": _refuse,
             "strftime_now": lambda form: datetime.now().strftime(form),
             "namespace": _namespace(),
+            _TICK: lambda: "",
             # Not the type itself, which leads to others.
             "dict": lambda *entries, **named: dict(*entries, **named),
         }
+        # Makes texts of any length, for no template of a conversation.
+        del environment.globals["lipsum"]
         try:
             self._template = environment.from_string(source)
         except RecursionError:
@@ -60,6 +68,7 @@ class LightTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        seconds: float | None = None,
         **variables: Any,
     ) -> str:
         """The text of a conversation.
@@ -69,17 +78,21 @@ class LightTemplate:
             tools: JSON schemas of functions. documents: of "title" and "text".
             add_generation_prompt: up to where the model's answer begins. continue_final_message: up to the end of the
                 last message's content, for the model to go on with it.
+            seconds: of processor time that it may take; None is any.
             variables: others that the template may ask for; they come before special tokens of the same name.
 
         Raises:
-            jinja2.TemplateError: the template refuses the messages. ValueError: there is no last message to continue,
+            TemplateTimeout: it takes longer than ``seconds``. jinja2.TemplateError: the template refuses the messages,
+                or multiplies to something huge. ValueError: there is no last message to continue,
                 or the template leaves it out.
         """
         filled = [_filled(message) for message in messages]
         if continue_final_message:
             filled = _marked(filled)
         text = self._template.render(
-            self._special | variables,
+            self._special
+            | variables
+            | {_DEADLINE: None if seconds is None else (time.thread_time() + seconds, seconds)},
             messages=filled,
             tools=tools,
             documents=documents,
@@ -141,6 +154,51 @@ def _up_to_mark(text: str, last: str) -> str:
         raise ValueError("continue_final_message: the template leaves out, or changes, the last message")
     # A template that trims its messages has trimmed the mark instead of the text before it.
     return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
+
+
+# The name of the call that is put into every loop.
+_TICK = "tick_"
+
+
+def _sandbox() -> Callable[..., Any]:
+    """A sandbox that looks at the time: at every call, and every loop has one. Jinja's own stops a template from
+    reaching into Python, not from running for ever."""
+    from jinja2 import nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Limited(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+
+        def _generate(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+            for loop in source.find_all(nodes.For):
+                tick = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
+                loop.body.insert(0, nodes.ExprStmt(tick).set_lineno(loop.lineno))
+            return super()._generate(source, *args, **kwargs)
+
+        # The names are jinja2's: a template may name its own arguments as it likes.
+        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+            limit = __context.get(_DEADLINE)
+            if limit is not None and time.thread_time() > limit[0]:
+                raise TemplateTimeout(f"takes more than {limit[1]:g} s")
+            return super().call(__context, __obj, *args, **kwargs)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _made(operator, left, right) > _MOST_PRODUCT:
+                raise SecurityError(f"{operator} makes something huge")
+            return super().call_binop(context, operator, left, right)
+
+    return Limited
+
+
+def _made(operator: str, left: Any, right: Any) -> int:
+    """Characters or items of a repeated text or list, bits of a product or power of whole numbers; otherwise 0."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+    for repeated, times in ((left, right), (right, left)):
+        if isinstance(times, int) and hasattr(repeated, "__len__"):
+            return len(repeated) * times
+    return 0
 
 
 def _generation_tag() -> Any:

@@ -8,6 +8,7 @@ it with others; ``scripts/structured_outputs.py`` does for a vocabulary of yours
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from threading import Lock
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 # Characters of a grammar: compiling takes time that grows with them.
 MOST_CHARACTERS = 200_000
 _COMPILED = 128
+# Of the operators "and" (&) and "not" (~) of llguidance's notation. Time grows exponentially with them: eight of bad
+# expressions take 0.1 s to be refused, twelve 11 s.
+_MOST_OPERATORS = 8
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*')
 # Blanks between the parts of a JSON text: one, or a new line and its indentation. A weak model fills its context with
 # blanks where any number of them may come.
 BLANKS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"( |\r?\n( {0,24}|\t{1,8}))"}
@@ -81,7 +86,7 @@ class GrammarCompiler:
             raise UsageError(_reason(error)) from error
         if fault := LLMatcher.validate_grammar(source, tokenizer):
             raise UsageError(_reason(fault))
-        first = LLMatcher(tokenizer, source)
+        first = LLMatcher(tokenizer, source, log_level=0)
         # The first mask builds tables that the copies share.
         first.compute_bitmask()
         if first.is_error():
@@ -121,11 +126,16 @@ class _Text:
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, ends
+        # Asking numpy for an address takes as long as a small mask, and the words are the same every time.
+        self._words: np.ndarray | None = None
+        self._address = self._bytes = 0
 
     def fill(self, words: np.ndarray) -> None:
         matcher = self._matcher
+        if words is not self._words:
+            self._words, self._address, self._bytes = words, words.ctypes.data, words.nbytes
         if not matcher.is_stopped():
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
         if matcher.is_error():
             words[:] = 0
         elif matcher.is_stopped():
@@ -150,6 +160,9 @@ def _for_llguidance(grammar: Grammar) -> str:
     if grammar.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.source))))
     source = gbnf_to_lark.any_to_lark(grammar.source)
+    operators = len(re.findall(r"[&~](?!\s*\d)", _QUOTED.sub("", source)))
+    if operators > _MOST_OPERATORS:
+        raise ValueError(f"the grammar has {operators} operators & and ~, at most {_MOST_OPERATORS} are taken")
     return LLMatcher.grammar_from_lark(source)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..engine.constraint import Grammar
 from .grammar import BLANKS
+from .harmony import HarmonyParser, has_channels
 from .tool_parsers import CLOSE, MISTRAL, OPEN, HermesParser, JsonParser, MistralParser, PythonicParser, ToolParser
 
 # How templates of Llama 3.2 and Llama 4 show the model the calls of Python that they ask for.
@@ -20,6 +21,8 @@ _PYTHONIC = "[func_name1("
 
 def parser_for(template: str) -> ToolParser:
     """The parser of the tool calls that a chat template asks for."""
+    if has_channels(template):
+        return HarmonyParser()
     if MISTRAL in template:
         return MistralParser()
     if OPEN in template:
@@ -29,7 +32,7 @@ def parser_for(template: str) -> ToolParser:
 
 def special_calls(template: str) -> bool:
     """Whether the calls that a chat template asks for begin with special tokens, which are no text elsewhere."""
-    return MISTRAL in template
+    return MISTRAL in template or has_channels(template)
 
 
 def call_grammar(template: str, functions: Mapping[str, Any], *, several: bool = True, forced: bool = True) -> Grammar:
@@ -41,7 +44,7 @@ def call_grammar(template: str, functions: Mapping[str, Any], *, several: bool =
 
     Where the form is not Hermes', the calls are bare JSON, which every other parser reads too.
     """
-    hermes = OPEN in template and MISTRAL not in template
+    hermes = OPEN in template and MISTRAL not in template and not has_channels(template)
     key = "parameters" if not hermes and '"parameters"' in template else "arguments"
     options = "\n".join(
         f"call_{i}: {json.dumps(json.dumps({'name': name})[:-1] + f', {json.dumps(key)}: ')} "

@@ -121,44 +121,47 @@ class CpuDecoder:
         self.run(segments, Array.of(tokens), Array.of(logit_rows), Array.of(logits))
         return logits
 
-    def run(self, segments: Sequence[Segment], tokens: Array, logit_rows: Array, logits: Array) -> None:
+    def run(self, segments: Sequence[Segment], tokens: Array, rows: Array, out: Array, *, states: bool = False) -> None:
         """Run tokens and append them to the cache.
 
         Args:
             segments: whose tokens they are, in order of ascending slots, each slot at most once.
             tokens: int64 [m], the segments' one after another; m at most ``max_rows``.
-            logit_rows: int64 [l], which of the m rows to return logits of.
-            logits: float32 [l, vocab], written. A row's logits are the same bit for bit whatever else is in the batch,
+            rows: int64 [l], which of the m rows to return logits of.
+            out: float32 [l, vocab], written: logits. A row's are the same bit for bit whatever else is in the batch,
                 however its sequence is split into steps, and for any number of threads.
+            states: ``out`` [l, hidden] is rather what the head would read: the rows after the last norm.
 
         Raises:
             ValueError: tokens, slots or positions are out of range. NativeError: memory has run out.
         """
-        (rows,), (wanted,) = tokens.shape, logit_rows.shape
-        if rows > self.max_rows or len(segments) > self.slots:
+        (count,), (wanted,) = tokens.shape, rows.shape
+        if count > self.max_rows or len(segments) > self.slots:
             made = f"made for {self.max_rows} and {self.slots}"
-            raise ValueError(f"decoder step: {rows} rows in {len(segments)} segments, {made}")
-        if tokens.dtype != "int64" or logit_rows.dtype != "int64":
-            raise ValueError(f"decoder step: tokens are {tokens.dtype}, logit_rows {logit_rows.dtype}, not int64")
-        if logits.dtype != "float32" or logits.shape != (wanted, self.shape.vocab):
-            raise ValueError(f"decoder step: logits are {logits.dtype} {list(logits.shape)}")
+            raise ValueError(f"decoder step: {count} rows in {len(segments)} segments, {made}")
+        if tokens.dtype != "int64" or rows.dtype != "int64":
+            raise ValueError(f"decoder step: tokens are {tokens.dtype}, rows {rows.dtype}, not int64")
+        width = self.shape.hidden if states else self.shape.vocab
+        if out.dtype != "float32" or out.shape != (wanted, width):
+            raise ValueError(f"decoder step: outputs are {out.dtype} {list(out.shape)}, not float32 {[wanted, width]}")
         for struct, segment in zip(self._segments, segments, strict=False):
             struct.slot, struct.position, struct.count = segment.slot, segment.position, segment.count
-        code = self._library.trirun_cpu_decoder_step(
+        call = self._library.trirun_cpu_decoder_states if states else self._library.trirun_cpu_decoder_step
+        code = call(
             ctypes.byref(self._struct),
             self._segments,
             len(segments),
             tokens.address,
-            rows,
-            logit_rows.address,
+            count,
+            rows.address,
             wanted,
-            logits.address,
+            out.address,
             self._workspace.address,
             self._workspace.nbytes,
             self.threads,
         )
         if code:
-            self._fail(code, f"step of {rows} rows, {list(segments)}")
+            self._fail(code, f"step of {count} rows, {list(segments)}")
 
     def generate(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Literal
 
+import httpx
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
@@ -153,3 +155,34 @@ def test_anthropics_messages(url):
         turns = [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
         again = client.messages.create(max_tokens=4, messages=hello + turns, model=MODEL, tools=tools)
         assert again.stop_reason in ("end_turn", "max_tokens")
+
+
+def test_embeddings(client):
+    """It sends base64 where nothing is asked for, and decodes it."""
+    texts = ["The ship was in the harbour.", "The boat lay in the port.", "He ate an apple."]
+    whole = client.embeddings.create(model=MODEL, input=texts)
+    vectors = np.array([each.embedding for each in whole.data])
+    assert [each.index for each in whole.data] == [0, 1, 2] and whole.usage.prompt_tokens > 12
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    floats = client.embeddings.create(model=MODEL, input=texts[0], encoding_format="float")
+    assert np.allclose(floats.data[0].embedding, vectors[0], atol=1e-6)
+    short = client.embeddings.create(model=MODEL, input=texts[0], dimensions=8).data[0].embedding
+    assert len(short) == 8 and np.allclose(short, vectors[0][:8] / np.linalg.norm(vectors[0][:8]), atol=1e-5)
+    mean = client.embeddings.create(model=MODEL, input=texts, extra_body={"pooling": "mean"})
+    mean = np.array([each.embedding for each in mean.data])
+    # Two sentences of the same are nearer to each other than to a third.
+    assert mean[0] @ mean[1] > mean[0] @ mean[2]
+    assert not np.allclose(mean[0], vectors[0], atol=1e-2)
+
+
+def test_texts_and_their_tokens_are_the_same(client, url):
+    ids = httpx.post(f"{url}/tokenize", json={"prompt": "a calm sea"}).json()["tokens"]
+    found = [client.embeddings.create(model=MODEL, input=given).data[0].embedding for given in ("a calm sea", ids)]
+    assert found[0] == found[1]
+
+
+def test_more_texts_than_slots_and_queue(client):
+    texts = [f"text number {i}" for i in range(40)]
+    together = client.embeddings.create(model=MODEL, input=texts).data
+    alone = [client.embeddings.create(model=MODEL, input=texts[i]).data[0].embedding for i in (0, 17, 39)]
+    assert [together[i].embedding for i in (0, 17, 39)] == alone

@@ -92,6 +92,24 @@ EFFECTS = {
         lambda seen: len(seen.choice["logprobs"]["content"][0]["top_logprobs"]) == 2,
     ),
     "return_token_ids": ({"return_token_ids": True}, lambda seen: seen.choice["token_ids"]),
+    ("return_tokens_as_token_ids", COMPLETIONS): (
+        {"logprobs": 1, "return_tokens_as_token_ids": True},
+        lambda seen: seen.choice["logprobs"]["tokens"][0].startswith("token_id:"),
+    ),
+    ("return_tokens_as_token_ids", CHAT): (
+        {"logprobs": True, "return_tokens_as_token_ids": True},
+        lambda seen: seen.choice["logprobs"]["content"][0]["token"].startswith("token_id:"),
+    ),
+    # The stop token is no text either way; tests of the fields have one that is.
+    "skip_special_tokens": ({"skip_special_tokens": False}, lambda seen: seen.text == "the sea was calm"),
+    "prompt_logprobs": (
+        {"prompt_logprobs": 1},
+        lambda seen: (seen.answer | seen.choice)["prompt_logprobs"][0] is None,
+    ),
+    "truncate_prompt_tokens": ({"truncate_prompt_tokens": 1}, lambda seen: len(seen.request.prompt) == 1),
+    "allowed_token_ids": bound(allowed_token_ids=[5, 6]),
+    "bad_words": bound(bad_words=["sea"]),
+    "include_reasoning": ({"include_reasoning": False}, lambda seen: "reasoning" not in seen.raw),
     "response_format": bound(response_format={"type": "json_object"}),
     "structured_outputs": bound(structured_outputs={"choice": ["a"]}),
     "guided_json": bound(guided_json={"type": "object"}),
@@ -156,6 +174,7 @@ REQUESTS = {
     "/v1/messages/count_tokens": BODIES[CHAT],
     "/tokenize": BODIES[CHAT] | {"tools": [TOOL]},
     "/detokenize": {"tokens": [5]},
+    "/v1/embeddings": {"input": "Hello"},
 }
 
 

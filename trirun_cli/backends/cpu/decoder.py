@@ -18,7 +18,7 @@ from trirun_kernels.weights.safetensors_file import UnsupportedDtypeError
 from ...checkpoint.model_dir import ModelDir
 from ...checkpoint.reader import Format
 from ...errors import InputError
-from ...models.description import UnsupportedModel, chosen_context
+from ...models.description import UnsupportedModel, chosen_context, description
 from ...processors import default_threads
 from .weights import decoder_weights, head_kind
 
@@ -60,6 +60,7 @@ class NativeDecoder:
         config = source.config
         form = Format.from_dict(config.get("quantization_config") or {}, path)
         self.context = chosen_context(config, context)
+        self._logit_scale = description(config).logit_scale
         self.threads = threads or default_threads()
         self.act_bits = act_bits or form.activation_bits
         try:
@@ -118,6 +119,14 @@ class NativeDecoder:
         tokens, logit_rows = (Array.of(np.ascontiguousarray(values, np.int64)) for values in (tokens, logit_rows))
         self._native.run(segments, tokens, logit_rows, Array.of(logits))
         return logits
+
+    def states(self, segments: Sequence[Segment], tokens: Any) -> np.ndarray:
+        """:meth:`step`, but for what it returns: float32 [m, hidden], all rows after the last norm."""
+        states = np.empty((len(tokens), self.shape.hidden), np.float32)
+        ids = Array.of(np.ascontiguousarray(tokens, np.int64))
+        self._native.run(segments, ids, Array.of(np.arange(len(tokens))), Array.of(states), states=True)
+        # The last norm's weights hold the logits' factor, which is no part of the states.
+        return states if self._logit_scale == 1 else states / np.float32(self._logit_scale)
 
     @property
     def native(self) -> CpuDecoder:

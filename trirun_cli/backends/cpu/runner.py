@@ -25,18 +25,22 @@ if TYPE_CHECKING:
 
 # Most steps of one native call.
 BURST_STEPS = 128
+# Prompts' rows of a step in which others decode. A row costs as much in a small step as in a large one once there are
+# 48, the least block of the kernels: more rows would make readers wait and prompts no cheaper.
+PROMPT_ROWS = 48
 
 
 class CpuRunner:
     """Runs a :class:`NativeDecoder`; the tokens of a request are the same whatever else is in the batch."""
 
-    lookahead, why_slower, why_slots = 0, "", ""
+    lookahead, why_slower, why_slots, has_states = 0, "", "", True
 
     def __init__(self, decoder: NativeDecoder) -> None:
         self._decoder = decoder
         self.name = decoder.name
         self.slots, self.context = decoder.slots, decoder.context
         self.max_rows, self.vocab_size = decoder.max_rows, decoder.shape.vocab
+        self.prompt_rows = min(PROMPT_ROWS, self.max_rows)
         self.can_rewind = decoder.native.can_rewind
         copy = decoder.native.copy_prefix if self.can_rewind else None
         self.cache = SlotCache(self.slots, self.context, copy=copy, rewind=self.can_rewind)
@@ -66,11 +70,13 @@ class CpuRunner:
 
     def launch(self, work: Sequence[Work]) -> Done:
         """See :class:`~.runner.Runner`; it is over when this returns."""
+        if any(item.states for item in work):
+            return self._launch_with_states(work)
         started = perf_counter()
         tokens: list[int] = []
         wanted: list[int] = []
         segments, sampled = [], []
-        for slot, position, piece, sample, targets in work:
+        for slot, position, piece, sample, targets, _ in work:
             first = len(tokens)
             if piece is None:
                 tokens.append(self._last[slot])
@@ -92,6 +98,15 @@ class CpuRunner:
         if decodes:
             return Done([Outcome(token) for token in self._choose(logits, sampled)])
         return Done(self._outcomes(logits, work, sampled))
+
+    def _launch_with_states(self, work: Sequence[Work]) -> Done:
+        """In two native steps: of those that want hidden states, and of the others."""
+        pooled, others = ([item for item in work if item.states == wanted] for wanted in (True, False))
+        tokens = [token for item in pooled for token in item.tokens or ()]
+        states = self._decoder.states([Segment(item.slot, item.position, item.rows) for item in pooled], tokens)
+        found = iter(np.split(states, np.cumsum([item.rows for item in pooled])[:-1]))
+        rest = iter(self.launch(others).outcomes if others else ())
+        return Done([Outcome(None, states=next(found)) if item.states else next(rest) for item in work])
 
     def launch_burst(self, work: Sequence[Work], steps: int) -> Done:
         """See :class:`~.runner.BurstRunner`."""

@@ -29,7 +29,13 @@ class _State:
     seen: np.ndarray | None  # bool [vocab], in the prompt or generated
     biased: tuple[np.ndarray, np.ndarray] | None  # ids int64 [b], biases float32 [b]
     constraint: Constraint | None
-    plain: bool  # greedy, nothing to report, nothing changed
+    simple: bool  # nothing to report, nothing changed
+    greedy: bool  # the largest of the logits that a constraint allows, and nothing to report
+
+    @property
+    def plain(self) -> bool:
+        """The largest logit, whatever it is."""
+        return self.simple and self.greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,11 @@ class HostSampler:
 
     def __init__(self, slots: int, vocab: int, drawn: Callable[[np.ndarray, Draw], int] = drawn_token) -> None:
         self._drawn = drawn
-        self._states = [_State(SamplingParams(), 0, 0, None, None, None, None, True)] * slots
+        self._states = [_State(SamplingParams(), 0, 0, None, None, None, None, True, True)] * slots
         self._vocab = vocab
         self._mask = np.zeros(mask_words(vocab), np.uint32)
+        # Single words of it, as Python's integers.
+        self._words = self._mask.data
 
     def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
@@ -72,15 +80,14 @@ class HostSampler:
             seen[np.asarray(prompt, np.int64)] = True
         if params.logit_bias:
             biased = np.fromiter(params.logit_bias, np.int64), np.fromiter(params.logit_bias.values(), np.float32)
-        simple = params.logprobs is None and not params.changes_logits and constraint is None
-        plain = simple and params.temperature == 0
+        unchanged = params.logprobs is None and not params.changes_logits
+        simple, greedy = unchanged and constraint is None, unchanged and params.temperature == 0
         stream = stream_of(params.seed)
-        self._states[slot] = _State(params, stream, len(generated), counts, seen, biased, constraint, plain)
+        self._states[slot] = _State(params, stream, len(generated), counts, seen, biased, constraint, simple, greedy)
 
     def is_simple(self, slot: int) -> bool:
         """Whether a slot's tokens are its largest logits, or drawn from them, and nothing else is asked for."""
-        state = self._states[slot]
-        return state.params.logprobs is None and not state.params.changes_logits and state.constraint is None
+        return self._states[slot].simple
 
     def draw_of(self, slot: int) -> Draw | None:
         """How a slot's next token is drawn; None where it is the largest logit."""
@@ -101,19 +108,25 @@ class HostSampler:
         for row, slot in enumerate(slots):
             state = self._states[slot]
             # numpy takes what is no number for the largest.
-            if not isfinite(logits[row, tokens[row].id]):
+            largest = tokens[row].id
+            if not isfinite(logits[row, largest]):
                 tokens[row] = Token(-1)
             elif not state.plain:
-                tokens[row] = self._choose(logits[row], state)
+                tokens[row] = self._choose(logits[row], state, largest)
                 state.index += 1
         return tokens
 
-    def _choose(self, logits: np.ndarray, state: _State) -> Token:
+    def _choose(self, logits: np.ndarray, state: _State, largest: int) -> Token:
+        """The next token; ``largest`` is the largest of the logits as they come."""
         params, original = state.params, logits
         if params.changes_logits:
             logits = _changed(logits, state)
         if state.constraint is not None:
             state.constraint.fill(self._mask)
+            if state.greedy and self._words[largest >> 5] >> (largest & 31) & 1:
+                # The usual case, in which the others need not be looked at.
+                state.constraint.advance(largest)
+                return Token(largest)
             allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: self._vocab].view(bool)
             logits = np.where(allowed, logits, -np.inf)
         if params.temperature == 0:

@@ -84,14 +84,14 @@ class CudaRunner:
         max_rows: most tokens of a step.
     """
 
-    lookahead, why_slower, why_slots = 1, "", ""
+    lookahead, why_slower, why_slots, has_states = 1, "", "", False
 
     def __init__(self, decoder: CudaDecoder, *, max_rows: int = MAX_ROWS) -> None:
         model, device = decoder.model, decoder.model.device
         self._decoder, self._device = decoder, device
         self.name = runner_name(decoder)
         self.slots, self.context, self.vocab_size = decoder.slots, decoder.context, model.shape.vocab
-        self.max_rows = max(max_rows, self.slots)
+        self.max_rows = self.prompt_rows = max(max_rows, self.slots)
         self.can_rewind = not model.shape.deltas
         self.cache = PagedCache(self.slots, decoder.pages, self.context, page_size=ops.PAGE, reuse=self.can_rewind)
         self._sampler = CudaSampler(self.slots, self.vocab_size, decoder.latest)
@@ -258,7 +258,7 @@ class CudaRunner:
         prompts: list[tuple[int, int]] = [(0, 0)] * len(work)
         places: list[int | None] = [None] * len(work)
         for i in order:
-            slot, position, tokens, sample, targets = work[i]
+            slot, position, tokens, sample, targets, _ = work[i]
             count = work[i].rows
             last = rows + count
             staged[0, rows:last] = -1 if tokens is None else tokens

@@ -33,7 +33,7 @@ class TransformersRunner:
         InputError: the model does not keep its past in a cache, or has fewer positions than ``context``.
     """
 
-    lookahead, why_slower, why_slots = 0, "", ""
+    lookahead, why_slower, why_slots, has_states = 0, "", "", True
 
     def __init__(
         self, model: Any, *, slots: int, context: int | None = None, tf32: bool = False, compiled: bool = False
@@ -55,6 +55,7 @@ class TransformersRunner:
         self.name = f"transformers on {model.device}"
         self.slots, self.context = slots, context or longest
         self.max_rows, self.vocab_size = max(MAX_ROWS[model.device.type], slots), int(text.vocab_size)
+        self.prompt_rows = self.max_rows
         self.can_rewind = keeps_every_token(model)
         self.cache = SlotCache(slots, self.context, rewind=self.can_rewind)
         self._lengths = [0] * slots
@@ -103,10 +104,11 @@ class TransformersRunner:
         """See :class:`~.runner.Runner`."""
         self._caches = [None] * self.slots
 
-    def _append(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
-        """Run tokens at a position of a slot; float32 logits [keep, vocab] after the last of them."""
+    def _append(self, slot: int, position: int, tokens: Sequence[int], keep: int, *, states: bool = False) -> Tensor:
+        """Run tokens at a position of a slot; float32 logits [keep, vocab] after the last of them, or ``states`` [keep,
+        hidden] after the last norm."""
         if position and len(tokens) > 1 and not self._continues:
-            rows = [self._append(slot, position + i, [token], 1) for i, token in enumerate(tokens)]
+            rows = [self._append(slot, position + i, [token], 1, states=states) for i, token in enumerate(tokens)]
             return torch.cat(rows[-keep:])
         if self._lengths[slot] != position:
             self._caches[slot] = first_positions(self._caches[slot], position)
@@ -115,7 +117,8 @@ class TransformersRunner:
             input_ids=piece.unsqueeze(0),
             use_cache=True,
             # 0 is all of them: one of two values, so that a compiled model has two graphs.
-            logits_to_keep=1 if keep <= 1 else 0,
+            logits_to_keep=1 if keep <= 1 or states else 0,
+            **({"output_hidden_states": True} if states else {}),
             **{self._cache: self._caches[slot]},
         )
         past = output.get(self._cache)
@@ -124,11 +127,15 @@ class TransformersRunner:
                 f"{type(self._model).__name__} gives back no cache of its past, by which trirun runs models"
             )
         self._caches[slot], self._lengths[slot] = past, position + len(piece)
+        if states:
+            return output.hidden_states[-1][0, -keep:].float()
         return output.logits[0, -keep:, : self.vocab_size].float()
 
     def _run(self, work: Work) -> Outcome:
-        slot, position, tokens, sample, targets = work
+        slot, position, tokens, sample, targets, states = work
         piece = [self._last[slot]] if tokens is None else tokens
+        if states:
+            return Outcome(None, states=self._append(slot, position, piece, len(piece), states=True).cpu().numpy())
         logits = self._append(slot, position, piece, len(piece) if targets else 1)
         if not sample and not targets:
             return Outcome(None)

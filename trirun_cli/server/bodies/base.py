@@ -12,6 +12,7 @@ MOST_PROMPTS = 4096
 MOST_MESSAGES = 4096
 MOST_BIASES = 1024
 MOST_STOPS = 4
+MOST_BAD_WORDS = 256
 
 
 def strings(value: Any) -> Any:
@@ -47,11 +48,11 @@ Penalty = Annotated[float | None, AfterValidator(at_least(-2, 2))]
 Count = Annotated[int | None, AfterValidator(at_least(0))]
 
 
-def at_most(count: int) -> Callable[[list[Any] | None], list[Any] | None]:
-    """A check of a list's length; None passes, where Field(max_length=...) would ask it for its length."""
+def at_most(count: int) -> Callable[[Any], Any]:
+    """A check of a list's length, before its items are looked at; anything else passes."""
 
-    def check(value: list[Any] | None) -> list[Any] | None:
-        if value is not None and len(value) > count:
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > count:
             raise ValueError(f"has {len(value)} items, at most {count} are taken")
         return value
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from ..errors import ApiError
 from .base import (
+    MOST_BAD_WORDS,
     MOST_BIASES,
     MOST_MESSAGES,
     MOST_PROMPTS,
@@ -30,7 +31,6 @@ from .tools import ToolFields
 
 
 def _stops(value: list[str] | None) -> list[str] | None:
-    at_most(MOST_STOPS)(value)
     try:
         "".join(value or ()).encode()
     except UnicodeEncodeError:
@@ -74,8 +74,10 @@ class SamplingFields(GrammarFields):
     top_k: Annotated[int | None, AfterValidator(at_least(-1))] = None
     min_p: Annotated[float | None, AfterValidator(at_least(0, 1))] = None
     seed: Annotated[int | None, AfterValidator(at_least(-(2**63), 2**63 - 1))] = None
-    stop: Annotated[list[str] | None, BeforeValidator(strings), AfterValidator(_stops)] = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[
+        list[str] | None, BeforeValidator(at_most(MOST_STOPS)), BeforeValidator(strings), AfterValidator(_stops)
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MOST_BIASES))] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int | None, AfterValidator(at_least(0))] = None
@@ -84,6 +86,12 @@ class SamplingFields(GrammarFields):
     repetition_penalty: Annotated[float | None, AfterValidator(above_zero())] = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_bias), AfterValidator(_biases)] = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int | None, AfterValidator(at_least(0, 20))] = None
+    truncate_prompt_tokens: Annotated[int | None, AfterValidator(at_least(-1))] = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[str] | None, BeforeValidator(at_most(MOST_BAD_WORDS))] = None
 
     @property
     def wants_usage(self) -> bool:
@@ -101,10 +109,18 @@ class SamplingFields(GrammarFields):
         if self.stream_options is not None and not self.stream:
             message = "stream_options is only for stream: true"
             raise ApiError(400, message, param="stream_options", code="invalid_value")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs is for answers that are not streamed"
+            raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+        if self.truncate_prompt_tokens == 0 or self.allowed_token_ids == []:
+            name = "truncate_prompt_tokens" if self.truncate_prompt_tokens == 0 else "allowed_token_ids"
+            raise ApiError(400, f"{name}: leaves no token", param=name, code="invalid_value")
+        if "" in (self.bad_words or ()):
+            raise ApiError(400, "bad_words: an empty string", param="bad_words", code="invalid_value")
         check_other_fields(self.model_extra or {})
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
+def prompts(value: Any) -> list[str] | list[list[int]]:
     """A prompt or prompts, as text or as token ids: always a list of prompts."""
     if isinstance(value, str):
         value = [value]
@@ -129,7 +145,7 @@ def _all_ids(value: list[Any]) -> bool:
 class CompletionBody(SamplingFields):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[Any, AfterValidator(_prompts)]
+    prompt: Annotated[Any, AfterValidator(prompts)]
     max_tokens: Count = 16
     echo: bool | None = None
     logprobs: Annotated[int | None, AfterValidator(at_least(0, 20))] = None
@@ -141,6 +157,9 @@ class CompletionBody(SamplingFields):
         if self.best_of not in (None, self.n or 1):
             message = "best_of is only supported where it equals n"
             raise ApiError(400, message, param="best_of", code="unsupported_parameter")
+        if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
+            message = "prompt_logprobs: echo gives the prompt as many alternatives as logprobs asks for"
+            raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
 
 
 def _text_of(content: Any) -> Any:
@@ -192,12 +211,18 @@ _NOT_OF_CHAT = {"add_special_tokens", "best_of", "echo"}
 class ChatBody(TemplateFields, SamplingFields):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], BeforeValidator(at_most(MOST_MESSAGES)), Field(min_length=1)]
     parallel_tool_calls: bool | None = None
     max_tokens: Count = None
     max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, AfterValidator(at_least(0, 20))] = None
+    include_reasoning: bool | None = None
+
+    @property
+    def binds_text(self) -> bool:
+        """See :class:`.structured.GrammarFields`; tools that are forced or strict bind it too."""
+        return super().binds_text or bool(self.forced_tools or self.strict_tools)
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -209,8 +234,8 @@ class ChatBody(TemplateFields, SamplingFields):
                 message = f"{name} is not supported here, but by /v1/completions"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
         self.check_tools()
-        if self.forced_tools and (asked := self.grammar()) is not None:
-            message = f"{asked[1]} and a tool_choice that forces a call exclude each other"
+        if self.forced_tools and super().binds_text:
+            message = "a grammar and a tool_choice that forces a call exclude each other"
             raise ApiError(400, message, param="tool_choice", code="invalid_value")
         self.check_template()
 
@@ -220,7 +245,7 @@ class TokenizeBody(TemplateFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, AfterValidator(at_most(MOST_MESSAGES))] = None
+    messages: Annotated[list[Message] | None, BeforeValidator(at_most(MOST_MESSAGES))] = None
     add_special_tokens: bool = True
 
     def check_fields(self) -> None:
@@ -241,4 +266,4 @@ class DetokenizeBody(Body):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast()]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import BeforeValidator, Field
 
 from ...engine.constraint import Grammar
 from ...errors import UsageError
@@ -36,7 +36,7 @@ class StructuredOutputs(Body):
 
     given: Any = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str] | None, AfterValidator(at_most(MOST_CHOICES))] = None
+    choice: Annotated[list[str] | None, BeforeValidator(at_most(MOST_CHOICES))] = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -48,8 +48,15 @@ class GrammarFields(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str] | None, AfterValidator(at_most(MOST_CHOICES))] = None
+    guided_choice: Annotated[list[str] | None, BeforeValidator(at_most(MOST_CHOICES))] = None
     guided_grammar: str | None = None
+
+    @property
+    def binds_text(self) -> bool:
+        """Whether a field may ask for a grammar; what it says is not looked at."""
+        given = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, self.structured_outputs)
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        return formatted or any(value is not None for value in given)
 
     def grammar(self) -> tuple[Grammar, str] | None:
         """What the text must be, and the field that asks for it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import BeforeValidator, Field
 
 from ..errors import ApiError
 from .base import MOST_MESSAGES, Body, at_most
@@ -28,7 +28,7 @@ class Tool(Body):
 class ToolFields(Body):
     """Tools, and which of them the model must call."""
 
-    tools: Annotated[list[Tool] | None, AfterValidator(at_most(MOST_MESSAGES))] = None
+    tools: Annotated[list[Tool] | None, BeforeValidator(at_most(MOST_MESSAGES))] = None
     tool_choice: Any = None
 
     @property

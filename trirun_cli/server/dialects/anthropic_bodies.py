@@ -29,7 +29,7 @@ class Block(Body):
     thinking: str | None = None
 
 
-Blocks = Annotated[list[Block], BeforeValidator(_blocks), AfterValidator(at_most(MOST_MESSAGES))]
+Blocks = Annotated[list[Block], BeforeValidator(_blocks), BeforeValidator(at_most(MOST_MESSAGES))]
 
 
 class AnthropicMessage(Body):
@@ -67,9 +67,9 @@ class ConversationFields(Body):
     """Fields of a conversation, whether it is answered or only counted."""
 
     model: str | None = None
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    system: Annotated[list[Block] | None, BeforeValidator(_blocks), AfterValidator(at_most(MOST_MESSAGES))] = None
-    tools: Annotated[list[AnthropicTool] | None, AfterValidator(at_most(MOST_MESSAGES))] = None
+    messages: Annotated[list[AnthropicMessage], BeforeValidator(at_most(MOST_MESSAGES)), Field(min_length=1)]
+    system: Annotated[list[Block] | None, BeforeValidator(_blocks), BeforeValidator(at_most(MOST_MESSAGES))] = None
+    tools: Annotated[list[AnthropicTool] | None, BeforeValidator(at_most(MOST_MESSAGES))] = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -114,7 +114,7 @@ class MessagesBody(ConversationFields):
     temperature: Annotated[float | None, AfterValidator(at_least(0, 1))] = None
     top_p: Annotated[float | None, AfterValidator(above_zero(1))] = None
     top_k: Annotated[int | None, AfterValidator(at_least(0))] = None
-    stop_sequences: Annotated[list[str] | None, AfterValidator(at_most(MOST_STOPS))] = None
+    stop_sequences: Annotated[list[str] | None, BeforeValidator(at_most(MOST_STOPS))] = None
 
     def chat_body(self) -> ChatBody:
         """The same as a chat completion.

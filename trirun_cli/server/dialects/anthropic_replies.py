@@ -7,8 +7,8 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from .. import sse
 from ..errors import ApiError
+from ..http import sse
 from ..replies import ChatReply
 from ..request_group import Delta, RequestGroup
 

@@ -15,7 +15,6 @@ OTHER_PATHS: Mapping[str, str] = {
     **dict.fromkeys(("/v1/images/generations", "/v1/images/edits"), _TEXT),
     **dict.fromkeys(("/v1/files", "/v1/batches", "/v1/conversations", "/v1/vector_stores", "/v1/assistants"), _STORED),
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up"), _WHOLE),
-    "/v1/embeddings": "the engine gives tokens, not hidden states",
     "/v1/moderations": "neither prompts nor answers are moderated",
     "/v1/fine_tuning/jobs": "trirun finetune trains models",
     "/inference/v1/generate": "/v1/completions takes token ids and gives them with return_token_ids",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from ...text.tool_calls import parser_for
-from ..answer import answer
 from ..errors import ApiError
 from ..pool.pool import Pool
+from .chat import answer_chat
 from .responses_bodies import ResponsesBody, in_its_names
 from .responses_replies import ResponseReply
 
@@ -26,21 +24,8 @@ def add(app: FastAPI, pool: Pool) -> None:
         """Answer a conversation, in the form of OpenAI's Responses API."""
         arrived = time.perf_counter()
         try:
-            chat = body.chat_body()
-            async with pool.use(body.model, request) as service:
-                group = await service.chat(chat, arrived)
-                tokenizer = service.model.tokenizer
-                reply = ResponseReply(
-                    body.model or service.names[0],
-                    tokenizer,
-                    logprobs=False,
-                    token_ids=False,
-                    body=body,
-                    parser=partial(parser_for, tokenizer.tool_template or "") if chat.offers_tools else None,
-                    one_call=chat.parallel_tool_calls is False,
-                    reasoning=service.reasoning_parser(group),
-                )
-                return await answer(request, service, group, reply, stream=bool(body.stream))
+            chat, stream = body.chat_body(), bool(body.stream)
+            return await answer_chat(request, pool, body.model, chat, arrived, ResponseReply, stream=stream, body=body)
         except ApiError as error:
             raise in_its_names(error) from error
 

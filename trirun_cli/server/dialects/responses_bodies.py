@@ -82,7 +82,7 @@ class ResponsesBody(Body):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float | None, AfterValidator(at_least(0, 2))] = None
     top_p: Annotated[float | None, AfterValidator(above_zero(1))] = None
-    tools: Annotated[list[ResponseTool] | None, AfterValidator(at_most(MOST_MESSAGES))] = None
+    tools: Annotated[list[ResponseTool] | None, BeforeValidator(at_most(MOST_MESSAGES))] = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from .. import sse
 from ..errors import ApiError
+from ..http import sse
 from ..replies import ChatReply
 from ..request_group import Delta, RequestGroup
 from .responses_bodies import ResponsesBody

@@ -13,11 +13,11 @@ from ...checkpoint.model_dir import ModelDir, read_config
 from ...engine.engine import Engine
 from ...models.description import UnsupportedModel, chosen_context
 from ..event_bridge import EventBridge
-from ..metrics import ModelMetrics
 from ..model import ServedModel
+from ..operations.metrics import ModelMetrics
 from ..service import Service
+from ..thread import on_thread
 from .memory import release_memory
-from .thread import on_thread
 
 State = Literal["unloaded", "loading", "loaded", "failed"]
 

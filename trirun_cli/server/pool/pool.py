@@ -19,7 +19,7 @@ from fastapi import Request
 from ...errors import InputError, OutOfMemoryError, explain
 from ..errors import ApiError
 from ..event_bridge import EventBridge
-from ..metrics import Metrics
+from ..operations.metrics import Metrics
 from ..service import Service
 from .entry import Entry, Source
 from .memory import free_bytes

@@ -372,10 +372,11 @@ class BatchStep : public Model {
     const HeadRows input = {s.attention, s.head, head_act(s.act, batch_.logit_count)};
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       const int64_t r = batch_.logit_rows ? batch_.logit_rows[i] : i;
-      float* row = s.attention + i * d.hidden;
+      float* row = (batch_.states ? batch_.logits : s.attention) + i * d.hidden;
       norm(row, s.x + r * d.hidden, d.final_norm, d.final_norm_bias);
-      prepare_head_row(input, i);
+      if (!batch_.states) prepare_head_row(input, i);
     }
+    if (batch_.states) return;
     t.team.barrier();
     each(t, n_tiles_of(d.vocab), head_chunk(t.team.size()),
          [&](int64_t begin, int64_t end) { head_tiles(input, batch_.logit_count, batch_.logits, begin, end); });

@@ -145,7 +145,7 @@ int64_t most_rows(const trirun_decoder& d) {
 }
 
 int check_batch(const trirun_decoder& d, const Batch& batch) {
-  const auto& [segments, segment_count, tokens, rows, logit_rows, logit_count, logits] = batch;
+  const auto& [segments, segment_count, tokens, rows, logit_rows, logit_count, logits, states] = batch;
   if (!segments || !tokens || (logit_count && !logits)) return TRIRUN_BAD_POINTER;
   int64_t total = 0;
   const int64_t most = most_rows(d);
@@ -258,7 +258,17 @@ TRIRUN_EXPORT int trirun_cpu_decoder_step(const trirun_decoder* d, const trirun_
                                           void* workspace, size_t workspace_bytes, int threads) {
   if (int error = check_decoder(d)) return error;
   if (rows <= 0 || segment_count <= 0 || threads < 1) return TRIRUN_BAD_SHAPE;
-  const Batch batch = {segments, segment_count, tokens, rows, logit_rows, logit_count, logits};
+  const Batch batch = {segments, segment_count, tokens, rows, logit_rows, logit_count, logits, false};
+  return run_batch(*d, batch, workspace, workspace_bytes, threads, nullptr);
+}
+
+TRIRUN_EXPORT int trirun_cpu_decoder_states(const trirun_decoder* d, const trirun_segment* segments,
+                                            int64_t segment_count, const int64_t* tokens, int64_t rows,
+                                            const int64_t* state_rows, int64_t state_count, float* states,
+                                            void* workspace, size_t workspace_bytes, int threads) {
+  if (int error = check_decoder(d)) return error;
+  if (rows <= 0 || segment_count <= 0 || threads < 1) return TRIRUN_BAD_SHAPE;
+  const Batch batch = {segments, segment_count, tokens, rows, state_rows, state_count, states, true};
   return run_batch(*d, batch, workspace, workspace_bytes, threads, nullptr);
 }
 
@@ -274,7 +284,7 @@ TRIRUN_EXPORT int trirun_cpu_decoder_generate(const trirun_decoder* d, const tri
     if (segments[i].count != 1 || segments[i].position > d->context - steps) return TRIRUN_BAD_SHAPE;
   for (int64_t i = 0; draws && i < segment_count; ++i)
     if (bad_draw(draws[i])) return TRIRUN_UNSUPPORTED;
-  const Batch batch = {segments, segment_count, tokens, segment_count, nullptr, segment_count, logits};
+  const Batch batch = {segments, segment_count, tokens, segment_count, nullptr, segment_count, logits, false};
   const Generation generation = {steps, draws, stop, stop_count, out, done};
   return run_batch(*d, batch, workspace, workspace_bytes, threads, &generation);
 }

@@ -107,7 +107,8 @@ struct Batch {
   int64_t rows;
   const int64_t* logit_rows; // null: all rows
   int64_t logit_count;
-  float* logits;
+  float* logits; // or, where states are wanted, those of the same rows
+  bool states;
 };
 
 /* The shared arrays of a step, in the caller's workspace. */

@@ -311,6 +311,10 @@ class SingleStep : public Model {
   }
 
   void head(Thread& t) {
+    if (batch_.states) {
+      if (t.team.rank() == 0) norm(batch_.logits, t.x, d.final_norm, d.final_norm_bias);
+      return;
+    }
     norm(t.row, t.x, d.final_norm, d.final_norm_bias);
     const HeadRows input = {t.row, t.head, head_act(t.act_memory, 1)};
     prepare_head_row(input, 0);

@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
-import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from ..errors import UsageError
-from .event_bridge import EventBridge
-from .guard import request_log
-from .pool.pool import Pool
+from ...errors import UsageError
+from ..event_bridge import EventBridge
+from ..operations.logs import LogFormat, set_up_logging
+from ..pool.pool import Pool
+from .patience import Patient
 
 # After the drain time, cancelled requests get this long to send their last event.
 _CANCEL_S = 5
@@ -74,6 +73,7 @@ def serve(
     drain_s: float,
     stream_interval_s: float = 0.0,
     log_requests: bool = False,
+    log_format: LogFormat = "text",
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then take no more requests, give running ones ``drain_s`` seconds, and return.
 
@@ -83,15 +83,15 @@ def serve(
         ready: called when the server takes requests.
         drain_s: seconds that running requests get at the end.
         stream_interval_s: of :class:`.event_bridge.EventBridge`.
-        log_requests: log a line per request, with its tokens and times; see :func:`.guard.request_line`; and
-            the models that are loaded and unloaded.
+        log_requests, log_format: of :func:`..operations.logs.set_up_logging`.
 
     Raises:
         Exception: any that loading them raised. KeyboardInterrupt: a second Ctrl-C ended the draining.
     """
-    _set_up_logging(log_requests)
+    set_up_logging(log_requests, log_format)
     config = uvicorn.Config(
         app,
+        http=Patient,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -115,11 +115,13 @@ async def _serve(
     bridge = EventBridge(asyncio.get_running_loop(), stream_interval_s)
     loading = asyncio.ensure_future(pool.preload(bridge, preload))
     serving = asyncio.ensure_future(server.serve([listener]))
+    watching: asyncio.Task[None] | None = None
     await asyncio.wait((loading, serving), return_when=asyncio.FIRST_COMPLETED)
     try:
         if loading.done() and loading.exception() is None:
             _freeze_garbage_collector()
             pool.open()
+            watching = asyncio.ensure_future(pool.metrics.watch_loop())
             if not server.should_exit:
                 ready()
         elif loading.done():
@@ -130,6 +132,8 @@ async def _serve(
             pool.close()
     finally:
         loading.cancel()
+        if watching is not None:
+            watching.cancel()
 
 
 def _freeze_garbage_collector() -> None:
@@ -190,18 +194,3 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             alarm.cancel()
-
-
-def _set_up_logging(log_requests: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    # Requests are cancelled only when the server stops, and their clients are told.
-    handler.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)))
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    for name in ("trirun", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.WARNING)
-    if log_requests:
-        request_log.setLevel(logging.INFO)
-        # Models that are loaded and unloaded.
-        logging.getLogger("trirun.server").setLevel(logging.INFO)

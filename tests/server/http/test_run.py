@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from trirun_cli.errors import UsageError
-from trirun_cli.server.run import listen, url_of
+from trirun_cli.server.http.run import listen, url_of
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,20 @@ import logging
 import re
 import time
 import uuid
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError
-from .request_group import RequestGroup
+from ..errors import ApiError
+from ..operations.logs import log_request
+from ..operations.tracing import Tracing, describe
+from .json_weight import is_too_heavy
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 log = logging.getLogger("trirun.server")
-# A line per request, where its level is INFO.
-request_log = logging.getLogger("trirun.requests")
 
 # Health checks and metrics need no key, and the page to chat with asks for it.
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics"})
@@ -35,11 +39,20 @@ class Guard:
         app: the application.
         api_key: the Bearer token, or x-api-key, required by every path but :data:`OPEN_PATHS`; None requires none.
         max_body_bytes: a larger body returns 413 before it is parsed.
-        body_s: a body that takes more seconds than this returns 408.
+        tracing: makes the spans of requests. body_s: a body that takes more seconds than this returns 408.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None = None, max_body_bytes: int, body_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None = None,
+        max_body_bytes: int,
+        tracing: Tracing | None = None,
+        body_s: float = 60.0,
+    ) -> None:
         self._app, self._max_body, self._body_s = app, max_body_bytes, body_s
+        self._tracing = tracing or Tracing()
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,6 +62,13 @@ class Guard:
         asked = headers.get("x-request-id", "")
         request_id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        if scope["path"] in OPEN_PATHS:
+            return await self._run(scope, headers, receive, send, None)
+        with self._tracing.span(scope) as span:
+            await self._run(scope, headers, receive, send, span)
+
+    async def _run(self, scope: Scope, headers: Headers, receive: Receive, send: Send, span: Span | None) -> None:
+        request_id = scope["state"]["request_id"]
         started, status, began = False, 499, time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
@@ -71,8 +91,10 @@ class Guard:
                 error = ApiError(500, "internal error; the server's log has more", code="internal_error")
                 await error.response(scope["path"])(scope, receive, send_with_id)
         finally:
-            if request_log.isEnabledFor(logging.INFO):
-                request_log.info("%s", request_line(scope, status, time.perf_counter() - began))
+            seconds = time.perf_counter() - began
+            log_request(scope, status, seconds)
+            if span is not None:
+                describe(span, scope, status, seconds)
 
     async def _admit(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         """Pass a request with its whole body to the application, or refuse it."""
@@ -80,6 +102,8 @@ class Guard:
             self._check_key(scope["path"], headers)
             async with asyncio.timeout(self._body_s):
                 body = await self._read(headers, receive)
+            if body is not None and is_too_heavy(body):
+                raise ApiError(413, "the body has too many values: a few hundred thousand are taken")
         except TimeoutError:
             message = f"the body did not come within {self._body_s:g} s"
             refusal = ApiError(408, message, headers={"Connection": "close"})
@@ -137,24 +161,3 @@ class Guard:
         # The rest of the body would be read as the next request, so the connection is closed.
         message = f"the body is larger than {self._max_body / 2**20:g} MiB"
         return ApiError(413, message, headers={"Connection": "close"})
-
-
-def request_line(scope: Scope, status: int, seconds: float) -> str:
-    """What the log says of a request: who, what, its status, its tokens, its times in milliseconds, its id.
-
-    Args:
-        scope: of the request. Where it has generated, its state has the "group".
-        status: of the response; 499 where the client left before it. seconds: from the request to the response's end.
-    """
-    state, client = scope["state"], scope.get("client")
-    # Only the path: a query may hold what no log should.
-    path = scope["path"][:200].encode("unicode_escape").decode()
-    parts = [client[0] if client else "-", scope["method"], path, str(status)]
-    group: RequestGroup | None = state.get("group")
-    if group is not None:
-        counts = group.token_counts
-        parts += [f"prompt={counts.prompt}", f"cached={counts.cached}", f"generated={counts.generated}"]
-        parts.append(f"finish={','.join(sorted({choice.finish or 'abort' for choice in group.choices}))}")
-        if group.first_token_s is not None:
-            parts.append(f"first={group.first_token_s * 1e3:.0f}ms")
-    return " ".join([*parts, f"total={seconds * 1e3:.0f}ms", f"id={state['request_id']}"])

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from trirun_cli.server.guard import Guard
+from trirun_cli.server.http.guard import Guard
 
 PATH = "/v1/completions"
 
@@ -110,7 +110,7 @@ def test_a_body_that_does_not_come_holds_nothing():
             sent.append(message)
 
         guard = Guard(application, max_body_bytes=100, body_s=0.05)
-        scope = {"type": "http", "path": PATH, "headers": [(b"content-length", b"9")]}
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": [(b"content-length", b"9")]}
         await asyncio.wait_for(guard(scope, waiting.wait, send), 10)
 
     asyncio.run(scenario())

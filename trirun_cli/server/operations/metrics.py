@@ -1,7 +1,9 @@
-"""Metrics for Prometheus: those of vLLM by vLLM's names, with the prefix ``trirun:``."""
+"""Metrics for Prometheus: those that mean what vLLM's mean have its names (``vllm:``), others ``trirun:``."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +11,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from ..engine.engine import Engine
+    from ...engine.engine import Engine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Between two looks at the event loop; a shorter block may go unseen.
+_LOOK_S = 0.01
 _MILLISECONDS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_LONG = (0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _COUNTS = tuple(2**power for power in range(18))
 
 
@@ -23,7 +28,8 @@ _OF_ENGINES = (
     (GaugeMetricFamily, "num_requests_waiting", "Choices waiting for a slot.", "waiting"),
     (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", "cache_usage"),
     (CounterMetricFamily, "prompt_tokens", "Prompt tokens of choices that got a slot.", "prompt_tokens"),
-    (CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens found in the cache.", "reused_tokens"),
+    (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up in the cache.", "prompt_tokens"),
+    (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found in the cache.", "reused_tokens"),
     (CounterMetricFamily, "generation_tokens", "Tokens generated.", "generated_tokens"),
     (CounterMetricFamily, "num_preemptions", "Choices preempted because the KV cache was full.", "preemptions"),
 )
@@ -39,10 +45,19 @@ class Metrics:
         self.models: dict[str, ModelMetrics] = {}
 
         def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-            return kind(f"trirun:{name}", text, ["model_name", *labels], registry=self.registry, **options)
+            return kind(f"vllm:{name}", text, ["model_name", *labels], registry=self.registry, **options)
 
-        config = ["max_num_seqs", "max_model_len", "max_num_seqs_reason"]
-        self.config = metric(Gauge, "config_info", "How the server is set up, in the labels.", *config)
+        config = ["model_name", "max_num_seqs", "max_model_len", "max_num_seqs_reason"]
+        about = "How the server is set up, in the labels."
+        self.config = Gauge("trirun:config_info", about, config, registry=self.registry)
+        about = "How much later than due the event loop runs what is due: every connection waits for it."
+        self.loop_delay = Histogram(
+            "trirun:event_loop_delay_seconds", about, registry=self.registry, buckets=(0.005, 0.01, 0.025, *_LONG)
+        )
+        about = "The longest delay of the event loop since the start."
+        self.loop_worst = Gauge("trirun:event_loop_delay_max_seconds", about, registry=self.registry)
+        about = "The most processor time that its thread took in such a delay, the rest being the machine's."
+        self.loop_busiest = Gauge("trirun:event_loop_busy_max_seconds", about, registry=self.registry)
         self.ended = metric(Counter, "request_success", "Choices ended, by reason.", "finished_reason")
         self.first = metric(Histogram, "time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS)
         fine = tuple(ms / 1e3 for ms in _MILLISECONDS)
@@ -64,6 +79,18 @@ class Metrics:
     def of(self, model: str) -> ModelMetrics:
         """The metrics of a model that was added."""
         return self.models[model]
+
+    async def watch_loop(self) -> None:
+        """Measure the event loop's delay until cancelled."""
+        worst = busiest = 0.0
+        while True:
+            due, spent = time.perf_counter() + _LOOK_S, time.thread_time()
+            await asyncio.sleep(_LOOK_S)
+            delay, spent = max(time.perf_counter() - due, 0.0), time.thread_time() - spent
+            self.loop_delay.observe(delay)
+            worst, busiest = max(worst, delay), max(busiest, min(delay, spent))
+            self.loop_worst.set(worst)
+            self.loop_busiest.set(busiest)
 
     def render(self) -> bytes:
         """Every metric in Prometheus's text format."""
@@ -132,7 +159,7 @@ class _EngineMetrics:
 
     def collect(self) -> Iterator[Metric]:
         for kind, name, text, attribute in _OF_ENGINES:
-            family = kind(f"trirun:{name}", text, labels=["model_name"])
+            family = kind(f"vllm:{name}", text, labels=["model_name"])
             for model in self._all.models.values():
                 family.add_metric([model.model], model.engine_value(attribute))
             yield family

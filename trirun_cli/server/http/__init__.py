@@ -1,0 +1,1 @@
+"""Connections: the process that listens, and what is around the application."""
