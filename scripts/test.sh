@@ -8,6 +8,8 @@
 # PYTHON=python3.12 chooses the interpreter, CXX=clang++ the compiler, TRIRUN_CUDA=0 leaves CUDA out and
 # TRIRUN_CUDA=90a,120 builds for those architectures only.
 set -euo pipefail
+# Bytecode is made when a module is imported first, and kept: most modules of what is installed never are.
+unset PYTHONDONTWRITEBYTECODE
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 phases=()
@@ -42,7 +44,7 @@ if [ "$cuda" != 0 ] && python=$(find_python 2>/dev/null) && has_nvcc "$python"; 
   compiler=$!
 fi
 
-install dev
+install dev --no-compile
 phase install true
 
 step "Linting; checking types meanwhile"

@@ -12,7 +12,16 @@ namespace {
 
 class Products : public Model {
  public:
-  /* Of layers that are all alike. Inputs lie in the calling thread's scratch memory; `failed` where there is none. */
+  /* Inputs are made once, for layers of one width; and which experts a step reads is known when it runs. */
+  static bool can_run(const trirun_decoder& d) {
+    bool alike = true;
+    for (int64_t i = 0; i < d.layers; ++i)
+      alike &=
+          !d.layer[i].mixture && d.layer[i].ffn == d.layer->ffn && attended_of(d.layer[i]) == attended_of(*d.layer);
+    return alike;
+  }
+
+  /* Of layers that can_run. Inputs lie in the calling thread's scratch memory; `failed` where there is none. */
   explicit Products(const trirun_decoder& decoder) : Model(decoder) {
     Arena sizes(nullptr);
     lay_out(sizes);
@@ -54,7 +63,7 @@ class Products : public Model {
  private:
   void lay_out(Arena& memory) {
     x_ = memory.take<float>(widest_input(d));
-    y_ = memory.take<float>(larger(widest_input(d), d.vocab));
+    y_ = memory.take<float>(larger(larger(widest_input(d), widest(d, qkv_width_of)), d.vocab));
     for (int i = 0; i < 3; ++i) {
       const int64_t k = round_up(inputs_[i], kPaddedK);
       const size_t bytes = trirun_cpu_act_bytes(1, k, d.act_bits);
