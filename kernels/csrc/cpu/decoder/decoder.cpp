@@ -342,7 +342,7 @@ TRIRUN_EXPORT int trirun_cpu_decoder_products(const trirun_decoder* d, int64_t s
   if (int error = check_decoder(d)) return error;
   if (steps <= 0 || threads < 1) return TRIRUN_BAD_SHAPE;
   if (!Products::can_run(*d)) return TRIRUN_UNSUPPORTED;
-  Products products(*d);
+  Products products(*d, threads);
   if (products.failed) return TRIRUN_NO_WORKSPACE;
   if (apart) return products.run_apart(steps, threads);
   parallel(threads, [&](Team& team) { products.run(team, steps); });
