@@ -35,7 +35,7 @@ def test_the_requirements_are_pinned_and_agree_with_the_project(repo_root: Path)
         name = re.split(r"[<>=]", line)[0]
         assert name in pinned and name not in HEAVY
         assert bounds.get(name, line) == line
-    assert {*project["optional-dependencies"]["serve"]} - {"aiohttp"} <= set(requirements(repo_root))
+    assert {*project["optional-dependencies"]["serve"]} - {"aiohttp>=3.10"} <= set(requirements(repo_root))
 
 
 @pytest.fixture(scope="module")
