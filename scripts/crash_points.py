@@ -33,7 +33,23 @@ SOURCE = Path(__file__).with_suffix(".c")
 DEMO = SOURCE.parent.parent / "configs" / "demo-model"
 LATER = ("ENOSPC", "EROFS")  # a state of the disk, which lasts; the others are of one call
 QUANTIZE = ["--preset", "fast", "--group-size", "64", "--samples", "4", "--seqlen", "64", "--device", "cpu", "--quiet"]
-FINETUNE = ["--steps", "4", "--batch-size", "1", "--seqlen", "64", "--device", "cpu", "--save-every", "2", "--quiet"]
+FINETUNE = [
+    "--steps",
+    "4",
+    "--batch",
+    "1",
+    "--seqlen",
+    "64",
+    "--group-size",
+    "64",
+    "--held-out",
+    "4",
+    "--evaluations",
+    "2",
+    "--device",
+    "cpu",
+    "--quiet",
+]
 
 
 @dataclass
@@ -114,7 +130,9 @@ def _main(command: list[str]) -> int:
 def unflushed(trace: str, out: Path, files: list[str]) -> list[str]:
     """Files of an output that were not flushed between their last write and the renaming of the output, and the output
     itself where its directory was not flushed after that."""
+    # The name of a whole output that is a file, in its own tree, is ".".
     written, faults, named = {"": 0, **dict.fromkeys(files, 0)}, [], False
+    written.pop(".", None)
     flushed = dict.fromkeys(written, -1)
     for number, (call, path) in enumerate(line.split("\t") for line in trace.splitlines()):
         name = path.removeprefix(f"{out}.partial").lstrip("/")
@@ -202,7 +220,7 @@ def commands(names: list[str], work: Path, model: Path | None = None) -> list[Co
             found += [Command("export", line, out), Command("export --overwrite", line, out, old=kept)]
         elif name == "gguf":
             out = out.with_suffix(".gguf")
-            line = ["export", str(packed), "--out", str(out), "--to", "gguf:Q2_0", "--quiet"]
+            line = ["export", str(packed), "--out", str(out), "--to", "gguf:Q2_0", "--pre", "gpt-2", "--quiet"]
             found += [Command(name, line, out), Command("gguf --overwrite", line, out, old=work / "old.gguf")]
         elif name == "quantize":
             line = ["quantize", str(model), "--out", str(out), *QUANTIZE]

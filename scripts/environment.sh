@@ -35,7 +35,7 @@ fingerprint() {
   } | cksum
 }
 
-# install EXTRAS: make the environment if there is none, and bring it up to date if something changed.
+# install EXTRAS [PIP-OPTION...]: make the environment if there is none, and bring it up to date if something changed.
 install() {
   local python stamp=$venv/installed-${1:-base} spec=.${1:+[$1]}
   command -v "${CXX:-g++}" >/dev/null ||
@@ -53,7 +53,7 @@ install() {
     step "trirun is installed in .venv, and nothing changed since"
     return
   fi
-  local torch pip=("$venv/bin/python" -m pip install --disable-pip-version-check -c scripts/constraints.txt)
+  local torch pip=("$venv/bin/python" -m pip install --disable-pip-version-check -c scripts/constraints.txt "${@:2}")
   torch=$(grep '^torch==' scripts/constraints.txt)
   if ! "$venv/bin/python" 2>/dev/null \
     -c "import importlib.metadata as m; assert m.version('torch').split('+')[0] == '${torch#*==}'"; then

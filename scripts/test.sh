@@ -5,9 +5,14 @@
 # (and, where nvcc is, for every GPU architecture: no GPU is needed for that) and runs pytest. Exits non-zero on any
 # failure.
 #
+# --sanitize instead runs the CPU library's tests under ASan and UBSan, and those of its threads under TSan
+# (scripts/sanitize_cpu.py).
+#
 # PYTHON=python3.12 chooses the interpreter, CXX=clang++ the compiler, TRIRUN_CUDA=0 leaves CUDA out and
 # TRIRUN_CUDA=90a,120 builds for those architectures only.
 set -euo pipefail
+# Bytecode is made when a module is imported first, and kept: most modules of what is installed never are.
+unset PYTHONDONTWRITEBYTECODE
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 phases=()
@@ -21,6 +26,7 @@ phase() {
 }
 
 cuda=${TRIRUN_CUDA-}
+if [ "${1-}" = --sanitize ]; then cuda=0; fi
 export TRIRUN_CUDA=0  # for the packages built below; the CUDA library gets a step of its own
 
 logs=$(mktemp -d)
@@ -42,8 +48,15 @@ if [ "$cuda" != 0 ] && python=$(find_python 2>/dev/null) && has_nvcc "$python"; 
   compiler=$!
 fi
 
-install dev
+install dev --no-compile
 phase install true
+if [ "${1-}" = --sanitize ]; then
+  phase address "$venv/bin/python" scripts/sanitize_cpu.py address
+  phase thread "$venv/bin/python" scripts/sanitize_cpu.py thread
+  step "Sanitizers: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')${failed:+; FAILED:$failed}"
+  [ -z "$failed" ]
+  exit
+fi
 
 step "Linting; checking types meanwhile"
 lint() {

@@ -4,8 +4,9 @@ As a command, it compiles them in place for development::
 
     python scripts/trirun_build.py [cpu|cuda|all] [--arch 90a] [--spills] [--lineinfo] [--verbose]
 
-The environment variable TRIRUN_CUDA chooses what a package build compiles for CUDA: unset, every architecture of
-``trirun_toolchain.ALL_ARCHS``; a list such as ``90a,120``, those; ``0``, nothing.
+``pip wheel . --config-settings glibc=2.28`` links the CPU library for an older glibc than this machine's
+(scripts/release_wheels.py). The environment variable TRIRUN_CUDA chooses what a package build compiles for CUDA: unset,
+every architecture of ``trirun_toolchain.ALL_ARCHS``; a list such as ``90a,120``, those; ``0``, nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def cuda_archs() -> tuple[str, ...]:
     return parse_archs(text) if text else ALL_ARCHS
 
 
-def build_native(tree: Tree) -> None:
+def build_native(tree: Tree, glibc: str | None = None) -> None:
     """Compile what a package holds, or end the process with the reason on stderr: pip shows it as it is, without a
     traceback around it."""
     try:
         archs = cuda_archs()
-        build_cpu(tree)
+        build_cpu(tree, glibc)
         if archs:
             build_cuda(tree, archs)
     except BuildError as error:
@@ -64,7 +65,7 @@ def prepare_metadata_for_build_editable(metadata_directory, config_settings=None
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None) -> str:
     tree = Tree()
-    build_native(tree)
+    build_native(tree, (config_settings or {}).pop("glibc", None))
     # setuptools never empties this folder: modules deleted since the last build would be in the wheel.
     shutil.rmtree(tree.root / "build" / "lib", ignore_errors=True)
     return _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)

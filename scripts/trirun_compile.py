@@ -35,6 +35,7 @@ from trirun_toolchain import (
     arch_of,
     cxx_compiler,
     gencode,
+    old_glibc_linker,
     require_nvcc,
     static_runtime,
     version,
@@ -129,8 +130,11 @@ class Tree:
             yield
 
 
-def build_cpu(tree: Tree) -> Path:
+def build_cpu(tree: Tree, glibc: str | None = None) -> Path:
     """Build libtrirun_cpu.so for every instruction set the compiler knows.
+
+    Args:
+        glibc: the oldest that it shall load with, such as ``"2.28"``; None: this machine's.
 
     Raises:
         BuildError: no compiler, or one that rejects a source file.
@@ -156,7 +160,9 @@ def build_cpu(tree: Tree) -> Path:
     # The linker keeps the first copy of an inline function, so those compiled for every processor come first.
     ordered = sorted(flags, key=lambda source: len(flags[source]))
     steps = {source: Step(cxx, made_by, (*common, *flags[source])) for source in ordered}
-    link = Step(cxx, made_by, ("-shared", "-pthread", *static_runtime(cxx), f"-Wl,{tree.exports}", "-Wl,-z,defs"))
+    linker, runtime = (cxx, static_runtime(cxx)) if glibc is None else old_glibc_linker(cxx, glibc)
+    flags_of_link = ("-shared", "-pthread", *runtime, f"-Wl,{tree.exports}", "-Wl,-z,defs")
+    link = Step(linker, f"{made_by}, glibc {glibc}" if glibc else made_by, flags_of_link)
     return _build(tree, "cpu", steps, link, {"machine": machine, "isas": sorted({*built}), "skipped": skipped})
 
 

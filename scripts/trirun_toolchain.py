@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -111,6 +112,25 @@ def static_runtime(cxx: Sequence[str]) -> tuple[str, ...]:
     also one that brings an older libstdc++ of its own."""
     found = subprocess.run((*cxx, "-print-file-name=libstdc++.a"), capture_output=True, text=True, check=False)
     return ("-static-libstdc++", "-static-libgcc") if os.path.isabs(found.stdout.strip()) else ()
+
+
+def old_glibc_linker(cxx: Sequence[str], glibc: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """A linker, and its flags in the place of :func:`static_runtime`, by which a library loads with a glibc as old as
+    ``"2.28"``: zig brings that glibc's symbols (package ziglang), and machine code stays the compiler's. The C++
+    runtime stays outside: its archive needs the glibc of this machine, and what the library uses of the shared one is
+    of 2016 (GLIBCXX_3.4.22).
+
+    Raises:
+        BuildError: there is no zig.
+    """
+    zig = (sys.executable, "-m", "ziglang")
+    if subprocess.run((*zig, "version"), capture_output=True, check=False).returncode:
+        raise BuildError("linking for an older glibc takes zig: pip install ziglang")
+    files = []
+    for name in ("libstdc++.so", "libgcc_s.so.1", "libgcc.a"):
+        found = subprocess.run((*cxx, f"-print-file-name={name}"), capture_output=True, text=True, check=False)
+        files.append(os.path.realpath(found.stdout.strip()))
+    return (*zig, "cc", "-target", f"{platform.machine()}-linux-gnu.{glibc}"), (*files, "-lm")
 
 
 def gencode(archs: Sequence[str], *, ptx: bool) -> tuple[str, ...]:

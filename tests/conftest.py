@@ -90,6 +90,29 @@ def trirun(capsys, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="session")
+def _indexes():
+    return {}
+
+
+@pytest.fixture
+def indexed_once(monkeypatch, _indexes):
+    """lm-eval reads 13,000 files, for six seconds, to know its own tasks: once a process is enough."""
+    from lm_eval.tasks import TaskManager
+
+    make = TaskManager.__init__
+
+    def init(self, *arguments, **options):
+        if arguments or options or not _indexes:
+            make(self, *arguments, **options)
+        else:
+            self.__dict__.update(_indexes)
+        if not (arguments or options):
+            _indexes.update(self.__dict__)
+
+    monkeypatch.setattr(TaskManager, "__init__", init)
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """One thread for torch: where matrices are tiny, waiting for a second one on a busy machine is most of the time."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from trirun_kernels import QuantSpec
 
 from .errors import QuantizationError
+from .patterns import matches
 from .recipe_yaml import checked_fields, load_yaml, require, string_list, suggest
 
 # The zero point of each named grid; None is one real zero per group.
@@ -174,11 +175,11 @@ class Recipe:
         Args:
             module: its path in the model.
         """
-        if any(re.search(pattern, module) for pattern in self.ignore):
+        if any(matches(pattern, module) for pattern in self.ignore):
             return ()
         group_size, grid = self.group_size, self.grid
         for pattern, override in self.overrides.items():
-            if re.search(pattern, module):
+            if matches(pattern, module):
                 if override.keep:
                     return ()
                 group_size, grid = override.over(group_size, grid)

@@ -148,7 +148,7 @@ def test_quantize_rejects_what_has_no_kernel(trirun, plain_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_options_that_make_no_sense(trirun, packed):
+def test_options_that_make_no_sense(trirun, packed, indexed_once):
     for arguments, message in [
         (("generate", "-c", packed, "-p", "x", "--temperature", "-1"), "--temperature must be"),
         (("generate", "-c", packed, "-p", "x", "--top-p", "0"), "--top-p must be"),

@@ -63,7 +63,7 @@ def test_tasks_and_files_that_are_wrong_are_named_in_a_line(trirun, plain_model,
         (ModuleNotFoundError("`sympy` is required for\nminerva_math"), "packages are missing: `sympy` is required for"),
     ],
 )
-def test_a_package_that_a_task_imports_is_named(trirun, plain_model, monkeypatch, failure, words):
+def test_a_package_that_a_task_imports_is_named(trirun, plain_model, monkeypatch, indexed_once, failure, words):
     from lm_eval.tasks import TaskManager
 
     def fail(*arguments, **options):

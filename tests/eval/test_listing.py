@@ -33,8 +33,7 @@ def test_every_kind_of_task_is_listed(trirun, tmp_path):
     )
 
 
-def test_names_that_are_listed_are_known(trirun):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+def test_names_that_are_listed_are_known(trirun, indexed_once):
     from lm_eval.tasks import TaskManager
 
     listed = groups(trirun)["lm-eval's"]["names"]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from trirun_gptq.errors import QuantizationError
+from trirun_gptq.patterns import matches
 from trirun_gptq.recipe import Recipe, load_recipe
 from trirun_kernels import QuantSpec
 
@@ -86,3 +87,12 @@ def test_yaml_files(tmp_path):
 
 def test_the_fast_preset_is_what_a_recipe_is_without_choices():
     assert load_recipe(CONFIGS / "fast.yaml") == Recipe()
+
+
+def test_a_pattern_that_would_take_forever_is_refused():
+    # Python's own search of this pattern in this name does not end within hours.
+    module = "model.layers.0.self_attn.q_proj"
+    with pytest.raises(QuantizationError, match=r"takes more than 0\.1 s to be looked for in model"):
+        matches(r"(?:.|\w)+[A-Z]$", module, seconds=0.1)
+    assert matches("self_attn|up$", module) and not matches("mlp", module)
+    assert Recipe(ignore=("q_proj",)).candidates(module) == ()

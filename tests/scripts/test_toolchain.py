@@ -79,3 +79,14 @@ def test_nvcc_of_the_wheels_is_found_and_an_old_one_is_not(tmp_path: Path, monke
         assert find_nvcc() == str(wheel)
     wheel.unlink()
     assert find_nvcc() in (None, "/usr/local/cuda/bin/nvcc")
+
+
+def test_linking_for_an_older_glibc_takes_zig_and_the_compilers_own_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    cxx = trirun_toolchain.cxx_compiler()
+    monkeypatch.setattr(trirun_toolchain.sys, "executable", "/bin/true")
+    linker, flags = trirun_toolchain.old_glibc_linker(cxx, "2.28")
+    assert linker[3:5] == ("cc", "-target") and linker[5].endswith("-linux-gnu.2.28")
+    assert all(os.path.isfile(name) for name in flags[:-1]) and ".so" in flags[0]
+    monkeypatch.setattr(trirun_toolchain.sys, "executable", "/bin/false")
+    with pytest.raises(BuildError, match="takes zig: pip install ziglang"):
+        trirun_toolchain.old_glibc_linker(cxx, "2.28")

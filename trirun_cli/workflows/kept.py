@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from trirun_gptq.patterns import matches
 from trirun_kernels.weights.names import WEIGHT
 
 from ..checkpoint.model_dir import ModelDir, ModelSource
@@ -48,7 +48,7 @@ def kept_matrices(
         stored, module = written[name], name.removesuffix(WEIGHT)
         if len(stored.shape) < 2 or not stored.dtype.startswith(("F", "BF")) or module == name:
             continue
-        if keep is not None and re.search(keep, module):
+        if keep is not None and matches(keep, module):
             why = "--keep"
         elif module not in linears and module not in vocabulary:
             why = "no linear layer"

@@ -18,6 +18,7 @@ from trirun_gptq.model.loader import multiplies
 from trirun_gptq.model.meta import linear_modules, meta_model
 from trirun_gptq.model.stored import StoredNames
 from trirun_gptq.model.writer import unquantized
+from trirun_gptq.patterns import matches
 from trirun_gptq.run.progress import Event, ModuleStarted, ProgressCallback, silent
 from trirun_kernels import QuantSpec
 from trirun_kernels.weights.names import WEIGHT
@@ -130,9 +131,13 @@ def pack(
     if activation_bits not in (None, 8, 16):
         raise UsageError(f"--act-bits {activation_bits}: 8 or 16")
     try:
-        kept = re.compile("(?!)" if keep is None else keep)
+        re.compile(keep or "")
     except re.error as error:
         raise UsageError(f"--keep {keep}: not a regular expression: {error}") from None
+
+    def is_kept(name: str) -> bool:
+        return keep is not None and matches(keep, name)
+
     model, out = Path(model), Path(out)
     source = open_source(model)
     foreign = open_foreign(source)
@@ -142,10 +147,10 @@ def pack(
     linears = linear_modules(skeleton)
     vocabulary = vocabulary_modules(skeleton)
     modules = {name: skeleton.get_submodule(name) for name in linears}
-    chosen = {n for n, module in modules.items() if multiplies(module) and n not in vocabulary and not kept.search(n)}
+    chosen = {n for n, module in modules.items() if multiplies(module) and n not in vocabulary and not is_kept(n)}
     if foreign is not None and keep is not None:
         raise UsageError(f"--keep {keep}: the layers of {model} are stored packed and cannot be kept as they are")
-    if keep is not None and not any(map(kept.search, {**linears, **vocabulary})):
+    if keep is not None and not any(map(is_kept, {**linears, **vocabulary})):
         raise UsageError(f"--keep {keep}: matches none of the {len(linears)} linear layers")
     if not chosen:
         raise InputError(f"{model} has no linear layer to pack{matrix_kinds(skeleton)}")
@@ -160,7 +165,7 @@ def pack(
         chosen &= parts.keys()
     if not chosen:
         raise InputError(f"{model} has no packed linear layer")
-    optional = {name for name in vocabulary if not kept.search(name)}
+    optional = {name for name in vocabulary if not is_kept(name)}
 
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
         packing = _Packing(writer, linears | vocabulary, chosen, optional, _renamed(source, there, skeleton), progress)

@@ -14,6 +14,7 @@ from trirun_gptq import calibration as calibration_data
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model.loader import decoder_blocks, kept_modules
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.patterns import matches
 from trirun_gptq.recipe import Override, Recipe, load_recipe
 from trirun_gptq.run.progress import Event, ProgressCallback, Warned, silent
 from trirun_kernels import QuantSpec
@@ -152,7 +153,7 @@ def plan_quantize(
     if not inside:
         raise InputError(f"{model} has no linear layer in its decoder blocks{matrix_kinds(block_list)}")
     for pattern in (*recipe.ignore, *recipe.overrides):
-        if not any(re.search(pattern, name) for name in (*inside, *kept)):
+        if not any(matches(pattern, name) for name in (*inside, *kept)):
             raise UsageError(
                 f"{pattern!r} matches none of the {len(inside)} linear layers in the decoder blocks",
                 f"their names are like {inside[-1]}" if inside else None,

@@ -16,9 +16,15 @@ namespace {
 bool is_act_bits(int bits) { return bits == TRIRUN_ACT8 || bits == TRIRUN_ACT16; }
 
 int check_act(const trirun_act* act) {
-  if (!act || !act->limbs || !act->scales || !act->sums) return TRIRUN_BAD_POINTER;
-  if (act->m < 0 || act->k <= 0 || act->k % kPaddedK) return TRIRUN_BAD_SHAPE;
+  if (!act || !act->limbs || !is_array(act->scales, 4) || !is_array(act->sums, 4)) return TRIRUN_BAD_POINTER;
+  if (act->m < 0 || act->m > kMaxSize || !is_size(act->k) || act->k % kPaddedK) return TRIRUN_BAD_SHAPE;
+  if (!fits(act->m, act->k)) return TRIRUN_BAD_SHAPE;
   return is_act_bits(act->act_bits) ? TRIRUN_OK : TRIRUN_UNSUPPORTED;
+}
+
+/* Whether `rows` of `used` elements can be so many elements apart. */
+bool is_stride(int64_t stride, int64_t used, int64_t rows) {
+  return stride >= used && stride <= kMaxSize && fits(rows, stride);
 }
 
 /* The arrays of an act from `memory` on, where there is any; returns how many bytes they take. */
@@ -69,7 +75,7 @@ TRIRUN_EXPORT const char* trirun_cpu_isa(void) { return isa().name; }
 TRIRUN_EXPORT int trirun_cpu_set_isa(const char* name) { return set_isa(name) ? TRIRUN_OK : TRIRUN_UNSUPPORTED; }
 
 TRIRUN_EXPORT size_t trirun_cpu_act_bytes(int64_t m, int64_t k, int act_bits) {
-  if (m < 0 || m > kMaxSize || k <= 0 || k > kMaxSize || k % kPaddedK || !is_act_bits(act_bits)) return 0;
+  if (m < 0 || m > kMaxSize || !is_size(k) || k % kPaddedK || !fits(m, k) || !is_act_bits(act_bits)) return 0;
   trirun_act act;
   return static_cast<size_t>(lay_out(nullptr, m, k, act_bits, &act));
 }
@@ -77,7 +83,7 @@ TRIRUN_EXPORT size_t trirun_cpu_act_bytes(int64_t m, int64_t k, int act_bits) {
 TRIRUN_EXPORT int trirun_cpu_act_init(trirun_act* act, void* memory, size_t bytes, int64_t m, int64_t k, int act_bits) {
   const size_t needed = trirun_cpu_act_bytes(m, k, act_bits);
   if (!needed) return TRIRUN_BAD_SHAPE;
-  if (!act || !memory || (reinterpret_cast<uintptr_t>(memory) & 63)) return TRIRUN_BAD_POINTER;
+  if (!act || !is_array(memory, 64)) return TRIRUN_BAD_POINTER;
   if (bytes < needed) return TRIRUN_NO_WORKSPACE;
   lay_out(memory, m, k, act_bits, act);
   return TRIRUN_OK;
@@ -86,9 +92,9 @@ TRIRUN_EXPORT int trirun_cpu_act_init(trirun_act* act, void* memory, size_t byte
 TRIRUN_EXPORT int trirun_cpu_quantize(trirun_act* act, const void* x, int dtype, int64_t k, int64_t ldx, int threads) {
   if (int error = check_act(act)) return error;
   if (act->m == 0) return TRIRUN_OK;
-  if (!x) return TRIRUN_BAD_POINTER;
-  if (k <= 0 || k > act->k || ldx < k || threads < 1) return TRIRUN_BAD_SHAPE;
+  if (k <= 0 || k > act->k || threads < 1 || !is_stride(ldx, k, act->m)) return TRIRUN_BAD_SHAPE;
   if (!is_float_type(dtype)) return TRIRUN_UNSUPPORTED;
+  if (!is_array(x, bytes_of(dtype))) return TRIRUN_BAD_POINTER;
   const Isa& use = isa();
   parallel(act->m > kSerialRows ? threads : 1, [&](Team& team) {
     Range rows = team.share(act->m);
@@ -101,21 +107,24 @@ TRIRUN_EXPORT int trirun_cpu_int2_gemm_act(const trirun_int2* w, int64_t n, cons
                                            const void* bias, void* y, int64_t ldy, int threads) {
   if (int error = check_weight(w, n)) return error;
   if (int error = check_act(act)) return error;
-  if (act->k != w->k || ldy < n || threads < 1) return TRIRUN_BAD_SHAPE;
+  if (act->k != w->k || threads < 1 || !is_stride(ldy, n, act->m)) return TRIRUN_BAD_SHAPE;
   if (!is_float_type(dtype)) return TRIRUN_UNSUPPORTED;
   if (act->m == 0) return TRIRUN_OK;
-  if (!y) return TRIRUN_BAD_POINTER;
+  if (!is_array(y, bytes_of(dtype)) || !is_aligned(bias, bytes_of(dtype))) return TRIRUN_BAD_POINTER;
   return gemm(w, n, act, nullptr, dtype, 0, 0, bias, y, ldy, threads);
 }
 
 TRIRUN_EXPORT int trirun_cpu_int2_gemm(const trirun_int2* w, int64_t n, int64_t k, const void* x, int dtype, int64_t m,
                                        int64_t ldx, const void* bias, void* y, int64_t ldy, int act_bits, int threads) {
   if (int error = check_weight(w, n)) return error;
-  if (k <= 0 || k > w->k || m < 0 || m > kMaxSize || ldx < k || ldy < n || threads < 1) return TRIRUN_BAD_SHAPE;
+  if (k <= 0 || k > w->k || m < 0 || m > kMaxSize || threads < 1) return TRIRUN_BAD_SHAPE;
+  if (!is_stride(ldx, k, m) || !is_stride(ldy, n, m)) return TRIRUN_BAD_SHAPE;
   if (!is_float_type(dtype) || !is_act_bits(act_bits)) return TRIRUN_UNSUPPORTED;
   if (m == 0) return TRIRUN_OK;
-  if (!x || !y) return TRIRUN_BAD_POINTER;
+  const int64_t width = bytes_of(dtype);
+  if (!is_array(x, width) || !is_array(y, width) || !is_aligned(bias, width)) return TRIRUN_BAD_POINTER;
   const size_t bytes = trirun_cpu_act_bytes(m, w->k, act_bits);
+  if (!bytes) return TRIRUN_BAD_SHAPE;
   void* memory = scratch(kScratchActivations, static_cast<int64_t>(bytes));
   if (!memory) return TRIRUN_NO_WORKSPACE;
   trirun_act act;

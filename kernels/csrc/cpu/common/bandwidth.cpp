@@ -3,6 +3,7 @@
 
 #include "trirun.h"
 #include "compiler.h"
+#include "numbers.h"
 #include "threads.h"
 
 using namespace trirun;
@@ -30,8 +31,8 @@ uint64_t read_all(const char* memory, int64_t bytes) {
 }  // namespace
 
 TRIRUN_EXPORT int trirun_cpu_read(const void* memory, int64_t bytes, int threads, uint64_t* sum) {
-  if (!memory || !sum) return TRIRUN_BAD_POINTER;
-  if (bytes < 0 || threads < 1) return TRIRUN_BAD_SHAPE;
+  if (!is_array(memory, kLine) || !is_array(sum, 8)) return TRIRUN_BAD_POINTER;
+  if (bytes < 0 || bytes > kMaxElements || threads < 1) return TRIRUN_BAD_SHAPE;
   std::atomic<uint64_t> total{0};
   parallel(threads, [&](Team& team) {
     const Range lines = team.share(bytes / kLine);

@@ -11,8 +11,20 @@
 namespace trirun {
 namespace {
 
-/* Sizes beyond this are nonsense, and their products could leave int64. */
+/* Sizes beyond these are nonsense: no memory holds so many elements, and further products could leave int64. */
 constexpr int64_t kMaxSize = int64_t{1} << 31;
+constexpr int64_t kMaxElements = int64_t{1} << 44;
+
+inline bool is_size(int64_t value) { return value > 0 && value <= kMaxSize; }
+
+/* Whether `rows` of so many elements each, neither negative, are no more than kMaxElements. */
+inline bool fits(int64_t rows, int64_t elements) { return !elements || rows <= kMaxElements / elements; }
+
+/* Whether a pointer can be that of an array whose elements have `width` bytes, a power of two; or null. */
+inline bool is_aligned(const void* array, int64_t width) {
+  return !(reinterpret_cast<uintptr_t>(array) & static_cast<uintptr_t>(width - 1));
+}
+inline bool is_array(const void* array, int64_t width) { return array && is_aligned(array, width); }
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

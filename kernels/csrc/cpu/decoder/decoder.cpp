@@ -3,6 +3,7 @@
  * as they can, more rows by threads that take their work from queues. */
 #include <math.h>
 
+#include <initializer_list>
 #include <utility>
 
 #include "batch_step.h"
@@ -18,11 +19,20 @@ constexpr int64_t kLongestHead = 65536;
 
 int check_linear(const trirun_linear& linear, int64_t n, int64_t k) {
   if (linear.n != n || linear.k != k || linear.weight.k != round_up(k, kPaddedK)) return TRIRUN_BAD_SHAPE;
+  if (!is_aligned(linear.bias, 4)) return TRIRUN_BAD_POINTER;
   return check_weight(&linear.weight, n);
 }
 
+/* Whether all of them can be arrays of floats, or null. */
+bool are_floats(std::initializer_list<const void*> arrays) {
+  bool all = true;
+  for (const void* array : arrays) all &= is_aligned(array, 4);
+  return all;
+}
+
 int check_mixture(const trirun_decoder& d, const trirun_mixture& m) {
-  if (!m.gate || !m.up || !m.down || !m.router) return TRIRUN_BAD_POINTER;
+  if (!is_array(m.gate, 8) || !is_array(m.up, 8) || !is_array(m.down, 8)) return TRIRUN_BAD_POINTER;
+  if (!is_array(m.router, bytes_of(m.router_dtype)) || !are_floats({m.bias, m.correction})) return TRIRUN_BAD_POINTER;
   const int32_t group_size = m.gate[0].weight.group_size;
   for (int64_t e = 0; e < m.experts; ++e) {
     if (int error = check_linear(m.gate[e], m.size, d.hidden)) return error;
@@ -36,6 +46,9 @@ int check_mixture(const trirun_decoder& d, const trirun_mixture& m) {
 
 /* What every layer has beside its mixer's input linears. */
 int check_common(const trirun_decoder& d, const trirun_layer& l) {
+  if (!are_floats({l.attention_norm, l.mlp_norm, l.q_norm, l.k_norm, l.attention_sub_norm, l.mlp_sub_norm,
+                   l.attention_post_norm, l.mlp_post_norm, l.attention_norm_bias, l.mlp_norm_bias, l.sinks}))
+    return TRIRUN_BAD_POINTER;
   if (int error = check_linear(l.o, d.hidden, attended_of(l))) return error;
   if (l.mixture)
     if (int error = check_mixture(d, *l.mixture)) return error;
@@ -48,8 +61,10 @@ int check_common(const trirun_decoder& d, const trirun_layer& l) {
 
 int check_delta_layer(const trirun_decoder& d, const trirun_layer& l) {
   const trirun_delta_layer& m = *l.delta;
-  if (!m.gates || !m.conv || !m.decay_rate || !m.decay_bias || !m.norm || !m.state || !m.ring || !l.attention_norm)
-    return TRIRUN_BAD_POINTER;
+  for (const void* array : std::initializer_list<const void*>{m.conv, m.decay_rate, m.decay_bias, m.norm, m.state,
+                                                              m.ring, l.attention_norm})
+    if (!is_array(array, 4)) return TRIRUN_BAD_POINTER;
+  if (!is_array(m.gates, bytes_of(m.gates_dtype))) return TRIRUN_BAD_POINTER;
   const int64_t channels = channels_of(m), values = m.value_heads * m.value_dim;
   if (int error = check_linear(m.qkv, m.z.n ? channels : channels + values, d.hidden)) return error;
   if (m.z.n)
@@ -60,7 +75,9 @@ int check_delta_layer(const trirun_decoder& d, const trirun_layer& l) {
 int check_layer(const trirun_decoder& d, const trirun_layer& l) {
   const int64_t q = attended_of(l), kv = kv_width_of(l);
   if (l.delta) return check_delta_layer(d, l);
-  if (!l.keys || !l.values || (l.rotary_half && (!l.cosines || !l.sines))) return TRIRUN_BAD_POINTER;
+  const int64_t kv_bytes = bytes_of(d.kv_dtype);
+  if (!is_array(l.keys, kv_bytes) || !is_array(l.values, kv_bytes)) return TRIRUN_BAD_POINTER;
+  if (!are_floats({l.cosines, l.sines}) || (l.rotary_half && (!l.cosines || !l.sines))) return TRIRUN_BAD_POINTER;
   const struct {
     const trirun_linear& linear;
     int64_t n, k;
@@ -78,9 +95,17 @@ bool bad_draw(const trirun_draw& draw) {
   return !(warm && draw.top_p > 0 && draw.min_p >= 0 && draw.top_k >= 0);
 }
 
-int check_delta_sizes(const trirun_delta_layer& m) {
+bool is_width(int64_t n) { return n >= 0 && n <= kMaxSize; }
+
+int check_delta_sizes(const trirun_decoder& d, const trirun_delta_layer& m) {
   for (int64_t size : {m.key_heads, m.value_heads, m.key_dim, m.value_dim})
-    if (size <= 0 || size > kMaxSize) return TRIRUN_BAD_SHAPE;
+    if (!is_size(size)) return TRIRUN_BAD_SHAPE;
+  for (int64_t column : {m.key_stride, m.k_column, m.v_column, m.value_stride, m.z_column, m.z_stride})
+    if (column < 0 || column > kMaxSize) return TRIRUN_BAD_SHAPE;
+  if (m.key_heads * m.key_dim > kMaxSize || m.value_heads * m.value_dim > kMaxSize) return TRIRUN_BAD_SHAPE;
+  if (!is_width(m.qkv.n) || !is_width(m.z.n)) return TRIRUN_BAD_SHAPE;
+  if (!fits(m.value_heads * m.value_dim, m.key_dim)) return TRIRUN_BAD_SHAPE;
+  if (!fits(d.slots, m.value_heads * m.value_dim * m.key_dim)) return TRIRUN_BAD_SHAPE;
   if (m.value_heads % m.key_heads || m.key_dim % 16 || m.value_dim % 16) return TRIRUN_BAD_SHAPE;
   if (m.taps < 1 || m.taps > kMaxTaps) return TRIRUN_BAD_SHAPE;
   const int64_t keys = m.key_dim, values = m.value_heads / m.key_heads * m.value_dim, last = m.key_heads - 1;
@@ -89,8 +114,6 @@ int check_delta_sizes(const trirun_delta_layer& m) {
                           m.v_column + last * m.value_stride + values, m.z_column + last * m.z_stride + values};
   for (int64_t end : ends)
     if (end > width) return TRIRUN_BAD_SHAPE;
-  for (int64_t column : {m.key_stride, m.k_column, m.v_column, m.value_stride, m.z_column, m.z_stride})
-    if (column < 0) return TRIRUN_BAD_SHAPE;
   return is_float_type(m.gates_dtype) ? TRIRUN_OK : TRIRUN_UNSUPPORTED;
 }
 
@@ -111,18 +134,21 @@ int check_layer_sizes(const trirun_decoder& d, const trirun_layer& l) {
   if (l.mixture)
     if (int error = check_mixture_sizes(*l.mixture, l)) return error;
   if (l.activation < TRIRUN_SILU || l.activation > TRIRUN_GELU_TANH) return TRIRUN_UNSUPPORTED;
-  if (l.delta) return check_delta_sizes(*l.delta);
+  if (l.delta) return check_delta_sizes(d, *l.delta);
   for (int64_t size : {l.heads, l.kv_heads, l.head_dim, l.context})
-    if (size <= 0 || size > kMaxSize) return TRIRUN_BAD_SHAPE;
+    if (!is_size(size)) return TRIRUN_BAD_SHAPE;
+  if (l.heads * l.head_dim > kMaxSize || l.kv_heads > l.heads || !is_width(l.q_gate.n)) return TRIRUN_BAD_SHAPE;
+  if (!fits(d.slots * l.context, l.kv_heads * value_stride_of(l.head_dim))) return TRIRUN_BAD_SHAPE;
   if (l.heads % l.kv_heads || l.context % kKeyBlock || l.context > d.context) return TRIRUN_BAD_SHAPE;
-  if (l.rotary_half < 0 || 2 * l.rotary_half > l.head_dim || l.window < 0) return TRIRUN_BAD_SHAPE;
+  if (l.rotary_half < 0 || l.rotary_half > l.head_dim / 2 || l.window < 0) return TRIRUN_BAD_SHAPE;
   return l.context < d.context && (!l.window || l.window >= l.context) ? TRIRUN_BAD_SHAPE : TRIRUN_OK;
 }
 
 int check_sizes(const trirun_decoder* d) {
-  if (!d || !d->layer) return TRIRUN_BAD_POINTER;
+  if (!d || !is_array(d->layer, 8)) return TRIRUN_BAD_POINTER;
   for (int64_t size : {d->layers, d->hidden, d->vocab, d->slots, d->context})
-    if (size <= 0 || size > kMaxSize) return TRIRUN_BAD_SHAPE;
+    if (!is_size(size)) return TRIRUN_BAD_SHAPE;
+  if (!fits(d->vocab, d->hidden)) return TRIRUN_BAD_SHAPE;
   if (d->hidden % 16 || d->context % kKeyBlock) return TRIRUN_BAD_SHAPE;
   for (int64_t i = 0; i < d->layers; ++i)
     if (int error = check_layer_sizes(*d, d->layer[i])) return error;
@@ -144,9 +170,18 @@ int64_t most_rows(const trirun_decoder& d) {
   return most;
 }
 
+/* Whether the workspace of so many rows has a size. */
+bool workspace_fits(const trirun_decoder& d, int64_t rows) {
+  const int64_t expert = round_up(widest_expert(d), kPaddedK) + 2 * round_up(d.hidden, kPaddedK);
+  const int64_t row = widest(d, qkv_width_of) + 8 * widest_input(d) + widest_mixture(d, router_outputs);
+  return is_size(rows) && fits(rows, row + most_chosen(d) * expert);
+}
+
 int check_batch(const trirun_decoder& d, const Batch& batch) {
   const auto& [segments, segment_count, tokens, rows, logit_rows, logit_count, logits, states] = batch;
-  if (!segments || !tokens || (logit_count && !logits)) return TRIRUN_BAD_POINTER;
+  if (!is_array(segments, 8) || !is_array(tokens, 8) || !is_aligned(logit_rows, 8)) return TRIRUN_BAD_POINTER;
+  if (logit_count && !is_array(logits, 4)) return TRIRUN_BAD_POINTER;
+  if (segment_count > rows || segment_count > d.slots || !workspace_fits(d, rows)) return TRIRUN_BAD_SHAPE;
   int64_t total = 0;
   const int64_t most = most_rows(d);
   for (int64_t i = 0; i < segment_count; ++i) {
@@ -165,9 +200,16 @@ int check_batch(const trirun_decoder& d, const Batch& batch) {
   return TRIRUN_OK;
 }
 
+/* Of an embedding or a head. */
+int64_t alignment_of(int dtype) {
+  return dtype == TRIRUN_PACKED ? int64_t{alignof(trirun_linear)} : dtype == TRIRUN_HEAD_INT8 ? 1 : bytes_of(dtype);
+}
+
 int check_decoder(const trirun_decoder* d) {
   if (int error = check_sizes(d)) return error;
-  if (!d->embedding || !d->head || !d->final_norm) return TRIRUN_BAD_POINTER;
+  if (!is_array(d->final_norm, 4) || !are_floats({d->final_norm_bias, d->head_scales})) return TRIRUN_BAD_POINTER;
+  if (!is_array(d->embedding, alignment_of(d->embedding_dtype))) return TRIRUN_BAD_POINTER;
+  if (!is_array(d->head, alignment_of(d->head_dtype))) return TRIRUN_BAD_POINTER;
   if (d->head_dtype == TRIRUN_HEAD_INT8 && !d->head_scales) return TRIRUN_BAD_POINTER;
   for (const auto& [dtype, packed] : {std::pair(d->embedding_dtype, d->embedding), {d->head_dtype, d->head}})
     if (dtype == TRIRUN_PACKED)
@@ -178,7 +220,7 @@ int check_decoder(const trirun_decoder* d) {
 }
 
 int place(const trirun_decoder& d, int64_t rows, void* workspace, size_t bytes, Shared* shared) {
-  if (!workspace || (reinterpret_cast<uintptr_t>(workspace) & 63)) return TRIRUN_BAD_POINTER;
+  if (!is_array(workspace, 64)) return TRIRUN_BAD_POINTER;
   const int64_t needed = lay_out(d, rows, workspace, shared);
   return needed > static_cast<int64_t>(bytes) ? TRIRUN_NO_WORKSPACE : TRIRUN_OK;
 }
@@ -214,9 +256,9 @@ using namespace trirun;
 
 TRIRUN_EXPORT int trirun_cpu_head_int8(const void* x, int dtype, int64_t n, int64_t k, uint8_t* rows, float* scales,
                                        int threads) {
-  if (!x || !rows || !scales) return TRIRUN_BAD_POINTER;
-  if (n <= 0 || k <= 0 || k % 16 || k > kLongestHead || threads < 1) return TRIRUN_BAD_SHAPE;
+  if (!is_size(n) || k <= 0 || k % 16 || k > kLongestHead || !fits(n, k) || threads < 1) return TRIRUN_BAD_SHAPE;
   if (!is_float_type(dtype)) return TRIRUN_UNSUPPORTED;
+  if (!is_array(x, bytes_of(dtype)) || !rows || !is_array(scales, 4)) return TRIRUN_BAD_POINTER;
   const DecoderOps& ops = decoder_ops();
   const int64_t stride = head_stride_of(k), width = bytes_of(dtype);
   std::atomic<bool> failed{false};
@@ -235,9 +277,11 @@ TRIRUN_EXPORT int trirun_cpu_head_int8(const void* x, int dtype, int64_t n, int6
   return failed ? TRIRUN_NO_WORKSPACE : TRIRUN_OK;
 }
 
-TRIRUN_EXPORT int64_t trirun_cpu_head_stride(int64_t k) { return head_stride_of(k); }
+TRIRUN_EXPORT int64_t trirun_cpu_head_stride(int64_t k) { return is_size(k) ? head_stride_of(k) : 0; }
 
-TRIRUN_EXPORT int64_t trirun_cpu_decoder_context(int64_t positions) { return round_up(positions, kKeyBlock); }
+TRIRUN_EXPORT int64_t trirun_cpu_decoder_context(int64_t positions) {
+  return is_size(positions) ? round_up(positions, kKeyBlock) : 0;
+}
 
 TRIRUN_EXPORT size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d, int64_t layer) {
   if (check_sizes(d) || layer < 0 || layer >= d->layers) return 0;
@@ -248,7 +292,7 @@ TRIRUN_EXPORT size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d, int
 }
 
 TRIRUN_EXPORT size_t trirun_cpu_decoder_workspace(const trirun_decoder* d, int64_t rows) {
-  if (check_sizes(d) || rows <= 0) return 0;
+  if (check_sizes(d) || !workspace_fits(*d, rows)) return 0;
   return static_cast<size_t>(lay_out(*d, rows, nullptr, nullptr));
 }
 
@@ -279,7 +323,10 @@ TRIRUN_EXPORT int trirun_cpu_decoder_generate(const trirun_decoder* d, const tri
                                               size_t workspace_bytes, int threads) {
   if (int error = check_decoder(d)) return error;
   if (segment_count <= 0 || steps <= 0 || stop_count < 0 || threads < 1) return TRIRUN_BAD_SHAPE;
-  if (!segments || !out || !done || (stop_count && !stop)) return TRIRUN_BAD_POINTER;
+  if (segment_count > d->slots) return TRIRUN_BAD_SHAPE;
+  if (!is_array(segments, 8) || !is_array(out, 8) || !is_array(done, 8) || !is_aligned(draws, 8))
+    return TRIRUN_BAD_POINTER;
+  if (stop_count && !is_array(stop, 8)) return TRIRUN_BAD_POINTER;
   for (int64_t i = 0; i < segment_count; ++i)
     if (segments[i].count != 1 || segments[i].position > d->context - steps) return TRIRUN_BAD_SHAPE;
   for (int64_t i = 0; draws && i < segment_count; ++i)
@@ -290,7 +337,7 @@ TRIRUN_EXPORT int trirun_cpu_decoder_generate(const trirun_decoder* d, const tri
 }
 
 TRIRUN_EXPORT int trirun_cpu_draw(const float* logits, int64_t vocab, const trirun_draw* draw, int64_t* token) {
-  if (!logits || !draw || !token) return TRIRUN_BAD_POINTER;
+  if (!is_array(logits, 4) || !is_array(draw, 8) || !is_array(token, 8)) return TRIRUN_BAD_POINTER;
   if (vocab <= 0 || vocab > kMaxVocabulary) return TRIRUN_BAD_SHAPE;
   if (bad_draw(*draw) || draw->temperature == 0) return TRIRUN_UNSUPPORTED;
   void* memory = scratch(kScratchSampling, draw_bytes(vocab));
@@ -304,9 +351,8 @@ TRIRUN_EXPORT int trirun_cpu_draw(const float* logits, int64_t vocab, const trir
 TRIRUN_EXPORT int trirun_cpu_decoder_products(const trirun_decoder* d, int64_t steps, int apart, int threads) {
   if (int error = check_decoder(d)) return error;
   if (steps <= 0 || threads < 1) return TRIRUN_BAD_SHAPE;
-  for (int64_t i = 0; i < d->layers; ++i)
-    if (d->layer[i].mixture) return TRIRUN_UNSUPPORTED;  // which experts a step reads is known when it runs
-  Products products(*d);
+  if (!Products::can_run(*d)) return TRIRUN_UNSUPPORTED;
+  Products products(*d, threads);
   if (products.failed) return TRIRUN_NO_WORKSPACE;
   if (apart) return products.run_apart(steps, threads);
   parallel(threads, [&](Team& team) { products.run(team, steps); });

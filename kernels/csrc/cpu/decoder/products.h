@@ -12,8 +12,18 @@ namespace {
 
 class Products : public Model {
  public:
-  /* Of layers that are all alike. Inputs lie in the calling thread's scratch memory; `failed` where there is none. */
-  explicit Products(const trirun_decoder& decoder) : Model(decoder) {
+  /* Inputs are made once, for layers of one width; and which experts a step reads is known when it runs. */
+  static bool can_run(const trirun_decoder& d) {
+    bool alike = true;
+    for (int64_t i = 0; i < d.layers; ++i)
+      alike &=
+          !d.layer[i].mixture && d.layer[i].ffn == d.layer->ffn && attended_of(d.layer[i]) == attended_of(*d.layer);
+    return alike;
+  }
+
+  /* Of layers that can_run. Inputs lie in the calling thread's scratch memory; `failed` where there is none. */
+  Products(const trirun_decoder& decoder, int threads)
+      : Model(decoder), threads_(threads < kMaxTeam ? threads : kMaxTeam) {
     Arena sizes(nullptr);
     lay_out(sizes);
     void* base = scratch(kScratchDecoder, sizes.used());
@@ -45,7 +55,7 @@ class Products : public Model {
     for (int64_t step = 0; step < steps; ++step) {
       each_linear([&](const trirun_linear& linear, const trirun_act& act) {
         const Range mine = team.share(n_tiles_of(linear.n));
-        product(part_of(linear, act, y_, linear.n, mine.begin, mine.end));
+        product(part_of(linear, act, outputs_of(team), linear.n, mine.begin, mine.end));
       });
       head(team);
     }
@@ -54,7 +64,8 @@ class Products : public Model {
  private:
   void lay_out(Arena& memory) {
     x_ = memory.take<float>(widest_input(d));
-    y_ = memory.take<float>(larger(widest_input(d), d.vocab));
+    width_ = round_up(larger(larger(widest_input(d), widest(d, qkv_width_of)), d.vocab), 16);
+    y_ = memory.take<float>(threads_ * width_);
     for (int i = 0; i < 3; ++i) {
       const int64_t k = round_up(inputs_[i], kPaddedK);
       const size_t bytes = trirun_cpu_act_bytes(1, k, d.act_bits);
@@ -66,10 +77,13 @@ class Products : public Model {
     if (char* act = memory.take<char>(act_bytes(d, 1))) head_.act = head_act(act, 1);
   }
 
+  /* Outputs of a thread's own: another may be at another product. */
+  float* outputs_of(const Team& team) const { return y_ + team.rank() * width_; }
+
   /* This thread's share of the head. */
   void head(const Team& team) {
     const Range mine = team.share(n_tiles_of(d.vocab));
-    head_tiles(head_, 1, y_, mine.begin, mine.end);
+    head_tiles(head_, 1, outputs_of(team), mine.begin, mine.end);
   }
 
   /* f(linear, its input) in the order of a step. */
@@ -89,7 +103,9 @@ class Products : public Model {
 
   const int64_t inputs_[3] = {d.hidden, attended_of(d.layer[0]), d.layer[0].ffn};  // in_features of acts_
   float* x_;
-  float* y_;
+  float* y_;  // [threads][width_]
+  int64_t width_;
+  const int64_t threads_;
   trirun_act acts_[3];
   HeadRows head_;
 };

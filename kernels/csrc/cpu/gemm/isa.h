@@ -44,9 +44,9 @@ struct Int2Job {
 
 /* TRIRUN_OK, or what is wrong with a weight whose first n rows are wanted. */
 static inline int check_weight(const trirun_int2* w, int64_t n) {
-  if (!w || !w->words || !w->scales || (reinterpret_cast<uintptr_t>(w->words) & 15)) return TRIRUN_BAD_POINTER;
-  if (w->n <= 0 || w->k <= 0 || w->n % kTileN || w->k % kPaddedK) return TRIRUN_BAD_SHAPE;
-  if (w->n > kMaxSize || w->k > kMaxSize || n <= 0 || n > w->n) return TRIRUN_BAD_SHAPE;
+  if (!w || !is_array(w->words, 16) || !is_array(w->scales, 2) || !is_aligned(w->zeros, 2)) return TRIRUN_BAD_POINTER;
+  if (!is_size(w->n) || !is_size(w->k) || w->n % kTileN || w->k % kPaddedK) return TRIRUN_BAD_SHAPE;
+  if (n <= 0 || n > w->n || !fits(w->n, w->k)) return TRIRUN_BAD_SHAPE;
   const int32_t g = w->group_size;
   return g == -1 || g == 32 || g == 64 || g == 128 ? TRIRUN_OK : TRIRUN_UNSUPPORTED;
 }
