@@ -152,6 +152,16 @@ def attempt(row: Row, folder: Path, text: Path) -> None:
             row.packed, row.difference = difference(quantized)
 
 
+def _import_all() -> None:
+    """What every family's process needs, imported once before they are forked: half of a family's time."""
+
+    import trirun_cli.commands.app
+    import trirun_cli.integrations.transformers
+    import trirun_cli.llm
+    import trirun_cli.workflows.pack
+    import trirun_cli.workflows.quantize  # noqa: F401
+
+
 def _work(family: str, folder: str, text: str, answer: Any) -> None:
     # The system ends the process at this limit.
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
@@ -170,6 +180,7 @@ def measure(families: Iterable[str], table: Path | None) -> list[Row]:
         table: where to write the table of what is done so far; None for nowhere.
     """
     rows, context = [], multiprocessing.get_context("fork")
+    _import_all()
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"
         text.write_text("\n\n".join((DEMO / "valid.txt").read_text().split("\n\n")[:60]))

@@ -6,7 +6,7 @@ Llama-2-7B's takes 2.1 GB and, on a GPU, seconds. Tokens that the tokenizer does
 that greedy answers are text.
 
     python scripts/synthetic_packed.py /tmp/8b --shape qwen3-8b --family qwen3 --group-size 128 --packed-vocabulary \
-        --tokenizer configs/demo-model && trirun export /tmp/8b --to gguf:Q2_0 --out /tmp/8b.gguf
+        --tokenizer configs/demo-model && trirun export /tmp/8b --to gguf:Q2_0 --pre gpt-2 --out /tmp/8b.gguf
 
 is what Ternary-Bonsai-8B is: embedding and head are ternary too. That head has no rows of zeros.
 """

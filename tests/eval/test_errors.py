@@ -1,9 +1,13 @@
 """What ``trirun eval`` says about tasks and data files that are wrong: one line, with the file and the line of it."""
 
 import csv
+import importlib
 import json
 
 import pytest
+
+from trirun_cli.errors import MissingError
+from trirun_cli.eval.tasks.resolve import needs_lm_eval
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -72,3 +76,11 @@ def test_a_package_that_a_task_imports_is_named(trirun, plain_model, monkeypatch
     monkeypatch.setattr(TaskManager, "load", fail)
     code, _, err = trirun("eval", "-m", plain_model, "--tasks", "piqa")
     assert code == 4 and f"error: --tasks piqa: {words}" in err
+
+
+def test_a_package_that_lm_eval_imports_is_named_with_who_wants_it(monkeypatch, tmp_path):
+    (tmp_path / "lm_eval_stand_in.py").write_text("import sacrebleu_that_nobody_has\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "lm_eval_stand_in needs sacrebleu_that_nobody_has, and"
+    with pytest.raises(MissingError, match=words), needs_lm_eval(["piqa"]):
+        importlib.import_module("lm_eval_stand_in")

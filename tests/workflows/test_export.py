@@ -3,6 +3,7 @@
 import json
 import struct
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +12,8 @@ from trirun_gptq.run.progress import ModuleStarted
 from trirun_kernels import dequantize
 
 from tests.small_models import save_ternary
-from trirun_cli.checkpoint.model_dir import ModelDir
+from trirun_cli.checkpoint.formats.words import unpack_words
+from trirun_cli.checkpoint.model_dir import ModelDir, read_config
 from trirun_cli.checkpoint.reader import Checkpoint
 from trirun_cli.errors import InputError, UsageError
 from trirun_cli.workflows.export import TARGETS, ExportedLayer, export
@@ -246,8 +248,36 @@ def test_mixtures_of_experts_go_out_and_come_back(tmp_path, family):
     with torch.inference_mode():
         got = AutoModelForCausalLM.from_pretrained(tmp_path / "D", dtype=torch.float32)(TOKENS).logits
         assert torch.equal(got, model(TOKENS).logits)
-    with pytest.raises(InputError, match="a mixture of experts, which trirun does not write as mlx"):
-        export(tmp_path / "packed", tmp_path / "M", to="mlx")
+    with pytest.raises(InputError, match="a mixture of experts, which trirun does not write as bitnet"):
+        export(tmp_path / "packed", tmp_path / "B", to="bitnet")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_mlx_holds_all_experts_of_a_layer_in_one_tensor(tmp_path, family):
+    experts = {"num_local_experts" if family == "mixtral" else "num_experts": 11, "num_experts_per_tok": 2}
+    sizes = {"vocab_size": 512, "head_dim": 16, "moe_intermediate_size": 64, "intermediate_size": 64}
+    save_ternary(family, sizes | experts, tmp_path)
+    was = Checkpoint(tmp_path / "packed")
+    export(tmp_path / "packed", tmp_path / "M", to="mlx")
+    stored, block = ModelDir(tmp_path / "M"), "block_sparse_moe" if family == "mixtral" else "mlp"
+    # What transformers nests, or calls otherwise, and mlx_lm does not look for there.
+    config = read_config(tmp_path / "M")
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert config["num_local_experts" if family == "mixtral" else "num_experts"] == 11
+    stack = f"model.layers.0.{block}.switch_mlp.down_proj"
+    assert stored[f"{stack}.weight"].shape == (11, 64, 4) and not any(".experts." in name for name in stored)
+    for number, expert in enumerate(stored.tensor(f"{stack}.weight").view(torch.int32)):
+        packed = was.codes(f"model.layers.0.mlp.experts.{number}.down")
+        assert np.array_equal(unpack_words(expert).numpy(), packed.codes[:, : packed.k])
+    assert pack(tmp_path / "M", tmp_path / "T").exact
+    again = Checkpoint(tmp_path / "T")
+    assert again.modules == was.modules
+    for module in was.modules:
+        assert torch.equal(was.packed(module).words, again.packed(module).words)
+        assert torch.equal(was.packed(module).scales, again.packed(module).scales)
+    export(tmp_path / "T", tmp_path / "M2", to="mlx")
+    for name in stored:
+        assert torch.equal(stored.tensor(name), ModelDir(tmp_path / "M2").tensor(name)), name
 
 
 def test_a_mixture_that_llama_cpp_computes_otherwise_is_refused(tmp_path):

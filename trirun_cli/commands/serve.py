@@ -9,8 +9,8 @@ import typer
 
 from ..console import Console
 from ..errors import InputError, UsageError
+from ..missing import missing_package
 from .shared.checkpoint_options import CheckpointOption, OriginalOption, Verify, one_checkpoint
-from .shared.missing import missing_package
 from .shared.options import (
     Accumulate,
     ActBits,

@@ -17,7 +17,7 @@ from trirun_kernels.weights.names import HEAD_MODULE, SCALE, WEIGHT, ZERO
 
 from ..checkpoint.file_writer import publishing
 from ..checkpoint.formats import bitnet, compressed_tensors, mlx
-from ..checkpoint.formats.experts import NAMED, stored_name
+from ..checkpoint.formats.experts import NAMED, stacked_name, stored_name
 from ..checkpoint.formats.gguf.writer import F16, PACKED, write_gguf
 from ..checkpoint.formats.words import exactly, unpacked
 from ..checkpoint.reader import Checkpoint
@@ -71,12 +71,13 @@ class ExportReport:
 @dataclass(slots=True)
 class _Target:
     """A directory format: how a module is stored, and what config.json says, by the modules' own facts; ``dense``:
-    packed modules that it stores as floats."""
+    packed modules that it stores as floats; ``stacks``: all experts of a layer are one module."""
 
     stored: str
     encode: Callable[[Quantized, str], _Encoded]
     config: Callable[[dict[str, dict[str, Any]]], dict[str, Any]] = field(default=lambda _: {})
     dense: Collection[str] = ()
+    stacks: bool = False
 
 
 def export(
@@ -129,8 +130,8 @@ def export(
 def _check_mixture(source: Checkpoint, to: str) -> None:
     """That a mixture of experts has names in the new format."""
     family = source.config.get("model_type")
-    if to in ("mlx", "bitnet"):
-        fix = "--to gguf:TYPE, --to compressed-tensors and --to dense write mixtures"
+    if to == "bitnet":
+        fix = "--to gguf:TYPE, --to mlx, --to compressed-tensors and --to dense write mixtures"
         raise InputError(f"{source.path} is a mixture of experts, which trirun does not write as {to}", fix)
     if to.startswith("gguf:"):
         return  # its metadata say which families
@@ -172,20 +173,49 @@ def _export_directory(
     done: Callable[[str, str], None],
 ) -> None:
     facts: dict[str, dict[str, Any]] = {}
+    count = 0
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
-        for index, module in enumerate(source.modules):
-            progress(ModuleStarted(index, len(source.modules), module))
-            weight, stored = unpacked(source.packed(module)), stored_name(module, str(source.config.get("model_type")))
-            if module in target.dense:
-                writer.add(stored + WEIGHT, exactly(weight.dequantize(), _FLOATS, module))
-                continue
-            tensors, facts[stored] = target.encode(weight, module)
-            for suffix, tensor in tensors.items():
-                writer.add(stored + suffix, tensor)
-            done(module, target.stored)
+        for stored, modules in _stored_modules(source, target).items():
+            encoded: list[dict[str, Tensor]] = []
+            for module in modules:
+                progress(ModuleStarted(count, len(source.modules), module))
+                count += 1
+                weight = unpacked(source.packed(module))
+                if module in target.dense:
+                    writer.add(stored + WEIGHT, exactly(weight.dequantize(), _FLOATS, module))
+                    continue
+                tensors, own = target.encode(weight, module)
+                if facts.setdefault(stored, own) != own:
+                    raise InputError(f"{source.path}: {module} is {own}, the experts before it {facts[stored]}")
+                encoded.append(tensors)
+                done(module, target.stored)
+            for suffix in encoded[0] if encoded else ():
+                parts = [tensors[suffix] for tensors in encoded]
+                stacked = target.stacks and stored != modules[0]
+                writer.add(stored + suffix, torch.stack(parts) if stacked else parts[0])
         for name, tensor in _plain_tensors(source):
             writer.add(name, tensor)
         writer.finish_as(plain_config(source.config) | target.config(facts))
+
+
+def _stored_modules(source: Checkpoint, target: _Target) -> dict[str, list[str]]:
+    """The new format's names of the packed modules, and which each holds: one, or in order those of all experts.
+
+    Raises:
+        InputError: some of a layer's experts are packed, others not.
+    """
+    family = str(source.config.get("model_type"))
+    if not target.stacks:
+        return {stored_name(module, family): [module] for module in source.modules}
+    held: dict[str, dict[int, str]] = {}
+    for module in source.modules:
+        stack = stacked_name(module, family)
+        held.setdefault(stack or module, {})[int(module.split(".")[-2]) if stack else 0] = module
+    for name in source.names:
+        module = name.removesuffix(WEIGHT)
+        if (stack := stacked_name(module, family)) in held and module not in held[stack].values():
+            raise InputError(f"{source.path}: {module} is not packed as the layer's other experts are")
+    return {stored: [modules[number] for number in sorted(modules)] for stored, modules in held.items()}
 
 
 def _plain_tensors(source: Checkpoint) -> Iterator[tuple[str, Tensor]]:
@@ -217,7 +247,7 @@ def _directory_target(source: Checkpoint, to: str) -> _Target:
             floats,
         )
     if to == "mlx":
-        return _Target("uint32", mlx.write, lambda facts: own_type | mlx.section(facts))
+        return _Target("uint32", mlx.write, lambda facts: own_type | mlx.section(facts, source.config), stacks=True)
     return _Target(
         "int32",
         compressed_tensors.write,

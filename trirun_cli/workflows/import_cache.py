@@ -63,15 +63,15 @@ def _is_foreign(directory: Path) -> bool:
     Raises:
         InputError: in a variant of a known format that trirun does not read, or rotated.
     """
-    from ..checkpoint.formats import ROTATION, open_foreign
-    from ..checkpoint.model_dir import MLX_SECTION, ModelDir, quant_method, read_config
+    from ..checkpoint.formats import ROTATION, open_foreign, open_source
+    from ..checkpoint.model_dir import MLX_SECTION, quant_method, read_config
     from ..checkpoint.reader import QUANT_METHOD
 
     config = read_config(directory)
     plain = quant_method(config) in (None, QUANT_METHOD) and MLX_SECTION not in config
     if plain and not (directory / ROTATION).is_file():
         return False
-    return open_foreign(ModelDir(directory)) is not None
+    return open_foreign(open_source(directory)) is not None
 
 
 def cache_dir() -> Path:

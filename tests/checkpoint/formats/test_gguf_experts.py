@@ -125,6 +125,12 @@ def test_a_mixture_goes_out_as_it_came(tmp_path, architecture, to):
     for module in first.modules:
         assert torch.equal(dequantize(first.packed(module)), dequantize(again.packed(module)))
         assert torch.equal(dequantize(first.packed(module)).half(), floats.tensor(f"{module}.weight"))
+    # In floats, an expert is found by no name of transformers'.
+    assert pack(tmp_path / "1" / "f.gguf", tmp_path / "P3").exact
+    third = Checkpoint(tmp_path / "P3")
+    assert third.modules == first.modules
+    for module in first.modules:
+        assert torch.equal(dequantize(first.packed(module)), dequantize(third.packed(module)))
     export(tmp_path / "P2", tmp_path / "2.gguf", to=to, pre="qwen2")
     second = GgufFile(tmp_path / "2.gguf")
     for name in written.tensors:

@@ -3,8 +3,13 @@
 import json
 
 import pytest
+import torch
+from tokenizers import Tokenizer
 
+from trirun_cli.checkpoint.formats.gguf.file import GgufFile
+from trirun_cli.checkpoint.formats.gguf.tokenizer import QWEN2, token_ids, tokenizer_files
 from trirun_cli.checkpoint.formats.gguf.tokenizer_metadata import SPLITS, tokenizer_metadata
+from trirun_cli.checkpoint.formats.gguf.writer import F32, GgufTensor, write_gguf
 from trirun_cli.errors import InputError
 
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
@@ -32,6 +37,19 @@ def test_byte_level_tokens_types_and_special_tokens(tmp_path, pattern, name):
     assert found[TOKENS] == ["a", "b", "ab", "<|end|>", "<tool>", "[PAD5]"] and found[TYPES] == [1, 1, 1, 3, 4, 5]
     assert found["tokenizer.ggml.merges"] == ["a b"] and found["tokenizer.ggml.eos_token_id"] == 3
     assert found["tokenizer.chat_template"] == "{{ messages }}" and found["tokenizer.ggml.add_bos_token"] is False
+
+
+def test_a_tokenizer_without_merges_comes_back(tmp_path):
+    """llama.cpp, too, wants the list: it refuses a file of this kind without one."""
+    path = directory(tmp_path, byte_level(QWEN2, vocab={"a": 0, "b": 1}, merges=[]), eos_token="<|end|>")
+    made = {"general.architecture": "llama"} | tokenizer_metadata(path, {"vocab_size": 5})
+    assert made["tokenizer.ggml.merges"] == []
+    write_gguf(tmp_path / "m.gguf", made, [GgufTensor("x", (1,), F32, lambda: torch.zeros(1))])
+    metadata = GgufFile(tmp_path / "m.gguf").metadata
+    config = {"vocab_size": 5, "max_position_embeddings": 8} | token_ids(metadata)
+    read = tokenizer_files(metadata, config)["tokenizer.json"]
+    assert read["model"]["merges"] == []
+    assert Tokenizer.from_str(json.dumps(read)).encode("ab<|end|>").ids == [0, 1, 3]
 
 
 def test_sentencepiece_scores_order_the_merges(tmp_path):

@@ -1,5 +1,5 @@
 """What trirun exports, run or read by the programs that it is for, where they are installed: xllamacpp (llama.cpp), the
-package gguf, compressed-tensors. Continuous integration has none of them."""
+package gguf, compressed-tensors, mlx_lm. Continuous integration has none of them."""
 
 import json
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoint.formats.gguf_writer import DATA
+from tests.small_models import save_ternary
 from trirun_cli.checkpoint.formats.gguf.source import GgufModel
 from trirun_cli.workflows.export import export
 from trirun_cli.workflows.pack import pack
@@ -73,3 +74,24 @@ def test_transformers_runs_the_compressed_tensors_export(library, exported, name
         with torch.inference_mode():
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     assert ids[len(expected["prompt"]) :] == expected["greedy"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral", "qwen3", "llama"])
+def test_mlx_runs_the_mlx_export(library, tmp_path, family):
+    mx = library("mlx.core")
+    load_model = library("mlx_lm.utils").load_model
+    experts = {} if family == "qwen3" else {"num_local_experts" if family == "mixtral" else "num_experts": 4}
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 128, "head_dim": 64}
+    sizes |= {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+    # Apart from mlx_lm's own base of the angles, and with frequencies that are scaled.
+    rotary = {"rope_theta": 500.0} | ({"rope_type": "linear", "factor": 2.0} if family == "llama" else {})
+    sizes |= {"rope_parameters": rotary if family == "llama" else rotary | {"rope_type": "default"}}
+    model, _, packed = save_ternary(family, sizes | experts, tmp_path)
+    export(packed, tmp_path / "M", to="mlx")
+    loaded, _ = load_model(tmp_path / "M")
+    loaded.set_dtype(mx.float32)
+    tokens = list(range(3, 40))
+    found = np.array(loaded(mx.array([tokens])).astype(mx.float32))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits.numpy()
+    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()

@@ -123,3 +123,15 @@ def test_mlx_itself_reads_what_is_written(library, ternary, make):
     parts = [mx.array(tensors[f".{part}"].numpy()) for part in ("weight", "scales", "biases")]
     found = mx.dequantize(*parts, group_size=facts["group_size"], bits=2)
     assert np.array_equal(np.array(found.astype(mx.float32)), weight.dequantize().numpy())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_mlx_itself_packs_a_router_in_more_bits(library, model_dir, bits):
+    mx = library("mlx.core")
+    dense = torch.randn(16, 128, generator=torch.Generator().manual_seed(bits)).half()
+    made = mx.quantize(mx.array(dense.numpy()), group_size=64, bits=bits)
+    tensors = {part: torch.from_numpy(np.array(made[i])) for i, part in enumerate(("weight", "scales", "biases"))}
+    expected = np.array(mx.dequantize(*made, group_size=64, bits=bits).astype(mx.float32))
+    section = {"group_size": 128, "bits": 2, "a.mlp.gate": {"group_size": 64, "bits": bits}}
+    source = model_dir({f"mlp.gate.{part}": tensor for part, tensor in tensors.items()}, quantization=section)
+    assert np.array_equal(mlx.MlxWeights.of(source).dense("a.mlp.gate").numpy(), expected)

@@ -107,7 +107,12 @@ def open_source(path: str | Path) -> ModelSource:
     """
     file = gguf_file(Path(path))
     if file is None:
-        return ModelDir(path)
+        found = ModelDir(path)
+        if MLX_SECTION not in found.config:
+            return found
+        from .mlx import MlxDir
+
+        return MlxDir(path)
     from .gguf.source import GgufModel
 
     return GgufModel(file)

@@ -6,12 +6,15 @@ Per module: ``weight`` uint32 [n, k/16], ``scales`` and ``biases`` [n, k/g], low
 
 which MLX evaluates in the scales' own type: the product is rounded, then the sum. On trirun's grid ``s · (q − z)`` that
 is the zero point ``z = −bias / scale``: 1 for Bonsai, whose bias is −scale. Whatever has ``scales`` is packed,
-embeddings too; config.json says group size and bits, for modules of their own by name.
+embeddings too; config.json says group size and bits, for modules of their own by name. A mixture's experts are one
+module with a first dimension more (:mod:`.experts`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,17 +25,33 @@ from trirun_kernels.weights.names import WEIGHT
 
 from ...errors import InputError
 from ..model_dir import MLX_SECTION, ModelDir
+from .experts import split_stacks, stack_of
 from .words import first, fp16_scales, on_grid, pack_words, unpack_words, zero_points
 
 SCALES, BIASES = ".scales", ".biases"
+# Routers of mixtures, which MLX packs in more bits than the rest; here they are floats.
+_ROUTERS = (".mlp.gate", ".block_sparse_moe.gate")
+
+
+class MlxDir(ModelDir):
+    """A model directory of MLX's, tensors of all experts given one an expert: :func:`~.experts.split_stacks`."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._tensors = split_stacks(self._tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class MlxWeights:
-    """The packed modules of a directory; see :class:`~trirun_cli.checkpoint.formats.ForeignWeights`."""
+    """The packed modules of a directory; see :class:`~trirun_cli.checkpoint.formats.ForeignWeights`.
+
+    Attributes:
+        group_sizes, widths: columns of a scale and bits of a code, by module.
+    """
 
     source: ModelDir
     group_sizes: dict[str, int]
+    widths: dict[str, int]
     activation_bits: int = field(default=16, init=False)
 
     @classmethod
@@ -44,18 +63,19 @@ class MlxWeights:
         """
         section = source.config.get(MLX_SECTION) or source.config["quantization_config"]
         sizes: dict[str, int] = {}
-        if stacked := next((name for name in source if ".switch_mlp." in name), None):
-            raise InputError(f"{source.path}: {stacked} holds all experts of a layer, which is not read from MLX")
+        widths: dict[str, int] = {}
         for module in (name.removesuffix(SCALES) for name in source if name.endswith(SCALES)):
-            own = section.get(module)
+            own = section.get(stack_of(module))
             facts = section | own if isinstance(own, dict) else section
             bits, mode, size = facts.get("bits"), facts.get("mode", "affine"), facts.get("group_size")
-            if bits != 2 or mode != "affine":
+            known = (2, 4, 8) if module.endswith(_ROUTERS) else (2,)
+            if bits not in known or mode != "affine":
                 raise InputError(f"{source.path}: {module} has {bits} bits, mode {mode!r}; trirun reads 2, 'affine'")
             if size not in (32, 64, 128):
                 raise InputError(f"{source.path}: {module} has groups of {size!r}, not 32, 64 or 128")
             sizes[module] = size
-        return cls(source, sizes)
+            widths[module] = bits
+        return cls(source, sizes, widths)
 
     def packed(self, tensor_name: str) -> str | None:
         """See :class:`~trirun_cli.checkpoint.formats.ForeignWeights`."""
@@ -76,7 +96,7 @@ class MlxWeights:
     def dense(self, module: str) -> Tensor:
         """The weight float32 [n, k], as MLX evaluates it."""
         words, scales, biases = (self.source.tensor(module + part) for part in (WEIGHT, SCALES, BIASES))
-        return dequantize(words, scales, biases, self.group_sizes[module])
+        return dequantize(words, scales, biases, self.group_sizes[module], self.widths[module])
 
 
 def read(
@@ -101,9 +121,12 @@ def read(
     return on_grid(codes, half, zeros, group_size), error
 
 
-def dequantize(words: Tensor, scales: Tensor, biases: Tensor, group_size: int) -> Tensor:
-    """Float32 [n, k], as ``mx.dequantize`` evaluates it: product and sum each rounded to the scales' type."""
-    codes = _codes(words, scales, biases, group_size, "weight")
+def dequantize(words: Tensor, scales: Tensor, biases: Tensor, group_size: int, bits: int = 2) -> Tensor:
+    """Float32 [n, k], as ``mx.dequantize`` evaluates it: product and sum each rounded to the scales' type.
+
+    Args:
+        bits: of a code; words are uint32 [n, k · bits / 32]."""
+    codes = _codes(words, scales, biases, group_size, "weight", bits)
     grouped = codes.view(codes.shape[0], -1, group_size).to(scales.dtype)
     return (grouped * scales.unsqueeze(-1) + biases.unsqueeze(-1)).flatten(1).float()
 
@@ -133,21 +156,36 @@ def write(weight: Quantized, name: str = "weight") -> tuple[dict[str, Tensor], d
     return {WEIGHT: words, SCALES: scales, BIASES: biases}, {"group_size": size, "bits": 2}
 
 
-def section(modules: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The keys of config.json for packed modules and their sections: the commonest for all, the others by name."""
+def section(modules: dict[str, dict[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of config.json for packed modules and their sections: the commonest for all, the others by name. And
+    what mlx_lm looks for beside ``rope_parameters``, where transformers has it since version 5, and under one name.
+
+    Args:
+        config: config.json as it is.
+    """
+    rotary, made = config.get("rope_parameters"), dict[str, Any]()
+    # Without them mlx_lm takes its own default, another base of the angles: fluent nonsense.
+    if isinstance(rotary, dict) and "rope_theta" in rotary and not config.get("rope_scaling"):
+        made["rope_theta"] = rotary["rope_theta"]
+        if rotary.get("rope_type", "default") != "default":
+            made["rope_scaling"] = rotary
+    if "num_local_experts" in config and config.get("model_type") != "mixtral":
+        made["num_experts"] = config["num_local_experts"]
     if not modules:
-        return {}
+        return made
     common = max(modules.values(), key=list(modules.values()).count)
     own = {name: facts for name, facts in modules.items() if facts != common}
     quantization = common | {"mode": "affine"} | own
-    return {MLX_SECTION: quantization, "quantization_config": quantization}
+    return made | {MLX_SECTION: quantization, "quantization_config": quantization}
 
 
-def _codes(words: Tensor, scales: Tensor, biases: Tensor, group_size: int, name: str) -> Tensor:
+def _codes(words: Tensor, scales: Tensor, biases: Tensor, group_size: int, name: str, bits: int = 2) -> Tensor:
+    each = 32 // bits
     if words.dim() != 2 or words.dtype not in (torch.uint32, torch.int32):
-        raise QuantizationError(f"{name}: packed weights are uint32 [n, k/16], got {words.dtype} {list(words.shape)}")
-    groups = [words.shape[0], words.shape[1] * 16 // group_size]
+        found = f"{words.dtype} {list(words.shape)}"
+        raise QuantizationError(f"{name}: packed weights are uint32 [n, k/{each}], got {found}")
+    groups = [words.shape[0], words.shape[1] * each // group_size]
     if list(scales.shape) != groups or list(biases.shape) != groups:
         found = f"{list(scales.shape)} and {list(biases.shape)}"
         raise QuantizationError(f"{name}: scales and biases are {found}, groups of {group_size} make {groups}")
-    return unpack_words(words)
+    return unpack_words(words, bits=bits)

@@ -15,14 +15,14 @@ from trirun_gptq.errors import QuantizationError
 from trirun_gptq.layer.quantized import Quantized
 from trirun_kernels import PackedWeight, QuantSpec, unpack
 
-_SHIFTS = torch.arange(0, 32, 2, dtype=torch.int32)
+_SHIFTS = {bits: torch.arange(0, 32, bits, dtype=torch.int32) for bits in (2, 4, 8)}
 # A scale that rounding changes by more has fallen below fp16's range.
 _LARGEST_ERROR = 2.0**-7
 
 
-def unpack_words(words: Tensor, k: int | None = None) -> Tensor:
-    """Codes uint8 [rows, k] of words int32 or uint32 [rows, ⌈k/16⌉]; k None is all of them."""
-    codes = (words.contiguous().view(torch.int32).unsqueeze(-1) >> _SHIFTS & 3).to(torch.uint8)
+def unpack_words(words: Tensor, k: int | None = None, bits: int = 2) -> Tensor:
+    """Codes uint8 [rows, k] of words int32 or uint32 [rows, ⌈k · bits / 32⌉]; k None is all of them. bits: 2, 4, 8."""
+    codes = (words.contiguous().view(torch.int32).unsqueeze(-1) >> _SHIFTS[bits] & (1 << bits) - 1).to(torch.uint8)
     return codes.flatten(1)[:, :k].contiguous()
 
 
@@ -30,7 +30,7 @@ def pack_words(codes: Tensor) -> Tensor:
     """The inverse of :func:`unpack_words`: codes uint8 [rows, k] in 0..3 to words int32 [rows, ⌈k/16⌉], zero-padded."""
     padded = pad(codes, (0, -codes.shape[1] % 16)).unflatten(1, (-1, 16))
     # The highest code reaches the sign bit, so the sum is taken in 64 bits and cut.
-    return (padded.to(torch.int64) << _SHIFTS).sum(-1).to(torch.int32)
+    return (padded.to(torch.int64) << _SHIFTS[2]).sum(-1).to(torch.int32)
 
 
 def fp16_scales(scales: Tensor, name: str, what: str = "scale") -> tuple[Tensor, float]:

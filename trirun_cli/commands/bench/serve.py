@@ -11,9 +11,9 @@ import typer
 
 from ...console import Console, bytes_text
 from ...errors import CheckFailed, TrirunError, UsageError
+from ...missing import missing_package
 from ...workflows.import_cache import as_model_dir
 from .. import serve
-from ..shared.missing import missing_package
 from ..shared.options import Json, Quiet, completes
 
 if TYPE_CHECKING:

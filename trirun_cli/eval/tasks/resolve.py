@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from ...errors import InputError, MissingError, UsageError
+from ...missing import missing_package
 from . import offline
 from .offline import ALIASES, MMLU, MMLU_DIR, OFFLINE_TASKS, OfflineTask
 from .row_schemas import schema_of
@@ -195,19 +196,19 @@ class Loader:
 
 @contextmanager
 def needs_lm_eval(names: Sequence[str]) -> Iterator[None]:
-    """Turn a missing lm-eval into an error that names the tasks.
+    """Turn a missing lm-eval, or a package that it imports, into an error that names the tasks.
 
     Raises:
-        MissingError: lm-eval is not installed.
+        MissingError: one is not installed.
     """
     try:
         yield
     except ModuleNotFoundError as error:
+        asked = f"--tasks {','.join(names)}"
         if (error.name or "").partition(".")[0] != "lm_eval":
-            raise
-        raise MissingError(
-            f"--tasks {','.join(names)}: needs lm-eval, which is not installed", "pip install 'trirun[eval]'"
-        ) from error
+            # A package that nobody has asked for: who wants it is said too.
+            raise missing_package(error, asked, "eval") from error
+        raise MissingError(f"{asked}: needs lm-eval, which is not installed", "pip install 'trirun[eval]'") from error
 
 
 def _missing_package(task: str, error: ImportError) -> MissingError:

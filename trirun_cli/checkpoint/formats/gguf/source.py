@@ -55,7 +55,8 @@ class GgufModel:
             text = content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False)
             (self.path / name).write_text(text, encoding="utf-8")
         packed = any(tensor.type.quantized for tensor in self.file.tensors.values())
-        self.foreign = GgufWeights(self) if packed else None
+        # Of a mixture in floats the experts have trirun's names, which are none of transformers'.
+        self.foreign = GgufWeights(self) if packed or self._model.experts else None
 
     @property
     def names(self) -> list[str]:

@@ -52,7 +52,7 @@ def tokenizer_metadata(directory: Path, config: dict[str, Any], pre: str | None 
         extra = {"tokenizer.ggml.merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]}
     tokens = {"tokenizer.ggml.tokens": pieces, "tokenizer.ggml.token_type": types}
     special = _special_tokens(directory, config, document, pieces)
-    return known | tokens | {key: value for key, value in extra.items() if value != []} | special
+    return known | tokens | extra | special
 
 
 def _tokens(document: dict[str, Any], model: dict[str, Any], size: int) -> tuple[list[str], list[int]]:

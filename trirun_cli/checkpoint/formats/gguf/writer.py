@@ -107,7 +107,8 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: list[GgufTensor]) 
     """Write a GGUF file, one tensor in memory at a time.
 
     Args:
-        path: the file. metadata: int (uint32), float (float32), bool, str, or lists of one of them (of int: int32).
+        path: the file. metadata: int (uint32), float (float32), bool, str, or lists of one of them (of int: int32; an
+            empty one is of strings, as merges are that a tokenizer of bytes alone does not have).
         tensors: in the order of the file.
     """
     with path.open("wb") as file:
@@ -145,7 +146,7 @@ def _value(value: Any) -> tuple[int, bytes]:
             return 6, struct.pack("<f", value)
         case str():
             return 8, _text(value)
-        case [str(), *_]:
+        case [] | [str(), *_]:
             return 9, struct.pack("<IQ", 8, len(value)) + b"".join(map(_text, value))
         case [int(), *_]:
             return 9, struct.pack(f"<IQ{len(value)}i", 5, len(value), *value)

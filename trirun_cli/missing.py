@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from ...errors import MissingError
+from .errors import MissingError
 
 _OWN = ("trirun_cli", "trirun_gptq", "trirun_kernels", "importlib", "_frozen_importlib", "__main__")
 
@@ -13,7 +13,7 @@ def missing_package(error: ModuleNotFoundError, what: str, extra: str) -> Missin
     """The message of a failed import: which package is missing and, where no module of trirun asked for it, who did.
 
     Args:
-        error: caught. what: needs the package: "serving". extra: of trirun, that has it.
+        error: caught. what: needs the package: "serving", "--tasks piqa". extra: of trirun, that has it.
 
     Example:
         "serving needs fastapi, fastapi needs opentelemetry, and opentelemetry is not installed"
