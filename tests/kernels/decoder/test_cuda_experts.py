@@ -155,7 +155,8 @@ def test_products_of_all_experts(hidden, inner, activation, spec, act_bits, dtyp
                 scale = row.abs().max().clamp(min=1e-5) / 127
                 row = (row / scale).round() * scale
             gate, up = (row @ w.t() + b for w, b in zip(dense[expert][:2], added[:2], strict=True))
-            bound = ROUNDING[dtype] * 3
+            # The clipped activation adds one to up, which cancels.
+            bound = ROUNDING[dtype] * (4 if activation == "clipped_swiglu" else 3)
             expected = gated(gate, up, activation, limit)
             assert error(h[place], expected) < bound, (m, tile_rows, pair)
             row = h[place].float()
