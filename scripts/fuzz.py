@@ -3,6 +3,7 @@ get; another exception, more than a second of processor time or more than a gibi
 
     python scripts/fuzz.py gguf_header --inputs 1000000 --seed 1
     python scripts/fuzz.py all --seconds 10 --crashes DIR
+    python scripts/fuzz.py yaml --guided --seconds 600 --crashes DIR    # inputs by what they reach: package atheris
 """
 
 from __future__ import annotations
@@ -180,6 +181,30 @@ def fuzz(
     return {"target": name, "inputs": done, "results": results, "refused": refused, "crashes": dict(found)}
 
 
+def guided(name: str, inputs: int, seconds: float, seed: int, corpus: Path | None, crashes: Path) -> None:
+    """Feed one target with what libFuzzer makes of inputs that reached new lines, and end the process: with its code 77
+    and the input in ``crashes`` after the first crash."""
+    import atheris
+
+    target, kept = TARGETS[name], crashes / f"{name}-corpus"
+    kept.mkdir(parents=True, exist_ok=True)
+    for number, raw in enumerate(target.seeds):
+        (kept / f"seed-{number}").write_bytes(raw)
+    places = [str(kept), *([str(corpus / name)] if corpus is not None and (corpus / name).is_dir() else [])]
+    with atheris.instrument_imports(include=["trirun_cli", "trirun_gptq", "trirun_kernels"]), bounded() as folder:
+        with contextlib.suppress(BaseException):
+            target.read(target.seeds[0], folder)
+
+        def one(raw: bytes) -> None:
+            ended = outcome(target, raw, folder)
+            if ended:
+                raise RuntimeError(ended)
+
+        limits = [f"-max_total_time={int(seconds)}", f"-runs={min(inputs, 2**31 - 1)}", f"-seed={seed + 1}"]
+        atheris.Setup([sys.argv[0], *places, *limits, f"-artifact_prefix={crashes}/"], one)
+        atheris.Fuzz()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", choices=["all", *TARGETS])
@@ -188,7 +213,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--corpus", type=Path, default=Path(__file__).parent.parent / "tests" / "fuzz" / "corpus")
     parser.add_argument("--crashes", type=Path, help="where the smallest input of each crash is written")
+    parser.add_argument("--guided", action="store_true", help="by coverage, with atheris; one target")
     options = parser.parse_args()
+    if options.guided:
+        given = options.target, options.inputs, options.seconds, options.seed, options.corpus
+        guided(*given, options.crashes or Path(tempfile.mkdtemp(prefix="fuzz-")))
     bad = 0
     for name in TARGETS if options.target == "all" else [options.target]:
         report = fuzz(name, options.inputs, options.seconds, options.seed, options.corpus, options.crashes)
