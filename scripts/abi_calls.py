@@ -190,6 +190,13 @@ class Maker:
         return Call("decoder_products", arguments, places)
 
     def decoder_step(self) -> Call:
+        return self._rows_of_a_batch("decoder_step", "vocab")
+
+    def decoder_states(self) -> Call:
+        return self._rows_of_a_batch("decoder_states", "hidden")
+
+    def _rows_of_a_batch(self, name: str, width: str) -> Call:
+        """Functions that give float [rows][a size of the decoder] of a batch."""
         rng, memory = self.rng, self.memory
         decoder, places = self.decoder()
         segments, rows = self._segments(decoder, rng.choice([1, 3]))
@@ -198,7 +205,7 @@ class Maker:
         wanted = (ctypes.c_int64 * max(count, 1))(*sorted(rng.sample(range(rows), count)))
         size = self.library.trirun_cpu_decoder_workspace(ctypes.byref(decoder), rows)
         some = rng.random() < 0.5
-        logits = memory.array(4 * decoder.vocab * (count if some else rows))
+        logits = memory.array(4 * getattr(decoder, width) * (count if some else rows))
         arguments = [decoder, segments, len(segments), tokens, rows, wanted if some else None, count if some else rows]
         arguments += [logits, memory.array(size, 64), size, rng.choice([1, 2, 3])]
         kinds = (
@@ -218,7 +225,7 @@ class Maker:
         for array, kind in ((tokens, "token"), (wanted, "token"))[: 1 + (some and count > 0)]:
             places += [(array, at, kind) for at in range(len(array))]
         places += [(segment, name, "most") for segment in segments for name in ("slot", "position")]
-        return Call("decoder_step", arguments, [*places, *((segment, "count", "size") for segment in segments)])
+        return Call(name, arguments, [*places, *((segment, "count", "size") for segment in segments)])
 
     def decoder_generate(self) -> Call:
         rng, memory = self.rng, self.memory
@@ -280,6 +287,6 @@ def _sizes(places: list[Any]) -> list[Any]:
 FUNCTIONS = (
     "act_bytes", "act_init", "quantize", "int2_gemm_act", "int2_gemm", "read", "head_int8", "head_stride",
     "decoder_context", "draw", "set_isa", "decoder_cache_bytes", "decoder_workspace", "decoder_products",
-    "decoder_step", "decoder_generate",
+    "decoder_step", "decoder_states", "decoder_generate",
 )  # fmt: skip
 MAKERS: dict[str, Callable[[Maker], Call]] = {name: getattr(Maker, name) for name in FUNCTIONS}

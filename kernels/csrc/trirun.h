@@ -598,7 +598,7 @@ typedef struct {
 } trirun_cuda_step_layer;
 
 /* All layers of one decode step of 1, 2, 4 or 8 rows in one kernel, on sm_90: from the residual stream behind the
- * embedding to the input of the head. Rows are of different slots; one whose slot is negative leaves the cache alone. */
+ * embedding to the input of the head. Rows are of different slots; one with a negative slot leaves the cache alone. */
 typedef struct {
   const trirun_cuda_step_layer* layers; /* [layer_count], in device memory */
   const float* residual; /* [m][hidden] */
@@ -729,7 +729,7 @@ int trirun_cuda_experts(const trirun_experts* experts, void* stream);
 
 int trirun_cuda_combine(const trirun_combine* combined, void* stream);
 
-/* y[experts][n][w.k], float16 or bfloat16: rows first to first + n of every expert's weight. w is the first expert's, as
+/* y[experts][n][w.k], float16 or bfloat16: rows first to first + n of every expert's weight. w is the first one's, as
  * in trirun_experts; first and n are multiples of 64. */
 int trirun_cuda_dequantize_experts(const trirun_int2* w, int64_t experts, int64_t first, int64_t n, int dtype, void* y,
                                    void* stream);

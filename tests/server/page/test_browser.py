@@ -65,6 +65,7 @@ def test_escape_stops_an_answer_and_keeps_it(serve, browser, tokenizer):
     (word,) = tokenizer(" a")["input_ids"]
     url, runner = serve(lambda request: itertools.repeat(word, 3900), context=4096)
     window = browser(url)
+    window.until("document.body.innerText.includes('4096 tokens')")
     window.type("go on" + ENTER)
     window.until("document.querySelector('article.assistant p')?.textContent.length > 20")
     assert window.js("document.querySelector('#send').textContent") == "Stop"

@@ -29,8 +29,7 @@ class HarnessTask:
 
     Attributes:
         name: in lm-eval. loaded: the argument of ``lm_eval.evaluator.evaluate``.
-        files: that its data are from; empty with data from the hub.
-        prompts: where its prompts are from, for people.
+        files: that its data are from; none with the hub's. prompts: where its prompts are from, for people.
     """
 
     name: str
