@@ -28,7 +28,8 @@ struct AttentionArgs {
 
 using AttentionKernel = void (*)(AttentionArgs);
 
-// Of attention_bf16.cu and attention_fp16.cu: the kernel whose warps have room for so many query heads. shared_bytes: its dynamic shared memory, beside which the parts of all splits may lie.
+// Of attention_bf16.cu and attention_fp16.cu: the kernel whose warps have room for so many query heads. shared_bytes:
+// its dynamic shared memory, beside which the parts of all splits may lie.
 AttentionKernel bf16_attention(int head_dim, int room, int& shared_bytes);
 AttentionKernel fp16_attention(int head_dim, int room, int& shared_bytes);
 

@@ -35,7 +35,7 @@ __device__ __forceinline__ float rotated(float v, float cosine, float other, flo
 }
 
 // values[head_dim] (shared memory, this warp's own) = rotate(norm(v)) * scale, v as HeadConstants has it. The rotation
-// turns the pairs (i, i + half), or (2i, 2i + 1) where they are interleaved; dimensions from 2 * half on stay as they are.
+// turns the pairs (i, i + half), or (2i, 2i + 1) where they are interleaved; dimensions from 2 * half on stay.
 template <int PER_LANE>
 __device__ __forceinline__ void turn_head(float* values, float (&v)[PER_LANE], const HeadConstants<PER_LANE>& c,
                                           int head_dim, bool normed, float eps, int half, bool interleaved,

@@ -1,5 +1,5 @@
-// Attention of the step: keys and values come through the stream, a chunk of neighbouring positions of one key head at a
-// time; the parts of a row's keys ("splits") are put together by messages.
+// Attention of the step: keys and values come through the stream, a chunk of neighbouring positions of one key head at
+// a time; the parts of a row's keys ("splits") are put together by messages.
 #pragma once
 
 #include "cta.cuh"

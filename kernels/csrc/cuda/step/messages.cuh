@@ -1,7 +1,7 @@
-// What CTAs hand to each other: 16-byte words of four floats that say themselves when they are there. The two lowest bits
-// of each float are a tag, which differs from that of the word's last use: whoever finds it in all four has the values,
-// whichever way they were stored and loaded. One trip to L2 there and one back, and no fence, counter or barrier (the
-// idea: NCCL's "LL" protocol).
+// What CTAs hand to each other: 16-byte words of four floats that say themselves when they are there. The two lowest
+// bits of each float are a tag, which differs from that of the word's last use: whoever finds it in all four has the
+// values, whichever way they were stored and loaded. One trip to L2 there and one back, and no fence, counter or
+// barrier (the idea: NCCL's "LL" protocol).
 //
 // A word can be written again once everyone has read it: every CTA that reads a phase's input has a part in its
 // output, and all output of one phase is input of the next.
