@@ -13,7 +13,6 @@ namespace trirun::decoder {
 constexpr int ATTEND_WARPS = 4;
 constexpr int MAX_GROUP = 8;  // query heads of one CTA
 constexpr int MAX_CLUSTER = 8;
-constexpr float LOG2E = 1.4426950408889634f;
 
 struct AttentionArgs {
   trirun_attention t;

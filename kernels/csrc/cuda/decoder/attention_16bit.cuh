@@ -26,18 +26,6 @@ constexpr int LOADS = 8;  // 16-byte loads of a lane per tile, of keys and of va
 constexpr int STAGE_BYTES = 2 * LOADS * 512;
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
 
-template <bool BF16>
-__device__ __forceinline__ void widen_eight(float (&v)[8], uint4 words) {
-  const uint32_t w[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float2 pair = widen_pair<BF16>(w[i]);
-    v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
-  }
-}
-
-__device__ __forceinline__ float warp_max(float v) { return from_ordered(__reduce_max_sync(~0u, ordered_bits(v))); }
-
 // Adds each of eight values over the LANES lanes that share a key; a lane is left with the sum of value
 // (lane % LANES) / (LANES / 8). Halving what is exchanged takes 8 shuffles where eight reductions take 8 log2(LANES).
 template <int LANES>

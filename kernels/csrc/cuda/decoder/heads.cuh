@@ -6,6 +6,7 @@
 namespace trirun::decoder {
 
 constexpr int MAX_HEAD_DIM = 256, MAX_SPLITS = 256;
+constexpr float LOG2E = 1.4426950408889634f;
 constexpr int PAGE = 64;  // positions of one page of the cache
 
 // A warp's part of one head: lane l holds dimensions l, l + 32, ... The angles and the norm are constants of the step,

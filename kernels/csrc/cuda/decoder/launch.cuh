@@ -32,6 +32,16 @@ __device__ __forceinline__ float2 widen_pair(uint32_t v) {
 }
 
 template <bool BF16>
+__device__ __forceinline__ void widen_eight(float (&v)[8], uint4 words) {
+  const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 pair = widen_pair<BF16>(w[i]);
+    v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
+  }
+}
+
+template <bool BF16>
 __device__ __forceinline__ float widen_one(uint16_t v) {
   if constexpr (BF16) return __uint_as_float(static_cast<uint32_t>(v) << 16);
   return __half2float(__ushort_as_half(v));
@@ -62,6 +72,20 @@ __device__ __forceinline__ uint32_t ordered_bits(float v) {
 }
 __device__ __forceinline__ float from_ordered(uint32_t bits) {
   return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
+}
+
+__device__ __forceinline__ float warp_max(float v) { return from_ordered(__reduce_max_sync(~0u, ordered_bits(v))); }
+
+// The activation of a gate. SIGMOID: it may be that of attention's output gate.
+template <bool SIGMOID>
+__device__ __forceinline__ float activate(float gate, int activation) {
+  if (activation == TRIRUN_RELU2) {
+    const float positive = fmaxf(gate, 0.f);
+    return positive * positive;
+  }
+  // The tanh form of GELU is a logistic function too: x/2 (1 + tanh(u)) = x / (1 + e^(-2u)).
+  const float u = activation == TRIRUN_GELU_TANH ? 1.59576912f * gate * fmaf(0.044715f * gate, gate, 1.f) : gate;
+  return (SIGMOID && activation == TRIRUN_SIGMOID ? 1.f : gate) / (1.f + __expf(-u));
 }
 
 }  // namespace trirun::decoder

@@ -23,16 +23,6 @@ struct RowsArgs {
   int tokens, k_tiles;
 };
 
-__device__ __forceinline__ float activate(float gate, int activation) {
-  if (activation == TRIRUN_RELU2) {
-    const float positive = fmaxf(gate, 0.f);
-    return positive * positive;
-  }
-  // The tanh form of GELU is a logistic function too: x/2 (1 + tanh(u)) = x / (1 + e^(-2u)).
-  const float u = activation == TRIRUN_GELU_TANH ? 1.59576912f * gate * fmaf(0.044715f * gate, gate, 1.f) : gate;
-  return (activation == TRIRUN_SIGMOID ? 1.f : gate) / (1.f + __expf(-u));
-}
-
 // A row without a token of its own goes on with the one its slot sampled last; one without a slot is padding.
 __device__ __forceinline__ int token_of(const trirun_rows& r, int row) {
   int token = r.tokens[row];
@@ -103,8 +93,8 @@ __device__ __forceinline__ float4 load_source(const RowsArgs& a, int row, int to
   } else if constexpr (SOURCE == TRIRUN_ROWS_GATE) {
     const float4 gate = four(r.x, row * r.ldx + column);
     const float4 up = r.up != nullptr ? four(r.up, row * r.ldx + column) : make_float4(1.f, 1.f, 1.f, 1.f);
-    return make_float4(activate(gate.x, r.activation) * up.x, activate(gate.y, r.activation) * up.y,
-                       activate(gate.z, r.activation) * up.z, activate(gate.w, r.activation) * up.w);
+    return make_float4(activate<true>(gate.x, r.activation) * up.x, activate<true>(gate.y, r.activation) * up.y,
+                       activate<true>(gate.z, r.activation) * up.z, activate<true>(gate.w, r.activation) * up.w);
   } else {
     float* at = r.residual + static_cast<int64_t>(row) * r.n + column;
     float4 v;
@@ -267,19 +257,14 @@ template <int SOURCE, bool BF16>
 __device__ __forceinline__ void load_eight(float (&v)[8], const trirun_rows& r, int64_t row, int column) {
   const auto widen = [](float (&to)[8], const void* p, int64_t at) {
     const uint4 w = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p) + at);
-    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 pair = widen_pair<BF16>(words[i]);
-      to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
-    }
+    widen_eight<BF16>(to, w);
   };
   if constexpr (SOURCE == TRIRUN_ROWS_GATE) {
     float up[8] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
     widen(v, r.x, row * r.ldx + column);
     if (r.up != nullptr) widen(up, r.up, row * r.ldx + column);
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = activate(v[i], r.activation) * up[i];
+    for (int i = 0; i < 8; i++) v[i] = activate<true>(v[i], r.activation) * up[i];
   } else {
     auto* at = reinterpret_cast<float4*>(r.residual + row * r.n + column);
     float x[8] = {};

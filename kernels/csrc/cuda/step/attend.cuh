@@ -7,7 +7,6 @@
 
 namespace trirun::step {
 
-constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NOTHING = -1e30f;  // a score below all others, of which differences are numbers
 
 // Positions of a chunk: as many as fill it with keys and values.
@@ -30,7 +29,7 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     const int chunks = (item.length + CHUNK_POSITIONS<HD> - 1) / CHUNK_POSITIONS<HD>;
     item.split = split;
     item.first = chunks * split / splits, item.last = chunks * (split + 1) / splits;
-    item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / PAGE];
+    item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / decoder::PAGE];
     to[count++] = item;
   }
   *reinterpret_cast<int*>(to + MAX_ITEMS) = count;
@@ -50,15 +49,6 @@ struct Attention {
       highest[g] = NOTHING, weight[g] = 0.f;
 #pragma unroll
       for (int d = 0; d < 8; d++) value[g][d] = 0.f;
-    }
-  }
-
-  __device__ __forceinline__ static void widen(float (&v)[8], uint4 words) {
-    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 pair = decoder::widen_pair<BF16>(w[i]);
-      v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
     }
   }
 
@@ -86,7 +76,7 @@ struct Attention {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       float key[8];
-      widen(key, load_shared4(keys + i * 512));
+      decoder::widen_eight<BF16>(key, load_shared4(keys + i * 512));
 #pragma unroll
       for (int g = 0; g < GP; g++) score[g][i] = dot(query + g * HD, key);
     }
@@ -111,7 +101,7 @@ struct Attention {
       // Memory behind a row's last position may hold what is no number.
       if (!there[i]) words = make_uint4(0, 0, 0, 0);
       float v[8];
-      widen(v, words);
+      decoder::widen_eight<BF16>(v, words);
 #pragma unroll
       for (int g = 0; g < GP; g++)
 #pragma unroll
@@ -190,7 +180,7 @@ struct Attention {
       __syncwarp();
       if (turned)
         decoder::turn_head(to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0,
-                           query ? s.scale * LOG2E : 1.f);
+                           query ? s.scale * decoder::LOG2E : 1.f);
     }
     meet();
   }
@@ -280,7 +270,7 @@ struct Attention {
       const float* part = parts + ((lane % WARPS) * GP + warp % GP) * PART + HD;
       const bool there = lane < WARPS && (lane & ((1 << groups_log) - 1)) == warp / GP;
       const float highest = there ? part[0] : NOTHING;
-      const float most = from_ordered_max(highest);
+      const float most = decoder::warp_max(highest);
       const float factor = there ? exp2f(highest - most) : 0.f;
       const float sum = decoder::warp_sum(there ? part[1] * factor : 0.f);
       if (lane < WARPS) shares[warp * WARPS + lane] = splits == 1 ? factor / sum : factor;
@@ -367,10 +357,6 @@ struct Attention {
     if (lane == 0)
       send(c.a.attended_headers + (row * kv_heads + kv_head) * splits + split,
            make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
-  }
-
-  __device__ __forceinline__ static float from_ordered_max(float v) {
-    return decoder::from_ordered(__reduce_max_sync(~0u, decoder::ordered_bits(v)));
   }
 };
 

@@ -259,7 +259,7 @@ struct Multiplier {
     float raw = (total + load_shared_float(f.place)) * factor * f.weight[0] + f.bias[0];
     if (pairs) {
       up = (up + load_shared_float(f.place + 128)) * factor * f.weight[1] + f.bias[1];
-      raw = activated(raw, c.a.s.activation) * up;
+      raw = decoder::activate<false>(raw, c.a.s.activation) * up;
     }
     if (f.residual != 0) {
       raw += load_shared_float(f.residual);
@@ -268,15 +268,6 @@ struct Multiplier {
     const float sent = raw * f.norm;
     send_lanes(f.words, sent, tag);
     if (f.header != nullptr) c.send_header(f.header, raw, sent, tag);
-  }
-
-  __device__ __forceinline__ static float activated(float gate, int activation) {
-    if (activation == TRIRUN_RELU2) {
-      const float positive = fmaxf(gate, 0.f);
-      return positive * positive;
-    }
-    const float u = activation == TRIRUN_GELU_TANH ? 1.59576912f * gate * fmaf(0.044715f * gate, gate, 1.f) : gate;
-    return gate / (1.f + __expf(-u));
   }
 };
 

@@ -20,7 +20,6 @@ constexpr int MAX_ROWS = 8;
 constexpr int MAX_LAYERS = 96;
 constexpr int MAX_SPLITS = 32;
 constexpr int MAX_GROUP = 16;  // query heads of a key head
-constexpr int PAGE = 64;  // positions of one page of the cache
 
 // The products of a layer, in their order.
 enum Product { QKV = 0, O = 1, GATE_UP = 2, DOWN = 3, PRODUCTS = 4 };

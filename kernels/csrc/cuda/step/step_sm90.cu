@@ -54,7 +54,7 @@ __device__ __forceinline__ void stream(const Cta& c) {
 #pragma unroll 1
       for (int chunk = item.first; chunk < item.last; chunk++) {
         const int position = chunk * POSITIONS;
-        const int64_t at = decoder::cache_offset(__ldg(table + position / PAGE), static_cast<int>(s.kv_heads),
+        const int64_t at = decoder::cache_offset(__ldg(table + position / decoder::PAGE), static_cast<int>(s.kv_heads),
                                                  item.kv_head, position, HD);
         next_stage(CHUNK_BYTES);
         const uint32_t to = c.shared + filled.stage * CHUNK_BYTES, barrier = c.full(filled.stage);
