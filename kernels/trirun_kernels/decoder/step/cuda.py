@@ -24,7 +24,7 @@ from .division import divide
 # Of a step. With four and more the chain of kernels is faster (kernels/LOG.md), though the kernel takes up to eight.
 ROWS = (1, 2)
 CHUNKS_IN_FLIGHT = 2  # of 8 KiB a CTA: more of them make messages wait
-MAX_SPLITS = 32
+MAX_SPLITS, MAX_LAYERS = 32, 96  # of csrc/cuda/step/step.cuh
 VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "q_norm", "k_norm")
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -65,9 +65,11 @@ def refusal(model: CudaModel, arch: int, heads: Sequence[Heads], int8_cache: boo
         return "the cache has 8 bits"
     if any(layer != first for layer in shape.layers):
         return "layers differ"
+    if len(shape.layers) > MAX_LAYERS:
+        return f"more than {MAX_LAYERS} layers"
     if shape.norm != "rms" or model.final_norm_bias is not None or shape.residual_scale != 1:
         return "norms or scales that it has no form for"
-    return _layer_refusal(first) or _weights_refusal(model.layers) or _heads_refusal(heads)
+    return _layer_refusal(first) or _weights_refusal(model.layers, model.act_bits) or _heads_refusal(heads)
 
 
 def _layer_refusal(layer: LayerShape) -> str | None:
@@ -86,7 +88,7 @@ def _layer_refusal(layer: LayerShape) -> str | None:
     return "sizes that are no multiples of 128" if any(size % 128 for size in sizes) else None
 
 
-def _weights_refusal(layers: Sequence[CudaLayer]) -> str | None:
+def _weights_refusal(layers: Sequence[CudaLayer], act_bits: int) -> str | None:
     specs = set()
     for layer in layers:
         if len(layer.qkv) != 1 or len(layer.gate_up) != 1:
@@ -101,9 +103,11 @@ def _weights_refusal(layers: Sequence[CudaLayer]) -> str | None:
     if len(specs) != 1:
         return "weights of different grids"
     ((group_size, plain),) = specs
-    return (
-        None if group_size == -1 or (group_size == 128 and plain) else "groups that are not of 128 with one zero point"
-    )
+    if not plain:
+        return "zero points of every group"
+    if group_size not in (-1, 128):
+        return f"groups of {group_size}"
+    return "groups with 8-bit activations" if act_bits == 8 and group_size != -1 else None
 
 
 def _heads_refusal(heads: Sequence[Heads]) -> str | None:

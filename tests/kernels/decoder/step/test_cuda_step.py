@@ -10,6 +10,7 @@ from trirun_kernels import QuantSpec
 from trirun_kernels.decoder import reference as decoder_reference
 from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
 from trirun_kernels.decoder.cuda_weights import CudaModel
+from trirun_kernels.decoder.step.cuda import refusal
 from trirun_kernels.decoder.step.division import divide
 
 from tests.kernels.decoder.cuda_support import BOTH, gpu
@@ -41,6 +42,25 @@ def test_every_tile_is_somebodys_and_no_cluster_has_much_more_than_others(qkv, h
         assert (starts[0], starts[-1], len(shares)) == (0, count, 66)
         assert min(shares) >= 0 and max(shares) == -(-count // 66)
     assert division.max_tiles == -(-hidden // 66)
+
+
+@pytest.mark.parametrize(
+    ("options", "act_bits", "reason"),
+    [
+        ({}, 16, None),
+        ({}, 8, None),
+        (GROUPS, 16, None),
+        (GROUPS, 8, "groups with 8-bit activations"),
+        ({"spec": QuantSpec(-1, None)}, 16, "zero points of every group"),
+        ({"spec": QuantSpec(64, 1.0)}, 16, "groups of 64"),
+        ({"head_dim": 32, "heads": 8}, 16, "heads that are not of 64 or 128"),
+        ({"layers": 97}, 16, "more than 96 layers"),
+    ],
+)
+def test_what_no_kernel_takes_is_refused_before_the_run(options, act_bits, reason):
+    model = CudaModel.of(random_model(**PLAIN | options), "cpu", torch.float16, act_bits=act_bits)
+    assert refusal(model, 90, [], False) == reason
+    assert refusal(model, 80, [], False) and refusal(model, 90, [], True)
 
 
 def decoders(weights, slots, dtype=torch.float16, act_bits=16):
