@@ -11,17 +11,8 @@ from typing import Any
 
 from abi_memory import GuardedMemory
 from trirun_kernels.decoder.structs import DecoderStruct, DrawStruct, LinearStruct, SegmentStruct
+from trirun_kernels.gemm.activations_cpu import ActStruct
 from trirun_kernels.native import Int2Struct, cpu
-
-
-class ActStruct(ctypes.Structure):
-    """``trirun_act`` of csrc/trirun.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("limbs", "scales", "sums")),
-        *((name, ctypes.c_int64) for name in ("m", "k")),
-        ("act_bits", ctypes.c_int32),
-    )
 
 
 @dataclass
@@ -77,7 +68,7 @@ class Maker:
         places += [(weight, "zeros", "optional")] if zeros else []
         return weight
 
-    def _linear(self, places: list[Any], n: int, k: int, group: int | None = None, bias: bool = True) -> LinearStruct:
+    def linear(self, places: list[Any], n: int, k: int, group: int | None = None, bias: bool = True) -> LinearStruct:
         mine: list[Any] = []
         weight = self._weight(mine, n, k, group)
         has_bias = bias and self.rng.random() < 0.5
@@ -88,6 +79,12 @@ class Maker:
         if has_bias:
             places.append((linear, "bias", "optional"))
         return linear
+
+    def hold(self, places: list[Any], holder: ctypes.Structure, name: str, n: int, k: int) -> None:
+        """Makes a linear a field of a structure, which holds a copy of it."""
+        setattr(holder, name, self.linear(mine := [], n, k))
+        held = getattr(holder, name)
+        places += [(held.weight if isinstance(of, Int2Struct) else held, key, kind) for of, key, kind in mine]
 
     def act_bytes(self) -> Call:
         arguments = [self.rng.choice([0, 1, 5, 2**31]), self.rng.choice([128, 4096, 2**31]), self.rng.choice([8, 16])]

@@ -31,14 +31,14 @@ def decoder(maker: Maker) -> tuple[DecoderStruct, list[Any]]:
     d.kv_dtype, d.embedding_dtype = rng.choice([0, 1]), rng.choice([0, 1, 2, PACKED])
     d.head_dtype = rng.choice([0, 1, 2, HEAD_INT8, PACKED])
     if d.embedding_dtype == PACKED:
-        packed = maker._linear(places, d.vocab, d.hidden, bias=False)
+        packed = maker.linear(places, d.vocab, d.hidden, bias=False)
         d.embedding = ctypes.addressof(packed)
         d.matrices = (packed, None)
     else:
         d.embedding = memory.halves(d.vocab * d.hidden, d.embedding_dtype)
         d.matrices = (None, None)
     if d.head_dtype == PACKED:
-        packed = maker._linear(places, d.vocab, d.hidden, bias=False)
+        packed = maker.linear(places, d.vocab, d.hidden, bias=False)
         d.head, d.matrices = ctypes.addressof(packed), (d.matrices[0], packed)
     elif d.head_dtype == HEAD_INT8:
         d.head = memory.words(d.vocab * maker.library.trirun_cpu_head_stride(d.hidden), 1)
@@ -71,21 +71,15 @@ def _layer(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStruct
     mixer = _delta if rng.random() < 0.3 else _attention
     attended = mixer(maker, places, d, layer)
 
-    def linear(name: str, n: int, k: int) -> None:
-        setattr(layer, name, maker._linear(mine := [], n, k))
-        held = getattr(layer, name)
-        for holder, key, kind in mine:
-            places.append((held.weight if hasattr(holder, "words") else held, key, kind))
-
-    linear("o", d.hidden, attended)
+    maker.hold(places, layer, "o", d.hidden, attended)
     layer.activation = rng.choice([0, 1, 2])
     mixture = rng.random() < 0.3
     layer.ffn = 0 if mixture and rng.random() < 0.5 else rng.choice([16, 80, 200])
     if layer.ffn:
         if mixture or rng.random() < 0.7:
-            linear("gate", layer.ffn, d.hidden)
-        linear("up", layer.ffn, d.hidden)
-        linear("down", d.hidden, layer.ffn)
+            maker.hold(places, layer, "gate", layer.ffn, d.hidden)
+        maker.hold(places, layer, "up", layer.ffn, d.hidden)
+        maker.hold(places, layer, "down", d.hidden, layer.ffn)
     if mixture:
         _mixture(maker, places, d, layer)
     most = {"mlp_sub_norm": layer.ffn, "attention_sub_norm": attended, "sinks": layer.heads}
@@ -108,9 +102,7 @@ def _attention(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerSt
     q, kv = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
     for name, n in (("q", q), ("k", kv), ("v", kv), ("q_gate", q if rng.random() < 0.3 else 0)):
         if n:
-            setattr(layer, name, maker._linear(mine := [], n, d.hidden))
-            held = getattr(layer, name)
-            places += [(held.weight if hasattr(h, "words") else held, key, kind) for h, key, kind in mine]
+            maker.hold(places, layer, name, n, d.hidden)
     layer.rotary_half = rng.choice([0, layer.head_dim // 2, layer.head_dim // 4])
     layer.context, layer.window = d.context, rng.choice([0, 0, 7, 100])
     if d.context > 64 and rng.random() < 0.4:
@@ -147,9 +139,7 @@ def _delta(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStruct
     apart = rng.random() < 0.5
     for name, n in (("qkv", channels if apart else channels + values), ("z", values if apart else 0)):
         if n:
-            setattr(m, name, maker._linear(mine := [], n, d.hidden))
-            held = getattr(m, name)
-            places += [(held.weight if hasattr(h, "words") else held, key, kind) for h, key, kind in mine]
+            maker.hold(places, m, name, n, d.hidden)
     m.gates_dtype = rng.randrange(3)
     m.gates = memory.halves(2 * m.value_heads * d.hidden, m.gates_dtype)
     sizes = {"conv": m.taps * channels, "decay_rate": m.value_heads, "decay_bias": m.value_heads, "norm": m.value_dim}
@@ -183,7 +173,7 @@ def _mixture(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStru
     m.router_dtype, group = rng.randrange(3), rng.choice([-1, 64])
     m.router = memory.halves((m.experts + 1) * d.hidden, m.router_dtype)
     for name, (n, k) in {"gate": (m.size, d.hidden), "up": (m.size, d.hidden), "down": (d.hidden, m.size)}.items():
-        lists = [maker._linear([], n, k, group) for _ in range(m.experts)]
+        lists = [maker.linear([], n, k, group) for _ in range(m.experts)]
         array = (type(lists[0]) * m.experts)(*lists)
         setattr(m, name, array)
         places += [(array[0].weight, "words", "aligned"), (array[0].weight, "n", "padded"), (array[0], "n", "size")]
