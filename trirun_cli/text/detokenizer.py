@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ..resources import configs_dir
+from .overlap import overlap
 from .tokenizer import light_tokenizer
 
 
@@ -264,11 +265,6 @@ class Detokenizer:
             at, length = min(found)
             self.matched = text[at : at + length]
             return text[: at + length] if self._include_stop else text[:at]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``: it may still become one."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from .overlap import overlap
 from .tool_parsers import JsonParser
 
 CHANNEL, MESSAGE, CALL = "<|channel|>", "<|message|>", "<|call|>"
@@ -126,4 +127,4 @@ class HarmonyParser(JsonParser):
 
 def _half_a_mark(text: str) -> int:
     """Characters at the end of a text that a mark may begin with."""
-    return next((n for n in range(10, 0, -1) if any(text.endswith(mark[:n]) for mark in _MARKS if len(mark) > n)), 0)
+    return max(overlap(text, mark) for mark in _MARKS)

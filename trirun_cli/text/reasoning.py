@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .overlap import overlap
+
 OPEN, CLOSE = "<think>", "</think>"
 
 
@@ -36,7 +38,7 @@ class ReasoningParser:
         if self._state == "inside":
             before, found, after = self._held.partition(CLOSE)
             if not found:
-                keep = next((n for n in range(len(CLOSE) - 1, 0, -1) if before.endswith(CLOSE[:n])), 0)
+                keep = overlap(before, CLOSE)
                 # Line breaks before the tag are not reasoning, and whether it comes is not known yet.
                 sure = before[: len(before) - keep].rstrip("\n")
                 self._held = before[len(sure) :]

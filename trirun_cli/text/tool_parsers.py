@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from .overlap import overlap
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
 # A name, in some versions an id, and what the arguments begin with.
@@ -91,7 +93,7 @@ class HermesParser(ToolParser):
                 content += before
             self._held, self._inside = after, not self._inside
         if not self._inside:
-            keep = next((n for n in range(len(OPEN) - 1, 0, -1) if self._held.endswith(OPEN[:n])), 0)
+            keep = overlap(self._held, OPEN)
             sure = len(self._held) - keep
             content += self._held[:sure]
             self._held = self._held[sure:]
@@ -168,7 +170,7 @@ class MistralParser(JsonParser):
         if found:
             self._kept, self._tail = "", after
             return super().feed(before)
-        keep = next((n for n in range(len(MISTRAL) - 1, 0, -1) if before.endswith(MISTRAL[:n])), 0)
+        keep = overlap(before, MISTRAL)
         sure = len(before) - keep
         self._kept = before[sure:]
         return super().feed(before[:sure])
