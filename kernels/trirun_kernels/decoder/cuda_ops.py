@@ -151,7 +151,7 @@ def rows(
 def attention_workspace(m: int, heads: Heads, splits: int, device: torch.device) -> Tensor:
     """Zeroed working memory for :func:`attention_decode` of at most m rows with these splits."""
     chunks = -(-(heads.heads // heads.kv_heads) // 8)
-    counters = -(-m * heads.kv_heads * chunks * 4 // 256) * 256
+    counters = -(-m * heads.kv_heads * chunks * 8 * 4 // 256) * 256  # of every key head's eight query heads
     size = counters + m * heads.heads * splits * (heads.head_dim + 2) * 4
     return torch.zeros(size, dtype=torch.uint8, device=device)
 

@@ -175,6 +175,9 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t shared, uint32_t rank)
 __device__ __forceinline__ void store_peer(uint32_t address, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
+__device__ __forceinline__ void store_peer2(uint32_t address, float2 v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
 __device__ __forceinline__ void store_peer4(uint32_t address, float4 v) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                : "memory");

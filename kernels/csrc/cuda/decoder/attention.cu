@@ -2,6 +2,8 @@
 // attention_grouped.cuh attend over a cache of 16-bit elements, attention_int8.cu over one of 8-bit elements.
 #include "attention.cuh"
 
+#include <numeric>
+
 namespace trirun::decoder {
 namespace {
 
@@ -11,7 +13,7 @@ int chunks_of(const trirun_attention& t) {
 }
 
 size_t counter_bytes(const trirun_attention& t) {
-  return (t.m * t.kv_heads * chunks_of(t) * sizeof(unsigned) + 255) / 256 * 256;
+  return (t.m * t.kv_heads * chunks_of(t) * MAX_GROUP * sizeof(unsigned) + 255) / 256 * 256;
 }
 
 }  // namespace
@@ -64,12 +66,12 @@ extern "C" int trirun_cuda_attention_decode(const trirun_attention* t, void* wor
   } else {
     kernel = bf16 ? bf16_attention(t->head_dim, a.room, shared) : fp16_attention(t->head_dim, a.room, shared);
   }
-  const dim3 grid(t->splits, static_cast<unsigned>(t->kv_heads / a.teams * a.chunks), static_cast<unsigned>(rows));
-  // Where there is no room for the parts of all splits beside the ring, they meet in the workspace.
-  const int parts = static_cast<int>(t->splits) * a.teams * a.room * static_cast<int>(t->head_dim + 2) * 4;
-  int room = 0;
-  if (const int code = shared_room(reinterpret_cast<const void*>(kernel), room)) return code;
-  a.clustered = facts.arch >= 90 && t->splits > 1 && t->splits <= MAX_CLUSTER && shared + parts <= room;
-  return launch_dependent(kernel, a, grid, ATTEND_WARPS * 32, a.clustered ? shared + parts : shared, stream,
-                          a.clustered ? static_cast<int>(t->splits) : 1);
+  a.cluster = facts.arch >= 90 ? min(t->splits, MAX_CLUSTER) : 1;
+  a.t.splits = (t->splits + a.cluster - 1) / a.cluster * a.cluster;
+  const int heads = min(MAX_GROUP, a.teams * a.group), head_dim = static_cast<int>(t->head_dim);
+  a.unit = a.cluster == 1 ? heads : t->activations != nullptr ? K_TILE / std::gcd(head_dim, K_TILE) : 1;
+  shared += received_floats(heads, a.unit, a.cluster, head_dim) * static_cast<int>(sizeof(float));
+  const dim3 grid(static_cast<unsigned>(a.t.splits), static_cast<unsigned>(t->kv_heads / a.teams * a.chunks),
+                  static_cast<unsigned>(rows));
+  return launch_dependent(kernel, a, grid, ATTEND_WARPS * 32, shared, stream, a.cluster);
 }

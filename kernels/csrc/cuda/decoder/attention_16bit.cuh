@@ -85,13 +85,13 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
   if (c.idle) return attend_nothing(a, c);
 
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
-  // The warps take the query heads and the new key in turn.
-  for (int i = warp; i < heads + (c.newest ? 1 : 0); i += WARPS) {
-    if (i < heads)
-      make.query(queries[i], q_row + (c.head0 + i) * head_dim, t, head_dim, t.scale * LOG2E);
-    else
-      make.key(key, static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim, t, head_dim);
-  }
+  make.template take<GROUP + 1>(
+      heads + (c.newest ? 1 : 0), head_dim,
+      [&](int i) {
+        return i < heads ? q_row + (c.head0 + i) * head_dim
+                         : static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim;
+      },
+      [&](int i, auto& v) { i < heads ? make.query(queries[i], v, t, t.scale * LOG2E) : make.key(key, v, t); });
   __syncthreads();
 
   const float softcap = t.softcap * LOG2E;
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
     if (lane == 0) part[LANES * 8] = maximum[g], part[LANES * 8 + 1] = total[g];
   }
   __syncthreads();
-  put_together<BF16>(a, c, parts, GROUP, LANES * 8, 1, shared_address(memory + RING_BYTES));
+  put_together<BF16>(a, c, parts, GROUP, LANES * 8, 1, reinterpret_cast<float*>(memory + RING_BYTES));
 }
 
 // no-spill(90a): attend<*, *, *>

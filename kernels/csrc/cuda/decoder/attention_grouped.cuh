@@ -85,17 +85,25 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
 #pragma unroll
   for (int i = 0; i < HALVES; i += 2) fill_keys(i), fill_values(i + 1);
   const HeadMaker<BF16, WIDTH / 32> make(t, length, head_dim);
+  const int new_page = !c.idle && c.newest ? table[length / PAGE] : 0;
   await_projection(a);
   if (c.idle) return attend_nothing(a, c);
 
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
-  // The warps take the query heads and the new key in turn.
-  for (int i = warp; i < heads + (c.newest ? 1 : 0); i += WARPS) {
-    if (i < heads)
-      make.query(queries[i], q_row + (c.head0 + i) * head_dim, t, head_dim, 1.f);
-    else
-      make.key(key, static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim, t, head_dim);
+  // What the warp that attends to the new key wants of its value: two dimensions of every tile of its sums.
+  uint32_t new_value[WIDTH / 16] = {};
+  const auto* k_row = static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim;
+  const auto* v_row = static_cast<const uint16_t*>(t.v) + row * t.ld_kv + c.kv_head * head_dim;
+  const auto dim_of = [&](int tile) { return 8 * (quad + tile / 4 * 8) + tile % 4 * 2; };
+  const bool appends = c.newest && warp == 0;
+  if (appends) {
+#pragma unroll
+    for (int tile = 0; tile < WIDTH / 16; tile++)
+      if (dim_of(tile) < head_dim) new_value[tile] = *reinterpret_cast<const uint32_t*>(v_row + dim_of(tile));
   }
+  make.template take<MAX_GROUP + 1>(
+      heads + (c.newest ? 1 : 0), head_dim, [&](int i) { return i < heads ? q_row + (c.head0 + i) * head_dim : k_row; },
+      [&](int i, auto& v) { i < heads ? make.query(queries[i], v, t, 1.f) : make.key(key, v, t); });
   __syncthreads();
 
   // The second operand of the scores: head `quad`, dimensions 8 (sub + 4i) + 2w and + 1 in word 4i + w.
@@ -113,14 +121,16 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
   // 8 (quad + 8i) + 2w and + 1, in tile 4i + w, for the same heads. Index 2h + e of four: row h, head e.
   const float scale = t.scale * LOG2E, softcap = t.softcap * LOG2E;
   float sum[WIDTH / 16][4] = {}, maximum[2] = {-INFINITY, -INFINITY}, total[2] = {};
-  if (c.newest && warp == 0) {
-    const auto* v_row = static_cast<const uint16_t*>(t.v) + row * t.ld_kv + c.kv_head * head_dim;
-    const int64_t at = cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim);
-    if (c.chunk == 0)
-      for (int d = lane; d < head_dim; d += 32) {
-        static_cast<uint16_t*>(t.keys)[at + d] = narrow<BF16>(key[d]);
-        static_cast<uint16_t*>(t.values)[at + d] = v_row[d];
-      }
+  // By another warp: to read v and to store it takes long.
+  if (const int d = lane * 8; c.newest && warp == WARPS - 1 && c.chunk == 0 && d < head_dim) {
+    const int64_t at = cache_offset(new_page, t.kv_heads, c.kv_head, length, head_dim) + d;
+    const float4 low = *reinterpret_cast<const float4*>(key + d), high = *reinterpret_cast<const float4*>(key + d + 4);
+    const uint4 k = make_uint4(narrow_pair<BF16>(low.x, low.y), narrow_pair<BF16>(low.z, low.w),
+                               narrow_pair<BF16>(high.x, high.y), narrow_pair<BF16>(high.z, high.w));
+    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.keys) + at) = k;
+    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.values) + at) = *reinterpret_cast<const uint4*>(v_row + d);
+  }
+  if (appends) {
     // The cache holds 16-bit keys: what later steps will read is what this one attends to.
     float score = 0.f;
     for (int d = sub; d < head_dim; d += 4)
@@ -137,10 +147,8 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
     }
 #pragma unroll
     for (int tile = 0; tile < WIDTH / 16; tile++) {
-      const int d = 8 * (quad + tile / 4 * 8) + tile % 4 * 2;
-      if (d >= head_dim) continue;
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum[tile][i] = widen_one<BF16>(v_row[d + i / 2]);
+      const float2 v = widen_pair<BF16>(new_value[tile]);
+      sum[tile][0] = sum[tile][1] = v.x, sum[tile][2] = sum[tile][3] = v.y;
     }
   }
 
@@ -228,13 +236,12 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
     float* part = parts + (warp * a.room + head) * PART;
 #pragma unroll
     for (int tile = 0; tile < WIDTH / 16; tile++) {
-      const int d = 8 * (quad + tile / 4 * 8) + tile % 4 * 2;
-      *reinterpret_cast<float2*>(part + d) = make_float2(sum[tile][e], sum[tile][2 + e]);
+      *reinterpret_cast<float2*>(part + dim_of(tile)) = make_float2(sum[tile][e], sum[tile][2 + e]);
     }
     if (quad == 0) part[WIDTH] = maximum[e], part[WIDTH + 1] = total[e];
   }
   __syncthreads();
-  put_together<BF16>(a, c, parts, a.room, WIDTH, 1, shared_address(memory + WARPS * GROUPED_RING_BYTES));
+  put_together<BF16>(a, c, parts, a.room, WIDTH, 1, reinterpret_cast<float*>(memory + WARPS * GROUPED_RING_BYTES));
 }
 
 // no-spill(90a): attend_grouped<*, *>

@@ -178,17 +178,16 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
   const auto* k_row = static_cast<const uint16_t*>(t.k) + row * t.ld_kv;
   const auto* v_row = static_cast<const uint16_t*>(t.v) + row * t.ld_kv;
-  // The warps take the query heads and the new keys in turn.
-  for (int i = warp; i < c.heads + (c.newest ? a.teams : 0); i += WARPS) {
-    if (i < c.heads) {
-      make.query(queries[i], q_row + (c.head0 + i) * head_dim, t, head_dim, t.scale * LOG2E);
-      mix_head<PER_LANE>(queries[i], head_dim);
-    } else {
-      float* mine = key[i - c.heads];
-      make.key(mine, k_row + (c.kv_head + i - c.heads) * head_dim, t, head_dim);
-      mix_head<PER_LANE>(mine, head_dim);
-    }
-  }
+  make.template take<MAX_GROUP + WARPS>(
+      c.heads + (c.newest ? a.teams : 0), head_dim,
+      [&](int i) {
+        return i < c.heads ? q_row + (c.head0 + i) * head_dim : k_row + (c.kv_head + i - c.heads) * head_dim;
+      },
+      [&](int i, auto& v) {
+        float* mine = i < c.heads ? queries[i] : key[i - c.heads];
+        i < c.heads ? make.query(mine, v, t, t.scale * LOG2E) : make.key(mine, v, t);
+        mix_head<PER_LANE>(mine, head_dim);
+      });
   __syncthreads();
 
   QueryLimbs<KEY_LOADS> q;
@@ -349,7 +348,8 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
     if (quad == 0) part[WIDTH] = maximum[e], part[WIDTH + 1] = total[e];
   }
   __syncthreads();
-  put_together<BF16>(a, c, parts, a.room, WIDTH, a.teams, shared_address(memory + ring_bytes<WIDTH, FEW>(SM90)));
+  auto* received = reinterpret_cast<float*>(memory + ring_bytes<WIDTH, FEW>(SM90));
+  put_together<BF16>(a, c, parts, a.room, WIDTH, a.teams, received);
 }
 
 // no-spill(90a): attend_int8<*, *, *>

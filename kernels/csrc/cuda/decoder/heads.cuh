@@ -88,15 +88,21 @@ __device__ __forceinline__ void turn_head(float* values, const HeadConstants<PER
   turn_head(values, v, c, head_dim, normed, eps, half, interleaved, scale);
 }
 
-// The same of a head of 16-bit values.
+// A head of 16-bit values, as HeadConstants has it.
+template <bool BF16, int PER_LANE>
+__device__ __forceinline__ void load_head(float (&v)[PER_LANE], const uint16_t* x, int head_dim) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? widen_one<BF16>(x[lane + j * 32]) : 0.f;
+}
+
+// turn_head of such a head.
 template <bool BF16, int PER_LANE>
 __device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, const HeadConstants<PER_LANE>& c,
                                              int head_dim, bool normed, float eps, int half, bool interleaved,
                                              float scale) {
-  const int lane = threadIdx.x % 32;
   float v[PER_LANE];
-#pragma unroll
-  for (int j = 0; j < PER_LANE; j++) v[j] = lane + j * 32 < head_dim ? widen_one<BF16>(x[lane + j * 32]) : 0.f;
+  load_head<BF16>(v, x, head_dim);
   turn_head(values, v, c, head_dim, normed, eps, half, interleaved, scale);
 }
 

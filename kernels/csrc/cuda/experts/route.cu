@@ -1,15 +1,17 @@
 // Routing: which rows go to which experts, with which weights, and in which order the experts' products take them.
 //
-// Few rows (decoding): one launch. CTAs compute the logits of a few experts each; the last of them to arrive chooses
+// One row: one cluster (route_one). Few rows (decoding): one launch. CTAs compute the logits of a few experts each; the last of them to arrive chooses
 // and sorts, so that nothing but the launch itself lies between the router and the products. The router's weights are
 // asked for while the kernel before still runs. Many rows: logits come from the caller; a warp chooses for a row, then
 // a CTA per expert finds its pairs. No step depends on the order in which CTAs or atomics arrive: the same rows are
 // routed the same way, of equals to the expert with the smaller index.
 // no-spill: choose_rows<4>
 // no-spill: route_few<*, 4>
+// no-spill: route_one<*>
 // no-spill: sort_many
 #include "experts.cuh"
 #include "cuda/common/elements.cuh"
+#include "cuda/common/hopper.cuh"
 #include "cuda/decoder/launch.cuh"
 
 #include <type_traits>
@@ -26,6 +28,7 @@ constexpr int FEW_THREADS = 512;
 constexpr int FEW_PAIRS = 1024, FEW_ROWS = 64;  // pairs that one CTA sorts, rows that it multiplies
 constexpr int CTA_EXPERTS = 4, K_PARTS = FEW_THREADS / 32 / CTA_EXPERTS;  // of a CTA of the router's product
 constexpr int SORT_THREADS = 1024;
+constexpr int ONE_CLUSTER = 8, ONE_EXPERTS = ONE_CLUSTER * FEW_THREADS / 32;  // of a single row
 
 __device__ __forceinline__ float sigmoid(float v) { return 1.f / (1.f + expf(-v)); }
 
@@ -78,19 +81,18 @@ __device__ __forceinline__ void mask_groups(const trirun_route& r, float (&score
 }
 
 // By one warp: the experts of one row and their weights; lane j is left with the j-th expert, or -1. shared: [experts]
-// of this warp, where there are groups.
-template <int PER_LANE>
-__device__ __forceinline__ int choose(const trirun_route& r, int row, float* shared) {
+// of this warp, where there are groups. logit(e): the router's e-th output.
+template <int PER_LANE, typename Logit>
+__device__ __forceinline__ int choose(const trirun_route& r, int row, float* shared, Logit logit) {
   const int lane = threadIdx.x % 32;
   const bool padding = r.slots != nullptr && r.slots[row] < 0;
-  const float* logits = r.logits + static_cast<int64_t>(row) * r.ld;
   float scores[PER_LANE];
   float most = -INFINITY;
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {
     const int expert = lane + 32 * i;
     scores[i] = -INFINITY;
-    if (expert < r.experts) scores[i] = __ldcg(logits + expert) + (r.bias != nullptr ? r.bias[expert] : 0.f);
+    if (expert < r.experts) scores[i] = logit(expert) + (r.bias != nullptr ? r.bias[expert] : 0.f);
     most = fmaxf(most, scores[i]);
   }
   float sum = 1.f;
@@ -139,8 +141,15 @@ __device__ __forceinline__ int choose(const trirun_route& r, int row, float* sha
     const float by = r.normalize ? total + (r.score == TRIRUN_ROUTE_SIGMOID ? 1e-20f : 0.f) : sum;
     r.weights[pair] = padding ? 0.f : chosen / by * r.scale;
   }
-  if (r.shared_weights != nullptr && lane == 0) r.shared_weights[row] = sigmoid(__ldcg(logits + r.experts));
+  if (r.shared_weights != nullptr && lane == 0) r.shared_weights[row] = sigmoid(logit(r.experts));
   return expert;
+}
+
+// The same of a row whose logits are in r.logits.
+template <int PER_LANE>
+__device__ __forceinline__ int choose(const trirun_route& r, int row, float* shared) {
+  const float* logits = r.logits + static_cast<int64_t>(row) * r.ld;
+  return choose<PER_LANE>(r, row, shared, [&](int e) { return __ldcg(logits + e); });
 }
 
 // Inclusive sums over the threads of a CTA, of at most 1024; `shared`: [32].
@@ -326,6 +335,48 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) route_few(const __grid_constan
   sort_few(a, ids);
 }
 
+// A single row among at most 128 experts: one cluster, an expert for each warp. Logits meet in the first CTA's shared
+// memory, which takes a third of the time of a counter in L2.
+template <bool BF16>
+__global__ void __launch_bounds__(FEW_THREADS, 1) route_one(const __grid_constant__ FewArgs a) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int EARLY = 8;  // 16-byte loads of a lane that do not wait for x
+  __shared__ float logits[ONE_EXPERTS + 1], scores[ONE_EXPERTS];
+  const trirun_route& r = a.r;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = static_cast<int>(cluster_rank());
+  const int outputs = r.experts + (r.shared_weights != nullptr), chunks = r.k / 8,
+            mine = rank * (FEW_THREADS / 32) + warp;
+  const auto* router = reinterpret_cast<const uint4*>(r.router);
+  const auto* x = static_cast<const uint4*>(r.x);
+  uint4 early[EARLY];
+#pragma unroll
+  for (int i = 0; i < EARLY; i++)
+    if (mine < outputs && lane + 32 * i < chunks) early[i] = __ldg(router + mine * chunks + lane + 32 * i);
+  cluster_arrive();
+  // In this order: experts_decode reads x before it waits.
+  dependency_wait();
+  dependency_launch();
+  cluster_wait();
+  const uint32_t first = peer_address(shared_address(logits), 0);
+  for (int output = mine; output < outputs; output += ONE_EXPERTS) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < EARLY; i++)
+      if (output == mine && lane + 32 * i < chunks) sum = dot8<BF16>(__ldcg(x + lane + 32 * i), early[i], sum);
+#pragma unroll 4
+    for (int at = lane + (output == mine ? 32 * EARLY : 0); at < chunks; at += 32)
+      sum = dot8<BF16>(__ldcg(x + at), __ldg(router + output * chunks + at), sum);
+    sum = warp_sum(sum);
+    if (lane == 0) store_peer(first + output * 4, sum);
+  }
+  __syncwarp();
+  cluster_arrive();
+  if (rank > 0 || warp > 0) return;
+  cluster_wait();
+  sort_one<ONE_EXPERTS / 32>(a, choose<ONE_EXPERTS / 32>(r, 0, scores, [&](int e) { return logits[e]; }));
+#endif
+}
+
 constexpr int CHOOSE_WARPS = 8;
 
 template <int PER_LANE>
@@ -419,6 +470,11 @@ extern "C" int trirun_cuda_route(const trirun_route* route, void* stream) {
     const int outputs = r.experts + (r.shared_weights != nullptr);
     const dim3 grid(static_cast<unsigned>((outputs + CTA_EXPERTS - 1) / CTA_EXPERTS));
     const bool bf16 = r.dtype == TRIRUN_BF16;
+    DeviceFacts facts;
+    if (const int code = device_facts(facts)) return code;
+    if (facts.arch >= 90 && r.m == 1 && r.experts <= ONE_EXPERTS)
+      return launch_dependent(bf16 ? route_one<true> : route_one<false>, a, dim3(ONE_CLUSTER), FEW_THREADS, 0, stream,
+                              ONE_CLUSTER);
     const auto small = bf16 ? route_few<true, 4> : route_few<false, 4>;
     const auto large = bf16 ? route_few<true, MOST_EXPERTS / 32> : route_few<false, MOST_EXPERTS / 32>;
     return launch_dependent(r.experts <= 128 ? small : large, a, grid, FEW_THREADS, 0, stream);
