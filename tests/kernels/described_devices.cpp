@@ -208,6 +208,8 @@ EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
 EXPORT cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
   State& s = state();
   const std::lock_guard<std::mutex> held(s.lock);
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout)
+    return s.device.arch < 90 ? refuse(cudaErrorInvalidValue, "a carveout where kernels do not overlap") : cudaSuccess;
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize)
     return refuse(cudaErrorInvalidValue, "function attribute %d", int(attribute));
   if (value + kernel_of(function).shared > s.device.shared)

@@ -23,7 +23,7 @@ std::mutex& facts_lock() {
 
 int kernel_facts(const void* kernel, KernelFacts*& facts) {
   static auto* known = new std::map<std::pair<int, const void*>, KernelFacts>;
-  int device = 0, most = 0;
+  int device = 0, most = 0, major = 0;
   if (const cudaError_t e = cudaGetDevice(&device)) return e;
   const auto found = known->find({device, kernel});
   if (found != known->end()) {
@@ -33,6 +33,13 @@ int kernel_facts(const void* kernel, KernelFacts*& facts) {
   cudaFuncAttributes attributes;
   if (const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel)) return e;
   if (const cudaError_t e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return e;
+  if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
+  // A multiprocessor divides its memory between L1 and shared memory anew only when it is empty. Kernels that ask for
+  // different parts wait for each other's last CTA, though the next one may begin sooner: all ask for the same, the most.
+  if (major >= 9)
+    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                   cudaSharedmemCarveoutMaxShared))
+      return e;
   facts = &(*known)[{device, kernel}];
   facts->room = most - static_cast<int>(attributes.sharedSizeBytes);
   return TRIRUN_OK;

@@ -40,7 +40,7 @@ struct Launch {
 // Returns TRIRUN_OK or a cudaError_t.
 template <typename... Parameters, typename... Arguments>
 int launch_kernel(void (*kernel)(Parameters...), const Launch& how, Arguments&&... arguments) {
-  if (how.shared > 0)
+  if (how.shared > 0 || how.dependent)
     if (const int code = allow_shared(reinterpret_cast<const void*>(kernel), how.shared)) return code;
   cudaLaunchAttribute attributes[3]{};
   unsigned used = 0;
