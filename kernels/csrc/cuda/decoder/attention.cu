@@ -16,6 +16,8 @@ size_t counter_bytes(const trirun_attention& t) {
   return (t.m * t.kv_heads * chunks_of(t) * MAX_GROUP * sizeof(unsigned) + 255) / 256 * 256;
 }
 
+int log2_of(int v) { return 31 - __builtin_clz(v); }
+
 }  // namespace
 }  // namespace trirun::decoder
 
@@ -68,9 +70,9 @@ extern "C" int trirun_cuda_attention_decode(const trirun_attention* t, void* wor
   }
   a.cluster = facts.arch >= 90 ? min(t->splits, MAX_CLUSTER) : 1;
   a.t.splits = (t->splits + a.cluster - 1) / a.cluster * a.cluster;
-  const int heads = min(MAX_GROUP, a.teams * a.group), head_dim = static_cast<int>(t->head_dim);
-  a.unit = a.cluster == 1 ? heads : t->activations != nullptr ? K_TILE / std::gcd(head_dim, K_TILE) : 1;
-  shared += received_floats(heads, a.unit, a.cluster, head_dim) * static_cast<int>(sizeof(float));
+  const int heads = min(MAX_GROUP, a.teams * a.group);
+  a.unit_log = a.cluster == 1 ? 3 : t->activations == nullptr ? 0 : log2_of(K_TILE / std::gcd(t->head_dim, K_TILE));
+  shared += received_floats(heads, a.unit_log, a.cluster, t->head_dim) * static_cast<int>(sizeof(float));
   const dim3 grid(static_cast<unsigned>(a.t.splits), static_cast<unsigned>(t->kv_heads / a.teams * a.chunks),
                   static_cast<unsigned>(rows));
   return launch_dependent(kernel, a, grid, ATTEND_WARPS * 32, shared, stream, a.cluster);

@@ -23,14 +23,14 @@ struct AttentionArgs {
   int room;            // query heads that a warp leaves parts of, at most MAX_GROUP
   int teams;           // of warps in a CTA, with a key head each; more than one only where chunks are 1
   int cluster;         // CTAs of a cluster, which share a row's keys; 1 where there are none
-  int unit;            // query heads that one CTA of a cluster puts together: whole k tiles, if limbs are wanted
+  int unit_log;        // query heads that one CTA of a cluster puts together: whole k tiles, if limbs are wanted
   LimbRows quantized;  // of y, if it is wanted so
 };
 
 using AttentionKernel = void (*)(AttentionArgs);
 
 // Of attention_bf16.cu and attention_fp16.cu: the kernel whose warps have room for so many query heads. shared_bytes:
-// its dynamic shared memory, beside which the parts of all splits may lie.
+// its dynamic shared memory, without what is received.
 AttentionKernel bf16_attention(int head_dim, int room, int& shared_bytes);
 AttentionKernel fp16_attention(int head_dim, int room, int& shared_bytes);
 
@@ -50,7 +50,8 @@ struct AttentionSplit {
   int of_clusters, clusters, rank, members;
   bool idle, newest;
 
-  __device__ __forceinline__ AttentionSplit(const AttentionArgs& a, int keys) {
+  // new_in_tiles: the new key is of the last tile.
+  __device__ __forceinline__ AttentionSplit(const AttentionArgs& a, int keys, bool new_in_tiles) {
     const trirun_attention& t = a.t;
     split = blockIdx.x, kv_head = blockIdx.y / a.chunks * a.teams, chunk = blockIdx.y % a.chunks, row = blockIdx.z;
     // Rows beyond the batch belong to no slot.
@@ -58,7 +59,8 @@ struct AttentionSplit {
     length = slot < 0 ? 0 : t.positions[row];  // keys in the cache; the new one comes on top
     // The new one is of the window too.
     begin = t.window > 0 ? max(0, length + 1 - t.window) : 0;
-    const int first = begin / keys, end = begin < length ? (length + keys - 1) / keys : first;
+    const int count = length + (new_in_tiles ? 1 : 0);
+    const int first = begin / keys, end = begin < count ? (count + keys - 1) / keys : first;
     // Every warp gets as many tiles as the first one: fewer CTAs leave fewer parts, and none takes longer. A cluster
     // puts its parts together long before two of them would: one does it all while its warps have few tiles.
     const int tiles = end - first, warps = ATTEND_WARPS / a.teams, most = static_cast<int>(t.splits) / a.cluster;
@@ -74,42 +76,48 @@ struct AttentionSplit {
   }
 };
 
-// What makes the query heads and keys of a row whose next position is `position`: each by a warp, in shared memory.
+// What makes the query heads and keys of a row whose next position is `position`: each by a warp.
 template <bool BF16, int PER_LANE>
 struct HeadMaker {
-  HeadConstants<PER_LANE> query_constants, key_constants;
+  HeadConstants<PER_LANE> constants;  // with the norm of queries
+  float key_weight[PER_LANE];
 
-  __device__ __forceinline__ HeadMaker(const trirun_attention& t, int position, int head_dim) {
+  __device__ __forceinline__ HeadMaker(const trirun_attention& t, int position) {
     const float* cosines = t.cosines + static_cast<int64_t>(position) * t.rotary_half;
     const float* sines = t.sines + static_cast<int64_t>(position) * t.rotary_half;
-    query_constants.load(cosines, sines, t.q_norm, t.rotary_half, head_dim, t.interleaved);
-    key_constants.load(cosines, sines, t.k_norm, t.rotary_half, head_dim, t.interleaved);
+    constants.load(cosines, sines, t.q_norm, t.rotary_half, t.head_dim, t.interleaved);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+      const int d = threadIdx.x % 32 + j * 32;
+      key_weight[j] = t.k_norm != nullptr && d < t.head_dim ? __ldg(t.k_norm + d) : 1.f;
+    }
   }
 
-  __device__ __forceinline__ void query(float* values, float (&v)[PER_LANE], const trirun_attention& t,
-                                        float scale) const {
-    turn_head(values, v, query_constants, static_cast<int>(t.head_dim), t.q_norm != nullptr, t.eps, t.rotary_half,
-              t.interleaved, scale);
+  // v, as HeadConstants has it, of a query head or of a key; scratch as of `turn`.
+  __device__ __forceinline__ void make(float (&v)[PER_LANE], bool query, float* scratch,
+                                       const trirun_attention& t) const {
+    HeadConstants<PER_LANE> mine = constants;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) mine.weight[j] = query ? constants.weight[j] : key_weight[j];
+    const bool normed = (query ? t.q_norm : t.k_norm) != nullptr;
+    turn(v, scratch, mine, t.head_dim, normed, t.eps, t.rotary_half, t.interleaved);
   }
 
-  __device__ __forceinline__ void key(float* values, float (&v)[PER_LANE], const trirun_attention& t) const {
-    turn_head(values, v, key_constants, static_cast<int>(t.head_dim), t.k_norm != nullptr, t.eps, t.rotary_half,
-              t.interleaved, 1.f);
-  }
-
-  // Query heads and the new keys behind them, which the warps take in turn. A warp asks for all of its own before it
-  // makes the first; of(i): where the i-th lies; made(i, v).
-  template <int MOST, typename Of, typename Made>
+  // made(i, v) of `count` heads, which the warps take in turn; of(i): where the i-th lies. One loop, not unrolled, whose
+  // next head is on its way while one is made.
+  template <typename Of, typename Made>
   __device__ __forceinline__ static void take(int count, int head_dim, Of of, Made made) {
-    constexpr int OF_WARP = (MOST + ATTEND_WARPS - 1) / ATTEND_WARPS;
     const int warp = threadIdx.x / 32;
-    float v[OF_WARP][PER_LANE];
+    float next[PER_LANE] = {};
+    if (warp < count) load_head<BF16>(next, of(warp), head_dim);
+#pragma unroll 1
+    for (int i = warp; i < count; i += ATTEND_WARPS) {
+      float v[PER_LANE];
 #pragma unroll
-    for (int j = 0; j < OF_WARP; j++)
-      if (warp + j * ATTEND_WARPS < count) load_head<BF16>(v[j], of(warp + j * ATTEND_WARPS), head_dim);
-#pragma unroll
-    for (int j = 0; j < OF_WARP; j++)
-      if (warp + j * ATTEND_WARPS < count) made(warp + j * ATTEND_WARPS, v[j]);
+      for (int j = 0; j < PER_LANE; j++) v[j] = next[j];
+      if (i + ATTEND_WARPS < count) load_head<BF16>(next, of(i + ATTEND_WARPS), head_dim);
+      made(i, v);
+    }
   }
 };
 
@@ -134,8 +142,8 @@ __device__ __forceinline__ void attend_nothing(const AttentionArgs& a, const Att
 __host__ __device__ constexpr int part_floats(int width) { return width + 4; }
 
 // Bytes of shared memory that put_together needs of its CTA, of so many query heads at most.
-__host__ __device__ constexpr int scratch_bytes(int room, int width, int splits) {
-  return (ATTEND_WARPS * room * part_floats(width) + MAX_GROUP * width + 2 * MAX_GROUP * splits) * 4;
+__host__ __device__ constexpr int scratch_bytes(int room, int width) {
+  return (ATTEND_WARPS * room * part_floats(width) + MAX_GROUP * width) * 4;
 }
 
 __device__ __forceinline__ void add_scaled(float4& sum, float4 v, float factor) {
@@ -145,14 +153,36 @@ __device__ __forceinline__ void add_scaled(float4& sum, float4 v, float factor) 
 
 // Floats that a CTA receives of the CTAs of its cluster: of every unit that it puts together values, then maxima and
 // sums.
-__host__ __device__ inline int received_floats(int heads, int unit, int cluster, int head_dim) {
-  const int units = (heads + unit - 1) / unit;
+__host__ __device__ inline int received_floats(int heads, int unit_log, int cluster, int head_dim) {
+  const int units = (heads + (1 << unit_log) - 1) >> unit_log;
   int most = 0;
   for (int members = 1; members <= cluster; members++) {
     const int parts = (units + members - 1) / members * members;
     most = parts > most ? parts : most;
   }
-  return most * unit * (head_dim + 2);
+  return (most << unit_log) * (head_dim + 2);
+}
+
+// The sum of the parts of one head by one warp, as put_together adds them. stat: of part `lane`, its maximum (log2) and
+// sum of weights; of(s, quad): four values of part s; done(quad, v, highest, l): what becomes of the sum.
+template <typename Of, typename Done>
+__device__ __forceinline__ void add_parts(int count, int quads, float2 stat, Of of, Done done) {
+  const int lane = threadIdx.x % 32;
+  const float highest = warp_max(stat.x), factor = exp2f(stat.x - highest), l = warp_sum(factor * stat.y);
+#pragma unroll 1
+  for (int quad0 = 0; quad0 < quads; quad0 += 32) {
+    const int quad = min(quad0 + lane, quads - 1);
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+    for (int s0 = 0; s0 < count; s0 += 4) {
+      float4 part[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) part[j] = of(min(s0 + j, count - 1), quad);
+#pragma unroll
+      for (int j = 0; j < 4; j++) add_scaled(v, part[j], s0 + j < count ? __shfl_sync(~0u, factor, s0 + j) : 0.f);
+    }
+    if (quad0 + lane < quads) done(quad, v, highest, l);
+  }
 }
 
 // The end of a CTA whose warps have left their parts in shared memory: that of warp w and its team's head g is at
@@ -162,51 +192,48 @@ __host__ __device__ inline int received_floats(int heads, int unit, int cluster,
 template <bool BF16>
 __device__ __forceinline__ void put_together(const AttentionArgs& a, const AttentionSplit& c, float* parts, int room,
                                              int width, int teams, float* received) {
-  constexpr int THREADS = ATTEND_WARPS * 32;
   __shared__ bool last;
-  __shared__ float denominators[MAX_GROUP];
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head_dim = t.head_dim, heads = c.heads, part_size = part_floats(width), quads = head_dim / 4;
-  const int unit = a.unit, units = (heads + unit - 1) / unit, members = c.members;
+  const int unit = 1 << a.unit_log, units = (heads + unit - 1) >> a.unit_log, members = c.members;
   const int team_warps = ATTEND_WARPS / teams;
   // The units of a CTA are its rank and every `members`-th from there on. received: [its units][members][unit] parts.
-  const int stats_at = (units + members - 1) / members * members * unit * head_dim;
-  const auto part_at = [&](int of_mine, int member, int of_unit) {
-    return (of_mine * members + member) * unit + of_unit;
+  const int of_cta = (units + members - 1) / members, stats_at = ((of_cta * members) << a.unit_log) * head_dim;
+  const auto part_at = [&](int mine, int member, int of_unit) {
+    return ((mine * members + member) << a.unit_log) + of_unit;
   };
 
-  // Others may write to a CTA's shared memory once all have begun.
 #if __CUDA_ARCH__ >= 900
+  // Others may write to a CTA's shared memory once all have begun.
   if (members > 1) cluster_wait();
 #endif
   // This CTA's parts, one per warp; weighted by how far a part's maximum lies below the highest.
-  for (int i = threadIdx.x; i < heads * quads; i += THREADS) {
-    const int g = i / quads, quad = i % quads, team = teams == 1 ? 0 : g / a.group;
-    const auto part_of = [&](int w) {
-      return parts + ((team * team_warps + w) * room + g - team * a.group) * part_size;
-    };
-    float highest = -INFINITY, l = 0.f;
-    for (int w = 0; w < team_warps; w++) highest = fmaxf(highest, part_of(w)[width]);
-    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int w = 0; w < team_warps; w++) {
-      const float* part = part_of(w);
-      const float factor = exp2f(part[width] - highest);
-      add_scaled(v, reinterpret_cast<const float4*>(part)[quad], factor);
-      l += part[width + 1] * factor;
-    }
-    const int u = g / unit, place = part_at(u / members, c.rank, g % unit);
-    float* values = received + place * head_dim + quad * 4;
+#pragma unroll 1
+  for (int g = warp; g < heads; g += ATTEND_WARPS) {
+    const int team = teams == 1 ? 0 : g / a.group, stride = room * part_size;
+    const float* of_head = parts + team * team_warps * stride + (g - team * a.group) * part_size;
+    float2 stat = make_float2(-INFINITY, 0.f);
+    if (lane < team_warps) stat = *reinterpret_cast<const float2*>(of_head + lane * stride + width);
+    int owner = g >> a.unit_log, mine = 0;
+    while (owner >= members) owner -= members, mine++;
+    const int place = part_at(mine, c.rank, g & (unit - 1));
+    float* values = received + place * head_dim;
     float* stats = received + stats_at + place * 2;
+    add_parts(
+        team_warps, quads, stat,
+        [&](int w, int quad) { return reinterpret_cast<const float4*>(of_head + w * stride)[quad]; },
+        [&](int quad, float4 v, float highest, float l) {
 #if __CUDA_ARCH__ >= 900
-    if (members > 1) {
-      store_peer4(peer_address(shared_address(values), u % members), v);
-      if (quad == 0) store_peer2(peer_address(shared_address(stats), u % members), make_float2(highest, l));
-      continue;
-    }
+          if (members > 1) {
+            store_peer4(peer_address(shared_address(values + quad * 4), owner), v);
+            if (quad == 0) store_peer2(peer_address(shared_address(stats), owner), make_float2(highest, l));
+            return;
+          }
 #endif
-    *reinterpret_cast<float4*>(values) = v;
-    if (quad == 0) *reinterpret_cast<float2*>(stats) = make_float2(highest, l);
+          reinterpret_cast<float4*>(values)[quad] = v;
+          if (quad == 0) *reinterpret_cast<float2*>(stats) = make_float2(highest, l);
+        });
   }
 #if __CUDA_ARCH__ >= 900
   if (members > 1) {
@@ -218,43 +245,39 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
 #endif
   __syncthreads();
 
-  // What a head's sink adds to its sum of weights, which are relative to 2^highest.
-  const auto sink = [&](int head, float highest) {
-    return t.sinks == nullptr ? 0.f : exp2f(t.sinks[c.head0 + head] * LOG2E - highest);
-  };
-  const auto normalised = [&](float4 v, float denominator) {
-    return make_float4(v.x / denominator, v.y / denominator, v.z / denominator, v.w / denominator);
-  };
   auto* out = reinterpret_cast<float4*>(parts + ATTEND_WARPS * room * part_size);  // [unit][head_dim / 4]
-  auto* factors = reinterpret_cast<float2*>(out + unit * quads);  // [unit][clusters]: maximum, then factor, and sum
-  const int64_t before = (static_cast<int64_t>(c.row) * t.heads + c.head0) * (t.splits / a.cluster);
-  const int64_t all = t.m * t.heads * (t.splits / a.cluster);
+  const auto finish = [&](int head, float4* to, float4 v, float highest, float l) {
+    // A head's sink adds to its sum of weights, which are relative to 2^highest.
+    if (t.sinks != nullptr) l += exp2f(t.sinks[c.head0 + head] * LOG2E - highest);
+    const float inverse = 1.f / l;
+    *to = make_float4(v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse);
+  };
+  const int most_clusters = t.splits / a.cluster;
+  const int64_t before = (static_cast<int64_t>(c.row) * t.heads + c.head0) * most_clusters;
+  const int64_t all = t.m * t.heads * most_clusters;
+#pragma unroll 1
   for (int u = c.rank, mine = 0; u < units; u += members, mine++) {
-    const int head0 = u * unit, unit_heads = min(unit, heads - head0), items = unit_heads * quads;
-    // Of all clusters: [clusters][unit_heads] values, maxima and sums.
-    auto* values = reinterpret_cast<float4*>(a.partials + (before + head0 * (t.splits / a.cluster)) * head_dim);
-    auto* maxima = reinterpret_cast<float2*>(a.partials + all * head_dim) + before + head0 * (t.splits / a.cluster);
-    for (int i = threadIdx.x; i < items; i += THREADS) {
-      const int g = i / quads, quad = i % quads;
-      const auto stats_of = [&](int s) {
-        return *reinterpret_cast<const float2*>(received + stats_at + part_at(mine, s, g) * 2);
-      };
-      float highest = -INFINITY, l = 0.f;
-      for (int s = 0; s < members; s++) highest = fmaxf(highest, stats_of(s).x);
-      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-      for (int s = 0; s < members; s++) {
-        const float2 stat = stats_of(s);
-        const float factor = exp2f(stat.x - highest);
-        add_scaled(v, reinterpret_cast<const float4*>(received + part_at(mine, s, g) * head_dim)[quad], factor);
-        l += stat.y * factor;
-      }
-      if (c.clusters == 1) {
-        out[i] = normalised(v, l + sink(head0 + g, highest));
-      } else {
-        __stcg(values + c.of_clusters * items + i, v);
-        if (quad == 0) __stcg(maxima + c.of_clusters * unit_heads + g, make_float2(highest, l));
-      }
+    const int head0 = u << a.unit_log, unit_heads = min(unit, heads - head0);
+    // Of all clusters: [unit_heads][clusters] values, maxima and sums.
+    auto* values = reinterpret_cast<float4*>(a.partials + (before + head0 * most_clusters) * head_dim);
+    auto* maxima = reinterpret_cast<float2*>(a.partials + all * head_dim) + before + head0 * most_clusters;
+#pragma unroll 1
+    for (int g = warp; g < unit_heads; g += ATTEND_WARPS) {
+      const int first = part_at(mine, 0, g);
+      float2 stat = make_float2(-INFINITY, 0.f);
+      if (lane < members)
+        stat = *reinterpret_cast<const float2*>(received + stats_at + (first + (lane << a.unit_log)) * 2);
+      add_parts(
+          members, quads, stat,
+          [&](int s, int quad) {
+            return reinterpret_cast<const float4*>(received + (first + (s << a.unit_log)) * head_dim)[quad];
+          },
+          [&](int quad, float4 v, float highest, float l) {
+            if (c.clusters == 1) return finish(head0 + g, out + g * quads + quad, v, highest, l);
+            const int place = g * most_clusters + c.of_clusters;
+            __stcg(values + place * quads + quad, v);
+            if (quad == 0) __stcg(maxima + place, make_float2(highest, l));
+          });
     }
     if (c.clusters > 1) {
       __threadfence();
@@ -267,38 +290,38 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
       __syncthreads();
       if (!last) continue;
       __threadfence();
-      // Many parts, far away: factors are made once a part, and a thread asks for many before it adds the first.
-      constexpr int BATCH = 16;
-      for (int i = threadIdx.x; i < unit_heads * c.clusters; i += THREADS)
-        factors[i] = __ldcg(maxima + i % c.clusters * unit_heads + i / c.clusters);
-      __syncthreads();
+#pragma unroll 1
       for (int g = warp; g < unit_heads; g += ATTEND_WARPS) {
-        float2* of_head = factors + g * c.clusters;
+        // Far away and, without clusters, many: a lane keeps the maxima of every 32nd, and asks for 16 parts before it
+        // adds the first.
+        constexpr int BATCH = 16;
+        const float2* stats = maxima + g * most_clusters;
         float highest = -INFINITY, l = 0.f;
-        for (int s = lane; s < c.clusters; s += 32) highest = fmaxf(highest, of_head[s].x);
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+        for (int s = lane; s < c.clusters; s += 32) highest = fmaxf(highest, __ldcg(stats + s).x);
+        highest = warp_max(highest);
         for (int s = lane; s < c.clusters; s += 32) {
-          of_head[s].x = exp2f(of_head[s].x - highest);
-          l += of_head[s].x * of_head[s].y;
+          const float2 stat = __ldcg(stats + s);
+          l += exp2f(stat.x - highest) * stat.y;
         }
         l = warp_sum(l);
-        if (lane == 0) denominators[g] = l + sink(head0 + g, highest);
-      }
-      __syncthreads();
-      for (int i = threadIdx.x; i < items; i += THREADS) {
-        const int g = i / quads;
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int s0 = 0; s0 < c.clusters; s0 += BATCH) {
-          float4 part[BATCH];
+        for (int quad = lane; quad < quads; quad += 32) {
+          const float4* of_head = values + static_cast<int64_t>(g) * most_clusters * quads + quad;
+          float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+          for (int s0 = 0; s0 < c.clusters; s0 += BATCH) {
+            float4 part[BATCH];
+            float highest_of[BATCH];
 #pragma unroll
-          for (int j = 0; j < BATCH; j++)
-            part[j] = s0 + j < c.clusters ? __ldcg(values + (s0 + j) * items + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+            for (int j = 0; j < BATCH; j++) {
+              const int s = min(s0 + j, c.clusters - 1);
+              part[j] = __ldcg(of_head + s * quads), highest_of[j] = __ldcg(&stats[s].x);
+            }
 #pragma unroll
-          for (int j = 0; j < BATCH; j++)
-            if (s0 + j < c.clusters) add_scaled(v, part[j], factors[g * c.clusters + s0 + j].x);
+            for (int j = 0; j < BATCH; j++)
+              if (s0 + j < c.clusters) add_scaled(v, part[j], exp2f(highest_of[j] - highest));
+          }
+          finish(head0 + g, out + g * quads + quad, v, highest, l);
         }
-        out[i] = normalised(v, denominators[g]);
       }
     }
     __syncthreads();
@@ -306,6 +329,7 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
     const auto* from = reinterpret_cast<const float*>(out);
     const int column = (c.head0 + head0) * head_dim;
     if (a.quantized.limbs != nullptr) {
+#pragma unroll 1
       for (int k_tile = warp; k_tile < unit_heads * head_dim / K_TILE; k_tile += ATTEND_WARPS) {
         const float* at = from + k_tile * K_TILE + (lane >> 2) * 16 + lane % 4 * 2;
         a.quantized.store(quantize_k_tile16(make_float4(at[0], at[1], at[8], at[9])), c.row, column / K_TILE + k_tile,
@@ -313,7 +337,8 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
       }
     } else {
       uint16_t* y = static_cast<uint16_t*>(t.y) + c.row * t.ld_y + column;
-      for (int i = threadIdx.x; i < unit_heads * head_dim; i += THREADS) y[i] = narrow<BF16>(from[i]);
+#pragma unroll 1
+      for (int i = threadIdx.x; i < unit_heads * head_dim; i += ATTEND_WARPS * 32) y[i] = narrow<BF16>(from[i]);
     }
     if (u + members < units) __syncthreads();
   }

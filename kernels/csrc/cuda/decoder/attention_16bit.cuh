@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
   constexpr int KEYS = 32 / LANES * LOADS;  // of one tile
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, sub = lane % LANES;
-  const AttentionSplit c(a, KEYS);
+  const AttentionSplit c(a, KEYS, false);
   const int row = c.row, length = c.length, heads = c.heads, head_dim = t.head_dim;
   const bool holds = sub * 8 < head_dim;
 
@@ -80,18 +80,25 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
   };
 #pragma unroll
   for (int i = 0; i < STAGES; i++) fill(i);
-  const HeadMaker<BF16, LANES / 4> make(t, length, head_dim);
+  constexpr int PER_LANE = LANES / 4;
+  const HeadMaker<BF16, PER_LANE> maker(t, length);
   await_projection(a);
   if (c.idle) return attend_nothing(a, c);
 
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
-  make.template take<GROUP + 1>(
+  maker.take(
       heads + (c.newest ? 1 : 0), head_dim,
       [&](int i) {
         return i < heads ? q_row + (c.head0 + i) * head_dim
                          : static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim;
       },
-      [&](int i, auto& v) { i < heads ? make.query(queries[i], v, t, t.scale * LOG2E) : make.key(key, v, t); });
+      [&](int i, float (&v)[PER_LANE]) {
+        float* to = i < heads ? queries[i] : key;
+        maker.make(v, i < heads, to, t);
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++)
+          if (lane + 32 * j < head_dim) to[lane + 32 * j] = i < heads ? v[j] * (t.scale * LOG2E) : v[j];
+      });
   __syncthreads();
 
   const float softcap = t.softcap * LOG2E;
@@ -200,7 +207,7 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
   }
   __syncthreads();  // the rings are read no more: their memory takes the parts
   constexpr int PART = part_floats(LANES * 8);
-  static_assert(scratch_bytes(GROUP, LANES * 8, MAX_SPLITS) <= RING_BYTES);
+  static_assert(scratch_bytes(GROUP, LANES * 8) <= RING_BYTES);
   float* parts = reinterpret_cast<float*>(memory);
 #pragma unroll
   for (int g = 0; g < GROUP; g++) {

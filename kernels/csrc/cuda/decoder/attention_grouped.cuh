@@ -4,9 +4,9 @@
 //   scores [16 keys][8 heads]  = keys [16][16 dims] . queries
 //   values [16 dims][8 heads] += values [16][16 keys] . weights
 // Queries and weights are float32, cut in two 16-bit numbers, so that no bits are lost but those that the cache lacks.
-// Dimensions may come in any order as long as both operands agree: the 16 bytes that a lane loads of a key are its
-// registers, and those that it loads of four values become its registers by byte permutes. A lane reads back what it
-// copied itself, as in attention_16bit.cuh.
+// Dimensions may come in any order as long as both operands agree: the 16 bytes that a lane reads of a key are its
+// registers, and those that it reads of four values become its registers by byte permutes. The new key and value are
+// put where they belong in the tile that they are the last of.
 //
 // Weights are relative to a maximum that need not be the highest (Zadouri et al. 2026, "FlashAttention-4"): it is left
 // as it is until a weight gets too large for fp16.
@@ -34,138 +34,125 @@ template <bool BF16, int WIDTH>
 __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
     attend_grouped(const __grid_constant__ AttentionArgs a) {
   using Type = std::conditional_t<BF16, __nv_bfloat16, __half>;
-  constexpr int WARPS = ATTEND_WARPS, KEYS = 16, STRIDE = WIDTH + 4;
+  constexpr int WARPS = ATTEND_WARPS, KEYS = 16, PER_LANE = WIDTH / 32;
+  constexpr int STRIDE = WIDTH + 8;  // of the rows of 16-bit numbers in shared memory
   constexpr int HALF_BYTES = KEYS * WIDTH * 2, HALVES = GROUPED_RING_BYTES / HALF_BYTES;  // of the ring: keys, values
   constexpr int KEY_LOADS = WIDTH / 32, VALUE_LOADS = WIDTH / 64;  // of a lane per key and value, 16 bytes each
-  static_assert(scratch_bytes(MAX_GROUP, WIDTH, MAX_SPLITS) <= WARPS * GROUPED_RING_BYTES);
+  constexpr int CHUNKS = WIDTH / 8;  // of a key or value, 16 bytes each
+  static_assert(scratch_bytes(MAX_GROUP, WIDTH) <= WARPS * GROUPED_RING_BYTES);
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ __align__(16) float queries[MAX_GROUP][STRIDE], key[WIDTH];
+  // Query heads, cut in two; in the last row, the new key and value.
+  __shared__ __align__(16) uint16_t made[MAX_GROUP + 1][2][STRIDE];
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, sub = lane % 4;
-  const AttentionSplit c(a, KEYS);
+  const AttentionSplit c(a, KEYS, true);
   const int row = c.row, length = c.length, heads = c.heads, head_dim = t.head_dim;
 
-  const uint32_t ring = shared_address(memory) + warp * GROUPED_RING_BYTES + lane * 16;
+  const uint32_t ring = shared_address(memory) + warp * GROUPED_RING_BYTES;
   const int32_t* table = t.block_tables + static_cast<int64_t>(c.slot) * t.ld_blocks;
   int fill_tile = c.tile0 + warp, page = !c.idle && fill_tile < c.tile1 ? table[fill_tile * KEYS / PAGE] : 0;
-  // What is not there is zeros: no weight of zero makes a number of what is none.
-  const auto copy = [&](uint32_t to, const void* from, int64_t tile_at, int in_tile, int dim) {
-    const bool wanted = dim < head_dim && fill_tile * KEYS + in_tile < length;
-    const int64_t element = wanted ? tile_at + in_tile * head_dim + dim : 0;
-    copy_async16_or_zero(to, static_cast<const uint16_t*>(from) + element, wanted);
-  };
-  // Keys: a lane's are `quad` and quad + 8, dimensions 8 (sub + 4i) and the seven after.
-  const auto fill_keys = [&](int half) {
+  // Whole rows at a time, in chunks of 16 bytes. Where a chunk lies in its row depends on the row, so that lanes that
+  // read chunks of several rows find them in different banks.
+  const int chunk = lane % CHUNKS, chunk_row = lane / CHUNKS;
+  const auto key_chunk = [](int in_row, int at) { return at ^ (in_row & 1) << 2; };
+  const auto value_chunk = [](int in_row, int at) { return at ^ (in_row & 6); };
+  const auto fill = [&](uint32_t to, const void* from, auto chunk_of) {
     if (!c.idle && fill_tile < c.tile1) {
-      const int64_t at = cache_offset(page, t.kv_heads, c.kv_head, fill_tile * KEYS, head_dim);
+      const int64_t at = cache_offset(page, t.kv_heads, c.kv_head, fill_tile * KEYS, head_dim) + chunk * 8;
 #pragma unroll
-      for (int r = 0; r < 2; r++)
-#pragma unroll
-        for (int i = 0; i < KEY_LOADS; i++)
-          copy(ring + half * HALF_BYTES + (r * KEY_LOADS + i) * 512, t.keys, at, quad + 8 * r, 8 * (sub + 4 * i));
+      for (int n = 0; n < KEYS; n += 32 / CHUNKS) {
+        const int in_tile = n + chunk_row;
+        // What is not there is zeros: no weight of zero makes a number of what is none.
+        const bool wanted = chunk * 8 < head_dim && fill_tile * KEYS + in_tile < length;
+        const int64_t element = wanted ? at + in_tile * head_dim : 0;
+        copy_async16_or_zero(to + in_tile * WIDTH * 2 + chunk_of(in_tile, chunk) * 16,
+                             static_cast<const uint16_t*>(from) + element, wanted);
+      }
     }
     copy_async_commit();
   };
-  // Values: 2 sub, + 1, + 8 and + 9, dimensions 8 (quad + 8i) and the seven after.
+  const auto fill_keys = [&](int half) { fill(ring + half * HALF_BYTES, t.keys, key_chunk); };
   const auto fill_values = [&](int half) {
-    if (!c.idle && fill_tile < c.tile1) {
-      const int64_t at = cache_offset(page, t.kv_heads, c.kv_head, fill_tile * KEYS, head_dim);
-#pragma unroll
-      for (int n = 0; n < 4; n++)
-#pragma unroll
-        for (int i = 0; i < VALUE_LOADS; i++)
-          copy(ring + half * HALF_BYTES + (n * VALUE_LOADS + i) * 512, t.values, at, 2 * sub + n % 2 + n / 2 * 8,
-               8 * (quad + 8 * i));
-      fill_tile += WARPS;
-      // The next fill's page is asked for now, so that its latency is not in the way then.
-      if (fill_tile < c.tile1) page = table[fill_tile * KEYS / PAGE];
-    }
-    copy_async_commit();
+    fill(ring + half * HALF_BYTES, t.values, value_chunk);
+    fill_tile += WARPS;
+    // The next fill's page is asked for now, so that its latency is not in the way then.
+    if (!c.idle && fill_tile < c.tile1) page = table[fill_tile * KEYS / PAGE];
   };
 #pragma unroll
   for (int i = 0; i < HALVES; i += 2) fill_keys(i), fill_values(i + 1);
-  const HeadMaker<BF16, WIDTH / 32> make(t, length, head_dim);
-  const int new_page = !c.idle && c.newest ? table[length / PAGE] : 0;
+  const HeadMaker<BF16, PER_LANE> maker(t, length);
   await_projection(a);
   if (c.idle) return attend_nothing(a, c);
 
-  const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
-  // What the warp that attends to the new key wants of its value: two dimensions of every tile of its sums.
-  uint32_t new_value[WIDTH / 16] = {};
+  const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q + c.head0 * head_dim;
   const auto* k_row = static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim;
   const auto* v_row = static_cast<const uint16_t*>(t.v) + row * t.ld_kv + c.kv_head * head_dim;
-  const auto dim_of = [&](int tile) { return 8 * (quad + tile / 4 * 8) + tile % 4 * 2; };
-  const bool appends = c.newest && warp == 0;
-  if (appends) {
+  uint16_t value[PER_LANE] = {};  // the new one, of the warp that makes its key
+  if (c.newest && warp == heads % WARPS) {
 #pragma unroll
-    for (int tile = 0; tile < WIDTH / 16; tile++)
-      if (dim_of(tile) < head_dim) new_value[tile] = *reinterpret_cast<const uint32_t*>(v_row + dim_of(tile));
+    for (int j = 0; j < PER_LANE; j++)
+      if (lane + 32 * j < head_dim) value[j] = v_row[lane + 32 * j];
   }
-  make.template take<MAX_GROUP + 1>(
-      heads + (c.newest ? 1 : 0), head_dim, [&](int i) { return i < heads ? q_row + (c.head0 + i) * head_dim : k_row; },
-      [&](int i, auto& v) { i < heads ? make.query(queries[i], v, t, 1.f) : make.key(key, v, t); });
+  maker.take(
+      heads + (c.newest ? 1 : 0), head_dim, [&](int i) { return i < heads ? q_row + i * head_dim : k_row; },
+      [&](int i, float (&v)[PER_LANE]) {
+        const bool query = i < heads;
+        uint16_t* to = made[query ? i : MAX_GROUP][0];
+        maker.make(v, query, reinterpret_cast<float*>(to), t);
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++) {
+          const uint16_t most = narrow<BF16>(v[j]);
+          to[lane + 32 * j] = most;
+          to[STRIDE + lane + 32 * j] = query ? narrow<BF16>(v[j] - widen_one<BF16>(most)) : value[j];
+        }
+      });
   __syncthreads();
 
-  // The second operand of the scores: head `quad`, dimensions 8 (sub + 4i) + 2w and + 1 in word 4i + w.
-  uint32_t q_most[4 * KEY_LOADS], q_rest[4 * KEY_LOADS];
+  // The second operand of the scores: head `quad`, dimensions 8 (sub + 4i) + 2w and + 1 in word w of i. Of heads of 256
+  // what is left after cutting stays in shared memory: registers do not hold both.
+  constexpr bool KEEPS = WIDTH < 256;
+  uint4 q_most[KEY_LOADS], q_rest[KEEPS ? KEY_LOADS : 1];
+  const auto part_of = [&](int which, int i) {
+    return quad < heads ? *reinterpret_cast<const uint4*>(made[quad][which] + 8 * (sub + 4 * i))
+                        : make_uint4(0, 0, 0, 0);
+  };
 #pragma unroll
-  for (int i = 0; i < KEY_LOADS; i++)
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-      const int d = 8 * (sub + 4 * i) + 2 * w;
-      const bool there = quad < heads && d < head_dim;
-      const float2 v = there ? *reinterpret_cast<const float2*>(queries[quad] + d) : make_float2(0.f, 0.f);
-      cut_pair<BF16>(v.x, v.y, q_most[4 * i + w], q_rest[4 * i + w]);
-    }
+  for (int i = 0; i < KEY_LOADS; i++) {
+    q_most[i] = part_of(0, i);
+    if constexpr (KEEPS) q_rest[i] = part_of(1, i);
+  }
   // A lane's scores are those of keys quad and quad + 8, heads 2 sub and 2 sub + 1; its sums those of dimensions
   // 8 (quad + 8i) + 2w and + 1, in tile 4i + w, for the same heads. Index 2h + e of four: row h, head e.
   const float scale = t.scale * LOG2E, softcap = t.softcap * LOG2E;
   float sum[WIDTH / 16][4] = {}, maximum[2] = {-INFINITY, -INFINITY}, total[2] = {};
-  // By another warp: to read v and to store it takes long.
-  if (const int d = lane * 8; c.newest && warp == WARPS - 1 && c.chunk == 0 && d < head_dim) {
-    const int64_t at = cache_offset(new_page, t.kv_heads, c.kv_head, length, head_dim) + d;
-    const float4 low = *reinterpret_cast<const float4*>(key + d), high = *reinterpret_cast<const float4*>(key + d + 4);
-    const uint4 k = make_uint4(narrow_pair<BF16>(low.x, low.y), narrow_pair<BF16>(low.z, low.w),
-                               narrow_pair<BF16>(high.x, high.y), narrow_pair<BF16>(high.z, high.w));
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.keys) + at) = k;
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.values) + at) = *reinterpret_cast<const uint4*>(v_row + d);
-  }
-  if (appends) {
-    // The cache holds 16-bit keys: what later steps will read is what this one attends to.
-    float score = 0.f;
-    for (int d = sub; d < head_dim; d += 4)
-      if (quad < heads) score = fmaf(queries[quad][d], widen_one<BF16>(narrow<BF16>(key[d])), score);
-    score += __shfl_xor_sync(~0u, score, 1);
-    score += __shfl_xor_sync(~0u, score, 2);
-    score *= scale;
-    if (softcap != 0.f) score = softened(score, softcap);
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      maximum[e] = __shfl_sync(~0u, score, 8 * sub + 4 * e);
-      // One lane counts it, and holds its value.
-      total[e] = quad == 0 ? 1.f : 0.f;
-    }
-#pragma unroll
-    for (int tile = 0; tile < WIDTH / 16; tile++) {
-      const float2 v = widen_pair<BF16>(new_value[tile]);
-      sum[tile][0] = sum[tile][1] = v.x, sum[tile][2] = sum[tile][3] = v.y;
-    }
-  }
-
+  const int new_row = length % KEYS;  // of the last tile of the CTA that has it
+  const uint16_t *new_key = made[MAX_GROUP][0], *new_value = made[MAX_GROUP][1];
   int half = 0;
   for (int tile = c.tile0 + warp; tile < c.tile1; tile += WARPS) {
     copy_async_wait<HALVES - 1>();
+    __syncwarp();  // other lanes have copied too
     const uint32_t keys = ring + half * HALF_BYTES, values = keys + HALF_BYTES;
+    // The cache holds 16-bit keys: what later steps will read is what this one attends to.
+    if (c.newest && tile + 1 == c.tile1) {
+      if (lane < CHUNKS)
+        store_shared4(keys + new_row * WIDTH * 2 + key_chunk(new_row, lane) * 16,
+                      *reinterpret_cast<const uint4*>(new_key + 8 * lane));
+      __syncwarp();
+    }
     float dots[4][4] = {};  // apart, so that no product waits for the one before
 #pragma unroll
     for (int i = 0; i < KEY_LOADS; i++) {
-      const uint4 k0 = load_shared4(keys + i * 512), k1 = load_shared4(keys + (KEY_LOADS + i) * 512);
+      // A lane's are keys `quad` and quad + 8, dimensions 8 (sub + 4i) and the seven after.
+      const uint32_t from = keys + quad * WIDTH * 2 + key_chunk(quad, sub + 4 * i) * 16;
+      const uint4 k0 = load_shared4(from), k1 = load_shared4(from + 8 * WIDTH * 2);
       const uint32_t first[4] = {k0.x, k1.x, k0.y, k1.y}, second[4] = {k0.z, k1.z, k0.w, k1.w};
-      mma_16bit<Type>(dots[0], first, q_most[4 * i], q_most[4 * i + 1]);
-      mma_16bit<Type>(dots[1], first, q_rest[4 * i], q_rest[4 * i + 1]);
-      mma_16bit<Type>(dots[2], second, q_most[4 * i + 2], q_most[4 * i + 3]);
-      mma_16bit<Type>(dots[3], second, q_rest[4 * i + 2], q_rest[4 * i + 3]);
+      const uint4 rest = KEEPS ? q_rest[KEEPS ? i : 0] : part_of(1, i);
+      mma_16bit<Type>(dots[0], first, q_most[i].x, q_most[i].y);
+      mma_16bit<Type>(dots[1], first, rest.x, rest.y);
+      mma_16bit<Type>(dots[2], second, q_most[i].z, q_most[i].w);
+      mma_16bit<Type>(dots[3], second, rest.z, rest.w);
     }
+    __syncwarp();
     fill_keys(half);
     float score[4], p[4];
     bool large = false;
@@ -173,7 +160,7 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
     for (int at = 0; at < 4; at++) {
       const int position = tile * KEYS + quad + at / 2 * 8;
       const float exact = ((dots[0][at] + dots[2][at]) + (dots[1][at] + dots[3][at])) * scale;
-      const bool seen = position >= c.begin && position < length;
+      const bool seen = position >= c.begin && position <= length;
       score[at] = !seen ? -INFINITY : softcap != 0.f ? softened(exact, softcap) : exact;
       p[at] = exp2f(score[at] - maximum[at % 2]);
       // Of the first keys too, relative to -infinity.
@@ -201,12 +188,21 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
       most[h] = transposed(most[h]), rest[h] = transposed(rest[h]);
     }
     copy_async_wait<HALVES - 1>();
+    __syncwarp();
+    if (c.newest && tile + 1 == c.tile1) {
+      if (lane < CHUNKS)
+        store_shared4(values + new_row * WIDTH * 2 + value_chunk(new_row, lane) * 16,
+                      *reinterpret_cast<const uint4*>(new_value + 8 * lane));
+      __syncwarp();
+    }
 #pragma unroll
     for (int i = 0; i < VALUE_LOADS; i++) {
       uint32_t v[4][4];
 #pragma unroll
       for (int n = 0; n < 4; n++) {
-        const uint4 words = load_shared4(values + (n * VALUE_LOADS + i) * 512);
+        // Values 2 sub, + 1, + 8 and + 9, dimensions 8 (quad + 8i) and the seven after.
+        const int in_tile = 2 * sub + n % 2 + n / 2 * 8;
+        const uint4 words = load_shared4(values + in_tile * WIDTH * 2 + value_chunk(2 * sub, quad + 8 * i) * 16);
         v[n][0] = words.x, v[n][1] = words.y, v[n][2] = words.z, v[n][3] = words.w;
       }
 #pragma unroll
@@ -217,10 +213,16 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
         mma_16bit<Type>(sum[4 * i + w], operand, rest[0], rest[1]);
       }
     }
+    __syncwarp();
     fill_values(half + 1);
     half = half + 2 == HALVES ? 0 : half + 2;
   }
   copy_async_wait<0>();
+  if (const int d = lane * 8; c.newest && c.chunk == 0 && warp == WARPS - 1 && d < head_dim) {
+    const int64_t at = cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim) + d;
+    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.keys) + at) = *reinterpret_cast<const uint4*>(new_key + d);
+    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.values) + at) = *reinterpret_cast<const uint4*>(new_value + d);
+  }
 
 #pragma unroll
   for (int e = 0; e < 2; e++)
@@ -236,7 +238,8 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
     float* part = parts + (warp * a.room + head) * PART;
 #pragma unroll
     for (int tile = 0; tile < WIDTH / 16; tile++) {
-      *reinterpret_cast<float2*>(part + dim_of(tile)) = make_float2(sum[tile][e], sum[tile][2 + e]);
+      *reinterpret_cast<float2*>(part + 8 * (quad + tile / 4 * 8) + tile % 4 * 2) =
+          make_float2(sum[tile][e], sum[tile][2 + e]);
     }
     if (quad == 0) part[WIDTH] = maximum[e], part[WIDTH + 1] = total[e];
   }

@@ -101,7 +101,7 @@ __host__ __device__ constexpr int ring_stages(int width, bool few, bool sm90) {
 template <int WIDTH, bool FEW>
 __host__ __device__ constexpr int ring_bytes(bool sm90) {
   const int rings = WARPS * ring_stages(WIDTH, FEW, sm90) * Tile<WIDTH, FEW>::BYTES;
-  const int scratch = scratch_bytes(MAX_GROUP, WIDTH, MAX_SPLITS);
+  const int scratch = scratch_bytes(MAX_GROUP, WIDTH);
   return rings > scratch ? rings : scratch;
 }
 
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
   constexpr int VALUE_BYTES = T::VALUE_BYTES, STAGES = ring_stages(WIDTH, FEW, SM90);
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, sub = lane % 4;
-  const AttentionSplit c(a, KEYS);
+  const AttentionSplit c(a, KEYS, false);
   const int row = c.row, length = c.length, head_dim = t.head_dim, bytes = int8_row_bytes(head_dim);
   const int team_warps = WARPS / a.teams, team = warp / team_warps, kv_head = c.kv_head + team;
   const int heads = c.heads / a.teams;  // of this team
@@ -171,21 +171,25 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
 #pragma unroll
   for (int i = 0; i < STAGES; i++) fill(i);
   constexpr int PER_LANE = WIDTH / 32;
-  const HeadMaker<BF16, PER_LANE> make(t, length, head_dim);
+  const HeadMaker<BF16, PER_LANE> make(t, length);
   await_projection(a);
   if (c.idle) return attend_nothing(a, c);
 
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
   const auto* k_row = static_cast<const uint16_t*>(t.k) + row * t.ld_kv;
   const auto* v_row = static_cast<const uint16_t*>(t.v) + row * t.ld_kv;
-  make.template take<MAX_GROUP + WARPS>(
+  make.take(
       c.heads + (c.newest ? a.teams : 0), head_dim,
       [&](int i) {
         return i < c.heads ? q_row + (c.head0 + i) * head_dim : k_row + (c.kv_head + i - c.heads) * head_dim;
       },
-      [&](int i, auto& v) {
+      [&](int i, float (&v)[PER_LANE]) {
         float* mine = i < c.heads ? queries[i] : key[i - c.heads];
-        i < c.heads ? make.query(mine, v, t, t.scale * LOG2E) : make.key(mine, v, t);
+        make.make(v, i < c.heads, mine, t);
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j++)
+          if (lane + 32 * j < head_dim) mine[lane + 32 * j] = i < c.heads ? v[j] * (t.scale * LOG2E) : v[j];
+        __syncwarp();
         mix_head<PER_LANE>(mine, head_dim);
       });
   __syncthreads();

@@ -35,12 +35,11 @@ __device__ __forceinline__ float rotated(float v, float cosine, float other, flo
   return fmaf(v, cosine, __fmul_rn(other, sine));
 }
 
-// values[head_dim] (shared memory, this warp's own) = rotate(norm(v)) * scale, v as HeadConstants has it. The rotation
-// turns the pairs (i, i + half), or (2i, 2i + 1) where they are interleaved; dimensions from 2 * half on stay.
+// v = rotate(norm(v)) of one head, as HeadConstants has it. The rotation turns the pairs (i, i + half), or (2i, 2i + 1)
+// where they are interleaved; dimensions from 2 * half on stay. scratch: [head_dim] of shared memory, this warp's own.
 template <int PER_LANE>
-__device__ __forceinline__ void turn_head(float* values, float (&v)[PER_LANE], const HeadConstants<PER_LANE>& c,
-                                          int head_dim, bool normed, float eps, int half, bool interleaved,
-                                          float scale) {
+__device__ __forceinline__ void turn(float (&v)[PER_LANE], float* scratch, const HeadConstants<PER_LANE>& c,
+                                     int head_dim, bool normed, float eps, int half, bool interleaved) {
   const int lane = threadIdx.x % 32;
   if (normed) {
     float sum = 0.f;
@@ -60,16 +59,25 @@ __device__ __forceinline__ void turn_head(float* values, float (&v)[PER_LANE], c
   } else if (half > 0) {
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
-      if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j];
+      if (lane + j * 32 < head_dim) scratch[lane + j * 32] = v[j];
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
       const int d = lane + j * 32;
       const int other = interleaved ? d ^ 1 : d < half ? d + half : d - half;
-      if (d < 2 * half) v[j] = rotated(v[j], c.cosine[j], values[other], c.sine[j]);
+      if (d < 2 * half) v[j] = rotated(v[j], c.cosine[j], scratch[other], c.sine[j]);
     }
     __syncwarp();
   }
+}
+
+// values[head_dim] (shared memory, this warp's own) = the same, times scale.
+template <int PER_LANE>
+__device__ __forceinline__ void turn_head(float* values, float (&v)[PER_LANE], const HeadConstants<PER_LANE>& c,
+                                          int head_dim, bool normed, float eps, int half, bool interleaved,
+                                          float scale) {
+  const int lane = threadIdx.x % 32;
+  turn(v, values, c, head_dim, normed, eps, half, interleaved);
 #pragma unroll
   for (int j = 0; j < PER_LANE; j++)
     if (lane + j * 32 < head_dim) values[lane + j * 32] = v[j] * scale;
