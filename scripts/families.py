@@ -19,6 +19,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -32,6 +33,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "configs" / "demo-model"
 COLUMNS = ("quantize", "pack", "generate", "eval")
+CELL = 120  # characters of a reason
 SECONDS = 120  # of processor time for one family: other work on the machine takes none of them away
 STUCK = 20  # times as many seconds on the wall, after which a process is given up that waits for something
 
@@ -67,10 +69,15 @@ def command(*arguments: object) -> dict[str, Any]:
     except SystemExit as stop:
         if stop.code:
             told = [line for line in err.getvalue().splitlines() if line.startswith(("error:", "internal error:"))]
-            raise Refused(told[-1] if told else f"exit code {stop.code}") from None
+            raise Refused(told[-1].removeprefix("error: ") if told else f"exit code {stop.code}") from None
     finally:
         sys.argv = kept
     return json.loads(out.getvalue())
+
+
+def brief(reason: str) -> str:
+    """The first line of a reason, at most as wide as a cell of the table."""
+    return textwrap.shorten(reason.splitlines()[0], CELL, placeholder=" ...") if reason else "no reason"
 
 
 def save(model: Any, out: Path) -> Path:
@@ -130,9 +137,9 @@ def attempt(row: Row, folder: Path, text: Path) -> None:
         try:
             result = action()
         except Refused as refusal:
-            row.cells[name] = str(refusal)
+            row.cells[name] = brief(str(refusal).replace(f"{folder}/", ""))
         except Exception as error:
-            row.cells[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            row.cells[name] = brief(f"{type(error).__name__}: {error}")
         else:
             row.cells[name] = "yes"
             return result
@@ -169,7 +176,7 @@ def _work(family: str, folder: str, text: str, answer: Any) -> None:
     try:
         attempt(row, Path(folder), Path(text))
     except Exception as error:
-        row.cells["quantize"] = f"not tried: {type(error).__name__}: {error}".splitlines()[0]
+        row.cells["quantize"] = brief(f"not tried: {type(error).__name__}: {error}")
     answer.send(row)
 
 

@@ -82,8 +82,14 @@ NEEDS: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 16},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 32},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    },
     "lfm3": {"num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "moshi": {"ffn_dim": 256},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
     "nemotron_h": {
         "num_hidden_layers": None,

@@ -146,7 +146,7 @@ enum { TRIRUN_ROUTE_SOFTMAX = 0, TRIRUN_ROUTE_SIGMOID = 1 };
 
 /* A mixture of experts: sum over the row's top_k experts of weight * down(act(gate x) * up x). */
 typedef struct {
-  const trirun_linear* gate; /* [experts] each, of one size and one grid */
+  const trirun_linear* gate; /* [experts] each, of one size; all three of one group size */
   const trirun_linear* up;
   const trirun_linear* down;
   const void* router; /* [experts (+ 1)][hidden], the last row the shared expert's gate where there is one */

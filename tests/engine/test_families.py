@@ -150,3 +150,9 @@ def test_models_without_a_cache_are_refused(tmp_path):
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(InputError, match="OpenAIGPTLMHeadModel has no cache of its past"):
         open_engine(tmp_path / "model", device="cpu")
+    # Its state is in its layers: one for all sequences.
+    three = SIZES | {"head_dim": 16, "num_hidden_layers": 3}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("recurrent_gemma", **three))
+    model.save_pretrained(tmp_path / "recurrent")
+    with pytest.raises(InputError, match="RecurrentGemmaForCausalLM gives back no cache of its past"):
+        open_engine(tmp_path / "recurrent", device="cpu")

@@ -266,8 +266,9 @@ def test_a_mixture_of_experts_from_end_to_end(trirun, plain_model, tmp_path):
     assert code == 0 and len(document["modules"]) == 2 * (4 + 4 * 3)
     assert all(module["tokens"] > 0 for module in document["modules"] if ".experts." not in module["name"])
     assert trirun("verify", tmp_path / "Q")[0] == 0
-    code, text, _ = trirun("generate", "-c", tmp_path / "Q", "-p", "The sea", "-n", "4", "--engine", "transformers")
-    assert code == 0 and text.startswith("The sea")
+    generate = ("generate", "-c", tmp_path / "Q", "-p", "The sea", "-n", "4", "--act-bits", "16", "--engine")
+    native, whole = trirun(*generate, "native"), trirun(*generate, "transformers")
+    assert native[0] == whole[0] == 0 and native[1] == whole[1] and whole[1].startswith("The sea")
     # A random model predicts nothing; what is compared is that both are the same nothing, near the vocabulary's size.
     evaluate = ("eval", "-c", tmp_path / "Q", "-m", tmp_path / "moe", "--window", "64", "--limit", "2", "--json")
     code, text, _ = trirun(*evaluate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import QuantizationError, ScaleError
+from ..layer.coordinate_descent import Target
 from ..layer.gptq import Solution, System, corrected_target
 from ..layer.hessian import Hessian
 from ..layer.quantized import Quantized
 from ..model.activations import Batch, compute, run_block
+from ..model.experts import expert_of
 from ..model.inputs import input_groups
 from ..model.loader import Skeleton, kept_modules, linear_layers
 from ..recipe import Grid, Recipe
@@ -35,6 +38,26 @@ class BlockResult:
     kept: list[str]
     modules: list[ModuleReport]
     report: BlockReport
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """Layers of a block on each of their candidate grids.
+
+    Attributes:
+        names: of the layers, stacked along n. errors, solutions: grid by grid.
+        rows: tokens that the layers' inputs saw. seconds: that it took.
+    """
+
+    names: list[str]
+    errors: list[float]
+    solutions: list[Solution]
+    rows: int
+    seconds: float
+
+    def best(self) -> Solution:
+        """Of least error; the first of equals."""
+        return self.solutions[self.errors.index(min(self.errors))]
 
 
 class BlockRun:
@@ -87,8 +110,7 @@ class BlockRun:
                 statistics = self.statistics.collect(group, corrected=self.recipe.correction > 0 and diverged)
             self.progress(Stage("solve", done, len(passes)))
             with self.costs.stage("solve"):
-                for stage, hessians in zip(group, statistics, strict=True):
-                    self._solve_stage(stage, *hessians)
+                self._solve(group, statistics)
         with self.costs.stage("refine" if self.recipe.refine_steps else "forward"):
             error, before, method = self._refine(chosen, *targets)
         with self.costs.stage("forward"):
@@ -120,8 +142,28 @@ class BlockRun:
                 outputs.append([b.place.keep(run_block(self.original, self.index, b, b.original)) for b in batches])
         return outputs[0], outputs[1]
 
-    def _solve_stage(self, stage: list[str], hessian: Hessian, held_out: Hessian | None) -> None:
-        """Quantize the layers of a stage, stacked along n where they share a grid, and put them into the block."""
+    def _solve(self, stages: list[list[str]], statistics: list[tuple[Hessian, Hessian | None]]) -> None:
+        """Quantize the layers of some stages and put them into the block, each on the grid of least error.
+
+        A GPU multiplies all experts of a layer in one launch, so they share a grid: all gates and ups one, all downs
+        one, of the least sum of their errors.
+        """
+        mixtures: dict[tuple[str, bool, tuple[Grid, ...]], list[_Tried]] = {}
+        for stage, (hessian, held_out) in zip(stages, statistics, strict=True):
+            for tried in self._try_stage(stage, hessian, held_out):
+                first = tried.names[0]
+                if (expert := expert_of(f"{self.name}.{first}.weight")) is None:
+                    self._put(tried, tried.best())
+                else:
+                    key = expert.path, expert.layer == "down", self.grids[first]
+                    mixtures.setdefault(key, []).append(tried)
+        for members in mixtures.values():
+            sums = [sum(errors) for errors in zip(*(tried.errors for tried in members), strict=True)]
+            for tried in members:
+                self._put(tried, tried.solutions[sums.index(min(sums))])
+
+    def _try_stage(self, stage: list[str], hessian: Hessian, held_out: Hessian | None) -> Iterator[_Tried]:
+        """The layers of a stage, stacked along n where they share candidates, on every candidate grid."""
         system = System(hessian, self.recipe.damp, self.recipe.act_order)
         if system.factor.damp > self.recipe.damp:
             self.progress(Warned(f"{self.name}.{stage[0]}: damping raised to {system.factor.damp:g}"))
@@ -130,54 +172,57 @@ class BlockRun:
             started = time.perf_counter()
             weights = {name: self.layers[name].weight for name in names}
             try:
-                solution = self._best_solution(torch.cat(list(weights.values())), system, hessian, held_out, grids)
+                found = self._solutions(torch.cat(list(weights.values())), system, hessian, held_out, grids)
             except ScaleError as error:
                 largest = max(weights, key=lambda name: float(weights[name].abs().max()))
                 raise QuantizationError(f"{self.name}.{largest}: {error}") from None
-            quantized = ranks.from_first(solution.quantized)
-            rows = [self.layers[name].out_features for name in names]
-            for name, part in zip(names, split_rows(quantized, rows), strict=True):
-                self.layers[name].weight = nn.Parameter(part.dequantize(), requires_grad=False)
-                self.quantized[name] = part
-                facts = (part.n, part.k, part.spec, solution.loss, solution.damp, solution.dead)
-                seconds = (time.perf_counter() - started) / len(names)
-                self.modules.append(ModuleReport(f"{self.name}.{name}", *facts, seconds, hessian.rows))
-                self.progress(self.modules[-1])
+            yield _Tried(names, *found, hessian.rows, time.perf_counter() - started)
 
-    def _best_solution(
+    def _put(self, tried: _Tried, solution: Solution) -> None:
+        """Replace the weights of layers by their quantized ones."""
+        names, quantized = tried.names, ranks.from_first(solution.quantized)
+        rows = [self.layers[name].out_features for name in names]
+        for name, part in zip(names, split_rows(quantized, rows), strict=True):
+            self.layers[name].weight = nn.Parameter(part.dequantize(), requires_grad=False)
+            self.quantized[name] = part
+            facts = (part.n, part.k, part.spec, solution.loss, solution.damp, solution.dead)
+            self.modules.append(ModuleReport(f"{self.name}.{name}", *facts, tried.seconds / len(names), tried.rows))
+            self.progress(self.modules[-1])
+
+    def _solutions(
         self,
         weight: Tensor,
         system: System,
         hessian: Hessian,
         held_out: Hessian | None,
         grids: tuple[Grid, ...],
-    ) -> Solution:
-        """With or without correction, and on which of the candidate grids: what has the least error on held-out
-        sequences; by the error that H predicts where the two streams are still one. The first grid decides about the
+    ) -> tuple[list[float], list[Solution]]:
+        """For each candidate grid, the error and what has it, with or without correction: the error on held-out
+        sequences, or the one that H predicts where the two streams are still one. The first grid decides about the
         correction, which is about the streams, for all of them."""
         recipe, source = self.recipe, weight.float()
         settings: dict[str, Any] = {"clip": recipe.clip, "sweeps": recipe.sweeps, "refit": recipe.refit}
         cross = None if held_out is None else held_out.cross
         wanted = None if cross is None else source @ cross
 
-        def error(quantized: Quantized) -> float:
+        def solve(target: Target, grid: Grid) -> tuple[float, Solution]:
+            quantized = system.solve(target, grid.spec, ternary=grid.ternary, **settings)
+            solution = system.solution(quantized, source)
             if held_out is None or wanted is None:
-                return system.solution(quantized, source).loss
-            return stream_error(quantized, wanted, held_out)
+                return solution.loss, solution
+            return stream_error(quantized, wanted, held_out), solution
 
         targets = [system.target(source)]
         if held_out is not None:
             targets.append(system.target(corrected_target(source, hessian, recipe.damp, recipe.correction)))
-        best, least, aim = None, float("inf"), targets[0]
+        errors, solutions = [], []
         for grid in grids:
-            for target in targets:
-                quantized = system.solve(target, grid.spec, ternary=grid.ternary, **settings)
-                found = error(quantized)
-                if best is None or found < least:
-                    best, least, aim = quantized, found, target
-            targets = [aim]
-        assert best is not None
-        return system.solution(best, source)
+            tries = [solve(target, grid) for target in targets]
+            best = min(range(len(tries)), key=lambda i: tries[i][0])
+            errors.append(tries[best][0])
+            solutions.append(tries[best][1])
+            targets = [targets[best]]
+        return errors, solutions
 
     def _refine(
         self, chosen: dict[str, nn.Linear], train: list[Tensor], held_out: list[Tensor]

@@ -137,14 +137,17 @@ class Skeleton:
                 self._fill(module, name, device, recurse=False)
 
     def load_head(self, device: torch.device) -> None:
-        """Fill in the output head; a tied one shares the embeddings that :meth:`load_rest` filled in."""
+        """Fill in the output head; a tied one has a bias of its own at most, and shares the embeddings that
+        :meth:`load_rest` filled in."""
         head = self.model.get_output_embeddings()
         if head is None:
             raise QuantizationError(f"{type(self.model).__name__} has no output head")
         name = next(name for name, module in self.model.named_modules() if module is head)
-        if name + WEIGHT in self.source.stored and name + WEIGHT not in self._shared.values():
-            self._fill(head, name, device, recurse=False)
-        else:
+        tied = name + WEIGHT not in self.source.stored or name + WEIGHT in self._shared.values()
+        if tied:
+            head._parameters["weight"] = None
+        self._fill(head, name, device, recurse=False)
+        if tied:
             head.weight = self.model.get_input_embeddings().weight
 
     def unload_blocks(self) -> None:

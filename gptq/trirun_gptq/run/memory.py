@@ -12,7 +12,7 @@ from torch import nn
 from ..model.activations import BATCH_TOKENS, Placement
 from ..model.experts import is_expert
 from ..model.loader import Skeleton, linear_layers
-from ..recipe import Recipe
+from ..recipe import AUTO, Recipe
 from .progress import Event
 
 STREAMS = 4  # held at the peak: inputs and outputs of a block, in the original and in the quantized model
@@ -160,14 +160,14 @@ def _chosen_fraction(config: object, block: nn.Module) -> float:
 
 def _solve_bytes(block: nn.Module) -> int:
     """Ten matrices of a weight's size and ten of H's at the peak. Layers of one k are stacked at most together; experts
-    are solved one by one, with the Hessians of all of them waiting."""
+    are solved one by one, with the Hessians of all of them waiting, and their codes on both grids of ``auto``."""
     rows: dict[int, int] = defaultdict(int)
     largest = waiting = 0
     for name, layer in linear_layers(block).items():
         n, k = layer.out_features, layer.in_features
         if is_expert(f"block.{name}.weight"):
             largest = max(largest, 4 * 10 * (2 * n * k + k * k))
-            waiting += 4 * k * k
+            waiting += 4 * k * k + len(AUTO) * n * k
         else:
             rows[k] += n
     return max([4 * 10 * (n * k + k * k) for k, n in rows.items()] + [largest + waiting])

@@ -33,14 +33,14 @@ class Head:
 
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
         self._module = skeleton.model.get_output_embeddings()
-        self._empty = None if self._module is None else self._module._parameters["weight"]
+        self._empty = {} if self._module is None else dict(self._module._parameters)
         skeleton.load_head(device)
         self.skeleton = skeleton
         self.style: int | None = None  # how its class takes a block's output; known once logits were computed
 
     def unload(self) -> None:
         """The head without weights again, as it was before."""
-        self._module._parameters["weight"] = self._empty
+        self._module._parameters.update(self._empty)
 
     def logits(self, batch: Batch, states: Tensor) -> Tensor:
         """Logits [b, t, vocabulary], float32, from hidden states after the last block, [b, t, h].
@@ -57,8 +57,8 @@ class Head:
                 raise
             except Exception as error:
                 # A class that takes the first entry of a tuple takes the first sequence of a tensor, and fails later
-                # on in a way of its own.
-                failure = error
+                # on in a way of its own. Most classes take a tensor: what became of one says most.
+                failure = failure or error
                 continue
             if logits.shape[:2] == batch.tokens.shape:
                 self.style = style

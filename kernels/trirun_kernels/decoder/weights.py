@@ -99,7 +99,7 @@ class MixtureWeights:
     """The experts of a layer.
 
     Attributes:
-        gate, up, down: every expert's linears, of the sizes of :meth:`Mixture.linear_sizes` and of one grid.
+        gate, up, down: every expert's linears, of the sizes of :meth:`Mixture.linear_sizes` and one group size.
         router: [experts, hidden], float16, bfloat16 or float32; with a gate of the shared expert that is one row more.
         bias: float32 [experts], of the router, or None.
         correction: float32 [experts], added to scores for the choice alone, or None.
@@ -114,15 +114,15 @@ class MixtureWeights:
 
     def check(self, what: str, mixture: Mixture, hidden: int) -> None:
         """Raise ValueError unless these are the experts that ``mixture`` describes."""
-        experts, spec = mixture.routing.experts, self.gate[0].weight.spec
+        experts, group_size = mixture.routing.experts, self.gate[0].weight.spec.group_size
         for name, size in mixture.linear_sizes(hidden).items():
             linears = getattr(self, name)
             if len(linears) != experts:
                 raise ValueError(f"decoder: {what} has {name} of {len(linears)} experts, the shape says {experts}")
             for index, linear in enumerate(linears):
                 linear.check(f"{what} expert {index} {name}", size)
-                if linear.weight.spec != spec:
-                    raise ValueError(f"decoder: {what} expert {index} {name} is {linear.weight.spec}, others {spec}")
+                if (own := linear.weight.spec.group_size) != group_size:
+                    raise ValueError(f"decoder: {what} expert {index} {name} has groups of {own}, others {group_size}")
         _expect(f"{what} router", self.router, (mixture.outputs, hidden), FLOATS)
         for name in ("bias", "correction"):
             if (vector := getattr(self, name)) is not None:

@@ -7,6 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from trirun_gptq.block.walk import BlockRun
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model.loader import Skeleton, TensorSource
 from trirun_gptq.recipe import Override
@@ -111,6 +112,36 @@ def test_every_expert_is_quantized_on_its_own_tokens(tmp_path, family, fused):
         wanted = torch.stack(sequences[RECIPE.samples :])[:, 1:]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
     assert report.predictions.perplexity == pytest.approx(loss.exp().item(), rel=0.1)
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_the_experts_of_a_layer_share_the_grid_of_least_summed_error(tmp_path, monkeypatch, sequential):
+    make_model(tmp_path, "Qwen3Moe", torch.float32, **MOE)
+    tried, solutions = {}, BlockRun._solutions
+
+    def noted(block, weight, system, hessian, *others):
+        errors, found = solutions(block, weight, system, hessian, *others)
+        tried[hessian.name] = errors
+        return errors, found
+
+    monkeypatch.setattr(BlockRun, "_solutions", noted)
+    recipe = replace(RECIPE, grid="auto", sequential=sequential, overrides={r"experts\.3\.down": Override(grid="zero")})
+    _, report, _ = run(tmp_path, recipe)
+    chosen = {m.name: m.spec for m in report.modules if ".experts." in m.name}
+    alone = []
+    for layer in (0, 1):
+        for first, parts in (("gate", ("gate", "up")), ("down", ("down",))):
+            experts = [index for index in range(4) if (index, first) != (3, "down")]
+            path = f"model.layers.{layer}.mlp.experts"
+            errors = [tried[f"{path}.{index}.{first}"] for index in experts]
+            sums = [sum(each) for each in zip(*errors, strict=True)]
+            best = [grid.spec for grid in recipe.candidates(f"{path}.0.{first}")][sums.index(min(sums))]
+            assert {chosen[f"{path}.{index}.{part}"] for index in experts for part in parts} == {best}
+            alone += [each.index(min(each)) != sums.index(min(sums)) for each in errors]
+        # A candidate of its own is a grid of its own.
+        assert chosen[f"{path}.3.down"].zero is None
+    # Matrix by matrix, some would have got the other grid.
+    assert any(alone)
 
 
 def test_fused_experts_of_another_shape_are_named_before_anything_is_computed(tmp_path):

@@ -19,6 +19,7 @@ from tests.gptq.models import RECIPE, SIZES, calibration, make_model, run
         ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
         ("codegen", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 64}),
         ("openai-gpt", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+        ("ctrl", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "dff": 96}),  # tied, with a bias
     ],
 )
 @pytest.mark.parametrize("steps", [0, 2])
@@ -27,6 +28,8 @@ def test_models_whose_blocks_answer_with_tuples_or_lists(tmp_path, family, extra
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **(SIZES | extra))
     model = transformers.AutoModelForCausalLM.from_config(config)
+    if (bias := model.get_output_embeddings().bias) is not None:
+        bias.data.normal_()
     model.save_pretrained(tmp_path)
     sequences = calibration()
     _, report, log = run(tmp_path, replace(RECIPE, e2e_steps=steps), sequences)

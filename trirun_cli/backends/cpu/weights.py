@@ -172,6 +172,10 @@ def _layer(
         each: dict[str, Any] = {
             part: [linear(f"{modules.experts}.{index}.{part}") for index in experts] for part in ("gate", "up", "down")
         }
+        groups = sorted({expert.weight.spec.group_size for part in each.values() for expert in part})
+        if len(groups) > 1:
+            told = " and ".join(map(str, groups))
+            raise UnsupportedModel(f"{modules_in}{modules.experts} have groups of {told}, and it takes one size")
         parts["mixture"] = MixtureWeights(**each | router(stored, modules, prefix))
     absent: dict[str, Any] = dict.fromkeys(("q", "k", "v", "gate", "up", "down", "attention_norm", "mlp_norm"))
     return LayerWeights(**absent | parts | layer_vectors(stored, names, prefix, shape.hidden))

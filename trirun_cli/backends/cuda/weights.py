@@ -174,6 +174,11 @@ def _mixture(
         what = "experts" if not isinstance(source, Checkpoint) else lost[0]
         raise UnsupportedModel(f"{what} not packed: only packed experts run on the native decoder")
     weights = {part: [source.packed(name) for name in modules if name.endswith(f".{part}")] for part in PARTS}
+    # One launch reads the gates and ups of all experts, and one all downs.
+    for parts in (("gate", "up"), ("down",)):
+        if len(grids := {weight.spec for part in parts for weight in weights[part]}) > 1:
+            told = " and ".join(sorted(f"group size {grid.group_size}, zero {grid.zero}" for grid in grids))
+            raise UnsupportedModel(f"{prefix}{names.experts}: {' and '.join(parts)} are on several grids ({told})")
     biases = {part: [None] * mixture.routing.experts for part in PARTS}
     vectors = router(source, names, prefix)
     whole = torch.from_numpy(vectors["router"])

@@ -15,7 +15,7 @@ from ...engine.slot_cache import SlotCache
 from ...errors import InputError
 from ..cpu.sampler import HostSampler, token_logprobs
 from .dense import matmul_precision, pad_dense
-from .weights import continues, first_positions, keeps_every_token, longest_sequence
+from .weights import continues, first_positions, keeps_every_token, longest_sequence, returned_cache
 
 # Tokens of one step: what a prompt may hold up the others for; a GPU runs more of them in less time.
 MAX_ROWS = {"cpu": 512, "cuda": 2048}
@@ -121,12 +121,8 @@ class TransformersRunner:
             **({"output_hidden_states": True} if states else {}),
             **{self._cache: self._caches[slot]},
         )
-        past = output.get(self._cache)
-        if past is None:
-            raise InputError(
-                f"{type(self._model).__name__} gives back no cache of its past, by which trirun runs models"
-            )
-        self._caches[slot], self._lengths[slot] = past, position + len(piece)
+        self._caches[slot] = returned_cache(self._model, output, self._cache)
+        self._lengths[slot] = position + len(piece)
         if states:
             return output.hidden_states[-1][0, -keep:].float()
         return output.logits[0, -keep:, : self.vocab_size].float()

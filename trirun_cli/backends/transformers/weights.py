@@ -68,15 +68,30 @@ def continues(model: Any, cache: str) -> bool:
 
     Args:
         cache: what the model's forward calls its cache.
+
+    Raises:
+        InputError: it gives back none.
     """
     if not getattr(model, "_is_stateful", False):
         return True
     tokens = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
-    first = model(input_ids=tokens[:, :4], use_cache=True)
-    rest = model(input_ids=tokens[:, 4:], use_cache=True, **{cache: first[cache]}).logits.float()
+    past = returned_cache(model, model(input_ids=tokens[:, :4], use_cache=True), cache)
+    rest = model(input_ids=tokens[:, 4:], use_cache=True, **{cache: past}).logits.float()
     whole = model(input_ids=tokens, use_cache=True).logits[:, 4:].float()
     rounding = 3e-5 if model.dtype == torch.float32 else 3e-2
     return float((rest - whole).norm()) <= rounding * float(whole.norm())
+
+
+def returned_cache(model: Any, output: Any, cache: str) -> Any:
+    """The cache in a model's output.
+
+    Raises:
+        InputError: there is none, as of models that keep one past within themselves: it could not be each slot's.
+    """
+    past = output.get(cache)
+    if past is None:
+        raise InputError(f"{type(model).__name__} gives back no cache of its past, by which trirun runs models")
+    return past
 
 
 def _set_act_bits(model: Any, act_bits: int) -> None:
