@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trirun_compile import Tree, build_cpu
 
-from tests.scripts.wheels import CHECKOUT, call_backend
+from tests.wheels import CHECKOUT, call_backend
 from trirun_cli import __version__
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.wheels import CHECKOUT, FOLDERS, call_backend, in_isolation
+from tests.wheels import CHECKOUT, FOLDERS, call_backend, in_isolation
 from trirun_cli import __version__
 
 TOP_LEVEL = {"trirun_cli", "trirun_gptq", "trirun_kernels"}

@@ -155,8 +155,8 @@ def test_products_of_all_experts(hidden, inner, activation, spec, act_bits, dtyp
                 scale = row.abs().max().clamp(min=1e-5) / 127
                 row = (row / scale).round() * scale
             gate, up = (row @ w.t() + b for w, b in zip(dense[expert][:2], added[:2], strict=True))
-            # The clipped activation adds one to up, which cancels: with real zeros, whose weights tiles of 64 rows round
-            # to 16 bits, a row of 128 numbers is up to 2.6 roundings off already in a model of these roundings alone.
+            # The clipped activation adds one to up, which cancels: with real zeros, whose weights tiles of 64 rows
+            # round to 16 bits, a row of 128 numbers is up to 2.6 roundings off in a model of these roundings alone.
             bound = ROUNDING[dtype] * (6 if activation == CLIPPED_SWIGLU else 3)
             expected = gated(gate, up, activation, limit)
             assert error(h[place], expected) < bound, (m, tile_rows, pair)

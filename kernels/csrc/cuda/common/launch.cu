@@ -35,7 +35,7 @@ int kernel_facts(const void* kernel, KernelFacts*& facts) {
   if (const cudaError_t e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return e;
   if (const cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
   // A multiprocessor divides its memory between L1 and shared memory anew only when it is empty. Kernels that ask for
-  // different parts wait for each other's last CTA, though the next one may begin sooner: all ask for the same, the most.
+  // different parts wait for each other's last CTA, though the next one may begin sooner: all ask for the most.
   if (major >= 9)
     if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                                    cudaSharedmemCarveoutMaxShared))

@@ -103,8 +103,8 @@ struct HeadMaker {
     turn(v, scratch, mine, t.head_dim, normed, t.eps, t.rotary_half, t.interleaved);
   }
 
-  // made(i, v) of `count` heads, which the warps take in turn; of(i): where the i-th lies. One loop, not unrolled, whose
-  // next head is on its way while one is made.
+  // made(i, v) of `count` heads, which the warps take in turn; of(i): where the i-th lies. While one head is made the
+  // next is on its way.
   template <typename Of, typename Made>
   __device__ __forceinline__ static void take(int count, int head_dim, Of of, Made made) {
     const int warp = threadIdx.x / 32;
@@ -187,8 +187,8 @@ __device__ __forceinline__ void add_parts(int count, int quads, float2 stat, Of 
 
 // The end of a CTA whose warps have left their parts in shared memory: that of warp w and its team's head g is at
 // parts[(w * room + g) * part_floats(width)], of whose values head_dim are read; behind all of them is memory for
-// scratch_bytes. Adds them in the order of warps, of CTAs and then of clusters, and writes y or its limbs. The CTAs of a
-// cluster put a unit of heads together each, in received_floats of `received`; clusters meet in the workspace.
+// scratch_bytes. Adds them in the order of warps, of CTAs and then of clusters, and writes y or its limbs. The CTAs of
+// a cluster put a unit of heads together each, in received_floats of `received`; clusters meet in the workspace.
 template <bool BF16>
 __device__ __forceinline__ void put_together(const AttentionArgs& a, const AttentionSplit& c, float* parts, int room,
                                              int width, int teams, float* received) {

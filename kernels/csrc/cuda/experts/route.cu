@@ -1,10 +1,10 @@
 // Routing: which rows go to which experts, with which weights, and in which order the experts' products take them.
 //
-// One row: one cluster (route_one). Few rows (decoding): one launch. CTAs compute the logits of a few experts each; the last of them to arrive chooses
-// and sorts, so that nothing but the launch itself lies between the router and the products. The router's weights are
-// asked for while the kernel before still runs. Many rows: logits come from the caller; a warp chooses for a row, then
-// a CTA per expert finds its pairs. No step depends on the order in which CTAs or atomics arrive: the same rows are
-// routed the same way, of equals to the expert with the smaller index.
+// One row: one cluster (route_one). Few rows (decoding): one launch. CTAs compute the logits of a few experts each;
+// the last of them to arrive chooses and sorts, so that nothing but the launch itself lies between the router and the
+// products. The router's weights are asked for while the kernel before still runs. Many rows: logits come from the
+// caller; a warp chooses for a row, then a CTA per expert finds its pairs. No step depends on the order in which CTAs
+// or atomics arrive: the same rows are routed the same way, of equals to the expert with the smaller index.
 // no-spill: choose_rows<4>
 // no-spill: route_few<*, 4>
 // no-spill: route_one<*>

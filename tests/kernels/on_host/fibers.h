@@ -1,0 +1,245 @@
+// CUDA kernels on the host: the threads of a cluster's CTAs are fibers of one thread, which run until they meet at a
+// shuffle, a product of tensor cores or a barrier. What a barrier would have ordered is in the wrong order without it:
+// fibers run one after another, in ascending or descending order, and cp.async copies when it is called or when it is
+// waited for. Host arithmetic is not the GPU's to the last bit.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <vector>
+
+namespace on_host {
+
+constexpr int THREADS = 128, MOST_CTAS = 8, SHARED = 256 << 10, STACK = 192 << 10;
+
+struct Barrier {
+  int size = 0, count = 0;
+  unsigned phase = 0;
+};
+
+struct Warp {
+  Barrier barrier{32};
+  uint32_t words[32][6];  // what each lane hands to the others
+};
+
+struct Cta {
+  Barrier barrier{THREADS};
+  Warp warps[THREADS / 32];
+  uint3 index;
+  alignas(256) uint8_t memory[SHARED];
+};
+
+struct Copy {
+  uint32_t to;
+  const void* from;
+  bool wanted;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  int cta, thread;
+  bool done;
+  Barrier* at;  // waits here for the end of `phase`
+  unsigned phase, arrivals, cluster_waits;
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> groups;
+};
+
+struct Order {
+  bool descending;   // of fibers
+  bool copies_late;  // cp.async copies when it is waited for
+};
+
+inline std::vector<Cta> ctas(MOST_CTAS);
+inline std::vector<Fiber> fibers(MOST_CTAS* THREADS);
+inline ucontext_t scheduler;
+inline Fiber* self;
+inline Order order;
+inline int running;  // fibers of the cluster
+inline dim3 grid;
+inline void (*body)();
+
+inline Cta& cta() { return ctas[self->cta]; }
+inline Warp& warp() { return cta().warps[self->thread / 32]; }
+inline int lane() { return self->thread % 32; }
+inline uint8_t* memory() { return cta().memory; }
+
+// A __shared__ variable: one for each CTA.
+template <typename T, int KEY>
+T& shared() {
+  static T all[MOST_CTAS];
+  return all[self->cta];
+}
+
+inline void meet(Barrier& barrier) {
+  const unsigned phase = barrier.phase;
+  if (++barrier.count == barrier.size) {
+    barrier.count = 0, barrier.phase++;
+    return;
+  }
+  self->at = &barrier, self->phase = phase;
+  swapcontext(&self->context, &scheduler);
+}
+
+inline void meet_warp() { meet(warp().barrier); }
+
+// Threads that have ended count as arrived.
+inline bool cluster_has_arrived(unsigned times) {
+  return std::all_of(fibers.begin(), fibers.begin() + running,
+                     [&](const Fiber& f) { return f.done || f.arrivals >= times; });
+}
+
+inline void perform(const Copy& copy) {
+  if (copy.wanted)
+    memcpy(memory() + copy.to, copy.from, 16);
+  else
+    memset(memory() + copy.to, 0, 16);
+}
+
+inline void enter() {
+  body();
+  self->done = true;
+  swapcontext(&self->context, &scheduler);
+}
+
+// Runs one cluster of so many CTAs along x.
+inline void run_cluster(uint3 first, int size, Order wanted, void (*kernel)()) {
+  order = wanted, body = kernel, running = size * THREADS;
+  for (int i = 0; i < size; i++) {
+    ctas[i].barrier = Barrier{THREADS};
+    for (Warp& each : ctas[i].warps) each.barrier = Barrier{32};
+    ctas[i].index = make_uint3(first.x + i, first.y, first.z);
+    memset(ctas[i].memory, 0xff, SHARED);  // NaN in every type
+  }
+  for (int i = 0; i < running; i++) {
+    Fiber& f = fibers[i];
+    f.cta = i / THREADS, f.thread = i % THREADS, f.done = false, f.at = nullptr, f.arrivals = f.cluster_waits = 0;
+    f.open.clear(), f.groups.clear(), f.stack.resize(STACK);
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
+    makecontext(&f.context, enter, 0);
+  }
+  for (bool left = true; left;) {
+    left = false;
+    bool moved = false;
+    for (int i = 0; i < running; i++) {
+      Fiber& f = fibers[order.descending ? running - 1 - i : i];
+      if (f.done) continue;
+      left = true;
+      if (f.at != nullptr && f.at->phase == f.phase) continue;
+      if (f.cluster_waits > 0 && f.at == nullptr && !cluster_has_arrived(f.cluster_waits)) continue;
+      f.at = nullptr, self = &f, moved = true;
+      swapcontext(&scheduler, &f.context);
+    }
+    if (left && !moved) {
+      puts("deadlock");
+      exit(2);
+    }
+  }
+}
+
+// Every lane's word, combined.
+template <typename Combine>
+uint32_t reduced(uint32_t v, Combine combine) {
+  warp().words[lane()][0] = v;
+  meet_warp();
+  uint32_t all = warp().words[0][0];
+  for (int i = 1; i < 32; i++) all = combine(all, warp().words[i][0]);
+  meet_warp();
+  return all;
+}
+
+template <typename T>
+T exchanged(T v, int from) {
+  static_assert(sizeof(T) == 4);
+  memcpy(&warp().words[lane()][0], &v, 4);
+  meet_warp();
+  T other;
+  memcpy(&other, &warp().words[from & 31][0], 4);
+  meet_warp();
+  return other;
+}
+
+}  // namespace on_host
+
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __syncthreads
+#define threadIdx (uint3{unsigned(on_host::self->thread), 0, 0})
+#define blockIdx (on_host::cta().index)
+#define gridDim (on_host::grid)
+
+using std::max;
+using std::min;
+
+inline void __syncwarp() { on_host::meet_warp(); }
+inline void __syncthreads() { on_host::meet(on_host::cta().barrier); }
+inline void __threadfence() {}
+template <typename T>
+T __shfl_sync(unsigned, T v, int from) {
+  return on_host::exchanged(v, from);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T v, int mask) {
+  return on_host::exchanged(v, on_host::lane() ^ mask);
+}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
+  return on_host::reduced(v, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
+}
+inline int __reduce_add_sync(unsigned, int v) {
+  return static_cast<int>(on_host::reduced(v, [](uint32_t a, uint32_t b) { return a + b; }));
+}
+inline bool __any_sync(unsigned, bool v) {
+  return on_host::reduced(v, [](uint32_t a, uint32_t b) { return a | b; });
+}
+template <typename T>
+T __ldg(const T* p) {
+  return *p;
+}
+template <typename T>
+T __ldcg(const T* p) {
+  return *p;
+}
+template <typename T>
+void __stcg(T* p, T v) {
+  *p = v;
+}
+inline unsigned atomicAdd(unsigned* p, unsigned v) {
+  const unsigned before = *p;
+  *p += v;
+  return before;
+}
+inline uint32_t __float_as_uint(float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, 4);
+  return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float v;
+  memcpy(&v, &bits, 4);
+  return v;
+}
+inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __expf(float v) { return std::exp(v); }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++) r |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return r;
+}
+// Of what is compiled and never called.
+inline int __dp4a(int, int, int) { abort(); }
+inline uint32_t __vmaxu2(uint32_t, uint32_t) { abort(); }
