@@ -11,7 +11,7 @@ from vllm_check import expected
 def test_expected_answers_are_those_of_the_command_in_the_order_of_the_prompts(packed, trirun) -> None:
     prompts = ["Once upon a time", "The sea", "She said"]
     for engine in ("transformers", "auto"):
-        texts = expected(packed, prompts, 6, engine)
+        texts = expected(packed, prompts, 6, engine, "float32")
         options = ("--max-tokens", 6, "--temperature", 0, "--engine", engine, "--dtype", "float32", "--act-bits", 16)
         for prompt, text in zip(prompts, texts, strict=True):
             code, out, _ = trirun("generate", packed, "--prompt", prompt, *options, "--quiet")
