@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
 from trirun_kernels.decoder.shape import DecoderShape
+from trirun_kernels.decoder.weights import PackedArrays
 from trirun_kernels.weights.spec import QuantSpec
 
 from trirun_cli.bench import models as model_bench
-from trirun_cli.bench.cpu_contestant import dense_llama, random_weights
+from trirun_cli.bench.cpu_contestant import dense_llama, random_weights, weight_bytes
 from trirun_cli.bench.models import check, decoder_shape_named, run
 from trirun_cli.errors import CheckFailed, UsageError
 from trirun_cli.workflows.pack import pack
@@ -140,6 +142,16 @@ def test_checkpoint_on_the_cpu(trirun, demo_model, tmp_path):
     assert "tokens/s" in out and "first token ms" in out and "bfloat16" in out
     code, _, err = trirun("bench", "model", str(tmp_path / "model"), *QUICK)
     assert code == 3 and "packed" in err
+
+
+def test_bytes_of_a_model_whose_embedding_is_packed_too():
+    weights = random_weights(decoder_shape_named("tiny"), QuantSpec(-1, 1.0), positions=8)
+    dense = weight_bytes(weights)
+    packed = weights.layers[0].gate.weight
+    arrays = PackedArrays(packed.words.numpy(), packed.scales.numpy(), None, packed.n, packed.k, packed.spec)
+    both = dataclasses.replace(weights, embedding=arrays, head=arrays)
+    own = packed.words.nbytes + packed.scales.nbytes
+    assert weight_bytes(both) == dense - weights.embedding.nbytes - weights.head.nbytes + own
 
 
 def test_plot(trirun, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment
 from trirun_kernels.decoder.shape import Attention, DecoderShape, LayerShape
-from trirun_kernels.decoder.weights import LINEARS, DecoderWeights, LayerWeights, Linear, vector_lengths
+from trirun_kernels.decoder.weights import DecoderWeights, LayerWeights, Linear, vector_lengths
 from trirun_kernels.weights.names import (
     EMBEDDING,
     FINAL_NORM,
@@ -115,19 +116,17 @@ def random_weights(shape: DecoderShape, spec: QuantSpec, *, positions: int, seed
 
 
 def weight_bytes(weights: DecoderWeights) -> int:
-    """Bytes of all weights as the decoder holds them."""
-    total = 0
-    for layer in weights.layers:
-        for name in LINEARS:
-            if (linear := getattr(layer, name)) is None:
-                continue
-            w = linear.weight
-            total += sum(part.nbytes for part in (w.words, w.scales, w.zeros) if part is not None)
-    head = weights.head
-    total += weights.embedding.nbytes
-    if head is not weights.embedding:
-        total += head.nbytes if hasattr(head, "nbytes") else head.rows.nbytes + head.scales.nbytes
-    return total
+    """Bytes of all weights as the decoder holds them: arrays of layers, their experts, the embedding and the head."""
+    parts = [weights.layers, weights.embedding]
+    return _nbytes(parts if weights.head is weights.embedding else [*parts, weights.head])
+
+
+def _nbytes(part: Any) -> int:
+    if hasattr(part, "nbytes"):
+        return part.nbytes
+    if is_dataclass(part):
+        return sum(_nbytes(getattr(part, field.name)) for field in fields(part))
+    return sum(map(_nbytes, part)) if isinstance(part, list | tuple) else 0
 
 
 def dense_llama(weights: DecoderWeights, dtype: torch.dtype) -> Any:
