@@ -57,10 +57,20 @@ def test_the_end_counts_by_its_time(view):
     assert view.bar.done == pytest.approx(100)
 
 
-@pytest.mark.parametrize(("device", "warned"), [("cpu", True), ("cuda", False)])
-def test_long_runs_on_a_cpu_are_warned_of(view, capsys, device, warned):
-    recipe = SimpleNamespace(group_size=64, grid="auto", name="best", samples=1, seqlen=1)
+@pytest.mark.parametrize(
+    ("device", "name", "advice"),
+    [
+        ("cpu", "best", "a GPU, --preset default or fast and fewer --samples are faster"),
+        ("cpu", "default", "a GPU, --preset fast and fewer --samples are faster"),
+        ("cpu", "fast", "a GPU and fewer --samples are faster"),
+        ("cuda", "best", None),
+    ],
+)
+def test_long_runs_on_a_cpu_are_warned_of(view, capsys, device, name, advice):
+    recipe = SimpleNamespace(group_size=64, grid="auto", name=name, samples=1, seqlen=1)
     plan = SimpleNamespace(device=device, recipe=recipe, model="M", out="Q", weights=1, packed_bytes=1, calibration="t")
     view._plan(plan)
     view(TimePlan({"solve": 4e4}, (3e4, 1e4), 0.0, 0))
-    assert ("this takes about 11.1 h on the CPU" in " ".join(capsys.readouterr().err.split())) == warned
+    told = " ".join(capsys.readouterr().err.split())
+    assert ("this takes about 11.1 h on the CPU" in told) == (advice is not None)
+    assert advice is None or advice in told

@@ -16,6 +16,7 @@ from .progress import ProgressView
 
 PERCENT = 100
 LONG = 1200  # seconds on a CPU that the user is warned of
+FASTER = {"best": ", --preset default or fast", "default": ", --preset fast"}  # than a preset
 DIVERGED = 1.0  # nats per token above which a model's predictions have little to do with the original's
 STAGES = {
     "scan": "checking tensors",
@@ -35,7 +36,7 @@ class QuantizeView(ProgressView):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._warned: set[str] = set()
-        self._on_cpu = False
+        self._on_cpu, self._faster = False, ""
         # Seconds, or where these are not known 1 for a block: of every block, of the end, and what is done of them.
         self._blocks: tuple[float, ...] = ()
         self._end = self._done = 0.0
@@ -85,13 +86,14 @@ class QuantizeView(ProgressView):
         self.console.note(f"time: about {duration(plan.seconds)}{parts}")
         if self._on_cpu and plan.seconds > LONG:
             self.console.warn(
-                f"this takes about {duration(plan.seconds)} on the CPU; a GPU, --preset default or fast, and fewer "
-                "--samples are faster; a stopped run continues"
+                f"this takes about {duration(plan.seconds)} on the CPU; a GPU{self._faster} and fewer --samples are "
+                "faster; a stopped run continues"
             )
 
     def _plan(self, plan: QuantizePlan) -> None:
         recipe = plan.recipe
         self._on_cpu = plan.device == "cpu"
+        self._faster = FASTER.get(recipe.name, "")
         size = "output channel" if recipe.group_size == -1 else f"{recipe.group_size} inputs"
         grid = f"{'signed or midrise' if recipe.grid == 'auto' else recipe.grid} grid, one scale per {size}"
         self.console.note(
