@@ -13,6 +13,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import os
 import random
 import resource
 import shutil
@@ -27,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzz_targets import TARGETS, Target
+from fuzz_targets import TARGETS, NoInput, Target
 
 from trirun_cli.errors import explain
 
@@ -70,35 +71,41 @@ def changed_json(raw: bytes, rng: random.Random) -> bytes:
     """The JSON with one to three of its values replaced, left out or put elsewhere."""
     whole = [json.loads(raw)]
     for _ in range(rng.randint(1, 3)):
-        places = list(_places(whole))
-        holder, key = rng.choice(places)
+        holder, key = _place(whole, rng)
         kind = rng.random()
         if kind < 0.7:
             holder[key] = copy.deepcopy(rng.choice(VALUES))
         elif kind < 0.85 and holder is not whole:
             del holder[key]
         else:
-            other, there = rng.choice(places)
+            other, there = _place(whole, rng)
             holder[key] = copy.deepcopy(other[there])
     return json.dumps(whole[0]).encode()
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    for key in keys:
-        yield value, key
-        yield from _places(value[key])
+def _place(holder: Any, rng: random.Random) -> tuple[Any, Any]:
+    """A value's holder and key: from the top down, further with four chances of five."""
+    while True:
+        key = rng.choice(list(holder)) if isinstance(holder, dict) else rng.randrange(len(holder))
+        value = holder[key]
+        if not isinstance(value, dict | list) or not value or rng.random() < 0.2:
+            return holder, key
+        holder = value
 
 
 def outcome(target: Target, raw: bytes, folder: Path) -> str | None:
-    """What a read ended with: "" a result, None a proper refusal, or what went wrong and where."""
-    for left in folder.iterdir():
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    """What a read ended with: "" a result, None a proper refusal, or what went wrong and where.
+
+    Raises:
+        NoInput: there was nothing to read.
+    """
+    for left in os.scandir(folder):
+        shutil.rmtree(left) if left.is_dir(follow_symlinks=False) else os.unlink(left)
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
     try:
         target.read(raw, folder)
         return ""
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, NoInput):
         raise
     except BaseException as error:
         known = None if isinstance(error, MemoryError | TooSlow) else explain(error)
@@ -154,20 +161,23 @@ def fuzz(
     found: Counter[str] = Counter()
     smallest: dict[str, bytes] = {}
     results = refused = done = 0
+    more = iter(replayed)
     with bounded() as folder:
         # What the reader imports is no part of a read.
         with contextlib.suppress(BaseException):
             target.read(target.seeds[0], folder)
         begin = time.monotonic()
         while done < inputs and time.monotonic() - begin < seconds:
-            if done < len(replayed):
-                raw = replayed[done]
-            elif target.structured and rng.random() < 0.8:
+            raw = next(more, None)
+            if raw is None and rng.random() < target.structured:
                 raw = changed_json(rng.choice(target.seeds), rng)
-            else:
+            elif raw is None:
                 raw = changed_bytes(rng.choice(replayed), rng)
+            try:
+                ended = outcome(target, raw, folder)
+            except NoInput:
+                continue
             done += 1
-            ended = outcome(target, raw, folder)
             results, refused = results + (ended == ""), refused + (ended is None)
             if ended:
                 found[ended] += 1
@@ -196,9 +206,9 @@ def guided(name: str, inputs: int, seconds: float, seed: int, corpus: Path | Non
             target.read(target.seeds[0], folder)
 
         def one(raw: bytes) -> None:
-            ended = outcome(target, raw, folder)
-            if ended:
-                raise RuntimeError(ended)
+            with contextlib.suppress(NoInput):
+                if ended := outcome(target, raw, folder):
+                    raise RuntimeError(ended)
 
         limits = [f"-max_total_time={int(seconds)}", f"-runs={min(inputs, 2**31 - 1)}", f"-seed={seed + 1}"]
         atheris.Setup([sys.argv[0], *places, *limits, f"-artifact_prefix={crashes}/"], one)

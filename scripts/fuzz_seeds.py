@@ -147,3 +147,14 @@ TRAIN_FACTS = {
     "step": 1, "updates": 1, "best": 1, "seconds": 1.0, "others": 1.0, "scaler": {},
     "evaluations": [{"step": 1, "kl": 0.1, "nll": 0.1}],
 }  # fmt: skip
+TOKENIZER = {
+    "version": "1.0", "truncation": None, "padding": None, "normalizer": {"type": "Sequence", "normalizers": [
+    {"type": "Prepend", "prepend": "a"}, {"type": "Replace", "pattern": {"String": " "}, "content": "a"}]},
+    "added_tokens": [{"id": 1, "content": "b", "single_word": False, "lstrip": False, "rstrip": False, "normalized":
+    False, "special": True}], "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+    "use_regex": True}, "post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id":
+    0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens":
+    {}}, "decoder": {"type": "ByteLevel"},
+    "model": {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False,
+    "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+}  # fmt: skip
