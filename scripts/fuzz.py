@@ -3,6 +3,7 @@ get; another exception, more than a second of processor time or more than a gibi
 
     python scripts/fuzz.py gguf_header --inputs 1000000 --seed 1
     python scripts/fuzz.py all --seconds 10 --crashes DIR
+    python scripts/fuzz.py all --structures 10000      # package hypothesis; every reader of structures, each this many
     python scripts/fuzz.py yaml --guided --seconds 600 --crashes DIR    # inputs by what they reach: package atheris
 """
 
@@ -215,20 +216,44 @@ def guided(name: str, inputs: int, seconds: float, seed: int, corpus: Path | Non
         atheris.Fuzz()
 
 
+def structured(name: str, examples: int, seed: int) -> dict[str, Any]:
+    """As :func:`fuzz`, of structures that hypothesis makes for one of ``fuzz_structures.PROPERTIES``."""
+    from fuzz_structures import structures
+
+    report: dict[str, Any] = {"structures": name, "inputs": 0, "crashes": {}}
+    with bounded() as folder:
+        try:
+            report["inputs"] = structures(name, examples, seed, folder, outcome)
+        except Exception as error:
+            report["crashes"] = {
+                f"{type(error).__name__}: {error}"[:500]: "".join(getattr(error, "__notes__", []))[:2000]
+            }
+    return report
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", choices=["all", *TARGETS])
+    parser.add_argument("target", help=f"all, or one of {', '.join(TARGETS)}")
     parser.add_argument("--inputs", type=int, default=1 << 62)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--corpus", type=Path, default=Path(__file__).parent.parent / "tests" / "fuzz" / "corpus")
     parser.add_argument("--crashes", type=Path, help="where the smallest input of each crash is written")
+    parser.add_argument("--structures", type=int, metavar="N", help="N of hypothesis' structures for each such reader")
     parser.add_argument("--guided", action="store_true", help="by coverage, with atheris; one target")
     options = parser.parse_args()
     if options.guided:
         given = options.target, options.inputs, options.seconds, options.seed, options.corpus
         guided(*given, options.crashes or Path(tempfile.mkdtemp(prefix="fuzz-")))
     bad = 0
+    if options.structures:
+        from fuzz_structures import PROPERTIES
+
+        for name in PROPERTIES if options.target == "all" else [options.target]:
+            report = structured(name, options.structures, options.seed)
+            print(json.dumps(report), flush=True)
+            bad += len(report["crashes"])
+        return 1 if bad else 0
     for name in TARGETS if options.target == "all" else [options.target]:
         report = fuzz(name, options.inputs, options.seconds, options.seed, options.corpus, options.crashes)
         print(json.dumps(report), flush=True)
