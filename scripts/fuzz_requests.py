@@ -185,7 +185,7 @@ def calls(raw: bytes, folder: Path) -> None:
     from trirun_cli.text.tool_parsers import HermesParser, JsonParser, MistralParser, PythonicParser
 
     text = raw.decode("utf-8", "replace")
-    pieces = [text[at : at + 7] for at in range(0, len(text), 7)] if len(text) < 4096 else [text]
+    pieces = [text[at : at + 23] for at in range(0, len(text), 23)] if len(text) < 4096 else [text]
     for kind in (HermesParser, JsonParser, PythonicParser, MistralParser, HarmonyParser):
         parser, found = kind(), []
         for piece in pieces:

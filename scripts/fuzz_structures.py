@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 
 Read = Callable[[bytes], None]
+_ROUND = 500
 _LEAVES = (
     st.none() | st.booleans() | st.integers(-2, 300) | st.integers() | st.floats() | st.text(max_size=8)
     | st.sampled_from(["\ud800", "../x", "a{99999}", "x" * 5000, 10**400])
@@ -194,19 +195,19 @@ def structures(name: str, examples: int, number: int, folder: Path, outcome: Cal
             reject()
         assert not ended, ended
 
-    @seed(number)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-    )
-    @given(strategy)
-    def run(value: Any) -> None:
+    def check_it(value: Any) -> None:
         nonlocal count
         check(value, read, folder)
         count += 1
 
-    run()
+    # Hypothesis remembers what it has tried, in memory and time that grow with it.
+    for begin in range(0, examples, _ROUND):
+        many = settings(
+            max_examples=min(_ROUND, examples - begin),
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        )
+        seed(number + begin)(many(given(strategy)(check_it)))()
     return count

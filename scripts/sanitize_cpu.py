@@ -3,7 +3,7 @@
 
     python scripts/sanitize_cpu.py address                                  # kernels, decoder, engine, wrong calls
     python scripts/sanitize_cpu.py thread tests/engine -k readers           # arguments go to pytest
-    python scripts/sanitize_cpu.py address --calls 2000                     # wrong calls alone, as test.sh does
+    python scripts/sanitize_cpu.py address --calls 2000                     # wrong calls alone
 
 A copy of the tracked files below build/sanitized is built and tested: the library in place stays as it is. Needs g++
 with its libasan, libubsan and libtsan. Python's own memory is not looked at, nor what torch's threads do.
