@@ -64,7 +64,7 @@ def changed_bytes(raw: bytes, rng: random.Random) -> bytes:
             width = rng.choice((1, 4, 8))
             data[at : at + width] = (rng.choice(NUMBERS) % 256**width).to_bytes(width, "little")
         elif rng.random() < 0.1:
-            data[at:] = b"[" * 4000 if rng.random() < 0.1 else b""
+            data[at:] = b"[" * rng.choice((2, 64, 4000)) if rng.random() < 0.03 else b""
     return bytes(data)
 
 
