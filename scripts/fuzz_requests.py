@@ -128,7 +128,7 @@ def server(api_key: str | None = None) -> tuple[Any, asyncio.AbstractEventLoop]:
     pool = Pool([Source(["demo"], lambda: model)])
     engine.start()
     # What it warns of is not looked at.
-    logging.getLogger("trirun.server").setLevel(logging.ERROR)
+    logging.getLogger("trirun.server").setLevel(logging.CRITICAL)
     loop = asyncio.new_event_loop()
     loop.run_until_complete(_opened(pool, EventBridge(loop)))
     return create_app(pool, api_key=api_key), loop
