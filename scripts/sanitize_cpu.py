@@ -32,8 +32,9 @@ OPTIONS = {
     # Python frees little of what it has at its end, and torch's own allocations are not ours.
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:handle_segv=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    # How torch's threads wait for each other is not known: only what the library does itself counts.
-    "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:report_signal_unsafe=0",
+    # How torch's threads wait for each other is not known: only what the library does itself counts. A child of a fork
+    # may start threads: the pool does.
+    "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:report_signal_unsafe=0:die_after_fork=0",
 }
 _DECODER = ["tests/kernels/decoder", "tests/engine"]
 TESTS = {
