@@ -171,22 +171,24 @@ def fuzz(
         with contextlib.suppress(BaseException):
             target.read(target.seeds[0], folder)
         begin = time.monotonic()
-        while done < inputs and time.monotonic() - begin < seconds:
-            raw = next(more, None)
-            if raw is None and rng.random() < target.structured:
-                raw = changed_json(rng.choice(target.seeds), rng)
-            elif raw is None:
-                raw = changed_bytes(rng.choice(replayed), rng)
-            try:
-                ended = outcome(target, raw, folder)
-            except NoInput:
-                continue
-            done += 1
-            results, refused = results + (ended == ""), refused + (ended is None)
-            if ended:
-                found[ended] += 1
-                if len(raw) < len(smallest.get(ended, raw + b"x")):
-                    smallest[ended] = raw
+        # Ctrl-C reports what was done until then.
+        with contextlib.suppress(KeyboardInterrupt):
+            while done < inputs and time.monotonic() - begin < seconds:
+                raw = next(more, None)
+                if raw is None and rng.random() < target.structured:
+                    raw = changed_json(rng.choice(target.seeds), rng)
+                elif raw is None:
+                    raw = changed_bytes(rng.choice(replayed), rng)
+                try:
+                    ended = outcome(target, raw, folder)
+                except NoInput:
+                    continue
+                done += 1
+                results, refused = results + (ended == ""), refused + (ended is None)
+                if ended:
+                    found[ended] += 1
+                    if len(raw) < len(smallest.get(ended, raw + b"x")):
+                        smallest[ended] = raw
     if crashes is not None:
         for what, raw in smallest.items():
             place = crashes / name
