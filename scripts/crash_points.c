@@ -22,7 +22,7 @@ static int number, sticky, trace = -1;
 static char only[32];
 
 /* From now on: calls below `folder`, whose names begin with `kind` ("" is all), are counted; the one numbered `n`
-   (from 1; 0 is none), and with `again` all that follow, fail with errno `error`; 0 kills. */
+   (from 1; 0 is none), and with `again` all that follow, fail with errno `error`; 0 kills, -1 stops until the process is continued. */
 void crash_arm(const char *folder, const char *kind, long n, int error, int again, int trace_to) {
   snprintf(only, sizeof only, "%s", kind);
   count = 0, at = n, number = error, sticky = again, trace = trace_to;
@@ -52,6 +52,7 @@ static int point(const char *call, const char *path) {
     syscall(SYS_write, trace, line, length);
   }
   if (at < 1 || (sticky ? count < at : count != at)) return 0;
+  if (number < 0) return kill(getpid(), SIGSTOP), 0;
   // A full disk gives room back.
   if (number == ENOSPC && (!strncmp(call, "un", 2) || !strcmp(call, "rmdir") || !strcmp(call, "chmod"))) return 0;
   if (number) return errno = number, 1;

@@ -4,7 +4,8 @@ A run of a command is counted once: its writes, renames, fsyncs, and whatever el
 output. Then it is run once for each of these calls (or each ``--stride``-th) and killed there by SIGKILL, in the middle
 of a write; or the call fails: the disk is full or read-only from there on, or one call has an I/O error. After each of
 these runs what has its final name is the old output or the whole new one, the user was told in one line, and the same
-command, given again, ends with the bytes of a run that nothing stopped.
+command, given again, ends with the bytes of a run that nothing stopped. With ``--errors TWO`` the run waits at the call
+while another of the same command runs to its end, which may be a refusal in one line.
 
     python scripts/crash_points.py pack export quantize --errors KILL,ENOSPC,EROFS,EIO --stride 3
 
@@ -25,50 +26,16 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from crash_commands import Command, commands
+
 SOURCE = Path(__file__).with_suffix(".c")
-DEMO = SOURCE.parent.parent / "configs" / "demo-model"
+# As crash_arm has them, beside the numbers of errors.
+STOPS = {"KILL": 0, "TWO": -1}
 LATER = ("ENOSPC", "EROFS")  # a state of the disk, which lasts; the others are of one call
-QUANTIZE = ["--preset", "fast", "--group-size", "64", "--samples", "4", "--seqlen", "64", "--device", "cpu", "--quiet"]
-FINETUNE = [
-    "--steps",
-    "4",
-    "--batch",
-    "1",
-    "--seqlen",
-    "64",
-    "--group-size",
-    "64",
-    "--held-out",
-    "4",
-    "--evaluations",
-    "2",
-    "--device",
-    "cpu",
-    "--quiet",
-]
-
-
-@dataclass
-class Command:
-    """A command to stop.
-
-    Attributes:
-        name: for people. arguments: of trirun, without the options that take up or replace what is there.
-        out: its output, below the folder that is watched. again: options of the run after the stopped one.
-        old: whether an output of another run is there before, which ``again`` replaces.
-        keeps: whether a stopped run may leave a part of the answers under the final name.
-    """
-
-    name: str
-    arguments: list[str]
-    out: Path
-    again: list[str] = field(default_factory=list)
-    old: Path | None = None
-    keeps: bool = False
 
 
 def interposer() -> Path:
@@ -85,17 +52,25 @@ def tree(place: Path) -> dict[str, str]:
     return {str(file.relative_to(place)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def run(command: list[str], folder: Path, *, kind: str = "", at: int = 0, error: str = "KILL") -> tuple[int, str, str]:
+def run(
+    command: list[str],
+    folder: Path,
+    *,
+    kind: str = "",
+    at: int = 0,
+    error: str = "KILL",
+    meanwhile: Callable[[], None] | None = None,
+) -> tuple[int, str, str]:
     """Run trirun in a fork, stopped at a call.
 
     Args:
         folder: calls below it count. kind: of calls that count, "" is all. at: the call's number; 0 stops at none.
-        error: KILL, or the name of an errno.
+        error: KILL, the name of an errno, or TWO: it waits at the call until ``meanwhile`` is over.
 
     Returns:
         (exit code, or the negated signal; what it wrote to stderr; the calls, a line each: kind, tab, path).
     """
-    told, traced = folder.with_name("stderr"), folder.with_name("trace")
+    told, traced = (folder.with_name(f"{name}{'' if meanwhile is None else '-first'}") for name in ("stderr", "trace"))
     sys.stdout.flush()
     if (child := os.fork()) == 0:
         code = 70
@@ -103,13 +78,18 @@ def run(command: list[str], folder: Path, *, kind: str = "", at: int = 0, error:
             with open(told, "wb") as err, open(traced, "wb") as trace, open(os.devnull, "wb") as null:
                 os.dup2(err.fileno(), 2)
                 os.dup2(null.fileno(), 1)
-                number = 0 if error == "KILL" else getattr(errno, error)
+                number = STOPS[error] if error in STOPS else getattr(errno, error)
                 arm = ctypes.CDLL(None).crash_arm
                 arm(os.fsencode(folder), kind.encode(), ctypes.c_long(at), number, error in LATER, trace.fileno())
                 code = _main(command)
         finally:
             os._exit(code)
-    status = os.waitpid(child, 0)[1]
+    status = os.waitpid(child, os.WUNTRACED)[1]
+    if os.WIFSTOPPED(status):
+        if meanwhile is not None:
+            meanwhile()
+        os.kill(child, signal.SIGCONT)
+        status = os.waitpid(child, 0)[1]
     return os.waitstatus_to_exitcode(status), told.read_text(errors="replace"), traced.read_text()
 
 
@@ -169,9 +149,12 @@ def points(command: Command, errors: list[str], stride: int) -> tuple[Counter[st
     for error in errors:
         for number in range(1, len(trace.splitlines()) + 1, stride):
             fresh()
-            code, told, _ = run(command.arguments + begin, folder, at=number, error=error)
             where = f"{command.name}, {error} at call {number} ({trace.splitlines()[number - 1]})"
             tried[error] += 1
+            if error == "TWO":
+                faults += [f"{where}: {fault}" for fault in _two(command, begin, number, before, whole, left)]
+                continue
+            code, told, _ = run(command.arguments + begin, folder, at=number, error=error)
             found = tree(command.out)
             if found not in (before, whole) and not command.keeps:
                 faults.append(f"{where}: the output is neither the old nor the new one: {sorted(found)}")
@@ -190,78 +173,43 @@ def points(command: Command, errors: list[str], stride: int) -> tuple[Counter[st
     return tried, faults
 
 
-def commands(names: list[str], work: Path, model: Path | None = None) -> list[Command]:
-    """The commands to stop, each twice: to a new output, and over an old one.
+def _two(
+    command: Command, begin: list[str], number: int, before: dict[str, str], whole: dict[str, str], left: set[str]
+) -> list[str]:
+    """What goes wrong where a second run of a command comes, and ends, while the first waits at a call.
 
     Args:
-        model: a small model, made ternary; None makes one.
+        begin: options of both. number: of the call. before, whole: the trees of the old and the new output.
+        left: names beside the output after a run.
     """
-    work.mkdir(parents=True, exist_ok=True)
-    if model is None:
-        model = work / "model"
-        _ternary(model)
+    folder, ended, found = command.out.parent, [], []
 
-    packed, kept = work / "packed", work / "kept"
-    for out, options in ((packed, []), (kept, ["--keep", "down_proj"])):
-        code, told, _ = run(["pack", str(model), "--out", str(out), "--quiet", *options], work / "none")
-        if code:
-            raise SystemExit(told)
-    (work / "prompts.txt").write_text("one\ntwo\nthree\n")
-    (work / "old.gguf").write_bytes(b"old")
-    (work / "old.jsonl").write_text("")
-    found = []
-    for name in names:
-        out = work / name / "out"
-        if name == "pack":
-            line = ["pack", str(model), "--out", str(out), "--quiet"]
-            found += [Command("pack", line, out), Command("pack --overwrite", line, out, old=kept)]
-        elif name == "export":
-            line = ["export", str(packed), "--to", "dense", "--out", str(out), "--quiet"]
-            found += [Command("export", line, out), Command("export --overwrite", line, out, old=kept)]
-        elif name == "gguf":
-            out = out.with_suffix(".gguf")
-            line = ["export", str(packed), "--out", str(out), "--to", "gguf:Q2_0", "--pre", "gpt-2", "--quiet"]
-            found += [Command(name, line, out), Command("gguf --overwrite", line, out, old=work / "old.gguf")]
-        elif name == "quantize":
-            line = ["quantize", str(model), "--out", str(out), *QUANTIZE]
-            found += [Command("quantize", line, out)]
-        elif name == "finetune":
-            line = ["finetune", str(model), "--out", str(out), *FINETUNE]
-            found += [Command("finetune", line, out)]
-        elif name == "prompts":
-            out = out.with_suffix(".jsonl")
-            line = ["generate", str(packed), "--prompts-file", str(work / "prompts.txt"), "--out", str(out)]
-            line += ["--max-tokens", "4", "--temperature", "0", "--quiet", "--device", "cpu"]
-            found += [Command("prompts", line, out, ["--resume"], keeps=True)]
-        else:
-            raise SystemExit(f"{name}: no such command")
-    return found
+    def second() -> None:
+        code, told, _ = run(command.arguments + begin, folder)
+        ended.append((code, told))
+        found.append(tree(command.out))
 
-
-def _ternary(out: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        vocab_size=8192, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, **sizes
-    )
-    model = LlamaForCausalLM(config).half()
-    for layer in model.model.layers:
-        for module in layer.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.weight.data = torch.randint(-1, 2, module.weight.shape).half() * 0.02
-    model.save_pretrained(out)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, out)
+    first = run(command.arguments + begin, folder, at=number, error="TWO", meanwhile=second)
+    faults = []
+    for code, told in (first[:2], *ended):
+        if code not in (0, 1, 2, 3) or (code and told.count("error:") != 1):
+            faults.append(f"exit code {code}: {told[-300:]}")
+    if first[0] and all(code for code, _ in ended):
+        faults.append("neither run ended well")
+    if found[0] not in (before, whole) and not command.keeps:
+        faults.append(f"the output is neither the old nor the new one after the second: {sorted(found[0])}")
+    if tree(command.out) != whole:
+        faults.append(f"no whole output after both: {sorted(tree(command.out))}")
+    if extra := {path.name for path in folder.iterdir()} - left:
+        faults.append(f"left after both: {sorted(extra)}")
+    return faults
 
 
 def main() -> int:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commands", nargs="+", help="pack, export, gguf, quantize, finetune, prompts")
-    parser.add_argument("--errors", default="KILL", help="KILL, ENOSPC, EROFS, EIO, or others, with commas")
+    parser.add_argument("--errors", default="KILL", help="KILL, TWO, ENOSPC, EROFS, EIO, or others, with commas")
     parser.add_argument("--stride", type=int, default=1, help="stop at every so many calls")
     parser.add_argument("--model", type=Path, help="a ternary model; default: a tiny random one")
     options = parser.parse_args()
@@ -275,7 +223,7 @@ def main() -> int:
     torch.set_num_threads(1)
     failed = False
     with tempfile.TemporaryDirectory(prefix="crash-points-") as work:
-        for command in commands(options.commands, Path(work).resolve() / "work", options.model):
+        for command in commands(options.commands, Path(work).resolve() / "work", run, options.model):
             tried, faults = points(command, options.errors.split(","), options.stride)
             counts = ", ".join(f"{count} {error}" for error, count in tried.items())
             print(f"{command.name}: {counts or 'no points'}; {len(faults)} faults", flush=True)

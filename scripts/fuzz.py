@@ -3,6 +3,7 @@ get; another exception, more than a second of processor time or more than a gibi
 
     python scripts/fuzz.py gguf_header --inputs 1000000 --seed 1
     python scripts/fuzz.py all --seconds 10 --crashes DIR
+    python scripts/fuzz.py all --structures 10000      # package hypothesis; every reader of structures, each this many
     python scripts/fuzz.py yaml --guided --seconds 600 --crashes DIR    # inputs by what they reach: package atheris
 """
 
@@ -13,6 +14,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import os
 import random
 import resource
 import shutil
@@ -27,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzz_targets import TARGETS, Target
+from fuzz_targets import TARGETS, NoInput, Target
 
 from trirun_cli.errors import explain
 
@@ -62,7 +64,7 @@ def changed_bytes(raw: bytes, rng: random.Random) -> bytes:
             width = rng.choice((1, 4, 8))
             data[at : at + width] = (rng.choice(NUMBERS) % 256**width).to_bytes(width, "little")
         elif rng.random() < 0.1:
-            data[at:] = b"[" * 100_000 if rng.random() < 0.1 else b""
+            data[at:] = b"[" * rng.choice((2, 64, 4000)) if rng.random() < 0.03 else b""
     return bytes(data)
 
 
@@ -70,35 +72,41 @@ def changed_json(raw: bytes, rng: random.Random) -> bytes:
     """The JSON with one to three of its values replaced, left out or put elsewhere."""
     whole = [json.loads(raw)]
     for _ in range(rng.randint(1, 3)):
-        places = list(_places(whole))
-        holder, key = rng.choice(places)
+        holder, key = _place(whole, rng)
         kind = rng.random()
         if kind < 0.7:
             holder[key] = copy.deepcopy(rng.choice(VALUES))
         elif kind < 0.85 and holder is not whole:
             del holder[key]
         else:
-            other, there = rng.choice(places)
+            other, there = _place(whole, rng)
             holder[key] = copy.deepcopy(other[there])
     return json.dumps(whole[0]).encode()
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    for key in keys:
-        yield value, key
-        yield from _places(value[key])
+def _place(holder: Any, rng: random.Random) -> tuple[Any, Any]:
+    """A value's holder and key: from the top down, further with four chances of five."""
+    while True:
+        key = rng.choice(list(holder)) if isinstance(holder, dict) else rng.randrange(len(holder))
+        value = holder[key]
+        if not isinstance(value, dict | list) or not value or rng.random() < 0.2:
+            return holder, key
+        holder = value
 
 
 def outcome(target: Target, raw: bytes, folder: Path) -> str | None:
-    """What a read ended with: "" a result, None a proper refusal, or what went wrong and where."""
-    for left in folder.iterdir():
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    """What a read ended with: "" a result, None a proper refusal, or what went wrong and where.
+
+    Raises:
+        NoInput: there was nothing to read.
+    """
+    for left in os.scandir(folder):
+        shutil.rmtree(left) if left.is_dir(follow_symlinks=False) else os.unlink(left)
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
     try:
         target.read(raw, folder)
         return ""
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, NoInput):
         raise
     except BaseException as error:
         known = None if isinstance(error, MemoryError | TooSlow) else explain(error)
@@ -130,8 +138,11 @@ def bounded() -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(dir=memory) as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            # Readers that unpack into a temporary directory do so in memory too.
+            tempfile.tempdir = memory
             yield Path(folder)
     finally:
+        tempfile.tempdir = None
         resource.setrlimit(resource.RLIMIT_DATA, limits)
         signal.signal(signal.SIGVTALRM, before)
 
@@ -154,25 +165,30 @@ def fuzz(
     found: Counter[str] = Counter()
     smallest: dict[str, bytes] = {}
     results = refused = done = 0
+    more = iter(replayed)
     with bounded() as folder:
         # What the reader imports is no part of a read.
         with contextlib.suppress(BaseException):
             target.read(target.seeds[0], folder)
         begin = time.monotonic()
-        while done < inputs and time.monotonic() - begin < seconds:
-            if done < len(replayed):
-                raw = replayed[done]
-            elif target.structured and rng.random() < 0.8:
-                raw = changed_json(rng.choice(target.seeds), rng)
-            else:
-                raw = changed_bytes(rng.choice(replayed), rng)
-            done += 1
-            ended = outcome(target, raw, folder)
-            results, refused = results + (ended == ""), refused + (ended is None)
-            if ended:
-                found[ended] += 1
-                if len(raw) < len(smallest.get(ended, raw + b"x")):
-                    smallest[ended] = raw
+        # Ctrl-C reports what was done until then.
+        with contextlib.suppress(KeyboardInterrupt):
+            while done < inputs and time.monotonic() - begin < seconds:
+                raw = next(more, None)
+                if raw is None and rng.random() < target.structured:
+                    raw = changed_json(rng.choice(target.seeds), rng)
+                elif raw is None:
+                    raw = changed_bytes(rng.choice(replayed), rng)
+                try:
+                    ended = outcome(target, raw, folder)
+                except NoInput:
+                    continue
+                done += 1
+                results, refused = results + (ended == ""), refused + (ended is None)
+                if ended:
+                    found[ended] += 1
+                    if len(raw) < len(smallest.get(ended, raw + b"x")):
+                        smallest[ended] = raw
     if crashes is not None:
         for what, raw in smallest.items():
             place = crashes / name
@@ -196,29 +212,53 @@ def guided(name: str, inputs: int, seconds: float, seed: int, corpus: Path | Non
             target.read(target.seeds[0], folder)
 
         def one(raw: bytes) -> None:
-            ended = outcome(target, raw, folder)
-            if ended:
-                raise RuntimeError(ended)
+            with contextlib.suppress(NoInput):
+                if ended := outcome(target, raw, folder):
+                    raise RuntimeError(ended)
 
         limits = [f"-max_total_time={int(seconds)}", f"-runs={min(inputs, 2**31 - 1)}", f"-seed={seed + 1}"]
         atheris.Setup([sys.argv[0], *places, *limits, f"-artifact_prefix={crashes}/"], one)
         atheris.Fuzz()
 
 
+def structured(name: str, examples: int, seed: int) -> dict[str, Any]:
+    """As :func:`fuzz`, of structures that hypothesis makes for one of ``fuzz_structures.PROPERTIES``."""
+    from fuzz_structures import structures
+
+    report: dict[str, Any] = {"structures": name, "inputs": 0, "crashes": {}}
+    with bounded() as folder:
+        try:
+            report["inputs"] = structures(name, examples, seed, folder, outcome)
+        except Exception as error:
+            report["crashes"] = {
+                f"{type(error).__name__}: {error}"[:500]: "".join(getattr(error, "__notes__", []))[:2000]
+            }
+    return report
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", choices=["all", *TARGETS])
+    parser.add_argument("target", help=f"all, or one of {', '.join(TARGETS)}")
     parser.add_argument("--inputs", type=int, default=1 << 62)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--corpus", type=Path, default=Path(__file__).parent.parent / "tests" / "fuzz" / "corpus")
     parser.add_argument("--crashes", type=Path, help="where the smallest input of each crash is written")
+    parser.add_argument("--structures", type=int, metavar="N", help="N of hypothesis' structures for each such reader")
     parser.add_argument("--guided", action="store_true", help="by coverage, with atheris; one target")
     options = parser.parse_args()
     if options.guided:
         given = options.target, options.inputs, options.seconds, options.seed, options.corpus
         guided(*given, options.crashes or Path(tempfile.mkdtemp(prefix="fuzz-")))
     bad = 0
+    if options.structures:
+        from fuzz_structures import PROPERTIES
+
+        for name in PROPERTIES if options.target == "all" else [options.target]:
+            report = structured(name, options.structures, options.seed)
+            print(json.dumps(report), flush=True)
+            bad += len(report["crashes"])
+        return 1 if bad else 0
     for name in TARGETS if options.target == "all" else [options.target]:
         report = fuzz(name, options.inputs, options.seconds, options.seed, options.corpus, options.crashes)
         print(json.dumps(report), flush=True)

@@ -37,27 +37,37 @@ def safetensors_bytes(tensors: dict[str, Any], facts: Any = None) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def gguf_bytes() -> bytes:
+# GGUF's kinds of numbers, as struct has them.
+GGUF_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+GGUF_TEXT, GGUF_LIST = 8, 9
+# Kind and value by key; the value of a list is the kind of its items and these.
+GGUF_METADATA: dict[str, tuple[int, Any]] = {
+    "general.architecture": (8, "llama"), "llama.embedding_length": (4, 64), "llama.attention.head_count": (4, 2),
+    "llama.attention.head_count_kv": (4, 1), "llama.block_count": (4, 1), "llama.feed_forward_length": (4, 64),
+    "llama.context_length": (4, 32), "llama.attention.layer_norm_rms_epsilon": (6, 1e-5),
+    "tokenizer.ggml.model": (8, "llama"), "tokenizer.ggml.tokens": (9, (8, ["<s>", "a", "b", "ab"])),
+    "tokenizer.ggml.scores": (9, (6, [0, -1, -2, -3])), "tokenizer.ggml.token_type": (9, (5, [3, 1, 1, 1])),
+}  # fmt: skip
+
+
+def gguf_value(kind: int, value: Any) -> bytes:
+    """A value of GGUF's metadata."""
+    if kind == GGUF_TEXT:
+        raw = value.encode()
+        return struct.pack("<Q", len(raw)) + raw
+    if kind == GGUF_LIST:
+        item, values = value
+        return struct.pack("<IQ", item, len(values)) + b"".join(gguf_value(item, each) for each in values)
+    return struct.pack("<" + GGUF_NUMBERS[kind], value)
+
+
+def gguf_bytes(metadata: dict[str, tuple[int, Any]] = GGUF_METADATA) -> bytes:
     """A Llama of one layer with a tokenizer of four tokens."""
 
     def text(value: str) -> bytes:
-        return struct.pack("<Q", len(value)) + value.encode()
+        return gguf_value(GGUF_TEXT, value)
 
-    def entry(key: str, kind: int, value: bytes) -> bytes:
-        return text(key) + struct.pack("<I", kind) + value
-
-    counts = {
-        "embedding_length": 64, "attention.head_count": 2, "attention.head_count_kv": 1, "block_count": 1,
-        "feed_forward_length": 64, "context_length": 32,
-    }  # fmt: skip
-    tokens = ["<s>", "a", "b", "ab"]
-    entries = [entry("general.architecture", 8, text("llama"))]
-    entries += [entry(f"llama.{key}", 4, struct.pack("<I", value)) for key, value in counts.items()]
-    entries += [entry("llama.attention.layer_norm_rms_epsilon", 6, struct.pack("<f", 1e-5))]
-    entries += [entry("tokenizer.ggml.model", 8, text("llama"))]
-    entries += [entry("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 4) + b"".join(map(text, tokens)))]
-    entries += [entry("tokenizer.ggml.scores", 9, struct.pack("<IQ4f", 6, 4, 0, -1, -2, -3))]
-    entries += [entry("tokenizer.ggml.token_type", 9, struct.pack("<IQ4i", 5, 4, 3, 1, 1, 1))]
+    entries = [text(key) + struct.pack("<I", kind) + gguf_value(kind, value) for key, (kind, value) in metadata.items()]
     shapes = {
         "token_embd": (4, 64), "output_norm": (64,), "attn_norm": (64,), "ffn_norm": (64,), "attn_q": (64, 64),
         "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64), "ffn_gate": (64, 64), "ffn_up": (64, 64),
@@ -146,4 +156,15 @@ TRAINING = {f"{kind}/w": ["F32", [1]] for kind in ("weights", "best", "exp_avg",
 TRAIN_FACTS = {
     "step": 1, "updates": 1, "best": 1, "seconds": 1.0, "others": 1.0, "scaler": {},
     "evaluations": [{"step": 1, "kl": 0.1, "nll": 0.1}],
+}  # fmt: skip
+TOKENIZER = {
+    "version": "1.0", "truncation": None, "padding": None, "normalizer": {"type": "Sequence", "normalizers": [
+    {"type": "Prepend", "prepend": "a"}, {"type": "Replace", "pattern": {"String": " "}, "content": "a"}]},
+    "added_tokens": [{"id": 1, "content": "b", "single_word": False, "lstrip": False, "rstrip": False, "normalized":
+    False, "special": True}], "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+    "use_regex": True}, "post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id":
+    0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens":
+    {}}, "decoder": {"type": "ByteLevel"},
+    "model": {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False,
+    "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
 }  # fmt: skip

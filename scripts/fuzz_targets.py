@@ -6,9 +6,11 @@ import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import fuzz_requests
 from fuzz_seeds import (
     ANSWER,
     BLOCK,
@@ -19,6 +21,7 @@ from fuzz_seeds import (
     PROMPT,
     RECIPE,
     SIZES,
+    TOKENIZER,
     TRAIN_FACTS,
     TRAINING,
     dumped,
@@ -27,25 +30,39 @@ from fuzz_seeds import (
 )
 
 
+class NoInput(Exception):
+    """What was made is nothing that the reader is ever given."""
+
+
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A reader.
 
     Attributes:
         seeds: whole inputs. read: reads one, given a folder in memory that it may write to.
-        structured: inputs are JSON, and changed as such too.
+        structured: the share of inputs that are JSON, changed as such; the others are changed as bytes.
     """
 
     seeds: list[bytes]
     read: Callable[[bytes, Path], Any]
-    structured: bool = True
+    structured: float = 0.8
 
 
 def _value(raw: bytes) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):
-        return None
+        raise NoInput from None
+
+
+def _mapping(raw: bytes) -> dict[str, Any]:
+    value = _value(raw)
+    if not isinstance(value, dict):
+        raise NoInput
+    return value
 
 
 def _safetensors(raw: bytes, folder: Path) -> None:
@@ -88,8 +105,7 @@ def _checkpoint(raw: bytes, folder: Path) -> None:
         whole = json.loads(raw)
         weights, config = safetensors_bytes(whole["tensors"]), json.dumps(whole["config"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        # No directory: nothing to read.
-        return
+        raise NoInput from None
     (folder / "model.safetensors").write_bytes(weights)
     (folder / "config.json").write_text(config)
     source = ModelDir(folder)
@@ -107,17 +123,22 @@ def _checkpoint(raw: bytes, folder: Path) -> None:
 
 
 def _recipe(raw: bytes, folder: Path) -> None:
+    from trirun_gptq.recipe import Recipe
+
+    Recipe.from_dict(_mapping(raw))
+
+
+def _train_recipe(raw: bytes, folder: Path) -> None:
+    from trirun_gptq.train.recipe import TrainRecipe
+
+    TrainRecipe.from_dict(_mapping(raw))
+
+
+def _yaml(raw: bytes, folder: Path) -> None:
     from trirun_gptq.recipe import load_recipe
 
     (folder / "recipe.yaml").write_bytes(raw)
     load_recipe(folder / "recipe.yaml")
-
-
-def _train_recipe(raw: bytes, folder: Path) -> None:
-    from trirun_gptq.train.recipe import load_train_recipe
-
-    (folder / "recipe.yaml").write_bytes(raw)
-    load_train_recipe(folder / "recipe.yaml")
 
 
 def _prompts(raw: bytes, folder: Path) -> None:
@@ -194,37 +215,84 @@ def _tokenizer(raw: bytes, folder: Path) -> None:
     light_tokenizer(folder)
 
 
+def _tokenizer_json(raw: bytes, folder: Path) -> None:
+    from trirun_cli.text.tokenizer import light_tokenizer
+
+    (folder / "tokenizer.json").write_bytes(raw)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "b"}')
+    tokenizer = light_tokenizer(folder)
+    if tokenizer is not None:
+        tokenizer.decode(tokenizer("ab a")["input_ids"])
+
+
+def _generation(raw: bytes, folder: Path) -> None:
+    from trirun_cli.engine.generation import sampling_defaults, stop_ids
+    from trirun_cli.engine.sampling import SamplingParams
+
+    (folder / "config.json").write_bytes(b"{}")
+    (folder / "generation_config.json").write_bytes(raw)
+    stop_ids(folder)
+    SamplingParams(**sampling_defaults(folder))
+
+
+def _sums(raw: bytes, folder: Path) -> None:
+    from trirun_cli.checkpoint.verify import verify_files
+
+    (folder / "config.json").write_bytes(b"{}")
+    (folder / "SHA256SUMS").write_bytes(raw)
+    list(verify_files(folder))
+
+
 def _template(raw: bytes, folder: Path) -> None:
     from jinja2 import TemplateError
 
     from trirun_cli.text.chat_template import LightTemplate
 
     with contextlib.suppress(TemplateError):
-        LightTemplate(raw.decode("utf-8", "replace"), {})
+        template = LightTemplate(raw.decode("utf-8", "replace"), {})
+        try:
+            template(MESSAGES, tools=[], add_generation_prompt=True, seconds=0.5)
+        except MemoryError:
+            raise
+        # A program may end in any error, and whoever renders one says so.
+        except Exception:
+            return
 
 
 TARGETS = {
-    "safetensors": Target([HEADER], _safetensors, structured=False),
+    "safetensors": Target([HEADER], _safetensors, 0),
     "index": Target(dumped({"metadata": {}, "weight_map": {"w": "a.safetensors"}}), _index),
     "config": Target(dumped(*(SIZES | each for each in CONFIGS)), _config),
-    **{name: Target(dumped(whole), _checkpoint) for name, whole in FORMATS.items()},
-    # JSON is YAML.
-    "recipe": Target(dumped(RECIPE), _recipe),
-    "train_recipe": Target(dumped({"method": "learned", "steps": 4, "lr": 0.1, "ignore": ["a"]}), _train_recipe),
-    "yaml": Target([b"name: &a x\ngrid: ternary\nignore: [a, 'b']\ndamp: 1e-2\nseed: 0x1f\n"], _recipe, False),
+    **{name: Target(dumped(whole), _checkpoint, 1) for name, whole in FORMATS.items()},
+    "recipe": Target(dumped(RECIPE), _recipe, 1),
+    "train_recipe": Target(dumped({"method": "learned", "steps": 4, "lr": 0.1, "ignore": ["a"]}), _train_recipe, 1),
+    "yaml": Target(
+        [b"name: &a x\ngrid: ternary\n", b"ignore: [a, 'b']\ndamp: 1e-2\n", b"---\nseed: 0x1f # a\n"], _yaml, 0
+    ),
     "prompts": Target(dumped(PROMPT), _prompts),
     "answers": Target(dumped(ANSWER), _answers),
     "run_state": Target(dumped({"format": "2"}), _run_state),
-    "block_state": Target(dumped(BLOCK_FACTS), _block_state),
-    "train_state": Target(dumped(TRAIN_FACTS), _train_state),
+    "block_state": Target(dumped(BLOCK_FACTS), _block_state, 1),
+    "train_state": Target(dumped(TRAIN_FACTS), _train_state, 1),
     "requests": Target(dumped({"schema": "trirun.eval.requests/1"}), _requests),
-    "gguf_header": Target([gguf_bytes()], _gguf_header, structured=False),
-    "gguf": Target([gguf_bytes()], _gguf, structured=False),
+    "gguf_header": Target([gguf_bytes()], _gguf_header, 0),
+    "gguf": Target([gguf_bytes()], _gguf, 0),
     "tokenizer_config": Target(
         dumped({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "a"}, "chat_template": "x"}),
         _tokenizer,
     ),
+    "tokenizer": Target(dumped(TOKENIZER), _tokenizer_json),
+    "generation": Target(
+        dumped({"do_sample": True, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "eos_token_id": [1, 2]}),
+        _generation,
+    ),
+    "sums": Target([f"{sha256(b'{}').hexdigest()}  config.json\n".encode()], _sums, 0),
+    "calibration": Target(dumped(*fuzz_requests.TEXTS), fuzz_requests.calibration),
+    "rows": Target(dumped(*fuzz_requests.ROWS), fuzz_requests.rows),
+    "csv": Target(fuzz_requests.CSV, fuzz_requests.csv_rows, 0),
+    "calls": Target(fuzz_requests.CALLS, fuzz_requests.calls, 0),
+    "http": Target(dumped(*fuzz_requests.BODIES), fuzz_requests.http),
     "chat_template": Target(
-        [b"{% for m in messages %}{{ m['role'] | tojson }}{% endfor %}{% set n = namespace(a=1) %}"], _template, False
+        [b"{% for m in messages %}{{ m['role'] | tojson }}{% endfor %}{% set n = namespace(a=1) %}"], _template, 0
     ),
 }

@@ -3,7 +3,7 @@
 
     python scripts/sanitize_cpu.py address                                  # kernels, decoder, engine, wrong calls
     python scripts/sanitize_cpu.py thread tests/engine -k readers           # arguments go to pytest
-    python scripts/sanitize_cpu.py address --calls 2000                     # wrong calls alone, as test.sh does
+    python scripts/sanitize_cpu.py address --calls 2000                     # wrong calls alone
 
 A copy of the tracked files below build/sanitized is built and tested: the library in place stays as it is. Needs g++
 with its libasan, libubsan and libtsan. Python's own memory is not looked at, nor what torch's threads do.
@@ -32,8 +32,9 @@ OPTIONS = {
     # Python frees little of what it has at its end, and torch's own allocations are not ours.
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:handle_segv=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    # How torch's threads wait for each other is not known: only what the library does itself counts.
-    "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:report_signal_unsafe=0",
+    # How torch's threads wait for each other is not known: only what the library does itself counts. A child of a fork
+    # may start threads: the pool does.
+    "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:report_signal_unsafe=0:die_after_fork=0",
 }
 _DECODER = ["tests/kernels/decoder", "tests/engine"]
 TESTS = {

@@ -62,6 +62,11 @@ def _one_line(message: str) -> str:
     return "".join(c if c.isprintable() else " " if c.isspace() else repr(c)[1:-1] for c in message)
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up: its exception is none of Python's usual ones, and no module has its type."""
+    return type(error).__name__ == "PanicException"
+
+
 def explain(error: BaseException) -> TrirunError | None:
     """The user's view of an exception that libraries raise, or None when it is a defect of trirun itself.
 
@@ -80,6 +85,8 @@ def explain(error: BaseException) -> TrirunError | None:
         return TrirunError(f"{place}: no space left to write" if place else "no space left to write", "free some space")
     if isinstance(error, OSError) and error.errno == errno.EROFS:
         return TrirunError(f"{error.filename or 'output'}: {error.strerror}")
+    if is_panic(error):
+        return InputError(f"a library gave up on what a file holds: {text}")
     if "SafetensorError" in names:
         return InputError(f"unreadable safetensors file: {text}")
     if names & {"QuantizationError", "PackError"}:

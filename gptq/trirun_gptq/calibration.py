@@ -156,13 +156,20 @@ def _pieces(text: str) -> Iterator[str]:
 
 def _text(document: Any, tokenizer: Any, source: str) -> str:
     """A document as text: strings as they are, chats through the tokenizer's template."""
-    if isinstance(document, str):
-        return document
+    text = document if isinstance(document, str) else _rendered(document, tokenizer, source)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise QuantizationError(f"{source}: a document has half a character, which is no text") from None
+    return text
+
+
+def _rendered(document: Any, tokenizer: Any, source: str) -> str:
     if isinstance(document, list) and all(isinstance(turn, dict) for turn in document):
         if not getattr(tokenizer, "chat_template", None):
             raise QuantizationError(f"{source} holds chat messages, and this model's tokenizer has no chat template")
         try:
-            return tokenizer.apply_chat_template(document, tokenize=False)
+            return str(tokenizer.apply_chat_template(document, tokenize=False))
         except Exception as error:
             # A template is a program of the model's author and may raise anything.
             raise QuantizationError(f"{source}: the chat template refuses a conversation: {error}") from None
@@ -200,8 +207,10 @@ def _from_jsonl(path: Path) -> list[Any]:
                 entry = json.loads(line)
             except UnicodeDecodeError as error:
                 raise QuantizationError(f"{path} line {number}: not UTF-8 text (byte {error.start})") from None
-            except json.JSONDecodeError as error:
-                raise QuantizationError(f"{path} line {number}: not valid JSON ({error.msg})") from None
+            except (ValueError, RecursionError) as error:
+                raise QuantizationError(
+                    f"{path} line {number}: not valid JSON ({getattr(error, 'msg', error)})"
+                ) from None
             column = next((name for name in COLUMNS if isinstance(entry, dict) and name in entry), None)
             if column is None:
                 found = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__

@@ -1,6 +1,9 @@
 """Models downloaded by name, from a stand-in for the hub on this machine: which files, how, and every refusal."""
 
+import hashlib
+import multiprocessing
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -169,3 +172,27 @@ def test_refusals_are_one_line(hub, trirun, name, words):
         code, out, err = trirun(*command)
         assert code == 3 and out == "" and words in " ".join(err.split()), err
     assert os.listdir() == []
+
+
+def download(name: str, barrier, answers) -> None:
+    barrier.wait()
+    path = local_model(Path(name))
+    answers.put((str(path), hashlib.sha256(path.read_bytes()).hexdigest()))
+
+
+def test_two_processes_that_download_one_model_at_once_both_have_it_whole(hub, tmp_path):
+    content = random.Random(0).randbytes(8 << 20)
+    repository = Repository({"tiny-Q2_0.gguf": content})
+    hub(org__tiny=repository)
+    fork = multiprocessing.get_context("fork")
+    barrier, answers = fork.Barrier(3, timeout=60), fork.SimpleQueue()
+    runs = [fork.Process(target=download, args=("org/tiny", barrier, answers)) for _ in range(2)]
+    for run in runs:
+        run.start()
+    barrier.wait()
+    while any(run.is_alive() for run in runs):
+        # What has its final name is whole at any time.
+        assert all(file.stat().st_size == len(content) for file in (tmp_path / "hub").glob("**/snapshots/*/*.gguf"))
+    assert [run.exitcode for run in runs] == [0, 0]
+    (first, second), expected = (answers.get(), answers.get()), hashlib.sha256(content).hexdigest()
+    assert first == second == (first[0], expected) and repository.sent == [("tiny-Q2_0.gguf", 0)]

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import shutil
 import subprocess
 import sys
 
@@ -199,3 +200,12 @@ def test_tracebacks_are_for_the_asking(value, shown):
     command = [sys.executable, "-m", "trirun_cli", "inspect", "/nowhere"]
     done = subprocess.run(command, capture_output=True, env=os.environ | {"TRIRUN_DEBUG": value})
     assert (b"Traceback" in done.stderr) == shown and b"/nowhere: no such directory" in done.stderr
+
+
+def test_a_tokenizer_that_its_library_gives_up_on(trirun, packed, tmp_path, repo_root):
+    # A BPE model whose merges are shorter than the prefix that is cut off them.
+    hostile = repo_root / "tests" / "fuzz" / "corpus" / "tokenizer" / "panic"
+    shutil.copytree(packed, tmp_path / "model")
+    shutil.copy(hostile, tmp_path / "model" / "tokenizer.json")
+    code, out, err = trirun("generate", tmp_path / "model", "--prompt", "a", "--device", "cpu")
+    assert code == 3 and not out and "error: a library gave up on what a file holds: range end index" in err

@@ -104,6 +104,23 @@ def test_the_docs_name_every_endpoint_and_field_and_no_other_host(site):
     asyncio.run(scenario())
 
 
+def test_the_openapi_document_tells_how_requests_are_refused(site):
+    async def scenario():
+        async with site() as demo:
+            document = (await demo.client.get("/openapi.json")).json()
+            for path, methods in document["paths"].items():
+                kind = "AnthropicErrorDocument" if path.startswith("/v1/messages") else "ErrorDocument"
+                for operation in methods.values():
+                    told = operation["responses"]
+                    assert set(told) == {"200", "4XX", "5XX"}
+                    (refused,) = told["4XX"]["content"].values()
+                    assert refused["schema"]["$ref"] == f"#/components/schemas/{kind}"
+            assert "text/event-stream" in document["paths"]["/v1/messages"]["post"]["responses"]["200"]["content"]
+            assert list(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

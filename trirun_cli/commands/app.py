@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..console import Console
-from ..errors import TrirunError, explain
+from ..errors import TrirunError, explain, is_panic
 from ..interrupts import Interrupts
 from ..version import __version__
 from . import bench, chat, doctor, export, finetune, generate, inspect, pack, quantize, serve, verify, version
@@ -86,8 +86,9 @@ def main() -> None:
             app()
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception as error:
-        if os.environ.get("TRIRUN_DEBUG", "0") not in ("", "0"):
+    except BaseException as error:
+        stops = not isinstance(error, Exception) and not is_panic(error)
+        if stops or os.environ.get("TRIRUN_DEBUG", "0") not in ("", "0"):
             raise
         known = explain(error)
         if known is None:

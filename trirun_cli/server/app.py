@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from ..version import __version__
 from . import chat_page, docs_page, errors
@@ -16,7 +16,7 @@ from .answer import answer
 from .bodies.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .dialects import anthropic, embeddings, responses
 from .dialects.chat import answer_chat
-from .errors import ApiError
+from .errors import STREAMED, ApiError
 from .http.guard import Guard
 from .operations import metrics
 from .operations.tracing import Tracing
@@ -54,6 +54,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        responses=errors.refusals(errors.ErrorDocument),
     )
     errors.install(app)
     # The middleware added last runs first: a browser's preflight request carries no key and must not reach the guard.
@@ -78,7 +79,7 @@ def create_app(
 
 
 def _add_completions(app: FastAPI, pool: Pool) -> None:
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", response_model=None, responses=STREAMED)
     async def completions(request: Request, body: CompletionBody) -> Response:
         """Continue prompts: strings or token ids, one or several."""
         arrived = time.perf_counter()
@@ -97,7 +98,7 @@ def _add_completions(app: FastAPI, pool: Pool) -> None:
             )
             return await answer(request, service, group, reply, stream=bool(body.stream))
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, responses=STREAMED)
     async def chat(request: Request, body: ChatBody) -> Response:
         """Answer a conversation through the model's chat template."""
         arrived = time.perf_counter()
@@ -143,7 +144,7 @@ def _add_information(app: FastAPI, pool: Pool) -> None:
         """trirun's version."""
         return {"version": __version__}
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Metrics in Prometheus's text format."""
         return Response(pool.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})

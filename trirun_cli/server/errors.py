@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from .dialects.other_paths import OTHER_PATHS
@@ -30,6 +30,45 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+class Fault(BaseModel):
+    """What is wrong with a request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorDocument(BaseModel):
+    """The body of a refusal."""
+
+    error: Fault
+
+
+class AnthropicFault(BaseModel):
+    """What is wrong with a request of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorDocument(BaseModel):
+    """The body of a refusal of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicFault
+
+
+def refusals(document: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The responses of a route besides its answer, for the OpenAPI document."""
+    told = {"4XX": "The request is refused.", "5XX": "The server cannot answer now, or never."}
+    return {status: {"model": document, "description": text} for status, text in told.items()}
+
+
+# Of routes whose answer may be a stream of events.
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 class ApiError(Exception):

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,9 @@ class LightTemplate:
     """
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        from importlib.metadata import version
-
         from jinja2 import TemplateSyntaxError
         from jinja2.ext import loopcontrols
 
-        if tuple(int(part) for part in version("jinja2").split(".")[:3] if part.isdecimal()) < _JINJA:
-            raise ImportError(f"jinja2 {version('jinja2')}")
         environment = _sandbox()(trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals |= {
@@ -160,9 +157,18 @@ def _up_to_mark(text: str, last: str) -> str:
 _TICK = "tick_"
 
 
+@cache
 def _sandbox() -> Callable[..., Any]:
     """A sandbox that looks at the time: at every call, and every loop has one. Jinja's own stops a template from
-    reaching into Python, not from running for ever."""
+    reaching into Python, not from running for ever.
+
+    Raises:
+        ImportError: there is no jinja2, or one too old.
+    """
+    from importlib.metadata import version
+
+    if tuple(int(part) for part in version("jinja2").split(".")[:3] if part.isdecimal()) < _JINJA:
+        raise ImportError(f"jinja2 {version('jinja2')}")
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -201,6 +207,7 @@ def _made(operator: str, left: Any, right: Any) -> int:
     return 0
 
 
+@cache
 def _generation_tag() -> Any:
     """transformers' own statement, ``{% generation %} ... {% endgeneration %}``: it marks what a model has written, for
     training, and changes nothing of the text."""
@@ -239,6 +246,7 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+@cache
 def _namespace() -> Callable[..., Any]:
     from jinja2.exceptions import SecurityError
     from jinja2.utils import Namespace

@@ -16,7 +16,7 @@ from trirun_kernels.weights.durable import flush, publish_file
 from ..checkpoint.model_dir import ModelDir
 from ..checkpoint.writer import RECIPE_FILE
 from ..engine.sampling import SamplingParams
-from ..errors import InputError, UsageError
+from ..errors import InputError, UsageError, writing
 
 # What decides a model's answers besides its weights; and how many bytes of a file are read, at how many places.
 _IDENTIFYING = (
@@ -168,9 +168,10 @@ class AnswerFile:
             sys.stdout.write(line)
             sys.stdout.flush()
         if self._file is not None:
-            self.settle()
-            self._file.write(line.encode())
-            self._file.flush()
+            with writing(self._path):
+                self.settle()
+                self._file.write(line.encode())
+                self._file.flush()
 
     def settle(self) -> None:
         """Make the file hold what is kept of it, and no more; :meth:`add` does it too."""

@@ -53,14 +53,20 @@ class ToolParser:
         return self._made(found)
 
     def _made(self, values: Sequence[Any]) -> list[dict[str, Any]] | None:
-        """Calls of objects with a name and arguments, or None where one is anything else, or there are none."""
+        """Calls of objects with a name and arguments; None where there are none, or one is anything else, or
+        has NaN or half a character, which Python reads and no client does."""
         found = []
         for value in values:
             name = value.get("name") if isinstance(value, dict) else None
             arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 return None
-            found.append({"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)})
+            try:
+                written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+                f"{name}{written}".encode()
+            except (ValueError, RecursionError):
+                return None
+            found.append({"name": name, "arguments": written})
         calls = []
         for function in found:
             own = {"index": self.count, "id": f"call_{uuid.uuid4().hex}", "type": "function"}

@@ -16,7 +16,7 @@ from ..integrations.vllm_server import TESTED as TESTED_VLLM
 from ..integrations.vllm_server import check_installation, installed_version
 
 # What this version was tested with: the lower bound included, the upper excluded.
-TESTED = {"torch": ("2.10", "3"), "transformers": ("5.16.1", "6")}
+TESTED = {"torch": ("2.10", "3"), "transformers": ("5.23", "6")}
 
 LIGHT = "packed Llama-like checkpoints run on the CPU without it; pip install trirun adds it"
 

@@ -155,7 +155,9 @@ def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tupl
                 raise _WrongStyle
             if not hidden:
                 hidden.append(states)
+            # By its name before transformers 5.24, and since.
             kwargs.pop("past_key_values", None)
+            kwargs.pop("cache", None)
             calls.append((args[1:], kwargs))
             if len(calls) == len(blocks):
                 raise EnoughSeen

@@ -8,6 +8,7 @@ distribution itself is the target.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -46,10 +47,12 @@ def sample(
 def _continue(model: Any, tokens: Tensor, length: int, generator: torch.Generator) -> Tensor:
     from .cache import roomy_cache
 
-    cache = roomy_cache(model.config, length)
+    # By its name since transformers 5.24, or before.
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    past = {name: roomy_cache(model.config, length)}
     written, new = [tokens], tokens
     for _ in range(length - tokens.shape[1]):
-        output = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(input_ids=new, **past, use_cache=True, logits_to_keep=1)
         chances = output.logits[:, -1].float().softmax(-1)
         # The largest of p / Exp(1) is a sample of p; torch.multinomial is slower and limited to 2²⁴ categories.
         noise = torch.empty_like(chances).exponential_(generator=generator)

@@ -50,7 +50,14 @@ def test_text_without_calls_stays_as_it_is(text, size):
 
 
 def test_what_is_no_call_is_shown():
-    for inside in ("not json", '{"arguments": {}}', '{"name": 3}', '["name"]', '{"name": "f", "arguments": 5}'):
+    whole = ("not json", '{"arguments": {}}', '{"name": 3}', '["name"]', '{"name": "f", "arguments": 5}')
+    # Python reads these; in a response they would be no JSON, or no Unicode.
+    unread = (
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": "\\ud800"}}',
+        '{"name": "\\ud800"}',
+    )
+    for inside in whole + unread:
         parser = HermesParser()
         content, calls = parser.feed(f"<tool_call>{inside}</tool_call>")
         assert content == f"<tool_call>{inside}</tool_call>" and calls == []

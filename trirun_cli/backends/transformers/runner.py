@@ -19,7 +19,8 @@ from .weights import continues, first_positions, keeps_every_token, longest_sequ
 
 # Tokens of one step: what a prompt may hold up the others for; a GPU runs more of them in less time.
 MAX_ROWS = {"cpu": 512, "cuda": 2048}
-CACHES = ("past_key_values", "cache_params")  # what a model's forward calls it: of attention, of recurrent layers alone
+# What a model's forward calls it: of attention, before transformers 5.24 and since; of recurrent layers alone.
+CACHES = ("past_key_values", "cache", "cache_params")
 
 
 class TransformersRunner:

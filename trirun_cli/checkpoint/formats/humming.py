@@ -75,6 +75,8 @@ def read(words: Tensor, scales: Tensor, group_size: int, name: str = "weight") -
     """
     if words.dim() != 2 or words.dtype != torch.int32:
         raise QuantizationError(f"{name}: packed weights are int32 [n, k/16], got {words.dtype} {list(words.shape)}")
+    if words.shape[1] * 16 % group_size:
+        raise QuantizationError(f"{name}: {words.shape[1] * 16} columns are no whole groups of {group_size}")
     groups = [words.shape[0], words.shape[1] * 16 // group_size]
     if list(scales.shape) != groups:
         raise QuantizationError(f"{name}: scales are {list(scales.shape)}, groups of {group_size} make {groups}")

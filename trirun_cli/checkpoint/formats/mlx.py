@@ -184,6 +184,8 @@ def _codes(words: Tensor, scales: Tensor, biases: Tensor, group_size: int, name:
     if words.dim() != 2 or words.dtype not in (torch.uint32, torch.int32):
         found = f"{words.dtype} {list(words.shape)}"
         raise QuantizationError(f"{name}: packed weights are uint32 [n, k/{each}], got {found}")
+    if words.shape[1] * each % group_size:
+        raise QuantizationError(f"{name}: {words.shape[1] * each} columns are no whole groups of {group_size}")
     groups = [words.shape[0], words.shape[1] * each // group_size]
     if list(scales.shape) != groups or list(biases.shape) != groups:
         found = f"{list(scales.shape)} and {list(biases.shape)}"

@@ -78,6 +78,8 @@ def arc_original(row: Row) -> Row:
     if not isinstance(question, dict) or not isinstance(question.get("choices"), list):
         raise RowError("'question' must be an object with 'stem' and a list 'choices'")
     choices = question["choices"]
+    if not all(isinstance(choice, dict) for choice in choices):
+        raise RowError("each of 'choices' must be an object with 'text' and 'label'")
     return _labelled(
         text(question, "stem"),
         [text(choice, "text") for choice in choices],

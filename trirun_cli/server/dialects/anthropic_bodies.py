@@ -158,6 +158,9 @@ def _messages_of(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
     for index, block in enumerate(message.content):
         if block.type == "tool_result" and message.role == "user":
             inner = block.content if block.content is not None else ""
+            if not isinstance(inner, str | list):
+                param = f"{where}[{index}].content"
+                raise ApiError(400, f"{param} must be text or a list of blocks", param=param, code="invalid_value")
             parts = [Block.model_validate(part) for part in _blocks(inner)]
             content = _text(parts, f"{where}[{index}].content")
             results.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": content})

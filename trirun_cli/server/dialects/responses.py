@@ -7,7 +7,7 @@ import time
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from ..errors import ApiError
+from ..errors import STREAMED, ApiError
 from ..pool.pool import Pool
 from .chat import answer_chat
 from .responses_bodies import ResponsesBody, in_its_names
@@ -19,7 +19,7 @@ _PATH = "/v1/responses"
 def add(app: FastAPI, pool: Pool) -> None:
     """Add the routes to an application."""
 
-    @app.post(_PATH, response_model=None)
+    @app.post(_PATH, response_model=None, responses=STREAMED)
     async def responses(request: Request, body: ResponsesBody) -> Response:
         """Answer a conversation, in the form of OpenAI's Responses API."""
         arrived = time.perf_counter()
