@@ -19,6 +19,7 @@ STREAMS = 4  # held at the peak: inputs and outputs of a block, in the original 
 # Per weight of a block that is refined, by method: parameter, gradient, two moments; and the dense weight with its
 # gradient, or noise and probabilities of four codes.
 REFINE_BYTES = {"ste": 24, "gumbel": 112}
+COMPARED = 5  # log-probabilities of both models, and what their divergence is computed from
 CODE_BYTES = 28  # per weight, where codes train end to end
 USABLE = 0.9  # of the free memory; the rest is fragmentation and what libraries take
 
@@ -35,8 +36,11 @@ class MemoryPlan(Event):
         e2e: the whole model as codes, and logits; 0 without end-to-end training.
         e2e_codes: what training the codes takes more; 0 where the recipe leaves them.
         e2e_kept: what end-to-end training takes more when it keeps all blocks' activations for the backward pass.
+        compare: both models' predictions of a micro-batch, and what lies between them and their distance. Without
+            room for it the micro-batch gets smaller.
         streams: hidden states of all calibration tokens, at the precision of ``place``.
         place: where they wait.
+        held: of the host's memory, by this process before the run; 0 on another device.
     """
 
     device: torch.device
@@ -47,8 +51,10 @@ class MemoryPlan(Event):
     e2e: int
     e2e_codes: int
     e2e_kept: int
+    compare: int
     streams: int
     place: Placement
+    held: int
 
     @property
     def working(self) -> int:
@@ -59,6 +65,11 @@ class MemoryPlan(Event):
     def total(self) -> int:
         """On the device at the worst moment, end-to-end training of codes not counted: it is left out without room."""
         return self.working + self.waiting
+
+    @property
+    def peak(self) -> int:
+        """What the process holds on the device at the worst moment, the last comparison among them."""
+        return self.held + max(self.total, self.compare + self.waiting)
 
     @property
     def waiting(self) -> int:
@@ -100,9 +111,9 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
     if recipe.refine_steps:
         refine = max(weights) * max(REFINE_BYTES[method] for method in recipe.engines)
     e2e = e2e_codes = e2e_kept = 0
+    embeddings = 4 * (sum(p.numel() for p in skeleton.model.parameters()) - sum(weights))
     if recipe.end_to_end:
-        others = 4 * (sum(p.numel() for p in skeleton.model.parameters()) - sum(weights))
-        e2e = sum(weights) + others + BATCH_TOKENS * vocabulary * 4 * 6 + 2 * activations
+        e2e = sum(weights) + embeddings + BATCH_TOKENS * vocabulary * 4 * 6 + 2 * activations
         # Latents, gradients and two moments; and what a weight becomes on its way through a step.
         e2e_codes = sum(weights) * CODE_BYTES if recipe.e2e_code_steps else 0
         # Between two linear layers about twice as much lies as goes through them.
@@ -121,8 +132,10 @@ def plan_memory(skeleton: Skeleton, recipe: Recipe, tokens: int, device: torch.d
             e2e=e2e,
             e2e_codes=e2e_codes,
             e2e_kept=e2e_kept,
+            compare=embeddings + BATCH_TOKENS * vocabulary * 4 * COMPARED,
             streams=STREAMS * tokens * hidden * place.dtype.itemsize,
             place=place,
+            held=held_bytes() if device.type == "cpu" else 0,
         )
         for place in places
     ]
@@ -141,6 +154,17 @@ def free_bytes(device: torch.device) -> int:
     import os
 
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def held_bytes() -> int:
+    """What this process holds of the host's memory."""
+    import resource
+
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    # Of macOS, in bytes: the most that it has held.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _feature_sum(block: nn.Module, chosen: float) -> float:

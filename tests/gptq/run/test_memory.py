@@ -40,6 +40,16 @@ def test_the_plan_counts_what_the_recipe_does(tmp_path, monkeypatch):
     assert plans[0].refine == 0 < plans[1].refine < plans[2].refine and plans[2].e2e == 0 < plans[3].e2e
 
 
+def test_what_the_program_holds_is_told_beside_what_the_run_takes(tmp_path, monkeypatch):
+    make_model(tmp_path)
+    on_cpu, on_gpu = (plan(tmp_path, 1 << 40, monkeypatch, device=device) for device in ("cpu", "cuda"))
+    assert on_cpu.held > 100 << 20 and on_gpu.held == 0
+    assert on_cpu.peak == on_cpu.held + max(on_cpu.total, on_cpu.compare + on_cpu.waiting)
+    # The logits of a micro-batch of 4096 tokens, and the models' own embeddings.
+    vocabulary = Skeleton(TensorSource(tmp_path)).model.config.vocab_size
+    assert on_cpu.compare > 5 * 4096 * vocabulary * 4
+
+
 def test_of_many_experts_only_the_chosen_ones_run(tmp_path, monkeypatch):
     sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     few, many = (

@@ -108,6 +108,7 @@ class QuantizeView(ProgressView):
         self.console.note(
             f"memory plan: {bytes_text(plan.total)} of {bytes_text(plan.free)} free on {plan.device} (a block and what "
             f"solves it {bytes_text(plan.working)}; activations {bytes_text(plan.streams)} as {dtype} {where})"
+            + (f"; with what the program holds {bytes_text(plan.peak)}" if plan.held else "")
         )
         if not plan.fits:
             self.console.warn("the memory plan exceeds what is free; batches are halved if it runs out")
@@ -124,6 +125,7 @@ def show_dry_run(console: Console, report: QuantizeReport) -> None:
             "memory": {
                 "free_bytes": memory.free,
                 "planned_bytes": memory.total,
+                "process_bytes": memory.peak,
                 "working_bytes": memory.working,
                 "activation_bytes": memory.streams,
                 "activations_on": str(memory.place.store),
