@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,12 @@ class Array:
         if not contiguous or dtype not in ITEM_BYTES:
             raise ValueError(f"{dtype} {list(x.shape)} is not contiguous or not one of {', '.join(ITEM_BYTES)}")
         return cls(address, dtype, tuple(x.shape), x)
+
+    @classmethod
+    def ids(cls, values: Sequence[int]) -> Array:
+        """A copy of integers as int64 [n], for less than a numpy array of them."""
+        memory = array("q", values)
+        return cls(memory.buffer_info()[0], "int64", (len(memory),), memory)
 
     @classmethod
     def within(cls, memory: Any, dtype: str, shape: tuple[int, ...], offset: int = 0) -> Array:

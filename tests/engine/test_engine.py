@@ -3,6 +3,7 @@
 import errno
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,6 +157,58 @@ def test_sampled_text_does_not_depend_on_bursts(packed, monkeypatch):
     # The one with a penalty is sampled step by step.
     assert engine.stats.steps < 4 * (2 + -(-38 // 7)) + 41
     assert run(open_engine(packed, device="cpu", slots=4), requests[:4]) == {k: singly[k] for k in "0123"}
+
+
+class Leaves:
+    """A grammar that leaves one token now and then, by what came before, and the stop id 2 alone in the end."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def fill(self, words):
+        words[:] = 0
+        state = (31 * sum(self.tokens) + 17 * len(self.tokens)) // 7
+        for id in (2,) if len(self.tokens) == 33 else (3 + state % 90,) if state % 3 else range(3, 90, 2):
+            words[id // 32] |= np.uint32(1 << id % 32)
+
+    def advance(self, token):
+        self.tokens.append(token)
+
+
+@pytest.mark.parametrize("slots", [1, 4, 7])
+def test_tokens_that_a_grammar_forces_are_those_it_would_get_one_by_one(packed, monkeypatch, slots):
+    from trirun_cli.backends.cpu import runner as cpu_runner
+    from trirun_cli.engine import scheduler
+
+    ways = [{}, {"temperature": 0.9}, {"max_tokens": 9}, {"temperature": 0.8, "presence_penalty": 0.5}]
+    ways += [{"logprobs": 1}, {"ignore_stop_ids": True}, {"min_tokens": 20, "temperature": 1.5}]
+    requests = [
+        Request(str(i), (5, 6, 7 + i), SamplingParams(**{"max_tokens": 40, "seed": i} | way), frozenset({2}), Leaves)
+        for i, way in enumerate(ways)
+    ]
+    monkeypatch.setattr(cpu_runner, "BURST_STEPS", 1)
+    engine = open_engine(packed, device="cpu", slots=1)
+    singly, each = run(engine, requests), engine.stats.generated_tokens
+    assert [reasons for _, _, reasons in singly.values()].count([FinishReason.STOP]) == 5
+    monkeypatch.setattr(cpu_runner, "BURST_STEPS", 11)
+    monkeypatch.setattr(scheduler, "ALONE_BURST_S", 1e9)
+    engine, rows = open_engine(packed, device="cpu", slots=slots), []
+    native = engine._runner._decoder.native
+    step = native.run
+    monkeypatch.setattr(native, "run", lambda *a, **k: (rows.append(max(s.count for s in a[0])), step(*a, **k)))
+    assert run(engine, requests) == singly
+    assert max(rows) > 3 and len(rows) < each
+    # What is in the cache afterwards is what a prompt of these tokens would have left there.
+    again = [
+        Request(
+            request.id,
+            (*request.prompt, *(token.id for token in singly[request.id][0]), 9),
+            SamplingParams(max_tokens=1, logprobs=3),
+        )
+        for request in requests[: -slots - 1 : -1]
+    ]
+    assert run(engine, again) == run(open_engine(packed, device="cpu", slots=1), again)
+    assert engine.stats.reused_tokens > 30
 
 
 def test_an_int8_cache_is_for_gpus(packed, trirun):

@@ -182,5 +182,5 @@ class BurstRunner(Protocol):
         ordinary one."""
 
     def launch_burst(self, work: Sequence[Work], steps: int) -> Pending:
-        """Start that many steps of work without tokens, or fewer: as many for every slot, and none after one that
+        """Start steps of work without tokens, which bring every slot that many tokens at most, and none after one that
         brought a slot's stop id."""

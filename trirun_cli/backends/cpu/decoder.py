@@ -112,10 +112,7 @@ class NativeDecoder:
         Raises:
             ValueError: tokens, slots or positions are out of range.
         """
-        return self.step_into(np.empty((len(logit_rows), self.shape.vocab), np.float32), segments, tokens, logit_rows)
-
-    def step_into(self, logits: np.ndarray, segments: Sequence[Segment], tokens: Any, logit_rows: Any) -> np.ndarray:
-        """:meth:`step` into float32 logits [l, vocab] of the caller's; fresh memory costs as much as a small step."""
+        logits = np.empty((len(logit_rows), self.shape.vocab), np.float32)
         tokens, logit_rows = (Array.of(np.ascontiguousarray(values, np.int64)) for values in (tokens, logit_rows))
         self._native.run(segments, tokens, logit_rows, Array.of(logits))
         return logits

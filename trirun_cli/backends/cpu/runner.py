@@ -64,9 +64,8 @@ class CpuRunner:
         self._stop_ids[slot] = frozenset() if request.params.ignore_stop_ids else request.stop_ids
 
     def burst(self, slots: Sequence[int], seconds: float) -> int:
-        """See :class:`~.runner.BurstRunner`: tokens that the library chooses need nothing between two steps."""
-        steps = min(BURST_STEPS, int(seconds / self._step_s[len(slots)]))
-        return steps if steps > 1 and all(map(self._sampler.is_simple, slots)) else 1
+        """See :class:`~.runner.BurstRunner`."""
+        return max(1, min(BURST_STEPS, int(seconds / self._step_s[len(slots)])))
 
     def launch(self, work: Sequence[Work]) -> Done:
         """See :class:`~.runner.Runner`; it is over when this returns."""
@@ -88,7 +87,7 @@ class CpuRunner:
             if sample:
                 wanted.append(last - 1)
                 sampled.append(slot)
-        logits = self._decoder.step_into(self._logits[: len(wanted)], segments, tokens, wanted)
+        logits = self._run(segments, tokens, wanted)
         elapsed = perf_counter() - started
         decodes = len(tokens) == len(wanted) == len(sampled)
         # A prompt takes no less than a step of one sequence; a step by itself, on cold caches, no less than one of a
@@ -112,6 +111,8 @@ class CpuRunner:
         """See :class:`~.runner.BurstRunner`."""
         started = perf_counter()
         slots, rows = [item.slot for item in work], len(work)
+        if not all(map(self._sampler.is_simple, slots)):
+            return self._launch_step_by_step(work, steps)
         # No numpy here: what it touches is no longer in any cache after a burst.
         chosen = array("q", bytes(8 * steps * rows))
         stop_ids = sorted(frozenset().union(*(self._stop_ids[slot] for slot in slots)))
@@ -138,6 +139,30 @@ class CpuRunner:
             outcomes.append(Outcome(token, more=tuple(more)))
         return Done(outcomes)
 
+    def _launch_step_by_step(self, work: Sequence[Work], steps: int) -> Done:
+        """A burst whose tokens are not the library's to choose: they are chosen here between its steps. Tokens that a
+        grammar leaves no choice about are rows of the step after, as a prompt's are."""
+        started, done, going = perf_counter(), 0, True
+        slots, positions = [item.slot for item in work], [item.position for item in work]
+        made: list[list[Token]] = [[] for _ in work]
+        while going and max(map(len, made)) < steps:
+            segments, tokens, wanted, room = [], list[int](), [], self.max_rows - len(work)
+            for row, slot in enumerate(slots):
+                forced = self._sampler.forced(slot, self._stop_ids[slot], min(room, steps - 1 - len(made[row])))
+                room -= len(forced)
+                made[row] += map(Token, forced)
+                segments.append(Segment(slot, positions[row], 1 + len(forced)))
+                positions[row] += 1 + len(forced)
+                tokens += (self._last[slot], *forced)
+                wanted.append(len(tokens) - 1)
+            chosen = self._choose(self._run(segments, tokens, wanted), slots)
+            for slot, row_made, token in zip(slots, made, chosen, strict=True):
+                row_made.append(token)
+                going = going and token.id >= 0 and token.id not in self._stop_ids[slot]
+            done += 1
+        self._step_s[len(work)] = (perf_counter() - started) / done
+        return Done([Outcome(token, more=tuple(more)) for token, *more in made])
+
     def logits(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
         """See :class:`~.runner.Runner`; a row's logits are the same bit for bit whatever ran beside it."""
         import torch
@@ -158,6 +183,12 @@ class CpuRunner:
 
     def close(self) -> None:
         """See :class:`~.runner.Runner`."""
+
+    def _run(self, segments: Sequence[Segment], tokens: list[int], wanted: list[int]) -> np.ndarray:
+        """One native step; the logits of the rows that are wanted, in memory that the next one writes."""
+        count = len(wanted)
+        self._decoder.native.run(segments, Array.ids(tokens), Array.ids(wanted), self._logits_array.rows(0, count))
+        return self._logits[:count]
 
     def _choose(self, logits: np.ndarray, slots: Sequence[int]) -> list[Token]:
         chosen, last = self._sampler.sample(logits, slots), self._last

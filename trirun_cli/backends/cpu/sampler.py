@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -29,6 +29,8 @@ class _State:
     seen: np.ndarray | None  # bool [vocab], in the prompt or generated
     biased: tuple[np.ndarray, np.ndarray] | None  # ids int64 [b], biases float32 [b]
     constraint: Constraint | None
+    mask: np.ndarray  # uint32 words: which tokens may come next, where masked
+    masked: bool
     simple: bool  # nothing to report, nothing changed
     greedy: bool  # the largest of the logits that a constraint allows, and nothing to report
 
@@ -36,6 +38,23 @@ class _State:
     def plain(self) -> bool:
         """The largest logit, whatever it is."""
         return self.simple and self.greedy
+
+    def allowed(self) -> np.ndarray:
+        """The words of the constraint's mask, filled once for a token."""
+        if not self.masked and self.constraint is not None:
+            self.constraint.fill(self.mask)
+            self.masked = True
+        return self.mask
+
+    def take(self, id: int) -> None:
+        """The text goes on with this token."""
+        self.index += 1
+        if self.constraint is not None:
+            self.constraint.advance(id)
+            self.masked = False
+        if self.counts is not None and self.seen is not None:
+            self.counts[id] += 1
+            self.seen[id] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +83,11 @@ class HostSampler:
 
     def __init__(self, slots: int, vocab: int, drawn: Callable[[np.ndarray, Draw], int] = drawn_token) -> None:
         self._drawn = drawn
-        self._states = [_State(SamplingParams(), 0, 0, None, None, None, None, True, True)] * slots
+        self._no_mask = np.zeros(0, np.uint32)
+        self._states = [
+            _State(SamplingParams(), 0, 0, None, None, None, None, self._no_mask, False, True, True)
+        ] * slots
         self._vocab = vocab
-        self._mask = np.zeros(mask_words(vocab), np.uint32)
-        # Single words of it, as Python's integers.
-        self._words = self._mask.data
 
     def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
@@ -82,8 +101,20 @@ class HostSampler:
             biased = np.fromiter(params.logit_bias, np.int64), np.fromiter(params.logit_bias.values(), np.float32)
         unchanged = params.logprobs is None and not params.changes_logits
         simple, greedy = unchanged and constraint is None, unchanged and params.temperature == 0
-        stream = stream_of(params.seed)
-        self._states[slot] = _State(params, stream, len(generated), counts, seen, biased, constraint, simple, greedy)
+        mask = self._no_mask if constraint is None else np.zeros(mask_words(self._vocab), np.uint32)
+        self._states[slot] = _State(
+            params,
+            stream_of(params.seed),
+            len(generated),
+            counts,
+            seen,
+            biased,
+            constraint,
+            mask,
+            False,
+            simple,
+            greedy,
+        )
 
     def is_simple(self, slot: int) -> bool:
         """Whether a slot's tokens are its largest logits, or drawn from them, and nothing else is asked for."""
@@ -113,8 +144,26 @@ class HostSampler:
                 tokens[row] = Token(-1)
             elif not state.plain:
                 tokens[row] = self._choose(logits[row], state, largest)
-                state.index += 1
         return tokens
+
+    def forced(self, slot: int, ends: Collection[int], most: int) -> list[int]:
+        """A slot's next tokens as far as a constraint allows one alone, up to ``most`` and none of ``ends``; taken as
+        if they had been sampled. None where log-probabilities are asked for, which need the tokens' logits."""
+        state, found = self._states[slot], list[int]()
+        if state.constraint is None or state.params.logprobs is not None:
+            return found
+        while len(found) < most:
+            words = state.allowed()
+            at = int(words.argmax())
+            word = int(words[at])
+            if not word or word & (word - 1) or np.count_nonzero(words) > 1:
+                break
+            id = at * 32 + word.bit_length() - 1
+            if id in ends:
+                break
+            state.take(id)
+            found.append(id)
+        return found
 
     def _choose(self, logits: np.ndarray, state: _State, largest: int) -> Token:
         """The next token; ``largest`` is the largest of the logits as they come."""
@@ -122,24 +171,20 @@ class HostSampler:
         if params.changes_logits:
             logits = _changed(logits, state)
         if state.constraint is not None:
-            state.constraint.fill(self._mask)
-            if state.greedy and self._words[largest >> 5] >> (largest & 31) & 1:
+            mask = state.allowed()
+            if state.greedy and mask.item(largest >> 5) >> (largest & 31) & 1:
                 # The usual case, in which the others need not be looked at.
-                state.constraint.advance(largest)
+                state.take(largest)
                 return Token(largest)
-            allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: self._vocab].view(bool)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab].view(bool)
             logits = np.where(allowed, logits, -np.inf)
         if params.temperature == 0:
             id = int(logits.argmax())
         else:
             id = self._drawn(logits, Draw(params, state.stream, state.index))
-        if state.constraint is not None:
-            if logits[id] == -np.inf:
-                return Token(-1)
-            state.constraint.advance(id)
-        if state.counts is not None and state.seen is not None:
-            state.counts[id] += 1
-            state.seen[id] = True
+        if state.constraint is not None and logits[id] == -np.inf:
+            return Token(-1)
+        state.take(id)
         return Token(id) if params.logprobs is None else _report(original, id, params.logprobs)
 
 
