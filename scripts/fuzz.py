@@ -14,6 +14,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import logging
 import os
 import random
 import resource
@@ -140,9 +141,12 @@ def bounded() -> Iterator[Path]:
             warnings.simplefilter("ignore")
             # Readers that unpack into a temporary directory do so in memory too.
             tempfile.tempdir = memory
+            # What a server warns of is not looked at.
+            logging.disable()
             yield Path(folder)
     finally:
         tempfile.tempdir = None
+        logging.disable(logging.NOTSET)
         resource.setrlimit(resource.RLIMIT_DATA, limits)
         signal.signal(signal.SIGVTALRM, before)
 

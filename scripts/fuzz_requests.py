@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -127,8 +126,6 @@ def server(api_key: str | None = None) -> tuple[Any, asyncio.AbstractEventLoop]:
     model = ServedModel(engine, tokenizer, frozenset({0}), {}, "as asked", grammars=grammars)
     pool = Pool([Source(["demo"], lambda: model)])
     engine.start()
-    # What it warns of is not looked at.
-    logging.getLogger("trirun.server").setLevel(logging.CRITICAL)
     loop = asyncio.new_event_loop()
     loop.run_until_complete(_opened(pool, EventBridge(loop)))
     return create_app(pool, api_key=api_key), loop
