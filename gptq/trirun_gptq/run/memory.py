@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..model.activations import BATCH_TOKENS, Placement
 from ..model.experts import is_expert
 from ..model.loader import Skeleton, linear_layers
 from ..recipe import AUTO, Recipe
+from .profile import peak_host_bytes
 from .progress import Event
 
 STREAMS = 4  # held at the peak: inputs and outputs of a block, in the original and in the quantized model
@@ -151,20 +153,15 @@ def free_bytes(device: torch.device) -> int:
         for line in meminfo.read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def held_bytes() -> int:
-    """What this process holds of the host's memory."""
-    import resource
-
+    """What this process holds of the host's memory; the most that it has held where the system does not tell."""
     statm = Path("/proc/self/statm")
     if statm.exists():
-        return int(statm.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
-    # Of macOS, in bytes: the most that it has held.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return int(statm.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return peak_host_bytes()
 
 
 def _feature_sum(block: nn.Module, chosen: float) -> float:

@@ -9,6 +9,9 @@
 
 namespace trirun {
 
+// Of a power of two.
+inline int log2_of(int v) { return 31 - __builtin_clz(v); }
+
 struct DeviceFacts {
   int device;
   int arch;   // compute capability, 10 * major + minor

@@ -16,8 +16,6 @@ size_t counter_bytes(const trirun_attention& t) {
   return (t.m * t.kv_heads * chunks_of(t) * MAX_GROUP * sizeof(unsigned) + 255) / 256 * 256;
 }
 
-int log2_of(int v) { return 31 - __builtin_clz(v); }
-
 }  // namespace
 }  // namespace trirun::decoder
 

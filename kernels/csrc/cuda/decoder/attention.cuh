@@ -151,6 +151,33 @@ __device__ __forceinline__ void add_scaled(float4& sum, float4 v, float factor) 
   sum.z = fmaf(v.z, factor, sum.z), sum.w = fmaf(v.w, factor, sum.w);
 }
 
+// What a warp of tensor-core tiles leaves of its team's heads where put_together reads it. sum[tile]: of dimensions
+// dim_of(tile) and the one after, for heads 2 sub and 2 sub + 1, as mma has them; a lane's totals are its own part. All
+// warps are through with the memory of `parts` behind the first barrier.
+template <int WIDTH, typename DimOf>
+__device__ __forceinline__ void leave_parts(float* parts, int room, int heads, const float (&sum)[WIDTH / 16][4],
+                                            const float (&maximum)[2], float (&total)[2], DimOf dim_of) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, sub = lane % 4;
+#pragma unroll
+  for (int e = 0; e < 2; e++)
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) total[e] += __shfl_xor_sync(~0u, total[e], offset);
+  __syncthreads();
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    const int head = 2 * sub + e;
+    if (head >= heads) continue;
+    float* part = parts + (warp * room + head) * part_floats(WIDTH);
+#pragma unroll
+    for (int tile = 0; tile < WIDTH / 16; tile++) {
+      const int d = dim_of(tile);
+      part[d] = sum[tile][e], part[d + 1] = sum[tile][2 + e];
+    }
+    if (quad == 0) part[WIDTH] = maximum[e], part[WIDTH + 1] = total[e];
+  }
+  __syncthreads();
+}
+
 // Floats that a CTA receives of the CTAs of its cluster: of every unit that it puts together values, then maxima and
 // sums.
 __host__ __device__ inline int received_floats(int heads, int unit_log, int cluster, int head_dim) {

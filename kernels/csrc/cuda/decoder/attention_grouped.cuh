@@ -224,26 +224,9 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
     *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.values) + at) = *reinterpret_cast<const uint4*>(new_value + d);
   }
 
-#pragma unroll
-  for (int e = 0; e < 2; e++)
-#pragma unroll
-    for (int offset = 4; offset < 32; offset *= 2) total[e] += __shfl_xor_sync(~0u, total[e], offset);
-  __syncthreads();  // the rings are read no more: their memory takes the parts
-  constexpr int PART = part_floats(WIDTH);
-  float* parts = reinterpret_cast<float*>(memory);
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const int head = 2 * sub + e;
-    if (head >= heads) continue;
-    float* part = parts + (warp * a.room + head) * PART;
-#pragma unroll
-    for (int tile = 0; tile < WIDTH / 16; tile++) {
-      *reinterpret_cast<float2*>(part + 8 * (quad + tile / 4 * 8) + tile % 4 * 2) =
-          make_float2(sum[tile][e], sum[tile][2 + e]);
-    }
-    if (quad == 0) part[WIDTH] = maximum[e], part[WIDTH + 1] = total[e];
-  }
-  __syncthreads();
+  auto* parts = reinterpret_cast<float*>(memory);  // where the rings were
+  leave_parts<WIDTH>(parts, a.room, heads, sum, maximum, total,
+                     [&](int tile) { return 8 * (quad + tile / 4 * 8) + tile % 4 * 2; });
   put_together<BF16>(a, c, parts, a.room, WIDTH, 1, reinterpret_cast<float*>(memory + WARPS * GROUPED_RING_BYTES));
 }
 

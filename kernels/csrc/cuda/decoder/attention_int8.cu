@@ -332,26 +332,10 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
   }
   copy_async_wait<0>();
 
-#pragma unroll
-  for (int e = 0; e < 2; e++)
-#pragma unroll
-    for (int offset = 4; offset < 32; offset *= 2) total[e] += __shfl_xor_sync(~0u, total[e], offset);
-  __syncthreads();  // the rings are read no more: their memory takes the parts
-  constexpr int PART = part_floats(WIDTH);
-  float* parts = reinterpret_cast<float*>(memory);
-#pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const int head = 2 * sub + e;
-    if (head >= heads) continue;
-    float* part = parts + (warp * a.room + head) * PART;
-#pragma unroll
-    for (int tile = 0; tile < WIDTH / 16; tile++) {
-      const int d = VALUE_BYTES * (quad + tile / (VALUE_BYTES / 2) * 8) + tile % (VALUE_BYTES / 2) * 2;
-      part[d] = sum[tile][e], part[d + 1] = sum[tile][2 + e];
-    }
-    if (quad == 0) part[WIDTH] = maximum[e], part[WIDTH + 1] = total[e];
-  }
-  __syncthreads();
+  auto* parts = reinterpret_cast<float*>(memory);  // where the rings were
+  leave_parts<WIDTH>(parts, a.room, heads, sum, maximum, total, [&](int tile) {
+    return VALUE_BYTES * (quad + tile / (VALUE_BYTES / 2) * 8) + tile % (VALUE_BYTES / 2) * 2;
+  });
   auto* received = reinterpret_cast<float*>(memory + ring_bytes<WIDTH, FEW>(SM90));
   put_together<BF16>(a, c, parts, a.room, WIDTH, a.teams, received);
 }

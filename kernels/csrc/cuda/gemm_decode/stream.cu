@@ -460,8 +460,6 @@ constexpr Instance INSTANCES[] = {
 };
 
 bool power_of_2(int v) { return v > 0 && (v & (v - 1)) == 0; }
-int log2_of(int v) { return 31 - __builtin_clz(v); }
-
 // The prologue reads 16-bit values two at a time, or copies rows of them in pieces of 16 bytes.
 bool fuses(const Problem& p) {
   const int at_once = p.act_bits == TRIRUN_ACT8 ? 8 : 2;
