@@ -110,7 +110,7 @@ def test_types_that_transformers_alone_reads(trirun, packed, copy_of):
     assert code == 3 and len(one_line(err)) == 1 and f"{NORM} is F64, not one of" in err
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("options", [(), ("--temperature", 1), ("--engine", "transformers", "--temperature", 1)])
 def test_a_weight_that_is_infinite(trirun, packed, copy_of, options):
     damaged = copy_of(packed)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,8 @@ _LINEARS = tuple(name + WEIGHT for name in LAYER_LINEARS.values())
 class GgufModel:
     """The model of a GGUF file, by transformers' names: a :class:`~trirun_cli.checkpoint.model_dir.ModelSource`.
 
-    Its config.json, tokenizer and generation_config.json are made of the metadata, in a temporary directory.
+    Its config.json, tokenizer and generation_config.json are made of the metadata, in a temporary directory that goes
+    with the model, at the latest when the program ends.
 
     Attributes:
         file: the file. config: config.json. path: the directory of the files made. foreign: its packed layers, or None
@@ -49,8 +52,8 @@ class GgufModel:
         self._model = read_architecture(self.file)
         self.config: dict[str, Any] = self._model.config | token_ids(self.file.metadata)
         files = tokenizer_files(self.file.metadata, self.config)
-        self._directory = TemporaryDirectory(prefix="trirun-gguf-")
-        self.path = Path(self._directory.name)
+        self.path = Path(tempfile.mkdtemp(prefix="trirun-gguf-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         for name, content in (files | {"config.json": self.config}).items():
             text = content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False)
             (self.path / name).write_text(text, encoding="utf-8")
