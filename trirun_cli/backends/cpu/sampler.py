@@ -32,6 +32,7 @@ class _State:
     mask: np.ndarray  # uint32 words: which tokens may come next, where masked
     masked: bool
     simple: bool  # nothing to report, nothing changed
+    changed: bool  # the logits, by penalties or a bias
     greedy: bool  # the largest of the logits that a constraint allows, and nothing to report
 
     @property
@@ -48,10 +49,14 @@ class _State:
 
     def take(self, id: int) -> None:
         """The text goes on with this token."""
-        self.index += 1
         if self.constraint is not None:
             self.constraint.advance(id)
-            self.masked = False
+        self.took(id)
+
+    def took(self, id: int) -> None:
+        """The same, after the constraint took the token."""
+        self.index += 1
+        self.masked = False
         if self.counts is not None and self.seen is not None:
             self.counts[id] += 1
             self.seen[id] = True
@@ -85,7 +90,7 @@ class HostSampler:
         self._drawn = drawn
         self._no_mask = np.zeros(0, np.uint32)
         self._states = [
-            _State(SamplingParams(), 0, 0, None, None, None, None, self._no_mask, False, True, True)
+            _State(SamplingParams(), 0, 0, None, None, None, None, self._no_mask, False, True, False, True)
         ] * slots
         self._vocab = vocab
 
@@ -113,6 +118,7 @@ class HostSampler:
             mask,
             False,
             simple,
+            params.changes_logits,
             greedy,
         )
 
@@ -137,13 +143,15 @@ class HostSampler:
         """
         tokens = [Token(id) for id in logits.argmax(1).tolist()]
         for row, slot in enumerate(slots):
-            state = self._states[slot]
+            state, largest = self._states[slot], tokens[row].id
             # numpy takes what is no number for the largest.
-            largest = tokens[row].id
-            if not isfinite(logits[row, largest]):
+            if not isfinite(logits.item(row, largest)):
                 tokens[row] = Token(-1)
+            elif state.greedy and state.constraint is not None and state.constraint.take(largest):
+                # The usual case with a constraint, in which the other tokens need not be looked at.
+                state.took(largest)
             elif not state.plain:
-                tokens[row] = self._choose(logits[row], state, largest)
+                tokens[row] = self._choose(logits[row], state)
         return tokens
 
     def forced(self, slot: int, ends: Collection[int], most: int) -> list[int]:
@@ -152,7 +160,7 @@ class HostSampler:
         state, found = self._states[slot], list[int]()
         if state.constraint is None or state.params.logprobs is not None:
             return found
-        while len(found) < most:
+        while len(found) < most and not state.constraint.is_open():
             words = state.allowed()
             at = int(words.argmax())
             word = int(words[at])
@@ -165,18 +173,12 @@ class HostSampler:
             found.append(id)
         return found
 
-    def _choose(self, logits: np.ndarray, state: _State, largest: int) -> Token:
-        """The next token; ``largest`` is the largest of the logits as they come."""
+    def _choose(self, logits: np.ndarray, state: _State) -> Token:
         params, original = state.params, logits
-        if params.changes_logits:
+        if state.changed:
             logits = _changed(logits, state)
         if state.constraint is not None:
-            mask = state.allowed()
-            if state.greedy and mask.item(largest >> 5) >> (largest & 31) & 1:
-                # The usual case, in which the others need not be looked at.
-                state.take(largest)
-                return Token(largest)
-            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab].view(bool)
+            allowed = np.unpackbits(state.allowed().view(np.uint8), bitorder="little")[: self._vocab].view(bool)
             logits = np.where(allowed, logits, -np.inf)
         if params.temperature == 0:
             id = int(logits.argmax())
