@@ -18,6 +18,15 @@ _LIKELY = (2.0**-8, 2.0**-16, 0.0)
 _BLOCK = 32
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a token is drawn: by the temperature, top-k, top-p and min-p of ``params``, at a number of a stream."""
+
+    params: SamplingParams
+    stream: int
+    index: int
+
+
 @dataclass(slots=True)
 class _State:
     """Of one slot: its stream of random numbers, how many tokens it has, and what it saw where penalties need it."""
@@ -47,6 +56,10 @@ class _State:
             self.masked = True
         return self.mask
 
+    def draw(self) -> Draw:
+        """How the next token is drawn."""
+        return Draw(self.params, self.stream, self.index)
+
     def take(self, id: int) -> None:
         """The text goes on with this token."""
         if self.constraint is not None:
@@ -60,15 +73,6 @@ class _State:
         if self.counts is not None and self.seen is not None:
             self.counts[id] += 1
             self.seen[id] = True
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How a token is drawn: by the temperature, top-k, top-p and min-p of ``params``, at a number of a stream."""
-
-    params: SamplingParams
-    stream: int
-    index: int
 
 
 def drawn_token(logits: np.ndarray, draw: Draw) -> int:
@@ -108,19 +112,9 @@ class HostSampler:
         simple, greedy = unchanged and constraint is None, unchanged and params.temperature == 0
         mask = self._no_mask if constraint is None else np.zeros(mask_words(self._vocab), np.uint32)
         self._states[slot] = _State(
-            params,
-            stream_of(params.seed),
-            len(generated),
-            counts,
-            seen,
-            biased,
-            constraint,
-            mask,
-            False,
-            simple,
-            params.changes_logits,
-            greedy,
-        )
+            params, stream_of(params.seed), len(generated), counts, seen, biased, constraint, mask, False, simple,
+            params.changes_logits, greedy,
+        )  # fmt: skip
 
     def is_simple(self, slot: int) -> bool:
         """Whether a slot's tokens are its largest logits, or drawn from them, and nothing else is asked for."""
@@ -129,7 +123,7 @@ class HostSampler:
     def draw_of(self, slot: int) -> Draw | None:
         """How a slot's next token is drawn; None where it is the largest logit."""
         state = self._states[slot]
-        return None if state.params.temperature == 0 else Draw(state.params, state.stream, state.index)
+        return None if state.params.temperature == 0 else state.draw()
 
     def skip(self, slot: int, count: int) -> None:
         """A slot's next ``count`` tokens were chosen elsewhere."""
@@ -177,15 +171,20 @@ class HostSampler:
         params, original = state.params, logits
         if state.changed:
             logits = _changed(logits, state)
-        if state.constraint is not None:
-            allowed = np.unpackbits(state.allowed().view(np.uint8), bitorder="little")[: self._vocab].view(bool)
-            logits = np.where(allowed, logits, -np.inf)
-        if params.temperature == 0:
-            id = int(logits.argmax())
+        if state.constraint is None:
+            id = int(logits.argmax()) if params.temperature == 0 else self._drawn(logits, state.draw())
         else:
-            id = self._drawn(logits, Draw(params, state.stream, state.index))
-        if state.constraint is not None and logits[id] == -np.inf:
-            return Token(-1)
+            ids = _ids_of(state.allowed(), self._vocab)
+            if not ids.size:
+                return Token(-1)
+            if params.temperature == 0:
+                id = int(ids[logits[ids].argmax()])
+            else:
+                masked = np.full_like(logits, -np.inf)
+                masked[ids] = logits[ids]
+                id = self._drawn(masked, state.draw())
+            if logits[id] == -np.inf:
+                return Token(-1)
         state.take(id)
         return Token(id) if params.logprobs is None else _report(original, id, params.logprobs)
 
@@ -255,6 +254,14 @@ def _drawn(weights: np.ndarray, number: float) -> int:
         mass = weights.astype(np.float64).cumsum()
         number *= mass[-1]
     return first + min(int(np.searchsorted(mass, number, side="right")), mass.size - 1)
+
+
+def _ids_of(mask: np.ndarray, vocab: int) -> np.ndarray:
+    """The tokens of a mask, int64, ascending. A mask that allows few of them has few words that are not zero."""
+    words = np.flatnonzero(mask)
+    bits = np.flatnonzero(np.unpackbits(mask[words].view(np.uint8), bitorder="little"))
+    ids = (words[bits >> 5] << 5) + (bits & 31)
+    return ids[: np.searchsorted(ids, vocab)]
 
 
 def _changed(logits: np.ndarray, state: _State) -> np.ndarray:
