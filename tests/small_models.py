@@ -71,6 +71,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "n_group": 4,
         "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True,
     } | FOUR,
+    "gpt_oss": {
+        "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 1.5, "attention_bias": True,
+    } | FOUR | WINDOW,
     "starcoder2": WINDOW,
     "helium": {"head_dim": 16},
     "ernie4_5": {"head_dim": 16},
@@ -108,7 +111,9 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
                 parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
             if parameter.dim() == 3 and ".experts." in name:
                 parameter.copy_(torch.randint(-1, 2, parameter.shape) * 2.0**-3)
-            if name.endswith("mlp.gate.weight"):
+            if name.endswith("_proj_bias"):
+                parameter.copy_(torch.rand_like(parameter) - 0.5)
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 parameter.normal_()
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not head:

@@ -21,8 +21,9 @@ MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_
 
 @pytest.fixture
 def plan(tmp_path):
-    """Plans a run on a tiny gpt_oss, whose fused experts are of a kind of their own; collects the warnings."""
-    config = AutoConfig.for_model("gpt_oss", **SIZES | MOE)
+    """Plans a run on a tiny aria_text, whose fused experts are of a kind of their own; collects the warnings."""
+    own = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "head_dim": 16}
+    config = AutoConfig.for_model("aria_text", **SIZES | own)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("Some words.")
 
@@ -47,12 +48,12 @@ def test_what_is_kept_is_named(plan):
     made, warnings = plan()
     experts = [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
     assert {name: kind for name, kind in made.kept.items() if name in experts} == dict.fromkeys(
-        experts, "GptOssExperts [4, 64, 320]"
+        experts, "AriaExperts [4, 64, 320]"
     )
     assert made.to_dict()["kept"] == made.kept
-    assert any("2 × model.layers.*.mlp.experts (GptOssExperts [4, 64, 320])" in message for message in warnings)
-    # Eight projections of attention.
-    assert made.weights == 2 * (2 * 64 * 64 + 2 * 32 * 64)
+    assert any("2 × model.layers.*.mlp.experts (AriaExperts [4, 64, 320])" in message for message in warnings)
+    # Eight projections of attention, and the shared experts.
+    assert made.weights == 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 160 * 64)
 
 
 def test_overrides_reach_what_is_kept(plan):
@@ -61,7 +62,7 @@ def test_overrides_reach_what_is_kept(plan):
         plan("nothing_of_this_name=keep")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "granitemoe", "qwen3_moe", "mixtral", "phimoe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gpt2", "granitemoe", "qwen3_moe", "mixtral", "phimoe", "qwen3_next", "gpt_oss"])
 def test_ternary_models_of_other_kinds_pack_without_loss(family, tmp_path):
     torch.manual_seed(0)
     extra = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}

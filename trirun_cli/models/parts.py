@@ -26,6 +26,7 @@ ACTIVATIONS = {
 MOST_EXPERTS = 4096
 # Tensors that only some models of a family have.
 OPTIONAL = ("attention_norm_bias", "mlp_norm_bias")
+SINKS = "sinks"  # the one vector of a layer that is no norm and no bias
 
 
 class UnsupportedModel(ValueError):
@@ -236,13 +237,14 @@ def with_experts(
     layers: Sequence[bool] | None = None,
     shared: int = 0,
     score: str = "softmax",
+    **fields: Any,
 ) -> Description:
     """A decoder with a mixture of experts in place of feed-forward parts.
 
     Args:
         experts, size: names of the settings of how many there are, and of the features of one.
         layers: which have experts; None: all. shared: experts that every row goes to, as one of so many times the size.
-        score: of :class:`~trirun_kernels.decoder.shape.Routing`.
+        score: of :class:`~trirun_kernels.decoder.shape.Routing`. fields: others, of Mixture.
 
     Raises:
         UnsupportedModel: numbers that the kernels do not have. InputError: a size is missing or is none.
@@ -265,8 +267,8 @@ def with_experts(
 
     def layer(parts: LayerShape) -> LayerShape:
         act = parts.feed_forward.activation
-        feed_forward = FeedForward(shared * config[size], act)
-        return replace(parts, feed_forward=feed_forward, mixture=Mixture(routing, config[size], act))
+        mixture = Mixture(routing, config[size], **{"activation": act} | fields)
+        return replace(parts, feed_forward=FeedForward(shared * config[size], act), mixture=mixture)
 
     have = layers or [True] * len(found.shape.layers)
     whole = tuple(layer(parts) if each else parts for parts, each in zip(found.shape.layers, have, strict=True))

@@ -23,7 +23,8 @@ from trirun_kernels.weights.names import WEIGHT
 
 from .experts import Cut, expert_of
 
-DOWN, GATE_UP = "down_proj", "gate_up_proj"  # tensors of a fused mixture: see weights.experts.is_fused
+DOWN, GATE_UP = "down_proj", "gate_up_proj"  # tensors of a fused mixture: see weights.experts.fused_layout
+BIAS = "_bias"
 
 
 class TensorFiles(Protocol):
@@ -158,12 +159,12 @@ class StoredNames:
         expert = expert_of(name)
         if expert is None or expert.path not in self._experts:
             return name
-        return f"{expert.path}.{DOWN if expert.layer == 'down' else GATE_UP}"
+        return f"{expert.path}.{DOWN if expert.layer == 'down' else GATE_UP}{BIAS if expert.part == 'bias' else ''}"
 
     def _cut(self, name: str) -> Cut:
         expert = expert_of(name)
         assert expert is not None
-        return Cut(expert.index, {"gate": 0, "up": 1}.get(expert.layer))
+        return Cut(expert.index, {"gate": 0, "up": 1}.get(expert.layer), self._experts[expert.path].layout)
 
     def _wanted(self) -> dict[str, list[int]]:
         """The tensors that the model's own class has, with their shapes."""
@@ -171,7 +172,10 @@ class StoredNames:
         for path, experts in self._experts.items():
             layers = dict(experts.named_modules())
             count, (n, k) = sum(1 for _ in experts.children()), cast(nn.Linear, layers["0.down"]).weight.shape
-            wanted |= {f"{path}.{DOWN}": [count, n, k], f"{path}.{GATE_UP}": [count, 2 * k, n]}
+            turn = -1 if experts.layout.transposed else 1
+            wanted |= {f"{path}.{DOWN}": [count, *(n, k)[::turn]], f"{path}.{GATE_UP}": [count, *(2 * k, n)[::turn]]}
+            if experts.layout.biased:
+                wanted |= {f"{path}.{DOWN}{BIAS}": [count, n], f"{path}.{GATE_UP}{BIAS}": [count, 2 * k]}
         return wanted
 
     def _match(self) -> None:
