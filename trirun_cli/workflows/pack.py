@@ -16,6 +16,7 @@ from trirun_gptq.layer.quantized import Quantized
 from trirun_gptq.lossless.ternary import scale_structure, ternarize
 from trirun_gptq.model.loader import multiplies
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.model.mxfp4 import QUANT_METHOD as MXFP4
 from trirun_gptq.model.stored import StoredNames
 from trirun_gptq.model.writer import unquantized
 from trirun_gptq.patterns import matches
@@ -142,7 +143,8 @@ def pack(
     source = open_source(model)
     foreign = open_foreign(source)
     if source.quant_method is not None and foreign is None:
-        raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
+        fix = "trirun quantize makes 2 bits of its 4" if source.quant_method == MXFP4 else None
+        raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})", fix)
     skeleton = meta_model(source.path)
     linears = linear_modules(skeleton)
     vocabulary = vocabulary_modules(skeleton)

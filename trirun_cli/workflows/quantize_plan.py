@@ -14,6 +14,7 @@ from trirun_gptq import calibration as calibration_data
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model.loader import decoder_blocks, kept_modules
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.model.mxfp4 import QUANT_METHOD as MXFP4
 from trirun_gptq.patterns import matches
 from trirun_gptq.recipe import Override, Recipe, load_recipe
 from trirun_gptq.run.progress import Event, ProgressCallback, Warned, silent
@@ -122,7 +123,7 @@ def plan_quantize(
     if preset not in PRESETS:
         raise UsageError(f"--preset {preset}: one of {', '.join(PRESETS)}")
     source = ModelDir(model)
-    if source.quant_method is not None:
+    if source.quant_method not in (None, MXFP4):
         raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe or configs_dir() / f"{preset}.yaml")

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 from trirun_kernels.weights.experts import PLAIN, FusedLayout
 
 # Of trirun_kernels.weights.experts.SeparateExperts, which replaces the fused module ``<path>.experts``.
 _EXPERT = re.compile(r"(?P<path>.*\.experts)\.(?P<index>\d+)\.(?P<layer>gate|up|down)\.(?P<part>weight|bias)")
+
+
+class TensorFiles(Protocol):
+    """Named tensors in files, such as :class:`~trirun_kernels.weights.safetensors_dir.SafetensorsDir`."""
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Where a tensor lies: its ``shape`` and ``dtype``."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from trirun_kernels.weights.spec import GROUP_SIZES
 
 from ..errors import QuantizationError
 from .meta import meta_model
+from .mxfp4 import QUANT_METHOD as MXFP4
 from .stored import StoredNames
 
 T = TypeVar("T")
@@ -86,7 +87,8 @@ class Skeleton:
 
     def __init__(self, source: TensorSource) -> None:
         self.model = source.model
-        if quantized := getattr(self.model.config, "quantization_config", None):
+        quantized = getattr(self.model.config, "quantization_config", None)
+        if quantized and dict(quantized).get("quant_method") != MXFP4:
             raise QuantizationError(f"{source.path} is quantized already: {quantized}")
         self.source = source
         self.blocks_name, self.blocks = decoder_blocks(self.model)
