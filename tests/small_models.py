@@ -86,6 +86,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# What llama.cpp computes for all models of a family, where the settings above are others.
+AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3_text": {"query_pre_attn_scalar": 32},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "qwen3_5_text": {"linear_value_head_dim": 16},
+    "qwen3_5_text, heads of 128": {"linear_key_head_dim": 128},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "olmoe": {"num_key_value_heads": 4},
+}
+
+
 def open_engine(path: Path, *, max_waiting: int | None = None, **options: Any) -> Engine:
     """An engine on a model directory; ``options`` are those of ``open_runner``."""
     return Engine(open_runner(path, **options), max_waiting=max_waiting)
