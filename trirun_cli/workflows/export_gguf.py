@@ -90,6 +90,7 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
     assert isinstance(mixer, Attention)
     if feed_forward.activation != "silu":
         raise InputError(f"{checkpoint.path}: llama.cpp's {arch} computes SiLU, the model {feed_forward.activation}")
+    _check_rows(checkpoint, shape.vocab)
     # Its model has no sliding window; within one, attention is plain.
     longest = min(longest_context(config), *(window or 2**40 for window in shape.windows))
     numbers: dict[str, Any] = {
@@ -125,6 +126,15 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
         | {f"{arch}.{key}": value for key, value in numbers.items()}
         | tokenizer_metadata(checkpoint.path, config, pre)
     )
+
+
+def _check_rows(checkpoint: Checkpoint, vocab: int) -> None:
+    """That the embedding has as many rows as config.json says: every row gets a token in the file."""
+    name, _ = embedding_names(checkpoint.config, checkpoint)
+    module = name.removesuffix(WEIGHT)
+    shape = checkpoint.shape(module) if module in checkpoint.modules else checkpoint[name].shape
+    if shape[:1] != (vocab,):
+        raise InputError(f"{checkpoint.path}: {name} has shape {list(shape)}, config.json says {vocab} rows")
 
 
 def _mixture_numbers(checkpoint: Checkpoint, shape: DecoderShape) -> dict[str, Any]:
