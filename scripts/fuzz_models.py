@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fuzz_seeds import GGUF_METADATA, MIXTURE, SIZES, Tensors, checkpoint, gguf_bytes
+from fuzz_seeds import GGUF_METADATA, MIXTURE, SIZES, TOKENIZER, Tensors, checkpoint, dumped, gguf_bytes
 
 _VOCABULARY = SIZES["vocab_size"]
 _LAYER = "model.layers.0."
@@ -87,6 +87,17 @@ def decoder(raw: bytes, folder: Path) -> None:
                 raise InputError(event.error)
     finally:
         engine.close()
+
+
+def rewritten(raw: bytes, folder: Path) -> None:
+    """A packed checkpoint as :func:`decoder`'s, written in another format, a different one for each length."""
+    from trirun_cli.workflows.export import TARGETS, export
+
+    checkpoint(raw, folder)
+    (folder / "tokenizer.json").write_bytes(dumped(TOKENIZER)[0])
+    target = sorted(TARGETS)[len(raw) % len(TARGETS)]
+    pre = "gpt-2" if target.startswith("gguf:") else None
+    export(folder, folder / f"out-{len(raw)}", to=target, pre=pre)
 
 
 _BYTE_LEVEL = {

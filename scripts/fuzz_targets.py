@@ -82,6 +82,7 @@ def _config(raw: bytes, folder: Path) -> None:
 
 def _checkpoint(raw: bytes, folder: Path) -> None:
     """A directory as ``{"config", "tensors": {name: [dtype, shape]}}``: opened, and every packed module read."""
+    from trirun_cli.checkpoint.facts import module_facts, totals
     from trirun_cli.checkpoint.formats import open_foreign
     from trirun_cli.checkpoint.model_dir import ModelDir
     from trirun_cli.checkpoint.reader import Checkpoint
@@ -90,8 +91,7 @@ def _checkpoint(raw: bytes, folder: Path) -> None:
     source = ModelDir(folder)
     if source.quant_method == "trirun":
         packed = Checkpoint(folder)
-        for each in packed.modules:
-            packed.codes(each)
+        totals(packed, [module_facts(packed, each) for each in packed.modules])
         return
     foreign = open_foreign(source)
     if foreign is None:
@@ -253,6 +253,7 @@ TARGETS = {
         _generation,
     ),
     "decoder": Target(dumped(*fuzz_models.CHECKPOINTS), fuzz_models.decoder, 1),
+    "rewritten": Target(dumped(*fuzz_models.CHECKPOINTS[::2]), fuzz_models.rewritten, 1),
     "sums": Target(fuzz_files.SUMS, fuzz_files.sums, 0),
     "record": Target(fuzz_files.RECORD, fuzz_files.record, 0),
     "generated": Target([fuzz_files.GENERATED], fuzz_files.generated, 0),

@@ -89,6 +89,9 @@ class Format:
         for name, kind in kinds.items():
             if not isinstance(getattr(made, name), kind):
                 raise InputError(f"{where}: {name} is {getattr(made, name)!r}")
+        for name in ("modules_to_not_convert", "embeddings"):
+            if not all(isinstance(module, str) for module in getattr(made, name)):
+                raise InputError(f"{where}: {name} is {getattr(made, name)!r}, not names")
         if made.activation_bits not in (8, 16):
             raise InputError(f"{where}: activation_bits is {made.activation_bits!r}, not 8 or 16")
         try:

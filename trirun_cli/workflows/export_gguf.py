@@ -217,6 +217,12 @@ def gguf_tensors(
         yield GgufTensor("rope_freqs.weight", tuple(factors.shape), F32, lambda: factors)
 
 
+def _check_heads(checkpoint: Checkpoint, name: str, rows: int, heads: int | None) -> None:
+    """That the rows of a tensor are those of whole heads, which have two halves each."""
+    if heads is not None and rows % (2 * heads):
+        raise InputError(f"{checkpoint.path}: {name} has {rows} rows, config.json says {heads} heads")
+
+
 def _packed(
     checkpoint: Checkpoint,
     module: str,
@@ -227,6 +233,7 @@ def _packed(
     done: Callable[[str, GgufType], None],
 ) -> GgufTensor:
     n, k = checkpoint.shape(module)
+    _check_heads(checkpoint, module + WEIGHT, n, heads)
     stored = kind if kind.name in PACKED and k % kind.block == 0 else DENSE[torch.float16]
 
     def data() -> Tensor:
@@ -254,6 +261,9 @@ def _plain(checkpoint: Checkpoint, name: str, known: str, heads: int | None) -> 
     tensor = checkpoint.tensor(name)
     # llama.cpp adds and multiplies vectors in float32 alone.
     dtype = torch.float32 if tensor.dim() == 1 else tensor.dtype
+    if not tensor.dim():
+        raise InputError(f"{checkpoint.path}: {name} is a number without a dimension, which llama.cpp has none of")
+    _check_heads(checkpoint, name, len(tensor), heads)
     if dtype not in DENSE:
         raise InputError(f"{checkpoint.path}: {name} is {tensor.dtype}")
 
