@@ -30,7 +30,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzz_targets import TARGETS, NoInput, Target
+from fuzz_seeds import NoInput
+from fuzz_targets import TARGETS, Target
 
 from trirun_cli.errors import explain
 
@@ -251,6 +252,8 @@ def main() -> int:
     parser.add_argument("--structures", type=int, metavar="N", help="N of hypothesis' structures for each such reader")
     parser.add_argument("--guided", action="store_true", help="by coverage, with atheris; one target")
     options = parser.parse_args()
+    # Tensors here are of a few rows: several threads of torch would only wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.guided:
         given = options.target, options.inputs, options.seconds, options.seed, options.corpus
         guided(*given, options.crashes or Path(tempfile.mkdtemp(prefix="fuzz-")))

@@ -1,12 +1,17 @@
-"""What scripts/fuzz.py feeds beside a model's own files: requests, what models write, and files of data."""
+"""What scripts/fuzz.py feeds to the server, and to a client of one."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from functools import cache, partial
+import re
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
+
+from fuzz_seeds import NoInput
+from fuzz_texts import letters
 
 from trirun_cli.errors import TrirunError
 
@@ -59,7 +64,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (PATHS[7], {"tokens": [1, 2]}),
 ]  # fmt: skip
 _TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools | tojson }}<tool_call>"
-_LETTERS = "".join(map(chr, range(33, 127)))
 
 
 class ServerRefused(TrirunError):
@@ -103,8 +107,6 @@ class _Runner:
 @cache
 def server(api_key: str | None = None) -> tuple[Any, asyncio.AbstractEventLoop]:
     """The ASGI application on a model of 95 tokens that ends every text at once, and the loop that it runs on."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     from trirun_cli.engine.engine import Engine
     from trirun_cli.server.app import create_app
     from trirun_cli.server.event_bridge import EventBridge
@@ -115,10 +117,8 @@ def server(api_key: str | None = None) -> tuple[Any, asyncio.AbstractEventLoop]:
     from trirun_cli.text.grammar import GrammarCompiler
     from trirun_cli.text.tokenizer import LightTokenizer
 
-    backend = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(_LETTERS, 1)}}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
-    size = len(_LETTERS) + 1
+    backend = letters()
+    size = backend.get_vocab_size()
     runner: Any = _Runner(size)
     engine = Engine(runner)
     tokenizer = ServerTokenizer(LightTokenizer(backend, {}), size=size, context=engine.context, chat_template=_TEMPLATE)
@@ -138,12 +138,21 @@ async def _opened(pool: Any, bridge: Any) -> None:
 
 def post(path: str, body: bytes, **options: Any) -> tuple[int, bytes]:
     """(status, body) of a request to :func:`server`, whose ``options`` are given too."""
+    status, _, answer = send("POST", path.encode(), [(b"content-type", b"application/json")], body, **options)
+    return status, answer
+
+
+def send(
+    method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes, **options: Any
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """(status, headers, body) of a request to :func:`server`, whose ``options`` are given too."""
     app, loop = server(**options)
     sent: list[Any] = []
     received = [{"type": "http.request", "body": body, "more_body": False}]
+    path, _, query = target.partition(b"?")
     scope = {
-        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
-        "scheme": "http", "query_string": b"", "root_path": "", "headers": [(b"content-type", b"application/json")],
+        "type": "http", "http_version": "1.1", "method": method, "path": unquote(path.decode("ascii", "replace")),
+        "raw_path": path, "scheme": "http", "query_string": query, "root_path": "", "headers": headers,
         "client": None, "server": ("test", 80), "asgi": {"version": "3.0"},
     }  # fmt: skip
 
@@ -151,11 +160,12 @@ def post(path: str, body: bytes, **options: Any) -> tuple[int, bytes]:
         # Who has sent all of a body waits for the answer.
         return received.pop() if received else await asyncio.Future()
 
-    async def send(message: Any) -> None:
+    async def take(message: Any) -> None:
         sent.append(message)
 
-    loop.run_until_complete(asyncio.wait_for(app(scope, receive, send), 60))
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+    loop.run_until_complete(asyncio.wait_for(app(scope, receive, take), 60))
+    first, *rest = sent
+    return first["status"], first["headers"], b"".join(message.get("body", b"") for message in rest)
 
 
 def http(raw: bytes, folder: Path) -> None:
@@ -175,74 +185,79 @@ def http(raw: bytes, folder: Path) -> None:
         raise ServerRefused(error["message"])
 
 
-def calls(raw: bytes, folder: Path) -> None:
-    """What a model has written, in pieces: every parser of tool calls and of reasoning gives valid Unicode and JSON."""
-    from trirun_cli.text.harmony import ChannelParser, HarmonyParser
-    from trirun_cli.text.reasoning import ReasoningParser
-    from trirun_cli.text.tool_parsers import HermesParser, JsonParser, MistralParser, PythonicParser
-
-    text = raw.decode("utf-8", "replace")
-    pieces = [text[at : at + 23] for at in range(0, len(text), 23)] if len(text) < 4096 else [text]
-    for kind in (HermesParser, JsonParser, PythonicParser, MistralParser, HarmonyParser):
-        parser, found = kind(), []
-        for piece in pieces:
-            found += parser.feed(piece)[1]
-        found += parser.flush()[1]
-        json.dumps(found, ensure_ascii=False).encode()
-        for call in found:
-            json.dumps(json.loads(call["function"]["arguments"]), ensure_ascii=False, allow_nan=False).encode()
-    for split in (ChannelParser(), ReasoningParser(False), ReasoningParser(True)):
-        told = sum(
-            len(part) for piece in [*pieces, None] for part in (split.flush() if piece is None else split.feed(piece))
-        )
-        assert told <= len(text) + 64
-
-
-def calibration(raw: bytes, folder: Path) -> None:
-    """A .jsonl file of calibration texts, whose tokens are its characters."""
-    from trirun_gptq.calibration import load_stream
-
-    (folder / "text.jsonl").write_bytes(raw)
-    load_stream(str(folder / "text.jsonl"), _Characters(), 0)
-
-
-class _Characters:
-    eos_token_id, bos_token_id, chat_template = 0, None, "of each message its content"
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
-
-    def apply_chat_template(self, messages: Any, **_: Any) -> str:
-        return "".join(f"{message['role']}{message['content']}" for message in messages)
-
-
-def rows(raw: bytes, folder: Path, name: str = "rows.jsonl") -> None:
-    """A file of a benchmark's questions, of the kind that its first row is of."""
-    from trirun_cli.eval.tasks.offline import MMLU, OFFLINE_TASKS, load_rows
-
-    (folder / name).write_bytes(raw)
-    load_rows(folder / name, (*MMLU.schemas, *(schema for task in OFFLINE_TASKS.values() for schema in task.schemas)))
-
-
-csv_rows = partial(rows, name="rows.csv")
-ROWS = [
-    {"question": "a", "choices": ["b", "c", "d", "e"], "answer": 1},
-    {"query": "Question: a", "choices": ["b", "c"], "gold": 0},
-    {"goal": "a", "sol1": "b", "sol2": "c", "label": 1},
-    {
-        "question": {"stem": "a", "choices": [{"text": "b", "label": "A"}, {"text": "c", "label": "B"}]},
-        "answerKey": "A",
-    },
-    {"ctx_a": "a", "ctx_b": "", "activity_label": "b", "endings": ["c", "d", "e", "f"], "label": "3"},
-    {"question": "a", "answer": "b #### 1"},
+KEY = "k"
+HEADERS = [
+    b"POST /v1/completions?a=1\nauthorization: Bearer k\ncontent-type: application/json\nx-request-id: a",
+    b"GET /v1/models/demo\nx-api-key: k\naccept: text/html\norigin: http://a\naccess-control-request-method: POST",
+    b"GET /metrics\ntraceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\nexpect: 100-continue",
 ]
-CSV = [b'question,A,B,C,D,answer\n"a, b",c,d,e,f,A\n', b"a,b,c,d,e,B\nf,g,h,i,j,C\n"]
-TEXTS = [{"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}]
-CALLS = [
-    b'<think>a</think>b<tool_call>{"name": "f", "arguments": {"x": [1, "\\u00e9"]}}</tool_call>',
-    b'{"name": "f", "parameters": {"x": null}}; {"name": "g", "arguments": {"x": [NaN, "\\ud83d\\ude00"]}}',
-    b"[f(x=1, y=[True, None, 'a']), a.g(z={'b': -1.5})]",
-    b'a[TOOL_CALLS]f[CALL_ID]c[ARGS]{"x": 1}[TOOL_CALLS][{"name": "g", "arguments": {}}]',
-    b"<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json"
-    b'<|message|>{"x": 1}<|call|><|start|>assistant<|channel|>final<|message|>b<|return|>',
+_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+
+def headers(raw: bytes, folder: Path) -> None:
+    """The head of a request as an HTTP parser passes it on, to a server with a key: without the key only what needs
+    none is answered, and what the answer repeats is one line."""
+    (method, _, target), *lines = (line.partition(b" ") for line in raw.split(b"\n"))
+    given = [(name.lower().removesuffix(b":"), content.strip(b" \t")) for name, _, content in lines]
+    known = all(_TOKEN.fullmatch(name) and not re.search(rb"[\x00-\x08\x0a-\x1f\x7f]", text) for name, text in given)
+    lengths = [text for name, text in given if name == b"content-length"]
+    if not (known and _TOKEN.fullmatch(method) and re.fullmatch(rb"/[!-~]*", target)) or lengths:
+        raise NoInput
+    status, answered_by, _ = send(method.decode(), target, given, b'{"prompt": "a"}', api_key=KEY)
+    assert status < 500, f"{status} of {target!r}"
+    assert all(re.fullmatch(rb"[\x20-\xff\t]*", text) for _, text in answered_by), answered_by
+    keys = [text for name, text in given if name in (b"authorization", b"x-api-key")]
+    open_ = target.partition(b"?")[0] in (b"/", b"/health", b"/version", b"/metrics")
+    assert status != 200 or open_ or "%" in target.decode() or any(text.endswith(b"k") for text in keys), target
+    if status >= 400:
+        raise ServerRefused(str(status))
+
+
+ANSWERED = [
+    b'{"data": [{"id": "demo"}]}\ndata: {"choices": [{"text": "a"}]}\n\ndata: {"choices": [{"text": "b"}]}\n\n'
+    b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2, "prompt_tokens_details": '
+    b'{"cached_tokens": 1}}}\n\ndata: [DONE]\n\n',
+    b'{"data": [{"id": "demo"}]}\ndata: {"error": {"message": "a"}}\n\n',
 ]
+
+
+class _Answer:
+    """What a server of another program answers, for a client of aiohttp's."""
+
+    status = 200
+
+    def __init__(self, raw: bytes) -> None:
+        self._first, _, self._rest = raw.partition(b"\n")
+
+    async def __aenter__(self) -> _Answer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def json(self) -> Any:
+        return json.loads(self._first)
+
+    @property
+    async def content(self) -> Any:
+        for line in self._rest.splitlines(keepends=True):
+            yield line
+
+
+def answered(raw: bytes, folder: Path) -> None:
+    """What a server answers the client of ``trirun bench serve``: its models, and a stream of an answer."""
+    from types import SimpleNamespace
+
+    from trirun_cli.bench.client import Client, Load
+
+    client = Client("http://test")
+    client._session = SimpleNamespace(get=lambda *_: _Answer(raw), post=lambda *_, **__: _Answer(raw))  # type: ignore
+
+    async def ask() -> Any:
+        await client.find_model()
+        return await client.ask(Load(["a"]), 0)
+
+    sample = asyncio.run(ask())
+    if sample.error is not None:
+        raise ServerRefused(sample.error)
+    assert isinstance(sample.generated_tokens, int), sample

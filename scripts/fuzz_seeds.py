@@ -1,10 +1,14 @@
-"""Whole inputs that scripts/fuzz.py starts from."""
+"""Whole inputs that scripts/fuzz.py starts from, and what the readers of JSON are given."""
 
 from __future__ import annotations
 
 import json
 import struct
+from pathlib import Path
 from typing import Any
+
+from trirun_cli.checkpoint.formats.gguf.header import round_up
+from trirun_cli.checkpoint.formats.gguf.types import ALIGNMENT, TYPES
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -12,6 +16,37 @@ SIZES = {
 }  # fmt: skip
 MODULE = "model.layers.0.mlp.up_proj"
 WIDTHS = {"U8": 1, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8}
+
+
+class NoInput(Exception):
+    """What was made is nothing that the reader is ever given."""
+
+
+def value(raw: bytes) -> Any:
+    """What a JSON text says."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise NoInput from None
+
+
+def mapping(raw: bytes) -> dict[str, Any]:
+    """A JSON object."""
+    found = value(raw)
+    if not isinstance(found, dict):
+        raise NoInput
+    return found
+
+
+def checkpoint(raw: bytes, folder: Path) -> None:
+    """Write the directory that ``{"config", "tensors": {name: [dtype, shape]}}`` says."""
+    whole = value(raw)
+    try:
+        weights, config = safetensors_bytes(whole["tensors"]), json.dumps(whole["config"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise NoInput from None
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_text(config)
 
 
 def dumped(*values: Any) -> list[bytes]:
@@ -50,6 +85,17 @@ GGUF_METADATA: dict[str, tuple[int, Any]] = {
 }  # fmt: skip
 
 
+# Type and shape by name.
+Tensors = dict[str, tuple[int, tuple[int, ...]]]
+_LINEARS = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+_MLP = dict.fromkeys(("ffn_gate", "ffn_up", "ffn_down"), (64, 64))
+_LLAMA: Tensors = (
+    {"token_embd.weight": (1, (4, 64)), "output_norm.weight": (1, (64,))}
+    | {f"blk.0.{name}.weight": (1, (64,)) for name in ("attn_norm", "ffn_norm")}
+    | {f"blk.0.{name}.weight": (42, shape) for name, shape in (_LINEARS | _MLP).items()}
+)
+
+
 def gguf_value(kind: int, value: Any) -> bytes:
     """A value of GGUF's metadata."""
     if kind == GGUF_TEXT:
@@ -61,28 +107,20 @@ def gguf_value(kind: int, value: Any) -> bytes:
     return struct.pack("<" + GGUF_NUMBERS[kind], value)
 
 
-def gguf_bytes(metadata: dict[str, tuple[int, Any]] = GGUF_METADATA) -> bytes:
-    """A Llama of one layer with a tokenizer of four tokens."""
-
-    def text(value: str) -> bytes:
-        return gguf_value(GGUF_TEXT, value)
-
-    entries = [text(key) + struct.pack("<I", kind) + gguf_value(kind, value) for key, (kind, value) in metadata.items()]
-    shapes = {
-        "token_embd": (4, 64), "output_norm": (64,), "attn_norm": (64,), "ffn_norm": (64,), "attn_q": (64, 64),
-        "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64), "ffn_gate": (64, 64), "ffn_up": (64, 64),
-        "ffn_down": (64, 64),
-    }  # fmt: skip
-    table, data = b"", b""
-    for name, shape in shapes.items():
-        stored = name if name in ("token_embd", "output_norm") else f"blk.0.{name}"
-        type_id, count = (42, shape[0] * 18) if len(shape) == 2 and name != "token_embd" else (1, 2 * shape[0])
-        count = count * 64 if name == "token_embd" else count
-        table += text(stored + ".weight") + struct.pack("<I", len(shape))
-        table += b"".join(struct.pack("<Q", size) for size in shape[::-1]) + struct.pack("<IQ", type_id, len(data))
-        data += (bytes([1]) * count).ljust(-(-count // 32) * 32, b"\0")
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(entries)) + b"".join(entries) + table
-    return head.ljust(-(-len(head) // 32) * 32, b"\0") + data
+def gguf_bytes(metadata: dict[str, tuple[int, Any]] = GGUF_METADATA, tensors: Tensors | None = None) -> bytes:
+    """A GGUF file; by default a Llama of one layer with a tokenizer of four tokens."""
+    parts = []
+    for key, (kind, content) in metadata.items():
+        parts.append(gguf_value(GGUF_TEXT, key) + struct.pack("<I", kind) + gguf_value(kind, content))
+    tensors = _LLAMA if tensors is None else tensors
+    data = b""
+    for name, (type_id, shape) in tensors.items():
+        parts.append(gguf_value(GGUF_TEXT, name) + struct.pack("<I", len(shape)))
+        parts.append(struct.pack(f"<{len(shape)}QIQ", *shape[::-1], type_id, len(data)))
+        # As scales of two bytes 4.3, of four 785; as codes 0, 1, 0, 1.
+        data += (b"\x44" * TYPES[type_id].nbytes(shape)).ljust(round_up(TYPES[type_id].nbytes(shape), ALIGNMENT), b"\0")
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)) + b"".join(parts)
+    return head.ljust(round_up(len(head), ALIGNMENT), b"\0") + data
 
 
 def _directory(config: dict[str, Any], **parts: list[Any]) -> dict[str, Any]:
@@ -121,7 +159,7 @@ FORMATS = {
     ),
     "gptq": _quantized(
         "gptq", {"bits": 2, "sym": False, "checkpoint_format": "gptq_v2"},
-        qweight=["I32", [4, 16]], qzeros=["I32", [1, 1]], scales=["F16", [1, 16]], g_idx=["I32", [64]],
+        qweight=["I32", [4, 16]], qzeros=["I32", [1, 1]], scales=["F16", [1, 16]], g_idx=["I32", [64], [0]],
     ),
     "humming": _quantized(
         "humming", {"b_dtype": "uint2", "weight_scale_type": "group", "weight_scale_group_size": 64},
@@ -164,7 +202,8 @@ TOKENIZER = {
     False, "special": True}], "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
     "use_regex": True}, "post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id":
     0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens":
-    {}}, "decoder": {"type": "ByteLevel"},
+    {}}, "decoder": {"type": "ByteLevel",
+    "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
     "model": {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False,
     "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
 }  # fmt: skip

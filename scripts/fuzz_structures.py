@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 from fuzz_requests import BODIES
-from fuzz_seeds import GGUF_LIST, GGUF_METADATA, GGUF_NUMBERS, GGUF_TEXT, gguf_bytes, gguf_value
-from fuzz_targets import TARGETS, NoInput
+from fuzz_seeds import GGUF_LIST, GGUF_METADATA, GGUF_NUMBERS, GGUF_TEXT, NoInput, gguf_bytes, gguf_value
+from fuzz_targets import TARGETS
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import fuzz_files
+import fuzz_models
 import fuzz_requests
+import fuzz_texts
 from fuzz_seeds import (
     ANSWER,
     BLOCK,
@@ -24,15 +25,13 @@ from fuzz_seeds import (
     TOKENIZER,
     TRAIN_FACTS,
     TRAINING,
+    checkpoint,
     dumped,
     gguf_bytes,
+    mapping,
     safetensors_bytes,
+    value,
 )
-
-
-class NoInput(Exception):
-    """What was made is nothing that the reader is ever given."""
-
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -51,27 +50,13 @@ class Target:
     structured: float = 0.8
 
 
-def _value(raw: bytes) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        raise NoInput from None
-
-
-def _mapping(raw: bytes) -> dict[str, Any]:
-    value = _value(raw)
-    if not isinstance(value, dict):
-        raise NoInput
-    return value
-
-
 def _safetensors(raw: bytes, folder: Path) -> None:
     from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
     (folder / "model.safetensors").write_bytes(raw)
     opened = SafetensorsDir(folder)
-    for name in opened:
-        opened.tensor(name)
+    for tensor in opened:
+        opened.tensor(tensor)
 
 
 def _index(raw: bytes, folder: Path) -> None:
@@ -97,22 +82,16 @@ def _config(raw: bytes, folder: Path) -> None:
 
 def _checkpoint(raw: bytes, folder: Path) -> None:
     """A directory as ``{"config", "tensors": {name: [dtype, shape]}}``: opened, and every packed module read."""
+    from trirun_cli.checkpoint.facts import module_facts, totals
     from trirun_cli.checkpoint.formats import open_foreign
     from trirun_cli.checkpoint.model_dir import ModelDir
     from trirun_cli.checkpoint.reader import Checkpoint
 
-    try:
-        whole = json.loads(raw)
-        weights, config = safetensors_bytes(whole["tensors"]), json.dumps(whole["config"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise NoInput from None
-    (folder / "model.safetensors").write_bytes(weights)
-    (folder / "config.json").write_text(config)
+    checkpoint(raw, folder)
     source = ModelDir(folder)
     if source.quant_method == "trirun":
-        checkpoint = Checkpoint(folder)
-        for module in checkpoint.modules:
-            checkpoint.codes(module)
+        packed = Checkpoint(folder)
+        totals(packed, [module_facts(packed, each) for each in packed.modules])
         return
     foreign = open_foreign(source)
     if foreign is None:
@@ -125,13 +104,13 @@ def _checkpoint(raw: bytes, folder: Path) -> None:
 def _recipe(raw: bytes, folder: Path) -> None:
     from trirun_gptq.recipe import Recipe
 
-    Recipe.from_dict(_mapping(raw))
+    Recipe.from_dict(mapping(raw))
 
 
 def _train_recipe(raw: bytes, folder: Path) -> None:
     from trirun_gptq.train.recipe import TrainRecipe
 
-    TrainRecipe.from_dict(_mapping(raw))
+    TrainRecipe.from_dict(mapping(raw))
 
 
 def _yaml(raw: bytes, folder: Path) -> None:
@@ -170,7 +149,7 @@ def _run_state(raw: bytes, folder: Path) -> None:
 def _block_state(raw: bytes, folder: Path) -> None:
     from trirun_gptq.run.resume import RunState
 
-    whole = _value(raw)
+    whole = value(raw)
     (folder / "block-0000.safetensors").write_bytes(safetensors_bytes(BLOCK, whole))
     RunState(folder, {}).load(0)
 
@@ -178,7 +157,7 @@ def _block_state(raw: bytes, folder: Path) -> None:
 def _train_state(raw: bytes, folder: Path) -> None:
     from trirun_gptq.train.state import TrainState
 
-    whole = _value(raw)
+    whole = value(raw)
     (folder / "training.safetensors").write_bytes(safetensors_bytes(TRAINING, whole))
     TrainState(folder, {}).load()
 
@@ -196,33 +175,26 @@ def _gguf_header(raw: bytes, folder: Path) -> None:
     Header(raw, folder / "model.gguf")  # type: ignore[arg-type]
 
 
-def _gguf(raw: bytes, folder: Path) -> None:
-    from trirun_cli.checkpoint.formats.gguf.source import GgufModel
-
-    (folder / "model.gguf").write_bytes(raw)
-    model = GgufModel(folder / "model.gguf")
-    for name in model:
-        model.tensor(name)
-        if model.is_quantized(name):
-            model.codes(name)
-
-
 def _tokenizer(raw: bytes, folder: Path) -> None:
+    from trirun_cli.errors import InputError
     from trirun_cli.text.tokenizer import light_tokenizer
 
-    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}')
+    (folder / "tokenizer.json").write_bytes(dumped(TOKENIZER)[0])
     (folder / "tokenizer_config.json").write_bytes(raw)
-    light_tokenizer(folder)
+    if light_tokenizer(folder) is None:
+        raise InputError("what this reader does not take goes to transformers")
 
 
 def _tokenizer_json(raw: bytes, folder: Path) -> None:
+    from trirun_cli.errors import InputError
     from trirun_cli.text.tokenizer import light_tokenizer
 
     (folder / "tokenizer.json").write_bytes(raw)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "b"}')
     tokenizer = light_tokenizer(folder)
-    if tokenizer is not None:
-        tokenizer.decode(tokenizer("ab a")["input_ids"])
+    if tokenizer is None:
+        raise InputError("what this reader does not take goes to transformers")
+    tokenizer.decode(tokenizer("ab a")["input_ids"])
 
 
 def _generation(raw: bytes, folder: Path) -> None:
@@ -233,14 +205,6 @@ def _generation(raw: bytes, folder: Path) -> None:
     (folder / "generation_config.json").write_bytes(raw)
     stop_ids(folder)
     SamplingParams(**sampling_defaults(folder))
-
-
-def _sums(raw: bytes, folder: Path) -> None:
-    from trirun_cli.checkpoint.verify import verify_files
-
-    (folder / "config.json").write_bytes(b"{}")
-    (folder / "SHA256SUMS").write_bytes(raw)
-    list(verify_files(folder))
 
 
 def _template(raw: bytes, folder: Path) -> None:
@@ -276,9 +240,11 @@ TARGETS = {
     "train_state": Target(dumped(TRAIN_FACTS), _train_state, 1),
     "requests": Target(dumped({"schema": "trirun.eval.requests/1"}), _requests),
     "gguf_header": Target([gguf_bytes()], _gguf_header, 0),
-    "gguf": Target([gguf_bytes()], _gguf, 0),
+    "gguf": Target(fuzz_models.GGUF, fuzz_models.gguf, 0),
+    "gguf_types": Target(fuzz_models.GGUF_TYPES, fuzz_models.gguf, 0),
+    "gguf_part": Target([fuzz_models.PART], fuzz_models.gguf_part, 0),
     "tokenizer_config": Target(
-        dumped({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "a"}, "chat_template": "x"}),
+        dumped({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "b"}, "chat_template": "x"}),
         _tokenizer,
     ),
     "tokenizer": Target(dumped(TOKENIZER), _tokenizer_json),
@@ -286,11 +252,23 @@ TARGETS = {
         dumped({"do_sample": True, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "eos_token_id": [1, 2]}),
         _generation,
     ),
-    "sums": Target([f"{sha256(b'{}').hexdigest()}  config.json\n".encode()], _sums, 0),
-    "calibration": Target(dumped(*fuzz_requests.TEXTS), fuzz_requests.calibration),
-    "rows": Target(dumped(*fuzz_requests.ROWS), fuzz_requests.rows),
-    "csv": Target(fuzz_requests.CSV, fuzz_requests.csv_rows, 0),
-    "calls": Target(fuzz_requests.CALLS, fuzz_requests.calls, 0),
+    "decoder": Target(dumped(*fuzz_models.CHECKPOINTS), fuzz_models.decoder, 1),
+    "rewritten": Target(dumped(*fuzz_models.CHECKPOINTS[::2]), fuzz_models.rewritten, 1),
+    "sums": Target(fuzz_files.SUMS, fuzz_files.sums, 0),
+    "record": Target(fuzz_files.RECORD, fuzz_files.record, 0),
+    "generated": Target([fuzz_files.GENERATED], fuzz_files.generated, 0),
+    "calibration": Target(dumped(*fuzz_files.TEXTS), fuzz_files.calibration),
+    "rows": Target(dumped(*fuzz_files.ROWS), fuzz_files.rows),
+    "csv": Target(fuzz_files.CSV, fuzz_files.csv_rows, 0),
+    "exported": Target(dumped(*fuzz_files.EXPORTED), fuzz_files.exported, 1),
+    "names": Target(dumped(*fuzz_files.NAMES), fuzz_files.names, 1),
+    "schema": Target(dumped(*fuzz_texts.SCHEMAS), fuzz_texts.schema, 1),
+    "regex": Target(fuzz_texts.EXPRESSIONS, fuzz_texts.expression, 0),
+    "grammar": Target(fuzz_texts.GRAMMARS, fuzz_texts.grammar, 0),
+    "vocabulary": Target(dumped(TOKENIZER), fuzz_texts.vocabulary),
+    "headers": Target(fuzz_requests.HEADERS, fuzz_requests.headers, 0),
+    "answered": Target(fuzz_requests.ANSWERED, fuzz_requests.answered, 0),
+    "calls": Target(fuzz_texts.CALLS, fuzz_texts.calls, 0),
     "http": Target(dumped(*fuzz_requests.BODIES), fuzz_requests.http),
     "chat_template": Target(
         [b"{% for m in messages %}{{ m['role'] | tojson }}{% endfor %}{% set n = namespace(a=1) %}"], _template, 0

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.markup import escape
 
-from .errors import TrirunError
+from .errors import TrirunError, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -56,10 +56,10 @@ class Console:
             return
         from rich.table import Table
 
-        body = [[str(cell) for cell in row] for row in rows]
+        body = [[printable(str(cell)) for cell in row] for row in rows]
         borders = 3 * len(columns) + 1
         widths = _column_widths(columns, body, self._out.width - borders)
-        table = Table(title=escape(title), title_justify="left")
+        table = Table(title=_shown(title), title_justify="left")
         for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
             table.add_column(escape(column), justify="right" if index else "left", width=width, overflow="fold")
         for row in body:
@@ -72,17 +72,17 @@ class Console:
     def note(self, message: str) -> None:
         """What is going on, for a person watching."""
         if not self.quiet:
-            self._err.print(escape(message), style="dim")
+            self._err.print(_shown(message), style="dim")
 
     def warn(self, message: str) -> None:
         """What may be wrong, though work goes on; shown with --quiet too."""
-        self._err.print(f"[yellow]warning:[/yellow] {escape(message)}")
+        self._err.print(f"[yellow]warning:[/yellow] {_shown(message)}")
 
     def error(self, error: TrirunError) -> None:
         """Why a command ended, and below it what to do, if the error knows."""
-        self._err.print(f"[red]error:[/red] {escape(str(error))}")
+        self._err.print(f"[red]error:[/red] {_shown(str(error))}")
         if error.fix:
-            self._err.print(f"  [dim]{escape(error.fix)}[/dim]")
+            self._err.print(f"  [dim]{_shown(error.fix)}[/dim]")
 
     @contextmanager
     def progress(self, description: str, total: int | None = None) -> Iterator[ProgressBar]:
@@ -101,7 +101,7 @@ class Console:
         )
         hidden = self.quiet or self.as_json or not self._err.is_terminal
         with parts.Progress(*columns, console=self._err, disable=hidden, transient=True) as bars:
-            yield ProgressBar(bars, bars.add_task(description, total=total))
+            yield ProgressBar(bars, bars.add_task(printable(description), total=total))
 
 
 class ProgressBar:
@@ -116,11 +116,16 @@ class ProgressBar:
 
     def describe(self, description: str) -> None:
         """Replace the text before the bar."""
-        self._bars.update(self._task, description=description)
+        self._bars.update(self._task, description=printable(description))
 
     def reset(self, total: int) -> None:
         """Begin anew with another number of steps."""
         self._bars.reset(self._task, total=total)
+
+
+def _shown(text: str) -> str:
+    """A text of one or more lines as rich prints it as it is; what would speak to the terminal is written out."""
+    return escape("\n".join(map(printable, text.split("\n"))))
 
 
 def _column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> list[int]:

@@ -19,7 +19,7 @@ class TrirunError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, fix: str | None = None) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(printable(f"{message[:LONGEST_MESSAGE]}..." if len(message) > LONGEST_MESSAGE else message))
         self.fix = fix
 
 
@@ -53,13 +53,11 @@ class CheckFailed(TrirunError):
     exit_code = 6
 
 
-def _one_line(message: str) -> str:
-    """A message without what would begin a new line, or speak to the terminal: names come from files of others."""
-    if len(message) > LONGEST_MESSAGE:
-        message = message[:LONGEST_MESSAGE] + "..."
-    if message.isprintable():
-        return message
-    return "".join(c if c.isprintable() else " " if c.isspace() else repr(c)[1:-1] for c in message)
+def printable(text: str) -> str:
+    """A text without what would begin a new line, or speak to the terminal: names come from files of others."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else repr(c)[1:-1] for c in text)
 
 
 def is_panic(error: BaseException) -> bool:

@@ -21,6 +21,20 @@ def test_words_are_shown_as_they_are(capsys):
     assert "a :x: table" in out and "[b]" in out and "│ :x:" in out
 
 
+def test_what_speaks_to_the_terminal_is_written_out(capsys):
+    """Names come from files of others: this one renames the window and clears it."""
+    name = "up\x1b]0;mine\x07\x1b[2J_proj"
+    console = Console()
+    console.note(f"one\ntwo {name}")
+    console.warn(name)
+    console.error(TrirunError(name, name))
+    console.table(name, ["module"], [[name]])
+    out, err = capsys.readouterr()
+    written = r"up\x1b]0;mine\x07\x1b[2J_proj"
+    assert out.count(written) == 2 and err.count(written) == 4 and f"one\ntwo {written}\n" in err
+    assert "\x1b" not in out + err and "\x07" not in out + err
+
+
 def test_documents_hold_no_number_that_json_lacks(capsys):
     Console(as_json=True).json("test/1", {"values": [math.nan, (math.inf, 1.5)], "inner": {"least": -math.inf}})
     document = json.loads(capsys.readouterr().out, parse_constant=lambda name: 1 / 0)

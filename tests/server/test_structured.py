@@ -1,14 +1,18 @@
 """Structured output through a real server: every answer is what was asked for, by OpenAI's client."""
 
+import asyncio
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Literal
 
 import httpx
 import openai
 import pytest
 from pydantic import BaseModel
+
+from trirun_cli.text.grammar import GrammarCompiler
 
 pytest.importorskip("llguidance", reason="needs trirun[serve]")
 
@@ -125,6 +129,7 @@ def test_log_probabilities_are_those_of_the_model(client):
         ({"guided_regex": "("}, "guided_regex", "unclosed"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
         ({"guided_grammar": "start: undefined"}, "guided_grammar", "undefined"),
+        ({"guided_grammar": 'root ::= "a" ['}, "guided_grammar", "end of input"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude each other"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs.json_object", "exclude"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "not supported"),
@@ -139,6 +144,17 @@ def test_what_cannot_be_held_is_refused_by_name(client, field, param, says):
     with pytest.raises(openai.BadRequestError) as error:
         complete(client, extra_body=field)
     assert error.value.param == param and says in error.value.message
+
+
+def test_a_model_without_tokens_for_a_grammar_says_so(site, tokenizer, check_error):
+    async def run():
+        made = site()
+        made.model = replace(made.model, grammars=GrammarCompiler(tokenizer.backend_tokenizer, 8192, set()))
+        async with made as served:
+            return await served.client.post("/v1/completions", json={"prompt": "a", "guided_regex": "a+"})
+
+    answer = asyncio.run(run())
+    assert "the model has none" in check_error(answer, 400, "guided_regex")["message"]
 
 
 def test_deep_schemas_are_refused(client):

@@ -1,6 +1,7 @@
 """Grammars compiled to masks of tokens."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -132,6 +133,8 @@ def test_values_named_format_stay():
         (Grammar.of_schema({"not": {"type": "string"}}), "not"),
         (Grammar("regex", "["), "unclosed"),
         (Grammar("grammar", "start: nobody"), "nobody"),
+        (Grammar("grammar", 'root ::= "a" ['), "end of input"),
+        (Grammar("grammar", 'root ::= "a" nobody'), "nobody"),
         (Grammar("regex", "a" * 300_000), "characters"),
     ],
     ids=lambda value: "" if isinstance(value, Grammar) else value,
@@ -150,6 +153,14 @@ def test_a_schema_is_an_object_and_allows_something(schema):
 def test_a_model_without_an_end_is_refused(tokenizer):
     with pytest.raises(InputError, match="ends a text"):
         compile_grammar(Grammar("json_object"), tokenizer, 8192, set())
+
+
+def test_a_tokenizer_that_llguidance_does_not_read_is_refused():
+    from tokenizers import Tokenizer, models
+
+    tokenizer = SimpleNamespace(backend_tokenizer=Tokenizer(models.BPE({"a": 0, "b": 1}, [])))
+    with pytest.raises(InputError, match="cannot use this model's tokenizer: can't determine decoder type"):
+        compile_grammar(Grammar("regex", "a"), tokenizer, 2, {END})
 
 
 SCHEMAS = {

@@ -100,7 +100,10 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is a file; a model is a directory with config.json and safetensors files", fix)
     if not (path / "config.json").is_file():
         raise InputError(f"{path} is not a model directory: it has no config.json")
-    return read_json(path / "config.json")
+    config = read_json(path / "config.json")
+    if not isinstance(config.get("model_type"), str | None):
+        raise InputError(f"{path / 'config.json'}: model_type is {config['model_type']!r}, not a name")
+    return config
 
 
 def quant_method(config: dict[str, Any]) -> str | None:

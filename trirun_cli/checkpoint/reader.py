@@ -8,12 +8,13 @@ The grid is in ``config.json["quantization_config"]``; see :class:`Format`. Beca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO, packed_modules
-from trirun_kernels.weights.shapes import PackError, stored_shapes
+from trirun_kernels.weights.shapes import stored_shapes
 from trirun_kernels.weights.spec import QuantSpec
 
 from ..errors import InputError
@@ -88,6 +89,9 @@ class Format:
         for name, kind in kinds.items():
             if not isinstance(getattr(made, name), kind):
                 raise InputError(f"{where}: {name} is {getattr(made, name)!r}")
+        for name in ("modules_to_not_convert", "embeddings"):
+            if not all(isinstance(module, str) for module in getattr(made, name)):
+                raise InputError(f"{where}: {name} is {getattr(made, name)!r}, not names")
         if made.activation_bits not in (8, 16):
             raise InputError(f"{where}: activation_bits is {made.activation_bits!r}, not 8 or 16")
         try:
@@ -102,6 +106,45 @@ class Format:
         """The grid of one module, by its name."""
         own = self.overrides.get(module, {"group_size": self.group_size, "zero": self.zero})
         return QuantSpec(own["group_size"], own["zero"])
+
+    def shape(self, module: str, words: Sequence[int]) -> tuple[int, int]:
+        """The true [n, k] of one module, by its name and the shape of its words."""
+        n, k = self.padded.get(module) or (words[0] * 64, words[1] * 32)
+        return n, k
+
+    def check(self, source: ModelDir, module: str) -> None:
+        """That a packed module's tensors in a directory have the shapes and dtypes that the format says; nothing but
+        their headers is read.
+
+        Raises:
+            InputError: one is missing or has others.
+        """
+        if module + WEIGHT not in source:
+            raise InputError(f"{source.path}: {module}{SCALE} has no {module}{WEIGHT} beside it")
+        words = source[module + WEIGHT]
+        if words.dtype != "I32" or len(words.shape) != 3 or words.shape[2] != 128:
+            found = f"{words.dtype} {list(words.shape)}"
+            raise InputError(f"{source.path}: {module}{WEIGHT} is {found}, not I32 [n/64, k/32, 128]")
+        spec = self.spec(module)
+        try:
+            n, k = self.shape(module, words.shape)
+            if type(n) is not int or type(k) is not int:
+                raise TypeError(f"its true shape is [{n!r}, {k!r}]")
+            expected_words, expected_groups = stored_shapes(n, k, spec)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{source.path}: {module}: {error}") from None
+        expected = {WEIGHT: ("I32", expected_words), SCALE: ("F16", expected_groups)}
+        if spec.zero is None:
+            expected[ZERO] = ("F16", expected_groups)
+        elif module + ZERO in source:
+            raise InputError(f"{source.path}: {module}{ZERO} is stored, but the grid's zero is {spec.zero}")
+        for suffix, (dtype, shape) in expected.items():
+            if module + suffix not in source:
+                raise InputError(f"{source.path}: {module}{suffix} is missing")
+            stored = source[module + suffix]
+            if (stored.dtype, stored.shape) != (dtype, shape):
+                found = f"{stored.dtype} {list(stored.shape)}"
+                raise InputError(f"{source.path}: {module}{suffix} is {found}, the format says {dtype} {list(shape)}")
 
 
 class Checkpoint(ModelDir):
@@ -129,15 +172,11 @@ class Checkpoint(ModelDir):
         if not self.modules:
             raise InputError(f"{self.path} says it is packed but holds no packed weight")
         for module in self.modules:
-            self._check(module)
+            self.format.check(self, module)
 
     def shape(self, module: str) -> tuple[int, int]:
         """The true [n, k] of a packed module."""
-        if module in self.format.padded:
-            n, k = self.format.padded[module]
-            return n, k
-        n_tiles, k_blocks, _ = self[module + WEIGHT].shape
-        return n_tiles * 64, k_blocks * 32
+        return self.format.shape(module, self[module + WEIGHT].shape)
 
     def packed(self, module: str) -> PackedWeight:
         """One packed weight on the CPU, in the mapped file: it starts at any byte.
@@ -169,28 +208,3 @@ class Checkpoint(ModelDir):
         zeros = self.array(module + ZERO) if module + ZERO in self else None
         words, scales = self.array(module + WEIGHT), self.array(module + SCALE)
         return unpack(words, scales, zeros, n, k, self.format.spec(module))
-
-    def _check(self, module: str) -> None:
-        if module + WEIGHT not in self:
-            raise InputError(f"{self.path}: {module}{SCALE} has no {module}{WEIGHT} beside it")
-        words = self[module + WEIGHT]
-        if words.dtype != "I32" or len(words.shape) != 3 or words.shape[2] != 128:
-            found = f"{words.dtype} {list(words.shape)}"
-            raise InputError(f"{self.path}: {module}{WEIGHT} is {found}, not I32 [n/64, k/32, 128]")
-        spec = self.format.spec(module)
-        try:
-            expected_words, expected_groups = stored_shapes(*self.shape(module), spec)
-        except (PackError, TypeError, ValueError) as error:
-            raise InputError(f"{self.path}: {module}: {error}") from None
-        expected = {WEIGHT: ("I32", expected_words), SCALE: ("F16", expected_groups)}
-        if spec.zero is None:
-            expected[ZERO] = ("F16", expected_groups)
-        elif module + ZERO in self:
-            raise InputError(f"{self.path}: {module}{ZERO} is stored, but the grid's zero is {spec.zero}")
-        for suffix, (dtype, shape) in expected.items():
-            if module + suffix not in self:
-                raise InputError(f"{self.path}: {module}{suffix} is missing")
-            stored = self[module + suffix]
-            if (stored.dtype, stored.shape) != (dtype, shape):
-                found = f"{stored.dtype} {list(stored.shape)}"
-                raise InputError(f"{self.path}: {module}{suffix} is {found}, the format says {dtype} {list(shape)}")

@@ -10,7 +10,7 @@ import numpy as np
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
 from .parts import LLAMA, QK_NORM, Description, TensorNames, UnsupportedModel, describe
-from .settings import check_numbers, layer_list
+from .settings import check_counts, check_numbers, layer_list
 
 if TYPE_CHECKING:
     from trirun_kernels.decoder.shape import GatedDelta
@@ -32,7 +32,8 @@ def gated_delta_hybrid(config: Mapping[str, Any]) -> Description:
     """
     from trirun_kernels.decoder.shape import GatedDelta
 
-    check_numbers(config, (*_COUNTS, _TAPS, "full_attention_interval"), int)
+    check_counts(config, (*_COUNTS, _TAPS))
+    check_numbers(config, ("full_attention_interval",), int)
     if has_experts(config):
         raise UnsupportedModel("experts beside Gated DeltaNet layers")
     key_heads, value_heads, key_dim, value_dim = (config[name] for name in _COUNTS)

@@ -10,7 +10,7 @@ from trirun_kernels.weights.names import LAYER_LINEARS, LAYER_NORMS
 
 from ..errors import InputError
 from .rotary import ROTARY_TYPES, rotary_parameters
-from .settings import check_numbers, layer_list
+from .settings import MOST_HEAD_DIM, check_numbers, layer_list
 
 if TYPE_CHECKING:
     from trirun_kernels.decoder.shape import DecoderShape, LayerShape, Mixer, Mixture
@@ -194,6 +194,8 @@ def describe(
     head_dim = config.get("head_dim") or hidden // heads
     if heads % kv_heads or hidden % 16:
         raise UnsupportedModel(f"{heads} heads over {kv_heads} key-value heads, hidden size {hidden}")
+    if head_dim > MOST_HEAD_DIM:
+        raise InputError(f"config.json: heads of {head_dim}, above {MOST_HEAD_DIM}")
     tables: list[str | None] = [*dict.fromkeys(rotary_kinds)] or [None]
     rotary = tuple(_rotary(config, kind, partial) for kind in tables)
     halves = [int(head_dim * each["partial_rotary_factor"]) // 2 for each in rotary]
@@ -294,6 +296,8 @@ def _rotary(config: Mapping[str, Any], kind: str | None, partial: bool) -> dict[
     found = rotary_parameters(config, kind)
     if found["rope_type"] not in ROTARY_TYPES:
         raise UnsupportedModel(f"rotary type {found['rope_type']!r} is not one of {', '.join(ROTARY_TYPES)}")
+    if found["partial_rotary_factor"] > 1:
+        raise InputError(f"config.json: partial_rotary_factor is {found['partial_rotary_factor']!r}, above 1")
     if found["partial_rotary_factor"] != 1 and not partial:
         # Of these families transformers turns the whole head for some rotary types and a part of it for others.
         raise UnsupportedModel(f"partial_rotary_factor {found['partial_rotary_factor']!r}")

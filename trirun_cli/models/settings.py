@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InputError
 
 # Far more than any model has: what is made for each of them would fill the memory.
-MOST_LAYERS = 4096
+MOST_LAYERS, MOST_HEAD_DIM = 4096, 2**16
 # Counts that config.json must have, counts that it may have, and numbers that it may have.
 COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -34,13 +34,19 @@ def text_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def check_sizes(config: Mapping[str, Any]) -> None:
     """Raise InputError unless the sizes are there and are sizes."""
-    missing = next((name for name in COUNTS if config.get(name) is None), None)
-    if missing is not None:
-        raise InputError(f"config.json has no {missing}")
-    check_numbers(config, (*COUNTS, *OPTIONAL_COUNTS), int)
+    check_counts(config, COUNTS)
+    check_numbers(config, OPTIONAL_COUNTS, int)
     check_numbers(config, OPTIONAL_NUMBERS, float)
     if config["num_hidden_layers"] > MOST_LAYERS:
         raise InputError(f"config.json: num_hidden_layers is {config['num_hidden_layers']}, above {MOST_LAYERS}")
+
+
+def check_counts(config: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise InputError unless these entries are there and as :func:`check_numbers` wants integers."""
+    missing = next((name for name in names if config.get(name) is None), None)
+    if missing is not None:
+        raise InputError(f"config.json has no {missing}")
+    check_numbers(config, names, int)
 
 
 def check_numbers(config: Mapping[str, Any], names: Sequence[str], kind: type) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.constraint import Constraint, Grammar
 from ..engine.engine import Engine
 from ..engine.request import EngineStopped, Request
-from ..errors import MissingError, TrirunError, UsageError
+from ..errors import InputError, MissingError, TrirunError, UsageError
 from ..text.detokenizer import Detokenizer
 from ..text.harmony import ChannelParser, has_channels
 from ..text.reasoning import ReasoningParser
@@ -274,7 +274,8 @@ class Service:
                 raise ApiError(400, message, param="ignore_eos", code="invalid_value")
             try:
                 return grammars.compile(grammar)
-            except UsageError as error:
+            # The grammar cannot be held, or the model has no tokens to hold one with.
+            except (UsageError, InputError) as error:
                 raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_grammar") from error
             except MissingError as error:
                 raise ApiError(501, str(error), param=param, code="not_installed") from error

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine.constraint import Constraint, Grammar
-from ..errors import InputError, MissingError, UsageError
+from ..errors import InputError, MissingError, UsageError, is_panic
 from .reasoning import CLOSE, OPEN
 
 if TYPE_CHECKING:
@@ -69,9 +69,15 @@ class GrammarCompiler:
                     raise MissingError("structured output needs llguidance, which is not installed", fix) from error
                 if not self._ends:
                     raise InputError("structured output needs a token that ends a text; the model has none")
-                self._made = llguidance.LLTokenizer(
-                    self._backend.to_str(), n_vocab=self._vocab, eos_token=list(self._ends)
-                )
+                try:
+                    self._made = llguidance.LLTokenizer(
+                        self._backend.to_str(), n_vocab=self._vocab, eos_token=list(self._ends)
+                    )
+                # It reads only some kinds of tokenizer.json, and gives up on others by a panic.
+                except BaseException as error:
+                    if not isinstance(error, Exception) and not is_panic(error):
+                        raise
+                    raise InputError(f"structured output cannot use this model's tokenizer: {_reason(error)}") from None
             return self._made
 
     def _prepare(self, grammar: Grammar) -> Callable[[], Constraint]:
@@ -168,7 +174,11 @@ def _for_llguidance(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_regex(grammar.source)
     if grammar.kind == "choice":
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.source))))
-    source = gbnf_to_lark.any_to_lark(grammar.source)
+    try:
+        source = gbnf_to_lark.any_to_lark(grammar.source)
+    # Of GBNF that is wrong it raises Exception and kinds of its own.
+    except Exception as error:
+        raise ValueError(str(error)) from error
     operators = len(re.findall(r"[&~](?!\s*\d)", _QUOTED.sub("", source)))
     if operators > _MOST_OPERATORS:
         raise ValueError(f"the grammar has {operators} operators & and ~, at most {_MOST_OPERATORS} are taken")

@@ -216,6 +216,7 @@ def _packed(
     done: Callable[[str, GgufType], None],
 ) -> GgufTensor:
     n, k = checkpoint.shape(module)
+    _check_rows(checkpoint, module + WEIGHT, n, place)
     stored = kind if kind.name in PACKED and k % kind.block == 0 else DENSE[torch.float16]
 
     def data() -> Tensor:
@@ -231,6 +232,12 @@ def _packed(
         return rows if place.rows is None else rows[place.rows]
 
     return GgufTensor(place.name, (n, k), stored, data)
+
+
+def _check_rows(checkpoint: Checkpoint, name: str, rows: int, place: Place) -> None:
+    """That a tensor has the rows that the file has in another order."""
+    if place.rows is not None and rows != len(place.rows):
+        raise InputError(f"{checkpoint.path}: {name} has {rows} rows, config.json says {len(place.rows)}")
 
 
 def _reordered(weight: Quantized, columns: Tensor, name: str) -> Quantized:
@@ -257,6 +264,11 @@ def _stacked(known: str, experts: list[GgufTensor]) -> GgufTensor:
 
 
 def _plain(checkpoint: Checkpoint, name: str, place: Place) -> GgufTensor:
+    shape = checkpoint[name].shape
+    if not shape:
+        raise InputError(f"{checkpoint.path}: {name} is a number without a dimension, which llama.cpp has none of")
+    _check_rows(checkpoint, name, shape[0], place)
+
     def data() -> Tensor:
         rows = checkpoint.tensor(name)
         rows = rows if place.value is None else place.value(rows)

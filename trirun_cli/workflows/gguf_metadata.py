@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trirun_kernels.decoder.shape import Attention, GatedDelta
+from trirun_kernels.weights.names import WEIGHT, embedding_names
 
 from ..checkpoint.formats.gguf.targets import Target, target_of
 from ..checkpoint.formats.gguf.tokenizer_metadata import tokenizer_metadata
@@ -51,6 +52,7 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
     config = checkpoint.config
     target, found = gguf_model(checkpoint)
     shape, mixer = found.shape, attention_of(found)
+    _check_vocabulary(checkpoint, shape.vocab)
     numbers: dict[str, Any] = {
         "vocab_size": shape.vocab,
         "context_length": _context(target, found, config),
@@ -77,6 +79,15 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
     }
     own = {f"{target.architecture}.{key}": value for key, value in numbers.items()}
     return head | own | tokenizer_metadata(checkpoint.path, config, pre)
+
+
+def _check_vocabulary(checkpoint: Checkpoint, vocab: int) -> None:
+    """That the embedding has as many rows as config.json says: every row gets a token in the file."""
+    name, _ = embedding_names(checkpoint.config, checkpoint)
+    module = name.removesuffix(WEIGHT)
+    shape = checkpoint.shape(module) if module in checkpoint.modules else checkpoint[name].shape
+    if shape[:1] != (vocab,):
+        raise InputError(f"{checkpoint.path}: {name} has shape {list(shape)}, config.json says {vocab} rows")
 
 
 def attention_of(found: Description) -> Attention:

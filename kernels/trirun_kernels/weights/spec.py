@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 GROUP_SIZES = (-1, 32, 64, 128)
+_FP16_MAX = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +20,19 @@ class QuantSpec:
             {±½, ±1½}·s. ``None`` stores one real fp16 zero point per group beside its scale.
 
     Raises:
-        ValueError: the group size is not one the kernels have, or zero is not finite.
+        ValueError: the group size is not one the kernels have, or zero is no number of fp16's range.
     """
 
     group_size: int = 128
     zero: float | None = 1.0
 
     def __post_init__(self) -> None:
-        if self.group_size not in GROUP_SIZES:
+        # type(): files hold them, and neither 64.0 nor true is one.
+        if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
             known = ", ".join(map(str, GROUP_SIZES))
             raise ValueError(f"QuantSpec: group_size={self.group_size} is not one of {known}")
-        if self.zero is not None and not math.isfinite(self.zero):
-            raise ValueError(f"QuantSpec: zero={self.zero} is not finite")
+        if self.zero is not None and (isinstance(self.zero, bool) or not abs(self.zero) <= _FP16_MAX):
+            raise ValueError(f"QuantSpec: zero={self.zero} is no number of fp16's range")
 
     @property
     def has_plain_zero(self) -> bool:

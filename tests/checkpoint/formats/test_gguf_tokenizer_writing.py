@@ -15,6 +15,9 @@ from trirun_cli.errors import InputError
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 
 
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+
 def directory(path, document, **settings):
     (path / "tokenizer.json").write_text(json.dumps(document))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -22,9 +25,12 @@ def directory(path, document, **settings):
 
 
 def byte_level(pattern, **model):
-    steps = [{"type": "Split", "pattern": {"Regex": pattern}}, {"type": "ByteLevel", "use_regex": False}]
+    steps = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ]
     base = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
-    added = [{"id": 3, "content": "<|end|>", "special": True}, {"id": 4, "content": "<tool>", "special": False}]
+    added = [{"id": id, "content": text, "special": id == 3} | FLAGS for id, text in ((3, "<|end|>"), (4, "<tool>"))]
     pre = {"type": "Sequence", "pretokenizers": steps}
     return {"model": base | model, "pre_tokenizer": pre, "added_tokens": added}
 
@@ -55,9 +61,11 @@ def test_a_tokenizer_without_merges_comes_back(tmp_path):
 def test_sentencepiece_scores_order_the_merges(tmp_path):
     vocab = {"<unk>": 0, "<0x00>": 1, "a": 2, "b": 3, "ab": 4, "ba": 5, "abc": 6}
     model = {"type": "BPE", "vocab": vocab, "merges": ["b a", "a b"], "byte_fallback": True, "unk_token": "<unk>"}
-    first = [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]
+    first = [{"SpecialToken": {"id": "<unk>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     document = {"model": model, "normalizer": {"type": "Prepend", "prepend": "▁"}}
-    document |= {"post_processor": {"type": "TemplateProcessing", "single": first}}
+    special = {"<unk>": {"id": "<unk>", "ids": [0], "tokens": ["<unk>"]}}
+    post = {"type": "TemplateProcessing", "single": first, "pair": first, "special_tokens": special}
+    document |= {"post_processor": post}
     found = tokenizer_metadata(directory(tmp_path, document), {"vocab_size": 7})
     scores = dict(zip(found[TOKENS], found["tokenizer.ggml.scores"], strict=True))
     assert scores["ba"] > scores["ab"] > scores["abc"] and found[TYPES] == [2, 6, 1, 1, 1, 1, 1]
@@ -66,7 +74,31 @@ def test_sentencepiece_scores_order_the_merges(tmp_path):
 
 def test_what_llama_cpp_does_not_have_is_refused(tmp_path):
     with pytest.raises(InputError, match="'Unigram' model"):
-        tokenizer_metadata(directory(tmp_path, {"model": {"type": "Unigram"}}), {})
+        tokenizer_metadata(directory(tmp_path, {"model": {"type": "Unigram"}}), {"vocab_size": 5})
     with pytest.raises(InputError, match="splits text by 'x', which has no name"):
-        tokenizer_metadata(directory(tmp_path, byte_level("x")), {})
-    assert tokenizer_metadata(directory(tmp_path, byte_level("x")), {}, "qwen2")["tokenizer.ggml.pre"] == "qwen2"
+        tokenizer_metadata(directory(tmp_path, byte_level("x")), {"vocab_size": 5})
+    found = tokenizer_metadata(directory(tmp_path, byte_level("x")), {"vocab_size": 5}, "qwen2")
+    assert found["tokenizer.ggml.pre"] == "qwen2"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": 1}, "do not hold a None model"),
+        ({"added_tokens": [1]}, "cannot be read"),
+        ({"pre_tokenizer": "x"}, "cannot be read"),
+        # A list of that length would take hundreds of gigabytes.
+        ({"added_tokens": [{"id": 2**32 - 1, "content": "c", "special": True} | FLAGS]}, "has the id 4294967295"),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused(tmp_path, change, message):
+    with pytest.raises(InputError, match=message):
+        tokenizer_metadata(directory(tmp_path, byte_level(QWEN2) | change), {"vocab_size": 5})
+
+
+def test_settings_that_are_none_are_left_out_or_refused(tmp_path):
+    path = directory(tmp_path, byte_level(QWEN2), eos_token=[], chat_template=[1, {"name": "default"}])
+    found = tokenizer_metadata(path, {"vocab_size": 5, "bos_token_id": 2**40, "pad_token_id": -1})
+    assert not [name for name in found if "token_id" in name or "template" in name]
+    with pytest.raises(InputError, match="chat template is not Unicode"):
+        tokenizer_metadata(directory(tmp_path, byte_level(QWEN2), chat_template="\ud800"), {"vocab_size": 5})

@@ -128,17 +128,16 @@ def _int8_head(stored: SafetensorsDir, name: str, memory: WeightMemory, shape: D
     return Int8Head(rows, scales, shape.hidden)
 
 
-def _packed(stored: SafetensorsDir, form: Format, module: str, read: Callable[[str], Array]) -> PackedArrays:
+def _packed(stored: ModelDir, form: Format, module: str, read: Callable[[str], Array]) -> PackedArrays:
+    form.check(stored, module)
     words = read(module + WEIGHT)
-    if len(words.shape) != 3:
-        raise InputError(f"{module}{WEIGHT} has shape {list(words.shape)}, not [n/64, k/32, 128]")
-    n, k = form.padded.get(module) or (words.shape[0] * 64, words.shape[1] * 32)
+    n, k = form.shape(module, words.shape)
     zeros = read(module + ZERO) if module + ZERO in stored else None
     return PackedArrays(words, read(module + SCALE), zeros, n, k, form.spec(module))
 
 
 def _layer(
-    stored: SafetensorsDir,
+    stored: ModelDir,
     form: Format,
     names: TensorNames,
     prefixes: tuple[str, str],
@@ -181,7 +180,7 @@ def _layer(
     return LayerWeights(**absent | parts | layer_vectors(stored, names, prefix, shape.hidden))
 
 
-def _dense(stored: SafetensorsDir, form: Format, prefixes: tuple[str, str], within: str) -> np.ndarray:
+def _dense(stored: ModelDir, form: Format, prefixes: tuple[str, str], within: str) -> np.ndarray:
     """A weight as float32 [n, k], whether it is packed or not."""
     bare, module = (prefix + within for prefix in prefixes)
     if module + SCALE not in stored:

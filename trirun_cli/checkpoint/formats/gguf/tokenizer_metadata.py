@@ -28,18 +28,21 @@ def tokenizer_metadata(directory: Path, config: dict[str, Any], pre: str | None 
     """What a GGUF file says of the tokenizer of a model directory.
 
     Args:
-        directory: with tokenizer.json. config: its config.json, for the size of the vocabulary and the special tokens.
-        pre: llama.cpp's name of the pattern that splits text; None finds it.
+        directory: with tokenizer.json. config: its config.json, for the special tokens and the size of the vocabulary,
+            which is the embedding's. pre: llama.cpp's name of the pattern that splits text; None finds it.
 
     Raises:
-        InputError: there is no tokenizer.json, its kind is none of llama.cpp's, or its pattern has no name there.
+        InputError: there is no tokenizer.json, or it is damaged; its kind is none of llama.cpp's, its pattern has no
+            name there, or it has a token that the embedding does not have.
     """
     document = read_json(directory / "tokenizer.json")
-    model = document.get("model") or {}
-    if model.get("type") != "BPE":
-        raise InputError(f"{directory}: llama.cpp's kinds of tokenizer do not hold a {model.get('type')!r} model")
-    size = int(config.get("vocab_size") or 0)
-    pieces, types = _tokens(document, model, max(size, 1))
+    found = document.get("model")
+    model: dict[str, Any] = found if isinstance(found, dict) else {}
+    kind = model.get("type")
+    if kind != "BPE":
+        raise InputError(f"{directory}: llama.cpp's kinds of tokenizer do not hold a {kind!r} model")
+    _check(directory)
+    pieces, types = _tokens(directory, document, model, config["vocab_size"])
     if model.get("byte_fallback"):
         known = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
         extra: dict[str, Any] = {
@@ -55,12 +58,25 @@ def tokenizer_metadata(directory: Path, config: dict[str, Any], pre: str | None 
     return known | tokens | extra | special
 
 
-def _tokens(document: dict[str, Any], model: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+def _check(directory: Path) -> None:
+    """That the tokenizers library takes tokenizer.json: its parts are of the right kinds then."""
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(directory / "tokenizer.json"))
+    # The library raises nothing narrower.
+    except Exception as error:
+        raise InputError(f"{directory / 'tokenizer.json'} cannot be read: {error}") from error
+
+
+def _tokens(directory: Path, document: dict[str, Any], model: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     """Every id's piece and type; ids of the embedding without a piece are unused."""
     ids = dict(model.get("vocab") or {})
     added = {token["content"]: token for token in document.get("added_tokens") or ()}
     ids |= {content: token["id"] for content, token in added.items()}
-    size = max(size, 1 + max(ids.values(), default=0))
+    if max(ids.values(), default=0) >= size:
+        piece = max(ids, key=ids.__getitem__)
+        raise InputError(f"{directory}: its token {piece!r} has the id {ids[piece]}, the embedding {size} rows")
     pieces, types = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
     for piece, index in ids.items():
         pieces[index] = piece
@@ -120,7 +136,7 @@ def _special_tokens(
         own = config.get(f"{name}_token_id")
         own = own[0] if isinstance(own, list) and own else own
         index = pieces.index(token) if token in pieces else own
-        if isinstance(index, int):
+        if type(index) is int and 0 <= index < len(pieces):
             found[f"tokenizer.ggml.{key}_token_id"] = index
     begins = _first_token(document)
     if begins is None:
@@ -130,8 +146,15 @@ def _special_tokens(
     if (directory / "chat_template.jinja").is_file():
         template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     if isinstance(template, list):
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
-    return found | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    if not isinstance(template, str):
+        return found
+    try:
+        template.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{directory}: its chat template is not Unicode: {error}") from None
+    return found | {"tokenizer.chat_template": template}
 
 
 def _first_token(document: dict[str, Any]) -> bool | None:

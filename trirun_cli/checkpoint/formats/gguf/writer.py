@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from trirun_gptq.layer.quantized import Quantized
 
+from ....errors import InputError
 from ..words import regrouped, steps, within
 from .types import ALIGNMENT, Q2_0_ID, TYPES, GgufType
 
@@ -125,7 +126,10 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: list[GgufTensor]) 
 def _header(file: BinaryIO, metadata: dict[str, Any], tensors: list[GgufTensor]) -> None:
     file.write(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata)))
     for key, value in metadata.items():
-        number, data = _value(value)
+        try:
+            number, data = _value(value)
+        except (struct.error, OverflowError):
+            raise InputError(f"{key} is {value!r}, which GGUF has no number for") from None
         file.write(_text(key) + struct.pack("<I", number) + data)
     offset = 0
     for tensor in tensors:
