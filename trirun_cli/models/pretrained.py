@@ -23,7 +23,8 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: Any = None) ->
             config.json says, with random numbers.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
+    from trirun_gptq.model.meta import auto_class
     from trirun_gptq.run.quiet_hub import quiet_transformers
 
     options: dict[str, Any] = {
@@ -34,7 +35,7 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: Any = None) ->
     }
     with as_input_error(path), quiet_transformers():
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+            loaded: Any = auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **options)
         except RuntimeError as error:
             # Its details are in the table.
             if "CONVERSION" not in str(error):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -27,7 +27,7 @@ from ..errors import InputError, UsageError
 from ..resources import configs_dir
 from ..text.detokenizer import load_tokenizer
 from ..version import __version__
-from .output import matrix_kinds, model_origin, text_origin
+from .output import in_all_layers, in_words, matrix_kinds, model_origin, text_origin
 from .settings import given
 
 PRESETS = ("fast", "default", "best")
@@ -184,7 +184,7 @@ def _require_matches(recipe: Recipe, inside: Collection[str], modules: dict[str,
             continue
         other = next((name for name, kind in modules.items() if kind and matches(pattern, name)), None)
         if other is None:
-            names = {_in_all_layers(name): name for name, kind in reversed(modules.items()) if kind}
+            names = {in_all_layers(name): name for name, kind in reversed(modules.items()) if kind}
             raise UsageError(
                 f"{pattern!r} matches none of the model's modules",
                 f"the name most like it is {_nearest(pattern, names.values())}",
@@ -218,17 +218,6 @@ def _require_group_sizes(layers: Mapping[str, tuple[int, int]]) -> None:
     smallest = -1 if -1 in fits.values() else min(fits.values())
     overrides = dict.fromkeys(f"--override '{leaf}=g{size}'" for (leaf, _, _), size in fits.items())
     raise UsageError("; ".join(told), f"--group-size {smallest}, or for these layers alone: {' '.join(overrides)}")
-
-
-def in_words(kept: Mapping[str, str]) -> str:
-    """How many modules, and which, with the number of the layer left out: "2 × model.layers.*.conv (Conv1d [64, 1, 4])"
-    for each kind."""
-    kinds = Counter((_in_all_layers(name), kind) for name, kind in kept.items())
-    return ", ".join(f"{count} × {name} ({kind})" for (name, kind), count in kinds.items())
-
-
-def _in_all_layers(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _within_excerpt(recipe: Recipe, excerpt: str, model: Path) -> Recipe:

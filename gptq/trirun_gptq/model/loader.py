@@ -247,7 +247,7 @@ def _largest(module: nn.Module) -> Tensor:
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of modules that holds the most parameters; of a model with a text decoder beside others, within that."""
     best: tuple[int, str, nn.ModuleList] | None = None
-    decoder = _text_decoder(model)
+    decoder = text_decoder(model)
     inside = {id(module) for module in decoder.modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and id(module) in inside:
@@ -259,7 +259,7 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return best[1], best[2]
 
 
-def _text_decoder(model: nn.Module) -> nn.Module:
+def text_decoder(model: nn.Module) -> nn.Module:
     """The language model within a model that sees or hears; the model itself where transformers names none."""
     for module in model.modules():
         if isinstance(language := getattr(module, "language_model", None), nn.Module):

@@ -78,13 +78,21 @@ def is_fused(module: nn.Module) -> bool:
     return gate_up.shape == (down.shape[0], 2 * down.shape[2], down.shape[1])
 
 
+@torch.no_grad()
 def separate_experts(model: nn.Module) -> nn.Module:
-    """Replace every fused module by a :class:`SeparateExperts` without weights: parameters on the meta device."""
+    """Replace every fused module by a :class:`SeparateExperts` with the same weights, copied."""
     for name, module in list(model.named_modules()):
         if is_fused(module):
             experts, hidden, inner = module.down_proj.shape
             factory = {"device": "meta", "dtype": module.down_proj.dtype}
-            model.set_submodule(name, SeparateExperts(experts, hidden, inner, module.act_fn, **factory))
+            separate = SeparateExperts(experts, hidden, inner, module.act_fn, **factory)
+            if not module.down_proj.is_meta:
+                separate.to_empty(device=module.down_proj.device)
+                for index, expert in enumerate(separate.children()):
+                    gate, up = module.gate_up_proj[index].chunk(2)
+                    weights = {"gate.weight": gate, "up.weight": up, "down.weight": module.down_proj[index]}
+                    expert.load_state_dict(weights)
+            model.set_submodule(name, separate)
     return model
 
 
@@ -92,20 +100,25 @@ class TransposedLinear(nn.Linear):
     """A linear layer whose weight other checkpoints of the model store as [k, n]."""
 
 
+@torch.no_grad()
 def transpose_conv1d(model: nn.Module) -> nn.Module:
     """Replace every ``Conv1D`` of GPT-2 and its kin, a linear layer with a weight [k, n], by a
-    :class:`TransposedLinear` of the same name without weights: parameters on the meta device."""
+    :class:`TransposedLinear` of the same name with the same weights, copied."""
     from transformers.pytorch_utils import Conv1D
 
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             k, n = module.weight.shape
             layer = TransposedLinear(k, n, bias=True, device="meta", dtype=module.weight.dtype)
+            if not module.weight.is_meta:
+                layer.to_empty(device=module.weight.device)
+                layer.weight.copy_(module.weight.T)
+                layer.bias.copy_(module.bias)
             model.set_submodule(name, layer)
     return model
 
 
 def with_linear_layers(model: nn.Module) -> nn.Module:
     """A transformers model whose matrices are all linear layers, as far as they compute what one does: see
-    :func:`separate_experts` and :func:`transpose_conv1d`. What was replaced has no weights."""
+    :func:`separate_experts` and :func:`transpose_conv1d`. What lies on the meta device stays there."""
     return transpose_conv1d(separate_experts(model))

@@ -10,8 +10,9 @@ from trirun_gptq.run.report import BlockReport, Preflight
 from trirun_gptq.run.timing import TimePlan, duration
 
 from ...console import Console, bytes_text
+from ...workflows.output import in_words
 from ...workflows.quantize import QuantizeReport
-from ...workflows.quantize_plan import QuantizePlan, in_words
+from ...workflows.quantize_plan import QuantizePlan
 from .progress import ProgressView
 
 PERCENT = 100
