@@ -38,12 +38,7 @@ class Cut:
 
     def __call__(self, fused: Tensor) -> Tensor:
         """The matrix [n, k] or the bias [n] of the fused tensor, in the same memory."""
-        part = fused[self.expert]
-        if self.layout.transposed and part.dim() == 2:
-            part = part.T
-        if self.half is None:
-            return part
-        return part[self.half :: 2] if self.layout.alternating else part.chunk(2)[self.half]
+        return self.layout.cut(fused, self.expert, self.half)
 
     def shape(self, fused: list[int]) -> list[int]:
         """Of the part, by that of the fused tensor; the latter itself where it holds no such part."""

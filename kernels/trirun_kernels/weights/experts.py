@@ -28,6 +28,16 @@ class FusedLayout:
     alternating: bool = False
     biased: bool = False
 
+    def cut(self, fused: Tensor, expert: int, half: int | None) -> Tensor:
+        """One expert's matrix [n, k] of a fused tensor, or its bias [n] of that of biases, in the same memory;
+        ``half``: the gate's rows (0) or the up's (1)."""
+        part = fused[expert]
+        if self.transposed and part.dim() == 2:
+            part = part.T
+        if half is None:
+            return part
+        return part[half::2] if self.alternating else part.chunk(2)[half]
+
 
 PLAIN = FusedLayout()
 
@@ -142,15 +152,31 @@ def _sizes(down: tuple[int, ...], layout: FusedLayout) -> tuple[int, int, int]:
     return (experts, k, n) if layout.transposed else (experts, n, k)
 
 
+def _weights(fused: nn.Module, layout: FusedLayout, index: int) -> dict[str, Tensor]:
+    """What an :class:`Expert` has of a fused module."""
+    places = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", None)}
+    ends = {"weight": "", "bias": "_bias"} if layout.biased else {"weight": ""}
+    return {
+        f"{layer}.{part}": layout.cut(getattr(fused, source + end), index, half)
+        for layer, (source, half) in places.items()
+        for part, end in ends.items()
+    }
+
+
+@torch.no_grad()
 def separate_experts(model: nn.Module) -> nn.Module:
-    """Replace every fused module by a :class:`SeparateExperts` without weights: parameters on the meta device."""
+    """Replace every fused module by a :class:`SeparateExperts` with the same weights, copied."""
     for name, module in list(model.named_modules()):
         if (layout := fused_layout(module)) is not None:
             own = type(module).__name__ == CLIPPED
             product = ClippedSwiglu(module.alpha, module.limit) if own else Gated(module.act_fn)
             factory = {"device": "meta", "dtype": module.down_proj.dtype}
-            sizes = _sizes(module.down_proj.shape, layout)
-            model.set_submodule(name, SeparateExperts(*sizes, product, layout, **factory))
+            separate = SeparateExperts(*_sizes(module.down_proj.shape, layout), product, layout, **factory)
+            if not module.down_proj.is_meta:
+                separate.to_empty(device=module.down_proj.device)
+                for index, expert in enumerate(separate.children()):
+                    expert.load_state_dict(_weights(module, layout, index))
+            model.set_submodule(name, separate)
     return model
 
 
@@ -158,20 +184,25 @@ class TransposedLinear(nn.Linear):
     """A linear layer whose weight other checkpoints of the model store as [k, n]."""
 
 
+@torch.no_grad()
 def transpose_conv1d(model: nn.Module) -> nn.Module:
     """Replace every ``Conv1D`` of GPT-2 and its kin, a linear layer with a weight [k, n], by a
-    :class:`TransposedLinear` of the same name without weights: parameters on the meta device."""
+    :class:`TransposedLinear` of the same name with the same weights, copied."""
     from transformers.pytorch_utils import Conv1D
 
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             k, n = module.weight.shape
             layer = TransposedLinear(k, n, bias=True, device="meta", dtype=module.weight.dtype)
+            if not module.weight.is_meta:
+                layer.to_empty(device=module.weight.device)
+                layer.weight.copy_(module.weight.T)
+                layer.bias.copy_(module.bias)
             model.set_submodule(name, layer)
     return model
 
 
 def with_linear_layers(model: nn.Module) -> nn.Module:
     """A transformers model whose matrices are all linear layers, as far as they compute what one does: see
-    :func:`separate_experts` and :func:`transpose_conv1d`. What was replaced has no weights."""
+    :func:`separate_experts` and :func:`transpose_conv1d`. What lies on the meta device stays there."""
     return transpose_conv1d(separate_experts(model))
