@@ -15,10 +15,9 @@ from .parts import (
     MixtureNames,
     UnsupportedModel,
     describe,
-    sliding_windows,
     with_experts,
 )
-from .settings import check_numbers
+from .settings import check_numbers, sliding_windows
 
 Config = Mapping[str, Any]
 

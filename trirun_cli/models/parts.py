@@ -10,7 +10,7 @@ from trirun_kernels.weights.names import LAYER_LINEARS, LAYER_NORMS
 
 from ..errors import InputError
 from .rotary import ROTARY_TYPES, rotary_parameters
-from .settings import MOST_HEAD_DIM, check_numbers, layer_list
+from .settings import MOST_HEAD_DIM, check_numbers
 
 if TYPE_CHECKING:
     from trirun_kernels.decoder.shape import DecoderShape, LayerShape, Mixer, Mixture
@@ -275,21 +275,6 @@ def with_experts(
     have = layers or [True] * len(found.shape.layers)
     whole = tuple(layer(parts) if each else parts for parts, each in zip(found.shape.layers, have, strict=True))
     return replace(found, shape=replace(found.shape, layers=whole))
-
-
-def sliding_windows(config: Mapping[str, Any], slides: Sequence[bool]) -> list[int | None] | None:
-    """The window of every layer: ``layer_types`` says which slide, or ``slides`` where there are none.
-
-    Raises:
-        InputError: the window that some layer has is no number.
-    """
-    kinds, window = layer_list(config, "layer_types"), config.get("sliding_window")
-    if kinds is not None:
-        slides = [kind == "sliding_attention" for kind in kinds]
-    if window is None or not any(slides):
-        return None
-    check_numbers(config, ("sliding_window",), int)
-    return [window if each else None for each in slides]
 
 
 def _rotary(config: Mapping[str, Any], kind: str | None, partial: bool) -> dict[str, Any]:

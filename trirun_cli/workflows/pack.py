@@ -146,7 +146,7 @@ def pack(
     source = open_source(model)
     foreign = open_foreign(source)
     if source.quant_method is not None and foreign is None:
-        fix = "trirun quantize makes 2 bits of its 4" if source.quant_method == MXFP4 else None
+        fix = QUANTIZE if source.quant_method == MXFP4 else None
         raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})", fix)
     skeleton = meta_model(source.path)
     linears, vocabulary = linear_modules(skeleton), vocabulary_modules(skeleton)
@@ -170,7 +170,7 @@ def pack(
         if not chosen:
             raise InputError(f"{model} has no packed linear layer")
     optional = {name for name in vocabulary if not is_kept(name)}
-
+    before = sum(file.stat().st_size for file in source.files)
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
         packing = _Packing(writer, linears | vocabulary, chosen, optional, _renamed(source, there, skeleton), progress)
         if stored is not None:
@@ -180,10 +180,8 @@ def pack(
         recipe: dict[str, Any] = {"trirun": __version__, "command": "pack", "model": model_origin(model), "keep": keep}
         bits = activation_bits or (16 if foreign is None else foreign.activation_bits)
         writer.finish(packing.layers, linears, recipe, bits)
-    before = sum(file.stat().st_size for file in source.files)
     left = kept_matrices(out, source, linears, vocabulary, keep, foreign=foreign is not None)
-    taken = time.perf_counter() - started
-    return PackReport(model, out, packing.layers, left, bits, before, weight_bytes(out), taken)
+    return PackReport(model, out, packing.layers, left, bits, before, weight_bytes(out), time.perf_counter() - started)
 
 
 @dataclass(slots=True)

@@ -102,4 +102,4 @@ def test_commands_take_it(directories, tmp_path, trirun, demo_tokenizer):
     code, _, errors = trirun("eval", tmp_path / "out", "--model", packed, "--limit", 2, "--window", 24, "--json")
     assert code == 0, errors
     code, _, errors = trirun("pack", packed, "--out", tmp_path / "packed")
-    assert code == 3 and "trirun quantize makes 2 bits of its 4" in errors
+    assert code == 3 and "trirun quantize makes a model 2-bit" in errors
