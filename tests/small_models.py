@@ -31,10 +31,14 @@ _HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 32,
 }  # fmt: skip
+_SHARED = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+_SHARED |= {"shared_expert_intermediate_size": 160}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_5_text, heads of 128": _HYBRID | {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
     "qwen3_next": _HYBRID | {"num_experts": 0},
+    "qwen3_next, experts": _HYBRID | _SHARED | {"mlp_only_layers": [1]},
+    "qwen3_5_moe_text": _HYBRID | _SHARED,
     "llama": {},
     "mistral": {"head_dim": 32} | WINDOW,
     "ministral": {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"]} | WINDOW,
@@ -66,6 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True,
         "mlp_only_layers": [0],
     } | FOUR,
+    "qwen2_moe": _SHARED,
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
     "glm4_moe": {
         "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "n_group": 4,
@@ -96,6 +101,12 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": []},
     "olmoe": {"num_key_value_heads": 4},
 }
+
+# Those that run natively on a CPU alone, and why.
+CPU_ONLY = {
+    "glm4_moe": "chosen by sigmoids", "gpt_oss": "with sinks", "qwen2_moe": "with a gate",
+    "qwen3_next, experts": "with a gate", "qwen3_5_moe_text": "with a gate",
+}  # fmt: skip
 
 
 def open_engine(path: Path, *, max_waiting: int | None = None, **options: Any) -> Engine:

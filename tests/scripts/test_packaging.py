@@ -180,7 +180,6 @@ LONG = {
     "tests/backends/test_cpu_model.py": 308,
     "tests/checkpoint/formats/test_gguf_model.py": 314,
     "trirun_cli/engine/engine.py": 313,
-    "trirun_cli/models/families.py": 310,
 }
 
 

@@ -70,9 +70,11 @@ def gpu_decoder_shape(config: dict[str, Any]) -> DecoderShape:
         if layer.mixture is not None and layer.mixture.routing.score == "sigmoid":
             # Its scores of whole texts were off by more than rounding explains.
             raise UnsupportedModel("experts that are chosen by sigmoids, on a GPU")
+        # Each kernel is tested with these, whole models are not.
         if mixer.sinks:
-            # Each kernel is tested with sinks and this activation, whole models are not.
             raise UnsupportedModel("attention with sinks, on a GPU")
+        if layer.mixture is not None and layer.mixture.shared_gate:
+            raise UnsupportedModel("a shared expert with a gate, on a GPU")
         if layer.mixture is not None and layer.mixture.size % 16:
             raise UnsupportedModel(f"experts of size {layer.mixture.size}")
         if ffn % 16 or not mixer_runs(mixer):

@@ -247,6 +247,10 @@ def _stablelm(config: Config) -> Description:
     return describe(config, names, norm="layer", eps="layer_norm_eps", parallel=parallel, partial=True)
 
 
+HYBRID: dict[str, Any] = {
+    "partial_rotary_factor": 0.25, "head_dim": 256, "num_key_value_heads": 2, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 # Model type to what makes the description, and to settings where config.json does not say them.
 FAMILIES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
     "llama": (_llama, {}),
@@ -258,22 +262,8 @@ FAMILIES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
     "qwen2_5_vl_text": (_qwen2, {}),
     "qwen3": (_qwen3, {"head_dim": 128}),
     "qwen3_vl_text": (_qwen3, {"head_dim": 128}),
-    "qwen3_next": (
-        gated_delta_hybrid,
-        {
-            "partial_rotary_factor": 0.25, "head_dim": 256, "num_key_value_heads": 2, "by_head": True,
-            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
-        },
-    ),
-    "qwen3_5_text": (
-        gated_delta_hybrid,
-        {
-            "partial_rotary_factor": 0.25, "head_dim": 256, "num_key_value_heads": 4,
-            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-        },
-    ),
+    "qwen3_next": (gated_delta_hybrid, HYBRID | {"by_head": True, "num_experts": 512, "norm_topk_prob": True}),
+    "qwen3_5_text": (gated_delta_hybrid, HYBRID | {"num_key_value_heads": 4}),
     "bitnet": (_bitnet, {"hidden_act": "relu2", "rope_theta": 500000.0, "rms_norm_eps": 1e-5}),
     "gemma": (_gemma, {"head_dim": 256}),
     "gemma2": (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
-from .parts import LLAMA, QK_NORM, Description, TensorNames, UnsupportedModel, describe
+from .parts import LLAMA, QK_NORM, Description, MixtureNames, TensorNames, UnsupportedModel, describe, with_experts
 from .settings import check_counts, check_numbers, layer_list
 
 if TYPE_CHECKING:
@@ -24,8 +24,16 @@ _BY_HEAD = {"qkv": "linear_attn.in_proj_qkvz", "o": "linear_attn.out_proj"}
 _GATES, _GATES_BY_HEAD = ("linear_attn.in_proj_b", "linear_attn.in_proj_a"), ("linear_attn.in_proj_ba",)
 
 
+# Of a mixture whose shared expert's output is multiplied by the sigmoid of a gate.
+SHARED_BY_GATE = MixtureNames(
+    shared={name: f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+    shared_gate="mlp.shared_expert_gate",
+)
+
+
 def gated_delta_hybrid(config: Mapping[str, Any]) -> Description:
-    """Qwen3-Next, and the text model of Qwen3.5, without experts. ``by_head``: the order of the projection's outputs.
+    """Qwen3-Next, and the text model of Qwen3.5, with experts or without. ``by_head``: the order of the projection's
+    outputs.
 
     Raises:
         UnsupportedModel, InputError: as :func:`.parts.describe`.
@@ -34,8 +42,6 @@ def gated_delta_hybrid(config: Mapping[str, Any]) -> Description:
 
     check_counts(config, (*_COUNTS, _TAPS))
     check_numbers(config, ("full_attention_interval",), int)
-    if has_experts(config):
-        raise UnsupportedModel("experts beside Gated DeltaNet layers")
     key_heads, value_heads, key_dim, value_dim = (config[name] for name in _COUNTS)
     if value_heads % key_heads or key_dim % 16 or value_dim % 16:
         raise UnsupportedModel(f"{value_heads} heads of {value_dim} values over {key_heads} of {key_dim} keys")
@@ -50,17 +56,33 @@ def gated_delta_hybrid(config: Mapping[str, Any]) -> Description:
     own = TensorNames(
         (_BY_HEAD if by_head else _APART) | _FEED_FORWARD, LLAMA.vectors, norm_offset=1.0,
         gates=dict.fromkeys(_GATES_BY_HEAD, 2 * value_heads) if by_head else dict.fromkeys(_GATES, value_heads),
+        mixture=SHARED_BY_GATE,
     )  # fmt: skip
-    names = replace(QK_NORM, fused={"self_attn.q_proj": ("q", "q_gate")}, norm_offset=1.0, delta=own)
+    fused = {"self_attn.q_proj": ("q", "q_gate")}
+    names = replace(QK_NORM, fused=fused, norm_offset=1.0, delta=own, mixture=SHARED_BY_GATE)
     mixers = [delta if kind == "linear_attention" else None for kind in kinds]
-    return describe(config, names, mixers=mixers, partial=True, attention={"gated": True})
+    found = describe(config, names, mixers=mixers, partial=True, attention={"gated": True})
+    return with_shared_expert(found, config) if config.get("num_experts") else found
 
 
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether some layer of a Qwen3-Next has them."""
-    dense, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
-    layers = range(config.get("num_hidden_layers") or 0)
-    return bool(config.get("num_experts")) and any(i not in dense and (i + 1) % every == 0 for i in layers)
+def with_shared_expert(found: Description, config: Mapping[str, Any]) -> Description:
+    """A decoder with the experts of a Qwen model that has a shared one (:data:`SHARED_BY_GATE`).
+
+    Raises:
+        UnsupportedModel, InputError: as :func:`.parts.with_experts`.
+    """
+    size = "shared_expert_intermediate_size"
+    check_counts(config, [size])
+    layers = sparse_layers(config)
+    return with_experts(
+        found, config, size="moe_intermediate_size", layers=layers, shared=config[size], shared_gate=True
+    )
+
+
+def sparse_layers(config: Mapping[str, Any]) -> list[bool]:
+    """Which layers of a Qwen model have experts."""
+    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    return [index not in dense and (index + 1) % every == 0 for index in range(config["num_hidden_layers"])]
 
 
 def gate_rows(names: TensorNames, mixer: GatedDelta, read: Callable[[str], Any]) -> list[Any]:

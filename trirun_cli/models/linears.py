@@ -34,6 +34,8 @@ def linear_layers(model: ModelDir) -> dict[str, tuple[int, int]]:
             layers[module] = (layers[module][0] + n if module in layers else n, k)
         for module, n in names.gates.items():
             layers[layer_prefix(index) + module] = (n, shape.hidden)
+        if layer.mixture is not None and names.mixture.shared_gate is not None:
+            layers[layer_prefix(index) + names.mixture.shared_gate] = (1, shape.hidden)
         if layer.mixture is not None:
             of_expert = layer.mixture.linear_sizes(shape.hidden)
             for module in names.mixture.modules(layer.mixture):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .families import qwen_windows
+from .families import HYBRID, qwen_windows
+from .hybrids import SHARED_BY_GATE, gated_delta_hybrid, sparse_layers, with_shared_expert
 from .parts import (
     LLAMA,
     QK_NORM,
@@ -29,10 +30,13 @@ def _mixtral(config: Config) -> Description:
 
 
 def _qwen3_moe(config: Config) -> Description:
-    plain, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
-    layers = [index not in plain and (index + 1) % every == 0 for index in range(config["num_hidden_layers"])]
     found = describe(config, QK_NORM, windows=qwen_windows(config))
-    return with_experts(found, config, size="moe_intermediate_size", layers=layers)
+    return with_experts(found, config, size="moe_intermediate_size", layers=sparse_layers(config))
+
+
+def _qwen2_moe(config: Config) -> Description:
+    names = replace(LLAMA, mixture=SHARED_BY_GATE)
+    return with_shared_expert(describe(config, names, windows=qwen_windows(config)), config)
 
 
 def _olmoe(config: Config) -> Description:
@@ -48,8 +52,8 @@ def _glm4_moe(config: Config) -> Description:
     names = replace(QK_NORM if config.get("use_qk_norm") else LLAMA, mixture=mixture)
     return with_experts(
         describe(config, names, partial=True), config, experts="n_routed_experts", size="moe_intermediate_size",
-        layers=[index >= first for index in range(layers)], shared=config.get("n_shared_experts") or 0,
-        score="sigmoid",
+        layers=[index >= first for index in range(layers)], score="sigmoid",
+        shared=(config.get("n_shared_experts") or 0) * config["moe_intermediate_size"],
     )  # fmt: skip
 
 
@@ -75,6 +79,10 @@ MIXTURES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
     "mixtral": (_mixtral, {"num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "qwen3_moe": (
         _qwen3_moe, {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    ),
+    "qwen2_moe": (_qwen2_moe, {"num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False}),
+    "qwen3_5_moe_text": (
+        gated_delta_hybrid, HYBRID | {"intermediate_size": 512, "num_experts": 256, "norm_topk_prob": True},
     ),
     "olmoe": (
         _olmoe, {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rms_norm_eps": 1e-5},

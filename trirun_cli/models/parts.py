@@ -41,7 +41,7 @@ class MixtureNames:
         experts: the module that holds expert ``i`` as ``i.gate``, ``i.up`` and ``i.down``.
         router: the tensor [experts, hidden]. bias: of its logits; correction: of the choice; or None.
         shared: modules of the shared expert, by the fields of :class:`~trirun_kernels.decoder.weights.LayerWeights`.
-        shared_gate: the tensor [1, hidden] of its gate, or None.
+        shared_gate: the module of its gate, one output, or None.
     """
 
     experts: str = "mlp.experts"
@@ -245,7 +245,7 @@ def with_experts(
 
     Args:
         experts, size: names of the settings of how many there are, and of the features of one.
-        layers: which have experts; None: all. shared: experts that every row goes to, as one of so many times the size.
+        layers: which have experts; None: all. shared: features of the expert that every row goes to.
         score: of :class:`~trirun_kernels.decoder.shape.Routing`. fields: others, of Mixture.
 
     Raises:
@@ -270,7 +270,7 @@ def with_experts(
     def layer(parts: LayerShape) -> LayerShape:
         act = parts.feed_forward.activation
         mixture = Mixture(routing, config[size], **{"activation": act} | fields)
-        return replace(parts, feed_forward=FeedForward(shared * config[size], act), mixture=mixture)
+        return replace(parts, feed_forward=FeedForward(shared, act), mixture=mixture)
 
     have = layers or [True] * len(found.shape.layers)
     whole = tuple(layer(parts) if each else parts for parts, each in zip(found.shape.layers, have, strict=True))

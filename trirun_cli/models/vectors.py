@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
@@ -28,20 +30,23 @@ def layer_vectors(source: SafetensorsDir, names: TensorNames, prefix: str, hidde
     return found
 
 
-def router(source: SafetensorsDir, names: MixtureNames, prefix: str) -> dict[str, np.ndarray]:
+def router(
+    source: SafetensorsDir, names: MixtureNames, prefix: str, read: Callable[[str], np.ndarray]
+) -> dict[str, np.ndarray]:
     """The router of a layer's mixture of experts, by the fields of
-    :class:`~trirun_kernels.decoder.weights.MixtureWeights`, with the shared expert's gate as its last row.
+    :class:`~trirun_kernels.decoder.weights.MixtureWeights`, with the shared expert's gate as its last row; ``read``:
+    the weight of a module of the layer, packed or not, as float32.
 
     Raises:
         UnsupportedModel: one is not there.
     """
-    needed = {"router": names.router, "gate": names.shared_gate, "bias": names.bias, "correction": names.correction}
+    needed = {"router": names.router, "bias": names.bias, "correction": names.correction}
     tensors = {field: prefix + tensor for field, tensor in needed.items() if tensor is not None}
     if lost := [tensor for tensor in tensors.values() if tensor not in source]:
         raise UnsupportedModel(f"there is no tensor {lost[0]}")
     found = {field: source.floats(tensor) for field, tensor in tensors.items()}
-    if "gate" in found:
-        found["router"] = np.concatenate([found["router"], found.pop("gate")])
+    if names.shared_gate is not None:
+        found["router"] = np.concatenate([found["router"], read(names.shared_gate)])
     return found
 
 

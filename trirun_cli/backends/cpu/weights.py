@@ -148,6 +148,9 @@ def _layer(
     """``prefixes``: what names begin with, of vectors and of packed modules."""
     prefix, modules_in = prefixes
 
+    def dense(within: str) -> np.ndarray:
+        return _dense(stored, form, prefixes, within)
+
     def linear(within: str) -> Linear:
         bias = prefix + within + BIAS
         weight = _packed(stored, form, modules_in + within, read)
@@ -161,7 +164,7 @@ def _layer(
         heads = mixer.heads if "q_gate" in fields and isinstance(mixer, Attention) else 1
         parts |= _split(prefix + module, linear(module), {field: sizes[field][0] for field in fields}, heads)
     if isinstance(mixer, GatedDelta):
-        gates = gate_rows(names, mixer, lambda module: _dense(stored, form, prefixes, module))
+        gates = gate_rows(names, mixer, dense)
         rest = delta_vectors(stored, prefix, mixer)
         parts["delta"] = DeltaWeights(
             parts.pop("qkv"), parts.pop("z", None), np.ascontiguousarray(np.concatenate(gates)), **rest
@@ -175,7 +178,7 @@ def _layer(
         if len(groups) > 1:
             told = " and ".join(map(str, groups))
             raise UnsupportedModel(f"{modules_in}{modules.experts} have groups of {told}, and it takes one size")
-        parts["mixture"] = MixtureWeights(**each | router(stored, modules, prefix))
+        parts["mixture"] = MixtureWeights(**each | router(stored, modules, prefix, dense))
     absent: dict[str, Any] = dict.fromkeys(("q", "k", "v", "gate", "up", "down", "attention_norm", "mlp_norm"))
     return LayerWeights(**absent | parts | layer_vectors(stored, names, prefix, shape.hidden))
 

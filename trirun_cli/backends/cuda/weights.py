@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from trirun_kernels.decoder.cuda_experts import CudaMixture
@@ -145,8 +146,8 @@ def _layer(
     mixer, delta = layer.mixer, None
     if isinstance(mixer, GatedDelta):
         gates = torch.cat(gate_rows(names, mixer, dense))
-        vectors = delta_vectors(source, prefix, mixer)
-        delta = delta_heads(mixer, gates, vectors, shape.norm_eps, device, dtype)
+        own = delta_vectors(source, prefix, mixer)
+        delta = delta_heads(mixer, gates, own, shape.norm_eps, device, dtype)
     elif mixer.gated:
         weights["q"], weights["q_gate"] = _gate_apart(weights["q"], mixer)
         if (bias := biases.get("q")) is not None:
@@ -154,7 +155,8 @@ def _layer(
             biases = {name: each.flatten() for name, each in biases.items()}
     mixture = None
     if layer.mixture is not None:
-        mixture = _mixture(source, names.mixture, prefix, layer.mixture, device, dtype, act_bits)
+        vectors = router(source, names.mixture, prefix, lambda within: dense(within).float().numpy())
+        mixture = _mixture(source, names.mixture, prefix, layer.mixture, vectors, device, dtype, act_bits)
     return cuda_layer(
         weights, biases, layer_vectors(source, names, prefix, shape.hidden), device, dtype, act_bits, delta, mixture
     )
@@ -165,10 +167,12 @@ def _mixture(
     names: MixtureNames,
     prefix: str,
     mixture: Mixture,
+    vectors: dict[str, np.ndarray],
     device: torch.device,
     dtype: torch.dtype,
     act_bits: int,
 ) -> CudaMixture:
+    """``vectors``: of :func:`~trirun_cli.models.vectors.router`."""
     modules = [prefix + module for module in names.modules(mixture)]
     if not isinstance(source, Checkpoint) or (lost := [name for name in modules if name + SCALE not in source]):
         what = "experts" if not isinstance(source, Checkpoint) else lost[0]
@@ -184,7 +188,6 @@ def _mixture(
         part: [source.tensor(name) if name in source else None for name in stored if name.endswith(f".{part}{BIAS}")]
         for part in PARTS
     }
-    vectors = router(source, names, prefix)
     whole = torch.from_numpy(vectors["router"])
     return CudaMixture.of(
         mixture, weights, biases, whole, vectors.get("bias"), vectors.get("correction"), device, dtype, act_bits
