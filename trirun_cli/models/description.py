@@ -9,6 +9,7 @@ from trirun_kernels.weights.names import SCALE
 
 from ..errors import InputError
 from .families import FAMILIES, FLAT_TEXT
+from .hybrids import HYBRIDS
 from .mixtures import MIXTURES
 from .parts import Description, TensorNames, UnsupportedModel
 from .settings import OPTIONAL_COUNTS, check_numbers, check_sizes, text_settings
@@ -35,7 +36,7 @@ def description(config: dict[str, Any]) -> Description:
     config = text_settings(config)
     family = config.get("model_type")
     family = FLAT_TEXT.get(family, family) if isinstance(family, str) else family
-    known = FAMILIES | MIXTURES
+    known = FAMILIES | HYBRIDS | MIXTURES
     if not isinstance(family, str) or family not in known:
         raise UnsupportedModel(f"the native decoder runs {', '.join(known)}, not {family}")
     make, defaults = known[family]
@@ -70,6 +71,8 @@ def gpu_decoder_shape(config: dict[str, Any]) -> DecoderShape:
         if layer.mixture is not None and layer.mixture.routing.score == "sigmoid":
             # Its scores of whole texts were off by more than rounding explains.
             raise UnsupportedModel("experts that are chosen by sigmoids, on a GPU")
+        if layer.mixture is not None and (layer.mixture.shared_gate or shape.deltas or shape.residual_scale != 1):
+            raise UnsupportedModel("these experts on a GPU, where they were not tried")
         if layer.mixture is not None and layer.mixture.size % 16:
             raise UnsupportedModel(f"experts of size {layer.mixture.size}")
         if ffn % 16 or not mixer_runs(mixer):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
+from .experts import GATED_SHARED, layers_with_experts, with_experts
 from .parts import LLAMA, QK_NORM, Description, TensorNames, UnsupportedModel, describe
 from .settings import check_numbers, layer_list
 
@@ -25,7 +26,7 @@ _GATES, _GATES_BY_HEAD = ("linear_attn.in_proj_b", "linear_attn.in_proj_a"), ("l
 
 
 def gated_delta_hybrid(config: Mapping[str, Any]) -> Description:
-    """Qwen3-Next, and the text model of Qwen3.5, without experts. ``by_head``: the order of the projection's outputs.
+    """Qwen3-Next, and the text model of Qwen3.5. ``by_head``: the order of the projection's outputs.
 
     Raises:
         UnsupportedModel, InputError: as :func:`.parts.describe`.
@@ -33,8 +34,6 @@ def gated_delta_hybrid(config: Mapping[str, Any]) -> Description:
     from trirun_kernels.decoder.shape import GatedDelta
 
     check_numbers(config, (*_COUNTS, _TAPS, "full_attention_interval"), int)
-    if has_experts(config):
-        raise UnsupportedModel("experts beside Gated DeltaNet layers")
     key_heads, value_heads, key_dim, value_dim = (config[name] for name in _COUNTS)
     if value_heads % key_heads or key_dim % 16 or value_dim % 16:
         raise UnsupportedModel(f"{value_heads} heads of {value_dim} values over {key_heads} of {key_dim} keys")
@@ -47,19 +46,20 @@ def gated_delta_hybrid(config: Mapping[str, Any]) -> Description:
     if unknown := sorted(set(kinds) - {"linear_attention", "full_attention"}):
         raise UnsupportedModel(f"layers of the kind {unknown[0]!r}")
     own = TensorNames(
-        (_BY_HEAD if by_head else _APART) | _FEED_FORWARD, LLAMA.vectors, norm_offset=1.0,
+        (_BY_HEAD if by_head else _APART) | _FEED_FORWARD, LLAMA.vectors, norm_offset=1.0, mixture=GATED_SHARED,
         gates=dict.fromkeys(_GATES_BY_HEAD, 2 * value_heads) if by_head else dict.fromkeys(_GATES, value_heads),
     )  # fmt: skip
-    names = replace(QK_NORM, fused={"self_attn.q_proj": ("q", "q_gate")}, norm_offset=1.0, delta=own)
+    names = replace(
+        QK_NORM, fused={"self_attn.q_proj": ("q", "q_gate")}, norm_offset=1.0, delta=own, mixture=GATED_SHARED
+    )
     mixers = [delta if kind == "linear_attention" else None for kind in kinds]
-    return describe(config, names, mixers=mixers, partial=True, attention={"gated": True})
-
-
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether some layer of a Qwen3-Next has them."""
-    dense, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
-    layers = range(config.get("num_hidden_layers") or 0)
-    return bool(config.get("num_experts")) and any(i not in dense and (i + 1) % every == 0 for i in layers)
+    found = describe(config, names, mixers=mixers, partial=True, attention={"gated": True})
+    having = layers_with_experts(config)
+    if not any(having):
+        return found
+    return with_experts(
+        found, config, size="moe_intermediate_size", layers=having, shared=config["shared_expert_intermediate_size"]
+    )
 
 
 def gate_rows(names: TensorNames, mixer: GatedDelta, read: Callable[[str], Any]) -> list[Any]:
@@ -87,3 +87,30 @@ def delta_vectors(source: SafetensorsDir, prefix: str, mixer: GatedDelta) -> dic
     taps = source.floats(conv).reshape(mixer.channels, mixer.taps)
     found = {"conv": np.ascontiguousarray(taps.T), "decay_rate": -np.exp(source.floats(rate))}
     return found | {"decay_bias": source.floats(bias), "norm": source.floats(norm)}
+
+
+_QWEN3_5: dict[str, Any] = {
+    "partial_rotary_factor": 0.25, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+# As :data:`.families.FAMILIES`.
+HYBRIDS: dict[str, tuple[Callable[[Mapping[str, Any]], Description], dict[str, Any]]] = {
+    "qwen3_next": (
+        gated_delta_hybrid,
+        {
+            "partial_rotary_factor": 0.25, "head_dim": 256, "num_key_value_heads": 2, "by_head": True,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_5_text": (gated_delta_hybrid, {"num_key_value_heads": 4} | _QWEN3_5),
+    "qwen3_5_moe_text": (
+        gated_delta_hybrid,
+        {
+            # Its experts have the place of the feed-forward part whose size this is.
+            "num_key_value_heads": 2, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+        } | _QWEN3_5,
+    ),
+}  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trirun_kernels.weights.names import EMBEDDING_MODULE, HEAD_MODULE, layer_prefix
+from trirun_kernels.weights.names import EMBEDDING_MODULE, HEAD_MODULE, WEIGHT, layer_prefix
 
 from ..checkpoint.model_dir import ModelDir
 from .description import Description, UnsupportedModel, description
@@ -25,6 +25,11 @@ def linear_layers(model: ModelDir) -> dict[str, tuple[int, int]]:
         from trirun_gptq.model.meta import linear_modules, meta_model
 
         return linear_modules(meta_model(model.path))
+    return described_layers(found) | {HEAD_MODULE: (found.shape.vocab, found.shape.hidden)}
+
+
+def described_layers(found: Description) -> dict[str, tuple[int, int]]:
+    """:func:`linear_layers` of a description, without the output head."""
     shape, layers = found.shape, dict[str, tuple[int, int]]()
     for index, layer in enumerate(shape.layers):
         sizes, names = layer.linear_sizes(shape.hidden), found.names.of(layer)
@@ -38,7 +43,9 @@ def linear_layers(model: ModelDir) -> dict[str, tuple[int, int]]:
             of_expert = layer.mixture.linear_sizes(shape.hidden)
             for module in names.mixture.modules(layer.mixture):
                 layers[layer_prefix(index) + module] = of_expert[module.rpartition(".")[2]]
-    return layers | {HEAD_MODULE: (shape.vocab, shape.hidden)}
+            if names.mixture.shared_gate is not None:
+                layers[layer_prefix(index) + names.mixture.shared_gate.removesuffix(WEIGHT)] = (1, shape.hidden)
+    return layers
 
 
 def embedding(model: ModelDir) -> dict[str, tuple[int, int]]:

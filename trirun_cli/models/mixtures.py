@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .families import qwen_windows
+from .experts import GATED_SHARED, layers_with_experts, with_experts
+from .families import granite, qwen_windows
 from .parts import (
     LLAMA,
     QK_NORM,
@@ -15,7 +16,6 @@ from .parts import (
     UnsupportedModel,
     describe,
     sliding_windows,
-    with_experts,
 )
 
 Config = Mapping[str, Any]
@@ -27,11 +27,23 @@ def _mixtral(config: Config) -> Description:
     return with_experts(describe(config, names, windows=windows), config, experts="num_local_experts")
 
 
+def _qwen2_moe(config: Config) -> Description:
+    found = describe(config, replace(LLAMA, mixture=GATED_SHARED), windows=qwen_windows(config))
+    return with_experts(found, config, size="moe_intermediate_size", layers=layers_with_experts(config),
+                        shared=config["shared_expert_intermediate_size"])  # fmt: skip
+
+
 def _qwen3_moe(config: Config) -> Description:
-    plain, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
-    layers = [index not in plain and (index + 1) % every == 0 for index in range(config["num_hidden_layers"])]
     found = describe(config, QK_NORM, windows=qwen_windows(config))
-    return with_experts(found, config, size="moe_intermediate_size", layers=layers)
+    return with_experts(found, config, size="moe_intermediate_size", layers=layers_with_experts(config))
+
+
+def _granitemoe(config: Config) -> Description:
+    mixture = MixtureNames(experts="block_sparse_moe.experts", router="block_sparse_moe.router.layer.weight")
+    found = granite(config)
+    found = replace(found, names=replace(found.names, mixture=mixture))
+    # The softmax is that of the chosen logits.
+    return with_experts(found, config, experts="num_local_experts", normalize=True)
 
 
 def _olmoe(config: Config) -> Description:
@@ -47,7 +59,8 @@ def _glm4_moe(config: Config) -> Description:
     names = replace(QK_NORM if config.get("use_qk_norm") else LLAMA, mixture=mixture)
     return with_experts(
         describe(config, names, partial=True), config, experts="n_routed_experts", size="moe_intermediate_size",
-        layers=[index >= first for index in range(layers)], shared=config.get("n_shared_experts") or 0,
+        layers=[index >= first for index in range(layers)],
+        shared=(config.get("n_shared_experts") or 0) * config["moe_intermediate_size"],
         score="sigmoid",
     )  # fmt: skip
 
@@ -55,6 +68,14 @@ def _glm4_moe(config: Config) -> Description:
 # As :data:`.families.FAMILIES`.
 MIXTURES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
     "mixtral": (_mixtral, {"num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "qwen2_moe": (
+        _qwen2_moe,
+        {
+            "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+    ),
+    "granitemoe": (_granitemoe, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         _qwen3_moe, {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
     ),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+from trirun_kernels.weights.names import WEIGHT
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
 from ..errors import InputError
@@ -28,20 +31,26 @@ def layer_vectors(source: SafetensorsDir, names: TensorNames, prefix: str, hidde
     return found
 
 
-def router(source: SafetensorsDir, names: MixtureNames, prefix: str) -> dict[str, np.ndarray]:
+def router(
+    source: SafetensorsDir, names: MixtureNames, prefix: str, dense: Callable[[str], np.ndarray]
+) -> dict[str, np.ndarray]:
     """The router of a layer's mixture of experts, by the fields of
     :class:`~trirun_kernels.decoder.weights.MixtureWeights`, with the shared expert's gate as its last row.
+
+    Args:
+        dense: gives a weight of the layer as float32 [n, k], packed or not, by its module.
 
     Raises:
         UnsupportedModel: one is not there.
     """
-    needed = {"router": names.router, "gate": names.shared_gate, "bias": names.bias, "correction": names.correction}
+    needed = {"router": names.router, "bias": names.bias, "correction": names.correction}
     tensors = {field: prefix + tensor for field, tensor in needed.items() if tensor is not None}
     if lost := [tensor for tensor in tensors.values() if tensor not in source]:
         raise UnsupportedModel(f"there is no tensor {lost[0]}")
     found = {field: source.floats(tensor) for field, tensor in tensors.items()}
-    if "gate" in found:
-        found["router"] = np.concatenate([found["router"], found.pop("gate")])
+    if names.shared_gate is not None:
+        gate = dense(names.shared_gate.removesuffix(WEIGHT))
+        found["router"] = np.concatenate([found["router"], gate])
     return found
 
 

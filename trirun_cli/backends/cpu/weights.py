@@ -176,7 +176,9 @@ def _layer(
         if len(groups) > 1:
             told = " and ".join(map(str, groups))
             raise UnsupportedModel(f"{modules_in}{modules.experts} have groups of {told}, and it takes one size")
-        parts["mixture"] = MixtureWeights(**each | router(stored, modules, prefix))
+        parts["mixture"] = MixtureWeights(
+            **each | router(stored, modules, prefix, lambda module: _dense(stored, form, prefixes, module))
+        )
     absent: dict[str, Any] = dict.fromkeys(("q", "k", "v", "gate", "up", "down", "attention_norm", "mlp_norm"))
     return LayerWeights(**absent | parts | layer_vectors(stored, names, prefix, shape.hidden))
 

@@ -180,7 +180,7 @@ def _mixture(
             told = " and ".join(sorted(f"group size {grid.group_size}, zero {grid.zero}" for grid in grids))
             raise UnsupportedModel(f"{prefix}{names.experts}: {' and '.join(parts)} are on several grids ({told})")
     biases = {part: [None] * mixture.routing.experts for part in PARTS}
-    vectors = router(source, names, prefix)
+    vectors = router(source, names, prefix, lambda module: source.floats(prefix + module + WEIGHT))
     whole = torch.from_numpy(vectors["router"])
     return CudaMixture.of(
         mixture, weights, biases, whole, vectors.get("bias"), vectors.get("correction"), device, dtype, act_bits
