@@ -31,13 +31,15 @@ _HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 32,
 }  # fmt: skip
-_SHARED = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
-_SHARED |= {"shared_expert_intermediate_size": 160}
+# Experts, and one that every token goes to, by a gate.
+_SHARED: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 128,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_5_text, heads of 128": _HYBRID | {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
-    "qwen3_next": _HYBRID | {"num_experts": 0},
-    "qwen3_next, experts": _HYBRID | _SHARED | {"mlp_only_layers": [1]},
+    "qwen3_next": _HYBRID | _SHARED,
+    "qwen3_next, no experts": _HYBRID | {"num_experts": 0},
     "qwen3_5_moe_text": _HYBRID | _SHARED,
     "llama": {},
     "mistral": {"head_dim": 32} | WINDOW,
@@ -66,11 +68,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.3},
     "cohere2": {"logit_scale": 0.3} | FOUR | WINDOW,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": _SHARED | {"norm_topk_prob": False, "mlp_only_layers": [1]},
+    "granitemoe": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2, "logits_scaling": 4.0,
+    },
     "qwen3_moe": {
         "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True,
         "mlp_only_layers": [0],
     } | FOUR,
-    "qwen2_moe": _SHARED,
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
     "glm4_moe": {
         "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "n_group": 4,
@@ -98,14 +104,17 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "qwen3_5_text": {"linear_value_head_dim": 16},
     "qwen3_5_text, heads of 128": {"linear_key_head_dim": 128},
+    "qwen3_5_moe_text": {"linear_value_head_dim": 16},
+    "qwen3_next": {"linear_value_head_dim": 16},
+    "qwen2_moe": {"mlp_only_layers": []},
     "qwen3_moe": {"mlp_only_layers": []},
     "olmoe": {"num_key_value_heads": 4},
 }
 
 # Those that run natively on a CPU alone, and why.
 CPU_ONLY = {
-    "glm4_moe": "chosen by sigmoids", "gpt_oss": "with sinks", "qwen2_moe": "with a gate",
-    "qwen3_next, experts": "with a gate", "qwen3_5_moe_text": "with a gate",
+    "glm4_moe": "chosen by sigmoids", "gpt_oss": "with sinks",
+    **dict.fromkeys(("granitemoe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), "such experts"),
 }  # fmt: skip
 
 

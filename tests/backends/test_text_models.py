@@ -36,6 +36,7 @@ MODELS = {
     "mistral3": ("mistral", {"sliding_window": None}, {"model_type": "pixtral"}),
     "qwen2_5_vl": ("qwen2_5_vl_text", {"rope_parameters": SECTIONS}, {}),
     "qwen3_5": ("qwen3_5_text", FAMILIES["qwen3_5_text"], {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", FAMILIES["qwen3_5_moe_text"], {}),
     "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": SECTIONS}, {}),
 }
 
@@ -55,6 +56,9 @@ def test_a_model_that_sees_is_a_text_model(family, tmp_path):
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not head:
                 module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-3)
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.copy_(torch.randint(-1, 2, parameter.shape) * 2.0**-3)
     model.save_pretrained(tmp_path / "model")
     assert pack(tmp_path / "model", tmp_path / "packed").exact
     tokens = torch.randint(3, 96, (120,), generator=torch.Generator().manual_seed(1))

@@ -59,6 +59,17 @@ _FILES: dict[str, tuple[str, str, dict[str, object]]] = {
         {"expert_count": 8, "expert_used_count": 3, "expert_shared_count": 1, "leading_dense_block_count": 1,
          "expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_gating_func": 2, "expert_group_count": 4},
     ),
+    "granitemoe": (
+        "granitemoe",
+        _LAYER.replace(_MLP, "ffn_gate_inp ffn_gate_exps ffn_up_exps ffn_down_exps"),
+        {"expert_count": 6, "residual_scale": 0.3},
+    ),
+    "qwen3_next": (
+        "qwen3next",
+        "attn_norm attn_qkv attn_gate ssm_ba ssm_conv1d ssm_norm ssm_out post_attention_norm ffn_gate_inp "
+        "ffn_gate_exps ffn_up_exps ffn_down_exps ffn_gate_inp_shexp ffn_gate_shexp ffn_up_shexp ffn_down_shexp",
+        {"expert_count": 8, "expert_feed_forward_length": 96, "expert_shared_feed_forward_length": 128},
+    ),
     "qwen3_5_text": (
         "qwen35",
         "attn_norm attn_qkv attn_gate ssm_beta ssm_alpha ssm_conv1d ssm_norm ssm_out post_attention_norm ffn_gate "
@@ -127,6 +138,17 @@ def test_value_heads_of_linear_attention_take_turns(exported):
     assert taps.shape == (128, 4) and torch.equal(taps[64:], taken(layer.conv1d.weight.squeeze(1)[64:], 16))
 
 
+def test_what_holds_a_key_head_after_another_is_torn_apart(exported):
+    model, _, tensors = exported("qwen3_next")
+    layer = model.model.layers[0].linear_attn
+    heads = layer.in_proj_qkvz.weight.view(2, 96, 64)  # q, k, v and z of a key head: 16, 16, 32 and 32 rows
+    q, k, v, z = (part.flatten(0, 1) for part in heads.split([16, 16, 32, 32], 1))
+    assert torch.equal(values(tensors["blk.0.attn_qkv.weight"]), torch.cat([q, k, v]))
+    assert torch.equal(values(tensors["blk.0.attn_gate.weight"]), z)
+    gate = model.model.layers[0].mlp.shared_expert_gate.weight.flatten()
+    assert torch.equal(values(tensors["blk.0.ffn_gate_inp_shexp.weight"]), gate)
+
+
 @pytest.mark.parametrize(
     ("family", "change", "reason"),
     [
@@ -136,6 +158,7 @@ def test_value_heads_of_linear_attention_take_turns(exported):
         ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}, "turns queries and keys in other layers"),
         ("cohere2", {"layer_types": ["full_attention"] * 4}, "has layers with a window, the model none"),
         ("gemma", {"tie_word_embeddings": False}, "has no output head of its own"),
+        ("qwen3_next", {"num_experts": 0}, "has experts, the model none"),
         ("helium", {}, "'helium' is not written by trirun"),
     ],
 )

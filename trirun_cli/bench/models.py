@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import CheckFailed, OutOfMemoryError, UsageError
 from ..resources import configs_dir
@@ -90,17 +90,22 @@ class Contestant(Protocol):
         """
 
 
+def load_decoder_sizes() -> dict[str, dict[str, Any]]:
+    """The decoders of configs/shapes.yaml by name: arguments of ``DecoderShape.uniform``, or a config.json."""
+    import yaml
+
+    return yaml.safe_load((configs_dir() / "shapes.yaml").read_text())["decoders"]
+
+
 def load_decoder_shapes() -> dict[str, DecoderShape]:
     """The decoders of configs/shapes.yaml by name."""
-    import yaml
     from trirun_kernels.decoder.shape import DecoderShape
 
     from ..models.description import decoder_shape
 
-    listed = yaml.safe_load((configs_dir() / "shapes.yaml").read_text())["decoders"]
     return {
         name: decoder_shape(sizes) if "model_type" in sizes else DecoderShape.uniform(**sizes)
-        for name, sizes in listed.items()
+        for name, sizes in load_decoder_sizes().items()
     }
 
 

@@ -9,6 +9,7 @@ from trirun_kernels.weights.names import SCALE
 
 from ..errors import InputError
 from .families import FAMILIES, FLAT_TEXT
+from .hybrids import HYBRIDS
 from .mixtures import MIXTURES
 from .parts import Description, TensorNames, UnsupportedModel
 from .settings import OPTIONAL_COUNTS, check_numbers, check_sizes, text_settings
@@ -35,7 +36,7 @@ def description(config: dict[str, Any]) -> Description:
     config = text_settings(config)
     family = config.get("model_type")
     family = FLAT_TEXT.get(family, family) if isinstance(family, str) else family
-    known = FAMILIES | MIXTURES
+    known = FAMILIES | HYBRIDS | MIXTURES
     if not isinstance(family, str) or family not in known:
         raise UnsupportedModel(f"the native decoder runs {', '.join(known)}, not {family}")
     make, defaults = known[family]
@@ -73,8 +74,8 @@ def gpu_decoder_shape(config: dict[str, Any]) -> DecoderShape:
         # Each kernel is tested with these, whole models are not.
         if mixer.sinks:
             raise UnsupportedModel("attention with sinks, on a GPU")
-        if layer.mixture is not None and layer.mixture.shared_gate:
-            raise UnsupportedModel("a shared expert with a gate, on a GPU")
+        if layer.mixture is not None and (layer.mixture.shared_gate or shape.deltas or shape.residual_scale != 1):
+            raise UnsupportedModel("such experts, on a GPU")
         if layer.mixture is not None and layer.mixture.size % 16:
             raise UnsupportedModel(f"experts of size {layer.mixture.size}")
         if ffn % 16 or not mixer_runs(mixer):

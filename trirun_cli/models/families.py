@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .hybrids import gated_delta_hybrid
 from .parts import (
     BITNET,
     GATE_UP,
@@ -133,7 +132,8 @@ def _phi3(config: Config) -> Description:
     return describe(config, replace(LLAMA, fused={**QKV, **GATE_UP}), windows=windows, partial=True)
 
 
-def _granite(config: Config) -> Description:
+def granite(config: Config) -> Description:
+    """Its factors of embedding, attention, residual stream and logits."""
     return describe(
         config,
         attention={"scale": config.get("attention_multiplier", 1.0)},
@@ -247,10 +247,6 @@ def _stablelm(config: Config) -> Description:
     return describe(config, names, norm="layer", eps="layer_norm_eps", parallel=parallel, partial=True)
 
 
-HYBRID: dict[str, Any] = {
-    "partial_rotary_factor": 0.25, "head_dim": 256, "num_key_value_heads": 2, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
 # Model type to what makes the description, and to settings where config.json does not say them.
 FAMILIES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
     "llama": (_llama, {}),
@@ -262,8 +258,6 @@ FAMILIES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
     "qwen2_5_vl_text": (_qwen2, {}),
     "qwen3": (_qwen3, {"head_dim": 128}),
     "qwen3_vl_text": (_qwen3, {"head_dim": 128}),
-    "qwen3_next": (gated_delta_hybrid, HYBRID | {"by_head": True, "num_experts": 512, "norm_topk_prob": True}),
-    "qwen3_5_text": (gated_delta_hybrid, HYBRID | {"num_key_value_heads": 4}),
     "bitnet": (_bitnet, {"hidden_act": "relu2", "rope_theta": 500000.0, "rms_norm_eps": 1e-5}),
     "gemma": (_gemma, {"head_dim": 256}),
     "gemma2": (
@@ -277,7 +271,7 @@ FAMILIES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
         _gemma3, {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096},
     ),
     "phi3": (_phi3, {"rms_norm_eps": 1e-5}),
-    "granite": (_granite, {}),
+    "granite": (granite, {}),
     "glm": (_glm, {"partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2}),
     "glm4": (_glm4, {"partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2}),
     "olmo": (_olmo, {}),

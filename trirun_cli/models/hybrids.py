@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
-from .parts import LLAMA, QK_NORM, Description, MixtureNames, TensorNames, UnsupportedModel, describe, with_experts
+from .experts import GATED_SHARED, layers_with_experts, with_shared_expert
+from .parts import LLAMA, QK_NORM, Description, TensorNames, UnsupportedModel, describe
 from .settings import check_counts, check_numbers, layer_list
 
 if TYPE_CHECKING:
@@ -24,16 +25,8 @@ _BY_HEAD = {"qkv": "linear_attn.in_proj_qkvz", "o": "linear_attn.out_proj"}
 _GATES, _GATES_BY_HEAD = ("linear_attn.in_proj_b", "linear_attn.in_proj_a"), ("linear_attn.in_proj_ba",)
 
 
-# Of a mixture whose shared expert's output is multiplied by the sigmoid of a gate.
-SHARED_BY_GATE = MixtureNames(
-    shared={name: f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
-    shared_gate="mlp.shared_expert_gate",
-)
-
-
 def gated_delta_hybrid(config: Mapping[str, Any]) -> Description:
-    """Qwen3-Next, and the text model of Qwen3.5, with experts or without. ``by_head``: the order of the projection's
-    outputs.
+    """Qwen3-Next, and the text model of Qwen3.5. ``by_head``: the order of the projection's outputs.
 
     Raises:
         UnsupportedModel, InputError: as :func:`.parts.describe`.
@@ -54,35 +47,17 @@ def gated_delta_hybrid(config: Mapping[str, Any]) -> Description:
     if unknown := sorted(set(kinds) - {"linear_attention", "full_attention"}):
         raise UnsupportedModel(f"layers of the kind {unknown[0]!r}")
     own = TensorNames(
-        (_BY_HEAD if by_head else _APART) | _FEED_FORWARD, LLAMA.vectors, norm_offset=1.0,
+        (_BY_HEAD if by_head else _APART) | _FEED_FORWARD, LLAMA.vectors, norm_offset=1.0, mixture=GATED_SHARED,
         gates=dict.fromkeys(_GATES_BY_HEAD, 2 * value_heads) if by_head else dict.fromkeys(_GATES, value_heads),
-        mixture=SHARED_BY_GATE,
     )  # fmt: skip
-    fused = {"self_attn.q_proj": ("q", "q_gate")}
-    names = replace(QK_NORM, fused=fused, norm_offset=1.0, delta=own, mixture=SHARED_BY_GATE)
+    names = replace(
+        QK_NORM, fused={"self_attn.q_proj": ("q", "q_gate")}, norm_offset=1.0, delta=own, mixture=GATED_SHARED
+    )
     mixers = [delta if kind == "linear_attention" else None for kind in kinds]
     found = describe(config, names, mixers=mixers, partial=True, attention={"gated": True})
-    return with_shared_expert(found, config) if config.get("num_experts") else found
-
-
-def with_shared_expert(found: Description, config: Mapping[str, Any]) -> Description:
-    """A decoder with the experts of a Qwen model that has a shared one (:data:`SHARED_BY_GATE`).
-
-    Raises:
-        UnsupportedModel, InputError: as :func:`.parts.with_experts`.
-    """
-    size = "shared_expert_intermediate_size"
-    check_counts(config, [size])
-    layers = sparse_layers(config)
-    return with_experts(
-        found, config, size="moe_intermediate_size", layers=layers, shared=config[size], shared_gate=True
-    )
-
-
-def sparse_layers(config: Mapping[str, Any]) -> list[bool]:
-    """Which layers of a Qwen model have experts."""
-    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
-    return [index not in dense and (index + 1) % every == 0 for index in range(config["num_hidden_layers"])]
+    if not any(layers_with_experts(config)):
+        return found
+    return with_shared_expert(found, config)
 
 
 def gate_rows(names: TensorNames, mixer: GatedDelta, read: Callable[[str], Any]) -> list[Any]:
@@ -110,3 +85,30 @@ def delta_vectors(source: SafetensorsDir, prefix: str, mixer: GatedDelta) -> dic
     taps = source.floats(conv).reshape(mixer.channels, mixer.taps)
     found = {"conv": np.ascontiguousarray(taps.T), "decay_rate": -np.exp(source.floats(rate))}
     return found | {"decay_bias": source.floats(bias), "norm": source.floats(norm)}
+
+
+_QWEN3_5: dict[str, Any] = {
+    "partial_rotary_factor": 0.25, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+# As :data:`.families.FAMILIES`.
+HYBRIDS: dict[str, tuple[Callable[[Mapping[str, Any]], Description], dict[str, Any]]] = {
+    "qwen3_next": (
+        gated_delta_hybrid,
+        {
+            "partial_rotary_factor": 0.25, "head_dim": 256, "num_key_value_heads": 2, "by_head": True,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_5_text": (gated_delta_hybrid, {"num_key_value_heads": 4} | _QWEN3_5),
+    "qwen3_5_moe_text": (
+        gated_delta_hybrid,
+        {
+            # Its experts have the place of the feed-forward part whose size this is.
+            "num_key_value_heads": 2, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+        } | _QWEN3_5,
+    ),
+}  # fmt: skip

@@ -25,6 +25,11 @@ def linear_layers(model: ModelDir) -> dict[str, tuple[int, int]]:
         from trirun_gptq.model.meta import linear_modules, meta_model
 
         return linear_modules(meta_model(model.path))
+    return described_layers(found) | {HEAD_MODULE: (found.shape.vocab, found.shape.hidden)}
+
+
+def described_layers(found: Description) -> dict[str, tuple[int, int]]:
+    """:func:`linear_layers` of a description, without the output head."""
     shape, layers = found.shape, dict[str, tuple[int, int]]()
     for index, layer in enumerate(shape.layers):
         sizes, names = layer.linear_sizes(shape.hidden), found.names.of(layer)
@@ -34,13 +39,13 @@ def linear_layers(model: ModelDir) -> dict[str, tuple[int, int]]:
             layers[module] = (layers[module][0] + n if module in layers else n, k)
         for module, n in names.gates.items():
             layers[layer_prefix(index) + module] = (n, shape.hidden)
-        if layer.mixture is not None and names.mixture.shared_gate is not None:
-            layers[layer_prefix(index) + names.mixture.shared_gate] = (1, shape.hidden)
         if layer.mixture is not None:
             of_expert = layer.mixture.linear_sizes(shape.hidden)
             for module in names.mixture.modules(layer.mixture):
                 layers[layer_prefix(index) + module] = of_expert[module.rpartition(".")[2]]
-    return layers | {HEAD_MODULE: (shape.vocab, shape.hidden)}
+            if names.mixture.shared_gate is not None:
+                layers[layer_prefix(index) + names.mixture.shared_gate] = (1, shape.hidden)
+    return layers
 
 
 def embedding(model: ModelDir) -> dict[str, tuple[int, int]]:

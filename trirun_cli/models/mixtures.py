@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .families import HYBRID, qwen_windows
-from .hybrids import SHARED_BY_GATE, gated_delta_hybrid, sparse_layers, with_shared_expert
+from .experts import GATED_SHARED, layers_with_experts, with_experts, with_shared_expert
+from .families import granite, qwen_windows
 from .parts import (
     LLAMA,
     QK_NORM,
@@ -16,7 +16,6 @@ from .parts import (
     MixtureNames,
     UnsupportedModel,
     describe,
-    with_experts,
 )
 from .settings import check_numbers, sliding_windows
 
@@ -29,14 +28,22 @@ def _mixtral(config: Config) -> Description:
     return with_experts(describe(config, names, windows=windows), config, experts="num_local_experts")
 
 
+def _qwen2_moe(config: Config) -> Description:
+    found = describe(config, replace(LLAMA, mixture=GATED_SHARED), windows=qwen_windows(config))
+    return with_shared_expert(found, config)
+
+
 def _qwen3_moe(config: Config) -> Description:
     found = describe(config, QK_NORM, windows=qwen_windows(config))
-    return with_experts(found, config, size="moe_intermediate_size", layers=sparse_layers(config))
+    return with_experts(found, config, size="moe_intermediate_size", layers=layers_with_experts(config))
 
 
-def _qwen2_moe(config: Config) -> Description:
-    names = replace(LLAMA, mixture=SHARED_BY_GATE)
-    return with_shared_expert(describe(config, names, windows=qwen_windows(config)), config)
+def _granitemoe(config: Config) -> Description:
+    mixture = MixtureNames(experts="block_sparse_moe.experts", router="block_sparse_moe.router.layer.weight")
+    found = granite(config)
+    found = replace(found, names=replace(found.names, mixture=mixture))
+    # The softmax is that of the chosen logits.
+    return with_experts(found, config, experts="num_local_experts", normalize=True)
 
 
 def _olmoe(config: Config) -> Description:
@@ -52,8 +59,9 @@ def _glm4_moe(config: Config) -> Description:
     names = replace(QK_NORM if config.get("use_qk_norm") else LLAMA, mixture=mixture)
     return with_experts(
         describe(config, names, partial=True), config, experts="n_routed_experts", size="moe_intermediate_size",
-        layers=[index >= first for index in range(layers)], score="sigmoid",
+        layers=[index >= first for index in range(layers)],
         shared=(config.get("n_shared_experts") or 0) * config["moe_intermediate_size"],
+        score="sigmoid",
     )  # fmt: skip
 
 
@@ -69,20 +77,24 @@ def _gpt_oss(config: Config) -> Description:
     )  # fmt: skip
     windows = sliding_windows(config, [index % 2 == 0 for index in range(layers)])
     return with_experts(
-        describe(config, names, windows=windows, attention={"sinks": True}), {**config, "norm_topk_prob": True},
-        experts="num_local_experts", activation="clipped_swiglu", limit=float(config["swiglu_limit"]),
+        describe(config, names, windows=windows, attention={"sinks": True}), config,
+        experts="num_local_experts", normalize=True, activation="clipped_swiglu", limit=float(config["swiglu_limit"]),
     )  # fmt: skip
 
 
 # As :data:`.families.FAMILIES`.
 MIXTURES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
     "mixtral": (_mixtral, {"num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "qwen2_moe": (
+        _qwen2_moe,
+        {
+            "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+    ),
+    "granitemoe": (_granitemoe, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         _qwen3_moe, {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
-    ),
-    "qwen2_moe": (_qwen2_moe, {"num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False}),
-    "qwen3_5_moe_text": (
-        gated_delta_hybrid, HYBRID | {"intermediate_size": 512, "num_experts": 256, "norm_topk_prob": True},
     ),
     "olmoe": (
         _olmoe, {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rms_norm_eps": 1e-5},

@@ -10,7 +10,7 @@ from trirun_kernels.weights.names import LAYER_LINEARS, LAYER_NORMS
 
 from ..errors import InputError
 from .rotary import ROTARY_TYPES, rotary_parameters
-from .settings import MOST_HEAD_DIM, check_numbers
+from .settings import MOST_HEAD_DIM
 
 if TYPE_CHECKING:
     from trirun_kernels.decoder.shape import DecoderShape, LayerShape, Mixer, Mixture
@@ -22,8 +22,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-# Far more than any model has: what is made for each of them would fill the memory.
-MOST_EXPERTS = 4096
 # Tensors that only some models of a family have.
 OPTIONAL = ("attention_norm_bias", "mlp_norm_bias")
 SINKS = "sinks"  # the one vector of a layer that is no norm and no bias
@@ -228,53 +226,6 @@ def describe(
             # With more tokens every key is to be turned by other angles than those in the cache.
             most = min(most, trained)
     return Description(shape, names, rotary, logit_scale, min(most, longest or most))
-
-
-def with_experts(
-    found: Description,
-    config: Mapping[str, Any],
-    *,
-    experts: str = "num_experts",
-    size: str = "intermediate_size",
-    layers: Sequence[bool] | None = None,
-    shared: int = 0,
-    score: str = "softmax",
-    **fields: Any,
-) -> Description:
-    """A decoder with a mixture of experts in place of feed-forward parts.
-
-    Args:
-        experts, size: names of the settings of how many there are, and of the features of one.
-        layers: which have experts; None: all. shared: features of the expert that every row goes to.
-        score: of :class:`~trirun_kernels.decoder.shape.Routing`. fields: others, of Mixture.
-
-    Raises:
-        UnsupportedModel: numbers that the kernels do not have. InputError: a size is missing or is none.
-    """
-    from trirun_kernels.decoder.shape import FeedForward, Mixture, Routing
-
-    # What transformers calls the number of experts of every family since its version 5.
-    experts = "num_local_experts" if config.get("num_local_experts") else experts
-    check_numbers(config, [experts, size, "num_experts_per_tok"], int)
-    if config[experts] > MOST_EXPERTS:
-        raise InputError(f"config.json: {experts} is {config[experts]}, above {MOST_EXPERTS}")
-    try:
-        routing = Routing(
-            config[experts], config["num_experts_per_tok"], score, bool(config.get("norm_topk_prob")),
-            float(config.get("routed_scaling_factor") or 1.0), config.get("n_group") or 1,
-            config.get("topk_group") or 1,
-        )  # fmt: skip
-    except ValueError as error:
-        raise UnsupportedModel(str(error)) from None
-
-    def layer(parts: LayerShape) -> LayerShape:
-        act = parts.feed_forward.activation
-        mixture = Mixture(routing, config[size], **{"activation": act} | fields)
-        return replace(parts, feed_forward=FeedForward(shared, act), mixture=mixture)
-
-    have = layers or [True] * len(found.shape.layers)
-    whole = tuple(layer(parts) if each else parts for parts, each in zip(found.shape.layers, have, strict=True))
-    return replace(found, shape=replace(found.shape, layers=whole))
 
 
 def _rotary(config: Mapping[str, Any], kind: str | None, partial: bool) -> dict[str, Any]:

@@ -118,7 +118,9 @@ def test_a_mixture_goes_out_as_it_came(tmp_path, architecture, to):
     written, came = GgufFile(tmp_path / "1" / "x.gguf"), GgufFile(tmp_path / "m.gguf")
     assert written.tensors["blk.0.ffn_up_exps.weight"].shape == (EXPERTS, WIDTH, HIDDEN)
     assert written.metadata.count(".expert_used_count") == 2
-    assert set(written.tensors) == set(came.tensors)
+    # llama.cpp's olmoe takes no embedding for a head.
+    own = {"output.weight"} if architecture == "olmoe" else set()
+    assert set(written.tensors) == set(came.tensors) | own
     assert pack(tmp_path / "1" / "x.gguf", tmp_path / "P2").exact
     first, again = Checkpoint(tmp_path / "P"), Checkpoint(tmp_path / "P2")
     assert first.modules == again.modules and first.config["model_type"] == again.config["model_type"]

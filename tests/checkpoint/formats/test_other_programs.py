@@ -60,7 +60,9 @@ _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64, "rope_theta": 10000.0,
 }  # fmt: skip
-_WRITTEN = [name for name in FAMILIES if name.partition(",")[0] in TARGETS and "windows" not in name]
+_WRITTEN = [
+    name for name in FAMILIES if name.partition(",")[0] in TARGETS and not name.endswith(("windows", "no experts"))
+]
 _MORE: dict[str, dict[str, Any]] = {
     "llama, yarn": {"rope_parameters": _YARN},
     "llama, yarn with a factor": {"rope_parameters": _YARN | {"attention_factor": 0.7, "beta_fast": 16}},

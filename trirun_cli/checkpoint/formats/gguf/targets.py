@@ -27,6 +27,7 @@ class Target:
         wide_layers: with that many layers, attention's factor is that of heads of hidden size / heads elements.
         rotary: types of rotary settings that it has.
         experts: the weights of the chosen ones are "normalized" to a sum of 1, "plain", or as the file says ("said").
+        dense: it may have no experts.
         norms: its names of norms by fields, where they are not those of :data:`.architecture.NORMS`.
     """
 
@@ -43,12 +44,14 @@ class Target:
     wide_layers: int | None = None
     rotary: tuple[str, ...] = ("default", "linear", "yarn")
     experts: str = "normalized"
+    dense: bool = True
     norms: Mapping[str, str] | None = None
 
 
 _LLAMA3 = ("default", "linear", "yarn", "llama3")
 _LLAMA = Target("llama", neighbours=True, rotary=_LLAMA3)
 _GEMMA = Target("gemma", activation="gelu_tanh", head="tied", root_embedding=True)
+_GRANITE = replace(_LLAMA, architecture="granite", logit_scale="divided", scales=True)
 _COHERE = Target("command-r", neighbours=True, head="tied", logit_scale="multiplied", rotary=("default",))
 _GLM = Target("chatglm", neighbours=True)
 _OLMO2 = Target("olmo2", windows="may", head="own")
@@ -64,8 +67,11 @@ TARGETS = {
     "mixtral": _LLAMA,
     "qwen2": Target("qwen2"),
     "qwen3": Target("qwen3"),
+    "qwen2_moe": Target("qwen2moe", experts="plain", head="own"),
     "qwen3_moe": Target("qwen3moe"),
+    "qwen3_next": Target("qwen3next", norms=_LATE_NORM, dense=False),
     "qwen3_5_text": Target("qwen35", norms=_LATE_NORM),
+    "qwen3_5_moe_text": Target("qwen35moe", norms=_LATE_NORM, dense=False),
     "olmoe": Target("olmoe", experts="plain", head="own"),
     "bitnet": Target("bitnet", head="tied"),
     "gemma": _GEMMA,
@@ -74,7 +80,8 @@ TARGETS = {
         _GEMMA, architecture="gemma3", windows="may", softcap=("logits",), wide_layers=62, head="any"
     ),
     "phi3": Target("phi3", rotary=("default", "linear", "yarn", "longrope")),
-    "granite": replace(_LLAMA, architecture="granite", logit_scale="divided", scales=True),
+    "granite": _GRANITE,
+    "granitemoe": replace(_GRANITE, architecture="granitemoe"),
     "glm": _GLM,
     "glm4": replace(_GLM, architecture="glm4"),
     "glm4_moe": Target("glm4moe", experts="said", norms=_LATE_NORM),

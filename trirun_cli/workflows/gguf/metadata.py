@@ -8,14 +8,14 @@ from typing import Any
 from trirun_kernels.decoder.shape import Attention, GatedDelta
 from trirun_kernels.weights.names import WEIGHT, embedding_names
 
-from ..checkpoint.formats.gguf.targets import Target, target_of
-from ..checkpoint.formats.gguf.tokenizer_metadata import tokenizer_metadata
-from ..checkpoint.formats.gguf.types import ALIGNMENT, GgufType
-from ..checkpoint.formats.gguf.writer import FILE_TYPES
-from ..checkpoint.reader import Checkpoint
-from ..errors import InputError
-from ..models.description import Description, UnsupportedModel, description, longest_context
-from ..models.rotary import attention_factor, stretch
+from ...checkpoint.formats.gguf.targets import Target, target_of
+from ...checkpoint.formats.gguf.tokenizer_metadata import tokenizer_metadata
+from ...checkpoint.formats.gguf.types import ALIGNMENT, GgufType
+from ...checkpoint.formats.gguf.writer import FILE_TYPES
+from ...checkpoint.reader import Checkpoint
+from ...errors import InputError
+from ...models.description import Description, UnsupportedModel, description, longest_context
+from ...models.rotary import attention_factor, stretch
 
 _ACTIVATIONS = {"silu": "SiLU", "relu2": "ReLU²", "gelu_tanh": "GELU"}
 # Of positions of images in Qwen3.5, whose files must have them; a text's are all the same.
@@ -162,6 +162,8 @@ def _rotary_differences(target: Target, found: Description) -> Iterator[str]:
 def _mixture_differences(target: Target, found: Description) -> Iterator[str]:
     mixtures = [layer.mixture for layer in found.shape.layers]
     if not any(mixtures):
+        if not target.dense:
+            yield "has experts, the model none"
         return
     first = next(mixture for mixture in mixtures if mixture is not None)
     dense = mixtures.index(first)
@@ -203,7 +205,7 @@ def _rotary_numbers(target: Target, found: Description) -> dict[str, Any]:
     if (own := attention_factor(whole)) != usual:
         numbers["rope.scaling.attn_factor"] = own / usual
     sections = whole.get("mrope_section") or _SECTIONS
-    if target.architecture == "qwen35":
+    if target.architecture.startswith("qwen35"):
         numbers["rope.dimension_sections"] = [*map(int, sections[:3]), 0]
     return numbers
 
@@ -246,6 +248,8 @@ def _mixture_numbers(target: Target, found: Description) -> dict[str, Any]:
         "expert_used_count": routing.top_k,
         "expert_feed_forward_length": mixture.size,
     }
+    if mixture.shared_gate:
+        numbers["expert_shared_feed_forward_length"] = layers[-1].feed_forward.size
     if target.experts != "said":
         return numbers
     return numbers | {
