@@ -139,8 +139,9 @@ def cuda_runtime(nvcc: str) -> Path:
     Raises:
         BuildError: it is not where nvcc looks, nor where NVIDIA's wheels have it.
     """
-    told = subprocess.run((nvcc, "--dryrun", "-shared", "-o", "x.so", "x.o"), capture_output=True, text=True, check=False)
-    folders = [*re.findall(r'"?-L([^"\s]+)', told.stderr), Path(nvcc).resolve().parent.parent / "lib"]
+    link = (nvcc, "--dryrun", "-shared", "-o", "x.so", "x.o")
+    told = subprocess.run(link, capture_output=True, text=True, check=False).stderr
+    folders = [*re.findall(r'"?-L([^"\s]+)', told), Path(nvcc).resolve().parent.parent / "lib"]
     found = next((path for folder in folders if (path := Path(folder, "libcudart_static.a")).is_file()), None)
     if found is None:
         raise BuildError(f"no libcudart_static.a in {', '.join(map(str, folders))}: the CUDA toolkit is incomplete")
