@@ -115,9 +115,9 @@ def main() -> int:
         raise SystemExit("error: the sanitizer does not see a read beyond an array")
     failed = False
     for command in commands:
-        code, reports = run(place, command, options.kind)
+        ended, reports = run(place, command, options.kind)
         print(*reports, sep="\n", end="", file=sys.stderr)
-        failed |= bool(code or reports)
+        failed |= bool(ended or reports)
     return failed
 
 

@@ -205,8 +205,8 @@ def newest_glibc(library: Path) -> tuple[int, ...]:
 @pytest.mark.slow
 @needs_nvcc
 def test_both_libraries_load_with_an_older_glibc(tree: Tree) -> None:
-    """Linked by nvcc, CUDA's needs what this machine has: libpthread's symbols of glibc 2.34, and those that the archive
-    of the C++ runtime was made with."""
+    """Linked by nvcc, CUDA's needs what this machine has: libpthread's symbols of glibc 2.34, and those that the C++
+    runtime's archive was made with."""
     pytest.importorskip("ziglang", reason="linking for an older glibc takes zig")
     (tree.csrc / "cuda" / "scaled.cu").write_text(CUDA)
     (tree.csrc / "cpu" / "baseline.cpp").write_text(BASELINE)
