@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from tiny_models import tiny_model
 from torch import nn
+from trirun_gptq.model.meta import linear_modules, meta_model
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "configs" / "demo-model"
@@ -128,8 +129,8 @@ def attempt(row: Row, folder: Path, text: Path) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     model = tiny_model(row.family)
-    row.linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     original = save(model, folder / "original")
+    row.linear = len(linear_modules(meta_model(original)))
     make_ternary(model)
     ternary = save(model, folder / "ternary")
 

@@ -70,8 +70,8 @@ def read_schemas(path: Path) -> Iterator[dict[str, Any]]:
     yield from map(json.loads, (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines())
 
 
-class XGrammarText:
-    """A :class:`Constraint` of xgrammar."""
+class XGrammarText(Constraint):
+    """A text that xgrammar follows."""
 
     def __init__(self, matcher: Any, vocab: int) -> None:
         import xgrammar

@@ -71,6 +71,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "n_group": 4,
         "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True,
     } | FOUR,
+    "gpt_oss": {
+        "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 1.5, "attention_bias": True,
+    } | FOUR | WINDOW,
     "starcoder2": WINDOW,
     "helium": {"head_dim": 16},
     "ernie4_5": {"head_dim": 16},
@@ -81,6 +84,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "stablelm, parallel": {"use_parallel_residual": True},
 }  # fmt: skip
+
+
+# What llama.cpp computes for all models of a family, where the settings above are others.
+AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3_text": {"query_pre_attn_scalar": 32},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "qwen3_5_text": {"linear_value_head_dim": 16},
+    "qwen3_5_text, heads of 128": {"linear_key_head_dim": 128},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "olmoe": {"num_key_value_heads": 4},
+}
 
 
 def open_engine(path: Path, *, max_waiting: int | None = None, **options: Any) -> Engine:
@@ -108,7 +123,9 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
                 parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
             if parameter.dim() == 3 and ".experts." in name:
                 parameter.copy_(torch.randint(-1, 2, parameter.shape) * 2.0**-3)
-            if name.endswith("mlp.gate.weight"):
+            if name.endswith("_proj_bias"):
+                parameter.copy_(torch.rand_like(parameter) - 0.5)
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 parameter.normal_()
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not head:

@@ -88,7 +88,7 @@ class Recipe:
             steps of the grid and as a fraction. Latents, gradients and moments of the whole model must fit the device;
             where they do not, this is left out, with a warning.
         e2e_ce: weight of the text's own cross entropy beside the divergence, in 0..1.
-        ignore: patterns (``re.search`` on the module path) of linear layers to leave as they are.
+        ignore: patterns (``re.search`` on the module path) of modules to leave as they are.
         overrides: pattern → :class:`Override`; the last match wins.
 
     Raises:
@@ -177,13 +177,12 @@ class Recipe:
         """
         if any(matches(pattern, module) for pattern in self.ignore):
             return ()
-        group_size, grid = self.group_size, self.grid
+        group_size, grid, keep = self.group_size, self.grid, False
         for pattern, override in self.overrides.items():
             if matches(pattern, module):
-                if override.keep:
-                    return ()
                 group_size, grid = override.over(group_size, grid)
-        return _grids(group_size, grid)
+                keep = override.keep
+        return () if keep else _grids(group_size, grid)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as :meth:`from_dict` reads them: what is written beside the result."""

@@ -210,6 +210,7 @@ def test_old_rotary_settings_are_read():
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
         ({"num_key_value_heads": 3}, "4 heads over 3"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
     ],
 )
 def test_other_models_are_refused(change, message):

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from trirun_kernels.decoder.shape import DecoderShape
 
+from tests.small_models import FAMILIES, SIZES
 from trirun_cli.backends.cuda import opening
 from trirun_cli.backends.cuda.opening import CACHE_SHARE, cache_pages
 from trirun_cli.backends.cuda.weights import load_model
 from trirun_cli.errors import OutOfMemoryError
-from trirun_cli.models.description import UnsupportedModel
+from trirun_cli.models.description import UnsupportedModel, decoder_shape, gpu_decoder_shape
 
 SHAPE = DecoderShape.uniform(layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000)
 PAGE_16 = 2 * 32 * 32 * 64 * 128 * 2  # bytes of 64 positions of Llama-2-7B in 16 bits
@@ -43,6 +44,14 @@ def test_what_is_missing_is_left_to_transformers_to_judge(plain_model, copy_of, 
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=f"no tensor {name}"):
         load_model(model, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("family", "message"), [("gpt_oss", "with sinks"), ("glm4_moe", "chosen by sigmoids")])
+def test_models_that_a_cpu_runs_and_a_gpu_not_yet(family, message):
+    config = {"model_type": family} | SIZES | FAMILIES[family]
+    assert decoder_shape(config).hidden == SIZES["hidden_size"]
+    with pytest.raises(UnsupportedModel, match=f"{message}, on a GPU"):
+        gpu_decoder_shape(config)
 
 
 @pytest.mark.parametrize(

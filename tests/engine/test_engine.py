@@ -10,6 +10,7 @@ import torch
 from tests.small_models import open_engine
 from trirun_cli.backends.cpu.sampler import HostSampler
 from trirun_cli.backends.registry import open_runner
+from trirun_cli.engine.constraint import Constraint
 from trirun_cli.engine.generation import stop_ids
 from trirun_cli.engine.request import FinishReason, Request
 from trirun_cli.engine.sampling import SamplingParams
@@ -159,7 +160,7 @@ def test_sampled_text_does_not_depend_on_bursts(packed, monkeypatch):
     assert run(open_engine(packed, device="cpu", slots=4), requests[:4]) == {k: singly[k] for k in "0123"}
 
 
-class Leaves:
+class Leaves(Constraint):
     """A grammar that leaves one token now and then, by what came before, and the stop id 2 alone in the end."""
 
     def __init__(self):

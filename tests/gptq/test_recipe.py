@@ -62,6 +62,8 @@ def test_the_last_matching_override_wins():
     assert recipe.choice("layers.1.mlp.down_proj") == (QuantSpec(64, 1.0), True)
     assert recipe.choice("layers.0.mlp.down_proj") is None
     assert recipe.choice("layers.1.self_attn.q_proj") is None
+    last = Recipe.from_dict({"overrides": {"mlp": {"keep": True}, "down": {"group_size": 64}}})
+    assert last.choice("layers.0.mlp.up_proj") is None and last.choice("layers.0.mlp.down_proj").spec.group_size == 64
 
 
 def test_yaml_files(tmp_path):

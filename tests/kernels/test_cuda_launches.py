@@ -13,6 +13,7 @@ import pytest
 import torch
 from trirun_kernels import QuantSpec, pack
 from trirun_kernels.decoder.cuda import CudaDecoder
+from trirun_kernels.decoder.cuda_ops import attention_workspace
 from trirun_kernels.decoder.cuda_structs import AttentionStruct
 from trirun_kernels.f16acc.cuda import WGMMA, select_f16acc
 from trirun_kernels.gemm import cuda, workspace
@@ -83,7 +84,7 @@ def test_attention_of_every_model_is_launched(linked, gpu):
     describe(linked, gpu)
     decode = linked.trirun_cuda_attention_decode
     for (heads, kv_heads, head_dim), int8 in combinations(HEADS, (False, True)):
-        shape = SimpleNamespace(heads=heads, kv_heads=kv_heads)
+        shape = SimpleNamespace(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         decoder = SimpleNamespace(_heads=[shape], _device=gpu.device)
         for rows in (*range(1, 17), 24, 32, 64, 128):
             splits = CudaDecoder.default_splits(decoder, rows)
@@ -95,6 +96,7 @@ def test_attention_of_every_model_is_launched(linked, gpu):
                 *(head_dim, head_dim // 2, splits, 1, 0, 0, 1e-5, 1.0, 0.0),
             )
             size = linked.trirun_cuda_attention_workspace(ctypes.byref(attention))
+            assert size == attention_workspace(rows, shape, splits, torch.device("cpu")).numel()
             linked.described_clear()
             code = decode(ctypes.byref(attention), 13 * MEMORY, size, None)
             told = linked.described_complaint().decode()

@@ -177,7 +177,7 @@ LONG = {
     "kernels/trirun_kernels/decoder/cuda_weights.py": 308,
     "kernels/trirun_kernels/decoder/shape.py": 312,
     "kernels/trirun_kernels/decoder/weights.py": 325,
-    "tests/backends/test_cpu_model.py": 307,
+    "tests/backends/test_cpu_model.py": 308,
     "tests/checkpoint/formats/test_gguf_model.py": 314,
     "trirun_cli/engine/engine.py": 313,
     "trirun_cli/models/families.py": 310,

@@ -63,6 +63,42 @@ def test_texts_of_a_grammar_pass_and_no_others(compiler, tokenizer, grammar, goo
     assert [text for text in bad if accepts(compiler, tokenizer, grammar, text)] == []
 
 
+ONE_OF_TWO = {"properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar.of_schema({"type": "object", "additionalProperties": False} | ONE_OF_TWO), '{"colour": "blue"}'),
+        (Grammar("regex", "(abc|abd)e*"), "abcee"),
+        (Grammar.of_choices(["one", "two"]), "two"),
+    ],
+    ids=["schema", "regex", "choice"],
+)
+def test_a_token_is_taken_without_a_mask_where_a_mask_has_it(compiler, tokenizer, grammar, text):
+    vocab, opened = tokenizer.backend_tokenizer.get_vocab_size(), set()
+    tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], END]
+
+    def after(count):
+        constraint = compiler.compile(grammar)()
+        for token in tokens[:count]:
+            constraint.advance(token)
+        return constraint
+
+    for count in range(len(tokens)):
+        mask = allowed(after(count), vocab)
+        opened.add(after(count).is_open())
+        assert mask.sum() > 1 or not after(count).is_open()
+        for token in {END, *np.flatnonzero(mask)[:20].tolist(), *np.flatnonzero(~mask)[::400].tolist()}:
+            constraint = after(count)
+            # A mask alone may know of an end that no other token could be.
+            assert (taken := constraint.take(token)) == mask[token] or (token == END and not taken)
+            # What was refused has changed nothing.
+            assert taken or (allowed(constraint, vocab) == mask).all()
+    # After the end a mask has the last word.
+    assert opened == {True, False} and not after(len(tokens)).take(END)
+
+
 def test_blanks_end(compiler, tokenizer):
     """A weak model would fill its context with them."""
     schema = Grammar.of_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})

@@ -10,7 +10,7 @@ from tests.small_models import SIZES
 from trirun_cli.checkpoint.model_dir import ModelDir
 from trirun_cli.checkpoint.reader import Checkpoint
 from trirun_cli.checkpoint.verify import verify_modules
-from trirun_cli.errors import UsageError
+from trirun_cli.errors import InputError, UsageError
 from trirun_cli.integrations.transformers import load
 from trirun_cli.models.linears import linear_layers
 from trirun_cli.workflows.pack import pack
@@ -21,8 +21,9 @@ MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_
 
 @pytest.fixture
 def plan(tmp_path):
-    """Plans a run on a tiny gpt_oss, whose fused experts are of a kind of their own; collects the warnings."""
-    config = AutoConfig.for_model("gpt_oss", **SIZES | MOE)
+    """Plans a run on a tiny llama4_text, whose fused experts are of a kind of their own; collects the warnings."""
+    own = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 160, "head_dim": 16}
+    config = AutoConfig.for_model("llama4_text", **SIZES | own | {"interleave_moe_layer_step": 1})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("Some words.")
 
@@ -45,23 +46,65 @@ def plan(tmp_path):
 
 def test_what_is_kept_is_named(plan):
     made, warnings = plan()
-    experts = [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    experts = [f"model.layers.{layer}.feed_forward.experts" for layer in (0, 1)]
     assert {name: kind for name, kind in made.kept.items() if name in experts} == dict.fromkeys(
-        experts, "GptOssExperts [4, 64, 320]"
+        experts, "Llama4TextExperts [4, 64, 320]"
     )
     assert made.to_dict()["kept"] == made.kept
-    assert any("2 × model.layers.*.mlp.experts (GptOssExperts [4, 64, 320])" in message for message in warnings)
-    # Eight projections of attention.
-    assert made.weights == 2 * (2 * 64 * 64 + 2 * 32 * 64)
+    assert any(
+        "2 × model.layers.*.feed_forward.experts (Llama4TextExperts [4, 64, 320])" in message for message in warnings
+    )
+    # Eight projections of attention, and the shared experts.
+    assert made.weights == 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 160 * 64)
 
 
-def test_overrides_reach_what_is_kept(plan):
-    assert plan(r"mlp\.experts$=keep")[0].weights == plan()[0].weights
-    with pytest.raises(UsageError, match="matches none"):
+def test_overrides_reach_modules_of_every_kind(plan):
+    made, warnings = plan(
+        r"feed_forward\.experts$=keep", "embed_tokens=keep", r"0\.self_attn\.q_proj=keep", "norm=keep"
+    )
+    assert made.weights == plan()[0].weights - 64 * 64
+    assert made.asked == {
+        "model.embed_tokens": "Embedding [96, 64]",
+        "model.layers.0.self_attn.q_proj": "Linear [64, 64]",
+        "model.layers.0.feed_forward.experts": "Llama4TextExperts [4, 64, 320]",
+        "model.layers.1.feed_forward.experts": "Llama4TextExperts [4, 64, 320]",
+    }
+    assert made.to_recipe()["kept"] == made.kept | made.asked
+    # Of what was asked for there is nothing to warn.
+    assert any("router" in message for message in warnings) and not any("experts" in message for message in warnings)
+
+
+def test_patterns_that_have_no_effect_are_refused(plan):
+    with pytest.raises(UsageError, match="'nothing_of_this_name' matches none of the model's modules"):
         plan("nothing_of_this_name=keep")
+    with pytest.raises(UsageError, match="matches none") as refused:
+        plan("self_attn.query_proj=keep")
+    assert refused.value.fix == "the name most like it is model.layers.0.self_attn.q_proj"
+    with pytest.raises(UsageError, match=r"'router' matches no layer that is quantized: .*router \(Llama4Router"):
+        plan("router=g64")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "granitemoe", "qwen3_moe", "mixtral", "phimoe", "qwen3_next"])
+def test_pack_names_the_fused_experts_it_leaves(plan, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ("self_attn" in name or "shared_expert" in name) and parameter.dim() == 2:
+                parameter.copy_(torch.randint(-1, 2, parameter.shape) * 2.0**-3)
+    model.save_pretrained(tmp_path / "ternary")
+    report = pack(tmp_path / "ternary", tmp_path / "packed", keep=r"1\.feed_forward\.experts$")
+    why = {matrix.name: matrix.why for matrix in report.kept}
+    assert why["model.layers.0.feed_forward.experts.gate_up_proj"] == "no linear layer"
+    kept = [why[f"model.layers.1.feed_forward.experts.{name}_proj"] for name in ("gate_up", "down")]
+    assert kept == ["--keep", "--keep"]
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight.add_(0.1)
+    model.save_pretrained(tmp_path / "mixed")
+    with pytest.raises(InputError, match="o_proj") as refused:
+        pack(tmp_path / "mixed", tmp_path / "other")
+    assert "--keep REGEX" in refused.value.fix
+
+
+@pytest.mark.parametrize("family", ["gpt2", "granitemoe", "qwen3_moe", "mixtral", "phimoe", "qwen3_next", "gpt_oss"])
 def test_ternary_models_of_other_kinds_pack_without_loss(family, tmp_path):
     torch.manual_seed(0)
     extra = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}

@@ -99,7 +99,7 @@ def test_kept_layers_stay_dense(trirun, save_llama, to_ternary, tmp_path):
 
 def test_a_pattern_that_keeps_nothing_is_refused(trirun, ternary_model, tmp_path):
     code, _, err = trirun("pack", ternary_model, "--out", tmp_path / "T", "--keep", "zzz")
-    assert code == 2 and "--keep zzz: matches none of the 15 linear layers" in err and not list(tmp_path.iterdir())
+    assert code == 2 and "--keep zzz: matches none of the model's modules" in err and not list(tmp_path.iterdir())
 
 
 def test_sharded_source_and_sharded_output(save_llama, to_ternary, tmp_path):

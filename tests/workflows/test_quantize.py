@@ -81,7 +81,7 @@ def test_a_sample_that_cannot_be_shown_undoes_nothing(trirun, plain_model, tmp_p
         (("--grid", "signd"), 2, "--grid signd: unknown grid 'signd'; did you mean 'signed'?"),
         (("--samples", "0"), 2, "--samples 0: samples=0: at least 1"),
         (("--override", "(=keep"), 2, "--override (=keep: '(' is not a regular expression"),
-        (("--override", "nothing_here=keep"), 2, "'nothing_here' matches none of the 14 linear layers"),
+        (("--override", "nothing_here=keep"), 2, "'nothing_here' matches none of the model's modules"),
         (("--override", ".=keep"), 2, "none of the 14 linear layers in the decoder blocks is left to quantize"),
         (("--override", "down_proj=g0"), 2, "--override down_proj=g0: QuantSpec: group_size=0"),
         (("--override", "down_proj="), 2, "--override down_proj=: overrides['down_proj']: unknown grid ''"),

@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment
-from trirun_kernels.decoder.shape import Attention, DecoderShape, LayerShape
-from trirun_kernels.decoder.weights import DecoderWeights, LayerWeights, Linear, vector_lengths
+from trirun_kernels.decoder.shape import Attention, DecoderShape, GatedDelta, LayerShape, Mixture
+from trirun_kernels.decoder.weights import (
+    DecoderWeights,
+    DeltaWeights,
+    LayerWeights,
+    Linear,
+    MixtureWeights,
+    vector_lengths,
+)
 from trirun_kernels.weights.names import (
     EMBEDDING,
     FINAL_NORM,
@@ -25,7 +32,7 @@ from trirun_kernels.weights.names import (
 from trirun_kernels.weights.packing import dequantize
 from trirun_kernels.weights.spec import QuantSpec
 
-from ..models.synthetic import angles, random_ternary
+from ..models.synthetic import angles, random_gates, random_ternary
 
 MAX_ROWS = 192
 
@@ -102,11 +109,24 @@ def random_weights(shape: DecoderShape, spec: QuantSpec, *, positions: int, seed
     generator = torch.Generator().manual_seed(seed)
     hidden = shape.hidden
 
+    def linear(n: int, k: int) -> Linear:
+        return Linear(random_ternary(n, k, spec, generator))
+
+    def mixture(shape: Mixture) -> MixtureWeights:
+        experts, sizes = range(shape.routing.experts), shape.linear_sizes(hidden)
+        router = torch.randn(shape.outputs, hidden, generator=generator) * hidden**-0.5
+        return MixtureWeights(**{part: [linear(*size) for _ in experts] for part, size in sizes.items()}, router=router)
+
     def layer(shape: LayerShape) -> LayerWeights:
-        sizes, lengths = shape.linear_sizes(hidden), vector_lengths(shape, hidden)
-        parts: dict[str, Any] = {"gate": None, "attention_norm": None, "mlp_norm": None}
-        parts |= {name: Linear(random_ternary(n, k, spec, generator)) for name, (n, k) in sizes.items()}
+        lengths = vector_lengths(shape, hidden)
+        parts: dict[str, Any] = dict.fromkeys(("q", "k", "v", "gate", "up", "down", "attention_norm", "mlp_norm"))
+        parts |= {name: linear(*size) for name, size in shape.linear_sizes(hidden).items()}
         parts |= {name: torch.ones(lengths[name]) for name in shape.vectors}
+        if isinstance(shape.mixer, GatedDelta):
+            gates, vectors = random_gates(shape.mixer, hidden, generator)
+            parts["delta"] = DeltaWeights(parts.pop("qkv"), parts.pop("z", None), gates, **vectors)
+        if shape.mixture is not None:
+            parts["mixture"] = mixture(shape.mixture)
         return LayerWeights(**parts)
 
     embedding, head = (torch.randn(shape.vocab, hidden, generator=generator) for _ in range(2))

@@ -22,7 +22,7 @@ def command(
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="Checkpoint directory to write. Default: ./MODEL-packed.")] = None,
-    keep: Annotated[str | None, typer.Option(help="Regular expression of linear layers to leave as they are.")] = None,
+    keep: Annotated[str | None, typer.Option(help="Regular expression of modules to leave as they are.")] = None,
     act_bits: Annotated[
         int | None,
         typer.Option(

@@ -58,7 +58,8 @@ def command(
     seqlen: Annotated[int | None, typer.Option(help="Tokens per calibration sequence.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of every random choice.")] = None,
     override: Annotated[
-        list[str] | None, typer.Option(help="REGEX=keep, REGEX=g64, REGEX=zero, ...: other settings for some layers.")
+        list[str] | None,
+        typer.Option(help="REGEX=keep (any module), REGEX=g64, REGEX=zero, ...: for some layers; the last match wins."),
     ] = None,
     end_to_end: Annotated[
         bool, typer.Option(help="Train the whole model after its blocks, where the preset does.")

@@ -76,7 +76,8 @@ class Grammar:
 
 
 class Constraint(Protocol):
-    """One text on its way, and which tokens may come next."""
+    """One text on its way, and which tokens may come next. A mask is a look at the whole vocabulary;
+    :meth:`take` and :meth:`is_open` may spare it, and need not."""
 
     def fill(self, words: np.ndarray) -> None:
         """Write which tokens may come next.
@@ -89,8 +90,16 @@ class Constraint(Protocol):
     def advance(self, token: int) -> None:
         """The text goes on with this token, one of those that might come."""
 
+    def take(self, token: int) -> bool:
+        """:meth:`advance`, where the token is known to be one of those without a mask; whether it was."""
+        return False
 
-class AtLeast:
+    def is_open(self) -> bool:
+        """Whether more than one token is known to be allowed, without a mask."""
+        return False
+
+
+class AtLeast(Constraint):
     """Keeps a text from ending before it has so many tokens more, in front of another constraint or alone.
 
     Args:
@@ -122,7 +131,7 @@ class AtLeast:
             self._inner.advance(token)
 
 
-class Only:
+class Only(Constraint):
     """Lets some tokens come and no others, in front of another constraint or alone.
 
     Args:
@@ -148,7 +157,7 @@ class Only:
             self._inner.advance(token)
 
 
-class Without:
+class Without(Constraint):
     """Keeps runs of tokens out of a text: the last of a run may not come after the others.
 
     Args:

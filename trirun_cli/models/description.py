@@ -70,6 +70,9 @@ def gpu_decoder_shape(config: dict[str, Any]) -> DecoderShape:
         if layer.mixture is not None and layer.mixture.routing.score == "sigmoid":
             # Its scores of whole texts were off by more than rounding explains.
             raise UnsupportedModel("experts that are chosen by sigmoids, on a GPU")
+        if mixer.sinks:
+            # Each kernel is tested with sinks and this activation, whole models are not.
+            raise UnsupportedModel("attention with sinks, on a GPU")
         if layer.mixture is not None and layer.mixture.size % 16:
             raise UnsupportedModel(f"experts of size {layer.mixture.size}")
         if ffn % 16 or not mixer_runs(mixer):

@@ -22,10 +22,9 @@ from .parts import (
     Description,
     UnsupportedModel,
     describe,
-    sliding_windows,
     with_norm_biases,
 )
-from .settings import layer_list
+from .settings import layer_list, sliding_windows
 
 Config = Mapping[str, Any]
 INTERLEAVED = {"interleaved": True}

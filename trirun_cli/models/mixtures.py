@@ -10,13 +10,14 @@ from .families import qwen_windows
 from .parts import (
     LLAMA,
     QK_NORM,
+    SINKS,
     Description,
     MixtureNames,
     UnsupportedModel,
     describe,
-    sliding_windows,
     with_experts,
 )
+from .settings import check_numbers, sliding_windows
 
 Config = Mapping[str, Any]
 
@@ -52,6 +53,23 @@ def _glm4_moe(config: Config) -> Description:
     )  # fmt: skip
 
 
+def _gpt_oss(config: Config) -> Description:
+    # The kernels have these numbers of the activation; only the limit differs between models.
+    if (alpha := config.get("swiglu_alpha", 1.702)) != 1.702 or config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModel(f"activation {config.get('hidden_act')!r} with swiglu_alpha {alpha!r}")
+    check_numbers(config, ["swiglu_limit"], float)
+    layers = config["num_hidden_layers"]
+    names = replace(
+        LLAMA, vectors={**LLAMA.vectors, SINKS: "self_attn.sinks"},
+        mixture=MixtureNames(router="mlp.router.weight", bias="mlp.router.bias"),
+    )  # fmt: skip
+    windows = sliding_windows(config, [index % 2 == 0 for index in range(layers)])
+    return with_experts(
+        describe(config, names, windows=windows, attention={"sinks": True}), {**config, "norm_topk_prob": True},
+        experts="num_local_experts", activation="clipped_swiglu", limit=float(config["swiglu_limit"]),
+    )  # fmt: skip
+
+
 # As :data:`.families.FAMILIES`.
 MIXTURES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
     "mixtral": (_mixtral, {"num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}),
@@ -60,6 +78,13 @@ MIXTURES: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
     ),
     "olmoe": (
         _olmoe, {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
+    ),
+    "gpt_oss": (
+        _gpt_oss,
+        {
+            "head_dim": 64, "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128,
+            "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+        },
     ),
     "glm4_moe": (
         _glm4_moe,

@@ -10,7 +10,7 @@ from trirun_kernels.weights.names import LAYER_LINEARS, LAYER_NORMS
 
 from ..errors import InputError
 from .rotary import ROTARY_TYPES, rotary_parameters
-from .settings import MOST_HEAD_DIM, check_numbers, layer_list
+from .settings import MOST_HEAD_DIM, check_numbers
 
 if TYPE_CHECKING:
     from trirun_kernels.decoder.shape import DecoderShape, LayerShape, Mixer, Mixture
@@ -26,6 +26,7 @@ ACTIVATIONS = {
 MOST_EXPERTS = 4096
 # Tensors that only some models of a family have.
 OPTIONAL = ("attention_norm_bias", "mlp_norm_bias")
+SINKS = "sinks"  # the one vector of a layer that is no norm and no bias
 
 
 class UnsupportedModel(ValueError):
@@ -238,13 +239,14 @@ def with_experts(
     layers: Sequence[bool] | None = None,
     shared: int = 0,
     score: str = "softmax",
+    **fields: Any,
 ) -> Description:
     """A decoder with a mixture of experts in place of feed-forward parts.
 
     Args:
         experts, size: names of the settings of how many there are, and of the features of one.
         layers: which have experts; None: all. shared: experts that every row goes to, as one of so many times the size.
-        score: of :class:`~trirun_kernels.decoder.shape.Routing`.
+        score: of :class:`~trirun_kernels.decoder.shape.Routing`. fields: others, of Mixture.
 
     Raises:
         UnsupportedModel: numbers that the kernels do not have. InputError: a size is missing or is none.
@@ -267,27 +269,12 @@ def with_experts(
 
     def layer(parts: LayerShape) -> LayerShape:
         act = parts.feed_forward.activation
-        feed_forward = FeedForward(shared * config[size], act)
-        return replace(parts, feed_forward=feed_forward, mixture=Mixture(routing, config[size], act))
+        mixture = Mixture(routing, config[size], **{"activation": act} | fields)
+        return replace(parts, feed_forward=FeedForward(shared * config[size], act), mixture=mixture)
 
     have = layers or [True] * len(found.shape.layers)
     whole = tuple(layer(parts) if each else parts for parts, each in zip(found.shape.layers, have, strict=True))
     return replace(found, shape=replace(found.shape, layers=whole))
-
-
-def sliding_windows(config: Mapping[str, Any], slides: Sequence[bool]) -> list[int | None] | None:
-    """The window of every layer: ``layer_types`` says which slide, or ``slides`` where there are none.
-
-    Raises:
-        InputError: the window that some layer has is no number.
-    """
-    kinds, window = layer_list(config, "layer_types"), config.get("sliding_window")
-    if kinds is not None:
-        slides = [kind == "sliding_attention" for kind in kinds]
-    if window is None or not any(slides):
-        return None
-    check_numbers(config, ("sliding_window",), int)
-    return [window if each else None for each in slides]
 
 
 def _rotary(config: Mapping[str, Any], kind: str | None, partial: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint.model_dir import quant_method, read_config
 from ..errors import InputError, as_input_error
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: Any = None) ->
             config.json says, with random numbers.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
+    from transformers.utils.quantization_config import Mxfp4Config
+    from trirun_gptq.model.meta import auto_class
+    from trirun_gptq.model.mxfp4 import QUANT_METHOD as MXFP4
     from trirun_gptq.run.quiet_hub import quiet_transformers
 
     options: dict[str, Any] = {
@@ -33,8 +37,10 @@ def load_pretrained(path: str | Path, device: str = "cpu", dtype: Any = None) ->
         "output_loading_info": True,
     }
     with as_input_error(path), quiet_transformers():
+        if quant_method(read_config(Path(path))) == MXFP4:
+            options["quantization_config"] = Mxfp4Config(dequantize=True)
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+            loaded: Any = auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **options)
         except RuntimeError as error:
             # Its details are in the table.
             if "CONVERSION" not in str(error):

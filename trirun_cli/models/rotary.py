@@ -61,17 +61,36 @@ def angles(rotary: Mapping[str, Any], half: int, positions: int) -> tuple[np.nda
     and the frequency bands of Llama 3.1.
     """
     frequencies = rotary["rope_theta"] ** -(np.arange(half) / max(half, 1))
-    kind, factor, attention = rotary["rope_type"], rotary.get("factor", 1.0), 1.0
+    kind, factor, attention = rotary["rope_type"], rotary.get("factor", 1.0), attention_factor(rotary)
     if kind == "linear":
         frequencies = frequencies / factor
     elif kind == "llama3":
         frequencies = llama3_frequencies(frequencies, rotary)
     elif kind == "yarn":
-        frequencies, attention = _yarn(frequencies, rotary)
+        frequencies = _yarn(frequencies, rotary)
     elif kind == "longrope":
-        frequencies, attention = _longrope(frequencies, rotary)
+        frequencies = _longrope(frequencies, rotary)
     turned = np.outer(np.arange(positions), frequencies)
     return (np.cos(turned) * attention).astype(np.float32), (np.sin(turned) * attention).astype(np.float32)
+
+
+def attention_factor(rotary: Mapping[str, Any]) -> float:
+    """What cosines and sines are multiplied by. It grows with the logarithm of the stretch (yarn, eq. 22), or with the
+    root of that (longrope), and is 1 for other types."""
+    kind, own = rotary["rope_type"], rotary.get("attention_factor")
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if own is not None:
+        return float(own)
+    if kind == "longrope":
+        trained, factor = rotary.get("original_max_position_embeddings"), rotary.get("factor")
+        if trained:
+            factor = (rotary.get("max_position_embeddings") or trained) / trained
+        return math.sqrt(1 + math.log(factor) / math.log(trained)) if trained and factor and factor > 1 else 1.0
+    scale, all_dimensions = rotary.get("mscale"), rotary.get("mscale_all_dim")
+    if scale and all_dimensions:
+        return _growth(rotary, scale) / _growth(rotary, all_dimensions)
+    return _growth(rotary, 1.0)
 
 
 def llama3_frequencies(frequencies: np.ndarray, rotary: Mapping[str, Any]) -> np.ndarray:
@@ -82,26 +101,19 @@ def llama3_frequencies(frequencies: np.ndarray, rotary: Mapping[str, Any]) -> np
     return frequencies * (kept + (1 - kept) / rotary["factor"])
 
 
-def _longrope(frequencies: np.ndarray, rotary: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """A factor for every frequency; the attention factor grows with the root of the stretch's logarithm."""
+def _longrope(frequencies: np.ndarray, rotary: Mapping[str, Any]) -> np.ndarray:
+    """A factor for every frequency."""
     short = np.asarray(rotary.get("short_factor"), np.float64)
     if short.shape != frequencies.shape:
         raise InputError(f"config.json: short_factor has no number for each of {frequencies.size} frequencies")
-    trained, attention = rotary.get("original_max_position_embeddings"), rotary.get("attention_factor")
-    factor = rotary.get("factor")
-    if trained:
-        factor = (rotary.get("max_position_embeddings") or trained) / trained
-    if attention is None:
-        attention = math.sqrt(1 + math.log(factor) / math.log(trained)) if trained and factor and factor > 1 else 1.0
-    return frequencies / short, attention
+    return frequencies / short
 
 
-def _yarn(frequencies: np.ndarray, rotary: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+def _yarn(frequencies: np.ndarray, rotary: Mapping[str, Any]) -> np.ndarray:
     """Dimensions that turn often in the trained context are kept, those that turn seldom interpolated, with a linear
-    ramp between; the attention factor grows with the logarithm of the stretch (eq. 17-22)."""
+    ramp between (eq. 17-20)."""
     half, theta = frequencies.size, rotary["rope_theta"]
     trained = rotary.get("original_max_position_embeddings") or rotary["max_position_embeddings"]
-    factor = rotary.get("factor") or rotary["max_position_embeddings"] / trained
 
     def dimension(turns: float) -> float:
         return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
@@ -111,12 +123,17 @@ def _yarn(frequencies: np.ndarray, rotary: Mapping[str, Any]) -> tuple[np.ndarra
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
     ramp = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
-    attention = rotary.get("attention_factor")
-    if attention is None:
-        scale, all_dimensions = rotary.get("mscale"), rotary.get("mscale_all_dim")
+    return frequencies * ((1 - ramp) + ramp / stretch(rotary))
 
-        def growth(weight: float) -> float:
-            return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-        attention = growth(scale) / growth(all_dimensions) if scale and all_dimensions else growth(1.0)
-    return frequencies * ((1 - ramp) + ramp / factor), attention
+def stretch(rotary: Mapping[str, Any]) -> float:
+    """By how much the trained context is stretched: ``factor``, or what config.json says of the positions."""
+    if factor := rotary.get("factor"):
+        return float(factor)
+    longest = rotary["max_position_embeddings"]
+    return longest / (rotary.get("original_max_position_embeddings") or longest)
+
+
+def _growth(rotary: Mapping[str, Any], weight: float) -> float:
+    factor = stretch(rotary)
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0

@@ -74,3 +74,18 @@ def layer_list(config: Mapping[str, Any], name: str) -> list[Any] | None:
     if not isinstance(value, list) or len(value) != config["num_hidden_layers"]:
         raise InputError(f"config.json: {name} has no entry for each of {config['num_hidden_layers']} layers")
     return value
+
+
+def sliding_windows(config: Mapping[str, Any], slides: Sequence[bool]) -> list[int | None] | None:
+    """The window of every layer: ``layer_types`` says which slide, or ``slides`` where there are none.
+
+    Raises:
+        InputError: the window that some layer has is no number.
+    """
+    kinds, window = layer_list(config, "layer_types"), config.get("sliding_window")
+    if kinds is not None:
+        slides = [kind == "sliding_attention" for kind in kinds]
+    if window is None or not any(slides):
+        return None
+    check_numbers(config, ("sliding_window",), int)
+    return [window if each else None for each in slides]

@@ -74,7 +74,15 @@ def random_model(
 
 
 def random_delta(mixer: GatedDelta, shape: DecoderShape, generator: torch.Generator, dtype: torch.dtype) -> DeltaHeads:
-    """A mixer whose states forget within a few to some hundred tokens, as those of trained models do."""
+    """A mixer of :func:`random_gates` on a GPU."""
+    gates, vectors = random_gates(mixer, shape.hidden, generator)
+    return delta_heads(mixer, gates, vectors, shape.norm_eps, generator.device, dtype)
+
+
+def random_gates(mixer: GatedDelta, hidden: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+    """Gates [2 · value_heads, hidden] and vectors, by the fields of
+    :class:`~trirun_kernels.decoder.weights.DeltaWeights`, all float32, of a mixer whose states forget within a few to
+    some hundred tokens, as those of trained models do."""
 
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, device=generator.device, generator=generator)
@@ -84,8 +92,7 @@ def random_delta(mixer: GatedDelta, shape: DecoderShape, generator: torch.Genera
         "conv": draw(taps, mixer.channels) * taps**-0.5, "decay_rate": -(draw(heads) - 3).exp(),
         "decay_bias": draw(heads), "norm": torch.ones(mixer.value_dim, device=generator.device),
     }  # fmt: skip
-    gates = draw(2 * heads, shape.hidden) * shape.hidden**-0.5
-    return delta_heads(mixer, gates, vectors, shape.norm_eps, generator.device, dtype)
+    return draw(2 * heads, hidden) * hidden**-0.5, vectors
 
 
 def with_head(model: CudaModel, kind: str) -> CudaModel:

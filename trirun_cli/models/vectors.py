@@ -6,7 +6,7 @@ import numpy as np
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
 from ..errors import InputError
-from .parts import OPTIONAL, Description, MixtureNames, TensorNames, UnsupportedModel
+from .parts import OPTIONAL, SINKS, Description, MixtureNames, TensorNames, UnsupportedModel
 
 
 def layer_vectors(source: SafetensorsDir, names: TensorNames, prefix: str, hidden: int) -> dict[str, np.ndarray]:
@@ -21,7 +21,7 @@ def layer_vectors(source: SafetensorsDir, names: TensorNames, prefix: str, hidde
         if tensor is None:
             found[field] = np.ones(hidden, np.float32)
         elif prefix + tensor in source:
-            offset = 0 if field.endswith("_bias") or field == "sinks" else names.norm_offset
+            offset = 0 if field.endswith("_bias") or field == SINKS else names.norm_offset
             found[field] = source.floats(prefix + tensor) + np.float32(offset)
         elif field not in OPTIONAL:
             raise UnsupportedModel(f"there is no tensor {prefix}{tensor}")

@@ -127,8 +127,8 @@ def compile_grammar(
         raise InputError(f"the {grammar.kind.replace('_', ' ')} cannot be followed: {error}") from error
 
 
-class _Text:
-    """A :class:`~..engine.constraint.Constraint` of llguidance."""
+class _Text(Constraint):
+    """A text that llguidance follows."""
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, ends
@@ -152,6 +152,15 @@ class _Text:
     def advance(self, token: int) -> None:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+
+    def take(self, token: int) -> bool:
+        matcher = self._matcher
+        return not matcher.is_stopped() and matcher.try_consume_tokens([token]) == 1
+
+    def is_open(self) -> bool:
+        # All bytes are tokens: where no byte is forced, more than one token may come.
+        matcher = self._matcher
+        return not matcher.is_stopped() and not matcher.compute_ff_bytes()
 
 
 def _for_llguidance(grammar: Grammar) -> str:

@@ -23,7 +23,8 @@ from ..checkpoint.formats.words import exactly, unpacked
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.writer import CheckpointWriter, plain_config
 from ..errors import InputError, UsageError
-from .export_gguf import gguf_metadata, gguf_tensors
+from .export_gguf import gguf_tensors
+from .gguf_metadata import gguf_metadata
 from .output import weight_bytes
 
 GGUF_TYPES = PACKED | {"F16": F16}

@@ -1,166 +1,148 @@
-"""A packed checkpoint as one GGUF file: which tensors go where, and what the file says of the model."""
+"""A packed checkpoint as one GGUF file: which tensors go where, and in which order of rows and columns."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
-from trirun_kernels.decoder.shape import Attention, DecoderShape
+from trirun_gptq.layer.quantized import Quantized
+from trirun_kernels.decoder.shape import Attention, GatedDelta, LayerShape
 from trirun_kernels.weights.names import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    LAYER_LINEARS,
-    LAYER_NORMS,
     SCALE,
     WEIGHT,
     ZERO,
     embedding_names,
+    layer_prefix,
 )
 
-from ..checkpoint.formats.gguf.architecture import FAMILIES, LINEARS, MIXTRAL_FAMILY, NORMS
+from ..checkpoint.formats.gguf.architecture import LINEARS, NORMS
 from ..checkpoint.formats.gguf.mixtures import EXPERT_LAYERS, ROUTER
-from ..checkpoint.formats.gguf.tokenizer_metadata import tokenizer_metadata
-from ..checkpoint.formats.gguf.types import ALIGNMENT, GgufType
-from ..checkpoint.formats.gguf.writer import DENSE, F32, FILE_TYPES, PACKED, GgufTensor, encode
+from ..checkpoint.formats.gguf.targets import Target
+from ..checkpoint.formats.gguf.types import GgufType
+from ..checkpoint.formats.gguf.writer import DENSE, F32, PACKED, GgufTensor, encode
 from ..checkpoint.formats.words import exactly, unpacked
 from ..checkpoint.reader import Checkpoint
 from ..errors import InputError
-from ..models.description import UnsupportedModel, decoder_shape, longest_context
-from ..models.rotary import llama3_frequencies, rotary_parameters
+from ..models.description import Description
+from ..models.parts import TensorNames
+from ..models.rotary import llama3_frequencies
+from .gguf_metadata import attention_of, gguf_model, rotary_of
 
-# Model type to llama.cpp's architecture. "llama" turns neighbouring elements of a head, the others its two halves.
-ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
-}  # fmt: skip
-_PERMUTED = [family for family, architecture in ARCHITECTURES.items() if architecture == "llama"]
-_MIXTURES = {
-    family.model_type: family.mixture for family in (*FAMILIES.values(), MIXTRAL_FAMILY) if family.mixture is not None
-}
 # An expert's matrix: layer, expert, and which of its three.
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)\.weight")
-_ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight")
+# llama.cpp's names of what several linears lie in, and of those of Gated DeltaNet.
+_FUSED = {("q", "k", "v"): "attn_qkv", ("gate", "up"): "ffn_up", ("q", "q_gate"): "attn_q"}
+_DELTA = {"qkv": "attn_qkv", "z": "attn_gate", "o": "ssm_out"}
+_GATES = {"linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha"}
+_FINAL_BIAS = FINAL_NORM.removesuffix(WEIGHT) + ".bias"
 
 
-def gguf_name(name: str) -> str | None:
-    """llama.cpp's name of a tensor of a Llama-like model; None where it has none."""
-    if name == FINAL_NORM:
-        return "output_norm.weight"
-    parts = name.split(".", 3)
-    if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
-        return None
-    if name.endswith(_ROUTERS):
-        return f"blk.{parts[2]}.{ROUTER}{WEIGHT}"
-    module, _, end = parts[3].rpartition(".")
-    linears = {stored: LINEARS[field] for field, stored in LAYER_LINEARS.items()}
-    norms = {stored.removesuffix(WEIGHT): NORMS[field] for field, stored in LAYER_NORMS.items()}
-    known = (linears | norms).get(module)
-    return f"blk.{parts[2]}.{known}.{end}" if known and end in ("weight", "bias") else None
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor goes.
 
-
-def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads · d, ...] of a query or key projection, from halves of a head turned together to neighbours:
-    row ``h d + i`` and ``h d + d/2 + i`` become ``h d + 2 i`` and ``h d + 2 i + 1``."""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> dict[str, Any]:
-    """What the file says of the model and its tokenizer.
-
-    Raises:
-        InputError: llama.cpp has no such model, or no such tokenizer.
+    Attributes:
+        name: llama.cpp's. rows, columns: which of the tensor's are there, one after another; None: all in their order.
+        value: what is made of its floats, or None.
     """
-    config = checkpoint.config
-    family = config.get("model_type")
-    if family not in ARCHITECTURES:
-        reason = "computes SiLU where the model has ReLU²" if family == "bitnet" else "is not written by trirun"
-        raise InputError(f"{checkpoint.path}: llama.cpp's model for {family!r} {reason}")
-    try:
-        shape = decoder_shape(config)
-    except UnsupportedModel as error:
-        raise InputError(f"{checkpoint.path}: {error}") from None
-    arch, rotary = ARCHITECTURES[family], rotary_parameters(config)
-    layer = shape.layers[0]
-    mixer, feed_forward = layer.mixer, layer.feed_forward
-    assert isinstance(mixer, Attention)
-    if feed_forward.activation != "silu":
-        raise InputError(f"{checkpoint.path}: llama.cpp's {arch} computes SiLU, the model {feed_forward.activation}")
-    _check_rows(checkpoint, shape.vocab)
-    # Its model has no sliding window; within one, attention is plain.
-    longest = min(longest_context(config), *(window or 2**40 for window in shape.windows))
-    numbers: dict[str, Any] = {
-        "vocab_size": shape.vocab,
-        "context_length": longest,
-        "embedding_length": shape.hidden,
-        "block_count": len(shape.layers),
-        # A mixture has none of its own; config.json still has its size, or that of an expert.
-        "feed_forward_length": feed_forward.size or int(config["intermediate_size"]),
-        "attention.head_count": mixer.heads,
-        "attention.head_count_kv": mixer.kv_heads,
-        "attention.key_length": mixer.head_dim,
-        "attention.value_length": mixer.head_dim,
-        "attention.layer_norm_rms_epsilon": float(shape.norm_eps),
-        "rope.dimension_count": mixer.head_dim,
-        "rope.freq_base": float(rotary["rope_theta"]),
-    }
-    if rotary["rope_type"] in ("linear", "yarn"):
-        numbers |= {"rope.scaling.type": rotary["rope_type"], "rope.scaling.factor": float(rotary["factor"])}
-        original = rotary.get("original_max_position_embeddings")
-        if rotary["rope_type"] == "yarn" and original:
-            numbers["rope.scaling.original_context_length"] = int(original)
-    numbers |= _mixture_numbers(checkpoint, shape)
-    head: dict[str, Any] = {
-        "general.architecture": arch,
-        "general.type": "model",
-        "general.name": checkpoint.path.resolve().name,
-    }
-    head |= {"general.file_type": FILE_TYPES[kind.name], "general.quantization_version": 2}
-    head |= {"general.alignment": ALIGNMENT}
-    return (
-        head
-        | {f"{arch}.{key}": value for key, value in numbers.items()}
-        | tokenizer_metadata(checkpoint.path, config, pre)
-    )
+
+    name: str
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    value: Callable[[Tensor], Tensor] | None = None
 
 
-def _check_rows(checkpoint: Checkpoint, vocab: int) -> None:
-    """That the embedding has as many rows as config.json says: every row gets a token in the file."""
-    name, _ = embedding_names(checkpoint.config, checkpoint)
-    module = name.removesuffix(WEIGHT)
-    shape = checkpoint.shape(module) if module in checkpoint.modules else checkpoint[name].shape
-    if shape[:1] != (vocab,):
-        raise InputError(f"{checkpoint.path}: {name} has shape {list(shape)}, config.json says {vocab} rows")
+def neighbours(heads: int, head_dim: int, half: int) -> Tensor:
+    """Which rows [heads · head_dim] of a query or key projection lie one after another where neighbours are turned
+    together, not the halves of what a head turns: ``i`` and ``half + i`` become ``2 i`` and ``2 i + 1``."""
+    head = torch.arange(head_dim)
+    head[: 2 * half] = head[: 2 * half].view(2, half).t().flatten()
+    return (torch.arange(heads).view(-1, 1) * head_dim + head).flatten()
 
 
-def _mixture_numbers(checkpoint: Checkpoint, shape: DecoderShape) -> dict[str, Any]:
-    """What the file says of a mixture of experts; nothing of another model.
+def places(found: Description, target: Target) -> dict[str, Place]:
+    """Every tensor's place by the checkpoint's name, but for embedding, head and experts."""
+    norm_offset = found.names.norm_offset
+    final = Place("output_norm.weight", value=_plus(norm_offset))
+    every = {FINAL_NORM: final, _FINAL_BIAS: Place("output_norm.bias")}
+    for index, layer in enumerate(found.shape.layers):
+        own = _layer_places(layer, found.names.of(layer), target)
+        every |= {
+            layer_prefix(index) + name: replace(place, name=f"blk.{index}.{place.name}") for name, place in own.items()
+        }
+    return every
 
-    Raises:
-        InputError: a layer has no experts, or they are chosen otherwise than llama.cpp's model of the family does.
-    """
-    family = checkpoint.config["model_type"]
-    known = _MIXTURES.get(family)
-    if known is None:
+
+def _layer_places(layer: LayerShape, names: TensorNames, target: Target) -> dict[str, Place]:
+    linears, norms = dict(LINEARS), NORMS | dict(target.norms or {})
+    mixer, own = layer.mixer, dict[str, Place]()
+    if layer.mixture is not None:
+        linears |= {part: f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+        own[names.mixture.router] = Place(f"{ROUTER}{WEIGHT}")
+        if names.mixture.correction:
+            own[names.mixture.correction] = Place("exp_probs_b.bias")
+    if isinstance(mixer, GatedDelta):
+        linears |= _DELTA
+        own |= _delta_places(mixer)
+    modules = {module: linears[field] for field, module in names.linears.items() if field in linears}
+    modules |= {module: _FUSED[fields] for module, fields in names.fused.items()}
+    rows = _turned_rows(mixer, target) if isinstance(mixer, Attention) else {}
+    for module, known in modules.items():
+        for end in (WEIGHT, ".bias"):
+            own.setdefault(module + end, Place(known + end, rows.get(known)))
+    for field, tensor in names.vectors.items():
+        if tensor is None:
+            continue
+        known, end = norms[field.removesuffix("_bias")], ".bias" if field.endswith("_bias") else WEIGHT
+        # A norm that two parts share is the first one's.
+        own.setdefault(tensor, Place(known + end, value=_plus(0.0 if end == ".bias" else names.norm_offset)))
+    return own
+
+
+def _turned_rows(mixer: Attention, target: Target) -> dict[str, Tensor]:
+    """The order of rows of queries and keys, where it is another in the file."""
+    half = mixer.rotary_half or mixer.head_dim // 2
+    if not target.neighbours or mixer.interleaved:
         return {}
-    mixtures = [layer.mixture for layer in shape.layers]
-    first = mixtures[0]
-    if first is None or any(mixture != first for mixture in mixtures):
-        raise InputError(f"{checkpoint.path}: llama.cpp's {family} has the same experts in every layer")
-    if first.routing.normalize != known.normalized:
-        scaled = "scales" if known.normalized else "does not scale"
-        raise InputError(f"{checkpoint.path}: llama.cpp's {family} {scaled} the chosen experts' weights to a sum of 1")
-    if checkpoint.config.get("clip_qkv") is not None:
-        raise InputError(f"{checkpoint.path}: it clamps queries, keys and values (clip_qkv), which is not written")
     return {
-        "expert_count": first.routing.experts,
-        "expert_used_count": first.routing.top_k,
-        "expert_feed_forward_length": first.size,
+        "attn_q": neighbours(mixer.heads, mixer.head_dim, half),
+        "attn_k": neighbours(mixer.kv_heads, mixer.head_dim, half),
     }
+
+
+def _delta_places(mixer: GatedDelta) -> dict[str, Place]:
+    """Of Gated DeltaNet. Value heads of one key head are neighbours in a checkpoint; in the file the first ones of all
+    key heads come before the second ones."""
+    heads = torch.arange(mixer.value_heads).view(mixer.key_heads, -1).t().flatten()
+    values = (heads.view(-1, 1) * mixer.value_dim + torch.arange(mixer.value_dim)).flatten()
+    channels = torch.cat([torch.arange(2 * mixer.keys), 2 * mixer.keys + values])
+    gates = {f"{module}{WEIGHT}": Place(known + WEIGHT, heads) for module, known in _GATES.items()}
+    return gates | {
+        "linear_attn.in_proj_qkv.weight": Place("attn_qkv.weight", channels),
+        "linear_attn.in_proj_z.weight": Place("attn_gate.weight", values),
+        "linear_attn.out_proj.weight": Place("ssm_out.weight", columns=values),
+        "linear_attn.conv1d.weight": Place("ssm_conv1d.weight", channels, value=_convolution),
+        "linear_attn.A_log": Place("ssm_a", heads, value=lambda x: -x.float().exp()),
+        "linear_attn.dt_bias": Place("ssm_dt.bias", heads),
+        "linear_attn.norm.weight": Place("ssm_norm.weight"),
+    }
+
+
+def _convolution(x: Tensor) -> Tensor:
+    """[channels, 1, taps] as float32 [channels, taps]."""
+    return x.float().flatten(1)
+
+
+def _plus(offset: float) -> Callable[[Tensor], Tensor] | None:
+    return (lambda x: x.float() + offset) if offset else None
 
 
 def gguf_tensors(
@@ -174,20 +156,11 @@ def gguf_tensors(
         starting: called with the name of each packed module before its data is made. done: with name and type after.
 
     Raises:
-        InputError: a tensor has no name in llama.cpp.
+        InputError: llama.cpp's model is another, or a tensor has no name in llama.cpp.
     """
-    config = checkpoint.config
-    mixer = decoder_shape(config).layers[0].mixer
-    assert isinstance(mixer, Attention)
-    heads = {"attn_q": mixer.heads, "attn_k": mixer.kv_heads} if config["model_type"] in _PERMUTED else {}
-    modules = set(checkpoint.modules)
-    embedding, head = embedding_names(config, checkpoint)
-    # Without an output of its own, llama.cpp takes the embedding.
-    for name, target in {head: "output.weight", embedding: "token_embd.weight"}.items():
-        if (module := name.removesuffix(WEIGHT)) in modules:
-            yield _packed(checkpoint, module, target, kind, None, starting, done)
-        else:
-            yield _plain(checkpoint, name, target, None)
+    target, found = gguf_model(checkpoint)
+    known, modules = places(found, target), set(checkpoint.modules)
+    yield from _vocabulary(checkpoint, target, kind, starting, done)
     experts: dict[tuple[int, str], dict[int, str]] = {}
     for name in checkpoint.names:
         module = name.removesuffix(WEIGHT)
@@ -196,57 +169,90 @@ def gguf_tensors(
         if matched := _EXPERT.fullmatch(name):
             experts.setdefault((int(matched[1]), matched[3]), {})[int(matched[2])] = module
             continue
-        known = gguf_name(name)
-        if known is None:
+        place = known.get(name)
+        if place is None:
             raise InputError(f"{checkpoint.path}: {name} has no name in llama.cpp")
-        turned = next((count for part, count in heads.items() if f".{part}." in known), None)
         if module in modules and name.endswith(WEIGHT):
-            yield _packed(checkpoint, module, known, kind, turned, starting, done)
+            yield _packed(checkpoint, module, place, kind, starting, done)
         else:
-            yield _plain(checkpoint, name, known, turned)
+            yield _plain(checkpoint, name, place)
     for (layer, part), members in experts.items():
         missing = next((number for number in range(len(members)) if members.get(number) not in modules), None)
         if missing is not None:
             raise InputError(f"{checkpoint.path}: expert {missing} of layer {layer} has no packed {part}")
         matrices = [
-            _packed(checkpoint, members[number], "", kind, None, starting, done) for number in range(len(members))
+            _packed(checkpoint, members[number], Place(""), kind, starting, done) for number in range(len(members))
         ]
         yield _stacked(f"blk.{layer}.{EXPERT_LAYERS[part]}{WEIGHT}", matrices)
-    if rotary_parameters(config)["rope_type"] == "llama3":
-        factors = _llama3_factors(rotary_parameters(config), mixer.head_dim)
-        yield GgufTensor("rope_freqs.weight", tuple(factors.shape), F32, lambda: factors)
+    for name, factors in _rotary_factors(found).items():
+        yield GgufTensor(name, (len(factors),), F32, partial(torch.from_numpy, factors))
 
 
-def _check_heads(checkpoint: Checkpoint, name: str, rows: int, heads: int | None) -> None:
-    """That the rows of a tensor are those of whole heads, which have two halves each."""
-    if heads is not None and rows % (2 * heads):
-        raise InputError(f"{checkpoint.path}: {name} has {rows} rows, config.json says {heads} heads")
+def _vocabulary(
+    checkpoint: Checkpoint,
+    target: Target,
+    kind: GgufType,
+    starting: Callable[[str], None],
+    done: Callable[[str, GgufType], None],
+) -> Iterator[GgufTensor]:
+    """The output head and the embedding. Without a head, llama.cpp takes the embedding, but for some architectures."""
+    embedding, head = embedding_names(checkpoint.config, checkpoint)
+    if target.head == "tied" and head != embedding:
+        raise InputError(f"{checkpoint.path}: llama.cpp's {target.architecture} has no output head of its own")
+    heads = [] if head == embedding and target.head != "own" else [(head, "output.weight")]
+    for name, known in (*heads, (embedding, "token_embd.weight")):
+        if (module := name.removesuffix(WEIGHT)) in checkpoint.modules:
+            yield _packed(checkpoint, module, Place(known), kind, starting, done)
+        else:
+            yield _plain(checkpoint, name, Place(known))
 
 
 def _packed(
     checkpoint: Checkpoint,
     module: str,
-    known: str,
+    place: Place,
     kind: GgufType,
-    heads: int | None,
     starting: Callable[[str], None],
     done: Callable[[str, GgufType], None],
 ) -> GgufTensor:
     n, k = checkpoint.shape(module)
-    _check_heads(checkpoint, module + WEIGHT, n, heads)
+    _check_rows(checkpoint, module + WEIGHT, n, place)
     stored = kind if kind.name in PACKED and k % kind.block == 0 else DENSE[torch.float16]
 
     def data() -> Tensor:
         starting(module)
         weight = unpacked(checkpoint.packed(module))
+        if place.columns is not None:
+            weight = _reordered(weight, place.columns, module)
         if stored.name in PACKED:
             rows = encode(weight, stored, module)
         else:
             rows = exactly(weight.dequantize(), (torch.float16,), module)
         done(module, stored)
-        return rows if heads is None else interleaved(rows, heads)
+        return rows if place.rows is None else rows[place.rows]
 
-    return GgufTensor(known, (n, k), stored, data)
+    return GgufTensor(place.name, (n, k), stored, data)
+
+
+def _check_rows(checkpoint: Checkpoint, name: str, rows: int, place: Place) -> None:
+    """That a tensor has the rows that the file has in another order."""
+    if place.rows is not None and rows != len(place.rows):
+        raise InputError(f"{checkpoint.path}: {name} has {rows} rows, config.json says {len(place.rows)}")
+
+
+def _reordered(weight: Quantized, columns: Tensor, name: str) -> Quantized:
+    """A weight's columns in another order, whole groups of them.
+
+    Raises:
+        InputError: a group's columns do not stay together.
+    """
+    codes, scales, zeros, size = weight.codes[:, columns], weight.scales, weight.zeros, weight.spec.group_size
+    if size != -1:
+        groups = columns.view(-1, size) // size if len(columns) % size == 0 else columns.view(1, -1)
+        if bool((groups != groups[:, :1]).any()):
+            raise InputError(f"{name}: llama.cpp has its columns in an order in which groups of {size} are torn apart")
+        scales, zeros = scales[:, groups[:, 0]], None if zeros is None else zeros[:, groups[:, 0]]
+    return Quantized(codes, scales, zeros, weight.spec)
 
 
 def _stacked(known: str, experts: list[GgufTensor]) -> GgufTensor:
@@ -257,24 +263,33 @@ def _stacked(known: str, experts: list[GgufTensor]) -> GgufTensor:
     )
 
 
-def _plain(checkpoint: Checkpoint, name: str, known: str, heads: int | None) -> GgufTensor:
-    tensor = checkpoint.tensor(name)
-    # llama.cpp adds and multiplies vectors in float32 alone.
-    dtype = torch.float32 if tensor.dim() == 1 else tensor.dtype
-    if not tensor.dim():
+def _plain(checkpoint: Checkpoint, name: str, place: Place) -> GgufTensor:
+    shape = checkpoint[name].shape
+    if not shape:
         raise InputError(f"{checkpoint.path}: {name} is a number without a dimension, which llama.cpp has none of")
-    _check_heads(checkpoint, name, len(tensor), heads)
-    if dtype not in DENSE:
-        raise InputError(f"{checkpoint.path}: {name} is {tensor.dtype}")
+    _check_rows(checkpoint, name, shape[0], place)
 
     def data() -> Tensor:
-        rows = checkpoint.tensor(name).to(dtype)
-        return rows if heads is None else interleaved(rows, heads)
+        rows = checkpoint.tensor(name)
+        rows = rows if place.value is None else place.value(rows)
+        rows = rows if place.rows is None else rows[place.rows]
+        # llama.cpp adds and multiplies vectors in float32 alone.
+        return rows.float() if rows.dim() == 1 else rows
 
-    return GgufTensor(known, tuple(tensor.shape), DENSE[dtype], data)
+    made = data()
+    if made.dtype not in DENSE:
+        raise InputError(f"{checkpoint.path}: {name} is {made.dtype}")
+    return GgufTensor(place.name, tuple(made.shape), DENSE[made.dtype], data)
 
 
-def _llama3_factors(rotary: dict[str, Any], head_dim: int) -> Tensor:
-    """By how much each frequency of a head is divided (Llama 3.1), float32 [head_dim / 2]."""
-    frequencies = rotary["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
-    return torch.from_numpy((frequencies / llama3_frequencies(frequencies, rotary)).astype(np.float32))
+def _rotary_factors(found: Description) -> dict[str, np.ndarray]:
+    """What the frequencies of a head are divided by (Llama 3.1, longrope), float32 [rotary_half]."""
+    rotary, _ = rotary_of(found)
+    half = attention_of(found).rotary_half
+    if rotary["rope_type"] == "longrope":
+        named = {name: rotary.get(f"{name}_factor") or rotary["short_factor"] for name in ("long", "short")}
+        return {f"rope_factors_{name}.weight": np.asarray(values, np.float32) for name, values in named.items()}
+    if rotary["rope_type"] != "llama3":
+        return {}
+    frequencies = rotary["rope_theta"] ** -(np.arange(half) / half)
+    return {"rope_freqs.weight": (frequencies / llama3_frequencies(frequencies, rotary)).astype(np.float32)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from trirun_gptq.errors import QuantizationError
-from trirun_gptq.model.loader import TensorSource
+from trirun_gptq.model.loader import TensorSource, decoder_blocks, kept_modules
 from trirun_gptq.model.meta import linear_modules, meta_model
 from trirun_gptq.run.preflight import require_finite
 from trirun_gptq.run.progress import Event, ProgressCallback, Warned, silent
@@ -29,7 +29,7 @@ from ..errors import InputError, UsageError
 from ..resources import configs_dir
 from ..version import __version__
 from .finetune_start import checkpoint_grids, with_grid
-from .output import model_origin, text_origin
+from .output import in_words, model_origin, text_origin
 from .settings import given
 
 METHODS = ("learned", "trilm", "bitnet")
@@ -149,6 +149,9 @@ def plan_finetune(
         recipe = with_grid(recipe, grids)
     else:
         grids = starts.recipe_grids(skeleton, recipe)
+    blocks, block_list = decoder_blocks(skeleton)
+    if kept := {f"{blocks}.{name}": kind for name, kind in kept_modules(block_list).items()}:
+        progress(Warned(f"kept in 16 bits, as 2 bits do not fit them: {in_words(kept)}"))
     require_finite(TensorSource(source.path), progress)
     if not data:
         message = "training on the short prose excerpt that ships with trirun; give --data with much more text"

@@ -7,7 +7,9 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from trirun_gptq.model.loader import TensorSource
+from trirun_gptq.model.writer import unquantized
 from trirun_gptq.train.model import hardened
 from trirun_gptq.train.student import Student
 from trirun_kernels import QuantSpec
@@ -19,7 +21,7 @@ from ..checkpoint.writer import CheckpointWriter
 from ..engine.scoring import ScoringModel
 from ..errors import CheckFailed
 from ..eval.perplexity import perplexity
-from .finetune_plan import FinetunePlan
+from .finetune_plan import FinetunePlan, from_checkpoint
 from .output import state_dir
 
 OPENING = 3.0  # seconds to open a packed checkpoint and its kernels
@@ -57,26 +59,40 @@ def publish(plan: FinetunePlan, student: Student, writer: CheckpointWriter) -> N
     Raises:
         CheckFailed: what else was trained does not fit the dtype it is stored in.
     """
-    weights = hardened(student)
-    # A tied embedding may be stored by the name of the head.
-    rest = {name: p for name, p in student.model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    weights, stored = hardened(student), TensorSource(plan.model).stored
+    replaced = {name + WEIGHT: name for name in weights}
+    # What is not the original's: trained, or of the checkpoint that training began at. A tied embedding may be stored
+    # by the name of the head.
+    named, other = student.model.named_parameters(remove_duplicate=False), from_checkpoint(plan.recipe)
+    rest = {name: p for name, p in named if p.requires_grad or other}
     modules = []
-    for tensor_name in writer.source.names:
-        name = tensor_name.removesuffix(WEIGHT)
-        if name in weights and tensor_name.endswith(WEIGHT):
+    for group in stored.groups:
+        for name in (replaced[target] for target in group.targets if target in replaced):
             # pack() proves that the packed form unpacks to these very codes and scales.
             writer.add_packed(name, weights[name].pack().to("cpu"))
             modules.append(_Module(name, *plan.linears[name], weights[name].spec))
+        if not any(target in rest for target in group.targets):
+            for name, tensor in unquantized(stored, group, replaced):
+                writer.add(name, tensor)
             continue
-        stored = writer.source.tensor(tensor_name)
-        if tensor_name in rest:
-            stored = rest[tensor_name].detach().to("cpu", stored.dtype)
-            if not bool(torch.isfinite(stored).all()):
-                raise CheckFailed(f"{tensor_name} does not fit {stored.dtype} after training", "lower rest_lr")
-            # From here on the trained model is the one that is stored.
-            rest[tensor_name].data.copy_(stored)
-        writer.add(tensor_name, stored)
+        # By the name of the file where there is one, else by the model's, which loaders know too.
+        names = group.sources if len(group.sources) == len(group.targets) == 1 else group.targets
+        for name, target in zip(names, group.targets, strict=True):
+            if target not in replaced:
+                writer.add(name, _as_stored(target, stored.read(target), rest.get(target)))
     writer.finish(modules, plan.linears, plan.to_recipe(), plan.recipe.activation_bits)
+
+
+def _as_stored(name: str, original: Tensor, trained: nn.Parameter | None) -> Tensor:
+    """A tensor after training in the dtype that it had before; the original where it was not trained."""
+    if trained is None:
+        return original.contiguous()
+    stored = trained.detach().to("cpu", original.dtype)
+    if not bool(torch.isfinite(stored).all()):
+        raise CheckFailed(f"{name} does not fit {stored.dtype} after training", "lower rest_lr")
+    # From here on the trained model is the one that is stored.
+    trained.data.copy_(stored)
+    return stored
 
 
 def check(plan: FinetunePlan, student: Student, held_out: Tensor) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from trirun_gptq.layer.quantized import Quantized
+from trirun_gptq.model.loader import TensorSource
 from trirun_gptq.recipe import GRIDS, Grid
 from trirun_gptq.train.recipe import TrainRecipe
 from trirun_gptq.train.start import Grids
@@ -40,9 +41,8 @@ def with_grid(recipe: TrainRecipe, grids: Grids) -> TrainRecipe:
 @torch.no_grad()
 def load_start(path: Path, student: Student) -> dict[str, Quantized]:
     """Codes and scales of a packed checkpoint; everything else it holds goes straight into the student."""
-    opened = Checkpoint(path)
-    rest = dict(student.model.named_parameters())
-    for name in opened.names:
-        if name in rest and name.removesuffix(WEIGHT) not in opened.modules:
-            rest[name].copy_(opened.tensor(name))
+    opened, stored = Checkpoint(path), TensorSource(path).stored
+    for name, parameter in student.model.named_parameters():
+        if name in stored and name.removesuffix(WEIGHT) not in opened.modules:
+            parameter.copy_(stored.read(name))
     return {name: Quantized(*unpack(opened.packed(name)), opened.format.spec(name)) for name in opened.modules}

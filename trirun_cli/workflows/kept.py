@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trirun_gptq.patterns import matches
-from trirun_kernels.weights.names import WEIGHT
+from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..checkpoint.model_dir import ModelDir, ModelSource
 
@@ -17,7 +17,8 @@ class KeptMatrix:
     """A matrix of a checkpoint that is stored as floats.
 
     Attributes:
-        name: of its module. shape, dtype, nbytes: as it is stored. why: it is not packed.
+        name: of its module, or of the tensor where that is not the module's weight.
+        shape, dtype, nbytes: as it is stored. why: it is not packed.
     """
 
     name: str
@@ -46,9 +47,10 @@ def kept_matrices(
     written, found = ModelDir(out), []
     for name in written.names:
         stored, module = written[name], name.removesuffix(WEIGHT)
-        if len(stored.shape) < 2 or not stored.dtype.startswith(("F", "BF")) or module == name:
+        if len(stored.shape) < 2 or not stored.dtype.startswith(("F", "BF")) or name.endswith((SCALE, ZERO)):
             continue
-        if keep is not None and matches(keep, module):
+        # A tensor of another name, as those of fused experts, belongs to the module before its last point.
+        if keep is not None and matches(keep, name.rpartition(".")[0]):
             why = "--keep"
         elif module not in linears and module not in vocabulary:
             why = "no linear layer"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,18 @@ def matrix_kinds(model: nn.Module) -> str:
             kinds[type(module).__name__] += any(p.dim() >= 2 for p in module.parameters(recurse=False))
     found = " and ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
     return f": its matrices belong to {found} modules, and only nn.Linear is packed" if found else ""
+
+
+def in_words(kept: Mapping[str, str]) -> str:
+    """How many modules, and which, with the number of the layer left out: "2 × model.layers.*.conv (Conv1d [64, 1, 4])"
+    for each kind."""
+    kinds = Counter((in_all_layers(name), kind) for name, kind in kept.items())
+    return ", ".join(f"{count} × {name} ({kind})" for (name, kind), count in kinds.items())
+
+
+def in_all_layers(name: str) -> str:
+    """A module's name with the numbers of layers left out: what modules of one kind share."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def weight_bytes(directory: Path) -> int:

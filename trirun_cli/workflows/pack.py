@@ -14,8 +14,9 @@ from torch import nn
 from trirun_gptq.errors import QuantizationError
 from trirun_gptq.layer.quantized import Quantized
 from trirun_gptq.lossless.ternary import scale_structure, ternarize
-from trirun_gptq.model.loader import multiplies
+from trirun_gptq.model.loader import kind_of, multiplies
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.model.mxfp4 import QUANT_METHOD as MXFP4
 from trirun_gptq.model.stored import StoredNames
 from trirun_gptq.model.writer import unquantized
 from trirun_gptq.patterns import matches
@@ -34,6 +35,9 @@ from .output import matrix_kinds, model_origin, weight_bytes
 
 # Of an embedding or a head, to see whether it is ternary.
 SAMPLED_ROWS = 64
+# What to do about a layer that is not ternary: the first one, and one after some that are.
+QUANTIZE = "trirun quantize makes a model 2-bit; pack is for those that are ternary already"
+KEEP = "--keep REGEX packs the others and leaves the layers it matches as they are"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +146,16 @@ def pack(
     source = open_source(model)
     foreign = open_foreign(source)
     if source.quant_method is not None and foreign is None:
-        raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
+        fix = QUANTIZE if source.quant_method == MXFP4 else None
+        raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})", fix)
     skeleton = meta_model(source.path)
-    linears = linear_modules(skeleton)
-    vocabulary = vocabulary_modules(skeleton)
+    linears, vocabulary = linear_modules(skeleton), vocabulary_modules(skeleton)
     modules = {name: skeleton.get_submodule(name) for name in linears}
     chosen = {n for n, module in modules.items() if multiplies(module) and n not in vocabulary and not is_kept(n)}
     if foreign is not None and keep is not None:
         raise UsageError(f"--keep {keep}: the layers of {model} are stored packed and cannot be kept as they are")
-    if keep is not None and not any(map(is_kept, {**linears, **vocabulary})):
-        raise UsageError(f"--keep {keep}: matches none of the {len(linears)} linear layers")
+    if keep is not None and not any(is_kept(name) for name, module in skeleton.named_modules() if kind_of(module)):
+        raise UsageError(f"--keep {keep}: matches none of the model's modules")
     if not chosen:
         raise InputError(f"{model} has no linear layer to pack{matrix_kinds(skeleton)}")
 
@@ -163,10 +167,10 @@ def pack(
     if foreign is not None:
         # What a foreign format leaves dense stays so.
         chosen &= parts.keys()
-    if not chosen:
-        raise InputError(f"{model} has no packed linear layer")
+        if not chosen:
+            raise InputError(f"{model} has no packed linear layer")
     optional = {name for name in vocabulary if not is_kept(name)}
-
+    before = sum(file.stat().st_size for file in source.files)
     with CheckpointWriter(out, source, overwrite=overwrite) as writer:
         packing = _Packing(writer, linears | vocabulary, chosen, optional, _renamed(source, there, skeleton), progress)
         if stored is not None:
@@ -176,10 +180,8 @@ def pack(
         recipe: dict[str, Any] = {"trirun": __version__, "command": "pack", "model": model_origin(model), "keep": keep}
         bits = activation_bits or (16 if foreign is None else foreign.activation_bits)
         writer.finish(packing.layers, linears, recipe, bits)
-    seconds = time.perf_counter() - started
-    before = sum(file.stat().st_size for file in source.files)
     left = kept_matrices(out, source, linears, vocabulary, keep, foreign=foreign is not None)
-    return PackReport(model, out, packing.layers, left, bits, before, weight_bytes(out), seconds)
+    return PackReport(model, out, packing.layers, left, bits, before, weight_bytes(out), time.perf_counter() - started)
 
 
 @dataclass(slots=True)
@@ -234,8 +236,8 @@ def _pack_floats(packing: _Packing, stored: StoredNames) -> None:
             except QuantizationError as refused:
                 if name in packing.optional:
                     continue
-                fix = "trirun quantize makes a model 2-bit; pack is for those that are ternary already"
-                raise InputError(str(refused), fix) from refused
+                some = any(layer.name not in packing.optional for layer in packing.layers)
+                raise InputError(str(refused), KEEP if some else QUANTIZE) from refused
             packing.add(name, ternary, 0.0, weight.nbytes)
             replaced.add(name + WEIGHT)
         for tensor_name, tensor in unquantized(stored, group, replaced):

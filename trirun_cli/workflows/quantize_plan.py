@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from trirun_gptq import calibration as calibration_data
 from trirun_gptq.errors import QuantizationError
-from trirun_gptq.model.loader import decoder_blocks, kept_modules
+from trirun_gptq.model.loader import decoder_blocks, kept_modules, kind_of
 from trirun_gptq.model.meta import linear_modules, meta_model
+from trirun_gptq.model.mxfp4 import QUANT_METHOD as MXFP4
 from trirun_gptq.patterns import matches
 from trirun_gptq.recipe import Override, Recipe, load_recipe
 from trirun_gptq.run.progress import Event, ProgressCallback, Warned, silent
@@ -26,7 +28,7 @@ from ..errors import InputError, UsageError
 from ..resources import configs_dir
 from ..text.detokenizer import load_tokenizer
 from ..version import __version__
-from .output import matrix_kinds, model_origin, text_origin
+from .output import in_all_layers, in_words, matrix_kinds, model_origin, text_origin
 from .settings import given
 
 PRESETS = ("fast", "default", "best")
@@ -42,6 +44,7 @@ class QuantizePlan(Event):
         blocks: what the names of those inside the decoder blocks begin with; the others are kept.
         block_count: how many decoder blocks there are.
         kept: modules inside them that hold matrices and cannot be 2 bits wide, name to what each is.
+        asked: modules that hold matrices and stay as they are because the recipe says so, in the same form.
         overwrite: replace a non-empty ``out``.
         fewer: take what there is of a text that is too short for the recipe; False where samples were asked for.
     """
@@ -55,6 +58,7 @@ class QuantizePlan(Event):
     blocks: str
     block_count: int
     kept: dict[str, str]
+    asked: dict[str, str]
     overwrite: bool
     fewer: bool = True
 
@@ -85,7 +89,7 @@ class QuantizePlan(Event):
             "device": self.device,
             "weights": self.weights,
             "packed_bytes": self.packed_bytes,
-            "kept": self.kept,
+            "kept": self.kept | self.asked,
             "recipe": self.recipe.to_dict(),
         }
 
@@ -122,7 +126,7 @@ def plan_quantize(
     if preset not in PRESETS:
         raise UsageError(f"--preset {preset}: one of {', '.join(PRESETS)}")
     source = ModelDir(model)
-    if source.quant_method is not None:
+    if source.quant_method not in (None, MXFP4):
         raise InputError(f"{model} is quantized already (quant_method {source.quant_method!r})")
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe or configs_dir() / f"{preset}.yaml")
@@ -152,12 +156,7 @@ def plan_quantize(
     inside = [name for name in linears if name.startswith(blocks) and name not in kept]
     if not inside:
         raise InputError(f"{model} has no linear layer in its decoder blocks{matrix_kinds(block_list)}")
-    for pattern in (*recipe.ignore, *recipe.overrides):
-        if not any(matches(pattern, name) for name in (*inside, *kept)):
-            raise UsageError(
-                f"{pattern!r} matches none of the {len(inside)} linear layers in the decoder blocks",
-                f"their names are like {inside[-1]}" if inside else None,
-            )
+    _require_matches(recipe, inside, {name: kind_of(module) for name, module in skeleton.named_modules() if name})
     grids = {name: grid for name in inside if (grid := recipe.choice(name)) is not None}
     if not grids:
         raise UsageError(
@@ -165,10 +164,41 @@ def plan_quantize(
             "fewer patterns of --override REGEX=keep, or of the recipe's ignore",
         )
     _require_group_sizes({name: (linears[name][1], grid.spec.group_size) for name, grid in grids.items()})
-    if kept:
-        progress(Warned(f"kept in 16 bits, being no plain linear layers: {_in_words(kept)}"))
+    matrices = kept_modules(skeleton) | {name: kind_of(skeleton.get_submodule(name)) for name in linears}
+    asked = {name: kind for name, kind in matrices.items() if not recipe.candidates(name)}
+    if unasked := {name: kind for name, kind in kept.items() if name not in asked}:
+        progress(Warned(f"kept in 16 bits, as 2 bits do not fit them: {in_words(unasked)}"))
     target, count = pick_device(device), len(block_list)
-    return QuantizePlan(model, out, recipe, calibration, target, linears, blocks, count, kept, overwrite, fewer)
+    return QuantizePlan(model, out, recipe, calibration, target, linears, blocks, count, kept, asked, overwrite, fewer)
+
+
+def _require_matches(recipe: Recipe, inside: Collection[str], modules: dict[str, str]) -> None:
+    """Refuse a pattern that matches nothing, or that chooses a grid or a group size where none can be.
+
+    Args:
+        inside: the layers that can be quantized. modules: all of the model, name to what each is, "" of one that has no
+            parameters of its own. To keep one that is kept anyway is no mistake.
+    """
+    keeps = {pattern for pattern, override in recipe.overrides.items() if override.keep} | {*recipe.ignore}
+    for pattern in (*recipe.ignore, *recipe.overrides):
+        if any(matches(pattern, name) for name in inside):
+            continue
+        other = next((name for name, kind in modules.items() if kind and matches(pattern, name)), None)
+        if other is None:
+            names = {in_all_layers(name): name for name, kind in reversed(modules.items()) if kind}
+            raise UsageError(
+                f"{pattern!r} matches none of the model's modules",
+                f"the name most like it is {_nearest(pattern, names.values())}",
+            )
+        if pattern not in keeps:
+            raise UsageError(
+                f"{pattern!r} matches no layer that is quantized: {other} ({modules[other]}) stays in 16 bits",
+                f"quantized are the {len(inside)} linear layers in the decoder blocks, such as {next(iter(inside))}",
+            )
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    return max(names, key=lambda name: SequenceMatcher(None, pattern, name).ratio())
 
 
 def _require_group_sizes(layers: Mapping[str, tuple[int, int]]) -> None:
@@ -189,13 +219,6 @@ def _require_group_sizes(layers: Mapping[str, tuple[int, int]]) -> None:
     smallest = -1 if -1 in fits.values() else min(fits.values())
     overrides = dict.fromkeys(f"--override '{leaf}=g{size}'" for (leaf, _, _), size in fits.items())
     raise UsageError("; ".join(told), f"--group-size {smallest}, or for these layers alone: {' '.join(overrides)}")
-
-
-def _in_words(kept: Mapping[str, str]) -> str:
-    """How many modules, and which, with the number of the layer left out: "2 × model.layers.*.conv (Conv1d [64, 1, 4])"
-    for each kind."""
-    kinds = Counter((re.sub(r"\.\d+(?=\.|$)", ".*", name), kind) for name, kind in kept.items())
-    return ", ".join(f"{count} × {name} ({kind})" for (name, kind), count in kinds.items())
 
 
 def _within_excerpt(recipe: Recipe, excerpt: str, model: Path) -> Recipe:

@@ -18,6 +18,7 @@ from trirun_kernels.weights.spec import GROUP_SIZES
 
 from ..errors import QuantizationError
 from .meta import meta_model
+from .mxfp4 import QUANT_METHOD as MXFP4
 from .stored import StoredNames
 
 T = TypeVar("T")
@@ -86,7 +87,8 @@ class Skeleton:
 
     def __init__(self, source: TensorSource) -> None:
         self.model = source.model
-        if quantized := getattr(self.model.config, "quantization_config", None):
+        quantized = getattr(self.model.config, "quantization_config", None)
+        if quantized and dict(quantized).get("quant_method") != MXFP4:
             raise QuantizationError(f"{source.path} is quantized already: {quantized}")
         self.source = source
         self.blocks_name, self.blocks = decoder_blocks(self.model)
@@ -228,20 +230,26 @@ def linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
 def kept_modules(block: nn.Module) -> dict[str, str]:
     """What else of a block holds matrices, and stays in 16 bits: paths within it, and what each is, "Conv1d
     [64, 1, 4]": convolutions, experts fused in a way of their own, recurrent parts, small linear layers."""
-    kept: dict[str, str] = {}
-    for name, module in block.named_modules():
-        if is_quantizable(module):
-            continue
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.dim() > 1:
-                kept.setdefault(name, f"{type(module).__name__} {list(parameter.shape)}")
-    return kept
+    holders = {name: module for name, module in block.named_modules() if not is_quantizable(module)}
+    return {name: kind_of(module) for name, module in holders.items() if _largest(module).dim() > 1}
+
+
+def kind_of(module: nn.Module) -> str:
+    """Class of a module and shape of its first parameter of most dimensions, "Conv1d [64, 1, 4]"; "" of one that has no
+    parameters of its own."""
+    largest = _largest(module)
+    return f"{type(module).__name__} {list(largest.shape)}" if largest.dim() else ""
+
+
+def _largest(module: nn.Module) -> Tensor:
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return max(parameters, key=Tensor.dim, default=torch.empty(()))
 
 
 def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of modules that holds the most parameters; of a model with a text decoder beside others, within that."""
     best: tuple[int, str, nn.ModuleList] | None = None
-    decoder = _text_decoder(model)
+    decoder = text_decoder(model)
     inside = {id(module) for module in decoder.modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and id(module) in inside:
@@ -253,7 +261,7 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return best[1], best[2]
 
 
-def _text_decoder(model: nn.Module) -> nn.Module:
+def text_decoder(model: nn.Module) -> nn.Module:
     """The language model within a model that sees or hears; the model itself where transformers names none."""
     for module in model.modules():
         if isinstance(language := getattr(module, "language_model", None), nn.Module):

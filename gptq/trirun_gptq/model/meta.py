@@ -24,17 +24,14 @@ def meta_model(path: str | Path) -> Any:
         QuantizationError: the directory has no config.json, or transformers makes no causal language model of it.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     if not (Path(path) / "config.json").is_file():
         raise QuantizationError(f"{path} has no config.json")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        # Some models that also see are no causal language models to transformers.
-        causal = type(config) in AutoModelForCausalLM._model_mapping
-        kind = AutoModelForCausalLM if causal or not hasattr(config, "text_config") else AutoModelForImageTextToText
         with init_empty_weights(include_buffers=False):
-            model = kind.from_config(config, dtype=torch.float32)
+            model = auto_class(config).from_config(config, dtype=torch.float32)
     except MemoryError:
         raise
     except Exception as error:
@@ -42,6 +39,15 @@ def meta_model(path: str | Path) -> Any:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise QuantizationError(f"{path} cannot be loaded as a causal language model: {reason[:300]}") from error
     return with_linear_layers(model).eval().requires_grad_(False)
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes a language model of a config: ``AutoModelForCausalLM``, but for some models
+    that also see, which are no causal language models to transformers."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if causal or not hasattr(config, "text_config") else AutoModelForImageTextToText
 
 
 def linear_modules(model: nn.Module) -> dict[str, tuple[int, int]]:

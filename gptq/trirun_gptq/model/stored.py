@@ -14,30 +14,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from trirun_kernels.weights.experts import SeparateExperts, TransposedLinear
 from trirun_kernels.weights.names import WEIGHT
 
-from .experts import Cut, expert_of
+from .experts import Cut, TensorFiles, expert_of
+from .mxfp4 import BLOCKS, SCALES, PackedExperts
 
-DOWN, GATE_UP = "down_proj", "gate_up_proj"  # tensors of a fused mixture: see weights.experts.is_fused
-
-
-class TensorFiles(Protocol):
-    """Named tensors in files, such as :class:`~trirun_kernels.weights.safetensors_dir.SafetensorsDir`."""
-
-    @property
-    def names(self) -> list[str]:
-        """Every tensor's name."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Where a tensor lies: its ``shape`` and ``dtype``."""
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor on the CPU."""
+DOWN, GATE_UP = "down_proj", "gate_up_proj"  # tensors of a fused mixture: see weights.experts.fused_layout
+BIAS = "_bias"
 
 
 @dataclass(slots=True)
@@ -94,6 +82,7 @@ class StoredNames:
         self._whole: dict[str, str] = {}
         self._converted: dict[str, _Conversion] = {}
         self._shapes: dict[str, list[int]] = {}
+        self._packed: dict[str, PackedExperts] = {}
         self._unknown: dict[str, str] = {}
         self._last: tuple[_Conversion | None, dict[str, Tensor]] = (None, {})
         self._match()
@@ -113,6 +102,8 @@ class StoredNames:
             KeyError: it is not stored. TensorFileError: the file has been cut since it was opened.
         """
         source, part = self._require(name)
+        if isinstance(source, PackedExperts):
+            return source.read(self.files, self._cut(name))
         if isinstance(source, str):
             value = self.files.tensor(source)
         else:
@@ -126,6 +117,8 @@ class StoredNames:
             KeyError: it is not stored.
         """
         source, part = self._require(name)
+        if isinstance(source, PackedExperts):
+            return source.shape(self.files, self._cut(name))
         shape = list(self.files[source].shape) if isinstance(source, str) else self._shapes[self._target(name)]
         return shape if part is None else part.shape(shape)
 
@@ -133,15 +126,17 @@ class StoredNames:
         """Forget what was converted last."""
         self._last = (None, {})
 
-    def _require(self, name: str) -> tuple[str | _Conversion, Cut | _Transpose | None]:
+    def _require(self, name: str) -> _Found:
         found = self._find(name)
         if found is None:
             raise KeyError(name)
         return found
 
-    def _find(self, name: str) -> tuple[str | _Conversion, Cut | _Transpose | None] | None:
-        """The stored name of a tensor, or the conversion that makes it, and what is to be taken of that."""
+    def _find(self, name: str) -> _Found | None:
+        """The stored name of a tensor, or what makes it of others, and what is to be taken of that."""
         fused = self._target(name)
+        if fused != name and fused in self._packed:
+            return self._packed[fused], None
         conversion = self._converted.get(fused)
         part: Cut | _Transpose | None = None
         if fused != name:
@@ -158,12 +153,12 @@ class StoredNames:
         expert = expert_of(name)
         if expert is None or expert.path not in self._experts:
             return name
-        return f"{expert.path}.{DOWN if expert.layer == 'down' else GATE_UP}"
+        return f"{expert.path}.{DOWN if expert.layer == 'down' else GATE_UP}{BIAS if expert.part == 'bias' else ''}"
 
     def _cut(self, name: str) -> Cut:
         expert = expert_of(name)
         assert expert is not None
-        return Cut(expert.index, {"gate": 0, "up": 1}.get(expert.layer))
+        return Cut(expert.index, {"gate": 0, "up": 1}.get(expert.layer), self._experts[expert.path].layout)
 
     def _wanted(self) -> dict[str, list[int]]:
         """The tensors that the model's own class has, with their shapes."""
@@ -171,7 +166,10 @@ class StoredNames:
         for path, experts in self._experts.items():
             layers = dict(experts.named_modules())
             count, (n, k) = sum(1 for _ in experts.children()), cast(nn.Linear, layers["0.down"]).weight.shape
-            wanted |= {f"{path}.{DOWN}": [count, n, k], f"{path}.{GATE_UP}": [count, 2 * k, n]}
+            turn = -1 if experts.layout.transposed else 1
+            wanted |= {f"{path}.{DOWN}": [count, *(n, k)[::turn]], f"{path}.{GATE_UP}": [count, *(2 * k, n)[::turn]]}
+            if experts.layout.biased:
+                wanted |= {f"{path}.{DOWN}{BIAS}": [count, n], f"{path}.{GATE_UP}{BIAS}": [count, 2 * k]}
         return wanted
 
     def _match(self) -> None:
@@ -185,17 +183,23 @@ class StoredNames:
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         wanted, base = self._wanted(), getattr(self._model, "base_model_prefix", None)
         found: dict[str, _Conversion] = {}
+        packed: dict[str, str] = {}
         for stored in sorted(self.files.names, key=dot_natural_key):
             name, pattern = rename_source_key(stored, renamings, converters, base, wanted)
             if name not in wanted and stored in wanted:
                 name, pattern = stored, None
-            if name not in wanted:
+            if name not in wanted and name.endswith((BLOCKS, SCALES)) and name.rpartition("_")[0] in wanted:
+                packed[name] = stored
+            elif name not in wanted:
                 self._unknown[stored] = name
             elif pattern is None:
                 self._whole.setdefault(name, stored)
             else:
                 conversion = found.setdefault(name, _Conversion(name, by_pattern[pattern]))
                 conversion.stored[pattern].append(stored)
+        for fused in dict.fromkeys(name.rpartition("_")[0] for name in packed):
+            if fused + BLOCKS in packed and fused + SCALES in packed:
+                self._packed[fused] = PackedExperts(packed[fused + BLOCKS], packed[fused + SCALES])
         for conversion in found.values():
             for name, shape in self._converted_shapes(conversion).items():
                 self._converted[name], self._shapes[name] = conversion, shape
@@ -233,6 +237,8 @@ class StoredNames:
             made = [name for name, other in self._converted.items() if other is conversion]
             targets = [part for name in made for part in apart.get(name, [name])]
             yield Group(conversion.sources, targets, not any(name in apart for name in made))
+        for name, packed in self._packed.items():
+            yield Group([packed.blocks, packed.scales], apart[name], copied=False)
         for stored in self._unknown:
             yield Group([stored], [])
 
@@ -245,6 +251,9 @@ class _Transpose:
 
     def shape(self, stored: list[int]) -> list[int]:
         return stored[::-1]
+
+
+_Found = tuple[str | _Conversion | PackedExperts, Cut | _Transpose | None]
 
 
 def _matrices(rule: Any, stored: dict[str, list[str]]) -> dict[Cut, str] | None:

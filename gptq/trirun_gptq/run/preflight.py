@@ -20,6 +20,7 @@ from ..errors import QuantizationError
 from ..layer.quantized import Quantized
 from ..model.activations import Batch
 from ..model.loader import Skeleton, TensorSource, linear_layers
+from ..model.mxfp4 import LARGEST_SCALE, SCALES
 from ..recipe import Recipe
 from .profile import Costs, StageCost
 from .progress import Event, ProgressCallback, Stage, silent
@@ -82,6 +83,8 @@ def require_finite(source: TensorSource, progress: ProgressCallback) -> None:
         value = source.tensor(name)
         if value.numel() and value.dtype.is_floating_point and not _is_finite(value):
             bad.append(f"{name}: {int((~torch.isfinite(value)).sum())} of {value.numel()} values")
+        if name.endswith(SCALES) and int((value > LARGEST_SCALE).sum()):
+            bad.append(f"{name}: {int((value > LARGEST_SCALE).sum())} of {value.numel()} scales")
         source.release()
     progress(Stage("scan", len(stored), len(stored)))
     if bad:

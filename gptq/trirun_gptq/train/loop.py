@@ -168,6 +168,11 @@ class Training:
             sums += lost
         self._scaler.unscale_(self._optimizer)
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            # Of an expert that no token chose: as if it had a part in the loss, so that a run that goes on after a stop
+            # finds moments of one age.
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         torch.nn.utils.clip_grad_norm_(parameters, self.recipe.clip)
         scale = self._scaler.get_scale()
         self._scaler.step(self._optimizer)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from trirun_kernels import PackedWeight, QuantSpec, unpack
-from trirun_kernels.weights.experts import TransposedLinear
 from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 
 from ..errors import QuantizationError, ScaleError
@@ -36,9 +35,7 @@ def recipe_grids(model: Any, recipe: TrainRecipe) -> Grids:
     choices, blocks = recipe.quantization(), f"{decoder_blocks(model)[0]}."
     grids: Grids = {}
     for name, layer in model.named_modules():
-        # GPT-2's layers are linear ones in the empty model alone, not in the one that is trained.
-        trained = name.startswith(blocks) and is_quantizable(layer) and not isinstance(layer, TransposedLinear)
-        grid = choices.choice(name) if trained else None
+        grid = choices.choice(name) if name.startswith(blocks) and is_quantizable(layer) else None
         if grid is None:
             continue
         try:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from trirun_kernels.weights.experts import with_linear_layers
 
 from ..errors import QuantizationError
 from ..layer.quantized import Quantized
-from ..model.loader import TensorSource, decoder_blocks
+from ..model.loader import TensorSource, decoder_blocks, text_decoder
+from ..model.meta import auto_class
 from ..run.quiet_hub import quiet_transformers
 from .layers import AbsmeanLinear, LearnedLinear, TrainedLinear
 from .losses import IGNORED, Terms, distillation, terms
@@ -35,8 +37,11 @@ class Student:
     layers: dict[str, TrainedLinear]
 
     def __init__(self, model: Any, recipe: TrainRecipe, grids: Grids) -> None:
-        self.model, self.layers = model, {}
-        model.requires_grad_(recipe.rest_lr > 0)
+        self.model, self.layers = with_linear_layers(model), {}
+        model.requires_grad_(False)
+        # What sees or hears beside the language model has no part in the loss.
+        for part in (text_decoder(model), model.get_output_embeddings()):
+            part.requires_grad_(recipe.rest_lr > 0)
         for name, grid in grids.items():
             layer = model.get_submodule(name)
             if recipe.method == "absmean":
@@ -152,7 +157,7 @@ def load_model(model_dir: str | Path, dtype: torch.dtype | str, device: torch.de
     Raises:
         QuantizationError: transformers cannot load it, or would fill a tensor that is missing with random numbers.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model_dir)
@@ -160,7 +165,7 @@ def load_model(model_dir: str | Path, dtype: torch.dtype | str, device: torch.de
         for key in [key for key in vars(config) if "dropout" in key or key.endswith("pdrop")]:
             setattr(config, key, 0.0)
         with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto_class(config).from_pretrained(
                 model_dir, config=config, dtype=dtype, output_loading_info=True
             )
     except (ValueError, KeyError, RuntimeError) as error:

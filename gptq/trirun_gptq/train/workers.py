@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from trirun_kernels.weights.experts import SeparateExperts
 
 
 class Workers:
@@ -34,7 +35,14 @@ class Workers:
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module, with gradients averaged over all processes and parameters equal to the first process's."""
-        return module if self._accelerator is None else self._accelerator.prepare_model(module, device_placement=False)
+        if self._accelerator is None:
+            return module
+        if any(isinstance(part, SeparateExperts) for part in module.modules()):
+            from accelerate import DistributedDataParallelKwargs
+
+            # Which experts have gradients is another matter in every process.
+            self._accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        return self._accelerator.prepare_model(module, device_placement=False)
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of a tensor over all processes."""

@@ -212,7 +212,7 @@ class LayerShape:
 
     Attributes:
         parallel: the feed-forward part reads what the mixer reads, else what the mixer has added to.
-        vectors: norms that it has, by the fields of :class:`~.weights.LayerWeights`.
+        vectors: norms that it has, and sinks, by the fields of :class:`~.weights.LayerWeights`.
         mixture: experts, or None. With them ``feed_forward`` is the shared one, of size 0 where there is none.
     """
 

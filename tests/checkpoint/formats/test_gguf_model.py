@@ -1,8 +1,6 @@
 """Models of GGUF files: their tokens and log-probabilities beside llama.cpp's, names, orders of rows, refusals."""
 
-import gc
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -276,17 +274,6 @@ def test_a_directory_that_holds_one_file(tmp_path, trirun):
     path.with_name("n.gguf").write_bytes(path.read_bytes())
     with pytest.raises(InputError, match="2 GGUF files"):
         open_source(tmp_path)
-
-
-def test_the_files_made_of_a_model_go_with_it(tmp_path):
-    source = GgufModel(written(tmp_path))
-    made = source.path
-    assert (made / "config.json").exists()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        del source
-        gc.collect()
-    assert not made.exists() and said == []
 
 
 def test_a_model_in_parts_is_one_model(tmp_path, trirun):

@@ -1,12 +1,15 @@
 """Foreign formats: which directories are of one, and what their config means."""
 
+import gc
 import json
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from trirun_cli.checkpoint.formats import open_foreign
+from tests.checkpoint.formats.gguf_writer import DATA
+from trirun_cli.checkpoint.formats import open_foreign, open_source
 from trirun_cli.checkpoint.formats.bitnet import divides_by_scale
 from trirun_cli.checkpoint.model_dir import ModelDir
 from trirun_cli.errors import InputError
@@ -39,3 +42,14 @@ def test_the_convention_of_bitnet_comes_from_the_config(tmp_path):
     assert open_foreign(directory(tmp_path, {"quant_method": "bitnet"} | online)).online
     with pytest.raises(InputError, match="linear_class is 'other'"):
         open_foreign(directory(tmp_path, {"quant_method": "bitnet", "linear_class": "other"}))
+
+
+def test_the_files_made_of_a_gguf_model_go_with_it():
+    source = open_source(DATA / "tiny-llama-Q2_0.gguf")
+    made = source.path
+    assert (made / "config.json").exists()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        del source
+        gc.collect()
+    assert not made.exists() and said == []

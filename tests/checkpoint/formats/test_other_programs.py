@@ -1,15 +1,18 @@
-"""What trirun exports, run or read by the programs that it is for, where they are installed: xllamacpp (llama.cpp), the
-package gguf, compressed-tensors, mlx_lm. Continuous integration has none of them."""
+"""What trirun exports, run or read by the programs that it is for, where they are installed: xllamacpp and llama_cpp
+(llama.cpp), the package gguf, compressed-tensors, mlx_lm. Continuous integration has none of them."""
 
 import json
+import shutil
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.checkpoint.formats.gguf_writer import DATA
-from tests.small_models import save_ternary
+from tests.small_models import AS_LLAMA_CPP, FAMILIES, save_ternary
 from trirun_cli.checkpoint.formats.gguf.source import GgufModel
+from trirun_cli.checkpoint.formats.gguf.targets import TARGETS
 from trirun_cli.workflows.export import export
 from trirun_cli.workflows.pack import pack
 
@@ -49,6 +52,56 @@ def test_llama_cpp_generates_the_same_from_the_export(library, exported, name, t
     before, whole = (tokenizer.decode(ids, skip_special_tokens=False)
                      for ids in (expected["prompt"], expected["prompt"] + expected["greedy"]))  # fmt: skip
     assert answer["choices"][0]["text"] == whole.removeprefix(before)
+
+
+# llama.cpp's model of each of these, with settings that make its parts matter; see tests/small_models.py.
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+}  # fmt: skip
+_WRITTEN = [name for name in FAMILIES if name.partition(",")[0] in TARGETS and "windows" not in name]
+_MORE: dict[str, dict[str, Any]] = {
+    "llama, yarn": {"rope_parameters": _YARN},
+    "llama, yarn with a factor": {"rope_parameters": _YARN | {"attention_factor": 0.7, "beta_fast": 16}},
+    "llama, llama3": {"rope_parameters": _LLAMA3, "attention_bias": True, "mlp_bias": True},
+    "phi3, longrope": {
+        "num_key_value_heads": 4, "intermediate_size": 192, "original_max_position_embeddings": 256,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.2, 1.5, 1.9, 2.5, 3, 3.5, 4],
+            "long_factor": [2.0, 2.5, 3, 4, 5, 6, 7, 8], "factor": 4.0,
+        },
+    },
+    "bitnet, SiLU": {"hidden_act": "silu", "tie_word_embeddings": True},
+    "gemma3_text, linear": FAMILIES["gemma3_text"] | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in (*_WRITTEN, *_MORE) if name != "bitnet"])
+def test_llama_cpp_computes_what_transformers_does(library, tmp_path, demo_tokenizer, name):
+    llama_cpp = library("llama_cpp")
+    family = name.partition(",")[0]
+    change = (_MORE.get(name) or FAMILIES[name]) | (AS_LLAMA_CPP.get(name) or AS_LLAMA_CPP.get(family, {}))
+    model, _, packed = save_ternary(family, {"vocab_size": 8192} | change, tmp_path)
+    for file in demo_tokenizer:
+        shutil.copy(file, packed)
+    export(packed, tmp_path / "f.gguf", to="gguf:F16", pre="gpt-2")
+    # Families whose windows llama.cpp does not have are written with a context of one.
+    tokens = list(range(3, 60 if TARGETS[family].windows else 27))
+    theirs = llama_cpp.Llama(str(tmp_path / "f.gguf"), n_ctx=64, logits_all=True, n_threads=1, verbose=False)
+    theirs.eval(tokens)
+    with torch.inference_mode():
+        ours = model(torch.tensor([tokens])).logits[0].numpy()
+    found = np.array(theirs.scores[: len(tokens)])
+    # float16 weights, keys and values there; a part that is computed otherwise differs by far more.
+    assert np.linalg.norm(found - ours) < 0.01 * np.linalg.norm(ours)
+    theirs.close()
 
 
 @pytest.mark.parametrize(("name", "to"), [(name, to) for name, to in EXPORTS if to != "gguf:Q2_0"])

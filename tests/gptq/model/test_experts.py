@@ -9,10 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from trirun_gptq.block.walk import BlockRun
 from trirun_gptq.errors import QuantizationError
+from trirun_gptq.model.experts import Cut
 from trirun_gptq.model.loader import Skeleton, TensorSource
 from trirun_gptq.recipe import Override
 from trirun_kernels import PackedWeight, dequantize
-from trirun_kernels.weights.experts import SeparateExperts, is_fused, separate_experts
+from trirun_kernels.weights.experts import SeparateExperts, fused_layout, separate_experts
 
 from tests.gptq.models import RECIPE, SIZES, Log, calibration, make_model, run
 
@@ -21,7 +22,12 @@ FAMILIES = {
     "Qwen3Moe": MOE,
     "Qwen2Moe": {**MOE, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16},
 }
+
+
+# Where a fused module has an expert's matrices, and which half of the rows they are.
+PLACES = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", None)}
 
 
 def fused_model(family, **extra):
@@ -34,32 +40,37 @@ def fused_model(family, **extra):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_separate_experts_compute_what_fused_ones_do(family):
     model = fused_model(family)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("_proj_bias", "router.bias")):
+            parameter.data.normal_()
     tokens = torch.stack(calibration(3))
     with torch.no_grad():
         expected = model(tokens).logits
-        weights = {name: m for name, m in model.named_modules() if is_fused(m)}
+        weights = {name: m for name, m in model.named_modules() if fused_layout(m)}
         assert len(weights) == 2
         separate_experts(model)
         for name, fused in weights.items():
             experts = model.get_submodule(name)
             assert isinstance(experts, SeparateExperts)
             for index, expert in enumerate(experts.children()):
-                gate, up = fused.gate_up_proj[index].chunk(2)
-                for layer, weight in (("gate", gate), ("up", up), ("down", fused.down_proj[index])):
-                    getattr(expert, layer).weight = nn.Parameter(weight)
+                for layer, (source, half) in PLACES.items():
+                    cut = Cut(index, half, experts.layout)
+                    getattr(expert, layer).weight = nn.Parameter(cut(getattr(fused, source)))
+                    if experts.layout.biased:
+                        getattr(expert, layer).bias = nn.Parameter(cut(getattr(fused, f"{source}_bias")))
         torch.testing.assert_close(model(tokens).logits, expected)
 
 
 def test_experts_that_compute_something_else_stay_fused():
-    fused = next(module for module in fused_model("Mixtral").modules() if is_fused(module))
+    fused = next(module for module in fused_model("Mixtral").modules() if fused_layout(module))
     kind = type(fused)
     clamped = type("Clamped", (kind,), {"_apply_gate": Clamping._apply_gate})
     beam = type("BeamExperts", (kind,), {"_apply_gate": Clamping._apply_gate})
     for own, expected in ((clamped, False), (type("Heir", (clamped,), {}), False), (beam, True), (kind, True)):
         fused.__class__ = own
-        assert is_fused(fused) == expected
+        assert (fused_layout(fused) is not None) == expected
     fused.post_expert_norm = nn.RMSNorm(4)
-    assert not is_fused(fused)
+    assert not fused_layout(fused)
 
 
 class Clamping:
@@ -79,9 +90,8 @@ def dense_reference(directory, written, report):
             model.get_submodule(module.name).weight.data.copy_(weight)
             continue
         experts, (index, layer) = model.get_submodule(f"{path}.experts"), rest.split(".")
-        half = module.n if layer == "up" else 0
-        target = experts.down_proj if layer == "down" else experts.gate_up_proj
-        target.data[int(index), half : half + module.n] = weight
+        source, half = PLACES[layer]
+        Cut(int(index), half, fused_layout(experts))(getattr(experts, source).data).copy_(weight)
     return model.eval()
 
 

@@ -22,11 +22,11 @@ def test_a_convolution_is_kept(tmp_path):
 
 
 def test_experts_fused_in_a_way_of_their_own_are_kept(tmp_path):
-    extra = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
-    make_model(tmp_path, "GptOss", torch.float32, **extra)
+    extra = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "head_dim": 16}
+    make_model(tmp_path, "AriaText", torch.float32, **extra)
     written, report, _ = run(tmp_path)
     assert {f"model.layers.{layer}.mlp.experts" for layer in (0, 1)} <= set(report.kept)
-    assert len(report.modules) == 2 * 4
+    assert len(report.modules) == 2 * (4 + 3)
     stored = load_file(tmp_path / "model.safetensors")
     quantized = {f"{module.name}.weight" for module in report.modules}
     assert written.keys() >= stored.keys()

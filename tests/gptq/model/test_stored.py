@@ -8,6 +8,7 @@ from trirun_gptq.errors import QuantizationError
 from trirun_gptq.model.experts import Cut, expert_of
 from trirun_gptq.model.loader import Skeleton, TensorSource
 from trirun_gptq.model.writer import unquantized
+from trirun_kernels.weights.experts import fused_layout
 
 from tests.gptq.models import SIZES
 
@@ -22,7 +23,8 @@ FAMILIES = {
     "mixtral": MOE,  # another rename and experts merged
     "phimoe": MOE,  # the same of a router
     "glm4_moe": MOE | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "gpt_oss": MOE,  # experts that stay fused
+    "gpt_oss": MOE,  # experts transposed, gates and ups in turn, biases
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},  # experts that stay fused
 }
 
 
@@ -44,8 +46,9 @@ def of_model(model, name):
             if value.dim() == 2 and type(model.get_submodule(name.rpartition(".")[0])).__name__ == "Conv1D"
             else value
         )
-    fused = model.get_parameter(f"{expert.path}.{'down_proj' if expert.layer == 'down' else 'gate_up_proj'}")
-    return Cut(expert.index, {"gate": 0, "up": 1}.get(expert.layer))(fused)
+    name = f"{'down_proj' if expert.layer == 'down' else 'gate_up_proj'}{'_bias' if expert.part == 'bias' else ''}"
+    experts = model.get_submodule(expert.path)
+    return Cut(expert.index, {"gate": 0, "up": 1}.get(expert.layer), fused_layout(experts))(getattr(experts, name))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

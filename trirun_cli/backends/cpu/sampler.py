@@ -18,6 +18,15 @@ _LIKELY = (2.0**-8, 2.0**-16, 0.0)
 _BLOCK = 32
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How a token is drawn: by the temperature, top-k, top-p and min-p of ``params``, at a number of a stream."""
+
+    params: SamplingParams
+    stream: int
+    index: int
+
+
 @dataclass(slots=True)
 class _State:
     """Of one slot: its stream of random numbers, how many tokens it has, and what it saw where penalties need it."""
@@ -32,6 +41,7 @@ class _State:
     mask: np.ndarray  # uint32 words: which tokens may come next, where masked
     masked: bool
     simple: bool  # nothing to report, nothing changed
+    changed: bool  # the logits, by penalties or a bias
     greedy: bool  # the largest of the logits that a constraint allows, and nothing to report
 
     @property
@@ -46,24 +56,23 @@ class _State:
             self.masked = True
         return self.mask
 
+    def draw(self) -> Draw:
+        """How the next token is drawn."""
+        return Draw(self.params, self.stream, self.index)
+
     def take(self, id: int) -> None:
         """The text goes on with this token."""
-        self.index += 1
         if self.constraint is not None:
             self.constraint.advance(id)
-            self.masked = False
+        self.took(id)
+
+    def took(self, id: int) -> None:
+        """The same, after the constraint took the token."""
+        self.index += 1
+        self.masked = False
         if self.counts is not None and self.seen is not None:
             self.counts[id] += 1
             self.seen[id] = True
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How a token is drawn: by the temperature, top-k, top-p and min-p of ``params``, at a number of a stream."""
-
-    params: SamplingParams
-    stream: int
-    index: int
 
 
 def drawn_token(logits: np.ndarray, draw: Draw) -> int:
@@ -85,7 +94,7 @@ class HostSampler:
         self._drawn = drawn
         self._no_mask = np.zeros(0, np.uint32)
         self._states = [
-            _State(SamplingParams(), 0, 0, None, None, None, None, self._no_mask, False, True, True)
+            _State(SamplingParams(), 0, 0, None, None, None, None, self._no_mask, False, True, False, True)
         ] * slots
         self._vocab = vocab
 
@@ -103,18 +112,9 @@ class HostSampler:
         simple, greedy = unchanged and constraint is None, unchanged and params.temperature == 0
         mask = self._no_mask if constraint is None else np.zeros(mask_words(self._vocab), np.uint32)
         self._states[slot] = _State(
-            params,
-            stream_of(params.seed),
-            len(generated),
-            counts,
-            seen,
-            biased,
-            constraint,
-            mask,
-            False,
-            simple,
-            greedy,
-        )
+            params, stream_of(params.seed), len(generated), counts, seen, biased, constraint, mask, False, simple,
+            params.changes_logits, greedy,
+        )  # fmt: skip
 
     def is_simple(self, slot: int) -> bool:
         """Whether a slot's tokens are its largest logits, or drawn from them, and nothing else is asked for."""
@@ -123,7 +123,7 @@ class HostSampler:
     def draw_of(self, slot: int) -> Draw | None:
         """How a slot's next token is drawn; None where it is the largest logit."""
         state = self._states[slot]
-        return None if state.params.temperature == 0 else Draw(state.params, state.stream, state.index)
+        return None if state.params.temperature == 0 else state.draw()
 
     def skip(self, slot: int, count: int) -> None:
         """A slot's next ``count`` tokens were chosen elsewhere."""
@@ -137,13 +137,15 @@ class HostSampler:
         """
         tokens = [Token(id) for id in logits.argmax(1).tolist()]
         for row, slot in enumerate(slots):
-            state = self._states[slot]
+            state, largest = self._states[slot], tokens[row].id
             # numpy takes what is no number for the largest.
-            largest = tokens[row].id
-            if not isfinite(logits[row, largest]):
+            if not isfinite(logits.item(row, largest)):
                 tokens[row] = Token(-1)
+            elif state.greedy and state.constraint is not None and state.constraint.take(largest):
+                # The usual case with a constraint, in which the other tokens need not be looked at.
+                state.took(largest)
             elif not state.plain:
-                tokens[row] = self._choose(logits[row], state, largest)
+                tokens[row] = self._choose(logits[row], state)
         return tokens
 
     def forced(self, slot: int, ends: Collection[int], most: int) -> list[int]:
@@ -152,7 +154,7 @@ class HostSampler:
         state, found = self._states[slot], list[int]()
         if state.constraint is None or state.params.logprobs is not None:
             return found
-        while len(found) < most:
+        while len(found) < most and not state.constraint.is_open():
             words = state.allowed()
             at = int(words.argmax())
             word = int(words[at])
@@ -165,25 +167,24 @@ class HostSampler:
             found.append(id)
         return found
 
-    def _choose(self, logits: np.ndarray, state: _State, largest: int) -> Token:
-        """The next token; ``largest`` is the largest of the logits as they come."""
+    def _choose(self, logits: np.ndarray, state: _State) -> Token:
         params, original = state.params, logits
-        if params.changes_logits:
+        if state.changed:
             logits = _changed(logits, state)
-        if state.constraint is not None:
-            mask = state.allowed()
-            if state.greedy and mask.item(largest >> 5) >> (largest & 31) & 1:
-                # The usual case, in which the others need not be looked at.
-                state.take(largest)
-                return Token(largest)
-            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab].view(bool)
-            logits = np.where(allowed, logits, -np.inf)
-        if params.temperature == 0:
-            id = int(logits.argmax())
+        if state.constraint is None:
+            id = int(logits.argmax()) if params.temperature == 0 else self._drawn(logits, state.draw())
         else:
-            id = self._drawn(logits, Draw(params, state.stream, state.index))
-        if state.constraint is not None and logits[id] == -np.inf:
-            return Token(-1)
+            ids = _ids_of(state.allowed(), self._vocab)
+            if not ids.size:
+                return Token(-1)
+            if params.temperature == 0:
+                id = int(ids[logits[ids].argmax()])
+            else:
+                masked = np.full_like(logits, -np.inf)
+                masked[ids] = logits[ids]
+                id = self._drawn(masked, state.draw())
+            if logits[id] == -np.inf:
+                return Token(-1)
         state.take(id)
         return Token(id) if params.logprobs is None else _report(original, id, params.logprobs)
 
@@ -253,6 +254,14 @@ def _drawn(weights: np.ndarray, number: float) -> int:
         mass = weights.astype(np.float64).cumsum()
         number *= mass[-1]
     return first + min(int(np.searchsorted(mass, number, side="right")), mass.size - 1)
+
+
+def _ids_of(mask: np.ndarray, vocab: int) -> np.ndarray:
+    """The tokens of a mask, int64, ascending. A mask that allows few of them has few words that are not zero."""
+    words = np.flatnonzero(mask)
+    bits = np.flatnonzero(np.unpackbits(mask[words].view(np.uint8), bitorder="little"))
+    ids = (words[bits >> 5] << 5) + (bits & 31)
+    return ids[: np.searchsorted(ids, vocab)]
 
 
 def _changed(logits: np.ndarray, state: _State) -> np.ndarray:

@@ -179,7 +179,11 @@ def _mixture(
         if len(grids := {weight.spec for part in parts for weight in weights[part]}) > 1:
             told = " and ".join(sorted(f"group size {grid.group_size}, zero {grid.zero}" for grid in grids))
             raise UnsupportedModel(f"{prefix}{names.experts}: {' and '.join(parts)} are on several grids ({told})")
-    biases = {part: [None] * mixture.routing.experts for part in PARTS}
+    stored = [name + BIAS for name in modules]
+    biases = {
+        part: [source.tensor(name) if name in source else None for name in stored if name.endswith(f".{part}{BIAS}")]
+        for part in PARTS
+    }
     vectors = router(source, names, prefix)
     whole = torch.from_numpy(vectors["router"])
     return CudaMixture.of(

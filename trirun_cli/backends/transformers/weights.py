@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from trirun_gptq.model.mxfp4 import QUANT_METHOD as MXFP4
 
 from ...checkpoint.model_dir import ModelDir
 from ...checkpoint.reader import QUANT_METHOD
@@ -22,7 +23,7 @@ def load_transformers(source: ModelDir, device: str, dtype: torch.dtype | None, 
     Raises:
         InputError: it cannot be loaded.
     """
-    if source.quant_method not in (QUANT_METHOD, None):
+    if source.quant_method not in (QUANT_METHOD, MXFP4, None):
         reason = f"is quantized by {source.quant_method!r}; trirun runs its own format and plain models"
         raise InputError(f"{source.path} {reason}")
     model = load(source.path, device=device, dtype=dtype)

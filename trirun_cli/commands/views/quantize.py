@@ -10,6 +10,7 @@ from trirun_gptq.run.report import BlockReport, Preflight
 from trirun_gptq.run.timing import TimePlan, duration
 
 from ...console import Console, bytes_text
+from ...workflows.output import in_words
 from ...workflows.quantize import QuantizeReport
 from ...workflows.quantize_plan import QuantizePlan
 from .progress import ProgressView
@@ -101,6 +102,8 @@ class QuantizeView(ProgressView):
             f"({grid}), recipe {recipe.name!r}, {recipe.samples} × {recipe.seqlen} tokens of {plan.calibration}, "
             f"on {plan.device}"
         )
+        if plan.asked:
+            self.console.note(f"kept in 16 bits, as the recipe or --override says: {in_words(plan.asked)}")
 
     def _memory(self, plan: MemoryPlan) -> None:
         where = "on the device" if plan.place.store == plan.device else "in host memory"

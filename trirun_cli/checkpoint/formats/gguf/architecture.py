@@ -36,6 +36,7 @@ LINEARS = {
 NORMS = {
     "attention_norm": "attn_norm", "mlp_norm": "ffn_norm", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm",
     "attention_sub_norm": "attn_sub_norm", "mlp_sub_norm": "ffn_sub_norm",
+    "attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm",
 }  # fmt: skip
 _ROPE_FREQS = "rope_freqs.weight"
 

@@ -152,6 +152,8 @@ def _value(value: Any) -> tuple[int, bytes]:
             return 8, _text(value)
         case [] | [str(), *_]:
             return 9, struct.pack("<IQ", 8, len(value)) + b"".join(map(_text, value))
+        case [bool(), *_]:
+            return 9, struct.pack(f"<IQ{len(value)}?", 7, len(value), *value)
         case [int(), *_]:
             return 9, struct.pack(f"<IQ{len(value)}i", 5, len(value), *value)
         case [float(), *_]:

@@ -1,0 +1,274 @@
+"""What a GGUF file says of a packed checkpoint, and whether llama.cpp's model of its family computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trirun_kernels.decoder.shape import Attention, GatedDelta
+from trirun_kernels.weights.names import WEIGHT, embedding_names
+
+from ..checkpoint.formats.gguf.targets import Target, target_of
+from ..checkpoint.formats.gguf.tokenizer_metadata import tokenizer_metadata
+from ..checkpoint.formats.gguf.types import ALIGNMENT, GgufType
+from ..checkpoint.formats.gguf.writer import FILE_TYPES
+from ..checkpoint.reader import Checkpoint
+from ..errors import InputError
+from ..models.description import Description, UnsupportedModel, description, longest_context
+from ..models.rotary import attention_factor, stretch
+
+_ACTIVATIONS = {"silu": "SiLU", "relu2": "ReLU²", "gelu_tanh": "GELU"}
+# Of positions of images in Qwen3.5, whose files must have them; a text's are all the same.
+_SECTIONS = (11, 11, 10)
+_SIGMOID = 2  # llama.cpp's number of a router's function
+
+
+def gguf_model(checkpoint: Checkpoint) -> tuple[Target, Description]:
+    """llama.cpp's model of a checkpoint, and what the checkpoint's is made of.
+
+    Raises:
+        InputError: llama.cpp has none, or one that computes something else.
+    """
+    config = checkpoint.config
+    family, layers = config.get("model_type"), config.get("num_hidden_layers")
+    target = target_of(family, layers) if isinstance(family, str) and isinstance(layers, int) else None
+    if target is None:
+        raise InputError(f"{checkpoint.path}: llama.cpp's model for {family!r} is not written by trirun")
+    try:
+        found = description(config)
+    except UnsupportedModel as error:
+        raise InputError(f"{checkpoint.path}: {error}") from None
+    if difference := next(_differences(target, found, config), None):
+        raise InputError(f"{checkpoint.path}: llama.cpp's {target.architecture} {difference}")
+    return target, found
+
+
+def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> dict[str, Any]:
+    """What the file says of the model and its tokenizer.
+
+    Raises:
+        InputError: llama.cpp has no such model, or no such tokenizer.
+    """
+    config = checkpoint.config
+    target, found = gguf_model(checkpoint)
+    shape, mixer = found.shape, attention_of(found)
+    _check_vocabulary(checkpoint, shape.vocab)
+    numbers: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "context_length": _context(target, found, config),
+        "embedding_length": shape.hidden,
+        "block_count": len(shape.layers),
+        # A mixture has none of its own; config.json still has its size, or that of an expert.
+        "feed_forward_length": shape.layers[0].feed_forward.size or int(config["intermediate_size"]),
+        "attention.head_count": mixer.heads,
+        "attention.head_count_kv": mixer.kv_heads,
+        "attention.key_length": mixer.head_dim,
+        "attention.value_length": mixer.head_dim,
+        f"attention.layer_norm{'_rms' if shape.norm == 'rms' else ''}_epsilon": float(shape.norm_eps),
+    }
+    numbers |= _rotary_numbers(target, found)
+    numbers |= _window_numbers(target, found) | _scale_numbers(target, found) | _mixture_numbers(target, found)
+    numbers |= _delta_numbers(found)
+    head: dict[str, Any] = {
+        "general.architecture": target.architecture,
+        "general.type": "model",
+        "general.name": checkpoint.path.resolve().name,
+        "general.file_type": FILE_TYPES[kind.name],
+        "general.quantization_version": 2,
+        "general.alignment": ALIGNMENT,
+    }
+    own = {f"{target.architecture}.{key}": value for key, value in numbers.items()}
+    return head | own | tokenizer_metadata(checkpoint.path, config, pre)
+
+
+def _check_vocabulary(checkpoint: Checkpoint, vocab: int) -> None:
+    """That the embedding has as many rows as config.json says: every row gets a token in the file."""
+    name, _ = embedding_names(checkpoint.config, checkpoint)
+    module = name.removesuffix(WEIGHT)
+    shape = checkpoint.shape(module) if module in checkpoint.modules else checkpoint[name].shape
+    if shape[:1] != (vocab,):
+        raise InputError(f"{checkpoint.path}: {name} has shape {list(shape)}, config.json says {vocab} rows")
+
+
+def attention_of(found: Description) -> Attention:
+    """The first mixer that is attention, one that rotates before the others; their sizes are the same."""
+    attentions = found.shape.attentions
+    return next((each for each in attentions if each.rotary is not None), attentions[0])
+
+
+def rotary_of(found: Description) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotary settings of the layers that see everything and of those with a window; where only one kind rotates, its
+    own for both."""
+    turned = [each for each in found.shape.attentions if each.rotary is not None]
+    whole = [each.rotary for each in turned if each.window is None]
+    slid = [each.rotary for each in turned if each.window is not None]
+    first, second = (whole or slid or [0])[0], (slid or whole or [0])[0]
+    return found.rotary[first or 0], found.rotary[second or 0]
+
+
+def _differences(target: Target, found: Description, config: Mapping[str, Any]) -> Iterator[str]:
+    """What llama.cpp's model does that the checkpoint's does not, or the reverse."""
+    shape, layers = found.shape, found.shape.layers
+    if not shape.attentions:
+        yield "has layers of attention, the model none"
+        return
+    if any(each.key_dim != each.value_dim for each in shape.deltas):
+        yield "has keys and values of one size in its layers of linear attention"
+    mixer, feed_forward = attention_of(found), layers[0].feed_forward
+    if feed_forward.activation != target.activation:
+        theirs, ours = _ACTIVATIONS[target.activation], _ACTIVATIONS.get(feed_forward.activation)
+        yield f"computes {theirs} where the model has {ours or feed_forward.activation}"
+    if target.windows == "must" and not any(shape.windows):
+        yield "has layers with a window, the model none"
+    turned = [each.rotary is not None for each in shape.attentions]
+    every = {
+        "all": [True] * len(turned),
+        "window": [each.window is not None for each in shape.attentions],
+        "fourth": [(index + 1) % 4 != 0 for index in range(len(turned))],
+    }
+    if turned != every[target.turned]:
+        yield "turns queries and keys in other layers than the model"
+    yield from _rotary_differences(target, found)
+    wide = len(layers) == target.wide_layers
+    factor = (shape.hidden / mixer.heads if wide else mixer.head_dim) ** -0.5
+    if not target.scales and not _close(mixer.scale, factor):
+        yield f"multiplies scores by {factor:.4g}, the model by {mixer.scale:.4g}"
+    embedding = shape.hidden**0.5 if target.root_embedding else 1.0
+    if not target.scales and not (_close(shape.embedding_scale, embedding) and shape.residual_scale == 1):
+        yield "has no factors of embedding and residual stream"
+    if target.logit_scale is None and found.logit_scale != 1:
+        yield f"does not multiply logits, the model by {found.logit_scale:.4g}"
+    for part, softcap in {"attention": mixer.softcap, "logits": shape.logit_softcap}.items():
+        if softcap and part not in target.softcap:
+            yield f"has no softcap of {part}"
+    if config.get("clip_qkv") is not None:
+        yield "is not told to clamp queries, keys and values (clip_qkv)"
+    yield from _mixture_differences(target, found)
+
+
+def _rotary_differences(target: Target, found: Description) -> Iterator[str]:
+    whole, slid = rotary_of(found)
+    kinds = {each["rope_type"] for each in (whole, slid)}
+    if missing := sorted(kinds - set(target.rotary)):
+        yield f"has no rotary settings of type {missing[0]!r}"
+    if not target.windows and whole != slid:
+        yield "has one kind of rotary settings, the model two"
+    if target.windows and whole != slid and slid["rope_type"] != "default":
+        yield "does not scale the angles of layers with a window"
+    if whole["rope_type"] == "yarn" and not whole.get("truncate", True):
+        yield "rounds the bounds of yarn's ramp, the model does not"
+
+
+def _mixture_differences(target: Target, found: Description) -> Iterator[str]:
+    mixtures = [layer.mixture for layer in found.shape.layers]
+    if not any(mixtures):
+        return
+    first = next(mixture for mixture in mixtures if mixture is not None)
+    dense = mixtures.index(first)
+    if any(mixture != first for mixture in mixtures[dense:]) or (dense and target.experts != "said"):
+        yield "has the same experts in every layer"
+    if target.experts != "said" and first.routing.normalize != (target.experts == "normalized"):
+        scaled = "scales" if target.experts == "normalized" else "does not scale"
+        yield f"{scaled} the chosen experts' weights to a sum of 1"
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * abs(b)
+
+
+def _context(target: Target, found: Description, config: dict[str, Any]) -> int:
+    """Positions that the file has. Within a window attention is plain, which llama.cpp's model may not have."""
+    windows = () if target.windows else found.shape.windows
+    return min(longest_context(config), *(window or 2**40 for window in (None, *windows)))
+
+
+def _rotary_numbers(target: Target, found: Description) -> dict[str, Any]:
+    whole, slid = rotary_of(found)
+    numbers: dict[str, Any] = {
+        "rope.dimension_count": 2 * attention_of(found).rotary_half,
+        "rope.freq_base": float(whole["rope_theta"]),
+    }
+    if target.windows:
+        numbers["rope.freq_base_swa"] = float(slid["rope_theta"])
+    kind, trained = whole["rope_type"], whole.get("original_max_position_embeddings")
+    if kind in ("linear", "yarn"):
+        numbers |= {"rope.scaling.type": kind, "rope.scaling.factor": stretch(whole)}
+    if kind in ("yarn", "longrope") and trained:
+        numbers["rope.scaling.original_context_length"] = int(trained)
+    if kind == "yarn":
+        named = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        numbers |= {f"rope.scaling.{key}": float(whole[name]) for name, key in named.items() if whole.get(name)}
+    # llama.cpp multiplies what it makes of yarn's factor itself by this.
+    usual = attention_factor({**whole, "attention_factor": None, "mscale": None}) if kind == "yarn" else 1.0
+    if (own := attention_factor(whole)) != usual:
+        numbers["rope.scaling.attn_factor"] = own / usual
+    sections = whole.get("mrope_section") or _SECTIONS
+    if target.architecture == "qwen35":
+        numbers["rope.dimension_sections"] = [*map(int, sections[:3]), 0]
+    return numbers
+
+
+def _window_numbers(target: Target, found: Description) -> dict[str, Any]:
+    if not target.windows or not any(found.shape.windows):
+        return {}
+    windows = found.shape.windows
+    return {
+        "attention.sliding_window": next(filter(None, windows)),
+        "attention.sliding_window_pattern": [window is not None for window in windows],
+    }
+
+
+def _scale_numbers(target: Target, found: Description) -> dict[str, Any]:
+    """Factors and softcaps."""
+    shape, mixer = found.shape, attention_of(found)
+    numbers: dict[str, Any] = {}
+    if target.scales:
+        numbers |= {"attention.scale": mixer.scale, "embedding_scale": shape.embedding_scale}
+        numbers["residual_scale"] = shape.residual_scale
+    if target.logit_scale is not None:
+        numbers["logit_scale"] = found.logit_scale if target.logit_scale == "multiplied" else 1 / found.logit_scale
+    if "attention" in target.softcap:
+        numbers["attn_logit_softcapping"] = mixer.softcap
+    if "logits" in target.softcap:
+        numbers["final_logit_softcapping"] = shape.logit_softcap
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def _mixture_numbers(target: Target, found: Description) -> dict[str, Any]:
+    """What the file says of a mixture of experts; nothing of another model."""
+    layers = found.shape.layers
+    dense, mixture = next(((i, each.mixture) for i, each in enumerate(layers) if each.mixture), (0, None))
+    if mixture is None:
+        return {}
+    routing = mixture.routing
+    numbers: dict[str, Any] = {
+        "expert_count": routing.experts,
+        "expert_used_count": routing.top_k,
+        "expert_feed_forward_length": mixture.size,
+    }
+    if target.experts != "said":
+        return numbers
+    return numbers | {
+        "expert_shared_count": layers[-1].feed_forward.size // mixture.size,
+        "leading_dense_block_count": dense,
+        "expert_weights_scale": float(routing.scale),
+        "expert_weights_norm": routing.normalize,
+        "expert_gating_func": _SIGMOID,
+        "expert_group_count": routing.groups,
+        "expert_group_used_count": routing.top_groups,
+    }
+
+
+def _delta_numbers(found: Description) -> dict[str, Any]:
+    """What the file says of Gated DeltaNet; nothing of a model without it."""
+    if not found.shape.deltas:
+        return {}
+    mixer = found.shape.deltas[0]
+    return {
+        "ssm.conv_kernel": mixer.taps,
+        "ssm.state_size": mixer.key_dim,
+        "ssm.group_count": mixer.key_heads,
+        "ssm.time_step_rank": mixer.value_heads,
+        "ssm.inner_size": mixer.values,
+        "attention.recurrent_layers": [isinstance(layer.mixer, GatedDelta) for layer in found.shape.layers],
+    }
