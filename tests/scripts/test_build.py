@@ -14,7 +14,7 @@ import trirun_compile
 from trirun_compile import Tree, build_cpu, build_cuda, compiler_logs
 from trirun_kernels.native import ABI_VERSION
 from trirun_spills import parse_usage, spill_report
-from trirun_toolchain import BuildError, find_nvcc
+from trirun_toolchain import BuildError, cuda_runtime, find_nvcc
 
 HEADER = """
 #pragma once
@@ -193,6 +193,34 @@ def test_cuda_library_of_two_architectures(tree: Tree) -> None:
     text, bad = spill_report(tree)
     assert not bad
     assert text.endswith("2 kernels, 2 no-spill lines, 0 broken, 0 stale")
+
+
+def newest_glibc(library: Path) -> tuple[int, ...]:
+    """The newest version of glibc that a symbol of a library needs."""
+    listing = subprocess.run(["objdump", "-T", library], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"\*UND\*.*\(GLIBC_([\d.]+)\)", listing)
+    return max((tuple(map(int, version.split("."))) for version in needed), default=())
+
+
+@pytest.mark.slow
+@needs_nvcc
+def test_both_libraries_load_with_an_older_glibc(tree: Tree) -> None:
+    """Linked by nvcc, CUDA's needs what this machine has: libpthread's symbols of glibc 2.34, and those that the C++
+    runtime's archive was made with."""
+    pytest.importorskip("ziglang", reason="linking for an older glibc takes zig")
+    (tree.csrc / "cuda" / "scaled.cu").write_text(CUDA)
+    (tree.csrc / "cpu" / "baseline.cpp").write_text(BASELINE)
+    for library in (build_cpu(tree, "2.28"), build_cuda(tree, ("80",), "2.28")):
+        assert newest_glibc(library) <= (2, 28)
+        assert all(name.startswith("trirun_") for name in exported(library))
+        ctypes.CDLL(str(library))
+    assert ctypes.CDLL(str(library)).trirun_cuda_answer() == 42
+
+
+@needs_nvcc
+def test_the_archive_of_cudas_runtime_is_found() -> None:
+    nvcc = find_nvcc()
+    assert nvcc is not None and cuda_runtime(nvcc).name == "libcudart_static.a"
 
 
 def test_usage_is_read_from_the_compiler_log() -> None:

@@ -94,8 +94,8 @@ class Client:
             async with self._session.get(f"{self._base}/models") as answer:
                 if answer.status != 200:
                     raise InputError(f"{self._base}/models: status {answer.status}, {_message(await answer.text())}")
-                self.model = (await answer.json())["data"][0]["id"]
-        except (aiohttp.ClientError, OSError, ValueError, KeyError, IndexError) as error:
+                self.model = str((await answer.json())["data"][0]["id"])
+        except (aiohttp.ClientError, OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise InputError(f"{self._base}: no OpenAI-compatible server answers there ({error})") from error
         return self.model
 
@@ -123,7 +123,7 @@ class Client:
                     sample.error = f"status {answer.status}: {_message(await answer.text())}"
                 else:
                     await self._read(answer, sample, started)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
             sample.error = f"{type(error).__name__}: {error}"
         sample.total_s = time.perf_counter() - started
         return sample
@@ -142,23 +142,40 @@ class Client:
             if "error" in document:
                 sample.error = f"error in the stream: {_message(line[6:].decode())}"
                 return
-            if usage := document.get("usage"):
-                sample.prompt_tokens = usage.get("prompt_tokens") or 0
-                sample.generated_tokens = usage.get("completion_tokens") or 0
-                sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            for choice in document.get("choices") or ():
-                if not choice.get("text"):
-                    continue
-                now = time.perf_counter()
-                if last:
-                    sample.gaps.append(now - last)
-                else:
-                    sample.first_s = now - started
-                last = now
-                pieces.append(choice["text"])
+            try:
+                text = _taken(document, sample)
+            except (AttributeError, TypeError) as error:
+                raise ValueError(f"a chunk is {line[6:200]!r}, which no completion has ({error})") from None
+            if not text:
+                continue
+            now = time.perf_counter()
+            if last:
+                sample.gaps.append(now - last)
+            else:
+                sample.first_s = now - started
+            last = now
+            pieces.append(text)
         sample.text = "".join(pieces)
         if not done:
             sample.error = "the stream ended without [DONE]"
+
+
+def _taken(document: dict[str, Any], sample: Sample) -> str:
+    """The text of a chunk, whose counts of tokens, if any, are put into the sample.
+
+    Raises:
+        AttributeError, TypeError: a part of it is of another kind.
+    """
+    if usage := document.get("usage"):
+        counts = (
+            usage.get("prompt_tokens") or 0,
+            usage.get("completion_tokens") or 0,
+            (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        )
+        if not all(type(count) is int for count in counts):
+            raise TypeError("a count of tokens is no integer")
+        sample.prompt_tokens, sample.generated_tokens, sample.cached_tokens = counts
+    return "".join(choice.get("text") or "" for choice in document.get("choices") or ())
 
 
 def _message(text: str) -> str:
