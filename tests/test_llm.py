@@ -129,7 +129,7 @@ def test_conversations(trirun, chatty):
 
 
 def test_what_does_not_fit_is_refused_before_anything_runs(llm, packed):
-    with pytest.raises(InputError, match="the model's context is 128"):
+    with pytest.raises(InputError, match=r"the context is 128 \(--ctx\)"):
         llm.generate(["The", "word " * 300])
     with pytest.raises(InputError, match="token id 9000"):
         llm.stream([9000])

@@ -70,7 +70,7 @@ def test_the_oldest_turns_make_room(trirun, chatty):
 
 def test_a_message_too_long_is_refused_and_forgotten(trirun, chatty):
     document, err = talk(trirun, chatty, f"{'word ' * 300}\nHello\n", code=3)
-    assert "the context is 128" in err
+    assert "the context is 128 (--ctx)" in err
     assert document["messages"][0]["content"] == "Hello" and len(document["messages"]) == 2
 
 

@@ -41,7 +41,7 @@ def test_a_seed_repeats_and_stats_are_printed(trirun, packed):
 
 def test_prompt_longer_than_the_context(trirun, packed):
     code, _, err = trirun("generate", "-c", packed, "-p", "word " * 300)
-    assert code == 3 and "the model's context is 128" in err
+    assert code == 3 and "the context is 128 (--ctx)" in err
 
 
 def test_no_tokens_and_one_token(trirun, packed):

@@ -34,7 +34,7 @@ def test_answers_are_those_of_single_prompts(trirun, packed, prompts_file, tmp_p
     answers = sorted((json.loads(line) for line in out.splitlines()), key=lambda entry: entry["index"])
     assert code == 1 and "1 of 6 prompts were refused" in err and "5 prompts in" in err
     assert [entry["id"] for entry in answers] == [f"p{i}" for i in range(6)]
-    assert "context is 128" in answers[3]["error"] and "text" not in answers[3]
+    assert "context is 128 (--ctx)" in answers[3]["error"] and "text" not in answers[3]
     for index in (0, 4):
         options = ("-p", PROMPTS[index], "-n", "6", "--temperature", "1", "--seed", 5 + index, "--json")
         alone = json.loads(trirun("generate", "-c", packed, *options)[1])

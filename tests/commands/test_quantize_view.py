@@ -68,8 +68,8 @@ def test_the_end_counts_by_its_time(view):
 )
 def test_long_runs_on_a_cpu_are_warned_of(view, capsys, device, name, advice):
     recipe = SimpleNamespace(group_size=64, grid="auto", name=name, samples=1, seqlen=1)
-    plan = SimpleNamespace(device=device, recipe=recipe, model="M", out="Q", weights=1, packed_bytes=1, calibration="t")
-    view._plan(plan)
+    plan = {"device": device, "recipe": recipe, "model": "M", "out": "Q", "weights": 1, "packed_bytes": 1}
+    view._plan(SimpleNamespace(**plan, calibration="t", asked={}))
     view(TimePlan({"solve": 4e4}, (3e4, 1e4), 0.0, 0))
     told = " ".join(capsys.readouterr().err.split())
     assert ("this takes about 11.1 h on the CPU" in told) == (advice is not None)

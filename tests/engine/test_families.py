@@ -128,7 +128,7 @@ def test_longrope_ends_at_the_length_of_its_first_training(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert open_engine(tmp_path, device="cpu", slots=1).context == 60
     assert open_engine(tmp_path, device="cpu", slots=1, context=50).context == 50
-    with pytest.raises(InputError, match=r"a context of 61 tokens; the model runs on up to 60 \(with LongRoPE"):
+    with pytest.raises(InputError, match=r"--ctx 61: transformers runs the model on up to 60 tokens \(with LongRoPE"):
         open_engine(tmp_path, device="cpu", slots=1, context=61)
     assert open_runner(tmp_path, device="cpu", scoring=True).context == 60
 

@@ -127,7 +127,7 @@ def test_a_context_that_does_not_fit_loses_its_beginning_and_an_answer_that_does
     scorer = Scorer(HistoryLM(8), "cpu")
     same(scorer.score(requests, lambda share: None), one_by_one(requests, 8))
     assert scorer.truncated == 1
-    with pytest.raises(InputError, match="an answer of 9 tokens does not fit the model's context of 8"):
+    with pytest.raises(InputError, match=r"an answer of 9 tokens does not fit the context of 8 \(--ctx\)"):
         scorer.score([([1], list(range(9)))], lambda share: None)
 
 

@@ -61,7 +61,7 @@ def test_the_context_that_a_window_slides_in(trirun, packed, copy_of, text):
     code, _, err = trirun(*base, "--ctx", 32, "--window", 64)
     assert code == 2 and err == "error: --window 64: more than --ctx 32\n"
     code, _, err = trirun(*base, "--ctx", 4096)
-    assert code == 2 and "a context of 4096 tokens; the model's own is 128" in err
+    assert code == 2 and "--ctx 4096: the context of" in err
 
 
 def test_texts_that_cannot_be_used(trirun, packed, text, tmp_path):
@@ -71,8 +71,8 @@ def test_texts_that_cannot_be_used(trirun, packed, text, tmp_path):
         (("--text", tmp_path / "nowhere.txt"), 3, "No such file"),
         (("--text", tmp_path / "binary"), 3, "is not UTF-8"),
         (("--text", tmp_path / "short.txt"), 3, "less than one window"),
-        (("--text", text, "--window", "4096"), 2, "4096 tokens does not fit the model's context of 128"),
-        (("--text", text, "--window", "200"), 2, "200 tokens does not fit the model's context of 128"),
+        (("--text", text, "--window", "4096"), 2, "4096 tokens does not fit the context of 128 (--ctx)"),
+        (("--text", text, "--window", "200"), 2, "200 tokens does not fit the context of 128 (--ctx)"),
     ]:
         code, _, err = trirun("eval", "-c", packed, *arguments)
         assert code == wanted and message in err

@@ -87,6 +87,16 @@ def test_all_layers_that_a_group_size_does_not_fit_are_named(trirun, save_llama,
     )
 
 
+def test_what_is_kept_as_asked_is_said_and_recorded(trirun, plain_model, tmp_path):
+    overrides = ("--override", "embed_tokens=keep", "--override", r"\.0\..*q_proj=keep")
+    code, _, err = trirun("quantize", plain_model, "--out", tmp_path / "Q", *OPTIONS, *overrides)
+    kept = {"model.embed_tokens": "Embedding [8192, 128]", "model.layers.0.self_attn.q_proj": "Linear [128, 128]"}
+    said = "1 × model.embed_tokens (Embedding [8192, 128]), 1 × model.layers.*.self_attn.q_proj (Linear [128, 128])"
+    assert code == 0 and f"kept in 16 bits, as the recipe or --override says: {said}" in " ".join(err.split())
+    made = yaml.safe_load((tmp_path / "Q" / "trirun_recipe.yaml").read_text())
+    assert made["kept"] == kept and made["recipe"]["overrides"]["embed_tokens"] == {"keep": True}
+
+
 def test_matrices_of_other_modules_are_named_where_there_is_no_linear_layer():
     import transformers
 

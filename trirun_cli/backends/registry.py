@@ -23,6 +23,7 @@ from ..models.description import (
     gpu_decoder_shape,
     gpu_dtype,
 )
+from ..models.settings import text_settings
 from ..processors import default_threads, set_torch_threads
 from .capacity import TRANSFORMERS_SLOTS, CpuDevice, ModelNeeds, default_slots
 from .device import on_cpu, pick_device
@@ -136,9 +137,9 @@ def open_runner(
     for value, what in ((slots, "requests at once"), (context, "tokens of context")):
         if value is not None and value < 1:
             raise UsageError(f"{value} {what}: at least 1")
-    longest = config.get("max_position_embeddings")
+    longest = text_settings(config).get("max_position_embeddings")
     if context is not None and isinstance(longest, int) and context > longest:
-        raise UsageError(f"{path}: a context of {context} tokens; the model's own is {longest}")
+        raise UsageError(f"--ctx {context}: the context of {path} is {longest} tokens")
     for option, given in (("--tf32", tf32), ("--compile", compiled)):
         if given and engine == "native":
             raise UsageError(f"{option} is for transformers, not for --engine native")

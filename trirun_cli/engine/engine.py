@@ -113,7 +113,7 @@ class Engine:
         if request.pooling and not self.has_states:
             raise InputError(f"{self.name} gives no hidden states, of which embeddings are made")
         if len(prompt) > self.context:
-            raise InputError(f"the prompt has {len(prompt)} tokens, the model's context is {self.context}")
+            raise InputError(f"the prompt has {len(prompt)} tokens, the context is {self.context} (--ctx)")
         for ids, what in ((prompt, "token id"), (request.params.logit_bias, "logit_bias: token id")):
             if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
                 bad = next(id for id in ids if not 0 <= id < self.vocab_size)

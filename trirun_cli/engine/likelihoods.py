@@ -96,7 +96,7 @@ class Scorer:
         if not context or not continuation:
             raise ValueError("a request needs at least one token of context and one of continuation")
         if len(continuation) > limit:
-            raise InputError(f"an answer of {len(continuation)} tokens does not fit the model's context of {limit}")
+            raise InputError(f"an answer of {len(continuation)} tokens does not fit the context of {limit} (--ctx)")
         # The last token is predicted, never read.
         surplus = len(context) + len(continuation) - 1 - limit
         if surplus > 0:

@@ -65,7 +65,7 @@ def check_window(model: ScoringModel, window: int) -> None:
     if window < 2:
         raise UsageError(f"a window of {window} tokens has none to predict; at least 2")
     if window > model.max_positions:
-        raise UsageError(f"a window of {window} tokens does not fit the model's context of {model.max_positions}")
+        raise UsageError(f"a window of {window} tokens does not fit the context of {model.max_positions} (--ctx)")
 
 
 def window_loss(model: ScoringModel, tokens: Tensor) -> float:

@@ -173,7 +173,8 @@ def _run_harness(candidate: Candidate, task: HarnessTask, settings: Settings, re
         reporter.warn(f"lm-eval: {warning}")
     if found.truncated:
         context = candidate.runner.max_positions
-        reporter.warn(f"{task.name}: {found.truncated:,} prompts lost their beginning to a context of {context} tokens")
+        lost = f"{found.truncated:,} prompts lost their beginning"
+        reporter.warn(f"{task.name}: {lost} to a context of {context} tokens (--ctx)")
 
 
 def _run_divergence(result: Evaluation, settings: Settings, reporter: Reporter) -> Divergence:

@@ -187,7 +187,8 @@ class TrirunLM(TemplateLM):
         most = int(options["max_gen_toks"])
         room = self.max_length - most
         if room < 1:
-            raise InputError(f"generating {most} tokens leaves no room for a prompt in a context of {self.max_length}")
+            context = f"a context of {self.max_length} (--ctx)"
+            raise InputError(f"generating {most} tokens leaves no room for a prompt in {context}")
         self.scorer.truncated += len(prompt) > room
         prompt = prompt[-room:] or [self.prefix_token_id]
         stops = [stop for stop in options.get("until", []) if stop]

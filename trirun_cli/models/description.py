@@ -38,7 +38,7 @@ def description(config: dict[str, Any]) -> Description:
     family = FLAT_TEXT.get(family, family) if isinstance(family, str) else family
     known = FAMILIES | HYBRIDS | MIXTURES
     if not isinstance(family, str) or family not in known:
-        raise UnsupportedModel(f"the native decoder runs {', '.join(known)}, not {family}")
+        raise UnsupportedModel(f"the native decoder does not run models of the family {family}")
     make, defaults = known[family]
     config = defaults | config
     check_sizes(config)

@@ -117,7 +117,9 @@ def _room(model: ServedModel, prompt: int, limit: int | None, param: str) -> int
     wanted = 1 if limit is None else limit
     if prompt + wanted > context:
         asked = f"{prompt} in {param}" + ("" if limit is None else f" and {limit} to generate")
-        message = f"the context has {context} tokens; the request needs {prompt + wanted} ({asked})"
+        message = (
+            f"the context has {context} tokens (--ctx of the server); the request needs {prompt + wanted} ({asked})"
+        )
         where = param if prompt >= context or limit is None else "max_tokens"
         raise ApiError(400, message, param=where, code="context_length_exceeded")
     return context - prompt if limit is None else limit

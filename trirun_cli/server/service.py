@@ -217,7 +217,9 @@ class Service:
         prompts = await self._prompts(body.input, body.add_special_tokens, "input")
         for index, prompt in enumerate(prompts):
             if len(prompt) > model.engine.context:
-                message = f"input[{index}] has {len(prompt)} tokens, the context {model.engine.context}"
+                message = (
+                    f"input[{index}] has {len(prompt)} tokens, the context {model.engine.context} (--ctx of the server)"
+                )
                 raise ApiError(400, message, param="input", code="context_length_exceeded")
         group = EmbeddingGroup(model.engine, self._bridge, self._metrics)
         self._groups.add(group)

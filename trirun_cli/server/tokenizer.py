@@ -122,7 +122,8 @@ class ServerTokenizer:
 
     def _check_length(self, characters: int, param: str) -> None:
         if characters > self._most_characters:
-            message = f"{param} has {characters} characters, more than the {self.context} tokens of the context can be"
+            context = f"the {self.context} tokens of the context (--ctx of the server)"
+            message = f"{param} has {characters} characters, more than {context} can be"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     async def render(self, messages: Sequence[Message], body: TemplateFields) -> list[int]:

@@ -79,7 +79,7 @@ class Conversation:
             read = self._render(turns)
             ids = self._encode(read)
         if len(ids) >= self._engine.context:
-            raise InputError(f"the message makes {len(ids)} tokens, the context is {self._engine.context}")
+            raise InputError(f"the message makes {len(ids)} tokens, the context is {self._engine.context} (--ctx)")
         # A seed gives the same conversation again, not the same random numbers for every answer.
         seed = None if self._params.seed is None else (self._params.seed + self._answers) % 2**64
         prompt = Prompt(f"answer {self._answers}", ids, replace(self._params, seed=seed))

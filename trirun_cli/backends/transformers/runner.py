@@ -47,8 +47,8 @@ class TransformersRunner:
         text = model.config.get_text_config()
         longest = longest_sequence(text)
         if context is not None and context > longest:
-            reason = f"the model runs on up to {longest} (with LongRoPE, original_max_position_embeddings)"
-            raise InputError(f"a context of {context} tokens; {reason}")
+            reason = "with LongRoPE, original_max_position_embeddings"
+            raise InputError(f"--ctx {context}: transformers runs the model on up to {longest} tokens ({reason})")
         if model.device.type == "cuda":
             pad_dense(model)
         self._model, self._caches = model, [None] * slots

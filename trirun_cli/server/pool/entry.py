@@ -12,6 +12,7 @@ from typing import Literal
 from ...checkpoint.model_dir import ModelDir, read_config
 from ...engine.engine import Engine
 from ...models.description import UnsupportedModel, chosen_context
+from ...models.settings import text_settings
 from ..event_bridge import EventBridge
 from ..model import ServedModel
 from ..operations.metrics import ModelMetrics
@@ -57,7 +58,7 @@ def source_of(names: Sequence[str], path: Path, load: Callable[[Path], ServedMod
     try:
         context: int | None = chosen_context(config, ctx)
     except UnsupportedModel:
-        longest = config.get("max_position_embeddings")
+        longest = text_settings(config).get("max_position_embeddings")
         context = ctx or (longest if isinstance(longest, int) else None)
     size = sum(file.stat().st_size for file in ModelDir(path).files)
     return Source(names, partial(load, path), partial(ModelDir, path), context, size)
