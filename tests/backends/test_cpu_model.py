@@ -207,7 +207,7 @@ def test_old_rotary_settings_are_read():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt_neox"}, "not gpt_neox"),
+        ({"model_type": "gpt_neox"}, "of the family gpt_neox"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),

@@ -60,7 +60,7 @@ def _glm4_moe(config: Config) -> Description:
     return with_experts(
         describe(config, names, partial=True), config, experts="n_routed_experts", size="moe_intermediate_size",
         layers=[index >= first for index in range(layers)],
-        shared=(config.get("n_shared_experts") or 0) * config["moe_intermediate_size"],
+        shared=(config.get("n_shared_experts") or 0) * (config.get("moe_intermediate_size") or 0),
         score="sigmoid",
     )  # fmt: skip
 
