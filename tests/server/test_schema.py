@@ -69,7 +69,8 @@ def test_what_cannot_fit_is_refused(site, check_error):
             long = await demo.client.post(PATH, json={"prompt": [5] * 64, "max_tokens": 1})
             assert check_error(long, 400, "prompt")["code"] == "context_length_exceeded"
             both = await demo.client.post(PATH, json={"prompt": [5] * 40, "max_tokens": 30})
-            assert "64 tokens; the request needs 70" in check_error(both, 400, "max_tokens")["message"]
+            told = check_error(both, 400, "max_tokens")["message"]
+            assert "64 tokens (--ctx of the server); the request needs 70" in told
             text = await demo.client.post(PATH, json={"prompt": "word " * 500_000})
             assert check_error(text, 400, "prompt")["code"] == "context_length_exceeded"
             fits = await demo.client.post(PATH, json={"prompt": [5] * 60})
