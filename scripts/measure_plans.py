@@ -72,7 +72,7 @@ class Gpu:
             return
         self._products: list[Int2Product] = []  # the last problem's weights, before there are others
         generator, spec = torch.Generator(self._cuda).manual_seed(0), QuantSpec(p.group_size, 1.0)
-        for _ in range(copies(p.n * p.k // 4, self._cuda)):
+        for _ in range(copies(p.n * p.k // 4, self._cuda, most=64)):
             self._products.append(Int2Product(random_ternary(p.n, p.k, spec, generator), None, p.act_bits))
         self._x = outlier_rows(p.m, p.k, torch.float16, self._cuda)
         self._limbs = quantize_activations(self._x, p.act_bits) if p.quantized else None

@@ -30,7 +30,12 @@ WINDOW = PACKED | {"model_type": "mistral", "sliding_window": 64}
         (PACKED, {"gpu": True}, "cuda", None),
         (PLAIN, {}, "transformers", "on a CPU the native decoder runs packed checkpoints"),
         (PLAIN, {"gpu": True}, "cuda", None),
-        (PLAIN | {"model_type": "gpt_neox"}, {"gpu": True}, "transformers", "of the family gpt_neox"),
+        (
+            PLAIN | {"model_type": "gpt_neox"},
+            {"gpu": True},
+            "transformers",
+            "does not run models of the family gpt_neox",
+        ),
         (OTHER, {"gpu": True}, "transformers", "quantized by 'gptq'"),
         (PACKED, {"engine": "transformers"}, "transformers", None),
         (PACKED, {"dtype": "float16"}, "transformers", "float32 on a CPU, not float16"),

@@ -12,7 +12,7 @@ from trirun_kernels.weights.spec import QuantSpec
 from trirun_cli.bench import f16acc as f16acc_bench
 from trirun_cli.bench import kernels as kernel_bench
 from trirun_cli.bench.shapes import load_shapes, parse_shapes
-from trirun_cli.bench.timing import copies, interleaved
+from trirun_cli.bench.timing import copies, from_memory, interleaved
 from trirun_cli.commands.bench.measuring import busy, check_measuring, positive_numbers
 from trirun_cli.commands.shared.options import check_output
 from trirun_cli.errors import CheckFailed, InputError, UsageError
@@ -194,7 +194,9 @@ def test_every_weight_copy_is_called_every_round():
 
 def test_copies_outlast_the_cache():
     assert copies(1 << 30, CPU) == 2
-    assert copies(1, CPU) == 64
+    assert copies(1, CPU) == 2048
+    # A layer of TriLM 99M: 64 copies of it would stay in a cache of 32 MiB, and be read faster than memory is.
+    assert from_memory(copies(512 * 512 // 4, CPU) * 512 * 512 // 4, CPU) and not from_memory(64 * 512 * 512 // 4, CPU)
 
 
 def test_plot(trirun, tmp_path):

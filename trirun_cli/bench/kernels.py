@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ from trirun_kernels.weights.spec import QuantSpec
 from ..errors import CheckFailed
 from ..models.synthetic import random_ternary
 from .peers import Peer, peers_for
+from .probe import reader
 from .shapes import Shape
-from .timing import Call, Timing, copies, interleaved, matrix_peak, read_bandwidth
+from .timing import Call, Timing, copies, from_memory, interleaved, matrix_peak, read_bandwidth
 
 # Allowed error over that of torch's 16-bit product on the dense weight, by the type of the sums (fp16: 2.7 times on
 # normal x, and x has outliers here). With 8-bit activations only the output is rounded: relative errors by its type.
@@ -43,8 +44,11 @@ class Result:
 
     Attributes:
         label: of the shape. copies: of the weight, used in turn. relative_error, allowed_error: against float64.
+        from_memory: whether all copies are more than the caches hold.
         us, spread_us: trirun's median time and the distance between its quartiles, in microseconds.
-        weight_bytes: of the packed weight. floor_us: time of reading it and nothing else.
+        weight_bytes: of the packed weight. floor_us: median time of reading it and nothing else, in the same turns.
+        read_gbps: 10^9 bytes/s of memory to hold that against: on a CPU in the same turns, since what else runs on a
+            machine takes its share of it; on a GPU the machine's.
         peers_us: median times of the peers, by name.
     """
 
@@ -63,6 +67,8 @@ class Result:
     spread_us: float
     weight_bytes: int
     floor_us: float
+    read_gbps: float
+    from_memory: bool
     peers_us: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -71,12 +77,13 @@ class Result:
         return 2.0 * self.n * self.k * self.m
 
     def derived(self, machine: Machine) -> dict[str, float | None]:
-        """The share of the machine's reading speed, and the speed beside torch's large product, torch on this shape,
-        and the fastest other peer. The large product is no limit: int8 arithmetic may be several times as fast."""
+        """The share of ``read_gbps``, None of weights that stay in the cache; and the speed beside torch's large
+        product, torch on this shape, and the fastest other peer. The large product is no limit: int8 arithmetic may be
+        several times as fast."""
         dense = [us for name, us in self.peers_us.items() if name.startswith("torch")]
         others = [us for name, us in self.peers_us.items() if not name.startswith("torch")]
         return {
-            "read_share": self.weight_bytes / (self.us * 1e-6) / (machine.read_gbps * 1e9),
+            "read_share": self.weight_bytes / self.us / (self.read_gbps * 1e3) if self.from_memory else None,
             "matmul_ratio": self.flops / (self.us * 1e-6) / (machine.matmul_tflops * 1e12),
             "speedup_torch": min(dense) / self.us if dense else None,
             "speedup_peer": min(others) / self.us if others else None,
@@ -121,7 +128,9 @@ def run(
         packed_bytes = max(1, shape.n * shape.k // 4)
         count = copies(packed_bytes, device)
         generator = torch.Generator(device).manual_seed(0)
-        weights = [random_ternary(shape.n, shape.k, spec, generator) for _ in range(count)]
+        first = random_ternary(shape.n, shape.k, spec, generator)
+        copied = (replace(first, words=first.words.clone(), scales=first.scales.clone()) for _ in range(count - 1))
+        weights = [first, *copied]
         peers = peers_for(shape.n, shape.k, dtype, device, group_size, act_bits)
         for m in rows:
             progress(f"{shape.label} {shape.n} × {shape.k}, m = {m}")
@@ -154,15 +163,11 @@ def _time(
     contestants: dict[str, Sequence[Call]] = {"trirun": ours}
     for peer in peers:
         contestants[peer.name] = peer.calls(x)
-    if x.device.type == "cuda":
-        from .probe import read_stream
-
-        sink = torch.zeros(1, dtype=torch.int32, device=x.device)
-        contestants["floor"] = [partial(read_stream, w.words, sink) for w in weights]
+    contestants["floor"] = [reader(w.words) for w in weights]
     timings: dict[str, Timing] = interleaved(contestants, x.device, seconds)
     nbytes = weights[0].nbytes
-    floor = timings.pop("floor").median if "floor" in timings else nbytes / (machine.read_gbps * 1e9)
-    own = timings.pop("trirun")
+    own, floor = timings.pop("trirun"), timings.pop("floor").median
+    memory_gbps = machine.read_gbps if x.device.type == "cuda" else weights[0].words.nbytes / floor * 1e-9
     return Result(
         label=shape.label,
         n=shape.n,
@@ -179,6 +184,8 @@ def _time(
         spread_us=own.spread * 1e6,
         weight_bytes=nbytes,
         floor_us=floor * 1e6,
+        read_gbps=memory_gbps,
+        from_memory=from_memory(len(weights) * nbytes, x.device),
         peers_us={name: timing.median * 1e6 for name, timing in timings.items()},
     )
 

@@ -34,8 +34,8 @@ def peers_for(n: int, k: int, dtype: torch.dtype, device: torch.device, group_si
 
 
 def _dense(n: int, k: int, dtype: torch.dtype, device: torch.device) -> Peer:
-    count = copies(n * k * dtype.itemsize, device, most=16)
-    weights = [torch.randn(n, k, device=device, dtype=dtype) * 0.02 for _ in range(count)]
+    first = torch.randn(n, k, device=device, dtype=dtype) * 0.02
+    weights = [first, *(first.clone() for _ in range(copies(first.nbytes, device) - 1))]
 
     def calls(x: Tensor) -> list[Call]:
         inputs = x.to(dtype)
@@ -55,7 +55,7 @@ def _humming(n: int, k: int, dtype: torch.dtype, device: torch.device, group_siz
     if act_bits == 8:
         options["input_config"] = {"dtype": "int8"}
     layers = []
-    for _ in range(copies(n * k // 4, device)):
+    for _ in range(copies(max(1, n * k // 4), device, most=64)):
         layer = HummingLayer(shape_n=n, shape_k=k, **options).to(device)
         layer.load_from_unquantized(torch.randn(n, k, dtype=kind, device=device))
         layer.transform()

@@ -66,7 +66,7 @@ def save_kernels_plot(path: Path, machine: Machine, results: Sequence[Result]) -
     low, high = min(intensities) / 2, max(intensities) * 2
     points = [low * (high / low) ** (i / 200) for i in range(201)]
     limit = [min(point * machine.read_gbps / 1e3, machine.matmul_tflops) for point in points]
-    roof.plot(points, limit, "k--", linewidth=1, label="measured: reading, torch's matrix product")
+    roof.plot(points, limit, "k--", linewidth=1, label="measured: reading; torch's matrix product, no limit for int8")
     roof.set(
         xscale="log", yscale="log", xlabel="operations per byte of weight", ylabel="10¹² operations per second",
         title=f"{machine.name}",

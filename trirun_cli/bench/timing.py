@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from .probe import reader
+
 Call = Callable[[], object]
 
 
@@ -86,9 +88,15 @@ def _summary(times: list[float]) -> Timing:
     return Timing(statistics.median(times), high - low, min(times), len(times))
 
 
-def copies(bytes_each: int, device: torch.device, most: int = 64) -> int:
-    """How many weight copies of ``bytes_each`` leave nothing of the first in the cache when the last has been read."""
+def copies(bytes_each: int, device: torch.device, most: int = 2048) -> int:
+    """How many weight copies of ``bytes_each`` leave nothing of the first in the cache when the last has been read; of
+    very small ones ``most``, see :func:`from_memory`."""
     return max(2, min(most, -(-4 * cache_bytes(device) // bytes_each)))
+
+
+def from_memory(bytes_read: int, device: torch.device) -> bool:
+    """Whether so many bytes, read in turn, come from memory each time, and not from the last-level cache."""
+    return bytes_read >= 2 * cache_bytes(device)
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -105,20 +113,9 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def read_bandwidth(device: torch.device, seconds: float = 0.3) -> float:
-    """Bytes per second that this device reads from memory: the fastest round of plain streaming readers."""
-    size = 1 << 30 if device.type == "cuda" else 512 << 20
-    data = torch.ones(size // 4, dtype=torch.float32, device=device)
-    readers: dict[str, Sequence[Call]]
-    if device.type == "cuda":
-        from .probe import read_stream
-
-        sink = torch.zeros(1, dtype=torch.int32, device=device)
-        readers = {"stream": [lambda: read_stream(data, sink)]}
-    else:
-        half = data.numel() // 2
-        readers = {"sum": [lambda: data.sum()], "dot": [lambda: torch.dot(data[:half], data[half:])]}
-    best = min(timing.best for timing in interleaved(readers, device, seconds).values())
-    return size / best
+    """Bytes per second that this device reads from memory: the fastest round of a plain reader."""
+    data = torch.ones(1 << 28 if device.type == "cuda" else 1 << 27, dtype=torch.float32, device=device)
+    return data.nbytes / interleaved({"read": [reader(data)]}, device, seconds)["read"].best
 
 
 def matrix_peak(device: torch.device, seconds: float = 0.3) -> float:

@@ -121,18 +121,21 @@ def _print(console: Console, limits: Machine, results: Sequence[Result]) -> None
         derived = result.derived(limits)
         line = [f"{result.n} × {result.k}", str(result.m), f"{result.us:.1f}", f"{result.spread_us:.1f}"]
         line += [f"{result.peers_us[name]:.1f}" for name in peers]
-        line += [f"{result.floor_us:.1f}", f"{derived['read_share']:.0%}", f"{derived['matmul_ratio']:.2f}"]
+        share = derived["read_share"]
+        line += [f"{result.floor_us:.1f}", "cached" if share is None else f"{share:.0%}"]
+        line += [f"{derived['matmul_ratio']:.2f}"]
         fastest = min(result.peers_us.values()) / result.us
         line += [f"{derived['speedup_torch']:.2f}"] + ([f"{fastest:.2f}"] if rivals else [])
         table.append(line)
     first = results[0]
     grid = "per channel" if first.group_size == -1 else f"groups of {first.group_size}"
     sums = "" if first.accumulate == "fp32" else f", sums in {first.accumulate}"
+    speed = "the reading speed in the same turns" if limits.device == "cpu" else "the reading speed above"
     console.table(
         f"{limits.name}, torch {limits.torch}: reads {limits.read_gbps:.0f} GB/s, "
         f"torch's large product runs at {limits.matmul_tflops:.3g} TFLOP/s (both measured)\n"
-        f"INT2 {grid}, {first.act_bits}-bit activations, {first.dtype}{sums}; medians, weights from memory\n"
-        "floor: reading the weights and nothing else; read %: of the reading speed above\n"
+        f"INT2 {grid}, {first.act_bits}-bit activations, {first.dtype}{sums}; medians\n"
+        f"floor: reading the weights and nothing else; read %: of {speed}; cached: weights too small for that\n"
         "× large: beside torch's large product, no limit for int8 arithmetic; × best: than the fastest other",
         columns,
         table,
