@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peer_families
 import peer_models
 from trirun_kernels.arrays import Array
 
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.random and not arguments.checkpoint.exists():
-        peer_models.write_trirun(arguments.checkpoint, peer_models.SHAPE["num_hidden_layers"])
+        peer_models.write_trirun(arguments.checkpoint, peer_families.DEFAULT)
     if arguments.fifo:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     bench = Bench(arguments.checkpoint, arguments.tokens, arguments.act_bits, arguments.threads)

@@ -11,10 +11,10 @@ import pytest
 def bench(repo_root, monkeypatch, tmp_path):
     """bench_cpu_decode, and a small random model in tmp_path / "model"."""
     monkeypatch.syspath_prepend(str(repo_root / "scripts"))
-    peer_models = importlib.import_module("peer_models")
+    peer_models, peer_families = map(importlib.import_module, ("peer_models", "peer_families"))
     small = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
-    monkeypatch.setattr(peer_models, "SHAPE", peer_models.SHAPE | small | {"vocab_size": 8192})
-    peer_models.write_trirun(tmp_path / "model", 2)
+    small |= {"head_dim": 64, "vocab_size": 8192, "num_hidden_layers": 2}
+    peer_models.write_trirun(tmp_path / "model", peer_families.DEFAULT | small)
     return importlib.import_module("bench_cpu_decode")
 
 

@@ -133,9 +133,8 @@ def within(values: Tensor, low: int, high: int, name: str) -> None:
     Raises:
         QuantizationError: the first such is named with its place.
     """
-    outside = (values < low) | (values > high)
-    if outside.any():
-        row, column = first(outside)
+    if values.amin() < low or values.amax() > high:
+        row, column = first((values < low) | (values > high))
         raise QuantizationError(
             f"{name}: weight[{row}, {column}] is {int(values[row, column])} times its scale, not in {low}..{high}"
         )

@@ -65,8 +65,9 @@ def _q2_0(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _tq2_0(codes: Tensor, scales: Tensor) -> Tensor:
-    parts = codes.view(-1, 2, 4, 32)
-    return torch.cat([_quarters(parts.unbind(2)).flatten(1), scales], 1)
+    # Eight codes at a time: none of them has bits that a shift takes into its neighbour.
+    parts = codes.view(-1, 2, 4, 32).view(torch.int64)
+    return torch.cat([_quarters(parts.unbind(2)).view(torch.uint8).flatten(1), scales], 1)
 
 
 def _tq1_0(codes: Tensor, scales: Tensor) -> Tensor:
