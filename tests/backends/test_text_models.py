@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.small_models import FAMILIES, SIZES, open_engine
 from trirun_cli.backends.cpu.decoder import NativeDecoder
+from trirun_cli.backends.registry import open_runner
 from trirun_cli.engine.request import Request
 from trirun_cli.engine.sampling import SamplingParams
 from trirun_cli.workflows.pack import pack
@@ -74,6 +75,10 @@ def test_a_model_that_sees_is_a_text_model(family, tmp_path):
     with torch.inference_mode():
         whole = model(input_ids=torch.tensor([[*tokens.tolist(), *written[:-1]]])).logits[0, 119:]
     assert whole.argmax(-1).tolist() == written
+    for place in ("packed", "model"):
+        runner = open_runner(tmp_path / place, device="cpu", slots=1, engine="transformers")
+        found = runner.logits(0, 0, tokens.tolist(), 120)
+        assert (found - expected).norm() / expected.norm() < 1e-3
 
 
 def test_an_older_config_has_the_text_models_settings_among_its_own(tmp_path):

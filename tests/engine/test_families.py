@@ -156,3 +156,13 @@ def test_models_without_a_cache_are_refused(tmp_path):
     model.save_pretrained(tmp_path / "recurrent")
     with pytest.raises(InputError, match="RecurrentGemmaForCausalLM gives back no cache of its past"):
         open_engine(tmp_path / "recurrent", device="cpu")
+
+
+def test_a_model_that_transformers_does_not_run_with_a_cache_is_one_line(tmp_path):
+    sizes = {"layer_types": ["linear_attention"] * 2, "linear_num_heads": 4, "linear_head_dim": 16, "q_lora_rank": 32}
+    sizes |= {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 4}
+    config = AutoConfig.for_model("kimi_linear", **SIZES | sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="does not run this KimiLinearForCausalLM with a cache: ValueError: "):
+        open_engine(tmp_path, device="cpu")
