@@ -129,6 +129,7 @@ def test_dense_twin_on_the_cpu_is_the_same_model():
     assert ((found - expected).norm() / expected.norm()).item() < 1e-4
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_shape_on_the_cpu(trirun):
     code, out, _ = trirun("bench", "model", "--shape", "tiny", *QUICK, "--json")
     document = json.loads(out)

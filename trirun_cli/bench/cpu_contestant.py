@@ -32,6 +32,7 @@ from trirun_kernels.weights.names import (
 from trirun_kernels.weights.packing import dequantize
 from trirun_kernels.weights.spec import QuantSpec
 
+from ..backends.transformers.weights import cache_argument
 from ..models.synthetic import angles, random_gates, random_ternary
 
 MAX_ROWS = 192
@@ -89,7 +90,8 @@ class DenseContestant:
     def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
         """See :class:`~.model_bench.Contestant`."""
         prompts = torch.randint(self._vocab, (batch, context), generator=torch.Generator().manual_seed(0))
-        cache = self._model(prompts, use_cache=True, logits_to_keep=1).past_key_values
+        name = cache_argument(self._model)
+        cache = self._model(prompts, use_cache=True, logits_to_keep=1)[name]
 
         def prefill() -> Any:
             with torch.inference_mode():
@@ -97,7 +99,7 @@ class DenseContestant:
 
         def step() -> Any:
             with torch.inference_mode():
-                out = self._model(prompts[:, -1:], past_key_values=cache, use_cache=True).logits.argmax(-1)
+                out = self._model(prompts[:, -1:], use_cache=True, **{name: cache}).logits.argmax(-1)
                 cache.crop(-1)
                 return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import torch
@@ -15,12 +14,10 @@ from ...engine.slot_cache import SlotCache
 from ...errors import InputError
 from ..cpu.sampler import HostSampler, token_logprobs
 from .dense import matmul_precision, pad_dense
-from .weights import continues, first_positions, keeps_every_token, longest_sequence, returned_cache
+from .weights import cache_argument, continues, first_positions, keeps_every_token, longest_sequence, returned_cache
 
 # Tokens of one step: what a prompt may hold up the others for; a GPU runs more of them in less time.
 MAX_ROWS = {"cpu": 512, "cuda": 2048}
-# What a model's forward calls it: of attention, before transformers 5.24 and since; of recurrent layers alone.
-CACHES = ("past_key_values", "cache", "cache_params")
 
 
 class TransformersRunner:
@@ -39,11 +36,8 @@ class TransformersRunner:
     def __init__(
         self, model: Any, *, slots: int, context: int | None = None, tf32: bool = False, compiled: bool = False
     ) -> None:
-        known = signature(model.forward).parameters
-        cache = next((name for name in CACHES if name in known), None)
-        if cache is None:
-            raise InputError(f"{type(model).__name__} has no cache of its past, by which trirun runs models")
-        self._cache, self._continues = cache, continues(model, cache)
+        self._cache = cache_argument(model)
+        self._continues = continues(model, self._cache)
         text = model.config.get_text_config()
         longest = longest_sequence(text)
         if context is not None and context > longest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from ...checkpoint.model_dir import ModelDir
 from ...checkpoint.reader import QUANT_METHOD
 from ...errors import InputError
 from ...integrations.transformers import load
+
+# What a model's forward calls it: of attention, before transformers 5.24 and since; of recurrent layers alone.
+CACHES = ("past_key_values", "cache", "cache_params")
 
 
 def load_transformers(source: ModelDir, device: str, dtype: torch.dtype | None, act_bits: int | None) -> Any:
@@ -30,6 +34,19 @@ def load_transformers(source: ModelDir, device: str, dtype: torch.dtype | None, 
     if act_bits is not None and source.quant_method is not None:
         _set_act_bits(model, act_bits)
     return model
+
+
+def cache_argument(model: Any) -> str:
+    """What the forward of a transformers model calls its cache, and so does its output.
+
+    Raises:
+        InputError: it takes none.
+    """
+    known = signature(model.forward).parameters
+    cache = next((name for name in CACHES if name in known), None)
+    if cache is None:
+        raise InputError(f"{type(model).__name__} has no cache of its past, by which trirun runs models")
+    return cache
 
 
 def first_positions(cache: Any, length: int) -> Any:
