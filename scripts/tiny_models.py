@@ -87,6 +87,7 @@ NEEDS: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4,
         "linear_head_dim": 16,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "moshi": {"ffn_dim": 256},

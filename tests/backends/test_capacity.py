@@ -42,9 +42,14 @@ def test_int8_keys_and_values_give_room_for_more():
 @pytest.mark.parametrize(
     ("free_gib", "threads", "model", "expected"),
     [
-        (64, 2, SMALL, 16),
-        (64, 8, SMALL, 32),
+        # All of its context for everybody, whatever the threads.
+        (64, 2, SMALL, 64),
         (64, 64, SMALL, 64),
+        (0.375, 2, SMALL, 24),
+        (0.25, 2, SMALL, 16),
+        # 1 GiB a sequence of its whole context, of which 16 and more would have less.
+        (24, 2, LLAMA_3_8B, 16),
+        (24, 8, LLAMA_3_8B, 32),
         # 1 GiB a sequence of 2048 tokens.
         (64, 64, LLAMA_2_7B, 32),
         (16, 8, LLAMA_2_7B, 8),
@@ -53,9 +58,10 @@ def test_int8_keys_and_values_give_room_for_more():
     ],
 )
 def test_a_cpu_takes_as_many_as_its_threads_and_memory_allow(free_gib, threads, model, expected):
-    number, reason = default_slots(CpuDevice(free_gib * GIB, threads), model)
+    number, reason = default_slots(CpuDevice(int(free_gib * GIB), threads), model)
     assert number == expected
-    assert ("half of the free memory" in reason) == (number not in (16, 32, 64) or model is LLAMA_2_7B)
+    assert ("half of the free memory" in reason) == (model is LLAMA_2_7B)
+    assert ("room for" in reason) == (model is LLAMA_2_7B or (model is SMALL and number != 16))
 
 
 def test_a_context_that_the_user_chose_is_held_whole_on_a_cpu():
@@ -66,7 +72,7 @@ def test_a_context_that_the_user_chose_is_held_whole_on_a_cpu():
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_a_runner_says_why_it_has_its_slots(packed, engine):
     by_default = open_runner(packed, device="cpu", engine=engine, slots=None, threads=1)
-    assert by_default.slots == 16 and by_default.why_slots
+    assert by_default.slots == (64 if engine == "native" else 16) and by_default.why_slots
     chosen = open_runner(packed, device="cpu", engine=engine, slots=3)
     assert chosen.slots == 3 and not chosen.why_slots
 

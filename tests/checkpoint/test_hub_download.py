@@ -4,13 +4,19 @@ import hashlib
 import multiprocessing
 import os
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
 from tests.checkpoint.formats.gguf_writer import DATA
 from tests.checkpoint.hub_server import COMMIT, Repository, serving
+from tests.told import Told
+from trirun_cli.checkpoint import hub as hub_module
 from trirun_cli.checkpoint.hub import local_model
 from trirun_cli.errors import InputError, TrirunError
 from trirun_cli.workflows.export import export
@@ -197,3 +203,33 @@ def test_two_processes_that_download_one_model_at_once_both_have_it_whole(hub, t
     assert [run.exitcode for run in runs] == [0, 0]
     (first, second), expected = (answers.get(), answers.get()), hashlib.sha256(content).hexdigest()
     assert first == second == (first[0], expected) and repository.sent == [("tiny-Q2_0.gguf", 0)]
+
+
+def test_a_second_download_says_that_it_waits(hub, tmp_path, monkeypatch):
+    content = random.Random(1).randbytes(1 << 16)
+    repository = Repository({"tiny-Q2_0.gguf": content})
+    hub(org__tiny=repository)
+    begun, go_on, download = threading.Event(), threading.Event(), huggingface_hub.snapshot_download
+
+    def slow(*arguments, **settings):
+        begun.set()
+        assert go_on.wait(60)
+        return download(*arguments, **settings)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", slow)
+    console = Told()
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(local_model, Path("org/tiny"))
+        assert begun.wait(60)
+        second = threads.submit(local_model, Path("org/tiny"), console)
+        while not any("waiting" in note for note in console.notes):
+            assert not second.done()
+            time.sleep(0.01)
+        go_on.set()
+        assert second.result() == first.result() and first.result().read_bytes() == content
+    assert console.notes[-1] == "waiting for another run that is downloading org/tiny; Ctrl-C stops"
+    assert repository.sent == [("tiny-Q2_0.gguf", 0)]
+    # Nothing is written where nothing is to be downloaded.
+    assert not list((tmp_path / "hub").rglob("trirun-*.lock"))
+    monkeypatch.setattr(hub_module, "in_turn", None)
+    assert local_model(Path("org/tiny")) == first.result()

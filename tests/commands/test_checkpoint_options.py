@@ -92,7 +92,7 @@ def test_threads_change_no_token(trirun, packed):
         pytest.skip("one processor")
     documents = [json.loads(trirun("generate", packed, "-p", "a", "--json", "--threads", n)[1]) for n in (1, 2)]
     assert documents[0]["text"] == documents[1]["text"]
-    assert "1 threads" in documents[0]["engine"] and "2 threads" in documents[1]["engine"]
+    assert "1 thread," in documents[0]["engine"] and "2 threads" in documents[1]["engine"]
 
 
 def test_demo_is_the_model_that_ships_with_trirun_from_anywhere(trirun, tmp_path, monkeypatch, demo_model, packed):

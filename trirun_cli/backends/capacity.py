@@ -21,7 +21,8 @@ USUAL_TOKENS = 512
 CACHE_SHARE, CPU_CACHE_SHARE = 0.85, 0.5
 # Of the sampler's tables on a GPU: bytes of a sequence for each token of the vocabulary.
 SAMPLER_BYTES = 20
-# Of a CPU, whose products are limited by arithmetic sooner.
+# Of a CPU, whose products are limited by arithmetic sooner. Threads bound the slots only where more of them would leave
+# each with less than the model's context: 64 clients are answered sooner by 64 slots than by 16 (kernels/LOG.md).
 SLOTS_PER_THREAD, LEAST_CPU_SLOTS, MOST_CPU_SLOTS = 4, 16, 64
 # A sequence's part of a CPU's cache is set aside whole; it should not become shorter than this for the sake of others.
 ROOMY_TOKENS = 2048
@@ -91,10 +92,15 @@ def _gpu_slots(device: GpuDevice, model: ModelNeeds) -> Slots:
 
 def _cpu_slots(device: CpuDevice, model: ModelNeeds) -> Slots:
     tokens = model.context if model.fixed_context else min(ROOMY_TOKENS, model.context)
-    fit = int(device.free_bytes * CPU_CACHE_SHARE) // (tokens * model.token_bytes + model.state_bytes)
+    budget = int(device.free_bytes * CPU_CACHE_SHARE)
+    fit = budget // (tokens * model.token_bytes + model.state_bytes)
+    whole = budget // (model.context * model.token_bytes + model.state_bytes)
     most = min(max(SLOTS_PER_THREAD * device.threads, LEAST_CPU_SLOTS), MOST_CPU_SLOTS)
     if fit < most:
         return Slots(max(fit, 1), f"half of the free memory: {_room(fit, tokens, model)}")
+    if whole > most:
+        room = _room(whole, model.context, model)
+        return Slots(min(whole, MOST_CPU_SLOTS), f"the most by default; {room}" if whole >= MOST_CPU_SLOTS else room)
     rule = f"{SLOTS_PER_THREAD} a thread, {LEAST_CPU_SLOTS} to {MOST_CPU_SLOTS}"
     return Slots(most, f"{device.threads} thread{'s' * (device.threads != 1)}, {rule}")
 

@@ -6,7 +6,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..errors import InputError, TrirunError, writing
 from ..resources import configs_dir
 from .hub_files import UNWANTED, WANTED, choose_gguf
+from .turns import in_turn
 
 if TYPE_CHECKING:
     from ..console import Console
@@ -89,7 +90,7 @@ def local_model(given: Path, console: Console | None = None) -> Path:
 def _fetched(named: HubName, console: Console | None) -> Path:
     """The model in the hub's cache."""
     import huggingface_hub
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
     if console is None or console.quiet or console.as_json or not sys.stderr.isatty():
         disable_progress_bars()
@@ -104,15 +105,29 @@ def _fetched(named: HubName, console: Console | None) -> Path:
     if online is None and known is not None and chosen is not None and there.issuperset(chosen.files):
         return cache / "snapshots" / known.commit / chosen.files[0]
     allowed, ignored = (WANTED, UNWANTED) if chosen is None else (chosen.files, ())
-    with writing(cache):
+    wanted: set[str] = set()
+    if online is not None:
+        wanted = set(filter_repo_objects(online.files, allow_patterns=[*allowed], ignore_patterns=[*ignored]))
+    # A cache that has everything may be one that nobody can write to.
+    work = f"downloading {named.name}"
+    alone = nullcontext() if wanted <= there else in_turn(_lock_file(cache, wanted), work, console)
+    with writing(cache), alone:
+        # Another run may have downloaded them meanwhile, and checked them.
+        there = set() if known is None else _present(cache, known)
         found = Path(
             huggingface_hub.snapshot_download(
                 named.name, revision=named.revision, allow_patterns=[*allowed], ignore_patterns=[*ignored]
             )
         )
-    if online is not None and found.name == online.commit:
-        _check({found / name: sha for name, sha in online.files.items() if name not in there}, named)
+        if online is not None and found.name == online.commit:
+            _check({found / name: sha for name, sha in online.files.items() if name not in there}, named)
     return found if chosen is None else found / chosen.files[0]
+
+
+def _lock_file(cache: Path, wanted: set[str]) -> Path:
+    """Beside the locks that the hub's own library holds for single files, of which it tells nobody."""
+    digest = hashlib.sha256("\0".join(sorted(wanted)).encode()).hexdigest()[:16]
+    return cache.parent / ".locks" / cache.name / f"trirun-{digest}.lock"
 
 
 def _listing(named: HubName) -> _Listing | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.hub import local_model, model_name
+from ..checkpoint.turns import in_turn
 from ..errors import InputError
 from ..version import __version__
 
@@ -19,7 +20,8 @@ def as_model_dir(given: Path, console: Console | None = None, *, verify: bool = 
     that holds one, or one that another program has packed stands for the checkpoint packed of it.
 
     It is packed on first use, into :func:`cache_dir`, by its files, their sizes and times of change, and trirun's
-    version. Everything there may be deleted at any time.
+    version. Everything there may be deleted at any time. Of several runs that need it at once, one packs and the others
+    wait for it.
 
     Args:
         console: what tells the user so; None is silent.
@@ -46,15 +48,23 @@ def _as_model_dir(given: Path, console: Console | None) -> Path:
     if file is None and not _is_foreign(model):
         return model
     packed = cache_dir() / f"{name if file is None else file.stem}-{_fingerprint(file or model)}"
-    if (packed / "config.json").is_file():
+    if _is_packed(packed):
         return packed
-    if console is not None:
-        console.note(f"packing {file or model} into {packed}, once")
-    from .pack import pack
-
     packed.parent.mkdir(parents=True, exist_ok=True)
-    pack(file or model, packed, overwrite=True)
+    with in_turn(packed.with_name(packed.name + ".lock"), f"packing {packed}", console):
+        # Another run may have packed it meanwhile.
+        if not _is_packed(packed):
+            if console is not None:
+                console.note(f"packing {file or model} into {packed}, once")
+            from .pack import pack
+
+            pack(file or model, packed, overwrite=True)
     return packed
+
+
+def _is_packed(packed: Path) -> bool:
+    """A checkpoint has its final name once it is whole."""
+    return (packed / "config.json").is_file()
 
 
 def _is_foreign(directory: Path) -> bool:

@@ -229,8 +229,8 @@ def test_term_lets_running_answers_end(start_server):
     code, err = server.process.wait(30), server.process.stderr.read()
     assert code == 0 and "Traceback" not in err
     # Nobody said how many at once: what was chosen is said, and why.
-    assert server.facts["slots"] == 16 and server.facts["slots_reason"].startswith("1 thread, 4 a thread")
-    assert "16 requests at once (1 thread, 4 a thread" in err
+    assert server.facts["slots"] == 64 and server.facts["slots_reason"].startswith("the most by default; the cache has")
+    assert "64 requests at once (the most by default; the cache has room for" in err
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
 

@@ -65,8 +65,9 @@ class NativeDecoder:
         self.act_bits = act_bits or form.activation_bits
         try:
             weights = decoder_weights(source, form, self.context, int8_head=int8_head, threads=self.threads)
+            count = f"{self.threads} thread{'s' * (self.threads != 1)}"
             cache = {"float16": "16-bit cache", "float32": "cache unquantized"}[kv_dtype]
-            self.name = f"native decoder on cpu, {self.threads} threads, {head_kind(weights)}, {cache}"
+            self.name = f"native decoder on cpu, {count}, {head_kind(weights)}, {cache}"
             self._native = CpuDecoder(
                 weights,
                 slots=slots,
