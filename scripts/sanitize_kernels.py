@@ -1,6 +1,6 @@
 """Run the CUDA kernels' tests under compute-sanitizer: out-of-bounds, uninitialised and racing accesses.
 
-    python scripts/sanitize_kernels.py [--tool memcheck,racecheck,initcheck] [--only decode] [--limit 300] [--logs DIR]
+    python scripts/sanitize_kernels.py [--tool memcheck,racecheck,initcheck,synccheck] [--only decode] [--limit 300] [--logs DIR]
 
 Needs a GPU and compute-sanitizer of a CUDA toolkit. The tests are 10 to 100 times slower so, hence a selection that
 runs every kernel at small shapes; runs go on side by side (nothing is timed). Exit code 1 if a test failed, was cut by
@@ -52,11 +52,13 @@ SELECTIONS = {
     "decoder rows": ("decoder/test_cuda_ops.py", "test_rows and -96-"),
     "decoder attention": ("decoder/test_cuda_ops.py", "test_attention and dtype0"),
     "decoder sampling": ("decoder/test_cuda_sampling.py", "203 and not draws"),
+    "decoder step": ("decoder/step/test_cuda_step.py", "texts_against and 16 or rows_of_a_batch and dtype0"),
+    "experts": ("decoder/test_cuda_experts.py", "equal_experts or nan_stays or weighted_sum"),
     "gated deltanet": ("decoder/test_cuda_delta.py", "dtype0 and sizes2 or limbs"),
     "f16acc tails": ("f16acc/test_f16acc_cuda.py", "every_plan_on_every_tail and not 4104 and not 4096"),
     "f16acc other": ("f16acc/test_f16acc_cuda.py", "transposed_operands or any_shape"),
 }
-TOOLS = ("memcheck", "racecheck", "initcheck")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _OURS = re.compile(r"trirun::(?:<unnamed>::|\(anonymous namespace\)::)?\w+")
 _LINE = re.compile(r"([\w-]+\.cuh?:\d+)")
 # Pytest with torch's empty tensors filled: with NaN, where they hold floats.
@@ -172,7 +174,7 @@ def _count(text: str) -> tuple[dict[str, int], dict[str, int]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tool", default=",".join(TOOLS), help="comma-separated; default: all three")
+    parser.add_argument("--tool", default=",".join(TOOLS), help="comma-separated; default: all")
     parser.add_argument("--only", default=",".join(SELECTIONS), help="comma-separated selections; default: all")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a selection, or test, under one tool")
     parser.add_argument("--jobs", type=int, default=8, help="runs side by side")

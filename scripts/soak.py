@@ -1,6 +1,7 @@
-"""Load one ``trirun serve`` on a CPU with everything at once, and see that it stays as it was.
+"""Load one ``trirun serve`` with everything at once, and see that it stays as it was.
 
     python scripts/soak.py CHECKPOINT --minutes 30
+    python scripts/soak.py CHECKPOINT --minutes 8 --device cuda
 
 Clients ask greedily, whole and streamed, more of them than there are slots; others reset the connection in the middle
 of a stream, leave it, read it byte by byte, send too much, or send what is no request; the server is stopped by SIGSTOP
@@ -210,7 +211,7 @@ async def soak(server: Server, minutes: float, seed: int) -> dict[str, Any]:
     states, *_ = await asyncio.gather(watch(server, end), pauses(server, end), *clients)
     await asyncio.sleep(3)
     metrics = await load.talk(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    left = {m[0].decode(): float(m[1]) for m in re.findall(rb"trirun:(num_requests_\w+)\S* ([\d.]+)", metrics)}
+    left = {m[0].decode(): float(m[1]) for m in re.findall(rb"vllm:(num_requests_\w+)\S* ([\d.]+)", metrics)}
     load.faults += [f"at the end {name} is {value}" for name, value in left.items() if value]
     load.faults += [] if left else ["no metrics at the end"]
     third = len(states) // 3
@@ -237,8 +238,9 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    server = Server(options.checkpoint, ["--device", "cpu", "--max-batch", str(SLOTS)])
+    server = Server(options.checkpoint, ["--device", options.device, "--max-batch", str(SLOTS)])
     try:
         report = asyncio.run(soak(server, options.minutes, options.seed))
     finally:

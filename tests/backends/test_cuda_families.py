@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.small_models import CPU_ONLY, FAMILIES, save_ternary
 from trirun_cli.checkpoint.model_dir import read_config
-from trirun_cli.models.mixtures import MIXTURES
+from trirun_cli.models.description import decoder_shape
 
 pytestmark = pytest.mark.gpu
 # Softened scores (gemma 2) are those of eager attention in every version of transformers.
@@ -39,7 +39,8 @@ def test_logits_are_those_of_transformers(models):
         reference = AutoModelForCausalLM.from_pretrained(models[0], **EAGER).eval()
         expected = reference(tokens.unsqueeze(0)).logits[0]
     # Only packed experts run there.
-    for path in models if read_config(models[0])["model_type"] not in MIXTURES else models[1:]:
+    experts = any(layer.mixture is not None for layer in decoder_shape(read_config(models[0])).layers)
+    for path in models[1:] if experts else models:
         model = load_model(path, device=torch.device("cuda", 0), dtype="float16", act_bits=16)
         assert model.packed == (path is models[1])
         decoder = CudaDecoder(model, slots=1, context=192)

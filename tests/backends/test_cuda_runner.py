@@ -14,6 +14,7 @@ from tests.kernels.decoder.models import VOCAB, random_model
 from trirun_cli.engine.engine import Engine
 from trirun_cli.engine.request import FinishReason, Request
 from trirun_cli.engine.sampling import SamplingParams
+from trirun_cli.errors import TrirunError
 from trirun_cli.models.description import UnsupportedModel, gpu_dtype
 
 gpu = pytest.mark.gpu
@@ -76,6 +77,19 @@ def test_many_requests_at_once(weights):
     for text, result in zip(texts, results, strict=True):
         assert len(result) == 20
         assert_greedy(weights, text, [token.id for token in result])
+
+
+@gpu
+def test_a_step_that_gave_up_ends_with_the_reason(weights):
+    engine = engine_of(weights, slots=1)
+    decoder = engine._runner._decoder
+    if decoder.step_refusal is not None:
+        pytest.skip(decoder.step_refusal)
+    params = SamplingParams(max_tokens=5, ignore_stop_ids=True)
+    assert len(generate(engine, [[1, 2, 3]], params)[0]) == 5
+    decoder._steps[1]._messages[4:8] = 1
+    with pytest.raises(TrirunError, match="another program held"):
+        generate(engine, [[1, 2, 3]], params)
 
 
 @gpu

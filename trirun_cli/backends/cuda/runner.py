@@ -21,6 +21,7 @@ from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
 from ...engine.paged_cache import PagedCache
 from ...engine.request import Request
 from ...engine.runner import Outcome, Work
+from ...errors import TrirunError
 from .sampler import CudaSampler, Reading
 
 # Batch sizes that have a graph: a step is padded to the next one.
@@ -28,6 +29,7 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_ROWS = 2048  # tokens of a step that runs prompts
 # Host buffers of copies on their way: more than the steps that can be in flight at once.
 RING = 4
+HELD = "another program held multiprocessors of the GPU for seconds, so that a step could not end; stop it, and run again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,20 @@ class _Piece(NamedTuple):
 class CudaPending:
     """A step on its way: what to read, and in which order its works come."""
 
+    decoder: CudaDecoder
     reading: Reading | None
     places: Sequence[int | None]
     prompts: Sequence[tuple[int, int]]
 
     def collect(self) -> list[Outcome]:
-        """See :class:`~.engine.runner.Pending`."""
+        """See :class:`~.engine.runner.Pending`.
+
+        Raises:
+            TrirunError: the kernel of a whole step gave up.
+        """
         tokens, scores = ([], []) if self.reading is None else self.reading.wait()
+        if any(token.id < 0 for token in tokens) and self.decoder.gave_up:
+            raise TrirunError(HELD)
         return [
             Outcome(None if place is None else tokens[place], tuple(scores[first : first + count]))
             for place, (first, count) in zip(self.places, self.prompts, strict=True)
@@ -244,7 +253,7 @@ class CudaRunner:
         wanted[2, : len(work)] += 1
         self._expected = wanted
         reading = self._sampler.read(graph.logits, slots, self._turn)
-        return CudaPending(reading, range(len(work)), [(0, 0)] * len(work))
+        return CudaPending(self._decoder, reading, range(len(work)), [(0, 0)] * len(work))
 
     def _mixed(self, work: Sequence[Work]) -> CudaPending:
         # Single tokens first, whatever they continue; pieces of prompts after them.
@@ -278,11 +287,11 @@ class CudaRunner:
         self._expected = None
         logits = self._decoder.forward(inputs, segments, wanted.to(self._device))
         if not len(wanted):
-            return CudaPending(None, places, prompts)
+            return CudaPending(self._decoder, None, places, prompts)
         slots = [slot for _, slot in sampled]
         if slots:
             self._sampler.constrain(slots, self._turn)
             self._sampler.sample(logits[: len(slots)], torch.tensor(slots, dtype=torch.int32).to(self._device))
         scores = [(slot, target) for _, slot, target in scored]
         reading = self._sampler.read(logits, slots, self._turn, scores)
-        return CudaPending(reading, places, prompts)
+        return CudaPending(self._decoder, reading, places, prompts)

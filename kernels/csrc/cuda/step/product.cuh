@@ -195,7 +195,8 @@ struct Multiplier {
         if constexpr (S::GROUPS) {
           const int n_tile = g.first + first + (pairs ? tile / 2 + (tile & 1) * (g.n_tiles / 2) : tile);
           scales = weight.scales + static_cast<int64_t>(g.half + k) * weight.n + n_tile * 64 + lane / 4 * 8;
-          row_scales.scales = __ldg(reinterpret_cast<const uint4*>(scales));
+          // A chunk may have fewer k tiles than warps share it.
+          if (k < end) row_scales.scales = __ldg(reinterpret_cast<const uint4*>(scales));
         }
         uint32_t words = c.shared + at.stage * CHUNK_BYTES + words0, limbs = limbs0 + k * K_TILE * columns;
         uint32_t scale = c.shared + c.a.at.scales + k * rows * 8;
