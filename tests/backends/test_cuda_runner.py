@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from trirun_kernels import QuantSpec
 from trirun_kernels.decoder import reference as decoder_reference
 from trirun_kernels.decoder.cuda_reference import int8_round_trip
 
@@ -80,7 +81,9 @@ def test_many_requests_at_once(weights):
 
 
 @gpu
-def test_a_step_that_gave_up_ends_with_the_reason(weights):
+def test_a_step_that_gave_up_ends_with_the_reason():
+    rows = QuantSpec(-1, 1.0)
+    weights = random_model(hidden=256, ffn=384, heads=4, kv_heads=4, head_dim=64, spec=rows)
     engine = engine_of(weights, slots=1)
     decoder = engine._runner._decoder
     if decoder.step_refusal is not None:

@@ -106,7 +106,7 @@ class CudaDecoder:
         self._heads = {index: self._heads_of(index) for index in self._caches.attention}
         self.step_refusal: str | None = "it was not asked for"
         if one_kernel:
-            self.step_refusal = refusal(model, self._device.arch, list(self._heads.values()), self.scales is not None)
+            self.step_refusal = refusal(model, self._device.arch, list(self._heads.values()))
         self._steps: dict[int, CudaStep] = {}
 
     def _heads_of(self, index: int) -> ops.Heads:

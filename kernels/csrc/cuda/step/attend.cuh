@@ -3,18 +3,32 @@
 #pragma once
 
 #include "cta.cuh"
-#include "cuda/decoder/heads.cuh"
+#include "cuda/decoder/int8.cuh"
 
 namespace trirun::step {
 
 constexpr float NOTHING = -1e30f;  // a score below all others, of which differences are numbers
 
+// What the cache has of an element.
+enum Element { FP16 = 0, BF16 = 1, INT8 = 2 };
+template <int ELEMENT>
+constexpr int ELEMENT_BYTES = ELEMENT == INT8 ? 1 : 2;
+
 // Positions of a chunk: as many as fill it with keys and values.
-template <int HD>
-constexpr int CHUNK_POSITIONS = CHUNK_BYTES / (4 * HD);
+template <int HD, int ELEMENT>
+constexpr int CHUNK_POSITIONS = CHUNK_BYTES / (2 * HD * ELEMENT_BYTES<ELEMENT>);
+
+// Eight numbers of 8 bits, exactly: a byte of v + 128 becomes the lowest one of the fp32 number 2^23.
+__device__ __forceinline__ void widen_codes(float (&to)[8], uint2 words) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const uint32_t shifted = (i < 4 ? words.x : words.y) ^ 0x80808080u;
+    to[i] = __uint_as_float(__byte_perm(shifted, 0x4b000000u, 0x7440 + i % 4)) - 8388736.f;
+  }
+}
 
 // What a CTA attends to, one row and key head after another, and with which part of their keys: made once.
-template <int HD>
+template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   const trirun_cuda_step& s = c.a.s;
   const int cta = blockIdx.x, splits = s.splits, stride = static_cast<int>(gridDim.x) / splits;
@@ -26,7 +40,8 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     Item item;
     item.row = at / kv_heads, item.kv_head = at % kv_heads, item.slot = s.slots[item.row];
     item.position = max(s.positions[item.row], 0), item.length = item.slot < 0 ? 0 : item.position;
-    const int chunks = (item.length + CHUNK_POSITIONS<HD> - 1) / CHUNK_POSITIONS<HD>;
+    constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
+    const int chunks = (item.length + POSITIONS - 1) / POSITIONS;
     item.split = split;
     item.first = chunks * split / splits, item.last = chunks * (split + 1) / splits;
     item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / decoder::PAGE];
@@ -35,11 +50,29 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   *reinterpret_cast<int*>(to + MAX_ITEMS) = count;
 }
 
-template <int HD, int GP, bool BF16>
+template <int HD, int GP, int ELEMENT>
 struct Attention {
+  static constexpr bool CODES = ELEMENT == INT8;
   static constexpr int LANES = HD / 8;  // that hold a key
   static constexpr int KEYS = 32 / LANES;  // of one load of a warp
+  static constexpr int BYTES = ELEMENT_BYTES<ELEMENT>;
+  static constexpr int LOAD = KEYS * HD * BYTES;  // bytes of the keys of one load
+  static constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
   static constexpr int PART = HD + 4;  // floats of a part: values, maximum (log2), sum of weights
+
+  // Of CODES, the scales (of key, of value) of a chunk's positions, one to a lane.
+  struct Scales {
+    uint32_t words[POSITIONS > 32 ? 2 : 1];
+
+    __device__ __forceinline__ float2 of(int position) const {
+      uint32_t word = __shfl_sync(~0u, words[0], position % 32);
+      if constexpr (POSITIONS > 32) {
+        const uint32_t second = __shfl_sync(~0u, words[1], position % 32);
+        if (position >= 32) word = second;
+      }
+      return __half22float2(*reinterpret_cast<const __half2*>(&word));
+    }
+  };
 
   float highest[GP], weight[GP], value[GP][8];
 
@@ -68,15 +101,23 @@ struct Attention {
   }
 
   // Two keys of each group of lanes. keys, values: shared addresses of the first; query: this lane's dimensions of the
-  // warp's first head, in units of log2(e); left: positions from the first key of lane 0 to the end.
-  __device__ __forceinline__ void add(uint32_t keys, uint32_t values, const float* query, int left) {
+  // warp's first head, in units of log2(e); left: positions from the first key of lane 0 to the end; scales: of the
+  // chunk, in which the first key of lane 0 is at `first`.
+  __device__ __forceinline__ void add(uint32_t keys, uint32_t values, const float* query, int left,
+                                      const Scales& scales, int first) {
     const int group = threadIdx.x % 32 / LANES;
     const bool there[2] = {group < left, KEYS + group < left};
     float score[GP][2];
+    float2 scale[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       float key[8];
-      decoder::widen_eight<BF16>(key, load_shared4(keys + i * 512));
+      if constexpr (CODES) {
+        scale[i] = scales.of(first + i * KEYS + group);
+        widen_codes(key, load_shared2(keys + i * LOAD));
+      } else {
+        decoder::widen_eight<ELEMENT == BF16>(key, load_shared4(keys + i * LOAD));
+      }
 #pragma unroll
       for (int g = 0; g < GP; g++) score[g][i] = dot(query + g * HD, key);
     }
@@ -85,6 +126,7 @@ struct Attention {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         score[g][i] = key_sum(score[g][i]);
+        if constexpr (CODES) score[g][i] *= scale[i].x;
         if (!there[i]) score[g][i] = NOTHING;
       }
       const float most = fmaxf(highest[g], fmaxf(score[g][0], score[g][1])), kept = exp2f(highest[g] - most);
@@ -92,16 +134,24 @@ struct Attention {
 #pragma unroll
       for (int i = 0; i < 2; i++) score[g][i] = there[i] ? exp2f(score[g][i] - most) : 0.f;
       weight[g] = weight[g] * kept + score[g][0] + score[g][1];
+      if constexpr (CODES) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) score[g][i] = there[i] ? score[g][i] * scale[i].y : 0.f;
+      }
 #pragma unroll
       for (int d = 0; d < 8; d++) value[g][d] *= kept;
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      uint4 words = load_shared4(values + i * 512);
-      // Memory behind a row's last position may hold what is no number.
-      if (!there[i]) words = make_uint4(0, 0, 0, 0);
       float v[8];
-      decoder::widen_eight<BF16>(v, words);
+      if constexpr (CODES) {
+        widen_codes(v, load_shared2(values + i * LOAD));
+      } else {
+        uint4 words = load_shared4(values + i * LOAD);
+        // Memory behind a row's last position may hold what is no number.
+        if (!there[i]) words = make_uint4(0, 0, 0, 0);
+        decoder::widen_eight<ELEMENT == BF16>(v, words);
+      }
 #pragma unroll
       for (int g = 0; g < GP; g++)
 #pragma unroll
@@ -151,12 +201,13 @@ struct Attention {
   // Slots of query heads in shared memory: those of the key head, and zeros.
   __device__ __forceinline__ static int group_slots(int group) { return head_groups(group, HD) * GP; }
 
-  // Queries, and for the last split the new key and value, from messages to shared memory.
-  __device__ __forceinline__ static void take_heads(const Cta& c, const trirun_cuda_step_layer& layer, int row,
-                                                    int kv_head, int position, bool newest, int group, uint32_t tag) {
+  // Queries, and for the last split the new key and value, from messages to shared memory. Of CODES these two become
+  // what the cache keeps of them.
+  __device__ __forceinline__ static void take_heads(const Cta& c, const trirun_cuda_step_layer& layer, const Item& span,
+                                                    bool newest, int group, uint32_t tag) {
     const trirun_cuda_step& s = c.a.s;
-    const int lane = c.lane(), slots = group_slots(group);
-    const int64_t angles = static_cast<int64_t>(position) * s.rotary_half;
+    const int lane = c.lane(), slots = group_slots(group), row = span.row, kv_head = span.kv_head;
+    const int64_t angles = static_cast<int64_t>(span.position) * s.rotary_half;
     const int words = static_cast<int>(s.heads + 2 * s.kv_heads) * (HD / 4);
 #pragma unroll 1
     for (int i = c.warp(); i < slots + (newest ? 2 : 0); i += WARPS) {
@@ -181,11 +232,34 @@ struct Attention {
       if (turned)
         decoder::turn_head(to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0,
                            query ? s.scale * decoder::LOG2E : 1.f);
+      if constexpr (CODES) {
+        if (turned) decoder::mix_head<HD / 32>(to, HD);
+        if (!query) keep_codes(to, layer, s, span, i - slots);
+      }
     }
     meet();
   }
 
-  // The new key and value to the cache: two warps.
+  // A new key (part 0) or value (part 1) to the cache, and to shared memory as attention will read it: a warp.
+  __device__ __forceinline__ static void keep_codes(float* head, const trirun_cuda_step_layer& layer,
+                                                    const trirun_cuda_step& s, const Item& span, int part) {
+    const int lane = threadIdx.x % 32;
+    auto* own = reinterpret_cast<float4*>(head) + lane;
+    const bool there = lane < HD / 4;
+    const float4 v[1] = {there ? *own : make_float4(0.f, 0.f, 0.f, 0.f)};
+    uint32_t code[1];
+    const __half kept = decoder::quantize_head(code, v);
+    const float scale = __half2float(kept);
+    const auto value = [&](int b) { return static_cast<float>(static_cast<int8_t>(code[0] >> 8 * b)) * scale; };
+    if (there) *own = make_float4(value(0), value(1), value(2), value(3));
+    __syncwarp();
+    if (span.slot < 0) return;
+    const int64_t at = decoder::cache_offset(span.page, static_cast<int>(s.kv_heads), span.kv_head, span.position, 1);
+    if (there) static_cast<uint32_t*>(part == 0 ? layer.keys : layer.values)[at * (HD / 4) + lane] = code[0];
+    if (lane == 0) static_cast<__half*>(layer.scales)[2 * at + part] = kept;
+  }
+
+  // The new key and value to a cache of 16 bits: two warps.
   __device__ __forceinline__ static void append(const Cta& c, const trirun_cuda_step_layer& layer, int kv_head,
                                                 int page, int position, int group) {
     const int which = c.warp() - (WARPS - 2);
@@ -195,7 +269,7 @@ struct Attention {
     auto* cache = static_cast<uint16_t*>(which == 0 ? layer.keys : layer.values) +
                   decoder::cache_offset(page, static_cast<int>(s.kv_heads), kv_head, position, HD);
 #pragma unroll
-    for (int d = c.lane(); d < HD; d += 32) cache[d] = decoder::narrow<BF16>(from[d]);
+    for (int d = c.lane(); d < HD; d += 32) cache[d] = decoder::narrow<ELEMENT == BF16>(from[d]);
   }
 
   __device__ __forceinline__ static void run(Cta& c, int index, uint32_t tag) {
@@ -203,7 +277,6 @@ struct Attention {
     const trirun_cuda_step_layer& layer = c.layer(index);
     const int group = c.a.group;
     const int groups = group_slots(group) / GP, groups_log = groups >> 1;  // of 1, 2 and 4: 0, 1 and 2
-    constexpr int POSITIONS = CHUNK_POSITIONS<HD>;
     const int split = c.items()->split;
     const bool newest = split == s.splits - 1;
     const int lane = c.lane(), warp = c.warp(), items = c.item_count();
@@ -211,13 +284,30 @@ struct Attention {
     for (int at_item = 0; at_item < items; at_item++) {
       const Item span = c.items()[at_item];
       const int row = span.row, kv_head = span.kv_head;
-      take_heads(c, layer, row, kv_head, span.position, newest, group, tag);
       // A chunk is shared by warps with other query heads, and, where chunks are few, with other positions.
       const int chunks = span.last - span.first;
       const int sharing = chunks <= 4 ? 2 : max(chunks <= 8 ? 1 : 0, groups_log), places_log = sharing - groups_log;
       const int mine = POSITIONS >> places_log, part = warp & ((1 << sharing) - 1);
       const int place = part >> groups_log, of = part & (groups - 1);
       const float* query = c.floats(c.a.at.heads) + of * GP * HD + lane % LANES * 8;
+      // The scales of this warp's share of a chunk, on their way while its keys and values are.
+      const auto scales_of = [&](int chunk) -> Scales {
+        Scales scales{};
+        if constexpr (CODES) {
+#pragma unroll
+          for (int i = 0; i * 32 < POSITIONS; i++) {
+            const int within = i * 32 + lane, position = chunk * POSITIONS + place * mine + within;
+            if (within >= mine || chunk >= span.last) continue;
+            const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
+            const int64_t from = decoder::cache_offset(page, static_cast<int>(s.kv_heads), kv_head, position, 1);
+            scales.words[i] = __ldg(static_cast<const uint32_t*>(layer.scales) + from);
+          }
+        }
+        return scales;
+      };
+      const int first = span.first + (warp >> sharing);
+      Scales scales = scales_of(first);
+      take_heads(c, layer, span, newest, group, tag);
       Attention attention;
       attention.clear();
       if (newest && warp < groups) {
@@ -227,14 +317,16 @@ struct Attention {
       Ring at = c.ring;
       c.move(at, warp >> sharing);
 #pragma unroll 1
-      for (int chunk = span.first + (warp >> sharing); chunk < span.last; chunk += WARPS >> sharing) {
+      for (int chunk = first; chunk < span.last; chunk += WARPS >> sharing) {
+        const Scales these = scales;
+        scales = scales_of(chunk + (WARPS >> sharing));
         barrier_wait(c.full(at.stage), at.phase);
-        uint32_t keys = c.shared + at.stage * CHUNK_BYTES + place * mine * HD * 2 + lane * 16;
+        uint32_t keys = c.shared + at.stage * CHUNK_BYTES + (place * mine * HD + lane * 8) * BYTES;
         int left = span.length - (chunk * POSITIONS + place * mine);
 #pragma unroll 1
         for (int i = 0; i < mine; i += 2 * KEYS) {
-          attention.add(keys, keys + CHUNK_BYTES / 2, query, left);
-          keys += 2 * 512, left -= 2 * KEYS;
+          attention.add(keys, keys + CHUNK_BYTES / 2, query, left, these, i);
+          keys += 2 * LOAD, left -= 2 * KEYS;
         }
         // The arrival must not overtake the loads: it depends on what was made of the last ones.
         uint32_t loaded = 0;
@@ -248,7 +340,8 @@ struct Attention {
       attention.leave(c.floats(c.a.at.slots) + warp * GP * PART);
       meet();
       put_together(c, index, layer, row, kv_head, split, group, groups_log, tag);
-      if (newest && span.slot >= 0) append(c, layer, kv_head, span.page, span.position, group);
+      if constexpr (!CODES)
+        if (newest && span.slot >= 0) append(c, layer, kv_head, span.page, span.position, group);
       if (at_item + 1 < items) meet();
     }
   }

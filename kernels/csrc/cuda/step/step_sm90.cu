@@ -12,7 +12,7 @@ namespace trirun::step {
 namespace {
 
 // One thread: everything that this CTA reads of weights and caches, in the order in which it is needed.
-template <int HD>
+template <int HD, int ELEMENT>
 __device__ __forceinline__ void stream(const Cta& c) {
   const trirun_cuda_step& s = c.a.s;
   const int stages = c.a.at.stages;
@@ -46,7 +46,7 @@ __device__ __forceinline__ void stream(const Cta& c) {
     }
   };
   const auto cache = [&](const trirun_cuda_step_layer& layer) {
-    constexpr int POSITIONS = CHUNK_POSITIONS<HD>;
+    constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
 #pragma unroll 1
     for (int i = 0; i < c.item_count(); i++) {
       const Item& item = c.items()[i];
@@ -55,12 +55,11 @@ __device__ __forceinline__ void stream(const Cta& c) {
       for (int chunk = item.first; chunk < item.last; chunk++) {
         const int position = chunk * POSITIONS;
         const int64_t at = decoder::cache_offset(__ldg(table + position / decoder::PAGE), static_cast<int>(s.kv_heads),
-                                                 item.kv_head, position, HD);
+                                                 item.kv_head, position, HD * ELEMENT_BYTES<ELEMENT>);
         next_stage(CHUNK_BYTES);
         const uint32_t to = c.shared + filled.stage * CHUNK_BYTES, barrier = c.full(filled.stage);
-        bulk_load(to, static_cast<const uint16_t*>(layer.keys) + at, CHUNK_BYTES / 2, barrier, once);
-        bulk_load(to + CHUNK_BYTES / 2, static_cast<const uint16_t*>(layer.values) + at, CHUNK_BYTES / 2, barrier,
-                  once);
+        bulk_load(to, static_cast<const uint8_t*>(layer.keys) + at, CHUNK_BYTES / 2, barrier, once);
+        bulk_load(to + CHUNK_BYTES / 2, static_cast<const uint8_t*>(layer.values) + at, CHUNK_BYTES / 2, barrier, once);
         filled.advance(stages);
       }
     }
@@ -99,7 +98,7 @@ __device__ __forceinline__ void plan_product(const Cta& c, int product, int clus
   reinterpret_cast<Geometry*>(c.memory + c.a.at.plan)[product] = g;
 }
 
-template <int LIMBS, int SCALE, int HD, int GP, bool BF16>
+template <int LIMBS, int SCALE, int HD, int GP, int ELEMENT>
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ StepArgs a) {
   extern __shared__ __align__(1024) uint8_t memory[];
   using M = Multiplier<LIMBS, SCALE>;
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
     fence_async_shared();
   }
   if (threadIdx.x < PRODUCTS) plan_product(c, threadIdx.x, cluster, clusters);
-  if (threadIdx.x == 32) plan_items<HD>(c);
+  if (threadIdx.x == 32) plan_items<HD, ELEMENT>(c);
   const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
   for (int i = threadIdx.x; i < words; i += THREADS)
     reinterpret_cast<uint64_t*>(memory + a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
@@ -127,7 +126,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
 
   if (warp >= WARPS) {
     decrease_registers<STREAM_REGISTERS>();
-    if (threadIdx.x == WARPS * 32) stream<HD>(c);
+    if (threadIdx.x == WARPS * 32) stream<HD, ELEMENT>(c);
     __syncwarp();
   } else {
     increase_registers<REGISTERS>();
@@ -155,7 +154,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
           in = {a.gated, a.gated_headers, static_cast<int>(s.ffn), static_cast<int>(s.ffn / 32),
                 layer.mlp_sub_norm != nullptr};
         M::run(c, i, product, in, tag_of(base + i), tag_of(base + i + 1));
-        if (product == QKV) Attention<HD, GP, BF16>::run(c, i, tag_of(base + i));
+        if (product == QKV) Attention<HD, GP, ELEMENT>::run(c, i, tag_of(base + i));
       }
     }
     // The final norm, of this CTA's rows.
@@ -183,28 +182,29 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
 
 using Kernel = void (*)(StepArgs);
 
-template <int LIMBS, int SCALE, bool BF16>
+template <int LIMBS, int SCALE, int ELEMENT>
 Kernel of_heads(const trirun_cuda_step& s) {
   const bool alone = s.heads == s.kv_heads;
   switch (s.head_dim) {
-    case 64: return alone ? decode_step<LIMBS, SCALE, 64, 1, BF16> : decode_step<LIMBS, SCALE, 64, 4, BF16>;
-    case 128: return alone ? decode_step<LIMBS, SCALE, 128, 1, BF16> : decode_step<LIMBS, SCALE, 128, 4, BF16>;
+    case 64: return alone ? decode_step<LIMBS, SCALE, 64, 1, ELEMENT> : decode_step<LIMBS, SCALE, 64, 4, ELEMENT>;
+    case 128: return alone ? decode_step<LIMBS, SCALE, 128, 1, ELEMENT> : decode_step<LIMBS, SCALE, 128, 4, ELEMENT>;
     default: return nullptr;
   }
 }
 
 template <int LIMBS, int SCALE>
-Kernel of_dtype(const trirun_cuda_step& s) {
-  return s.dtype == TRIRUN_BF16 ? of_heads<LIMBS, SCALE, true>(s) : of_heads<LIMBS, SCALE, false>(s);
+Kernel of_elements(const trirun_cuda_step& s) {
+  if (s.int8_cache) return of_heads<LIMBS, SCALE, INT8>(s);
+  return s.dtype == TRIRUN_BF16 ? of_heads<LIMBS, SCALE, BF16>(s) : of_heads<LIMBS, SCALE, FP16>(s);
 }
 
 Kernel kernel_of(const trirun_cuda_step& s) {
   if (s.real_zeros) return nullptr;
   const bool groups = s.group_size == 128;
-  if (s.act_bits == TRIRUN_ACT8) return s.group_size == -1 ? of_dtype<1, gemm_decode::PER_CHANNEL>(s) : nullptr;
+  if (s.act_bits == TRIRUN_ACT8) return s.group_size == -1 ? of_elements<1, gemm_decode::PER_CHANNEL>(s) : nullptr;
   if (s.m > 4) return nullptr;
-  if (groups) return of_dtype<2, gemm_decode::PER_K_TILE_PLAIN>(s);
-  return s.group_size == -1 ? of_dtype<2, gemm_decode::PER_CHANNEL>(s) : nullptr;
+  if (groups) return of_elements<2, gemm_decode::PER_K_TILE_PLAIN>(s);
+  return s.group_size == -1 ? of_elements<2, gemm_decode::PER_CHANNEL>(s) : nullptr;
 }
 
 int rounded(int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); }

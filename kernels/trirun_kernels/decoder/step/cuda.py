@@ -37,7 +37,7 @@ class StepLayerStruct(ctypes.Structure):
         *((name, Int2Struct) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _P) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")),
         *((name, _P) for name in VECTORS),
-        *((name, _P) for name in ("keys", "values")),
+        *((name, _P) for name in ("keys", "values", "scales")),
     )
 
 
@@ -51,18 +51,17 @@ class StepStruct(ctypes.Structure):
         *((name, _L) for name in ("m", "layer_count", "hidden", "ffn", "heads", "kv_heads", "ld_blocks")),
         *((name, _I) for name in ("head_dim", "rotary_half", "interleaved", "activation", "dtype", "act_bits")),
         *((name, _I) for name in ("group_size", "real_zeros", "ctas", "splits", "in_flight", "max_tiles")),
+        ("int8_cache", _I),
         ("eps", _F),
         ("scale", _F),
     )
 
 
-def refusal(model: CudaModel, arch: int, heads: Sequence[Heads], int8_cache: bool) -> str | None:
+def refusal(model: CudaModel, arch: int, heads: Sequence[Heads]) -> str | None:
     """Why the step kernel does not take a model, or None."""
     shape, first = model.shape, model.shape.layers[0]
     if arch != 90:
         return f"it is for compute capability 9.0, this GPU has {arch / 10}"
-    if int8_cache:
-        return "the cache has 8 bits"
     if any(layer != first for layer in shape.layers):
         return "layers differ"
     if len(shape.layers) > MAX_LAYERS:
@@ -155,7 +154,7 @@ class CudaStep:
             activation=ACTIVATIONS[shape.layers[0].feed_forward.activation], dtype=DTYPES[model.dtype],
             act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None,
             ctas=ctas, splits=max(1, min(MAX_SPLITS, ctas // groups)), in_flight=in_flight,
-            max_tiles=division.max_tiles, eps=h.eps, scale=h.scale,
+            max_tiles=division.max_tiles, int8_cache=caches[0].scales is not None, eps=h.eps, scale=h.scale,
         )  # fmt: skip
         size = library().trirun_cuda_step_messages(ctypes.byref(self._struct))
         if not size:
@@ -188,7 +187,8 @@ class CudaStep:
 
 def _layer(layer: CudaLayer, cache: Cache) -> StepLayerStruct:
     projections = (layer.qkv[0], layer.o, layer.gate_up[0], layer.down)
-    struct = StepLayerStruct(keys=cache.keys.data_ptr(), values=cache.values.data_ptr())
+    scales = None if cache.scales is None else cache.scales.data_ptr()
+    struct = StepLayerStruct(keys=cache.keys.data_ptr(), values=cache.values.data_ptr(), scales=scales)
     for name, projection in zip(("qkv", "o", "gate_up", "down"), projections, strict=True):
         assert projection is not None and isinstance(projection.weight, PackedWeight)
         setattr(struct, name, Int2Struct.of(projection.weight))
