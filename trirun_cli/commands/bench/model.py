@@ -77,7 +77,8 @@ def command(
 
     First the packed model's logits are compared with the dense one's; a difference ends the run with exit code 6. Then
     both are timed in turns. Prefill is one prompt of the context's length and its first token; decoding adds a token to
-    every sequence of the batch. On a GPU a step is a captured graph and times are those of the device.
+    every sequence of the batch. On a GPU a step is a captured graph and times are those of the device; mixtures of
+    experts of a --shape run in bfloat16 unless --dtype says otherwise, since their dense selves run in nothing else.
 
     Examples:
 
@@ -134,17 +135,16 @@ def command(
     console.note("loading the weights" if shape is None else "making random weights")
     most = max(contexts) + 1
     if sizes is not None:
-        kind = torch.bfloat16 if dtype == "bfloat16" else torch.float16
         contestants = of_shape(
-            sizes, device=place, dtype=kind, group_size=group_size, act_bits=act_bits or 16, positions=most,
-            dense=dense, caches=caches, heads=heads, threads=threads,
+            sizes, device=place, dtype=dtype, group_size=group_size, act_bits=act_bits or 16, positions=most,
+            dense=dense, caches=caches, heads=heads, threads=threads, note=console.warn,
         )  # fmt: skip
         vocab, name = sizes.vocab, f"{shape}, random ternary weights, group size {group_size}"
     else:
         assert checkpoint is not None
         contestants, vocab = of_checkpoint(
             checkpoint, device=place, dtype=dtype, act_bits=act_bits, positions=most, dense=dense, caches=caches,
-            heads=heads, threads=threads,
+            heads=heads, threads=threads, note=console.warn,
         )  # fmt: skip
         name = str(checkpoint)
     errors = check(contestants, vocab)
