@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trirun_kernels.decoder import cuda_weights
+from trirun_kernels.decoder import cuda, cuda_weights
+from trirun_kernels.plan.problem import Device
 from trirun_kernels.weights.spec import QuantSpec
 
 from tests.small_models import FAMILIES, SIZES
@@ -104,3 +105,21 @@ def test_dense_experts_on_other_gpus_are_left_out(monkeypatch):
     for capability, runs in (((8, 9), False), ((9, 0), True), ((12, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert (synthetic.dense_refusal(model) is None) == runs
+
+
+def test_models_of_one_shape_take_turns_with_one_cache(monkeypatch):
+    monkeypatch.setattr(cuda, "device_of", lambda index: Device(90, 132))
+    monkeypatch.setattr(cuda, "rows_in_limbs", lambda *arguments: range(0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+    models = contestants._with_heads(small("qwen3_next", torch.bfloat16), ("16bit",), True, pytest.fail)
+    packed, dense, narrow, _ = contestants._with_caches(models, ["auto", "int8"])
+    needed, free = packed.room(2, 60)
+    assert free == 1200 and dense.room(2, 60) == (needed, free) and narrow.room(2, 60)[0] < needed
+    decoders = [each._decoder(2, 61) for each in (packed, dense, narrow)]
+    assert decoders[0].cache_bytes == needed and decoders[0].caches is decoders[1].caches
+    assert decoders[2].caches is not decoders[0].caches
+    assert dense.room(2, 60) == (0, free) and dense.room(1, 60) == (needed // 2, free)
+    del decoders
+    assert dense.room(2, 60) == (needed, free)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from trirun_kernels.decoder.shape import DecoderShape
@@ -79,7 +80,7 @@ def of_shape(
     if dense:
         if not shape.is_llama:
             raise UsageError("on a CPU the dense model of a shape is a Llama", "measure the packed one: --no-dense")
-        out.append(DenseContestant(str(DENSE).removeprefix("torch."), dense_llama(weights, DENSE)))
+        out.append(DenseContestant(str(DENSE).removeprefix("torch."), dense_llama(weights, DENSE), shape))
     return out
 
 
@@ -164,9 +165,10 @@ def _with_heads(model: CudaModel, heads: Sequence[str], dense: bool, note: Note)
 
 
 def _with_caches(models: dict[str, CudaModel], caches: Sequence[str]) -> list[Contestant]:
-    from .cuda_contestant import CudaContestant
+    from .cuda_contestant import CudaContestant, Shared
 
-    return [CudaContestant(name, each, int8_cache=c == "int8") for c in caches for name, each in models.items()]
+    shared: Shared = WeakValueDictionary()
+    return [CudaContestant(name, each, shared, int8_cache=c == "int8") for c in caches for name, each in models.items()]
 
 
 def _on_cpu(
@@ -183,5 +185,6 @@ def _on_cpu(
     bits = act_bits or form.activation_bits
     out: list[Contestant] = [CpuContestant("int2", weights, act_bits=bits, threads=threads)]
     if dense:
-        out.append(DenseContestant(str(DENSE).removeprefix("torch."), dense_checkpoint(path, DENSE)))
+        model = dense_checkpoint(path, DENSE)
+        out.append(DenseContestant(str(DENSE).removeprefix("torch."), model, weights.shape))
     return out
