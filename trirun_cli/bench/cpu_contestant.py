@@ -33,6 +33,7 @@ from trirun_kernels.weights.packing import dequantize
 from trirun_kernels.weights.spec import QuantSpec
 
 from ..backends.transformers.weights import cache_argument
+from ..engine.cache_memory import available_bytes, position_bytes, state_bytes
 from ..models.synthetic import angles, random_gates, random_ternary
 
 MAX_ROWS = 192
@@ -48,12 +49,16 @@ class CpuContestant:
         self.weight_bytes = weight_bytes(weights)
 
     def logits(self, tokens: Sequence[int]) -> list[float]:
-        """See :class:`~.model_bench.Contestant`."""
+        """See :class:`~.models.Contestant`."""
         decoder = self._decoder(1, len(tokens))
         return _prompt(decoder, torch.tensor(tokens))()[0].tolist()
 
+    def room(self, batch: int, context: int) -> tuple[int, int]:
+        """See :class:`~.models.Contestant`."""
+        return _room(self._weights.shape, batch, context)
+
     def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
-        """See :class:`~.model_bench.Contestant`."""
+        """See :class:`~.models.Contestant`."""
         decoder, vocab = self._decoder(batch, context + 1), self._weights.shape.vocab
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(vocab, (context,), generator=generator)
@@ -73,22 +78,26 @@ class CpuContestant:
 
 
 class DenseContestant:
-    """A model in transformers."""
+    """A model in transformers, of that shape."""
 
     settle_s = 0.0
 
-    def __init__(self, name: str, model: Any) -> None:
-        self.name, self._model, self._vocab = name, model, model.config.vocab_size
+    def __init__(self, name: str, model: Any, shape: DecoderShape) -> None:
+        self.name, self._model, self._shape, self._vocab = name, model, shape, model.config.vocab_size
         self.weight_bytes = sum(p.nbytes for p in self._model.parameters())
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> list[float]:
-        """See :class:`~.model_bench.Contestant`."""
+        """See :class:`~.models.Contestant`."""
         return self._model(torch.tensor([list(tokens)]), logits_to_keep=1).logits[0, -1].float().tolist()
+
+    def room(self, batch: int, context: int) -> tuple[int, int]:
+        """See :class:`~.models.Contestant`."""
+        return _room(self._shape, batch, context)
 
     @torch.inference_mode()
     def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
-        """See :class:`~.model_bench.Contestant`."""
+        """See :class:`~.models.Contestant`."""
         prompts = torch.randint(self._vocab, (batch, context), generator=torch.Generator().manual_seed(0))
         name = cache_argument(self._model)
         cache = self._model(prompts, use_cache=True, logits_to_keep=1)[name]
@@ -206,6 +215,11 @@ def _prompt(decoder: CpuDecoder, tokens: Tensor, slot: int = 0) -> Callable[[], 
         return logits
 
     return run
+
+
+def _room(shape: DecoderShape, batch: int, context: int) -> tuple[int, int]:
+    """Of a cache in 16 bits."""
+    return batch * ((context + 1) * position_bytes(shape, 2) + state_bytes(shape)), available_bytes()
 
 
 def _timed(call: Callable[[], Any]) -> Callable[[], float]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 
 import torch
 from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
+from trirun_kernels.decoder.cuda_cache import MixerCaches, position_bytes, state_bytes
+from trirun_kernels.decoder.cuda_ops import PAGE
 from trirun_kernels.decoder.cuda_weights import CudaModel
 
 from ..backends.cuda.sampler import CudaSampler
-from ..errors import OutOfMemoryError
 from .timing import captured
 
 STEPS = 4  # of one round: as in an engine that looks ahead, the next is launched before the last has ended
 # Tokens of a prompt that run at once.
 CHUNK = 2048
+
+# Caches by the type of keys, slots and blocks of 64 positions: models of one shape take turns with one, whose numbers
+# are random anyway. Those that are in use, where values are weak references.
+Shared = MutableMapping[tuple[torch.dtype, int, int], MixerCaches]
 
 
 class CudaContestant:
@@ -22,25 +27,32 @@ class CudaContestant:
 
     settle_s = 0.25
 
-    def __init__(self, name: str, model: CudaModel, *, int8_cache: bool = False) -> None:
+    def __init__(self, name: str, model: CudaModel, shared: Shared, *, int8_cache: bool = False) -> None:
         self.name = f"{name}, int8 cache" if int8_cache else name
         self.weight_bytes, self._model = model.nbytes, model
-        self._kind = torch.int8 if int8_cache else model.dtype
+        self._kind, self._shared = torch.int8 if int8_cache else model.dtype, shared
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> list[float]:
-        """See :class:`~.model_bench.Contestant`."""
+        """See :class:`~.models.Contestant`."""
         decoder = self._decoder(1, len(tokens))
         wanted = torch.tensor([len(tokens) - 1], device=self._model.device)
         return self._prompt(decoder, list(tokens), wanted)()[0].float().tolist()
 
+    def room(self, batch: int, context: int) -> tuple[int, int]:
+        """See :class:`~.models.Contestant`."""
+        device, shape, blocks = self._model.device, self._model.shape, -(-(context + 1) // PAGE)
+        # What PyTorch keeps for later is free too.
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if (self._kind, batch, blocks) in self._shared:
+            return 0, free
+        return batch * (blocks * PAGE * position_bytes(shape, self._kind) + state_bytes(shape)), free
+
     @torch.inference_mode()
     def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
-        """See :class:`~.model_bench.Contestant`."""
-        try:
-            decoder = self._decoder(batch, context + 1)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"{self.name}: {' '.join(str(error).split())[:200]}") from None
+        """See :class:`~.models.Contestant`."""
+        decoder = self._decoder(batch, context + 1)
         # Zeros would flatter: they cost less power, and less of it means a higher clock.
         if decoder.scales is None:
             for layer in decoder.cache:
@@ -48,7 +60,8 @@ class CudaContestant:
         else:
             # As normal numbers would be: the largest of a head's is about 2.6.
             for layer, scales in zip(decoder.cache, decoder.scales, strict=True):
-                layer.copy_(torch.randn(layer.shape, device=layer.device).mul_(127 / 2.6).clamp_(-127, 127))
+                for part in layer.flatten(0, 1).split(256):
+                    part.copy_(torch.randn(part.shape, device=part.device).mul_(127 / 2.6).clamp_(-127, 127))
                 scales.fill_(2.6 / 127)
         device, vocab = self._model.device, self._model.shape.vocab
         sampler = CudaSampler(batch, vocab, decoder.latest)
@@ -67,7 +80,10 @@ class CudaContestant:
         return _timed(prefill), _timed(_replayed(step), STEPS)
 
     def _decoder(self, slots: int, context: int) -> CudaDecoder:
-        decoder = CudaDecoder(self._model, slots=slots, context=context, kv_dtype=self._kind)
+        key = self._kind, slots, -(-context // PAGE)
+        held = self._shared.get(key)
+        decoder = CudaDecoder(self._model, slots=slots, context=context, kv_dtype=self._kind, caches=held)
+        self._shared[key] = decoder.caches
         tables = decoder.block_tables
         tables.copy_(torch.arange(tables.numel(), device=tables.device).view(tables.shape))
         return decoder

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import CheckFailed, OutOfMemoryError, UsageError
+from ..console import bytes_text
+from ..errors import CheckFailed, OutOfMemoryError, UsageError, explain
 from ..resources import configs_dir
 
 if TYPE_CHECKING:
@@ -47,24 +50,38 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """``batch`` sequences of ``context`` tokens each, and each contestant's speed on them."""
+    """``batch`` sequences of ``context`` tokens each, and each contestant's speed on them: None where it does not fit
+    into the memory, and in ``missing`` why."""
 
     batch: int
     context: int
-    speeds: dict[str, Speed] = field(default_factory=dict)
+    speeds: dict[str, Speed | None] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> bool:
+        """Whether some contestant was."""
+        return any(speed is not None for speed in self.speeds.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each contestant that was not measured."""
+        return [f"batch {self.batch}, context {self.context}: {name} {why}" for name, why in self.missing.items()]
 
     def document(self) -> dict:
         """The cell for --json, with every contestant's speed-up over the second; the first's are also at the top."""
         out: dict = {"batch": self.batch, "context": self.context}
-        out |= {name: speed.document(self.batch, self.context) for name, speed in self.speeds.items()}
+        for name, speed in self.speeds.items():
+            out[name] = None if speed is None else speed.document(self.batch, self.context)
         if len(self.speeds) > 1:
             _, theirs, *_ = self.speeds.values()
             for name, speed in self.speeds.items():
-                out[name]["decode_speedup"] = theirs.step_s / speed.step_s
-                out[name]["prefill_speedup"] = theirs.prefill_s / speed.prefill_s
-            ours = out[next(iter(self.speeds))]
-            out |= {name: ours[name] for name in ("decode_speedup", "prefill_speedup")}
-        return out
+                if speed is not None:
+                    out[name]["decode_speedup"] = None if theirs is None else theirs.step_s / speed.step_s
+                    out[name]["prefill_speedup"] = None if theirs is None else theirs.prefill_s / speed.prefill_s
+            ours = out[next(iter(self.speeds))] or {}
+            out |= {name: ours.get(name) for name in ("decode_speedup", "prefill_speedup")}
+        return out | ({"missing": self.missing} if self.missing else {})
 
 
 class Contestant(Protocol):
@@ -82,11 +99,12 @@ class Contestant(Protocol):
     def logits(self, tokens: Sequence[int]) -> list[float]:
         """After the last of these tokens, [vocab]."""
 
+    def room(self, batch: int, context: int) -> tuple[int, int]:
+        """Bytes that :meth:`open` will take for a cache, and those that are free now."""
+
     def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
         """Two functions that run, and return the seconds of, the prefill of one sequence and a step of the whole batch.
-
-        Raises:
-            OutOfMemoryError: there is not enough memory.
+        They alone keep what they need, a cache for this cell above all.
         """
 
 
@@ -158,7 +176,8 @@ def run(
     seconds: float,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Cell]:
-    """Time every cell, the contestants in turns, since the speed of a machine changes over time.
+    """Time every cell, the contestants in turns, since the speed of a machine changes over time. Those that do not fit
+    into the memory beside the others come after them; those that do not fit alone are missing in the cell.
 
     A GPU sets its clock by the power of the last tenths of a second. In turns of one run, tens of milliseconds, all
     contestants would get the clock of their mean power (measured: a prefill of 2048 tokens 45.6 ms packed and 45.1
@@ -168,35 +187,75 @@ def run(
     Args:
         seconds: measuring time per contestant and cell, at least three prefills and six steps.
         progress: called with what is measured next.
-
-    Raises:
-        OutOfMemoryError: a contestant has not enough memory for a cell.
     """
     for context in contexts:
         for batch in batches:
             progress(f"batch {batch}, context {context}")
-            yield Cell(batch, context, _race(contestants, batch, context, seconds))
+            cell = Cell(batch, context, dict.fromkeys(each.name for each in contestants))
+            waiting = list(contestants)
+            while waiting:
+                waiting = _race(waiting, cell, seconds)
+            yield cell
 
 
-def _race(contestants: Sequence[Contestant], batch: int, context: int, seconds: float) -> dict[str, Speed]:
-    try:
-        opened = {contestant.name: contestant.open(batch, context) for contestant in contestants}
-    except OutOfMemoryError as error:
-        raise OutOfMemoryError(f"batch {batch}, context {context}: {error}", "measure fewer or shorter") from None
-    settle = {contestant.name: contestant.settle_s for contestant in contestants}
-    prefills: dict[str, list[float]] = {name: [] for name in opened}
-    steps: dict[str, list[float]] = {name: [] for name in opened}
-    for prefill, step in opened.values():
-        prefill(), step()
-    for times, which, least in ((prefills, 0, 1), (steps, 1, 2)):
+def _race(contestants: Sequence[Contestant], cell: Cell, seconds: float) -> list[Contestant]:
+    """Time contestants in turns, as many as fit beside each other.
+
+    Returns:
+        the others, to be tried without these.
+    """
+    opened: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {}
+    times: dict[str, tuple[list[float], list[float]]] = {each.name: ([], []) for each in contestants}
+    rooms: dict[str, tuple[int, int]] = {}
+    later: list[Contestant] = []
+
+    def start(each: Contestant) -> None:
+        opened[each.name] = each.open(cell.batch, cell.context)
+        for run in opened[each.name]:
+            run()
+
+    def turn(which: int, least: int, each: Contestant) -> None:
+        run = opened[each.name][which]
+        times[each.name][which].extend(_turn(run, each.settle_s, seconds / TURNS, least))
+
+    def attempt(each: Contestant, call: Callable[[Contestant], None]) -> None:
+        needed, free = rooms[each.name]
+        if needed <= free and not _lacks_memory(partial(call, each)):
+            return
+        opened.pop(each.name, None)
+        gc.collect()
+        if opened:
+            later.append(each)
+        else:
+            least = "needs" if needed > free else "needs more than"
+            sizes = f"{bytes_text(needed)} of cache, of {bytes_text(free)} that are free"
+            cell.missing[each.name] = f"does not fit: {least} {sizes}"
+
+    for each in contestants:
+        rooms[each.name] = each.room(cell.batch, cell.context)
+        attempt(each, start)
+    for which, least in ((0, 1), (1, 2)):
         for _ in range(TURNS):
-            for name, functions in opened.items():
-                times[name] += _turn(functions[which], settle[name], seconds / TURNS, least)
-    speeds = {}
+            for each in [each for each in contestants if each.name in opened]:
+                attempt(each, partial(turn, which, least))
     for name in opened:
-        low, middle, high = statistics.quantiles(steps[name], n=4)
-        speeds[name] = Speed(statistics.median(prefills[name]), middle, high - low)
-    return speeds
+        prefills, steps = times[name]
+        low, middle, high = statistics.quantiles(steps, n=4)
+        cell.speeds[name] = Speed(statistics.median(prefills), middle, high - low)
+    opened.clear()
+    gc.collect()
+    return later
+
+
+def _lacks_memory(call: Callable[[], None]) -> bool:
+    """Whether a call ends because there is not enough memory."""
+    try:
+        call()
+    except Exception as error:
+        if not isinstance(explain(error), OutOfMemoryError):
+            raise
+        return True
+    return False
 
 
 def _turn(run: Callable[[], float], settle_s: float, seconds: float, least: int) -> list[float]:

@@ -91,10 +91,12 @@ def save_model_plot(path: Path, model: str, machine: str, cells: Sequence[Cell])
     for index, context in enumerate(sorted({cell.context for cell in cells})):
         of_context = sorted((cell for cell in cells if cell.context == context), key=lambda cell: cell.batch)
         for name, style in zip(of_context[0].speeds, ("o-", "s--", "^-", "v--"), strict=False):
-            rates = [cell.batch / cell.speeds[name].step_s for cell in of_context]
-            axes.plot(
-                [cell.batch for cell in of_context], rates, style, color=f"C{index}", label=f"{name}, context {context}"
-            )
+            speeds = [(cell.batch, cell.speeds[name]) for cell in of_context]
+            points = [(batch, batch / speed.step_s) for batch, speed in speeds if speed is not None]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), style, color=f"C{index}", label=f"{name}, context {context}"
+                )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="sequences at once", ylabel="tokens per second")
     axes.set(title=f"{model}\n{machine}")
     axes.grid(alpha=0.3)

@@ -18,6 +18,9 @@ from trirun_kernels.weights.stacked_experts import StackedExperts
 
 from ..errors import InputError
 
+# Major numbers of the GPUs on which PyTorch's grouped product of bfloat16 is a kernel of its own.
+GROUPED_GPUS = (9, 10)
+
 
 def random_model(
     shape: DecoderShape,
@@ -51,7 +54,8 @@ def random_model(
 
     def mixture(each: Mixture) -> CudaMixture:
         def stacked(n: int, k: int, parts: int) -> StackedExperts:
-            whole = random_ternary(each.routing.experts * parts * n, k, spec, generator)
+            # Every part fills n tiles of 64 rows.
+            whole = random_ternary(each.routing.experts * parts * -(-n // 64) * 64, k, spec, generator)
             words = whole.words.view(each.routing.experts, -1, *whole.words.shape[1:])
             scales = whole.scales.view(whole.scales.shape[0], each.routing.experts, -1).transpose(0, 1).contiguous()
             return StackedExperts(words, scales, None, n, k, parts, spec)
@@ -137,12 +141,18 @@ def random_ternary(n: int, k: int, spec: QuantSpec, generator: torch.Generator) 
 
 
 def dense_model(model: CudaModel) -> CudaModel:
-    """The same model with its projections as dense matrices of its dtype."""
+    """The same model with its projections as dense matrices of its dtype.
+
+    Raises:
+        ValueError: :func:`dense_refusal` says why.
+    """
 
     def dense(p: Projection) -> Projection:
         weight = dequantize(p.weight, model.dtype) if isinstance(p.weight, PackedWeight) else p.weight
         return Projection(weight, p.bias)
 
+    if refusal := dense_refusal(model):
+        raise ValueError(f"dense model: {refusal}")
     layers = [
         CudaLayer(
             tuple(map(dense, layer.qkv)), dense(layer.o), tuple(map(dense, layer.gate_up)),
@@ -152,3 +162,20 @@ def dense_model(model: CudaModel) -> CudaModel:
         for layer in model.layers
     ]  # fmt: skip
     return dataclasses.replace(model, layers=layers)
+
+
+def dense_refusal(model: CudaModel) -> str | None:
+    """Why the model cannot run dense, or None. PyTorch multiplies dense experts in one grouped product, which has no
+    biases; but for bfloat16, and on other GPUs, it first waits for the host to read where each expert's rows end, and
+    no graph can be captured of that."""
+    mixtures = [layer.mixture for layer in model.layers if layer.mixture is not None]
+    if not mixtures:
+        return None
+    if model.dtype != torch.bfloat16:
+        return f"dense experts run in bfloat16, not in {str(model.dtype).removeprefix('torch.')}"
+    parts = [part for mixture in mixtures for part in (mixture.gate_up, mixture.down)]
+    if any(isinstance(part, StackedExperts) and part.bias is not None for part in parts):
+        return "dense experts run without biases"
+    if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device)[0] not in GROUPED_GPUS:
+        return f"dense experts run on GPUs of compute capability {' and '.join(f'{n}.x' for n in GROUPED_GPUS)}"
+    return None

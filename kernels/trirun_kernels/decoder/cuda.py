@@ -55,11 +55,10 @@ class CudaDecoder:
         limb_rows: fewest and most rows whose activations are quantized apart from the products.
         kv_dtype: of the cache: the model's, or torch.int8 with a float16 scale per token and head; None is the model's.
         one_kernel: whether steps of few rows are one kernel where :mod:`.step.cuda` takes the model.
+        caches: those of a decoder of the same sizes, to share its memory; None makes new ones.
 
     Attributes:
-        cache: of every layer of attention [2, pages, kv_heads, 64, head_dim], keys and values; of int8 head_dim is
-            rounded up to 16.
-        scales: of int8, of each of these float16 [pages, kv_heads, 64, 2]; else None.
+        caches: what the layers keep. cache, scales: their keys and values, see :class:`.MixerCaches`.
         block_tables: int32 [slots, context/64] on the device, the pages of each slot; the caller keeps them.
         latest: int32 [slots], the token each slot sampled last.
         step_refusal: why no step is one kernel, or None.
@@ -75,6 +74,7 @@ class CudaDecoder:
         limb_rows: tuple[int, int] | None = None,
         kv_dtype: torch.dtype | None = None,
         one_kernel: bool = True,
+        caches: MixerCaches | None = None,
     ) -> None:
         s, device = model.shape, model.device
         blocks = -(-context // ops.PAGE)
@@ -98,12 +98,12 @@ class CudaDecoder:
         kind = kv_dtype or model.dtype
         if kind not in (model.dtype, torch.int8):
             raise ValueError(f"decoder: a cache of {kind}; {model.dtype} or int8")
-        self.block_tables = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._caches = MixerCaches(s, slots, self.pages, model.dtype, kind, self.block_tables)
-        self.cache, self.scales = self._caches.keys_and_values, self._caches.scales
+        self.caches = caches or MixerCaches(s, slots, self.pages, blocks, model.dtype, kind, device)
+        self.cache, self.scales = self.caches.keys_and_values, self.caches.scales
+        self.block_tables = self.caches.block_tables
         self._workspaces: dict[tuple[int, int, int, int], Tensor] = {}
-        self._heads = {index: self._heads_of(index) for index in self._caches.attention}
+        self._heads = {index: self._heads_of(index) for index in self.caches.attention}
         self.step_refusal: str | None = "it was not asked for"
         if one_kernel:
             self.step_refusal = refusal(model, self._device.arch, list(self._heads.values()))
@@ -128,7 +128,7 @@ class CudaDecoder:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all keys and values, of their scales, and of states."""
-        return self._caches.nbytes
+        return self.caches.nbytes
 
     def forward(
         self, inputs: Inputs, segments: Sequence[Segment] = (), wanted: Tensor | None = None, *, splits: int = 0
@@ -157,7 +157,7 @@ class CudaDecoder:
             latest=self.latest, scale=shape.embedding_scale, **self._norm(0, "attention"),
         )  # fmt: skip
         for index, layer in enumerate(model.layers):
-            if index in self._caches.states:
+            if index in self.caches.states:
                 mixed = self._delta(index, x, inputs, decode, prompts)
             else:
                 mixed = self._attention(index, x, inputs, decode, prompts, splits)
@@ -194,7 +194,7 @@ class CudaDecoder:
     def _one_kernel(self, inputs: Inputs, wanted: Tensor | None) -> Tensor:
         model, m = self.model, inputs.tokens.shape[0]
         if m not in self._steps:
-            caches = [self._caches.attention[index] for index in self._heads]
+            caches = [self.caches.attention[index] for index in self._heads]
             self._steps[m] = CudaStep(model, list(self._heads.values()), caches, m, self._device.sms)
         residual = torch.empty(m, model.shape.hidden, device=model.device)
         ops.rows(
@@ -209,7 +209,7 @@ class CudaDecoder:
         norms, shape = self.model.layers[index].norms, self.model.shape
         vectors = {"norm": norms.get(f"{part}_norm"), "norm_bias": norms.get(f"{part}_norm_bias")}
         # What b and a are computed from.
-        keep = part == "attention" and index in self._caches.states
+        keep = part == "attention" and index in self.caches.states
         return vectors | {"centered": shape.norm == "layer", "keep": keep}
 
     def _added(self, delta: Tensor | Mixed, post_norm: Tensor | None) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class CudaDecoder:
         if mixer.row_norms:
             for x, name in ((q, "q_norm"), (k, "k_norm")):
                 ops.rows(ops.PLAIN, x, norm=layer.norms[name], eps=heads.eps, y=x)
-        cache, splits = self._caches.attention[index], splits or self.default_splits(max(decode, 1), index)
+        cache, splits = self.caches.attention[index], splits or self.default_splits(max(decode, 1), index)
         norm = layer.norms.get("attention_sub_norm")
         makes_limbs = self.model.act_bits == 16 and ops.attention_makes_limbs(heads)
         if decode == m in self._limb_rows and norm is None and makes_limbs and not mixer.gated:
@@ -282,7 +282,7 @@ class CudaDecoder:
         self, index: int, hidden: Activations, inputs: Inputs, decode: int, prompts: Prompts | None
     ) -> Activations:
         """The input of the output projection of a Gated DeltaNet layer."""
-        layer, state, m = self.model.layers[index], self._caches.states[index], inputs.tokens.shape[0]
+        layer, state, m = self.model.layers[index], self.caches.states[index], inputs.tokens.shape[0]
         heads = layer.delta
         assert heads is not None
         x, *apart = [p.of(hidden, m, self.model.dtype) for p in layer.qkv]

@@ -14,18 +14,20 @@ class MixerCaches:
     """What every layer's mixer keeps: pages of keys and values, or states of slots.
 
     Args:
-        slots, pages: how many. dtype: of the model. kind: of keys and values. block_tables: int32 [slots, blocks].
+        slots, pages: how many. blocks: pages of a slot, at most. dtype: of the model. kind: of keys and values.
 
     Attributes:
+        block_tables: int32 [slots, blocks], the pages of each slot; who uses them keeps them.
         keys_and_values: of every layer of attention [2, pages, kv_heads, 64, row_width].
         scales: of int8, of each of these float16 [pages, kv_heads, 64, 2]; else None.
         attention, states: of every layer that is one, by its index.
     """
 
     def __init__(
-        self, shape: DecoderShape, slots: int, pages: int, dtype: torch.dtype, kind: torch.dtype, block_tables: Tensor
-    ) -> None:
-        device = block_tables.device
+        self, shape: DecoderShape, slots: int, pages: int, blocks: int, dtype: torch.dtype, kind: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.block_tables = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
         self.keys_and_values: list[Tensor] = []
         self.scales: list[Tensor] | None = [] if kind == torch.int8 else None
         self.attention: dict[int, Cache] = {}
@@ -40,7 +42,7 @@ class MixerCaches:
             if self.scales is not None:
                 scales = torch.empty(*size, 2, dtype=torch.float16, device=device)
                 self.scales.append(scales)
-            self.attention[index] = Cache(cache[0], cache[1], block_tables, scales)
+            self.attention[index] = Cache(cache[0], cache[1], self.block_tables, scales)
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...console import Console, bytes_text
-from ...errors import MissingError, UsageError
+from ...errors import MissingError, OutOfMemoryError, UsageError
 from ...workflows.import_cache import as_model_dir
 from ..shared.checkpoint_options import CheckpointArgument, CheckpointOption, one_checkpoint
 from ..shared.options import ActBits, Device, DType, Json, Quiet, Threads, check_machine, completes
@@ -77,7 +77,8 @@ def command(
 
     First the packed model's logits are compared with the dense one's; a difference ends the run with exit code 6. Then
     both are timed in turns. Prefill is one prompt of the context's length and its first token; decoding adds a token to
-    every sequence of the batch. On a GPU a step is a captured graph and times are those of the device.
+    every sequence of the batch. On a GPU a step is a captured graph and times are those of the device; mixtures of
+    experts of a --shape run in bfloat16 unless --dtype says otherwise, since their dense selves run in nothing else.
 
     Examples:
 
@@ -134,23 +135,25 @@ def command(
     console.note("loading the weights" if shape is None else "making random weights")
     most = max(contexts) + 1
     if sizes is not None:
-        kind = torch.bfloat16 if dtype == "bfloat16" else torch.float16
         contestants = of_shape(
-            sizes, device=place, dtype=kind, group_size=group_size, act_bits=act_bits or 16, positions=most,
-            dense=dense, caches=caches, heads=heads, threads=threads,
+            sizes, device=place, dtype=dtype, group_size=group_size, act_bits=act_bits or 16, positions=most,
+            dense=dense, caches=caches, heads=heads, threads=threads, note=console.warn,
         )  # fmt: skip
         vocab, name = sizes.vocab, f"{shape}, random ternary weights, group size {group_size}"
     else:
         assert checkpoint is not None
         contestants, vocab = of_checkpoint(
             checkpoint, device=place, dtype=dtype, act_bits=act_bits, positions=most, dense=dense, caches=caches,
-            heads=heads, threads=threads,
+            heads=heads, threads=threads, note=console.warn,
         )  # fmt: skip
         name = str(checkpoint)
     errors = check(contestants, vocab)
     total = len(batches) * len(contexts)
     with console.progress("model", total) as bar:
         cells = gather(run(contestants, batches, contexts, seconds=seconds, progress=bar.describe), bar)
+    notes = [note for cell in cells for note in cell.notes]
+    if not any(cell.measured for cell in cells):
+        raise OutOfMemoryError(notes[0], "measure fewer or shorter sequences: --batch, --context")
     machine = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     facts = document(contestants, cells, model=name, device=machine, errors=errors)
     console.json("bench.model/1", facts | {"busy": load, "complete": len(cells) == total})
@@ -160,6 +163,8 @@ def command(
         differing = ", ".join(f"{each.name} {errors[each.name]:.2%}" for each in contestants if each.name in errors)
         title += f"; logits differ from {contestants[1].name}: {differing}"
     _table(console, title, contestants, cells)
+    for note in notes:
+        console.warn(note)
     if plot is not None:
         from ...bench.plot import save_model_plot
 
@@ -185,12 +190,15 @@ def _table(console: Console, title: str, contestants: Sequence[Contestant], cell
     for cell in cells:
         facts = cell.document()
         for index, each in enumerate(contestants):
-            speed = facts[each.name]
-            row = [str(cell.context), str(cell.batch), each.name, f"{speed['time_to_first_token_ms']:.2f}"]
+            speed, row = facts[each.name], [str(cell.context), str(cell.batch), each.name]
+            if speed is None:
+                rows.append(row + ["—"] * (len(columns) - len(row)))
+                continue
+            row += [f"{speed['time_to_first_token_ms']:.2f}"]
             row += [f"{speed['prefill_tokens_per_s']:.0f}", f"{speed['inter_token_latency_ms']:.3f}"]
             row += [f"{speed['inter_token_spread_ms']:.3f}", f"{speed['decode_tokens_per_s']:.0f}"]
             if len(contestants) > 1:
                 ratios = (speed["prefill_speedup"], speed["decode_speedup"])
-                row += ["" if index == 1 else f"{ratio:.2f}" for ratio in ratios]
+                row += ["" if index == 1 else "—" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
             rows.append(row)
     console.table(title, columns, rows)
