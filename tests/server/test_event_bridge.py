@@ -6,7 +6,7 @@ import time
 
 from trirun_cli.engine.request import Event, FinishReason
 from trirun_cli.engine.sampling import Token
-from trirun_cli.server.event_bridge import EventBridge
+from trirun_cli.server.event_bridge import AT_ONCE, EventBridge
 
 
 def token(id):
@@ -95,3 +95,23 @@ def test_a_loop_that_is_gone_does_not_hurt_the_engine():
     loop.close()
     sink(token(1))
     sink(END)
+
+
+def test_many_receivers_leave_turns_to_others():
+    async def scenario():
+        bridge, turn, served = EventBridge(asyncio.get_running_loop()), 0, {}
+        sinks = [
+            bridge.sink_for(lambda event, name=name: served.setdefault(name, []).append(turn)) for name in range(64)
+        ]
+        for sink in sinks * 2:
+            sink(END)
+        while len(served) < 64:
+            turn += 1
+            await asyncio.sleep(0)
+        return list(served.values())
+
+    served = asyncio.run(asyncio.wait_for(scenario(), 10))
+    # What was there for a receiver came together.
+    assert all(first == second for first, second in served)
+    turns = [first for first, _ in served]
+    assert max(turns.count(turn) for turn in turns) == AT_ONCE and turns == sorted(turns)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from ..engine.request import Event
 
 Receiver = Callable[[Event], None]
+# Receivers served at once: their streams write together, and whatever else the loop has to do comes after them.
+AT_ONCE = 16
 
 
 class EventBridge:
@@ -16,7 +19,7 @@ class EventBridge:
 
     A request's first tokens and its end are delivered at once, together with everything that is waiting. Tokens in
     between may wait until ``interval_s`` seconds after the last delivery: a fast model then sends one chunk per
-    interval and stream instead of one per token.
+    interval and stream instead of one per token. Many receivers are served in turns, between which others run.
 
     Args:
         loop: runs the receivers. interval_s: seconds between deliveries; 0 delivers every event at once.
@@ -25,6 +28,8 @@ class EventBridge:
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float = 0.0) -> None:
         self._loop, self._interval = loop, interval_s
         self._items: deque[tuple[Receiver, Event]] = deque()
+        # What was taken from there and waits for its turn; the loop's alone.
+        self._turns: dict[Receiver, list[Event]] = {}
         self._last = 0.0
         self._scheduled = False
         self._urgent = False
@@ -68,4 +73,10 @@ class EventBridge:
         self._scheduled = self._urgent = False
         while self._items:
             receiver, event = self._items.popleft()
-            receiver(event)
+            self._turns.setdefault(receiver, []).append(event)
+        for receiver in list(islice(self._turns, AT_ONCE)):
+            for event in self._turns.pop(receiver):
+                receiver(event)
+        if self._turns:
+            self._scheduled = self._urgent = True
+            self._loop.call_soon(self._deliver)
