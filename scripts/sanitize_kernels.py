@@ -1,6 +1,6 @@
 """Run the CUDA kernels' tests under compute-sanitizer: out-of-bounds, uninitialised and racing accesses.
 
-    python scripts/sanitize_kernels.py [--tool memcheck,racecheck,initcheck,synccheck] [--only decode] [--limit 300] [--logs DIR]
+    python scripts/sanitize_kernels.py [--tool memcheck,racecheck,initcheck,synccheck] [--only decode] [--logs DIR]
 
 Needs a GPU and compute-sanitizer of a CUDA toolkit. The tests are 10 to 100 times slower so, hence a selection that
 runs every kernel at small shapes; runs go on side by side (nothing is timed). Exit code 1 if a test failed, was cut by

@@ -65,11 +65,24 @@ def test_one_can_be_cancelled_and_a_runner_without_states_refuses():
         ask(Engine(runner), "a", [1], "last")
 
 
-@pytest.mark.parametrize("engine_name", ["native", "transformers"])
-def test_of_a_model_they_are_those_of_transformers(engine_name, tmp_path):
+ON_GPU = {"engine": "native", "device": "cuda", "dtype": "float16"}
+GRANITE = {"logits_scaling": 4.0}  # a factor of the logits that is no part of the states
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "options"),
+    [
+        ("qwen3", {}, {"engine": "native", "device": "cpu", "dtype": "float32"}),
+        ("granite", GRANITE, {"engine": "native", "device": "cpu", "dtype": "float32"}),
+        ("qwen3", {}, {"engine": "transformers", "device": "cpu", "dtype": "float32"}),
+        pytest.param("qwen3", {}, ON_GPU, marks=pytest.mark.gpu),
+        pytest.param("granite", GRANITE, ON_GPU, marks=pytest.mark.gpu),
+    ],
+)
+def test_of_a_model_they_are_those_of_transformers(family, change, options, tmp_path):
     """Of prompts longer than a step, beside a text that is being generated."""
-    model, _, packed = save_ternary("qwen3", {}, tmp_path)
-    runner = open_runner(packed, device="cpu", engine=engine_name, slots=3, threads=2, dtype="float32")
+    model, _, packed = save_ternary(family, change, tmp_path)
+    runner = open_runner(packed, slots=3, threads=2, **options)
     runner.max_rows = 48
     engine = Engine(runner)
     generator = torch.Generator().manual_seed(1)

@@ -144,6 +144,14 @@ class CudaDecoder:
         Returns:
             logits [l, vocab] of the model's dtype.
         """
+        return self._logits(self._run(inputs, segments, wanted, splits))
+
+    def states(self, inputs: Inputs, segments: Sequence[Segment] = ()) -> Tensor:
+        """:meth:`forward`, but the hidden states behind the last norm, [m, hidden] of the model's dtype: the head's
+        input, with the factor of its logits if they have one."""
+        return self._run(inputs, segments, None, 0)
+
+    def _run(self, inputs: Inputs, segments: Sequence[Segment], wanted: Tensor | None, splits: int) -> Tensor:
         model, shape = self.model, self.model.shape
         delta: Tensor | Mixed
         m = inputs.tokens.shape[0]
@@ -184,7 +192,7 @@ class CudaDecoder:
             "centered": shape.norm == "layer",
         }
         ops.rows(**self._added(delta, post), residual=residual, y=y, eps=shape.norm_eps, **final)
-        return self._logits(y)
+        return y
 
     def _logits(self, y: Tensor) -> Tensor:
         shape = self.model.shape
@@ -202,7 +210,7 @@ class CudaDecoder:
             latest=self.latest, scale=model.shape.embedding_scale,
         )  # fmt: skip
         y = self._steps[m](residual, inputs.slots, inputs.positions)
-        return self._logits(y if wanted is None else y[wanted])
+        return y if wanted is None else y[wanted]
 
     def _norm(self, index: int, part: str) -> dict[str, Any]:
         """The norm before a part of a layer."""

@@ -13,7 +13,7 @@ from trirun_kernels.native import NativeError, load
 
 from ...checkpoint.model_dir import read_config
 from ...errors import InputError, OutOfMemoryError
-from ...models.description import UnsupportedModel, chosen_context, longest_context
+from ...models.description import UnsupportedModel, chosen_context, description, longest_context
 from ..accumulation import use_fp16_sums
 from ..capacity import CACHE_SHARE, SAMPLER_BYTES, GpuDevice, ModelNeeds, default_slots
 from .runner import CudaRunner
@@ -67,7 +67,8 @@ def open_cuda(
                 )
                 slots, why = default_slots(GpuDevice(free), needs)
             pages = cache_pages(model, slots, wanted, kind)
-            runner = CudaRunner(CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind))
+            decoder = CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind)
+            runner = CudaRunner(decoder, logit_scale=description(config).logit_scale)
             runner.why_slots = why
             return runner
         slots = 1 + SCORED_SEQUENCES

@@ -20,16 +20,15 @@ from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
 
 from ...engine.paged_cache import PagedCache
 from ...engine.request import Request
-from ...engine.runner import Outcome, Work
-from ...errors import TrirunError
-from .sampler import CudaSampler, Reading
+from ...engine.runner import Work
+from .pending import CudaPending, CudaPooled
+from .sampler import CudaSampler
 
 # Batch sizes that have a graph: a step is padded to the next one.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_ROWS = 2048  # tokens of a step that runs prompts
 # Host buffers of copies on their way: more than the steps that can be in flight at once.
 RING = 4
-HELD = "another program held multiprocessors of the GPU for seconds, so that a step could not end; stop it, and run again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +50,6 @@ class _Piece(NamedTuple):
     keep: int
 
 
-@dataclass(frozen=True, slots=True)
-class CudaPending:
-    """A step on its way: what to read, and in which order its works come."""
-
-    decoder: CudaDecoder
-    reading: Reading | None
-    places: Sequence[int | None]
-    prompts: Sequence[tuple[int, int]]
-
-    def collect(self) -> list[Outcome]:
-        """See :class:`~.engine.runner.Pending`.
-
-        Raises:
-            TrirunError: the kernel of a whole step gave up.
-        """
-        tokens, scores = ([], []) if self.reading is None else self.reading.wait()
-        if any(token.id < 0 for token in tokens) and self.decoder.gave_up:
-            raise TrirunError(HELD)
-        return [
-            Outcome(None if place is None else tokens[place], tuple(scores[first : first + count]))
-            for place, (first, count) in zip(self.places, self.prompts, strict=True)
-        ]
-
-
 def runner_name(decoder: CudaDecoder) -> str:
     """What runs a model, for people."""
     model = decoder.model
@@ -90,14 +65,14 @@ class CudaRunner:
 
     Args:
         decoder: with a page more than its slots share, page 0, to which rows that only fill up a batch may write.
-        max_rows: most tokens of a step.
+        max_rows: most tokens of a step. logit_scale: the factor of logits that the last norm's weights hold.
     """
 
-    lookahead, why_slower, why_slots, has_states = 1, "", "", False
+    lookahead, why_slower, why_slots, has_states = 1, "", "", True
 
-    def __init__(self, decoder: CudaDecoder, *, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, decoder: CudaDecoder, *, max_rows: int = MAX_ROWS, logit_scale: float = 1.0) -> None:
         model, device = decoder.model, decoder.model.device
-        self._decoder, self._device = decoder, device
+        self._decoder, self._device, self._logit_scale = decoder, device, logit_scale
         self.name = runner_name(decoder)
         self.slots, self.context, self.vocab_size = decoder.slots, decoder.context, model.shape.vocab
         self.max_rows = self.prompt_rows = max(max_rows, self.slots)
@@ -129,14 +104,16 @@ class CudaRunner:
         with torch.cuda.device(self._device), torch.inference_mode():
             self._sampler.bind(slot, request, generated)
 
-    def launch(self, work: Sequence[Work]) -> CudaPending:
+    def launch(self, work: Sequence[Work]) -> CudaPending | CudaPooled:
         """See :class:`~.engine.runner.Runner`."""
         self._turn = (self._turn + 1) % RING
         with torch.cuda.device(self._device), torch.inference_mode():
             self._copy_tables()
-            if all(item.rows == 1 and item.sample and not item.targets for item in work):
-                return self._decode(work)
-            return self._mixed(work)
+            pooled, others = ([item for item in work if item.states == wanted] for wanted in (True, False))
+            if not pooled:
+                return self._step(work)
+            states = self._states([_Piece(item.slot, item.position, item.tokens or (), 0) for item in pooled])
+            return CudaPooled([item.states for item in work], states, self._step(others) if others else None)
 
     def logits(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
         """See :class:`~.engine.runner.Runner`."""
@@ -176,8 +153,35 @@ class CudaRunner:
         torch.cuda.synchronize(self._device)
         self._graphs = {}
 
+    def _step(self, work: Sequence[Work]) -> CudaPending:
+        if all(item.rows == 1 and item.sample and not item.targets for item in work):
+            return self._decode(work)
+        return self._mixed(work)
+
+    def _states(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+        """Hidden states, float32 [tokens, hidden], of each piece, in one step."""
+        order, inputs, segments, _ = self._in_rows(pieces)
+        # Other rows than those of the graphs' inputs are the last ones now.
+        self._expected = None
+        states = self._decoder.states(inputs, segments).float() / self._logit_scale
+        found = dict(zip(order, states.split([len(pieces[i].tokens) for i in order]), strict=True))
+        return [found[i] for i in range(len(pieces))]
+
     def _logits(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """float32 logits [keep, vocab] of each piece, in one step."""
+        # Nothing is collected between two of these calls, so no pinned buffer of the ring is known to be free.
+        np.copyto(self._tables, self.cache.tables)
+        self._expected = None
+        with torch.cuda.device(self._device), torch.inference_mode():
+            self._decoder.block_tables.copy_(torch.from_numpy(self._tables))
+            order, inputs, segments, wanted = self._in_rows(pieces)
+            kept = torch.tensor(wanted, dtype=torch.int64, device=self._device)
+            logits = self._decoder.forward(inputs, segments, kept)
+            found = dict(zip(order, logits.float().split([pieces[i].keep for i in order]), strict=True))
+        return [found[i] for i in range(len(pieces))]
+
+    def _in_rows(self, pieces: Sequence[_Piece]) -> tuple[list[int], Inputs, list[Segment], list[int]]:
+        """Pieces as rows of one step: the order in which they are there, the rows, and those that are kept."""
         # Single tokens come first, as the decoder wants them.
         order = sorted(range(len(pieces)), key=lambda i: len(pieces[i].tokens) > 1)
         rows: list[list[int]] = [[], [], []]
@@ -194,16 +198,8 @@ class CudaRunner:
                 segments.append(Segment(first, count, slot, position))
             first += count
             wanted += range(first - keep, first)
-        # Nothing is collected between two of these calls, so no pinned buffer of the ring is known to be free.
-        np.copyto(self._tables, self.cache.tables)
-        self._expected = None
-        with torch.cuda.device(self._device), torch.inference_mode():
-            self._decoder.block_tables.copy_(torch.from_numpy(self._tables))
-            inputs = Inputs(*(torch.tensor(part, dtype=torch.int32, device=self._device) for part in rows))
-            kept = torch.tensor(wanted, dtype=torch.int64, device=self._device)
-            logits = self._decoder.forward(inputs, segments, kept)
-            found = dict(zip(order, logits.float().split([pieces[i].keep for i in order]), strict=True))
-        return [found[i] for i in range(len(pieces))]
+        inputs = Inputs(*(torch.tensor(part, dtype=torch.int32, device=self._device) for part in rows))
+        return order, inputs, segments, wanted
 
     def _capture(self) -> dict[int, _Graph]:
         graphs: dict[int, _Graph] = {}

@@ -1,0 +1,60 @@
+"""Steps on their way on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from trirun_kernels.decoder.cuda import CudaDecoder
+
+from ...engine.runner import Outcome
+from ...errors import TrirunError
+from .sampler import Reading
+
+HELD = (
+    "another program held multiprocessors of the GPU for seconds, so that a step could not end; stop it, and run again"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPending:
+    """A step on its way: what to read, and in which order its works come."""
+
+    decoder: CudaDecoder
+    reading: Reading | None
+    places: Sequence[int | None]
+    prompts: Sequence[tuple[int, int]]
+
+    def collect(self) -> list[Outcome]:
+        """See :class:`~.engine.runner.Pending`.
+
+        Raises:
+            TrirunError: the kernel of a whole step gave up.
+        """
+        tokens, scores = ([], []) if self.reading is None else self.reading.wait()
+        if any(token.id < 0 for token in tokens) and self.decoder.gave_up:
+            raise TrirunError(HELD)
+        return [
+            Outcome(None if place is None else tokens[place], tuple(scores[first : first + count]))
+            for place, (first, count) in zip(self.places, self.prompts, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPooled:
+    """A step of which some works want hidden states.
+
+    Attributes:
+        wanted: which of them do. states: float32 [rows, hidden] of each of these, on the device. rest: of the others.
+    """
+
+    wanted: Sequence[bool]
+    states: Sequence[Tensor]
+    rest: CudaPending | None
+
+    def collect(self) -> list[Outcome]:
+        """See :class:`~.engine.runner.Pending`."""
+        rest = iter([] if self.rest is None else self.rest.collect())
+        states = iter(self.states)
+        return [Outcome(None, states=next(states).cpu().numpy()) if wanted else next(rest) for wanted in self.wanted]
