@@ -12,6 +12,7 @@ from trirun_kernels.decoder import reference as decoder_reference
 from trirun_kernels.decoder.cuda_reference import int8_round_trip
 
 from tests.kernels.decoder.models import VOCAB, random_model
+from trirun_cli.engine.constraint import Constraint
 from trirun_cli.engine.engine import Engine
 from trirun_cli.engine.request import FinishReason, Request
 from trirun_cli.engine.sampling import SamplingParams
@@ -152,7 +153,7 @@ def test_probabilities_of_prompts(weights):
         assert abs(token.logprob - expected[position, token.id].item()) < 0.05
 
 
-class Pattern:
+class Pattern(Constraint):
     """A constraint: token i of the text is i modulo ``period``, or ``period``."""
 
     def __init__(self, period):

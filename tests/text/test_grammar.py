@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trirun_cli.engine.constraint import Grammar, mask_words
+from trirun_cli.engine.constraint import AtLeast, Grammar, fill_all, mask_words
 from trirun_cli.errors import InputError, UsageError
+from trirun_cli.text import grammar as grammars
 from trirun_cli.text.detokenizer import quick_tokenizer
 from trirun_cli.text.grammar import GrammarCompiler, compile_grammar
 from trirun_cli.text.tool_calls import call_grammar
@@ -113,6 +114,47 @@ def test_after_the_end_only_the_end(compiler, tokenizer):
     for token in (*tokenizer("a", add_special_tokens=False)["input_ids"], END):
         constraint.advance(token)
     assert np.flatnonzero(allowed(constraint, tokenizer.backend_tokenizer.get_vocab_size())).tolist() == [END]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_masks_of_several_texts_are_those_of_each_alone(compiler, tokenizer, monkeypatch, threads):
+    """In threads too, where texts have ended, or have a grammar that grows too complex on the way."""
+    import llguidance
+
+    monkeypatch.setattr(grammars, "_threads", lambda: threads)
+    monkeypatch.setattr(grammars, "_FEWEST", 0)
+    monkeypatch.setattr(grammars, "_executor", lambda: llguidance.LLExecutor(threads) if threads > 1 else None)
+    backend = tokenizer.backend_tokenizer
+    vocab = backend.get_vocab_size()
+    made = llguidance.LLTokenizer(backend.to_str(), n_vocab=vocab, eos_token=[END])
+    few = llguidance.LLParserLimits(step_max_items=20)
+    twice = 'start: a\na: "x" | a a'
+    own = GrammarCompiler(backend, vocab, {END})
+    schema, x = Grammar.of_schema({"type": "object"} | ONE_OF_TWO), backend.token_to_id("x")
+    ways = [
+        (own.compile(schema), backend.encode('{"colour": "blue", "more": 1}').ids),
+        (own.compile(Grammar("regex", "(abc|abd)e*")), backend.encode("abceeeee").ids),
+        (lambda: AtLeast(9, {END}, own.compile(Grammar("regex", "x*"))()), [x] * 4),
+        (grammars._Beginning(lambda: llguidance.LLMatcher(made, twice, log_level=0, limits=few), [END]), [x] * 20),
+    ]
+    texts = [(*ways[i % len(ways)], i) for i in range(20)]
+    alone, together = ([begin() for begin, *_ in texts] for _ in range(2))
+    expected, found = np.zeros((2, 30, mask_words(vocab)), np.uint32)
+    rows, empty = np.random.default_rng(0).permutation(30)[: len(texts)].tolist(), set()
+    for step in range(16):
+        for constraint, row in zip(alone, rows, strict=True):
+            constraint.fill(expected[row])
+        fill_all(together, found, rows)
+        assert (found == expected).all()
+        empty.add(int((expected[rows].any(1) == 0).sum()))
+        for (_, tokens, late), *both in zip(texts, alone, together, strict=True):
+            # Not all at the same place.
+            if step >= late % 3:
+                place = step - late % 3
+                for constraint in both:
+                    constraint.advance(tokens[place] if place < len(tokens) else END)
+    # Texts that ended with an error, and none before.
+    assert min(empty) == 0 and max(empty) == 5
 
 
 def test_an_unknown_format_is_a_remark_and_a_known_one_is_held(compiler, tokenizer):

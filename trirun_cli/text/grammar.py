@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
 import numpy as np
 
 from ..engine.constraint import Constraint, Grammar
 from ..errors import InputError, MissingError, UsageError, is_panic
+from ..processors import default_threads
 from .reasoning import CLOSE, OPEN
 
 if TYPE_CHECKING:
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 # Characters of a grammar: compiling takes time that grows with them.
 MOST_CHARACTERS = 200_000
 _COMPILED = 128
+# Bytes of masks to fill in threads: waking these takes as long as 24 masks over 8,192 tokens, or 6 over 32,768.
+_FEWEST = 24 << 10
+# Texts that share a matcher's tables before there is another matcher, and seconds that making all of these may take.
+_FAMILY, _MAKING_S = 2, 0.05
+_MOST_THREADS = 12
 # Of the operators "and" (&) and "not" (~) of llguidance's notation. Time grows exponentially with them: eight of bad
 # expressions take 0.1 s to be refused, twelve 11 s.
 _MOST_OPERATORS = 8
@@ -92,12 +100,10 @@ class GrammarCompiler:
             raise UsageError(_reason(error)) from error
         if fault := LLMatcher.validate_grammar(source, tokenizer):
             raise UsageError(_reason(fault))
-        first = LLMatcher(tokenizer, source, log_level=0)
-        # The first mask builds tables that the copies share.
-        first.compute_bitmask()
-        if first.is_error():
-            raise UsageError(_reason(first.get_error()))
-        return lambda: _Text(first.deep_copy(), self._ends)
+        begin = _Beginning(lambda: LLMatcher(tokenizer, source, log_level=0), self._ends)
+        if begin.fault:
+            raise UsageError(_reason(begin.fault))
+        return begin
 
 
 def compile_grammar(
@@ -127,11 +133,48 @@ def compile_grammar(
         raise InputError(f"the {grammar.kind.replace('_', ' ')} cannot be followed: {error}") from error
 
 
-class _Text(Constraint):
-    """A text that llguidance follows."""
+class _Beginning:
+    """Begins texts of one grammar, as copies of a matcher: they share its tables, which the first mask builds, and a
+    lock that keeps threads from filling their masks at once. So where there are many there are several to copy.
 
-    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
-        self._matcher, self._ends = matcher, ends
+    Args:
+        make: makes one. ends: tokens that end a text.
+    """
+
+    def __init__(self, make: Callable[[], Any], ends: Sequence[int]) -> None:
+        self._make, self._ends = make, ends
+        self._families: list[tuple[Any, WeakSet[_Text]]] = []
+        self._making = Lock()
+        began = perf_counter()
+        self.fault = self._add()
+        self._most = min(_threads(), 1 + int(_MAKING_S / (perf_counter() - began)))
+
+    def _add(self) -> str:
+        matcher = self._make()
+        matcher.compute_bitmask()
+        self._families.append((matcher, WeakSet()))
+        return matcher.get_error()
+
+    def __call__(self) -> Constraint:
+        with self._making:
+            matcher, texts = min(self._families, key=_alive)
+            if len(texts) >= _FAMILY and len(self._families) < self._most:
+                self._add()
+                matcher, texts = self._families[-1]
+            text = _Text(matcher.deep_copy(), self._ends, id(texts))
+            texts.add(text)
+            return text
+
+
+def _alive(family: tuple[Any, WeakSet[_Text]]) -> int:
+    return len(family[1])
+
+
+class _Text(Constraint):
+    """A text that llguidance follows. Those of a ``family`` share tables."""
+
+    def __init__(self, matcher: Any, ends: Sequence[int], family: int) -> None:
+        self._matcher, self._ends, self._family = matcher, ends, family
         # Asking numpy for an address takes as long as a small mask, and the words are the same every time.
         self._words: np.ndarray | None = None
         self._address = self._bytes = 0
@@ -142,12 +185,29 @@ class _Text(Constraint):
             self._words, self._address, self._bytes = words, words.ctypes.data, words.nbytes
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
-        if matcher.is_error():
-            words[:] = 0
-        elif matcher.is_stopped():
-            words[:] = 0
+        if matcher.is_stopped():
+            self._fill_stopped(words)
+
+    def _fill_stopped(self, words: np.ndarray) -> None:
+        words[:] = 0
+        if not self._matcher.is_error():
             for token in self._ends:
                 words[token // 32] |= np.uint32(1 << token % 32)
+
+    @classmethod
+    def fill_several(cls, constraints: Sequence[Self], masks: np.ndarray, rows: Sequence[int]) -> None:
+        address, size = masks.ctypes.data, masks.strides[0]
+        # A thread takes neighbours: they should be those who would wait for each other.
+        pairs = sorted(zip(constraints, rows, strict=True), key=lambda pair: pair[0]._family)
+        going = [(text._matcher, row) for text, row in pairs if not text._matcher.is_stopped()]
+        if len(going) > 1 and len(going) * size >= _FEWEST and (executor := _executor()) is not None:
+            executor.unsafe_compute_mask_ptr(going, address, size, len(masks))
+        else:
+            for matcher, row in going:
+                matcher.unsafe_compute_mask_ptr(address + row * size, size)
+        for text, row in pairs:
+            if text._matcher.is_stopped():
+                text._fill_stopped(masks[row])
 
     def advance(self, token: int) -> None:
         if not self._matcher.is_stopped():
@@ -161,6 +221,19 @@ class _Text(Constraint):
         # All bytes are tokens: where no byte is forced, more than one token may come.
         matcher = self._matcher
         return not matcher.is_stopped() and not matcher.compute_ff_bytes()
+
+
+@cache
+def _threads() -> int:
+    return max(1, min(default_threads() * 4 // 5, _MOST_THREADS))
+
+
+@cache
+def _executor() -> Any:
+    """Threads of llguidance's own; None where one would be alone."""
+    from llguidance import LLExecutor
+
+    return LLExecutor(_threads()) if _threads() > 1 else None
 
 
 def _for_llguidance(grammar: Grammar) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder.cuda_structs import SamplerStruct
 
-from ...engine.constraint import Constraint, mask_words
+from ...engine.constraint import Constraint, fill_all, mask_words
 from ...engine.request import Request
 from ...engine.sampling import Token, stream_of
 
@@ -85,14 +85,15 @@ class CudaSampler:
         self._alternatives: list[int | None] = [None] * slots
         self._prompt_alternatives = [0] * slots
         self._constraints: dict[int, Constraint] = {}
-        # Of slots with a constraint: the token on its way, and when it is there.
-        self._unread: dict[int, tuple[torch.cuda.Event, Tensor]] = {}
+        # Tokens on their way for slots with a constraint: when they are there, and at which place a slot's is.
+        self._unread: list[tuple[torch.cuda.Event, Tensor, dict[int, int]]] = []
         self._staged_masks: list[Tensor] = []
 
     def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
         device, params, prompt = self._results.device, request.params, request.prompt
-        self._unread.pop(slot, None)
+        for *_, places in self._unread:
+            places.pop(slot, None)
         self._constraints.pop(slot, None)
         if (constraint := request.constrained(generated)) is not None:
             self._constraints[slot] = constraint
@@ -122,11 +123,13 @@ class CudaSampler:
         Args:
             turn: as of :meth:`read`.
         """
-        for slot, (done, token) in self._unread.items():
+        for done, tokens, places in self._unread:
             done.synchronize()
-            # A text without a next token has ended with an error.
-            if (id := int(token)) >= 0:
-                self._constraints[slot].advance(id)
+            ids = tokens.tolist()
+            for slot, place in places.items():
+                # A text without a next token has ended with an error.
+                if (id := ids[place]) >= 0:
+                    self._constraints[slot].advance(id)
         self._unread.clear()
         asked = [slot for slot in slots if slot in self._constraints]
         if not asked or self._state.masks is None:
@@ -134,9 +137,7 @@ class CudaSampler:
         if not self._staged_masks:
             self._staged_masks = [torch.zeros_like(self._state.masks, device="cpu").pin_memory() for _ in self._pinned]
         staged = self._staged_masks[turn]
-        words = staged.numpy().view(np.uint32)
-        for slot in asked:
-            self._constraints[slot].fill(words[slot])
+        fill_all([self._constraints[slot] for slot in asked], staged.numpy().view(np.uint32), asked)
         # One copy: rows between them are not looked at.
         part = slice(min(asked), max(asked) + 1)
         self._state.masks[part].copy_(staged[part], non_blocking=True)
@@ -177,7 +178,8 @@ class CudaSampler:
             scores = values, *_likeliest(logprobs, max(max(counts), 1))
         done = torch.cuda.Event()
         done.record()
-        self._unread |= {slot: (done, pinned[0, i]) for i, slot in enumerate(slots) if slot in self._constraints}
+        if places := {slot: i for i, slot in enumerate(slots) if slot in self._constraints}:
+            self._unread.append((done, pinned[0], places))
         return Reading(done, alternatives, pinned[0, :count], pinned[1, :count].view(torch.float32), top, ids, counts,
                        scores)  # fmt: skip
 
