@@ -122,7 +122,7 @@ def test_masks_of_several_texts_are_those_of_each_alone(compiler, tokenizer, mon
     import llguidance
 
     monkeypatch.setattr(grammars, "_threads", lambda: threads)
-    monkeypatch.setattr(grammars, "_FEWEST", 0)
+    monkeypatch.setattr(grammars, "_FEWEST", 1)
     monkeypatch.setattr(grammars, "_executor", lambda: llguidance.LLExecutor(threads) if threads > 1 else None)
     backend = tokenizer.backend_tokenizer
     vocab = backend.get_vocab_size()

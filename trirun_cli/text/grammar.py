@@ -197,10 +197,11 @@ class _Text(Constraint):
     @classmethod
     def fill_several(cls, constraints: Sequence[Self], masks: np.ndarray, rows: Sequence[int]) -> None:
         address, size = masks.ctypes.data, masks.strides[0]
-        # A thread takes neighbours: they should be those who would wait for each other.
+        # A thread takes neighbours: they should be those who would wait for each other. One family gains nothing.
         pairs = sorted(zip(constraints, rows, strict=True), key=lambda pair: pair[0]._family)
         going = [(text._matcher, row) for text, row in pairs if not text._matcher.is_stopped()]
-        if len(going) > 1 and len(going) * size >= _FEWEST and (executor := _executor()) is not None:
+        several = pairs[0][0]._family != pairs[-1][0]._family
+        if several and len(going) * size >= _FEWEST and (executor := _executor()) is not None:
             executor.unsafe_compute_mask_ptr(going, address, size, len(masks))
         else:
             for matcher, row in going:
