@@ -111,8 +111,8 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 4},
 }
 
-# Those that run natively on a CPU alone, and why.
-CPU_ONLY: dict[str, str] = {}
+# Those that run natively on a CPU alone, and what is refused on a GPU.
+CPU_ONLY = {"glm4_moe": "chosen by sigmoids"}
 
 
 def open_engine(path: Path, *, max_waiting: int | None = None, **options: Any) -> Engine:
@@ -143,8 +143,7 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
             if name.endswith("_proj_bias"):
                 parameter.copy_(torch.rand_like(parameter) - 0.5)
             if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
-                # Larger scores are ties of sigmoids at 1, or enlarge what rounding leaves.
-                parameter.normal_(std=0.1)
+                parameter.normal_()
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not head:
                 module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-3)

@@ -64,7 +64,7 @@ def test_slots_that_nobody_asked_for_follow_the_memory(monkeypatch, plain_model,
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib << 30, 141 << 30))
     monkeypatch.setattr(opening, "chosen_context", lambda config, asked: 4096)
     monkeypatch.setattr(opening, "CudaDecoder", lambda model, **sizes: sizes)
-    monkeypatch.setattr(opening, "CudaRunner", lambda sizes: SimpleNamespace(**sizes))
+    monkeypatch.setattr(opening, "CudaRunner", lambda sizes, **options: SimpleNamespace(**sizes))
     options = {"dtype": "auto", "act_bits": None, "context": None, "kv_cache_dtype": kind}
     runner = opening.open_cuda(plain_model, device="cuda:0", slots=asked, **options)
     assert runner.slots == slots and bool(runner.why_slots) == (asked is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.kernels.decoder.models import VOCAB, random_model
 from trirun_cli.engine.constraint import Constraint
 from trirun_cli.engine.engine import Engine
 from trirun_cli.engine.request import FinishReason, Request
-from trirun_cli.engine.sampling import SamplingParams
+from trirun_cli.engine.sampling import SamplingParams, Token
 from trirun_cli.errors import TrirunError
 from trirun_cli.models.description import UnsupportedModel, gpu_dtype
 
@@ -91,9 +92,23 @@ def test_a_step_that_gave_up_ends_with_the_reason():
         pytest.skip(decoder.step_refusal)
     params = SamplingParams(max_tokens=5, ignore_stop_ids=True)
     assert len(generate(engine, [[1, 2, 3]], params)[0]) == 5
-    decoder._steps[1]._messages[4:8] = 1
+    with torch.inference_mode():
+        decoder._steps[1]._messages[4:8] = 1
     with pytest.raises(TrirunError, match="another program held"):
         generate(engine, [[1, 2, 3]], params)
+
+
+@pytest.mark.parametrize("gave_up", [True, False])
+def test_a_row_without_a_token_is_an_error_of_the_step_only_where_it_gave_up(gave_up):
+    from trirun_cli.backends.cuda.pending import CudaPending
+
+    reading = SimpleNamespace(wait=lambda: ([Token(4), Token(-1)], []))
+    step = CudaPending(SimpleNamespace(gave_up=gave_up), reading, [1, 0, None], [(0, 0)] * 3)
+    if gave_up:
+        with pytest.raises(TrirunError, match="another program held"):
+            step.collect()
+    else:
+        assert [outcome.token and outcome.token.id for outcome in step.collect()] == [-1, 4, None]
 
 
 @gpu
