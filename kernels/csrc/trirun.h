@@ -594,8 +594,7 @@ typedef struct {
   const float* attention_sub_norm; /* [heads * head_dim], of the input of o */
   const float* mlp_sub_norm; /* [ffn], of the input of down */
   const float *q_norm, *k_norm; /* [head_dim] */
-  void *keys, *values; /* as of trirun_attention: of dtype, or int8 */
-  void* scales; /* of int8, as there */
+  void *keys, *values, *scales; /* as of trirun_attention: of dtype, or int8 and scales */
 } trirun_cuda_step_layer;
 
 /* All layers of one decode step of 1, 2, 4 or 8 rows in one kernel, on sm_90: from the residual stream behind the
@@ -620,8 +619,7 @@ typedef struct {
   int32_t ctas; /* an even number, at most one for each multiprocessor */
   int32_t splits; /* CTAs that share a row's keys */
   int32_t in_flight; /* chunks of 8 KiB that a CTA may have on their way */
-  int32_t max_tiles; /* n tiles of o that one cluster has, at most */
-  int32_t int8_cache; /* not 0: keys and values of all layers are int8 */
+  int32_t max_tiles, int8_cache; /* n tiles of o that one cluster has, at most; not 0: keys and values are int8 */
   float eps, scale; /* of all norms; of q . k */
 } trirun_cuda_step;
 

@@ -81,12 +81,8 @@ class CudaDecoder:
         if slots < 1 or context < 1:
             raise ValueError(f"decoder: slots={slots}, context={context}")
         for shape in s.layers:
-            if (
-                s.hidden % 16
-                or shape.feed_forward.size % 16
-                or not mixer_runs(shape.mixer)
-                or (shape.parallel and shape.mixture)
-            ):
+            uneven = s.hidden % 16 or shape.feed_forward.size % 16
+            if uneven or not mixer_runs(shape.mixer) or (shape.parallel and shape.mixture):
                 raise ValueError(f"decoder: the CUDA kernels cannot run {shape} of hidden size {s.hidden}")
         for cosines, _ in model.rotary:
             if cosines.shape[0] < blocks * ops.PAGE:
@@ -147,8 +143,7 @@ class CudaDecoder:
         return self._logits(self._run(inputs, segments, wanted, splits))
 
     def states(self, inputs: Inputs, segments: Sequence[Segment] = ()) -> Tensor:
-        """:meth:`forward`, but the hidden states behind the last norm, [m, hidden] of the model's dtype: the head's
-        input, with the factor of its logits if they have one."""
+        """What :meth:`forward` gives the head, [m, hidden]: behind the last norm, which holds the logits' factor."""
         return self._run(inputs, segments, None, 0)
 
     def _run(self, inputs: Inputs, segments: Sequence[Segment], wanted: Tensor | None, splits: int) -> Tensor:
@@ -186,11 +181,8 @@ class CudaDecoder:
         if wanted is not None:
             residual, delta = residual[wanted], delta[wanted]
         y = torch.empty_like(delta)
-        final: dict[str, Any] = {
-            "norm": model.final_norm,
-            "norm_bias": model.final_norm_bias,
-            "centered": shape.norm == "layer",
-        }
+        bias, centered = model.final_norm_bias, shape.norm == "layer"
+        final: dict[str, Any] = {"norm": model.final_norm, "norm_bias": bias, "centered": centered}
         ops.rows(**self._added(delta, post), residual=residual, y=y, eps=shape.norm_eps, **final)
         return y
 
