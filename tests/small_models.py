@@ -111,9 +111,6 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 4},
 }
 
-# Those that run natively on a CPU alone, and what is refused on a GPU.
-CPU_ONLY = {"glm4_moe": "chosen by sigmoids"}
-
 
 def open_engine(path: Path, *, max_waiting: int | None = None, **options: Any) -> Engine:
     """An engine on a model directory; ``options`` are those of ``open_runner``."""

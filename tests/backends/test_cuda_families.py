@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.small_models import CPU_ONLY, FAMILIES, save_ternary
+from tests.small_models import FAMILIES, save_ternary
 from trirun_cli.checkpoint.model_dir import read_config
 from trirun_cli.models.description import decoder_shape
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 # Softened scores (gemma 2) are those of eager attention in every version of transformers.
 EAGER = {"dtype": torch.float32, "attn_implementation": "eager"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-MODELS = {name: change for name, change in FAMILIES.items() if name not in CPU_ONLY} | {
+MODELS = FAMILIES | {
     "llama, yarn": {"rope_parameters": YARN},
     "llama, tied": {"tie_word_embeddings": True},
 }
@@ -110,7 +110,8 @@ def test_scoring_is_that_of_transformers(models, monkeypatch, rows):
         for found, logits, count in zip(together, expected, keep, strict=True):
             assert found.shape == (count, lm.vocab_size)
             errors.append((found.cpu() - logits[-count:]).norm(dim=1) / logits[-count:].norm(dim=1))
-        # A few rows may have another expert.
+        # A few rows may have another expert: noise of float16's size in each layer of transformers' GLM-4.5 puts the
+        # second text beyond the bound in half of the draws.
         assert all(part.median() < allowed or has_experts(models[0]) for part in errors)
         assert torch.cat(errors).median() < allowed
         # The sequence of forward is apart from those of a batch.

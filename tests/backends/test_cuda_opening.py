@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from trirun_kernels.decoder.shape import DecoderShape
 
-from tests.small_models import CPU_ONLY, FAMILIES, SIZES
+from tests.small_models import FAMILIES, SIZES
 from trirun_cli.backends.cuda import opening
 from trirun_cli.backends.cuda.opening import CACHE_SHARE, cache_pages
 from trirun_cli.backends.cuda.weights import load_model
@@ -46,12 +46,16 @@ def test_what_is_missing_is_left_to_transformers_to_judge(plain_model, copy_of, 
         load_model(model, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", CPU_ONLY)
-def test_models_that_a_cpu_runs_and_a_gpu_not_yet(name):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_cpu_runs_a_gpu_runs(name):
     config = {"model_type": name.split(",")[0]} | SIZES | FAMILIES[name]
-    assert decoder_shape(config).hidden == SIZES["hidden_size"]
-    with pytest.raises(UnsupportedModel, match=f"{CPU_ONLY[name]}, on a GPU"):
-        gpu_decoder_shape(config)
+    assert gpu_decoder_shape(config) == decoder_shape(config)
+
+
+def test_sizes_that_the_kernels_do_not_have_are_refused():
+    config = {"model_type": "qwen3_moe"} | SIZES | FAMILIES["qwen3_moe"]
+    with pytest.raises(UnsupportedModel, match="experts of size 40"):
+        gpu_decoder_shape(config | {"moe_intermediate_size": 40})
 
 
 @pytest.mark.parametrize(
