@@ -57,6 +57,7 @@ def test_chat(client):
             {"role": "user", "content": "How do I check if a Python object is an instance of a class?"},
         ],
         max_completion_tokens=8,
+        temperature=0,
     )
     assert completion.choices[0].message.role == "assistant" and completion.usage.completion_tokens > 0
 
