@@ -83,8 +83,8 @@ fi
 phase types outcome types "$checker"
 step "Testing (so far: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')${failed:+; FAILED:$failed})"
 # A file of tests stays in one process: its fixtures are made once.
-# Threads of OpenMP that wait for each other leave the processor to those of the other tests: spinning, two tests side by
-# side on two cores took 570 s in place of 7.
+# Threads of OpenMP that wait for each other leave the processor to other tests: spinning, two tests side by side on two
+# cores took 570 s in place of 7.
 export OMP_WAIT_POLICY=passive
 "$venv/bin/python" -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile "$@" || exit
 [ -z "$failed" ]
