@@ -100,7 +100,8 @@ def test_scoring_is_that_of_transformers(models, monkeypatch, rows):
         expected = [reference(tokens.unsqueeze(0)).logits[0] for tokens in sequences]
     # Each layer rounds: of four, transformers itself differs by 4e-3 in float16.
     layers = reference.config.num_hidden_layers
-    rounding = error_of_rounding(models[0], sequences[2], expected[2]) if has_experts(models[0]) else 0
+    experts = has_experts(models[0])
+    rounding = error_of_rounding(models[0], sequences[2], expected[2]) if experts else 0
     for kv_cache_dtype, allowed in (("auto", 1.5e-3 * layers), ("int8", 1e-2 * layers)):
         lm = ScoringModel(open_runner(models[1], device="cuda", kv_cache_dtype=kv_cache_dtype, scoring=True))
         assert lm.name.startswith("native decoder on")
@@ -112,7 +113,7 @@ def test_scoring_is_that_of_transformers(models, monkeypatch, rows):
             errors.append((found.cpu() - logits[-count:]).norm(dim=1) / logits[-count:].norm(dim=1))
         # A few rows may have another expert: noise of float16's size in each layer of transformers' GLM-4.5 puts the
         # second text beyond the bound in half of the draws.
-        assert all(part.median() < allowed or has_experts(models[0]) for part in errors)
+        assert all(part.median() < allowed or experts for part in errors)
         assert torch.cat(errors).median() < allowed
         # The sequence of forward is apart from those of a batch.
         first = lm.forward(sequences[2][:100], last_only=False)

@@ -229,3 +229,18 @@ def test_a_constraint_without_a_way_on_ends_its_text_alone(weights):
     ends = {event.request_id: event for event in engine.generate(requests) if event.finish is not None}
     assert ends["stuck"].finish is FinishReason.ERROR and "grammar" in ends["stuck"].error
     assert ends["stuck"].usage.generated_tokens == 3 and ends["free"].finish is FinishReason.LENGTH
+
+
+def test_hidden_states_come_in_the_order_of_the_works():
+    from trirun_cli.backends.cuda.pending import CudaPending, CudaPooled
+    from trirun_cli.engine.runner import Work
+
+    reading = SimpleNamespace(wait=lambda: ([Token(4)], []))
+    rest = CudaPending(SimpleNamespace(gave_up=False), reading, [0], [(0, 0)])
+    pooled, sampled = Work(0, 0, [1, 2], False, states=True), Work(1, 5, None, True)
+    states = [torch.full((2, 3), 1.0), torch.full((2, 3), 2.0)]
+    first, token, second = CudaPooled([pooled, sampled, pooled], states, rest).collect()
+    assert token.token == Token(4) and token.states is None
+    assert (first.states == 1).all() and (second.states == 2).all() and first.token is None
+    (alone,) = CudaPooled([pooled], states[:1], None).collect()
+    assert (alone.states == 1).all()

@@ -58,6 +58,12 @@ class Outcome(NamedTuple):
     states: np.ndarray | None = None
 
 
+def in_order(work: Sequence[Work], states: Sequence[np.ndarray], others: Sequence[Outcome]) -> list[Outcome]:
+    """One outcome per work: hidden states of those that want them, which ran apart, and what came of the others."""
+    found, rest = iter(states), iter(others)
+    return [Outcome(None, states=next(found)) if item.states else next(rest) for item in work]
+
+
 class Pending(Protocol):
     """A step on its way."""
 

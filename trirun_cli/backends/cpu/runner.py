@@ -14,7 +14,7 @@ from trirun_kernels.decoder.cpu import Segment, draw
 from trirun_kernels.decoder.structs import DrawStruct
 
 from ...engine.request import Request
-from ...engine.runner import Done, Outcome, Work
+from ...engine.runner import Done, Outcome, Work, in_order
 from ...engine.sampling import Token, plain_tokens
 from ...engine.slot_cache import SlotCache
 from .decoder import NativeDecoder
@@ -103,9 +103,8 @@ class CpuRunner:
         pooled, others = ([item for item in work if item.states == wanted] for wanted in (True, False))
         tokens = [token for item in pooled for token in item.tokens or ()]
         states = self._decoder.states([Segment(item.slot, item.position, item.rows) for item in pooled], tokens)
-        found = iter(np.split(states, np.cumsum([item.rows for item in pooled])[:-1]))
-        rest = iter(self.launch(others).outcomes if others else ())
-        return Done([Outcome(None, states=next(found)) if item.states else next(rest) for item in work])
+        found = np.split(states, np.cumsum([item.rows for item in pooled])[:-1])
+        return Done(in_order(work, found, self.launch(others).outcomes if others else ()))
 
     def launch_burst(self, work: Sequence[Work], steps: int) -> Done:
         """See :class:`~.runner.BurstRunner`."""

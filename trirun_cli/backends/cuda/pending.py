@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from trirun_kernels.decoder.cuda import CudaDecoder
 
-from ...engine.runner import Outcome
+from ...engine.runner import Outcome, Work, in_order
 from ...errors import TrirunError
 from .sampler import Reading
 
@@ -46,15 +46,14 @@ class CudaPooled:
     """A step of which some works want hidden states.
 
     Attributes:
-        wanted: which of them do. states: float32 [rows, hidden] of each of these, on the device. rest: of the others.
+        work: all of them. states: float32 [rows, hidden] of each that wants them, on the device. rest: of the others.
     """
 
-    wanted: Sequence[bool]
+    work: Sequence[Work]
     states: Sequence[Tensor]
     rest: CudaPending | None
 
     def collect(self) -> list[Outcome]:
         """See :class:`~.engine.runner.Pending`."""
-        rest = iter([] if self.rest is None else self.rest.collect())
-        states = iter(self.states)
-        return [Outcome(None, states=next(states).cpu().numpy()) if wanted else next(rest) for wanted in self.wanted]
+        others = () if self.rest is None else self.rest.collect()
+        return in_order(self.work, [states.cpu().numpy() for states in self.states], others)

@@ -109,11 +109,11 @@ class CudaRunner:
         self._turn = (self._turn + 1) % RING
         with torch.cuda.device(self._device), torch.inference_mode():
             self._copy_tables()
-            pooled, others = ([item for item in work if item.states == wanted] for wanted in (True, False))
-            if not pooled:
+            if not any(item.states for item in work):
                 return self._step(work)
+            pooled, others = ([item for item in work if item.states == wanted] for wanted in (True, False))
             states = self._states([_Piece(item.slot, item.position, item.tokens or (), 0) for item in pooled])
-            return CudaPooled([item.states for item in work], states, self._step(others) if others else None)
+            return CudaPooled(work, states, self._step(others) if others else None)
 
     def logits(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
         """See :class:`~.engine.runner.Runner`."""
