@@ -128,6 +128,9 @@ def outcome(target: Target, raw: bytes, folder: Path) -> str | None:
 def bounded() -> Iterator[Path]:
     """A folder in memory, within which :func:`outcome` has bounds of time and memory."""
 
+    # Some readers import it at their first tensor; an import that is broken off cannot be repeated.
+    import torch  # noqa: F401
+
     def late(*_: object) -> None:
         raise TooSlow(f"more than {CPU_SECONDS} s")
 

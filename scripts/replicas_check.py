@@ -59,14 +59,15 @@ async def healthy(url: str) -> None:
 class Replica:
     """A server on a port that it keeps when it is started again."""
 
-    def __init__(self, checkpoint: Path, options: list[str]) -> None:
+    def __init__(self, checkpoint: Path, options: list[str], gpu: str | None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [sys.executable, "-m", "trirun_cli", "serve", str(checkpoint), "--port", str(self.port)]
         self._command += ["--quiet", *options]
+        self._environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
 
     async def start(self) -> None:
-        self._process = subprocess.Popen(self._command, start_new_session=True)
+        self._process = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
         await healthy(self.url)
 
     async def running(self) -> int:
@@ -136,7 +137,7 @@ async def measure(given: argparse.Namespace) -> dict[str, object]:
     text = (configs_dir() / "demo-model" / "valid.txt").read_text()
     load = Load(pick_prompts(text, count=64, words=24, seed=0), max_tokens=given.tokens, ignore_eos=True)
     options = ["--served-model-name", "m", "--max-batch", str(given.clients), "--drain", "120", *given.options.split()]
-    first, second = replicas = [Replica(given.checkpoint, options) for _ in range(2)]
+    first, second = replicas = [Replica(given.checkpoint, options, gpu) for gpu in given.gpus or (None, None)]
     await asyncio.gather(*(each.start() for each in replicas))
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64, help="that ask without a pause")
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
     parser.add_argument("--seconds", type=float, default=90, help="in which requests are started")
+    parser.add_argument("--gpus", nargs=2, metavar=("A", "B"), help="the GPU of each server; default: as they choose")
     parser.add_argument("--options", default="", help="more options of trirun serve")
     found = asyncio.run(measure(parser.parse_args()))
     print(json.dumps(found, indent=2))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from .errors import QuantizationError
 
 T = TypeVar("T")
+_DEEPEST = 64
 
 
 def load_yaml(path: str | Path, command: str, parse: Callable[[Mapping[str, Any]], T]) -> T:
@@ -103,14 +104,19 @@ def require(condition: bool, message: str) -> None:
 
 def load_plain(text: str) -> Any:
     """The plain values that YAML text holds. Aliases are refused: a few of them, in lists of each other, stand for more
-    values than fit in memory.
+    values than fit in memory. So is deep nesting, of which PyYAML looks at every level again for each further character.
 
     Raises:
-        yaml.YAMLError: it is not YAML, or has an alias.
+        yaml.YAMLError: it is not YAML, has an alias or is nested too deeply.
     """
     import yaml
 
     class Plain(yaml.SafeLoader):
+        def fetch_flow_collection_start(self, kind: Any) -> None:
+            if self.flow_level == _DEEPEST:
+                raise yaml.YAMLError(f"nested more than {_DEEPEST} levels deep")
+            super().fetch_flow_collection_start(kind)
+
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise yaml.YAMLError(f"aliases are not read: *{self.peek_event().anchor}")

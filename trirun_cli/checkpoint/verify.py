@@ -158,6 +158,6 @@ def _recorded_hashes(path: Path) -> tuple[dict[str, str], str]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     files = (recipe.get("files") if isinstance(recipe, dict) else None) or {}
-    if not isinstance(files, dict):
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files):
         raise InputError(f"{file}: files is {files!r}, not the checksums by name")
     return files, RECIPE_FILE if files else CHECKSUMS

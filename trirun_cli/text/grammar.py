@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Characters of a grammar: compiling takes time that grows with them.
 MOST_CHARACTERS = 200_000
+# llguidance has a place of four bytes for every id up to a tokenizer's largest.
+_MOST_IDS = 1 << 24
 _COMPILED = 128
 # Bytes of masks to fill in threads: waking these takes as long as 24 masks over 8,192 tokens, or 6 over 32,768.
 _FEWEST = 24 << 10
@@ -77,6 +79,8 @@ class GrammarCompiler:
                     raise MissingError("structured output needs llguidance, which is not installed", fix) from error
                 if not self._ends:
                     raise InputError("structured output needs a token that ends a text; the model has none")
+                if (largest := max(self._backend.get_vocab().values(), default=0)) >= _MOST_IDS:
+                    raise InputError(f"structured output cannot use this model's tokenizer: its ids reach {largest:,}")
                 try:
                     self._made = llguidance.LLTokenizer(
                         self._backend.to_str(), n_vocab=self._vocab, eos_token=list(self._ends)

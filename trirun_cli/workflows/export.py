@@ -188,6 +188,9 @@ def _export_directory(
                 tensors, own = target.encode(weight, module)
                 if facts.setdefault(stored, own) != own:
                     raise InputError(f"{source.path}: {module} is {own}, the experts before it {facts[stored]}")
+                if source.shape(module) != (shape := source.shape(modules[0])):
+                    found = f"{list(source.shape(module))}, the experts before it {list(shape)}"
+                    raise InputError(f"{source.path}: {module} is {found}")
                 encoded.append(tensors)
                 done(module, target.stored)
             for suffix in encoded[0] if encoded else ():

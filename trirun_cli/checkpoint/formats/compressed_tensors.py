@@ -179,7 +179,7 @@ def _codes(
         raise QuantizationError(f"{name}: groups of {k // scales.shape[1]} columns; trirun has 32, 64, 128 or a row")
     if zeros is None:
         return unpack_words(words, k), None
-    if list(zeros.shape) != [-(-n // 16), scales.shape[1]]:
-        found = f"{list(zeros.shape)} for scales {list(scales.shape)}"
+    if zeros.dtype != torch.int32 or list(zeros.shape) != [-(-n // 16), scales.shape[1]]:
+        found = f"{zeros.dtype} {list(zeros.shape)} for scales {list(scales.shape)}"
         raise QuantizationError(f"{name}: weight_zero_point is {found}")
     return unpack_words(words, k), unpack_words(zeros.t().contiguous(), n).t().contiguous()

@@ -117,8 +117,8 @@ def unpack(
     if words.dim() != 2 or words.dtype != torch.int32 or scales.dim() != 2 or not scales.shape[0]:
         raise QuantizationError(f"{name}: qweight is int32 [k/16, n], got {words.dtype} {list(words.shape)}")
     k, n, groups = words.shape[0] * 16, words.shape[1], scales.shape[0]
-    if scales.shape[1] != n or k % groups or list(zeros.shape) != [groups, -(-n // 16)]:
-        found = f"scales {list(scales.shape)}, qzeros {list(zeros.shape)}"
+    if scales.shape[1] != n or k % groups or zeros.dtype != torch.int32 or list(zeros.shape) != [groups, -(-n // 16)]:
+        found = f"scales {list(scales.shape)}, qzeros {zeros.dtype} {list(zeros.shape)}"
         raise QuantizationError(f"{name}: {found} do not belong to a weight [{n}, {k}]")
     if k // groups not in (32, 64, 128, k):
         raise QuantizationError(f"{name}: groups of {k // groups} columns; trirun has 32, 64, 128 or a row")
