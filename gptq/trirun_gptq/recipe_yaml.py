@@ -104,7 +104,7 @@ def require(condition: bool, message: str) -> None:
 
 def load_plain(text: str) -> Any:
     """The plain values that YAML text holds. Aliases are refused: a few of them, in lists of each other, stand for more
-    values than fit in memory. So is deep nesting, of which PyYAML looks at every level again for each further character.
+    values than fit in memory. So is deep nesting: PyYAML looks at every level again for each further character.
 
     Raises:
         yaml.YAMLError: it is not YAML, has an alias or is nested too deeply.
