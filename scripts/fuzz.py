@@ -70,30 +70,30 @@ def changed_bytes(raw: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def changed_json(raw: bytes, rng: random.Random) -> bytes:
-    """The JSON with one to three of its values replaced, left out or put elsewhere."""
+def changed_json(raw: bytes, rng: random.Random, below: int = 0) -> bytes:
+    """The JSON with one to three of its values replaced, left out or put elsewhere, ``below`` so many levels."""
     whole = [json.loads(raw)]
     for _ in range(rng.randint(1, 3)):
-        holder, key = _place(whole, rng)
+        holder, key = _place(whole, rng, below + 1 if below else 0)
         kind = rng.random()
         if kind < 0.7:
             holder[key] = copy.deepcopy(rng.choice(VALUES))
         elif kind < 0.85 and holder is not whole:
             del holder[key]
         else:
-            other, there = _place(whole, rng)
+            other, there = _place(whole, rng, 0)
             holder[key] = copy.deepcopy(other[there])
     return json.dumps(whole[0]).encode()
 
 
-def _place(holder: Any, rng: random.Random) -> tuple[Any, Any]:
-    """A value's holder and key: from the top down, further with four chances of five."""
+def _place(holder: Any, rng: random.Random, level: int) -> tuple[Any, Any]:
+    """A value's holder and key: from the top down, so many levels and then further with four chances of five."""
     while True:
         key = rng.choice(list(holder)) if isinstance(holder, dict) else rng.randrange(len(holder))
         value = holder[key]
-        if not isinstance(value, dict | list) or not value or rng.random() < 0.2:
+        if not isinstance(value, dict | list) or not value or (level <= 0 and rng.random() < 0.2):
             return holder, key
-        holder = value
+        holder, level = value, level - 1
 
 
 def outcome(target: Target, raw: bytes, folder: Path) -> str | None:
@@ -184,7 +184,7 @@ def fuzz(
             while done < inputs and time.monotonic() - begin < seconds:
                 raw = next(more, None)
                 if raw is None and rng.random() < target.structured:
-                    raw = changed_json(rng.choice(target.seeds), rng)
+                    raw = changed_json(rng.choice(target.seeds), rng, target.below)
                 elif raw is None:
                     raw = changed_bytes(rng.choice(replayed), rng)
                 try:

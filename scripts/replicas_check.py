@@ -73,7 +73,7 @@ class Replica:
     async def running(self) -> int:
         """Answers that it is writing, or that wait for it."""
         text = (await asyncio.to_thread(urllib.request.urlopen, f"{self.url}/metrics")).read().decode()
-        lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith("trirun:num_requests_")]
+        lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith("vllm:num_requests_")]
         return int(sum(float(value) for _, _, value in lines))
 
     async def stop(self, number: signal.Signals) -> int:

@@ -197,3 +197,17 @@ def test_a_schema_of_too_many_parts_is_refused():
     Grammar.of_schema({"enum": list(range(60_000))})
     with pytest.raises(UsageError, match="more than 50000 parts"):
         Grammar.of_schema({"anyOf": [{"const": i} for i in range(50_000)]})
+
+
+@pytest.mark.parametrize("steps", [[2_147_483_648], [9_973, 9_967], [0.12345678]])
+def test_a_schema_of_too_many_remainders_is_refused(steps):
+    with pytest.raises(UsageError, match="at most 10000 are taken"):
+        Grammar.of_schema({"allOf": [{"type": "number", "multipleOf": step} for step in steps]})
+
+
+def test_multiples_in_use_are_taken(tokenizer):
+    compiler = GrammarCompiler(tokenizer.backend_tokenizer, len(tokenizer), {0})
+    steps = [0.01, 0.0025, 5, 15, 60, 1024, 400_000_000, 1]
+    for alone in steps:
+        compiler.compile(Grammar.of_schema({"type": "number", "multipleOf": alone}))
+    Grammar.of_schema({"properties": {"multipleOf": {"const": True}, "x": {"multipleOf": True}}})

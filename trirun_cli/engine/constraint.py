@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
@@ -21,6 +23,9 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 MOST_DEPTH = 64
 # Objects, lists and values of a schema: some ten times those of the largest in use.
 MOST_PARTS = 50_000
+# Of the digits of a schema's multipleOf, zeros at the end left out: the least common multiple. llguidance's automaton
+# has a state for each remainder; where two of 9,973 and 9,967 meet, it does not end.
+MOST_REMAINDERS = 10_000
 # Of JSON schema (draft 2020-12, section 7.3) and OpenAPI: a format that is none of them is a remark of the schema's
 # author, which a validator ignores.
 _FORMATS = {
@@ -218,6 +223,7 @@ class _Remarks:
 
     def __init__(self) -> None:
         self._parts = 0
+        self._remainders = 1
 
     def without(self, schema: Any, depth: int = 0) -> Any:
         """The schema without them."""
@@ -230,9 +236,20 @@ class _Remarks:
             return [self.without(item, depth + 1) for item in schema]
         if not isinstance(schema, Mapping):
             return schema
+        self._count_remainders(schema.get("multipleOf"))
         own = isinstance(schema.get("format"), str) and schema["format"] not in _FORMATS
         return {
             key: value if key in _VALUES else self.without(value, depth + 1)
             for key, value in schema.items()
             if not (own and key == "format")
         }
+
+    def _count_remainders(self, step: Any) -> None:
+        # llguidance refuses larger ones.
+        if type(step) in (int, float) and 0 < step < 1e18:
+            digits = Decimal(str(step)).normalize().as_tuple().digits
+            self._remainders = math.lcm(self._remainders, int("".join(map(str, digits))))
+        if self._remainders > MOST_REMAINDERS:
+            raise UsageError(
+                f"the JSON schema's multipleOf has {self._remainders} remainders, at most {MOST_REMAINDERS} are taken"
+            )
