@@ -186,11 +186,8 @@ def _export_directory(
                     writer.add(stored + WEIGHT, exactly(weight.dequantize(), _FLOATS, module))
                     continue
                 tensors, own = target.encode(weight, module)
-                if facts.setdefault(stored, own) != own:
-                    raise InputError(f"{source.path}: {module} is {own}, the experts before it {facts[stored]}")
-                if source.shape(module) != (shape := source.shape(modules[0])):
-                    found = f"{list(source.shape(module))}, the experts before it {list(shape)}"
-                    raise InputError(f"{source.path}: {module} is {found}")
+                if facts.setdefault(stored, own) != own or source.shape(module) != source.shape(modules[0]):
+                    raise InputError(f"{source.path}: {module} is {own}, the experts before it are of another kind or size")
                 encoded.append(tensors)
                 done(module, target.stored)
             for suffix in encoded[0] if encoded else ():
