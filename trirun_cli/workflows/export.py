@@ -187,7 +187,7 @@ def _export_directory(
                     continue
                 tensors, own = target.encode(weight, module)
                 if facts.setdefault(stored, own) != own or source.shape(module) != source.shape(modules[0]):
-                    raise InputError(f"{source.path}: {module} is {own}, the experts before it are of another kind or size")
+                    raise InputError(f"{source.path}: {module} is {own}, experts before it are of another kind or size")
                 encoded.append(tensors)
                 done(module, target.stored)
             for suffix in encoded[0] if encoded else ():
