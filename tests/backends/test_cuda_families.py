@@ -21,11 +21,12 @@ MODELS = FAMILIES | {
 
 
 def error_of_rounding(path, tokens, expected):
-    """The median error of transformers itself in float16, of a mixture: which experts are chosen may depend on it."""
+    """Half as much again as the median error of transformers itself in float16, of a mixture: which experts are chosen
+    depends on roundings, and those of one program are no bound of another's."""
     model = AutoModelForCausalLM.from_pretrained(path, **EAGER | {"dtype": torch.float16}).eval()
     with torch.inference_mode():
         found = model(tokens.unsqueeze(0)).logits[0].float()
-    return ((found - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
+    return 1.5 * ((found - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
 
 
 def has_experts(path):
@@ -125,6 +126,8 @@ def test_scoring_is_that_of_transformers(models, monkeypatch, rows):
         errors = (torch.cat((first, rest)).cpu() - expected[2]).norm(dim=1) / expected[2].norm(dim=1)
         assert errors.median() < allowed
         lm.reset()
-        again = lm.forward(sequences[1])
-        assert again.shape == (1, lm.vocab_size)
-        assert (again.cpu() - expected[1][-1:]).norm() / expected[1][-1:].norm() < 2 * allowed
+        again = lm.forward(sequences[2], last_only=False)
+        assert ((again.cpu() - expected[2]).norm(dim=1) / expected[2].norm(dim=1)).median() < allowed
+        lm.reset()
+        last = lm.forward(sequences[2])
+        assert last.shape == (1, lm.vocab_size) and (last - again[-1:]).norm() < 2e-3 * again[-1:].norm()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -119,6 +120,28 @@ def test_int8_cache(weights):
     results = generate(engine, texts, SamplingParams(max_tokens=20, ignore_stop_ids=True))
     for text, result in zip(texts, results, strict=True):
         assert_greedy(weights, text, [token.id for token in result], tie=0.15, stored=int8_round_trip)
+
+
+@gpu
+def test_graphs_are_captured_while_another_thread_allocates(weights):
+    done = threading.Event()
+
+    def allocate():
+        # Each larger than all before it: PyTorch has none of that size and asks the driver.
+        for size in range(12, 112):
+            torch.empty(size << 20, dtype=torch.uint8, device="cuda")
+            if done.wait(0.005):
+                break
+
+    other = threading.Thread(target=allocate)
+    other.start()
+    try:
+        engine = engine_of(weights)
+    finally:
+        done.set()
+        other.join()
+    params = SamplingParams(max_tokens=10, ignore_stop_ids=True)
+    assert generate(engine, prompts(4), params) == generate(engine_of(weights), prompts(4), params)
 
 
 @gpu

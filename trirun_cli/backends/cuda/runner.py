@@ -215,9 +215,10 @@ class CudaRunner:
                 self._sampler.sample(self._decoder.forward(inputs), inputs.slots, inputs.positions, inputs.tokens)
             stream.synchronize()
             model, sampler = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(model, pool=pool, stream=stream):
+            # Other threads may run another model meanwhile, and allocate: no part of this.
+            with torch.cuda.graph(model, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 logits = self._decoder.forward(inputs)
-            with torch.cuda.graph(sampler, pool=pool, stream=stream):
+            with torch.cuda.graph(sampler, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._sampler.sample(logits, inputs.slots, inputs.positions, inputs.tokens)
             graphs[size] = _Graph(model, logits, sampler)
         torch.cuda.synchronize()

@@ -65,9 +65,10 @@ class CompressedTensorsWeights:
     def _tensors(self, module: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         tensor = self.source.tensor
         words, scales, shape = tensor(module + PACKED), tensor(module + SCALE), tensor(module + SHAPE)
-        if module + ORDER in self.source:
-            order, size = tensor(module + ORDER), shape.tolist()[-1] // max(scales.shape[-1], 1)
-            if not torch.equal(order.long(), torch.arange(len(order)) // max(size, 1)):
+        # Of other shapes the rest is refused, where it is unpacked.
+        if module + ORDER in self.source and scales.dim() == 2 and shape.numel() == 2:
+            order, size = tensor(module + ORDER), int(shape.flatten()[1]) // max(scales.shape[1], 1)
+            if not torch.equal(order.long(), torch.arange(order.numel()) // max(size, 1)):
                 raise QuantizationError(f"{module}: weight_g_idx puts columns into groups out of order (actorder)")
         return words, scales, shape, tensor(module + ZERO_POINT) if module + ZERO_POINT in self.source else None
 
@@ -168,7 +169,7 @@ def _codes(
 ) -> tuple[Tensor, Tensor | None]:
     """Codes uint8 [n, k] and zero points uint8 [n, groups], checked."""
     if shape.numel() != 2:
-        raise QuantizationError(f"{name}: weight_shape holds {shape.tolist()}, not [n, k]")
+        raise QuantizationError(f"{name}: weight_shape is of shape {list(shape.shape)}, not n and k")
     n, k = shape.tolist()
     if words.dtype != torch.int32 or list(words.shape) != [n, -(-k // 16)] or n <= 0 or k <= 0:
         found = f"{words.dtype} {list(words.shape)}"

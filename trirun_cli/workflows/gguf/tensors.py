@@ -105,6 +105,7 @@ def _vocabulary(
         if (module := name.removesuffix(WEIGHT)) in checkpoint.modules:
             yield _packed(checkpoint, module, Place(known), kind, starting, done)
         else:
+            _check_rows(checkpoint, name, checkpoint[name].shape, ())
             yield _plain(checkpoint, name, Place(known))
 
 
