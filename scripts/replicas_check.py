@@ -6,7 +6,8 @@
 Two servers take the requests of clients that ask without a pause. Then SIGTERM stops the first, which lets its answers
 end; it is started again. SIGKILL ends the second, and with it the answers that it is writing; it is started again too.
 Every answer is counted: an error is one of the killed server's if its request was under way at that moment. Any other
-error, or an answer that differs from another to the same prompt, is a failure: exit code 6.
+error is a failure: exit code 6. So is, on a CPU, an answer that differs from another to the same prompt; on a GPU roundings
+depend on how many requests run at once, and a text may part where two tokens are nearly as likely.
 """
 
 from __future__ import annotations
@@ -190,9 +191,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90, help="in which requests are started")
     parser.add_argument("--gpus", nargs=2, metavar=("A", "B"), help="the GPU of each server; default: as they choose")
     parser.add_argument("--options", default="", help="more options of trirun serve")
-    found = asyncio.run(measure(parser.parse_args()))
+    given = parser.parse_args()
+    found = asyncio.run(measure(given))
     print(json.dumps(found, indent=2))
-    bad = found["lost_otherwise"] or found["prompts_with_two_answers"] or found["drain_exit_code"]
+    bad = found["lost_otherwise"] or found["drain_exit_code"]
+    bad = bad or (found["prompts_with_two_answers"] and not given.gpus)
     sys.exit(6 if bad else 0)
 
 
