@@ -6,8 +6,8 @@
 Two servers take the requests of clients that ask without a pause. Then SIGTERM stops the first, which lets its answers
 end; it is started again. SIGKILL ends the second, and with it the answers that it is writing; it is started again too.
 Every answer is counted: an error is one of the killed server's if its request was under way at that moment. Any other
-error is a failure: exit code 6. So is, on a CPU, an answer that differs from another to the same prompt; on a GPU roundings
-depend on how many requests run at once, and a text may part where two tokens are nearly as likely.
+error is a failure: exit code 6. So is, on a CPU, an answer that differs from another to the same prompt; on a GPU
+roundings depend on how many requests run at once, and texts may part where two tokens are nearly as likely.
 """
 
 from __future__ import annotations
