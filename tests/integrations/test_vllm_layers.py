@@ -90,6 +90,31 @@ def test_qkv_with_replicated_heads(as_rank, spec: QuantSpec, ranks: int, head: i
         assert torch.equal(dense(layer), torch.cat(want))
 
 
+UNLIKE = [
+    [QuantSpec(128, 1.0), QuantSpec(64, 1.0), QuantSpec(-1, 1.0)],
+    [QuantSpec(128, 1.0), QuantSpec(128, 1.5), QuantSpec(128, None)],
+    [QuantSpec(-1, 2.0), QuantSpec(-1, 1.0), QuantSpec(32, None)],
+]
+
+
+@pytest.mark.parametrize("specs", UNLIKE, ids=str)
+@pytest.mark.parametrize(("ranks", "head"), [(1, 64), (2, 64), (8, 64), (8, 32)])
+def test_merged_layers_of_several_grids(as_rank, specs: list[QuantSpec], ranks: int, head: int) -> None:
+    weights = [random_weight(heads * head, 384, spec, heads) for heads, spec in zip((8, 4, 4), specs, strict=True)]
+    own = {f"a.{part}_proj": {"group_size": s.group_size, "zero": s.zero} for part, s in zip("qkv", specs, strict=True)}
+    for rank in range(ranks):
+        as_rank(rank, ranks)
+        made = config(QuantSpec(128, 1.0), list(own), overrides=own)
+        layer = linear_layers.QKVParallelLinear(384, head, 8, 4, bias=False, quant_config=made, prefix="a.qkv_proj")
+        for name, w in zip("qkv", weights, strict=True):
+            load(layer, w, name)
+        kv_ranks = min(ranks, 4)
+        kv, rows = rank * kv_ranks // ranks, 4 * head // kv_ranks
+        want = [dequantize(weights[0])[rank * 8 * head // ranks : (rank + 1) * 8 * head // ranks]]
+        want += [dequantize(w)[kv * rows : (kv + 1) * rows] for w in weights[1:]]
+        assert torch.equal(dense(layer), torch.cat(want))
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_qkv_and_gate_up_that_are_fused_on_disk(as_rank, spec: QuantSpec, ranks: int) -> None:
@@ -206,9 +231,9 @@ def test_modules_are_packed_or_not_by_what_the_checkpoint_holds(as_rank) -> None
     merged, single = linear_layers.MergedColumnParallelLinear, linear_layers.ReplicatedLinear
     assert isinstance(method(merged, (384, [256, 256]), "m.gate_up_proj"), linear_layers.UnquantizedLinearMethod)
     assert isinstance(method(single, (384, 8), "router"), linear_layers.UnquantizedLinearMethod)
-    assert method(single, (384, 256), "a.o_proj").spec == QuantSpec(64, None)
+    assert method(single, (384, 256), "a.o_proj").specs == [QuantSpec(64, None)]
     mixed = config(QuantSpec(128), ["m.gate_proj"], ["m.up_proj"])
-    with pytest.raises(ValueError, match=r"m.gate_up_proj merges m.gate_proj, m.up_proj, which are not packed alike"):
+    with pytest.raises(ValueError, match=r"m.gate_up_proj merges m.gate_proj, m.up_proj, of which some are packed"):
         method(merged, (384, [256, 256]), "m.gate_up_proj", mixed)
     with pytest.raises(ValueError, match=r"a.o_proj is stored as"):
         layer = single(256, 128, bias=False, quant_config=made, prefix="a.o_proj")

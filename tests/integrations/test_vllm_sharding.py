@@ -8,7 +8,7 @@ from trirun_kernels.weights.packing import PackedWeight, dequantize, pack, unpac
 from trirun_kernels.weights.shapes import K_BLOCK, N_TILE
 from trirun_kernels.weights.spec import QuantSpec
 
-from trirun_cli.integrations.vllm_sharding import Shard
+from trirun_cli.integrations.vllm_sharding import Shard, common_spec
 
 SPECS = [QuantSpec(128, 1.0), QuantSpec(64, 1.5), QuantSpec(128, None), QuantSpec(-1, 1.0), QuantSpec(-1, None)]
 
@@ -59,7 +59,7 @@ def test_merged_rows_of_a_rank_are_slices(spec: QuantSpec, ranks: int) -> None:
     for rank in range(ranks):
         layers = [(w, *parts(w.n, ranks, rank)) for w in (q, k, v)]
         shard = Shard.of([count for _, _, count in layers], 384, 384, spec)
-        assert shard.tiled and not shard.splits_k and shard.repeat == 1
+        assert shard.tiled and not shard.splits_k
         want = torch.cat([dequantize(w)[first : first + count] for w, first, count in layers])
         assert torch.equal(dequantize(read(shard, layers)), want)
 
@@ -92,7 +92,6 @@ def test_columns_of_a_rank_are_slices_with_smaller_groups_where_it_cuts_one(
     for rank in range(ranks):
         shard = Shard.of([128], own, k, spec)
         assert shard.splits_k and shard.tiled == (own % 32 == 0)
-        assert shard.repeat == (1 if own % abs(spec.group_size) == 0 or spec.group_size == -1 else shard.repeat)
         got = read(shard, [(w, 0, 128)], rank * own)
         assert torch.equal(dequantize(got), dequantize(w)[:, rank * own : (rank + 1) * own])
 
@@ -100,8 +99,16 @@ def test_columns_of_a_rank_are_slices_with_smaller_groups_where_it_cuts_one(
 def test_a_cut_group_keeps_its_scale_in_groups_of_64_or_32() -> None:
     assert Shard.of([64], 1408 // 2, 1408, QuantSpec(128)).spec.group_size == 64
     assert Shard.of([64], 1408 // 4, 1408, QuantSpec(128)).spec.group_size == 32
-    assert Shard.of([64], 1408 // 4, 1408, QuantSpec(128)).repeat == 4
-    assert Shard.of([64], 1408 // 4, 1408, QuantSpec(-1)).repeat == 1
+    scales = torch.arange(11 * 64).view(11, 64)
+    assert torch.equal(Shard.of([64], 1408 // 4, 1408, QuantSpec(128)).groups(scales)[::4], scales)
+    assert torch.equal(Shard.of([64], 1408 // 4, 1408, QuantSpec(-1)).groups(scales[:1]), scales[:1])
+
+
+def test_a_common_grid_has_the_smallest_groups_and_real_zeros_where_zero_points_differ() -> None:
+    assert common_spec([QuantSpec(128, 1.0)] * 3) == QuantSpec(128, 1.0)
+    assert common_spec([QuantSpec(-1, 2.0), QuantSpec(128, 2.0), QuantSpec(64, 2.0)]) == QuantSpec(64, 2.0)
+    assert common_spec([QuantSpec(128, 1.0), QuantSpec(128, 1.5)]) == QuantSpec(128, None)
+    assert common_spec([QuantSpec(-1, None), QuantSpec(-1, 1.5)]) == QuantSpec(-1, None)
 
 
 def test_what_is_read_as_stored_is_what_packing_the_slice_gives() -> None:

@@ -84,7 +84,7 @@ class TrirunConfig(QuantizationConfig):
 
         Raises:
             NotImplementedError: it has packed experts.
-            ValueError: it merges modules of which some are packed and some not, or on several grids.
+            ValueError: it merges modules of which some are packed and some not.
         """
         if isinstance(layer, Experts):
             path = prefix.partition(".routed_experts")[0] + "."
@@ -92,17 +92,15 @@ class TrirunConfig(QuantizationConfig):
                 raise NotImplementedError(f"trirun: packed experts do not run on vLLM: {found[0]}; use trirun serve")
             return None
         if isinstance(layer, VocabParallelEmbedding):
-            spec = self._spec(self._vocabulary_modules(prefix), prefix)
-            return None if spec is None else TrirunVocabularyMethod(spec, self.format.activation_bits, prefix)
+            specs = self._specs(self._vocabulary_modules(prefix), prefix)
+            return TrirunVocabularyMethod(specs[0], self.format.activation_bits, prefix) if specs else None
         if not isinstance(layer, LinearBase):
             return None
         head, _, last = prefix.rpartition(".")
         # A layer may be merged in vLLM, and merged in the checkpoint too.
         merged = [] if prefix in self.modules else self.packed_modules_mapping.get(last, [])
-        spec = self._spec([f"{head}.{part}" if head else part for part in merged] or [prefix], prefix)
-        if spec is None:
-            return UnquantizedLinearMethod()
-        return TrirunLinearMethod(spec, self.format.activation_bits, prefix)
+        specs = self._specs([f"{head}.{part}" if head else part for part in merged] or [prefix], prefix)
+        return TrirunLinearMethod(specs, self.format.activation_bits, prefix) if specs else UnquantizedLinearMethod()
 
     def _vocabulary_modules(self, prefix: str) -> list[str]:
         """The module that an embedding or a head is stored as: a head that is tied to the embedding has none."""
@@ -110,13 +108,9 @@ class TrirunConfig(QuantizationConfig):
             return [prefix]
         return [name for name in self.modules if name.endswith("embed_tokens")][:1]
 
-    def _spec(self, modules: list[str], prefix: str) -> QuantSpec | None:
-        """The grid of a layer that merges these modules; None where they are not packed."""
-        stored = [self.modules.get(name) for name in modules]
-        if not any(stored):
-            return None
-        specs = {None if name is None else self.format.spec(name) for name in stored}
-        spec = specs.pop()
-        if specs or spec is None:
-            raise ValueError(f"trirun: {prefix} merges {', '.join(modules)}, which are not packed alike")
-        return spec
+    def _specs(self, modules: list[str], prefix: str) -> list[QuantSpec]:
+        """The grids of these modules, which a layer merges; none where they are not packed."""
+        stored = [name for module in modules if (name := self.modules.get(module)) is not None]
+        if stored and len(stored) < len(modules):
+            raise ValueError(f"trirun: {prefix} merges {', '.join(modules)}, of which some are packed and some are not")
+        return [self.format.spec(name) for name in stored]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,21 +21,21 @@ from vllm.model_executor.parameter import (
     PackedvLLMParameter,
 )
 
-from .vllm_sharding import Shard
+from .vllm_sharding import Shard, common_spec
 
 Loader = Callable[..., Any]
 
 
 @register_weight_loader_v2_supported_method
 class TrirunLinearMethod(LinearMethodBase):
-    """One packed layer, or several of one grid that vLLM merges along n.
+    """One packed layer, or several that vLLM merges along n.
 
     Args:
-        spec: the grid. act_bits: 16 or 8. prefix: the layer's name, for messages.
+        specs: their grids. act_bits: 16 or 8. prefix: the layer's name, for messages.
     """
 
-    def __init__(self, spec: QuantSpec, act_bits: int, prefix: str) -> None:
-        self.spec, self.act_bits, self.prefix = spec, act_bits, prefix
+    def __init__(self, specs: Sequence[QuantSpec], act_bits: int, prefix: str) -> None:
+        self.specs, self.act_bits, self.prefix = specs, act_bits, prefix
         self.splits_k = False
 
     def create_weights(
@@ -55,13 +55,19 @@ class TrirunLinearMethod(LinearMethodBase):
             ValueError: a rank's columns end within a group of 32.
         """
         try:
-            shard = Shard.of(output_partition_sizes, input_size_per_partition, input_size, self.spec)
+            shard = Shard.of(output_partition_sizes, input_size_per_partition, input_size, common_spec(self.specs))
         except ValueError as error:
             raise ValueError(f"trirun: {self.prefix}: {error}") from None
         self.splits_k = shard.splits_k
         # A layer of its own is stored padded to whole n tiles. Of merged ones vLLM cuts each by its size.
         rows = output_size if len(output_partition_sizes) == 1 else None
         register_parameters(layer, shard, rows, input_size, extra_weight_attrs["weight_loader"], self.prefix)
+        if len(self.specs) > 1 and layer.weight_zero is not None:
+            # Of a layer with one zero point none is stored.
+            parts = layer.weight_zero.data.split(output_partition_sizes, dim=int(shard.tiled))
+            for part, spec in zip(parts, self.specs, strict=True):
+                if spec.zero is not None:
+                    part.fill_(spec.zero)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pad, or pack again, what was read."""

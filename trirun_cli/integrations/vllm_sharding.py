@@ -4,7 +4,7 @@ vLLM gives a rank rows of the layers that it merges (q, k and v; gate and up) an
 the input is split (o, down). Words are stored as [n tiles of 64 rows, k blocks of 32 columns, 128], so that a part of
 whole tiles and blocks is a slice of what is stored. A part that cuts a tile goes through plain codes, one byte each,
 and is packed again when all of it has been read. A part that cuts a scale group gets smaller groups with the same
-scale.
+scale, and so do merged layers of other groups than their neighbours.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ from trirun_kernels.weights.shapes import K_BLOCK, N_TILE, filler_code, padded
 from trirun_kernels.weights.spec import QuantSpec
 
 
+def common_spec(specs: Sequence[QuantSpec]) -> QuantSpec:
+    """The grid that holds the weights of all of these: the smallest groups, and real zeros where zero points differ."""
+    sizes = {spec.group_size for spec in specs}
+    zeros = {spec.zero for spec in specs}
+    return QuantSpec(min(sizes - {-1}, default=-1), zeros.pop() if len(zeros) == 1 else None)
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One rank's part of a packed layer, or of several that are merged along n.
@@ -29,16 +36,14 @@ class Shard:
         spec: its grid: the layer's, with smaller groups where its columns cut a group.
         tiled: it is read as stored: words [n tiles, k blocks, 128], groups [groups, n] in n-tile order. Otherwise
             codes uint8 [n, k] and groups [n, groups].
-        repeat: groups that one stored group becomes.
-        splits_k: the layer has more columns, on other ranks.
+        whole_k: the columns of all ranks.
     """
 
     n: int
     k: int
     spec: QuantSpec
     tiled: bool
-    repeat: int
-    splits_k: bool
+    whole_k: int
 
     @classmethod
     def of(cls, rows: Sequence[int], k: int, whole_k: int, spec: QuantSpec, *, tiled: bool = True) -> Shard:
@@ -57,10 +62,13 @@ class Shard:
             if not fitting:
                 raise ValueError(f"{k} of {whole_k} columns on a rank do not divide into groups of 32")
             group = fitting[0]
-        repeat = 1 if group == spec.group_size else spec.group_size // group
-        splits_k = k != whole_k
-        tiled = tiled and all(count % N_TILE == 0 for count in rows) and not (splits_k and k % K_BLOCK)
-        return cls(sum(rows), k, QuantSpec(group, spec.zero), tiled, repeat, splits_k)
+        tiled = tiled and all(count % N_TILE == 0 for count in rows) and not (k != whole_k and k % K_BLOCK)
+        return cls(sum(rows), k, QuantSpec(group, spec.zero), tiled, whole_k)
+
+    @property
+    def splits_k(self) -> bool:
+        """Whether the layer has more columns, on other ranks."""
+        return self.k != self.whole_k
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -87,7 +95,8 @@ class Shard:
 
     def groups(self, stored: Tensor) -> Tensor:
         """Stored scales or zeros fp16 [groups, n] in the form that a rank takes its slice of."""
-        values = stored.repeat_interleave(self.repeat, dim=0) if self.repeat > 1 else stored
+        repeat = self.spec.groups(padded(self.n, self.whole_k)[1]) // stored.shape[0]
+        values = stored.repeat_interleave(repeat, dim=0) if repeat > 1 else stored
         return values if self.tiled else natural_order(values)
 
     def packed(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedWeight:
