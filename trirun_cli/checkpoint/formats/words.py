@@ -37,8 +37,11 @@ def fp16_scales(scales: Tensor, name: str, what: str = "scale") -> tuple[Tensor,
     """Scales [n, groups] in fp16, and the largest relative error of rounding them: 0 where all are exact.
 
     Raises:
-        QuantizationError: one is not finite, or too large or too small for fp16; its place and value are named.
+        QuantizationError: there is none, or one is not finite, or too large or too small for fp16; its place and value
+            are named.
     """
+    if not scales.numel():
+        raise QuantizationError(f"{name}: has no {what}s: they are {list(scales.shape)}")
     exact = scales.double()
     half = scales.to(torch.float16)
     errors = torch.where(half.double() == exact, 0.0, (half.double() - exact).abs() / exact.abs())
