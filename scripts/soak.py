@@ -6,8 +6,8 @@
 Clients ask greedily, whole and streamed, more of them than there are slots; others reset the connection in the middle
 of a stream, leave it, read it byte by byte, send too much, or send what is no request; the server is stopped by SIGSTOP
 for a second now and then. Held to: every answer of a client that waits for it is the one that it gets alone (or 429,
-which is counted); nothing but 4xx to what is wrong; memory, descriptors and threads no more at the end than after the
-first third; no request left running. Exit code 6 where one of these does not hold.
+which is counted); nothing but 4xx to what is wrong; memory and threads no more in the last third than in the second;
+descriptors no more after it all than before; no request left running. Exit code 6 where one of these does not hold.
 """
 
 from __future__ import annotations
@@ -203,30 +203,35 @@ async def soak(server: Server, minutes: float, seed: int) -> dict[str, Any]:
         if text is None:
             raise SystemExit(f"no answer to {prompt!r}")
         load.expected[prompt] = text
-    end = time.monotonic() + 60 * minutes
+    end, descriptors = time.monotonic() + 60 * minutes, server.state()[1]
     kinds = (
         [("exact", False)] * 4 + [("exact", True)] * 4 + [("leaves", True), ("leaves", False), ("slow",), ("wrong",)]
     )
     clients = [load.again(name, end, *arguments) for name, *arguments in kinds]
     states, *_ = await asyncio.gather(watch(server, end), pauses(server, end), *clients)
-    await asyncio.sleep(3)
+    # Until connections that are kept open are closed.
+    await asyncio.sleep(8)
+    more_open = server.state()[1] - descriptors
     metrics = await load.talk(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     left = {m[0].decode(): float(m[1]) for m in re.findall(rb"vllm:(num_requests_\w+)\S* ([\d.]+)", metrics)}
     load.faults += [f"at the end {name} is {value}" for name, value in left.items() if value]
     load.faults += [] if left else ["no metrics at the end"]
     third = len(states) // 3
     early, late = states[third : 2 * third] or states, states[2 * third :]
-    growth = [statistics.median(s[i] for s in late) - statistics.median(s[i] for s in early) for i in range(3)]
-    for what, more, most in zip(
-        ("MiB", "descriptors", "threads"), growth, (MEMORY_MIB, DESCRIPTORS, THREADS), strict=True
-    ):
-        if more > most:
-            load.faults.append(f"{more:.1f} more {what} in the last third than in the second")
+    growth = {
+        what: statistics.median(s[i] for s in late) - statistics.median(s[i] for s in early)
+        for what, i in (("MiB", 0), ("threads", 2))
+    }
+    for what, most in (("MiB", MEMORY_MIB), ("threads", THREADS)):
+        if growth[what] > most:
+            load.faults.append(f"{growth[what]:.1f} more {what} in the last third than in the second")
+    if more_open > DESCRIPTORS:
+        load.faults.append(f"{more_open} more descriptors after all requests than before")
     shown = states[:: max(1, len(states) // 12)]
     return {
         "minutes": minutes,
         "counts": dict(load.counts),
-        "growth": dict(zip(("MiB", "descriptors", "threads"), growth, strict=True)),
+        "growth": growth | {"descriptors": more_open},
         "MiB": [round(state[0]) for state in shown],
         "descriptors": [state[1] for state in shown],
         "faults": load.faults[:20],
