@@ -70,11 +70,11 @@ def changed_bytes(raw: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def changed_json(raw: bytes, rng: random.Random, below: int = 0) -> bytes:
-    """The JSON with one to three of its values replaced, left out or put elsewhere, ``below`` so many levels."""
+def changed_json(raw: bytes, rng: random.Random, below: int) -> bytes:
+    """The JSON with one to three of its values replaced, left out or put elsewhere, all ``below`` so many levels."""
     whole = [json.loads(raw)]
     for _ in range(rng.randint(1, 3)):
-        holder, key = _place(whole, rng, below + 1 if below else 0)
+        holder, key = _place(whole, rng, below)
         kind = rng.random()
         if kind < 0.7:
             holder[key] = copy.deepcopy(rng.choice(VALUES))

@@ -43,7 +43,8 @@ class Target:
     Attributes:
         seeds: whole inputs. read: reads one, given a folder in memory that it may write to.
         structured: the share of inputs that are JSON, changed as such; the others are changed as bytes.
-        below: levels of the JSON that are left as they are, since they are the harness' and no file's.
+        below: levels of the JSON that are left as they are, since they are the harness' and no file's: 2 are the whole
+            and the values of its keys.
     """
 
     seeds: list[bytes]
@@ -229,7 +230,7 @@ TARGETS = {
     "safetensors": Target([HEADER], _safetensors, 0),
     "index": Target(dumped({"metadata": {}, "weight_map": {"w": "a.safetensors"}}), _index),
     "config": Target(dumped(*(SIZES | each for each in CONFIGS)), _config),
-    **{name: Target(dumped(whole), _checkpoint, 1, 1) for name, whole in FORMATS.items()},
+    **{name: Target(dumped(whole), _checkpoint, 1, 2) for name, whole in FORMATS.items()},
     "recipe": Target(dumped(RECIPE), _recipe, 1),
     "train_recipe": Target(dumped({"method": "learned", "steps": 4, "lr": 0.1, "ignore": ["a"]}), _train_recipe, 1),
     "yaml": Target(
@@ -254,8 +255,8 @@ TARGETS = {
         dumped({"do_sample": True, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "eos_token_id": [1, 2]}),
         _generation,
     ),
-    "decoder": Target(dumped(*fuzz_models.CHECKPOINTS), fuzz_models.decoder, 1, 1),
-    "rewritten": Target(dumped(*fuzz_models.CHECKPOINTS[::2]), fuzz_models.rewritten, 1, 1),
+    "decoder": Target(dumped(*fuzz_models.CHECKPOINTS), fuzz_models.decoder, 1, 2),
+    "rewritten": Target(dumped(*fuzz_models.CHECKPOINTS[::2]), fuzz_models.rewritten, 1, 2),
     "sums": Target(fuzz_files.SUMS, fuzz_files.sums, 0),
     "record": Target(fuzz_files.RECORD, fuzz_files.record, 0),
     "generated": Target([fuzz_files.GENERATED], fuzz_files.generated, 0),

@@ -218,11 +218,9 @@ async def soak(server: Server, minutes: float, seed: int) -> dict[str, Any]:
     load.faults += [] if left else ["no metrics at the end"]
     third = len(states) // 3
     early, late = states[third : 2 * third] or states, states[2 * third :]
-    growth = {
-        what: statistics.median(s[i] for s in late) - statistics.median(s[i] for s in early)
-        for what, i in (("MiB", 0), ("threads", 2))
-    }
-    for what, most in (("MiB", MEMORY_MIB), ("threads", THREADS)):
+    growth: dict[str, float] = {"descriptors": more_open}
+    for what, i, most in (("MiB", 0, MEMORY_MIB), ("threads", 2, THREADS)):
+        growth[what] = statistics.median(s[i] for s in late) - statistics.median(s[i] for s in early)
         if growth[what] > most:
             load.faults.append(f"{growth[what]:.1f} more {what} in the last third than in the second")
     if more_open > DESCRIPTORS:
@@ -231,7 +229,7 @@ async def soak(server: Server, minutes: float, seed: int) -> dict[str, Any]:
     return {
         "minutes": minutes,
         "counts": dict(load.counts),
-        "growth": growth | {"descriptors": more_open},
+        "growth": growth,
         "MiB": [round(state[0]) for state in shown],
         "descriptors": [state[1] for state in shown],
         "faults": load.faults[:20],
