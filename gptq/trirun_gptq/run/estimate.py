@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..block import reconstruct
 from ..model.activations import Batch
 from ..recipe import Recipe
+from ..whole import training
 from ..whole.rehearsal import StepTime
-from .preflight import Trial
+from .preflight import EVALUATIONS_AROUND, Trial
 from .timing import TimePlan
 
-# Times that the held-out error is measured while a block is trained, and around it; while the model is trained.
-BLOCK_EVALUATIONS = 11
-MODEL_EVALUATIONS = 9
-# Of a training step, what its evaluation takes on as many tokens: of the blocks the forward pass, a third; of both
-# heads' forward passes and one backward the former.
-FORWARD, HEADS = 1 / 3, 2 / 3
+# Times that the held-out error is measured while a block is trained and around it; while the model is trained.
+BLOCK_EVALUATIONS = reconstruct.EVALUATIONS + EVALUATIONS_AROUND
+MODEL_EVALUATIONS = training.EVALUATIONS + 1
 
 
 def plan_time(
@@ -24,7 +23,7 @@ def plan_time(
     finished: Sequence[bool],
     batches: tuple[list[Batch], list[Batch]],
     recipe: Recipe,
-    training: Iterable[tuple[int, StepTime]],
+    steps: Iterable[tuple[int, StepTime]],
     comparison: float,
     spent: dict[str, float],
 ) -> TimePlan:
@@ -33,7 +32,7 @@ def plan_time(
     Args:
         sizes: parameters of each block. finished: those that a stopped run has left.
         batches: training and held-out ones of this process.
-        training: steps of each phase of end-to-end training, and what one takes.
+        steps: of each phase of end-to-end training, and what one takes.
         comparison: of the predictions of both models, seconds per token.
         spent: what stages before the blocks have taken.
     """
@@ -50,18 +49,19 @@ def plan_time(
     made["solve"] = taken.get("solve", 0.0)
     if refined:
         evaluations = BLOCK_EVALUATIONS * len(recipe.engines) * trial.evaluation * checks
-        made["refine"] = recipe.refine_steps * trial.refine_step + evaluations
+        made["refine"] = trial.refine_start + recipe.refine_steps * trial.refine_step + evaluations
     blocks = tuple(w * sum((kept if done else made).values()) for w, done in zip(weight, finished, strict=True))
     stages = dict(spent)
     for name, seconds in made.items():
         chosen = (w for w, done in zip(weight, finished, strict=True) if name in kept or not done)
         stages[name] = seconds * sum(chosen)
     end, end_steps = 0.0, 0
-    for steps, step in training:
-        end_steps += steps
-        block, rest = step.block * sum(weight), step.rest
-        evaluations = MODEL_EVALUATIONS * (FORWARD * block + HEADS * rest) * held_out / tried
-        end += steps * (block + rest) + evaluations + kept["load"] * sum(weight)
+    evaluation = comparison * held_out + sum(weight) * trial.evaluation * checks
+    for count, step in steps:
+        end_steps += count
+        one = step.block * sum(weight) + step.rest
+        # What is done once is done for as many layers as a step is.
+        end += count * one + step.start * one / (step.block + step.rest) + MODEL_EVALUATIONS * evaluation
     if end:
         stages["end to end"] = end
     elif held_out:

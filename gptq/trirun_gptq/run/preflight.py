@@ -30,6 +30,7 @@ NAMED = 8  # defects of one kind that an error lists
 # Of refinement: by then the optimizer's moments are in memory, the step is recorded, and what repeats it was timed.
 STEPS = WARMUP + 6
 CPU_STEPS = 4  # the first of which is not timed
+EVALUATIONS_AROUND = 3  # of a block's held-out error, beside those while it is trained
 
 
 def require_calibration(calibration: list[Tensor], recipe: Recipe, skeleton: Skeleton) -> None:
@@ -130,6 +131,7 @@ class Trial:
         preflight: what it took. index: which block. quantized: its layers, which few calibration tokens have seen.
         stages: cost by stage.
         refine_step: seconds of one training step, by every method together; 0 where blocks are not trained.
+        refine_start: seconds of training beside steps and evaluations: first steps, and recording them.
         evaluation: seconds of the block's held-out error on the batch; 0 without held-out sequences.
         pack: seconds to pack the layers.
     """
@@ -139,6 +141,7 @@ class Trial:
     quantized: dict[str, Quantized]
     stages: dict[str, StageCost]
     refine_step: float
+    refine_start: float
     evaluation: float
     pack: float
 
@@ -162,8 +165,8 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
     short = dataclasses.replace(recipe, refine_steps=min(recipe.refine_steps, steps))
     if device.type == "cuda":
         # Libraries load and kernels are compiled the first time: seconds that no later block takes.
-        plain = dataclasses.replace(recipe, refine_steps=0)
-        BlockRun(skeleton, index, _first(train), _first(held_out), plain, silent, Costs(device), record).run()
+        first = dataclasses.replace(recipe, refine_steps=min(recipe.refine_steps, WARMUP + 1))
+        BlockRun(skeleton, index, _first(train), _first(held_out), first, silent, Costs(device), record).run()
     costs = Costs(device)
     train, held_out = _first(train), _first(held_out)
     refined: list[float] = []
@@ -186,7 +189,12 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
     stages = costs.stages.values()
     found = Preflight(sum(stage.seconds for stage in stages), max(stage.device_bytes for stage in stages))
     step = _step_seconds(refined, short.refine_steps, evaluation)
-    return Trial(found, index, result.quantized, costs.stages, step, evaluation, pack)
+    start = 0.0
+    if short.refine_steps:
+        # So few steps are each followed by an evaluation.
+        evaluations = len(recipe.engines) * (short.refine_steps + EVALUATIONS_AROUND) * evaluation
+        start = max(costs.stages["refine"].seconds - short.refine_steps * step - evaluations, 0.0)
+    return Trial(found, index, result.quantized, costs.stages, step, start, evaluation, pack)
 
 
 def _first(batches: list[Batch]) -> list[Batch]:

@@ -49,7 +49,8 @@ class Head:
             QuantizationError: the model's class does not take the blocks' output as a tensor or a tuple.
         """
         failure: Exception | None = None
-        for style in STYLES if self.style is None else (self.style,):
+        # A single sequence may be taken in more ways than several: what took one is only tried first.
+        for style in sorted(STYLES, key=lambda style: style != self.style):
             try:
                 with _answering(self.skeleton.blocks, batch.place.fetch(states), style):
                     logits = predict(self.skeleton, batch.tokens.to(batch.place.device))

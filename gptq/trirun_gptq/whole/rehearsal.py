@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from ..block.cuda_graph import WARMUP
+from ..block.cuda_graph import WARMUP, Recorded, recordable
 from ..layer.quantized import Quantized
 from ..model.activations import Batch, answer
 from ..model.loader import Skeleton
 from ..recipe import Recipe
 from ..run.preflight import now, step_time
 from .head import Head, compare, replaced_forwards
-from .training import Blocks, Job, tune
+from .training import EVALUATIONS, Blocks, Job, tune
 
-STEPS = 3  # of training on a CPU, the first of which is not timed
-GRAPH_STEPS = WARMUP + 6  # on a GPU, up to the step that is recorded of which none is timed
+STEPS = 3  # of training, the first of which is not timed
+# Where steps are recorded, up to which none is timed; most are not followed by an evaluation.
+GRAPH_STEPS = 3 * EVALUATIONS
 FEW = 8  # tokens, where what is computed does not matter
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one step of end-to-end training: of one block, and of all that is no block (embeddings, heads)."""
+    """Seconds of one step of end-to-end training: of one block, and of all that is no block (embeddings, heads); and of
+    what comes before that time is reached: loading, first steps, recording."""
 
     block: float
     rest: float
+    start: float
 
 
 def rehearse_comparison(skeleton: Skeleton, batch: Batch) -> float:
@@ -38,7 +43,7 @@ def rehearse_comparison(skeleton: Skeleton, batch: Batch) -> float:
 
     Args:
         skeleton: its embeddings are filled in; its head is, for as long as this takes.
-        batch: any; its first sequence is used, with the hidden states before the first block.
+        batch: any, with the hidden states before the first block.
 
     Returns:
         Seconds per token.
@@ -50,10 +55,9 @@ def rehearse_comparison(skeleton: Skeleton, batch: Batch) -> float:
     try:
         # What the model's class takes is found out once, on a few tokens.
         compare(head, [_part(batch, FEW)])
-        one = _part(batch, batch.tokens.shape[1])
         started = time.perf_counter()
-        compare(head, [one])
-        return (time.perf_counter() - started) / one.tokens.numel()
+        compare(head, [batch])
+        return (time.perf_counter() - started) / batch.tokens.numel()
     finally:
         head.unload()
 
@@ -77,12 +81,12 @@ def rehearse_training(
     """
     device = batch.place.device
     head = Head(skeleton, device)
-    graphs = record and device.type == "cuda"
+    graphs = record and recordable([batch], [[0]], skeleton.blocks)
     steps = GRAPH_STEPS if graphs else STEPS
     short = dataclasses.replace(recipe, e2e_steps=steps, e2e_code_steps=steps)
     times: list[float] = []
     try:
-        rest = min(_time_rest(head, batch) for _ in range(2))
+        rest = _time_rest(head, batch, graphs)
         job = Job(head, [batch], [_part(batch, FEW)], short, codes, recompute, record, only=index)
         blocks: Blocks = [{} for _ in skeleton.blocks]
         blocks[index] = quantized
@@ -91,24 +95,36 @@ def rehearse_training(
         def hand_on(*args: Any, **named: Any) -> Any:
             return answer(args[0] if args else named["hidden_states"], head.style or 0)
 
+        started = now(device)
         with replaced_forwards(others, [hand_on] * len(others)):
             tune(job, blocks, lambda done, total: times.append(now(device)))
     finally:
         head.unload()
     # A step that is recorded takes longer than those that repeat it.
-    start = WARMUP + 1 if graphs else 0
-    step = step_time(times[start:])
-    return StepTime(max(step - rest, 0.0), min(rest, step))
+    first = WARMUP if graphs else 0
+    step = step_time(times[first:])
+    start = times[first] - started - (first + 1) * step
+    return StepTime(max(step - rest, 0.0), min(rest, step), max(start, 0.0))
 
 
-def _time_rest(head: Head, batch: Batch) -> float:
+def _time_rest(head: Head, batch: Batch, graphs: bool) -> float:
     """Seconds of what a step computes beside the blocks: both heads forward, one backward."""
-    started = now(batch.place.device)
-    states = batch.place.fetch(batch.original).detach().clone().requires_grad_()
-    with torch.no_grad():
-        teacher = head.logits(batch, batch.original).log_softmax(-1)
-    F.kl_div(head.logits(batch, states).log_softmax(-1), teacher, reduction="sum", log_target=True).backward()
-    return now(batch.place.device) - started
+    device = batch.place.device
+
+    def compute(tokens: Tensor, original: Tensor) -> None:
+        part = dataclasses.replace(batch, tokens=tokens)
+        states = original.detach().clone().requires_grad_()
+        with torch.no_grad():
+            teacher = head.logits(part, original).log_softmax(-1)
+        F.kl_div(head.logits(part, states).log_softmax(-1), teacher, reduction="sum", log_target=True).backward()
+
+    step = Recorded(compute, device) if graphs else compute
+    inputs = batch.tokens.to(device), batch.place.fetch(batch.original)
+    times = [now(device)]
+    for _ in range(WARMUP + 3 if graphs else 2):
+        step(*inputs)
+        times.append(now(device))
+    return min(after - before for before, after in itertools.pairwise(times))
 
 
 def _part(batch: Batch, length: int) -> Batch:

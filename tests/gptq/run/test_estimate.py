@@ -20,7 +20,7 @@ SPENT = {"scan": 0.5, "embed": 0.5}
 
 def trial(**stages):
     costs = {name: StageCost(seconds, 0, 0) for name, seconds in (SECONDS | stages).items()}
-    return Trial(Preflight(1.0, 0), 1, {}, costs, refine_step=0.1, evaluation=0.2, pack=0.25)
+    return Trial(Preflight(1.0, 0), 1, {}, costs, refine_step=0.1, refine_start=0.7, evaluation=0.2, pack=0.25)
 
 
 def batches(count):
@@ -49,11 +49,12 @@ def test_passes_grow_with_the_text_and_solving_does_not():
 
 def test_training_grows_with_its_steps():
     recipe = replace(RECIPE, refine_steps=40, e2e_steps=10, engines=("ste", "gumbel"))
-    plan = planned(recipe, 3, 2, [(10, StepTime(0.3, 0.6))])
-    assert plan.stages["refine"] == pytest.approx(1.5 * (40 * 0.1 + BLOCK_EVALUATIONS * 2 * 0.2 * 2))
+    plan = planned(recipe, 3, 2, [(10, StepTime(block=0.3, rest=0.6, start=1.8))])
+    assert plan.stages["refine"] == pytest.approx(1.5 * (0.7 + 40 * 0.1 + BLOCK_EVALUATIONS * 2 * 0.2 * 2))
     step = 1.5 * 0.3 + 0.6
-    evaluations = MODEL_EVALUATIONS * (1.5 * 0.3 / 3 + 0.6 * 2 / 3) * 2
-    assert plan.stages["end to end"] == pytest.approx(10 * step + evaluations + 1.5 * 1.0)
+    # Both heads on 200 tokens, and 1.5 blocks on two batches.
+    evaluations = MODEL_EVALUATIONS * (0.01 * 200 + 1.5 * 0.2 * 2)
+    assert plan.stages["end to end"] == pytest.approx(10 * step + 1.8 * step / 0.9 + evaluations)
     assert plan.end_steps == 10 and "compare" not in plan.stages
 
 
