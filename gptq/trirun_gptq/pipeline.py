@@ -110,7 +110,7 @@ def quantize_model(
             comparison = walk.retrying(lambda: rehearse_comparison(skeleton, walk.held_out[0]))
         # Memory is what a GPU lacks. A CPU's time is better spent on the run itself, unless that is a long one.
         if dry_run or device.type == "cuda" or recipe.refine_steps or recipe.end_to_end:
-            trial = walk.retrying(lambda: try_block(skeleton, walk.train, walk.held_out, recipe, walk.record))
+            trial = walk.retrying(lambda: try_block(skeleton, walk.train, walk.held_out, recipe, walk.records))
             training = _try_training(walk, report.memory, trial)
             report.preflight = trial.preflight
     if report.preflight is not None:
@@ -205,7 +205,7 @@ def _try_training(walk: Walk, memory: MemoryPlan, trial: Trial) -> list[tuple[in
         def attempt(codes: bool = codes) -> StepTime:
             # Asked for anew each time: a retry has smaller batches.
             block = (walk.skeleton, trial.index, trial.quantized, walk.train[0])
-            return rehearse_training(*block, recipe, codes=codes, recompute=memory.recomputes, record=walk.record)
+            return rehearse_training(*block, recipe, codes=codes, recompute=memory.recomputes, record=walk.records)
 
         found.append((recipe.e2e_code_steps if codes else recipe.e2e_steps, walk.retrying(attempt)))
     return found

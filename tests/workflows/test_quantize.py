@@ -43,6 +43,9 @@ def test_the_report_and_the_checkpoint_agree(trirun, quantized):
     assert len(document["modules"]) == 14 and len(document["blocks"]) == 2
     assert all(0 < module["loss"] < 1 for module in document["modules"])
     assert document["held_out"]["perplexity"] > 1 and document["held_out"]["divergence"] > 0
+    assert (document["planned_seconds"] is None) == all(
+        s["planned_seconds"] is None for s in document["stages"].values()
+    )
     assert document["sample"]["prompt"] and set(document["stages"]) >= {"embed", "hessian", "solve", "forward", "write"}
     assert document["bits_per_weight"] == 2.25 and document["bytes_after"] < document["bytes_before"]
     assert trirun("verify", out)[0] == 0

@@ -157,8 +157,7 @@ def _descend(
     recorded = None
     if job.record and recordable(batches, order, [job.block]):
         noise = next(iter(adapters.values())).noise
-        alike = batches[0]
-        recorded = Recorded(lambda x, y: learn([dataclasses.replace(alike, quantized=x)], [y]), device, noise)
+        recorded = Recorded(lambda batch, x, y: learn([dataclasses.replace(batch, quantized=x)], [y]), device, noise)
     best, least = None, _hard_error(job, adapters)
     interval = max(1, steps // EVALUATIONS)
     for step in range(steps):
@@ -171,7 +170,7 @@ def _descend(
             learn(chosen, wanted)
         else:
             place = chosen[0].place
-            recorded(place.fetch(chosen[0].quantized), place.fetch(wanted[0]))
+            recorded(chosen[0], place.fetch(chosen[0].quantized), place.fetch(wanted[0]))
         if (step + 1) % interval == 0 or step + 1 == steps:
             error = _hard_error(job, adapters)
             if error < least:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -86,14 +88,12 @@ def make_batches(sequences: list[Tensor], first: int = 0) -> list[tuple[int, Ten
     Sequences of natural length mostly travel alone: padding them would put padding into the statistics.
     """
     batches: list[tuple[int, Tensor]] = []
-    run: list[Tensor] = []
-    for i, sequence in enumerate(sequences):
-        if run and (len(sequence) != len(run[0]) or (len(run) + 1) * len(sequence) > BATCH_TOKENS):
-            batches.append((first + i - len(run), torch.stack(run)))
-            run = []
-        run.append(sequence)
-    if run:
-        batches.append((first + len(sequences) - len(run), torch.stack(run)))
+    for length, run in itertools.groupby(sequences, len):
+        alike = torch.stack(list(run))
+        # Nearly of one size: a small one at the end would share a training step, which could not be recorded then.
+        for part in alike.tensor_split(math.ceil(len(alike) / max(BATCH_TOKENS // length, 1))):
+            batches.append((first, part))
+            first += len(part)
     return batches
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..block import reconstruct
+from ..block.optim import step_batches
 from ..model.activations import Batch
 from ..recipe import Recipe
 from ..whole import training
@@ -40,6 +41,9 @@ def plan_time(
     weight = [size / sizes[trial.index] for size in sizes]
     taken = {name: stage.seconds for name, stage in trial.stages.items()}
     refined = recipe.refine_steps > 0
+    # Batches of natural length share steps; one of them was tried.
+    order = step_batches(batches[0], len(batches[0]), recipe.seed)
+    share = _tokens([batches[0][index] for step in order for index in step]) / len(order) / tried
     checks = held_out / held_tried if held_out else 0.0
     passes = 2 * (train + held_out) + (0 if refined else held_out)
     tried_passes = 2 * (tried + held_tried) + (0 if refined else held_tried)
@@ -49,7 +53,7 @@ def plan_time(
     made["solve"] = taken.get("solve", 0.0)
     if refined:
         evaluations = BLOCK_EVALUATIONS * len(recipe.engines) * trial.evaluation * checks
-        made["refine"] = trial.refine_start + recipe.refine_steps * trial.refine_step + evaluations
+        made["refine"] = trial.refine_start + recipe.refine_steps * trial.refine_step * share + evaluations
     blocks = tuple(w * sum((kept if done else made).values()) for w, done in zip(weight, finished, strict=True))
     stages = dict(spent)
     for name, seconds in made.items():
@@ -61,7 +65,7 @@ def plan_time(
         end_steps += count
         one = step.block * sum(weight) + step.rest
         # What is done once is done for as many layers as a step is.
-        end += count * one + step.start * one / (step.block + step.rest) + MODEL_EVALUATIONS * evaluation
+        end += count * one * share + step.start * one / (step.block + step.rest) + MODEL_EVALUATIONS * evaluation
     if end:
         stages["end to end"] = end
     elif held_out:

@@ -151,7 +151,7 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
 
     Args:
         train, held_out: all batches of the run; the first of each is used, and left as it is.
-        record: refine by CUDA graphs where they can be had.
+        record: refine by CUDA graphs where blocks can be.
 
     Raises:
         QuantizationError: whatever would stop the run itself. torch.OutOfMemoryError: a batch is too large.
@@ -161,7 +161,7 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
     # The last of the largest: before the first block, targets are not corrected.
     index = max(range(len(sizes)), key=lambda i: (sizes[i], i))
     device = train[0].place.device
-    steps = STEPS if record and device.type == "cuda" else CPU_STEPS
+    steps = STEPS if record else CPU_STEPS
     short = dataclasses.replace(recipe, refine_steps=min(recipe.refine_steps, steps))
     if device.type == "cuda":
         # Libraries load and kernels are compiled the first time: seconds that no later block takes.

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import torch
 
-from ..block.cuda_graph import CannotRecord
+from ..block.cuda_graph import CannotRecord, recordable
+from ..block.optim import step_batches
 from ..block.walk import BlockResult, BlockRun
 from ..model.activations import Batch, halve
 from ..model.loader import Skeleton
@@ -36,6 +37,12 @@ class Walk:
         self.skeleton, self.train, self.held_out = skeleton, train, held_out
         self.recipe, self.progress, self.state, self.costs = recipe, progress, state, costs
         self.record = True
+
+    @property
+    def records(self) -> bool:
+        """Whether training steps are recorded as CUDA graphs, as far as it depends on the text."""
+        order = step_batches(self.train, len(self.train), self.recipe.seed)
+        return self.record and recordable(self.train, order, [])
 
     def block(self, index: int) -> BlockResult:
         """One block quantized, or taken from the state of a run that was stopped."""

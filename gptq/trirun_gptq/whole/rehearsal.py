@@ -19,11 +19,10 @@ from ..model.loader import Skeleton
 from ..recipe import Recipe
 from ..run.preflight import now, step_time
 from .head import Head, compare, replaced_forwards
-from .training import EVALUATIONS, Blocks, Job, tune
+from .training import Blocks, Job, tune
 
-STEPS = 3  # of training, the first of which is not timed
-# Where steps are recorded, up to which none is timed; most are not followed by an evaluation.
-GRAPH_STEPS = 3 * EVALUATIONS
+STEPS = 4  # of training, the first of which is not timed, nor the last, which an evaluation follows
+GRAPH_STEPS = WARMUP + 7  # where steps are recorded, up to which none is timed
 FEW = 8  # tokens, where what is computed does not matter
 
 
@@ -52,12 +51,13 @@ def rehearse_comparison(skeleton: Skeleton, batch: Batch) -> float:
         QuantizationError: the model has no output head, or one that cannot be run on hidden states.
     """
     head = Head(skeleton, batch.place.device)
+    # What the model's class takes, and libraries, are found the first time. One sequence does not keep a GPU busy.
+    gpu = batch.place.device.type == "cuda"
     try:
-        # What the model's class takes is found out once, on a few tokens.
-        compare(head, [_part(batch, FEW)])
-        started = time.perf_counter()
-        compare(head, [batch])
-        return (time.perf_counter() - started) / batch.tokens.numel()
+        for part in [batch, batch] if gpu else [_part(batch, FEW), _part(batch, batch.tokens.shape[1])]:
+            started = time.perf_counter()
+            compare(head, [part])
+        return (time.perf_counter() - started) / part.tokens.numel()
     finally:
         head.unload()
 
@@ -102,7 +102,7 @@ def rehearse_training(
         head.unload()
     # A step that is recorded takes longer than those that repeat it.
     first = WARMUP if graphs else 0
-    step = step_time(times[first:])
+    step = step_time(times[first:-1])
     start = times[first] - started - (first + 1) * step
     return StepTime(max(step - rest, 0.0), min(rest, step), max(start, 0.0))
 
@@ -111,7 +111,7 @@ def _time_rest(head: Head, batch: Batch, graphs: bool) -> float:
     """Seconds of what a step computes beside the blocks: both heads forward, one backward."""
     device = batch.place.device
 
-    def compute(tokens: Tensor, original: Tensor) -> None:
+    def compute(batch: Batch, tokens: Tensor, original: Tensor) -> None:
         part = dataclasses.replace(batch, tokens=tokens)
         states = original.detach().clone().requires_grad_()
         with torch.no_grad():
@@ -122,7 +122,7 @@ def _time_rest(head: Head, batch: Batch, graphs: bool) -> float:
     inputs = batch.tokens.to(device), batch.place.fetch(batch.original)
     times = [now(device)]
     for _ in range(WARMUP + 3 if graphs else 2):
-        step(*inputs)
+        step(batch, *inputs)
         times.append(now(device))
     return min(after - before for before, after in itertools.pairwise(times))
 

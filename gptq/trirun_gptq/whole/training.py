@@ -111,7 +111,8 @@ def _train(
     ]
     optimizer = Adam([group for group in groups if group["params"]], device)
     order = step_batches(job.train, steps, recipe.seed * 1019)
-    interval = max(1, steps // EVALUATIONS)
+    # A rehearsal is about the steps.
+    interval = max(1, steps // EVALUATIONS) if job.only is None else steps
 
     def student(batch: Batch) -> Tensor:
         with compute(device):
@@ -136,8 +137,7 @@ def _train(
 
     recorded = None
     if job.record and recordable(job.train, order, skeleton.blocks):
-        alike = job.train[0]
-        recorded = Recorded(lambda tokens, x: learn([replace(alike, tokens=tokens, original=x)]), device)
+        recorded = Recorded(lambda batch, tokens, x: learn([replace(batch, tokens=tokens, original=x)]), device)
     before = best = compare(head, job.held_out, student)
     kept = None
     for step in range(steps):
@@ -146,7 +146,7 @@ def _train(
         if recorded is None:
             learn(chosen)
         else:
-            recorded(chosen[0].tokens.to(device), chosen[0].place.fetch(chosen[0].original))
+            recorded(chosen[0], chosen[0].tokens.to(device), chosen[0].place.fetch(chosen[0].original))
         if (step + 1) % interval == 0 or step + 1 == steps:
             now = compare(head, job.held_out, student)
             if now.divergence < best.divergence:

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from trirun_gptq.block import reconstruct
-from trirun_gptq.block.cuda_graph import LAUNCH_BOUND, CannotRecord, Recorded, recordable
+from trirun_gptq.block import optim, reconstruct
+from trirun_gptq.block.cuda_graph import KINDS, LAUNCH_BOUND, CannotRecord, Recorded, recordable
+from trirun_gptq.model import activations
 from trirun_gptq.model.activations import Batch, Placement
 from trirun_gptq.whole import training
 from trirun_kernels.weights.experts import SeparateExperts
@@ -24,14 +25,16 @@ def batches(count=3, device="cuda", length=8):
     return [Batch(place, i, torch.zeros(2, length, dtype=torch.int64), calls, None, None) for i in range(count)]
 
 
-def test_only_steps_that_are_all_alike_are_recorded(monkeypatch):
+def test_only_steps_of_few_kinds_are_recorded(monkeypatch):
     block, order = nn.Linear(4, 4), [[0], [1], [2]]
     assert recordable(batches(), order, [block])
     assert not recordable(batches(device="cpu"), order, [block])
     assert not recordable(batches(), [[0, 1], [2]], [block])
-    assert not recordable([*batches(2), *batches(1, length=9)], order, [block])
-    # Of the same shape, but with another mask.
-    assert not recordable([*batches(2), replace(batches(1)[0], calls=[((), {})])], order, [block])
+    # The last batch of a text is shorter; or of the same shape, but with another mask.
+    assert recordable([*batches(2), *batches(1, length=9)], order, [block])
+    others = [replace(batches(1)[0], calls=[((), {})]) for _ in range(KINDS)]
+    assert recordable(others, [[i] for i in range(KINDS)], [block])
+    assert not recordable([*others, *batches(1)], [[i] for i in range(KINDS + 1)], [block])
     assert not recordable(batches(), order, [nn.Linear(LAUNCH_BOUND, 1, device="meta"), block])
     assert not recordable(batches(), order, [SeparateExperts.__new__(SeparateExperts)])
 
@@ -71,15 +74,19 @@ def test_recorded_steps_follow_inputs_rates_and_noise():
     weight = torch.zeros(4, device="cuda")
     rate = torch.ones((), device="cuda")
 
-    def step(x):
-        weight.add_(rate * (x + torch.empty_like(x).exponential_(generator=generator)))
+    def step(batch, x):
+        noise = torch.empty_like(x).exponential_(generator=generator)
+        weight.add_(rate * (x + noise).reshape(-1, 4).sum(0) + batch.first)
 
     def result(take):
         weight.zero_()
         generator.manual_seed(1)
-        for i in range(8):
+        kinds = batches(1), batches(1, length=9)
+        for i in range(24):
             rate.fill_(1.0 + i)
-            take(torch.full((4,), float(i), device="cuda"))
+            # Two kinds of batches, now this one, now that one: inputs of 4 and of 8 values.
+            kind = i % 3 % 2
+            take(kinds[kind][0], torch.full((4 + 4 * kind,), float(i), device="cuda"))
         return weight.clone()
 
     torch.testing.assert_close(result(Recorded(step, torch.device("cuda"), generator)), result(step))
@@ -87,10 +94,10 @@ def test_recorded_steps_follow_inputs_rates_and_noise():
 
 @needs_gpu
 def test_what_waits_for_the_gpu_cannot_be_recorded():
-    take = Recorded(lambda x: x.sum().item(), torch.device("cuda"))
+    take = Recorded(lambda _, x: x.sum().item(), torch.device("cuda"))
     with pytest.raises(CannotRecord):
         for _ in range(8):
-            take(torch.ones(2, device="cuda"))
+            take(batches(1)[0], torch.ones(2, device="cuda"))
     assert float(torch.ones(2, device="cuda").sum()) == 2
 
 
@@ -98,11 +105,16 @@ def test_what_waits_for_the_gpu_cannot_be_recorded():
 def test_recorded_training_is_training(tmp_path, monkeypatch):
     make_model(tmp_path)
     log, answers = Log(), []
+    sequences = calibration(13)
+    # Batches of four, four and three.
+    for module in (activations, optim):
+        monkeypatch.setattr(module, "BATCH_TOKENS", 4 * len(sequences[0]))
 
     def quantized(answer):
         for module in (reconstruct, training):
             monkeypatch.setattr(module, "recordable", answer)
-        return quantize_model(tmp_path, TRAINED, calibration(14), Tensors(), log, device="cuda")
+        recipe = replace(TRAINED, samples=11)
+        return quantize_model(tmp_path, recipe, sequences, Tensors(), log, device="cuda")
 
     def honest(*arguments):
         answers.append(recordable(*arguments))

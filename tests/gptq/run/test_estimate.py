@@ -50,11 +50,12 @@ def test_passes_grow_with_the_text_and_solving_does_not():
 def test_training_grows_with_its_steps():
     recipe = replace(RECIPE, refine_steps=40, e2e_steps=10, engines=("ste", "gumbel"))
     plan = planned(recipe, 3, 2, [(10, StepTime(block=0.3, rest=0.6, start=1.8))])
-    assert plan.stages["refine"] == pytest.approx(1.5 * (0.7 + 40 * 0.1 + BLOCK_EVALUATIONS * 2 * 0.2 * 2))
+    # A step trains on all three batches, of which one was tried.
+    assert plan.stages["refine"] == pytest.approx(1.5 * (0.7 + 40 * 3 * 0.1 + BLOCK_EVALUATIONS * 2 * 0.2 * 2))
     step = 1.5 * 0.3 + 0.6
     # Both heads on 200 tokens, and 1.5 blocks on two batches.
     evaluations = MODEL_EVALUATIONS * (0.01 * 200 + 1.5 * 0.2 * 2)
-    assert plan.stages["end to end"] == pytest.approx(10 * step + 1.8 * step / 0.9 + evaluations)
+    assert plan.stages["end to end"] == pytest.approx(10 * 3 * step + 1.8 * step / 0.9 + evaluations)
     assert plan.end_steps == 10 and "compare" not in plan.stages
 
 

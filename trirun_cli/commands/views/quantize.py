@@ -145,6 +145,7 @@ def show_dry_run(console: Console, report: QuantizeReport) -> None:
 def show_report(console: Console, report: QuantizeReport) -> None:
     """The losses of every module, the errors of every block, time by stage."""
     run = report.run
+    planned = {} if run.time is None else run.time.stages
     console.json(
         "quantize/1",
         report.plan.to_dict()
@@ -154,7 +155,10 @@ def show_report(console: Console, report: QuantizeReport) -> None:
             "bytes_before": report.bytes_before,
             "bytes_after": report.bytes_after,
             "peak_memory_bytes": run.peak_bytes,
-            "stages": {name: dataclasses.asdict(cost) for name, cost in run.stages.items()},
+            "stages": {
+                name: dataclasses.asdict(cost) | {"planned_seconds": planned.get(name)}
+                for name, cost in run.stages.items()
+            },
             "planned_seconds": None if run.time is None else run.time.seconds,
             "held_out": None if run.predictions is None else dataclasses.asdict(run.predictions),
             "sample": None if report.sample is None else dataclasses.asdict(report.sample),
@@ -198,10 +202,11 @@ def show_report(console: Console, report: QuantizeReport) -> None:
     )
     console.table(
         "time and peak memory by stage",
-        ("stage", "time", "device", "host"),
+        ("stage", "planned", "time", "device", "host"),
         [
             (
                 name,
+                f"{planned[name]:.1f} s" if name in planned else "–",
                 f"{cost.seconds:.1f} s",
                 bytes_text(cost.device_bytes) if cost.device_bytes else "–",
                 bytes_text(cost.host_bytes),
@@ -210,8 +215,10 @@ def show_report(console: Console, report: QuantizeReport) -> None:
         ],
     )
     seconds = sum(cost.seconds for cost in run.stages.values())
+    expected = "" if run.time is None else f" ({run.time.seconds:.1f} s planned)"
     console.note(
-        f"{report.bits_per_weight:.3f} bits per weight; {seconds:.1f} s; peak memory {bytes_text(run.peak_bytes)}"
+        f"{report.bits_per_weight:.3f} bits per weight; {seconds:.1f} s{expected}; "
+        f"peak memory {bytes_text(run.peak_bytes)}"
     )
     held_out = report.held_out
     if held_out is not None:
