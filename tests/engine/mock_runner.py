@@ -32,18 +32,22 @@ def continuation(prompt, most, stop_ids=()):
 
 
 class MockRunner:
-    """``pages``: a paged cache of that many pages of 4 positions; None: a region per slot, which can be copied."""
+    """``pages``: a paged cache of that many pages of 4 positions; None: a region per slot, which can be copied.
+    ``windowed_pages``: of a layer that sees ``window`` positions, which are looked at and answer nothing."""
 
     name, why_slower, vocab_size, has_states = "mock", "", VOCAB, True
 
-    def __init__(self, slots=4, context=32, max_rows=8, lookahead=0, pages=None):
+    def __init__(self, slots=4, context=32, max_rows=8, lookahead=0, pages=None, **windows):
         self.slots, self.context, self.max_rows, self.lookahead = slots, context, max_rows, lookahead
         self.prompt_rows = max_rows
         self.paged = pages is not None
         self.memory = {}
         self.cache = (
-            PagedCache(slots, pages, context, page_size=4) if self.paged else SlotCache(slots, context, copy=self.copy)
+            PagedCache(slots, pages, context, page_size=4, **windows)
+            if self.paged
+            else SlotCache(slots, context, copy=self.copy)
         )
+        self.window, self.blocks = windows.get("window"), -(-context // 4)
         self.last, self.seen = [None] * slots, [None] * slots
         self.steps, self.in_flight, self.bound, self.closed = [], [], [], False
         self.failure = None
@@ -66,6 +70,11 @@ class MockRunner:
         assert page > 0
         return page, position % 4
 
+    def windowed(self, slot, position):
+        page = int(self.cache.tables[slot, self.blocks + position // 4])
+        assert page > 0
+        return "windowed", page, position % 4
+
     def launch(self, work):
         if self.failure is not None:
             raise self.failure
@@ -78,7 +87,13 @@ class MockRunner:
             for token in [self.last[slot]] if tokens is None else tokens:
                 assert 0 <= token < VOCAB and row < self.context
                 self.memory[self.place(slot, row)] = token
+                if self.window:
+                    self.memory[self.windowed(slot, row)] = token
                 row += 1
+            if self.window:
+                # What the first of these rows sees, and all after it.
+                for at in range(max(position + 1 - self.window, 0), row):
+                    assert self.memory[self.windowed(slot, at)] == self.memory[self.place(slot, at)]
             held = [self.memory[self.place(slot, at)] for at in range(row)]
             token = None
             if sample:

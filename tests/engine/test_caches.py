@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from trirun_kernels.decoder.shape import DecoderShape
 
@@ -94,8 +95,8 @@ class TestSlotCache:
         assert cache.grow(0, 10) and not cache.grow(0, 11)
 
 
-def paged(slots=4, pages=17, context=32, page_size=4):
-    return PagedCache(slots, pages, context, page_size=page_size)
+def paged(slots=4, pages=17, context=32, page_size=4, **windows):
+    return PagedCache(slots, pages, context, page_size=page_size, **windows)
 
 
 class TestPagedCache:
@@ -183,7 +184,77 @@ class TestPagedCache:
                     here = (index, tokens[: (index + 1) * 4])
                     assert contents.setdefault(int(cache.tables[slot, index]), here) == here
             assert cache.usage == pytest.approx(len(contents) / 29)
-        assert cache._references.count(0) == 30 - len(contents)
+        assert cache._pool._references.count(0) == 30 - len(contents)
+
+    def test_what_a_window_has_passed_is_given_back(self):
+        cache = paged(slots=2, pages=40, context=64, window=8, windowed_pages=19)
+        tokens = list(range(60))
+        slot = cache.admit(tokens[:40]).slot
+        for last in (8, 16, 24, 32, 40):
+            assert cache.grow(slot, last)
+            cache.computed(slot, last)
+            held = np.flatnonzero(cache.tables[slot, 16:])
+            # What the next step's first token sees, and a page more at most.
+            assert held[-1] == last // 4 - 1 and held[0] <= max(last - 8, 0) // 4 and len(held) <= 2 + 2 + 3
+        for length in range(41, 61):
+            assert cache.grow(slot, length)
+        assert np.count_nonzero(cache.tables[slot, 16:]) <= 5 and np.count_nonzero(cache.tables[slot, :16]) == 15
+        cache.release(slot, tokens)
+        assert cache.usage == 0 and not cache.tables.any()
+        # The end of it can be continued; its middle cannot, where other pages than the last window's are gone.
+        again = cache.admit([*tokens, 99])
+        assert again.reused == 60 and np.flatnonzero(cache.tables[again.slot, 16:]).tolist() == [13, 14]
+        assert cache.admit([*tokens[:48], 99] + [98] * 8).reused < 48
+
+    def test_a_prompt_begins_where_both_kinds_of_pages_are(self):
+        cache = paged(slots=3, pages=30, context=32, window=8, windowed_pages=8)
+        first = list(range(16))
+        slot = cache.admit(first).slot
+        assert cache.grow(slot, 16)
+        finish(cache, slot, first)
+        assert cache.admit([*first, 99]).reused == 16
+        cache = paged(slots=3, pages=30, context=32, window=8, windowed_pages=8)
+        slot = cache.admit(first).slot
+        assert cache.grow(slot, 16)
+        finish(cache, slot, first)
+        # Another prompt takes the windowed pages that were unused for longest: all but the first.
+        other = cache.admit([7] * 24)
+        assert cache.grow(other.slot, 24)
+        cache.release(other.slot, ())
+        assert cache.admit([*first, 99]).reused == 4
+
+    def test_windows_lose_and_share_no_page_by_accident(self):
+        rng, running, length = random.Random(1), {}, {}
+        cache = paged(slots=6, pages=40, window=6, windowed_pages=22)
+        for _ in range(6000):
+            if running and rng.random() < 0.7:
+                slot = rng.choice(list(running))
+                tokens = running[slot]
+                begin = length[slot]
+                end = min(begin + rng.randrange(1, 6), len(tokens)) if begin < len(tokens) else begin + 1
+                if rng.random() < 0.8 and end <= 32 and cache.grow(slot, end):
+                    tokens += [rng.randrange(2)] * (end - len(tokens))
+                    length[slot] = end
+                    cache.computed(slot, end)
+                else:
+                    cache.release(slot, tokens[:begin])
+                    del running[slot]
+                    continue
+                seen = range(max(begin + 1 - 6, 0) // 4, -(-end // 4))
+                assert all(cache.tables[slot, 8 + index] > 0 for index in seen)
+            else:
+                prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 20))]
+                if (admission := cache.admit(prompt)) is not None:
+                    running[admission.slot], length[admission.slot] = prompt, admission.reused
+            contents = {}
+            for slot, tokens in running.items():
+                for index in np.flatnonzero(cache.tables[slot, 8:]):
+                    if (index + 1) * 4 <= length[slot]:
+                        here = int(index), tokens[: (int(index) + 1) * 4]
+                        assert contents.setdefault(int(cache.tables[slot, 8 + index]), here) == here
+        for slot, tokens in running.items():
+            cache.release(slot, tokens[: length[slot]])
+        assert cache.usage == 0 and cache._windowed.free == 21 and cache._pool.free == 39
 
 
 class TestCacheMemory:

@@ -14,6 +14,8 @@ RUNNERS = {
     "few pages": {"pages": 10},
     "pages, looking ahead": {"pages": 40, "lookahead": 1},
     "few pages, looking ahead": {"pages": 10, "lookahead": 1},
+    "windows": {"pages": 40, "window": 6, "windowed_pages": 25, "lookahead": 1},
+    "few pages of windows": {"pages": 40, "window": 6, "windowed_pages": 7, "lookahead": 1},
     "slots, looking ahead": {"lookahead": 1},
     "slots, in bursts": {"kind": MockBurstRunner},
     "few pages, in bursts": {"kind": MockBurstRunner, "pages": 10},

@@ -6,7 +6,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 
 import torch
 from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
-from trirun_kernels.decoder.cuda_cache import MixerCaches, position_bytes, state_bytes
+from trirun_kernels.decoder.cuda_cache import MixerCaches, position_bytes, state_bytes, window_pages
 from trirun_kernels.decoder.cuda_ops import PAGE
 from trirun_kernels.decoder.cuda_weights import CudaModel
 
@@ -47,7 +47,8 @@ class CudaContestant:
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if (self._kind, batch, blocks) in self._shared:
             return 0, free
-        return batch * (blocks * PAGE * position_bytes(shape, self._kind) + state_bytes(shape)), free
+        full, windowed = (PAGE * position_bytes(shape, self._kind, part) for part in (False, True))
+        return batch * (blocks * full + self._kept(blocks) * windowed + state_bytes(shape)), free
 
     @torch.inference_mode()
     def open(self, batch: int, context: int) -> tuple[Callable[[], float], Callable[[], float]]:
@@ -79,13 +80,24 @@ class CudaContestant:
 
         return _timed(prefill), _timed(_replayed(step), STEPS)
 
+    def _kept(self, blocks: int) -> int:
+        """Pages of a sequence in layers that see a window: no more than it and a chunk's rows need."""
+        seen = window_pages(self._model.shape)
+        return min(seen + CHUNK // PAGE, blocks) if seen else blocks
+
     def _decoder(self, slots: int, context: int) -> CudaDecoder:
-        key = self._kind, slots, -(-context // PAGE)
-        held = self._shared.get(key)
-        decoder = CudaDecoder(self._model, slots=slots, context=context, kv_dtype=self._kind, caches=held)
+        blocks = -(-context // PAGE)
+        key, kept = (self._kind, slots, blocks), self._kept(blocks)
+        decoder = CudaDecoder(
+            self._model, slots=slots, context=context, kv_dtype=self._kind, caches=self._shared.get(key),
+            windowed_pages=slots * kept if kept < blocks else None,
+        )  # fmt: skip
         self._shared[key] = decoder.caches
         tables = decoder.block_tables
-        tables.copy_(torch.arange(tables.numel(), device=tables.device).view(tables.shape))
+        slot, block = (torch.arange(count, device=tables.device) for count in (slots, blocks))
+        tables[:, :blocks] = slot.unsqueeze(1) * blocks + block
+        # Where layers have tables of their own, a slot's pages take turns.
+        tables[:, blocks:] = (slot.unsqueeze(1) * kept + block % kept)[:, : tables.shape[1] - blocks]
         return decoder
 
     def _prompt(self, decoder: CudaDecoder, tokens: list[int], wanted: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -100,7 +100,8 @@ class KvCache(Protocol):
         """Room for a prompt, or None when there is none now; ``reuse`` False computes all of it anew."""
 
     def grow(self, slot: int, length: int) -> bool:
-        """Room for a slot's first ``length`` tokens; False when there is none now."""
+        """Room for a slot's first ``length`` tokens, before every step that computes some of them; False when there is
+        none now."""
 
     def computed(self, slot: int, length: int) -> None:
         """A slot's first ``length`` tokens are computed by a step that has been launched; others may reuse those of

@@ -78,13 +78,20 @@ class Scheduler:
         budget = self._runner.max_rows - decoding
         if decoding:
             budget = min(budget, self._runner.prompt_rows)
-        for sequence in self.running:
-            if budget and sequence.computed < sequence.needed:
-                shares.append(self._prefill(sequence, budget))
-                budget -= shares[-1].work.rows
+        for sequence in tuple(self.running):
+            if budget and sequence.slot >= 0 and sequence.computed < sequence.needed:
+                # Who is preempted for it has no share yet.
+                share = self._prefill(sequence, budget, may_preempt=not shares)
+                if share is None:
+                    break
+                shares.append(share)
+                budget -= share.work.rows
         while budget and self.waiting and self.preemptions == before and self._admit(self.waiting[0]):
-            shares.append(self._prefill(self.waiting.popleft(), budget))
-            budget -= shares[-1].work.rows
+            share = self._prefill(self.waiting.popleft(), budget, may_preempt=False)
+            if share is None:
+                break
+            shares.append(share)
+            budget -= share.work.rows
         shares.sort(key=_slot_of)
         if self._burst is None or not shares or len(shares) > decoding:
             return Step(shares, 1)
@@ -103,7 +110,7 @@ class Scheduler:
             slot, position = sequence.slot, sequence.computed
             if slot < 0 or position < sequence.needed or sequence.sampled == sequence.limit:
                 continue
-            if not grow(slot, position + 1) and not self._make_room(sequence):
+            if not grow(slot, position + 1) and not self._make_room(sequence, position + 1):
                 break
             shares.append(Share(sequence, sequence.turn, Work(slot, position, None, True)))
             sequence.computed = position + 1
@@ -120,9 +127,9 @@ class Scheduler:
         roomy = steps > 1 and all(self._cache.grow(share.work.slot, share.work.position + steps) for share in shares)
         return steps if roomy else 1
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """Room for one more token, others preempted if need be; False when it was the youngest itself."""
-        while not self._cache.grow(sequence.slot, sequence.computed + 1):
+    def _make_room(self, sequence: Sequence, length: int) -> bool:
+        """Room for so many tokens, others preempted if need be; False when it was the youngest itself."""
+        while not self._cache.grow(sequence.slot, length):
             youngest = self.running.pop()
             self._free(youngest)
             self.waiting.appendleft(youngest)
@@ -150,9 +157,12 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _prefill(self, sequence: Sequence, budget: int) -> Share:
+    def _prefill(self, sequence: Sequence, budget: int, *, may_preempt: bool) -> Share | None:
+        """A piece of a prompt; None where the cache has no room for it now."""
         first = sequence.computed
         last = min(first + budget, sequence.needed)
+        if not self._cache.grow(sequence.slot, last) and not (may_preempt and self._make_room(sequence, last)):
+            return None
         pooling = sequence.request.pooling is not None
         sample = last == sequence.prefill and not pooling
         targets = sequence.tokens[first + 1 : last + 1] if sequence.wants_scores else ()

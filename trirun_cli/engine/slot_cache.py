@@ -54,7 +54,7 @@ class SlotCache:
 
     def grow(self, slot: int, length: int) -> bool:
         """See :class:`~.runner.KvCache`."""
-        self._lengths[slot] = length
+        self._lengths[slot] = max(self._lengths[slot], length)
         return length <= self._context
 
     def computed(self, slot: int, length: int) -> None:

@@ -55,13 +55,12 @@ class CudaDecoder:
         limb_rows: fewest and most rows whose activations are quantized apart from the products.
         kv_dtype: of the cache: the model's, or torch.int8 with a float16 scale per token and head; None is the model's.
         one_kernel: whether steps of few rows are one kernel where :mod:`.step.cuda` takes the model.
-        caches: those of a decoder of the same sizes, to share its memory; None makes new ones.
+        caches: of a decoder of the same sizes, to share; None: new ones. windowed_pages: see :class:`.MixerCaches`.
 
     Attributes:
         caches: what the layers keep. cache, scales: their keys and values, see :class:`.MixerCaches`.
-        block_tables: int32 [slots, context/64] on the device, the pages of each slot; the caller keeps them.
-        latest: int32 [slots], the token each slot sampled last.
-        step_refusal: why no step is one kernel, or None.
+        block_tables: int32 on the device, the pages of each slot, see :class:`.MixerCaches`; the caller keeps them.
+        latest: int32 [slots], the token each slot sampled last. step_refusal: why no step is one kernel, or None.
     """
 
     def __init__(
@@ -75,6 +74,7 @@ class CudaDecoder:
         kv_dtype: torch.dtype | None = None,
         one_kernel: bool = True,
         caches: MixerCaches | None = None,
+        windowed_pages: int | None = None,
     ) -> None:
         s, device = model.shape, model.device
         blocks = -(-context // ops.PAGE)
@@ -88,14 +88,14 @@ class CudaDecoder:
             if cosines.shape[0] < blocks * ops.PAGE:
                 raise ValueError(f"decoder: rotary angles of {cosines.shape[0]} positions, {context} are needed")
         self.model, self.slots, self.context = model, slots, blocks * ops.PAGE
-        self.pages = slots * blocks if pages is None else pages
+        self.pages, self.windowed_pages = slots * blocks if pages is None else pages, windowed_pages
         self._device = device_of(device.index or 0)
         self._limb_rows = rows_in_limbs(model, *(limb_rows or LIMB_ROWS))
         kind = kv_dtype or model.dtype
         if kind not in (model.dtype, torch.int8):
             raise ValueError(f"decoder: a cache of {kind}; {model.dtype} or int8")
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.caches = caches or MixerCaches(s, slots, self.pages, blocks, model.dtype, kind, device)
+        self.caches = caches or MixerCaches(s, slots, self.pages, blocks, model.dtype, kind, device, windowed_pages)
         self.cache, self.scales = self.caches.keys_and_values, self.caches.scales
         self.block_tables = self.caches.block_tables
         self._workspaces: dict[tuple[int, int, int, int], Tensor] = {}

@@ -15,9 +15,11 @@ class MixerCaches:
 
     Args:
         slots, pages: how many. blocks: pages of a slot, at most. dtype: of the model. kind: of keys and values.
+        windowed_pages: of layers that see a window, where these have tables of their own; None: they have not.
 
     Attributes:
-        block_tables: int32 [slots, blocks], the pages of each slot; who uses them keeps them.
+        block_tables: int32 [slots, blocks], the pages of each slot, followed by those of layers that see a window
+            where these have tables of their own: [slots, 2 · blocks]; who uses them keeps them.
         keys_and_values: of every layer of attention [2, pages, kv_heads, 64, row_width].
         scales: of int8, of each of these float16 [pages, kv_heads, 64, 2]; else None.
         attention, states: of every layer that is one, by its index.
@@ -25,9 +27,11 @@ class MixerCaches:
 
     def __init__(
         self, shape: DecoderShape, slots: int, pages: int, blocks: int, dtype: torch.dtype, kind: torch.dtype,
-        device: torch.device,
+        device: torch.device, windowed_pages: int | None = None,
     ) -> None:  # fmt: skip
-        self.block_tables = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(
+            slots, blocks * (1 if windowed_pages is None else 2), dtype=torch.int32, device=device
+        )
         self.keys_and_values: list[Tensor] = []
         self.scales: list[Tensor] | None = [] if kind == torch.int8 else None
         self.attention: dict[int, Cache] = {}
@@ -36,13 +40,18 @@ class MixerCaches:
             if isinstance(mixer, GatedDelta):
                 self.states[index] = DeltaCache.of(mixer, slots, dtype, device)
                 continue
-            size, scales = (pages, mixer.kv_heads, PAGE), None
+            count, tables = pages, self.block_tables[:, :blocks]
+            if windowed_pages is not None and mixer.window is not None:
+                count, tables = windowed_pages, self.block_tables[:, blocks:]
+            size, scales = (count, mixer.kv_heads, PAGE), None
             cache = torch.empty(2, *size, row_width(mixer, kind), dtype=kind, device=device)
+            # Pages that a slot has passed are read as this one, and what is read weighs nothing.
+            cache[:, 0] = 0
             self.keys_and_values.append(cache)
             if self.scales is not None:
                 scales = torch.empty(*size, 2, dtype=torch.float16, device=device)
                 self.scales.append(scales)
-            self.attention[index] = Cache(cache[0], cache[1], self.block_tables, scales)
+            self.attention[index] = Cache(cache[0], cache[1], tables, scales)
 
     @property
     def nbytes(self) -> int:
@@ -51,10 +60,21 @@ class MixerCaches:
         return sum(part.nbytes for part in (*self.keys_and_values, *(self.scales or ()), *states))
 
 
-def position_bytes(shape: DecoderShape, kind: torch.dtype) -> int:
-    """Bytes of the cache for one token: keys and values of all layers in that type, and the scales of int8."""
+def position_bytes(shape: DecoderShape, kind: torch.dtype, windowed: bool | None = None) -> int:
+    """Bytes of the cache for one token: keys and values in that type, and the scales of int8, of all layers; of those
+    that see a window (True), or of the others (False)."""
     scales = 2 if kind == torch.int8 else 0
-    return sum(2 * mixer.kv_heads * (row_width(mixer, kind) * kind.itemsize + scales) for mixer in shape.attentions)
+    chosen = (mixer for mixer in shape.attentions if windowed in (None, mixer.window is not None))
+    return sum(2 * mixer.kv_heads * (row_width(mixer, kind) * kind.itemsize + scales) for mixer in chosen)
+
+
+def window_pages(shape: DecoderShape) -> int:
+    """Pages that a sequence keeps of layers that see a window, beside those of the step that runs; 0 where none does.
+
+    One is begun, one is left, and one more is kept behind what is seen.
+    """
+    window = max((mixer.window or 0 for mixer in shape.attentions), default=0)
+    return -(-window // PAGE) + 3 if window else 0
 
 
 def state_bytes(shape: DecoderShape) -> int:

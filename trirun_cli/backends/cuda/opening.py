@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from trirun_kernels.decoder.cuda import CudaDecoder
-from trirun_kernels.decoder.cuda_cache import position_bytes, state_bytes
+from trirun_kernels.decoder.cuda_cache import position_bytes, state_bytes, window_pages
 from trirun_kernels.decoder.cuda_ops import PAGE
 from trirun_kernels.decoder.cuda_weights import CudaModel
 from trirun_kernels.native import NativeError, load
@@ -16,7 +16,7 @@ from ...errors import InputError, OutOfMemoryError
 from ...models.description import UnsupportedModel, chosen_context, description, longest_context
 from ..accumulation import use_fp16_sums
 from ..capacity import CACHE_SHARE, SAMPLER_BYTES, GpuDevice, ModelNeeds, default_slots
-from .runner import CudaRunner
+from .runner import MAX_ROWS, CudaRunner
 from .weights import load_model
 
 # Of a runner that scores: tokens of a step, and sequences beside the one that grows; logits are what takes memory.
@@ -66,8 +66,10 @@ def open_cuda(
                     position_bytes(model.shape, kind), wanted, model.shape.vocab, state_bytes=state_bytes(model.shape)
                 )
                 slots, why = default_slots(GpuDevice(free), needs)
-            pages = cache_pages(model, slots, wanted, kind)
-            decoder = CudaDecoder(model, slots=slots, context=wanted, pages=pages, kv_dtype=kind)
+            pages, windowed = cache_pages(model, slots, wanted, kind)
+            decoder = CudaDecoder(
+                model, slots=slots, context=wanted, pages=pages, kv_dtype=kind, windowed_pages=windowed
+            )
             runner = CudaRunner(decoder, logit_scale=description(config).logit_scale)
             runner.why_slots = why
             return runner
@@ -111,26 +113,43 @@ def scoring_cache(fit: int, longest: int) -> tuple[int, int]:
     return context, blocks + max(blocks, short) + spare
 
 
-def cache_pages(model: CudaModel, slots: int, context: int, kind: torch.dtype) -> int:
-    """Pages of elements of that kind: for every slot at full length, or as many as the GPU holds; and page 0.
+def cache_pages(model: CudaModel, slots: int, context: int, kind: torch.dtype) -> tuple[int, int | None]:
+    """Pages of elements of that kind: for every slot at full length, or as many as the GPU holds; and page 0. Those of
+    layers that see a window apart, for every slot what it keeps, where that is less; else None.
 
     Raises:
         OutOfMemoryError: not one slot at full length fits.
     """
-    blocks, fit = -(-context // PAGE), fitting_pages(model, slots, kind)
-    if fit < blocks + 1:
+    shape, blocks, kept = model.shape, -(-context // PAGE), window_pages(model.shape)
+    budget = _cache_bytes(model, slots)
+    page, windowed_page = (PAGE * position_bytes(shape, kind, windowed) for windowed in (False, True))
+    # Of a step, whose rows are all stored before any is passed, and those of the step before.
+    step = 2 * MAX_ROWS // PAGE
+    apart = 0 < kept + step < blocks
+    slot, beside = blocks * page + kept * windowed_page, page + (step + 1) * windowed_page
+    if not apart:
+        slot, beside = blocks * (page + windowed_page), page + windowed_page
+    if budget < slot + beside:
         free, _ = torch.cuda.mem_get_info(model.device)
         raise OutOfMemoryError(
             f"{free / 2**30:.1f} GiB are free on the GPU; a context of {context} takes "
-            f"{(blocks + 1) * PAGE * position_bytes(model.shape, kind) / 2**30:.1f} GiB",
+            f"{(slot + beside) / 2**30:.1f} GiB",
             "choose a shorter --ctx" + ("" if kind == torch.int8 else ", or --kv-cache-dtype int8"),
         )
-    return min(fit, slots * blocks + 1)
+    if not apart:
+        return min(budget // beside, slots * blocks + 1), None
+    full = min((budget - beside) / slot, slots)
+    return int(full * blocks) + 1, int(full * kept) + step + 1
 
 
 def fitting_pages(model: CudaModel, slots: int, kind: torch.dtype) -> int:
-    """Pages of elements of that kind that the GPU holds beside the weights and the state of so many slots."""
+    """Pages of elements of that kind, for all layers, that the GPU holds beside the weights and so many slots."""
+    return _cache_bytes(model, slots) // (PAGE * position_bytes(model.shape, kind))
+
+
+def _cache_bytes(model: CudaModel, slots: int) -> int:
+    """Bytes that the GPU has for a cache beside the weights and the state of so many slots."""
     free, _ = torch.cuda.mem_get_info(model.device)
     # The sampler's tables are as long as the vocabulary.
     slot = model.shape.vocab * SAMPLER_BYTES + state_bytes(model.shape)
-    return max(int((free - slots * slot) * CACHE_SHARE), 0) // (PAGE * position_bytes(model.shape, kind))
+    return max(int((free - slots * slot) * CACHE_SHARE), 0)

@@ -76,8 +76,11 @@ class CudaRunner:
         self.name = runner_name(decoder)
         self.slots, self.context, self.vocab_size = decoder.slots, decoder.context, model.shape.vocab
         self.max_rows = self.prompt_rows = max(max_rows, self.slots)
-        self.can_rewind = not model.shape.deltas
-        self.cache = PagedCache(self.slots, decoder.pages, self.context, page_size=ops.PAGE, reuse=self.can_rewind)
+        self.can_rewind = not model.shape.deltas and decoder.windowed_pages is None
+        self.cache = PagedCache(
+            self.slots, decoder.pages, self.context, page_size=ops.PAGE, reuse=not model.shape.deltas,
+            window=max(window or 0 for window in model.shape.windows), windowed_pages=decoder.windowed_pages,
+        )  # fmt: skip
         self._sampler = CudaSampler(self.slots, self.vocab_size, decoder.latest)
         self._buckets = [size for size in BUCKETS if size < self.slots]
         self._buckets.append(self.slots if self.slots > BUCKETS[-1] else min(b for b in BUCKETS if b >= self.slots))
@@ -138,7 +141,7 @@ class CudaRunner:
                 if admission is None:
                     break
                 pieces.append(_Piece(admission.slot, 0, tokens, count))
-            if not pieces:
+            if not pieces or not all(self.cache.grow(piece.slot, len(piece.tokens)) for piece in pieces):
                 raise RuntimeError(f"{self.name}: the cache has no room for {len(sequences[len(out)])} tokens")
             if len(pieces) == 1:
                 out.append(self.logits(pieces[0].slot, 0, pieces[0].tokens, pieces[0].keep))
