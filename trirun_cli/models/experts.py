@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from .parts import Description, MixtureNames, UnsupportedModel
-from .settings import check_counts, check_numbers
+from .settings import check_counts
 
 if TYPE_CHECKING:
     from trirun_kernels.decoder.shape import LayerShape
@@ -49,7 +49,8 @@ def with_experts(
 
     # What transformers calls the number of experts of every family since its version 5.
     experts = "num_local_experts" if config.get("num_local_experts") else experts
-    check_numbers(config, [experts, size, "num_experts_per_tok"], int)
+    have = layers or [True] * len(found.shape.layers)
+    check_counts(config, [experts, "num_experts_per_tok"] + [size] * any(have))
     if config[experts] > MOST_EXPERTS:
         raise InputError(f"config.json: {experts} is {config[experts]}, above {MOST_EXPERTS}")
     try:
@@ -68,7 +69,6 @@ def with_experts(
         mixture = replace(Mixture(routing, config[size], act, shared_gate=gated), **fields)
         return replace(parts, feed_forward=FeedForward(shared, act), mixture=mixture)
 
-    have = layers or [True] * len(found.shape.layers)
     whole = tuple(layer(parts) if each else parts for parts, each in zip(found.shape.layers, have, strict=True))
     return replace(found, shape=replace(found.shape, layers=whole))
 
