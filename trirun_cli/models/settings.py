@@ -12,7 +12,20 @@ MOST_LAYERS, MOST_HEAD_DIM = 4096, 2**16
 # Counts that config.json must have, counts that it may have, and numbers that it may have.
 COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-OPTIONAL_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "rope_theta", "query_pre_attn_scalar")
+# Where 0 stands for none.
+COUNTS_OR_NONE = (
+    "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "decoder_sparse_step",
+    "sliding_window_pattern", "no_rope_layer_interval", "max_window_layers", "num_experts", "n_routed_experts", "num_local_experts",
+)  # fmt: skip
+NUMBERS_OR_NONE = (
+    "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier", "embedding_multiplier",
+    "residual_multiplier", "logit_scale", "routed_scaling_factor", "partial_rotary_factor",
+    "rope_local_base_freq", "swiglu_alpha",
+)  # fmt: skip
+OPTIONAL_NUMBERS = (
+    "rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "rope_theta", "query_pre_attn_scalar",
+    "logits_scaling",
+)  # fmt: skip
 
 
 def text_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +50,8 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     check_counts(config, COUNTS)
     check_numbers(config, OPTIONAL_COUNTS, int)
     check_numbers(config, OPTIONAL_NUMBERS, float)
+    check_numbers(config, COUNTS_OR_NONE, int, none=0)
+    check_numbers(config, NUMBERS_OR_NONE, float, none=0)
     if config["num_hidden_layers"] > MOST_LAYERS:
         raise InputError(f"config.json: num_hidden_layers is {config['num_hidden_layers']}, above {MOST_LAYERS}")
 
@@ -49,11 +64,12 @@ def check_counts(config: Mapping[str, Any], names: Sequence[str]) -> None:
     check_numbers(config, names, int)
 
 
-def check_numbers(config: Mapping[str, Any], names: Sequence[str], kind: type) -> None:
-    """Raise InputError unless these entries, where there are any, are positive and of a size that things can have."""
+def check_numbers(config: Mapping[str, Any], names: Sequence[str], kind: type, none: int | None = None) -> None:
+    """Raise InputError unless these entries, where there are any, are positive and of a size that things can have;
+    ``none``: a value that stands for no entry."""
     for name in names:
         value = config.get(name)
-        if value is None:
+        if value is None or (value == none and type(value) is not bool):
             continue
         kinds = (int,) if kind is int else (int, float)
         # type(), not isinstance: true is no count.
