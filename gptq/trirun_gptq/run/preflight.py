@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..block.cuda_graph import WARMUP
-from ..block.reconstruct import block_error
+from ..block.cuda_graph import WARMUP, recordable
+from ..block.reconstruct import EVALUATIONS, block_error
 from ..block.walk import BlockRun
 from ..errors import QuantizationError
 from ..layer.quantized import Quantized
@@ -27,9 +27,9 @@ from .progress import Event, ProgressCallback, Stage, silent
 from .report import Preflight
 
 NAMED = 8  # defects of one kind that an error lists
-# Of refinement: by then the optimizer's moments are in memory, the step is recorded, and what repeats it was timed.
-STEPS = WARMUP + 6
-CPU_STEPS = 4  # the first of which is not timed
+# Of refinement where steps are recorded: most that repeat the recorded one are not followed by an evaluation.
+STEPS = 3 * EVALUATIONS
+FEW_STEPS = 4  # else; the first is not timed, and an evaluation follows each
 EVALUATIONS_AROUND = 3  # of a block's held-out error, beside those while it is trained
 
 
@@ -161,7 +161,8 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
     # The last of the largest: before the first block, targets are not corrected.
     index = max(range(len(sizes)), key=lambda i: (sizes[i], i))
     device = train[0].place.device
-    steps = STEPS if record else CPU_STEPS
+    record = record and recordable(train[:1], [[0]], [skeleton.blocks[index]])
+    steps = STEPS if record else FEW_STEPS
     short = dataclasses.replace(recipe, refine_steps=min(recipe.refine_steps, steps))
     if device.type == "cuda":
         # Libraries load and kernels are compiled the first time: seconds that no later block takes.
@@ -191,8 +192,7 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
     step = _step_seconds(refined, short.refine_steps, evaluation)
     start = 0.0
     if short.refine_steps:
-        # So few steps are each followed by an evaluation.
-        evaluations = len(recipe.engines) * (short.refine_steps + EVALUATIONS_AROUND) * evaluation
+        evaluations = len(recipe.engines) * (min(short.refine_steps, EVALUATIONS) + EVALUATIONS_AROUND) * evaluation
         start = max(costs.stages["refine"].seconds - short.refine_steps * step - evaluations, 0.0)
     return Trial(found, index, result.quantized, costs.stages, step, start, evaluation, pack)
 
@@ -220,12 +220,13 @@ def step_time(ends: list[float]) -> float:
 
 
 def _step_seconds(times: list[float], steps: int, evaluation: float) -> float:
-    """Of one training step by every method, from when each step ended; each was followed by an evaluation."""
+    """Of one training step by every method, from when each step ended, and what followed those few steps that were
+    evaluated each."""
     total = 0.0
     for first in range(0, len(times), steps or 1):
         ends = times[first : first + steps]
-        # What is done the first time takes longer; on a GPU, up to the step that is recorded.
-        start = min(len(ends) - 2, WARMUP + 1) if steps > CPU_STEPS else 0
-        if len(ends) > 1:
-            total += max(step_time(ends[start:]) - evaluation, 0.0)
+        # What is done the first time takes longer, up to the step that is recorded.
+        start, spent = (WARMUP + 1, 0.0) if steps == STEPS else (0, evaluation)
+        if len(ends) > start + 1:
+            total += max(step_time(ends[start:]) - spent, 0.0)
     return total
