@@ -16,7 +16,7 @@ OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 COUNTS_OR_NONE = (
     "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "decoder_sparse_step",
     "sliding_window_pattern", "no_rope_layer_interval", "max_window_layers", "num_experts", "n_routed_experts",
-    "num_local_experts",
+    "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
 NUMBERS_OR_NONE = (
     "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier", "embedding_multiplier",
