@@ -31,8 +31,8 @@ from trirun_cli.resources import configs_dir
 
 CONFIG = Path(__file__).resolve().parent / "examples" / "haproxy.cfg"
 START_S = 120
-# A request that is refused as a server is killed ends a little later.
-GRACE_S = 0.5
+# Between the moment that is taken and the end of the process that is killed then.
+GRACE_S = 0.05
 
 
 def free_port() -> int:
