@@ -23,6 +23,7 @@ class PagedReference:
         self.model = SimpleNamespace(device=torch.device("cpu"), shape=weights.shape)
         self.slots, self.context, self.pages = slots, context, pages
         self.block_tables = torch.zeros(slots, -(-context // 64), dtype=torch.int32)
+        self.windowed_pages = None
         self.latest = torch.zeros(slots, dtype=torch.int32)
         self.held = torch.full((pages, 64), -1)
         self.steps = []

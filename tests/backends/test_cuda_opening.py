@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,13 +28,31 @@ def test_pages_fill_what_is_free(monkeypatch, kind, page_bytes):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     model = SimpleNamespace(shape=SHAPE, device="cuda:0")
     free = 20 << 30
-    assert cache_pages(model, 64, 4096, kind) == int((free - 64 * 32000 * 20) * CACHE_SHARE) // page_bytes
+    assert cache_pages(model, 64, 4096, kind) == (int((free - 64 * 32000 * 20) * CACHE_SHARE) // page_bytes, None)
     # No more than all slots can use.
-    assert cache_pages(model, 2, 1000, kind) == 2 * 16 + 1
+    assert cache_pages(model, 2, 1000, kind) == (2 * 16 + 1, None)
     free = 17 * page_bytes
     with pytest.raises(OutOfMemoryError, match="a context of 1024") as caught:
         cache_pages(model, 1, 1024, kind)
     assert ("int8" in str(caught.value.fix)) == (kind != torch.int8)
+
+
+def test_layers_that_see_a_window_get_the_pages_that_they_keep(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    sliding = [replace(layer, mixer=replace(layer.mixer, window=1024)) for layer in SHAPE.layers[:24]]
+    model = SimpleNamespace(shape=replace(SHAPE, layers=(*sliding, *SHAPE.layers[24:])), device="cuda:0")
+    page, windowed_page, kept, step = PAGE_16 // 4, PAGE_16 * 3 // 4, 1024 // 64 + 3, 2 * 2048 // 64
+    free = 1 << 40
+    assert cache_pages(model, 4, 32768, torch.float16) == (4 * 512 + 1, 4 * kept + step + 1)
+    # A context that is hardly longer than what is kept gains nothing from tables of their own.
+    assert cache_pages(model, 4, 4096, torch.float16) == (4 * 64 + 1, None)
+    free = 20 << 30
+    pages, windowed = cache_pages(model, 64, 32768, torch.float16)
+    taken, budget = pages * page + windowed * windowed_page, int((free - 64 * 32000 * 20) * CACHE_SHARE)
+    assert budget - PAGE_16 <= taken <= budget and pages > 512 and windowed > kept + step
+    free = 512 * page + (kept + step) * windowed_page
+    with pytest.raises(OutOfMemoryError, match="a context of 32768"):
+        cache_pages(model, 1, 32768, torch.float16)
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"])
