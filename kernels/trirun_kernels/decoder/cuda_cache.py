@@ -68,12 +68,17 @@ def position_bytes(shape: DecoderShape, kind: torch.dtype, windowed: bool | None
     return sum(2 * mixer.kv_heads * (row_width(mixer, kind) * kind.itemsize + scales) for mixer in chosen)
 
 
+def widest_window(shape: DecoderShape) -> int:
+    """Positions that a layer with a window sees at most; 0 where none has one."""
+    return max(window or 0 for window in shape.windows)
+
+
 def window_pages(shape: DecoderShape) -> int:
     """Pages that a sequence keeps of layers that see a window, beside those of the step that runs; 0 where none does.
 
     One is begun, one is left, and one more is kept behind what is seen.
     """
-    window = max((mixer.window or 0 for mixer in shape.attentions), default=0)
+    window = widest_window(shape)
     return -(-window // PAGE) + 3 if window else 0
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
+from trirun_kernels.decoder.cuda_cache import widest_window
 
 from ...engine.paged_cache import PagedCache
 from ...engine.request import Request
@@ -79,7 +80,7 @@ class CudaRunner:
         self.can_rewind = not model.shape.deltas and decoder.windowed_pages is None
         self.cache = PagedCache(
             self.slots, decoder.pages, self.context, page_size=ops.PAGE, reuse=not model.shape.deltas,
-            window=max(window or 0 for window in model.shape.windows), windowed_pages=decoder.windowed_pages,
+            window=widest_window(model.shape), windowed_pages=decoder.windowed_pages,
         )  # fmt: skip
         self._sampler = CudaSampler(self.slots, self.vocab_size, decoder.latest)
         self._buckets = [size for size in BUCKETS if size < self.slots]
