@@ -91,6 +91,34 @@ def test_draws_are_those_of_the_reference(vocab):
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [50257, 151936])
+def test_a_row_gives_the_same_whoever_is_beside_it(vocab, dtype):
+    """Few rows are shared by several CTAs each, many are not."""
+    fields = [
+        {}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.8}, {"temperature": 3.0, "top_p": 0.95},
+        {"temperature": 1.0, "min_p": 0.1, "repetition": 1.3}, {"wants_logprobs": 1, "frequency": 0.5},
+    ]  # fmt: skip
+    rows = 140
+    logits = (torch.randn(len(fields), vocab, device="cuda") * 3).to(dtype).repeat(rows // len(fields) + 1, 1)[:rows]
+    found = []
+    for count in (1, 2, len(fields), 20, rows):
+        state = sampling_state(rows, vocab, rows)
+        state.counts.copy_(torch.arange(vocab, device="cuda").remainder(3).int().expand(rows, vocab))
+        for slot in range(rows):
+            bind(state, slot, seed=slot, **fields[slot % len(fields)])
+        sampled = torch.zeros(rows, device="cuda", dtype=torch.int32)
+        logprobs = torch.zeros(rows, device="cuda")
+        for first in range(0, rows, count):
+            part = slice(first, first + count)
+            slots = torch.arange(rows, device="cuda", dtype=torch.int32)[part]
+            ops.sample(logits[part], slots, state, sampled[part], logprobs=logprobs[part])
+        found.append((sampled.tolist(), logprobs.tolist()))
+    assert all(each == found[0] for each in found)
+    assert len(set(found[0][0])) > 30
+
+
+@gpu
 @pytest.mark.parametrize("vocab", [203, 32000, 151936])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_mask_leaves_what_it_allows(vocab, temperature):
