@@ -174,10 +174,12 @@ class PagedCache:
     def grow(self, slot: int, length: int) -> bool:
         """See :class:`~.runner.KvCache`."""
         owned, wanted = self._owned[slot], -(-length // self.page_size)
-        table = self.tables[slot]
-        if not _extend(self._pool, owned.pages, table[: self._longest], wanted):
+        # Every step asks for every sequence, and mostly there is room: no look at the tables then.
+        short = wanted > len(owned.pages)
+        if short and not _extend(self._pool, owned.pages, self.tables[slot, : self._longest], wanted):
             return False
         if self._windowed is not None:
+            table = self.tables[slot]
             self._pass(owned, table)
             if not _extend(self._windowed, owned.windowed, table[self._longest :], wanted):
                 return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import TrirunError
 from .constraint import AtLeast, Constraint
@@ -89,8 +89,8 @@ class Usage:
         return (self.generated_tokens - 1) / seconds if seconds > 0 and self.generated_tokens > 1 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+# A tuple, as :class:`~.sampling.Token` is: a step makes one for every sequence.
+class Event(NamedTuple):
     """News of one request. The last one of a request, and no other, has ``finish``.
 
     Attributes:

@@ -239,15 +239,15 @@ class CudaRunner:
         size = next(bucket for bucket in self._buckets if bucket >= len(work))
         wanted = np.zeros((3, self._static.shape[1]), np.int32)
         wanted[1] = -1
-        for row, item in enumerate(work):
-            wanted[:, row] = -1 if item.tokens is None else item.tokens[0], item.slot, item.position
+        slots = [item.slot for item in work]
+        wanted[0, : len(work)] = [-1 if item.tokens is None else item.tokens[0] for item in work]
+        wanted[1, : len(work)], wanted[2, : len(work)] = slots, [item.position for item in work]
         if self._expected is None or not np.array_equal(self._expected, wanted):
             staged = self._staging[self._turn][:, : wanted.shape[1]]
             np.copyto(staged.numpy(), wanted)
             self._static.copy_(staged, non_blocking=True)
         graph = self._graphs[size]
         graph.model.replay()
-        slots = [item.slot for item in work]
         self._sampler.constrain(slots, self._turn)
         graph.sampler.replay()
         wanted[0, : len(work)] = -1
