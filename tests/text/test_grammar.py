@@ -108,12 +108,15 @@ def test_blanks_end(compiler, tokenizer):
     assert not accepts(compiler, tokenizer, schema, '{\n\n\n"a": 1}')
 
 
-def test_after_the_end_only_the_end(compiler, tokenizer):
+@pytest.mark.parametrize("ends", [{END}, {END, 5}])
+def test_after_the_end_only_the_end(tokenizer, ends):
     """A step that is on its way when the text has ended asks once more."""
-    constraint = compiler.compile(Grammar("regex", "a"))()
-    for token in (*tokenizer("a", add_special_tokens=False)["input_ids"], END):
+    backend = tokenizer.backend_tokenizer
+    vocab = backend.get_vocab_size()
+    constraint = GrammarCompiler(backend, vocab, ends).compile(Grammar("regex", "a"))()
+    for token in (*tokenizer("a", add_special_tokens=False)["input_ids"], END, END):
         constraint.advance(token)
-    assert np.flatnonzero(allowed(constraint, tokenizer.backend_tokenizer.get_vocab_size())).tolist() == [END]
+        assert set(np.flatnonzero(allowed(constraint, vocab))) == ends
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -135,7 +138,7 @@ def test_masks_of_several_texts_are_those_of_each_alone(compiler, tokenizer, mon
         (own.compile(schema), backend.encode('{"colour": "blue", "more": 1}').ids),
         (own.compile(Grammar("regex", "(abc|abd)e*")), backend.encode("abceeeee").ids),
         (lambda: AtLeast(9, {END}, own.compile(Grammar("regex", "x*"))()), [x] * 4),
-        (grammars._Beginning(lambda: llguidance.LLMatcher(made, twice, log_level=0, limits=few), [END]), [x] * 20),
+        (grammars._Beginning(lambda: llguidance.LLMatcher(made, twice, log_level=0, limits=few)), [x] * 20),
     ]
     texts = [(*ways[i % len(ways)], i) for i in range(20)]
     alone, together = ([begin() for begin, *_ in texts] for _ in range(2))

@@ -39,7 +39,7 @@ _COMPILED = 64
 _FEWEST = 24 << 10
 # Texts that share a matcher's tables before there is another matcher, and seconds that making all of these may take.
 _FAMILY, _MAKING_S = 2, 0.05
-_MOST_THREADS = 12
+_MOST_THREADS = 16
 # Of the operators "and" (&) and "not" (~) of llguidance's notation. Time grows exponentially with them: eight of bad
 # expressions take 0.1 s to be refused, twelve 11 s.
 _MOST_OPERATORS = 8
@@ -109,7 +109,7 @@ class GrammarCompiler:
         limits = LLParserLimits(initial_lexer_fuel=_FUEL)
         if fault := LLMatcher.validate_grammar(source, tokenizer, limits=limits):
             raise UsageError(_reason(fault))
-        begin = _Beginning(lambda: LLMatcher(tokenizer, source, log_level=0, limits=limits), self._ends)
+        begin = _Beginning(lambda: LLMatcher(tokenizer, source, log_level=0, limits=limits))
         if begin.fault:
             raise UsageError(_reason(begin.fault))
         return begin
@@ -147,11 +147,11 @@ class _Beginning:
     lock that keeps threads from filling their masks at once. So where there are many there are several to copy.
 
     Args:
-        make: makes one. ends: tokens that end a text.
+        make: makes one.
     """
 
-    def __init__(self, make: Callable[[], Any], ends: Sequence[int]) -> None:
-        self._make, self._ends = make, ends
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
         self._families: list[tuple[Any, WeakSet[_Text]]] = []
         self._making = Lock()
         began = perf_counter()
@@ -170,7 +170,7 @@ class _Beginning:
             if len(texts) >= _FAMILY and len(self._families) < self._most:
                 self._add()
                 matcher, texts = self._families[-1]
-            text = _Text(matcher.deep_copy(), self._ends, id(texts))
+            text = _Text(matcher.deep_copy(), id(texts))
             texts.add(text)
             return text
 
@@ -182,8 +182,8 @@ def _alive(family: tuple[Any, WeakSet[_Text]]) -> int:
 class _Text(Constraint):
     """A text that llguidance follows. Those of a ``family`` share tables."""
 
-    def __init__(self, matcher: Any, ends: Sequence[int], family: int) -> None:
-        self._matcher, self._ends, self._family = matcher, ends, family
+    def __init__(self, matcher: Any, family: int) -> None:
+        self._matcher, self._family = matcher, family
         # Asking numpy for an address takes as long as a small mask, and the words are the same every time.
         self._words: np.ndarray | None = None
         self._address = self._bytes = 0
@@ -192,32 +192,26 @@ class _Text(Constraint):
         matcher = self._matcher
         if words is not self._words:
             self._words, self._address, self._bytes = words, words.ctypes.data, words.nbytes
-        if not matcher.is_stopped():
-            matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
-        if matcher.is_stopped():
-            self._fill_stopped(words)
-
-    def _fill_stopped(self, words: np.ndarray) -> None:
-        words[:] = 0
-        if not self._matcher.is_error():
-            for token in self._ends:
-                words[token // 32] |= np.uint32(1 << token % 32)
+        # Of a text that has ended that is the tokens that end one.
+        matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
+        if matcher.is_error():
+            words[:] = 0
 
     @classmethod
     def fill_several(cls, constraints: Sequence[Self], masks: np.ndarray, rows: Sequence[int]) -> None:
         address, size = masks.ctypes.data, masks.strides[0]
         # A thread takes neighbours: they should be those who would wait for each other. One family gains nothing.
-        pairs = sorted(zip(constraints, rows, strict=True), key=lambda pair: pair[0]._family)
-        going = [(text._matcher, row) for text, row in pairs if not text._matcher.is_stopped()]
-        several = pairs[0][0]._family != pairs[-1][0]._family
-        if several and len(going) * size >= _FEWEST and (executor := _executor()) is not None:
-            executor.unsafe_compute_mask_ptr(going, address, size, len(masks))
+        triples = sorted((text._family, row, text._matcher) for text, row in zip(constraints, rows, strict=True))
+        pairs = [(matcher, row) for _, row, matcher in triples]
+        several = triples[0][0] != triples[-1][0]
+        if several and len(pairs) * size >= _FEWEST and (executor := _executor()) is not None:
+            executor.unsafe_compute_mask_ptr(pairs, address, size, len(masks))
         else:
-            for matcher, row in going:
+            for matcher, row in pairs:
                 matcher.unsafe_compute_mask_ptr(address + row * size, size)
-        for text, row in pairs:
-            if text._matcher.is_stopped():
-                text._fill_stopped(masks[row])
+        for matcher, row in pairs:
+            if matcher.is_error():
+                masks[row] = 0
 
     def advance(self, token: int) -> None:
         if not self._matcher.is_stopped():
@@ -235,7 +229,7 @@ class _Text(Constraint):
 
 @cache
 def _threads() -> int:
-    return max(1, min(default_threads() * 4 // 5, _MOST_THREADS))
+    return min(default_threads(), _MOST_THREADS)
 
 
 @cache
