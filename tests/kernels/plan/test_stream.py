@@ -27,7 +27,7 @@ def plan_of(stream: Stream, device: Device = H200) -> Plan:
 @pytest.mark.parametrize(
     ("n", "k", "m", "group_size", "act_bits", "ready", "expected"),
     [
-        (4096, 4096, 1, -1, 16, True, Stream(4, 4, 2, 4, 1)),
+        (4096, 4096, 1, -1, 16, True, Stream(8, 8, 1, 6, 1)),
         (4096, 4096, 2, -1, 16, False, Stream(8, 8, 1, 6, 1)),
         (2560, 2560, 1, 128, 16, False, Stream(4, 2, 4, 4, 2, True)),
         (3584, 18944, 8, 128, 16, True, Stream(8, 4, 4, 4, 1)),

@@ -10,7 +10,7 @@
 //
 // A warp has its own pipeline, as in gemm_decode/stream.cu: it streams its tiles of keys and values through a private
 // cp.async ring, of which every lane reads back what it copied itself. A lane holds eight dimensions of a key, so LANES
-// lanes hold a key. It has one or two query heads; attention_grouped.cuh attends for more.
+// lanes hold a key. It has one or two query heads; attention_grouped.cuh attends for more, and for two of 256.
 //
 // Instances are many and take long to compile: those for bf16 and those for fp16 are files of their own
 // (attention_bf16.cu, attention_fp16.cu), which two cores share. attention.cu has the C interface.
@@ -231,7 +231,7 @@ template <bool BF16>
 AttentionKernel for_head(int head_dim, int group, int& shared_bytes) {
   shared_bytes = RING_BYTES;
   if (head_dim <= 64) return for_group<BF16, 8>(group);
-  return head_dim <= 128 ? for_group<BF16, 16>(group) : for_group<BF16, 32>(group);
+  return head_dim <= 128 ? for_group<BF16, 16>(group) : attend<BF16, 32, 1>;
 }
 
 }  // namespace

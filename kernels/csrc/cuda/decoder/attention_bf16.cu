@@ -5,7 +5,8 @@
 namespace trirun::decoder {
 
 AttentionKernel bf16_attention(int head_dim, int room, int& shared_bytes) {
-  return room > 2 ? grouped_for_head<true>(head_dim, shared_bytes) : for_head<true>(head_dim, room, shared_bytes);
+  if (is_grouped(head_dim, room)) return grouped_for_head<true>(head_dim, shared_bytes);
+  return for_head<true>(head_dim, room, shared_bytes);
 }
 
 }  // namespace trirun::decoder

@@ -5,7 +5,8 @@
 namespace trirun::decoder {
 
 AttentionKernel fp16_attention(int head_dim, int room, int& shared_bytes) {
-  return room > 2 ? grouped_for_head<false>(head_dim, shared_bytes) : for_head<false>(head_dim, room, shared_bytes);
+  if (is_grouped(head_dim, room)) return grouped_for_head<false>(head_dim, shared_bytes);
+  return for_head<false>(head_dim, room, shared_bytes);
 }
 
 }  // namespace trirun::decoder

@@ -1,6 +1,6 @@
 // Attention of one new token per row over a paged cache of 16-bit elements where three or more query heads share a key
-// head, as attention_16bit.cuh does it for fewer: both products on tensor cores, with the cache as their first operand
-// and up to eight query heads as the eight columns of the second, so that eight heads cost what one does.
+// head, or two of 256, as attention_16bit.cuh does it for fewer: both products on tensor cores, with the cache as their
+// first operand and up to eight query heads as the eight columns of the second, so that eight heads cost what one does.
 //   scores [16 keys][8 heads]  = keys [16][16 dims] . queries
 //   values [16 dims][8 heads] += values [16][16 keys] . weights
 // Queries and weights are float32, cut in two 16-bit numbers, so that no bits are lost but those that the cache lacks.
@@ -229,6 +229,9 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
                      [&](int tile) { return 8 * (quad + tile / 4 * 8) + tile % 4 * 2; });
   put_together<BF16>(a, c, parts, a.room, WIDTH, 1, reinterpret_cast<float*>(memory + WARPS * GROUPED_RING_BYTES));
 }
+
+// Two heads of 256 are enough: one sequence takes 0.8 % longer (Gemma-3-12B's shape), eight take 3 % less.
+constexpr bool is_grouped(int head_dim, int room) { return room > 2 || (room == 2 && head_dim > 128); }
 
 // no-spill(90a): attend_grouped<*, *>
 template <bool BF16>

@@ -70,6 +70,18 @@ struct Team {
   Mass (*given)[WIDEST][MAX_PARTS];  // [2] of each CTA; by turns, so that one meeting an exchange is enough
   Mass (*bins)[BINS], *merged;  // [2]
 
+  // Others may write to a CTA's shared memory once all have begun: to be called before and after the kernel's own wait.
+  __device__ __forceinline__ void begin() const {
+#if __CUDA_ARCH__ >= 900
+    if (parts > 1) cluster_arrive();
+#endif
+  }
+  __device__ __forceinline__ void begun() const {
+#if __CUDA_ARCH__ >= 900
+    if (parts > 1) cluster_wait();
+#endif
+  }
+
   __device__ __forceinline__ void meet() const {
 #if __CUDA_ARCH__ >= 900
     if (parts > 1) {
@@ -369,6 +381,7 @@ __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ Sam
   const int row = blockIdx.x >> a.parts_log, parts = 1 << a.parts_log, vocab = static_cast<int>(s.vocab),
             warp = threadIdx.x / 32;
   Team team{parts, static_cast<int>(blockIdx.x) & (parts - 1), 0, warps, given, bins, merged};
+  team.begin();
   // No early launch of the next kernel: what starts the next step reads positions and tokens ahead of its own wait.
   dependency_wait();
   const int slot = s.slots[row];
@@ -379,6 +392,7 @@ __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ Sam
     return;
   }
   const trirun_sampler p = s.samplers[slot];
+  team.begun();
   const int groups = (vocab + EACH - 1) / EACH, share = (groups + parts * WARPS - 1) >> (a.parts_log + WARPS_LOG);
   const int first = min(groups, (team.rank * WARPS + warp) * share), last = min(groups, first + share);
   const Row<DTYPE, WHOLE> raw{static_cast<const char*>(s.logits) + row * s.ld * (DTYPE == TRIRUN_F32 ? 4 : 2), vocab,
