@@ -104,7 +104,7 @@ def test_a_row_without_a_token_is_an_error_of_the_step_only_where_it_gave_up(gav
     from trirun_cli.backends.cuda.pending import CudaPending
 
     reading = SimpleNamespace(wait=lambda: ([Token(4), Token(-1)], []))
-    step = CudaPending(SimpleNamespace(gave_up=gave_up), reading, [1, 0, None], [(0, 0)] * 3)
+    step = CudaPending(SimpleNamespace(gave_up=gave_up), None, [1, 0, None], [(0, 0)] * 3, reading)
     if gave_up:
         with pytest.raises(TrirunError, match="another program held"):
             step.collect()
@@ -209,8 +209,11 @@ class Pattern(Constraint):
 
 @gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_constraints_among_others(weights, temperature):
-    """Texts with a constraint keep to it, and change no other, in a crowd that is preempted now and then."""
+@pytest.mark.parametrize("threaded", [True, False])
+def test_constraints_among_others(weights, temperature, threaded, monkeypatch):
+    """Texts with a constraint keep to it, and change no other, in a crowd that is preempted now and then; whether a
+    thread makes their masks or not."""
+    monkeypatch.setattr("trirun_cli.backends.cuda.sampler.FEWEST_THREADED", 1 if threaded else 1000)
     texts = prompts(24)
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_stop_ids=True)
     constraints = [partial(Pattern, 5 + i) if i % 2 else None for i in range(len(texts))]
@@ -236,7 +239,10 @@ def test_constraints_among_others(weights, temperature):
 
 
 @gpu
-def test_a_constraint_without_a_way_on_ends_its_text_alone(weights):
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_constraint_without_a_way_on_ends_its_text_alone(weights, threaded, monkeypatch):
+    monkeypatch.setattr("trirun_cli.backends.cuda.sampler.FEWEST_THREADED", 1 if threaded else 1000)
+
     class Stuck(Pattern):
         def fill(self, words):
             super().fill(words)
@@ -259,7 +265,7 @@ def test_hidden_states_come_in_the_order_of_the_works():
     from trirun_cli.engine.runner import Work
 
     reading = SimpleNamespace(wait=lambda: ([Token(4)], []))
-    rest = CudaPending(SimpleNamespace(gave_up=False), reading, [0], [(0, 0)])
+    rest = CudaPending(SimpleNamespace(gave_up=False), None, [0], [(0, 0)], reading)
     pooled, sampled = Work(0, 0, [1, 2], False, states=True), Work(1, 5, None, True)
     states = [torch.full((2, 3), 1.0), torch.full((2, 3), 2.0)]
     first, token, second = CudaPooled([pooled, sampled, pooled], states, rest).collect()

@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
+from threading import Event
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
@@ -124,6 +126,33 @@ def fill_all(constraints: Sequence[Constraint], masks: np.ndarray, rows: Sequenc
         places.append(row)
     for kind, (members, places) in kinds.items():
         kind.fill_several(members, masks, places)
+
+
+class MaskFiller:
+    """Fills masks on a thread, while whoever asked for them goes on. One lot at a time."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "trirun-masks")
+        self._under_way: Future[None] | None = None
+
+    def begin(self, constraints: Sequence[Constraint], masks: np.ndarray, rows: Sequence[int]) -> None:
+        """As :func:`fill_all`; nobody else may use the constraints, or write to the rows, before :meth:`end`."""
+        going = Event()
+        self._under_way = self._thread.submit(self._fill, going, constraints, masks, rows)
+        # Python runs one thread at a time and lets another in when this one waits. Once that one is within a library's
+        # masks, which need no Python, both go on.
+        going.wait()
+
+    def end(self) -> None:
+        """Wait for them; raises what went wrong."""
+        if self._under_way is not None:
+            self._under_way.result()
+            self._under_way = None
+
+    @staticmethod
+    def _fill(going: Event, constraints: Sequence[Constraint], masks: np.ndarray, rows: Sequence[int]) -> None:
+        going.set()
+        fill_all(constraints, masks, rows)
 
 
 class AtLeast(Constraint):

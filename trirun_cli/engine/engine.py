@@ -246,7 +246,8 @@ class Engine:
             elif sequence.limit or sequence.request.pooling or (sequence.wants_scores and len(sequence.tokens) > 1):
                 self._scheduler.add(sequence)
             else:
-                self._end(sequence, FinishReason.LENGTH, scores=sequence.take_scores(()))
+                scores = sequence.take_scores(()) if sequence.wants_scores else None
+                self._end(sequence, FinishReason.LENGTH, scores=scores)
 
     def _deliver(self, share: Share, outcome: Outcome) -> None:
         sequence, token = share.sequence, outcome.token
@@ -254,7 +255,8 @@ class Engine:
             if (embedding := sequence.pool(outcome.states)) is not None:
                 self._end(sequence, FinishReason.STOP, embedding=embedding)
             return
-        request, scores = sequence.request, sequence.take_scores(outcome.prompt)
+        request = sequence.request
+        scores = sequence.take_scores(outcome.prompt) if sequence.wants_scores else None
         if token is None:
             if scores is not None and sequence.limit == 0:
                 self._end(sequence, FinishReason.LENGTH, scores=scores)
@@ -263,10 +265,7 @@ class Engine:
             return
         if first := not sequence.first_token:
             sequence.first_token = time.perf_counter()
-        tokens = (token, *outcome.more)
-        sequence.computed += len(outcome.more)
-        sequence.sampled += len(outcome.more)
-        tokens, reason = sequence.take(tokens)
+        tokens, reason = sequence.take((token, *outcome.more))
         self._generated_tokens += len(tokens)
         if reason is None:
             usage = sequence.usage() if first else None

@@ -67,20 +67,24 @@ class Sequence:
     def take(self, tokens: tuple[Token, ...]) -> tuple[tuple[Token, ...], FinishReason | None]:
         """Take in sampled tokens; those of them that are text, and why it ends with them, or None."""
         # A burst takes no step after one that brings a stop id, or no token at all.
-        params, last, reason = self.request.params, tokens[-1].id, None
+        if (later := len(tokens) - 1) > 0:
+            self.computed += later
+            self.sampled += later
+        request, last, reason = self.request, tokens[-1].id, None
         if last < 0:
             tokens, reason = tokens[:-1], FinishReason.ERROR
-        elif last in self.request.stop_ids and not params.ignore_stop_ids:
+        elif last in request.stop_ids and not request.params.ignore_stop_ids:
             tokens, reason = tokens[:-1], FinishReason.STOP
-        self.tokens += [token.id for token in tokens]
+        if len(tokens) == 1:
+            self.tokens.append(tokens[0].id)
+        else:
+            self.tokens += [token.id for token in tokens]
         if reason is None and self.generated == self.limit:
             reason = FinishReason.LENGTH
         return tokens, reason
 
     def take_scores(self, scores: tuple[Token, ...]) -> tuple[Token, ...] | None:
-        """Take in log-probabilities of more prompt tokens; all of them, once, when they are complete."""
-        if not self.wants_scores:
-            return None
+        """Take in log-probabilities of more prompt tokens, which are wanted; all of them, once they are complete."""
         self.scores.extend(scores)
         prompt = self.request.prompt
         if len(self.scores) < len(prompt) - 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from trirun_kernels.decoder.cuda import CudaDecoder
 
@@ -17,14 +18,27 @@ HELD = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CudaPending:
-    """A step on its way: what to read, and in which order its works come."""
+    """A step on its way: the model runs, the sampler may still wait for masks.
+
+    Attributes:
+        sampler: launches it and begins to read; None where nothing is sampled or scored.
+        places, prompts: in which order its works come, as indices of sampled tokens, and as the first of the scores
+            and their number; None where the tokens are what its works want, in their order.
+    """
 
     decoder: CudaDecoder
-    reading: Reading | None
-    places: Sequence[int | None]
-    prompts: Sequence[tuple[int, int]]
+    sampler: Callable[[], Reading] | None
+    places: Sequence[int | None] | None = None
+    prompts: Sequence[tuple[int, int]] = ()
+    reading: Reading | None = None
+
+    def sample(self) -> None:
+        """Launch the sampler, where it is not yet."""
+        if self.sampler is not None:
+            with torch.cuda.device(self.decoder.model.device), torch.inference_mode():
+                self.reading, self.sampler = self.sampler(), None
 
     def collect(self) -> list[Outcome]:
         """See :class:`~.engine.runner.Pending`.
@@ -32,9 +46,12 @@ class CudaPending:
         Raises:
             TrirunError: the kernel of a whole step gave up.
         """
+        self.sample()
         tokens, scores = ([], []) if self.reading is None else self.reading.wait()
         if any(token.id < 0 for token in tokens) and self.decoder.gave_up:
             raise TrirunError(HELD)
+        if self.places is None:
+            return list(map(Outcome, tokens))
         return [
             Outcome(None if place is None else tokens[place], tuple(scores[first : first + count]))
             for place, (first, count) in zip(self.places, self.prompts, strict=True)

@@ -3,14 +3,14 @@
 A step in which every slot adds one token is one captured CUDA graph per batch size, from the embedding to the sampled
 token: it reads what the step before has left on the device, so the next one can be launched before this one's tokens
 are known. Only the masks of grammars need these tokens, and only the sampler needs the masks, so it is a graph of its
-own, launched once they are there. Steps with pieces of prompts run the same kernels uncaptured.
+own, launched once they are there: where a thread makes many of them, at the beginning of the next launch. Steps with
+pieces of prompts run the same kernels uncaptured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from ...engine.paged_cache import PagedCache
 from ...engine.request import Request
 from ...engine.runner import Work
 from .pending import CudaPending, CudaPooled
-from .sampler import CudaSampler
+from .pieces import Piece, in_rows
+from .sampler import CudaSampler, Reading
 
 # Batch sizes that have a graph: a step is padded to the next one.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -40,15 +41,6 @@ class _Graph:
     model: torch.cuda.CUDAGraph
     logits: Tensor
     sampler: torch.cuda.CUDAGraph
-
-
-class _Piece(NamedTuple):
-    """Consecutive tokens of a slot, and of how many of the last ones the logits are wanted."""
-
-    slot: int
-    position: int
-    tokens: Sequence[int]
-    keep: int
 
 
 def runner_name(decoder: CudaDecoder) -> str:
@@ -96,6 +88,7 @@ class CudaRunner:
         self._staged_tables = [torch.from_numpy(self._tables).clone().pin_memory() for _ in range(RING)]
         self._turn = 0
         self._graphs: dict[int, _Graph] = {}
+        self._last: CudaPending | None = None
 
     def prepare(self) -> None:
         """See :class:`~.engine.runner.Runner`: captures a graph per batch size."""
@@ -105,18 +98,20 @@ class CudaRunner:
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.engine.runner.Runner`."""
+        self._sample_last()
         with torch.cuda.device(self._device), torch.inference_mode():
             self._sampler.bind(slot, request, generated)
 
     def launch(self, work: Sequence[Work]) -> CudaPending | CudaPooled:
         """See :class:`~.engine.runner.Runner`."""
+        self._sample_last()
         self._turn = (self._turn + 1) % RING
         with torch.cuda.device(self._device), torch.inference_mode():
             self._copy_tables()
             if not any(item.states for item in work):
                 return self._step(work)
             pooled, others = ([item for item in work if item.states == wanted] for wanted in (True, False))
-            states = self._states([_Piece(item.slot, item.position, item.tokens or (), 0) for item in pooled])
+            states = self._states([Piece(item.slot, item.position, item.tokens or (), 0) for item in pooled])
             return CudaPooled(work, states, self._step(others) if others else None)
 
     def logits(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
@@ -126,14 +121,14 @@ class CudaRunner:
         for first in range(0, len(tokens), self.max_rows):
             piece = tokens[first : first + self.max_rows]
             left -= len(piece)
-            found += self._logits([_Piece(slot, position + first, piece, min(max(keep - left, 0), len(piece)))])
+            found += self._logits([Piece(slot, position + first, piece, min(max(keep - left, 0), len(piece)))])
         return torch.cat(found)
 
     def batch_logits(self, sequences: Sequence[Sequence[int]], keep: Sequence[int]) -> list[Tensor]:
         """See :class:`~.engine.runner.Runner`: as many side by side as fit a step, its slots and its pages."""
         out: list[Tensor] = []
         while len(out) < len(sequences):
-            pieces: list[_Piece] = []
+            pieces: list[Piece] = []
             rows = 0
             for tokens, count in zip(sequences[len(out) :], keep[len(out) :], strict=True):
                 rows += len(tokens)
@@ -141,7 +136,7 @@ class CudaRunner:
                 admission = self.cache.admit(tokens, reuse=False) if rows <= self.max_rows or not pieces else None
                 if admission is None:
                     break
-                pieces.append(_Piece(admission.slot, 0, tokens, count))
+                pieces.append(Piece(admission.slot, 0, tokens, count))
             if not pieces or not all(self.cache.grow(piece.slot, len(piece.tokens)) for piece in pieces):
                 raise RuntimeError(f"{self.name}: the cache has no room for {len(sequences[len(out)])} tokens")
             if len(pieces) == 1:
@@ -157,53 +152,45 @@ class CudaRunner:
         torch.cuda.synchronize(self._device)
         self._graphs = {}
 
+    def _sample_last(self) -> None:
+        if self._last is not None:
+            self._last.sample()
+            self._last = None
+
+    def _sampling(self, pending: CudaPending, slots: Sequence[int]) -> CudaPending:
+        """A step whose model is launched; its sampler, too, unless it has to wait for masks."""
+        if self._sampler.ask(slots, self._turn):
+            self._last = pending
+        else:
+            pending.sample()
+        return pending
+
     def _step(self, work: Sequence[Work]) -> CudaPending:
         if all(item.rows == 1 and item.sample and not item.targets for item in work):
             return self._decode(work)
         return self._mixed(work)
 
-    def _states(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+    def _states(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Hidden states, float32 [tokens, hidden], of each piece, in one step."""
-        order, inputs, segments, _ = self._in_rows(pieces)
+        order, inputs, segments, _ = in_rows(pieces, self._device)
         # Other rows than those of the graphs' inputs are the last ones now.
         self._expected = None
         states = self._decoder.states(inputs, segments).float() / self._logit_scale
         found = dict(zip(order, states.split([len(pieces[i].tokens) for i in order]), strict=True))
         return [found[i] for i in range(len(pieces))]
 
-    def _logits(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+    def _logits(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """float32 logits [keep, vocab] of each piece, in one step."""
         # Nothing is collected between two of these calls, so no pinned buffer of the ring is known to be free.
         np.copyto(self._tables, self.cache.tables)
         self._expected = None
         with torch.cuda.device(self._device), torch.inference_mode():
             self._decoder.block_tables.copy_(torch.from_numpy(self._tables))
-            order, inputs, segments, wanted = self._in_rows(pieces)
+            order, inputs, segments, wanted = in_rows(pieces, self._device)
             kept = torch.tensor(wanted, dtype=torch.int64, device=self._device)
             logits = self._decoder.forward(inputs, segments, kept)
             found = dict(zip(order, logits.float().split([pieces[i].keep for i in order]), strict=True))
         return [found[i] for i in range(len(pieces))]
-
-    def _in_rows(self, pieces: Sequence[_Piece]) -> tuple[list[int], Inputs, list[Segment], list[int]]:
-        """Pieces as rows of one step: the order in which they are there, the rows, and those that are kept."""
-        # Single tokens come first, as the decoder wants them.
-        order = sorted(range(len(pieces)), key=lambda i: len(pieces[i].tokens) > 1)
-        rows: list[list[int]] = [[], [], []]
-        segments: list[Segment] = []
-        wanted: list[int] = []
-        first = 0
-        for i in order:
-            slot, position, tokens, keep = pieces[i]
-            count = len(tokens)
-            rows[0] += tokens
-            rows[1] += [slot] * count
-            rows[2] += range(position, position + count)
-            if count > 1:
-                segments.append(Segment(first, count, slot, position))
-            first += count
-            wanted += range(first - keep, first)
-        inputs = Inputs(*(torch.tensor(part, dtype=torch.int32, device=self._device) for part in rows))
-        return order, inputs, segments, wanted
 
     def _capture(self) -> dict[int, _Graph]:
         graphs: dict[int, _Graph] = {}
@@ -248,13 +235,16 @@ class CudaRunner:
             self._static.copy_(staged, non_blocking=True)
         graph = self._graphs[size]
         graph.model.replay()
-        self._sampler.constrain(slots, self._turn)
-        graph.sampler.replay()
         wanted[0, : len(work)] = -1
         wanted[2, : len(work)] += 1
         self._expected = wanted
-        reading = self._sampler.read(graph.logits, slots, self._turn)
-        return CudaPending(self._decoder, reading, range(len(work)), [(0, 0)] * len(work))
+
+        def sampled(turn: int = self._turn) -> Reading:
+            self._sampler.constrain()
+            graph.sampler.replay()
+            return self._sampler.read(graph.logits, slots, turn)
+
+        return self._sampling(CudaPending(self._decoder, sampled), slots)
 
     def _mixed(self, work: Sequence[Work]) -> CudaPending:
         # Single tokens first, whatever they continue; pieces of prompts after them.
@@ -290,9 +280,11 @@ class CudaRunner:
         if not len(wanted):
             return CudaPending(self._decoder, None, places, prompts)
         slots = [slot for _, slot in sampled]
-        if slots:
-            self._sampler.constrain(slots, self._turn)
-            self._sampler.sample(logits[: len(slots)], torch.tensor(slots, dtype=torch.int32).to(self._device))
-        scores = [(slot, target) for _, slot, target in scored]
-        reading = self._sampler.read(logits, slots, self._turn, scores)
-        return CudaPending(self._decoder, reading, places, prompts)
+
+        def read(turn: int = self._turn) -> Reading:
+            self._sampler.constrain()
+            if slots:
+                self._sampler.sample(logits[: len(slots)], torch.tensor(slots, dtype=torch.int32).to(self._device))
+            return self._sampler.read(logits, slots, turn, [(slot, target) for _, slot, target in scored])
+
+        return self._sampling(CudaPending(self._decoder, read, places, prompts), slots)

@@ -12,9 +12,12 @@ from torch import Tensor
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder.cuda_structs import SamplerStruct
 
-from ...engine.constraint import Constraint, fill_all, mask_words
+from ...engine.constraint import Constraint, MaskFiller, fill_all, mask_words
 from ...engine.request import Request
-from ...engine.sampling import Token, stream_of
+from ...engine.sampling import Token, plain_tokens, stream_of
+
+# Masks that are worth another thread.
+FEWEST_THREADED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +25,14 @@ class Reading:
     """Results on their way to pinned memory; complete once ``done`` is reached.
 
     Attributes:
-        sampled: int32 [m]. logprobs: float32 [m], of those slots whose ``alternatives`` are not None.
+        alternatives: of every row, how many likeliest tokens it wants beside its own log-probability, None where not
+            even that; None where no row does. sampled: int32 [m]. logprobs: float32 [m].
         top_ids, top_logprobs: [m, n], the likeliest tokens, or None where no slot wants them.
         scores: float32 [t], log-probabilities of the targets; with score_ids and score_logprobs [t, n] likewise.
     """
 
     done: torch.cuda.Event
-    alternatives: Sequence[int | None]
+    alternatives: Sequence[int | None] | None
     sampled: Tensor
     logprobs: Tensor
     top: tuple[Tensor, Tensor] | None
@@ -40,8 +44,8 @@ class Reading:
         """The sampled tokens, and the targets with their log-probabilities."""
         self.done.synchronize()
         sampled = self.sampled.tolist()
-        if all(count is None for count in self.alternatives):
-            tokens = [Token(id) for id in sampled]
+        if self.alternatives is None:
+            tokens = plain_tokens(sampled)
         else:
             logprobs = self.logprobs.tolist()
             tokens = [
@@ -83,11 +87,16 @@ class CudaSampler:
         self._results = make(2, rows, dtype=torch.int32)
         self._pinned = [torch.zeros(2, rows, dtype=torch.int32).pin_memory() for _ in range(4)]
         self._alternatives: list[int | None] = [None] * slots
+        self._reporting: set[int] = set()  # slots that want log-probabilities
         self._prompt_alternatives = [0] * slots
         self._constraints: dict[int, Constraint] = {}
         # Tokens on their way for slots with a constraint: when they are there, and at which place a slot's is.
         self._unread: list[tuple[torch.cuda.Event, Tensor, dict[int, int]]] = []
         self._staged_masks: list[Tensor] = []
+        # Slots whose masks are being made, and where.
+        self._asked: list[int] = []
+        self._staged: Tensor | None = None
+        self._filler = MaskFiller()
 
     def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
@@ -98,6 +107,7 @@ class CudaSampler:
         if (constraint := request.constrained(generated)) is not None:
             self._constraints[slot] = constraint
         self._alternatives[slot] = params.logprobs
+        (self._reporting.discard if params.logprobs is None else self._reporting.add)(slot)
         self._prompt_alternatives[slot] = params.prompt_logprobs or 0
         struct = SamplerStruct(
             params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
@@ -116,12 +126,15 @@ class CudaSampler:
             self._state.bias_tokens[slot, :count].copy_(tokens.to(device, torch.int32))
             self._state.bias_values[slot, :count].copy_(values.to(device, torch.float32))
 
-    def constrain(self, slots: Sequence[int], turn: int) -> None:
-        """Masks for :meth:`sample`, for those of these slots whose texts follow a grammar. To be called after the
-        step's other kernels are launched: they run while this waits for the tokens of the step before.
+    def ask(self, slots: Sequence[int], turn: int) -> bool:
+        """Have masks made for :meth:`constrain`, for those of these slots whose texts follow a grammar. To be called
+        after the step's other kernels are launched: they run while this waits for the tokens of the step before.
 
         Args:
             turn: as of :meth:`read`.
+
+        Returns:
+            whether they are still being made, on a thread: then something else can be done before :meth:`constrain`.
         """
         for done, tokens, places in self._unread:
             done.synchronize()
@@ -133,14 +146,25 @@ class CudaSampler:
         self._unread.clear()
         asked = [slot for slot in slots if slot in self._constraints]
         if not asked or self._state.masks is None:
-            return
+            return False
         if not self._staged_masks:
             self._staged_masks = [torch.zeros_like(self._state.masks, device="cpu").pin_memory() for _ in self._pinned]
-        staged = self._staged_masks[turn]
-        fill_all([self._constraints[slot] for slot in asked], staged.numpy().view(np.uint32), asked)
-        # One copy: rows between them are not looked at.
-        part = slice(min(asked), max(asked) + 1)
-        self._state.masks[part].copy_(staged[part], non_blocking=True)
+        self._asked, self._staged = asked, self._staged_masks[turn]
+        texts, masks = [self._constraints[slot] for slot in asked], self._staged.numpy().view(np.uint32)
+        if threaded := len(asked) >= FEWEST_THREADED:
+            self._filler.begin(texts, masks, asked)
+        else:
+            fill_all(texts, masks, asked)
+        return threaded
+
+    def constrain(self) -> None:
+        """The masks that were asked for last, for :meth:`sample`."""
+        if self._staged is not None and self._state.masks is not None:
+            self._filler.end()
+            # One copy: rows between them are not looked at.
+            part = slice(min(self._asked), max(self._asked) + 1)
+            self._state.masks[part].copy_(self._staged[part], non_blocking=True)
+            self._staged = None
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor | None = None, tokens: Tensor | None = None
@@ -165,10 +189,11 @@ class CudaSampler:
         pinned = self._pinned[turn]
         if count:
             pinned.copy_(self._results, non_blocking=True)
-        alternatives = [self._alternatives[slot] for slot in slots]
-        top = scores = None
-        if most := max((n or 0 for n in alternatives), default=0):
-            top = _likeliest(logits[:count], most)
+        alternatives = top = scores = None
+        if not self._reporting.isdisjoint(slots):
+            alternatives = [self._alternatives[slot] for slot in slots]
+            if most := max(n or 0 for n in alternatives):
+                top = _likeliest(logits[:count], most)
         ids = [token for _, token in targets]
         counts = [self._prompt_alternatives[slot] for slot, _ in targets]
         if targets:
@@ -178,7 +203,8 @@ class CudaSampler:
             scores = values, *_likeliest(logprobs, max(max(counts), 1))
         done = torch.cuda.Event()
         done.record()
-        if places := {slot: i for i, slot in enumerate(slots) if slot in self._constraints}:
+        if not self._constraints.keys().isdisjoint(slots):
+            places = {slot: i for i, slot in enumerate(slots) if slot in self._constraints}
             self._unread.append((done, pinned[0], places))
         return Reading(done, alternatives, pinned[0, :count], pinned[1, :count].view(torch.float32), top, ids, counts,
                        scores)  # fmt: skip
