@@ -469,7 +469,9 @@ typedef struct {
   int32_t centered; /* 1: a layer norm, which takes the mean away first; 0: an RMS norm */
   int32_t reserved;
   const trirun_int2* packed; /* for TRIRUN_ROWS_EMBED: the packed embedding, in host memory; or NULL */
-  const trirun_combine* mixed; /* RESIDUAL, n to 4096: instead of x the y of this, unrounded, in host memory; or NULL */
+  const trirun_combine* mixed; /* RESIDUAL, n to 4096: instead of x the y of this, unrounded, in host memory; or NULL.
+                                  Of one row, places and weights may be read before the stream's previous kernel ends:
+                                  that is trirun_cuda_experts, or one that lets no other begin early. */
 } trirun_rows;
 
 int trirun_cuda_rows(const trirun_rows* rows, void* stream);

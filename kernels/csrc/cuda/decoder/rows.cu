@@ -44,9 +44,26 @@ __device__ __forceinline__ float4 load_packed(const trirun_int2& w, int token, i
   return make_float4(value(0), value(1), value(2), value(3));
 }
 
+// Where some of a row's experts' outputs are, and what they weigh: asked for together, as then what is there.
+struct Places {
+  static constexpr int BATCH = 8;
+  int place[BATCH];
+  float weight[BATCH];
+
+  __device__ __forceinline__ void load(const trirun_combine& c, int row, int first) {
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const bool there = first + j < c.top_k;
+      place[j] = there ? __ldcg(c.places + row * c.top_k + first + j) : -1;
+      weight[j] = there ? __ldcg(c.weights + row * c.top_k + first + j) : 0.f;
+    }
+  }
+};
+
 // What a lane needs of the weighted sum of a row's experts' outputs, in order of rank, and of the shared expert's.
-__device__ __forceinline__ float4 load_mixed(const trirun_combine& c, int row, int column) {
-  constexpr int BATCH = 8;  // of places asked for together, and then of what is there
+// first: the row's first places.
+__device__ __forceinline__ float4 load_mixed(const trirun_combine& c, const Places& first, int row, int column) {
+  constexpr int BATCH = Places::BATCH;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   const auto load = [&](const void* from, int64_t at) {
     const auto* words = reinterpret_cast<const unsigned*>(static_cast<const uint16_t*>(from) + at);
@@ -57,24 +74,18 @@ __device__ __forceinline__ float4 load_mixed(const trirun_combine& c, int row, i
     sum = make_float4(fmaf(weight, v.x, sum.x), fmaf(weight, v.y, sum.y),  //
                       fmaf(weight, v.z, sum.z), fmaf(weight, v.w, sum.w));
   };
+  Places p = first;
   for (int j0 = 0; j0 < c.top_k; j0 += BATCH) {
-    int place[BATCH];
-    float weight[BATCH];
+    if (j0 > 0) p.load(c, row, j0);
     uint2 words[BATCH];
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
-      const bool there = j0 + j < c.top_k;
-      place[j] = there ? __ldcg(c.places + row * c.top_k + j0 + j) : -1;
-      weight[j] = there ? __ldcg(c.weights + row * c.top_k + j0 + j) : 0.f;
-    }
-#pragma unroll
-    for (int j = 0; j < BATCH; j++) {
       words[j] = make_uint2(0, 0);
-      if (place[j] >= 0) words[j] = load(c.x, place[j] * c.ldx + column);
+      if (p.place[j] >= 0) words[j] = load(c.x, p.place[j] * c.ldx + column);
     }
 #pragma unroll
     for (int j = 0; j < BATCH; j++)
-      if (place[j] >= 0) add(words[j], weight[j]);
+      if (p.place[j] >= 0) add(words[j], p.weight[j]);
   }
   if (c.shared != nullptr)
     add(load(c.shared, row * c.ld_shared + column), c.shared_weights != nullptr ? __ldcg(c.shared_weights + row) : 1.f);
@@ -82,7 +93,7 @@ __device__ __forceinline__ float4 load_mixed(const trirun_combine& c, int row, i
 }
 
 template <int SOURCE>
-__device__ __forceinline__ float4 load_source(const RowsArgs& a, int row, int token, int column) {
+__device__ __forceinline__ float4 load_source(const RowsArgs& a, const Places& places, int row, int token, int column) {
   const trirun_rows& r = a.r;
   const auto four = [&](const void* p, int64_t at) {
     const float2 a = load_pair(p, at, r.dtype), b = load_pair(p, at + 8, r.dtype);
@@ -110,7 +121,7 @@ __device__ __forceinline__ float4 load_source(const RowsArgs& a, int row, int to
       if (SOURCE == RESIDUAL_MIXED || r.x != nullptr) {
         float4 d;
         if constexpr (SOURCE == RESIDUAL_MIXED)
-          d = load_mixed(a.mixed, row, column);
+          d = load_mixed(a.mixed, places, row, column);
         else
           d = four(r.x, row * r.ldx + column);
         v = make_float4(fmaf(d.x, r.scale, v.x), fmaf(d.y, r.scale, v.y),  //
@@ -153,8 +164,14 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, SOURCE == RESIDUAL_MIXED ? 1 :
 #pragma unroll
     for (int i = 0; i < PER_WARP; i++) weight[EARLY ? i : 0] = four_of(r.norm, i);
   }
+  // The experts' kernel lets others begin once what came before it is over, routing among it.
+  Places places;
+  constexpr bool MIXES = SOURCE == RESIDUAL_MIXED;
+  const bool routed = MIXES && r.m == 1;
+  if (routed) places.load(a.mixed, 0, 0);
   dependency_launch();
   dependency_wait();
+  if (MIXES && !routed && row < r.m) places.load(a.mixed, row, 0);
 
   constexpr bool EMBEDS = SOURCE == TRIRUN_ROWS_EMBED || SOURCE == EMBED_PACKED;
   const int token = EMBEDS && row < r.m ? token_of(r, row) : 0;
@@ -163,7 +180,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, SOURCE == RESIDUAL_MIXED ? 1 :
   for (int i = 0; i < PER_WARP; i++) {
     const int column = (k_tile0 + i * warps) * K_TILE + lane_column;
     v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (row < r.m && column < r.n) v[i] = load_source<SOURCE>(a, row, token, column);
+    if (row < r.m && column < r.n) v[i] = load_source<SOURCE>(a, places, row, token, column);
   }
   const auto squares = [&] {
     float sum = 0.f;
