@@ -224,12 +224,12 @@ class CudaDecoder:
         return {"source": source, "x": delta, "post_norm": post_norm, "scale": scale, "mixed": mixed}
 
     def default_splits(self, rows: int, layer: int = 0) -> int:
-        """CTAs that share a row's keys: one per multiprocessor, or two where the rows' heads are more than half of
-        that by themselves; more only add parts to put together (measured, kernels/README.md)."""
+        """CTAs that share a row's keys: nearly one for each multiprocessor where key heads of the rows are few, then
+        half as many again, and two where they are more than half of that by themselves (measured, kernels/LOG.md)."""
         heads, sms = self._heads[layer], self._device.sms
         groups = rows * heads.kv_heads * -(-(heads.heads // heads.kv_heads) // 8)
-        wanted = 0.9 * sms if groups <= sms / 2 else 1.9 * sms
-        return max(1, min(32, math.ceil(wanted / groups)))
+        of_each = 0.9 if groups <= sms / 8 else 1.45 if groups <= sms / 2 else 1.9
+        return max(1, min(32, math.ceil(of_each * sms / groups)))
 
     def _attention(
         self, index: int, hidden: Activations, inputs: Inputs, decode: int, prompts: Prompts | None, splits: int
