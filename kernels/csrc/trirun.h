@@ -469,9 +469,7 @@ typedef struct {
   int32_t centered; /* 1: a layer norm, which takes the mean away first; 0: an RMS norm */
   int32_t reserved;
   const trirun_int2* packed; /* for TRIRUN_ROWS_EMBED: the packed embedding, in host memory; or NULL */
-  const trirun_combine* mixed; /* RESIDUAL, n to 4096: instead of x the y of this, unrounded, in host memory; or NULL.
-                                  Of one row, places and weights may be read before the stream's previous kernel ends:
-                                  that is trirun_cuda_experts, or one that lets no other begin early. */
+  const trirun_combine* mixed; /* RESIDUAL, n to 4096: instead of x the y of this, unrounded, in host memory; or NULL */
 } trirun_rows;
 
 int trirun_cuda_rows(const trirun_rows* rows, void* stream);
@@ -707,7 +705,7 @@ int trirun_cuda_route(const trirun_route* route, void* stream);
 
 /* Products of the sorted rows with their experts. With `order` and rows = 1, x may be read before the stream's previous
  * kernel ends; without `order`, tiles and weights may: that kernel must not write them. It is trirun_cuda_route or
- * trirun_cuda_experts, or one that lets no other begin early. */
+ * trirun_cuda_experts, or one that lets no other begin early; trirun_cuda_rows reads places of one `mixed` row so. */
 typedef struct {
   trirun_int2 w; /* of the first expert; words, scales and zeros of the others follow it */
   const float* bias; /* [experts][w.n] or NULL */
