@@ -32,7 +32,7 @@ __device__ __forceinline__ double uniform(uint64_t stream, uint32_t drawn) {
 
 using Mass = unsigned long long;  // of a probability relative to the likeliest token's, times 2^32
 constexpr float MASS_ONE = 4294967296.f;
-constexpr float SUM_ONE = 1099511627776.f;  // 2^40: of the sum of all probabilities
+constexpr float SUM_ONE = 549755813888.f;  // 2^39: of the sum of all probabilities
 
 struct Best {
   float value = -INFINITY;
