@@ -30,7 +30,7 @@ NAMED = 8  # defects of one kind that an error lists
 # Of refinement where steps are recorded: most that repeat the recorded one are not followed by an evaluation.
 STEPS = 3 * EVALUATIONS
 FEW_STEPS = 4  # else; the first is not timed, and an evaluation follows each
-SHORT_S = 1.0  # a trial that takes no longer is made twice: something else may have had the machine meanwhile
+SHORT_S = 1.0  # a trial on a GPU that takes no longer is made twice: the host may have done something else meanwhile
 EVALUATIONS_AROUND = 3  # of a block's held-out error, beside those while it is trained
 
 
@@ -182,7 +182,7 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
         return sum(stage.seconds for stage in costs.stages.values()), block, quantized, costs, refined
 
     seconds, block, quantized, costs, refined = timed()
-    if seconds < SHORT_S and (again := timed())[0] < seconds:
+    if device.type == "cuda" and seconds < SHORT_S and (again := timed())[0] < seconds:
         _, block, quantized, costs, refined = again
     held_out, evaluation = block.held_out, 0.0
     for _ in range(2 if held_out else 0):

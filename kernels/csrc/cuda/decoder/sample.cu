@@ -213,7 +213,7 @@ struct Row {
 // How far below the likeliest token, in powers of two of its probability, others are looked at for top-k and top-p: the
 // first of these within which there are enough. Few tokens of most rows are so likely, and few add to the bins.
 constexpr int LEVELS = 4;
-__device__ constexpr float LEVEL[LEVELS] = {4.f, 8.f, 14.f, 22.f};
+__device__ __forceinline__ float level(int l) { return l == 0 ? 4.f : l == 1 ? 8.f : l == 2 ? 14.f : 22.f; }
 
 // The largest threshold t (as ordered bits) for which the measure of {x : x >= t} reaches `wanted(total)`;
 // measure(bits) is what a logit weighs, 0 for one that is out. Digits of eight bits, the highest first.
@@ -224,7 +224,7 @@ __device__ __forceinline__ uint32_t threshold_of(const R& row, Team& team, float
   __shared__ Mass above;
   uint32_t floors[LEVELS];
 #pragma unroll
-  for (int l = 0; l < LEVELS; l++) floors[l] = ordered_bits(top - LEVEL[l] * 0.693147181f * temperature);
+  for (int l = 0; l < LEVELS; l++) floors[l] = ordered_bits(top - level(l) * 0.693147181f * temperature);
   Mass within[LEVELS + 1] = {};
   row.each([&](int, const float (&v)[EACH]) {
 #pragma unroll
