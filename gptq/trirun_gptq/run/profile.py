@@ -36,6 +36,11 @@ class Costs:
         self._device = device
         self.stages: dict[str, StageCost] = {}
 
+    @property
+    def seconds(self) -> float:
+        """Of all stages."""
+        return sum(stage.seconds for stage in self.stages.values())
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time and peak memory of what runs inside. A GPU is waited for at both ends, or work would count elsewhere."""
