@@ -246,8 +246,7 @@ class Engine:
             elif sequence.limit or sequence.request.pooling or (sequence.wants_scores and len(sequence.tokens) > 1):
                 self._scheduler.add(sequence)
             else:
-                scores = sequence.take_scores(()) if sequence.wants_scores else None
-                self._end(sequence, FinishReason.LENGTH, scores=scores)
+                self._end(sequence, FinishReason.LENGTH, scores=sequence.take_scores(()))
 
     def _deliver(self, share: Share, outcome: Outcome) -> None:
         sequence, token = share.sequence, outcome.token
@@ -255,8 +254,7 @@ class Engine:
             if (embedding := sequence.pool(outcome.states)) is not None:
                 self._end(sequence, FinishReason.STOP, embedding=embedding)
             return
-        request = sequence.request
-        scores = sequence.take_scores(outcome.prompt) if sequence.wants_scores else None
+        request, scores = sequence.request, sequence.take_scores(outcome.prompt)
         if token is None:
             if scores is not None and sequence.limit == 0:
                 self._end(sequence, FinishReason.LENGTH, scores=scores)

@@ -84,7 +84,9 @@ class Sequence:
         return tokens, reason
 
     def take_scores(self, scores: tuple[Token, ...]) -> tuple[Token, ...] | None:
-        """Take in log-probabilities of more prompt tokens, which are wanted; all of them, once they are complete."""
+        """Take in log-probabilities of more prompt tokens; all of them, once, when they are complete."""
+        if not self.wants_scores:
+            return None
         self.scores.extend(scores)
         prompt = self.request.prompt
         if len(self.scores) < len(prompt) - 1:
