@@ -229,7 +229,8 @@ class _Text(Constraint):
 
 @cache
 def _threads() -> int:
-    return min(default_threads(), _MOST_THREADS)
+    # One processor is left to the engine, which delivers meanwhile.
+    return max(1, min(default_threads() - 1, _MOST_THREADS))
 
 
 @cache

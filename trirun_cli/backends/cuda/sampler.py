@@ -86,16 +86,14 @@ class CudaSampler:
         # Tokens and the bits of their log-probabilities in one tensor, so that one copy brings both.
         self._results = make(2, rows, dtype=torch.int32)
         self._pinned = [torch.zeros(2, rows, dtype=torch.int32).pin_memory() for _ in range(4)]
-        self._alternatives: list[int | None] = [None] * slots
-        self._reporting: set[int] = set()  # slots that want log-probabilities
+        self._alternatives: dict[int, int] = {}  # of slots that want log-probabilities
         self._prompt_alternatives = [0] * slots
         self._constraints: dict[int, Constraint] = {}
         # Tokens on their way for slots with a constraint: when they are there, and at which place a slot's is.
         self._unread: list[tuple[torch.cuda.Event, Tensor, dict[int, int]]] = []
         self._staged_masks: list[Tensor] = []
-        # Slots whose masks are being made, and where.
-        self._asked: list[int] = []
-        self._staged: Tensor | None = None
+        # Masks that are being made: where they go, and where they are made.
+        self._asked: tuple[Tensor, Tensor] | None = None
         self._filler = MaskFiller()
 
     def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
@@ -106,8 +104,9 @@ class CudaSampler:
         self._constraints.pop(slot, None)
         if (constraint := request.constrained(generated)) is not None:
             self._constraints[slot] = constraint
-        self._alternatives[slot] = params.logprobs
-        (self._reporting.discard if params.logprobs is None else self._reporting.add)(slot)
+        self._alternatives.pop(slot, None)
+        if params.logprobs is not None:
+            self._alternatives[slot] = params.logprobs
         self._prompt_alternatives[slot] = params.prompt_logprobs or 0
         struct = SamplerStruct(
             params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
@@ -149,8 +148,11 @@ class CudaSampler:
             return False
         if not self._staged_masks:
             self._staged_masks = [torch.zeros_like(self._state.masks, device="cpu").pin_memory() for _ in self._pinned]
-        self._asked, self._staged = asked, self._staged_masks[turn]
-        texts, masks = [self._constraints[slot] for slot in asked], self._staged.numpy().view(np.uint32)
+        staged = self._staged_masks[turn]
+        # One copy: rows between them are not looked at.
+        part = slice(min(asked), max(asked) + 1)
+        self._asked = self._state.masks[part], staged[part]
+        texts, masks = [self._constraints[slot] for slot in asked], staged.numpy().view(np.uint32)
         if threaded := len(asked) >= FEWEST_THREADED:
             self._filler.begin(texts, masks, asked)
         else:
@@ -159,12 +161,11 @@ class CudaSampler:
 
     def constrain(self) -> None:
         """The masks that were asked for last, for :meth:`sample`."""
-        if self._staged is not None and self._state.masks is not None:
+        if self._asked is not None:
             self._filler.end()
-            # One copy: rows between them are not looked at.
-            part = slice(min(self._asked), max(self._asked) + 1)
-            self._state.masks[part].copy_(self._staged[part], non_blocking=True)
-            self._staged = None
+            to, made = self._asked
+            to.copy_(made, non_blocking=True)
+            self._asked = None
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor | None = None, tokens: Tensor | None = None
@@ -190,8 +191,8 @@ class CudaSampler:
         if count:
             pinned.copy_(self._results, non_blocking=True)
         alternatives = top = scores = None
-        if not self._reporting.isdisjoint(slots):
-            alternatives = [self._alternatives[slot] for slot in slots]
+        if not self._alternatives.keys().isdisjoint(slots):
+            alternatives = [self._alternatives.get(slot) for slot in slots]
             if most := max(n or 0 for n in alternatives):
                 top = _likeliest(logits[:count], most)
         ids = [token for _, token in targets]
