@@ -175,6 +175,14 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t shared, uint32_t rank)
 __device__ __forceinline__ void store_peer(uint32_t address, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
+__device__ __forceinline__ void store_peer(uint32_t address, unsigned long long v) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(v) : "memory");
+}
+__device__ __forceinline__ unsigned long long load_peer(uint32_t address) {
+  unsigned long long v;
+  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(v) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ void store_peer2(uint32_t address, float2 v) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }

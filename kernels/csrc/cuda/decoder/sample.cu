@@ -61,6 +61,22 @@ __device__ __forceinline__ void add_shared(Mass* to, Mass v) {
   asm volatile("red.shared.add.u64 [%0], %1;" ::"r"(shared_address(to)), "l"(v) : "memory");
 }
 
+__device__ __forceinline__ Mass warp_sum(Mass v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
+  return v;
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ Mass sum_through(Mass v) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const Mass earlier = __shfl_up_sync(~0u, v, offset);
+    if (static_cast<int>(threadIdx.x) % 32 >= offset) v += earlier;
+  }
+  return v;
+}
+
 // The CTAs that share a row, and what they hand to each other. All threads of all of them make the same calls.
 struct Team {
   static constexpr int WIDEST = 5;  // numbers of one exchange
@@ -96,24 +112,14 @@ struct Team {
   __device__ __forceinline__ void give(int n, int to, Mass v) const {
     Mass* at = &given[turn][n][rank];
 #if __CUDA_ARCH__ >= 900
-    if (parts > 1) {
-      asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_address(shared_address(at), to)), "l"(v) : "memory");
-      return;
-    }
+    if (parts > 1) return store_peer(peer_address(shared_address(at), to), v);
 #endif
     *at = v;
   }
 
   __device__ __forceinline__ Mass look(const Mass* at, int whose) const {
 #if __CUDA_ARCH__ >= 900
-    if (parts > 1) {
-      Mass v;
-      asm volatile("ld.shared::cluster.u64 %0, [%1];"
-                   : "=l"(v)
-                   : "r"(peer_address(shared_address(at), whose))
-                   : "memory");
-      return v;
-    }
+    if (parts > 1) return load_peer(peer_address(shared_address(at), whose));
 #endif
     return *at;
   }
@@ -153,9 +159,7 @@ struct Team {
     __syncthreads();
     before = 0;
     if (warp == 0) {
-      Mass all = lane < WARPS ? warps[0][lane] : 0;
-#pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) all += __shfl_xor_sync(~0u, all, offset);
+      const Mass all = warp_sum(lane < WARPS ? warps[0][lane] : Mass{0});
       if (lane < parts) give(0, lane, all);
     }
     for (int w = 0; w < warp; w++) before += warps[0][w];
@@ -273,12 +277,7 @@ __device__ __forceinline__ uint32_t threshold_of(const R& row, Team& team, float
       const int lane = threadIdx.x, highest = BINS - 1 - lane * LANE_BINS;
       Mass mine = 0;
       for (int i = 0; i < LANE_BINS; i++) mine += team.merged[highest - i];
-      Mass through = mine;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const Mass before = __shfl_up_sync(~0u, through, offset);
-        if (lane >= offset) through += before;
-      }
+      const Mass through = sum_through(mine);
       const uint32_t enough = __ballot_sync(~0u, counted + through >= wanted);
       if (lane == (enough != 0 ? __ffs(enough) - 1 : 31)) {
         Mass reached = counted + through - mine;
@@ -338,8 +337,7 @@ __device__ __forceinline__ int drawn_token(const R& logits, Team& team, const tr
   };
   Mass mine = 0, before;
   logits.each([&](int, const float (&v)[EACH]) { mine += mass_of(v); });
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) mine += __shfl_xor_sync(~0u, mine, offset);
+  mine = warp_sum(mine);
   const Mass total = team.scan(mine, before);
   const Mass target = min(static_cast<Mass>(uniform(p.seed, p.drawn) * static_cast<double>(total)), total - 1);
   if (target < before || target >= before + mine) return -1;
@@ -350,13 +348,7 @@ __device__ __forceinline__ int drawn_token(const R& logits, Team& team, const tr
 #pragma unroll
     for (int j = 0; j < EACH; j++) v[j] = -INFINITY;
     if (group < logits.last) logits.load(v, group);
-    const Mass own = mass_of(v);
-    Mass through = own;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const Mass earlier = __shfl_up_sync(~0u, through, offset);
-      if (lane >= offset) through += earlier;
-    }
+    const Mass own = mass_of(v), through = sum_through(own);
     const uint32_t past = __ballot_sync(~0u, before + through > target);
     if (past == 0) {
       before += __shfl_sync(~0u, through, 31);
