@@ -696,6 +696,7 @@ typedef struct {
   int32_t normalize; /* weights of a row sum to `scale` */
   int32_t dtype;
   float scale; /* of the weights */
+  const trirun_rows* rows; /* what makes x, its y, first, in host memory; or NULL: x is there */
 } trirun_route;
 
 /* Tiles of m rows, at most. */
@@ -703,13 +704,15 @@ int64_t trirun_cuda_expert_tiles(int64_t m, int64_t experts, int64_t top_k, int6
 
 int trirun_cuda_route(const trirun_route* route, void* stream);
 
-/* Products of the sorted rows with their experts. With `order` and rows = 1, x may be read before the stream's previous
- * kernel ends; without `order`, tiles and weights may: that kernel must not write them. It is trirun_cuda_route or
- * trirun_cuda_experts, or one that lets no other begin early; trirun_cuda_rows reads places of one `mixed` row so. */
+/* Products of the sorted rows with their experts. With `order`, rows = 1 and no `activations`, x may be read before the
+ * stream's previous kernel ends; without `order`, tiles and weights may: that kernel must not write them. It is
+ * trirun_cuda_route or trirun_cuda_experts, or one that lets no other begin early; trirun_cuda_rows reads places of one
+ * `mixed` row so. */
 typedef struct {
   trirun_int2 w; /* of the first expert; words, scales and zeros of the others follow it */
   const float* bias; /* [experts][w.n] or NULL */
   const void* x; /* [rows][ldx] of dtype */
+  const void* activations; /* `rows` rows of x as trirun_cuda_rows quantizes them, with `order`; or NULL */
   const int32_t* order; /* as trirun_cuda_route left it: sorted row i reads row order[i] / top_k of x. NULL: row i */
   const int32_t* tiles;
   void* y; /* [sorted rows][ldy] of dtype */

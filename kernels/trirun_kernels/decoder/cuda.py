@@ -169,7 +169,11 @@ class CudaDecoder:
             if shape.layers[index].parallel:
                 ops.rows(**self._added(delta, post), residual=residual, eps=shape.norm_eps)
             else:
-                norm = self._norm(index, "mlp") | {"keep": layer.mixture is not None, "limbs": bool(layer.gate_up)}
+                norm, mixture = self._norm(index, "mlp"), layer.mixture
+                if mixture is not None:
+                    # A single row is made by the kernel that routes it, if nothing else reads it.
+                    later = m == 1 and not layer.gate_up
+                    norm |= {"keep": True, "limbs": mixture.packed or bool(layer.gate_up), "later": later}
                 x = self._rows(**self._added(delta, post), m=m, residual=residual, **norm)
             delta = self._feed_forward(index, x, m, inputs.slots)
             post = layer.norms.get("mlp_post_norm")
@@ -317,7 +321,9 @@ class CudaDecoder:
         layer = self.model.layers[index]
         if layer.mixture is None:
             return self._mlp(index, x, m)
-        return layer.mixture(x.values, slots, self._mlp(index, x, m) if layer.gate_up else None)
+        shared = self._mlp(index, x, m) if layer.gate_up else None
+        limbs = x.data if x.limbs and layer.mixture.packed else None
+        return layer.mixture(x.values, slots, shared, limbs=limbs, rows=x.pending)
 
     def _mlp(self, index: int, x: Activations, m: int) -> Tensor:
         layer, feed_forward = self.model.layers[index], self.model.shape.layers[index].feed_forward
@@ -337,19 +343,24 @@ class CudaDecoder:
         return torch.empty(size, dtype=torch.uint8, device=self.model.device)
 
     def _rows(
-        self, source: int, x: Tensor | PackedWeight, m: int, *, keep: bool = False, limbs: bool = True, **options: Any
-    ) -> Activations:
-        """``keep``: the 16-bit values too, where the result is limbs. ``limbs``: whether it may be."""
+        self, source: int, x: Tensor | PackedWeight, m: int, *, keep: bool = False, limbs: bool = True,
+        later: bool = False, **options: Any,
+    ) -> Activations:  # fmt: skip
+        """``keep``: the 16-bit values too, where the result is limbs. ``limbs``: whether it may be. ``later``: not yet,
+        see :class:`.Activations`."""
         n, eps = self.model.shape.hidden if isinstance(x, PackedWeight) else x.shape[1], self.model.shape.norm_eps
         made = self._limbs(m, n) if limbs and m in self._limb_rows else None
         y = None
         if made is None or keep:
             y = torch.empty(m, n, dtype=self.model.dtype, device=self.model.device)
-        ops.rows(source, x, y=y, limbs=made, act_bits=self.model.act_bits, eps=eps, **options)
+        options |= {"y": y, "limbs": made, "act_bits": self.model.act_bits, "eps": eps}
+        pending = ops.rows_struct(source, x, **options) if later else None
+        if pending is None:
+            ops.rows(source, x, **options)
         if made is not None:
-            return Activations(made, True, y)
+            return Activations(made, True, y, pending)
         assert y is not None
-        return Activations(y, False)
+        return Activations(y, False, pending=pending)
 
     def _workspace(self, rows: int, splits: int, heads: ops.Heads) -> Tensor:
         # Left fit for the next call by every kernel, so that captured graphs and plain calls share it.

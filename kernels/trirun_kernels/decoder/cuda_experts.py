@@ -21,7 +21,7 @@ from ..native import cuda as library
 from ..weights.packing import PackedWeight
 from ..weights.stacked_experts import StackedExperts
 from .cuda_ops import GATE, rows
-from .cuda_structs import CombineStruct, ExpertsStruct, RouteStruct
+from .cuda_structs import CombineStruct, ExpertsStruct, RouteStruct, RowsStruct
 from .reference import gated
 from .shape import ACTIVATIONS, CLIPPED_SWIGLU, SCORES, Mixture, Routing
 
@@ -79,6 +79,7 @@ def chosen_tile_rows(m: int, routing: Routing, k: int, act_bits: int) -> int:
 def route(
     routing: Routing, x: Tensor, router: Tensor, counter: Tensor, tile_rows: int, *, bias: Tensor | None = None,
     correction: Tensor | None = None, slots: Tensor | None = None, shared: bool = False,
+    rows: RowsStruct | None = None,
 ) -> Routes:  # fmt: skip
     """Route rows.
 
@@ -88,6 +89,7 @@ def route(
         counter: int32 [1], zero, and left zero. bias: of the router, correction: see :func:`.reference.choose`, float32
             [experts] or None.
         slots: int32 [m] or None; a row with a negative slot goes to no expert.
+        rows: what makes x first, of at most 64 rows, or None.
     """
     (m, k), device = x.shape, x.device
     pairs, outputs = m * routing.top_k, router.shape[0]
@@ -104,7 +106,7 @@ def route(
         _pointer(slots), weights.data_ptr(), _pointer(shared_weights), ids.data_ptr(), places.data_ptr(),
         order.data_ptr(), tiles.data_ptr(), ends.data_ptr(), counter.data_ptr(), m, k, x.stride(0), outputs,
         routing.experts, routing.top_k, tile_rows, SCORES[routing.score], routing.groups, routing.top_groups,
-        routing.normalize, DTYPES[str(x.dtype)[6:]], routing.scale,
+        routing.normalize, DTYPES[str(x.dtype)[6:]], routing.scale, None if rows is None else ctypes.pointer(rows),
     )  # fmt: skip
     check_cuda(library().trirun_cuda_route(ctypes.byref(struct), _stream()), f"route: {x.dtype} {[m, k]}, {routing}")
     shape = m, routing.top_k
@@ -116,7 +118,7 @@ def route(
 
 def experts(
     stacked: StackedExperts, x: Tensor, routes: Routes, *, gathered: bool, act_bits: int = 16,
-    activation: str | None = None, limit: float = 0.0,
+    activation: str | None = None, limit: float = 0.0, limbs: Tensor | None = None, older: bool = True,
 ) -> Tensor:  # fmt: skip
     """Products of the sorted rows with their experts.
 
@@ -124,6 +126,8 @@ def experts(
         x: float16 or bfloat16: where ``gathered`` [m, k], of which every sorted row takes its pair's; else the sorted
             rows themselves.
         activation: of ``act(gate) · up``, for matrices of two parts; None for those of one. limit: of "clipped_swiglu".
+        limbs: where ``gathered``, x as :func:`.cuda_ops.rows` quantizes it; else the kernel does.
+        older: whether x was there before the rows were routed.
 
     Returns:
         [m·top_k, n] of x's type; rows that no pair has are not written.
@@ -136,10 +140,11 @@ def experts(
     n = n_pad if many and activation is not None else w.n
     y = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
     struct = ExpertsStruct(
-        _first_expert(w), _pointer(w.bias), x.data_ptr(), routes.order.data_ptr() if gathered else None,
+        _first_expert(w), _pointer(w.bias), x.data_ptr(), _pointer(limbs),
+        routes.order.data_ptr() if gathered else None,
         routes.tiles.data_ptr(), y.data_ptr(), n, w.k, x.stride(0), y.stride(0), routes.tiles.shape[0], top_k,
         routes.tile_rows, activation is not None and not many, ACTIVATIONS[activation or "silu"], act_bits,
-        DTYPES[str(x.dtype)[6:]], limit, x.shape[0],
+        DTYPES[str(x.dtype)[6:]], limit, x.shape[0] if older or limbs is not None else 0,
     )  # fmt: skip
     code = library().trirun_cuda_experts(ctypes.byref(struct), _stream())
     check_cuda(code, f"experts: {x.dtype} {list(x.shape)}, {w.experts} of {w.parts}·{[w.n, w.k]}, {w.spec}")
@@ -258,24 +263,27 @@ class CudaMixture:
 
         return dataclasses.replace(self, gate_up=each(self.gate_up), down=each(self.down))
 
-    def __call__(self, x: Tensor | None, slots: Tensor, shared: Tensor | None = None) -> Mixed:
+    def __call__(
+        self, x: Tensor, slots: Tensor, shared: Tensor | None = None, *, limbs: Tensor | None = None,
+        rows: RowsStruct | None = None,
+    ) -> Mixed:  # fmt: skip
         """The feed-forward part of rows.
 
         Args:
             x: [m, hidden], normalised. slots: int32 [m], negative for padding, whose rows go to no expert.
-            shared: the shared expert's output [m, hidden], or None.
+            shared: the shared expert's output [m, hidden], or None. limbs: x's, or None.
+            rows: what is still to make x and its limbs, or None.
 
         Returns:
             Of [m, hidden]: what is to be added to the residual stream.
         """
-        assert x is not None
         mixture, routing = self.mixture, self.mixture.routing
         tile_rows = 1
         if isinstance(self.gate_up, StackedExperts):
             tile_rows = chosen_tile_rows(x.shape[0], routing, max(x.shape[1], mixture.size), self.act_bits)
         routes = route(
             routing, x, self.router, self.counter, tile_rows, bias=self.bias, correction=self.correction, slots=slots,
-            shared=mixture.shared_gate,
+            shared=mixture.shared_gate, rows=rows,
         )  # fmt: skip
         if isinstance(self.gate_up, Tensor) or isinstance(self.down, Tensor):
             y = self._dense(x, routes)
@@ -284,7 +292,7 @@ class CudaMixture:
         else:
             h = experts(
                 self.gate_up, x, routes, gathered=True, act_bits=self.act_bits, activation=mixture.activation,
-                limit=mixture.limit,
+                limit=mixture.limit, limbs=limbs, older=rows is None,
             )  # fmt: skip
             y = experts(self.down, h, routes, gathered=False, act_bits=self.act_bits)
         return Mixed(y, routes, shared)

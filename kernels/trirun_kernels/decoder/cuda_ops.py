@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,18 @@ class SamplingState:
     masks: Tensor | None = None
 
 
-def rows(
+def rows(source: int, x: Tensor | PackedWeight | None, **options: Any) -> None:
+    """Makes rows as :func:`rows_struct` describes them.
+
+    Raises:
+        NativeError: the library is missing, or refused the call; the message has the shapes.
+    """
+    struct = rows_struct(source, x, **options)
+    code = library().trirun_cuda_rows(ctypes.byref(struct), _stream())
+    check_cuda(code, f"rows: source {source}, type {struct.dtype}, {[struct.m, struct.n]}")
+
+
+def rows_struct(
     source: int,
     x: Tensor | PackedWeight | None,
     *,
@@ -109,7 +121,7 @@ def rows(
     slots: Tensor | None = None,
     latest: Tensor | None = None,
     mixed: CombineStruct | None = None,
-) -> None:
+) -> RowsStruct:
     """One pass over rows: a source, an optional norm, and 16-bit values or limbs as result.
 
     Args:
@@ -123,9 +135,6 @@ def rows(
         limbs: uint8, as :func:`trirun_kernels.gemm.activations.quantize_activations` makes them.
         tokens: int32 [m]; a negative one stands for ``latest[slots[row]]``, int32 both.
         mixed: with RESIDUAL, the weighted sum to add instead of x; x is what it sums, for its size and type.
-
-    Raises:
-        NativeError: the library is missing, or refused the call; the message has the shapes.
     """
     packed = x if isinstance(x, PackedWeight) else None
     x = None if isinstance(x, PackedWeight) else x
@@ -136,7 +145,7 @@ def rows(
     if tokens is not None:
         m = tokens.shape[0]
         vocab = packed.n if packed is not None else 0 if x is None else x.shape[0]
-    struct = RowsStruct(
+    return RowsStruct(
         _pointer(x), _pointer(up), _pointer(residual), _pointer(norm), _pointer(norm_bias), _pointer(post_norm),
         _pointer(y), _pointer(limbs),
         0 if limbs is None else limbs.numel(), _pointer(tokens), _pointer(slots), _pointer(latest),
@@ -145,7 +154,6 @@ def rows(
         None if packed is None else ctypes.pointer(Int2Struct.of(packed)),
         None if mixed is None else ctypes.pointer(mixed),
     )  # fmt: skip
-    check_cuda(library().trirun_cuda_rows(ctypes.byref(struct), _stream()), f"rows: source {source}, {dtype} {[m, n]}")
 
 
 def attention_workspace(m: int, heads: Heads, splits: int, device: torch.device) -> Tensor:

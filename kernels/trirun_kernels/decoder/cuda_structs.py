@@ -96,6 +96,7 @@ class RouteStruct(ctypes.Structure):
         *((name, _I) for name in ("experts", "top_k", "tile_rows", "score", "groups", "top_groups", "normalize")),
         ("dtype", _I),
         ("scale", _F),
+        ("rows", ctypes.POINTER(RowsStruct)),
     )
 
 
@@ -104,7 +105,7 @@ class ExpertsStruct(ctypes.Structure):
 
     _fields_ = (
         ("w", Int2Struct),
-        *((name, _P) for name in ("bias", "x", "order", "tiles", "y")),
+        *((name, _P) for name in ("bias", "x", "activations", "order", "tiles", "y")),
         *((name, _L) for name in ("n", "k", "ldx", "ldy", "tile_bound")),
         *((name, _I) for name in ("top_k", "tile_rows", "gated", "activation", "act_bits", "dtype")),
         ("limit", _F),

@@ -16,6 +16,7 @@ from ..weights.packing import PackedWeight
 from .cuda_delta import DeltaHeads
 from .cuda_experts import CudaMixture
 from .cuda_head import Int8Projection
+from .cuda_structs import RowsStruct
 from .shape import DecoderShape, GatedDelta, LayerShape, Mixture
 from .weights import VECTORS, DecoderWeights, Int8Head, LayerWeights, MixtureWeights
 
@@ -25,11 +26,12 @@ DELTA_VECTORS = ("conv", "decay_rate", "decay_bias", "norm")
 @dataclass(frozen=True, slots=True)
 class Activations:
     """The input of projections: 16-bit values [m, k], or the limbs of m rows in one buffer, beside which the values may
-    be kept."""
+    be kept. ``pending``: what is still to make them, by whoever takes them first."""
 
     data: Tensor
     limbs: bool
     kept: Tensor | None = None
+    pending: RowsStruct | None = None
 
     @property
     def values(self) -> Tensor:

@@ -30,8 +30,8 @@ ROUTINGS = {
 
 
 def test_structures_have_the_sizes_of_trirun_h():
-    assert ctypes.sizeof(cuda_structs.RouteStruct) == 14 * 8 + 4 * 8 + 8 * 4 + 4 + 4
-    assert ctypes.sizeof(cuda_structs.ExpertsStruct) == ctypes.sizeof(Int2Struct) + 5 * 8 + 5 * 8 + 8 * 4
+    assert ctypes.sizeof(cuda_structs.RouteStruct) == 14 * 8 + 4 * 8 + 8 * 4 + 4 + 4 + 8
+    assert ctypes.sizeof(cuda_structs.ExpertsStruct) == ctypes.sizeof(Int2Struct) + 6 * 8 + 5 * 8 + 8 * 4
     assert ctypes.sizeof(cuda_structs.CombineStruct) == 6 * 8 + 5 * 8 + 2 * 4
 
 

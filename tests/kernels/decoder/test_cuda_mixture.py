@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from trirun_kernels import QuantSpec
-from trirun_kernels.decoder import reference
+from trirun_kernels.decoder import cuda_experts, reference
+from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
 from trirun_kernels.decoder.cuda_weights import CudaModel
+from trirun_kernels.decoder.shape import Routing
+from trirun_kernels.gemm.cuda import activation_bytes
+from trirun_kernels.native import check_cuda
+from trirun_kernels.native import cuda as library
+from trirun_kernels.weights.stacked_experts import StackedExperts
 
-from tests.kernels.decoder.cuda_support import BOTH, gpu
+from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, gpu, random_packed
 from tests.kernels.decoder.mixtures import MIXTURES, random_mixture
 from tests.kernels.decoder.models import VOCAB
 
@@ -69,3 +77,69 @@ def test_a_batch_in_a_graph_repeats_and_padding_changes_nothing(name):
         captured = runs.forward(rows)
     graph.replay()
     assert torch.equal(captured, expected)
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize("act_bits", [16, 8])
+@pytest.mark.parametrize(
+    ("hidden", "routing"),
+    [(512, Routing(8, 2)), (2048, Routing(128, 8)), (2880, Routing(32, 4)), (3072, Routing(60, 4, normalize=False)),
+     (7168, Routing(100, 6, "sigmoid")), (8208, Routing(16, 2)), (512, Routing(256, 8))],
+)  # fmt: skip
+def test_a_row_is_made_on_the_way_to_its_experts(hidden, routing, act_bits, dtype):
+    generator = torch.Generator("cuda").manual_seed(hidden)
+
+    def draw(*size):
+        return torch.randn(*size, device="cuda", generator=generator)
+
+    residual, added, norm = draw(1, hidden) * 3, draw(1, hidden).to(dtype), draw(hidden)
+    router, bias = (draw(routing.experts, hidden) * hidden**-0.5).to(dtype), draw(routing.experts)
+    counter, slots = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
+    results = []
+    for together in (False, True):
+        stream, x = residual.clone(), torch.empty_like(added)
+        limbs = torch.zeros(activation_bytes(1, -(-hidden // 128) * 128, act_bits), dtype=torch.uint8, device="cuda")
+        rows = ops.rows_struct(
+            ops.RESIDUAL, added, residual=stream, norm=norm, eps=1e-6, scale=0.7, y=x, limbs=limbs, act_bits=act_bits
+        )  # fmt: skip
+        if not together:
+            check_cuda(library().trirun_cuda_rows(ctypes.byref(rows), torch.cuda.current_stream().cuda_stream), "rows")
+        routes = cuda_experts.route(
+            routing, x, router, counter, 1, bias=bias, slots=slots, rows=rows if together else None
+        )  # fmt: skip
+        results.append((stream, x, limbs, routes))
+    (stream, x, limbs, apart), (made_stream, made, made_limbs, routes) = results
+    torch.testing.assert_close(made_stream, stream, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(made, x, rtol=2 * ROUNDING[dtype], atol=1e-6)
+    for name in ("ids", "places", "order", "ends", "tiles"):
+        assert torch.equal(getattr(routes, name), getattr(apart, name)), name
+    torch.testing.assert_close(routes.weights, apart.weights, rtol=0.02, atol=1e-4)
+    # Sums of squares in another order move an integer by one at most.
+    codes = [each[: -(-hidden // 128) * 128 * 2 * act_bits // 8].view(torch.int8).view(-1, 2 * act_bits // 8, 16)
+             for each in (made_limbs, limbs)]  # fmt: skip
+    values = [(c[:, 0].int() * 256 + c[:, 1].int() if act_bits == 16 else c[:, 0].int()) for c in codes]
+    assert (values[0] - values[1]).abs().max() <= 1 and values[0].abs().max() > 100
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize(
+    ("spec", "act_bits"),
+    [(QuantSpec(-1, 1.0), 16), (QuantSpec(128, 1.5), 16), (QuantSpec(32, None), 16), (QuantSpec(-1, 1.0), 8)],
+)
+@pytest.mark.parametrize("m", [1, 3, 20])
+def test_experts_take_rows_that_are_quantized(m, spec, act_bits, dtype):
+    routing, k = Routing(9, 3), 640 if spec.group_size == 128 else 608
+    parts = [[random_packed(128, k, spec, seed=2 * e + i) for i in range(2)] for e in range(9)]
+    gate_up = StackedExperts.of(parts, [[torch.randn(128) for _ in range(2)] for _ in range(9)]).to("cuda")
+    x = torch.randn(m, k, device="cuda").to(dtype)
+    router, counter = torch.randn(9, k, device="cuda").to(dtype), torch.zeros(1, dtype=torch.int32, device="cuda")
+    limbs = torch.empty(activation_bytes(m, 640, act_bits), dtype=torch.uint8, device="cuda")
+    ops.rows(ops.PLAIN, x, limbs=limbs, act_bits=act_bits)
+    for tile_rows in (1, 4, 8):
+        routes = cuda_experts.route(routing, x, router, counter, tile_rows)
+        options = {"gathered": True, "activation": "silu", "act_bits": act_bits}
+        expected = cuda_experts.experts(gate_up, x, routes, **options)
+        assert torch.equal(cuda_experts.experts(gate_up, x, routes, limbs=limbs, **options), expected)
+        assert torch.equal(cuda_experts.experts(gate_up, x, routes, older=False, **options), expected)

@@ -53,7 +53,7 @@ AttentionKernel kernel;
 template <bool BF16>
 class Problem {
  public:
-  Problem(const Case& c, unsigned seed) : c_(c), random_(seed), seed_(seed) {
+  Problem(const Case& c, unsigned seed, bool few) : c_(c), random_(seed), seed_(seed), few_(few) {
     const int pages = ROWS * PAGES_OF_SLOT + 3;
     q_ = drawn(ROWS * c.heads), k_ = drawn(ROWS * c.kv_heads), v_ = drawn(ROWS * c.kv_heads);
     keys_ = drawn(pages * c.kv_heads * PAGE), values_ = drawn(pages * c.kv_heads * PAGE);
@@ -104,7 +104,9 @@ class Problem {
       rows = limbs_.tokens;
     }
     int shared = 0;
-    kernel = a.room > 2 ? grouped_for_head<BF16>(c_.head_dim, shared) : for_head<BF16>(c_.head_dim, a.room, shared);
+    a.warps = ATTEND_WARPS;
+    kernel = a.room > 2 ? grouped_for_head<BF16>(c_.head_dim, few_, a.warps, shared)
+                        : for_head<BF16>(c_.head_dim, a.room, shared);
     arguments = &a;
     on_host::grid = dim3(t.splits, c_.kv_heads * a.chunks, rows);
     std::vector<uint3> clusters;
@@ -113,7 +115,8 @@ class Problem {
         for (unsigned x = 0; x < on_host::grid.x; x += a.cluster) clusters.push_back({x, y, z});
     std::shuffle(clusters.begin(), clusters.end(), random_);
     const on_host::Order order{(seed_ & 1) != 0, (seed_ & 2) != 0};
-    for (uint3 first : clusters) on_host::run_cluster(first, a.cluster, order, [] { kernel(*arguments); });
+    for (uint3 first : clusters)
+      on_host::run_cluster(first, a.cluster, a.warps * 32, order, [] { kernel(*arguments); });
     left_ = std::count_if(counters.begin(), counters.end(), [](unsigned count) { return count != 0; });
   }
 
@@ -133,9 +136,9 @@ class Problem {
       }
     const bool good = worst < (c_.limbs ? 2e-4 : ROUNDING) && appended && left_ == 0;
     if (!good)
-      printf("%s, %d over %d heads of %d, %d splits, order %u: error %.2e, cache %s, %d counters left\n",
-             BF16 ? "bf16" : "fp16", c_.heads, c_.kv_heads, c_.head_dim, c_.splits, seed_ & 3, worst,
-             appended ? "right" : "wrong", left_);
+      printf("%s, %d over %d heads of %d, %d splits%s, order %u: error %.2e, cache %s, %d counters left\n",
+             BF16 ? "bf16" : "fp16", c_.heads, c_.kv_heads, c_.head_dim, c_.splits, few_ ? ", few" : "", seed_ & 3,
+             worst, appended ? "right" : "wrong", left_);
     return good;
   }
 
@@ -210,6 +213,7 @@ class Problem {
   std::mt19937 random_;
   std::normal_distribution<float> distribution_;
   unsigned seed_;
+  bool few_;
   std::vector<uint16_t> q_, k_, v_, keys_, values_, y_;
   std::vector<int> table_, slots_;
   std::vector<float> cosines_, sines_, q_norm_, k_norm_, sinks_;
@@ -219,8 +223,8 @@ class Problem {
 };
 
 template <bool BF16>
-bool holds(const Case& c, unsigned seed) {
-  Problem<BF16> problem(c, seed);
+bool holds(const Case& c, unsigned seed, bool few) {
+  Problem<BF16> problem(c, seed, few);
   problem.run();
   return problem.right();
 }
@@ -228,11 +232,13 @@ bool holds(const Case& c, unsigned seed) {
 }  // namespace
 
 int main() {
-  // The two types and the four orders in turn.
+  // The two types, the four orders, and both numbers of warps in turn: few CTAs in clusters alone.
   unsigned seed = 0, wrong = 0;
-  for (const Case& c : CASES) {
-    wrong += !(seed & 1 ? holds<true>(c, seed / 2) : holds<false>(c, seed / 2));
-    seed++;
-  }
+  for (const Case& c : CASES)
+    for (bool few : {false, true}) {
+      if (few && !c.clusters) continue;
+      wrong += !(seed & 1 ? holds<true>(c, seed / 2, few) : holds<false>(c, seed / 2, few));
+      seed++;
+    }
   return wrong > 0;
 }

@@ -20,7 +20,7 @@
 
 namespace on_host {
 
-constexpr int THREADS = 128, MOST_CTAS = 8, SHARED = 256 << 10, STACK = 192 << 10;
+constexpr int MOST_THREADS = 256, MOST_CTAS = 8, SHARED = 256 << 10, STACK = 192 << 10;
 
 struct Barrier {
   int size = 0, count = 0;
@@ -33,8 +33,8 @@ struct Warp {
 };
 
 struct Cta {
-  Barrier barrier{THREADS};
-  Warp warps[THREADS / 32];
+  Barrier barrier;
+  Warp warps[MOST_THREADS / 32];
   uint3 index;
   alignas(256) uint8_t memory[SHARED];
 };
@@ -62,7 +62,7 @@ struct Order {
 };
 
 inline std::vector<Cta> ctas(MOST_CTAS);
-inline std::vector<Fiber> fibers(MOST_CTAS* THREADS);
+inline std::vector<Fiber> fibers(MOST_CTAS* MOST_THREADS);
 inline ucontext_t scheduler;
 inline Fiber* self;
 inline Order order;
@@ -113,18 +113,18 @@ inline void enter() {
   swapcontext(&self->context, &scheduler);
 }
 
-// Runs one cluster of so many CTAs along x.
-inline void run_cluster(uint3 first, int size, Order wanted, void (*kernel)()) {
-  order = wanted, body = kernel, running = size * THREADS;
+// Runs one cluster of so many CTAs along x, of so many threads.
+inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (*kernel)()) {
+  order = wanted, body = kernel, running = size * threads;
   for (int i = 0; i < size; i++) {
-    ctas[i].barrier = Barrier{THREADS};
+    ctas[i].barrier = Barrier{threads};
     for (Warp& each : ctas[i].warps) each.barrier = Barrier{32};
     ctas[i].index = make_uint3(first.x + i, first.y, first.z);
     memset(ctas[i].memory, 0xff, SHARED);  // NaN in every type
   }
   for (int i = 0; i < running; i++) {
     Fiber& f = fibers[i];
-    f.cta = i / THREADS, f.thread = i % THREADS, f.done = false, f.at = nullptr, f.arrivals = f.cluster_waits = 0;
+    f.cta = i / threads, f.thread = i % threads, f.done = false, f.at = nullptr, f.arrivals = f.cluster_waits = 0;
     f.open.clear(), f.groups.clear(), f.stack.resize(STACK);
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;

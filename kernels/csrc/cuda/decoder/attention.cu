@@ -50,7 +50,8 @@ extern "C" int trirun_cuda_attention_decode(const trirun_attention* t, void* wor
   }
   DeviceFacts facts;
   if (const int code = device_facts(facts)) return code;
-  a.teams = 1, a.room = min(a.group, MAX_GROUP);
+  a.teams = 1, a.room = min(a.group, MAX_GROUP), a.warps = ATTEND_WARPS;
+  a.cluster = facts.arch >= 90 ? min(t->splits, MAX_CLUSTER) : 1;
   const bool bf16 = t->dtype == TRIRUN_BF16;
   AttentionKernel kernel;
   int shared = 0;
@@ -64,14 +65,15 @@ extern "C" int trirun_cuda_attention_decode(const trirun_attention* t, void* wor
         a.teams = teams;
     kernel = int8_attention(facts, bf16, t->head_dim, few, shared);
   } else {
-    kernel = bf16 ? bf16_attention(t->head_dim, a.room, shared) : fp16_attention(t->head_dim, a.room, shared);
+    const bool few = a.cluster > 1 && t->m * t->kv_heads * a.chunks * t->splits <= facts.sms;
+    const auto choose = bf16 ? bf16_attention : fp16_attention;
+    kernel = choose(t->head_dim, a.room, few, a.warps, shared);
   }
-  a.cluster = facts.arch >= 90 ? min(t->splits, MAX_CLUSTER) : 1;
   a.t.splits = (t->splits + a.cluster - 1) / a.cluster * a.cluster;
   const int heads = min(MAX_GROUP, a.teams * a.group);
   a.unit_log = a.cluster == 1 ? 3 : t->activations == nullptr ? 0 : log2_of(K_TILE / std::gcd(t->head_dim, K_TILE));
   shared += received_floats(heads, a.unit_log, a.cluster, t->head_dim) * static_cast<int>(sizeof(float));
   const dim3 grid(static_cast<unsigned>(a.t.splits), static_cast<unsigned>(t->kv_heads / a.teams * a.chunks),
                   static_cast<unsigned>(rows));
-  return launch_dependent(kernel, a, grid, ATTEND_WARPS * 32, shared, stream, a.cluster);
+  return launch_dependent(kernel, a, grid, a.warps * 32, shared, stream, a.cluster);
 }

@@ -10,7 +10,7 @@
 
 namespace trirun::decoder {
 
-constexpr int ATTEND_WARPS = 4;
+constexpr int ATTEND_WARPS = 4;  // of a CTA, but of attend_grouped where CTAs are few
 constexpr int MAX_GROUP = 8;  // query heads of one CTA
 constexpr int MAX_CLUSTER = 8;
 constexpr int NEAR_TILES = 4;  // of a warp, up to which the CTAs of one cluster have all keys of a row
@@ -21,6 +21,7 @@ struct AttentionArgs {
   unsigned* counters;  // [m * kv_heads * chunks][MAX_GROUP], zero between launches
   int group, chunks;   // query heads per key head; CTAs that share them
   int room;            // query heads that a warp leaves parts of, at most MAX_GROUP
+  int warps;           // of a CTA
   int teams;           // of warps in a CTA, with a key head each; more than one only where chunks are 1
   int cluster;         // CTAs of a cluster, which share a row's keys; 1 where there are none
   int unit_log;        // query heads that one CTA of a cluster puts together: whole k tiles, if limbs are wanted
@@ -29,10 +30,10 @@ struct AttentionArgs {
 
 using AttentionKernel = void (*)(AttentionArgs);
 
-// Of attention_bf16.cu and attention_fp16.cu: the kernel whose warps have room for so many query heads. shared_bytes:
-// its dynamic shared memory, without what is received.
-AttentionKernel bf16_attention(int head_dim, int room, int& shared_bytes);
-AttentionKernel fp16_attention(int head_dim, int room, int& shared_bytes);
+// Of attention_bf16.cu and attention_fp16.cu: the kernel whose warps have room for so many query heads. few: there are
+// no more CTAs than multiprocessors. warps: of a CTA. shared_bytes: its dynamic shared memory, without what is received.
+AttentionKernel bf16_attention(int head_dim, int room, bool few, int& warps, int& shared_bytes);
+AttentionKernel fp16_attention(int head_dim, int room, bool few, int& warps, int& shared_bytes);
 
 // Of attention_int8.cu: the same on such a device. few: the instance for no more CTAs than multiprocessors.
 AttentionKernel int8_attention(const DeviceFacts& device, bool bf16, int head_dim, bool few, int& shared_bytes);
@@ -61,12 +62,14 @@ struct AttentionSplit {
     begin = t.window > 0 ? max(0, length + 1 - t.window) : 0;
     const int count = length + (new_in_tiles ? 1 : 0);
     const int first = begin / keys, end = begin < count ? (count + keys - 1) / keys : first;
-    // Every warp gets as many tiles as the first one: fewer CTAs leave fewer parts, and none takes longer. A cluster
-    // puts its parts together long before two of them would: one does it all while its warps have few tiles.
-    const int tiles = end - first, warps = ATTEND_WARPS / a.teams, most = static_cast<int>(t.splits) / a.cluster;
+    // A cluster puts its parts together long before two of them would: one does it all while its warps have few tiles,
+    // and its CTAs share them evenly. Without clusters every warp gets as many tiles as the first one: fewer CTAs leave
+    // fewer parts, and none takes longer.
+    const int tiles = end - first, warps = a.warps / a.teams, most = static_cast<int>(t.splits) / a.cluster;
     const int near = a.cluster * warps * NEAR_TILES;
-    const int sharing = (a.cluster == 1 ? most : max(1, min(most, (tiles + near - 1) / near))) * a.cluster * warps;
-    const int per_split = max(1, (tiles + sharing - 1) / sharing) * warps;
+    const int sharing = (a.cluster == 1 ? most * warps : max(1, min(most, (tiles + near - 1) / near)) * a.cluster);
+    const int share = (tiles + sharing - 1) / sharing,
+              per_split = a.cluster == 1 ? max(1, share) * warps : max(warps, share);
     active = max(1, (tiles + per_split - 1) / per_split);
     clusters = (active + a.cluster - 1) / a.cluster, of_clusters = split / a.cluster, rank = split % a.cluster;
     members = min(a.cluster, active - of_clusters * a.cluster);
@@ -103,25 +106,26 @@ struct HeadMaker {
     turn(v, scratch, mine, t.head_dim, normed, t.eps, t.rotary_half, t.interleaved);
   }
 
-  // made(i, v) of `count` heads, which the warps take in turn; of(i): where the i-th lies. While one head is made the
+  // made(i, v) of `count` heads, which `warps` take in turn; of(i): where the i-th lies. While one head is made the
   // next is on its way.
   template <typename Of, typename Made>
-  __device__ __forceinline__ static void take(int count, int head_dim, Of of, Made made) {
+  __device__ __forceinline__ static void take(int count, int warps, int head_dim, Of of, Made made) {
     const int warp = threadIdx.x / 32;
     float next[PER_LANE] = {};
     if (warp < count) load_head<BF16>(next, of(warp), head_dim);
 #pragma unroll 1
-    for (int i = warp; i < count; i += ATTEND_WARPS) {
+    for (int i = warp; i < count; i += warps) {
       float v[PER_LANE];
 #pragma unroll
       for (int j = 0; j < PER_LANE; j++) v[j] = next[j];
-      if (i + ATTEND_WARPS < count) load_head<BF16>(next, of(i + ATTEND_WARPS), head_dim);
+      if (i + warps < count) load_head<BF16>(next, of(i + warps), head_dim);
       made(i, v);
     }
   }
 };
 
-// Waits for the projection, once what can be asked for before it has been.
+// Waits for the projection, once what can be asked for before it has been. CTAs without keys have ended before, but
+// for a row's first: one of a grid has to wait, for what comes behind to wait for the projection too.
 __device__ __forceinline__ void await_projection(const AttentionArgs& a) {
 #if __CUDA_ARCH__ >= 900
   if (a.cluster > 1) cluster_arrive();
@@ -133,7 +137,7 @@ __device__ __forceinline__ void await_projection(const AttentionArgs& a) {
 // What an idle CTA leaves behind: limbs of zero for a row that belongs to no slot.
 __device__ __forceinline__ void attend_nothing(const AttentionArgs& a, const AttentionSplit& c) {
   if (c.slot >= 0 || c.split != 0 || a.quantized.limbs == nullptr) return;
-  for (int k_tile = threadIdx.x / 32; k_tile < c.heads * a.t.head_dim / K_TILE; k_tile += ATTEND_WARPS)
+  for (int k_tile = threadIdx.x / 32; k_tile < c.heads * a.t.head_dim / K_TILE; k_tile += a.warps)
     a.quantized.store({{0, 0}, 0.f, 0}, c.row, c.head0 * a.t.head_dim / K_TILE + k_tile, true);
 }
 
@@ -142,8 +146,8 @@ __device__ __forceinline__ void attend_nothing(const AttentionArgs& a, const Att
 __host__ __device__ constexpr int part_floats(int width) { return width + 4; }
 
 // Bytes of shared memory that put_together needs of its CTA, of so many query heads at most.
-__host__ __device__ constexpr int scratch_bytes(int room, int width) {
-  return (ATTEND_WARPS * room * part_floats(width) + MAX_GROUP * width) * 4;
+__host__ __device__ constexpr int scratch_bytes(int warps, int room, int width) {
+  return (warps * room * part_floats(width) + MAX_GROUP * width) * 4;
 }
 
 __device__ __forceinline__ void add_scaled(float4& sum, float4 v, float factor) {
@@ -178,16 +182,23 @@ __device__ __forceinline__ void leave_parts(float* parts, int room, int heads, c
   __syncthreads();
 }
 
+// A unit so large that no more than `members` CTAs have one of so many heads.
+__host__ __device__ inline int shared_unit_log(int heads, int unit_log, int members) {
+  while ((heads + (1 << unit_log) - 1) >> unit_log > members) unit_log++;
+  return unit_log;
+}
+
 // Floats that a CTA receives of the CTAs of its cluster: of every unit that it puts together values, then maxima and
 // sums.
 __host__ __device__ inline int received_floats(int heads, int unit_log, int cluster, int head_dim) {
-  const int units = (heads + (1 << unit_log) - 1) >> unit_log;
   int most = 0;
-  for (int members = 1; members <= cluster; members++) {
-    const int parts = (units + members - 1) / members * members;
-    most = parts > most ? parts : most;
-  }
-  return (most << unit_log) * (head_dim + 2);
+  for (int members = 1; members <= cluster; members++)
+    for (int sharers : {members, cluster}) {  // of one cluster, and of several
+      const int log = shared_unit_log(heads, unit_log, sharers), units = (heads + (1 << log) - 1) >> log;
+      const int parts = (units + members - 1) / members * members << log;
+      most = parts > most ? parts : most;
+    }
+  return most * (head_dim + 2);
 }
 
 // The sum of the parts of one head by one warp, as put_together adds them. stat: of part `lane`, its maximum (log2) and
@@ -215,7 +226,8 @@ __device__ __forceinline__ void add_parts(int count, int quads, float2 stat, Of 
 // The end of a CTA whose warps have left their parts in shared memory: that of warp w and its team's head g is at
 // parts[(w * room + g) * part_floats(width)], of whose values head_dim are read; behind all of them is memory for
 // scratch_bytes. Adds them in the order of warps, of CTAs and then of clusters, and writes y or its limbs. The CTAs of
-// a cluster put a unit of heads together each, in received_floats of `received`; clusters meet in the workspace.
+// a cluster put a unit of heads together each, in received_floats of `received`: as large a unit as it takes for one
+// each, if they are the row's only cluster. Clusters meet in the workspace, about units that are the same in all.
 template <bool BF16>
 __device__ __forceinline__ void put_together(const AttentionArgs& a, const AttentionSplit& c, float* parts, int room,
                                              int width, int teams, float* received) {
@@ -223,12 +235,14 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int head_dim = t.head_dim, heads = c.heads, part_size = part_floats(width), quads = head_dim / 4;
-  const int unit = 1 << a.unit_log, units = (heads + unit - 1) >> a.unit_log, members = c.members;
-  const int team_warps = ATTEND_WARPS / teams;
+  const int members = c.members, unit_log = shared_unit_log(heads, a.unit_log, c.clusters == 1 ? members : a.cluster);
+  const int unit = 1 << unit_log, units = (heads + unit - 1) >> unit_log;
+  const int team_warps = a.warps / teams;
   // The units of a CTA are its rank and every `members`-th from there on. received: [its units][members][unit] parts.
-  const int of_cta = (units + members - 1) / members, stats_at = ((of_cta * members) << a.unit_log) * head_dim;
+  const int of_cta = units <= members ? 1 : (units + members - 1) / members;
+  const int stats_at = ((of_cta * members) << unit_log) * head_dim;
   const auto part_at = [&](int mine, int member, int of_unit) {
-    return ((mine * members + member) << a.unit_log) + of_unit;
+    return ((mine * members + member) << unit_log) + of_unit;
   };
 
 #if __CUDA_ARCH__ >= 900
@@ -237,12 +251,12 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
 #endif
   // This CTA's parts, one per warp; weighted by how far a part's maximum lies below the highest.
 #pragma unroll 1
-  for (int g = warp; g < heads; g += ATTEND_WARPS) {
+  for (int g = warp; g < heads; g += a.warps) {
     const int team = teams == 1 ? 0 : g / a.group, stride = room * part_size;
     const float* of_head = parts + team * team_warps * stride + (g - team * a.group) * part_size;
     float2 stat = make_float2(-INFINITY, 0.f);
     if (lane < team_warps) stat = *reinterpret_cast<const float2*>(of_head + lane * stride + width);
-    int owner = g >> a.unit_log, mine = 0;
+    int owner = g >> unit_log, mine = 0;
     while (owner >= members) owner -= members, mine++;
     const int place = part_at(mine, c.rank, g & (unit - 1));
     float* values = received + place * head_dim;
@@ -272,7 +286,7 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
 #endif
   __syncthreads();
 
-  auto* out = reinterpret_cast<float4*>(parts + ATTEND_WARPS * room * part_size);  // [unit][head_dim / 4]
+  auto* out = reinterpret_cast<float4*>(parts + a.warps * room * part_size);  // [unit][head_dim / 4]
   const auto finish = [&](int head, float4* to, float4 v, float highest, float l) {
     // A head's sink adds to its sum of weights, which are relative to 2^highest.
     if (t.sinks != nullptr) l += exp2f(t.sinks[c.head0 + head] * LOG2E - highest);
@@ -284,20 +298,20 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
   const int64_t all = t.m * t.heads * most_clusters;
 #pragma unroll 1
   for (int u = c.rank, mine = 0; u < units; u += members, mine++) {
-    const int head0 = u << a.unit_log, unit_heads = min(unit, heads - head0);
+    const int head0 = u << unit_log, unit_heads = min(unit, heads - head0);
     // Of all clusters: [unit_heads][clusters] values, maxima and sums.
     auto* values = reinterpret_cast<float4*>(a.partials + (before + head0 * most_clusters) * head_dim);
     auto* maxima = reinterpret_cast<float2*>(a.partials + all * head_dim) + before + head0 * most_clusters;
 #pragma unroll 1
-    for (int g = warp; g < unit_heads; g += ATTEND_WARPS) {
+    for (int g = warp; g < unit_heads; g += a.warps) {
       const int first = part_at(mine, 0, g);
       float2 stat = make_float2(-INFINITY, 0.f);
       if (lane < members)
-        stat = *reinterpret_cast<const float2*>(received + stats_at + (first + (lane << a.unit_log)) * 2);
+        stat = *reinterpret_cast<const float2*>(received + stats_at + (first + (lane << unit_log)) * 2);
       add_parts(
           members, quads, stat,
           [&](int s, int quad) {
-            return reinterpret_cast<const float4*>(received + (first + (s << a.unit_log)) * head_dim)[quad];
+            return reinterpret_cast<const float4*>(received + (first + (s << unit_log)) * head_dim)[quad];
           },
           [&](int quad, float4 v, float highest, float l) {
             if (c.clusters == 1) return finish(head0 + g, out + g * quads + quad, v, highest, l);
@@ -318,7 +332,7 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
       if (!last) continue;
       __threadfence();
 #pragma unroll 1
-      for (int g = warp; g < unit_heads; g += ATTEND_WARPS) {
+      for (int g = warp; g < unit_heads; g += a.warps) {
         // Far away and, without clusters, many: a lane keeps the maxima of every 32nd, and asks for 16 parts before it
         // adds the first.
         constexpr int BATCH = 16;
@@ -357,7 +371,7 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
     const int column = (c.head0 + head0) * head_dim;
     if (a.quantized.limbs != nullptr) {
 #pragma unroll 1
-      for (int k_tile = warp; k_tile < unit_heads * head_dim / K_TILE; k_tile += ATTEND_WARPS) {
+      for (int k_tile = warp; k_tile < unit_heads * head_dim / K_TILE; k_tile += a.warps) {
         const float* at = from + k_tile * K_TILE + (lane >> 2) * 16 + lane % 4 * 2;
         a.quantized.store(quantize_k_tile16(make_float4(at[0], at[1], at[8], at[9])), c.row, column / K_TILE + k_tile,
                           true);
@@ -365,7 +379,7 @@ __device__ __forceinline__ void put_together(const AttentionArgs& a, const Atten
     } else {
       uint16_t* y = static_cast<uint16_t*>(t.y) + c.row * t.ld_y + column;
 #pragma unroll 1
-      for (int i = threadIdx.x; i < unit_heads * head_dim; i += ATTEND_WARPS * 32) y[i] = narrow<BF16>(from[i]);
+      for (int i = threadIdx.x; i < unit_heads * head_dim; i += a.warps * 32) y[i] = narrow<BF16>(from[i]);
     }
     if (u + members < units) __syncthreads();
   }

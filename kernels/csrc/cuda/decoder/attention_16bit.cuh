@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, sub = lane % LANES;
   const AttentionSplit c(a, KEYS, false);
+  if (c.idle && c.split > 0) return;
   const int row = c.row, length = c.length, heads = c.heads, head_dim = t.head_dim;
   const bool holds = sub * 8 < head_dim;
 
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
 
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
   maker.take(
-      heads + (c.newest ? 1 : 0), head_dim,
+      heads + (c.newest ? 1 : 0), WARPS, head_dim,
       [&](int i) {
         return i < heads ? q_row + (c.head0 + i) * head_dim
                          : static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim;
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
   }
   __syncthreads();  // the rings are read no more: their memory takes the parts
   constexpr int PART = part_floats(LANES * 8);
-  static_assert(scratch_bytes(GROUP, LANES * 8) <= RING_BYTES);
+  static_assert(scratch_bytes(WARPS, GROUP, LANES * 8) <= RING_BYTES);
   float* parts = reinterpret_cast<float*>(memory);
 #pragma unroll
   for (int g = 0; g < GROUP; g++) {

@@ -4,8 +4,8 @@
 
 namespace trirun::decoder {
 
-AttentionKernel bf16_attention(int head_dim, int room, int& shared_bytes) {
-  if (is_grouped(head_dim, room)) return grouped_for_head<true>(head_dim, shared_bytes);
+AttentionKernel bf16_attention(int head_dim, int room, bool few, int& warps, int& shared_bytes) {
+  if (is_grouped(head_dim, room)) return grouped_for_head<true>(head_dim, few, warps, shared_bytes);
   return for_head<true>(head_dim, room, shared_bytes);
 }
 

@@ -4,8 +4,8 @@
 
 namespace trirun::decoder {
 
-AttentionKernel fp16_attention(int head_dim, int room, int& shared_bytes) {
-  if (is_grouped(head_dim, room)) return grouped_for_head<false>(head_dim, shared_bytes);
+AttentionKernel fp16_attention(int head_dim, int room, bool few, int& warps, int& shared_bytes) {
+  if (is_grouped(head_dim, room)) return grouped_for_head<false>(head_dim, few, warps, shared_bytes);
   return for_head<false>(head_dim, room, shared_bytes);
 }
 

@@ -29,23 +29,27 @@ __device__ __forceinline__ void cut_pair(float low, float high, uint32_t& most, 
   rest = narrow_pair<BF16>(low - kept.x, high - kept.y);
 }
 
-// WIDTH: head_dim, rounded up to 64, 128 or 256.
-template <bool BF16, int WIDTH>
-__global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
+// WIDTH: head_dim, rounded up to 64, 128 or 256. WARPS: of a CTA, 4 or, where CTAs are few and a warp waits mostly for
+// its own results, 8.
+template <bool BF16, int WIDTH, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32, WARPS > ATTEND_WARPS ? 1
+                                              : WIDTH == 256       ? 2
+                                                                   : 3)
     attend_grouped(const __grid_constant__ AttentionArgs a) {
   using Type = std::conditional_t<BF16, __nv_bfloat16, __half>;
-  constexpr int WARPS = ATTEND_WARPS, KEYS = 16, PER_LANE = WIDTH / 32;
+  constexpr int KEYS = 16, PER_LANE = WIDTH / 32;
   constexpr int STRIDE = WIDTH + 8;  // of the rows of 16-bit numbers in shared memory
   constexpr int HALF_BYTES = KEYS * WIDTH * 2, HALVES = GROUPED_RING_BYTES / HALF_BYTES;  // of the ring: keys, values
   constexpr int KEY_LOADS = WIDTH / 32, VALUE_LOADS = WIDTH / 64;  // of a lane per key and value, 16 bytes each
   constexpr int CHUNKS = WIDTH / 8;  // of a key or value, 16 bytes each
-  static_assert(scratch_bytes(MAX_GROUP, WIDTH) <= WARPS * GROUPED_RING_BYTES);
+  static_assert(scratch_bytes(WARPS, MAX_GROUP, WIDTH) <= WARPS * GROUPED_RING_BYTES);
   extern __shared__ __align__(128) uint8_t memory[];
   // Query heads, cut in two; in the last row, the new key and value.
   __shared__ __align__(16) uint16_t made[MAX_GROUP + 1][2][STRIDE];
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, sub = lane % 4;
   const AttentionSplit c(a, KEYS, true);
+  if (c.idle && c.split > 0) return;
   const int row = c.row, length = c.length, heads = c.heads, head_dim = t.head_dim;
 
   const uint32_t ring = shared_address(memory) + warp * GROUPED_RING_BYTES;
@@ -94,7 +98,7 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
       if (lane + 32 * j < head_dim) value[j] = v_row[lane + 32 * j];
   }
   maker.take(
-      heads + (c.newest ? 1 : 0), head_dim, [&](int i) { return i < heads ? q_row + i * head_dim : k_row; },
+      heads + (c.newest ? 1 : 0), WARPS, head_dim, [&](int i) { return i < heads ? q_row + i * head_dim : k_row; },
       [&](int i, float (&v)[PER_LANE]) {
         const bool query = i < heads;
         uint16_t* to = made[query ? i : MAX_GROUP][0];
@@ -233,12 +237,17 @@ __global__ void __launch_bounds__(ATTEND_WARPS * 32, WIDTH == 256 ? 2 : 3)
 // Two heads of 256 are enough: one sequence takes 0.8 % longer (Gemma-3-12B's shape), eight take 3 % less.
 constexpr bool is_grouped(int head_dim, int room) { return room > 2 || (room == 2 && head_dim > 128); }
 
-// no-spill(90a): attend_grouped<*, *>
+// no-spill(90a): attend_grouped<*, *, *>
+template <bool BF16, int WARPS>
+AttentionKernel grouped_of_warps(int head_dim) {
+  if (head_dim <= 64) return attend_grouped<BF16, 64, WARPS>;
+  return head_dim <= 128 ? attend_grouped<BF16, 128, WARPS> : attend_grouped<BF16, 256, WARPS>;
+}
+
 template <bool BF16>
-AttentionKernel grouped_for_head(int head_dim, int& shared_bytes) {
-  shared_bytes = ATTEND_WARPS * GROUPED_RING_BYTES;
-  if (head_dim <= 64) return attend_grouped<BF16, 64>;
-  return head_dim <= 128 ? attend_grouped<BF16, 128> : attend_grouped<BF16, 256>;
+AttentionKernel grouped_for_head(int head_dim, bool few, int& warps, int& shared_bytes) {
+  warps = few ? 2 * ATTEND_WARPS : ATTEND_WARPS, shared_bytes = warps * GROUPED_RING_BYTES;
+  return few ? grouped_of_warps<BF16, 2 * ATTEND_WARPS>(head_dim) : grouped_of_warps<BF16, ATTEND_WARPS>(head_dim);
 }
 
 }  // namespace

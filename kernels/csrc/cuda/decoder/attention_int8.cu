@@ -101,7 +101,7 @@ __host__ __device__ constexpr int ring_stages(int width, bool few, bool sm90) {
 template <int WIDTH, bool FEW>
 __host__ __device__ constexpr int ring_bytes(bool sm90) {
   const int rings = WARPS * ring_stages(WIDTH, FEW, sm90) * Tile<WIDTH, FEW>::BYTES;
-  const int scratch = scratch_bytes(MAX_GROUP, WIDTH);
+  const int scratch = scratch_bytes(WARPS, MAX_GROUP, WIDTH);
   return rings > scratch ? rings : scratch;
 }
 
@@ -125,6 +125,7 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
   const trirun_attention& t = a.t;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, sub = lane % 4;
   const AttentionSplit c(a, KEYS, false);
+  if (c.idle && c.split > 0) return;
   const int row = c.row, length = c.length, head_dim = t.head_dim, bytes = int8_row_bytes(head_dim);
   const int team_warps = WARPS / a.teams, team = warp / team_warps, kv_head = c.kv_head + team;
   const int heads = c.heads / a.teams;  // of this team
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
   const auto* k_row = static_cast<const uint16_t*>(t.k) + row * t.ld_kv;
   const auto* v_row = static_cast<const uint16_t*>(t.v) + row * t.ld_kv;
   make.take(
-      c.heads + (c.newest ? a.teams : 0), head_dim,
+      c.heads + (c.newest ? a.teams : 0), WARPS, head_dim,
       [&](int i) {
         return i < c.heads ? q_row + (c.head0 + i) * head_dim : k_row + (c.kv_head + i - c.heads) * head_dim;
       },

@@ -1,9 +1,12 @@
-// Where decoder kernels leave rows that they have quantized: the buffer of activations.cuh.
+// Where decoder kernels leave rows that they have quantized: the buffer of activations.cuh; and what rows may be.
 #pragma once
 
 #include "cuda/common/activations.cuh"
 
 namespace trirun::decoder {
+
+// TRIRUN_OK, or what is wrong with rows, of which there is at least one (rows.cu).
+int check_rows(const trirun_rows& rows);
 
 struct LimbRows {
   uint8_t* limbs = nullptr;  // null: the rows are not wanted quantized

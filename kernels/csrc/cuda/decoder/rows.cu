@@ -390,6 +390,45 @@ Kernel instance(int per_warp) {
 }
 
 }  // namespace
+
+int check_rows(const trirun_rows& r) {
+  if (r.m < 0 || r.n <= 0 || r.n % 16 || r.n > (1 << 20) || r.ldx % 2 || r.ldy % 2) return TRIRUN_BAD_SHAPE;
+  if (!half_dtype(r.dtype) || r.source < TRIRUN_ROWS_RESIDUAL || r.source > TRIRUN_ROWS_POST) return TRIRUN_UNSUPPORTED;
+  const bool post = r.source == TRIRUN_ROWS_POST;
+  const bool residual = post || r.source == TRIRUN_ROWS_RESIDUAL || r.source == TRIRUN_ROWS_EMBED;
+  const bool packed = r.source == TRIRUN_ROWS_EMBED && r.packed != nullptr;
+  if (packed) {
+    const trirun_int2& w = *r.packed;
+    if (w.words == nullptr || w.scales == nullptr || !aligned_to(w.words, 4) || !aligned_to(w.scales, 2))
+      return TRIRUN_BAD_POINTER;
+    if (w.n % 64 || w.k % 128 || r.n > w.k || r.vocab > w.n) return TRIRUN_BAD_SHAPE;
+    if (w.group_size != -1 && w.group_size != 32 && w.group_size != 64 && w.group_size != 128)
+      return TRIRUN_UNSUPPORTED;
+  }
+  if (r.mixed != nullptr) {
+    const trirun_combine& c = *r.mixed;
+    if (r.source != TRIRUN_ROWS_RESIDUAL || c.m != r.m || c.n != r.n || c.ldx % 2 || c.ld_shared % 2 || c.top_k < 1)
+      return TRIRUN_BAD_SHAPE;
+    if (!half_dtype(c.dtype)) return TRIRUN_UNSUPPORTED;
+    if (c.x == nullptr || c.places == nullptr || c.weights == nullptr || !aligned_to(c.x, 4) ||
+        !aligned_to(c.shared, 4))
+      return TRIRUN_BAD_POINTER;
+  }
+  if ((residual && r.residual == nullptr) || (r.source != TRIRUN_ROWS_RESIDUAL && r.x == nullptr && !packed) ||
+      (post && r.post_norm == nullptr) || (r.source == TRIRUN_ROWS_EMBED && (r.tokens == nullptr || r.vocab <= 0)))
+    return TRIRUN_BAD_POINTER;
+  if (!aligned_to(r.residual, 8) || !aligned_to(r.x, 4) || !aligned_to(r.up, 4) || !aligned_to(r.norm, 8) ||
+      !aligned_to(r.norm_bias, 8) || !aligned_to(r.post_norm, 8) || !aligned_to(r.y, 4) ||
+      !aligned_to(r.activations, 256))
+    return TRIRUN_BAD_POINTER;
+  if (r.activations != nullptr) {
+    if (r.act_bits != TRIRUN_ACT8 && r.act_bits != TRIRUN_ACT16) return TRIRUN_UNSUPPORTED;
+    const int64_t k_pad = (r.n + K_TILE - 1) / K_TILE * K_TILE;
+    if (r.m > 128 || r.activation_bytes < ActivationLayout(r.m, k_pad, r.act_bits).bytes) return TRIRUN_NO_WORKSPACE;
+  }
+  return TRIRUN_OK;
+}
+
 }  // namespace trirun::decoder
 
 extern "C" int trirun_cuda_rows(const trirun_rows* r, void* stream) {
@@ -397,36 +436,8 @@ extern "C" int trirun_cuda_rows(const trirun_rows* r, void* stream) {
   using namespace trirun::decoder;
   if (r == nullptr) return TRIRUN_BAD_POINTER;
   if (r->m == 0) return TRIRUN_OK;
-  if (r->m < 0 || r->n <= 0 || r->n % 16 || r->n > (1 << 20) || r->ldx % 2 || r->ldy % 2) return TRIRUN_BAD_SHAPE;
-  if (!half_dtype(r->dtype) || r->source < TRIRUN_ROWS_RESIDUAL || r->source > TRIRUN_ROWS_POST)
-    return TRIRUN_UNSUPPORTED;
-  const bool post = r->source == TRIRUN_ROWS_POST;
-  const bool residual = post || r->source == TRIRUN_ROWS_RESIDUAL || r->source == TRIRUN_ROWS_EMBED;
-  const bool packed = r->source == TRIRUN_ROWS_EMBED && r->packed != nullptr;
-  if (packed) {
-    const trirun_int2& w = *r->packed;
-    if (w.words == nullptr || w.scales == nullptr || !aligned_to(w.words, 4) || !aligned_to(w.scales, 2))
-      return TRIRUN_BAD_POINTER;
-    if (w.n % 64 || w.k % 128 || r->n > w.k || r->vocab > w.n) return TRIRUN_BAD_SHAPE;
-    if (w.group_size != -1 && w.group_size != 32 && w.group_size != 64 && w.group_size != 128)
-      return TRIRUN_UNSUPPORTED;
-  }
-  if (r->mixed != nullptr) {
-    const trirun_combine& c = *r->mixed;
-    if (r->source != TRIRUN_ROWS_RESIDUAL || c.m != r->m || c.n != r->n || c.ldx % 2 || c.ld_shared % 2 || c.top_k < 1)
-      return TRIRUN_BAD_SHAPE;
-    if (!half_dtype(c.dtype)) return TRIRUN_UNSUPPORTED;
-    if (c.x == nullptr || c.places == nullptr || c.weights == nullptr || !aligned_to(c.x, 4) ||
-        !aligned_to(c.shared, 4))
-      return TRIRUN_BAD_POINTER;
-  }
-  if ((residual && r->residual == nullptr) || (r->source != TRIRUN_ROWS_RESIDUAL && r->x == nullptr && !packed) ||
-      (post && r->post_norm == nullptr) || (r->source == TRIRUN_ROWS_EMBED && (r->tokens == nullptr || r->vocab <= 0)))
-    return TRIRUN_BAD_POINTER;
-  if (!aligned_to(r->residual, 8) || !aligned_to(r->x, 4) || !aligned_to(r->up, 4) || !aligned_to(r->norm, 8) ||
-      !aligned_to(r->norm_bias, 8) || !aligned_to(r->post_norm, 8) || !aligned_to(r->y, 4) ||
-      !aligned_to(r->activations, 256))
-    return TRIRUN_BAD_POINTER;
+  if (const int code = check_rows(*r)) return code;
+  const bool post = r->source == TRIRUN_ROWS_POST, packed = r->source == TRIRUN_ROWS_EMBED && r->packed != nullptr;
   unsigned shared_by = 1;
   if (const PromptKernel kernel = r->mixed == nullptr ? prompt_kernel(*r, shared_by) : nullptr)
     return launch_dependent(kernel, *r, dim3(static_cast<unsigned>(r->m), shared_by), PROMPT_THREADS, 0, stream);
@@ -437,11 +448,7 @@ extern "C" int trirun_cuda_rows(const trirun_rows* r, void* stream) {
   a.k_tiles = static_cast<int>((r->n + K_TILE - 1) / K_TILE);
   a.tokens = static_cast<int>(r->m);
   if (r->activations != nullptr) {
-    if (r->act_bits != TRIRUN_ACT8 && r->act_bits != TRIRUN_ACT16) return TRIRUN_UNSUPPORTED;
-    const int64_t k_pad = static_cast<int64_t>(a.k_tiles) * K_TILE;
-    if (r->m > 128 || r->activation_bytes < ActivationLayout(r->m, k_pad, r->act_bits).bytes)
-      return TRIRUN_NO_WORKSPACE;
-    a.quantized = LimbRows(r->activations, r->m, k_pad, r->act_bits);
+    a.quantized = LimbRows(r->activations, r->m, static_cast<int64_t>(a.k_tiles) * K_TILE, r->act_bits);
     a.tokens = a.quantized.tokens;
   }
   // Where a row has no common norm or scale its k tiles go to as many CTAs as there are; else one CTA owns the row.

@@ -4,14 +4,15 @@
 // outputs, whose activation it then applies, or two neighbours. Half of its warps have each n tile of a pair, shared
 // along k. As in gemm_decode/stream.cu, whose arithmetic this is, every warp has a ring of its own in shared memory, of
 // which each lane reads back the words that it copied, and which runs on from one pair to the next; weights are asked
-// for as soon as the tile is known, and the CTA quantizes its rows of x while they are under way. Parts are added in a
-// fixed order, so that results repeat bitwise.
+// for as soon as the tile is known, and the CTA quantizes its rows of x, or copies them where they are quantized
+// already, while they are under way. Parts are added in a fixed order, so that results repeat bitwise.
 //
 // What is older than the previous kernel does not wait for its end: the weights of tiles where that kernel made their
 // rows (down, behind gate | up), the quantized x where it routed a single row. Routing and this kernel let the next one
 // begin only when their own wait is over, so that what they waited for is there for it.
 #include "experts.cuh"
 #include "cuda/decoder/launch.cuh"
+#include "cuda/decoder/limbs.cuh"
 #include "cuda/gemm_decode/stream_tile.cuh"
 #include "cuda/gemm_prefill/prefill.cuh"
 
@@ -33,6 +34,7 @@ struct Args {
   int n, k;  // true sizes: n of y
   const void* x;
   int64_t ldx;
+  decoder::LimbRows quantized;  // x, where its limbs are not null
   const int32_t* order;  // or null
   int top_k;
   const int32_t* tiles;
@@ -62,20 +64,42 @@ __device__ __forceinline__ float gated_value(float gate, float up, int activatio
 
 __device__ __forceinline__ int stored_row(int row) { return row % 8 * 8 + row / 16 * 2 + row / 8 % 2; }
 
-// The rows of x of a tile, quantized to where Partial reads them. largest: [tokens] in shared memory.
+// The row of x of a token of a tile.
+__device__ __forceinline__ int row_of(const Args& a, Tile tile, int token) {
+  const int at = tile.first + token;
+  return a.order == nullptr ? at : a.single ? 0 : __ldcg(a.order + at) / a.top_k;
+}
+
+// The rows of x of a tile to where Partial reads them, of what is quantized already.
+template <int LIMBS, int SCALE>
+__device__ __forceinline__ void copy_rows(const Args& a, Tile tile, uint8_t* memory) {
+  const int tokens_log = __popc(a.tokens - 1), columns_log = tokens_log + LIMBS - 1;
+  for (int i = threadIdx.x; i < a.k_tiles * 8 << columns_log; i += blockDim.x) {
+    const int block = i >> columns_log, column = i & (a.columns - 1), token = column / LIMBS;
+    if (token >= tile.count) continue;
+    const int from = row_of(a, tile, token) * LIMBS + column % LIMBS;
+    const auto* limbs = a.quantized.limbs + (static_cast<int64_t>(block) * a.quantized.columns + from) * 16;
+    *reinterpret_cast<uint4*>(memory + i * 16) = __ldcg(reinterpret_cast<const uint4*>(limbs));
+  }
+  for (int i = threadIdx.x; i < a.k_tiles << tokens_log; i += blockDim.x) {
+    const int k_tile = i >> tokens_log, token = i & (a.tokens - 1);
+    if (token >= tile.count) continue;
+    const int cell = k_tile * a.quantized.tokens + row_of(a, tile, token);
+    *reinterpret_cast<float2*>(memory + a.scales_at + i * 8) = __ldcg(a.quantized.scales + cell);
+    if (SCALE == PER_BLOCK) *reinterpret_cast<float4*>(memory + a.sums_at + i * 16) = __ldcg(a.quantized.sums + cell);
+  }
+}
+
+// The same of rows that this CTA quantizes. largest: [tokens] in shared memory.
 template <int LIMBS, int SCALE>
 __device__ __forceinline__ void quantize_rows(const Args& a, Tile tile, uint8_t* memory, uint32_t* largest) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int tokens_log = __popc(a.tokens - 1);
-  const auto row_of = [&](int token) {
-    const int at = tile.first + token;
-    const int row = a.order == nullptr ? at : a.single ? 0 : __ldcg(a.order + at) / a.top_k;
-    return static_cast<const uint16_t*>(a.x) + row * a.ldx;
-  };
   const auto load = [&](int token, int k_tile) {
     const int at = k_tile * K_TILE + (lane >> 2) * 16 + lane % 4 * 2;
-    return token < tile.count ? widen(load_k_tile_paired16(row_of(token) + at, at, a.k), a.bf16)
-                              : make_float4(0.f, 0.f, 0.f, 0.f);
+    if (token >= tile.count) return make_float4(0.f, 0.f, 0.f, 0.f);
+    const auto* row = static_cast<const uint16_t*>(a.x) + row_of(a, tile, token) * a.ldx;
+    return widen(load_k_tile_paired16(row + at, at, a.k), a.bf16);
   };
   if (LIMBS == 1) {
     for (int token = warp; token < a.tokens; token += warps) {
@@ -104,7 +128,7 @@ __device__ __forceinline__ void quantize_rows(const Args& a, Tile tile, uint8_t*
 }
 
 template <int LIMBS, int NT, int SCALE>
-__global__ void __launch_bounds__(MAX_WARPS * 32) experts_decode(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(MAX_WARPS * 32, 1) experts_decode(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ uint32_t largest[MAX_TOKENS];
   const uint32_t shared = shared_address(memory);
@@ -140,22 +164,43 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) experts_decode(const __grid_co
     copy_async_commit();
     if (++fill_k_tile >= k_end) fill_k_tile = k_tile0, fill_pair++;
   };
+  // What a thread's outputs of a pair need beside their sums: it has the same row of 64 in each. Asked for long before,
+  // and as it is stored, so that nobody waits for it; but not where registers are short.
+  constexpr bool AHEAD = SCALE != PER_BLOCK;
+  const int sides = a.gated ? 1 : 2, own_row = threadIdx.x % 64, own_side = threadIdx.x / 64 % sides;
+  __half own_scale[2];  // of gate and of up, or of its one side
+  float own_bias[2];
+  const auto ask = [&](int pair) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      own_scale[i] = __half{}, own_bias[i] = 0.f;
+      const int n_tile = n_tile_of(pair, a.gated ? i : own_side);
+      if ((i > 0 && !a.gated) || n_tile >= a.n_tiles) continue;
+      if (SCALE == PER_CHANNEL)
+        own_scale[i] = __ldg(a.scales + tile.expert * a.expert_groups + n_tile * 64 + stored_row(own_row));
+      if (a.bias != nullptr) own_bias[i] = __ldg(a.bias + tile.expert * a.n_pad + n_tile * 64 + own_row);
+    }
+  };
   const auto find = [&] {
     tile = load_tile(a.tiles, blockIdx.y);
     if (tile.expert < 0) return;
 #pragma unroll
     for (int i = 0; i < STAGES; i++) fill(i);
+    if (AHEAD) ask(pair0);
   };
   const bool known = a.order == nullptr;  // the previous kernel ran the same tiles
-  // Of a single row every tile has the same x.
-  const bool early = a.single && !known;
+  // Of a single row every tile has the same x; where it is quantized already the previous kernel may have done that.
+  const bool copied = a.quantized.limbs != nullptr, early = a.single && !known && !copied;
   if (known) find();
   if (early) quantize_rows<LIMBS, SCALE>(a, {0, 0, 1}, memory, largest);
   dependency_wait();
   dependency_launch();
   if (!known) find();
   if (tile.expert < 0) return copy_async_wait_all();
-  if (!early) quantize_rows<LIMBS, SCALE>(a, tile, memory, largest);
+  if (copied)
+    copy_rows<LIMBS, SCALE>(a, tile, memory);
+  else if (!early)
+    quantize_rows<LIMBS, SCALE>(a, tile, memory, largest);
   __syncthreads();
 
   Partial<LIMBS, NT, SCALE> partial;
@@ -201,27 +246,25 @@ __global__ void __launch_bounds__(MAX_WARPS * 32) experts_decode(const __grid_co
             store_shared(slot + (token * 64 + j * 16 + h * 8 + lane / 4) * 4,
                          partial.value(j, n, h, e, x_scale, row_zeros, real_zeros, a.zero));
           }
+    if (!AHEAD) ask(pair);
     __syncthreads();
 
-    const auto output = [&](int of_side, int token, int row) {
+    const auto output = [&](int of_side, int token, int own) {
       float v = 0.f;
-      const uint32_t from = shared + a.parts_at + ((of_side << a.split_log) * a.tokens + token) * 256 + row * 4;
+      const uint32_t from = shared + a.parts_at + ((of_side << a.split_log) * a.tokens + token) * 256 + own_row * 4;
       for (int p = 0; p < parts; p++) v += load_shared_float(from + (p * a.tokens << 8));
-      const int tile_n = n_tile_of(pair, of_side);
-      if (SCALE == PER_CHANNEL)
-        v *= __half2float(a.scales[tile.expert * a.expert_groups + tile_n * 64 + stored_row(row)]);
-      return a.bias != nullptr ? v + a.bias[tile.expert * a.n_pad + tile_n * 64 + row] : v;
+      return (SCALE == PER_CHANNEL ? v * __half2float(own_scale[own]) : v) + own_bias[own];
     };
-    const int dtype = a.bf16 ? TRIRUN_BF16 : TRIRUN_F16, sides = a.gated ? 1 : 2;
-    for (int i = threadIdx.x; i < tile.count * 64 * sides; i += blockDim.x) {
-      const int row = i % 64, of_side = i / 64 % sides, token = i / 64 / sides;
-      const int column = n_tile_of(pair, of_side) * 64 + row;
-      if (column >= a.n) continue;
-      const float v = a.gated ? gated_value(output(0, token, row), output(1, token, row), a.activation, a.limit)
-                              : output(of_side, token, row);
+    const int dtype = a.bf16 ? TRIRUN_BF16 : TRIRUN_F16, column = n_tile_of(pair, own_side) * 64 + own_row;
+    for (int token = threadIdx.x / 64 / sides; token < tile.count && column < a.n; token += blockDim.x / 64 / sides) {
+      const float v = a.gated ? gated_value(output(0, token, 0), output(1, token, 1), a.activation, a.limit)
+                              : output(own_side, token, 0);
       store_element(a.y, (tile.first + token) * a.ldy + column, v, dtype);
     }
-    if (pair + 1 < pair_end) __syncthreads();
+    if (pair + 1 < pair_end) {
+      if (AHEAD) ask(pair + 1);
+      __syncthreads();
+    }
   }
   copy_async_wait_all();
 }
@@ -272,12 +315,14 @@ int configure(const trirun_experts& e, int warps, Args& a) {
 
 int check(const trirun_experts& e) {
   if (e.w.words == nullptr || e.w.scales == nullptr || e.x == nullptr || e.tiles == nullptr || e.y == nullptr ||
+      (e.activations != nullptr && e.order == nullptr) || !decoder::aligned_to(e.activations, 256) ||
       !decoder::aligned_to(e.w.words, 16) || !decoder::aligned_to(e.w.scales, 16) ||
       !decoder::aligned_to(e.w.zeros, 16) || !decoder::aligned_to(e.x, 4) || !decoder::aligned_to(e.tiles, 16))
     return TRIRUN_BAD_POINTER;
   if (e.w.n <= 0 || e.w.k <= 0 || e.w.n % 64 || e.w.k % K_TILE || e.k <= 0 || e.k > e.w.k || e.k % 2 || e.ldx % 2 ||
-      e.n <= 0 || e.n > (e.gated ? e.w.n / 2 : e.w.n) || (e.gated && e.w.n % 128) || e.w.k > EXACT_SUM_K ||
-      e.w.n > (1 << 22) || e.top_k < 1 || e.tile_bound < 0 || e.tile_bound > 65535)
+      (e.activations != nullptr && (e.rows < 1 || e.w.k - e.k >= K_TILE)) || e.n <= 0 ||
+      e.n > (e.gated ? e.w.n / 2 : e.w.n) || (e.gated && e.w.n % 128) || e.w.k > EXACT_SUM_K || e.w.n > (1 << 22) ||
+      e.top_k < 1 || e.tile_bound < 0 || e.tile_bound > 65535)
     return TRIRUN_BAD_SHAPE;
   const int g = e.w.group_size;
   const bool known = (g == -1 || g == 32 || g == 64 || g == 128) && decoder::half_dtype(e.dtype) &&
@@ -325,6 +370,8 @@ extern "C" int trirun_cuda_experts(const trirun_experts* experts, void* stream) 
   a.zero = e.w.zero, a.bias = e.bias, a.n = static_cast<int>(e.n), a.k = static_cast<int>(e.k);
   a.x = e.x, a.ldx = e.ldx, a.order = e.order, a.top_k = e.top_k, a.tiles = e.tiles, a.y = e.y, a.ldy = e.ldy;
   a.pairs = static_cast<int>(pairs), a.single = e.rows == 1;
+  if (e.activations != nullptr)
+    a.quantized = decoder::LimbRows(const_cast<void*>(e.activations), e.rows, e.w.k, e.act_bits);
   a.bf16 = e.dtype == TRIRUN_BF16, a.gated = e.gated != 0, a.activation = e.activation, a.limit = e.limit;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(e.tile_bound));
   return decoder::launch_dependent(instance->kernel, a, grid, warps * 32, shared, stream);

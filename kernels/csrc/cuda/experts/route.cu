@@ -1,18 +1,15 @@
 // Routing: which rows go to which experts, with which weights, and in which order the experts' products take them.
 //
-// One row: one cluster (route_one). Few rows (decoding): one launch. CTAs compute the logits of a few experts each;
+// One row: one cluster (route_one.cuh). Few rows (decoding): one launch. CTAs compute the logits of a few experts each;
 // the last of them to arrive chooses and sorts, so that nothing but the launch itself lies between the router and the
 // products. The router's weights are asked for while the kernel before still runs. Many rows: logits come from the
 // caller; a warp chooses for a row, then a CTA per expert finds its pairs. No step depends on the order in which CTAs
 // or atomics arrive: the same rows are routed the same way, of equals to the expert with the smaller index.
 // no-spill: choose_rows<4>
 // no-spill: route_few<*, 4>
-// no-spill: route_one<*>
 // no-spill: sort_many
-#include "experts.cuh"
-#include "cuda/common/elements.cuh"
-#include "cuda/common/hopper.cuh"
-#include "cuda/decoder/launch.cuh"
+#include "choose.cuh"
+#include "route_one.cuh"
 
 #include <type_traits>
 
@@ -20,137 +17,11 @@ namespace trirun::experts {
 namespace {
 
 using decoder::aligned_to;
-using decoder::from_ordered;
-using decoder::ordered_bits;
-using decoder::warp_sum;
 
 constexpr int FEW_THREADS = 512;
 constexpr int FEW_PAIRS = 1024, FEW_ROWS = 64;  // pairs that one CTA sorts, rows that it multiplies
 constexpr int CTA_EXPERTS = 4, K_PARTS = FEW_THREADS / 32 / CTA_EXPERTS;  // of a CTA of the router's product
 constexpr int SORT_THREADS = 1024;
-constexpr int ONE_CLUSTER = 8, ONE_EXPERTS = ONE_CLUSTER * FEW_THREADS / 32;  // of a single row
-
-__device__ __forceinline__ float sigmoid(float v) { return 1.f / (1.f + expf(-v)); }
-
-// The place of the largest value of a warp, of equals the first: the values are `keys` of expert lane + 32 i. Taken
-// ones are 0, which no other key is.
-template <int PER_LANE>
-__device__ __forceinline__ int take_largest(uint32_t (&keys)[PER_LANE]) {
-  const int lane = threadIdx.x % 32;
-  uint32_t most = 0;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) most = max(most, keys[i]);
-  most = __reduce_max_sync(~0u, most);
-  int at = MOST_EXPERTS;
-#pragma unroll
-  for (int i = PER_LANE - 1; i >= 0; i--)
-    if (keys[i] == most) at = lane + 32 * i;
-  at = static_cast<int>(__reduce_min_sync(~0u, static_cast<unsigned>(at)));
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++)
-    if (lane + 32 * i == at) keys[i] = 0;
-  return at;
-}
-
-__device__ __forceinline__ uint32_t key_of(float v) { return max(ordered_bits(v), 1u); }
-
-// Experts outside of the best groups are not to be chosen; a group's score is the sum of its two best (DeepSeek-V3).
-template <int PER_LANE>
-__device__ __forceinline__ void mask_groups(const trirun_route& r, float (&scores)[PER_LANE], float* shared) {
-  const int lane = threadIdx.x % 32, size = r.experts / r.groups;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++)
-    if (lane + 32 * i < r.experts) shared[lane + 32 * i] = scores[i];
-  __syncwarp();
-  float best = -INFINITY, second = -INFINITY;
-  for (int i = 0; lane < r.groups && i < size; i++) {
-    const float v = shared[lane * size + i];
-    second = fmaxf(second, fminf(best, v)), best = fmaxf(best, v);
-  }
-  const float mine = lane < r.groups ? best + second : -INFINITY;
-  int rank = 0;
-  for (int g = 0; g < r.groups; g++) {
-    const float other = __shfl_sync(~0u, mine, g);
-    rank += other > mine || (other == mine && g < lane);
-  }
-  const unsigned chosen = __ballot_sync(~0u, lane < r.groups && rank < r.top_groups);
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++)
-    if (!(chosen >> (lane + 32 * i) / size % 32 & 1)) scores[i] = -INFINITY;
-  __syncwarp();
-}
-
-// By one warp: the experts of one row and their weights; lane j is left with the j-th expert, or -1. shared: [experts]
-// of this warp, where there are groups. logit(e): the router's e-th output.
-template <int PER_LANE, typename Logit>
-__device__ __forceinline__ int choose(const trirun_route& r, int row, float* shared, Logit logit) {
-  const int lane = threadIdx.x % 32;
-  const bool padding = r.slots != nullptr && r.slots[row] < 0;
-  float scores[PER_LANE];
-  float most = -INFINITY;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    const int expert = lane + 32 * i;
-    scores[i] = -INFINITY;
-    if (expert < r.experts) scores[i] = logit(expert) + (r.bias != nullptr ? r.bias[expert] : 0.f);
-    most = fmaxf(most, scores[i]);
-  }
-  float sum = 1.f;
-  if (r.score == TRIRUN_ROUTE_SOFTMAX) {
-    most = from_ordered(__reduce_max_sync(~0u, ordered_bits(most)));
-    sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      scores[i] = lane + 32 * i < r.experts ? expf(scores[i] - most) : 0.f;
-      sum += scores[i];
-    }
-    sum = warp_sum(sum);
-  } else {
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) scores[i] = lane + 32 * i < r.experts ? sigmoid(scores[i]) : 0.f;
-  }
-  float choice[PER_LANE];
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    const int expert = lane + 32 * i;
-    choice[i] = scores[i] + (r.correction != nullptr && expert < r.experts ? r.correction[expert] : 0.f);
-  }
-  if (r.groups > 1) mask_groups(r, choice, shared);
-  uint32_t keys[PER_LANE];
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) keys[i] = lane + 32 * i < r.experts ? key_of(choice[i]) : 0;
-
-  int expert = 0;
-  float chosen = 0.f, total = 0.f;  // lane j has the j-th expert and its score
-#pragma unroll 1  // unrolled, it takes registers that the router needs
-  for (int j = 0; j < r.top_k; j++) {
-    const int at = take_largest(keys);
-    float score = 0.f;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++)
-      if (lane + 32 * i == at) score = scores[i];
-    score = __shfl_sync(~0u, score, at % 32);
-    total += score;
-    if (lane == j) expert = at, chosen = score;
-  }
-  expert = padding || lane >= r.top_k ? -1 : expert;
-  if (lane < r.top_k) {
-    const int64_t pair = static_cast<int64_t>(row) * r.top_k + lane;
-    r.ids[pair] = expert;
-    // Of a softmax that is normalised, its own sum cancels.
-    const float by = r.normalize ? total + (r.score == TRIRUN_ROUTE_SIGMOID ? 1e-20f : 0.f) : sum;
-    r.weights[pair] = padding ? 0.f : chosen / by * r.scale;
-  }
-  if (r.shared_weights != nullptr && lane == 0) r.shared_weights[row] = sigmoid(logit(r.experts));
-  return expert;
-}
-
-// The same of a row whose logits are in r.logits.
-template <int PER_LANE>
-__device__ __forceinline__ int choose(const trirun_route& r, int row, float* shared) {
-  const float* logits = r.logits + static_cast<int64_t>(row) * r.ld;
-  return choose<PER_LANE>(r, row, shared, [&](int e) { return __ldcg(logits + e); });
-}
 
 // Inclusive sums over the threads of a CTA, of at most 1024; `shared`: [32].
 __device__ __forceinline__ int inclusive_sum(int v, int* shared) {
@@ -194,29 +65,6 @@ struct FewArgs {
   trirun_route r;
   int tile_bound;
 };
-
-// Sorts the pairs of a single row, whose experts the lanes of a warp have: none has more than one of its tiles.
-template <int PER_LANE>
-__device__ __forceinline__ void sort_one(const FewArgs& a, int expert) {
-  const trirun_route& r = a.r;
-  const int lane = threadIdx.x % 32, chosen = __popc(__ballot_sync(~0u, expert >= 0));
-  int place = 0, ends[PER_LANE] = {};
-  for (int j = 0; j < chosen; j++) {
-    const int other = __shfl_sync(~0u, expert, j);
-    place += other < expert;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) ends[i] += other <= lane + 32 * i;
-  }
-  if (lane < r.top_k) r.places[lane] = expert < 0 ? -1 : place;
-  if (expert >= 0) {
-    r.order[place] = lane;
-    store_tile(r.tiles, place, {expert, place, 1});
-  }
-  for (int i = chosen + lane; i < a.tile_bound; i += 32) store_tile(r.tiles, i, {-1, 0, 0});
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++)
-    if (r.ends != nullptr && lane + 32 * i < r.experts) r.ends[lane + 32 * i] = ends[i];
-}
 
 // Sorts at most FEW_PAIRS pairs by their experts, `ids`. By one CTA of FEW_THREADS.
 __device__ __forceinline__ void sort_few(const FewArgs& a, const int* ids) {
@@ -324,7 +172,7 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) route_few(const __grid_constan
   if (!last) return;
   __threadfence();
   if (rows == 1) {
-    if (warp == 0) sort_one<PER_LANE>(a, choose<PER_LANE>(r, 0, scores[0]));
+    if (warp == 0) sort_one<PER_LANE>(r, a.tile_bound, choose<PER_LANE>(r, 0, scores[0]));
     return;
   }
   for (int row = warp; row < rows; row += FEW_THREADS / 32) {
@@ -333,48 +181,6 @@ __global__ void __launch_bounds__(FEW_THREADS, 1) route_few(const __grid_constan
   }
   __syncthreads();
   sort_few(a, ids);
-}
-
-// A single row among at most 128 experts: one cluster, an expert for each warp. Logits meet in the first CTA's shared
-// memory, which takes a third of the time of a counter in L2.
-template <bool BF16>
-__global__ void __launch_bounds__(FEW_THREADS, 1) route_one(const __grid_constant__ FewArgs a) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int EARLY = 8;  // 16-byte loads of a lane that do not wait for x
-  __shared__ float logits[ONE_EXPERTS + 1], scores[ONE_EXPERTS];
-  const trirun_route& r = a.r;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = static_cast<int>(cluster_rank());
-  const int outputs = r.experts + (r.shared_weights != nullptr), chunks = r.k / 8,
-            mine = rank * (FEW_THREADS / 32) + warp;
-  const auto* router = reinterpret_cast<const uint4*>(r.router);
-  const auto* x = static_cast<const uint4*>(r.x);
-  uint4 early[EARLY];
-#pragma unroll
-  for (int i = 0; i < EARLY; i++)
-    if (mine < outputs && lane + 32 * i < chunks) early[i] = __ldg(router + mine * chunks + lane + 32 * i);
-  cluster_arrive();
-  // In this order: experts_decode reads x before it waits.
-  dependency_wait();
-  dependency_launch();
-  cluster_wait();
-  const uint32_t first = peer_address(shared_address(logits), 0);
-  for (int output = mine; output < outputs; output += ONE_EXPERTS) {
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < EARLY; i++)
-      if (output == mine && lane + 32 * i < chunks) sum = dot8<BF16>(__ldcg(x + lane + 32 * i), early[i], sum);
-#pragma unroll 4
-    for (int at = lane + (output == mine ? 32 * EARLY : 0); at < chunks; at += 32)
-      sum = dot8<BF16>(__ldcg(x + at), __ldg(router + output * chunks + at), sum);
-    sum = warp_sum(sum);
-    if (lane == 0) store_peer(first + output * 4, sum);
-  }
-  __syncwarp();
-  cluster_arrive();
-  if (rank > 0 || warp > 0) return;
-  cluster_wait();
-  sort_one<ONE_EXPERTS / 32>(a, choose<ONE_EXPERTS / 32>(r, 0, scores, [&](int e) { return logits[e]; }));
-#endif
 }
 
 constexpr int CHOOSE_WARPS = 8;
@@ -442,6 +248,8 @@ int check(const trirun_route& r) {
   if (r.logits == nullptr || r.weights == nullptr || r.ids == nullptr || r.places == nullptr || r.order == nullptr ||
       r.tiles == nullptr || !aligned_to(r.tiles, 16))
     return TRIRUN_BAD_POINTER;
+  if (r.rows != nullptr && (r.x == nullptr || r.rows->y != r.x)) return TRIRUN_BAD_POINTER;
+  if (r.rows != nullptr && (r.rows->m != r.m || r.rows->n != r.k || r.rows->dtype != r.dtype)) return TRIRUN_BAD_SHAPE;
   if (r.x == nullptr) return TRIRUN_OK;
   if (!decoder::half_dtype(r.dtype)) return TRIRUN_UNSUPPORTED;
   if (r.m > FEW_ROWS || r.m * r.top_k > FEW_PAIRS || r.k < 8 || r.k % 8 || r.ldx % 8) return TRIRUN_BAD_SHAPE;
@@ -472,9 +280,11 @@ extern "C" int trirun_cuda_route(const trirun_route* route, void* stream) {
     const bool bf16 = r.dtype == TRIRUN_BF16;
     DeviceFacts facts;
     if (const int code = device_facts(facts)) return code;
-    if (facts.arch >= 90 && r.m == 1 && r.experts <= ONE_EXPERTS)
-      return launch_dependent(bf16 ? route_one<true> : route_one<false>, a, dim3(ONE_CLUSTER), FEW_THREADS, 0, stream,
-                              ONE_CLUSTER);
+    const bool one = facts.arch >= 90 && r.m == 1 && r.experts <= ONE_EXPERTS;
+    const bool makes = one && r.rows != nullptr && makes_row(*r.rows);
+    if (r.rows != nullptr && !makes)
+      if (const int code = trirun_cuda_rows(r.rows, stream)) return code;
+    if (one) return launch_one(r, makes ? r.rows : nullptr, static_cast<cudaStream_t>(stream));
     const auto small = bf16 ? route_few<true, 4> : route_few<false, 4>;
     const auto large = bf16 ? route_few<true, MOST_EXPERTS / 32> : route_few<false, MOST_EXPERTS / 32>;
     return launch_dependent(r.experts <= 128 ? small : large, a, grid, FEW_THREADS, 0, stream);
