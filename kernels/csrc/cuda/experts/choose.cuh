@@ -104,15 +104,15 @@ struct Scored {
         scores[i] = lane + 32 * i < r.experts ? expf(scores[i] - most) : 0.f;
         sum += scores[i];
       }
-      // Of a softmax that is normalised, its own sum cancels.
-      if (!r.normalize) sum = warp_sum(sum);
+      // Of a softmax that is normalised, its own sum cancels, but not beside a correction.
+      sum = !r.normalize || r.correction != nullptr ? warp_sum(sum) : 1.f;
     } else {
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++) scores[i] = lane + 32 * i < r.experts ? sigmoid(scores[i]) : 0.f;
     }
     float choice[PER_LANE];
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) choice[i] = scores[i] + added.correction[i];
+    for (int i = 0; i < PER_LANE; i++) choice[i] = scores[i] / sum + added.correction[i];
     if (r.groups > 1) mask_groups(r, choice, shared);
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) keys[i] = lane + 32 * i < r.experts ? key_of(choice[i]) : 0;

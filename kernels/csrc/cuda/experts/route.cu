@@ -280,7 +280,7 @@ extern "C" int trirun_cuda_route(const trirun_route* route, void* stream) {
     const bool bf16 = r.dtype == TRIRUN_BF16;
     DeviceFacts facts;
     if (const int code = device_facts(facts)) return code;
-    const bool one = facts.arch >= 90 && r.m == 1 && r.experts <= ONE_EXPERTS;
+    const bool one = facts.arch >= 90 && is_one(r);
     const bool makes = one && r.rows != nullptr && makes_row(*r.rows);
     if (r.rows != nullptr && !makes)
       if (const int code = trirun_cuda_rows(r.rows, stream)) return code;

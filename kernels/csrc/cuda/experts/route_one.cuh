@@ -3,9 +3,8 @@
 // result to the next, so everything is done by as many as can:
 // - Every CTA makes the row for itself. What others read of it is stored by CTAs that have nothing to choose.
 // - A CTA has sixteen experts, which tensor cores multiply at once, and each of its warps a sixteenth of k.
-// - Logits meet in the first CTA's shared memory, which takes a third of the time of a counter in L2. There an expert's
-//   place is the number of those before it, which a thread counts, where a choice of one after another takes top_k
-//   times as long.
+// - Logits meet in the first CTA's shared memory, which takes a third of the time of a counter in L2. An expert's place
+//   is the number of those before it, which four threads count.
 // no-spill: route_one<*, *>
 #pragma once
 
@@ -20,7 +19,6 @@ constexpr int ONE_CLUSTER = 8, CTA_ROUTES = 16, ONE_EXPERTS = ONE_CLUSTER * CTA_
 constexpr int ONE_TILES = 4;  // k tiles of a warp that makes the row, at most
 constexpr int ONE_K = ONE_TILES * ONE_WARPS * K_TILE;
 constexpr int ONE_CHUNK = 32;  // k of two products of tensor cores
-constexpr int CHOOSERS = ONE_EXPERTS / 32;  // warps
 
 struct OneArgs {
   trirun_route r;
@@ -123,8 +121,8 @@ __global__ void __launch_bounds__(ONE_THREADS, 1) route_one(const __grid_constan
   using Type = std::conditional_t<BF16, __nv_bfloat16, __half>;
   constexpr int EARLY = 4;  // chunks of a warp whose weights are in registers before x is there
   __shared__ float parts[ONE_WARPS][CTA_ROUTES], sums[ONE_WARPS];
-  __shared__ float logits[ONE_EXPERTS + CTA_ROUTES], scores[CHOOSERS][ONE_EXPERTS], best_scores[MOST_CHOSEN];
-  __shared__ int best[MOST_CHOSEN];
+  __shared__ float logits[ONE_EXPERTS + CTA_ROUTES], best_scores[32];
+  __shared__ int before[ONE_EXPERTS], best[32];
   __shared__ uint32_t maxima[ONE_WARPS];
   __shared__ __align__(16) uint32_t keys[ONE_EXPERTS], made[TILES > 0 ? TILES * ONE_WARPS * K_TILE / 2 : 4];
   const trirun_route& r = a.r;
@@ -149,13 +147,17 @@ __global__ void __launch_bounds__(ONE_THREADS, 1) route_one(const __grid_constan
   for (int chunk = mine + EARLY; chunk < end; chunk++)
     for (int e : {expert, expert + 8})
       if (e < outputs && column_of(chunk) < k) prefetch_l2(weight_at(e, chunk));
-  constexpr int PER_LANE = ONE_EXPERTS / 32;
-  const bool chooses = rank == 0 && warp < CHOOSERS;
-  Added<PER_LANE> added;
+  // Of the expert that a thread of the first CTA chooses or not.
+  const int candidate = static_cast<int>(threadIdx.x) % ONE_EXPERTS;
+  float bias = 0.f, correction = 0.f;
   bool padding = false;
-  if (chooses) {
-    added.load(r);
+  if (rank == 0) {
+    if (candidate < r.experts) {
+      if (r.bias != nullptr) bias = __ldg(r.bias + candidate);
+      if (r.correction != nullptr) correction = __ldg(r.correction + candidate);
+    }
     padding = r.slots != nullptr && __ldg(r.slots) < 0;
+    if (threadIdx.x < ONE_EXPERTS) before[threadIdx.x] = 0;
   }
   MadeRow<BF16, (TILES > 0 ? TILES : 1)> row;
   if (TILES > 0) row.load_norm(a.rows);
@@ -210,35 +212,45 @@ __global__ void __launch_bounds__(ONE_THREADS, 1) route_one(const __grid_constan
   __syncwarp();
   cluster_arrive();
   if (TILES > 0 && rank > 0) row.store(a, rank, made, maxima);
-  if (!chooses) return;
+  if (rank > 0) return;
   cluster_wait();
-  const Scored<PER_LANE> scored(r, added, scores[warp], [&](int e) { return logits[e]; });
-  uint32_t key = 0;
-  float score = 0.f;
+  // The logits of a softmax have the order of its values.
+  float score = candidate < r.experts ? logits[candidate] + bias : -INFINITY;
+  if (r.score == TRIRUN_ROUTE_SIGMOID) score = sigmoid(score);
+  const uint32_t key = candidate < r.experts ? key_of(score + correction) : 0;
+  if (threadIdx.x < ONE_EXPERTS) keys[threadIdx.x] = key;
+  __syncthreads();
+  // Before an expert are those with a higher key, and of the same those with a smaller index: of 32 that all lanes of a
+  // warp compare with theirs, either all or none have, or those of lanes before.
+  const int first = static_cast<int>(threadIdx.x) / ONE_EXPERTS * 32, own = candidate & ~31;
+  const uint32_t smaller = first < own ? ~0u : first > own ? 0u : (1u << lane) - 1;
+  int higher = 0;
 #pragma unroll
-  for (int i = 0; i < PER_LANE; i++)
-    if (i == warp) key = scored.keys[i], score = scored.scores[i];
-  keys[threadIdx.x] = key;
-  named_barrier<CHOOSERS * 32>(1);
-  // Before an expert are those with a higher key, and of the same those with a smaller index.
-  int before = 0;
-  const auto count = [&](int from, int to, auto is_before) {
-#pragma unroll 2
-    for (int e = from; e < to; e += 4) {
-      const uint4 other = *reinterpret_cast<const uint4*>(keys + e);
-      before += is_before(other.x, e) + is_before(other.y, e + 1);
-      before += is_before(other.z, e + 2) + is_before(other.w, e + 3);
-    }
-  };
-  const int first = warp * 32, index = static_cast<int>(threadIdx.x);
-  count(0, first, [&](uint32_t other, int) { return other >= key; });
-  count(first, first + 32, [&](uint32_t other, int e) { return other > key || (other == key && e < index); });
-  count(first + 32, ONE_EXPERTS, [&](uint32_t other, int) { return other > key; });
-  if (key != 0 && before < r.top_k) best[before] = index, best_scores[before] = score;
-  named_barrier<CHOOSERS * 32>(1);
+  for (int e = 0; e < 32; e += 4) {
+    const uint4 other = *reinterpret_cast<const uint4*>(keys + first + e);
+    const uint32_t others[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) higher += others[i] > key - (smaller >> (e + i) & 1);
+  }
+  atomicAdd(before + candidate, higher);
+  __syncthreads();
+  if (threadIdx.x < ONE_EXPERTS && key != 0 && before[candidate] < r.top_k)
+    best[before[candidate]] = candidate, best_scores[before[candidate]] = score;
+  __syncthreads();
   if (warp > 0) return;
+  score = lane < r.top_k ? best_scores[lane] : -INFINITY;
+  float sum = 1.f;
+  if (r.score == TRIRUN_ROUTE_SOFTMAX) {
+    const float most = best_scores[0];
+    score = expf(score - most);
+    if (!r.normalize) {
+      sum = 0.f;
+      for (int e = lane; e < r.experts; e += 32) sum += expf(logits[e] + (r.bias != nullptr ? r.bias[e] : 0.f) - most);
+      sum = warp_sum(sum);
+    }
+  }
   if (r.shared_weights != nullptr && lane == 0) r.shared_weights[0] = sigmoid(logits[r.experts]);
-  sort_one<PER_LANE>(r, a.tile_bound, store_choice(r, 0, padding, best[lane], best_scores[lane], scored.sum));
+  sort_one<ONE_EXPERTS / 32>(r, a.tile_bound, store_choice(r, 0, padding, best[lane], score, sum));
 #endif
 }
 
@@ -255,6 +267,12 @@ OneKernel one_kernel(int tiles) {
 inline bool makes_row(const trirun_rows& r) {
   return r.source == TRIRUN_ROWS_RESIDUAL && r.mixed == nullptr && r.x != nullptr && r.norm != nullptr &&
          r.norm_bias == nullptr && !r.centered && r.m == 1 && r.n <= ONE_K;
+}
+
+// Whether route_one runs a route: choices of groups, and of a softmax's values themselves, need all of them.
+inline bool is_one(const trirun_route& r) {
+  return r.m == 1 && r.experts <= ONE_EXPERTS && r.groups == 1 &&
+         (r.score == TRIRUN_ROUTE_SIGMOID || r.correction == nullptr);
 }
 
 // rows: what makes x, or null.
