@@ -206,18 +206,23 @@ __host__ __device__ inline int received_floats(int heads, int unit_log, int clus
 template <typename Of, typename Done>
 __device__ __forceinline__ void add_parts(int count, int quads, float2 stat, Of of, Done done) {
   const int lane = threadIdx.x % 32;
-  const float highest = warp_max(stat.x), factor = exp2f(stat.x - highest), l = warp_sum(factor * stat.y);
+  const float highest = warp_max(stat.x), factor = exp2f(stat.x - highest), weight = factor * stat.y;
 #pragma unroll 1
   for (int quad0 = 0; quad0 < quads; quad0 += 32) {
     const int quad = min(quad0 + lane, quads - 1);
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+    float l = 0.f;
 #pragma unroll 1
     for (int s0 = 0; s0 < count; s0 += 4) {
       float4 part[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) part[j] = of(min(s0 + j, count - 1), quad);
 #pragma unroll
-      for (int j = 0; j < 4; j++) add_scaled(v, part[j], s0 + j < count ? __shfl_sync(~0u, factor, s0 + j) : 0.f);
+      for (int j = 0; j < 4; j++) {
+        const bool there = s0 + j < count;
+        add_scaled(v, part[j], there ? __shfl_sync(~0u, factor, s0 + j) : 0.f);
+        l += there ? __shfl_sync(~0u, weight, s0 + j) : 0.f;
+      }
     }
     if (quad0 + lane < quads) done(quad, v, highest, l);
   }

@@ -22,6 +22,7 @@ namespace {
 using namespace gemm_decode;
 
 constexpr int MAX_WARPS = 16, MAX_TOKENS = 16, STAGES = 4;
+constexpr int QUANTIZED_BATCH = 4;  // k tiles of x that a warp has asked for while it quantizes one
 
 struct Args {
   const uint8_t* words;
@@ -90,6 +91,42 @@ __device__ __forceinline__ void copy_rows(const Args& a, Tile tile, uint8_t* mem
   }
 }
 
+// The same of a single row, in two steps: asked for behind weights it would come behind them.
+template <int LIMBS, int SCALE>
+struct CopiedRow {
+  static constexpr int BATCH = 4;
+  uint4 limbs[BATCH];
+  float2 scale;
+  float4 sums;
+
+  __device__ __forceinline__ void load(const Args& a, int first) {
+    const auto* from = reinterpret_cast<const uint4*>(a.quantized.limbs);
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int at = first + i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+      if (at < a.k_tiles * 8 * LIMBS) limbs[i] = __ldcg(from + at / LIMBS * a.quantized.columns + at % LIMBS);
+    }
+    if (const int k_tile = first / BATCH + static_cast<int>(threadIdx.x); k_tile < a.k_tiles) {
+      scale = __ldcg(a.quantized.scales + k_tile * a.quantized.tokens);
+      if (SCALE == PER_BLOCK) sums = __ldcg(a.quantized.sums + k_tile * a.quantized.tokens);
+    }
+  }
+
+  __device__ __forceinline__ void store(const Args& a, int first, uint8_t* memory) const {
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const int at = first + i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+      const int to = at / LIMBS * a.columns + at % LIMBS;
+      if (at < a.k_tiles * 8 * LIMBS) *reinterpret_cast<uint4*>(memory + to * 16) = limbs[i];
+    }
+    if (const int k_tile = first / BATCH + static_cast<int>(threadIdx.x); k_tile < a.k_tiles) {
+      const int cell = k_tile * a.tokens;
+      *reinterpret_cast<float2*>(memory + a.scales_at + cell * 8) = scale;
+      if (SCALE == PER_BLOCK) *reinterpret_cast<float4*>(memory + a.sums_at + cell * 16) = sums;
+    }
+  }
+};
+
 // The same of rows that this CTA quantizes. largest: [tokens] in shared memory.
 template <int LIMBS, int SCALE>
 __device__ __forceinline__ void quantize_rows(const Args& a, Tile tile, uint8_t* memory, uint32_t* largest) {
@@ -110,10 +147,18 @@ __device__ __forceinline__ void quantize_rows(const Args& a, Tile tile, uint8_t*
     }
     __syncthreads();
   }
-#pragma unroll 2
-  for (int pair = warp; pair < a.k_tiles << tokens_log; pair += warps) {
+  const int pairs = a.k_tiles << tokens_log;
+  float4 next[QUANTIZED_BATCH] = {};  // on their way together
+  for (int pair = warp, at = 0; pair < pairs; pair += warps, at++) {
     const int token = pair & (a.tokens - 1), k_tile = pair >> tokens_log;
-    const float4 v = load(token, k_tile);
+    if (at % QUANTIZED_BATCH == 0) {
+#pragma unroll
+      for (int i = 0; i < QUANTIZED_BATCH; i++)
+        if (const int of = pair + i * warps; of < pairs) next[i] = load(of & (a.tokens - 1), of >> tokens_log);
+    }
+    const float4 v = next[0];
+#pragma unroll
+    for (int i = 1; i < QUANTIZED_BATCH; i++) next[i - 1] = next[i];
     const QuantizedKTile q = LIMBS == 2 ? quantize_k_tile16(v) : quantize_k_tile8(v, act8_scale(largest[token]));
     uint8_t* block = memory + ((k_tile * 8 + lane / 4) * a.columns + token * LIMBS) * 16 + lane % 4 * 4;
     *reinterpret_cast<uint32_t*>(block) = q.limb[0];
@@ -181,26 +226,39 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, 1) experts_decode(const __grid
       if (a.bias != nullptr) own_bias[i] = __ldg(a.bias + tile.expert * a.n_pad + n_tile * 64 + own_row);
     }
   };
-  const auto find = [&] {
-    tile = load_tile(a.tiles, blockIdx.y);
+  const auto begin = [&] {
     if (tile.expert < 0) return;
 #pragma unroll
     for (int i = 0; i < STAGES; i++) fill(i);
-    if (AHEAD) ask(pair0);
   };
   const bool known = a.order == nullptr;  // the previous kernel ran the same tiles
   // Of a single row every tile has the same x; where it is quantized already the previous kernel may have done that.
   const bool copied = a.quantized.limbs != nullptr, early = a.single && !known && !copied;
-  if (known) find();
+  if (known) {
+    tile = load_tile(a.tiles, blockIdx.y);
+    begin();
+    if (AHEAD && tile.expert >= 0) ask(pair0);
+  }
   if (early) quantize_rows<LIMBS, SCALE>(a, {0, 0, 1}, memory, largest);
   dependency_wait();
   dependency_launch();
-  if (!known) find();
+  if (!known) tile = load_tile(a.tiles, blockIdx.y);
+  CopiedRow<LIMBS, SCALE> row;
+  if (copied && a.single) row.load(a, 0);
+  if (!known) begin();
   if (tile.expert < 0) return copy_async_wait_all();
-  if (copied)
+  if (copied && a.single) {
+    row.store(a, 0, memory);
+    const int step = CopiedRow<LIMBS, SCALE>::BATCH * static_cast<int>(blockDim.x);
+#pragma unroll 1
+    for (int first = step; first < a.k_tiles * 8 * LIMBS; first += step)
+      row.load(a, first), row.store(a, first, memory);
+  } else if (copied) {
     copy_rows<LIMBS, SCALE>(a, tile, memory);
-  else if (!early)
+  } else if (!early) {
     quantize_rows<LIMBS, SCALE>(a, tile, memory, largest);
+  }
+  if (AHEAD && !known) ask(pair0);  // not before: what is asked for later may come later
   __syncthreads();
 
   Partial<LIMBS, NT, SCALE> partial;
@@ -252,6 +310,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, 1) experts_decode(const __grid
     const auto output = [&](int of_side, int token, int own) {
       float v = 0.f;
       const uint32_t from = shared + a.parts_at + ((of_side << a.split_log) * a.tokens + token) * 256 + own_row * 4;
+#pragma unroll 4
       for (int p = 0; p < parts; p++) v += load_shared_float(from + (p * a.tokens << 8));
       return (SCALE == PER_CHANNEL ? v * __half2float(own_scale[own]) : v) + own_bias[own];
     };
