@@ -17,7 +17,10 @@
 namespace trirun::decoder {
 namespace {
 
-constexpr int GROUPED_RING_BYTES = 65536;  // of a CTA: beside more no other kernel's CTA would have room to begin early
+// Warps of a CTA where CTAs are few, and a warp waits mostly for its own results. With larger rings CTAs of the kernels
+// around would have no room to begin early.
+constexpr int FEW_WARPS = 8;
+__host__ __device__ constexpr int ring_bytes(int warps) { return warps > ATTEND_WARPS ? 8192 : 16384; }  // of a warp
 // A weight may be as large before the maximum that it is relative to is taken anew.
 constexpr float GROUPED_MAX_WEIGHT = 256.f;
 
@@ -29,8 +32,7 @@ __device__ __forceinline__ void cut_pair(float low, float high, uint32_t& most, 
   rest = narrow_pair<BF16>(low - kept.x, high - kept.y);
 }
 
-// WIDTH: head_dim, rounded up to 64, 128 or 256. WARPS: of a CTA, 4 or, where CTAs are few and a warp waits mostly for
-// its own results, 8, but for heads of 256.
+// WIDTH: head_dim, rounded up to 64, 128 or 256. WARPS: of a CTA, ATTEND_WARPS or FEW_WARPS.
 template <bool BF16, int WIDTH, int WARPS>
 __global__ void __launch_bounds__(WARPS * 32, WARPS > ATTEND_WARPS ? 1
                                               : WIDTH == 256       ? 2
@@ -39,11 +41,11 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS > ATTEND_WARPS ? 1
   using Type = std::conditional_t<BF16, __nv_bfloat16, __half>;
   constexpr int KEYS = 16, PER_LANE = WIDTH / 32;
   constexpr int STRIDE = WIDTH + 8;  // of the rows of 16-bit numbers in shared memory
-  constexpr int HALF_BYTES = KEYS * WIDTH * 2, RING_BYTES = GROUPED_RING_BYTES / WARPS;  // of a warp
+  constexpr int HALF_BYTES = KEYS * WIDTH * 2, RING_BYTES = ring_bytes(WARPS);
   constexpr int HALVES = RING_BYTES / HALF_BYTES;  // keys, values
   constexpr int KEY_LOADS = WIDTH / 32, VALUE_LOADS = WIDTH / 64;  // of a lane per key and value, 16 bytes each
   constexpr int CHUNKS = WIDTH / 8;  // of a key or value, 16 bytes each
-  static_assert(scratch_bytes(WARPS, MAX_GROUP, WIDTH) <= GROUPED_RING_BYTES && HALVES >= 2);
+  static_assert(scratch_bytes(WARPS, MAX_GROUP, WIDTH) <= WARPS * RING_BYTES && HALVES >= 2);
   extern __shared__ __align__(128) uint8_t memory[];
   // Query heads, cut in two; in the last row, the new key and value.
   __shared__ __align__(16) uint16_t made[MAX_GROUP + 1][2][STRIDE];
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS > ATTEND_WARPS ? 1
   auto* parts = reinterpret_cast<float*>(memory);  // where the rings were
   leave_parts<WIDTH>(parts, a.room, heads, sum, maximum, total,
                      [&](int tile) { return 8 * (quad + tile / 4 * 8) + tile % 4 * 2; });
-  put_together<BF16>(a, c, parts, a.room, WIDTH, 1, reinterpret_cast<float*>(memory + GROUPED_RING_BYTES));
+  put_together<BF16>(a, c, parts, a.room, WIDTH, 1, reinterpret_cast<float*>(memory + WARPS * RING_BYTES));
 }
 
 // Two heads of 256 are enough: one sequence takes 0.8 % longer (Gemma-3-12B's shape), eight take 3 % less.
@@ -241,10 +243,9 @@ constexpr bool is_grouped(int head_dim, int room) { return room > 2 || (room == 
 // no-spill(90a): attend_grouped<*, *, *>
 template <bool BF16>
 AttentionKernel grouped_for_head(int head_dim, bool few, int& warps, int& shared_bytes) {
-  warps = few && head_dim <= 128 ? 2 * ATTEND_WARPS : ATTEND_WARPS, shared_bytes = GROUPED_RING_BYTES;
+  warps = few && head_dim <= 128 ? FEW_WARPS : ATTEND_WARPS, shared_bytes = warps * ring_bytes(warps);
   if (head_dim > 128) return attend_grouped<BF16, 256, ATTEND_WARPS>;
-  if (few)
-    return head_dim <= 64 ? attend_grouped<BF16, 64, 2 * ATTEND_WARPS> : attend_grouped<BF16, 128, 2 * ATTEND_WARPS>;
+  if (few) return head_dim <= 64 ? attend_grouped<BF16, 64, FEW_WARPS> : attend_grouped<BF16, 128, FEW_WARPS>;
   return head_dim <= 64 ? attend_grouped<BF16, 64, ATTEND_WARPS> : attend_grouped<BF16, 128, ATTEND_WARPS>;
 }
 
