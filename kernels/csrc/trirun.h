@@ -530,7 +530,7 @@ int trirun_cuda_attention_decode(const trirun_attention* attention, void* worksp
  * them. */
 int trirun_cuda_attention_append(const trirun_attention* attention, void* rotated_keys, void* stream);
 
-/* The first positions of some slots, one slot after another, as values of dtype; keys of an int8 cache stay mixed. */
+/* Positions of some slots, one slot after another, as values of dtype; keys of an int8 cache stay mixed. */
 typedef struct {
   const void* keys;
   const void* values;
@@ -538,6 +538,7 @@ typedef struct {
   const int32_t* block_tables; /* [slots][ld_blocks] */
   const int32_t* slots; /* [count] */
   const int32_t* starts; /* [count + 1]: slots[i] goes to positions starts[i] to starts[i + 1] of the output */
+  const int32_t* pages; /* [count]: which of slots[i]'s pages is the first, or NULL: its first */
   void* keys_out; /* [starts[count]][kv_heads][head_dim] */
   void* values_out;
   int64_t count, longest, kv_heads, ld_blocks; /* longest: most positions of one slot */

@@ -8,7 +8,7 @@ cannot overflow, and 16 KB more per row are nothing beside the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from .cuda_weights import Activations, CudaModel, rows_in_limbs
 from .shape import Attention, mixer_runs
 from .step.cuda import ROWS, CudaStep, refusal
 
+OfWindows = Mapping[int | None, Prompts]  # segments as layers of each window see them, and without one; empty: none
 # Fewest and most rows that may go from kernel to kernel as limbs, which the kernels in between make for nothing.
 LIMB_ROWS = (1, 32)
 # From so many rows on, and for wider ones, experts' outputs are summed apart from the residual stream.
@@ -153,7 +154,8 @@ class CudaDecoder:
         decode = segments[0].first if segments else m
         if decode == m in ROWS and self.step_refusal is None and not splits:
             return self._one_kernel(inputs, wanted)
-        prompts = Prompts.of(segments, model.device) if segments else None
+        windows = {None} | {heads.window for heads in self._heads.values()}
+        prompts = {window: Prompts.of(segments, model.device, window) for window in windows if segments}
         residual = torch.empty(m, shape.hidden, device=model.device)
         x = self._rows(
             ops.EMBED, model.embedding, m, residual=residual, tokens=inputs.tokens, slots=inputs.slots,
@@ -236,7 +238,7 @@ class CudaDecoder:
         return max(1, min(32, math.ceil(of_each * sms / groups)))
 
     def _attention(
-        self, index: int, hidden: Activations, inputs: Inputs, decode: int, prompts: Prompts | None, splits: int
+        self, index: int, hidden: Activations, inputs: Inputs, decode: int, prompts: OfWindows, splits: int
     ) -> Activations:
         """The input of the layer's output projection."""
         layer, heads, m = self.model.layers[index], self._heads[index], inputs.tokens.shape[0]
@@ -269,9 +271,9 @@ class CudaDecoder:
                 q[part], k[part], v[part], y[part], heads, cache, inputs.slots[part], inputs.positions[part], splits,
                 self._workspace(decode, splits, heads),
             )  # fmt: skip
-        if prompts is not None:
-            part = slice(decode, m)
-            attended = self._attend_prompts(q[part], k[part], v[part], heads, cache, inputs, part, prompts)
+        if prompts:
+            part, seen = slice(decode, m), prompts[heads.window]
+            attended = self._attend_prompts(q[part], k[part], v[part], heads, cache, inputs, part, seen)
             if decode or mixer.gated:
                 y[part] = attended
             else:
@@ -282,9 +284,7 @@ class CudaDecoder:
             return Activations(y, False)
         return self._rows(ops.PLAIN, y, m, norm=norm)
 
-    def _delta(
-        self, index: int, hidden: Activations, inputs: Inputs, decode: int, prompts: Prompts | None
-    ) -> Activations:
+    def _delta(self, index: int, hidden: Activations, inputs: Inputs, decode: int, prompts: OfWindows) -> Activations:
         """The input of the output projection of a Gated DeltaNet layer."""
         layer, state, m = self.model.layers[index], self.caches.states[index], inputs.tokens.shape[0]
         heads = layer.delta
@@ -295,7 +295,7 @@ class CudaDecoder:
             limbs = self._limbs(m, heads.shape.values)
             delta_decode(x, z, hidden.values, None, heads, state, inputs.slots, inputs.positions, limbs=limbs)
             return Activations(limbs, True)
-        queries = None if prompts is None else prompts.queries
+        queries = prompts[None].queries if prompts else None
         y = delta_mix(x, z, hidden.values, heads, state, inputs.slots, inputs.positions, decode, queries)
         return self._rows(ops.PLAIN, y, m) if m in self._limb_rows else Activations(y, False)
 
@@ -312,8 +312,9 @@ class CudaDecoder:
         )
         if not whole:
             kept = ops.gather(
-                cache, prompts.slots, prompts.keys, prompts.total, prompts.most_keys, heads.head_dim, q.dtype
-            )
+                cache, prompts.slots, prompts.keys, prompts.pages, prompts.total, prompts.most_keys, heads.head_dim,
+                q.dtype,
+            )  # fmt: skip
             k, v = (each.flatten(1) for each in kept)
         return prompt_attention(rotated, k, v, heads, prompts)
 

@@ -215,13 +215,15 @@ def attention_append(
 
 
 def gather(
-    cache: Cache, slots: Tensor, starts: Tensor, total: int, longest: int, head_dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The first positions of some slots, one slot after another: keys (of an int8 cache mixed) and values, which are
+    cache: Cache, slots: Tensor, starts: Tensor, pages: Tensor, total: int, longest: int, head_dim: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Positions of some slots, one slot after another: keys (of an int8 cache mixed) and values, which are
     [total, kv_heads, head_dim]. It allocates them.
 
     Args:
         slots: int32 [n]. starts: int32 [n + 1], where each slot's positions begin, and ``total`` at the end.
+        pages: int32 [n], the page of each slot that its positions begin with.
         longest: most positions of one slot.
     """
     kv_heads = cache.keys.shape[1]
@@ -229,8 +231,8 @@ def gather(
     values = torch.empty_like(keys)
     struct = GatherStruct(
         cache.keys.data_ptr(), cache.values.data_ptr(), _pointer(cache.scales), cache.block_tables.data_ptr(),
-        slots.data_ptr(), starts.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.shape[0], longest, kv_heads,
-        cache.block_tables.stride(0), head_dim, DTYPES[dtype],
+        slots.data_ptr(), starts.data_ptr(), pages.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.shape[0],
+        longest, kv_heads, cache.block_tables.stride(0), head_dim, DTYPES[dtype],
     )  # fmt: skip
     check_cuda(library().trirun_cuda_attention_gather(ctypes.byref(struct), _stream()), f"gather: {list(keys.shape)}")
     return keys, values

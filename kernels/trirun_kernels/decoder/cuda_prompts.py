@@ -28,15 +28,17 @@ class Prompts:
     """Segments as attention over sequences of different lengths takes them.
 
     Attributes:
-        slots: int32 [n] on the device. queries, keys: int32 [n + 1], where each segment's rows, and its slot's
-            positions, begin. most_queries, most_keys: of one segment. total: of all keys.
+        slots: int32 [n] on the device. queries, keys: int32 [n + 1], where each segment's rows, and the keys that they
+            see, begin. pages: int32 [n], the page of its slot that a segment's keys begin with.
+        most_queries, most_keys: of one segment. total: of all keys.
         whole: every segment begins its sequence, so that its rows are all that it attends to.
-        lengths: rows of each segment, and positions of its slot by its end, on the host.
+        lengths: rows of each segment, and its keys, on the host.
     """
 
     slots: Tensor
     queries: Tensor
     keys: Tensor
+    pages: Tensor
     most_queries: int
     most_keys: int
     total: int
@@ -44,24 +46,21 @@ class Prompts:
     lengths: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device) -> Prompts:
-        """Copies what is needed to the device."""
-        counts = [s.count for s in segments]
-        lengths = [s.position + s.count for s in segments]
+    def of(cls, segments: Sequence[Segment], device: torch.device, window: int | None = None) -> Prompts:
+        """Copies what is needed to the device.
+
+        Args:
+            window: positions that a row sees, its own among them; None is all.
+        """
+        counts, n = [s.count for s in segments], len(segments)
+        whole = all(s.position == 0 for s in segments)
+        pages = [0 if window is None or whole else max(0, s.position + 1 - window) // ops.PAGE for s in segments]
+        lengths = [s.position + s.count - page * ops.PAGE for s, page in zip(segments, pages, strict=True)]
         starts = [list(accumulate(each, initial=0)) for each in (counts, lengths)]
-        values = torch.tensor([s.slot for s in segments] + starts[0] + starts[1], dtype=torch.int32).to(device)
-        n = len(segments)
-        slots, queries, keys = values.split((n, n + 1, n + 1))
-        return cls(
-            slots,
-            queries,
-            keys,
-            max(counts),
-            max(lengths),
-            starts[1][-1],
-            counts == lengths,
-            tuple(zip(counts, lengths, strict=True)),
-        )
+        numbers = [s.slot for s in segments] + starts[0] + starts[1] + pages
+        slots, queries, keys, first = torch.tensor(numbers, dtype=torch.int32).to(device).split((n, n + 1, n + 1, n))
+        each = tuple(zip(counts, lengths, strict=True))
+        return cls(slots, queries, keys, first, max(counts), max(lengths), starts[1][-1], whole, each)
 
 
 def prompt_attention(q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, prompts: Prompts) -> Tensor:

@@ -54,7 +54,7 @@ class GatherStruct(ctypes.Structure):
     """``trirun_gather`` of csrc/trirun.h."""
 
     _fields_ = (
-        *((name, _P) for name in ("keys", "values", "scales", "block_tables", "slots", "starts")),
+        *((name, _P) for name in ("keys", "values", "scales", "block_tables", "slots", "starts", "pages")),
         *((name, _P) for name in ("keys_out", "values_out")),
         *((name, _L) for name in ("count", "longest", "kv_heads", "ld_blocks")),
         *((name, _I) for name in ("head_dim", "dtype")),

@@ -262,3 +262,19 @@ def test_softened_attention(window, sinks):
         part = found[segment.first : segment.first + segment.count]
         torch.testing.assert_close(part, expected, atol=1e-5, rtol=1e-4)
         first_key += length
+
+
+@pytest.mark.parametrize("window", [1, 24, 64, 300])
+def test_pieces_of_prompts_bring_the_keys_that_a_window_sees(window):
+    generator, head_dim = torch.Generator().manual_seed(0), 16
+    how = ops.Heads(2, 1, head_dim, 0.3, 1e-5, None, None, window=window, softcap=2.0)
+    segments = [Segment(0, 9, 3, 0), Segment(9, 70, 1, 411)]
+    every, seen = (Prompts.of(segments, torch.device("cpu"), each) for each in (None, window))
+    assert seen.pages.tolist() == [0, (412 - window) // 64] and every.pages.tolist() == [0, 0]
+    assert seen.most_keys == 481 - 64 * seen.pages[1] == seen.keys[2] - 9 and seen.total == seen.most_keys + 9
+    q = torch.randn(79, 2 * head_dim, generator=generator)
+    k, v = (torch.randn(490, head_dim, generator=generator) for _ in range(2))
+    first = 64 * seen.pages[1]
+    near = [torch.cat((each[:9], each[9 + first :])) for each in (k, v)]
+    found, expected = prompt_attention(q, *near, how, seen), prompt_attention(q, k, v, how, every)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

@@ -21,7 +21,7 @@ def test_structures_have_the_sizes_of_trirun_h():
     assert ctypes.sizeof(structs.SamplerStruct) == ops.SAMPLER_BYTES
     assert ctypes.sizeof(structs.RowsStruct) == 14 * 8 + 5 * 8 + 8 * 4
     assert ctypes.sizeof(structs.AttentionStruct) == 17 * 8 + 7 * 8 + 10 * 4
-    assert ctypes.sizeof(structs.GatherStruct) == 8 * 8 + 4 * 8 + 2 * 4
+    assert ctypes.sizeof(structs.GatherStruct) == 9 * 8 + 4 * 8 + 2 * 4
     assert ctypes.sizeof(structs.SampleStruct) == 14 * 8 + 4 * 8 + 2 * 4
 
 
@@ -223,12 +223,15 @@ def test_attention(heads, kv_heads, head_dim, options, int8, dtype):
         of_cache = again.keys[pages[live], :, positions[live].long() % ops.PAGE]
         assert torch.equal(k2[live], of_cache.flatten(1))
     lengths = positions[live] + 1
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    found = ops.gather(own, slots[live], starts, int(starts[-1]), int(lengths.max()), head_dim, dtype)
-    for slot, first, last in zip(slots[live].tolist(), starts.tolist(), starts[1:].tolist(), strict=False):
-        exact = cuda_decoder_reference.gathered(own, slot, last - first, head_dim)
-        for part, other in zip(found, exact, strict=True):
-            assert torch.equal(part[first:last], other.to(dtype).transpose(0, 1))
+    for first_pages in (torch.zeros_like(lengths), (lengths - 1) // ops.PAGE // 2):
+        counts = lengths - first_pages * ops.PAGE
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        total, longest = int(starts[-1]), int(counts.max())
+        found = ops.gather(own, slots[live], starts, first_pages.int(), total, longest, head_dim, dtype)
+        for slot, length, first, last in zip(slots[live].tolist(), lengths, starts, starts[1:], strict=False):
+            exact = cuda_decoder_reference.gathered(own, slot, int(length), head_dim)
+            for part, other in zip(found, exact, strict=True):
+                assert torch.equal(part[first:last], other.to(dtype).transpose(0, 1)[first - last :])
 
 
 @gpu

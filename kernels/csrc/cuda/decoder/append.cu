@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(WARPS * 32) gather(const __grid_constant__ tri
   const int count = min(PAGE, g.starts[blockIdx.y + 1] - start - first);
   if (count <= 0) return;
   const int bytes = INT8 ? int8_row_bytes(g.head_dim) : 2 * g.head_dim, parts = g.head_dim / 8;
-  const int page = g.block_tables[g.slots[blockIdx.y] * g.ld_blocks + blockIdx.x];
+  const int block = blockIdx.x + (g.pages != nullptr ? g.pages[blockIdx.y] : 0);
+  const int page = g.block_tables[g.slots[blockIdx.y] * g.ld_blocks + block];
   const int64_t from = cache_offset(page, g.kv_heads, head, 0, 1), row = g.kv_heads * g.head_dim;
   const auto* codes = static_cast<const uint8_t*>(values ? g.values : g.keys) + from * bytes;
   const auto* scales = static_cast<const __half2*>(g.scales) + from;
