@@ -46,7 +46,8 @@ def routed(routing, m, dtype=torch.bfloat16, *, hidden=512, seed=0, tile_rows=4,
     options = {}
     if extras:
         options["bias"] = draw(routing.experts)
-        options["correction"] = draw(routing.experts).abs() if routing.score == "sigmoid" else None
+        corrected = routing.score == "sigmoid" or not routing.normalize
+        options["correction"] = draw(routing.experts).abs() if corrected else None
         options["slots"] = torch.arange(m, device="cuda", dtype=torch.int32)
         options["slots"][1::3] = -1
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")

@@ -31,7 +31,7 @@ struct AttentionArgs {
 using AttentionKernel = void (*)(AttentionArgs);
 
 // Of attention_bf16.cu and attention_fp16.cu: the kernel whose warps have room for so many query heads. few: there are
-// no more CTAs than multiprocessors. warps: of a CTA. shared_bytes: its dynamic shared memory, without what is received.
+// no more CTAs than multiprocessors. warps: of a CTA. shared_bytes: its dynamic shared memory, but what is received.
 AttentionKernel bf16_attention(int head_dim, int room, bool few, int& warps, int& shared_bytes);
 AttentionKernel fp16_attention(int head_dim, int room, bool few, int& warps, int& shared_bytes);
 

@@ -119,7 +119,7 @@ struct Scored {
   }
 };
 
-// Writes which experts a row goes to and what they weigh, of which lane j has the j-th; what lane j is left with, or -1.
+// Writes which experts a row goes to and what they weigh: lane j has the j-th, and is left with it, or with -1.
 // padding: the row goes nowhere.
 __device__ __forceinline__ int store_choice(const trirun_route& r, int row, bool padding, int expert, float score,
                                             float sum) {
