@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from trirun_cli.backends.cpu.sampler import HostSampler, token_logprobs, token_probabilities
+from trirun_cli.engine.constraint import Constraint
 from trirun_cli.engine.request import Request
 from trirun_cli.engine.sampling import SamplingParams, stream_of, uniform
 from trirun_cli.errors import UsageError
@@ -107,7 +108,7 @@ def test_penalties_and_bias():
     assert draw(logits, 2, generated=[0, 0], presence_penalty=0.3) == draw(logits, 4, presence_penalty=0.3)[1:3]
 
 
-class Allows:
+class Allows(Constraint):
     """A constraint of one set of tokens."""
 
     def __init__(self, *tokens):
@@ -143,6 +144,20 @@ def test_a_complete_grammar_ends_a_text_before_its_fewest_tokens():
     for allowed, chosen in (((0, 9), 9), ((0,), 0)):
         sampler.bind(0, Request("", (1,), params, frozenset({0}), lambda allowed=allowed: Allows(*allowed)))
         assert sampler.sample(logits[None], [0])[0].id == chosen
+
+
+@pytest.mark.parametrize("vocab", [50, 2048, 8203])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masks_of_many_and_of_few_tokens(vocab, temperature):
+    rng, sampler = np.random.default_rng(vocab), HostSampler(1, vocab)
+    for count in (vocab, vocab // 2, vocab // 200 + 1, 1, 0):
+        logits = rng.normal(size=vocab).astype(np.float32)
+        allowed = rng.choice(vocab, count, replace=False).tolist()
+        params = SamplingParams(temperature=temperature, top_k=3, seed=count)
+        sampler.bind(0, Request("", (1,), params, frozenset(), lambda allowed=allowed: Allows(*allowed)))
+        best = sorted(allowed, key=lambda token: -logits[token])[: 3 if temperature else 1]
+        found = {sampler.sample(logits[None], [0])[0].id for _ in range(5)}
+        assert found <= set(best) if count else found == {-1}
 
 
 def test_reported_probabilities_are_the_models_own():

@@ -174,17 +174,12 @@ class HostSampler:
         if state.constraint is None:
             id = int(logits.argmax()) if params.temperature == 0 else self._drawn(logits, state.draw())
         else:
-            ids = _ids_of(state.allowed(), self._vocab)
-            if not ids.size:
-                return Token(-1)
-            if params.temperature == 0:
-                id = int(ids[logits[ids].argmax()])
-            else:
-                masked = np.full_like(logits, -np.inf)
-                masked[ids] = logits[ids]
-                id = self._drawn(masked, state.draw())
+            logits = _masked(logits, state.allowed())
+            id = int(logits.argmax())
             if logits[id] == -np.inf:
                 return Token(-1)
+            if params.temperature != 0:
+                id = self._drawn(logits, state.draw())
         state.take(id)
         return Token(id) if params.logprobs is None else _report(original, id, params.logprobs)
 
@@ -256,12 +251,19 @@ def _drawn(weights: np.ndarray, number: float) -> int:
     return first + min(int(np.searchsorted(mass, number, side="right")), mass.size - 1)
 
 
-def _ids_of(mask: np.ndarray, vocab: int) -> np.ndarray:
-    """The tokens of a mask, int64, ascending. A mask that allows few of them has few words that are not zero."""
+def _masked(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The logits of the tokens that a mask allows, minus infinity for others. A mask that allows few has few words that
+    are not zero; of one that allows many, finding their ids would take several times as long as looking at all."""
     words = np.flatnonzero(mask)
+    if words.size * 8 >= mask.size:
+        allowed = np.unpackbits(mask.view(np.uint8), count=logits.size, bitorder="little").view(np.bool_)
+        return np.where(allowed, logits, np.float32(-np.inf))
     bits = np.flatnonzero(np.unpackbits(mask[words].view(np.uint8), bitorder="little"))
     ids = (words[bits >> 5] << 5) + (bits & 31)
-    return ids[: np.searchsorted(ids, vocab)]
+    ids = ids[: np.searchsorted(ids, logits.size)]
+    masked = np.full_like(logits, -np.inf)
+    masked[ids] = logits[ids]
+    return masked
 
 
 def _changed(logits: np.ndarray, state: _State) -> np.ndarray:

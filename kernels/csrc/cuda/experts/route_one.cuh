@@ -119,7 +119,7 @@ template <bool BF16, int TILES>
 __global__ void __launch_bounds__(ONE_THREADS, 1) route_one(const __grid_constant__ OneArgs a) {
 #if __CUDA_ARCH__ >= 900
   using Type = std::conditional_t<BF16, __nv_bfloat16, __half>;
-  constexpr int EARLY = 4;  // chunks of a warp whose weights are in registers before x is there
+  constexpr int EARLY = TILES > 2 ? 3 : 4;  // chunks of a warp whose weights are in registers before x is there
   __shared__ float parts[ONE_WARPS][CTA_ROUTES], sums[ONE_WARPS];
   __shared__ float logits[ONE_EXPERTS + CTA_ROUTES], best_scores[32];
   __shared__ int before[ONE_EXPERTS], best[32];
