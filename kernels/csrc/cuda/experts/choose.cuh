@@ -62,63 +62,6 @@ __device__ __forceinline__ void mask_groups(const trirun_route& r, float (&score
   __syncwarp();
 }
 
-// What is added to the logits of a lane's experts, and to their scores for the choice.
-template <int PER_LANE>
-struct Added {
-  float bias[PER_LANE], correction[PER_LANE];
-
-  __device__ __forceinline__ void load(const trirun_route& r) {
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      const int expert = threadIdx.x % 32 + 32 * i;
-      bias[i] = r.bias != nullptr && expert < r.experts ? __ldg(r.bias + expert) : 0.f;
-      correction[i] = r.correction != nullptr && expert < r.experts ? __ldg(r.correction + expert) : 0.f;
-    }
-  }
-};
-
-// A row's experts as one warp sees them, PER_LANE each lane's: what they weigh, and the order in which they are chosen.
-template <int PER_LANE>
-struct Scored {
-  float scores[PER_LANE];
-  uint32_t keys[PER_LANE];  // 0 where there is no expert
-  float sum;  // of all scores, if that is what weights are relative to
-
-  // logit(e): the router's e-th output. shared: [experts] of this warp, where there are groups.
-  template <typename Logit>
-  __device__ __forceinline__ Scored(const trirun_route& r, const Added<PER_LANE>& added, float* shared, Logit logit) {
-    const int lane = threadIdx.x % 32;
-    float most = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      const int expert = lane + 32 * i;
-      scores[i] = expert < r.experts ? logit(expert) + added.bias[i] : -INFINITY;
-      most = fmaxf(most, scores[i]);
-    }
-    sum = 1.f;
-    if (r.score == TRIRUN_ROUTE_SOFTMAX) {
-      most = from_ordered(__reduce_max_sync(~0u, ordered_bits(most)));
-      sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < PER_LANE; i++) {
-        scores[i] = lane + 32 * i < r.experts ? expf(scores[i] - most) : 0.f;
-        sum += scores[i];
-      }
-      // Of a softmax that is normalised, its own sum cancels, but not beside a correction.
-      sum = !r.normalize || r.correction != nullptr ? warp_sum(sum) : 1.f;
-    } else {
-#pragma unroll
-      for (int i = 0; i < PER_LANE; i++) scores[i] = lane + 32 * i < r.experts ? sigmoid(scores[i]) : 0.f;
-    }
-    float choice[PER_LANE];
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) choice[i] = scores[i] / sum + added.correction[i];
-    if (r.groups > 1) mask_groups(r, choice, shared);
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) keys[i] = lane + 32 * i < r.experts ? key_of(choice[i]) : 0;
-  }
-};
-
 // Writes which experts a row goes to and what they weigh: lane j has the j-th, and is left with it, or with -1.
 // padding: the row goes nowhere.
 __device__ __forceinline__ int store_choice(const trirun_route& r, int row, bool padding, int expert, float score,
@@ -142,21 +85,52 @@ template <int PER_LANE>
 __device__ __forceinline__ int choose(const trirun_route& r, int row, float* shared) {
   const int lane = threadIdx.x % 32;
   const float* logits = r.logits + static_cast<int64_t>(row) * r.ld;
-  Added<PER_LANE> added;
-  added.load(r);
   const bool padding = r.slots != nullptr && r.slots[row] < 0;
-  Scored<PER_LANE> scored(r, added, shared, [&](int e) { return __ldcg(logits + e); });
+  float scores[PER_LANE];
+  float most = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const int expert = lane + 32 * i;
+    scores[i] = -INFINITY;
+    if (expert < r.experts) scores[i] = __ldcg(logits + expert) + (r.bias != nullptr ? r.bias[expert] : 0.f);
+    most = fmaxf(most, scores[i]);
+  }
+  float sum = 1.f;  // of all scores, if that is what weights are relative to
+  if (r.score == TRIRUN_ROUTE_SOFTMAX) {
+    most = from_ordered(__reduce_max_sync(~0u, ordered_bits(most)));
+    sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      scores[i] = lane + 32 * i < r.experts ? expf(scores[i] - most) : 0.f;
+      sum += scores[i];
+    }
+    // Of a softmax that is normalised, its own sum cancels, but not beside a correction.
+    sum = !r.normalize || r.correction != nullptr ? warp_sum(sum) : 1.f;
+  } else {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) scores[i] = lane + 32 * i < r.experts ? sigmoid(scores[i]) : 0.f;
+  }
+  float choice[PER_LANE];
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    const int expert = lane + 32 * i;
+    choice[i] = scores[i] / sum + (r.correction != nullptr && expert < r.experts ? r.correction[expert] : 0.f);
+  }
+  if (r.groups > 1) mask_groups(r, choice, shared);
+  uint32_t keys[PER_LANE];  // 0 where there is no expert
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) keys[i] = lane + 32 * i < r.experts ? key_of(choice[i]) : 0;
   // The j-th one's score and number: nothing in the loop waits for what goes through shared memory.
 #pragma unroll 1  // unrolled, it takes registers that the router needs
   for (int j = 0; j < r.top_k; j++) {
-    const int at = take_largest(scored.keys);
+    const int at = take_largest(keys);
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++)
-      if (lane + 32 * i == at) shared[j] = scored.scores[i], shared[32 + j] = __int_as_float(at);
+      if (lane + 32 * i == at) shared[j] = scores[i], shared[32 + j] = __int_as_float(at);
   }
   __syncwarp();
   if (r.shared_weights != nullptr && lane == 0) r.shared_weights[row] = sigmoid(__ldcg(logits + r.experts));
-  return store_choice(r, row, padding, __float_as_int(shared[32 + lane]), shared[lane], scored.sum);
+  return store_choice(r, row, padding, __float_as_int(shared[32 + lane]), shared[lane], sum);
 }
 
 // Sorts the pairs of a single row, whose experts the lanes of a warp have: none has more than one of its tiles.
