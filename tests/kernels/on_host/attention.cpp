@@ -93,7 +93,6 @@ class Problem {
     a.room = std::min(a.group, MAX_GROUP), a.teams = 1, a.cluster = c_.clusters ? std::min(c_.splits, MAX_CLUSTER) : 1;
     t.splits = (c_.splits + a.cluster - 1) / a.cluster * a.cluster;
     while (c_.limbs && (c_.head_dim << a.unit_log) % trirun::K_TILE) a.unit_log++;
-    if (a.cluster == 1) a.unit_log = 3;
     std::vector<float> partials(static_cast<size_t>(ROWS) * c_.heads * c_.splits * (c_.head_dim + 2));
     std::vector<unsigned> counters(ROWS * c_.kv_heads * a.chunks * MAX_GROUP);
     a.partials = partials.data(), a.counters = counters.data();

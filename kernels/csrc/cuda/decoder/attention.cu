@@ -71,7 +71,7 @@ extern "C" int trirun_cuda_attention_decode(const trirun_attention* t, void* wor
   }
   a.t.splits = (t->splits + a.cluster - 1) / a.cluster * a.cluster;
   const int heads = min(MAX_GROUP, a.teams * a.group);
-  a.unit_log = a.cluster == 1 ? 3 : t->activations == nullptr ? 0 : log2_of(K_TILE / std::gcd(t->head_dim, K_TILE));
+  a.unit_log = t->activations == nullptr ? 0 : log2_of(K_TILE / std::gcd(t->head_dim, K_TILE));
   shared += received_floats(heads, a.unit_log, a.cluster, t->head_dim) * static_cast<int>(sizeof(float));
   const dim3 grid(static_cast<unsigned>(a.t.splits), static_cast<unsigned>(t->kv_heads / a.teams * a.chunks),
                   static_cast<unsigned>(rows));
