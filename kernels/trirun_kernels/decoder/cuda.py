@@ -8,7 +8,7 @@ cannot overflow, and 16 KB more per row are nothing beside the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,11 @@ from . import cuda_ops as ops
 from .cuda_cache import MixerCaches
 from .cuda_delta import delta_decode, delta_mix
 from .cuda_experts import Mixed
-from .cuda_prompts import Prompts, Segment, prompt_attention
+from .cuda_prompts import OfWindows, Prompts, Segment, prompt_attention, prompts_of
 from .cuda_weights import Activations, CudaModel, rows_in_limbs
 from .shape import Attention, mixer_runs
 from .step.cuda import ROWS, CudaStep, refusal
 
-OfWindows = Mapping[int | None, Prompts]  # segments as layers of each window see them, and without one; empty: none
 # Fewest and most rows that may go from kernel to kernel as limbs, which the kernels in between make for nothing.
 LIMB_ROWS = (1, 32)
 # From so many rows on, and for wider ones, experts' outputs are summed apart from the residual stream.
@@ -101,6 +100,7 @@ class CudaDecoder:
         self.block_tables = self.caches.block_tables
         self._workspaces: dict[tuple[int, int, int, int], Tensor] = {}
         self._heads = {index: self._heads_of(index) for index in self.caches.attention}
+        self._windows = {heads.window for heads in self._heads.values()}
         self.step_refusal: str | None = "it was not asked for"
         if one_kernel:
             self.step_refusal = refusal(model, self._device.arch, list(self._heads.values()))
@@ -154,8 +154,7 @@ class CudaDecoder:
         decode = segments[0].first if segments else m
         if decode == m in ROWS and self.step_refusal is None and not splits:
             return self._one_kernel(inputs, wanted)
-        windows = {None} | {heads.window for heads in self._heads.values()}
-        prompts = {window: Prompts.of(segments, model.device, window) for window in windows if segments}
+        prompts = prompts_of(segments, model.device, self._windows)
         residual = torch.empty(m, shape.hidden, device=model.device)
         x = self._rows(
             ops.EMBED, model.embedding, m, residual=residual, tokens=inputs.tokens, slots=inputs.slots,

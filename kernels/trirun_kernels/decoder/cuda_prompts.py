@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -54,13 +54,26 @@ class Prompts:
         """
         counts, n = [s.count for s in segments], len(segments)
         whole = all(s.position == 0 for s in segments)
-        pages = [0 if window is None or whole else max(0, s.position + 1 - window) // ops.PAGE for s in segments]
+        pages = [0 if window is None else max(0, s.position + 1 - window) // ops.PAGE for s in segments]
         lengths = [s.position + s.count - page * ops.PAGE for s, page in zip(segments, pages, strict=True)]
         starts = [list(accumulate(each, initial=0)) for each in (counts, lengths)]
         numbers = [s.slot for s in segments] + starts[0] + starts[1] + pages
         slots, queries, keys, first = torch.tensor(numbers, dtype=torch.int32).to(device).split((n, n + 1, n + 1, n))
         each = tuple(zip(counts, lengths, strict=True))
         return cls(slots, queries, keys, first, max(counts), max(lengths), starts[1][-1], whole, each)
+
+
+# Segments as layers of each window see them, and as those without one do; empty where there are none.
+OfWindows = Mapping[int | None, Prompts]
+
+
+def prompts_of(segments: Sequence[Segment], device: torch.device, windows: Collection[int | None]) -> OfWindows:
+    """Segments for layers of these windows. Where no page is behind a window, they are what they are without one."""
+    if not segments:
+        return {}
+    every, last = Prompts.of(segments, device), max(s.position for s in segments)
+    near = {window for window in windows if window is None or last + 1 - window < ops.PAGE}
+    return {None: every} | {w: every if w in near else Prompts.of(segments, device, w) for w in windows}
 
 
 def prompt_attention(q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, prompts: Prompts) -> Tensor:

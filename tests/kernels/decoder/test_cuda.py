@@ -13,7 +13,7 @@ from trirun_kernels.decoder import cuda_reference as cuda_decoder_reference
 from trirun_kernels.decoder import reference as decoder_reference
 from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
 from trirun_kernels.decoder.cuda_cache import position_bytes
-from trirun_kernels.decoder.cuda_prompts import Prompts, prompt_attention
+from trirun_kernels.decoder.cuda_prompts import Prompts, prompt_attention, prompts_of
 from trirun_kernels.decoder.cuda_weights import CudaModel, cuda_layer, fused, head_projection, rows_in_limbs
 from trirun_kernels.decoder.reference import soften, unseen, with_sinks
 from trirun_kernels.decoder.weights import LINEARS, VECTORS
@@ -269,7 +269,9 @@ def test_pieces_of_prompts_bring_the_keys_that_a_window_sees(window):
     generator, head_dim = torch.Generator().manual_seed(0), 16
     how = ops.Heads(2, 1, head_dim, 0.3, 1e-5, None, None, window=window, softcap=2.0)
     segments = [Segment(0, 9, 3, 0), Segment(9, 70, 1, 411)]
-    every, seen = (Prompts.of(segments, torch.device("cpu"), each) for each in (None, window))
+    of_windows = prompts_of(segments, torch.device("cpu"), {window, 500})
+    every, seen = of_windows[None], of_windows[window]
+    assert of_windows[500] is every
     assert seen.pages.tolist() == [0, (412 - window) // 64] and every.pages.tolist() == [0, 0]
     assert seen.most_keys == 481 - 64 * seen.pages[1] == seen.keys[2] - 9 and seen.total == seen.most_keys + 9
     q = torch.randn(79, 2 * head_dim, generator=generator)
