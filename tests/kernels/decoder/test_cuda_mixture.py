@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 from trirun_kernels import QuantSpec
@@ -13,8 +11,6 @@ from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
 from trirun_kernels.decoder.cuda_weights import CudaModel
 from trirun_kernels.decoder.shape import Routing
 from trirun_kernels.gemm.cuda import activation_bytes
-from trirun_kernels.native import check_cuda
-from trirun_kernels.native import cuda as library
 from trirun_kernels.weights.stacked_experts import StackedExperts
 
 from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, gpu, random_packed
@@ -100,14 +96,11 @@ def test_a_row_is_made_on_the_way_to_its_experts(hidden, routing, act_bits, dtyp
     for together in (False, True):
         stream, x = residual.clone(), torch.empty_like(added)
         limbs = torch.zeros(activation_bytes(1, -(-hidden // 128) * 128, act_bits), dtype=torch.uint8, device="cuda")
-        rows = ops.rows_struct(
+        make = ops.rows_struct if together else ops.rows
+        rows = make(
             ops.RESIDUAL, added, residual=stream, norm=norm, eps=1e-6, scale=0.7, y=x, limbs=limbs, act_bits=act_bits
         )  # fmt: skip
-        if not together:
-            check_cuda(library().trirun_cuda_rows(ctypes.byref(rows), torch.cuda.current_stream().cuda_stream), "rows")
-        routes = cuda_experts.route(
-            routing, x, router, counter, 1, bias=bias, slots=slots, rows=rows if together else None
-        )  # fmt: skip
+        routes = cuda_experts.route(routing, x, router, counter, 1, bias=bias, slots=slots, rows=rows)
         results.append((stream, x, limbs, routes))
     (stream, x, limbs, apart), (made_stream, made, made_limbs, routes) = results
     torch.testing.assert_close(made_stream, stream, rtol=1e-6, atol=1e-6)
