@@ -511,7 +511,12 @@ Config configure(const Problem& p, StreamArgs& a, bool fused) {
   if (uses_workspace(plan) && a.n_tiles * plan.warp_split > COUNTERS) return {};
   a.warp_split_log = log2_of(plan.warp_split), a.cta_split_log = log2_of(plan.cta_split);
   a.parts_log = a.warp_split_log + (clustered ? a.cta_split_log : 0);
-  a.stages = plan.stages, a.cta_n_tiles = plan.warps / plan.warp_split;
+  a.cta_n_tiles = plan.warps / plan.warp_split;
+  // A ring is no longer than what a warp multiplies: what it leaves is room for CTAs of the kernels beside it.
+  const int64_t rounds = (tiles_of(a) + groups_of(a, plan) - 1) / groups_of(a, plan);
+  a.stages = plan.stages;
+  for (const int fewer : {4, 3, 2})
+    if (fewer < a.stages && part * rounds <= fewer) a.stages = fewer;
   a.stage_bytes = WORD_TILE_BYTES + a.group_rows * 128 * (p.w.zeros != nullptr ? 2 : 1);
 
   // Shared memory: x's limbs, scales and sums, the slots, barriers, the ring.
@@ -530,7 +535,7 @@ Config configure(const Problem& p, StreamArgs& a, bool fused) {
   const bool whole_rows = limbs == 1 && fused;
   a.x_at = align(a.amax_at + (whole_rows ? MAX_FUSED * MAX_WARPS * 4 : 0));
   a.ring_at = align(a.x_at + (whole_rows ? a.m * a.k_tiles * K_TILE * 2 : 0));
-  const int bytes = a.ring_at + plan.warps * plan.stages * a.stage_bytes;
+  const int bytes = a.ring_at + plan.warps * a.stages * a.stage_bytes;
   if (bytes > MAX_SHARED) return {};
   return {instance, groups_of(a, plan) * plan.cta_split, bytes};
 }
