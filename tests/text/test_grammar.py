@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trirun_cli.engine.constraint import AtLeast, Grammar, fill_all, mask_words
+from trirun_cli.engine.constraint import AtLeast, Grammar, mask_filler, mask_words
 from trirun_cli.errors import InputError, UsageError
 from trirun_cli.text import grammar as grammars
 from trirun_cli.text.detokenizer import quick_tokenizer
@@ -147,7 +147,7 @@ def test_masks_of_several_texts_are_those_of_each_alone(compiler, tokenizer, mon
     for step in range(16):
         for constraint, row in zip(alone, rows, strict=True):
             constraint.fill(expected[row])
-        fill_all(together, found, rows)
+        mask_filler(together, found, rows)()
         assert (found == expected).all()
         empty.add(int((expected[rows].any(1) == 0).sum()))
         for (_, tokens, late), *both in zip(texts, alone, together, strict=True):

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from threading import Event
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
@@ -95,10 +93,15 @@ class Constraint(Protocol):
         """
 
     @classmethod
-    def fill_several(cls, constraints: Sequence[Self], masks: np.ndarray, rows: Sequence[int]) -> None:
-        """:meth:`fill` of some of this kind, see :func:`fill_all`; a kind that is faster at it together says how."""
-        for constraint, row in zip(constraints, rows, strict=True):
-            constraint.fill(masks[row])
+    def filler(cls, constraints: Sequence[Self], masks: np.ndarray, rows: Sequence[int]) -> Callable[[], None]:
+        """:func:`mask_filler` of some of this kind; a kind that is faster at it together says how."""
+        parts = [(constraint.fill, masks[row]) for constraint, row in zip(constraints, rows, strict=True)]
+
+        def fill() -> None:
+            for fill_one, words in parts:
+                fill_one(words)
+
+        return fill
 
     def advance(self, token: int) -> None:
         """The text goes on with this token, one of those that might come."""
@@ -112,8 +115,9 @@ class Constraint(Protocol):
         return False
 
 
-def fill_all(constraints: Sequence[Constraint], masks: np.ndarray, rows: Sequence[int]) -> None:
-    """The masks of several texts.
+def mask_filler(constraints: Sequence[Constraint], masks: np.ndarray, rows: Sequence[int]) -> Callable[[], None]:
+    """A function that writes the masks of several texts as they stand when it is called: step after step asks for the
+    same ones.
 
     Args:
         masks: uint32 [any, ceil(vocab / 32)], contiguous: words as of :meth:`Constraint.fill`, which are written where
@@ -124,35 +128,15 @@ def fill_all(constraints: Sequence[Constraint], masks: np.ndarray, rows: Sequenc
         members, places = kinds.setdefault(type(constraint), ([], []))
         members.append(constraint)
         places.append(row)
-    for kind, (members, places) in kinds.items():
-        kind.fill_several(members, masks, places)
+    fillers = [kind.filler(members, masks, places) for kind, (members, places) in kinds.items()]
+    if len(fillers) == 1:
+        return fillers[0]
 
+    def fill() -> None:
+        for fill_kind in fillers:
+            fill_kind()
 
-class MaskFiller:
-    """Fills masks on a thread, while whoever asked for them goes on. One lot at a time."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "trirun-masks")
-        self._under_way: Future[None] | None = None
-
-    def begin(self, constraints: Sequence[Constraint], masks: np.ndarray, rows: Sequence[int]) -> None:
-        """As :func:`fill_all`; nobody else may use the constraints, or write to the rows, before :meth:`end`."""
-        going = Event()
-        self._under_way = self._thread.submit(self._fill, going, constraints, masks, rows)
-        # Python runs one thread at a time and lets another in when this one waits. Once that one is within a library's
-        # masks, which need no Python, both go on.
-        going.wait()
-
-    def end(self) -> None:
-        """Wait for them; raises what went wrong."""
-        if self._under_way is not None:
-            self._under_way.result()
-            self._under_way = None
-
-    @staticmethod
-    def _fill(going: Event, constraints: Sequence[Constraint], masks: np.ndarray, rows: Sequence[int]) -> None:
-        going.set()
-        fill_all(constraints, masks, rows)
+    return fill
 
 
 class AtLeast(Constraint):

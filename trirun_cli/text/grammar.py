@@ -198,20 +198,25 @@ class _Text(Constraint):
             words[:] = 0
 
     @classmethod
-    def fill_several(cls, constraints: Sequence[Self], masks: np.ndarray, rows: Sequence[int]) -> None:
+    def filler(cls, constraints: Sequence[Self], masks: np.ndarray, rows: Sequence[int]) -> Callable[[], None]:
         address, size = masks.ctypes.data, masks.strides[0]
         # A thread takes neighbours: they should be those who would wait for each other. One family gains nothing.
         triples = sorted((text._family, row, text._matcher) for text, row in zip(constraints, rows, strict=True))
         pairs = [(matcher, row) for _, row, matcher in triples]
-        several = triples[0][0] != triples[-1][0]
-        if several and len(pairs) * size >= _FEWEST and (executor := _executor()) is not None:
-            executor.unsafe_compute_mask_ptr(pairs, address, size, len(masks))
-        else:
+        several = triples[0][0] != triples[-1][0] and len(pairs) * size >= _FEWEST
+        executor = _executor() if several else None
+
+        def fill() -> None:
+            if executor is not None:
+                executor.unsafe_compute_mask_ptr(pairs, address, size, len(masks))
+            else:
+                for matcher, row in pairs:
+                    matcher.unsafe_compute_mask_ptr(address + row * size, size)
             for matcher, row in pairs:
-                matcher.unsafe_compute_mask_ptr(address + row * size, size)
-        for matcher, row in pairs:
-            if matcher.is_error():
-                masks[row] = 0
+                if matcher.is_error():
+                    masks[row] = 0
+
+        return fill
 
     def advance(self, token: int) -> None:
         if not self._matcher.is_stopped():

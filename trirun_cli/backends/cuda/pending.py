@@ -35,10 +35,9 @@ class CudaPending:
     reading: Reading | None = None
 
     def sample(self) -> None:
-        """Launch the sampler, where it is not yet."""
+        """Launch the sampler, where it is not yet; with the model's device as the current one, in inference mode."""
         if self.sampler is not None:
-            with torch.cuda.device(self.decoder.model.device), torch.inference_mode():
-                self.reading, self.sampler = self.sampler(), None
+            self.reading, self.sampler = self.sampler(), None
 
     def collect(self) -> list[Outcome]:
         """See :class:`~.engine.runner.Pending`.
@@ -46,7 +45,9 @@ class CudaPending:
         Raises:
             TrirunError: the kernel of a whole step gave up.
         """
-        self.sample()
+        if self.sampler is not None:
+            with torch.cuda.device(self.decoder.model.device), torch.inference_mode():
+                self.sample()
         tokens, scores = ([], []) if self.reading is None else self.reading.wait()
         if any(token.id < 0 for token in tokens) and self.decoder.gave_up:
             raise TrirunError(HELD)

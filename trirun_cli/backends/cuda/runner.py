@@ -98,15 +98,15 @@ class CudaRunner:
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.engine.runner.Runner`."""
-        self._sample_last()
         with torch.cuda.device(self._device), torch.inference_mode():
+            self._sample_last()
             self._sampler.bind(slot, request, generated)
 
     def launch(self, work: Sequence[Work]) -> CudaPending | CudaPooled:
         """See :class:`~.engine.runner.Runner`."""
-        self._sample_last()
         self._turn = (self._turn + 1) % RING
         with torch.cuda.device(self._device), torch.inference_mode():
+            self._sample_last()
             self._copy_tables()
             if not any(item.states for item in work):
                 return self._step(work)
@@ -166,8 +166,10 @@ class CudaRunner:
         return pending
 
     def _step(self, work: Sequence[Work]) -> CudaPending:
-        if all(item.rows == 1 and item.sample and not item.targets for item in work):
-            return self._decode(work)
+        # Column by column: a step of many rows spends most of the host's time on one after another.
+        slots, positions, tokens, samples, targets, _ = zip(*work, strict=True)
+        if all(samples) and not any(targets) and all(ids is None or len(ids) == 1 for ids in tokens):
+            return self._decode(slots, positions, tokens)
         return self._mixed(work)
 
     def _states(self, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -222,21 +224,23 @@ class CudaRunner:
             np.copyto(staged.numpy(), self._tables)
             self._decoder.block_tables.copy_(staged, non_blocking=True)
 
-    def _decode(self, work: Sequence[Work]) -> CudaPending:
-        size = next(bucket for bucket in self._buckets if bucket >= len(work))
+    def _decode(
+        self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[Sequence[int] | None]
+    ) -> CudaPending:
+        count = len(slots)
+        size = next(bucket for bucket in self._buckets if bucket >= count)
         wanted = np.zeros((3, self._static.shape[1]), np.int32)
         wanted[1] = -1
-        slots = [item.slot for item in work]
-        wanted[0, : len(work)] = [-1 if item.tokens is None else item.tokens[0] for item in work]
-        wanted[1, : len(work)], wanted[2, : len(work)] = slots, [item.position for item in work]
+        wanted[0, :count] = [-1 if ids is None else ids[0] for ids in tokens]
+        wanted[1, :count], wanted[2, :count] = slots, positions
         if self._expected is None or not np.array_equal(self._expected, wanted):
             staged = self._staging[self._turn][:, : wanted.shape[1]]
             np.copyto(staged.numpy(), wanted)
             self._static.copy_(staged, non_blocking=True)
         graph = self._graphs[size]
         graph.model.replay()
-        wanted[0, : len(work)] = -1
-        wanted[2, : len(work)] += 1
+        wanted[0, :count] = -1
+        wanted[2, :count] += 1
         self._expected = wanted
 
         def sampled(turn: int = self._turn) -> Reading:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +12,10 @@ from torch import Tensor
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder.cuda_structs import SamplerStruct
 
-from ...engine.constraint import Constraint, MaskFiller, fill_all, mask_words
+from ...engine.constraint import Constraint, mask_filler, mask_words
 from ...engine.request import Request
 from ...engine.sampling import Token, plain_tokens, stream_of
+from .mask_thread import MaskThread
 
 # Masks that are worth another thread.
 FEWEST_THREADED = 16
@@ -86,6 +87,7 @@ class CudaSampler:
         # Tokens and the bits of their log-probabilities in one tensor, so that one copy brings both.
         self._results = make(2, rows, dtype=torch.int32)
         self._pinned = [torch.zeros(2, rows, dtype=torch.int32).pin_memory() for _ in range(4)]
+        self._done: dict[int, torch.cuda.Event] = {}  # by turn, made when first used
         self._alternatives: dict[int, int] = {}  # of slots that want log-probabilities
         self._prompt_alternatives = [0] * slots
         self._constraints: dict[int, Constraint] = {}
@@ -94,14 +96,17 @@ class CudaSampler:
         self._staged_masks: list[Tensor] = []
         # Masks that are being made: where they go, and where they are made.
         self._asked: tuple[Tensor, Tensor] | None = None
-        self._filler = MaskFiller()
+        self._mask_thread = MaskThread()
+        # Of a turn: what fills the masks of which slots. For as long as these have the same constraints.
+        self._fillers: dict[int, tuple[list[int], Callable[[], None]]] = {}
 
     def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
         device, params, prompt = self._results.device, request.params, request.prompt
         for *_, places in self._unread:
             places.pop(slot, None)
-        self._constraints.pop(slot, None)
+        if self._constraints.pop(slot, None) is not None:
+            self._fillers.clear()
         if (constraint := request.constrained(generated)) is not None:
             self._constraints[slot] = constraint
         self._alternatives.pop(slot, None)
@@ -152,17 +157,21 @@ class CudaSampler:
         # One copy: rows between them are not looked at.
         part = slice(min(asked), max(asked) + 1)
         self._asked = self._state.masks[part], staged[part]
-        texts, masks = [self._constraints[slot] for slot in asked], staged.numpy().view(np.uint32)
+        slots_before, fill = self._fillers.get(turn, ((), None))
+        if fill is None or slots_before != asked:
+            texts, masks = [self._constraints[slot] for slot in asked], staged.numpy().view(np.uint32)
+            fill = mask_filler(texts, masks, asked)
+            self._fillers[turn] = asked, fill
         if threaded := len(asked) >= FEWEST_THREADED:
-            self._filler.begin(texts, masks, asked)
+            self._mask_thread.begin(fill)
         else:
-            fill_all(texts, masks, asked)
+            fill()
         return threaded
 
     def constrain(self) -> None:
         """The masks that were asked for last, for :meth:`sample`."""
         if self._asked is not None:
-            self._filler.end()
+            self._mask_thread.end()
             to, made = self._asked
             to.copy_(made, non_blocking=True)
             self._asked = None
@@ -202,7 +211,8 @@ class CudaSampler:
             chosen = torch.tensor(ids).to(logits.device).unsqueeze(1)
             values = logprobs.gather(1, chosen).squeeze(1).to("cpu", non_blocking=True)
             scores = values, *_likeliest(logprobs, max(max(counts), 1))
-        done = torch.cuda.Event()
+        if (done := self._done.get(turn)) is None:
+            done = self._done[turn] = torch.cuda.Event()
         done.record()
         if not self._constraints.keys().isdisjoint(slots):
             places = {slot: i for i, slot in enumerate(slots) if slot in self._constraints}
