@@ -54,6 +54,7 @@ SELECTIONS = {
     "decoder sampling": ("decoder/test_cuda_sampling.py", "203 and not draws"),
     "decoder step": ("decoder/step/test_cuda_step.py", "texts_against and 16 or rows_of_a_batch and dtype0"),
     "experts": ("decoder/test_cuda_experts.py", "equal_experts or nan_stays or weighted_sum"),
+    "mixture rows": ("decoder/test_cuda_mixture.py", "(row_is_made or rows_that_are) and 16-dtype0"),
     "gated deltanet": ("decoder/test_cuda_delta.py", "dtype0 and sizes2 or limbs"),
     "f16acc tails": ("f16acc/test_f16acc_cuda.py", "every_plan_on_every_tail and not 4104 and not 4096"),
     "f16acc other": ("f16acc/test_f16acc_cuda.py", "transposed_operands or any_shape"),
