@@ -119,6 +119,21 @@ def test_after_the_end_only_the_end(tokenizer, ends):
         assert set(np.flatnonzero(allowed(constraint, vocab))) == ends
 
 
+def test_a_text_that_the_library_gives_up_on_ends_no_later_one(tokenizer):
+    """A quote that is said to end texts, too, makes llguidance panic with a lock in its hands."""
+    backend = tokenizer.backend_tokenizer
+    vocab, quote = backend.get_vocab_size(), backend.token_to_id('"')
+    schema = {"type": "object", "properties": {"a": {"enum": ["one", "two"]}}, "required": ["a"]}
+    begin = GrammarCompiler(backend, vocab, {quote}).compile(Grammar.of_schema(schema))
+    first, other = begin(), begin()
+    for character in '{\n"a":\n"':
+        (token,) = backend.encode(character).ids
+        assert allowed(first, vocab)[token]
+        first.advance(token)
+    assert not allowed(first, vocab).any() and not allowed(other, vocab).any()
+    assert allowed(begin(), vocab)[backend.token_to_id("{")]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_masks_of_several_texts_are_those_of_each_alone(compiler, tokenizer, monkeypatch, threads):
     """In threads too, where texts have ended, or have a grammar that grows too complex on the way."""

@@ -170,6 +170,12 @@ class _Beginning:
             if len(texts) >= _FAMILY and len(self._families) < self._most:
                 self._add()
                 matcher, texts = self._families[-1]
+            matcher.compute_bitmask()
+            # Where the library gave up in one of a family's texts, their lock stays broken for all of them.
+            if matcher.is_error():
+                self._families.remove((matcher, texts))
+                self._add()
+                matcher, texts = self._families[-1]
             text = _Text(matcher.deep_copy(), id(texts))
             texts.add(text)
             return text
