@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -40,10 +41,14 @@ def read_tokenizer(path: Path) -> Any:
     if path.is_dir():
         source = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
     else:
-        from trirun_cli.checkpoint.formats.gguf.file import GgufFile
+        from trirun_cli.checkpoint.formats.gguf.header import Header
         from trirun_cli.checkpoint.formats.gguf.tokenizer import tokenizer_files
 
-        source = tokenizer_files(GgufFile(path).metadata, {})["tokenizer.json"]
+        # Files of a vocabulary alone hold no tensors.
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
+            metadata = Header(mapped, path).metadata
+            config = {"vocab_size": len(metadata["tokenizer.ggml.tokens"]), "max_position_embeddings": 0}
+            source = tokenizer_files(metadata, config)["tokenizer.json"]
     return Tokenizer.from_str(json.dumps(without_space_before(source)))
 
 
