@@ -116,8 +116,16 @@ def test_every_listed_decoder_can_run():
         assert shape.hidden % 64 == 0 and all(layer.feed_forward.size % 64 == 0 for layer in shape.layers), name
         assert all(mixer.heads % mixer.kv_heads == 0 for mixer in shape.attentions), name
     assert decoder_shape_named("llama-2-7b") == shapes["llama-2-7b"]
-    with pytest.raises(UsageError, match="not one of llama-2-7b"):
-        decoder_shape_named("llama-9")
+    for name in ("llama-9", "llama-9-as-llama"):
+        with pytest.raises(UsageError, match="not one of llama-2-7b"):
+            decoder_shape_named(name)
+
+
+def test_llamas_of_other_decoders_sizes():
+    assert decoder_shape_named("llama-2-7b-as-llama") == decoder_shape_named("llama-2-7b")
+    sizes = {"layers": 24, "hidden": 2880, "ffn": 4 * 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "vocab": 201088}
+    assert decoder_shape_named("gpt-oss-20b-as-llama") == DecoderShape.uniform(**sizes)
+    assert len(decoder_shape_named("qwen3.5-27b-as-llama").attentions) == 64
 
 
 def test_dense_twin_on_the_cpu_is_the_same_model():

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ALLOWED_ERROR = 0.05
 CHECK_TOKENS = 64
 TURNS = 3  # of each contestant in a cell
+AS_LLAMA = "-as-llama"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +129,30 @@ def load_decoder_shapes() -> dict[str, DecoderShape]:
 
 
 def decoder_shape_named(name: str) -> DecoderShape:
-    """The decoder of that name.
+    """The decoder of that name, or with :data:`AS_LLAMA` behind it the Llama of its size.
 
     Raises:
         UsageError: there is none.
     """
     shapes = load_decoder_shapes()
-    if name not in shapes:
+    base = name.removesuffix(AS_LLAMA)
+    if base not in shapes:
         raise UsageError(f"--shape {name}: not one of {', '.join(shapes)}")
-    return shapes[name]
+    return shapes[base] if base == name else as_llama(shapes[base])
+
+
+def as_llama(shape: DecoderShape) -> DecoderShape:
+    """A Llama of a decoder's size: its layers, hidden size and vocabulary, everywhere the heads of its last attention,
+    and as feed-forward part what one token reads: of a mixture the experts that it goes to."""
+    from trirun_kernels.decoder.shape import Attention, DecoderShape
+
+    heads = next(layer.mixer for layer in reversed(shape.layers) if isinstance(layer.mixer, Attention))
+    layer = shape.layers[-1]
+    experts = 0 if layer.mixture is None else layer.mixture.size * layer.mixture.routing.top_k
+    return DecoderShape.uniform(
+        layers=len(shape.layers), hidden=shape.hidden, ffn=experts + layer.feed_forward.size, heads=heads.heads,
+        kv_heads=heads.kv_heads, head_dim=heads.head_dim, vocab=shape.vocab,
+    )  # fmt: skip
 
 
 def check(contestants: Sequence[Contestant], vocab: int) -> dict[str, float]:

@@ -31,7 +31,8 @@ def command(
     shape: Annotated[
         str | None,
         typer.Option(
-            help="Random ternary weights of this shape instead: llama-2-7b, llama-3-8b, ...",
+            help="Random ternary weights of this shape instead: llama-2-7b, qwen3-30b-a3b, ...; or, with -as-llama "
+            "behind it, of a Llama of its size.",
             autocompletion=_shape_names,
         ),
     ] = None,
