@@ -254,7 +254,7 @@ class Engine:
             if (embedding := sequence.pool(outcome.states)) is not None:
                 self._end(sequence, FinishReason.STOP, embedding=embedding)
             return
-        request, scores = sequence.request, sequence.take_scores(outcome.prompt) if sequence.wants_scores else None
+        request, scores = sequence.request, sequence.take_scores(outcome.prompt)
         if token is None:
             if scores is not None and sequence.limit == 0:
                 self._end(sequence, FinishReason.LENGTH, scores=scores)
@@ -266,7 +266,8 @@ class Engine:
         tokens, reason = sequence.take((token, *outcome.more))
         self._generated_tokens += len(tokens)
         if reason is None:
-            self._tell(sequence, Event(request.id, tokens, None, None, scores, sequence.usage() if first else None))
+            usage = sequence.usage() if first else None
+            self._tell(sequence, Event(request.id, tokens, prompt_logprobs=scores, usage=usage))
         else:
             self._end(sequence, reason, tokens, scores)
 

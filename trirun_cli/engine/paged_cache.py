@@ -183,7 +183,7 @@ class PagedCache:
             self._pass(owned, table)
             if not _extend(self._windowed, owned.windowed, table[self._longest :], wanted):
                 return False
-            owned.length = max(owned.length, length)
+        owned.length = max(owned.length, length)
         return True
 
     def computed(self, slot: int, length: int) -> None:

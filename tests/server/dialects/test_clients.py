@@ -101,7 +101,7 @@ def test_a_response(client):
 
 
 def test_a_response_that_streams(client):
-    stream = client.responses.create(model=MODEL, input="Hello", stream=True, max_output_tokens=8)
+    stream = client.responses.create(model=MODEL, input="Hello", stream=True, max_output_tokens=8, temperature=0)
     events = list(stream)
     assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
