@@ -67,13 +67,16 @@ class CudaContestant:
         device, vocab = self._model.device, self._model.shape.vocab
         sampler = CudaSampler(batch, vocab, decoder.latest)
         slots = torch.arange(batch, dtype=torch.int32, device=device)
-        prompt = torch.randint(vocab, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+        generator = torch.Generator().manual_seed(0)
+        prompt = torch.randint(vocab, (context,), generator=generator).tolist()
         run = self._prompt(decoder, prompt, torch.tensor([context - 1], device=device))
 
         def prefill() -> None:
             sampler.sample(run(), slots[:1])
 
-        inputs = Inputs(torch.full_like(slots, -1), slots, torch.full_like(slots, context))
+        # Each sequence has a token of its own: equal rows would all go to the same experts.
+        tokens = torch.randint(vocab, (batch,), generator=generator, dtype=torch.int32).to(device)
+        inputs = Inputs(tokens, slots, torch.full_like(slots, context))
 
         def step() -> None:
             sampler.sample(decoder.forward(inputs), slots)

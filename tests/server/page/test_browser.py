@@ -8,6 +8,7 @@ ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
 SHIFT_ENTER = "\ue008\ue007"
 ANSWER = (
     "Use `ls`:\n\n```sh\nls <b>all</b>\n```\n\n"
+    "## In **short**\n2. one <i>way</i>\n3. `another`\n  - or **none**\nSo a*b*c and 2 ** 3 stay.\n"
     "Then <script>window.bad = 1</script><img src=x onerror='window.bad = 1'>."
 )
 STORED = "JSON.parse(localStorage.getItem('trirun.talks'))"
@@ -25,7 +26,15 @@ def test_a_conversation(serve, browser):
     assert window.js("document.querySelector('article.user p').textContent").startswith("first line\n<img")
     assert window.js("document.querySelector('article.assistant pre code').textContent") == "ls <b>all</b>"
     assert window.js("document.querySelector('article.assistant p code').textContent") == "ls"
-    assert window.js("document.querySelectorAll('article img, article script, article b').length") == 0
+    assert window.js("document.querySelectorAll('article img, article script, article b, article i').length") == 0
+    found = window.js("[...document.querySelectorAll('article.assistant > :is(h3, ol, ul, p)')].map(b => b.innerText)")
+    assert found == [
+        "Use ls:", "In short", "one <i>way</i>\nanother", "or none",
+        "So a*b*c and 2 ** 3 stay.\nThen <script>window.bad = 1</script><img src=x onerror='window.bad = 1'>.",
+    ]  # fmt: skip
+    assert window.js("document.querySelector('article.assistant ol li').value") == 2
+    strong = window.js("[...document.querySelectorAll('article.assistant strong')].map(b => b.textContent)")
+    assert strong == ["short", "none"]
     assert window.js("window.bad ?? 0") == 0
     assert "tokens/s" in window.js("document.querySelector('article.assistant footer').textContent")
     assert window.js("document.querySelector('[role=status]').textContent") == ANSWER
