@@ -38,7 +38,7 @@ from trirun_kernels.weights.names import (
 )
 from trirun_kernels.weights.safetensors_dir import INDEX
 
-from trirun_cli.bench.models import load_decoder_sizes
+from trirun_cli.bench.shapes import load_decoder_sizes
 from trirun_cli.checkpoint.reader import Format
 from trirun_cli.models.description import Description, description
 from trirun_cli.models.linears import described_layers

@@ -14,7 +14,8 @@ from trirun_kernels.weights.spec import QuantSpec
 from tests.small_models import FAMILIES, SIZES
 from trirun_cli.bench import models as model_bench
 from trirun_cli.bench.cpu_contestant import CpuContestant, dense_llama, random_weights, weight_bytes
-from trirun_cli.bench.models import check, decoder_shape_named, run
+from trirun_cli.bench.models import check, run
+from trirun_cli.bench.shapes import decoder_shape_named, load_decoder_shapes
 from trirun_cli.errors import CheckFailed, UsageError
 from trirun_cli.models.description import decoder_shape
 from trirun_cli.workflows.pack import pack
@@ -111,7 +112,7 @@ def test_nothing_wrong_is_timed():
 
 
 def test_every_listed_decoder_can_run():
-    shapes = model_bench.load_decoder_shapes()
+    shapes = load_decoder_shapes()
     for name, shape in shapes.items():
         assert shape.hidden % 64 == 0 and all(layer.feed_forward.size % 64 == 0 for layer in shape.layers), name
         assert all(mixer.heads % mixer.kv_heads == 0 for mixer in shape.attentions), name

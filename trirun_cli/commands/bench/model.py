@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _shape_names(incomplete: str) -> list[str]:
-    from ...bench.models import load_decoder_shapes
+    from ...bench.shapes import load_decoder_shapes
 
     return [name for name in load_decoder_shapes() if name.startswith(incomplete)]
 
@@ -91,7 +91,8 @@ def command(
 
       trirun bench model --shape qwen3-8b --batch 1,64 --head packed,int8,16bit
     """
-    from ...bench.models import check, decoder_shape_named, document, run
+    from ...bench.models import check, document, run
+    from ...bench.shapes import decoder_shape_named
 
     if checkpoint is not None or checkpoint_option is not None:
         checkpoint = one_checkpoint(checkpoint, checkpoint_option)

@@ -391,6 +391,7 @@ __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ Sam
                               first, last};
   const bool penalised = s.counts != nullptr && (p.repetition != 1.f || p.presence != 0.f || p.frequency != 0.f);
   const bool masked = s.masks != nullptr && p.masked != 0, biased = p.bias_count > 0;
+  const uint32_t* mask = s.masks + (masked ? static_cast<int64_t>(slot) * ((vocab + 31) / 32) : 0);
   const bool changed = penalised || biased || masked, reports = s.logprobs != nullptr && p.wants_logprobs != 0;
   // Nothing is allowed, or no logit is a finite number.
   const auto none_of = [&](Best top) { return top.token >= vocab || !isfinite(top.value); };
@@ -400,10 +401,18 @@ __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ Sam
 #pragma unroll
     for (int j = 0; j < EACH; j++) raw_best.take(v[j], token + j);
   };
-  if (!changed && !reports && p.temperature <= 0.f) {
-    // The usual case, by itself: after the weights of a whole model no cache has this code, and each 128 bytes of it
-    // come from memory.
-    raw.each(take_raw);
+  if (!penalised && !biased && !reports && p.temperature <= 0.f) {
+    // The usual cases, by themselves: after the weights of a whole model no cache has this code, and each 128 bytes of
+    // it come from memory.
+    if (masked) {
+      raw.each([&](int token, const float (&v)[EACH]) {
+        const uint32_t allowed = __ldcg(mask + token / 32) >> token % 32;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) raw_best.take((allowed >> j & 1) != 0 ? v[j] : -INFINITY, token + j);
+      });
+    } else {
+      raw.each(take_raw);
+    }
     Mass key[1] = {raw_best.key()};
     team.reduce(key, Most{});
     const Best top = Best::of(key[0]);
@@ -417,7 +426,6 @@ __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ Sam
   Best best;
   if (changed) {
     const int32_t* counts = s.counts + (penalised ? static_cast<int64_t>(slot) * vocab : 0);
-    const uint32_t* mask = s.masks + (masked ? static_cast<int64_t>(slot) * ((vocab + 31) / 32) : 0);
     raw.each([&](int token, const float (&v)[EACH]) {
       take_raw(token, v);
       const uint32_t allowed = masked ? __ldcg(mask + token / 32) >> token % 32 : ~0u;
