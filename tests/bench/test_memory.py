@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -13,6 +14,14 @@ from trirun_cli.bench.models import run
 
 QUICK = ("--batch", "1,2", "--context", "24", "--seconds", "0.001", "--device", "cpu", "-q")
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def own_garbage():
+    """A run collects garbage often: not in what the tests before have left, some 10 s for a test in a whole run."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Machine:
