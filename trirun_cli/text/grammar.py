@@ -155,27 +155,25 @@ class _Beginning:
         self._families: list[tuple[Any, WeakSet[_Text]]] = []
         self._making = Lock()
         began = perf_counter()
-        self.fault = self._add()
+        self.fault = self._add()[0].get_error()
         self._most = min(_threads(), 1 + int(_MAKING_S / (perf_counter() - began)))
 
-    def _add(self) -> str:
+    def _add(self) -> tuple[Any, WeakSet[_Text]]:
         matcher = self._make()
         matcher.compute_bitmask()
         self._families.append((matcher, WeakSet()))
-        return matcher.get_error()
+        return self._families[-1]
 
     def __call__(self) -> Constraint:
         with self._making:
             matcher, texts = min(self._families, key=_alive)
             if len(texts) >= _FAMILY and len(self._families) < self._most:
-                self._add()
-                matcher, texts = self._families[-1]
+                matcher, texts = self._add()
             matcher.compute_bitmask()
             # Where the library gave up in one of a family's texts, their lock stays broken for all of them.
             if matcher.is_error():
                 self._families.remove((matcher, texts))
-                self._add()
-                matcher, texts = self._families[-1]
+                matcher, texts = self._add()
             text = _Text(matcher.deep_copy(), id(texts))
             texts.add(text)
             return text
