@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trirun_kernels.decoder import cuda, cuda_weights
 from trirun_kernels.plan.problem import Device
+from trirun_kernels.weights.packing import dequantize
 from trirun_kernels.weights.spec import QuantSpec
 
 from tests.small_models import FAMILIES, SIZES
@@ -123,3 +124,11 @@ def test_models_of_one_shape_take_turns_with_one_cache(monkeypatch):
     assert dense.room(2, 60) == (0, free) and dense.room(1, 60) == (needed // 2, free)
     del decoders
     assert dense.room(2, 60) == (needed, free)
+
+
+def test_levels_of_random_weights_have_no_mean():
+    """One would be what all rows have in common after some layers, and all would go to the same experts."""
+    levels = dequantize(synthetic.random_ternary(512, 512, QuantSpec(-1, 1.0), torch.Generator().manual_seed(0)))
+    signs = levels.sign()
+    assert abs(float(signs.mean())) < 4 * 512**-1
+    assert 0.24 < float((signs == 0).float().mean()) < 0.26

@@ -231,14 +231,20 @@ class Expected:
             self._norm += float(expected.square().sum())
             theirs = torch.nn.functional.linear(exact.to(kind), dense.to(kind)).double()
             dense_difference += float((theirs - expected).square().sum())
-        self._dense_error = (dense_difference / self._norm) ** 0.5
+        self._dense_error = self._relative(dense_difference)
 
     def error(self, y: Tensor) -> float:
         """Relative error of y [m, n]; infinite unless every output is finite."""
         if not y.isfinite().all():
             return float("inf")
         off = (float((y[self._rows, at].double() - e).square().sum()) for at, e in self._parts)
-        return (sum(off) / self._norm) ** 0.5
+        return self._relative(sum(off))
+
+    def _relative(self, squares: float) -> float:
+        # A small weight may be all zeros.
+        if not self._norm:
+            return float("inf") if squares else 0.0
+        return (squares / self._norm) ** 0.5
 
     def allowed(self, acc: str = "fp32") -> float:
         """Error allowed: 1.5 times that of torch's 16-bit product with 16-bit activations, one rounding of the output

@@ -129,13 +129,18 @@ def angles(shape: DecoderShape, positions: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def random_ternary(n: int, k: int, spec: QuantSpec, generator: torch.Generator) -> PackedWeight:
-    """A packed ternary weight whose products of unit rows have about unit variance."""
+    """A packed ternary weight whose products of unit rows have about unit variance.
+
+    Levels are 0 in one case of four. Their mean is 0: another one would be multiplied by the root of n in every layer,
+    until all rows of a batch are the same, and all go to the same experts.
+    """
     device = generator.device
     words, groups = stored_shapes(n, k, spec)
-    bits = torch.randint(-(2**31), 2**31, words, dtype=torch.int64, device=device, generator=generator).to(torch.int32)
-    # Code 3 becomes 2: three levels, as ternary models have them.
-    bits ^= bits & (bits >> 1) & 0x55555555
-    # Codes 0, 1, 2 come with probabilities 1/4, 1/4, 1/2, so a level's square is 3/4 on average.
+    drawn = torch.randint(-(2**31), 2**31, (2, *words), dtype=torch.int64, device=device, generator=generator)
+    zero, sign = drawn.to(torch.int32).unbind(0)
+    # Codes 0, 1, 2 are levels -1, 0, 1, with probabilities 3/8, 1/4, 3/8: the mean square is 3/4.
+    zero = zero & (zero >> 1) & 0x55555555
+    bits = (sign & (zero ^ 0x55555555)) << 1 | zero
     scales = (torch.rand(groups, device=device, generator=generator) * 0.5 + 0.75) * (0.75 * k) ** -0.5
     return PackedWeight(bits, scales.half(), None, n, k, spec)
 
