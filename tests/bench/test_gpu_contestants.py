@@ -15,7 +15,7 @@ from trirun_kernels.weights.packing import dequantize
 from trirun_kernels.weights.spec import QuantSpec
 
 from tests.small_models import FAMILIES, SIZES
-from trirun_cli.bench import contestants
+from trirun_cli.bench import contestants, cuda_contestant
 from trirun_cli.models import synthetic
 from trirun_cli.models.description import decoder_shape
 
@@ -124,6 +124,19 @@ def test_models_of_one_shape_take_turns_with_one_cache(monkeypatch):
     assert dense.room(2, 60) == (0, free) and dense.room(1, 60) == (needed // 2, free)
     del decoders
     assert dense.room(2, 60) == (needed, free)
+
+
+def test_a_mixture_is_checked_by_its_first_layers():
+    dense = small("qwen3", torch.float16)
+    assert cuda_contestant._first_layers(dense) is dense
+    whole = small("gpt_oss", torch.bfloat16)
+    layers = whole.shape.layers
+    whole = dataclasses.replace(
+        whole, layers=whole.layers * 2, shape=dataclasses.replace(whole.shape, layers=layers + layers[::-1])
+    )
+    first = cuda_contestant._first_layers(whole)
+    assert set(first.shape.layers) == set(layers) and len(first.layers) == len(first.shape.layers) < 2 * len(layers)
+    assert cuda_contestant._first_layers(first) == first
 
 
 def test_levels_of_random_weights_have_no_mean():

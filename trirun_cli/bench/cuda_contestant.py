@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, MutableMapping, Sequence
 
 import torch
@@ -17,9 +18,9 @@ STEPS = 4  # of one round: as in an engine that looks ahead, the next is launche
 # Tokens of a prompt that run at once.
 CHUNK = 2048
 
-# Caches by the type of keys, slots and blocks of 64 positions: models of one shape take turns with one, whose numbers
-# are random anyway. Those that are in use, where values are weak references.
-Shared = MutableMapping[tuple[torch.dtype, int, int], MixerCaches]
+# Caches by the type of keys, layers, slots and blocks of 64 positions: models of one shape take turns with one, whose
+# numbers are random anyway. Those that are in use, where values are weak references.
+Shared = MutableMapping[tuple[torch.dtype, int, int, int], MixerCaches]
 
 
 class CudaContestant:
@@ -35,7 +36,7 @@ class CudaContestant:
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> list[float]:
         """See :class:`~.models.Contestant`."""
-        decoder = self._decoder(1, len(tokens))
+        decoder = self._decoder(1, len(tokens), _first_layers(self._model))
         wanted = torch.tensor([len(tokens) - 1], device=self._model.device)
         return self._prompt(decoder, list(tokens), wanted)()[0].float().tolist()
 
@@ -45,7 +46,7 @@ class CudaContestant:
         # What PyTorch keeps for later is free too.
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if (self._kind, batch, blocks) in self._shared:
+        if (self._kind, len(shape.layers), batch, blocks) in self._shared:
             return 0, free
         full, windowed = (PAGE * position_bytes(shape, self._kind, part) for part in (False, True))
         return batch * (blocks * full + self._kept(blocks) * windowed + state_bytes(shape)), free
@@ -88,11 +89,12 @@ class CudaContestant:
         seen = window_pages(self._model.shape)
         return min(seen + CHUNK // PAGE, blocks) if seen else blocks
 
-    def _decoder(self, slots: int, context: int) -> CudaDecoder:
+    def _decoder(self, slots: int, context: int, model: CudaModel | None = None) -> CudaDecoder:
+        model = model or self._model
         blocks = -(-context // PAGE)
-        key, kept = (self._kind, slots, blocks), self._kept(blocks)
+        key, kept = (self._kind, len(model.layers), slots, blocks), self._kept(blocks)
         decoder = CudaDecoder(
-            self._model, slots=slots, context=context, kv_dtype=self._kind, caches=self._shared.get(key),
+            model, slots=slots, context=context, kv_dtype=self._kind, caches=self._shared.get(key),
             windowed_pages=slots * kept if kept < blocks else None,
         )  # fmt: skip
         self._shared[key] = decoder.caches
@@ -119,6 +121,16 @@ class CudaContestant:
             return logits
 
         return run
+
+
+def _first_layers(model: CudaModel) -> CudaModel:
+    """The whole model; of a mixture, the layers down to the first of the last kind."""
+    layers = model.shape.layers
+    if all(layer.mixture is None for layer in layers):
+        return model
+    count = 1 + max(layers.index(layer) for layer in layers)
+    shape = dataclasses.replace(model.shape, layers=layers[:count])
+    return dataclasses.replace(model, shape=shape, layers=model.layers[:count])
 
 
 def _replayed(call: Callable[[], None]) -> Callable[[], None]:
