@@ -254,7 +254,9 @@ class Engine:
             if (embedding := sequence.pool(outcome.states)) is not None:
                 self._end(sequence, FinishReason.STOP, embedding=embedding)
             return
-        request, scores = sequence.request, sequence.take_scores(outcome.prompt)
+        request, scores = sequence.request, None
+        if sequence.wants_scores:
+            scores = sequence.take_scores(outcome.prompt)
         if token is None:
             if scores is not None and sequence.limit == 0:
                 self._end(sequence, FinishReason.LENGTH, scores=scores)
@@ -267,7 +269,7 @@ class Engine:
         self._generated_tokens += len(tokens)
         if reason is None:
             usage = sequence.usage() if first else None
-            self._tell(sequence, Event(request.id, tokens, prompt_logprobs=scores, usage=usage))
+            self._tell(sequence, Event(request.id, tokens, None, None, scores, usage))
         else:
             self._end(sequence, reason, tokens, scores)
 

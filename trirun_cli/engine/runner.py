@@ -11,12 +11,13 @@ given away while its last step is still on its way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from .request import Request
-from .sampling import Token
+from .sampling import Token, each_made
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,6 +57,11 @@ class Outcome(NamedTuple):
     prompt: tuple[Token, ...] = ()
     more: tuple[Token, ...] = ()
     states: np.ndarray | None = None
+
+
+def token_outcomes(tokens: Iterable[Token]) -> list[Outcome]:
+    """One outcome per token, with nothing else in it."""
+    return each_made(Outcome, zip(tokens, repeat(()), repeat(()), repeat(None), strict=False))
 
 
 def in_order(work: Sequence[Work], states: Sequence[np.ndarray], others: Sequence[Outcome]) -> list[Outcome]:

@@ -67,19 +67,19 @@ class Sequence:
     def take(self, tokens: tuple[Token, ...]) -> tuple[tuple[Token, ...], FinishReason | None]:
         """Take in sampled tokens; those of them that are text, and why it ends with them, or None."""
         # A burst takes no step after one that brings a stop id, or no token at all.
-        if (later := len(tokens) - 1) > 0:
+        later, request, known = len(tokens) - 1, self.request, self.tokens
+        last, reason = tokens[later].id, None
+        if later:
             self.computed += later
             self.sampled += later
-        request, last, reason = self.request, tokens[-1].id, None
+            known += [token.id for token in tokens[:later]]
         if last < 0:
-            tokens, reason = tokens[:-1], FinishReason.ERROR
+            tokens, reason = tokens[:later], FinishReason.ERROR
         elif last in request.stop_ids and not request.params.ignore_stop_ids:
-            tokens, reason = tokens[:-1], FinishReason.STOP
-        if len(tokens) == 1:
-            self.tokens.append(tokens[0].id)
+            tokens, reason = tokens[:later], FinishReason.STOP
         else:
-            self.tokens += [token.id for token in tokens]
-        if reason is None and self.generated == self.limit:
+            known.append(last)
+        if reason is None and len(known) - len(request.prompt) == self.limit:
             reason = FinishReason.LENGTH
         return tokens, reason
 

@@ -26,7 +26,7 @@ from .reference import gated
 from .shape import ACTIVATIONS, CLIPPED_SWIGLU, SCORES, Mixture, Routing
 
 FEW_PAIRS, FEW_ROWS = 1024, 64  # that the router's own kernel sorts; of more rows cuBLAS multiplies faster
-MANY_ROWS = 24  # rows of an expert from which on products of 16-bit values are faster than those of few rows
+MANY_ROWS = 32  # rows of an expert from which on products of 16-bit values are faster than those of few rows
 # Rows of an expert from which on its weights are made dense first, if those of all are no more numbers than that.
 DENSE_ROWS, DENSE_WEIGHTS = 96, 2**28
 SHARED_ROOM = 160 << 10  # bytes that a CTA of a tile may take, so that larger tiles do not cost what they gain
@@ -61,12 +61,13 @@ def tile_bound(m: int, routing: Routing, tile_rows: int) -> int:
 
 
 def chosen_tile_rows(m: int, routing: Routing, k: int, act_bits: int) -> int:
-    """Sorted rows of a tile: what an expert gets of m rows, and as much again, since they do not come evenly.
+    """Sorted rows of a tile: what an expert gets of m rows, and as much again, since they do not come evenly; no more
+    than fill eight columns of a matrix product.
 
     Args:
         k: the longest input of an expert's matrices, padded.
     """
-    most, of_expert = 8 if act_bits == 16 else 16, m * routing.top_k // routing.experts
+    most, of_expert = 4 if act_bits == 16 else 8, m * routing.top_k // routing.experts
     if act_bits == 16 and of_expert >= MANY_ROWS:
         return 128 if of_expert >= 96 else 64
     wanted = min(m, max(4, 2 * of_expert), most)

@@ -130,7 +130,7 @@ def test_experts_take_rows_that_are_quantized(m, spec, act_bits, dtype):
     router, counter = torch.randn(9, k, device="cuda").to(dtype), torch.zeros(1, dtype=torch.int32, device="cuda")
     limbs = torch.empty(activation_bytes(m, 640, act_bits), dtype=torch.uint8, device="cuda")
     ops.rows(ops.PLAIN, x, limbs=limbs, act_bits=act_bits)
-    for tile_rows in (1, 4, 8):
+    for tile_rows in (1, 2, 4):
         routes = cuda_experts.route(routing, x, router, counter, tile_rows)
         options = {"gathered": True, "activation": "silu", "act_bits": act_bits}
         expected = cuda_experts.experts(gate_up, x, routes, **options)

@@ -14,7 +14,7 @@ from trirun_kernels.decoder.cpu import Segment, draw
 from trirun_kernels.decoder.structs import DrawStruct
 
 from ...engine.request import Request
-from ...engine.runner import Done, Outcome, Work, in_order
+from ...engine.runner import Done, Outcome, Work, in_order, token_outcomes
 from ...engine.sampling import Token, plain_tokens
 from ...engine.slot_cache import SlotCache
 from .decoder import NativeDecoder
@@ -95,7 +95,7 @@ class CpuRunner:
         rows = len(tokens) if decodes else 1
         self._step_s[rows] = min(self._step_s[rows], elapsed)
         if decodes:
-            return Done([Outcome(token) for token in self._choose(logits, sampled)])
+            return Done(token_outcomes(self._choose(logits, sampled)))
         return Done(self._outcomes(logits, work, sampled))
 
     def _launch_with_states(self, work: Sequence[Work]) -> Done:

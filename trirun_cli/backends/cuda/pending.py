@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from trirun_kernels.decoder.cuda import CudaDecoder
 
-from ...engine.runner import Outcome, Work, in_order
+from ...engine.runner import Outcome, Work, in_order, token_outcomes
 from ...errors import TrirunError
 from .sampler import Reading
 
@@ -52,7 +52,7 @@ class CudaPending:
         if any(token.id < 0 for token in tokens) and self.decoder.gave_up:
             raise TrirunError(HELD)
         if self.places is None:
-            return list(map(Outcome, tokens))
+            return token_outcomes(tokens)
         return [
             Outcome(None if place is None else tokens[place], tuple(scores[first : first + count]))
             for place, (first, count) in zip(self.places, self.prompts, strict=True)

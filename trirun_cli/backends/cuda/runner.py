@@ -81,8 +81,9 @@ class CudaRunner:
         self._static = torch.zeros(3, largest, dtype=torch.int32, device=device)
         self._static[1] = -1
         self._inputs = Inputs(*self._static.unbind(0))
-        # What the graphs' inputs hold once the last step has ended, for as long as nothing else was launched.
-        self._expected: np.ndarray | None = None
+        # Slots and positions of the graphs' inputs once the last step has ended, for as long as nothing else was
+        # launched: each row goes on from the token that it has sampled.
+        self._expected: tuple[Sequence[int], Sequence[int]] | None = None
         self._tables = self.cache.tables.copy()
         self._staging = [torch.zeros(3, self.max_rows, dtype=torch.int32).pin_memory() for _ in range(RING)]
         self._staged_tables = [torch.from_numpy(self._tables).clone().pin_memory() for _ in range(RING)]
@@ -108,11 +109,15 @@ class CudaRunner:
         with torch.cuda.device(self._device), torch.inference_mode():
             self._sample_last()
             self._copy_tables()
-            if not any(item.states for item in work):
-                return self._step(work)
+            # Column by column: a step of many rows spends most of the host's time on one after another.
+            slots, positions, tokens, samples, targets, states = zip(*work, strict=True)
+            if all(samples) and not any(targets) and all(ids is None or len(ids) == 1 for ids in tokens):
+                return self._decode(slots, positions, tokens)
+            if not any(states):
+                return self._mixed(work)
             pooled, others = ([item for item in work if item.states == wanted] for wanted in (True, False))
-            states = self._states([Piece(item.slot, item.position, item.tokens or (), 0) for item in pooled])
-            return CudaPooled(work, states, self._step(others) if others else None)
+            found = self._states([Piece(item.slot, item.position, item.tokens or (), 0) for item in pooled])
+            return CudaPooled(work, found, self._mixed(others) if others else None)
 
     def logits(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
         """See :class:`~.engine.runner.Runner`."""
@@ -159,18 +164,11 @@ class CudaRunner:
 
     def _sampling(self, pending: CudaPending, slots: Sequence[int]) -> CudaPending:
         """A step whose model is launched; its sampler, too, unless it has to wait for masks."""
-        if self._sampler.ask(slots, self._turn):
+        if self._sampler.ask(slots):
             self._last = pending
         else:
             pending.sample()
         return pending
-
-    def _step(self, work: Sequence[Work]) -> CudaPending:
-        # Column by column: a step of many rows spends most of the host's time on one after another.
-        slots, positions, tokens, samples, targets, _ = zip(*work, strict=True)
-        if all(samples) and not any(targets) and all(ids is None or len(ids) == 1 for ids in tokens):
-            return self._decode(slots, positions, tokens)
-        return self._mixed(work)
 
     def _states(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Hidden states, float32 [tokens, hidden], of each piece, in one step."""
@@ -229,19 +227,16 @@ class CudaRunner:
     ) -> CudaPending:
         count = len(slots)
         size = next(bucket for bucket in self._buckets if bucket >= count)
-        wanted = np.zeros((3, self._static.shape[1]), np.int32)
-        wanted[1] = -1
-        wanted[0, :count] = [-1 if ids is None else ids[0] for ids in tokens]
-        wanted[1, :count], wanted[2, :count] = slots, positions
-        if self._expected is None or not np.array_equal(self._expected, wanted):
-            staged = self._staging[self._turn][:, : wanted.shape[1]]
-            np.copyto(staged.numpy(), wanted)
+        if self._expected != (slots, positions) or tokens.count(None) < count:
+            staged = self._staging[self._turn][:, : self._static.shape[1]]
+            wanted = staged.numpy()
+            wanted[:] = [[0], [-1], [0]]
+            wanted[0, :count] = [-1 if ids is None else ids[0] for ids in tokens]
+            wanted[1, :count], wanted[2, :count] = slots, positions
             self._static.copy_(staged, non_blocking=True)
         graph = self._graphs[size]
         graph.model.replay()
-        wanted[0, :count] = -1
-        wanted[2, :count] += 1
-        self._expected = wanted
+        self._expected = slots, tuple(position + 1 for position in positions)
 
         def sampled(turn: int = self._turn) -> Reading:
             self._sampler.constrain()

@@ -27,15 +27,16 @@ class Reading:
 
     Attributes:
         alternatives: of every row, how many likeliest tokens it wants beside its own log-probability, None where not
-            even that; None where no row does. sampled: int32 [m]. logprobs: float32 [m].
+            even that; None where no row does.
+        results: int32 [2, any], the sampled tokens and the bits of their log-probabilities; ``count`` of each.
         top_ids, top_logprobs: [m, n], the likeliest tokens, or None where no slot wants them.
         scores: float32 [t], log-probabilities of the targets; with score_ids and score_logprobs [t, n] likewise.
     """
 
     done: torch.cuda.Event
     alternatives: Sequence[int | None] | None
-    sampled: Tensor
-    logprobs: Tensor
+    results: Tensor
+    count: int
     top: tuple[Tensor, Tensor] | None
     targets: Sequence[int]
     target_alternatives: Sequence[int]
@@ -44,11 +45,11 @@ class Reading:
     def wait(self) -> tuple[list[Token], list[Token]]:
         """The sampled tokens, and the targets with their log-probabilities."""
         self.done.synchronize()
-        sampled = self.sampled.tolist()
+        sampled = self.results[0, : self.count].tolist()
         if self.alternatives is None:
             tokens = plain_tokens(sampled)
         else:
-            logprobs = self.logprobs.tolist()
+            logprobs = self.results[1, : self.count].view(torch.float32).tolist()
             tokens = [
                 Token(id) if count is None else Token(id, logprob, _first(self.top, row, count))
                 for row, (id, logprob, count) in enumerate(zip(sampled, logprobs, self.alternatives, strict=True))
@@ -77,12 +78,14 @@ class CudaSampler:
             return torch.zeros(shape, dtype=dtype, device=latest.device)
 
         rows = max(slots, 64)
-        self._vocab, self._slots = vocab, slots
+        self._vocab = vocab
+        # In the host's memory, where the sampler's kernel reads the rows that it needs: no copy to launch.
+        self._masks = torch.zeros(slots, mask_words(vocab), dtype=torch.int32).pin_memory()
         self._counts = make(slots, vocab, dtype=torch.int32)
         self._state = ops.SamplingState(
             make(slots, ops.SAMPLER_BYTES, dtype=torch.uint8), latest, self._counts,
             make(slots, vocab, dtype=torch.int32), make(slots, vocab, dtype=torch.float32),
-            make(rows, vocab, dtype=torch.float32), make(slots, mask_words(vocab), dtype=torch.int32),
+            make(rows, vocab, dtype=torch.float32), self._masks,
         )  # fmt: skip
         # Tokens and the bits of their log-probabilities in one tensor, so that one copy brings both.
         self._results = make(2, rows, dtype=torch.int32)
@@ -93,12 +96,9 @@ class CudaSampler:
         self._constraints: dict[int, Constraint] = {}
         # Tokens on their way for slots with a constraint: when they are there, and at which place a slot's is.
         self._unread: list[tuple[torch.cuda.Event, Tensor, dict[int, int]]] = []
-        self._staged_masks: list[Tensor] = []
-        # Masks that are being made: where they go, and where they are made.
-        self._asked: tuple[Tensor, Tensor] | None = None
         self._mask_thread = MaskThread()
-        # Of a turn: what fills the masks of which slots. For as long as these have the same constraints.
-        self._fillers: dict[int, tuple[list[int], Callable[[], None]]] = {}
+        # What fills the masks of which slots, for as long as these have the same constraints.
+        self._filler: tuple[list[int], Callable[[], None]] | None = None
 
     def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
@@ -106,7 +106,7 @@ class CudaSampler:
         for *_, places in self._unread:
             places.pop(slot, None)
         if self._constraints.pop(slot, None) is not None:
-            self._fillers.clear()
+            self._filler = None
         if (constraint := request.constrained(generated)) is not None:
             self._constraints[slot] = constraint
         self._alternatives.pop(slot, None)
@@ -130,16 +130,14 @@ class CudaSampler:
             self._state.bias_tokens[slot, :count].copy_(tokens.to(device, torch.int32))
             self._state.bias_values[slot, :count].copy_(values.to(device, torch.float32))
 
-    def ask(self, slots: Sequence[int], turn: int) -> bool:
-        """Have masks made for :meth:`constrain`, for those of these slots whose texts follow a grammar. To be called
-        after the step's other kernels are launched: they run while this waits for the tokens of the step before.
-
-        Args:
-            turn: as of :meth:`read`.
+    def ask(self, slots: Sequence[int]) -> bool:
+        """Have masks made for :meth:`sample`, for those of these slots whose texts follow a grammar. To be called after
+        the step's other kernels are launched: they run while this waits for the tokens of the step before.
 
         Returns:
             whether they are still being made, on a thread: then something else can be done before :meth:`constrain`.
         """
+        # Once these are there, the masks of the step before are read.
         for done, tokens, places in self._unread:
             done.synchronize()
             ids = tokens.tolist()
@@ -149,19 +147,12 @@ class CudaSampler:
                     self._constraints[slot].advance(id)
         self._unread.clear()
         asked = [slot for slot in slots if slot in self._constraints]
-        if not asked or self._state.masks is None:
+        if not asked:
             return False
-        if not self._staged_masks:
-            self._staged_masks = [torch.zeros_like(self._state.masks, device="cpu").pin_memory() for _ in self._pinned]
-        staged = self._staged_masks[turn]
-        # One copy: rows between them are not looked at.
-        part = slice(min(asked), max(asked) + 1)
-        self._asked = self._state.masks[part], staged[part]
-        slots_before, fill = self._fillers.get(turn, ((), None))
-        if fill is None or slots_before != asked:
-            texts, masks = [self._constraints[slot] for slot in asked], staged.numpy().view(np.uint32)
-            fill = mask_filler(texts, masks, asked)
-            self._fillers[turn] = asked, fill
+        if self._filler is None or self._filler[0] != asked:
+            texts, masks = [self._constraints[slot] for slot in asked], self._masks.numpy().view(np.uint32)
+            self._filler = asked, mask_filler(texts, masks, asked)
+        _, fill = self._filler
         if threaded := len(asked) >= FEWEST_THREADED:
             self._mask_thread.begin(fill)
         else:
@@ -169,12 +160,8 @@ class CudaSampler:
         return threaded
 
     def constrain(self) -> None:
-        """The masks that were asked for last, for :meth:`sample`."""
-        if self._asked is not None:
-            self._mask_thread.end()
-            to, made = self._asked
-            to.copy_(made, non_blocking=True)
-            self._asked = None
+        """Wait for the masks that were asked for last: to be called before :meth:`sample`."""
+        self._mask_thread.end()
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor | None = None, tokens: Tensor | None = None
@@ -200,7 +187,7 @@ class CudaSampler:
         if count:
             pinned.copy_(self._results, non_blocking=True)
         alternatives = top = scores = None
-        if not self._alternatives.keys().isdisjoint(slots):
+        if self._alternatives and not self._alternatives.keys().isdisjoint(slots):
             alternatives = [self._alternatives.get(slot) for slot in slots]
             if most := max(n or 0 for n in alternatives):
                 top = _likeliest(logits[:count], most)
@@ -214,11 +201,9 @@ class CudaSampler:
         if (done := self._done.get(turn)) is None:
             done = self._done[turn] = torch.cuda.Event()
         done.record()
-        if not self._constraints.keys().isdisjoint(slots):
-            places = {slot: i for i, slot in enumerate(slots) if slot in self._constraints}
+        if self._constraints and (places := {slot: i for i, slot in enumerate(slots) if slot in self._constraints}):
             self._unread.append((done, pinned[0], places))
-        return Reading(done, alternatives, pinned[0, :count], pinned[1, :count].view(torch.float32), top, ids, counts,
-                       scores)  # fmt: skip
+        return Reading(done, alternatives, pinned, count, top, ids, counts, scores)
 
 
 def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

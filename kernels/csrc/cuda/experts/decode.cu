@@ -21,7 +21,7 @@ namespace {
 
 using namespace gemm_decode;
 
-constexpr int MAX_WARPS = 16, MAX_TOKENS = 16, STAGES = 4;
+constexpr int MAX_WARPS = 16, COLUMNS = 8, STAGES = 4;
 constexpr int QUANTIZED_BATCH = 4;  // k tiles of x that a warp has asked for while it quantizes one
 
 struct Args {
@@ -172,10 +172,10 @@ __device__ __forceinline__ void quantize_rows(const Args& a, Tile tile, uint8_t*
   }
 }
 
-template <int LIMBS, int NT, int SCALE>
+template <int LIMBS, int SCALE>
 __global__ void __launch_bounds__(MAX_WARPS * 32, 1) experts_decode(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ uint32_t largest[MAX_TOKENS];
+  __shared__ uint32_t largest[COLUMNS];
   const uint32_t shared = shared_address(memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int parts = 1 << a.split_log, part = warp & (parts - 1), side = warp >> a.split_log;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, 1) experts_decode(const __grid
   const auto n_tile_of = [&](int pair, int of_side) { return a.gated ? of_side * half + pair : 2 * pair + of_side; };
   const bool real_zeros = a.zeros != nullptr;
   const int k_tile0 = part * a.k_tiles >> a.split_log, k_end = (part + 1) * a.k_tiles >> a.split_log;
-  const int group_rows = Partial<LIMBS, NT, SCALE>::OF_K_TILES ? 1 : a.group_rows;
+  const int group_rows = Partial<LIMBS, 1, SCALE>::OF_K_TILES ? 1 : a.group_rows;
   const uint32_t ring = shared + a.ring_at + warp * STAGES * a.stage_bytes;
   int fill_pair = pair0, fill_k_tile = k_tile0;
   Tile tile{-1, 0, 0};
@@ -261,9 +261,9 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, 1) experts_decode(const __grid
   if (AHEAD && !known) ask(pair0);  // not before: what is asked for later may come later
   __syncthreads();
 
-  Partial<LIMBS, NT, SCALE> partial;
+  Partial<LIMBS, 1, SCALE> partial;
   const uint32_t x_half = a.columns * 16;
-  const uint32_t x_limbs = shared + (NT == 1 ? (lane / 4 & (a.columns - 1)) : lane / 4) * 16 + lane % 4 * 4;
+  const uint32_t x_limbs = shared + (lane / 4 & (a.columns - 1)) * 16 + lane % 4 * 4;
   int stage = 0;
 #pragma unroll 1
   for (int pair = pair0; pair < pair_end; pair++) {
@@ -295,15 +295,13 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, 1) experts_decode(const __grid
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-          for (int e = 0; e < partial.TOKENS; e++) {
-            const int token = n * (8 / LIMBS) + (LIMBS == 2 ? lane % 4 : lane % 4 * 2 + e);
-            if (token >= tile.count) continue;
-            const float x_scale = partial.EXACT ? load_shared_float(shared + a.scales_at + token * 8) : 0.f;
-            store_shared(slot + (token * 64 + j * 16 + h * 8 + lane / 4) * 4,
-                         partial.value(j, n, h, e, x_scale, row_zeros, real_zeros, a.zero));
-          }
+        for (int e = 0; e < partial.TOKENS; e++) {
+          const int token = LIMBS == 2 ? lane % 4 : lane % 4 * 2 + e;
+          if (token >= tile.count) continue;
+          const float x_scale = partial.EXACT ? load_shared_float(shared + a.scales_at + token * 8) : 0.f;
+          store_shared(slot + (token * 64 + j * 16 + h * 8 + lane / 4) * 4,
+                       partial.value(j, 0, h, e, x_scale, row_zeros, real_zeros, a.zero));
+        }
     if (!AHEAD) ask(pair);
     __syncthreads();
 
@@ -331,29 +329,21 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, 1) experts_decode(const __grid
 using Kernel = void (*)(Args);
 
 struct Instance {
-  int limbs, tiles, scale;
+  int limbs, scale;
   Kernel kernel;
 };
 
-// limbs of x, 8-column tiles (limbs * rows of a tile <= 8 * tiles), where weight scales enter
-// no-spill(90a): experts_decode<2, 1, *>
+// limbs of x, where weight scales enter
+// no-spill(90a): experts_decode<2, *>
 constexpr Instance INSTANCES[] = {
-    {2, 1, PER_CHANNEL, experts_decode<2, 1, PER_CHANNEL>},
-    {2, 2, PER_CHANNEL, experts_decode<2, 2, PER_CHANNEL>},
-    {1, 1, PER_CHANNEL, experts_decode<1, 1, PER_CHANNEL>},
-    {1, 2, PER_CHANNEL, experts_decode<1, 2, PER_CHANNEL>},
-    {2, 1, PER_K_TILE, experts_decode<2, 1, PER_K_TILE>},
-    {2, 2, PER_K_TILE, experts_decode<2, 2, PER_K_TILE>},
-    {1, 1, PER_K_TILE, experts_decode<1, 1, PER_K_TILE>},
-    {1, 2, PER_K_TILE, experts_decode<1, 2, PER_K_TILE>},
-    {2, 1, PER_BLOCK, experts_decode<2, 1, PER_BLOCK>},
-    {2, 2, PER_BLOCK, experts_decode<2, 2, PER_BLOCK>},
-    {1, 1, PER_BLOCK, experts_decode<1, 1, PER_BLOCK>},
-    {1, 2, PER_BLOCK, experts_decode<1, 2, PER_BLOCK>},
-    {2, 1, PER_K_TILE_PLAIN, experts_decode<2, 1, PER_K_TILE_PLAIN>},
-    {2, 2, PER_K_TILE_PLAIN, experts_decode<2, 2, PER_K_TILE_PLAIN>},
-    {1, 1, PER_K_TILE_PLAIN, experts_decode<1, 1, PER_K_TILE_PLAIN>},
-    {1, 2, PER_K_TILE_PLAIN, experts_decode<1, 2, PER_K_TILE_PLAIN>},
+    {2, PER_CHANNEL, experts_decode<2, PER_CHANNEL>},
+    {1, PER_CHANNEL, experts_decode<1, PER_CHANNEL>},
+    {2, PER_K_TILE, experts_decode<2, PER_K_TILE>},
+    {1, PER_K_TILE, experts_decode<1, PER_K_TILE>},
+    {2, PER_BLOCK, experts_decode<2, PER_BLOCK>},
+    {1, PER_BLOCK, experts_decode<1, PER_BLOCK>},
+    {2, PER_K_TILE_PLAIN, experts_decode<2, PER_K_TILE_PLAIN>},
+    {1, PER_K_TILE_PLAIN, experts_decode<1, PER_K_TILE_PLAIN>},
 };
 
 // Fills in what follows from the sizes; the bytes of shared memory of a CTA with so many warps.
@@ -390,7 +380,7 @@ int check(const trirun_experts& e) {
 }
 
 // Whether the kernel of this file runs tiles of so many rows.
-bool few_rows(const trirun_experts& e) { return e.tile_rows <= (e.act_bits == TRIRUN_ACT16 ? 8 : 16); }
+bool few_rows(const trirun_experts& e) { return e.tile_rows * (e.act_bits == TRIRUN_ACT16 ? 2 : 1) <= COLUMNS; }
 
 }  // namespace
 }  // namespace trirun::experts
@@ -413,12 +403,12 @@ extern "C" int trirun_cuda_experts(const trirun_experts* experts, void* stream) 
   // CTAs that have a multiprocessor each read faster with twice the warps, if there is k enough for them.
   int warps = blocks * e.tile_bound <= facts.sms && e.w.k >= 16 * K_TILE ? MAX_WARPS : MAX_WARPS / 2;
   int shared = configure(e, warps, a), room = 0;
-  const int limbs = e.act_bits == TRIRUN_ACT16 ? 2 : 1, tiles = (a.columns + 7) / 8;
+  const int limbs = e.act_bits == TRIRUN_ACT16 ? 2 : 1;
   const int of_k_tiles = e.w.zeros != nullptr ? PER_K_TILE : PER_K_TILE_PLAIN;
   const int scale = e.w.group_size == -1 ? PER_CHANNEL : e.w.group_size == K_TILE ? of_k_tiles : PER_BLOCK;
   const Instance* instance = nullptr;
   for (const Instance& i : INSTANCES)
-    if (i.limbs == limbs && i.tiles == tiles && i.scale == scale) instance = &i;
+    if (i.limbs == limbs && i.scale == scale) instance = &i;
   if (instance == nullptr) return TRIRUN_UNSUPPORTED;
   if (const int code = shared_room(reinterpret_cast<const void*>(instance->kernel), room)) return code;
   if (shared > room && warps == MAX_WARPS) shared = configure(e, warps = MAX_WARPS / 2, a);
