@@ -149,9 +149,9 @@ class Engine:
                 launched, self._flying = self._flying, launched
             if launched is not None:
                 shares, pending = launched
-                for share, outcome in zip(shares, pending.collect(), strict=True):
-                    if share.turn == share.sequence.turn:
-                        self._deliver(share, outcome)
+                for (sequence, turn, _), outcome in zip(shares, pending.collect(), strict=True):
+                    if turn == sequence.turn:
+                        self._deliver(sequence, outcome)
         except BaseException as error:
             self._fail(error)
             raise
@@ -248,15 +248,15 @@ class Engine:
             else:
                 self._end(sequence, FinishReason.LENGTH, scores=sequence.take_scores(()))
 
-    def _deliver(self, share: Share, outcome: Outcome) -> None:
-        sequence, token = share.sequence, outcome.token
-        if outcome.states is not None:
-            if (embedding := sequence.pool(outcome.states)) is not None:
+    def _deliver(self, sequence: Sequence, outcome: Outcome) -> None:
+        token, prompt, more, states = outcome
+        if states is not None:
+            if (embedding := sequence.pool(states)) is not None:
                 self._end(sequence, FinishReason.STOP, embedding=embedding)
             return
         request, scores = sequence.request, None
         if sequence.wants_scores:
-            scores = sequence.take_scores(outcome.prompt)
+            scores = sequence.take_scores(prompt)
         if token is None:
             if scores is not None and sequence.limit == 0:
                 self._end(sequence, FinishReason.LENGTH, scores=scores)
@@ -265,7 +265,7 @@ class Engine:
             return
         if first := not sequence.first_token:
             sequence.first_token = time.perf_counter()
-        tokens, reason = sequence.take((token, *outcome.more))
+        tokens, reason = sequence.take((token, *more))
         self._generated_tokens += len(tokens)
         if reason is None:
             usage = sequence.usage() if first else None

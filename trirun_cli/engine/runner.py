@@ -49,6 +49,12 @@ class Work(NamedTuple):
         return 1 if self.tokens is None else len(self.tokens)
 
 
+def next_tokens(slots: Iterable[int], positions: Iterable[int]) -> list[Work]:
+    """Works that go on from the token sampled last, and sample the next."""
+    constant = repeat(None), repeat(True), repeat(()), repeat(False)
+    return each_made(Work, zip(slots, positions, *constant, strict=False))
+
+
 class Outcome(NamedTuple):
     """What one :class:`Work` gave: the sampled token, the log-probabilities of its targets, of a burst the tokens
     sampled after the first, and hidden states, float32 [rows, hidden], after the last norm."""

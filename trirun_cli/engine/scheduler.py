@@ -15,7 +15,8 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from .runner import BurstRunner, Runner, Work
+from .runner import BurstRunner, Runner, Work, next_tokens
+from .sampling import each_made
 from .sequence import Sequence
 
 # How long a burst may take: where nobody comes meanwhile, text should still flow; where others come, they wait for it.
@@ -78,7 +79,7 @@ class Scheduler:
         budget = self._runner.max_rows - decoding
         if decoding:
             budget = min(budget, self._runner.prompt_rows)
-        for sequence in tuple(self.running):
+        for sequence in tuple(self.running) if decoding < len(self.running) else ():
             if budget and sequence.slot >= 0 and sequence.computed < sequence.needed:
                 # Who is preempted for it has no share yet.
                 share = self._prefill(sequence, budget, may_preempt=not shares)
@@ -104,7 +105,11 @@ class Scheduler:
                 self._cache.computed(sequence.slot, sequence.computed)
 
     def _decode(self) -> list[Share]:
-        shares, grow = [], self._cache.grow
+        grow = self._cache.grow
+        sequences: list[Sequence] = []
+        turns: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
         # From the oldest: whoever is preempted has no share yet.
         for sequence in tuple(self.running):
             slot, position = sequence.slot, sequence.computed
@@ -112,10 +117,13 @@ class Scheduler:
                 continue
             if not grow(slot, position + 1) and not self._make_room(sequence, position + 1):
                 break
-            shares.append(Share(sequence, sequence.turn, Work(slot, position, None, True)))
+            sequences.append(sequence)
+            turns.append(sequence.turn)
+            slots.append(slot)
+            positions.append(position)
             sequence.computed = position + 1
             sequence.sampled += 1
-        return shares
+        return each_made(Share, zip(sequences, turns, next_tokens(slots, positions), strict=True))
 
     def _steps(self, runner: BurstRunner, shares: list[Share]) -> int:
         """How many steps a launch of shares that all decode can take: it ends with the first of them to end, so those

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..engine.constraint import Constraint, Grammar
 from ..errors import InputError, MissingError, UsageError, is_panic
-from ..processors import default_threads
+from ..processors import default_threads, one_left_alone
 from .reasoning import CLOSE, OPEN
 
 if TYPE_CHECKING:
@@ -247,7 +247,8 @@ def _executor() -> Any:
     """Threads of llguidance's own; None where one would be alone."""
     from llguidance import LLExecutor
 
-    return LLExecutor(_threads()) if _threads() > 1 else None
+    with one_left_alone():
+        return LLExecutor(_threads()) if _threads() > 1 else None
 
 
 def _for_llguidance(grammar: Grammar) -> str:

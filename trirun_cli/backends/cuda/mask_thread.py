@@ -7,6 +7,8 @@ from queue import SimpleQueue
 from threading import Thread
 from weakref import finalize
 
+from ...processors import one_left_alone
+
 
 class MaskThread:
     """Fills masks while whoever asked for them goes on, one lot at a time. An executor with its futures takes as long
@@ -25,7 +27,8 @@ class MaskThread:
         if self._thread is None:
             queues = self._lots, self._begun, self._filled
             self._thread = Thread(target=self._run, args=queues, name="trirun-masks", daemon=True)
-            self._thread.start()
+            with one_left_alone():
+                self._thread.start()
             finalize(self, self._lots.put, None)
         self._lots.put(fill)
         # Python runs one thread at a time and lets another in when this one waits. Once that one is within a library's

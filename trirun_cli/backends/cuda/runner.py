@@ -24,23 +24,21 @@ from ...engine.request import Request
 from ...engine.runner import Work
 from .pending import CudaPending, CudaPooled
 from .pieces import Piece, in_rows
-from .sampler import CudaSampler, Reading
+from .sampler import RING, CudaSampler, Reading
 
 # Batch sizes that have a graph: a step is padded to the next one.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_ROWS = 2048  # tokens of a step that runs prompts
-# Host buffers of copies on their way: more than the steps that can be in flight at once.
-RING = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step of so many rows: the model, where its logits are, and the sampler, which waits for the masks of
-    grammars."""
+    """A captured step of so many rows: the model, where its logits are, and by turn the sampler, which waits for the
+    masks of grammars."""
 
     model: torch.cuda.CUDAGraph
     logits: Tensor
-    sampler: torch.cuda.CUDAGraph
+    samplers: Sequence[torch.cuda.CUDAGraph]
 
 
 def runner_name(decoder: CudaDecoder) -> str:
@@ -107,12 +105,13 @@ class CudaRunner:
         """See :class:`~.engine.runner.Runner`."""
         self._turn = (self._turn + 1) % RING
         with torch.cuda.device(self._device), torch.inference_mode():
-            self._sample_last()
+            # Before the sampler, so that the model's kernels follow it at once.
             self._copy_tables()
             # Column by column: a step of many rows spends most of the host's time on one after another.
             slots, positions, tokens, samples, targets, states = zip(*work, strict=True)
             if all(samples) and not any(targets) and all(ids is None or len(ids) == 1 for ids in tokens):
                 return self._decode(slots, positions, tokens)
+            self._sample_last()
             if not any(states):
                 return self._mixed(work)
             pooled, others = ([item for item in work if item.states == wanted] for wanted in (True, False))
@@ -205,13 +204,14 @@ class CudaRunner:
                 # Libraries choose algorithms and allocate on their first call. Rows without a slot change nothing.
                 self._sampler.sample(self._decoder.forward(inputs), inputs.slots, inputs.positions, inputs.tokens)
             stream.synchronize()
-            model, sampler = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            model, samplers = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in range(RING)]
             # Other threads may run another model meanwhile, and allocate: no part of this.
             with torch.cuda.graph(model, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 logits = self._decoder.forward(inputs)
-            with torch.cuda.graph(sampler, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._sampler.sample(logits, inputs.slots, inputs.positions, inputs.tokens)
-            graphs[size] = _Graph(model, logits, sampler)
+            for turn, sampler in enumerate(samplers):
+                with torch.cuda.graph(sampler, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    self._sampler.sample(logits, inputs.slots, inputs.positions, inputs.tokens, turn)
+            graphs[size] = _Graph(model, logits, samplers)
         torch.cuda.synchronize()
         return graphs
 
@@ -227,7 +227,9 @@ class CudaRunner:
     ) -> CudaPending:
         count = len(slots)
         size = next(bucket for bucket in self._buckets if bucket >= count)
-        if self._expected != (slots, positions) or tokens.count(None) < count:
+        goes_on = self._expected == (slots, positions) and tokens.count(None) == count
+        self._sample_last()
+        if not goes_on:
             staged = self._staging[self._turn][:, : self._static.shape[1]]
             wanted = staged.numpy()
             wanted[:] = [[0], [-1], [0]]
@@ -240,7 +242,7 @@ class CudaRunner:
 
         def sampled(turn: int = self._turn) -> Reading:
             self._sampler.constrain()
-            graph.sampler.replay()
+            graph.samplers[turn].replay()
             return self._sampler.read(graph.logits, slots, turn)
 
         return self._sampling(CudaPending(self._decoder, sampled), slots)
@@ -283,7 +285,8 @@ class CudaRunner:
         def read(turn: int = self._turn) -> Reading:
             self._sampler.constrain()
             if slots:
-                self._sampler.sample(logits[: len(slots)], torch.tensor(slots, dtype=torch.int32).to(self._device))
+                device_slots = torch.tensor(slots, dtype=torch.int32).to(self._device)
+                self._sampler.sample(logits[: len(slots)], device_slots, turn=turn)
             return self._sampler.read(logits, slots, turn, [(slot, target) for _, slot, target in scored])
 
         return self._sampling(CudaPending(self._decoder, read, places, prompts), slots)

@@ -17,13 +17,15 @@ from ...engine.request import Request
 from ...engine.sampling import Token, plain_tokens, stream_of
 from .mask_thread import MaskThread
 
+# Places for results: more than the steps that can be on their way at once.
+RING = 4
 # Masks that are worth another thread.
 FEWEST_THREADED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Results on their way to pinned memory; complete once ``done`` is reached.
+    """Results on their way to the host's memory; complete once ``done`` is reached.
 
     Attributes:
         alternatives: of every row, how many likeliest tokens it wants beside its own log-probability, None where not
@@ -79,7 +81,7 @@ class CudaSampler:
 
         rows = max(slots, 64)
         self._vocab = vocab
-        # In the host's memory, where the sampler's kernel reads the rows that it needs: no copy to launch.
+        # Masks and results are in the host's memory, where the kernel reads and writes its rows: no copies to launch.
         self._masks = torch.zeros(slots, mask_words(vocab), dtype=torch.int32).pin_memory()
         self._counts = make(slots, vocab, dtype=torch.int32)
         self._state = ops.SamplingState(
@@ -87,9 +89,9 @@ class CudaSampler:
             make(slots, vocab, dtype=torch.int32), make(slots, vocab, dtype=torch.float32),
             make(rows, vocab, dtype=torch.float32), self._masks,
         )  # fmt: skip
-        # Tokens and the bits of their log-probabilities in one tensor, so that one copy brings both.
-        self._results = make(2, rows, dtype=torch.int32)
-        self._pinned = [torch.zeros(2, rows, dtype=torch.int32).pin_memory() for _ in range(4)]
+        self._device = latest.device
+        # By turn: tokens, and the bits of their log-probabilities.
+        self._results = [torch.zeros(2, rows, dtype=torch.int32).pin_memory() for _ in range(RING)]
         self._done: dict[int, torch.cuda.Event] = {}  # by turn, made when first used
         self._alternatives: dict[int, int] = {}  # of slots that want log-probabilities
         self._prompt_alternatives = [0] * slots
@@ -102,7 +104,7 @@ class CudaSampler:
 
     def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
-        device, params, prompt = self._results.device, request.params, request.prompt
+        device, params, prompt = self._device, request.params, request.prompt
         for *_, places in self._unread:
             places.pop(slot, None)
         if self._constraints.pop(slot, None) is not None:
@@ -164,14 +166,19 @@ class CudaSampler:
         self._mask_thread.end()
 
     def sample(
-        self, logits: Tensor, slots: Tensor, positions: Tensor | None = None, tokens: Tensor | None = None
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor | None = None,
+        tokens: Tensor | None = None,
+        turn: int = 0,
     ) -> None:
         """The next token of every row: logits [m, vocab], slots int32 [m]; positions and tokens go on, see
-        :func:`trirun_kernels.decoder.cuda_ops.sample`."""
-        count = slots.shape[0]
+        :func:`trirun_kernels.decoder.cuda_ops.sample`. ``turn`` as of :meth:`read`."""
+        sampled, logprobs = self._results[turn][:, : slots.shape[0]]
         ops.sample(
-            logits, slots, self._state, self._results[0, :count],
-            logprobs=self._results[1].view(torch.float32)[:count], positions=positions, tokens=tokens,
+            logits, slots, self._state, sampled, logprobs=logprobs.view(torch.float32), positions=positions,
+            tokens=tokens,
         )  # fmt: skip
 
     def read(self, logits: Tensor, slots: Sequence[int], turn: int, targets: Sequence[tuple[int, int]] = ()) -> Reading:
@@ -179,13 +186,10 @@ class CudaSampler:
 
         Args:
             logits: [m + t, vocab], of the m slots' rows, then of the targets'.
-            turn: which pinned buffer to use, 0 to 3; one comes again when its reading is over.
+            turn: which results, below RING; a turn comes again when its reading is over.
             targets: (slot, token id) whose log-probabilities are wanted.
         """
-        count = len(slots)
-        pinned = self._pinned[turn]
-        if count:
-            pinned.copy_(self._results, non_blocking=True)
+        count, results = len(slots), self._results[turn]
         alternatives = top = scores = None
         if self._alternatives and not self._alternatives.keys().isdisjoint(slots):
             alternatives = [self._alternatives.get(slot) for slot in slots]
@@ -202,8 +206,8 @@ class CudaSampler:
             done = self._done[turn] = torch.cuda.Event()
         done.record()
         if self._constraints and (places := {slot: i for i, slot in enumerate(slots) if slot in self._constraints}):
-            self._unread.append((done, pinned[0], places))
-        return Reading(done, alternatives, pinned, count, top, ids, counts, scores)
+            self._unread.append((done, results[0], places))
+        return Reading(done, alternatives, results, count, top, ids, counts, scores)
 
 
 def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
