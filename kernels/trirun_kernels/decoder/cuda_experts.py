@@ -61,8 +61,7 @@ def tile_bound(m: int, routing: Routing, tile_rows: int) -> int:
 
 
 def chosen_tile_rows(m: int, routing: Routing, k: int, act_bits: int) -> int:
-    """Sorted rows of a tile: what an expert gets of m rows, and as much again, since they do not come evenly; no more
-    than fill eight columns of a matrix product.
+    """Sorted rows of a tile: twice what an expert gets of m rows, at most eight columns of a matrix product.
 
     Args:
         k: the longest input of an expert's matrices, padded.
