@@ -9,31 +9,38 @@ from weakref import finalize
 
 from ...processors import one_left_alone
 
+# What takes tokens in, and what fills masks.
+_Lot = tuple[Callable[[], None], Callable[[], None]]
+
 
 class MaskThread:
-    """Fills masks while whoever asked for them goes on, one lot at a time. An executor with its futures takes as long
-    as the masks of some texts."""
+    """Takes tokens in and fills masks while whoever asked for them goes on, one lot at a time. An executor with its
+    futures takes as long as the masks of some texts."""
 
     def __init__(self) -> None:
-        self._lots: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._begun: SimpleQueue[None] = SimpleQueue()
+        self._lots: SimpleQueue[_Lot | None] = SimpleQueue()
+        self._taken: SimpleQueue[None] = SimpleQueue()
         self._filled: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._under_way = False
 
-    def begin(self, fill: Callable[[], None]) -> None:
-        """Call a :func:`~trirun_cli.engine.constraint.mask_filler`; nobody else may use its constraints, or write to
-        its rows, before :meth:`end`."""
+    def begin(self, take: Callable[[], None], fill: Callable[[], None]) -> None:
+        """Call both; nobody else may use the constraints, or write to the masks, before :meth:`end`.
+
+        Args:
+            take: waits for tokens and takes them in; it is over when this returns. fill: a
+                :func:`~trirun_cli.engine.constraint.mask_filler`.
+        """
         if self._thread is None:
-            queues = self._lots, self._begun, self._filled
+            queues = self._lots, self._taken, self._filled
             self._thread = Thread(target=self._run, args=queues, name="trirun-masks", daemon=True)
             with one_left_alone():
                 self._thread.start()
             finalize(self, self._lots.put, None)
-        self._lots.put(fill)
+        self._lots.put((take, fill))
         # Python runs one thread at a time and lets another in when this one waits. Once that one is within a library's
         # masks, which need no Python, both go on.
-        self._begun.get()
+        self._taken.get()
         self._under_way = True
 
     def end(self) -> None:
@@ -45,16 +52,20 @@ class MaskThread:
 
     @staticmethod
     def _run(
-        lots: SimpleQueue[Callable[[], None] | None],
-        begun: SimpleQueue[None],
+        lots: SimpleQueue[_Lot | None],
+        taken: SimpleQueue[None],
         filled: SimpleQueue[BaseException | None],
     ) -> None:
-        while (fill := lots.get()) is not None:
-            begun.put(None)
+        while (lot := lots.get()) is not None:
+            take, fill = lot
+            failure: BaseException | None = None
             try:
+                try:
+                    take()
+                finally:
+                    taken.put(None)
                 fill()
             except BaseException as error:
-                filled.put(error)
-            else:
-                filled.put(None)
-            del fill
+                failure = error
+            filled.put(failure)
+            del lot, take, fill, failure

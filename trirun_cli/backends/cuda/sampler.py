@@ -139,27 +139,33 @@ class CudaSampler:
         Returns:
             whether they are still being made, on a thread: then something else can be done before :meth:`constrain`.
         """
-        # Once these are there, the masks of the step before are read.
-        for done, tokens, places in self._unread:
-            done.synchronize()
-            ids = tokens.tolist()
-            for slot, place in places.items():
-                # A text without a next token has ended with an error.
-                if (id := ids[place]) >= 0:
-                    self._constraints[slot].advance(id)
-        self._unread.clear()
         asked = [slot for slot in slots if slot in self._constraints]
         if not asked:
+            self._take()
             return False
         if self._filler is None or self._filler[0] != asked:
             texts, masks = [self._constraints[slot] for slot in asked], self._masks.numpy().view(np.uint32)
             self._filler = asked, mask_filler(texts, masks, asked)
         _, fill = self._filler
         if threaded := len(asked) >= FEWEST_THREADED:
-            self._mask_thread.begin(fill)
+            self._mask_thread.begin(self._take, fill)
         else:
+            self._take()
             fill()
         return threaded
+
+    def _take(self) -> None:
+        """Wait for the tokens of the step before and take them in. Nobody reads that step's masks any more then."""
+        for done, tokens, places in self._unread:
+            # A thread that has no device yet would begin to use the first.
+            with torch.cuda.device(self._device):
+                done.synchronize()
+            ids = tokens.tolist()
+            for slot, place in places.items():
+                # A text without a next token has ended with an error.
+                if (id := ids[place]) >= 0:
+                    self._constraints[slot].advance(id)
+        self._unread.clear()
 
     def constrain(self) -> None:
         """Wait for the masks that were asked for last: to be called before :meth:`sample`."""
