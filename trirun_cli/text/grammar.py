@@ -109,7 +109,7 @@ class GrammarCompiler:
         limits = LLParserLimits(initial_lexer_fuel=_FUEL)
         if fault := LLMatcher.validate_grammar(source, tokenizer, limits=limits):
             raise UsageError(_reason(fault))
-        begin = _Beginning(lambda: LLMatcher(tokenizer, source, log_level=0, limits=limits))
+        begin = _Beginning(lambda: LLMatcher(tokenizer, source, log_level=0, limits=limits), frozenset(self._ends))
         if begin.fault:
             raise UsageError(_reason(begin.fault))
         return begin
@@ -147,11 +147,11 @@ class _Beginning:
     lock that keeps threads from filling their masks at once. So where there are many there are several to copy.
 
     Args:
-        make: makes one.
+        make: makes one. ends: ids of tokens that end a text.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Any], ends: frozenset[int]) -> None:
+        self._make, self._ends = make, ends
         self._families: list[tuple[Any, WeakSet[_Text]]] = []
         self._making = Lock()
         began = perf_counter()
@@ -174,7 +174,7 @@ class _Beginning:
             if matcher.is_error():
                 self._families.remove((matcher, texts))
                 matcher, texts = self._add()
-            text = _Text(matcher.deep_copy(), id(texts))
+            text = _Text(matcher.deep_copy(), id(texts), self._ends)
             texts.add(text)
             return text
 
@@ -186,8 +186,9 @@ def _alive(family: tuple[Any, WeakSet[_Text]]) -> int:
 class _Text(Constraint):
     """A text that llguidance follows. Those of a ``family`` share tables."""
 
-    def __init__(self, matcher: Any, family: int) -> None:
-        self._matcher, self._family = matcher, family
+    def __init__(self, matcher: Any, family: int, ends: frozenset[int]) -> None:
+        self._matcher, self._family, self._ends = matcher, family, ends
+        self._consume = matcher.consume_token
         # Asking numpy for an address takes as long as a small mask, and the words are the same every time.
         self._words: np.ndarray | None = None
         self._address = self._bytes = 0
@@ -223,8 +224,9 @@ class _Text(Constraint):
         return fill
 
     def advance(self, token: int) -> None:
-        if not self._matcher.is_stopped():
-            self._matcher.consume_token(token)
+        # Nothing but the end may come where a text has stopped.
+        if token not in self._ends or not self._matcher.is_stopped():
+            self._consume(token)
 
     def take(self, token: int) -> bool:
         matcher = self._matcher
