@@ -101,9 +101,9 @@ def bandwidth(threads: str, size: str) -> None:
 
 
 def compare(checkpoint: str, logits: str, prompt: str, greedy: str) -> None:
-    """Print how far logits [prompt, vocab] of another program are from the decoder's, in the median of rows (of a mixture
-    some row has two nearly equal experts), and how many of its greedy tokens after the prompt are the decoder's too,
-    before the first that is not.
+    """Print how far logits [prompt, vocab] of another program are from the decoder's, in the median of rows (of a
+    mixture some row has two nearly equal experts), and how many of its greedy tokens after the prompt are the decoder's
+    too, before the first that is not.
 
     Args:
         logits: an .npy file. prompt: token ids, comma-separated. greedy: a JSON list of token ids.

@@ -153,7 +153,7 @@ def test_masks_of_several_texts_are_those_of_each_alone(compiler, tokenizer, mon
         (own.compile(schema), backend.encode('{"colour": "blue", "more": 1}').ids),
         (own.compile(Grammar("regex", "(abc|abd)e*")), backend.encode("abceeeee").ids),
         (lambda: AtLeast(9, {END}, own.compile(Grammar("regex", "x*"))()), [x] * 4),
-        (grammars._Beginning(lambda: llguidance.LLMatcher(made, twice, log_level=0, limits=few)), [x] * 20),
+        (grammars._Beginning(lambda: llguidance.LLMatcher(made, twice, log_level=0, limits=few), {END}), [x] * 20),
     ]
     texts = [(*ways[i % len(ways)], i) for i in range(20)]
     alone, together = ([begin() for begin, *_ in texts] for _ in range(2))

@@ -150,7 +150,7 @@ class _Beginning:
         make: makes one. ends: ids of tokens that end a text.
     """
 
-    def __init__(self, make: Callable[[], Any], ends: frozenset[int]) -> None:
+    def __init__(self, make: Callable[[], Any], ends: Collection[int]) -> None:
         self._make, self._ends = make, ends
         self._families: list[tuple[Any, WeakSet[_Text]]] = []
         self._making = Lock()
@@ -186,7 +186,7 @@ def _alive(family: tuple[Any, WeakSet[_Text]]) -> int:
 class _Text(Constraint):
     """A text that llguidance follows. Those of a ``family`` share tables."""
 
-    def __init__(self, matcher: Any, family: int, ends: frozenset[int]) -> None:
+    def __init__(self, matcher: Any, family: int, ends: Collection[int]) -> None:
         self._matcher, self._family, self._ends = matcher, family, ends
         self._consume = matcher.consume_token
         # Asking numpy for an address takes as long as a small mask, and the words are the same every time.
