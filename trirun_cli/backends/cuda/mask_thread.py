@@ -38,10 +38,10 @@ class MaskThread:
                 self._thread.start()
             finalize(self, self._lots.put, None)
         self._lots.put((take, fill))
+        self._under_way = True
         # Python runs one thread at a time and lets another in when this one waits. Once that one is within a library's
         # masks, which need no Python, both go on.
         self._taken.get()
-        self._under_way = True
 
     def end(self) -> None:
         """Wait for them; raises what went wrong."""
