@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -258,6 +259,30 @@ def test_a_constraint_without_a_way_on_ends_its_text_alone(weights, threaded, mo
     ends = {event.request_id: event for event in engine.generate(requests) if event.finish is not None}
     assert ends["stuck"].finish is FinishReason.ERROR and "grammar" in ends["stuck"].error
     assert ends["stuck"].usage.generated_tokens == 3 and ends["free"].finish is FinishReason.LENGTH
+
+
+def test_a_step_beside_hidden_states_is_the_captured_one(monkeypatch):
+    from trirun_cli.backends.cuda.runner import CudaRunner
+    from trirun_cli.engine.runner import Work
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    runner, called = CudaRunner.__new__(CudaRunner), []
+    runner._turn, runner._device = 0, None
+    for name in ("_copy_tables", "_sample_last", "_states", "_decode", "_mixed"):
+        monkeypatch.setattr(runner, name, lambda *arguments, name=name: called.append(name), raising=False)
+    pooled, decoded, prompt = Work(0, 0, [1, 2], False, states=True), Work(1, 5, None, True), Work(2, 0, [3, 4], True)
+    for works, expected in (
+        ([decoded], ["_decode"]),
+        ([decoded, prompt], ["_mixed"]),
+        ([pooled, decoded], ["_states", "_decode"]),
+        ([pooled, decoded, prompt], ["_states", "_mixed"]),
+        ([pooled], ["_states"]),
+    ):
+        called.clear()
+        runner.launch(works)
+        assert [name for name in called if name in ("_states", "_decode", "_mixed")] == expected
+        # The sampler of the step before comes before anything else runs; the captured step sees to it by itself.
+        assert called[0] == "_copy_tables" and (called[1] == "_sample_last" or expected == ["_decode"])
 
 
 def test_hidden_states_come_in_the_order_of_the_works():

@@ -106,10 +106,7 @@ class Scheduler:
 
     def _decode(self) -> list[Share]:
         grow = self._cache.grow
-        sequences: list[Sequence] = []
-        turns: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
+        going: list[Sequence] = []
         # From the oldest: whoever is preempted has no share yet.
         for sequence in tuple(self.running):
             slot, position = sequence.slot, sequence.computed
@@ -117,13 +114,11 @@ class Scheduler:
                 continue
             if not grow(slot, position + 1) and not self._make_room(sequence, position + 1):
                 break
-            sequences.append(sequence)
-            turns.append(sequence.turn)
-            slots.append(slot)
-            positions.append(position)
+            going.append(sequence)
             sequence.computed = position + 1
             sequence.sampled += 1
-        return each_made(Share, zip(sequences, turns, next_tokens(slots, positions), strict=True))
+        works = next_tokens([each.slot for each in going], [each.computed - 1 for each in going])
+        return each_made(Share, zip(going, [each.turn for each in going], works, strict=True))
 
     def _steps(self, runner: BurstRunner, shares: list[Share]) -> int:
         """How many steps a launch of shares that all decode can take: it ends with the first of them to end, so those

@@ -107,16 +107,12 @@ class CudaRunner:
         with torch.cuda.device(self._device), torch.inference_mode():
             # Before the sampler, so that the model's kernels follow it at once.
             self._copy_tables()
-            # Column by column: a step of many rows spends most of the host's time on one after another.
-            slots, positions, tokens, samples, targets, states = zip(*work, strict=True)
-            if all(samples) and not any(targets) and all(ids is None or len(ids) == 1 for ids in tokens):
-                return self._decode(slots, positions, tokens)
+            if not any(item.states for item in work):
+                return self._step(work)
             self._sample_last()
-            if not any(states):
-                return self._mixed(work)
             pooled, others = ([item for item in work if item.states == wanted] for wanted in (True, False))
-            found = self._states([Piece(item.slot, item.position, item.tokens or (), 0) for item in pooled])
-            return CudaPooled(work, found, self._mixed(others) if others else None)
+            states = self._states([Piece(item.slot, item.position, item.tokens or (), 0) for item in pooled])
+            return CudaPooled(work, states, self._step(others) if others else None)
 
     def logits(self, slot: int, position: int, tokens: Sequence[int], keep: int) -> Tensor:
         """See :class:`~.engine.runner.Runner`."""
@@ -168,6 +164,14 @@ class CudaRunner:
         else:
             pending.sample()
         return pending
+
+    def _step(self, work: Sequence[Work]) -> CudaPending:
+        # Column by column: a step of many rows spends most of the host's time on one after another.
+        slots, positions, tokens, samples, targets, _ = zip(*work, strict=True)
+        if all(samples) and not any(targets) and all(ids is None or len(ids) == 1 for ids in tokens):
+            return self._decode(slots, positions, tokens)
+        self._sample_last()
+        return self._mixed(work)
 
     def _states(self, pieces: Sequence[Piece]) -> list[Tensor]:
         """Hidden states, float32 [tokens, hidden], of each piece, in one step."""

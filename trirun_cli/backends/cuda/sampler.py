@@ -17,7 +17,7 @@ from ...engine.request import Request
 from ...engine.sampling import Token, plain_tokens, stream_of
 from .mask_thread import MaskThread
 
-# Places for results: more than the steps that can be on their way at once.
+# Places in the host's memory for what comes and goes, by turn: more than the steps that can be on their way at once.
 RING = 4
 # Masks that are worth another thread.
 FEWEST_THREADED = 16
