@@ -16,6 +16,8 @@ constexpr int THREADS = 512, WARPS_LOG = 4, WARPS = 1 << WARPS_LOG, BINS = 256;
 static_assert(WARPS == THREADS / 32);
 constexpr int EACH = 8;  // tokens that a lane takes at once
 constexpr int MAX_PARTS = 8;  // CTAs that share a row
+// Of a mask that a warp holds at once: words, and groups of EACH tokens, wherever in its first word they begin.
+constexpr int MASK_WORDS = 256, MASK_GROUPS = MASK_WORDS * 32 / EACH - 32 / EACH;
 
 struct SampleArgs {
   trirun_sample s;
@@ -214,6 +216,29 @@ struct Row {
   }
 };
 
+// f(first token, eight logits, bits of those that are allowed) for all of this warp's share. The mask is in the host's
+// memory, microseconds away: its words are asked for all at once, not one after another. `held`: [MASK_WORDS], the warp's.
+template <typename R, typename F>
+__device__ __forceinline__ void each_masked(R row, const uint32_t* mask, uint32_t* held, F f) {
+  const int lane = threadIdx.x % 32, most = (row.vocab + 31) / 32, end = row.last;
+#pragma unroll 1
+  for (; row.first < end; row.first += MASK_GROUPS) {
+    row.last = min(end, row.first + MASK_GROUPS);
+    const int word = row.first * EACH / 32;
+    uint32_t words[MASK_WORDS / 32];
+#pragma unroll
+    for (int i = 0; i < MASK_WORDS / 32; i++) {
+      const int at = word + i * 32 + lane;
+      words[i] = at < most && at * 32 < row.last * EACH ? __ldcg(mask + at) : 0;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < MASK_WORDS / 32; i++) held[i * 32 + lane] = words[i];
+    __syncwarp();
+    row.each([&](int token, const float (&v)[EACH]) { f(token, v, held[token / 32 - word] >> token % 32); });
+  }
+}
+
 // How far below the likeliest token, in powers of two of its probability, others are looked at for top-k and top-p: the
 // first of these within which there are enough. Few tokens of most rows are so likely, and few add to the bins.
 constexpr int LEVELS = 4;
@@ -369,6 +394,7 @@ __device__ __forceinline__ int drawn_token(const R& logits, Team& team, const tr
 template <int DTYPE, bool WHOLE>
 __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ SampleArgs a) {
   __shared__ Mass warps[Team::WIDEST][WARPS], given[2][Team::WIDEST][MAX_PARTS], bins[2][BINS], merged[BINS];
+  __shared__ uint32_t held[WARPS][MASK_WORDS];
   const trirun_sample& s = a.s;
   const int row = blockIdx.x >> a.parts_log, parts = 1 << a.parts_log, vocab = static_cast<int>(s.vocab),
             warp = threadIdx.x / 32;
@@ -405,8 +431,7 @@ __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ Sam
     // The usual cases, by themselves: after the weights of a whole model no cache has this code, and each 128 bytes of
     // it come from memory.
     if (masked) {
-      raw.each([&](int token, const float (&v)[EACH]) {
-        const uint32_t allowed = __ldcg(mask + token / 32) >> token % 32;
+      each_masked(raw, mask, held[warp], [&](int token, const float (&v)[EACH], uint32_t allowed) {
 #pragma unroll
         for (int j = 0; j < EACH; j++) raw_best.take((allowed >> j & 1) != 0 ? v[j] : -INFINITY, token + j);
       });
@@ -426,9 +451,8 @@ __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ Sam
   Best best;
   if (changed) {
     const int32_t* counts = s.counts + (penalised ? static_cast<int64_t>(slot) * vocab : 0);
-    raw.each([&](int token, const float (&v)[EACH]) {
+    const auto alter = [&](int token, const float (&v)[EACH], uint32_t allowed) {
       take_raw(token, v);
-      const uint32_t allowed = masked ? __ldcg(mask + token / 32) >> token % 32 : ~0u;
       float w[EACH];
 #pragma unroll
       for (int j = 0; j < EACH; j++) {
@@ -450,7 +474,12 @@ __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_constant__ Sam
         for (int j = 0; j < EACH; j++)
           if (token + j < vocab) work[token + j] = w[j];
       }
-    });
+    };
+    if (masked) {
+      each_masked(raw, mask, held[warp], alter);
+    } else {
+      raw.each([&](int token, const float (&v)[EACH]) { alter(token, v, ~0u); });
+    }
     __syncthreads();
     if (biased) {
       // The CTA in whose share a token is adds its bias.
