@@ -217,10 +217,11 @@ struct Row {
 };
 
 // f(first token, eight logits, bits of those that are allowed) for all of this warp's share. The mask is in the host's
-// memory, microseconds away: its words are asked for all at once, not one after another. `held`: [MASK_WORDS], the warp's.
+// memory, microseconds away: its words are asked for all at once, not one after another. held: [MASK_WORDS] of the
+// warp's.
 template <typename R, typename F>
 __device__ __forceinline__ void each_masked(R row, const uint32_t* mask, uint32_t* held, F f) {
-  const int lane = threadIdx.x % 32, most = (row.vocab + 31) / 32, end = row.last;
+  const int lane = threadIdx.x % 32, end = row.last;
 #pragma unroll 1
   for (; row.first < end; row.first += MASK_GROUPS) {
     row.last = min(end, row.first + MASK_GROUPS);
@@ -229,7 +230,7 @@ __device__ __forceinline__ void each_masked(R row, const uint32_t* mask, uint32_
 #pragma unroll
     for (int i = 0; i < MASK_WORDS / 32; i++) {
       const int at = word + i * 32 + lane;
-      words[i] = at < most && at * 32 < row.last * EACH ? __ldcg(mask + at) : 0;
+      words[i] = at * 32 < row.last * EACH ? __ldcg(mask + at) : 0;
     }
     __syncwarp();
 #pragma unroll
