@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 def _shape_names(incomplete: str) -> list[str]:
-    from ...bench.shapes import load_decoder_shapes
+    from ...bench.shapes import AS_LLAMA, load_decoder_shapes
 
-    return [name for name in load_decoder_shapes() if name.startswith(incomplete)]
+    names = [name + end for end in ("", AS_LLAMA) for name in load_decoder_shapes()]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def command(
