@@ -173,7 +173,7 @@ LONG = {
     "kernels/csrc/trirun.h": 746,
     "kernels/trirun_kernels/decoder/cpu.py": 310,
     "kernels/trirun_kernels/decoder/cuda.py": 370,
-    "kernels/trirun_kernels/decoder/cuda_experts.py": 362,
+    "kernels/trirun_kernels/decoder/cuda_experts.py": 365,
     "kernels/trirun_kernels/decoder/cuda_weights.py": 310,
     "kernels/trirun_kernels/decoder/shape.py": 312,
     "kernels/trirun_kernels/decoder/weights.py": 325,

@@ -308,16 +308,20 @@ class CudaMixture:
         """Whether packed experts of so many rows take less time made dense, gate, up and down one after another."""
         w, routing = self.gate_up, self.mixture.routing
         assert isinstance(w, StackedExperts) and isinstance(self.down, StackedExperts)
-        whole = w.n % 64 == 0 and w.k % 128 == 0 and self.down.n % 64 == 0 and self.down.k % 128 == 0
-        plain = w.bias is None and self.down.bias is None and self.act_bits == 16 and x.dtype == torch.bfloat16
+        whole, plain = w.n % 64 == 0 and self.down.n % 64 == 0, self.act_bits == 16 and x.dtype == torch.bfloat16
         enough = x.shape[0] * routing.top_k >= DENSE_ROWS * routing.experts
         return whole and plain and enough and w.experts * w.n * w.k <= DENSE_WEIGHTS
 
     def _made_dense(self, x: Tensor, routes: Routes, gate_up: StackedExperts, down: StackedExperts) -> Tensor:
         """As :meth:`_dense`, of weights that no memory holds for longer."""
 
+        chosen = routes.ids.flatten()[routes.order].clamp(min=0)
+
         def product(rows: Tensor, w: StackedExperts, part: int) -> Tensor:
-            return F.grouped_mm(rows, dense_part(w, part, x.dtype).transpose(1, 2), offs=routes.ends)
+            y = F.grouped_mm(rows, dense_part(w, part, x.dtype).transpose(1, 2), offs=routes.ends)
+            if w.bias is None:
+                return y
+            return y + w.bias.view(w.experts, w.parts, -1)[:, part, : w.n].to(x.dtype)[chosen]
 
         rows = _gathered(x, routes)
         gate, up = product(rows, gate_up, 0), product(rows, gate_up, 1)
@@ -325,20 +329,19 @@ class CudaMixture:
 
 
 def dense_part(stacked: StackedExperts, part: int, dtype: torch.dtype) -> Tensor:
-    """One part (of gate and up) of every expert, dense [experts, n, k] of float16 or bfloat16.
+    """One part (of gate and up) of every expert, dense [experts, n, k] of float16 or bfloat16; its rows may be apart.
 
     Raises:
-        NativeError: n is not a multiple of 64, or k of 128.
+        NativeError: n is not a multiple of 64.
     """
     w = stacked
-    y = torch.empty(w.experts, w.n, w.k, dtype=dtype, device=w.words.device)
+    y = torch.empty(w.experts, w.n, w.words.shape[2] * 32, dtype=dtype, device=w.words.device)
     first = part * (w.words.shape[1] * 64 // w.parts)
     code = library().trirun_cuda_dequantize_experts(
-        ctypes.byref(_first_expert(w)), w.experts, first, w.n if w.k % 128 == 0 else 0, DTYPES[str(dtype)[6:]],
-        y.data_ptr(), _stream(),
+        ctypes.byref(_first_expert(w)), w.experts, first, w.n, DTYPES[str(dtype)[6:]], y.data_ptr(), _stream(),
     )  # fmt: skip
     check_cuda(code, f"dense experts: {w.experts} of {w.parts}·{[w.n, w.k]}, {w.spec}")
-    return y
+    return y[:, :, : w.k]
 
 
 def _first_expert(w: StackedExperts) -> Int2Struct:
