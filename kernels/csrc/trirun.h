@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 17
+#define TRIRUN_ABI_VERSION 18
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -167,7 +167,7 @@ typedef struct {
 /* One layer; what may be NULL is left out. Its parts add to the residual stream x:
  *   x += post_norm(o . sub_norm(attention(q, k, v of norm(x))))
  *   x += post_norm(down . sub_norm(act(gate of norm(x)) * up of norm(x)))
- * With `parallel` both read the x before the layer. */
+ * With `parallel` both read the x before the layer. In the end x *= output_scale. */
 typedef struct {
   trirun_linear q, k, v; /* of attention */
   trirun_linear q_gate; /* the attention's outputs are multiplied by its sigmoid (Qwen3-Next); n 0: there is none */
@@ -177,6 +177,7 @@ typedef struct {
   const float* mlp_norm;
   const float* q_norm; /* before the rotation, or NULL: [head_dim], every head by itself (Qwen3); row_norms: all */
   const float* k_norm; /* together, [heads * head_dim] and [kv_heads * head_dim] (OLMo 2) */
+  const float* v_norm; /* [head_dim], of every value head by itself, or NULL (Gemma 4) */
   const float* attention_sub_norm; /* [heads * head_dim] before o, or NULL (BitNet) */
   const float* mlp_sub_norm; /* [ffn] before down, or NULL (BitNet) */
   const float* attention_post_norm; /* [hidden] of what is added, or NULL (Gemma 2) */
@@ -184,6 +185,7 @@ typedef struct {
   const float* attention_norm_bias; /* [hidden], of layer norms, or NULL */
   const float* mlp_norm_bias;
   const float* sinks; /* [heads]: logits that take part in the softmax and weigh no value, or NULL (gpt-oss) */
+  const float* output_scale; /* [1] or NULL (Gemma 4) */
   const float* cosines; /* [context][rotary_half], any attention factor included; NULL: no rotation */
   const float* sines;
   void* keys; /* trirun_cpu_decoder_cache_bytes each, of any content: [slots][kv_heads][context] */

@@ -30,6 +30,7 @@ class Attention:
         row_norms: the norms of queries and keys are over all heads together, else over each head by itself.
         sinks: every head has a logit that takes part in its softmax and weighs no value.
         gated: what it gives is multiplied by the sigmoid of a projection of its input (Qwen3-Next).
+        tied_values: the projection of values has the weights of that of keys (Gemma 4).
     """
 
     heads: int
@@ -44,6 +45,7 @@ class Attention:
     row_norms: bool = False
     sinks: bool = False
     gated: bool = False
+    tied_values: bool = False
 
     @property
     def q_size(self) -> int:
@@ -212,7 +214,7 @@ class LayerShape:
 
     Attributes:
         parallel: the feed-forward part reads what the mixer reads, else what the mixer has added to.
-        vectors: norms that it has, and sinks, by the fields of :class:`~.weights.LayerWeights`.
+        vectors: norms and other vectors that it has, by the fields of :class:`~.weights.LayerWeights`.
         mixture: experts, or None. With them ``feed_forward`` is the shared one, of size 0 where there is none.
     """
 
