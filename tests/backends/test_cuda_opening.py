@@ -65,7 +65,7 @@ def test_what_is_missing_is_left_to_transformers_to_judge(plain_model, copy_of, 
         load_model(model, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("gemma4")])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_cpu_runs_a_gpu_runs(name):
     config = {"model_type": name.split(",")[0]} | SIZES | FAMILIES[name]
     assert gpu_decoder_shape(config) == decoder_shape(config)

@@ -69,8 +69,6 @@ def gpu_decoder_shape(config: dict[str, Any]) -> DecoderShape:
     shape = decoder_shape(config)
     for layer in shape.layers:
         ffn, mixer = layer.feed_forward.size, layer.mixer
-        if "v_norm" in layer.vectors:
-            raise UnsupportedModel("norms of values")
         if layer.mixture is not None and layer.mixture.size % 16:
             raise UnsupportedModel(f"experts of size {layer.mixture.size}")
         if ffn % 16 or not mixer_runs(mixer):

@@ -129,13 +129,15 @@ class GatedDelta:
 
 
 Mixer = Attention | GatedDelta
+# Of the CUDA kernels, over a cache of 16 bits and of 8 bits: MAX_HEAD_DIM and MAX_INT8_HEAD_DIM of heads.cuh.
+MOST_HEAD_DIM, MOST_INT8_HEAD_DIM = 512, 256
 
 
 def mixer_runs(mixer: Mixer) -> bool:
     """Whether the CUDA kernels take a mixer of these sizes."""
     if isinstance(mixer, GatedDelta):
         return max(mixer.key_dim, mixer.value_dim) <= 128 and mixer.taps <= 4 and mixer.value_heads % 2 == 0
-    return mixer.head_dim % 8 == 0 and mixer.head_dim <= 256
+    return mixer.head_dim % 8 == 0 and mixer.head_dim <= MOST_HEAD_DIM
 
 
 @dataclass(frozen=True, slots=True)
