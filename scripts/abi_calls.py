@@ -84,7 +84,9 @@ class Maker:
         """Makes a linear a field of a structure, which holds a copy of it."""
         setattr(holder, name, self.linear(mine := [], n, k))
         held = getattr(holder, name)
-        places += [(held.weight if isinstance(of, Int2Struct) else held, key, kind) for of, key, kind in mine]
+        # Of gates no outputs mean that there is none.
+        kept = [each for each in mine if name not in ("gate", "q_gate") or each[1:] != ("n", "size")]
+        places += [(held.weight if isinstance(of, Int2Struct) else held, key, kind) for of, key, kind in kept]
 
     def act_bytes(self) -> Call:
         arguments = [self.rng.choice([0, 1, 5, 2**31]), self.rng.choice([128, 4096, 2**31]), self.rng.choice([8, 16])]

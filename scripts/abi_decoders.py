@@ -83,6 +83,7 @@ def _layer(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStruct
     if mixture:
         _mixture(maker, places, d, layer)
     most = {"mlp_sub_norm": layer.ffn, "attention_sub_norm": attended, "sinks": layer.heads}
+    most |= {"v_norm": max(layer.head_dim, 1), "output_scale": 1}
     for name in VECTORS:
         if name in ("q_norm", "k_norm") or (mixture and name == "mlp_sub_norm"):
             continue

@@ -42,6 +42,7 @@ from trirun_cli.bench.shapes import load_decoder_sizes
 from trirun_cli.checkpoint.reader import Format
 from trirun_cli.models.description import Description, description
 from trirun_cli.models.linears import described_layers
+from trirun_cli.models.parts import NO_NORMS
 from trirun_cli.models.synthetic import random_ternary
 
 # Linears that have biases in some families, or where config.json says so.
@@ -108,7 +109,7 @@ def write(
     found, writer = description(config), Writer(directory, group_size, device)
     shape, hidden, tied = found.shape, found.shape.hidden, bool(config.get("tie_word_embeddings"))
     outer = {FINAL_NORM: writer.norm(hidden, found.names.norm_offset)}
-    if None in found.names.vectors.values():
+    if found.names.vectors.get("mlp_norm", "") is None:
         outer = {}
     if "attention_norm_bias" in found.names.vectors:
         outer[f"{PREFIX}norm{BIAS}"] = 0.1 * writer.normal(hidden)
@@ -157,8 +158,8 @@ def _layer(
     lengths = vector_lengths(layer, hidden)
     for field, tensor in names.vectors.items():
         if tensor is not None and tensor not in tensors:
-            bias = field.endswith("_bias")
-            tensors[tensor] = 0.1 * writer.normal(hidden) if bias else writer.norm(lengths[field], names.norm_offset)
+            bias, offset = field.endswith("_bias"), 0.0 if field in NO_NORMS else names.norm_offset
+            tensors[tensor] = 0.1 * writer.normal(hidden) if bias else writer.norm(lengths[field], offset)
     if isinstance(layer.mixer, GatedDelta):
         tensors |= writer.delta(layer.mixer, hidden, dict(names.gates))
     if layer.mixture is not None:

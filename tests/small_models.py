@@ -35,6 +35,12 @@ _HYBRID: dict[str, Any] = {
 _SHARED: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 128,
 }  # fmt: skip
+# Heads of two sizes, of which some layers have fewer for keys and values.
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_5_text, heads of 128": _HYBRID | {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
@@ -54,6 +60,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 32, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0
     } | WINDOW,
     "gemma3_text": {"head_dim": 32, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]} | FOUR | WINDOW,
+    "gemma4_text": GEMMA4,
+    "gemma4_text, values apart": GEMMA4 | {"attention_k_eq_v": False, "global_head_dim": 48},
     "phi3": {"num_key_value_heads": 4, "intermediate_size": 192},
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 4.0
@@ -144,6 +152,9 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not head:
                 module.weight.copy_(torch.randint(-1, 2, module.weight.shape) * 2.0**-3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         model.get_input_embeddings().weight.normal_()
     model.save_pretrained(out / "model")
     report = pack(out / "model", out / "packed")

@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 17
+#define TRIRUN_ABI_VERSION 18
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -167,7 +167,7 @@ typedef struct {
 /* One layer; what may be NULL is left out. Its parts add to the residual stream x:
  *   x += post_norm(o . sub_norm(attention(q, k, v of norm(x))))
  *   x += post_norm(down . sub_norm(act(gate of norm(x)) * up of norm(x)))
- * With `parallel` both read the x before the layer. */
+ * With `parallel` both read the x before the layer. In the end x *= output_scale. */
 typedef struct {
   trirun_linear q, k, v; /* of attention */
   trirun_linear q_gate; /* the attention's outputs are multiplied by its sigmoid (Qwen3-Next); n 0: there is none */
@@ -177,6 +177,7 @@ typedef struct {
   const float* mlp_norm;
   const float* q_norm; /* before the rotation, or NULL: [head_dim], every head by itself (Qwen3); row_norms: all */
   const float* k_norm; /* together, [heads * head_dim] and [kv_heads * head_dim] (OLMo 2) */
+  const float* v_norm; /* [head_dim], of every value head by itself, or NULL (Gemma 4) */
   const float* attention_sub_norm; /* [heads * head_dim] before o, or NULL (BitNet) */
   const float* mlp_sub_norm; /* [ffn] before down, or NULL (BitNet) */
   const float* attention_post_norm; /* [hidden] of what is added, or NULL (Gemma 2) */
@@ -184,6 +185,7 @@ typedef struct {
   const float* attention_norm_bias; /* [hidden], of layer norms, or NULL */
   const float* mlp_norm_bias;
   const float* sinks; /* [heads]: logits that take part in the softmax and weigh no value, or NULL (gpt-oss) */
+  const float* output_scale; /* [1] or NULL (Gemma 4) */
   const float* cosines; /* [context][rotary_half], any attention factor included; NULL: no rotation */
   const float* sines;
   void* keys; /* trirun_cpu_decoder_cache_bytes each, of any content: [slots][kv_heads][context] */
@@ -441,11 +443,11 @@ typedef struct {
 
 /* Where a row comes from. */
 enum {
-  TRIRUN_ROWS_RESIDUAL = 0, /* residual += scale * x (x may be NULL), or scale * `mixed` */
+  TRIRUN_ROWS_RESIDUAL = 0, /* residual = output_scale * (residual + scale * x), or of `mixed`; x may be NULL */
   TRIRUN_ROWS_EMBED = 1, /* residual = scale * x[token], or of the token's row of `packed` */
   TRIRUN_ROWS_GATE = 2, /* act(x) * up, or act(x) where that is NULL */
   TRIRUN_ROWS_PLAIN = 3, /* x */
-  TRIRUN_ROWS_POST = 4 /* residual += scale * rms_norm(x), of the weight post_norm */
+  TRIRUN_ROWS_POST = 4 /* the same of rms_norm(x), of the weight post_norm */
 };
 
 /* Rows from a source, through a norm if there is one, to 16-bit values, to quantized activations, or to both. */
@@ -467,7 +469,7 @@ typedef struct {
   float scale; /* of what goes to the residual stream */
   int32_t source, dtype, activation, act_bits; /* activation: TRIRUN_SILU, ... */
   int32_t centered; /* 1: a layer norm, which takes the mean away first; 0: an RMS norm */
-  int32_t reserved;
+  float output_scale; /* RESIDUAL and POST: of the residual stream behind the sum */
   const trirun_int2* packed; /* for TRIRUN_ROWS_EMBED: the packed embedding, in host memory; or NULL */
   const trirun_combine* mixed; /* RESIDUAL, n to 4096: instead of x the y of this, unrounded, in host memory; or NULL */
 } trirun_rows;
@@ -501,11 +503,12 @@ typedef struct {
   const int32_t* positions; /* [m], of the row's token */
   const float* q_norm; /* [head_dim] or NULL */
   const float* k_norm;
+  const float* v_norm; /* [head_dim] or NULL */
   const float* cosines; /* [positions][rotary_half]; NULL where rotary_half is 0 */
   const float* sines;
   const float* sinks; /* [heads]: logits that take part in the softmax and weigh no value; or NULL */
   int64_t m, heads, kv_heads, ld_q, ld_kv, ld_y, ld_blocks;
-  int32_t head_dim; /* a multiple of 8, at most 256 */
+  int32_t head_dim; /* a multiple of 8, at most 512, of an int8 cache 256 */
   int32_t rotary_half;
   int32_t splits; /* CTAs that share a row's keys */
   int32_t dtype;
@@ -520,7 +523,8 @@ typedef struct {
 /* Bytes of workspace (256-byte aligned, zero before its first use, left fit for the next) of a decode call. */
 size_t trirun_cuda_attention_workspace(const trirun_attention* attention);
 
-/* Norms and rotates q and k, appends k and v to the cache, and attends each row to its slot's positions up to its own.
+/* Norms and rotates q and k, norms v, appends k and v to the cache, and attends each row to its slot's positions up to
+ * its own.
  * Rows are of different slots. */
 int trirun_cuda_attention_decode(const trirun_attention* attention, void* workspace, size_t workspace_bytes,
                                  void* stream);

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 EAGER = {"dtype": torch.float32, "attn_implementation": "eager"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 MODELS = FAMILIES | {
+    "gemma4_text, heads of 256 and 512": FAMILIES["gemma4_text"] | {"head_dim": 256, "global_head_dim": 512},
     "llama, yarn": {"rope_parameters": YARN},
     "llama, tied": {"tie_word_embeddings": True},
 }

@@ -46,7 +46,7 @@ WINDOW = PACKED | {"model_type": "mistral", "sliding_window": 64}
         (WINDOW, {"gpu": True, "context": 65}, "cuda", None),
         (IDLE, {}, "cpu", None),
         (PACKED, {"gpu": True, "context": 4097}, "transformers", "4097 positions; the model has 4096"),
-        (PACKED | {"model_type": "gemma3_text", "head_dim": 512}, {"gpu": True}, "transformers", "head size 512"),
+        (PACKED | {"model_type": "gemma3_text", "head_dim": 520}, {"gpu": True}, "transformers", "head size 520"),
         ({"model_type": "gemma3", "text_config": WINDOW}, {"gpu": True}, "cuda", None),
     ],
 )

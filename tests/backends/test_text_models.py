@@ -34,6 +34,7 @@ VISION = {
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 MODELS = {
     "gemma3": ("gemma3_text", {"sliding_window": 24}, {"model_type": "siglip_vision_model"}),
+    "gemma4": ("gemma4_text", FAMILIES["gemma4_text"], {"model_type": "gemma4_vision", "pooling_kernel_size": 2}),
     "mistral3": ("mistral", {"sliding_window": None}, {"model_type": "pixtral"}),
     "qwen2_5_vl": ("qwen2_5_vl_text", {"rope_parameters": SECTIONS}, {}),
     "qwen3_5": ("qwen3_5_text", FAMILIES["qwen3_5_text"], {}),

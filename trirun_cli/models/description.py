@@ -9,6 +9,7 @@ from trirun_kernels.weights.names import SCALE
 
 from ..errors import InputError
 from .families import FAMILIES, FLAT_TEXT
+from .gemma4 import GEMMA4
 from .hybrids import HYBRIDS
 from .mixtures import MIXTURES
 from .parts import Description, TensorNames, UnsupportedModel
@@ -36,7 +37,7 @@ def description(config: dict[str, Any]) -> Description:
     config = text_settings(config)
     family = config.get("model_type")
     family = FLAT_TEXT.get(family, family) if isinstance(family, str) else family
-    known = FAMILIES | HYBRIDS | MIXTURES
+    known = FAMILIES | HYBRIDS | MIXTURES | GEMMA4
     if not isinstance(family, str) or family not in known:
         raise UnsupportedModel(f"the native decoder does not run models of the family {family}")
     make, defaults = known[family]

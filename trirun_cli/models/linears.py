@@ -36,7 +36,8 @@ def described_layers(found: Description) -> dict[str, tuple[int, int]]:
         fused = {name: module for module, parts in names.fused.items() for name in parts}
         for name, (n, k) in sizes.items():
             module = layer_prefix(index) + (fused.get(name) or names.linears[name])
-            layers[module] = (layers[module][0] + n if module in layers else n, k)
+            joined = name in fused and module in layers
+            layers[module] = (layers[module][0] + n if joined else n, k)
         for module, n in names.gates.items():
             layers[layer_prefix(index) + module] = (n, shape.hidden)
         if layer.mixture is not None:

@@ -11,7 +11,6 @@ from .families import granite, qwen_windows
 from .parts import (
     LLAMA,
     QK_NORM,
-    SINKS,
     Description,
     MixtureNames,
     UnsupportedModel,
@@ -72,7 +71,7 @@ def _gpt_oss(config: Config) -> Description:
     check_numbers(config, ["swiglu_limit"], float)
     layers = config["num_hidden_layers"]
     names = replace(
-        LLAMA, vectors={**LLAMA.vectors, SINKS: "self_attn.sinks"},
+        LLAMA, vectors={**LLAMA.vectors, "sinks": "self_attn.sinks"},
         mixture=MixtureNames(router="mlp.router.weight", bias="mlp.router.bias"),
     )  # fmt: skip
     windows = sliding_windows(config, [index % 2 == 0 for index in range(layers)])

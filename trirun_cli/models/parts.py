@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trirun_kernels.weights.names import LAYER_LINEARS, LAYER_NORMS
 
 from ..errors import InputError
-from .rotary import ROTARY_TYPES, rotary_parameters
+from .rotary import ROTARY_TYPES, rotary_parameters, turned_pairs
 from .settings import MOST_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ ACTIVATIONS = {
 }
 # Tensors that only some models of a family have.
 OPTIONAL = ("attention_norm_bias", "mlp_norm_bias")
-SINKS = "sinks"  # the one vector of a layer that is no norm and no bias
+NO_NORMS = ("sinks", "output_scale")  # the vectors of a layer that are no norms and no biases
 
 
 class UnsupportedModel(ValueError):
@@ -80,6 +80,8 @@ class TensorNames:
     def of(self, layer: LayerShape) -> TensorNames:
         """The names of a layer of that kind. With experts, its feed-forward part is the shared one."""
         own = self if self.delta is None or hasattr(layer.mixer, "heads") else self.delta
+        if getattr(layer.mixer, "tied_values", False):
+            own = replace(own, linears={**own.linears, "v": own.linears["k"]})
         if layer.mixture is None:
             return own
         mixer = {name: module for name, module in own.linears.items() if name not in ("gate", "up", "down")}
@@ -90,7 +92,8 @@ class TensorNames:
         """Every module of a layer that holds linears; ``mixture``: its experts."""
         joined = {name for names in self.fused.values() for name in names}
         experts = [] if mixture is None else self.mixture.modules(mixture)
-        return [*(module for name, module in self.linears.items() if name not in joined), *self.fused, *experts]
+        apart = dict.fromkeys(module for name, module in self.linears.items() if name not in joined)
+        return [*apart, *self.fused, *experts]
 
 
 _PRE = {name: LAYER_NORMS[name] for name in ("attention_norm", "mlp_norm")}
@@ -165,6 +168,7 @@ def describe(
     logit_scale: float = 1.0,
     longest: int | None = None,
     attention: Mapping[str, Any] | None = None,
+    own_attention: Sequence[Mapping[str, Any]] = (),
     **whole: Any,
 ) -> Description:
     """A decoder with Llama's settings in config.json, but for what is said here.
@@ -176,8 +180,8 @@ def describe(
         partial: whether a part of a head may be rotated.
         eps, activation: names of these settings.
         longest: positions that it can have, where fewer than the config's.
-        attention: fields of :class:`~trirun_kernels.decoder.shape.Attention` that every layer has. whole: of
-            :class:`~trirun_kernels.decoder.shape.DecoderShape`.
+        attention: fields of :class:`~trirun_kernels.decoder.shape.Attention` that every layer has; own_attention: of
+            every layer, those that are its own. whole: of :class:`~trirun_kernels.decoder.shape.DecoderShape`.
 
     Raises:
         UnsupportedModel: something that the native decoder does not have. InputError: a size is missing or is none.
@@ -190,23 +194,22 @@ def describe(
     layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
-    if heads % kv_heads or hidden % 16:
-        raise UnsupportedModel(f"{heads} heads over {kv_heads} key-value heads, hidden size {hidden}")
-    if head_dim > MOST_HEAD_DIM:
-        raise InputError(f"config.json: heads of {head_dim}, above {MOST_HEAD_DIM}")
     tables: list[str | None] = [*dict.fromkeys(rotary_kinds)] or [None]
     rotary = tuple(_rotary(config, kind, partial) for kind in tables)
-    halves = [int(head_dim * each["partial_rotary_factor"]) // 2 for each in rotary]
 
     def layer(index: int) -> LayerShape:
         table = tables.index(rotary_kinds[index]) if rotary_kinds else 0
         window = windows[index] if windows else None
-        mixer = Attention(
-            heads, kv_heads, head_dim, head_dim**-0.5, rotary=table, rotary_half=halves[table], window=window
-        )
+        mixer = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rotary=table, window=window)
+        mixer = replace(mixer, **(attention or {}), **(own_attention[index] if own_attention else {}))
+        if heads % mixer.kv_heads or hidden % 16:
+            raise UnsupportedModel(f"{heads} heads over {mixer.kv_heads} key-value heads, hidden size {hidden}")
+        if mixer.head_dim > MOST_HEAD_DIM:
+            raise InputError(f"config.json: heads of {mixer.head_dim}, above {MOST_HEAD_DIM}")
         if rotated and not rotated[index]:
-            mixer = replace(mixer, rotary=None, rotary_half=0)
-        mixer = replace(mixer, **(attention or {}))
+            mixer = replace(mixer, rotary=None)
+        else:
+            mixer = replace(mixer, rotary_half=turned_pairs(rotary[table], mixer.head_dim))
         feed_forward = FeedForward(config["intermediate_size"], ACTIVATIONS[act], gated)
         made = LayerShape(mixers[index] or mixer if mixers else mixer, feed_forward, parallel)
         return replace(made, vectors=tuple(name for name in names.of(made).vectors if name not in OPTIONAL))
@@ -219,6 +222,9 @@ def describe(
         norm,
         **whole,
     )
+    halves = {(mixer.rotary, mixer.rotary_half) for mixer in shape.attentions if mixer.rotary is not None}
+    if len(halves) > len({table for table, _ in halves}):
+        raise UnsupportedModel("heads of several sizes that have the same rotary settings")
     most = config.get("max_position_embeddings") or 2048
     for each in rotary:
         trained = each.get("original_max_position_embeddings")

@@ -16,7 +16,7 @@ _NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 def rotary_parameters(config: Mapping[str, Any], kind: str | None = None) -> dict[str, Any]:
@@ -50,6 +50,8 @@ def rotary_parameters(config: Mapping[str, Any], kind: str | None = None) -> dic
         if name not in found:
             raise InputError(f"config.json: rotary type {found['rope_type']} has no {name}")
     check_numbers(found, ("rope_theta", "partial_rotary_factor", *needed), float)
+    if found["rope_type"] == "proportional":
+        check_numbers(found, ("factor",), float)
     return found
 
 
@@ -58,7 +60,7 @@ def angles(rotary: Mapping[str, Any], half: int, positions: int) -> tuple[np.nda
 
     Types: default (Su et al. 2021), linear (Chen et al. 2023, "Extending Context Window of LLMs via Positional
     Interpolation"), yarn (Peng et al. 2023, §3), longrope (Ding et al. 2024) within the length of the first training,
-    and the frequency bands of Llama 3.1.
+    the frequency bands of Llama 3.1, and proportional (Gemma 4), whose last pairs do not turn.
     """
     frequencies = rotary["rope_theta"] ** -(np.arange(half) / max(half, 1))
     kind, factor, attention = rotary["rope_type"], rotary.get("factor", 1.0), attention_factor(rotary)
@@ -70,8 +72,18 @@ def angles(rotary: Mapping[str, Any], half: int, positions: int) -> tuple[np.nda
         frequencies = _yarn(frequencies, rotary)
     elif kind == "longrope":
         frequencies = _longrope(frequencies, rotary)
+    elif kind == "proportional":
+        turning = np.arange(half) < int(rotary["partial_rotary_factor"] * half)
+        frequencies = np.where(turning, frequencies, 0) / (factor or 1.0)
     turned = np.outer(np.arange(positions), frequencies)
     return (np.cos(turned) * attention).astype(np.float32), (np.sin(turned) * attention).astype(np.float32)
+
+
+def turned_pairs(rotary: Mapping[str, Any], head_dim: int) -> int:
+    """Pairs of a head that angles are needed of: a part of them, or with "proportional" all."""
+    if rotary["rope_type"] == "proportional":
+        return head_dim // 2
+    return int(head_dim * rotary["partial_rotary_factor"]) // 2
 
 
 def attention_factor(rotary: Mapping[str, Any]) -> float:

@@ -11,7 +11,9 @@ from ..errors import InputError
 MOST_LAYERS, MOST_HEAD_DIM = 4096, 2**16
 # Counts that config.json must have, counts that it may have, and numbers that it may have.
 COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+OPTIONAL_COUNTS = (
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "global_head_dim", "num_global_key_value_heads",
+)  # fmt: skip
 # Where 0 stands for none.
 COUNTS_OR_NONE = (
     "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace", "decoder_sparse_step",

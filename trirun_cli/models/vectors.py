@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
 from ..errors import InputError
-from .parts import OPTIONAL, SINKS, Description, MixtureNames, TensorNames, UnsupportedModel
+from .parts import NO_NORMS, OPTIONAL, Description, MixtureNames, TensorNames, UnsupportedModel
 
 
-def layer_vectors(source: SafetensorsDir, names: TensorNames, prefix: str, hidden: int) -> dict[str, np.ndarray]:
+def layer_vectors(
+    source: SafetensorsDir, names: TensorNames, prefix: str, lengths: Mapping[str, int]
+) -> dict[str, np.ndarray]:
     """The vectors of a layer by the fields of :class:`~trirun_kernels.decoder.weights.LayerWeights`; ``prefix``: what
-    its tensors' names begin with.
+    its tensors' names begin with; ``lengths``: of :func:`~trirun_kernels.decoder.weights.vector_lengths`.
 
     Raises:
         UnsupportedModel: one is not there.
@@ -21,9 +23,9 @@ def layer_vectors(source: SafetensorsDir, names: TensorNames, prefix: str, hidde
     found = {}
     for field, tensor in names.vectors.items():
         if tensor is None:
-            found[field] = np.ones(hidden, np.float32)
+            found[field] = np.ones(lengths[field], np.float32)
         elif prefix + tensor in source:
-            offset = 0 if field.endswith("_bias") or field == SINKS else names.norm_offset
+            offset = 0 if field.endswith("_bias") or field in NO_NORMS else names.norm_offset
             found[field] = source.floats(prefix + tensor) + np.float32(offset)
         elif field not in OPTIONAL:
             raise UnsupportedModel(f"there is no tensor {prefix}{tensor}")
@@ -59,7 +61,7 @@ def final_norm(source: SafetensorsDir, found: Description, prefix: str) -> tuple
     weight, bias, scale = f"{prefix}norm.weight", f"{prefix}norm.bias", np.float32(found.logit_scale)
     if weight in source:
         norm = source.floats(weight) + np.float32(found.names.norm_offset)
-    elif None in found.names.vectors.values():
+    elif found.names.vectors.get("mlp_norm", "") is None:
         norm = np.ones(found.shape.hidden, np.float32)
     else:
         raise InputError(f"{source.path} holds no {weight}")

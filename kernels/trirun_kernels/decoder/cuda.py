@@ -23,7 +23,7 @@ from .cuda_delta import delta_decode, delta_mix
 from .cuda_experts import Mixed
 from .cuda_prompts import OfWindows, Prompts, Segment, prompt_attention, prompts_of
 from .cuda_weights import Activations, CudaModel, rows_in_limbs
-from .shape import Attention, mixer_runs
+from .shape import MOST_INT8_HEAD_DIM, Attention, mixer_runs
 from .step.cuda import ROWS, CudaStep, refusal
 
 # Fewest and most rows that may go from kernel to kernel as limbs, which the kernels in between make for nothing.
@@ -94,12 +94,17 @@ class CudaDecoder:
         kind = kv_dtype or model.dtype
         if kind not in (model.dtype, torch.int8):
             raise ValueError(f"decoder: a cache of {kind}; {model.dtype} or int8")
+        widest = max((mixer.head_dim for mixer in s.attentions), default=0)
+        if kind == torch.int8 and widest > MOST_INT8_HEAD_DIM:
+            raise ValueError(f"decoder: an int8 cache of heads of {widest}; at most {MOST_INT8_HEAD_DIM}")
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
         self.caches = caches or MixerCaches(s, slots, self.pages, blocks, model.dtype, kind, device, windowed_pages)
         self.cache, self.scales = self.caches.keys_and_values, self.caches.scales
         self.block_tables = self.caches.block_tables
         self._workspaces: dict[tuple[int, int, int, int], Tensor] = {}
         self._heads = {index: self._heads_of(index) for index in self.caches.attention}
+        scales = (layer.norms.get("output_scale") for layer in model.layers)
+        self._output_scales = [1.0 if scale is None else scale.item() for scale in scales]
         self._windows = {heads.window for heads in self._heads.values()}
         self.step_refusal: str | None = "it was not asked for"
         if one_kernel:
@@ -114,7 +119,7 @@ class CudaDecoder:
         q_norm, k_norm = (None if mixer.row_norms else norms.get(name) for name in ("q_norm", "k_norm"))
         return ops.Heads(
             mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, shape.norm_eps, cosines, sines, q_norm, k_norm,
-            norms.get("sinks"), mixer.interleaved, mixer.window, mixer.softcap,
+            norms.get("v_norm"), norms.get("sinks"), mixer.interleaved, mixer.window, mixer.softcap,
         )  # fmt: skip
 
     @property
@@ -180,7 +185,9 @@ class CudaDecoder:
             post = layer.norms.get("mlp_post_norm")
             if index + 1 < len(model.layers):
                 following = self._norm(index + 1, "attention")
-                x = self._rows(**self._added(delta, post), m=m, residual=residual, **following)
+                x = self._rows(
+                    **self._added(delta, post, self._output_scales[index]), m=m, residual=residual, **following
+                )
         if isinstance(delta, Mixed):
             delta = delta.sum()
         if wanted is not None:
@@ -188,7 +195,8 @@ class CudaDecoder:
         y = torch.empty_like(delta)
         bias, centered = model.final_norm_bias, shape.norm == "layer"
         final: dict[str, Any] = {"norm": model.final_norm, "norm_bias": bias, "centered": centered}
-        ops.rows(**self._added(delta, post), residual=residual, y=y, eps=shape.norm_eps, **final)
+        added = self._added(delta, post, self._output_scales[-1])
+        ops.rows(**added, residual=residual, y=y, eps=shape.norm_eps, **final)
         return y
 
     def _logits(self, y: Tensor) -> Tensor:
@@ -217,8 +225,8 @@ class CudaDecoder:
         keep = part == "attention" and index in self.caches.states
         return vectors | {"centered": shape.norm == "layer", "keep": keep}
 
-    def _added(self, delta: Tensor | Mixed, post_norm: Tensor | None) -> dict[str, Any]:
-        """What a part adds to the residual stream."""
+    def _added(self, delta: Tensor | Mixed, post_norm: Tensor | None, output_scale: float = 1.0) -> dict[str, Any]:
+        """What a part adds to the residual stream, and by what that is multiplied then."""
         source, scale, mixed = ops.RESIDUAL if post_norm is None else ops.POST, self.model.shape.residual_scale, None
         if isinstance(delta, Mixed):
             apart = delta.routes.ids.shape[0] >= MIXED_ROWS or delta.rows.shape[1] > MIXED_COLUMNS
@@ -226,7 +234,8 @@ class CudaDecoder:
                 mixed, delta = delta.struct(), delta.rows
             else:
                 delta = delta.sum()
-        return {"source": source, "x": delta, "post_norm": post_norm, "scale": scale, "mixed": mixed}
+        added = {"source": source, "x": delta, "post_norm": post_norm, "scale": scale, "mixed": mixed}
+        return added | {"output_scale": output_scale}
 
     def default_splits(self, rows: int, layer: int = 0) -> int:
         """CTAs that share a row's keys: nearly one for each multiprocessor where key heads of the rows are few, then
@@ -303,8 +312,8 @@ class CudaDecoder:
         prompts: Prompts,
     ) -> Tensor:  # fmt: skip
         """Appends these rows to the cache and attends to all that it has of their slots by then."""
-        # What the cache would give back is at hand; int8 would give back something else.
-        whole = prompts.whole and cache.scales is None
+        # What the cache would give back is at hand, but for int8, and for values with a norm.
+        whole = prompts.whole and cache.scales is None and heads.v_norm is None
         rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         ops.attention_append(
             q, k, v, rotated, heads, cache, inputs.slots[part], inputs.positions[part], rotate_keys=whole

@@ -35,7 +35,7 @@ class Heads:
     Attributes:
         heads, kv_heads, head_dim: sizes. scale: of q · k. eps: of the head norms.
         cosines, sines: float32 [positions, rotary_half] on the device, or None where nothing rotates.
-        q_norm, k_norm: float32 [head_dim] or None. sinks: float32 [heads] or None.
+        q_norm, k_norm, v_norm: float32 [head_dim] or None. sinks: float32 [heads] or None.
         interleaved, window, softcap: as of :class:`~.shape.Attention`.
     """
 
@@ -48,6 +48,7 @@ class Heads:
     sines: Tensor | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    v_norm: Tensor | None = None
     sinks: Tensor | None = None
     interleaved: bool = False
     window: int | None = None
@@ -112,6 +113,7 @@ def rows_struct(
     post_norm: Tensor | None = None,
     centered: bool = False,
     scale: float = 1.0,
+    output_scale: float = 1.0,
     eps: float = 0.0,
     y: Tensor | None = None,
     limbs: Tensor | None = None,
@@ -131,6 +133,7 @@ def rows_struct(
             x, same stride.
         residual: float32 [m, n], written by RESIDUAL, EMBED and POST. norm, norm_bias, post_norm: float32 [n].
         centered: the norm is a layer norm, else an RMS norm.
+        output_scale: of the residual stream behind the sum of RESIDUAL or POST.
         y: [m, n] of x's dtype, x itself serves; with a packed embedding and limbs there is none, and no dtype.
         limbs: uint8, as :func:`trirun_kernels.gemm.activations.quantize_activations` makes them.
         tokens: int32 [m]; a negative one stands for ``latest[slots[row]]``, int32 both.
@@ -150,7 +153,7 @@ def rows_struct(
         _pointer(y), _pointer(limbs),
         0 if limbs is None else limbs.numel(), _pointer(tokens), _pointer(slots), _pointer(latest),
         m, n, n if x is None else x.stride(0), n if y is None else y.stride(0), vocab,
-        eps, scale, source, DTYPES[dtype], _ACTIVATIONS[activation], act_bits, centered, 0,
+        eps, scale, source, DTYPES[dtype], _ACTIVATIONS[activation], act_bits, centered, output_scale,
         None if packed is None else ctypes.pointer(Int2Struct.of(packed)),
         None if mixed is None else ctypes.pointer(mixed),
     )  # fmt: skip
@@ -174,7 +177,7 @@ def attention_decode(
     q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
     splits: int, workspace: Tensor, *, limbs: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One new token per row: norm and rotate q and k, append k and v to the cache, attend, write y or its limbs.
+    """One new token per row: norm and rotate q and k, norm v, append k and v to the cache, attend, write y or limbs.
 
     Args:
         q: [m, heads·head_dim]; k, v: [m, kv_heads·head_dim] with one stride; y: as q. float16 or bfloat16.
@@ -275,8 +278,8 @@ def _attention(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(limbs),
         0 if limbs is None else limbs.numel(), cache.keys.data_ptr(), cache.values.data_ptr(),
         _pointer(cache.scales), cache.block_tables.data_ptr(), slots.data_ptr(), positions.data_ptr(),
-        _pointer(heads.q_norm), _pointer(heads.k_norm), _pointer(heads.cosines), _pointer(heads.sines),
-        _pointer(heads.sinks),
+        _pointer(heads.q_norm), _pointer(heads.k_norm), _pointer(heads.v_norm), _pointer(heads.cosines),
+        _pointer(heads.sines), _pointer(heads.sinks),
         q.shape[0], heads.heads, heads.kv_heads, q.stride(0), k.stride(0), q.shape[1] if y is None else y.stride(0),
         cache.block_tables.stride(0), heads.head_dim, 0 if heads.cosines is None else heads.cosines.shape[1], splits,
         DTYPES[q.dtype], heads.interleaved, heads.window or 0, heads.eps, heads.scale, heads.softcap, 0,

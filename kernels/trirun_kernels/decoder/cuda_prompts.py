@@ -80,8 +80,8 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, prompts:
     """Causal attention of rotated q [rows, heads·head_dim] to k and v [prompts.total, kv_heads·head_dim]: all segments
     in one call of flash attention, since a call for each leaves the GPU waiting for the host."""
     q, k, v = (part.unflatten(1, (-1, heads.head_dim)) for part in (q, k, v))
-    if heads.softcap:
-        return _softcapped_attention(q, k, v, heads, prompts)
+    if heads.softcap or heads.head_dim > FLASH_HEAD_DIM:
+        return _scored_attention(q, k, v, heads, prompts)
     # It aligns the causal mask to the last key, and takes grouped heads.
     window = {} if heads.window is None else {"window_size_left": heads.window - 1, "window_size_right": 0}
     out, weights, *_ = torch.ops.aten._flash_attention_forward(
@@ -95,22 +95,28 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, prompts:
     return out.flatten(1)
 
 
-# Rows of a prompt whose scores are in memory at once.
-SCORED_ROWS = 256
+FLASH_HEAD_DIM = 256  # of flash attention in torch, at most
+# Rows of a prompt whose scores are in memory at once, and how many scores, unless one row has more.
+SCORED_ROWS, SCORES = 256, 2**27
 
 
-def _softcapped_attention(q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, prompts: Prompts) -> Tensor:
-    """The same with softened scores, which flash attention in torch has not: scores of some rows at a time."""
+def _scored_attention(q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, prompts: Prompts) -> Tensor:
+    """The same with softened scores or of larger heads, which flash attention in torch has not: some rows at a time."""
     out, group = torch.empty_like(q), heads.heads // heads.kv_heads
     first, first_key = 0, 0
     for rows, length in prompts.lengths:
         keys, values = (part[first_key : first_key + length].transpose(0, 1) for part in (k, v))
-        for start in range(0, rows, SCORED_ROWS):
-            piece = slice(first + start, first + min(start + SCORED_ROWS, rows))
+        most = max(1, min(SCORED_ROWS, SCORES // (heads.heads * length)))
+        for start in range(0, rows, most):
+            piece = slice(first + start, first + min(start + most, rows))
             # [kv_heads, rows · group, keys]
             queries = q[piece].unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
-            scores = (queries @ keys.transpose(1, 2)).float().mul_(heads.scale / heads.softcap).tanh_()
-            scores = scores.mul_(heads.softcap).unflatten(1, (-1, group))
+            scores = _products(queries, keys)
+            if heads.softcap:
+                scores = scores.mul_(heads.scale / heads.softcap).tanh_().mul_(heads.softcap)
+            else:
+                scores = scores.mul_(heads.scale)
+            scores = scores.unflatten(1, (-1, group))
             positions = torch.arange(length - rows + start, length - rows + start + scores.shape[1], device=q.device)
             distance = positions.unsqueeze(1) - torch.arange(length, device=q.device)
             hidden = (distance < 0) | (distance >= (heads.window or length))
@@ -123,3 +129,11 @@ def _softcapped_attention(q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, pro
             out[piece] = attended.flatten(1, 2)
         first, first_key = first + rows, first_key + length
     return out.flatten(1)
+
+
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
+    """queries [heads, q, head_dim] · keys [heads, k, head_dim], float32 [heads, q, k]: in 16 bits large scores, which
+    Gemma 4 does not scale down, would lose what tells them apart."""
+    if queries.is_cuda:
+        return torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32)
+    return queries.float() @ keys.float().transpose(1, 2)

@@ -23,6 +23,7 @@ def rows(
     post_norm: Tensor | None = None,
     centered: bool = False,
     scale: float = 1.0,
+    output_scale: float = 1.0,
     eps: float = 0.0,
     activation: str = "silu",
     tokens: Tensor | None = None,
@@ -38,10 +39,10 @@ def rows(
         y = residual = x[ids].float() * scale
     elif source == RESIDUAL:
         assert residual is not None
-        y = residual = residual if x is None else residual + scale * x.float()
+        y = residual = residual if x is None else (residual + scale * x.float()) * output_scale
     elif source == POST:
         assert residual is not None and x is not None and post_norm is not None
-        y = residual = residual + scale * rms_norm(x.float(), post_norm, eps)
+        y = residual = (residual + scale * rms_norm(x.float(), post_norm, eps)) * output_scale
     elif source == GATE:
         assert x is not None
         y = activate(x.float(), activation) * (1.0 if up is None else up.float())

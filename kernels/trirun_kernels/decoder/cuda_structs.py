@@ -29,7 +29,8 @@ class RowsStruct(ctypes.Structure):
         *((name, _L) for name in ("m", "n", "ldx", "ldy", "vocab")),
         ("eps", _F),
         ("scale", _F),
-        *((name, _I) for name in ("source", "dtype", "activation", "act_bits", "centered", "reserved")),
+        *((name, _I) for name in ("source", "dtype", "activation", "act_bits", "centered")),
+        ("output_scale", _F),
         ("packed", ctypes.POINTER(Int2Struct)),
         ("mixed", ctypes.POINTER(CombineStruct)),
     )
@@ -42,7 +43,7 @@ class AttentionStruct(ctypes.Structure):
         *((name, _P) for name in ("q", "k", "v", "y", "activations")),
         ("activation_bytes", ctypes.c_size_t),
         *((name, _P) for name in ("keys", "values", "scales", "block_tables", "slots", "positions")),
-        *((name, _P) for name in ("q_norm", "k_norm", "cosines", "sines", "sinks")),
+        *((name, _P) for name in ("q_norm", "k_norm", "v_norm", "cosines", "sines", "sinks")),
         *((name, _L) for name in ("m", "heads", "kv_heads", "ld_q", "ld_kv", "ld_y", "ld_blocks")),
         *((name, _I) for name in ("head_dim", "rotary_half", "splits", "dtype", "interleaved", "window")),
         *((name, _F) for name in ("eps", "scale", "softcap")),

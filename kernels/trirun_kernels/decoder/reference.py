@@ -44,6 +44,8 @@ def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16, stor
         if not shape.parallel:
             before = _norm(s, x, layer.mlp_norm, layer.mlp_norm_bias)
         x = x + _finished(s, _feed_forward(s, layer, shape, before, act_bits), layer.mlp_post_norm)
+        if layer.output_scale is not None:
+            x = x * layer.output_scale
     logits = F.linear(_norm(s, x, weights.final_norm, weights.final_norm_bias), head)
     return soften(logits, s.logit_softcap)
 
@@ -168,6 +170,8 @@ def _attention(
     if layer.k_norm is not None:
         k = rms_norm(k, layer.k_norm, eps)
     q, k, v = (part.reshape(m, -1, mixer.head_dim) for part in (q, k, v))
+    if layer.v_norm is not None:
+        v = rms_norm(v, layer.v_norm, eps)
     if mixer.rotary is not None:
         cosines, sines = (table[:m] for table in weights.rotary[mixer.rotary])
         q, k = (rotate(part, cosines, sines, mixer.interleaved) for part in (q, k))

@@ -30,6 +30,7 @@ class Attention:
         row_norms: the norms of queries and keys are over all heads together, else over each head by itself.
         sinks: every head has a logit that takes part in its softmax and weighs no value.
         gated: what it gives is multiplied by the sigmoid of a projection of its input (Qwen3-Next).
+        tied_values: the projection of values has the weights of that of keys (Gemma 4).
     """
 
     heads: int
@@ -44,6 +45,7 @@ class Attention:
     row_norms: bool = False
     sinks: bool = False
     gated: bool = False
+    tied_values: bool = False
 
     @property
     def q_size(self) -> int:
@@ -127,13 +129,15 @@ class GatedDelta:
 
 
 Mixer = Attention | GatedDelta
+# Of the CUDA kernels, over a cache of 16 bits and of 8 bits: MAX_HEAD_DIM and MAX_INT8_HEAD_DIM of heads.cuh.
+MOST_HEAD_DIM, MOST_INT8_HEAD_DIM = 512, 256
 
 
 def mixer_runs(mixer: Mixer) -> bool:
     """Whether the CUDA kernels take a mixer of these sizes."""
     if isinstance(mixer, GatedDelta):
         return max(mixer.key_dim, mixer.value_dim) <= 128 and mixer.taps <= 4 and mixer.value_heads % 2 == 0
-    return mixer.head_dim % 8 == 0 and mixer.head_dim <= 256
+    return mixer.head_dim % 8 == 0 and mixer.head_dim <= MOST_HEAD_DIM
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,7 @@ class LayerShape:
 
     Attributes:
         parallel: the feed-forward part reads what the mixer reads, else what the mixer has added to.
-        vectors: norms that it has, and sinks, by the fields of :class:`~.weights.LayerWeights`.
+        vectors: norms and other vectors that it has, by the fields of :class:`~.weights.LayerWeights`.
         mixture: experts, or None. With them ``feed_forward`` is the shared one, of size 0 where there is none.
     """
 

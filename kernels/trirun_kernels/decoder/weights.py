@@ -139,11 +139,13 @@ class LayerWeights:
         attention_norm, mlp_norm: float32 [hidden], before the part, or None.
         q_norm, k_norm: float32, before the rotation, or None: [head_dim], of every head by itself (Qwen3), or, with
             ``row_norms``, [heads·head_dim] and [kv_heads·head_dim] (OLMo 2).
+        v_norm: float32 [head_dim], of every value head by itself (Gemma 4), or None.
         attention_sub_norm: float32 [heads·head_dim], before o (BitNet), or None.
         mlp_sub_norm: float32 [ffn], before down (BitNet), or None.
         attention_post_norm, mlp_post_norm: float32 [hidden], of what the part adds (Gemma 2), or None.
         attention_norm_bias, mlp_norm_bias: float32 [hidden], of layer norms, or None.
         sinks: float32 [heads], or None (gpt-oss).
+        output_scale: float32 [1], what the residual stream behind the layer is multiplied by (Gemma 4), or None.
         delta: of a Gated DeltaNet mixer, or None.
         mixture: experts, or None. With them gate, up and down are the shared expert's, None where there is none.
     """
@@ -159,6 +161,7 @@ class LayerWeights:
     mlp_norm: Any | None
     q_norm: Any | None = None
     k_norm: Any | None = None
+    v_norm: Any | None = None
     attention_sub_norm: Any | None = None
     mlp_sub_norm: Any | None = None
     attention_post_norm: Any | None = None
@@ -166,6 +169,7 @@ class LayerWeights:
     attention_norm_bias: Any | None = None
     mlp_norm_bias: Any | None = None
     sinks: Any | None = None
+    output_scale: Any | None = None
     q_gate: Linear | None = None
     delta: DeltaWeights | None = None
     mixture: MixtureWeights | None = None
@@ -216,11 +220,12 @@ VECTORS = tuple(field.name for field in fields(LayerWeights) if field.name not i
 
 def vector_lengths(layer: LayerShape, hidden: int) -> dict[str, int]:
     """Elements of each of :data:`VECTORS`, where a layer has it."""
-    mixer, lengths = layer.mixer, dict.fromkeys(VECTORS, hidden) | {"mlp_sub_norm": layer.feed_forward.size}
+    mixer, lengths = layer.mixer, dict.fromkeys(VECTORS, hidden)
+    lengths |= {"mlp_sub_norm": layer.feed_forward.size, "output_scale": 1}
     if not isinstance(mixer, Attention):
         return lengths
     whole = mixer.row_norms
-    lengths |= {"sinks": mixer.heads, "attention_sub_norm": mixer.q_size}
+    lengths |= {"sinks": mixer.heads, "attention_sub_norm": mixer.q_size, "v_norm": mixer.head_dim}
     lengths |= {"q_norm": mixer.q_size if whole else mixer.head_dim}
     return lengths | {"k_norm": mixer.kv_size if whole else mixer.head_dim}
 

@@ -27,6 +27,11 @@ PARTS = {
         "post_norms": True, "qk_norm": True, "mixer": {"row_norms": True},
         "whole": {"residual_scale": 0.5, "embedding_scale": 3.0},
     },
+    "heads of two sizes, norms of values, scaled layers": {
+        "mixer": [{}, {"head_dim": 48, "kv_heads": 1}], "qk_norm": True, "gemma4": True, "post_norms": True,
+        "layers": 3,
+    },
+    "scaled layers": {"gemma4": True, "seed": 2},
     "layer norms, parallel parts": {"whole": {"norm": "layer"}, "parallel": True},
     "layer norms with biases, no gate": {"whole": {"norm": "layer"}, "norm_bias": True, "gated": False},
 }  # fmt: skip
@@ -42,9 +47,10 @@ def random_linear(generator, n, k, spec, bias):
 def random_model(
     *, heads=4, kv_heads=2, head_dim=32, hidden=96, ffn=160, layers=2, half=None, spec=None, bias=False, qk_norm=False,
     sub_norm=False, activation="silu", dtype=torch.float16, seed=0, vocabulary=None, tied=False,
-    mixer=None, whole=None, gated=True, parallel=False, post_norms=False, norm_bias=False,
+    mixer=None, whole=None, gated=True, parallel=False, post_norms=False, norm_bias=False, gemma4=False,
 ):  # fmt: skip
-    """``mixer``: fields of Attention, a list of them for the layers in turn. ``whole``: fields of DecoderShape."""
+    """``mixer``: fields of Attention, a list of them for the layers in turn. ``whole``: fields of DecoderShape.
+    ``gemma4``: norms of values, and a scale of every layer's output."""
     generator = torch.Generator().manual_seed(seed)
     spec = spec or QuantSpec(32, 1.0)
     half = head_dim // 2 if half is None else half
@@ -75,6 +81,7 @@ def random_model(
         wanted |= {"attention_sub_norm", "mlp_sub_norm"} if sub_norm else set()
         wanted |= {"attention_post_norm", "mlp_post_norm"} if post_norms else set()
         wanted |= {"attention_norm_bias", "mlp_norm_bias"} if norm_bias else set()
+        wanted |= {"v_norm", "output_scale"} if gemma4 else set()
         wanted |= {"sinks"} if each.mixer.sinks else set()
         vectors = {name: norm(lengths[name]) for name in VECTORS if name in wanted}
         return LayerWeights(**{"gate": None} | parts | vectors)

@@ -18,7 +18,7 @@ constexpr int ROWS = sizeof LENGTHS / sizeof *LENGTHS, IDLE = 3;
 
 struct Case {
   int heads, kv_heads, head_dim, rotary_half, splits;
-  bool limbs = false, norms = false, sinks = false, interleaved = false;
+  bool limbs = false, norms = false, value_norms = false, sinks = false, interleaved = false;
   int window = 0;
   float softcap = 0.f;
   bool clusters = true;
@@ -42,6 +42,10 @@ const Case CASES[] = {
     {.heads = 3, .kv_heads = 1, .head_dim = 96, .rotary_half = 0, .splits = 9, .window = 33, .clusters = false},
     {.heads = 4, .kv_heads = 4, .head_dim = 128, .rotary_half = 64, .splits = 4, .limbs = true},
     {.heads = 4, .kv_heads = 2, .head_dim = 64, .rotary_half = 32, .splits = 1, .norms = true, .window = 40},
+    {.heads = 16, .kv_heads = 2, .head_dim = 512, .rotary_half = 256, .splits = 6, .limbs = true, .norms = true},
+    {.heads = 2, .kv_heads = 2, .head_dim = 264, .rotary_half = 132, .splits = 3, .norms = true, .clusters = false},
+    {.heads = 2, .kv_heads = 2, .head_dim = 32, .rotary_half = 16, .splits = 2, .value_norms = true},
+    {.heads = 4, .kv_heads = 2, .head_dim = 200, .rotary_half = 100, .splits = 2, .value_norms = true, .window = 90},
 };
 
 // Byte of an activation's k within 16 in the limbs: activations.cuh.
@@ -67,6 +71,7 @@ class Problem {
       cosines_.push_back(std::cos(angle)), sines_.push_back(std::sin(angle));
     }
     for (int i = 0; i < c.head_dim; i++) q_norm_.push_back(1 + 0.3f * normal()), k_norm_.push_back(1 + 0.3f * normal());
+    for (int i = 0; i < c.head_dim; i++) v_norm_.push_back(1 + 0.3f * normal());
     for (int i = 0; i < c.heads; i++) sinks_.push_back(normal());
     // What no position has is NaN.
     for (int r = 0; r < ROWS; r++)
@@ -83,6 +88,7 @@ class Problem {
     t.keys = keys_.data(), t.values = values_.data(), t.block_tables = table_.data(), t.slots = slots_.data();
     t.positions = LENGTHS, t.cosines = cosines_.data(), t.sines = sines_.data();
     t.q_norm = c_.norms ? q_norm_.data() : nullptr, t.k_norm = c_.norms ? k_norm_.data() : nullptr;
+    t.v_norm = c_.value_norms || c_.norms ? v_norm_.data() : nullptr;
     t.sinks = c_.sinks ? sinks_.data() : nullptr;
     t.m = ROWS, t.heads = c_.heads, t.kv_heads = c_.kv_heads, t.head_dim = c_.head_dim, t.rotary_half = c_.rotary_half;
     t.ld_q = t.ld_y = c_.heads * c_.head_dim, t.ld_kv = c_.kv_heads * c_.head_dim, t.ld_blocks = PAGES_OF_SLOT;
@@ -104,8 +110,8 @@ class Problem {
     }
     int shared = 0;
     a.warps = ATTEND_WARPS;
-    kernel = a.room > 2 ? grouped_for_head<BF16>(c_.head_dim, few_, a.warps, shared)
-                        : for_head<BF16>(c_.head_dim, a.room, shared);
+    kernel = is_grouped(c_.head_dim, a.room) ? grouped_for_head<BF16>(c_.head_dim, few_, a.warps, shared)
+                                             : for_head<BF16>(c_.head_dim, a.room, shared);
     arguments = &a;
     on_host::grid = dim3(t.splits, c_.kv_heads * a.chunks, rows);
     std::vector<uint3> clusters;
@@ -126,10 +132,10 @@ class Problem {
     for (int r = 0; r < ROWS; r++)
       for (int g = 0; slots_[r] >= 0 && g < c_.kv_heads; g++) {
         const size_t from = (static_cast<size_t>(r) * c_.kv_heads + g) * c_.head_dim, to = at(r, g, LENGTHS[r]);
-        const auto key = made(&k_[from], k_norm_, LENGTHS[r]);
+        const auto key = made(&k_[from], k_norm_, LENGTHS[r]), value = normed(&v_[from]);
         for (int i = 0; i < c_.head_dim; i++)
           appended &= std::abs(wide(keys_[to + i]) - key[i]) <= ROUNDING * std::abs(key[i]) + 1e-5 &&
-                      values_[to + i] == v_[from + i];
+                      std::abs(wide(values_[to + i]) - value[i]) <= ROUNDING * std::abs(value[i]);
         const int group = c_.heads / c_.kv_heads;
         for (int h = g * group; h < (g + 1) * group; h++) worst = std::max(worst, error(r, g, h));
       }
@@ -170,6 +176,15 @@ class Problem {
       const double turned = a * cosine - b * sine;
       b = b * cosine + a * sine, a = turned;
     }
+    return x;
+  }
+
+  std::vector<double> normed(const uint16_t* value) const {
+    std::vector<double> x(c_.head_dim);
+    double squares = 0;
+    for (int i = 0; i < c_.head_dim; i++) x[i] = wide(value[i]), squares += x[i] * x[i];
+    const bool wanted = c_.value_norms || c_.norms;
+    for (int i = 0; wanted && i < c_.head_dim; i++) x[i] *= v_norm_[i] / std::sqrt(squares / c_.head_dim + EPS);
     return x;
   }
 
@@ -215,7 +230,7 @@ class Problem {
   bool few_;
   std::vector<uint16_t> q_, k_, v_, keys_, values_, y_;
   std::vector<int> table_, slots_;
-  std::vector<float> cosines_, sines_, q_norm_, k_norm_, sinks_;
+  std::vector<float> cosines_, sines_, q_norm_, k_norm_, v_norm_, sinks_;
   std::vector<uint8_t> buffer_;
   LimbRows limbs_;
   int left_ = 0;

@@ -19,6 +19,7 @@ from trirun_kernels.decoder.weights import (
     MixtureWeights,
     PackedArrays,
     is_packed,
+    vector_lengths,
 )
 from trirun_kernels.weights import numpy_codes
 from trirun_kernels.weights.names import (
@@ -158,7 +159,10 @@ def _layer(
 
     sizes, mixer = layer.linear_sizes(shape.hidden), layer.mixer
     joined = {name for parts in names.fused.values() for name in parts}
-    parts: dict[str, Any] = {name: linear(names.linears[name]) for name in sizes if name not in joined}
+    apart = {name: names.linears[name] for name in sizes if name not in joined}
+    # Two fields may have the weights of one module.
+    found = {module: linear(module) for module in dict.fromkeys(apart.values())}
+    parts: dict[str, Any] = {name: found[module] for name, module in apart.items()}
     for module, fields in names.fused.items():
         # Queries and their gates alternate, head by head.
         heads = mixer.heads if "q_gate" in fields and isinstance(mixer, Attention) else 1
@@ -180,7 +184,7 @@ def _layer(
             raise UnsupportedModel(f"{modules_in}{modules.experts} have groups of {told}, and it takes one size")
         parts["mixture"] = MixtureWeights(**each | router(stored, modules, prefix, dense))
     absent: dict[str, Any] = dict.fromkeys(("q", "k", "v", "gate", "up", "down", "attention_norm", "mlp_norm"))
-    return LayerWeights(**absent | parts | layer_vectors(stored, names, prefix, shape.hidden))
+    return LayerWeights(**absent | parts | layer_vectors(stored, names, prefix, vector_lengths(layer, shape.hidden)))
 
 
 def _dense(stored: ModelDir, form: Format, prefixes: tuple[str, str], within: str) -> np.ndarray:

@@ -9,6 +9,7 @@ from trirun_kernels.decoder.cuda import CudaDecoder
 from trirun_kernels.decoder.cuda_cache import position_bytes, state_bytes, window_pages
 from trirun_kernels.decoder.cuda_ops import PAGE
 from trirun_kernels.decoder.cuda_weights import CudaModel
+from trirun_kernels.decoder.shape import MOST_INT8_HEAD_DIM
 from trirun_kernels.native import NativeError, load
 
 from ...checkpoint.model_dir import read_config
@@ -58,6 +59,9 @@ def open_cuda(
         if accumulate != "fp32":
             model = use_fp16_sums(model)
         kind = torch.int8 if kv_cache_dtype == "int8" else model.dtype
+        widest = max((mixer.head_dim for mixer in model.shape.attentions), default=0)
+        if kind == torch.int8 and widest > MOST_INT8_HEAD_DIM:
+            raise UnsupportedModel(f"an int8 cache of heads of {widest}; at most {MOST_INT8_HEAD_DIM}")
         if not scoring:
             why = ""
             if slots is None:

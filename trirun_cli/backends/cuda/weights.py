@@ -18,6 +18,7 @@ from trirun_kernels.decoder.cuda_weights import (
     on_device,
 )
 from trirun_kernels.decoder.shape import Attention, DecoderShape, GatedDelta, LayerShape, Mixture
+from trirun_kernels.decoder.weights import vector_lengths
 from trirun_kernels.weights.names import (
     BIAS,
     SCALE,
@@ -158,7 +159,14 @@ def _layer(
         vectors = router(source, names.mixture, prefix, lambda within: dense(within).float().numpy())
         mixture = _mixture(source, names.mixture, prefix, layer.mixture, vectors, device, dtype, act_bits)
     return cuda_layer(
-        weights, biases, layer_vectors(source, names, prefix, shape.hidden), device, dtype, act_bits, delta, mixture
+        weights,
+        biases,
+        layer_vectors(source, names, prefix, vector_lengths(layer, shape.hidden)),
+        device,
+        dtype,
+        act_bits,
+        delta,
+        mixture,
     )
 
 

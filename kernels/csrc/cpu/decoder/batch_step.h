@@ -157,7 +157,7 @@ class BatchStep : public Model {
     quantize_x(t, l.parallel ? s.before : s.x, l.up.weight.k, l.mlp_norm, l.mlp_norm_bias);
     gate_up(t, l);
     quantize(t, s.h, l.ffn, l.down.weight.k, l.mlp_sub_norm);
-    add_to_residual(t, l.down, l.mlp_post_norm);
+    add_to_residual(t, l.down, l.mlp_post_norm, l.output_scale);
   }
 
   /* The rows of the mixer's input, quantized; of Gated DeltaNet, the gates that follow from them too. */
@@ -241,6 +241,7 @@ class BatchStep : public Model {
       if (l.ffn) ops_.add_scaled(sum, s.shared_out + r * d.hidden, d.hidden, s.choices[r].shared);
       finish_part(sum, l.mlp_post_norm);
       ops_.add(s.x + r * d.hidden, sum, d.hidden);
+      if (l.output_scale) ops_.scale(s.x + r * d.hidden, d.hidden, *l.output_scale);
     }
     t.team.barrier();
   }
@@ -287,8 +288,10 @@ class BatchStep : public Model {
     t.team.barrier();
   }
 
-  void add_to_residual(Thread& t, const trirun_linear& linear, const float* post_norm) {
-    if (post_norm || d.residual_scale != 1) return add_finished(t, linear, post_norm);
+  /* output_scale: of the whole stream behind it, or null. */
+  void add_to_residual(Thread& t, const trirun_linear& linear, const float* post_norm,
+                       const float* output_scale = nullptr) {
+    if (post_norm || d.residual_scale != 1 || output_scale) return add_finished(t, linear, post_norm, output_scale);
     const int64_t n_tiles = n_tiles_of(linear.n);
     each(t, n_tiles, chunk_of(t.team.size(), n_tiles), [&](int64_t begin, int64_t end) {
       const int64_t columns = columns_of(linear, begin, end);
@@ -298,7 +301,7 @@ class BatchStep : public Model {
   }
 
   /* The same where whole rows are needed first: in the place of the attention's output, which is read no more. */
-  void add_finished(Thread& t, const trirun_linear& linear, const float* post_norm) {
+  void add_finished(Thread& t, const trirun_linear& linear, const float* post_norm, const float* output_scale) {
     const int64_t n_tiles = n_tiles_of(linear.n);
     each(t, n_tiles, chunk_of(t.team.size(), n_tiles),
          [&](int64_t begin, int64_t end) { product(part_of(linear, t.act, s.attention, d.hidden, begin, end)); });
@@ -306,6 +309,7 @@ class BatchStep : public Model {
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       finish_part(s.attention + r * d.hidden, post_norm);
       ops_.add(s.x + r * d.hidden, s.attention + r * d.hidden, d.hidden);
+      if (output_scale) ops_.scale(s.x + r * d.hidden, d.hidden, *output_scale);
     }
     t.team.barrier();
   }

@@ -46,8 +46,9 @@ int check_mixture(const trirun_decoder& d, const trirun_mixture& m) {
 
 /* What every layer has beside its mixer's input linears. */
 int check_common(const trirun_decoder& d, const trirun_layer& l) {
-  if (!are_floats({l.attention_norm, l.mlp_norm, l.q_norm, l.k_norm, l.attention_sub_norm, l.mlp_sub_norm,
-                   l.attention_post_norm, l.mlp_post_norm, l.attention_norm_bias, l.mlp_norm_bias, l.sinks}))
+  if (!are_floats({l.attention_norm, l.mlp_norm, l.q_norm, l.k_norm, l.v_norm, l.attention_sub_norm, l.mlp_sub_norm,
+                   l.attention_post_norm, l.mlp_post_norm, l.attention_norm_bias, l.mlp_norm_bias, l.sinks,
+                   l.output_scale}))
     return TRIRUN_BAD_POINTER;
   if (int error = check_linear(l.o, d.hidden, attended_of(l))) return error;
   if (l.mixture)

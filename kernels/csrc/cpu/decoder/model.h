@@ -353,6 +353,7 @@ class Model {
     }
     if (l.k_norm && !l.row_norms) ops_.rms_norm(key, key, l.k_norm, n, d.norm_eps);
     rotate(key, cosines, sines, half, n, 1.0f);
+    if (l.v_norm) ops_.rms_norm(value, value, l.v_norm, n, d.norm_eps);
     const int64_t place = l.context == d.context ? position : position % l.context;
     ops_.store_key(cache(l.keys, l, slot, kv_head), d.kv_dtype, key, n, place);
     ops_.store_value(cache(l.values, l, slot, kv_head), d.kv_dtype, value, n, place);

@@ -116,6 +116,12 @@ class SingleStep : public Model {
     isa_.quantize(t.of_hidden, weight ? t.row : x, TRIRUN_F32, d.hidden, d.hidden, 0, 1);
   }
 
+  /* The last part's output, and the scale of the layer's. */
+  void add_last_part(Thread& t, const trirun_layer& l) {
+    add_part(t, l.mlp_post_norm);
+    if (l.output_scale) ops_.scale(t.x, d.hidden, *l.output_scale);
+  }
+
   /* A part's output, computed by all threads, to the residual stream. */
   void add_part(Thread& t, const float* post_norm) {
     if (!post_norm && d.residual_scale == 1) return ops_.add(t.x, s.x, d.hidden);
@@ -159,7 +165,7 @@ class SingleStep : public Model {
     quantize(t, t.of_ffn, s.h, l.ffn, l.mlp_sub_norm);
     multiply(t, l.down, t.of_ffn);
     t.team.barrier();
-    add_part(t, l.mlp_post_norm);
+    add_last_part(t, l);
   }
 
   /* The feed-forward part of experts, of a row x: router, gate | up of all chosen experts and the shared one, down. */
@@ -192,7 +198,7 @@ class SingleStep : public Model {
       }
     }
     t.team.barrier();
-    add_part(t, l.mlp_post_norm);
+    add_last_part(t, l);
   }
 
   /* n tiles of all chosen experts and the shared one, one after another, are shared out. */

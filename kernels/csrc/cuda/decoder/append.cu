@@ -22,6 +22,21 @@ __device__ __forceinline__ void append_values(const trirun_attention& t, int row
   }
 }
 
+// The same of values that have a norm: a warp has a head.
+template <bool BF16, int PER_LANE>
+__device__ __forceinline__ void append_normed_values(const trirun_attention& t, int row, int page, int position) {
+  const auto* v = static_cast<const uint16_t*>(t.v) + row * t.ld_kv;
+  for (int head = threadIdx.x / 32; head < t.kv_heads; head += WARPS) {
+    float value[PER_LANE];
+    load_head<BF16>(value, v + head * t.head_dim, t.head_dim);
+    norm_value(value, t.v_norm, t.head_dim, t.eps);
+    auto* to = static_cast<uint16_t*>(t.values) + cache_offset(page, t.kv_heads, head, position, t.head_dim);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++)
+      if (const int d = threadIdx.x % 32 + j * 32; d < t.head_dim) to[d] = narrow<BF16>(value[j]);
+  }
+}
+
 // Norms and rotates every head of a row and writes its keys and values to the cache: what `attend` does for itself, for
 // rows of prompts, a CTA each. Its warps take the heads in turn.
 template <bool BF16, bool INT8, int LANES>
@@ -58,14 +73,20 @@ __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ App
     if constexpr (INT8) {
       constexpr int WORDS = LANES == 32 ? 2 : 1;
       mix_head<LANES / 4>(mine, head_dim);
-      store_token(t, quantize_token<BF16, WORDS>(mine, v + head * head_dim, head_dim), page, head, position);
+      const auto token = quantize_token<BF16, WORDS>(mine, v + head * head_dim, head_dim, t.v_norm, t.eps);
+      store_token(t, token, page, head, position);
       __syncwarp();
     } else {
       store(static_cast<uint16_t*>(t.keys) + cache_offset(page, t.kv_heads, head, position, head_dim));
       if (a.rotated_keys != nullptr) store(a.rotated_keys + row * t.ld_kv + head * head_dim);
     }
   }
-  if constexpr (!INT8) append_values(t, row, page, position);
+  if constexpr (!INT8) {
+    if (t.v_norm != nullptr)
+      append_normed_values<BF16, LANES / 4>(t, row, page, position);
+    else
+      append_values(t, row, page, position);
+  }
 }
 
 // The same, for a 16-bit cache and heads without norms that are rotated whole: eight pairs of dimensions a thread, 16
@@ -118,8 +139,8 @@ __global__ void __launch_bounds__(WARPS * 32) append_pairs(const __grid_constant
 // Null where `append` does it.
 template <bool BF16>
 void (*append_pairs_for(const trirun_attention& t))(AppendArgs) {
-  if (2 * t.rotary_half != t.head_dim || t.q_norm != nullptr || t.k_norm != nullptr || t.scales != nullptr ||
-      t.interleaved || t.ld_q % 8 || t.ld_y % 8 || !aligned_to(t.y, 16))
+  if (2 * t.rotary_half != t.head_dim || t.q_norm != nullptr || t.k_norm != nullptr || t.v_norm != nullptr ||
+      t.scales != nullptr || t.interleaved || t.ld_q % 8 || t.ld_y % 8 || !aligned_to(t.y, 16))
     return nullptr;
   switch (t.rotary_half) {
     case 32: return append_pairs<BF16, 32>;
@@ -131,6 +152,8 @@ void (*append_pairs_for(const trirun_attention& t))(AppendArgs) {
 
 template <bool BF16, bool INT8>
 void (*append_for(int head_dim))(AppendArgs) {
+  if constexpr (!INT8)
+    if (head_dim > 256) return append<BF16, INT8, 64>;
   if (head_dim <= 64) return append<BF16, INT8, 8>;
   return head_dim <= 128 ? append<BF16, INT8, 16> : append<BF16, INT8, 32>;
 }

@@ -46,6 +46,24 @@ __device__ __forceinline__ float transposed_sum(float (&s)[LOADS]) {
   return s[0];
 }
 
+// Eight dimensions of a value head of LANES lanes, through the norm of values.
+template <bool BF16, int LANES>
+__device__ __forceinline__ uint4 normed_value(uint4 words, const trirun_attention& t) {
+  const int first = threadIdx.x % LANES * 8;
+  float v[8], sum = 0.f;
+  widen_eight<BF16>(v, words);
+#pragma unroll
+  for (int d = 0; d < 8; d++) sum += v[d] * v[d];
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  const float inverse = rsqrtf(sum / t.head_dim + t.eps);
+#pragma unroll
+  for (int d = 0; d < 8; d++)
+    if (first + d < t.head_dim) v[d] *= inverse * __ldg(t.v_norm + first + d);
+  return make_uint4(narrow_pair<BF16>(v[0], v[1]), narrow_pair<BF16>(v[2], v[3]), narrow_pair<BF16>(v[4], v[5]),
+                    narrow_pair<BF16>(v[6], v[7]));
+}
+
 template <bool BF16, int LANES, int GROUP>
 __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ AttentionArgs a) {
   extern __shared__ __align__(128) uint8_t memory[];
@@ -125,11 +143,12 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
                            narrow<BF16>(from[6]) | static_cast<uint32_t>(narrow<BF16>(from[7])) << 16);
       v_words = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(t.v) + row * t.ld_kv +
                                                 c.kv_head * head_dim + sub * 8);
-      if (c.chunk == 0 && lane < LANES) {
-        const int64_t at = cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim) + sub * 8;
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.keys) + at) = k_words;
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.values) + at) = v_words;
-      }
+    }
+    if (t.v_norm != nullptr) v_words = normed_value<BF16, LANES>(v_words, t);
+    if (holds && c.chunk == 0 && lane < LANES) {
+      const int64_t at = cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim) + sub * 8;
+      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.keys) + at) = k_words;
+      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.values) + at) = v_words;
     }
     widen_eight<BF16>(k, k_words);
     widen_eight<BF16>(v, v_words);

@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
   float sum[WIDTH / 16][4] = {}, maximum[2] = {-INFINITY, -INFINITY}, total[2] = {};
   if (c.newest && warp % team_warps == 0) {
     constexpr int WORDS = WIDTH == 256 ? 2 : 1;
-    const auto token = quantize_token<BF16, WORDS>(key[team], v_row + kv_head * head_dim, head_dim);
+    const auto token = quantize_token<BF16, WORDS>(key[team], v_row + kv_head * head_dim, head_dim, t.v_norm, t.eps);
     if (c.chunk == 0) store_token(t, token, table[length / PAGE], kv_head, length);
 #pragma unroll
     for (int i = 0; i < WORDS; i++)

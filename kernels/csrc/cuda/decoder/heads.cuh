@@ -5,7 +5,7 @@
 
 namespace trirun::decoder {
 
-constexpr int MAX_HEAD_DIM = 256, MAX_SPLITS = 256;
+constexpr int MAX_HEAD_DIM = 512, MAX_INT8_HEAD_DIM = 256, MAX_SPLITS = 256;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr int PAGE = 64;  // positions of one page of the cache
 
@@ -114,6 +114,19 @@ __device__ __forceinline__ void prepare_head(float* values, const uint16_t* x, c
   turn_head(values, v, c, head_dim, normed, eps, half, interleaved, scale);
 }
 
+// The value head of a row through the norm of values, as HeadConstants has it.
+template <int PER_LANE>
+__device__ __forceinline__ void norm_value(float (&v)[PER_LANE], const float* norm, int head_dim, float eps) {
+  const int lane = threadIdx.x % 32;
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) sum += v[j] * v[j];
+  const float inverse = rsqrtf(warp_sum(sum) / head_dim + eps);
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++)
+    if (lane + j * 32 < head_dim) v[j] *= inverse * __ldg(norm + lane + j * 32);
+}
+
 // Where position p of a slot lies in the keys or values of a layer: [pages][kv_heads][PAGE][head_dim].
 __device__ __forceinline__ int64_t cache_offset(int page, int kv_heads, int kv_head, int position, int head_dim) {
   return ((static_cast<int64_t>(page) * kv_heads + kv_head) * PAGE + position % PAGE) * head_dim;
@@ -128,7 +141,7 @@ inline int check_attention(const trirun_attention* t) {
       t->ld_kv < t->kv_heads * t->head_dim || t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0 ||
       t->window < 0)
     return TRIRUN_BAD_SHAPE;
-  if (!half_dtype(t->dtype)) return TRIRUN_UNSUPPORTED;
+  if (!half_dtype(t->dtype) || (t->scales != nullptr && t->head_dim > MAX_INT8_HEAD_DIM)) return TRIRUN_UNSUPPORTED;
   for (const void* p : {t->q, t->k, t->v, static_cast<const void*>(t->keys), static_cast<const void*>(t->values)})
     if (p == nullptr || !aligned_to(p, 16)) return TRIRUN_BAD_POINTER;
   if (!aligned_to(t->scales, 4)) return TRIRUN_BAD_POINTER;

@@ -78,9 +78,11 @@ __device__ __forceinline__ __half quantize_head(uint32_t (&words)[WORDS], const 
   return rounded;
 }
 
-// From a rotated and mixed key in shared memory (16-byte aligned, complete for this warp) and a 16-bit value.
+// From a rotated and mixed key in shared memory (16-byte aligned, complete for this warp) and a 16-bit value, which
+// goes through a norm if there is one.
 template <bool BF16, int WORDS>
-__device__ __forceinline__ Int8Token<WORDS> quantize_token(const float* key, const uint16_t* value, int head_dim) {
+__device__ __forceinline__ Int8Token<WORDS> quantize_token(const float* key, const uint16_t* value, int head_dim,
+                                                           const float* value_norm, float eps) {
   const int lane = threadIdx.x % 32;
   float4 k[WORDS], v[WORDS];
 #pragma unroll
@@ -92,6 +94,19 @@ __device__ __forceinline__ Int8Token<WORDS> quantize_token(const float* key, con
       const float2 low = widen_pair<BF16>(pair.x), high = widen_pair<BF16>(pair.y);
       k[i] = *reinterpret_cast<const float4*>(key + d);
       v[i] = make_float4(low.x, low.y, high.x, high.y);
+    }
+  }
+  if (value_norm != nullptr) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) sum += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
+    const float inverse = rsqrtf(warp_sum(sum) / head_dim + eps);
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      const float* weight = value_norm + 4 * (lane + 32 * i);
+      if (4 * (lane + 32 * i) < head_dim)
+        v[i] = make_float4(v[i].x * inverse * weight[0], v[i].y * inverse * weight[1], v[i].z * inverse * weight[2],
+                           v[i].w * inverse * weight[3]);
     }
   }
   Int8Token<WORDS> token;

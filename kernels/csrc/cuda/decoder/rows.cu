@@ -124,8 +124,8 @@ __device__ __forceinline__ float4 load_source(const RowsArgs& a, const Places& p
           d = load_mixed(a.mixed, places, row, column);
         else
           d = four(r.x, row * r.ldx + column);
-        v = make_float4(fmaf(d.x, r.scale, v.x), fmaf(d.y, r.scale, v.y),  //
-                        fmaf(d.z, r.scale, v.z), fmaf(d.w, r.scale, v.w));
+        v = make_float4(fmaf(d.x, r.scale, v.x) * r.output_scale, fmaf(d.y, r.scale, v.y) * r.output_scale,
+                        fmaf(d.z, r.scale, v.z) * r.output_scale, fmaf(d.w, r.scale, v.w) * r.output_scale);
       }
     }
     *reinterpret_cast<float2*>(at) = make_float2(v.x, v.y);
@@ -199,6 +199,8 @@ __global__ void __launch_bounds__(MAX_WARPS * 32, SOURCE == RESIDUAL_MIXED ? 1 :
       float2 p = *reinterpret_cast<const float2*>(at), q = *reinterpret_cast<const float2*>(at + 8);
       p = make_float2(fmaf(v[i].x * inverse, w.x, p.x), fmaf(v[i].y * inverse, w.y, p.y));
       q = make_float2(fmaf(v[i].z * inverse, w.z, q.x), fmaf(v[i].w * inverse, w.w, q.y));
+      p = make_float2(p.x * r.output_scale, p.y * r.output_scale);
+      q = make_float2(q.x * r.output_scale, q.y * r.output_scale);
       *reinterpret_cast<float2*>(at) = p;
       *reinterpret_cast<float2*>(at + 8) = q;
       v[i] = make_float4(p.x, p.y, q.x, q.y);
@@ -291,6 +293,9 @@ __device__ __forceinline__ void load_eight(float (&v)[8], const trirun_rows& r, 
     v[2] = fmaf(x[2], r.scale, low.z), v[3] = fmaf(x[3], r.scale, low.w);
     v[4] = fmaf(x[4], r.scale, high.x), v[5] = fmaf(x[5], r.scale, high.y);
     v[6] = fmaf(x[6], r.scale, high.z), v[7] = fmaf(x[7], r.scale, high.w);
+    if (r.x != nullptr)
+#pragma unroll
+      for (int i = 0; i < 8; i++) v[i] *= r.output_scale;
     at[0] = make_float4(v[0], v[1], v[2], v[3]), at[1] = make_float4(v[4], v[5], v[6], v[7]);
   }
 }

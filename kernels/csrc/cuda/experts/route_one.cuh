@@ -266,7 +266,7 @@ OneKernel one_kernel(int tiles) {
 // Whether route_one can make the row that it routes.
 inline bool makes_row(const trirun_rows& r) {
   return r.source == TRIRUN_ROWS_RESIDUAL && r.mixed == nullptr && r.x != nullptr && r.norm != nullptr &&
-         r.norm_bias == nullptr && !r.centered && r.m == 1 && r.n <= ONE_K;
+         r.norm_bias == nullptr && !r.centered && r.output_scale == 1 && r.m == 1 && r.n <= ONE_K;
 }
 
 // Whether route_one runs a route: choices of groups, and of a softmax's values themselves, need all of them.
