@@ -84,8 +84,9 @@ class Maker:
         """Makes a linear a field of a structure, which holds a copy of it."""
         setattr(holder, name, self.linear(mine := [], n, k))
         held = getattr(holder, name)
-        # Of gates no outputs mean that there is none.
-        kept = [each for each in mine if name not in ("gate", "q_gate") or each[1:] != ("n", "size")]
+        # Of these no outputs mean that there is none.
+        optional = name in ("gate", "q_gate", "k", "input_gate")
+        kept = [each for each in mine if not optional or each[1:] != ("n", "size")]
         places += [(held.weight if isinstance(of, Int2Struct) else held, key, kind) for of, key, kind in kept]
 
     def act_bytes(self) -> Call:

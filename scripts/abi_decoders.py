@@ -1,5 +1,5 @@
-"""Random small decoders for scripts/abi_calls.py: attention and Gated DeltaNet, dense layers and mixtures, every
-optional array there or not."""
+"""Random small decoders for scripts/abi_calls.py: attention and Gated DeltaNet, dense layers and mixtures, caches and
+inputs of their own, every optional array there or not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from trirun_kernels.decoder.structs import (
     PACKED,
     DecoderStruct,
     DeltaLayerStruct,
+    InputsStruct,
     LayerStruct,
     MixtureStruct,
 )
@@ -24,7 +25,7 @@ def decoder(maker: Maker) -> tuple[DecoderStruct, list[Any]]:
     """A decoder, and (structure, field, kind) of all that can be spoilt; kinds are those of fuzz_abi.SPOILT."""
     rng, memory, places = maker.rng, maker.memory, []
     d = DecoderStruct()
-    d.layers, d.hidden, d.vocab = rng.choice([1, 2]), rng.choice([16, 48, 144]), rng.choice([3, 64, 100])
+    d.layers, d.hidden, d.vocab = rng.choice([1, 2, 3]), rng.choice([16, 48, 144]), rng.choice([3, 64, 100])
     d.slots, d.context = rng.choice([1, 3]), rng.choice([64, 192])
     d.norm_eps, d.embedding_scale, d.residual_scale = 1e-5, rng.choice([1, 3]), rng.choice([1, 0.5])
     d.logit_softcap, d.norm, d.act_bits = rng.choice([0, 30]), rng.randrange(2), rng.choice([8, 16])
@@ -50,8 +51,12 @@ def decoder(maker: Maker) -> tuple[DecoderStruct, list[Any]]:
     d.layer, d.final_norm = layers, memory.floats(d.hidden)
     if d.norm and rng.random() < 0.5:
         d.final_norm_bias = memory.floats(d.hidden)
-    for layer in layers:
-        _layer(maker, places, d, layer)
+    if rng.random() < 0.4:
+        _inputs(maker, places, d)
+    for index, layer in enumerate(layers):
+        before = layers[index - 1] if index else None
+        # One that has keys and values of its own.
+        _layer(maker, places, d, layer, before if before is not None and before.k.n else None)
     for name in ("layers", "hidden", "vocab", "slots", "context"):
         places.append((d, name, "size"))
     for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_softcap"):
@@ -66,12 +71,39 @@ def decoder(maker: Maker) -> tuple[DecoderStruct, list[Any]]:
     return d, places
 
 
-def _layer(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStruct) -> None:
+def _inputs(maker: Maker, places: list[Any], d: DecoderStruct) -> None:
+    rng, memory, own = maker.rng, maker.memory, InputsStruct()
+    own.size, own.table_dtype, own.projection_dtype = (
+        rng.choice([16, 80]),
+        rng.randrange(3),
+        rng.choice([0, 1, 2, PACKED]),
+    )
+    own.table_scale, own.projection_scale, own.scale = 4.0, 0.25, 0.7
+    width = d.layers * own.size
+    own.table, own.norm = memory.halves(d.vocab * width, own.table_dtype), memory.floats(own.size)
+    if own.projection_dtype == PACKED:
+        own.matrix = maker.linear(places, width, d.hidden, bias=False)
+        own.projection = ctypes.addressof(own.matrix)
+    else:
+        own.projection = memory.halves(width * d.hidden, own.projection_dtype)
+        places.append((own, "projection", "pointer"))
+    places += [(own, "table", "pointer"), (own, "norm", "pointer"), (own, "size", "size"), (own, "size", "padded")]
+    places += [(own, name, "enum") for name in ("table_dtype", "projection_dtype")]
+    places += [(own, name, "float") for name in ("table_scale", "projection_scale", "scale")]
+    d.inputs, d.matrices = ctypes.pointer(own), (*d.matrices, own)
+
+
+def _layer(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStruct, before: LayerStruct | None) -> None:
     rng, memory = maker.rng, maker.memory
-    mixer = _delta if rng.random() < 0.3 else _attention
-    attended = mixer(maker, places, d, layer)
+    if rng.random() < 0.3:
+        attended = _delta(maker, places, d, layer)
+    else:
+        attended = _attention(maker, places, d, layer, before if rng.random() < 0.5 else None)
 
     maker.hold(places, layer, "o", d.hidden, attended)
+    if d.inputs and rng.random() < 0.7:
+        maker.hold(places, layer, "input_gate", d.inputs.contents.size, d.hidden)
+        maker.hold(places, layer, "input_out", d.hidden, d.inputs.contents.size)
     layer.activation = rng.choice([0, 1, 2])
     mixture = rng.random() < 0.3
     layer.ffn = 0 if mixture and rng.random() < 0.5 else rng.choice([16, 80, 200])
@@ -96,18 +128,25 @@ def _layer(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStruct
     places += [(layer, "parallel", "flag"), (layer, "activation", "enum"), (layer, "ffn", "most")]
 
 
-def _attention(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStruct) -> int:
+def _attention(
+    maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStruct, shared: LayerStruct | None
+) -> int:
+    """``shared``: a layer whose keys and values it attends to."""
     rng, memory = maker.rng, maker.memory
     layer.kv_heads, layer.head_dim = rng.choice([1, 2]), rng.choice([8, 16, 24, 80])
+    if shared is not None:
+        layer.kv_heads, layer.head_dim = shared.kv_heads, shared.head_dim
     layer.heads = layer.kv_heads * rng.choice([1, 2, 5])
     q, kv = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
     for name, n in (("q", q), ("k", kv), ("v", kv), ("q_gate", q if rng.random() < 0.3 else 0)):
-        if n:
+        if n and (shared is None or name not in ("k", "v")):
             maker.hold(places, layer, name, n, d.hidden)
     layer.rotary_half = rng.choice([0, layer.head_dim // 2, layer.head_dim // 4])
     layer.context, layer.window = d.context, rng.choice([0, 0, 7, 100])
     if d.context > 64 and rng.random() < 0.4:
         layer.context, layer.window = 64, rng.choice([1, 32, 60])
+    if shared is not None:
+        layer.context, layer.window = shared.context, shared.window
     for name in ("cosines", "sines"):
         setattr(layer, name, memory.floats(d.context * (layer.head_dim // 2)))
         places.append((layer, name, "optional" if not layer.rotary_half else "pointer"))
@@ -119,7 +158,7 @@ def _attention(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerSt
     stride = -(-layer.head_dim // 16) * 16
     size = d.slots * layer.kv_heads * layer.context * stride * (2 if d.kv_dtype else 4)
     for name in ("keys", "values"):
-        setattr(layer, name, memory.words(size, 16))
+        setattr(layer, name, memory.words(size, 16) if shared is None else getattr(shared, name))
         places.append((layer, name, "pointer"))
     for name in ("heads", "kv_heads", "head_dim", "context"):
         places.append((layer, name, "size"))

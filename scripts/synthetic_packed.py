@@ -124,6 +124,14 @@ def write(
         outer |= {EMBEDDING if tied else HEAD: rows.half()}
         if not tied:
             outer[EMBEDDING] = (writer.normal(shape.vocab, hidden) / shape.embedding_scale).half()
+    kept = [HEAD_MODULE]
+    if (inputs := shape.inputs) is not None:
+        table, projection, norm = (PREFIX + found.names.inputs[each] for each in ("table", "projection", "norm"))
+        width = len(shape.layers) * inputs.size
+        outer[table + WEIGHT] = (writer.normal(inputs.vocab, width) / inputs.table_scale).half()
+        outer[projection + WEIGHT] = writer.normal(width, hidden).half()
+        outer[norm] = writer.norm(inputs.size, found.names.norm_offset)
+        kept.append(projection)
     writer.save("model-outer.safetensors", outer)
     linears = described_layers(found)
     for index, layer in enumerate(shape.layers):
@@ -133,9 +141,11 @@ def write(
         writer.save(f"model-{index:03d}.safetensors", {prefix + name: tensor for name, tensor in tensors.items()})
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": writer.files}), encoding="utf-8")
     padded = {name: [shape.vocab, hidden] for name in (EMBEDDING_MODULE, HEAD_MODULE)[: 2 - tied] if shape.vocab % 64}
-    form = Format(group_size=group_size, modules_to_not_convert=[HEAD_MODULE])
+    form = Format(group_size=group_size, modules_to_not_convert=kept)
     if packed_vocabulary:
-        form = Format(group_size=group_size, padded=padded, embeddings=[EMBEDDING_MODULE])
+        form = Format(
+            group_size=group_size, padded=padded, embeddings=[EMBEDDING_MODULE], modules_to_not_convert=kept[1:]
+        )
     whole = {"dtype": "float16", "bos_token_id": 0, "eos_token_id": 0} | config
     (directory / "config.json").write_text(
         json.dumps(whole | {"quantization_config": form.to_dict()}, indent=2), encoding="utf-8"

@@ -41,6 +41,12 @@ GEMMA4: dict[str, Any] = {
     "attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24,
     "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0,
 }  # fmt: skip
+# Of its smallest models: inputs of every layer's own, and last layers that attend to what earlier ones have stored.
+GEMMA4_E: dict[str, Any] = GEMMA4 | {
+    "attention_k_eq_v": False, "num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3, "full_attention"],
+    "hidden_size_per_layer_input": 48, "vocab_size_per_layer_input": 110,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_5_text, heads of 128": _HYBRID | {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
@@ -62,6 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 32, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]} | FOUR | WINDOW,
     "gemma4_text": GEMMA4,
     "gemma4_text, values apart": GEMMA4 | {"attention_k_eq_v": False, "global_head_dim": 48},
+    "gemma4_text, E": GEMMA4_E,
     "phi3": {"num_key_value_heads": 4, "intermediate_size": 192},
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 4.0
@@ -104,6 +111,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm, parallel": {"use_parallel_residual": True},
 }  # fmt: skip
 
+# Layers with inputs of their own, and shared caches, are computed on CPUs alone.
+ON_A_GPU = [name for name in FAMILIES if name != "gemma4_text, E"]
 
 # What llama.cpp computes for all models of a family, where the settings above are others.
 AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
@@ -155,6 +164,10 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
+        for module in model.modules():
+            # Others than that of tokens, which is scaled by more, are looked up beside it.
+            if isinstance(module, torch.nn.Embedding) and module is not model.get_input_embeddings():
+                module.weight.normal_(std=0.1)
         model.get_input_embeddings().weight.normal_()
     model.save_pretrained(out / "model")
     report = pack(out / "model", out / "packed")

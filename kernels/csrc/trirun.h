@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 18
+#define TRIRUN_ABI_VERSION 19
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -164,15 +164,31 @@ typedef struct {
   int32_t reserved;
 } trirun_mixture;
 
+/* An input of every layer's own, made of a row's token and its embedding x (Gemma 4): layer i has the elements
+ * [i * size, (i + 1) * size) of scale * (norm(projection_scale * projection . x) + table_scale * table[token]), where
+ * the norm is over these `size`. */
+typedef struct {
+  const void* table; /* [vocab][layers * size] of table_dtype */
+  const void* projection; /* [layers * size][hidden]; TRIRUN_PACKED: a trirun_linear without a bias */
+  const float* norm; /* [size] */
+  int64_t size; /* a multiple of 16 */
+  float table_scale, projection_scale, scale;
+  int32_t table_dtype, projection_dtype;
+  int32_t reserved;
+} trirun_layer_inputs;
+
 /* One layer; what may be NULL is left out. Its parts add to the residual stream x:
  *   x += post_norm(o . sub_norm(attention(q, k, v of norm(x))))
  *   x += post_norm(down . sub_norm(act(gate of norm(x)) * up of norm(x)))
- * With `parallel` both read the x before the layer. In the end x *= output_scale. */
+ *   x += input_norm(input_out . (act(input_gate . x) * the layer's own input))
+ * With `parallel` the first two read the x before the layer. In the end x *= output_scale. */
 typedef struct {
-  trirun_linear q, k, v; /* of attention */
+  trirun_linear q, k, v; /* of attention. k.n and v.n 0: keys and values are an earlier layer's, whose `keys`, `values`,
+                            kv_heads, head_dim and context these are too (Gemma 4) */
   trirun_linear q_gate; /* the attention's outputs are multiplied by its sigmoid (Qwen3-Next); n 0: there is none */
   const trirun_delta_layer* delta; /* NULL: attention */
   trirun_linear o, gate, up, down; /* gate.n 0: there is none, and the feed-forward part is act(up) */
+  trirun_linear input_gate, input_out; /* [size][hidden], [hidden][size] of trirun_layer_inputs; n 0: there is none */
   const float* attention_norm; /* [hidden] or NULL */
   const float* mlp_norm;
   const float* q_norm; /* before the rotation, or NULL: [head_dim], every head by itself (Qwen3); row_norms: all */
@@ -185,6 +201,7 @@ typedef struct {
   const float* attention_norm_bias; /* [hidden], of layer norms, or NULL */
   const float* mlp_norm_bias;
   const float* sinks; /* [heads]: logits that take part in the softmax and weigh no value, or NULL (gpt-oss) */
+  const float* input_norm; /* [hidden] or NULL */
   const float* output_scale; /* [1] or NULL (Gemma 4) */
   const float* cosines; /* [context][rotary_half], any attention factor included; NULL: no rotation */
   const float* sines;
@@ -226,6 +243,7 @@ typedef struct {
   const trirun_layer* layer;
   const float* final_norm;
   const float* final_norm_bias; /* or NULL */
+  const trirun_layer_inputs* inputs; /* or NULL */
 } trirun_decoder;
 
 /* `count` consecutive tokens of one slot, the first at `position`; the slot's earlier positions are in the cache. */
@@ -242,7 +260,8 @@ int trirun_cpu_head_int8(const void* x, int dtype, int64_t n, int64_t k, uint8_t
 /* The least context of a decoder that holds so many positions: keys lie in blocks. */
 int64_t trirun_cpu_decoder_context(int64_t positions);
 
-/* Bytes of `keys`, and of `values`, of a layer; 0 for sizes that the decoder cannot run. Only sizes are read. */
+/* Bytes of `keys`, and of `values`, of a layer; 0 for one that has none of its own, and for sizes that the decoder
+ * cannot run. Only sizes are read. */
 size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d, int64_t layer);
 
 /* Bytes of workspace (64-byte aligned, contents arbitrary) of a step of that many rows; 0 for bad sizes. */

@@ -6,14 +6,20 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
+from trirun_kernels.decoder.shape import LayerInputs
 
-from tests.small_models import FAMILIES, SIZES, save_ternary
+from tests.small_models import FAMILIES, SIZES, open_engine, save_ternary
 from trirun_cli.backends.cpu.decoder import NativeDecoder
+from trirun_cli.checkpoint.model_dir import ModelDir
+from trirun_cli.engine.request import Request
+from trirun_cli.engine.sampling import SamplingParams
 from trirun_cli.errors import InputError
-from trirun_cli.models.description import UnsupportedModel, description
+from trirun_cli.models.description import UnsupportedModel, decoder_shape, description, gpu_decoder_shape
 from trirun_cli.models.rotary import angles
+from trirun_cli.workflows.pack import pack
 
 PUBLISHED = SIZES | FAMILIES["gemma4_text"] | {"model_type": "gemma4_text"}
+E = SIZES | FAMILIES["gemma4_text, E"] | {"model_type": "gemma4_text"}
 
 
 def test_a_published_config_says_what_a_saved_one_says():
@@ -44,8 +50,12 @@ def test_only_a_part_of_the_pairs_turns():
     ("change", "reason"),
     [
         ({"hidden_size_per_layer_input": None}, None),
-        ({"hidden_size_per_layer_input": 16}, "an embedding for every layer"),
-        ({"num_kv_shared_layers": 2}, "layers that share keys and values"),
+        ({"hidden_size_per_layer_input": 24}, "inputs of layers of 24 elements, made for 262144 tokens"),
+        (
+            {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 90},
+            "inputs of layers of 16 elements, made for 90",
+        ),
+        ({"num_kv_shared_layers": 0}, None),
         ({"enable_moe_block": True}, "experts beside a feed-forward part"),
         ({"use_bidirectional_attention": "all"}, "attention to later tokens"),
         ({"use_bidirectional_attention": "vision"}, None),
@@ -63,10 +73,30 @@ def test_what_is_not_computed_is_refused(change, reason):
         description(PUBLISHED | change)
 
 
-def test_an_embedding_for_every_layer_is_what_a_config_has_that_says_nothing():
+def test_layers_have_inputs_where_a_config_says_nothing():
     config = {name: value for name, value in PUBLISHED.items() if name != "hidden_size_per_layer_input"}
-    with pytest.raises(UnsupportedModel, match="an embedding for every layer"):
-        description(config)
+    found = description(config).shape
+    assert found.inputs == LayerInputs(256, 262144, 16.0, 0.125, 0.5**0.5)
+    assert [layer.own_input for layer in found.layers] == [256] * 4
+
+
+def test_the_last_layers_attend_to_what_the_last_of_their_kind_has_stored():
+    layers = description(E).shape.layers
+    assert [layer.mixer.shared_with for layer in layers] == [None, None, None, 2, 2, 1]
+    assert [layer.feed_forward.size for layer in layers] == [160] * 3 + [320] * 3
+    assert [set(layer.mixer.linear_sizes(64)) for layer in layers] == [set("qkvo")] * 3 + [set("qo")] * 3
+    assert {"k_norm", "v_norm"}.isdisjoint(layers[3].vectors) and "k_norm" in layers[2].vectors
+    narrow = description(E | {"use_double_wide_mlp": False}).shape.layers
+    assert {layer.feed_forward.size for layer in narrow} == {160}
+    assert description(json.loads(AutoConfig.for_model(**E).to_json_string())).shape == description(E).shape
+
+
+def test_a_gpu_leaves_the_smallest_models_to_transformers():
+    with pytest.raises(UnsupportedModel, match="an input of every layer's own"):
+        gpu_decoder_shape(E)
+    with pytest.raises(UnsupportedModel, match="layers that share keys and values"):
+        gpu_decoder_shape(E | {"hidden_size_per_layer_input": 0})
+    assert decoder_shape(E).inputs is not None
 
 
 @pytest.mark.parametrize(
@@ -77,6 +107,12 @@ def test_an_embedding_for_every_layer_is_what_a_config_has_that_says_nothing():
         {"per_layer_config": {"1": {"head_dim": -1}}},
         {"per_layer_config": [1]},
         {"sliding_window": "x"},
+        {"num_kv_shared_layers": -1},
+        {"num_kv_shared_layers": 3},
+        {"num_kv_shared_layers": 9},
+        {"num_kv_shared_layers": 2, "per_layer_config": {"3": {"head_dim": 64}}},
+        {"hidden_size_per_layer_input": "16"},
+        {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": None},
     ],
 )
 def test_a_damaged_config_is_named(change):
@@ -95,3 +131,66 @@ def test_keys_are_read_once_where_they_are_values_too(tmp_path):
     single = [torch.from_numpy(decoder.forward(tokens[i : i + 1], position=i)) for i in range(60)]
     assert torch.equal(whole, torch.cat([each.reshape(1, -1) for each in single]))
     assert (whole - expected).norm() / expected.norm() < 1e-3
+
+
+@pytest.fixture(scope="module")
+def smallest(tmp_path_factory):
+    """A model of the smallest ones' kind, with caches of windows shorter than its context; and its packed directory."""
+    change = FAMILIES["gemma4_text, E"] | {"max_position_embeddings": 512}
+    model, _, packed = save_ternary("gemma4_text", change, tmp_path_factory.mktemp("smallest"))
+    return model, packed
+
+
+@pytest.mark.parametrize("rows", [1, 30, 192])
+def test_logits_are_those_of_transformers_however_a_text_is_cut(smallest, rows):
+    model, packed = smallest
+    tokens = torch.randint(3, 96, (300,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens.unsqueeze(0)).logits[0]
+    decoder = NativeDecoder(packed, kv_dtype="float32", int8_head=False, threads=2, max_rows=rows, slots=2)
+    assert not decoder.native.can_rewind
+    for slot in (1, 0):
+        found = torch.from_numpy(decoder.forward(tokens, keep=300, slot=slot))
+        single = [torch.from_numpy(decoder.forward(tokens[i : i + 1], position=i, slot=slot)) for i in range(300)]
+        assert torch.equal(found, torch.cat(single))
+        assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).max() < 1e-3
+
+
+@pytest.mark.parametrize("keep", ["per_layer_model_projection", None])
+def test_the_table_stays_in_its_file_and_the_projection_is_packed_or_not(tmp_path, smallest, keep):
+    model, packed = smallest
+    source = packed.parent / "model"
+    pack(source, tmp_path / "packed", keep=keep)
+    tensors = ModelDir(tmp_path / "packed")
+    assert ("model.per_layer_model_projection.weight_scale" in tensors) == (keep is None)
+    assert tensors["model.embed_tokens_per_layer.weight"].dtype == "F32"
+    decoder = NativeDecoder(tmp_path / "packed", kv_dtype="float32", int8_head=False, threads=1)
+    tokens = torch.randint(3, 96, (60,), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        expected = model(tokens.unsqueeze(0)).logits[0]
+    found = torch.from_numpy(decoder.forward(tokens, keep=60))
+    assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).max() < 1e-3
+
+
+def test_a_conversation_goes_on_and_prefixes_are_shared(tmp_path):
+    """Caches are as long as the context here: what a slot holds serves others, for all layers."""
+    model, _, packed = save_ternary("gemma4_text", FAMILIES["gemma4_text, E"], tmp_path)
+    engine, generator = open_engine(packed, device="cpu", slots=3, exact=True), torch.Generator().manual_seed(3)
+    shared, *ends = (torch.randint(3, 96, (count,), generator=generator).tolist() for count in (90, 1, 20, 40, 7, 30))
+
+    def run(prompts):
+        params, found = SamplingParams(max_tokens=20, ignore_stop_ids=True), [[] for _ in prompts]
+        for event in engine.generate([Request(str(i), tuple(each), params) for i, each in enumerate(prompts)]):
+            found[int(event.request_id)] += [token.id for token in event.tokens]
+        return found
+
+    # More sequences than slots, twice: the second time they go on.
+    prompts = [shared + end for end in ends]
+    for _ in range(2):
+        found = run(prompts)
+        for prompt, tokens in zip(prompts, found, strict=True):
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+            assert logits.argmax(-1).tolist() == tokens
+        assert engine.stats.reused_tokens > 0
+        prompts = [[*prompt, *tokens, 5] for prompt, tokens in zip(prompts, found, strict=True)]

@@ -147,8 +147,8 @@ def random_weights(shape: DecoderShape, spec: QuantSpec, *, positions: int, seed
 
 
 def weight_bytes(weights: DecoderWeights) -> int:
-    """Bytes of all weights as the decoder holds them: arrays of layers, their experts, the embedding and the head."""
-    parts = [weights.layers, weights.embedding]
+    """Bytes of all weights as the decoder holds them, with experts, embedding, layers' inputs and head."""
+    parts = [weights.layers, weights.embedding, weights.inputs]
     return _nbytes(parts if weights.head is weights.embedding else [*parts, weights.head])
 
 

@@ -44,7 +44,7 @@ def affordable_context(
 def position_bytes(shape: DecoderShape, item_bytes: int) -> int:
     """Bytes of a CPU's cache for one token: keys and values of all layers, heads padded to 16 elements as the native
     cache pads them."""
-    return 2 * item_bytes * sum(m.kv_heads * (-(-m.head_dim // 16) * 16) for m in shape.attentions)
+    return 2 * item_bytes * sum(m.kv_heads * (-(-m.head_dim // 16) * 16) for m in shape.cached.values())
 
 
 def state_bytes(shape: DecoderShape) -> int:

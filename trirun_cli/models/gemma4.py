@@ -1,14 +1,18 @@
-"""Gemma 4's text models: layers of two kinds, whose heads differ in size."""
+"""Gemma 4's text models: layers of two kinds, whose heads differ in size; of the smallest models every layer has an
+input of its own, and the last ones attend to the keys and values of others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from .parts import QK_SANDWICH, Description, UnsupportedModel, describe
 from .settings import check_counts, check_numbers, layer_list
+
+if TYPE_CHECKING:
+    from trirun_kernels.decoder.shape import LayerInputs
 
 Config = Mapping[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -20,30 +24,41 @@ ROTARY = {
 OWN = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
 VECTORS = {**QK_SANDWICH.vectors, "v_norm": None, "output_scale": "layer_scalar"}
 NAMES = replace(QK_SANDWICH, vectors=VECTORS, norm_offset=0.0)
+WITH_INPUTS = replace(
+    NAMES,
+    linears={**NAMES.linears, "input_gate": "per_layer_input_gate", "input_out": "per_layer_projection"},
+    vectors={**VECTORS, "input_norm": "post_per_layer_input_norm.weight"},
+    inputs={
+        "table": "embed_tokens_per_layer",
+        "projection": "per_layer_model_projection",
+        "norm": "per_layer_projection_norm.weight",
+    },
+)
 
 
 def _gemma4(config: Config) -> Description:
-    if config.get("hidden_size_per_layer_input"):
-        raise UnsupportedModel("an embedding for every layer (hidden_size_per_layer_input)")
-    if config.get("num_kv_shared_layers"):
-        raise UnsupportedModel("layers that share keys and values (num_kv_shared_layers)")
     if config.get("enable_moe_block"):
         raise UnsupportedModel("experts beside a feed-forward part with norms of its own (enable_moe_block)")
     if config.get("use_bidirectional_attention") == "all":
         raise UnsupportedModel("attention to later tokens")
     kinds = _kinds(config)
     check_counts(config, ("sliding_window",))
+    check_numbers(config, ("num_kv_shared_layers", "hidden_size_per_layer_input"), int, none=0)
+    inputs, sources = _inputs(config), _sources(config, kinds)
+    ffn, wide = config["intermediate_size"], 2 if config.get("use_double_wide_mlp") else 1
     own = [_own_sizes(config, index, kind) for index, kind in enumerate(kinds)]
     if config.get("attention_k_eq_v"):
         own = [{**each, "tied_values": kind == FULL} for each, kind in zip(own, kinds, strict=True)]
+    own = [{**each, "shared_with": source} for each, source in zip(own, sources, strict=True)]
     # An older setting, which counts for no model of this family.
     settings = {name: value for name, value in config.items() if name != "rope_scaling"}
     settings["rope_parameters"] = config.get("rope_parameters") or ROTARY
     if lost := sorted(set(kinds) - set(settings["rope_parameters"])):
         raise InputError(f"config.json: rope_parameters has no {lost[0]}")
     return describe(
-        settings, NAMES, windows=[config["sliding_window"] if kind == SLIDING else None for kind in kinds],
-        rotary_kinds=kinds, partial=True, activation="hidden_activation", attention={"scale": 1.0}, own_attention=own,
+        settings, WITH_INPUTS if inputs else NAMES, inputs=inputs, partial=True, activation="hidden_activation",
+        windows=[config["sliding_window"] if kind == SLIDING else None for kind in kinds], rotary_kinds=kinds,
+        attention={"scale": 1.0}, own_attention=own, widths=[ffn if each is None else wide * ffn for each in sources],
         embedding_scale=config["hidden_size"] ** 0.5, logit_softcap=config.get("final_logit_softcapping") or 0.0,
     )  # fmt: skip
 
@@ -55,6 +70,30 @@ def _kinds(config: Config) -> list[str]:
     if other := next((kind for kind in kinds if kind not in (SLIDING, FULL)), None):
         raise UnsupportedModel(f"layers of the type {other!r}")
     return [*kinds[:-1], FULL]
+
+
+def _sources(config: Config, kinds: Sequence[str]) -> list[int | None]:
+    """Of every layer, the one whose keys and values it attends to, None where these are its own: of the last
+    ``num_kv_shared_layers`` that is the last layer of their kind before them."""
+    first = len(kinds) - (config.get("num_kv_shared_layers") or 0)
+    last = {kind: index for index, kind in enumerate(kinds[: max(first, 0)])}
+    if lost := sorted(set(kinds) - set(last)):
+        raise InputError(f"config.json: num_kv_shared_layers leaves no {lost[0]} with keys and values of its own")
+    return [None if index < first else last[kind] for index, kind in enumerate(kinds)]
+
+
+def _inputs(config: Config) -> LayerInputs | None:
+    """How every layer's own input is made, or None where there is none."""
+    from trirun_kernels.decoder.shape import LayerInputs
+
+    size = config.get("hidden_size_per_layer_input")
+    if not size:
+        return None
+    check_counts(config, ("vocab_size_per_layer_input",))
+    vocab = config["vocab_size_per_layer_input"]
+    if size % 16 or vocab < config["vocab_size"]:
+        raise UnsupportedModel(f"inputs of layers of {size} elements, made for {vocab} tokens")
+    return LayerInputs(size, vocab, size**0.5, config["hidden_size"] ** -0.5, 2**-0.5)
 
 
 def _own_sizes(config: Config, index: int, kind: str) -> dict[str, Any]:
@@ -79,7 +118,8 @@ GEMMA4: dict[str, tuple[Callable[[Config], Description], dict[str, Any]]] = {
         _gemma4,
         {
             "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512,
-            "hidden_size_per_layer_input": 256, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+            "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
         },
     ),
 }  # fmt: skip

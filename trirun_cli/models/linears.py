@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trirun_kernels.weights.names import EMBEDDING_MODULE, HEAD_MODULE, layer_prefix
+from trirun_kernels.weights.names import EMBEDDING_MODULE, HEAD_MODULE, PREFIX, layer_prefix
 
 from ..checkpoint.model_dir import ModelDir
 from .description import Description, UnsupportedModel, description
@@ -46,6 +46,8 @@ def described_layers(found: Description) -> dict[str, tuple[int, int]]:
                 layers[layer_prefix(index) + module] = of_expert[module.rpartition(".")[2]]
             if names.mixture.shared_gate is not None:
                 layers[layer_prefix(index) + names.mixture.shared_gate] = (1, shape.hidden)
+    if shape.inputs is not None:
+        layers[PREFIX + found.names.inputs["projection"]] = (len(shape.layers) * shape.inputs.size, shape.hidden)
     return layers
 
 

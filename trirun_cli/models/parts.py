@@ -67,6 +67,8 @@ class TensorNames:
         delta: of layers whose mixer is Gated DeltaNet; ``gates``: of those, the modules that have b and a, or both,
             and the rows of each.
         mixture: of layers with experts.
+        inputs: outside of layers, the modules "table" and "projection" and the tensor "norm" of
+            :class:`~trirun_kernels.decoder.weights.InputWeights`.
     """
 
     linears: Mapping[str, str]
@@ -76,15 +78,19 @@ class TensorNames:
     delta: TensorNames | None = None
     gates: Mapping[str, int] = field(default_factory=dict)
     mixture: MixtureNames = field(default_factory=MixtureNames)
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, layer: LayerShape) -> TensorNames:
         """The names of a layer of that kind. With experts, its feed-forward part is the shared one."""
         own = self if self.delta is None or hasattr(layer.mixer, "heads") else self.delta
         if getattr(layer.mixer, "tied_values", False):
             own = replace(own, linears={**own.linears, "v": own.linears["k"]})
+        if layer.mixer.shared_with is not None:
+            linears, vectors = _without(own.linears, ("k", "v")), _without(own.vectors, ("k_norm", "v_norm"))
+            own = replace(own, linears=linears, vectors=vectors)
         if layer.mixture is None:
             return own
-        mixer = {name: module for name, module in own.linears.items() if name not in ("gate", "up", "down")}
+        mixer = _without(own.linears, ("gate", "up", "down"))
         shared = own.mixture.shared if layer.feed_forward.size else {}
         return replace(own, linears=mixer | dict(shared))
 
@@ -94,6 +100,10 @@ class TensorNames:
         experts = [] if mixture is None else self.mixture.modules(mixture)
         apart = dict.fromkeys(module for name, module in self.linears.items() if name not in joined)
         return [*apart, *self.fused, *experts]
+
+
+def _without(names: Mapping[str, Any], left_out: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in names.items() if name not in left_out}
 
 
 _PRE = {name: LAYER_NORMS[name] for name in ("attention_norm", "mlp_norm")}
@@ -122,7 +132,7 @@ POST = replace(
 )
 ONE_NORM = replace(LLAMA, vectors=dict.fromkeys(_PRE, "input_layernorm.weight"))
 NO_WEIGHTS = replace(LLAMA, vectors=dict.fromkeys(_PRE))
-UNGATED = replace(LLAMA, linears={name: module for name, module in LAYER_LINEARS.items() if name != "gate"})
+UNGATED = replace(LLAMA, linears=_without(LAYER_LINEARS, ("gate",)))
 GATE_UP = {"mlp.gate_up_proj": ("gate", "up")}
 QKV = {"self_attn.qkv_proj": ("q", "k", "v")}
 
@@ -169,6 +179,7 @@ def describe(
     longest: int | None = None,
     attention: Mapping[str, Any] | None = None,
     own_attention: Sequence[Mapping[str, Any]] = (),
+    widths: Sequence[int] = (),
     **whole: Any,
 ) -> Description:
     """A decoder with Llama's settings in config.json, but for what is said here.
@@ -182,6 +193,7 @@ def describe(
         longest: positions that it can have, where fewer than the config's.
         attention: fields of :class:`~trirun_kernels.decoder.shape.Attention` that every layer has; own_attention: of
             every layer, those that are its own. whole: of :class:`~trirun_kernels.decoder.shape.DecoderShape`.
+        widths: of every layer, elements of its feed-forward part, where they differ.
 
     Raises:
         UnsupportedModel: something that the native decoder does not have. InputError: a size is missing or is none.
@@ -210,8 +222,10 @@ def describe(
             mixer = replace(mixer, rotary=None)
         else:
             mixer = replace(mixer, rotary_half=turned_pairs(rotary[table], mixer.head_dim))
-        feed_forward = FeedForward(config["intermediate_size"], ACTIVATIONS[act], gated)
+        feed_forward = FeedForward(widths[index] if widths else config["intermediate_size"], ACTIVATIONS[act], gated)
         made = LayerShape(mixers[index] or mixer if mixers else mixer, feed_forward, parallel)
+        if (inputs := whole.get("inputs")) is not None:
+            made = replace(made, own_input=inputs.size)
         return replace(made, vectors=tuple(name for name in names.of(made).vectors if name not in OPTIONAL))
 
     shape = DecoderShape(

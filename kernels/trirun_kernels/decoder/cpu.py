@@ -84,7 +84,7 @@ class CpuDecoder:
         layers = (LayerStruct * len(weights.layers))(*(layer_struct(*parts, weights) for parts in each))
         self._struct = decoder_struct(weights, layers, slots, context, act_bits, kv_dtype)
         pointer = ctypes.byref(self._struct)
-        cached = [index for index, layer in enumerate(layers) if not layer.delta]
+        cached = self.shape.cached
         sizes = [self._library.trirun_cpu_decoder_cache_bytes(pointer, index) for index in cached]
         work = self._library.trirun_cpu_decoder_workspace(pointer, max_rows)
         if not all(sizes) or not work:
@@ -94,6 +94,9 @@ class CpuDecoder:
         self._offsets = [0, *accumulate(sizes)]
         for index, offset in zip(cached, self._offsets, strict=False):
             layers[index].keys, layers[index].values = (cache.address + offset for cache in self._cache)
+        for layer, source in zip(layers, (each.mixer.shared_with for each in self.shape.layers), strict=True):
+            if source is not None:
+                layer.keys, layer.values = layers[source].keys, layers[source].values
         self._states = [
             _place_states(layer.delta.contents, shape.mixer, slots)
             for layer, shape in zip(layers, self.shape.layers, strict=True)
@@ -252,7 +255,7 @@ class CpuDecoder:
         whole = padded_context(length)
         for cache in self._cache:
             memory = np.frombuffer(cache.owner, np.uint8)
-            for mixer, (first, last) in zip(self.shape.attentions, pairwise(self._offsets), strict=True):
+            for mixer, (first, last) in zip(self.shape.cached.values(), pairwise(self._offsets), strict=True):
                 # [slots, kv_heads, context, bytes]: a block's positions lie together whatever their order.
                 part = memory[first:last].reshape(self.slots, mixer.kv_heads, self.context, -1)
                 part[target, :, :whole] = part[source, :, :whole]

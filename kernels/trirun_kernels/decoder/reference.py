@@ -34,20 +34,42 @@ def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16, stor
     """
     s, embedding, head = weights.shape, dense_matrix(weights.embedding), dense_matrix(weights.head)
     x = embedding[tokens] * s.embedding_scale
-    for layer, shape in zip(weights.layers, s.layers, strict=True):
+    inputs, kept = _inputs(weights, tokens, x, act_bits), dict[int, tuple[Tensor, Tensor]]()
+    for index, (layer, shape) in enumerate(zip(weights.layers, s.layers, strict=True)):
         before = _norm(s, x, layer.attention_norm, layer.attention_norm_bias)
         if isinstance(shape.mixer, GatedDelta):
             y = _delta(weights, layer, shape.mixer, before, act_bits)
         else:
-            y = _attention(weights, layer, shape.mixer, before, act_bits, stored)
+            y, kept[index] = _attention(
+                weights, layer, shape.mixer, before, act_bits, stored, kept.get(shape.mixer.shared_with or 0)
+            )
         x = x + _finished(s, y, layer.attention_post_norm)
         if not shape.parallel:
             before = _norm(s, x, layer.mlp_norm, layer.mlp_norm_bias)
         x = x + _finished(s, _feed_forward(s, layer, shape, before, act_bits), layer.mlp_post_norm)
+        if layer.input_gate is not None:
+            h = gated(
+                _linear(layer.input_gate, x, act_bits), inputs[:, index].contiguous(), shape.feed_forward.activation
+            )
+            x = x + _finished(s, _linear(layer.input_out, h, act_bits), layer.input_norm)
         if layer.output_scale is not None:
             x = x * layer.output_scale
     logits = F.linear(_norm(s, x, weights.final_norm, weights.final_norm_bias), head)
     return soften(logits, s.logit_softcap)
+
+
+def _inputs(weights: DecoderWeights, tokens: Tensor, x: Tensor, act_bits: int) -> Tensor:
+    """Every layer's own input [m, layers, size] of embedded tokens x [m, hidden]; of no size where there are none."""
+    own, parts, layers = weights.shape.inputs, weights.inputs, len(weights.layers)
+    if own is None or parts is None:
+        return x.new_empty(len(x), layers, 0)
+    if isinstance(parts.projection, PackedWeight):
+        projected = _linear(Linear(parts.projection), x, act_bits)
+    else:
+        projected = F.linear(x, parts.projection.float())
+    projected = projected.view(-1, layers, own.size) * own.projection_scale
+    read = parts.table[tokens].float().view(-1, layers, own.size) * own.table_scale
+    return (rms_norm(projected, parts.norm, weights.shape.norm_eps) + read) * own.scale
 
 
 def dense_matrix(matrix: Tensor | PackedWeight | Int8Head) -> Tensor:
@@ -159,24 +181,31 @@ def _finished(shape: DecoderShape, y: Tensor, post_norm: Tensor | None) -> Tenso
 
 
 def _attention(
-    weights: DecoderWeights, layer: LayerWeights, mixer: Attention, x: Tensor, act_bits: int, stored: Stored | None
-) -> Tensor:
+    weights: DecoderWeights,
+    layer: LayerWeights,
+    mixer: Attention,
+    x: Tensor,
+    act_bits: int,
+    stored: Stored | None,
+    shared: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """What attention adds, and its keys and values; ``shared``: those of the layer that it shares them with."""
     eps, m = weights.shape.norm_eps, x.shape[0]
-    q, k, v = (_linear(linear, x, act_bits) for linear in (layer.q, layer.k, layer.v))
-    if not mixer.row_norms:
-        q, k = (part.view(m, -1, mixer.head_dim) for part in (q, k))
-    if layer.q_norm is not None:
-        q = rms_norm(q, layer.q_norm, eps)
-    if layer.k_norm is not None:
-        k = rms_norm(k, layer.k_norm, eps)
-    q, k, v = (part.reshape(m, -1, mixer.head_dim) for part in (q, k, v))
-    if layer.v_norm is not None:
-        v = rms_norm(v, layer.v_norm, eps)
-    if mixer.rotary is not None:
-        cosines, sines = (table[:m] for table in weights.rotary[mixer.rotary])
-        q, k = (rotate(part, cosines, sines, mixer.interleaved) for part in (q, k))
-    if stored is not None:
-        k, v = stored(k, v)
+
+    def heads(linear: Linear | None, norm: Tensor | None, turned: bool = True) -> Tensor:
+        part = _linear(linear, x, act_bits)
+        part = part if mixer.row_norms and turned else part.view(m, -1, mixer.head_dim)
+        part = (part if norm is None else rms_norm(part, norm, eps)).reshape(m, -1, mixer.head_dim)
+        if mixer.rotary is None or not turned:
+            return part
+        cosines, sines = weights.rotary[mixer.rotary]
+        return rotate(part, cosines[:m], sines[:m], mixer.interleaved)
+
+    q = heads(layer.q, layer.q_norm)
+    if mixer.shared_with is None or shared is None:
+        k, v = heads(layer.k, layer.k_norm), heads(layer.v, layer.v_norm, turned=False)
+        shared = (k, v) if stored is None else stored(k, v)
+    k, v = shared
     group = mixer.heads // mixer.kv_heads
     k, v = (part.repeat_interleave(group, 1) for part in (k, v))
     scores = soften(torch.einsum("qhd,khd->hqk", q, k) * mixer.scale, mixer.softcap)
@@ -187,7 +216,7 @@ def _attention(
         y = y * _linear(layer.q_gate, x, act_bits).sigmoid()
     if layer.attention_sub_norm is not None:
         y = rms_norm(y, layer.attention_sub_norm, eps)
-    return _linear(layer.o, y, act_bits)
+    return _linear(layer.o, y, act_bits), shared
 
 
 def _delta(weights: DecoderWeights, layer: LayerWeights, mixer: GatedDelta, x: Tensor, act_bits: int) -> Tensor:

@@ -13,6 +13,8 @@ ACTIVATIONS = {"silu": 0, "relu2": 1, "gelu_tanh": 2, "clipped_swiglu": 3}  # TR
 CLIPPED_SWIGLU = "clipped_swiglu"
 SCORES = {"softmax": 0, "sigmoid": 1}  # TRIRUN_ROUTE_SOFTMAX, TRIRUN_ROUTE_SIGMOID
 NORMS = {"rms": 0, "layer": 1}  # TRIRUN_RMS_NORM, TRIRUN_LAYER_NORM
+# In what layers with one cache are alike.
+_OF_CACHES = ("kv_heads", "head_dim", "window", "rotary", "rotary_half", "interleaved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Attention:
         sinks: every head has a logit that takes part in its softmax and weighs no value.
         gated: what it gives is multiplied by the sigmoid of a projection of its input (Qwen3-Next).
         tied_values: the projection of values has the weights of that of keys (Gemma 4).
+        shared_with: the layer whose keys and values it attends to, an earlier one that is alike but for its heads;
+            None: it has its own.
     """
 
     heads: int
@@ -46,6 +50,7 @@ class Attention:
     sinks: bool = False
     gated: bool = False
     tied_values: bool = False
+    shared_with: int | None = None
 
     @property
     def q_size(self) -> int:
@@ -59,7 +64,9 @@ class Attention:
 
     def linear_sizes(self, hidden: int) -> dict[str, tuple[int, int]]:
         """As :meth:`LayerShape.linear_sizes`."""
-        sizes = {"q": (self.q_size, hidden), "k": (self.kv_size, hidden), "v": (self.kv_size, hidden)}
+        sizes = {"q": (self.q_size, hidden)}
+        if self.shared_with is None:
+            sizes |= dict.fromkeys(("k", "v"), (self.kv_size, hidden))
         gate = {"q_gate": (self.q_size, hidden)} if self.gated else {}
         return sizes | gate | {"o": (hidden, self.q_size)}
 
@@ -88,6 +95,7 @@ class GatedDelta:
     rotary: ClassVar[None] = None
     window: ClassVar[None] = None
     sinks: ClassVar[bool] = False
+    shared_with: ClassVar[None] = None
 
     @property
     def keys(self) -> int:
@@ -218,6 +226,7 @@ class LayerShape:
         parallel: the feed-forward part reads what the mixer reads, else what the mixer has added to.
         vectors: norms and other vectors that it has, by the fields of :class:`~.weights.LayerWeights`.
         mixture: experts, or None. With them ``feed_forward`` is the shared one, of size 0 where there is none.
+        own_input: elements of the layer's own input, see :class:`LayerInputs`; 0: it has none.
     """
 
     mixer: Mixer
@@ -225,16 +234,34 @@ class LayerShape:
     parallel: bool = False
     vectors: tuple[str, ...] = ("attention_norm", "mlp_norm")
     mixture: Mixture | None = None
+    own_input: int = 0
 
     def linear_sizes(self, hidden: int) -> dict[str, tuple[int, int]]:
         """(out_features, in_features) of the linears that the layer has, by the fields of
         :class:`~.weights.LayerWeights`, in their order."""
-        sizes, ffn = self.mixer.linear_sizes(hidden), self.feed_forward.size
-        if not ffn:
-            return sizes
-        if self.feed_forward.gated:
-            sizes["gate"] = (ffn, hidden)
-        return sizes | {"up": (ffn, hidden), "down": (hidden, ffn)}
+        sizes, ffn, own = self.mixer.linear_sizes(hidden), self.feed_forward.size, self.own_input
+        if ffn:
+            gate = {"gate": (ffn, hidden)} if self.feed_forward.gated else {}
+            sizes |= gate | {"up": (ffn, hidden), "down": (hidden, ffn)}
+        return sizes | ({"input_gate": (own, hidden), "input_out": (hidden, own)} if own else {})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """An input of every layer's own (Gemma 4), ``scale · (norm(projection_scale · P x) + table_scale · T[token])`` of a
+    row's embedding x, whose norm is of each layer's elements by themselves. A layer adds to the residual stream
+    ``norm(input_out(act(input_gate(x)) · input))``, after its feed-forward part.
+
+    Attributes:
+        size: elements of one layer's, a multiple of 16. vocab: rows of the table, at least the decoder's vocabulary.
+        table_scale, projection_scale, scale: factors.
+    """
+
+    size: int
+    vocab: int
+    table_scale: float
+    projection_scale: float
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +274,10 @@ class DecoderShape:
         norm_eps: of every norm. norm: of :data:`NORMS`, the kind of those of hidden elements; the others are RMS norms.
         embedding_scale: of the embedding's rows. residual_scale: of what a part adds to the residual stream.
         logit_softcap: c of ``c · tanh(logit / c)``; 0: none.
+        inputs: of every layer's own, or None.
+
+    Raises:
+        ValueError: a layer's keys and values are those of one that has others, or its own input is of another size.
     """
 
     hidden: int
@@ -257,6 +288,19 @@ class DecoderShape:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_softcap: float = 0.0
+    inputs: LayerInputs | None = None
+
+    def __post_init__(self) -> None:
+        size, cached = 0 if self.inputs is None else self.inputs.size, self.cached
+        for index, layer in enumerate(self.layers):
+            mixer = layer.mixer
+            if layer.own_input not in (0, size):
+                raise ValueError(f"layer {index} has an input of {layer.own_input} elements, others of {size}")
+            if not isinstance(mixer, Attention) or (source := mixer.shared_with) is None:
+                continue
+            other = cached.get(source) if source < index else None
+            if other is None or any(getattr(mixer, each) != getattr(other, each) for each in _OF_CACHES):
+                raise ValueError(f"layer {index} cannot attend to the keys and values of layer {source}")
 
     @classmethod
     def uniform(
@@ -298,6 +342,15 @@ class DecoderShape:
     def attentions(self) -> list[Attention]:
         """The mixers that are attention."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+
+    @property
+    def cached(self) -> dict[int, Attention]:
+        """The mixers that have keys and values of their own, by their layers."""
+        return {
+            index: mixer
+            for index, mixer in enumerate(each.mixer for each in self.layers)
+            if isinstance(mixer, Attention) and mixer.shared_with is None
+        }
 
     @property
     def deltas(self) -> list[GatedDelta]:

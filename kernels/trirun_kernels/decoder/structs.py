@@ -9,12 +9,13 @@ from typing import Any
 
 from ..arrays import Array
 from ..native import DTYPES, Int2Struct
-from .shape import ACTIVATIONS, NORMS, SCORES, GatedDelta, LayerShape, Mixture
+from .shape import ACTIVATIONS, NORMS, SCORES, GatedDelta, LayerInputs, LayerShape, Mixture
 from .weights import (
     LINEARS,
     VECTORS,
     DecoderWeights,
     DeltaWeights,
+    InputWeights,
     Int8Head,
     LayerWeights,
     Linear,
@@ -60,6 +61,23 @@ class MixtureStruct(ctypes.Structure):
     )
 
 
+class InputsStruct(ctypes.Structure):
+    """``trirun_layer_inputs``: the weights of :class:`~.weights.InputWeights` and :class:`~.shape.LayerInputs`.
+
+    Attributes:
+        matrix: what ``projection`` points at, which a void pointer does not keep alive.
+    """
+
+    matrix: Any
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "projection", "norm")),
+        ("size", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("table_scale", "projection_scale", "scale")),
+        *((name, ctypes.c_int32) for name in ("table_dtype", "projection_dtype", "reserved")),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """``trirun_layer``: the weights of :class:`~.weights.LayerWeights`, the parts of :class:`~.shape.LayerShape`, and
     the layer's cache."""
@@ -81,10 +99,10 @@ class DecoderStruct(ctypes.Structure):
     """``trirun_decoder``: sizes and weights of a whole model.
 
     Attributes:
-        matrices: what ``embedding`` and ``head`` point at, which a void pointer does not keep alive.
+        matrices: what ``embedding``, ``head`` and pointers of ``inputs`` point at, which does not keep it alive.
     """
 
-    matrices: tuple[Any, Any]
+    matrices: tuple[Any, ...]
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("layers", "hidden", "vocab", "slots", "context")),
@@ -97,6 +115,7 @@ class DecoderStruct(ctypes.Structure):
         ("head_scales", ctypes.c_void_p),
         ("layer", ctypes.POINTER(LayerStruct)),
         *((name, ctypes.c_void_p) for name in ("final_norm", "final_norm_bias")),
+        ("inputs", ctypes.POINTER(InputsStruct)),
     )
 
 
@@ -232,6 +251,26 @@ def decoder_struct(
         _address(weights.final_norm_bias),
     )
     struct.matrices = embedding, head
+    if weights.inputs is not None and shape.inputs is not None:
+        own = _inputs_struct(weights.inputs, shape.inputs)
+        struct.inputs, struct.matrices = ctypes.pointer(own), (embedding, head, own)
+    return struct
+
+
+def _inputs_struct(weights: InputWeights, own: LayerInputs) -> InputsStruct:
+    dtype, projection = _matrix(weights.projection)
+    struct = InputsStruct(
+        _address(weights.table),
+        _pointer(projection),
+        _address(weights.norm),
+        own.size,
+        own.table_scale,
+        own.projection_scale,
+        own.scale,
+        DTYPES[Array.of(weights.table).dtype],
+        dtype,
+    )
+    struct.matrix = projection
     return struct
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .. import native
 from ..arrays import Array
 from ..weights.spec import QuantSpec
-from .shape import ACTIVATIONS, NORMS, Attention, DecoderShape, GatedDelta, LayerShape, Mixture
+from .shape import ACTIVATIONS, NORMS, Attention, DecoderShape, GatedDelta, LayerInputs, LayerShape, Mixture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,6 +145,8 @@ class LayerWeights:
         attention_post_norm, mlp_post_norm: float32 [hidden], of what the part adds (Gemma 2), or None.
         attention_norm_bias, mlp_norm_bias: float32 [hidden], of layer norms, or None.
         sinks: float32 [heads], or None (gpt-oss).
+        input_gate, input_out: likewise, of the layer's own input (:class:`.shape.LayerInputs`). input_norm: float32
+            [hidden], of what its part adds, or None.
         output_scale: float32 [1], what the residual stream behind the layer is multiplied by (Gemma 4), or None.
         delta: of a Gated DeltaNet mixer, or None.
         mixture: experts, or None. With them gate, up and down are the shared expert's, None where there is none.
@@ -169,8 +171,11 @@ class LayerWeights:
     attention_norm_bias: Any | None = None
     mlp_norm_bias: Any | None = None
     sinks: Any | None = None
+    input_norm: Any | None = None
     output_scale: Any | None = None
     q_gate: Linear | None = None
+    input_gate: Linear | None = None
+    input_out: Linear | None = None
     delta: DeltaWeights | None = None
     mixture: MixtureWeights | None = None
 
@@ -213,7 +218,30 @@ class Int8Head:
         _expect("8-bit head's scales", self.scales, (vocab,))
 
 
-LINEARS = ("q", "k", "v", "q_gate", "o", "gate", "up", "down")
+@dataclass(frozen=True, slots=True)
+class InputWeights:
+    """What every layer's own input is made of, see :class:`.shape.LayerInputs`.
+
+    Attributes:
+        table: [vocab, layers·size], float16, bfloat16 or float32; rows are read one by one, so a mapped file serves.
+        projection: [layers·size, hidden] likewise, or packed. norm: float32 [size].
+    """
+
+    table: Any
+    projection: Any
+    norm: Any
+
+    def check(self, shape: DecoderShape, own: LayerInputs) -> None:
+        """Raise ValueError unless the tensors are those of the shape, in contiguous CPU memory."""
+        width = len(shape.layers) * own.size
+        if own.vocab < shape.vocab or own.size % 16:
+            raise ValueError(f"decoder: {own} for a vocabulary of {shape.vocab}")
+        _expect("table of inputs", self.table, (own.vocab, width), FLOATS)
+        _expect_matrix("projection of inputs", self.projection, (width, shape.hidden))
+        _expect("norm of inputs", self.norm, (own.size,))
+
+
+LINEARS = ("q", "k", "v", "q_gate", "o", "gate", "up", "down", "input_gate", "input_out")
 # Of a layer, besides its linears.
 VECTORS = tuple(field.name for field in fields(LayerWeights) if field.name not in (*LINEARS, "delta", "mixture"))
 
@@ -243,6 +271,7 @@ class DecoderWeights:
         final_norm: float32 [hidden], any factor of the logits included. final_norm_bias: likewise, or None.
         rotary: tables of the rotary angles: cosines and sines, float32 [positions, rotary_half], any attention factor
             included.
+        inputs: of every layer's own, or None.
     """
 
     shape: DecoderShape
@@ -252,6 +281,7 @@ class DecoderWeights:
     final_norm: Any
     rotary: Sequence[tuple[Any, Any]]
     final_norm_bias: Any | None = None
+    inputs: InputWeights | None = None
 
     def check(self, positions: int) -> None:
         """Raise unless every tensor is what native code will take it for.
@@ -278,12 +308,16 @@ class DecoderWeights:
         if self.final_norm_bias is not None:
             _expect("final_norm_bias", self.final_norm_bias, (s.hidden,))
         for name, matrix in (("embedding", self.embedding), ("head", self.head)):
-            if is_packed(matrix):
-                Linear(matrix).check(name, (s.vocab, s.hidden))
-            elif isinstance(matrix, Int8Head):
+            if isinstance(matrix, Int8Head):
                 matrix.check(s.vocab, s.hidden)
             else:
-                _expect(name, matrix, (s.vocab, s.hidden), FLOATS)
+                _expect_matrix(name, matrix, (s.vocab, s.hidden))
+        if (self.inputs is None) != (s.inputs is None):
+            raise ValueError(
+                f"decoder: {'no ' if self.inputs is None else ''}inputs of layers, the shape says otherwise"
+            )
+        if self.inputs is not None and s.inputs is not None:
+            self.inputs.check(s, s.inputs)
         for index, (layer, shape) in enumerate(zip(self.layers, s.layers, strict=True)):
             _check_layer(f"layer {index}", layer, shape, s.hidden)
 
@@ -317,6 +351,13 @@ def _check_layer(what: str, layer: LayerWeights, shape: LayerShape, hidden: int)
 def is_packed(matrix: Any) -> bool:
     """Whether an embedding or a head is packed: it has words, with torch or without."""
     return hasattr(matrix, "words")
+
+
+def _expect_matrix(name: str, matrix: Any, shape: tuple[int, int]) -> None:
+    if is_packed(matrix):
+        Linear(matrix).check(name, shape)
+    else:
+        _expect(name, matrix, shape, FLOATS)
 
 
 def _expect(name: str, x: Any, shape: tuple[int, ...], dtypes: tuple[str, ...] = ("float32",)) -> None:

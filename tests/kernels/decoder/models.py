@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import torch
 from trirun_kernels import QuantSpec, pack
-from trirun_kernels.decoder.shape import DecoderShape
-from trirun_kernels.decoder.weights import VECTORS, DecoderWeights, LayerWeights, Linear, vector_lengths
+from trirun_kernels.decoder.shape import DecoderShape, LayerInputs
+from trirun_kernels.decoder.weights import (
+    VECTORS,
+    DecoderWeights,
+    InputWeights,
+    LayerWeights,
+    Linear,
+    vector_lengths,
+)
 
 VOCAB, CONTEXT = 203, 192
 
@@ -36,6 +43,25 @@ PARTS = {
     "layer norms with biases, no gate": {"whole": {"norm": "layer"}, "norm_bias": True, "gated": False},
 }  # fmt: skip
 
+# What no GPU runs.
+CPU_PARTS = {
+    "shared caches, windows": {
+        "mixer": [{"window": 30}, {}, {"window": 30, "shared_with": 0}, {"shared_with": 1, "heads": 6}], "layers": 4,
+        "qk_norm": True, "gemma4": True,
+    },
+    "a shared cache, a head a thread": {"mixer": [{}, {"shared_with": 0}], "head_dim": 64, "layers": 2},
+    "shared caches, norms of whole rows, gates": {
+        "mixer": [{"row_norms": True}, {"row_norms": True, "shared_with": 0, "gated": True}], "qk_norm": True,
+    },
+    "inputs of layers": {
+        "inputs": {"size": 48}, "activation": "gelu_tanh", "post_norms": True, "gemma4": True, "seed": 3,
+    },
+    "packed inputs of layers": {
+        "inputs": {"size": 208, "spec": QuantSpec(32, 1.0)}, "layers": 3, "mixer": [{"window": 30}, {}],
+        "dtype": torch.bfloat16,
+    },
+}  # fmt: skip
+
 
 def random_linear(generator, n, k, spec, bias):
     codes = torch.randint(0, 4, (n, k), generator=generator, dtype=torch.uint8)
@@ -47,10 +73,10 @@ def random_linear(generator, n, k, spec, bias):
 def random_model(
     *, heads=4, kv_heads=2, head_dim=32, hidden=96, ffn=160, layers=2, half=None, spec=None, bias=False, qk_norm=False,
     sub_norm=False, activation="silu", dtype=torch.float16, seed=0, vocabulary=None, tied=False,
-    mixer=None, whole=None, gated=True, parallel=False, post_norms=False, norm_bias=False, gemma4=False,
+    mixer=None, whole=None, gated=True, parallel=False, post_norms=False, norm_bias=False, gemma4=False, inputs=None,
 ):  # fmt: skip
     """``mixer``: fields of Attention, a list of them for the layers in turn. ``whole``: fields of DecoderShape.
-    ``gemma4``: norms of values, and a scale of every layer's output."""
+    ``gemma4``: norms of values, and a scale of every layer's output. ``inputs``: arguments of :func:`with_inputs`."""
     generator = torch.Generator().manual_seed(seed)
     spec = spec or QuantSpec(32, 1.0)
     half = head_dim // 2 if half is None else half
@@ -83,8 +109,9 @@ def random_model(
         wanted |= {"attention_norm_bias", "mlp_norm_bias"} if norm_bias else set()
         wanted |= {"v_norm", "output_scale"} if gemma4 else set()
         wanted |= {"sinks"} if each.mixer.sinks else set()
+        wanted -= set() if each.mixer.shared_with is None else {"k_norm", "v_norm"}
         vectors = {name: norm(lengths[name]) for name in VECTORS if name in wanted}
-        return LayerWeights(**{"gate": None} | parts | vectors)
+        return LayerWeights(**dict.fromkeys(("k", "v", "gate")) | parts | vectors)
 
     # vocabulary: the grid of a packed embedding and head, which `tied` makes one.
     embedding = torch.randn(VOCAB, hidden, generator=generator).to(dtype)
@@ -95,4 +122,28 @@ def random_model(
         head = embedding
     angles = torch.arange(CONTEXT).unsqueeze(1) * 10000.0 ** -(torch.arange(half) / max(half, 1))
     layers = [layer(each) for each in shape.layers]
-    return DecoderWeights(shape, layers, embedding, head, norm(hidden), [(angles.cos(), angles.sin())])
+    weights = DecoderWeights(shape, layers, embedding, head, norm(hidden), [(angles.cos(), angles.sin())])
+    return weights if inputs is None else with_inputs(weights, dtype=dtype, **inputs)
+
+
+def with_inputs(weights, size, spec=None, dtype=torch.float16, seed=9):
+    """The same decoder with an input of every layer's own. ``spec``: the grid of a packed projection."""
+    generator, s = torch.Generator().manual_seed(seed), weights.shape
+    own, width = LayerInputs(size, VOCAB + 5, 0.7, s.hidden**-0.5, 0.8), len(s.layers) * size
+    shape = replace(s, inputs=own, layers=tuple(replace(each, own_input=size) for each in s.layers))
+    if spec is None:
+        projection = torch.randn(width, s.hidden, generator=generator).to(dtype)
+    else:
+        projection = random_linear(generator, width, s.hidden, spec, False).weight
+    table = torch.randn(own.vocab, width, generator=generator).to(dtype)
+    inputs = InputWeights(table, projection, torch.rand(size, generator=generator) + 0.5)
+
+    def layer(each, norm):
+        gate = random_linear(generator, size, s.hidden, QuantSpec(32, 1.0), False)
+        out = random_linear(generator, s.hidden, size, QuantSpec(-1, 1.0), False)
+        norm = torch.rand(s.hidden, generator=generator) + 0.5 if norm else None
+        return replace(each, input_gate=gate, input_out=out, input_norm=norm)
+
+    # With a norm behind the part and without.
+    layers = [layer(each, index % 2 == 0) for index, each in enumerate(weights.layers)]
+    return replace(weights, shape=shape, layers=layers, inputs=inputs)

@@ -56,8 +56,9 @@ def one_by_one(decoder, slot, prompt, steps, how=None):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("which", [(0,), (0, 1, 2)])
 @pytest.mark.parametrize("vocabulary", [None, QuantSpec(32, 1.0)])
-def test_greedy_equals_single_steps(threads, which, vocabulary):
-    weights = random_model(vocabulary=vocabulary, tied=vocabulary is not None)
+@pytest.mark.parametrize("inputs", [None, {"size": 48}, {"size": 144, "spec": QuantSpec(32, 1.0)}])
+def test_greedy_equals_single_steps(threads, which, vocabulary, inputs):
+    weights = random_model(vocabulary=vocabulary, tied=vocabulary is not None, inputs=inputs)
     found, logits = generate(decoder_of(weights, threads), which, 12)
     for column, i in enumerate(which):
         expected, last = one_by_one(decoder_of(weights), (0, 2, 3)[i], PROMPTS[i], 12)

@@ -12,7 +12,8 @@ from trirun_kernels.decoder import reference as decoder_reference
 from trirun_kernels.decoder.cpu import CpuDecoder, Segment, quantize_head
 from trirun_kernels.decoder.weights import Int8Head, Linear
 
-from tests.kernels.decoder.models import CONTEXT, PARTS, VOCAB, random_model
+from tests.kernels.decoder.mixtures import random_mixture
+from tests.kernels.decoder.models import CONTEXT, CPU_PARTS, PARTS, VOCAB, random_model, with_inputs
 
 
 def zeroed(linear):
@@ -40,20 +41,28 @@ def relative_error(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
-MODELS = {
-    "gqa": {},
-    "mha, group -1": {"kv_heads": 4, "spec": QuantSpec(-1, 1.0)},
-    "mqa, real zeros": {"kv_heads": 1, "spec": QuantSpec(32, None)},
-    "head_dim 24, biases": {"head_dim": 24, "bias": True, "hidden": 96, "heads": 4},
-    "q and k norms, bfloat16": {"qk_norm": True, "head_dim": 64, "dtype": torch.bfloat16},
-    "sub-norms, relu2": {"sub_norm": True, "activation": "relu2", "ffn": 224},
-    "partial rotation, float32": {"half": 8, "dtype": torch.float32, "spec": QuantSpec(32, 1.5)},
-    "64 heads of 8 over one": {"heads": 64, "kv_heads": 1, "head_dim": 8, "hidden": 64},
-    "packed vocabulary, tied": {"vocabulary": QuantSpec(32, 1.0), "tied": True},
-    "packed vocabulary, a scale per row": {"vocabulary": QuantSpec(-1, 1.0), "hidden": 144, "spec": QuantSpec(-1, 1.0)},
-    "packed vocabulary, real zeros": {"vocabulary": QuantSpec(64, None), "hidden": 128},
-    "head_dim 128": {"heads": 2, "kv_heads": 1, "head_dim": 128, "layers": 1},
-} | PARTS
+MODELS = (
+    {
+        "gqa": {},
+        "mha, group -1": {"kv_heads": 4, "spec": QuantSpec(-1, 1.0)},
+        "mqa, real zeros": {"kv_heads": 1, "spec": QuantSpec(32, None)},
+        "head_dim 24, biases": {"head_dim": 24, "bias": True, "hidden": 96, "heads": 4},
+        "q and k norms, bfloat16": {"qk_norm": True, "head_dim": 64, "dtype": torch.bfloat16},
+        "sub-norms, relu2": {"sub_norm": True, "activation": "relu2", "ffn": 224},
+        "partial rotation, float32": {"half": 8, "dtype": torch.float32, "spec": QuantSpec(32, 1.5)},
+        "64 heads of 8 over one": {"heads": 64, "kv_heads": 1, "head_dim": 8, "hidden": 64},
+        "packed vocabulary, tied": {"vocabulary": QuantSpec(32, 1.0), "tied": True},
+        "packed vocabulary, a scale per row": {
+            "vocabulary": QuantSpec(-1, 1.0),
+            "hidden": 144,
+            "spec": QuantSpec(-1, 1.0),
+        },
+        "packed vocabulary, real zeros": {"vocabulary": QuantSpec(64, None), "hidden": 128},
+        "head_dim 128": {"heads": 2, "kv_heads": 1, "head_dim": 128, "layers": 1},
+    }
+    | PARTS
+    | CPU_PARTS
+)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -70,9 +79,9 @@ def test_step_equals_the_reference(name):
     assert relative_error(all_logits(half, tokens), expected) < 5e-3
 
 
-@pytest.mark.parametrize("name", ["windows", "a window of one", "sinks and windows"])
+@pytest.mark.parametrize("name", ["windows", "a window of one", "sinks and windows", "shared caches, windows"])
 def test_a_cache_of_a_window_forgets_what_no_row_sees(name):
-    weights = random_model(**PARTS[name])
+    weights = random_model(**MODELS[name])
     tokens = torch.randint(0, VOCAB, (190,), generator=torch.Generator().manual_seed(1))
     expected = all_logits(CpuDecoder(weights, context=CONTEXT, threads=2), tokens)
     for rows in (1, 7, 34):
@@ -101,7 +110,15 @@ def test_eight_bit_activations_equal_the_reference():
 @pytest.mark.parametrize("act_bits", [8, 16])
 @pytest.mark.parametrize(
     "name",
-    ["gqa", "mha, group -1", "head_dim 24, biases", "64 heads of 8 over one", "packed vocabulary, tied", *PARTS],
+    [
+        "gqa",
+        "mha, group -1",
+        "head_dim 24, biases",
+        "64 heads of 8 over one",
+        "packed vocabulary, tied",
+        *PARTS,
+        *CPU_PARTS,
+    ],
 )
 def test_chunks_threads_and_batches_change_no_bit(name, act_bits):
     weights = random_model(**MODELS[name])
@@ -129,6 +146,36 @@ def test_chunks_threads_and_batches_change_no_bit(name, act_bits):
         logits = batched.step(segments, tokens, torch.arange(len(live)))
         for row, i in zip(logits, live, strict=True):
             assert torch.equal(row, whole[i][done[i] + offset])
+
+
+def test_layers_that_attend_to_others_keys_have_no_cache():
+    alone, shared = (
+        CpuDecoder(random_model(layers=4, mixer=mixer), context=CONTEXT, slots=2, threads=1)
+        for mixer in ([{}], [{}, {}, {"shared_with": 0}, {"shared_with": 1}])
+    )
+    assert 2 * shared.cache_bytes == alone.cache_bytes
+    tokens = torch.randint(0, VOCAB, (100,), generator=torch.Generator().manual_seed(1))
+    expected = all_logits(shared, tokens)
+    # A prefix that another slot holds is enough for all layers.
+    shared.copy_prefix(0, 1, 90)
+    assert torch.equal(shared.step([Segment(1, 90, 10)], tokens[90:], torch.arange(10)), expected[90:])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_experts_come_before_a_layers_own_input(name, scaled):
+    weights = with_inputs(random_mixture(name), 48)
+    if scaled:
+        layers = [dataclasses.replace(each, output_scale=torch.tensor([1.7])) for each in weights.layers]
+        weights = dataclasses.replace(weights, layers=layers)
+    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(1))
+    expected = decoder_reference.forward(weights, tokens)
+    found = all_logits(CpuDecoder(weights, context=64, kv_dtype="float32", threads=2), tokens)
+    # Where two experts are as good as equal, a row may choose the other one.
+    assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).median() < 1e-4
+    assert torch.equal(
+        all_logits(CpuDecoder(weights, context=64, kv_dtype="float32", threads=3), tokens, [1] * 40), found
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -238,3 +285,15 @@ def test_weights_that_do_not_fit_are_refused():
     wrong = dataclasses.replace(weights, head=weights.head[:, :48])
     with pytest.raises(ValueError, match=r"head: float16 \[203, 48\] is not contiguous"):
         CpuDecoder(wrong, context=CONTEXT, threads=1)
+    inputs = random_model(inputs={"size": 48})
+    wrong = dataclasses.replace(inputs, inputs=dataclasses.replace(inputs.inputs, table=inputs.inputs.table[:VOCAB]))
+    with pytest.raises(ValueError, match=r"table of inputs must be .* \[208, 96\], got float16 \[203, 96\]"):
+        CpuDecoder(wrong, context=CONTEXT, threads=1)
+    with pytest.raises(ValueError, match="no inputs of layers"):
+        CpuDecoder(dataclasses.replace(inputs, inputs=None), context=CONTEXT, threads=1)
+
+
+@pytest.mark.parametrize("mixer", [{"shared_with": 1}, {"shared_with": 2}, {"shared_with": 0, "window": 7}])
+def test_keys_are_shared_with_an_earlier_layer_that_is_alike(mixer):
+    with pytest.raises(ValueError, match="layer 1 cannot attend to the keys and values of layer"):
+        random_model(layers=3, mixer=[{}, mixer, {}])

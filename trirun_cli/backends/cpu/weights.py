@@ -13,6 +13,7 @@ from trirun_kernels.decoder.shape import Attention, DecoderShape, GatedDelta, La
 from trirun_kernels.decoder.weights import (
     DecoderWeights,
     DeltaWeights,
+    InputWeights,
     Int8Head,
     LayerWeights,
     Linear,
@@ -64,7 +65,8 @@ def decoder_weights(
     """
     found, prefix = description(source.config), tensor_prefix(source)
     shape, names = found.shape, found.names
-    if lost_of_layer := missing_in_a_layer(source, [type(layer.mixer) for layer in shape.layers], prefix):
+    kinds = [(type(layer.mixer), layer.mixer.shared_with is None) for layer in shape.layers]
+    if lost_of_layer := missing_in_a_layer(source, kinds, prefix):
         raise UnsupportedModel(f"there is no tensor {lost_of_layer}, which other layers have")
     modules_in = module_prefix(source, names.of(shape.layers[0]).modules()[0])
     layers = [(layer_prefix(i, prefix), layer_prefix(i, modules_in), layer) for i, layer in enumerate(shape.layers)]
@@ -75,10 +77,12 @@ def decoder_weights(
     needed = [module + WEIGHT for module in bare] + [embedding]
     if lost := [name for name in needed if name not in source]:
         raise InputError(f"{source.path} holds no {lost[0]}")
-    vocabulary = {name.removesuffix(WEIGHT) for name in (embedding, head)}
-    packed_vocabulary = {module for module in vocabulary if module + SCALE in source}
-    int8_head &= head.removesuffix(WEIGHT) not in packed_vocabulary
-    modules = [*bare, *packed_vocabulary]
+    outer = {name.removesuffix(WEIGHT) for name in (embedding, head)}
+    if shape.inputs is not None:
+        outer.add(modules_in + names.inputs["projection"])
+    packed_outer = {module for module in outer if module + SCALE in source}
+    int8_head &= head.removesuffix(WEIGHT) not in packed_outer
+    modules = [*bare, *packed_outer]
     parts = [module + part for module in modules for part in (WEIGHT, SCALE, ZERO) if module + part in source]
     capacity = sum(WeightMemory.size(source[name].nbytes) for name in parts)
     if int8_head:
@@ -87,7 +91,7 @@ def decoder_weights(
     norm, norm_bias = final_norm(source, found, prefix)
     positions = padded_context(context)
     tables = zip(found.rotary, shape.rotary_halves, strict=False)
-    matrices: dict[str, Any] = {m: _packed(source, form, m, memory.tensor) for m in sorted(packed_vocabulary)}
+    matrices: dict[str, Any] = {m: _packed(source, form, m, memory.tensor) for m in sorted(packed_outer)}
     if int8_head:
         own_head: Any = _int8_head(source, head, memory, shape, threads)
     else:
@@ -103,7 +107,23 @@ def decoder_weights(
         norm,
         [angles(settings, half, positions) for settings, half in tables],
         norm_bias,
+        None if shape.inputs is None else _inputs(source, names, (prefix, modules_in), matrices),
     )
+
+
+def _inputs(source: ModelDir, names: TensorNames, prefixes: tuple[str, str], matrices: dict[str, Any]) -> InputWeights:
+    """What every layer's own input is made of, the table in the mapped file. ``prefixes``: what names begin with, of
+    tensors and of packed modules; ``matrices``: packed ones by their modules.
+
+    Raises:
+        InputError: a tensor is not there.
+    """
+    prefix, modules_in = prefixes
+    table, projection = (prefix + names.inputs[each] + WEIGHT for each in ("table", "projection"))
+    norm, packed = prefix + names.inputs["norm"], matrices.get(modules_in + names.inputs["projection"])
+    if lost := [name for name in (table, norm, *(() if packed else (projection,))) if name not in source]:
+        raise InputError(f"{source.path} holds no {lost[0]}")
+    return InputWeights(source.mapped(table), packed or source.mapped(projection), source.floats(norm))
 
 
 def head_kind(weights: DecoderWeights) -> str:

@@ -32,7 +32,7 @@ class BatchStep : public Model {
     const Range mine = team.share(rows_);
     for (int64_t r = mine.begin; r < mine.end; ++r) embed(s.x + r * d.hidden, batch_.tokens[r]);
     team.barrier();
-    forward(t);
+    forward(t, batch_.tokens);
     if (generation_) generate(t, *generation_);
   }
 
@@ -66,7 +66,8 @@ class BatchStep : public Model {
     }
   };
 
-  void forward(Thread& t) {
+  void forward(Thread& t, const int64_t* tokens) {
+    if (d.inputs) make_inputs(t, tokens);
     for (int64_t i = 0; i < d.layers; ++i) layer(t, i);
     if (batch_.logit_count) head(t);
   }
@@ -88,8 +89,18 @@ class BatchStep : public Model {
       t.team.barrier();
       if (t.team.rank() == 0) *generation.done = step + 1;
       if (step + 1 == generation.steps || generation.ends(tokens, rows_)) return;
-      forward(t);
+      forward(t, tokens);
     }
+  }
+
+  /* Every layer's own inputs; the layers' barriers make them known to all threads. */
+  void make_inputs(Thread& t, const int64_t* tokens) {
+    const int64_t width = inputs_width_of(d), n_tiles = n_tiles_of(width);
+    if (d.inputs->projection_dtype == TRIRUN_PACKED) quantize(t, s.x, d.hidden, round_up(d.hidden, kPaddedK), nullptr);
+    each(t, n_tiles, chunk_of(t.team.size(), n_tiles),
+         [&](int64_t begin, int64_t end) { project_inputs(s.x, t.act, rows_, s.inputs, begin, end); });
+    const Range mine = t.team.share(rows_);
+    for (int64_t r = mine.begin; r < mine.end; ++r) finish_inputs(s.inputs + r * width, tokens[r], 0, d.layers, t.row);
   }
 
   /* n tiles taken from a queue at once. Few rows: four chunks per thread, for balance, but four n tiles, which kernels
@@ -153,11 +164,30 @@ class BatchStep : public Model {
     else
       quantize(t, s.attention, attended_of(l), l.o.weight.k, l.attention_sub_norm);
     add_to_residual(t, l.o, l.attention_post_norm);
-    if (l.mixture) return mixture(t, l, *l.mixture);
-    quantize_x(t, l.parallel ? s.before : s.x, l.up.weight.k, l.mlp_norm, l.mlp_norm_bias);
-    gate_up(t, l);
-    quantize(t, s.h, l.ffn, l.down.weight.k, l.mlp_sub_norm);
-    add_to_residual(t, l.down, l.mlp_post_norm, l.output_scale);
+    if (l.mixture) {
+      mixture(t, l, *l.mixture);
+    } else {
+      quantize_x(t, l.parallel ? s.before : s.x, l.up.weight.k, l.mlp_norm, l.mlp_norm_bias);
+      gate_up(t, l);
+      quantize(t, s.h, l.ffn, l.down.weight.k, l.mlp_sub_norm);
+      add_to_residual(t, l.down, l.mlp_post_norm, ffn_scale_of(l));
+    }
+    if (l.input_gate.n) add_input(t, l, index);
+  }
+
+  /* The part of the layer's own input. */
+  void add_input(Thread& t, const trirun_layer& l, int64_t index) {
+    const int64_t size = l.input_gate.n, n_tiles = n_tiles_of(size), width = inputs_width_of(d);
+    quantize_x(t, s.x, l.input_gate.weight.k, nullptr, nullptr);
+    each(t, n_tiles, chunk_of(t.team.size(), n_tiles), [&](int64_t begin, int64_t end) {
+      product(part_of(l.input_gate, t.act, s.h, size, begin, end));
+      const float* input = s.inputs + index * size + begin * kTileN;
+      for (int64_t r = 0; r < rows_; ++r)
+        ops_.gate(s.h + r * size + begin * kTileN, input + r * width, columns_of(l.input_gate, begin, end),
+                  l.activation);
+    });
+    quantize(t, s.h, size, l.input_out.weight.k, nullptr);
+    add_to_residual(t, l.input_out, l.input_norm, l.output_scale);
   }
 
   /* The rows of the mixer's input, quantized; of Gated DeltaNet, the gates that follow from them too. */
@@ -241,7 +271,7 @@ class BatchStep : public Model {
       if (l.ffn) ops_.add_scaled(sum, s.shared_out + r * d.hidden, d.hidden, s.choices[r].shared);
       finish_part(sum, l.mlp_post_norm);
       ops_.add(s.x + r * d.hidden, sum, d.hidden);
-      if (l.output_scale) ops_.scale(s.x + r * d.hidden, d.hidden, *l.output_scale);
+      if (const float* scale = ffn_scale_of(l)) ops_.scale(s.x + r * d.hidden, d.hidden, *scale);
     }
     t.team.barrier();
   }

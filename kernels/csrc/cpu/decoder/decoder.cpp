@@ -48,9 +48,13 @@ int check_mixture(const trirun_decoder& d, const trirun_mixture& m) {
 int check_common(const trirun_decoder& d, const trirun_layer& l) {
   if (!are_floats({l.attention_norm, l.mlp_norm, l.q_norm, l.k_norm, l.v_norm, l.attention_sub_norm, l.mlp_sub_norm,
                    l.attention_post_norm, l.mlp_post_norm, l.attention_norm_bias, l.mlp_norm_bias, l.sinks,
-                   l.output_scale}))
+                   l.input_norm, l.output_scale}))
     return TRIRUN_BAD_POINTER;
   if (int error = check_linear(l.o, d.hidden, attended_of(l))) return error;
+  if (l.input_gate.n) {
+    if (int error = check_linear(l.input_gate, input_size_of(d), d.hidden)) return error;
+    if (int error = check_linear(l.input_out, d.hidden, input_size_of(d))) return error;
+  }
   if (l.mixture)
     if (int error = check_mixture(d, *l.mixture)) return error;
   if (l.mixture && !l.ffn) return TRIRUN_OK;
@@ -85,6 +89,7 @@ int check_layer(const trirun_decoder& d, const trirun_layer& l) {
   } linears[] = {{l.q, q, d.hidden}, {l.k, kv, d.hidden}, {l.v, kv, d.hidden}, {l.q_gate, q, d.hidden}};
   for (const auto& [linear, n, k] : linears) {
     if (&linear == &l.q_gate && !linear.n) continue;
+    if ((&linear == &l.k || &linear == &l.v) && !l.k.n && !l.v.n) continue;
     if (int error = check_linear(linear, n, k)) return error;
   }
   return check_common(d, l);
@@ -135,6 +140,7 @@ int check_layer_sizes(const trirun_decoder& d, const trirun_layer& l) {
   if (l.mixture)
     if (int error = check_mixture_sizes(*l.mixture, l)) return error;
   if (l.activation < TRIRUN_SILU || l.activation > TRIRUN_GELU_TANH) return TRIRUN_UNSUPPORTED;
+  if (l.input_gate.n && l.input_gate.n != input_size_of(d)) return TRIRUN_BAD_SHAPE;
   if (l.delta) return check_delta_sizes(d, *l.delta);
   for (int64_t size : {l.heads, l.kv_heads, l.head_dim, l.context})
     if (!is_size(size)) return TRIRUN_BAD_SHAPE;
@@ -145,12 +151,21 @@ int check_layer_sizes(const trirun_decoder& d, const trirun_layer& l) {
   return l.context < d.context && (!l.window || l.window >= l.context) ? TRIRUN_BAD_SHAPE : TRIRUN_OK;
 }
 
+int check_inputs_sizes(const trirun_decoder& d, const trirun_layer_inputs& own) {
+  if (!is_size(own.size) || own.size % 16 || !is_size(d.layers * own.size)) return TRIRUN_BAD_SHAPE;
+  if (!fits(d.vocab, d.layers * own.size) || !fits(d.hidden, d.layers * own.size)) return TRIRUN_BAD_SHAPE;
+  if (own.projection_dtype != TRIRUN_PACKED && !is_float_type(own.projection_dtype)) return TRIRUN_UNSUPPORTED;
+  return is_float_type(own.table_dtype) ? TRIRUN_OK : TRIRUN_UNSUPPORTED;
+}
+
 int check_sizes(const trirun_decoder* d) {
-  if (!d || !is_array(d->layer, 8)) return TRIRUN_BAD_POINTER;
+  if (!d || !is_array(d->layer, 8) || !is_aligned(d->inputs, 8)) return TRIRUN_BAD_POINTER;
   for (int64_t size : {d->layers, d->hidden, d->vocab, d->slots, d->context})
     if (!is_size(size)) return TRIRUN_BAD_SHAPE;
   if (!fits(d->vocab, d->hidden)) return TRIRUN_BAD_SHAPE;
   if (d->hidden % 16 || d->context % kKeyBlock) return TRIRUN_BAD_SHAPE;
+  if (d->inputs)
+    if (int error = check_inputs_sizes(*d, *d->inputs)) return error;
   for (int64_t i = 0; i < d->layers; ++i)
     if (int error = check_layer_sizes(*d, d->layer[i])) return error;
   if (d->norm != TRIRUN_RMS_NORM && d->norm != TRIRUN_LAYER_NORM) return TRIRUN_UNSUPPORTED;
@@ -175,7 +190,7 @@ int64_t most_rows(const trirun_decoder& d) {
 bool workspace_fits(const trirun_decoder& d, int64_t rows) {
   const int64_t expert = round_up(widest_expert(d), kPaddedK) + 2 * round_up(d.hidden, kPaddedK);
   const int64_t row = widest(d, qkv_width_of) + 8 * widest_input(d) + widest_mixture(d, router_outputs);
-  return is_size(rows) && fits(rows, row + most_chosen(d) * expert);
+  return is_size(rows) && fits(rows, row + most_chosen(d) * expert + inputs_width_of(d));
 }
 
 int check_batch(const trirun_decoder& d, const Batch& batch) {
@@ -206,6 +221,13 @@ int64_t alignment_of(int dtype) {
   return dtype == TRIRUN_PACKED ? int64_t{alignof(trirun_linear)} : dtype == TRIRUN_HEAD_INT8 ? 1 : bytes_of(dtype);
 }
 
+int check_inputs(const trirun_decoder& d, const trirun_layer_inputs& own) {
+  if (!is_array(own.table, bytes_of(own.table_dtype)) || !is_array(own.norm, 4)) return TRIRUN_BAD_POINTER;
+  if (!is_array(own.projection, alignment_of(own.projection_dtype))) return TRIRUN_BAD_POINTER;
+  if (own.projection_dtype != TRIRUN_PACKED) return TRIRUN_OK;
+  return check_linear(*static_cast<const trirun_linear*>(own.projection), inputs_width_of(d), d.hidden);
+}
+
 int check_decoder(const trirun_decoder* d) {
   if (int error = check_sizes(d)) return error;
   if (!is_array(d->final_norm, 4) || !are_floats({d->final_norm_bias, d->head_scales})) return TRIRUN_BAD_POINTER;
@@ -215,6 +237,8 @@ int check_decoder(const trirun_decoder* d) {
   for (const auto& [dtype, packed] : {std::pair(d->embedding_dtype, d->embedding), {d->head_dtype, d->head}})
     if (dtype == TRIRUN_PACKED)
       if (int error = check_linear(*static_cast<const trirun_linear*>(packed), d->vocab, d->hidden)) return error;
+  if (d->inputs)
+    if (int error = check_inputs(*d, *d->inputs)) return error;
   for (int64_t i = 0; i < d->layers; ++i)
     if (int error = check_layer(*d, d->layer[i])) return error;
   return TRIRUN_OK;
@@ -287,7 +311,7 @@ TRIRUN_EXPORT int64_t trirun_cpu_decoder_context(int64_t positions) {
 TRIRUN_EXPORT size_t trirun_cpu_decoder_cache_bytes(const trirun_decoder* d, int64_t layer) {
   if (check_sizes(d) || layer < 0 || layer >= d->layers) return 0;
   const trirun_layer& l = d->layer[layer];
-  if (l.delta) return 0;
+  if (l.delta || shares_cache(l)) return 0;
   const int64_t elements = d->slots * l.kv_heads * l.context * value_stride_of(l.head_dim);
   return static_cast<size_t>(elements * bytes_of(d->kv_dtype));
 }

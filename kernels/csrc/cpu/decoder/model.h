@@ -117,7 +117,8 @@ struct Shared {
   float* before;     // [rows][hidden]: the residual stream before a parallel layer
   float* qkv;        // [rows][q | k | v]
   float* attention;  // [rows][max(heads * head_dim, hidden)]: attention's output, at the end the normalised x
-  float* h;          // [rows][ffn]
+  float* h;          // [rows][ffn], or of the size of a layer's own input
+  float* inputs;     // [rows][layers][size]: every layer's own
   float* router;     // [rows][router_outputs]
   Choice* choices;   // [rows]
   SortedPairs pairs;
@@ -138,9 +139,12 @@ inline int64_t attended_of(const trirun_layer& l) {
   return l.delta ? l.delta->value_heads * l.delta->value_dim : l.heads * l.head_dim;
 }
 inline int64_t kv_width_of(const trirun_layer& l) { return l.kv_heads * l.head_dim; }
+/* Whether keys and values are those of an earlier layer. */
+inline bool shares_cache(const trirun_layer& l) { return !l.delta && !l.k.n; }
 /* Of a row of the projections: q | k | v | q_gate, or what delta.h says. */
 inline int64_t qkv_width_of(const trirun_layer& l) {
-  return l.delta ? delta_width_of(*l.delta) : attended_of(l) + 2 * kv_width_of(l) + l.q_gate.n;
+  if (l.delta) return delta_width_of(*l.delta);
+  return attended_of(l) + (shares_cache(l) ? 0 : 2 * kv_width_of(l)) + l.q_gate.n;
 }
 /* The linears that read the mixer's input, whose outputs lie one after another in that row; returns how many. */
 constexpr int kMostInputs = 4;
@@ -189,9 +193,17 @@ inline int64_t widest_head(const trirun_decoder& d) {
   return widest(d, [](const trirun_layer& l) { return l.head_dim; });
 }
 
+/* Of a layer's own input, and of all layers'. */
+inline int64_t input_size_of(const trirun_decoder& d) { return d.inputs ? d.inputs->size : 0; }
+inline int64_t inputs_width_of(const trirun_decoder& d) { return d.layers * input_size_of(d); }
+
 inline int64_t widest_input(const trirun_decoder& d) {
-  return round_up(larger(larger(d.hidden, widest_ffn(d)), widest_attended(d)), kPaddedK);
+  const int64_t parts = larger(widest_ffn(d), input_size_of(d));
+  return round_up(larger(larger(d.hidden, parts), widest_attended(d)), kPaddedK);
 }
+
+/* Where the feed-forward part is the last one, the scale behind it. */
+inline const float* ffn_scale_of(const trirun_layer& l) { return l.input_gate.n ? nullptr : l.output_scale; }
 
 /* Floats of scratch for a key head of a Gated DeltaNet layer. */
 inline int64_t widest_delta(const trirun_decoder& d, int64_t rows) {
@@ -226,7 +238,8 @@ inline int64_t lay_out(const trirun_decoder& d, int64_t rows, void* base, Shared
   out.before = memory.take<float>(parallel ? rows * d.hidden : 0);
   out.qkv = memory.take<float>(rows * widest(d, qkv_width_of));
   out.attention = memory.take<float>(rows * larger(widest_attended(d), d.hidden));
-  out.h = memory.take<float>(rows * widest_ffn(d));
+  out.h = memory.take<float>(rows * larger(widest_ffn(d), input_size_of(d)));
+  out.inputs = memory.take<float>(rows * inputs_width_of(d));
   const int64_t top_k = most_chosen(d), pairs = rows * top_k;
   out.router = memory.take<float>(rows * widest_mixture(d, router_outputs));
   out.choices = memory.take<Choice>(top_k ? rows : 0);
@@ -296,6 +309,33 @@ class Model {
     if (d.embedding_scale != 1) ops_.scale(x, d.hidden, d.embedding_scale);
   }
 
+  /* n tiles [begin, end) of the projections of all layers' inputs, to y [rows][inputs_width_of(d)]. act: of x [rows],
+   * where the projection is packed. */
+  void project_inputs(const float* x, const trirun_act& act, int64_t rows, float* y, int64_t begin, int64_t end) {
+    const int64_t width = inputs_width_of(d), last = smaller(end * kTileN, width);
+    if (begin >= end) return;
+    if (d.inputs->projection_dtype == TRIRUN_PACKED)
+      product(part_of(*static_cast<const trirun_linear*>(d.inputs->projection), act, y, width, begin, end));
+    else
+      ops_.dense(x, d.hidden, rows, d.inputs->projection, d.inputs->projection_dtype, d.hidden, y, width,
+                 begin * kTileN, last);
+  }
+
+  /* Makes the inputs of layers [begin, end) for a token from their projections, `inputs`. memory: [size]. */
+  void finish_inputs(float* inputs, int64_t token, int64_t begin, int64_t end, float* memory) const {
+    const trirun_layer_inputs& own = *d.inputs;
+    const int64_t width = bytes_of(own.table_dtype);
+    const char* row = static_cast<const char*>(own.table) + token * inputs_width_of(d) * width;
+    for (int64_t i = begin; i < end; ++i) {
+      float* input = inputs + i * own.size;
+      ops_.scale(input, own.size, own.projection_scale);
+      ops_.rms_norm(input, input, own.norm, own.size, d.norm_eps);
+      ops_.load_row(memory, row + i * own.size * width, own.table_dtype, own.size);
+      ops_.add_scaled(input, memory, own.size, own.table_scale);
+      ops_.scale(input, own.size, own.scale);
+    }
+  }
+
   /* A norm of hidden elements. */
   void norm(float* out, const float* x, const float* weight, const float* bias) const {
     if (d.norm == TRIRUN_LAYER_NORM)
@@ -335,22 +375,24 @@ class Model {
     if (!l.row_norms) return;
     if (l.q_norm) ops_.rms_norm(row, row, l.q_norm, attended_of(l), d.norm_eps);
     float* keys = row + attended_of(l);
-    if (l.k_norm) ops_.rms_norm(keys, keys, l.k_norm, kv_width_of(l), d.norm_eps);
+    if (l.k_norm && !shares_cache(l)) ops_.rms_norm(keys, keys, l.k_norm, kv_width_of(l), d.norm_eps);
   }
 
-  /* Norm, rotation and cache of one kv head of one row of q | k | v, and of the query heads that share it. */
+  /* Norm, rotation and cache of one kv head of one row of q | k | v, and of the query heads that share it; of those
+   * alone where the cache is another layer's. */
   void rotate_and_store(const trirun_layer& l, int64_t slot, int64_t position, float* row, int64_t kv_head) const {
     const int64_t n = l.head_dim, group = group_of(l), half = l.rotary_half;
     const float* cosines = l.cosines + position * half;
     const float* sines = l.sines + position * half;
     const auto rotate = l.interleaved ? ops_.rotate_pairs : ops_.rotate;
-    float* key = row + (l.heads + kv_head) * n;
-    float* value = row + (l.heads + l.kv_heads + kv_head) * n;
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       float* query = row + head * n;
       if (l.q_norm && !l.row_norms) ops_.rms_norm(query, query, l.q_norm, n, d.norm_eps);
       rotate(query, cosines, sines, half, n, l.attention_scale * kLog2e);
     }
+    if (shares_cache(l)) return;
+    float* key = row + (l.heads + kv_head) * n;
+    float* value = row + (l.heads + l.kv_heads + kv_head) * n;
     if (l.k_norm && !l.row_norms) ops_.rms_norm(key, key, l.k_norm, n, d.norm_eps);
     rotate(key, cosines, sines, half, n, 1.0f);
     if (l.v_norm) ops_.rms_norm(value, value, l.v_norm, n, d.norm_eps);

@@ -18,7 +18,7 @@ class Products : public Model {
     for (int64_t i = 0; i < d.layers; ++i)
       alike &=
           !d.layer[i].mixture && d.layer[i].ffn == d.layer->ffn && attended_of(d.layer[i]) == attended_of(*d.layer);
-    return alike;
+    return alike && !d.inputs;
   }
 
   /* Of layers that can_run. Inputs lie in the calling thread's scratch memory; `failed` where there is none. */

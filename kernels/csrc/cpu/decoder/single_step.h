@@ -27,6 +27,7 @@ class SingleStep : public Model {
     int64_t token = batch_.tokens[0];
     for (int64_t step = 0;; ++step) {
       embed(t.x, token);
+      if (d.inputs) make_inputs(t, token);
       for (int64_t i = 0; i < d.layers; ++i) layer(t, i);
       if (batch_.logit_count) head(t);
       if (!generation_) return;
@@ -43,6 +44,7 @@ class SingleStep : public Model {
     int64_t slot, position;
     bool ready;
     Range hidden, vocab;  // n tiles of o and down, of the head
+    Range input;          // n tiles of a layer's input_gate
     const trirun_layer* like = nullptr;  // a layer of the sizes of the following ones
     Range ffn;       // n tiles of gate and up
     Range heads;     // kv heads, of which own_heads says whether no other thread needs to know
@@ -57,7 +59,7 @@ class SingleStep : public Model {
     float* delta;     // delta_scratch
     char* act_memory;
     HeadInput head;
-    trirun_act of_hidden, of_attention, of_ffn;  // one at a time
+    trirun_act of_hidden, of_attention, of_ffn, of_input;  // one at a time
 
     Thread(Team& own_team, const SingleStep& step)
         : team(own_team), slot(step.batch_.segments[0].slot), position(step.batch_.segments[0].position) {
@@ -70,8 +72,11 @@ class SingleStep : public Model {
       const trirun_decoder& d = step.d;
       hidden = team.share(n_tiles_of(d.hidden));
       vocab = team.share(n_tiles_of(d.vocab));
-      trirun_cpu_act_init(&of_hidden, act_memory, static_cast<size_t>(act_bytes(d, 1)), 1, round_up(d.hidden, kPaddedK),
-                          d.act_bits);
+      input = team.share(n_tiles_of(input_size_of(d)));
+      const size_t bytes = static_cast<size_t>(act_bytes(d, 1));
+      trirun_cpu_act_init(&of_hidden, act_memory, bytes, 1, round_up(d.hidden, kPaddedK), d.act_bits);
+      if (d.inputs)
+        trirun_cpu_act_init(&of_input, act_memory, bytes, 1, round_up(d.inputs->size, kPaddedK), d.act_bits);
     }
 
     /* The shares of a layer. */
@@ -116,9 +121,36 @@ class SingleStep : public Model {
     isa_.quantize(t.of_hidden, weight ? t.row : x, TRIRUN_F32, d.hidden, d.hidden, 0, 1);
   }
 
-  /* The last part's output, and the scale of the layer's. */
-  void add_last_part(Thread& t, const trirun_layer& l) {
+  /* The feed-forward part's output, and where it is the last one the scale behind it. */
+  void add_ffn(Thread& t, const trirun_layer& l) {
     add_part(t, l.mlp_post_norm);
+    if (const float* scale = ffn_scale_of(l)) ops_.scale(t.x, d.hidden, *scale);
+  }
+
+  /* Every layer's own input; the first layer's barriers make them known to all threads. */
+  void make_inputs(Thread& t, int64_t token) {
+    if (d.inputs->projection_dtype == TRIRUN_PACKED) quantize_x(t, t.x, nullptr, nullptr);
+    const Range tiles = t.team.share(n_tiles_of(inputs_width_of(d))), layers = t.team.share(d.layers);
+    project_inputs(t.x, t.of_hidden, 1, s.inputs, tiles.begin, tiles.end);
+    t.team.barrier();
+    finish_inputs(s.inputs, token, layers.begin, layers.end, t.row);
+  }
+
+  /* The part of the layer's own input. */
+  void add_input(Thread& t, const trirun_layer& l, int64_t index) {
+    const int64_t size = l.input_gate.n;
+    quantize_x(t, t.x, nullptr, nullptr);
+    if (const auto [begin, end] = t.input; begin < end) {
+      product(part_of(l.input_gate, t.of_hidden, s.h, size, begin, end));
+      ops_.gate(s.h + begin * kTileN, s.inputs + index * size + begin * kTileN, columns_of(l.input_gate, begin, end),
+                l.activation);
+    }
+    t.team.barrier();
+    fetch(s.h, size);
+    quantize(t, t.of_input, s.h, size, nullptr);
+    multiply(t, l.input_out, t.of_input);
+    t.team.barrier();
+    add_part(t, l.input_norm);
     if (l.output_scale) ops_.scale(t.x, d.hidden, *l.output_scale);
   }
 
@@ -158,14 +190,22 @@ class SingleStep : public Model {
     t.team.barrier();
     add_part(t, l.attention_post_norm);
     quantize_x(t, l.parallel ? t.before : t.x, l.mlp_norm, l.mlp_norm_bias);
-    if (l.mixture) return mixture(t, l, *l.mixture, l.mlp_norm ? t.row : l.parallel ? t.before : t.x);
+    if (l.mixture)
+      mixture(t, l, *l.mixture, l.mlp_norm ? t.row : l.parallel ? t.before : t.x);
+    else
+      feed_forward(t, l);
+    if (l.input_gate.n) add_input(t, l, index);
+  }
+
+  /* On the row in t.of_hidden. */
+  void feed_forward(Thread& t, const trirun_layer& l) {
     gate_up(t, l);
     t.team.barrier();
     fetch(s.h, l.ffn);
     quantize(t, t.of_ffn, s.h, l.ffn, l.mlp_sub_norm);
     multiply(t, l.down, t.of_ffn);
     t.team.barrier();
-    add_last_part(t, l);
+    add_ffn(t, l);
   }
 
   /* The feed-forward part of experts, of a row x: router, gate | up of all chosen experts and the shared one, down. */
@@ -198,7 +238,7 @@ class SingleStep : public Model {
       }
     }
     t.team.barrier();
-    add_last_part(t, l);
+    add_ffn(t, l);
   }
 
   /* n tiles of all chosen experts and the shared one, one after another, are shared out. */
@@ -239,7 +279,7 @@ class SingleStep : public Model {
         part_of(l.k, t.of_hidden, key, width, begin, end),
         part_of(l.v, t.of_hidden, value, width, begin, end),
     };
-    products(parts, 3);
+    products(parts, shares_cache(l) ? 1 : 3);
     attend(t, l);
   }
 
