@@ -168,7 +168,7 @@ class CudaRunner:
     def _step(self, work: Sequence[Work]) -> CudaPending:
         # Column by column: a step of many rows spends most of the host's time on one after another.
         slots, positions, tokens, samples, targets, _ = zip(*work, strict=True)
-        if all(samples) and not any(targets) and max(map(len, filter(None, tokens)), default=1) == 1:
+        if all(samples) and not any(targets) and all(ids is None or len(ids) == 1 for ids in tokens):
             return self._decode(slots, positions, tokens)
         self._sample_last()
         return self._mixed(work)
