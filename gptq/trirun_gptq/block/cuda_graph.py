@@ -25,13 +25,14 @@ class CannotRecord(Exception):
 
 def recordable(batches: list[Batch], order: list[list[int]], blocks: Iterable[nn.Module]) -> bool:
     """Whether steps run the same kernels over and over: on a GPU, by one process, one batch each, of few kinds, through
-    small blocks without a choice of experts."""
+    small blocks that share nothing and choose no experts."""
     blocks = list(blocks)
     return (
         batches[0].place.device.type == "cuda"
         and ranks.world() == 1
         and all(len(step) == 1 for step in order)
         and len(set(map(_kind, batches))) <= KINDS
+        and not any(batch.shared for batch in batches)
         and not any(isinstance(module, SeparateExperts) for block in blocks for module in block.modules())
         and sum(tensor.numel() for block in blocks for tensor in block.parameters()) <= LAUNCH_BOUND
     )

@@ -71,7 +71,7 @@ def block_error(block: nn.Module, index: int, batches: list[Batch], targets: lis
     wrong = whole = 0.0
     for batch, target in zip(batches, targets, strict=True):
         with torch.no_grad(), compute(batch.place.device):
-            out = run_block(block, index, batch, batch.quantized).float()
+            out = run_block(block, index, batch).float()
             wanted = batch.place.fetch(target)
             wrong += float((out - wanted).square().sum())
             whole += float(wanted.square().sum())
@@ -148,7 +148,7 @@ def _descend(
         optimizer.zero_grad()
         for batch, target in zip(chosen, wanted, strict=True):
             with compute(device):
-                out = run_block(job.block, job.index, batch, batch.quantized)
+                out = run_block(job.block, job.index, batch)
             loss = (out.float() - batch.place.fetch(target)).square().mean() / len(chosen)
             loss.backward()
         ranks.average_gradients(optimizer.parameters)

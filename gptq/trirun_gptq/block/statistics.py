@@ -55,8 +55,8 @@ class Statistics:
             hessians = {name: self._hessian(name) for name in names}
             for batch in batches if names else ():
                 with torch.no_grad():
-                    seen = self._inputs(self._block, names, batch, batch.quantized)
-                    original = self._inputs(self._original, compared, batch, batch.original) if compared else {}
+                    seen = self._inputs(self._block, names, batch)
+                    original = self._inputs(self._original, compared, batch, original=True) if compared else {}
                     for name, x in seen.items():
                         hessians[name].update(x, original.get(name), batch.first)
             for hessian in hessians.values():
@@ -88,10 +88,12 @@ class Statistics:
         )
         self._progress(Warned(message + (", ..." if len(starved) > 8 else "")))
 
-    def _inputs(self, block: nn.Module, layers: list[str], batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
+    def _inputs(
+        self, block: nn.Module, layers: list[str], batch: Batch, *, original: bool = False
+    ) -> dict[str, Tensor]:
         modules = {block.get_submodule(name): name for name in layers}
         with compute(self._device):
-            seen = inputs_of(block, self._index, batch, hidden, list(modules))
+            seen = inputs_of(block, self._index, batch, list(modules), original=original)
         # On a GPU the layer's own product reads bfloat16; so do its statistics, at the speed of its matrix units.
         lower = self._device.type == "cuda" and has_bfloat16(self._device)
         return {modules[module]: x.bfloat16() if lower else x for module, x in seen.items()}

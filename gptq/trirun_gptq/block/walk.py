@@ -139,7 +139,7 @@ class BlockRun:
         outputs = []
         with torch.no_grad(), compute(self.device):
             for batches in (self.train, self.held_out):
-                outputs.append([b.place.keep(run_block(self.original, self.index, b, b.original)) for b in batches])
+                outputs.append([b.place.keep(run_block(self.original, self.index, b, original=True)) for b in batches])
         return outputs[0], outputs[1]
 
     def _solve(self, stages: list[list[str]], statistics: list[tuple[Hessian, Hessian | None]]) -> None:
@@ -255,7 +255,7 @@ class BlockRun:
         batches, outputs = [*self.train, *self.held_out], []
         for done, batch in enumerate(batches):
             with torch.no_grad(), compute(self.device):
-                out = run_block(self.block, self.index, batch, batch.quantized)
+                out = run_block(self.block, self.index, batch)
             if not bool(torch.isfinite(out).all()):
                 raise QuantizationError(f"{self.name}: its output on calibration sample {batch.first} is not finite")
             outputs.append(batch.place.keep(out))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ class Batch:
         calls: for every block, the positional (after hidden_states) and keyword arguments the model passes it.
         original, quantized: [b, t, h], hidden states before the current block in the original model and in the
             quantized one, as ``place`` keeps them. The same tensor until the first quantized block.
+        shared: mappings that blocks are called with and write to for later ones (Gemma 4: keys and values), by their
+            keyword and by whether they are of the original model.
     """
 
     place: Placement
@@ -80,6 +83,7 @@ class Batch:
     calls: list[tuple[tuple, dict[str, Any]]]
     original: Tensor
     quantized: Tensor
+    shared: dict[tuple[str, bool], MutableMapping] = field(default_factory=dict)
 
 
 def make_batches(sequences: list[Tensor], first: int = 0) -> list[tuple[int, Tensor]]:
@@ -132,8 +136,20 @@ def halve(skeleton: Skeleton, batches: list[Batch]) -> list[Batch]:
             if halves and halves[-1].tokens.shape == batch.tokens[part].shape and _same(halves[-1].calls, calls):
                 calls = halves[-1].calls
             states = batch.original[part], batch.quantized[part]
-            halves.append(Batch(batch.place, batch.first + start, batch.tokens[part], calls, *states))
+            shared = {key: _part(value, part) for key, value in batch.shared.items()}
+            halves.append(Batch(batch.place, batch.first + start, batch.tokens[part], calls, *states, shared))
     return halves
+
+
+def _part(value: Any, part: slice) -> Any:
+    """Some sequences of what blocks share."""
+    if isinstance(value, MutableMapping):
+        some = copy(value)
+        some.update({key: _part(each, part) for key, each in value.items()})
+        return some
+    if isinstance(value, tuple):
+        return tuple(_part(each, part) for each in value)
+    return value[part] if isinstance(value, Tensor) else value
 
 
 def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tuple, dict[str, Any]]]]:
@@ -190,10 +206,16 @@ def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tupl
     ) from failure
 
 
-def run_block(block: nn.Module, index: int, batch: Batch, hidden: Tensor) -> Tensor:
-    """The block's output [b, t, h] on ``hidden``, called as the model calls it."""
+def run_block(block: nn.Module, index: int, batch: Batch, *, original: bool = False) -> Tensor:
+    """The block's output [b, t, h] on the batch's hidden states of the quantized model, or of the original one, called
+    as the model calls it."""
     args, kwargs = batch.calls[index]
-    out = block(batch.place.fetch(hidden), *args, **kwargs)
+    shared = {
+        name: batch.shared.setdefault((name, original), copy(value))
+        for name, value in kwargs.items()
+        if isinstance(value, MutableMapping)
+    }
+    out = block(batch.place.fetch(batch.original if original else batch.quantized), *args, **kwargs | shared)
     return out[0] if isinstance(out, tuple | list) else out
 
 

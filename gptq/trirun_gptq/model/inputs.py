@@ -13,9 +13,10 @@ from .activations import Batch, EnoughSeen, run_block
 
 
 def inputs_of(
-    block: nn.Module, index: int, batch: Batch, hidden: Tensor, layers: list[nn.Module]
+    block: nn.Module, index: int, batch: Batch, layers: list[nn.Module], *, original: bool = False
 ) -> dict[nn.Module, Tensor]:
-    """The inputs of some layers of a block on ``hidden``; the forward pass ends as soon as all were seen.
+    """The inputs of some layers of a block, as of :func:`~.activations.run_block`, whose forward pass ends as soon as
+    all were seen.
 
     Layers that are not called, as experts that no token chose, are not in the answer.
     """
@@ -28,7 +29,7 @@ def inputs_of(
 
     handles = [layer.register_forward_pre_hook(hook) for layer in layers]
     try:
-        run_block(block, index, batch, hidden)
+        run_block(block, index, batch, original=original)
     except EnoughSeen:
         pass
     finally:
@@ -106,7 +107,7 @@ def input_groups(block: nn.Module, index: int, batch: Batch, layers: dict[str, n
     handles += [module.register_forward_pre_hook(note_experts(name)) for name, module in experts.items()]
     try:
         with _weights_watched(layers) as looked_at:
-            run_block(block, index, batch, batch.quantized)
+            run_block(block, index, batch)
     finally:
         for handle in handles:
             handle.remove()

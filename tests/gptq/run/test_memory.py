@@ -76,10 +76,10 @@ def limited(monkeypatch, rows):
     """A block that has memory for so many sequences at a time."""
     forward = block.run_block
 
-    def run_block(module, index, batch, hidden):
-        if index == 1 and len(hidden) > rows:
+    def run_block(module, index, batch, **stream):
+        if index == 1 and len(batch.tokens) > rows:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(module, index, batch, hidden)
+        return forward(module, index, batch, **stream)
 
     monkeypatch.setattr(block, "run_block", run_block)
 
