@@ -105,7 +105,8 @@ def _own_sizes(config: Config, index: int, kind: str) -> dict[str, Any]:
         if kind == FULL and config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
             sizes["num_key_value_heads"] = config["num_global_key_value_heads"]
     else:
-        sizes = stored.get(str(index)) or {}
+        # Layers by their number, with zeros in front: "05".
+        sizes = {int(key): value for key, value in stored.items()}.get(index) or {}
     if other := next((name for name in sizes if name not in OWN), None):
         raise UnsupportedModel(f"layers with a {other} of their own")
     check_numbers(sizes, tuple(OWN), int)

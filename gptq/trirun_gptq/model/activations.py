@@ -206,15 +206,16 @@ def _record(skeleton: Skeleton, tokens: Tensor) -> tuple[Tensor, list[tuple[tupl
     ) from failure
 
 
+def shares(kwargs: dict[str, Any]) -> dict[str, MutableMapping]:
+    """The arguments of a block in which blocks leave something for each other."""
+    return {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}
+
+
 def run_block(block: nn.Module, index: int, batch: Batch, *, original: bool = False) -> Tensor:
     """The block's output [b, t, h] on the batch's hidden states of the quantized model, or of the original one, called
     as the model calls it."""
     args, kwargs = batch.calls[index]
-    shared = {
-        name: batch.shared.setdefault((name, original), copy(value))
-        for name, value in kwargs.items()
-        if isinstance(value, MutableMapping)
-    }
+    shared = {name: batch.shared.setdefault((name, original), copy(value)) for name, value in shares(kwargs).items()}
     out = block(batch.place.fetch(batch.original if original else batch.quantized), *args, **kwargs | shared)
     return out[0] if isinstance(out, tuple | list) else out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -18,7 +17,7 @@ from ..block.reconstruct import EVALUATIONS, block_error
 from ..block.walk import BlockRun
 from ..errors import QuantizationError
 from ..layer.quantized import Quantized
-from ..model.activations import Batch
+from ..model.activations import Batch, compute, run_block, shares
 from ..model.loader import Skeleton, TensorSource, linear_layers
 from ..model.mxfp4 import LARGEST_SCALE, SCALES
 from ..recipe import Recipe
@@ -148,7 +147,7 @@ class Trial:
 
 
 def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], recipe: Recipe, record: bool) -> Trial:
-    """Quantize the largest block on one batch, refine it for a few steps, and forget it.
+    """Quantize the largest block that runs alone on one batch, refine it for a few steps, and forget it.
 
     Args:
         train, held_out: all batches of the run; the first of each is used, and left as it is.
@@ -158,9 +157,7 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
         QuantizationError: whatever would stop the run itself. torch.OutOfMemoryError: a batch is too large.
         CannotRecord: a step cannot be a CUDA graph; with ``record`` only.
     """
-    sizes = block_sizes(skeleton)
-    # The last of the largest: before the first block, targets are not corrected.
-    index = max(range(len(sizes)), key=lambda i: (sizes[i], i))
+    index = _largest_alone(skeleton, train[0])
     device = train[0].place.device
     record = record and recordable(train[:1], [[0]], [skeleton.blocks[index]])
     steps = STEPS if record else FEW_STEPS
@@ -206,7 +203,28 @@ def try_block(skeleton: Skeleton, train: list[Batch], held_out: list[Batch], rec
 
 def _first(batches: list[Batch]) -> list[Batch]:
     """The first batch, to be worked on in the place of the run's own."""
-    return [copy.copy(batch) for batch in batches[:1]]
+    return [dataclasses.replace(batch, shared={}) for batch in batches[:1]]
+
+
+def _largest_alone(skeleton: Skeleton, batch: Batch) -> int:
+    """The last of the largest blocks, since targets are not corrected before the first one, that find all they need
+    where no other has run."""
+    sizes = block_sizes(skeleton)
+    order = sorted(range(len(sizes)), key=lambda i: (sizes[i], i), reverse=True)
+    return next(index for index in order if _runs_alone(skeleton, index, batch))
+
+
+def _runs_alone(skeleton: Skeleton, index: int, batch: Batch) -> bool:
+    if not shares(batch.calls[index][1]):
+        return True
+    block = skeleton.load_block(index, batch.place.device)
+    try:
+        with torch.no_grad(), compute(batch.place.device):
+            run_block(block, index, *_first([batch]))
+    except KeyError:
+        # Of what earlier blocks share.
+        return False
+    return True
 
 
 def block_sizes(skeleton: Skeleton) -> list[int]:
