@@ -62,6 +62,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 32, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]} | FOUR | WINDOW,
     "gemma4_text": GEMMA4,
     "gemma4_text, values apart": GEMMA4 | {"attention_k_eq_v": False, "global_head_dim": 48},
+    "gemma4_text, experts": GEMMA4 | {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 96,
+    },
     "phi3": {"num_key_value_heads": 4, "intermediate_size": 192},
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 4.0
@@ -142,7 +145,10 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
+                factor = "norm" in name or name.endswith("scale")
+                parameter.copy_(torch.rand_like(parameter) + (0.5 if factor else -0.5))
+            if name.endswith("router.scale"):
+                parameter.mul_(8)
             if parameter.dim() == 3 and ".experts." in name:
                 parameter.copy_(torch.randint(-1, 2, parameter.shape) * 2.0**-3)
             if name.endswith("_proj_bias"):

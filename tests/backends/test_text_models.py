@@ -35,6 +35,11 @@ SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3
 MODELS = {
     "gemma3": ("gemma3_text", {"sliding_window": 24}, {"model_type": "siglip_vision_model"}),
     "gemma4": ("gemma4_text", FAMILIES["gemma4_text"], {"model_type": "gemma4_vision", "pooling_kernel_size": 2}),
+    "gemma4, experts": (
+        "gemma4_text",
+        FAMILIES["gemma4_text, experts"],
+        {"model_type": "gemma4_vision", "pooling_kernel_size": 2},
+    ),
     "mistral3": ("mistral", {"sliding_window": None}, {"model_type": "pixtral"}),
     "qwen2_5_vl": ("qwen2_5_vl_text", {"rope_parameters": SECTIONS}, {}),
     "qwen3_5": ("qwen3_5_text", FAMILIES["qwen3_5_text"], {}),
@@ -48,7 +53,7 @@ def test_a_model_that_sees_is_a_text_model(family, tmp_path):
     kind, text, vision = MODELS[family]
     text = SIZES | {"model_type": kind, "head_dim": 16} | text
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, text_config=text, vision_config=VISION | vision)
+    config = AutoConfig.for_model(family.split(",")[0], text_config=text, vision_config=VISION | vision)
     model = AutoModelForImageTextToText.from_config(config).eval()
     head = model.get_output_embeddings()
     with torch.no_grad():
