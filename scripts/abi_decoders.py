@@ -116,8 +116,10 @@ def _layer(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStruct
         _mixture(maker, places, d, layer)
     most = {"mlp_sub_norm": layer.ffn, "attention_sub_norm": attended, "sinks": layer.heads}
     most |= {"v_norm": max(layer.head_dim, 1), "output_scale": 1}
+    without = {"q_norm", "k_norm"} | ({"mlp_sub_norm"} if mixture else {"experts_post_norm"})
+    without |= set() if mixture and layer.ffn else {"shared_norm", "shared_post_norm"}
     for name in VECTORS:
-        if name in ("q_norm", "k_norm") or (mixture and name == "mlp_sub_norm"):
+        if name in without:
             continue
         if rng.random() < 0.5 or (layer.delta and name == "attention_norm"):
             setattr(layer, name, memory.floats(most.get(name, d.hidden)))
@@ -217,7 +219,7 @@ def _mixture(maker: Maker, places: list[Any], d: DecoderStruct, layer: LayerStru
         array = (type(lists[0]) * m.experts)(*lists)
         setattr(m, name, array)
         places += [(array[0].weight, "words", "aligned"), (array[0].weight, "n", "padded"), (array[0], "n", "size")]
-    for name in ("bias", "correction"):
+    for name in ("bias", "correction", "expert_scale"):
         if rng.random() < 0.5:
             setattr(m, name, memory.floats(m.experts))
             places.append((m, name, "optional"))

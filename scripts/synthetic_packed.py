@@ -160,7 +160,7 @@ def _layer(
     stated = config.get("attention_bias") or config.get("use_qkv_bias")
     biased = BIASES.get(config["model_type"], _QKV if stated else ())
     for module, (n, k) in linears.items():
-        if module in names.gates or module == names.mixture.shared_gate:
+        if module in names.gates or module in (names.mixture.shared_gate, names.mixture.router.removesuffix(WEIGHT)):
             continue
         tensors |= writer.ternary(module, n, k)
         if module.rpartition(".")[2] in biased:
@@ -174,7 +174,11 @@ def _layer(
         tensors |= writer.delta(layer.mixer, hidden, dict(names.gates))
     if layer.mixture is not None:
         # Float32: where choices are close, two programs make the same.
-        tensors[names.mixture.router] = writer.normal(layer.mixture.routing.experts, hidden) * hidden**-0.5
+        mixture, experts = names.mixture, layer.mixture.routing.experts
+        tensors[mixture.router] = writer.normal(experts, hidden) * (1 if mixture.router_scale else hidden**-0.5)
+        for name, size in ((mixture.router_scale, hidden), (mixture.expert_scale, experts)):
+            if name is not None:
+                tensors[name] = writer.norm(size, 0.0)
         if names.mixture.shared_gate:
             tensors[names.mixture.shared_gate + WEIGHT] = writer.normal(1, hidden) * hidden**-0.5
         if names.mixture.correction:

@@ -69,6 +69,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
     "gemma4_text, values apart": GEMMA4 | {"attention_k_eq_v": False, "global_head_dim": 48},
     "gemma4_text, E": GEMMA4_E,
+    "gemma4_text, experts": GEMMA4 | {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 96,
+    },
     "phi3": {"num_key_value_heads": 4, "intermediate_size": 192},
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 4.0
@@ -111,8 +114,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm, parallel": {"use_parallel_residual": True},
 }  # fmt: skip
 
-# Layers with inputs of their own, and shared caches, are computed on CPUs alone.
-ON_A_GPU = [name for name in FAMILIES if name != "gemma4_text, E"]
+# Layers with inputs of their own, shared caches, and experts beside a dense part with norms of its own are computed on
+# CPUs alone.
+ON_A_GPU = [name for name in FAMILIES if name not in ("gemma4_text, E", "gemma4_text, experts")]
 
 # What llama.cpp computes for all models of a family, where the settings above are others.
 AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
@@ -151,7 +155,10 @@ def save_ternary(family: str, change: dict[str, Any], out: Path) -> tuple[Any, P
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
+                factor = "norm" in name or name.endswith("scale")
+                parameter.copy_(torch.rand_like(parameter) + (0.5 if factor else -0.5))
+            if name.endswith("router.scale"):
+                parameter.mul_(8)
             if parameter.dim() == 3 and ".experts." in name:
                 parameter.copy_(torch.randint(-1, 2, parameter.shape) * 2.0**-3)
             if name.endswith("_proj_bias"):

@@ -152,6 +152,7 @@ typedef struct {
   const void* router; /* [experts (+ 1)][hidden], the last row the shared expert's gate where there is one */
   const float* bias; /* [experts], of the router's logits, or NULL */
   const float* correction; /* [experts] or NULL: added to scores for the choice, not for the weights */
+  const float* expert_scale; /* [experts] or NULL: of an expert's weight, after all else */
   int64_t experts, top_k, size; /* at most 512, 32; size: features between */
   int32_t router_dtype;
   int32_t score; /* TRIRUN_ROUTE_... */
@@ -198,6 +199,9 @@ typedef struct {
   const float* mlp_sub_norm; /* [ffn] before down, or NULL (BitNet) */
   const float* attention_post_norm; /* [hidden] of what is added, or NULL (Gemma 2) */
   const float* mlp_post_norm;
+  const float* shared_norm; /* [hidden] of x, where a mixture's shared expert does not read what the others do */
+  const float* shared_post_norm; /* [hidden] of its output, and of the others' sum, before the two are added */
+  const float* experts_post_norm;
   const float* attention_norm_bias; /* [hidden], of layer norms, or NULL */
   const float* mlp_norm_bias;
   const float* sinks; /* [heads]: logits that take part in the softmax and weigh no value, or NULL (gpt-oss) */

@@ -36,6 +36,11 @@ MODELS = {
     "gemma3": ("gemma3_text", {"sliding_window": 24}, {"model_type": "siglip_vision_model"}),
     "gemma4": ("gemma4_text", FAMILIES["gemma4_text"], {"model_type": "gemma4_vision", "pooling_kernel_size": 2}),
     "gemma4, E": ("gemma4_text", FAMILIES["gemma4_text, E"], {"model_type": "gemma4_vision", "pooling_kernel_size": 2}),
+    "gemma4, experts": (
+        "gemma4_text",
+        FAMILIES["gemma4_text, experts"],
+        {"model_type": "gemma4_vision", "pooling_kernel_size": 2},
+    ),
     "mistral3": ("mistral", {"sliding_window": None}, {"model_type": "pixtral"}),
     "qwen2_5_vl": ("qwen2_5_vl_text", {"rope_parameters": SECTIONS}, {}),
     "qwen3_5": ("qwen3_5_text", FAMILIES["qwen3_5_text"], {}),

@@ -1,5 +1,5 @@
 """Gemma 4's text models: layers of two kinds, whose heads differ in size; of the smallest models every layer has an
-input of its own, and the last ones attend to the keys and values of others."""
+input of its own, and the last ones attend to the keys and values of others; experts in some models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .parts import QK_SANDWICH, Description, UnsupportedModel, describe
+from .experts import with_experts
+from .parts import QK_SANDWICH, Description, MixtureNames, TensorNames, UnsupportedModel, describe
 from .settings import check_counts, check_numbers, layer_list
 
 if TYPE_CHECKING:
@@ -24,21 +25,23 @@ ROTARY = {
 OWN = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
 VECTORS = {**QK_SANDWICH.vectors, "v_norm": None, "output_scale": "layer_scalar"}
 NAMES = replace(QK_SANDWICH, vectors=VECTORS, norm_offset=0.0)
-WITH_INPUTS = replace(
+# With experts: the dense part is the shared one, and each of the two has norms of its own.
+MIXED = replace(
     NAMES,
-    linears={**NAMES.linears, "input_gate": "per_layer_input_gate", "input_out": "per_layer_projection"},
-    vectors={**VECTORS, "input_norm": "post_per_layer_input_norm.weight"},
-    inputs={
-        "table": "embed_tokens_per_layer",
-        "projection": "per_layer_model_projection",
-        "norm": "per_layer_projection_norm.weight",
+    vectors={
+        **VECTORS, "mlp_norm": "pre_feedforward_layernorm_2.weight", "shared_norm": "pre_feedforward_layernorm.weight",
+        "shared_post_norm": "post_feedforward_layernorm_1.weight",
+        "experts_post_norm": "post_feedforward_layernorm_2.weight",
     },
-)
+    mixture=MixtureNames(
+        experts="experts", router="router.proj.weight", linear_router=True, router_scale="router.scale",
+        expert_scale="router.per_expert_scale",
+        shared={name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    ),
+)  # fmt: skip
 
 
 def _gemma4(config: Config) -> Description:
-    if config.get("enable_moe_block"):
-        raise UnsupportedModel("experts beside a feed-forward part with norms of its own (enable_moe_block)")
     if config.get("use_bidirectional_attention") == "all":
         raise UnsupportedModel("attention to later tokens")
     kinds = _kinds(config)
@@ -55,12 +58,40 @@ def _gemma4(config: Config) -> Description:
     settings["rope_parameters"] = config.get("rope_parameters") or ROTARY
     if lost := sorted(set(kinds) - set(settings["rope_parameters"])):
         raise InputError(f"config.json: rope_parameters has no {lost[0]}")
-    return describe(
-        settings, WITH_INPUTS if inputs else NAMES, inputs=inputs, partial=True, activation="hidden_activation",
+    mixed = bool(config.get("enable_moe_block"))
+    if mixed and wide > 1 and any(source is not None for source in sources):
+        raise UnsupportedModel("experts and feed-forward parts of several sizes")
+    names = MIXED if mixed else NAMES
+    found = describe(
+        settings, _with_inputs(names) if inputs else names, inputs=inputs, partial=True, activation="hidden_activation",
         windows=[config["sliding_window"] if kind == SLIDING else None for kind in kinds], rotary_kinds=kinds,
         attention={"scale": 1.0}, own_attention=own, widths=[ffn if each is None else wide * ffn for each in sources],
         embedding_scale=config["hidden_size"] ** 0.5, logit_softcap=config.get("final_logit_softcapping") or 0.0,
     )  # fmt: skip
+    return _with_experts(found, config) if mixed else found
+
+
+def _with_inputs(names: TensorNames) -> TensorNames:
+    """The names of a model whose layers have inputs of their own."""
+    return replace(
+        names,
+        linears={**names.linears, "input_gate": "per_layer_input_gate", "input_out": "per_layer_projection"},
+        vectors={**names.vectors, "input_norm": "post_per_layer_input_norm.weight"},
+        inputs={
+            "table": "embed_tokens_per_layer",
+            "projection": "per_layer_model_projection",
+            "norm": "per_layer_projection_norm.weight",
+        },
+    )
+
+
+def _with_experts(found: Description, config: Config) -> Description:
+    """With experts beside every layer's feed-forward part, which is the one that every row goes to."""
+    names = {"num_experts": "num_experts", "num_experts_per_tok": "top_k_experts"}
+    check_counts(config, tuple(names.values()))
+    own = {name: config[setting] for name, setting in names.items()}
+    own["moe_intermediate_size"] = config.get("moe_intermediate_size")
+    return with_experts(found, own, size="moe_intermediate_size", shared=config["intermediate_size"], normalize=True)
 
 
 def _kinds(config: Config) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trirun_kernels.weights.names import EMBEDDING_MODULE, HEAD_MODULE, PREFIX, layer_prefix
+from trirun_kernels.weights.names import EMBEDDING_MODULE, HEAD_MODULE, PREFIX, WEIGHT, layer_prefix
 
 from ..checkpoint.model_dir import ModelDir
 from .description import Description, UnsupportedModel, description
@@ -44,6 +44,9 @@ def described_layers(found: Description) -> dict[str, tuple[int, int]]:
             of_expert = layer.mixture.linear_sizes(shape.hidden)
             for module in names.mixture.modules(layer.mixture):
                 layers[layer_prefix(index) + module] = of_expert[module.rpartition(".")[2]]
+            if names.mixture.linear_router:
+                router = names.mixture.router.removesuffix(WEIGHT)
+                layers[layer_prefix(index) + router] = (layer.mixture.routing.experts, shape.hidden)
             if names.mixture.shared_gate is not None:
                 layers[layer_prefix(index) + names.mixture.shared_gate] = (1, shape.hidden)
     if shape.inputs is not None:

@@ -40,6 +40,10 @@ class MixtureNames:
         router: the tensor [experts, hidden]. bias: of its logits; correction: of the choice; or None.
         shared: modules of the shared expert, by the fields of :class:`~trirun_kernels.decoder.weights.LayerWeights`.
         shared_gate: the module of its gate, one output, or None.
+        linear_router: the router's tensor is the weight of a linear layer, which may be packed.
+        router_scale: the tensor [hidden] of a router that reads the row without mlp_norm's weights, times this and
+            1 / √hidden (Gemma 4); or None.
+        expert_scale: the tensor [experts] of factors of the weights, or None.
     """
 
     experts: str = "mlp.experts"
@@ -48,6 +52,9 @@ class MixtureNames:
     correction: str | None = None
     shared: Mapping[str, str] = field(default_factory=dict)
     shared_gate: str | None = None
+    linear_router: bool = False
+    router_scale: str | None = None
+    expert_scale: str | None = None
 
     def modules(self, mixture: Mixture) -> list[str]:
         """Every module of every expert."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from trirun_kernels.weights.names import WEIGHT
 from trirun_kernels.weights.safetensors_dir import SafetensorsDir
 
 from ..errors import InputError
@@ -33,23 +34,48 @@ def layer_vectors(
 
 
 def router(
-    source: SafetensorsDir, names: MixtureNames, prefix: str, read: Callable[[str], np.ndarray]
+    source: SafetensorsDir,
+    names: MixtureNames,
+    prefix: str,
+    read: Callable[[str], np.ndarray],
+    mlp_norm: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """The router of a layer's mixture of experts, by the fields of
     :class:`~trirun_kernels.decoder.weights.MixtureWeights`, with the shared expert's gate as its last row; ``read``:
-    the weight of a module of the layer, packed or not, as float32.
+    the weight of a module of the layer, packed or not, as float32. A router's own scale is folded into it, as it reads
+    the row that has been multiplied by ``mlp_norm``, float32 [hidden].
 
     Raises:
-        UnsupportedModel: one is not there.
+        UnsupportedModel: one is not there, or a weight of that norm is 0, so that such a router cannot be folded.
+        InputError: sizes do not fit together.
     """
     needed = {"router": names.router, "bias": names.bias, "correction": names.correction}
+    needed |= {"scale": names.router_scale, "expert_scale": names.expert_scale}
+    if names.linear_router:
+        del needed["router"]
     tensors = {field: prefix + tensor for field, tensor in needed.items() if tensor is not None}
     if lost := [tensor for tensor in tensors.values() if tensor not in source]:
         raise UnsupportedModel(f"there is no tensor {lost[0]}")
     found = {field: source.floats(tensor) for field, tensor in tensors.items()}
+    if names.linear_router:
+        found["router"] = read(names.router.removesuffix(WEIGHT))
+    if (scale := found.pop("scale", None)) is not None:
+        found["router"] = _folded(prefix + names.router, found["router"], scale, mlp_norm)
     if names.shared_gate is not None:
         found["router"] = np.concatenate([found["router"], read(names.shared_gate)])
     return found
+
+
+def _folded(name: str, router: np.ndarray, scale: np.ndarray, norm: np.ndarray | None) -> np.ndarray:
+    """A router [experts, hidden] that reads rows times ``norm`` in place of rows times ``scale`` / √hidden."""
+    for vector in (scale,) if norm is None else (scale, norm):
+        if vector.shape != router.shape[1:]:
+            raise InputError(f"{name} has shape {list(router.shape)}, its scale or its norm {list(vector.shape)}")
+    with np.errstate(all="ignore"):
+        factor = scale / np.float32(scale.size**0.5) / (np.float32(1) if norm is None else norm)
+    if not np.isfinite(factor).all():
+        raise UnsupportedModel(f"{name} reads what a weight of 0 of the norm before the experts takes away")
+    return router * factor
 
 
 def final_norm(source: SafetensorsDir, found: Description, prefix: str) -> tuple[np.ndarray, np.ndarray | None]:

@@ -43,10 +43,12 @@ def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16, stor
             y, kept[index] = _attention(
                 weights, layer, shape.mixer, before, act_bits, stored, kept.get(shape.mixer.shared_with or 0)
             )
-        x = x + _finished(s, y, layer.attention_post_norm)
+        read, x = x, x + _finished(s, y, layer.attention_post_norm)
         if not shape.parallel:
-            before = _norm(s, x, layer.mlp_norm, layer.mlp_norm_bias)
-        x = x + _finished(s, _feed_forward(s, layer, shape, before, act_bits), layer.mlp_post_norm)
+            read, before = x, _norm(s, x, layer.mlp_norm, layer.mlp_norm_bias)
+        of_shared = before if layer.shared_norm is None else _norm(s, read, layer.shared_norm, None)
+        y = _feed_forward(s, layer, shape, before, of_shared, act_bits)
+        x = x + _finished(s, y, layer.mlp_post_norm)
         if layer.input_gate is not None:
             h = gated(
                 _linear(layer.input_gate, x, act_bits), inputs[:, index].contiguous(), shape.feed_forward.activation
@@ -244,7 +246,9 @@ def _delta(weights: DecoderWeights, layer: LayerWeights, mixer: GatedDelta, x: T
     return _linear(layer.o, y, act_bits)
 
 
-def _feed_forward(shape: DecoderShape, layer: LayerWeights, parts: LayerShape, x: Tensor, act_bits: int) -> Tensor:
+def _feed_forward(
+    shape: DecoderShape, layer: LayerWeights, parts: LayerShape, x: Tensor, of_shared: Tensor, act_bits: int
+) -> Tensor:
     if layer.mixture is None or parts.mixture is None:
         return _mlp(shape, layer, parts.feed_forward, x, act_bits)
     mixture, weights = parts.mixture, layer.mixture
@@ -252,14 +256,20 @@ def _feed_forward(shape: DecoderShape, layer: LayerWeights, parts: LayerShape, x
     ids, scales = choose(
         mixture.routing, logits[:, :experts] + (0.0 if weights.bias is None else weights.bias), weights.correction
     )
+    if weights.expert_scale is not None:
+        scales = scales * weights.expert_scale[ids]
     y = torch.zeros_like(x)
     for index in ids.unique().tolist():
         rows, ranks = torch.where(ids == index)
         gate, up = (_linear(each[index], x[rows], act_bits) for each in (weights.gate, weights.up))
         h = gated(gate, up, mixture.activation, mixture.limit)
         y.index_add_(0, rows, _linear(weights.down[index], h, act_bits) * scales[rows, ranks, None])
+    if layer.experts_post_norm is not None:
+        y = rms_norm(y, layer.experts_post_norm, shape.norm_eps)
     if parts.feed_forward.size:
-        shared = _mlp(shape, layer, parts.feed_forward, x, act_bits)
+        shared = _mlp(shape, layer, parts.feed_forward, of_shared, act_bits)
+        if layer.shared_post_norm is not None:
+            shared = rms_norm(shared, layer.shared_post_norm, shape.norm_eps)
         y = y + (shared * logits[:, experts:].sigmoid() if mixture.shared_gate else shared)
     return y
 

@@ -52,7 +52,7 @@ class MixtureStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.POINTER(LinearStruct)) for name in ("gate", "up", "down")),
-        *((name, ctypes.c_void_p) for name in ("router", "bias", "correction")),
+        *((name, ctypes.c_void_p) for name in ("router", "bias", "correction", "expert_scale")),
         *((name, ctypes.c_int64) for name in ("experts", "top_k", "size")),
         *((name, ctypes.c_int32) for name in ("router_dtype", "score", "groups", "top_groups", "normalize")),
         *((name, ctypes.c_int32) for name in ("shared_gate", "activation")),
@@ -194,7 +194,7 @@ def _mixture_struct(weights: MixtureWeights, mixture: Mixture) -> MixtureStruct:
     linears = [(LinearStruct * routing.experts)(*map(linear_struct, each)) for each in every]
     return MixtureStruct(
         *linears,
-        *map(_address, (weights.router, weights.bias, weights.correction)),
+        *map(_address, (weights.router, weights.bias, weights.correction, weights.expert_scale)),
         routing.experts,
         routing.top_k,
         mixture.size,

@@ -103,6 +103,7 @@ class MixtureWeights:
         router: [experts, hidden], float16, bfloat16 or float32; with a gate of the shared expert that is one row more.
         bias: float32 [experts], of the router, or None.
         correction: float32 [experts], added to scores for the choice alone, or None.
+        expert_scale: float32 [experts], factors of the weights in the end (Gemma 4), or None.
     """
 
     gate: Sequence[Linear]
@@ -111,6 +112,7 @@ class MixtureWeights:
     router: Any
     bias: Any | None = None
     correction: Any | None = None
+    expert_scale: Any | None = None
 
     def check(self, what: str, mixture: Mixture, hidden: int) -> None:
         """Raise ValueError unless these are the experts that ``mixture`` describes."""
@@ -124,7 +126,7 @@ class MixtureWeights:
                 if (own := linear.weight.spec.group_size) != group_size:
                     raise ValueError(f"decoder: {what} expert {index} {name} has groups of {own}, others {group_size}")
         _expect(f"{what} router", self.router, (mixture.outputs, hidden), FLOATS)
-        for name in ("bias", "correction"):
+        for name in ("bias", "correction", "expert_scale"):
             if (vector := getattr(self, name)) is not None:
                 _expect(f"{what} {name}", vector, (experts,))
 
@@ -143,6 +145,9 @@ class LayerWeights:
         attention_sub_norm: float32 [heads·head_dim], before o (BitNet), or None.
         mlp_sub_norm: float32 [ffn], before down (BitNet), or None.
         attention_post_norm, mlp_post_norm: float32 [hidden], of what the part adds (Gemma 2), or None.
+        shared_norm: float32 [hidden], before the shared expert where it does not read what the others do, or None.
+        shared_post_norm, experts_post_norm: float32 [hidden], of its output and of the others' sum before the two are
+            added (Gemma 4), or None.
         attention_norm_bias, mlp_norm_bias: float32 [hidden], of layer norms, or None.
         sinks: float32 [heads], or None (gpt-oss).
         input_gate, input_out: likewise, of the layer's own input (:class:`.shape.LayerInputs`). input_norm: float32
@@ -168,6 +173,9 @@ class LayerWeights:
     mlp_sub_norm: Any | None = None
     attention_post_norm: Any | None = None
     mlp_post_norm: Any | None = None
+    shared_norm: Any | None = None
+    shared_post_norm: Any | None = None
+    experts_post_norm: Any | None = None
     attention_norm_bias: Any | None = None
     mlp_norm_bias: Any | None = None
     sinks: Any | None = None

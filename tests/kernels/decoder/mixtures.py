@@ -15,7 +15,7 @@ from trirun_kernels.decoder.shape import (
     Mixture,
     Routing,
 )
-from trirun_kernels.decoder.weights import DecoderWeights, LayerWeights, MixtureWeights
+from trirun_kernels.decoder.weights import DecoderWeights, LayerWeights, MixtureWeights, vector_lengths
 
 from tests.kernels.decoder.models import CONTEXT, VOCAB, random_linear
 
@@ -26,8 +26,17 @@ MIXTURES = {
     "gpt_oss": Mixture(Routing(6, 2), 96, CLIPPED_SWIGLU, limit=1.0),
     "glm4_moe": Mixture(Routing(16, 4, "sigmoid", scale=2.5, groups=4, top_groups=2), 96),
     "qwen3_5_moe": Mixture(Routing(20, 5), 64, shared_gate=True),
+    "gemma4": Mixture(Routing(8, 3), 96, "gelu_tanh"),
+    "gemma4, gated": Mixture(Routing(8, 3), 96, shared_gate=True),
+    "experts with a norm": Mixture(Routing(8, 2), 64),
 }
-SHARED = {"glm4_moe": 96, "qwen3_5_moe": 160}
+SHARED = {"glm4_moe": 96, "qwen3_5_moe": 160, "gemma4": 160, "gemma4, gated": 224}
+# Vectors of the mixture's layer beside the usual ones; factors of the experts' weights come with them.
+OWN = {
+    "gemma4": ("shared_norm", "shared_post_norm", "experts_post_norm", "mlp_post_norm", "output_scale"),
+    "gemma4, gated": ("shared_norm", "shared_post_norm"),
+    "experts with a norm": ("experts_post_norm",),
+}
 
 
 def random_mixture(name, *, hidden=96, heads=4, kv_heads=2, head_dim=32, spec=None, dtype=torch.float16, seed=0):
@@ -35,7 +44,8 @@ def random_mixture(name, *, hidden=96, heads=4, kv_heads=2, head_dim=32, spec=No
     generator = torch.Generator().manual_seed(seed)
     spec, mixture, shared, bias = spec or QuantSpec(32, 1.5), MIXTURES[name], SHARED.get(name, 0), name == "gpt_oss"
     mixer = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rotary_half=head_dim // 2)
-    layers = LayerShape(mixer, FeedForward(160)), LayerShape(mixer, FeedForward(shared), mixture=mixture)
+    feed_forward = FeedForward(shared, mixture.activation if shared else "silu")
+    layers = LayerShape(mixer, FeedForward(160)), LayerShape(mixer, feed_forward, mixture=mixture)
     shape = DecoderShape(hidden, VOCAB, layers, 1e-5)
 
     def draw(*size):
@@ -49,13 +59,15 @@ def random_mixture(name, *, hidden=96, heads=4, kv_heads=2, head_dim=32, spec=No
         norms = {each: torch.rand(hidden, generator=generator) + 0.5 for each in ("attention_norm", "mlp_norm")}
         if parts.mixture is None:
             return LayerWeights(**own, **norms)
-        experts = parts.mixture.routing.experts
+        experts, lengths = parts.mixture.routing.experts, vector_lengths(parts, hidden)
+        norms |= {each: torch.rand(lengths[each], generator=generator) + 0.5 for each in OWN.get(name, ())}
         each = [linears(mixture.linear_sizes(hidden)) for _ in range(experts)]
         weights = MixtureWeights(
             **{part: [expert[part] for expert in each] for part in ("gate", "up", "down")},
             router=(draw(mixture.outputs, hidden) * 2 / math.sqrt(hidden)).to(dtype),
             bias=draw(experts) if bias else None,
             correction=draw(experts).abs() if mixture.routing.score == "sigmoid" else None,
+            expert_scale=torch.rand(experts, generator=generator) + 0.5 if name in OWN else None,
         )
         return LayerWeights(**own, **norms, mixture=weights)
 

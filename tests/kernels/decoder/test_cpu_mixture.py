@@ -107,6 +107,10 @@ def test_what_the_shape_does_not_say_is_refused():
     refused("expert 3 down", down=[*mixture.down[:3], weights.layers[0].down, *mixture.down[4:]])
     other = random_mixture("qwen3_moe", spec=QuantSpec(-1, 1.5)).layers[1].mixture
     refused("expert 3 down has groups of -1, others 32", down=[*mixture.down[:3], *other.down[3:]])
+    refused(r"expert_scale must be float32 \[16\]", expert_scale=torch.ones(15))
+    layer = dataclasses.replace(weights.layers[0], shared_norm=torch.ones(96))
+    with pytest.raises(ValueError, match="cannot run"):
+        decoder(dataclasses.replace(weights, layers=[layer, weights.layers[1]]))
     with pytest.raises(ValueError, match="has no experts"):
         layer = dataclasses.replace(weights.layers[1], mixture=None)
         decoder(dataclasses.replace(weights, layers=[weights.layers[0], layer]))

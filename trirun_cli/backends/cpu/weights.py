@@ -193,6 +193,7 @@ def _layer(
         parts["delta"] = DeltaWeights(
             parts.pop("qkv"), parts.pop("z", None), np.ascontiguousarray(np.concatenate(gates)), **rest
         )
+    vectors = layer_vectors(stored, names, prefix, vector_lengths(layer, shape.hidden))
     if layer.mixture is not None:
         modules, experts = names.mixture, range(layer.mixture.routing.experts)
         each: dict[str, Any] = {
@@ -202,9 +203,10 @@ def _layer(
         if len(groups) > 1:
             told = " and ".join(map(str, groups))
             raise UnsupportedModel(f"{modules_in}{modules.experts} have groups of {told}, and it takes one size")
-        parts["mixture"] = MixtureWeights(**each | router(stored, modules, prefix, dense))
+        own = router(stored, modules, prefix, dense, vectors.get("mlp_norm"))
+        parts["mixture"] = MixtureWeights(**each | own)
     absent: dict[str, Any] = dict.fromkeys(("q", "k", "v", "gate", "up", "down", "attention_norm", "mlp_norm"))
-    return LayerWeights(**absent | parts | layer_vectors(stored, names, prefix, vector_lengths(layer, shape.hidden)))
+    return LayerWeights(**absent | parts | vectors)
 
 
 def _dense(stored: ModelDir, form: Format, prefixes: tuple[str, str], within: str) -> np.ndarray:

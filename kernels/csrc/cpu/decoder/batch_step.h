@@ -268,16 +268,16 @@ class BatchStep : public Model {
       for (int64_t j = 0; j < m.top_k; ++j)
         ops_.add_scaled(sum, s.expert_out + s.pairs.places[r * m.top_k + j] * d.hidden, d.hidden,
                         s.choices[r].weights[j]);
-      if (l.ffn) ops_.add_scaled(sum, s.shared_out + r * d.hidden, d.hidden, s.choices[r].shared);
-      finish_part(sum, l.mlp_post_norm);
+      finish_mixture(l, sum, s.shared_out + r * d.hidden, s.choices[r].shared);
       ops_.add(s.x + r * d.hidden, sum, d.hidden);
       if (const float* scale = ffn_scale_of(l)) ops_.scale(s.x + r * d.hidden, d.hidden, *scale);
     }
     t.team.barrier();
   }
 
-  /* The shared expert's output for the rows in t.act, to s.shared_out. */
+  /* The shared expert's output for the rows in t.act, or those that its own norm makes, to s.shared_out. */
   void shared_expert(Thread& t, const trirun_layer& l) {
+    if (l.shared_norm) quantize_x(t, l.parallel ? s.before : s.x, l.up.weight.k, l.shared_norm, nullptr);
     gate_up(t, l);
     quantize(t, s.h, l.ffn, l.down.weight.k, nullptr);
     const int64_t n_tiles = n_tiles_of(d.hidden);

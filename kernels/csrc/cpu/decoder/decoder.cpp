@@ -32,7 +32,8 @@ bool are_floats(std::initializer_list<const void*> arrays) {
 
 int check_mixture(const trirun_decoder& d, const trirun_mixture& m) {
   if (!is_array(m.gate, 8) || !is_array(m.up, 8) || !is_array(m.down, 8)) return TRIRUN_BAD_POINTER;
-  if (!is_array(m.router, bytes_of(m.router_dtype)) || !are_floats({m.bias, m.correction})) return TRIRUN_BAD_POINTER;
+  if (!is_array(m.router, bytes_of(m.router_dtype))) return TRIRUN_BAD_POINTER;
+  if (!are_floats({m.bias, m.correction, m.expert_scale})) return TRIRUN_BAD_POINTER;
   const int32_t group_size = m.gate[0].weight.group_size;
   for (int64_t e = 0; e < m.experts; ++e) {
     if (int error = check_linear(m.gate[e], m.size, d.hidden)) return error;
@@ -47,8 +48,8 @@ int check_mixture(const trirun_decoder& d, const trirun_mixture& m) {
 /* What every layer has beside its mixer's input linears. */
 int check_common(const trirun_decoder& d, const trirun_layer& l) {
   if (!are_floats({l.attention_norm, l.mlp_norm, l.q_norm, l.k_norm, l.v_norm, l.attention_sub_norm, l.mlp_sub_norm,
-                   l.attention_post_norm, l.mlp_post_norm, l.attention_norm_bias, l.mlp_norm_bias, l.sinks,
-                   l.input_norm, l.output_scale}))
+                   l.attention_post_norm, l.mlp_post_norm, l.shared_norm, l.shared_post_norm, l.experts_post_norm,
+                   l.attention_norm_bias, l.mlp_norm_bias, l.sinks, l.input_norm, l.output_scale}))
     return TRIRUN_BAD_POINTER;
   if (int error = check_linear(l.o, d.hidden, attended_of(l))) return error;
   if (l.input_gate.n) {
@@ -137,6 +138,8 @@ int check_mixture_sizes(const trirun_mixture& m, const trirun_layer& l) {
 
 int check_layer_sizes(const trirun_decoder& d, const trirun_layer& l) {
   if (l.ffn < 0 || l.ffn > kMaxSize || (!l.ffn && !l.mixture)) return TRIRUN_BAD_SHAPE;
+  if ((l.shared_norm || l.shared_post_norm) && !(l.ffn && l.mixture)) return TRIRUN_BAD_SHAPE;
+  if (l.experts_post_norm && !l.mixture) return TRIRUN_BAD_SHAPE;
   if (l.mixture)
     if (int error = check_mixture_sizes(*l.mixture, l)) return error;
   if (l.activation < TRIRUN_SILU || l.activation > TRIRUN_GELU_TANH) return TRIRUN_UNSUPPORTED;

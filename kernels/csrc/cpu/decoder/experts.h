@@ -83,6 +83,7 @@ inline void choose_experts(const trirun_mixture& m, const float* logits, Choice*
   const float tiny = m.score == TRIRUN_ROUTE_SIGMOID ? 1e-20f : 0.0f;
   const float by = m.normalize ? total + tiny : m.score == TRIRUN_ROUTE_SOFTMAX ? sum : 1.0f;
   for (int64_t j = 0; j < m.top_k; ++j) out->weights[j] = numbers ? out->weights[j] / by * m.scale : NAN;
+  for (int64_t j = 0; m.expert_scale && j < m.top_k; ++j) out->weights[j] *= m.expert_scale[out->ids[j]];
   out->shared = m.shared_gate ? sigmoid(logits[m.experts]) : 1.0f;
 }
 

@@ -124,7 +124,7 @@ struct Shared {
   SortedPairs pairs;
   float* expert_h;   // [pairs][size]
   float* expert_out; // [pairs][hidden]
-  float* shared_out; // [rows][hidden]: of shared experts
+  float* shared_out; // [rows][hidden]: of shared experts; of a single row where norms follow
   char* expert_act;  // [pairs] of the wider of hidden and size
   int32_t* slot;     // [rows]
   int32_t* position; // [rows]
@@ -246,7 +246,7 @@ inline int64_t lay_out(const trirun_decoder& d, int64_t rows, void* base, Shared
   out.pairs.take(memory, rows, top_k);
   out.expert_h = memory.take<float>(pairs * widest_expert(d));
   out.expert_out = memory.take<float>(rows > 1 ? pairs * d.hidden : 0);
-  out.shared_out = memory.take<float>(rows > 1 && top_k ? rows * d.hidden : 0);
+  out.shared_out = memory.take<float>(top_k ? rows * d.hidden : 0);
   out.expert_act = memory.take<char>(rows > 1 ? expert_act_bytes(d, pairs) : 0);
   out.slot = memory.take<int32_t>(rows);
   out.position = memory.take<int32_t>(rows);
@@ -348,6 +348,14 @@ class Model {
   void finish_part(float* y, const float* post_norm) const {
     if (post_norm) ops_.rms_norm(y, y, post_norm, d.hidden, d.norm_eps);
     if (d.residual_scale != 1) ops_.scale(y, d.hidden, d.residual_scale);
+  }
+
+  /* The same of a mixture: `sum` of a row's experts, and the shared expert's output, which this changes too. */
+  void finish_mixture(const trirun_layer& l, float* sum, float* shared_out, float shared) const {
+    if (l.experts_post_norm) ops_.rms_norm(sum, sum, l.experts_post_norm, d.hidden, d.norm_eps);
+    if (l.shared_post_norm) ops_.rms_norm(shared_out, shared_out, l.shared_post_norm, d.hidden, d.norm_eps);
+    if (l.ffn) ops_.add_scaled(sum, shared_out, d.hidden, shared);
+    finish_part(sum, l.mlp_post_norm);
   }
 
   /* A product's share of act(gate) * up, in place of gate. */

@@ -50,7 +50,7 @@ class SingleStep : public Model {
     Range heads;     // kv heads, of which own_heads says whether no other thread needs to know
     bool own_heads;
     float* x;         // [hidden], the residual stream
-    float* before;    // [hidden], the residual stream before a parallel layer
+    float* before;    // [hidden], the residual stream before a parallel layer; a shared expert's output
     float* row;       // [widest_input]
     float* up;        // [columns of its share of up, of all of a row's experts]
     float* part;      // [columns of its share of hidden]
@@ -124,6 +124,10 @@ class SingleStep : public Model {
   /* The feed-forward part's output, and where it is the last one the scale behind it. */
   void add_ffn(Thread& t, const trirun_layer& l) {
     add_part(t, l.mlp_post_norm);
+    scale_ffn(t, l);
+  }
+
+  void scale_ffn(Thread& t, const trirun_layer& l) const {
     if (const float* scale = ffn_scale_of(l)) ops_.scale(t.x, d.hidden, *scale);
   }
 
@@ -212,17 +216,24 @@ class SingleStep : public Model {
   void mixture(Thread& t, const trirun_layer& l, const trirun_mixture& m, const float* x) {
     const Range outputs = t.team.share(router_outputs(m));
     route(m, x, 1, s.router, outputs.begin, outputs.end);
+    trirun_act act;
+    const size_t bytes = static_cast<size_t>(expert_act_bytes(d, most_chosen(d)));
+    if (l.shared_norm) {
+      /* The shared expert's own input, beside the others'. */
+      norm(t.row, l.parallel ? t.before : t.x, l.shared_norm, nullptr);
+      trirun_cpu_act_init(&act, t.expert_act, bytes, 1, l.up.weight.k, d.act_bits);
+      isa_.quantize(act, t.row, TRIRUN_F32, d.hidden, d.hidden, 0, 1);
+    }
     t.team.barrier();
     Choice choice;
     choose_experts(m, s.router, &choice);
-    experts_gate_up(t, l, m, choice);
+    experts_gate_up(t, l, m, choice, l.shared_norm ? act : t.of_hidden);
     t.team.barrier();
     fetch(s.expert_h, m.top_k * m.size);
-    trirun_act act;
-    const size_t bytes = static_cast<size_t>(expert_act_bytes(d, most_chosen(d)));
     trirun_cpu_act_init(&act, t.expert_act, bytes, m.top_k, m.down[0].weight.k, d.act_bits);
     isa_.quantize(act, s.expert_h, TRIRUN_F32, m.size, m.size, 0, m.top_k);
     if (l.ffn) quantize(t, t.of_ffn, s.h, l.ffn, nullptr);
+    const bool normed = l.shared_post_norm || l.experts_post_norm;
     const auto [begin, end] = t.hidden;
     if (begin < end) {
       float* sum = s.x + begin * kTileN;
@@ -232,17 +243,26 @@ class SingleStep : public Model {
         product(block_of(m.down[choice.ids[j]], rows_of(act, j, 1), t.part, begin, end));
         ops_.add_scaled(sum, t.part, columns, choice.weights[j]);
       }
-      if (l.ffn) {
+      if (l.ffn && normed) {
+        product(part_of(l.down, t.of_ffn, s.shared_out, d.hidden, begin, end));
+      } else if (l.ffn) {
         product(block_of(l.down, t.of_ffn, t.part, begin, end));
         ops_.add_scaled(sum, t.part, columns, choice.shared);
       }
     }
     t.team.barrier();
-    add_ffn(t, l);
+    if (!normed) return add_ffn(t, l);
+    const size_t row_bytes = static_cast<size_t>(d.hidden) * sizeof(float);
+    memcpy(t.row, s.x, row_bytes);
+    if (l.ffn) memcpy(t.before, s.shared_out, row_bytes);
+    finish_mixture(l, t.row, t.before, choice.shared);
+    ops_.add(t.x, t.row, d.hidden);
+    scale_ffn(t, l);
   }
 
-  /* n tiles of all chosen experts and the shared one, one after another, are shared out. */
-  void experts_gate_up(Thread& t, const trirun_layer& l, const trirun_mixture& m, const Choice& choice) {
+  /* n tiles of all chosen experts and the shared one, one after another, are shared out. of_shared: its input. */
+  void experts_gate_up(Thread& t, const trirun_layer& l, const trirun_mixture& m, const Choice& choice,
+                       const trirun_act& of_shared) {
     const int64_t tiles = n_tiles_of(m.size);
     const Range mine = t.team.share(m.top_k * tiles + n_tiles_of(l.ffn));
     Int2Part parts[2 * (kMostChosen + 1)];
@@ -250,7 +270,7 @@ class SingleStep : public Model {
       float *h, *up;
       int64_t columns;
     } gated[kMostChosen + 1];
-    int count = 0;
+    int count = 0, alike = 0; /* alike: those that read the same row */
     float* up = t.up;
     for (int64_t j = 0; j <= m.top_k; ++j) {
       const bool shared = j == m.top_k;
@@ -260,12 +280,15 @@ class SingleStep : public Model {
       const int64_t begin = larger(mine.begin, first) - first, end = smaller(mine.end, last) - first;
       if (begin >= end) continue;
       float* h = shared ? s.h : s.expert_h + j * m.size;
-      parts[2 * count] = part_of(gate_of, t.of_hidden, h, gate_of.n, begin, end);
-      parts[2 * count + 1] = block_of(up_of, t.of_hidden, up, begin, end);
+      const trirun_act& input = shared ? of_shared : t.of_hidden;
+      parts[2 * count] = part_of(gate_of, input, h, gate_of.n, begin, end);
+      parts[2 * count + 1] = block_of(up_of, input, up, begin, end);
       gated[count++] = {h + begin * kTileN, up, columns_of(up_of, begin, end)};
       up += (end - begin) * kTileN;
+      if (!shared || !l.shared_norm) alike = count;
     }
-    if (count) products(parts, 2 * count);
+    if (alike) products(parts, 2 * alike);
+    if (count > alike) products(parts + 2 * alike, 2 * (count - alike));
     for (int i = 0; i < count; ++i) activate(gated[i].h, gated[i].up, gated[i].columns, m.activation, m.limit);
   }
 
