@@ -223,14 +223,18 @@ def is_quantizable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
-    """The quantizable layers of a block by their path within it, in definition order; see :func:`is_quantizable`."""
-    return {name: module for name, module in block.named_modules() if is_quantizable(module)}
+    """The quantizable layers of a block by their path within it, in definition order; see :func:`is_quantizable`. Those
+    within a router are none (Gemma 4): which experts a token goes to is decided in 16 bits."""
+    modules = dict(block.named_modules())
+    routers = tuple(f"{name}." for name, module in modules.items() if type(module).__name__.endswith("Router"))
+    return {name: module for name, module in modules.items() if is_quantizable(module) and not name.startswith(routers)}
 
 
 def kept_modules(block: nn.Module) -> dict[str, str]:
     """What else of a block holds matrices, and stays in 16 bits: paths within it, and what each is, "Conv1d
     [64, 1, 4]": convolutions, experts fused in a way of their own, recurrent parts, small linear layers."""
-    holders = {name: module for name, module in block.named_modules() if not is_quantizable(module)}
+    quantized = linear_layers(block)
+    holders = {name: module for name, module in block.named_modules() if name not in quantized}
     return {name: kind_of(module) for name, module in holders.items() if _largest(module).dim() > 1}
 
 

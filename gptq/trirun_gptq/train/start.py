@@ -15,7 +15,7 @@ from trirun_kernels.weights.names import SCALE, WEIGHT, ZERO
 from ..errors import QuantizationError, ScaleError
 from ..layer.quantized import Quantized
 from ..layer.scale_search import round_to_nearest
-from ..model.loader import TensorSource, decoder_blocks, is_quantizable
+from ..model.loader import TensorSource, decoder_blocks, linear_layers
 from ..model.writer import Collected
 from ..pipeline import quantize_model
 from ..recipe import Grid
@@ -34,8 +34,8 @@ def recipe_grids(model: Any, recipe: TrainRecipe) -> Grids:
     """
     choices, blocks = recipe.quantization(), f"{decoder_blocks(model)[0]}."
     grids: Grids = {}
-    for name, layer in model.named_modules():
-        grid = choices.choice(name) if name.startswith(blocks) and is_quantizable(layer) else None
+    for name, layer in linear_layers(model).items():
+        grid = choices.choice(name) if name.startswith(blocks) else None
         if grid is None:
             continue
         try:

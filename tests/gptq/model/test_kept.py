@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 from trirun_gptq.model.inputs import input_groups
-from trirun_gptq.model.loader import decoder_blocks, is_quantizable, kept_modules
+from trirun_gptq.model.loader import decoder_blocks, is_quantizable, kept_modules, linear_layers
 
 from tests.gptq.models import RECIPE, SIZES, load_result, make_model, run
 
@@ -78,6 +78,9 @@ def test_what_is_a_linear_layer():
     assert is_quantizable(plain) and not any(map(is_quantizable, (Router(64, 8), small, single, nn.Conv1d(64, 64, 1))))
     block = nn.ModuleDict({"plain": plain, "router": Router(64, 8), "small": small, "norm": nn.LayerNorm(64)})
     assert kept_modules(block) == {"router": "Router [8, 64]", "small": "Linear [64, 16]"}
+    # One that holds its layer (Gemma 4) is kept as well.
+    block = nn.ModuleDict({"plain": plain, "router": type("TextRouter", (Looking,), {})()})
+    assert [*linear_layers(block)] == ["plain"] and "router.seen" in kept_modules(block)
 
 
 class Looking(nn.Module):
