@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from trirun_kernels.weights.experts import SeparateExperts
 
-from ..model.activations import Batch
+from ..model.activations import Batch, shares
 from ..run import distributed as ranks
 
 WARMUP = 3  # steps taken as they are, in which libraries and the optimizer allocate what they keep
@@ -32,7 +32,7 @@ def recordable(batches: list[Batch], order: list[list[int]], blocks: Iterable[nn
         and ranks.world() == 1
         and all(len(step) == 1 for step in order)
         and len(set(map(_kind, batches))) <= KINDS
-        and not any(batch.shared for batch in batches)
+        and not any(shares(kwargs) for batch in batches for _, kwargs in batch.calls)
         and not any(isinstance(module, SeparateExperts) for block in blocks for module in block.modules())
         and sum(tensor.numel() for block in blocks for tensor in block.parameters()) <= LAUNCH_BOUND
     )

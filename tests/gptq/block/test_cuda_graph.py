@@ -30,6 +30,8 @@ def test_only_steps_of_few_kinds_are_recorded(monkeypatch):
     assert recordable(batches(), order, [block])
     assert not recordable(batches(device="cpu"), order, [block])
     assert not recordable(batches(), [[0, 1], [2]], [block])
+    shared = [replace(batch, calls=[((), {"shared": {}})]) for batch in batches()]
+    assert not recordable(shared, order, [block])
     # The last batch of a text is shorter; or of the same shape, but with another mask.
     assert recordable([*batches(2), *batches(1, length=9)], order, [block])
     others = [replace(batches(1)[0], calls=[((), {})]) for _ in range(KINDS)]
