@@ -49,7 +49,7 @@ def _gemma4(config: Config) -> Description:
     check_numbers(config, ("num_kv_shared_layers", "hidden_size_per_layer_input"), int, none=0)
     inputs, sources = _inputs(config), _sources(config, kinds)
     ffn, wide = config["intermediate_size"], 2 if config.get("use_double_wide_mlp") else 1
-    own = [_own_sizes(config, index, kind) for index, kind in enumerate(kinds)]
+    own = _own_sizes(config, kinds)
     if config.get("attention_k_eq_v"):
         own = [{**each, "tied_values": kind == FULL} for each, kind in zip(own, kinds, strict=True)]
     own = [{**each, "shared_with": source} for each, source in zip(own, sources, strict=True)]
@@ -127,21 +127,24 @@ def _inputs(config: Config) -> LayerInputs | None:
     return LayerInputs(size, vocab, size**0.5, config["hidden_size"] ** -0.5, 2**-0.5)
 
 
-def _own_sizes(config: Config, index: int, kind: str) -> dict[str, Any]:
-    """A layer's own sizes: of ``per_layer_config``, which transformers writes, or else those that are said of all
+def _own_sizes(config: Config, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Every layer's own sizes: of ``per_layer_config``, which transformers writes, or else those that are said of all
     layers that see everything."""
     stored = config.get("per_layer_config")
     if stored is None:
-        sizes = {"head_dim": config.get("global_head_dim") or 512} if kind == FULL else {}
-        if kind == FULL and config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
-            sizes["num_key_value_heads"] = config["num_global_key_value_heads"]
+        full = {"head_dim": config.get("global_head_dim") or 512}
+        if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
+            full["num_key_value_heads"] = config["num_global_key_value_heads"]
+        sizes = [full if kind == FULL else {} for kind in kinds]
     else:
         # Layers by their number, with zeros in front: "05".
-        sizes = {int(key): value for key, value in stored.items()}.get(index) or {}
-    if other := next((name for name in sizes if name not in OWN), None):
-        raise UnsupportedModel(f"layers with a {other} of their own")
-    check_numbers(sizes, tuple(OWN), int)
-    return {OWN[name]: value for name, value in sizes.items() if value is not None}
+        numbered = {int(key): value for key, value in stored.items()}
+        sizes = [numbered.get(index) or {} for index in range(len(kinds))]
+    for each in sizes:
+        if other := next((name for name in each if name not in OWN), None):
+            raise UnsupportedModel(f"layers with a {other} of their own")
+        check_numbers(each, tuple(OWN), int)
+    return [{OWN[name]: value for name, value in each.items() if value is not None} for each in sizes]
 
 
 # As of families.FAMILIES.

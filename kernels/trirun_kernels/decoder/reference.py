@@ -40,9 +40,9 @@ def forward(weights: DecoderWeights, tokens: Tensor, *, act_bits: int = 16, stor
         if isinstance(shape.mixer, GatedDelta):
             y = _delta(weights, layer, shape.mixer, before, act_bits)
         else:
-            y, kept[index] = _attention(
-                weights, layer, shape.mixer, before, act_bits, stored, kept.get(shape.mixer.shared_with or 0)
-            )
+            source = shape.mixer.shared_with
+            shared = None if source is None else kept[source]
+            y, kept[index] = _attention(weights, layer, shape.mixer, before, act_bits, stored, shared)
         read, x = x, x + _finished(s, y, layer.attention_post_norm)
         if not shape.parallel:
             read, before = x, _norm(s, x, layer.mlp_norm, layer.mlp_norm_bias)
@@ -191,7 +191,7 @@ def _attention(
     stored: Stored | None,
     shared: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """What attention adds, and its keys and values; ``shared``: those of the layer that it shares them with."""
+    """What attention adds, and its keys and values; ``shared``: those of another layer that it has in their place."""
     eps, m = weights.shape.norm_eps, x.shape[0]
 
     def heads(linear: Linear | None, norm: Tensor | None, turned: bool = True) -> Tensor:
@@ -204,7 +204,7 @@ def _attention(
         return rotate(part, cosines[:m], sines[:m], mixer.interleaved)
 
     q = heads(layer.q, layer.q_norm)
-    if mixer.shared_with is None or shared is None:
+    if shared is None:
         k, v = heads(layer.k, layer.k_norm), heads(layer.v, layer.v_norm, turned=False)
         shared = (k, v) if stored is None else stored(k, v)
     k, v = shared
