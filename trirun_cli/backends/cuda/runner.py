@@ -10,7 +10,6 @@ pieces of prompts run the same kernels uncaptured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from trirun_kernels.decoder.cuda_cache import widest_window
 from ...engine.paged_cache import PagedCache
 from ...engine.request import Request
 from ...engine.runner import Work
+from .graphs import StepGraph, captured
 from .pending import CudaPending, CudaPooled
 from .pieces import Piece, in_rows
 from .sampler import RING, CudaSampler, Reading
@@ -29,16 +29,6 @@ from .sampler import RING, CudaSampler, Reading
 # Batch sizes that have a graph: a step is padded to the next one.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_ROWS = 2048  # tokens of a step that runs prompts
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A captured step of so many rows: the model, where its logits are, and by turn the sampler, which waits for the
-    masks of grammars."""
-
-    model: torch.cuda.CUDAGraph
-    logits: Tensor
-    samplers: Sequence[torch.cuda.CUDAGraph]
 
 
 def runner_name(decoder: CudaDecoder) -> str:
@@ -86,14 +76,14 @@ class CudaRunner:
         self._staging = [torch.zeros(3, self.max_rows, dtype=torch.int32).pin_memory() for _ in range(RING)]
         self._staged_tables = [torch.from_numpy(self._tables).clone().pin_memory() for _ in range(RING)]
         self._turn = 0
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, StepGraph] = {}
         self._last: CudaPending | None = None
 
     def prepare(self) -> None:
         """See :class:`~.engine.runner.Runner`: captures a graph per batch size."""
         if not self._graphs:
             with torch.cuda.device(self._device), torch.inference_mode():
-                self._graphs = self._capture()
+                self._graphs = captured(self._decoder, self._sampler, self._inputs, self._buckets)
 
     def bind(self, slot: int, request: Request, generated: Sequence[int]) -> None:
         """See :class:`~.engine.runner.Runner`."""
@@ -168,7 +158,7 @@ class CudaRunner:
     def _step(self, work: Sequence[Work]) -> CudaPending:
         # Column by column: a step of many rows spends most of the host's time on one after another.
         slots, positions, tokens, samples, targets, _ = zip(*work, strict=True)
-        if all(samples) and not any(targets) and all(ids is None or len(ids) == 1 for ids in tokens):
+        if all(samples) and not any(targets) and max(map(len, filter(None, tokens)), default=1) == 1:
             return self._decode(slots, positions, tokens)
         self._sample_last()
         return self._mixed(work)
@@ -194,30 +184,6 @@ class CudaRunner:
             logits = self._decoder.forward(inputs, segments, kept)
             found = dict(zip(order, logits.float().split([pieces[i].keep for i in order]), strict=True))
         return [found[i] for i in range(len(pieces))]
-
-    def _capture(self) -> dict[int, _Graph]:
-        graphs: dict[int, _Graph] = {}
-        stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        # Weights and inputs are still on their way there on the current stream, which orders nothing on another: on a
-        # busy GPU the first step would read slots and tables that are not written yet.
-        stream.wait_stream(torch.cuda.current_stream())
-        # The largest first: the others then live in the memory that it needs.
-        for size in reversed(self._buckets):
-            inputs = self._inputs.rows(size)
-            with torch.cuda.stream(stream):
-                # Libraries choose algorithms and allocate on their first call. Rows without a slot change nothing.
-                self._sampler.sample(self._decoder.forward(inputs), inputs.slots, inputs.positions, inputs.tokens)
-            stream.synchronize()
-            model, samplers = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in range(RING)]
-            # Other threads may run another model meanwhile, and allocate: no part of this.
-            with torch.cuda.graph(model, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                logits = self._decoder.forward(inputs)
-            for turn, sampler in enumerate(samplers):
-                with torch.cuda.graph(sampler, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    self._sampler.sample(logits, inputs.slots, inputs.positions, inputs.tokens, turn)
-            graphs[size] = _Graph(model, logits, samplers)
-        torch.cuda.synchronize()
-        return graphs
 
     def _copy_tables(self) -> None:
         if not np.array_equal(self._tables, self.cache.tables):
