@@ -23,6 +23,10 @@ RING = 4
 FEWEST_THREADED = 16
 
 
+# By slot, the place of its token, and what takes it.
+_Takers = dict[int, tuple[int, Callable[[int], None]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Results on their way to the host's memory; complete once ``done`` is reached.
@@ -96,19 +100,21 @@ class CudaSampler:
         self._alternatives: dict[int, int] = {}  # of slots that want log-probabilities
         self._prompt_alternatives = [0] * slots
         self._constraints: dict[int, Constraint] = {}
-        # Tokens on their way for slots with a constraint: when they are there, and at which place a slot's is.
-        self._unread: list[tuple[torch.cuda.Event, Tensor, dict[int, int]]] = []
+        # Tokens on their way for slots with a constraint: when they are there, which they are, and who takes them.
+        self._unread: list[tuple[torch.cuda.Event, Tensor, _Takers]] = []
         self._mask_thread = MaskThread()
-        # What fills the masks of which slots, for as long as these have the same constraints.
-        self._filler: tuple[list[int], Callable[[], None]] | None = None
+        # Of the slots of a step, for as long as they have the same constraints, since most steps are of the same ones:
+        # what fills their masks, if some have any, and who takes the tokens.
+        self._filler: tuple[Sequence[int], int, Callable[[], None]] | None = None
+        self._takers: tuple[Sequence[int], _Takers] | None = None
 
     def bind(self, slot: int, request: Request, generated: Sequence[int] = ()) -> None:
         """Begin a slot's request, after the tokens that it has generated already."""
         device, params, prompt = self._device, request.params, request.prompt
-        for *_, places in self._unread:
-            places.pop(slot, None)
-        if self._constraints.pop(slot, None) is not None:
-            self._filler = None
+        for *_, takers in self._unread:
+            takers.pop(slot, None)
+        self._filler = self._takers = None
+        self._constraints.pop(slot, None)
         if (constraint := request.constrained(generated)) is not None:
             self._constraints[slot] = constraint
         self._alternatives.pop(slot, None)
@@ -139,15 +145,15 @@ class CudaSampler:
         Returns:
             whether they are still being made, on a thread: then something else can be done before :meth:`constrain`.
         """
-        asked = [slot for slot in slots if slot in self._constraints]
-        if not asked:
+        if not self._constraints:
             self._take()
             return False
-        if self._filler is None or self._filler[0] != asked:
+        if self._filler is None or self._filler[0] != slots:
+            asked = [slot for slot in slots if slot in self._constraints]
             texts, masks = [self._constraints[slot] for slot in asked], self._masks.numpy().view(np.uint32)
-            self._filler = asked, mask_filler(texts, masks, asked)
-        _, fill = self._filler
-        if threaded := len(asked) >= FEWEST_THREADED:
+            self._filler = slots, len(asked), mask_filler(texts, masks, asked)
+        _, count, fill = self._filler
+        if threaded := count >= FEWEST_THREADED:
             self._mask_thread.begin(self._take, fill)
         else:
             self._take()
@@ -156,15 +162,15 @@ class CudaSampler:
 
     def _take(self) -> None:
         """Wait for the tokens of the step before and take them in. Nobody reads that step's masks any more then."""
-        for done, tokens, places in self._unread:
+        for done, tokens, takers in self._unread:
             # A thread that has no device yet would begin to use the first.
             with torch.cuda.device(self._device):
                 done.synchronize()
             ids = tokens.tolist()
-            for slot, place in places.items():
+            for place, advance in takers.values():
                 # A text without a next token has ended with an error.
                 if (id := ids[place]) >= 0:
-                    self._constraints[slot].advance(id)
+                    advance(id)
         self._unread.clear()
 
     def constrain(self) -> None:
@@ -211,8 +217,11 @@ class CudaSampler:
         if (done := self._done.get(turn)) is None:
             done = self._done[turn] = torch.cuda.Event()
         done.record()
-        if self._constraints and (places := {slot: i for i, slot in enumerate(slots) if slot in self._constraints}):
-            self._unread.append((done, results[0], places))
+        if self._constraints:
+            if self._takers is None or self._takers[0] != slots:
+                texts = [(slot, i, self._constraints.get(slot)) for i, slot in enumerate(slots)]
+                self._takers = slots, {slot: (i, text.advance) for slot, i, text in texts if text is not None}
+            self._unread.append((done, results[0], self._takers[1]))
         return Reading(done, alternatives, results, count, top, ids, counts, scores)
 
 
