@@ -131,15 +131,15 @@ def stacks(experts, hidden, inner, spec, bias):
      (QuantSpec(32, 1.5), 16), (QuantSpec(-1, None), 16), (QuantSpec(-1, 1.0), 8), (QuantSpec(128, 1.5), 8),
      (QuantSpec(64, None), 8)],
 )  # fmt: skip
-@pytest.mark.parametrize(("hidden", "inner", "activation"), [(512, 384, "silu"), (640, 128, CLIPPED_SWIGLU)])
-def test_products_of_all_experts(hidden, inner, activation, spec, act_bits, dtype):
+@pytest.mark.parametrize("k, n, activation", [(512, 384, "silu"), (640, 128, CLIPPED_SWIGLU), (512, 64, "gelu_tanh")])
+def test_products_of_all_experts(k, n, activation, spec, act_bits, dtype):
     routing, limit = Routing(9, 3), 1.5
-    packed, biases, gate_up, down = stacks(9, hidden, inner, spec, activation == CLIPPED_SWIGLU)
+    packed, biases, gate_up, down = stacks(9, k, n, spec, activation == CLIPPED_SWIGLU)
     gate_up, down = gate_up.to("cuda"), down.to("cuda")
     dense = [[dequantize(w).cuda() for w in parts] for parts in packed]
     tiles = (1, 2, 4, 64, 128) if act_bits == 16 else (1, 4, 8)
     for m, tile_rows in [(m, rows) for m in (1, 7, 90) for rows in tiles]:
-        x, *_, routes = routed(routing, m, dtype, hidden=hidden, seed=m, tile_rows=tile_rows, extras=m > 1)
+        x, *_, routes = routed(routing, m, dtype, hidden=k, seed=m, tile_rows=tile_rows, extras=m > 1)
         options = {"act_bits": act_bits}
         h = cuda_experts.experts(gate_up, x, routes, gathered=True, activation=activation, limit=limit, **options)
         y = cuda_experts.experts(down, h, routes, gathered=False, **options)
@@ -173,7 +173,7 @@ def test_products_of_all_experts(hidden, inner, activation, spec, act_bits, dtyp
 
 @gpu
 @pytest.mark.parametrize("act_bits", [16, 8])
-@pytest.mark.parametrize("activation", ["silu", "relu2", CLIPPED_SWIGLU])
+@pytest.mark.parametrize("activation", ["silu", "relu2", "gelu_tanh", CLIPPED_SWIGLU])
 def test_no_activation_hides_a_nan(activation, act_bits):
     routing = Routing(4, 2)
     *_, gate_up, _ = stacks(4, 256, 128, QuantSpec(128, 1.5), False)
