@@ -30,7 +30,7 @@ ROUTINGS = {
 
 
 def test_structures_have_the_sizes_of_trirun_h():
-    assert ctypes.sizeof(cuda_structs.RouteStruct) == 14 * 8 + 4 * 8 + 8 * 4 + 4 + 4 + 8
+    assert ctypes.sizeof(cuda_structs.RouteStruct) == 15 * 8 + 4 * 8 + 8 * 4 + 4 + 4 + 8
     assert ctypes.sizeof(cuda_structs.ExpertsStruct) == ctypes.sizeof(Int2Struct) + 6 * 8 + 5 * 8 + 8 * 4
     assert ctypes.sizeof(cuda_structs.CombineStruct) == 6 * 8 + 5 * 8 + 2 * 4
 
@@ -45,9 +45,8 @@ def routed(routing, m, dtype=torch.bfloat16, *, hidden=512, seed=0, tile_rows=4,
     router = (draw(routing.experts + shared, hidden) * 2 * hidden**-0.5).to(dtype)
     options = {}
     if extras:
-        options["bias"] = draw(routing.experts)
-        corrected = routing.score == "sigmoid" or not routing.normalize
-        options["correction"] = draw(routing.experts).abs() if corrected else None
+        n, corrected = routing.experts, routing.score == "sigmoid" or not routing.normalize
+        options |= {"bias": draw(n), "correction": draw(n).abs() if corrected else None, "expert_scale": draw(n)}
         options["slots"] = torch.arange(m, device="cuda", dtype=torch.int32)
         options["slots"][1::3] = -1
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -65,6 +64,7 @@ def test_rows_go_where_the_reference_sends_them(name, m, dtype):
     x, router, options, routes = routed(routing, m, dtype, shared=shared)
     logits = x.float() @ router.float().t()
     ids, weights = choose(routing, logits[:, : routing.experts] + options["bias"], options["correction"])
+    weights *= options["expert_scale"][ids]
     kept = options["slots"] >= 0
     found = routes.ids.long()
     assert (found[~kept] == -1).all() and (routes.weights[~kept] == 0).all()
