@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 19
+#define TRIRUN_ABI_VERSION 20
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -708,6 +708,7 @@ typedef struct {
   float* logits; /* [m][ld]: of all experts, and of the shared expert's gate behind them */
   const float* bias; /* [experts], of the logits, or NULL */
   const float* correction; /* [experts] or NULL: added to scores for the choice, not for the weights */
+  const float* expert_scale; /* [experts], factors of the weights in the end, or NULL */
   const int32_t* slots; /* [m] or NULL: a row with a negative slot goes to no expert */
   float* weights; /* [m][top_k] */
   float* shared_weights; /* [m] or NULL: sigmoid of the shared expert's gate */
@@ -721,8 +722,7 @@ typedef struct {
   int32_t experts, top_k, tile_rows; /* at most 512, 32; sorted rows of a tile */
   int32_t score; /* TRIRUN_ROUTE_... */
   int32_t groups, top_groups; /* experts outside of the best groups are not chosen; 1 and 1: no groups */
-  int32_t normalize; /* weights of a row sum to `scale` */
-  int32_t dtype;
+  int32_t normalize, dtype; /* normalize: weights of a row sum to `scale`, before `expert_scale` */
   float scale; /* of the weights */
   const trirun_rows* rows; /* what makes x, its y, first, in host memory; or NULL: x is there */
 } trirun_route;

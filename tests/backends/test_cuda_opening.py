@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from trirun_kernels.decoder.shape import DecoderShape
 
-from tests.small_models import FAMILIES, ON_A_GPU, SIZES
+from tests.small_models import FAMILIES, ON_A_GPU, SIZES, save_ternary
+from trirun_cli.backends.cpu.weights import decoder_weights
 from trirun_cli.backends.cuda import opening
 from trirun_cli.backends.cuda.opening import CACHE_SHARE, cache_pages
 from trirun_cli.backends.cuda.weights import load_model
+from trirun_cli.checkpoint.reader import Checkpoint
 from trirun_cli.errors import OutOfMemoryError
 from trirun_cli.models.description import UnsupportedModel, decoder_shape, gpu_decoder_shape
 
@@ -63,6 +65,24 @@ def test_what_is_missing_is_left_to_transformers_to_judge(plain_model, copy_of, 
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=f"no tensor {name}"):
         load_model(model, device=torch.device("cpu"))
+
+
+def test_of_experts_a_gpu_reads_what_a_cpu_reads(tmp_path):
+    *_, packed = save_ternary("gemma4_text", FAMILIES["gemma4_text, experts"], tmp_path)
+    source = Checkpoint(packed)
+    of_cpu = decoder_weights(source, source.format, 64).layers
+    layers = load_model(packed, device=torch.device("cpu"), dtype="float16").layers
+    for layer, expected in zip(layers, of_cpu, strict=True):
+        own, router = layer.mixture, torch.from_numpy(expected.mixture.router)
+        assert torch.equal(own.router, router.half()) and own.bias is None and own.correction is None
+        assert torch.equal(own.expert_scale, torch.from_numpy(expected.mixture.expert_scale))
+        for name in ("mlp_norm", "shared_norm", "shared_post_norm", "experts_post_norm", "mlp_post_norm"):
+            assert torch.equal(layer.norms[name], torch.from_numpy(getattr(expected, name))), name
+    tensors = load_file(packed / "model.safetensors")
+    scale = "model.layers.2.router.per_expert_scale"
+    save_file(tensors | {scale: tensors[scale][1:].clone()}, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"expert_scale \[7\] of 8 experts"):
+        load_model(packed, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)

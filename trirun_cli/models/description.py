@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["Description", "TensorNames", "UnsupportedModel"]
 
 GPU_DTYPES = ("float16", "bfloat16")
-# Vectors of layers with experts that the kernels of GPUs do not have.
-MIXTURE_NORMS = ("shared_norm", "shared_post_norm", "experts_post_norm")
 # Longer contexts are for the asking; a cache of this length is at hand without a thought.
 DEFAULT_CONTEXT = 8192
 # What the decoder's tensors begin with, and the output head's, in models that see or hear too.
@@ -68,16 +66,13 @@ def gpu_decoder_shape(config: dict[str, Any]) -> DecoderShape:
     """
     from trirun_kernels.decoder.shape import Attention, mixer_runs
 
-    found = description(config)
-    shape, scaled = found.shape, found.names.mixture.expert_scale is not None
+    shape = decoder_shape(config)
     if shape.inputs is not None:
         raise UnsupportedModel("an input of every layer's own")
     if any(layer.mixer.shared_with is not None for layer in shape.layers):
         raise UnsupportedModel("layers that share keys and values")
     for layer in shape.layers:
         ffn, mixer = layer.feed_forward.size, layer.mixer
-        if layer.mixture is not None and (scaled or any(name in layer.vectors for name in MIXTURE_NORMS)):
-            raise UnsupportedModel("experts and a feed-forward part beside them, each with norms of its own")
         if layer.mixture is not None and layer.mixture.size % 16:
             raise UnsupportedModel(f"experts of size {layer.mixture.size}")
         if ffn % 16 or not mixer_runs(mixer):

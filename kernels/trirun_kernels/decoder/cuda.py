@@ -181,7 +181,7 @@ class CudaDecoder:
                     later = m == 1 and not layer.gate_up
                     norm |= {"keep": True, "limbs": mixture.packed or bool(layer.gate_up), "later": later}
                 x = self._rows(**self._added(delta, post), m=m, residual=residual, **norm)
-            delta = self._feed_forward(index, x, m, inputs.slots)
+            delta = self._feed_forward(index, x, m, inputs.slots, residual)
             post = layer.norms.get("mlp_post_norm")
             if index + 1 < len(model.layers):
                 following = self._norm(index + 1, "attention")
@@ -326,13 +326,20 @@ class CudaDecoder:
             k, v = (each.flatten(1) for each in kept)
         return prompt_attention(rotated, k, v, heads, prompts)
 
-    def _feed_forward(self, index: int, x: Activations, m: int, slots: Tensor) -> Tensor | Mixed:
-        layer = self.model.layers[index]
+    def _feed_forward(self, index: int, x: Activations, m: int, slots: Tensor, residual: Tensor) -> Tensor | Mixed:
+        layer, eps, shared = self.model.layers[index], self.model.shape.norm_eps, None
         if layer.mixture is None:
             return self._mlp(index, x, m)
-        shared = self._mlp(index, x, m) if layer.gate_up else None
+        if layer.gate_up:
+            own = self._norm(index, "shared")
+            read = x if own["norm"] is None else self._rows(ops.RESIDUAL, None, m, residual=residual, **own)
+            shared = self._mlp(index, read, m)
+            if (norm := layer.norms.get("shared_post_norm")) is not None:
+                ops.rows(ops.PLAIN, shared, norm=norm, eps=eps, y=shared)
         limbs = x.data if x.limbs and layer.mixture.packed else None
-        return layer.mixture(x.values, slots, shared, limbs=limbs, rows=x.pending)
+        mixed = layer.mixture(x.values, slots, shared, limbs=limbs, rows=x.pending)
+        norm = layer.norms.get("experts_post_norm")
+        return mixed if norm is None else mixed.normed_sum(norm, eps)
 
     def _mlp(self, index: int, x: Activations, m: int) -> Tensor:
         layer, feed_forward = self.model.layers[index], self.model.shape.layers[index].feed_forward
@@ -352,12 +359,12 @@ class CudaDecoder:
         return torch.empty(size, dtype=torch.uint8, device=self.model.device)
 
     def _rows(
-        self, source: int, x: Tensor | PackedWeight, m: int, *, keep: bool = False, limbs: bool = True,
+        self, source: int, x: Tensor | PackedWeight | None, m: int, *, keep: bool = False, limbs: bool = True,
         later: bool = False, **options: Any,
     ) -> Activations:  # fmt: skip
         """``keep``: the 16-bit values too, where the result is limbs. ``limbs``: whether it may be. ``later``: not yet,
         see :class:`.Activations`."""
-        n, eps = self.model.shape.hidden if isinstance(x, PackedWeight) else x.shape[1], self.model.shape.norm_eps
+        n, eps = x.shape[1] if isinstance(x, Tensor) else self.model.shape.hidden, self.model.shape.norm_eps
         made = self._limbs(m, n) if limbs and m in self._limb_rows else None
         y = None
         if made is None or keep:

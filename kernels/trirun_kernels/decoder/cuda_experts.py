@@ -20,7 +20,7 @@ from ..native import DTYPES, Int2Struct, check_cuda
 from ..native import cuda as library
 from ..weights.packing import PackedWeight
 from ..weights.stacked_experts import StackedExperts
-from .cuda_ops import GATE, rows
+from .cuda_ops import GATE, PLAIN, POST, rows
 from .cuda_structs import CombineStruct, ExpertsStruct, RouteStruct, RowsStruct
 from .reference import gated
 from .shape import ACTIVATIONS, CLIPPED_SWIGLU, SCORES, Mixture, Routing
@@ -78,16 +78,16 @@ def chosen_tile_rows(m: int, routing: Routing, k: int, act_bits: int) -> int:
 
 def route(
     routing: Routing, x: Tensor, router: Tensor, counter: Tensor, tile_rows: int, *, bias: Tensor | None = None,
-    correction: Tensor | None = None, slots: Tensor | None = None, shared: bool = False,
-    rows: RowsStruct | None = None,
+    correction: Tensor | None = None, expert_scale: Tensor | None = None, slots: Tensor | None = None,
+    shared: bool = False, rows: RowsStruct | None = None,
 ) -> Routes:  # fmt: skip
     """Route rows.
 
     Args:
         x: [m, hidden], float16 or bfloat16. router: [experts, hidden] of x's type; ``shared``: one row more, the shared
             expert's gate.
-        counter: int32 [1], zero, and left zero. bias: of the router, correction: see :func:`.reference.choose`, float32
-            [experts] or None.
+        counter: int32 [1], zero, and left zero. bias: of the router, correction: see :func:`.reference.choose`,
+            expert_scale: factors of the weights in the end, float32 [experts] or None.
         slots: int32 [m] or None; a row with a negative slot goes to no expert.
         rows: what makes x first, of at most 64 rows, or None.
     """
@@ -103,9 +103,9 @@ def route(
     shared_weights = torch.empty(m, device=device) if shared else None
     struct = RouteStruct(
         x.data_ptr() if few else None, router.data_ptr(), logits.data_ptr(), _pointer(bias), _pointer(correction),
-        _pointer(slots), weights.data_ptr(), _pointer(shared_weights), ids.data_ptr(), places.data_ptr(),
-        order.data_ptr(), tiles.data_ptr(), ends.data_ptr(), counter.data_ptr(), m, k, x.stride(0), outputs,
-        routing.experts, routing.top_k, tile_rows, SCORES[routing.score], routing.groups, routing.top_groups,
+        _pointer(expert_scale), _pointer(slots), weights.data_ptr(), _pointer(shared_weights), ids.data_ptr(),
+        places.data_ptr(), order.data_ptr(), tiles.data_ptr(), ends.data_ptr(), counter.data_ptr(), m, k, x.stride(0),
+        outputs, routing.experts, routing.top_k, tile_rows, SCORES[routing.score], routing.groups, routing.top_groups,
         routing.normalize, DTYPES[str(x.dtype)[6:]], routing.scale, None if rows is None else ctypes.pointer(rows),
     )  # fmt: skip
     check_cuda(library().trirun_cuda_route(ctypes.byref(struct), _stream()), f"route: {x.dtype} {[m, k]}, {routing}")
@@ -190,6 +190,16 @@ class Mixed:
         check_cuda(code, f"combine: {x.dtype} {list(x.shape)}")
         return y
 
+    def normed_sum(self, norm: Tensor, eps: float) -> Tensor:
+        """:meth:`sum` of the experts' sum through an RMS norm, of the weight float32 [n], and of the shared output."""
+        y, shared, weights = dataclasses.replace(self, shared=None).sum(), self.shared, self.routes.shared_weights
+        if shared is None:
+            rows(PLAIN, y, norm=norm, eps=eps, y=y)
+            return y
+        beside = shared.float() if weights is None else shared * weights.unsqueeze(1)
+        rows(POST, y, residual=beside, post_norm=norm, eps=eps, y=y)
+        return y
+
 
 @dataclass(frozen=True, slots=True)
 class CudaMixture:
@@ -199,7 +209,7 @@ class CudaMixture:
         mixture: their description.
         gate_up, down: packed, or dense [experts, 2·size, hidden] and [experts, hidden, size] in bfloat16.
         router: [experts, hidden] of the activations' type; with a gate of the shared expert that is one row more.
-        bias, correction: float32 [experts] or None, see :class:`~.weights.MixtureWeights`.
+        bias, correction, expert_scale: float32 [experts] or None, see :class:`~.weights.MixtureWeights`.
         counter: int32 [1], zero between steps. act_bits: of packed experts.
     """
 
@@ -211,20 +221,23 @@ class CudaMixture:
     correction: Tensor | None
     counter: Tensor
     act_bits: int = 16
+    expert_scale: Tensor | None = None
 
     @classmethod
     def of(
         cls, mixture: Mixture, weights: Mapping[str, Sequence[Any]], biases: Mapping[str, Sequence[Any]],
-        router: Tensor, bias: Any, correction: Any, device: torch.device | str, dtype: torch.dtype, act_bits: int = 16,
+        own: Mapping[str, Any], device: torch.device | str, dtype: torch.dtype, act_bits: int = 16,
     ) -> CudaMixture:  # fmt: skip
         """Copies to the GPU.
 
         Args:
             weights: "gate", "up" and "down" of every expert, all packed or all dense [n, k]. biases: likewise, [n] or
-                None. router: [rows, hidden]. bias, correction: [experts] or None.
+                None. own: the other fields of :class:`~.weights.MixtureWeights`, of which all but "router" may be
+                None or not there.
 
         Raises:
-            ValueError: experts of several shapes or grids; dense ones in float16, or with biases.
+            ValueError: experts of several shapes or grids; dense ones in float16, or with biases; factors or the like
+                of another number of experts.
         """
 
         def vector(x: Any) -> Tensor | None:
@@ -239,10 +252,14 @@ class CudaMixture:
                 raise ValueError(f"experts that are not packed run in bfloat16 and without biases, not in {dtype}")
             return torch.stack([torch.cat(each).to(device, dtype) for each in parts])
 
-        counter = torch.zeros(1, dtype=torch.int32, device=device)
+        counter, vectors = torch.zeros(1, dtype=torch.int32, device=device), {}
+        for name in ("bias", "correction", "expert_scale"):
+            found = vectors[name] = vector(own.get(name))
+            if found is not None and found.shape != (mixture.routing.experts,):
+                raise ValueError(f"{name} {list(found.shape)} of {mixture.routing.experts} experts")
+        router = torch.as_tensor(own["router"]).to(device, dtype).contiguous()
         return cls(
-            mixture, joined("gate", "up"), joined("down"), router.to(device, dtype).contiguous(), vector(bias),
-            vector(correction), counter, act_bits,
+            mixture, joined("gate", "up"), joined("down"), router, counter=counter, act_bits=act_bits, **vectors
         )  # fmt: skip
 
     @property
@@ -282,8 +299,8 @@ class CudaMixture:
         if isinstance(self.gate_up, StackedExperts):
             tile_rows = chosen_tile_rows(x.shape[0], routing, max(x.shape[1], mixture.size), self.act_bits)
         routes = route(
-            routing, x, self.router, self.counter, tile_rows, bias=self.bias, correction=self.correction, slots=slots,
-            shared=mixture.shared_gate, rows=rows,
+            routing, x, self.router, self.counter, tile_rows, bias=self.bias, correction=self.correction,
+            expert_scale=self.expert_scale, slots=slots, shared=mixture.shared_gate, rows=rows,
         )  # fmt: skip
         if isinstance(self.gate_up, Tensor) or isinstance(self.down, Tensor):
             y = self._dense(x, routes)

@@ -134,7 +134,7 @@ def rows_struct(
         residual: float32 [m, n], written by RESIDUAL, EMBED and POST. norm, norm_bias, post_norm: float32 [n].
         centered: the norm is a layer norm, else an RMS norm.
         output_scale: of the residual stream behind the sum of RESIDUAL or POST.
-        y: [m, n] of x's dtype, x itself serves; with a packed embedding and limbs there is none, and no dtype.
+        y: [m, n] of x's dtype, x itself serves; of a packed embedding or no x, as limbs, there is none, and no dtype.
         limbs: uint8, as :func:`trirun_kernels.gemm.activations.quantize_activations` makes them.
         tokens: int32 [m]; a negative one stands for ``latest[slots[row]]``, int32 both.
         mixed: with RESIDUAL, the weighted sum to add instead of x; x is what it sums, for its size and type.
@@ -142,8 +142,8 @@ def rows_struct(
     packed = x if isinstance(x, PackedWeight) else None
     x = None if isinstance(x, PackedWeight) else x
     like, typed = x if residual is None else residual, y if x is None else x
-    if like is None or (typed is None and packed is None):
-        raise ValueError(f"rows: source {source} needs x, or a residual and y")
+    if like is None or (typed is None and packed is None and limbs is None):
+        raise ValueError(f"rows: source {source} needs x, or a residual and y or limbs")
     (m, n), dtype, vocab = like.shape, torch.float16 if typed is None else typed.dtype, 0
     if tokens is not None:
         m = tokens.shape[0]

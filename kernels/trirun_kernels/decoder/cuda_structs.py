@@ -91,8 +91,8 @@ class RouteStruct(ctypes.Structure):
     """``trirun_route`` of csrc/trirun.h."""
 
     _fields_ = (
-        *((name, _P) for name in ("x", "router", "logits", "bias", "correction", "slots", "weights", "shared_weights")),
-        *((name, _P) for name in ("ids", "places", "order", "tiles", "ends", "counter")),
+        *((name, _P) for name in ("x", "router", "logits", "bias", "correction", "expert_scale", "slots", "weights")),
+        *((name, _P) for name in ("shared_weights", "ids", "places", "order", "tiles", "ends", "counter")),
         *((name, _L) for name in ("m", "k", "ldx", "ld")),
         *((name, _I) for name in ("experts", "top_k", "tile_rows", "score", "groups", "top_groups", "normalize")),
         ("dtype", _I),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -260,11 +260,11 @@ def _mixture(
 ) -> CudaMixture | None:  # fmt: skip
     if weights is None or mixture is None:
         return None
-    every = {name: getattr(weights, name) for name in ("gate", "up", "down")}
+    every = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    linears = {name: every.pop(name) for name in ("gate", "up", "down")}
     return CudaMixture.of(
-        mixture, {name: [linear.weight for linear in each] for name, each in every.items()},
-        {name: [linear.bias for linear in each] for name, each in every.items()}, torch.as_tensor(weights.router),
-        weights.bias, weights.correction, device, dtype, act_bits,
+        mixture, {name: [linear.weight for linear in each] for name, each in linears.items()},
+        {name: [linear.bias for linear in each] for name, each in linears.items()}, every, device, dtype, act_bits,
     )  # fmt: skip
 
 

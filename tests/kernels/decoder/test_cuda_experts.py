@@ -30,7 +30,7 @@ ROUTINGS = {
 
 
 def test_structures_have_the_sizes_of_trirun_h():
-    assert ctypes.sizeof(cuda_structs.RouteStruct) == 14 * 8 + 4 * 8 + 8 * 4 + 4 + 4 + 8
+    assert ctypes.sizeof(cuda_structs.RouteStruct) == 15 * 8 + 4 * 8 + 8 * 4 + 4 + 4 + 8
     assert ctypes.sizeof(cuda_structs.ExpertsStruct) == ctypes.sizeof(Int2Struct) + 6 * 8 + 5 * 8 + 8 * 4
     assert ctypes.sizeof(cuda_structs.CombineStruct) == 6 * 8 + 5 * 8 + 2 * 4
 
@@ -45,9 +45,8 @@ def routed(routing, m, dtype=torch.bfloat16, *, hidden=512, seed=0, tile_rows=4,
     router = (draw(routing.experts + shared, hidden) * 2 * hidden**-0.5).to(dtype)
     options = {}
     if extras:
-        options["bias"] = draw(routing.experts)
-        corrected = routing.score == "sigmoid" or not routing.normalize
-        options["correction"] = draw(routing.experts).abs() if corrected else None
+        n, corrected = routing.experts, routing.score == "sigmoid" or not routing.normalize
+        options |= {"bias": draw(n), "correction": draw(n).abs() if corrected else None, "expert_scale": draw(n)}
         options["slots"] = torch.arange(m, device="cuda", dtype=torch.int32)
         options["slots"][1::3] = -1
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -65,6 +64,7 @@ def test_rows_go_where_the_reference_sends_them(name, m, dtype):
     x, router, options, routes = routed(routing, m, dtype, shared=shared)
     logits = x.float() @ router.float().t()
     ids, weights = choose(routing, logits[:, : routing.experts] + options["bias"], options["correction"])
+    weights *= options["expert_scale"][ids]
     kept = options["slots"] >= 0
     found = routes.ids.long()
     assert (found[~kept] == -1).all() and (routes.weights[~kept] == 0).all()
@@ -131,15 +131,15 @@ def stacks(experts, hidden, inner, spec, bias):
      (QuantSpec(32, 1.5), 16), (QuantSpec(-1, None), 16), (QuantSpec(-1, 1.0), 8), (QuantSpec(128, 1.5), 8),
      (QuantSpec(64, None), 8)],
 )  # fmt: skip
-@pytest.mark.parametrize(("hidden", "inner", "activation"), [(512, 384, "silu"), (640, 128, CLIPPED_SWIGLU)])
-def test_products_of_all_experts(hidden, inner, activation, spec, act_bits, dtype):
+@pytest.mark.parametrize("k, n, activation", [(512, 384, "silu"), (640, 128, CLIPPED_SWIGLU), (512, 64, "gelu_tanh")])
+def test_products_of_all_experts(k, n, activation, spec, act_bits, dtype):
     routing, limit = Routing(9, 3), 1.5
-    packed, biases, gate_up, down = stacks(9, hidden, inner, spec, activation == CLIPPED_SWIGLU)
+    packed, biases, gate_up, down = stacks(9, k, n, spec, activation == CLIPPED_SWIGLU)
     gate_up, down = gate_up.to("cuda"), down.to("cuda")
     dense = [[dequantize(w).cuda() for w in parts] for parts in packed]
     tiles = (1, 2, 4, 64, 128) if act_bits == 16 else (1, 4, 8)
     for m, tile_rows in [(m, rows) for m in (1, 7, 90) for rows in tiles]:
-        x, *_, routes = routed(routing, m, dtype, hidden=hidden, seed=m, tile_rows=tile_rows, extras=m > 1)
+        x, *_, routes = routed(routing, m, dtype, hidden=k, seed=m, tile_rows=tile_rows, extras=m > 1)
         options = {"act_bits": act_bits}
         h = cuda_experts.experts(gate_up, x, routes, gathered=True, activation=activation, limit=limit, **options)
         y = cuda_experts.experts(down, h, routes, gathered=False, **options)
@@ -173,7 +173,7 @@ def test_products_of_all_experts(hidden, inner, activation, spec, act_bits, dtyp
 
 @gpu
 @pytest.mark.parametrize("act_bits", [16, 8])
-@pytest.mark.parametrize("activation", ["silu", "relu2", CLIPPED_SWIGLU])
+@pytest.mark.parametrize("activation", ["silu", "relu2", "gelu_tanh", CLIPPED_SWIGLU])
 def test_no_activation_hides_a_nan(activation, act_bits):
     routing = Routing(4, 2)
     *_, gate_up, _ = stacks(4, 256, 128, QuantSpec(128, 1.5), False)

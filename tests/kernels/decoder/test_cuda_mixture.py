@@ -8,16 +8,17 @@ from trirun_kernels import QuantSpec
 from trirun_kernels.decoder import cuda_experts, reference
 from trirun_kernels.decoder import cuda_ops as ops
 from trirun_kernels.decoder.cuda import CudaDecoder, Inputs, Segment
+from trirun_kernels.decoder.cuda_experts import Mixed, Routes
 from trirun_kernels.decoder.cuda_weights import CudaModel
 from trirun_kernels.decoder.shape import Routing
 from trirun_kernels.gemm.cuda import activation_bytes
 from trirun_kernels.weights.stacked_experts import StackedExperts
 
 from tests.kernels.decoder.cuda_support import BOTH, ROUNDING, gpu, random_packed
-from tests.kernels.decoder.mixtures import MIXTURES, OWN, random_mixture
+from tests.kernels.decoder.mixtures import MIXTURES, random_mixture
 from tests.kernels.decoder.models import VOCAB
 
-EVERY = pytest.mark.parametrize("name", [name for name in MIXTURES if name not in OWN])
+EVERY = pytest.mark.parametrize("name", MIXTURES)
 
 
 def decoder(model, slots=4):
@@ -47,7 +48,7 @@ def test_logits_are_those_of_the_reference(name, spec, act_bits, dtype):
     tokens = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(1))
     expected = reference.forward(weights, tokens, act_bits=act_bits)
     runs = decoder(CudaModel.of(weights, "cuda", dtype, act_bits=act_bits))
-    pieces = ((0, 90), (90, 140), *((i, i + 1) for i in range(140, 150)))
+    pieces = ((0, 90), (90, 133), (133, 140), *((i, i + 1) for i in range(140, 150)))
     found = torch.cat([piece(runs, tokens, 1, first, last) for first, last in pieces])
     assert torch.isfinite(found).all()
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
@@ -136,3 +137,48 @@ def test_experts_take_rows_that_are_quantized(m, spec, act_bits, dtype):
         expected = cuda_experts.experts(gate_up, x, routes, **options)
         assert torch.equal(cuda_experts.experts(gate_up, x, routes, limbs=limbs, **options), expected)
         assert torch.equal(cuda_experts.experts(gate_up, x, routes, older=False, **options), expected)
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize("act_bits", [16, 8])
+@pytest.mark.parametrize("m", [1, 5, 130])
+def test_a_second_row_is_made_of_the_same_residual(m, act_bits, dtype):
+    residual, norm = torch.randn(m, 608, device="cuda") * 3, torch.rand(608, device="cuda") + 0.5
+    kept, y = residual.clone(), torch.empty(m, 608, device="cuda", dtype=dtype)
+    ops.rows(ops.RESIDUAL, None, residual=kept, norm=norm, eps=1e-6, y=y)
+    torch.testing.assert_close(y.float(), reference.rms_norm(residual, norm, 1e-6), rtol=2 * ROUNDING[dtype], atol=1e-6)
+    if m <= 128:
+        size = activation_bytes(m, 640, act_bits)
+        both, alone = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+        options = {"residual": kept, "norm": norm, "eps": 1e-6, "act_bits": act_bits}
+        ops.rows(ops.RESIDUAL, None, y=y, limbs=both, **options)
+        ops.rows(ops.RESIDUAL, None, limbs=alone, **options)
+        assert torch.equal(alone, both) and both.any()
+    assert torch.equal(kept, residual)
+
+
+@gpu
+@BOTH
+@pytest.mark.parametrize("beside", ["nothing", "a shared expert", "one with a gate"])
+@pytest.mark.parametrize("m", [1, 5, 130])
+def test_the_sum_of_experts_has_a_norm_of_its_own(m, beside, dtype):
+    generator = torch.Generator("cuda").manual_seed(m)
+
+    def draw(*size):
+        return torch.randn(*size, device="cuda", generator=generator)
+
+    places = torch.randperm(m * 3, device="cuda", generator=generator).int().view(m, 3)
+    # A row of padding goes to no expert.
+    places[m // 2 :: 7] = -1
+    weights, y, norm = draw(m, 3), draw(m * 3, 528).to(dtype), draw(528).sigmoid() + 0.5
+    shared = None if beside == "nothing" else draw(m, 528).to(dtype)
+    gate = draw(m).sigmoid() if beside == "one with a gate" else None
+    routes = Routes(weights, places, places, places.flatten(), places, places, gate, 1)
+    found = Mixed(y, routes, shared).normed_sum(norm, 1e-5)
+    there = weights * (places >= 0)
+    expected = reference.rms_norm((y[places.long()].float() * there.unsqueeze(-1)).sum(1), norm, 1e-5)
+    if shared is not None:
+        expected += shared.float() * (1.0 if gate is None else gate.unsqueeze(1))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=4 * ROUNDING[dtype], atol=4 * ROUNDING[dtype])

@@ -154,14 +154,16 @@ def _layer(
         if (bias := biases.get("q")) is not None:
             biases["q"], biases["q_gate"] = bias.view(mixer.heads, 2, -1).unbind(1)
             biases = {name: each.flatten() for name, each in biases.items()}
-    mixture = None
+    vectors, mixture = layer_vectors(source, names, prefix, vector_lengths(layer, shape.hidden)), None
     if layer.mixture is not None:
-        vectors = router(source, names.mixture, prefix, lambda within: dense(within).float().numpy())
-        mixture = _mixture(source, names.mixture, prefix, layer.mixture, vectors, device, dtype, act_bits)
+        own = router(
+            source, names.mixture, prefix, lambda within: dense(within).float().numpy(), vectors.get("mlp_norm")
+        )
+        mixture = _mixture(source, names.mixture, prefix, layer.mixture, own, device, dtype, act_bits)
     return cuda_layer(
         weights,
         biases,
-        layer_vectors(source, names, prefix, vector_lengths(layer, shape.hidden)),
+        vectors,
         device,
         dtype,
         act_bits,
@@ -175,12 +177,12 @@ def _mixture(
     names: MixtureNames,
     prefix: str,
     mixture: Mixture,
-    vectors: dict[str, np.ndarray],
+    own: dict[str, np.ndarray],
     device: torch.device,
     dtype: torch.dtype,
     act_bits: int,
 ) -> CudaMixture:
-    """``vectors``: of :func:`~trirun_cli.models.vectors.router`."""
+    """``own``: of :func:`~trirun_cli.models.vectors.router`."""
     modules = [prefix + module for module in names.modules(mixture)]
     if not isinstance(source, Checkpoint) or (lost := [name for name in modules if name + SCALE not in source]):
         what = "experts" if not isinstance(source, Checkpoint) else lost[0]
@@ -196,10 +198,7 @@ def _mixture(
         part: [source.tensor(name) if name in source else None for name in stored if name.endswith(f".{part}{BIAS}")]
         for part in PARTS
     }
-    whole = torch.from_numpy(vectors["router"])
-    return CudaMixture.of(
-        mixture, weights, biases, whole, vectors.get("bias"), vectors.get("correction"), device, dtype, act_bits
-    )
+    return CudaMixture.of(mixture, weights, biases, own, device, dtype, act_bits)
 
 
 def _weight(source: ModelDir, module: str) -> PackedWeight | Tensor:

@@ -74,7 +74,8 @@ __device__ __forceinline__ int store_choice(const trirun_route& r, int row, bool
     const int64_t pair = static_cast<int64_t>(row) * r.top_k + lane;
     r.ids[pair] = expert;
     const float by = r.normalize ? total + (r.score == TRIRUN_ROUTE_SIGMOID ? 1e-20f : 0.f) : sum;
-    r.weights[pair] = padding ? 0.f : score / by * r.scale;
+    const float factor = r.expert_scale != nullptr && expert >= 0 ? __ldg(r.expert_scale + expert) : 1.f;
+    r.weights[pair] = padding ? 0.f : score / by * r.scale * factor;
   }
   return expert;
 }

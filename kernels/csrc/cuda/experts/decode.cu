@@ -60,7 +60,7 @@ __device__ __forceinline__ float gated_value(float gate, float up, int activatio
     const float positive = gate < 0.f ? 0.f : gate;
     return positive * positive * up;
   }
-  return gate / (1.f + __expf(-gate)) * up;
+  return decoder::activate<false>(gate, activation) * up;
 }
 
 __device__ __forceinline__ int stored_row(int row) { return row % 8 * 8 + row / 16 * 2 + row / 8 % 2; }

@@ -155,6 +155,8 @@ __global__ void __launch_bounds__(ONE_THREADS, 1) route_one(const __grid_constan
     if (candidate < r.experts) {
       if (r.bias != nullptr) bias = __ldg(r.bias + candidate);
       if (r.correction != nullptr) correction = __ldg(r.correction + candidate);
+      // Which of them are wanted is known when nothing else is left to wait for.
+      if (r.expert_scale != nullptr) prefetch_l2(r.expert_scale + candidate);
     }
     padding = r.slots != nullptr && __ldg(r.slots) < 0;
     if (threadIdx.x < ONE_EXPERTS) before[threadIdx.x] = 0;
