@@ -114,9 +114,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm, parallel": {"use_parallel_residual": True},
 }  # fmt: skip
 
-# Layers with inputs of their own, shared caches, and experts beside a dense part with norms of its own are computed on
-# CPUs alone.
-ON_A_GPU = [name for name in FAMILIES if name not in ("gemma4_text, E", "gemma4_text, experts")]
+# Experts beside a dense part with norms of its own are computed on CPUs alone.
+ON_A_GPU = [name for name in FAMILIES if name != "gemma4_text, experts"]
 
 # What llama.cpp computes for all models of a family, where the settings above are others.
 AS_LLAMA_CPP: dict[str, dict[str, Any]] = {

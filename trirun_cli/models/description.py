@@ -70,10 +70,6 @@ def gpu_decoder_shape(config: dict[str, Any]) -> DecoderShape:
 
     found = description(config)
     shape, scaled = found.shape, found.names.mixture.expert_scale is not None
-    if shape.inputs is not None:
-        raise UnsupportedModel("an input of every layer's own")
-    if any(layer.mixer.shared_with is not None for layer in shape.layers):
-        raise UnsupportedModel("layers that share keys and values")
     for layer in shape.layers:
         ffn, mixer = layer.feed_forward.size, layer.mixer
         if layer.mixture is not None and (scaled or any(name in layer.vectors for name in MIXTURE_NORMS)):
