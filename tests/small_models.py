@@ -114,8 +114,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm, parallel": {"use_parallel_residual": True},
 }  # fmt: skip
 
-# Layers with inputs of their own and shared caches are computed on CPUs alone.
-ON_A_GPU = [name for name in FAMILIES if name != "gemma4_text, E"]
 
 # What llama.cpp computes for all models of a family, where the settings above are others.
 AS_LLAMA_CPP: dict[str, dict[str, Any]] = {

@@ -512,7 +512,7 @@ int trirun_cuda_head_int8(const void* x, int dtype, int64_t m, int64_t k, int64_
  * Hadamard matrix first, in blocks of the largest power of two that divides head_dim. */
 typedef struct {
   const void* q; /* [m][ld_q]: heads * head_dim */
-  const void* k; /* [m][ld_kv]: kv_heads * head_dim */
+  const void* k; /* [m][ld_kv]: kv_heads * head_dim; k and v NULL: the cache has those of all rows already */
   const void* v;
   void* y; /* [m][ld_y]: heads * head_dim; or NULL */
   void* activations; /* instead: y quantized to 16 bits, as trirun_cuda_quantize does; of decoding alone, where
@@ -525,7 +525,7 @@ typedef struct {
   const int32_t* slots; /* [m] */
   const int32_t* positions; /* [m], of the row's token */
   const float* q_norm; /* [head_dim] or NULL */
-  const float* k_norm;
+  const float* k_norm; /* NULL without k, likewise v_norm */
   const float* v_norm; /* [head_dim] or NULL */
   const float* cosines; /* [positions][rotary_half]; NULL where rotary_half is 0 */
   const float* sines;

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.small_models import FAMILIES, ON_A_GPU, save_ternary
+from tests.small_models import FAMILIES, save_ternary
 from trirun_cli.checkpoint.model_dir import read_config
 from trirun_cli.errors import InputError
 from trirun_cli.models.description import decoder_shape
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 # Softened scores (gemma 2) are those of eager attention in every version of transformers.
 EAGER = {"dtype": torch.float32, "attn_implementation": "eager"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-MODELS = {name: FAMILIES[name] for name in ON_A_GPU} | {
+MODELS = FAMILIES | {
     "gemma4_text, heads of 256 and 512": FAMILIES["gemma4_text"] | {"head_dim": 256, "global_head_dim": 512},
     "llama, yarn": {"rope_parameters": YARN},
     "llama, tied": {"tie_word_embeddings": True},

@@ -1,22 +1,26 @@
-"""How many pages of cache a GPU gets; no GPU needed."""
+"""What a GPU is given of a checkpoint, and how many pages of cache; no GPU needed."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from trirun_kernels.decoder.cuda_cache import MixerCaches, position_bytes
+from trirun_kernels.decoder.cuda_ops import PAGE
 from trirun_kernels.decoder.shape import DecoderShape
+from trirun_kernels.weights.packing import dequantize
 
-from tests.small_models import FAMILIES, ON_A_GPU, SIZES, save_ternary
+from tests.small_models import FAMILIES, SIZES, save_ternary
 from trirun_cli.backends.cpu.weights import decoder_weights
 from trirun_cli.backends.cuda import opening
 from trirun_cli.backends.cuda.opening import CACHE_SHARE, cache_pages
 from trirun_cli.backends.cuda.weights import load_model
 from trirun_cli.checkpoint.reader import Checkpoint
-from trirun_cli.errors import OutOfMemoryError
+from trirun_cli.errors import InputError, OutOfMemoryError
 from trirun_cli.models.description import UnsupportedModel, decoder_shape, gpu_decoder_shape
 
 SHAPE = DecoderShape.uniform(layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000)
@@ -85,7 +89,35 @@ def test_of_experts_a_gpu_reads_what_a_cpu_reads(tmp_path):
         load_model(packed, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ON_A_GPU)
+def test_inputs_of_layers_are_loaded_and_shared_caches_are_one(tmp_path):
+    _, plain, packed = save_ternary("gemma4_text", FAMILIES["gemma4_text, E"], tmp_path)
+    models = [load_model(path, device=torch.device("cpu"), dtype="float16") for path in (plain, packed)]
+    for model, of_a_packed_one in zip(models, (False, True), strict=True):
+        assert model.packed == (model.inputs.projection.product is not None) == of_a_packed_one
+        assert model.inputs.table.shape == (110, 6 * 48) and model.inputs.projection.n == 6 * 48
+        assert [sum(p.n for p in layer.qkv) for layer in model.layers] == [256, 512, 256, 128, 128, 256]
+        assert "k_norm" not in model.layers[3].norms and all("input_norm" in layer.norms for layer in model.layers)
+        caches = MixerCaches(model.shape, 2, 3, 4, model.dtype, model.dtype, model.device)
+        assert len(caches.keys_and_values) == 3 and caches.attention[5] is caches.attention[1]
+        assert caches.nbytes == 3 * PAGE * position_bytes(model.shape, model.dtype)
+    assert torch.equal(models[0].inputs.table, models[1].inputs.table)
+    assert torch.equal(models[0].inputs.projection.weight, dequantize(models[1].inputs.projection.weight).half())
+    tensors = load_file(packed / "model.safetensors")
+    for name, change, error in (
+        ("model.per_layer_projection_norm.weight", lambda x: x[1:].contiguous(), InputError),
+        ("model.embed_tokens_per_layer.weight", lambda x: x[1:].contiguous(), InputError),
+        ("model.per_layer_projection_norm.weight", None, UnsupportedModel),
+        ("model.embed_tokens_per_layer.weight", None, UnsupportedModel),
+    ):
+        shutil.copytree(packed, tmp_path / "changed", dirs_exist_ok=True)
+        changed = {key: value for key, value in tensors.items() if key != name}
+        changed |= {} if change is None else {name: change(tensors[name])}
+        save_file(changed, tmp_path / "changed" / "model.safetensors", {"format": "pt"})
+        with pytest.raises(error, match="per_layer"):
+            load_model(tmp_path / "changed", device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_cpu_runs_a_gpu_runs(name):
     config = {"model_type": name.split(",")[0]} | SIZES | FAMILIES[name]
     assert gpu_decoder_shape(config) == decoder_shape(config)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.small_models import FAMILIES, ON_A_GPU, save_ternary
+from tests.small_models import FAMILIES, save_ternary
 from trirun_cli.engine.engine import Engine
 from trirun_cli.engine.request import Request
 from trirun_cli.engine.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
-WINDOWED = [name for name in ON_A_GPU if FAMILIES[name].get("sliding_window")]
+WINDOWED = [name for name in FAMILIES if FAMILIES[name].get("sliding_window")]
 SLOTS, CONTEXT, NEW = 3, 448, 100
 
 

@@ -19,7 +19,7 @@ from trirun_cli.checkpoint.verify import verify_modules
 from trirun_cli.engine.request import Request
 from trirun_cli.engine.sampling import SamplingParams
 from trirun_cli.errors import InputError
-from trirun_cli.models.description import UnsupportedModel, decoder_shape, description, gpu_decoder_shape
+from trirun_cli.models.description import UnsupportedModel, description, gpu_decoder_shape
 from trirun_cli.models.linears import linear_layers
 from trirun_cli.models.rotary import angles
 from trirun_cli.workflows.pack import pack
@@ -102,14 +102,6 @@ def test_the_last_layers_attend_to_what_the_last_of_their_kind_has_stored():
     narrow = description(E | {"use_double_wide_mlp": False}).shape.layers
     assert {layer.feed_forward.size for layer in narrow} == {160}
     assert description(json.loads(AutoConfig.for_model(**E).to_json_string())).shape == description(E).shape
-
-
-def test_a_gpu_leaves_the_smallest_models_to_transformers():
-    with pytest.raises(UnsupportedModel, match="an input of every layer's own"):
-        gpu_decoder_shape(E)
-    with pytest.raises(UnsupportedModel, match="layers that share keys and values"):
-        gpu_decoder_shape(E | {"hidden_size_per_layer_input": 0})
-    assert decoder_shape(E).inputs is not None
 
 
 @pytest.mark.parametrize(

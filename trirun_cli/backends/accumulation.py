@@ -88,8 +88,14 @@ def use_fp16_sums(model: Any) -> Any:
         replace(
             layer,
             **{name: tuple(replace(p, acc="fp16") for p in getattr(layer, name)) for name in ("qkv", "gate_up")},
-            **{name: replace(getattr(layer, name), acc="fp16") for name in ("o", "down")},
+            **{
+                name: replace(projection, acc="fp16")
+                for name in ("o", "down", "input_gate", "input_out")
+                if (projection := getattr(layer, name)) is not None
+            },
         )
         for layer in model.layers
     ]
-    return replace(model, layers=layers)
+    if (inputs := model.inputs) is not None:
+        inputs = replace(inputs, projection=replace(inputs.projection, acc="fp16"))
+    return replace(model, layers=layers, inputs=inputs)

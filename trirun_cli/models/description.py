@@ -67,10 +67,6 @@ def gpu_decoder_shape(config: dict[str, Any]) -> DecoderShape:
     from trirun_kernels.decoder.shape import Attention, mixer_runs
 
     shape = decoder_shape(config)
-    if shape.inputs is not None:
-        raise UnsupportedModel("an input of every layer's own")
-    if any(layer.mixer.shared_with is not None for layer in shape.layers):
-        raise UnsupportedModel("layers that share keys and values")
     for layer in shape.layers:
         ffn, mixer = layer.feed_forward.size, layer.mixer
         if layer.mixture is not None and layer.mixture.size % 16:

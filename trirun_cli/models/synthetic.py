@@ -156,17 +156,24 @@ def dense_model(model: CudaModel) -> CudaModel:
         weight = dequantize(p.weight, model.dtype) if isinstance(p.weight, PackedWeight) else p.weight
         return Projection(weight, p.bias)
 
+    def optional(p: Projection | None) -> Projection | None:
+        return None if p is None else dense(p)
+
     if refusal := dense_refusal(model):
         raise ValueError(f"dense model: {refusal}")
     layers = [
-        CudaLayer(
-            tuple(map(dense, layer.qkv)), dense(layer.o), tuple(map(dense, layer.gate_up)),
-            None if layer.down is None else dense(layer.down), layer.norms, layer.delta,
-            None if layer.mixture is None else layer.mixture.dense(model.dtype),
+        dataclasses.replace(
+            layer, qkv=tuple(map(dense, layer.qkv)), gate_up=tuple(map(dense, layer.gate_up)),
+            o=dense(layer.o), down=optional(layer.down), input_gate=optional(layer.input_gate),
+            input_out=optional(layer.input_out),
+            mixture=None if layer.mixture is None else layer.mixture.dense(model.dtype),
         )
         for layer in model.layers
     ]  # fmt: skip
-    return dataclasses.replace(model, layers=layers)
+    inputs = model.inputs
+    if inputs is not None:
+        inputs = dataclasses.replace(inputs, projection=dense(inputs.projection))
+    return dataclasses.replace(model, layers=layers, inputs=inputs)
 
 
 def dense_refusal(model: CudaModel) -> str | None:

@@ -22,7 +22,7 @@ from .cuda_cache import MixerCaches
 from .cuda_delta import delta_decode, delta_mix
 from .cuda_experts import Mixed
 from .cuda_prompts import OfWindows, Prompts, Segment, prompt_attention, prompts_of
-from .cuda_weights import Activations, CudaModel, rows_in_limbs
+from .cuda_weights import Activations, CudaInputs, CudaModel, rows_in_limbs
 from .shape import MOST_INT8_HEAD_DIM, Attention, mixer_runs
 from .step.cuda import ROWS, CudaStep, refusal
 
@@ -81,7 +81,7 @@ class CudaDecoder:
         if slots < 1 or context < 1:
             raise ValueError(f"decoder: slots={slots}, context={context}")
         for shape in s.layers:
-            uneven = s.hidden % 16 or shape.feed_forward.size % 16
+            uneven = s.hidden % 16 or shape.feed_forward.size % 16 or shape.own_input % 16
             if uneven or not mixer_runs(shape.mixer) or (shape.parallel and shape.mixture):
                 raise ValueError(f"decoder: the CUDA kernels cannot run {shape} of hidden size {s.hidden}")
         for cosines, _ in model.rotary:
@@ -165,6 +165,7 @@ class CudaDecoder:
             ops.EMBED, model.embedding, m, residual=residual, tokens=inputs.tokens, slots=inputs.slots,
             latest=self.latest, scale=shape.embedding_scale, **self._norm(0, "attention"),
         )  # fmt: skip
+        own = None if model.inputs is None else self._inputs(model.inputs, inputs, residual)
         for index, layer in enumerate(model.layers):
             if index in self.caches.states:
                 mixed = self._delta(index, x, inputs, decode, prompts)
@@ -183,6 +184,9 @@ class CudaDecoder:
                 x = self._rows(**self._added(delta, post), m=m, residual=residual, **norm)
             delta = self._feed_forward(index, x, m, inputs.slots, residual)
             post = layer.norms.get("mlp_post_norm")
+            if own is not None and layer.input_gate is not None:
+                delta = self._own_input(index, self._added(delta, post), own[index], residual)
+                post = layer.norms.get("input_norm")
             if index + 1 < len(model.layers):
                 following = self._norm(index + 1, "attention")
                 x = self._rows(
@@ -198,6 +202,33 @@ class CudaDecoder:
         added = self._added(delta, post, self._output_scales[-1])
         ops.rows(**added, residual=residual, y=y, eps=shape.norm_eps, **final)
         return y
+
+    def _inputs(self, own: CudaInputs, inputs: Inputs, residual: Tensor) -> Tensor:
+        """Every layer's own input, [layers, m, size] of the model's dtype. residual: the embedded rows."""
+        model, m, sizes = self.model, residual.shape[0], self.model.shape.inputs
+        assert sizes is not None
+        x = self._rows(ops.RESIDUAL, None, m, residual=residual, limbs=own.projection.product is not None)
+        projected = own.projection.of(x, m, model.dtype).view(-1, sizes.size)
+        total = torch.empty(m, own.projection.n, device=model.device)
+        ops.rows(
+            ops.EMBED, own.table, residual=total, tokens=inputs.tokens, slots=inputs.slots, latest=self.latest,
+            scale=sizes.table_scale,
+        )  # fmt: skip
+        y = torch.empty_like(projected)
+        # A factor before the norm is another eps.
+        ops.rows(
+            ops.POST, projected, residual=total.view(-1, sizes.size), post_norm=own.norm, y=y,
+            eps=model.shape.norm_eps / sizes.projection_scale**2, output_scale=sizes.scale,
+        )  # fmt: skip
+        return y.view(m, -1, sizes.size).transpose(0, 1).contiguous()
+
+    def _own_input(self, index: int, added: dict[str, Any], own: Tensor, residual: Tensor) -> Tensor:
+        """What a layer's own input [m, size] adds to the residual stream, to which ``added`` is to be added before."""
+        layer, m, dtype = self.model.layers[index], residual.shape[0], self.model.dtype
+        assert layer.input_gate is not None and layer.input_out is not None
+        gate = layer.input_gate.of(self._rows(**added, m=m, residual=residual), m, dtype)
+        activation = self.model.shape.layers[index].feed_forward.activation
+        return layer.input_out.of(self._rows(ops.GATE, gate, m, up=own, activation=activation), m, dtype)
 
     def _logits(self, y: Tensor) -> Tensor:
         shape = self.model.shape
@@ -256,10 +287,11 @@ class CudaDecoder:
         assert isinstance(mixer, Attention)
         if len(parts) == 1:
             parts = list(parts[0].split([n for n, _ in list(mixer.linear_sizes(0).values())[:-1]], 1))
-        q, k, v = parts[:3]
+        q, k, v = parts[:3] if mixer.shared_with is None else (parts[0], None, None)
         if mixer.row_norms:
             for x, name in ((q, "q_norm"), (k, "k_norm")):
-                ops.rows(ops.PLAIN, x, norm=layer.norms[name], eps=heads.eps, y=x)
+                if x is not None:
+                    ops.rows(ops.PLAIN, x, norm=layer.norms[name], eps=heads.eps, y=x)
         cache, splits = self.caches.attention[index], splits or self.default_splits(max(decode, 1), index)
         norm = layer.norms.get("attention_sub_norm")
         makes_limbs = self.model.act_bits == 16 and ops.attention_makes_limbs(heads)
@@ -271,23 +303,23 @@ class CudaDecoder:
             )  # fmt: skip
             return Activations(limbs, True)
         # The gate's rows and those that it multiplies lie equally far apart.
-        stride = parts[3].stride(0) if mixer.gated else q_size
+        stride = parts[-1].stride(0) if mixer.gated else q_size
         y = torch.empty(m if decode or mixer.gated else 0, stride, dtype=self.model.dtype, device=q.device)[:, :q_size]
         if decode:
             part = slice(0, decode)
             ops.attention_decode(
-                q[part], k[part], v[part], y[part], heads, cache, inputs.slots[part], inputs.positions[part], splits,
+                *_cut(part, q, k, v), y[part], heads, cache, inputs.slots[part], inputs.positions[part], splits,
                 self._workspace(decode, splits, heads),
             )  # fmt: skip
         if prompts:
             part, seen = slice(decode, m), prompts[heads.window]
-            attended = self._attend_prompts(q[part], k[part], v[part], heads, cache, inputs, part, seen)
+            attended = self._attend_prompts(*_cut(part, q, k, v), heads, cache, inputs, part, seen)
             if decode or mixer.gated:
                 y[part] = attended
             else:
                 y = attended
         if mixer.gated:
-            return self._rows(ops.GATE, parts[3], m, up=y, activation="sigmoid")
+            return self._rows(ops.GATE, parts[-1], m, up=y, activation="sigmoid")
         if norm is None and m not in self._limb_rows:
             return Activations(y, False)
         return self._rows(ops.PLAIN, y, m, norm=norm)
@@ -308,17 +340,18 @@ class CudaDecoder:
         return self._rows(ops.PLAIN, y, m) if m in self._limb_rows else Activations(y, False)
 
     def _attend_prompts(
-        self, q: Tensor, k: Tensor, v: Tensor, heads: ops.Heads, cache: ops.Cache, inputs: Inputs, part: slice,
-        prompts: Prompts,
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, heads: ops.Heads, cache: ops.Cache, inputs: Inputs,
+        part: slice, prompts: Prompts,
     ) -> Tensor:  # fmt: skip
-        """Appends these rows to the cache and attends to all that it has of their slots by then."""
-        # What the cache would give back is at hand, but for int8, and for values with a norm.
-        whole = prompts.whole and cache.scales is None and heads.v_norm is None
+        """Appends these rows to the cache, unless k and v are in it, and attends to all that it has of their slots by
+        then."""
+        # What the cache would give back is at hand, but for int8, values with a norm, and what another layer has made.
+        whole = prompts.whole and cache.scales is None and heads.v_norm is None and k is not None
         rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         ops.attention_append(
             q, k, v, rotated, heads, cache, inputs.slots[part], inputs.positions[part], rotate_keys=whole
         )
-        if not whole:
+        if not whole or k is None or v is None:
             kept = ops.gather(
                 cache, prompts.slots, prompts.keys, prompts.pages, prompts.total, prompts.most_keys, heads.head_dim,
                 q.dtype,
@@ -384,3 +417,8 @@ class CudaDecoder:
         if key not in self._workspaces:
             self._workspaces[key] = ops.attention_workspace(rows, heads, splits, self.model.device)
         return self._workspaces[key]
+
+
+def _cut(rows: slice, q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """These rows of what a layer projects; k and v None where it attends to another one's."""
+    return q[rows], None if k is None else k[rows], None if v is None else v[rows]

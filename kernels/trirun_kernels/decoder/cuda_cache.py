@@ -20,9 +20,9 @@ class MixerCaches:
     Attributes:
         block_tables: int32 [slots, blocks], the pages of each slot, followed by those of layers that see a window
             where these have tables of their own: [slots, 2 · blocks]; who uses them keeps them.
-        keys_and_values: of every layer of attention [2, pages, kv_heads, 64, row_width].
+        keys_and_values: of every layer of attention that has its own, [2, pages, kv_heads, 64, row_width].
         scales: of int8, of each of these float16 [pages, kv_heads, 64, 2]; else None.
-        attention, states: of every layer that is one, by its index.
+        attention, states: of every layer that is one, by its index; one that attends to another's has that one's.
     """
 
     def __init__(
@@ -39,6 +39,9 @@ class MixerCaches:
         for index, mixer in enumerate(layer.mixer for layer in shape.layers):
             if isinstance(mixer, GatedDelta):
                 self.states[index] = DeltaCache.of(mixer, slots, dtype, device)
+                continue
+            if mixer.shared_with is not None:
+                self.attention[index] = self.attention[mixer.shared_with]
                 continue
             count, tables = pages, self.block_tables[:, :blocks]
             if windowed_pages is not None and mixer.window is not None:
@@ -64,7 +67,7 @@ def position_bytes(shape: DecoderShape, kind: torch.dtype, windowed: bool | None
     """Bytes of the cache for one token: keys and values in that type, and the scales of int8, of all layers; of those
     that see a window (True), or of the others (False)."""
     scales = 2 if kind == torch.int8 else 0
-    chosen = (mixer for mixer in shape.attentions if windowed in (None, mixer.window is not None))
+    chosen = (mixer for mixer in shape.cached.values() if windowed in (None, mixer.window is not None))
     return sum(2 * mixer.kv_heads * (row_width(mixer, kind) * kind.itemsize + scales) for mixer in chosen)
 
 

@@ -134,7 +134,7 @@ def rows_struct(
         residual: float32 [m, n], written by RESIDUAL, EMBED and POST. norm, norm_bias, post_norm: float32 [n].
         centered: the norm is a layer norm, else an RMS norm.
         output_scale: of the residual stream behind the sum of RESIDUAL or POST.
-        y: [m, n] of x's dtype, x itself serves; of a packed embedding or no x, as limbs, there is none, and no dtype.
+        y: [m, n] of x's dtype, x itself serves; with limbs, and a packed embedding or no x, there need be none.
         limbs: uint8, as :func:`trirun_kernels.gemm.activations.quantize_activations` makes them.
         tokens: int32 [m]; a negative one stands for ``latest[slots[row]]``, int32 both.
         mixed: with RESIDUAL, the weighted sum to add instead of x; x is what it sums, for its size and type.
@@ -174,13 +174,14 @@ def attention_makes_limbs(heads: Heads) -> bool:
 
 
 def attention_decode(
-    q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
-    splits: int, workspace: Tensor, *, limbs: Tensor | None = None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor,
+    positions: Tensor, splits: int, workspace: Tensor, *, limbs: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One new token per row: norm and rotate q and k, norm v, append k and v to the cache, attend, write y or limbs.
 
     Args:
-        q: [m, heads·head_dim]; k, v: [m, kv_heads·head_dim] with one stride; y: as q. float16 or bfloat16.
+        q: [m, heads·head_dim]; k, v: [m, kv_heads·head_dim] with one stride, or None where another layer has stored
+            those of these rows too, so that nothing is appended; y: as q. float16 or bfloat16.
         limbs: uint8, takes y's 16-bit limbs instead; only where :func:`attention_makes_limbs`.
         slots, positions: int32 [m]; rows of distinct slots; a negative slot skips its row.
         splits: CTAs that share the keys of a row.
@@ -195,8 +196,8 @@ def attention_decode(
 
 def attention_append(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     y: Tensor,
     heads: Heads,
     cache: Cache,
@@ -271,17 +272,18 @@ def sample(
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor, positions: Tensor,
-    splits: int, limbs: Tensor | None = None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, y: Tensor | None, heads: Heads, cache: Cache, slots: Tensor,
+    positions: Tensor, splits: int, limbs: Tensor | None = None,
 ) -> AttentionStruct:  # fmt: skip
     return AttentionStruct(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(y), _pointer(limbs),
+        q.data_ptr(), _pointer(k), _pointer(v), _pointer(y), _pointer(limbs),
         0 if limbs is None else limbs.numel(), cache.keys.data_ptr(), cache.values.data_ptr(),
         _pointer(cache.scales), cache.block_tables.data_ptr(), slots.data_ptr(), positions.data_ptr(),
         _pointer(heads.q_norm), _pointer(heads.k_norm), _pointer(heads.v_norm), _pointer(heads.cosines),
         _pointer(heads.sines), _pointer(heads.sinks),
-        q.shape[0], heads.heads, heads.kv_heads, q.stride(0), k.stride(0), q.shape[1] if y is None else y.stride(0),
-        cache.block_tables.stride(0), heads.head_dim, 0 if heads.cosines is None else heads.cosines.shape[1], splits,
+        q.shape[0], heads.heads, heads.kv_heads, q.stride(0), 0 if k is None else k.stride(0),
+        q.shape[1] if y is None else y.stride(0), cache.block_tables.stride(0), heads.head_dim,
+        0 if heads.cosines is None else heads.cosines.shape[1], splits,
         DTYPES[q.dtype], heads.interleaved, heads.window or 0, heads.eps, heads.scale, heads.softcap, 0,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from .cuda_experts import CudaMixture
 from .cuda_head import Int8Projection
 from .cuda_structs import RowsStruct
 from .shape import DecoderShape, GatedDelta, LayerShape, Mixture
-from .weights import VECTORS, DecoderWeights, Int8Head, LayerWeights, MixtureWeights
+from .weights import VECTORS, DecoderWeights, InputWeights, Int8Head, LayerWeights, MixtureWeights
 
 DELTA_VECTORS = ("conv", "decay_rate", "decay_bias", "norm")
 
@@ -99,7 +99,8 @@ class CudaLayer:
     """One layer. ``qkv`` and ``gate_up`` are one fused projection, or the separate ones in this order; ``gate_up`` is
     up alone where there is no gate. ``norms``: its vectors by the fields of :class:`~.weights.LayerWeights`.
     ``delta``: of a Gated DeltaNet mixer, what its kernels read. ``mixture``: experts; the layer's own projections are
-    then the shared one's, none and None where there is none."""
+    then the shared one's, none and None where there is none. ``input_gate``, ``input_out``: of a layer with an input of
+    its own."""
 
     qkv: Sequence[Projection]
     o: Projection
@@ -108,11 +109,39 @@ class CudaLayer:
     norms: Mapping[str, Tensor] = field(default_factory=dict)
     delta: DeltaHeads | None = None
     mixture: CudaMixture | None = None
+    input_gate: Projection | None = None
+    input_out: Projection | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
         """The matrices of the layer but for experts', in the order in which a step multiplies them."""
-        return (*self.qkv, self.o, *self.gate_up, *(() if self.down is None else (self.down,)))
+        last = (self.down, self.input_gate, self.input_out)
+        return (*self.qkv, self.o, *self.gate_up, *(each for each in last if each is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class CudaInputs:
+    """What every layer's own input is made of, on one device; see :class:`~.weights.InputWeights`.
+
+    Attributes:
+        table: [vocab, layers·size], packed or of the model's dtype. projection: to layers·size. norm: float32 [size].
+    """
+
+    table: Tensor | PackedWeight
+    projection: Projection
+    norm: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return self.table.nbytes + self.projection.nbytes + self.norm.nbytes
+
+    @classmethod
+    def of(cls, parts: InputWeights, device: torch.device | str, dtype: torch.dtype, act_bits: int) -> CudaInputs:
+        """Tensors, or packed weights, of any device copied to this one."""
+        projection = Projection(on_device(parts.projection, device, dtype), None, act_bits)
+        norm = torch.as_tensor(parts.norm).to(device).float()
+        return cls(on_device(parts.table, device, dtype), projection, norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +157,7 @@ class CudaModel:
         rotary: as of :class:`~trirun_kernels.decoder.weights.DecoderWeights`.
         dtype: of activations and 16-bit weights, float16 or bfloat16.
         act_bits: of packed projections but the head, which reads 16 bits.
+        inputs: of every layer's own, or None.
     """
 
     shape: DecoderShape
@@ -139,6 +169,7 @@ class CudaModel:
     dtype: torch.dtype
     act_bits: int = 16
     final_norm_bias: Tensor | None = None
+    inputs: CudaInputs | None = None
 
     @property
     def device(self) -> torch.device:
@@ -147,15 +178,16 @@ class CudaModel:
 
     @property
     def packed(self) -> bool:
-        """Whether every projection is packed."""
+        """Whether every projection of the layers is packed."""
         experts = all(layer.mixture is None or layer.mixture.packed for layer in self.layers)
         return experts and all(p.product is not None for layer in self.layers for p in layer.projections)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights on the device: projections, embedding, head, norms."""
+        """Bytes of all weights on the device: projections, embedding, head, norms, inputs of layers."""
         tied = isinstance(self.head, Projection) and self.head.weight is self.embedding
         total = self.embedding.nbytes + (0 if tied else self.head.nbytes) + self.final_norm.nbytes
+        total += 0 if self.inputs is None else self.inputs.nbytes
         for layer in self.layers:
             total += sum(p.nbytes + (0 if p.bias is None else p.bias.nbytes) for p in layer.projections)
             total += sum(norm.nbytes for norm in layer.norms.values())
@@ -187,14 +219,17 @@ class CudaModel:
         rotary = [(torch.as_tensor(c).to(device), torch.as_tensor(s).to(device)) for c, s in weights.rotary]
         final_norm, bias = torch.as_tensor(weights.final_norm).to(device), weights.final_norm_bias
         bias = None if bias is None else torch.as_tensor(bias).to(device)
-        return cls(weights.shape, layers, embedding, head, final_norm, rotary, dtype, act_bits, bias)
+        own = None if weights.inputs is None else CudaInputs.of(weights.inputs, device, dtype, act_bits)
+        return cls(weights.shape, layers, embedding, head, final_norm, rotary, dtype, act_bits, bias, own)
 
 
 def rows_in_limbs(model: CudaModel, low: int, high: int) -> range:
-    """Numbers of rows, within low to high, for which every projection has a fast kernel that reads limbs."""
+    """Numbers of rows, within low to high, for which every projection has a fast kernel that reads limbs, but for one
+    of layers' inputs that is dense."""
     if not model.packed:
         return range(0)
-    every = (p.product for layer in model.layers for p in layer.projections)
+    before = () if model.inputs is None else (model.inputs.projection.product,)
+    every = (*before, *(p.product for layer in model.layers for p in layer.projections))
     products = {product.shape_key: product for product in every if product is not None}
     for m in range(low, high + 1):
         if not all(product.reads_limbs(m) for product in products.values()):
@@ -231,9 +266,9 @@ def cuda_layer(
         return tuple(Projection(on_device(weights[name], device, dtype), bias(name), act_bits) for name in names)
 
     there = {name: torch.as_tensor(norm).to(device).float() for name, norm in norms.items() if norm is not None}
-    (o,), down = group("o"), next(iter(group("down")), None)
+    (o,), (down, *own) = group("o"), [next(iter(group(name)), None) for name in ("down", "input_gate", "input_out")]
     mixed = group("qkv", "q", "k", "v", "z", "q_gate")
-    return CudaLayer(mixed, o, group("gate_up", "gate", "up"), down, there, delta, mixture)
+    return CudaLayer(mixed, o, group("gate_up", "gate", "up"), down, there, delta, mixture, *own)
 
 
 def _delta_heads(

@@ -231,7 +231,8 @@ class InputWeights:
     """What every layer's own input is made of, see :class:`.shape.LayerInputs`.
 
     Attributes:
-        table: [vocab, layers·size], float16, bfloat16 or float32; rows are read one by one, so a mapped file serves.
+        table: [vocab, layers·size], float16, bfloat16 or float32; rows are read one by one, so a mapped file serves. On
+            a GPU it may be packed.
         projection: [layers·size, hidden] likewise, or packed. norm: float32 [size].
     """
 

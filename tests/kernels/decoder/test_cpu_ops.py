@@ -13,7 +13,7 @@ from trirun_kernels.decoder.cpu import CpuDecoder, Segment, quantize_head
 from trirun_kernels.decoder.weights import Int8Head, Linear
 
 from tests.kernels.decoder.mixtures import random_mixture
-from tests.kernels.decoder.models import CONTEXT, CPU_PARTS, PARTS, VOCAB, random_model, with_inputs
+from tests.kernels.decoder.models import CONTEXT, PARTS, VOCAB, random_model, with_inputs
 
 
 def zeroed(linear):
@@ -41,28 +41,24 @@ def relative_error(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
-MODELS = (
-    {
-        "gqa": {},
-        "mha, group -1": {"kv_heads": 4, "spec": QuantSpec(-1, 1.0)},
-        "mqa, real zeros": {"kv_heads": 1, "spec": QuantSpec(32, None)},
-        "head_dim 24, biases": {"head_dim": 24, "bias": True, "hidden": 96, "heads": 4},
-        "q and k norms, bfloat16": {"qk_norm": True, "head_dim": 64, "dtype": torch.bfloat16},
-        "sub-norms, relu2": {"sub_norm": True, "activation": "relu2", "ffn": 224},
-        "partial rotation, float32": {"half": 8, "dtype": torch.float32, "spec": QuantSpec(32, 1.5)},
-        "64 heads of 8 over one": {"heads": 64, "kv_heads": 1, "head_dim": 8, "hidden": 64},
-        "packed vocabulary, tied": {"vocabulary": QuantSpec(32, 1.0), "tied": True},
-        "packed vocabulary, a scale per row": {
-            "vocabulary": QuantSpec(-1, 1.0),
-            "hidden": 144,
-            "spec": QuantSpec(-1, 1.0),
-        },
-        "packed vocabulary, real zeros": {"vocabulary": QuantSpec(64, None), "hidden": 128},
-        "head_dim 128": {"heads": 2, "kv_heads": 1, "head_dim": 128, "layers": 1},
-    }
-    | PARTS
-    | CPU_PARTS
-)
+MODELS = {
+    "gqa": {},
+    "mha, group -1": {"kv_heads": 4, "spec": QuantSpec(-1, 1.0)},
+    "mqa, real zeros": {"kv_heads": 1, "spec": QuantSpec(32, None)},
+    "head_dim 24, biases": {"head_dim": 24, "bias": True, "hidden": 96, "heads": 4},
+    "q and k norms, bfloat16": {"qk_norm": True, "head_dim": 64, "dtype": torch.bfloat16},
+    "sub-norms, relu2": {"sub_norm": True, "activation": "relu2", "ffn": 224},
+    "partial rotation, float32": {"half": 8, "dtype": torch.float32, "spec": QuantSpec(32, 1.5)},
+    "64 heads of 8 over one": {"heads": 64, "kv_heads": 1, "head_dim": 8, "hidden": 64},
+    "packed vocabulary, tied": {"vocabulary": QuantSpec(32, 1.0), "tied": True},
+    "packed vocabulary, a scale per row": {
+        "vocabulary": QuantSpec(-1, 1.0),
+        "hidden": 144,
+        "spec": QuantSpec(-1, 1.0),
+    },
+    "packed vocabulary, real zeros": {"vocabulary": QuantSpec(64, None), "hidden": 128},
+    "head_dim 128": {"heads": 2, "kv_heads": 1, "head_dim": 128, "layers": 1},
+} | PARTS
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -117,7 +113,6 @@ def test_eight_bit_activations_equal_the_reference():
         "64 heads of 8 over one",
         "packed vocabulary, tied",
         *PARTS,
-        *CPU_PARTS,
     ],
 )
 def test_chunks_threads_and_batches_change_no_bit(name, act_bits):

@@ -118,7 +118,13 @@ def test_limbs_go_between_kernels_where_products_of_them_are_fast(act_bits, most
 
 @gpu
 @BOTH
-@pytest.mark.parametrize("name", ["gqa", "mha, per channel", "Qwen3: head norms, head_dim 128", "fused"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gqa", "mha, per channel", "Qwen3: head norms, head_dim 128", "fused", "shared caches, windows",
+        "a shared cache, a head a thread", "inputs of layers",
+    ],
+)  # fmt: skip
 def test_int8_cache(name, dtype):
     """Near the cache of 16 bits, and the same however a text is cut: a token attends to what is stored of itself."""
     weights = random_model(**MODELS[name])
@@ -153,8 +159,9 @@ def test_a_cache_is_of_the_models_type_or_int8():
 
 @gpu
 @BOTH
-def test_dense_and_packed_weights_are_the_same_model(dtype):
-    weights = random_model(hidden=128, ffn=256)
+@pytest.mark.parametrize("inputs", [None, {"size": 48}])
+def test_dense_and_packed_weights_are_the_same_model(dtype, inputs):
+    weights = random_model(hidden=128, ffn=256, inputs=inputs)
     model = CudaModel.of(weights, "cuda", dtype)
     assert model.packed and len(model.layers[0].gate_up) == 1
     layers = [
@@ -175,8 +182,30 @@ def test_dense_and_packed_weights_are_the_same_model(dtype):
 
 
 @gpu
-def test_captured_steps_repeat_and_go_on_by_themselves():
-    weights = random_model()
+@BOTH
+@pytest.mark.parametrize("spec", [QuantSpec(-1, 1.0), QuantSpec(-1, None)])
+def test_a_table_of_inputs_may_be_packed(dtype, spec):
+    weights = random_model(**MODELS["packed inputs of layers"])
+    model = CudaModel.of(weights, "cuda", dtype)
+    packed = random_packed(*weights.inputs.table.shape, spec).to("cuda")
+    found = []
+    for table in (packed, dequantize(packed).to(dtype)):
+        whole = dataclasses.replace(model, inputs=dataclasses.replace(model.inputs, table=table))
+        decoder = CudaDecoder(whole, slots=2, context=128)
+        decoder.block_tables.copy_(torch.arange(4).view(2, 2))
+        rows = [run(decoder, [(0, 0, list(range(50)))])]
+        rows.append(run(decoder, [(0, 50, [7])]))
+        # The token that a slot sampled last is looked up there too.
+        decoder.latest.copy_(torch.tensor([7, 9]))
+        assert torch.equal(run(decoder, [(0, 50, [-1])]), rows[1])
+        found.append(torch.cat(rows))
+    assert error(*found) < 10 * ROUNDING[dtype]
+
+
+@gpu
+@pytest.mark.parametrize("name", ["gqa", "shared caches, windows", "inputs of layers"])
+def test_captured_steps_repeat_and_go_on_by_themselves(name):
+    weights = random_model(**MODELS[name])
     decoder = on_gpu(weights)
     ids = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(4)).tolist()
     for slot, prompt in enumerate(ids):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 
 import pytest
 import torch
@@ -132,6 +133,11 @@ def copied(cache):
     return ops.Cache(cache.keys.clone(), cache.values.clone(), cache.block_tables, scales)
 
 
+def assert_unchanged(cache, before):
+    for one, other in ((cache.keys, before.keys), (cache.values, before.values), (cache.scales, before.scales)):
+        assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
 def assert_same_cache(own, after, dtype):
     """A cache that a kernel wrote against the reference's: rotated keys up to their last bits, values exactly."""
     assert torch.equal(own.values.nan_to_num(7), after.values.nan_to_num(7))
@@ -198,6 +204,12 @@ def test_attention(heads, kv_heads, head_dim, options, int8, dtype):
         assert_same_cache(own, after, dtype)
         expected = cuda_decoder_reference.attend(wide_q, facts, own, slots, positions)
         assert error(results[0], expected[live]) < 2 * ROUNDING[dtype], splits
+        # Another layer of the same keys and values, which are stored already.
+        unnormed, stored = dataclasses.replace(facts, k_norm=None), copied(own)
+        y = torch.full_like(q, float("nan")).contiguous()
+        ops.attention_decode(q, None, None, y, unnormed, stored, slots, positions, splits, workspace)
+        assert torch.equal(y[live], results[0])
+        assert_unchanged(stored, own)
         if ops.attention_makes_limbs(facts):
             m, n = q.shape
             w = random_packed(64, n).to("cuda")
@@ -212,10 +224,13 @@ def test_attention(heads, kv_heads, head_dim, options, int8, dtype):
     appended = copied(cache)
     rotated = torch.zeros_like(q).contiguous()
     ops.attention_append(q, k, v, rotated, facts, appended, slots, positions)
+    other, again = torch.zeros_like(rotated), copied(appended)
+    ops.attention_append(q, None, None, other, unnormed, again, slots, positions)
+    assert torch.equal(other, rotated)
+    assert_unchanged(again, appended)
     turned = cuda_decoder_reference.mixed(wide_q) if int8 else wide_q
     assert error(rotated[live], turned.flatten(1)[live]) < ROUNDING[dtype]
-    for one, other in ((appended.keys, own.keys), (appended.values, own.values), (appended.scales, own.scales)):
-        assert one is None or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    assert_unchanged(appended, own)
     if not int8:
         # In place, and what the cache has of them.
         again, in_place = copied(cache), torch.cat([q, k, v], 1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from trirun_kernels.decoder.cuda_experts import CudaMixture
 from trirun_kernels.decoder.cuda_weights import (
+    CudaInputs,
     CudaLayer,
     CudaModel,
     cuda_layer,
@@ -18,7 +19,7 @@ from trirun_kernels.decoder.cuda_weights import (
     on_device,
 )
 from trirun_kernels.decoder.shape import Attention, DecoderShape, GatedDelta, LayerShape, Mixture
-from trirun_kernels.decoder.weights import vector_lengths
+from trirun_kernels.decoder.weights import InputWeights, vector_lengths
 from trirun_kernels.weights.names import (
     BIAS,
     SCALE,
@@ -79,7 +80,8 @@ def load_model(
         raise UnsupportedModel(f"a model quantized by {source.quant_method!r}")
     config = source.config
     shape, found, prefix = gpu_decoder_shape(config), description(config), tensor_prefix(source)
-    if lost := missing_in_a_layer(source, [type(layer.mixer) for layer in shape.layers], prefix):
+    kinds = [(type(layer.mixer), layer.mixer.shared_with is None) for layer in shape.layers]
+    if lost := missing_in_a_layer(source, kinds, prefix):
         raise UnsupportedModel(f"there is no tensor {lost}, which other layers have")
     kind = getattr(torch, gpu_dtype(config, dtype))
     bits = act_bits or (source.format.activation_bits if isinstance(source, Checkpoint) else 16)
@@ -100,9 +102,7 @@ def load_model(
     names = embedding_names(text_settings(config), source, prefix)
     vocabulary = {name: on_device(_weight(source, name.removesuffix(WEIGHT)), device, kind) for name in set(names)}
     for name, weight in vocabulary.items():
-        size = (weight.n, weight.k) if isinstance(weight, PackedWeight) else tuple(weight.shape)
-        if size != (shape.vocab, shape.hidden):
-            raise InputError(f"{path}: {name} is {list(size)}, config.json says {[shape.vocab, shape.hidden]}")
+        _expect(source, name, weight, (shape.vocab, shape.hidden))
     embedding, head = (vocabulary[name] for name in names)
     positions = -(-min(found.longest, context or found.longest) // 64) * 64
     rotary = []
@@ -112,7 +112,39 @@ def load_model(
     norm, offset = final_norm(source, found, prefix)
     bias = None if offset is None else torch.from_numpy(offset).to(device)
     last = torch.from_numpy(norm).to(device)
-    return CudaModel(shape, layers, embedding, head_projection(head, int8=int8_head), last, rotary, kind, bits, bias)
+    own = _inputs(source, found.names, (prefix, modules_in), shape)
+    inputs = None if own is None else CudaInputs.of(own, device, kind, bits)
+    head = head_projection(head, int8=int8_head)
+    return CudaModel(shape, layers, embedding, head, last, rotary, kind, bits, bias, inputs)
+
+
+def _inputs(
+    source: ModelDir, names: TensorNames, prefixes: tuple[str, str], shape: DecoderShape
+) -> InputWeights | None:
+    """What every layer's own input is made of, or None where there is none. ``prefixes``: as of :func:`_layer`, before
+    the names of layers.
+
+    Raises:
+        UnsupportedModel: a tensor is not there. InputError: a size is not config.json's.
+    """
+    if shape.inputs is None:
+        return None
+    norm, width = prefixes[0] + names.inputs["norm"], len(shape.layers) * shape.inputs.size
+    if norm not in source:
+        raise UnsupportedModel(f"there is no tensor {norm}")
+    sizes = {"table": (shape.inputs.vocab, width), "projection": (width, shape.hidden), "norm": (shape.inputs.size,)}
+    modules = {part: _place(source, prefixes, names.inputs[part]) for part in ("table", "projection")}
+    found: dict[str, Any] = {part: _weight(source, module) for part, module in modules.items()}
+    found["norm"] = torch.from_numpy(source.floats(norm))
+    for part, weight in found.items():
+        _expect(source, names.inputs[part], weight, sizes[part])
+    return InputWeights(**found)
+
+
+def _expect(source: ModelDir, name: str, weight: PackedWeight | Tensor, size: tuple[int, ...]) -> None:
+    found = (weight.n, weight.k) if isinstance(weight, PackedWeight) else tuple(weight.shape)
+    if found != size:
+        raise InputError(f"{source.path}: {name} is {list(found)}, config.json says {list(size)}")
 
 
 def _layer(
@@ -126,22 +158,17 @@ def _layer(
     act_bits: int,
 ) -> CudaLayer:
     """``prefixes``: what names begin with, of vectors and unpacked modules, and of packed modules."""
-    prefix, modules_in = prefixes
+    prefix = prefixes[0]
     joined = {field for parts in names.fused.values() for field in parts}
     modules = {field: names.linears[field] for field in layer.linear_sizes(shape.hidden) if field not in joined}
     modules |= {FUSED[parts]: module for module, parts in names.fused.items()}
 
-    def place(within: str) -> str:
-        found = next((p + within for p in (modules_in, prefix) if p + within + WEIGHT in source), None)
-        if found is None:
-            raise UnsupportedModel(f"there is no tensor {prefix}{within}{WEIGHT}")
-        return found
-
     def dense(within: str) -> Tensor:
-        found = _weight(source, place(within))
+        found = _weight(source, _place(source, prefixes, within))
         return dequantize(found) if isinstance(found, PackedWeight) else found
 
-    weights: dict[str, Any] = {name: _weight(source, place(module)) for name, module in modules.items()}
+    places = {name: _place(source, prefixes, module) for name, module in modules.items()}
+    weights: dict[str, Any] = {name: _weight(source, place) for name, place in places.items()}
     stored = {name: prefix + module + BIAS for name, module in modules.items()}
     biases: dict[str, Any] = {name: source.tensor(bias) for name, bias in stored.items() if bias in source}
     mixer, delta = layer.mixer, None
@@ -199,6 +226,18 @@ def _mixture(
         for part in PARTS
     }
     return CudaMixture.of(mixture, weights, biases, own, device, dtype, act_bits)
+
+
+def _place(source: ModelDir, prefixes: tuple[str, str], within: str) -> str:
+    """The name of a module, packed or not.
+
+    Raises:
+        UnsupportedModel: it is not there.
+    """
+    found = next((p + within for p in reversed(prefixes) if p + within + WEIGHT in source), None)
+    if found is None:
+        raise UnsupportedModel(f"there is no tensor {prefixes[0]}{within}{WEIGHT}")
+    return found
 
 
 def _weight(source: ModelDir, module: str) -> PackedWeight | Tensor:

@@ -38,7 +38,7 @@ __device__ __forceinline__ void append_normed_values(const trirun_attention& t, 
 }
 
 // Norms and rotates every head of a row and writes its keys and values to the cache: what `attend` does for itself, for
-// rows of prompts, a CTA each. Its warps take the heads in turn.
+// rows of prompts, a CTA each. Its warps take the heads in turn. Without keys it does so for queries alone.
 template <bool BF16, bool INT8, int LANES>
 __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ AppendArgs a) {
   __shared__ __align__(16) float values[WARPS][LANES * 8];
@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ App
     if constexpr (INT8) mix_head<LANES / 4>(mine, head_dim);
     store(static_cast<uint16_t*>(t.y) + row * t.ld_y + head * head_dim);
   }
+  if (t.k == nullptr) return;
   for (int head = warp; head < t.kv_heads; head += WARPS) {
     prepare_head<BF16>(mine, k + head * head_dim, key_constants, head_dim, t.k_norm != nullptr, t.eps, t.rotary_half,
                        t.interleaved, 1.f);
@@ -129,6 +130,7 @@ __global__ void __launch_bounds__(WARPS * 32) append_pairs(const __grid_constant
   for (int head = head0; head < t.heads; head += HEADS)
     turn(static_cast<const uint16_t*>(t.q) + row * t.ld_q + head * 2 * HALF,
          static_cast<uint16_t*>(t.y) + row * t.ld_y + head * 2 * HALF, nullptr);
+  if (t.k == nullptr) return;
   for (int head = head0; head < t.kv_heads; head += HEADS)
     turn(static_cast<const uint16_t*>(t.k) + row * t.ld_kv + head * 2 * HALF,
          static_cast<uint16_t*>(t.keys) + cache_offset(page, t.kv_heads, head, position, 2 * HALF),
@@ -203,7 +205,8 @@ extern "C" int trirun_cuda_attention_append(const trirun_attention* t, void* rot
   using namespace trirun::decoder;
   if (const int code = check_attention(t)) return code;
   if (t->m == 0) return TRIRUN_OK;
-  if (t->y == nullptr || !aligned_to(rotated_keys, 16)) return TRIRUN_BAD_POINTER;
+  if (t->y == nullptr || !aligned_to(rotated_keys, 16) || (t->k == nullptr && rotated_keys != nullptr))
+    return TRIRUN_BAD_POINTER;
   const bool bf16 = t->dtype == TRIRUN_BF16, int8 = t->scales != nullptr;
   if (int8 && rotated_keys != nullptr) return TRIRUN_UNSUPPORTED;
   auto kernel = bf16 ? append_pairs_for<true>(*t) : append_pairs_for<false>(*t);

@@ -79,6 +79,9 @@ struct AttentionSplit {
   }
 };
 
+// Whether the cache has the newest keys and values too: another layer has written them in this step.
+__device__ __forceinline__ bool all_stored(const trirun_attention& t) { return t.k == nullptr; }
+
 // What makes the query heads and keys of a row whose next position is `position`: each by a warp.
 template <bool BF16, int PER_LANE>
 struct HeadMaker {

@@ -5,7 +5,9 @@
 // The kernel starts with what lies between the projection and the attention: it norms and rotates its query heads, and
 // the CTA that has a row's last keys makes the new key and value, appends them to the cache, and attends to them from
 // its registers. Everything older is in the cache before the step begins, so warps request it ahead of
-// griddepcontrol.wait, while the projection is still running. Up to eight CTAs that share a row's keys are a cluster
+// griddepcontrol.wait, while the projection is still running. Where the layer attends to another one's keys and values,
+// the newest are in the cache too, but only since this step: they are read behind that wait, and not through L1, which
+// may have what lay there before. Up to eight CTAs that share a row's keys are a cluster
 // and put their parts together in the first one's shared memory; more of them meet in the workspace.
 //
 // A warp has its own pipeline, as in gemm_decode/stream.cu: it streams its tiles of keys and values through a private
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
 
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q;
   maker.take(
-      heads + (c.newest ? 1 : 0), WARPS, head_dim,
+      heads + (c.newest && !all_stored(t) ? 1 : 0), WARPS, head_dim,
       [&](int i) {
         return i < heads ? q_row + (c.head0 + i) * head_dim
                          : static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim;
@@ -135,7 +137,13 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
     // The cache holds 16-bit keys: what later steps will read is what this one attends to.
     float k[8], v[8] = {};
     uint4 k_words = make_uint4(0, 0, 0, 0), v_words = make_uint4(0, 0, 0, 0);
-    if (holds) {
+    const auto in_cache = [&](void* elements) {
+      const int64_t at = cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim) + sub * 8;
+      return reinterpret_cast<uint4*>(static_cast<uint16_t*>(elements) + at);
+    };
+    if (holds && all_stored(t)) {
+      k_words = __ldcg(in_cache(t.keys)), v_words = __ldcg(in_cache(t.values));
+    } else if (holds) {
       const float* from = key + sub * 8;
       k_words = make_uint4(narrow<BF16>(from[0]) | static_cast<uint32_t>(narrow<BF16>(from[1])) << 16,
                            narrow<BF16>(from[2]) | static_cast<uint32_t>(narrow<BF16>(from[3])) << 16,
@@ -145,11 +153,8 @@ __global__ void __launch_bounds__(WARPS * 32, 3) attend(const __grid_constant__ 
                                                 c.kv_head * head_dim + sub * 8);
     }
     if (t.v_norm != nullptr) v_words = normed_value<BF16, LANES>(v_words, t);
-    if (holds && c.chunk == 0 && lane < LANES) {
-      const int64_t at = cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim) + sub * 8;
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.keys) + at) = k_words;
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.values) + at) = v_words;
-    }
+    if (holds && c.chunk == 0 && lane < LANES && !all_stored(t))
+      *in_cache(t.keys) = k_words, *in_cache(t.values) = v_words;
     widen_eight<BF16>(k, k_words);
     widen_eight<BF16>(v, v_words);
 #pragma unroll

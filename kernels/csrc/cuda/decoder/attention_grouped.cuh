@@ -108,8 +108,13 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS > ATTEND_WARPS ? 1
   const auto* q_row = static_cast<const uint16_t*>(t.q) + row * t.ld_q + c.head0 * head_dim;
   const auto* k_row = static_cast<const uint16_t*>(t.k) + row * t.ld_kv + c.kv_head * head_dim;
   const auto* v_row = static_cast<const uint16_t*>(t.v) + row * t.ld_kv + c.kv_head * head_dim;
+  const bool appends = c.newest && !all_stored(t);
+  const auto in_cache = [&](void* elements, int d) {
+    const int64_t at = cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim) + d;
+    return reinterpret_cast<uint4*>(static_cast<uint16_t*>(elements) + at);
+  };
   uint16_t value[PER_LANE] = {};  // the new one, of the warp that makes its key
-  if (c.newest && warp == heads % WARPS) {
+  if (appends && warp == heads % WARPS) {
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
       if (lane + 32 * j < head_dim) value[j] = v_row[lane + 32 * j];
@@ -122,7 +127,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS > ATTEND_WARPS ? 1
     }
   }
   maker.take(
-      heads + (c.newest ? 1 : 0), WARPS, head_dim, [&](int i) { return i < heads ? q_row + i * head_dim : k_row; },
+      heads + (appends ? 1 : 0), WARPS, head_dim, [&](int i) { return i < heads ? q_row + i * head_dim : k_row; },
       [&](int i, float (&v)[PER_LANE]) {
         const bool query = i < heads;
         uint16_t* to = made[query ? i : MAX_GROUP][0];
@@ -134,6 +139,14 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS > ATTEND_WARPS ? 1
           to[STRIDE + lane + 32 * j] = query ? narrow<BF16>(v[j] - widen_one<BF16>(most)) : value[j];
         }
       });
+  // As attention_16bit.cuh reads them, where another layer has made them.
+  if (c.newest && !appends && warp == heads % WARPS)
+    for (int d = lane * 8; d < WIDTH; d += 256) {
+      const bool there = d < head_dim;
+      auto* to = reinterpret_cast<uint4*>(made[MAX_GROUP][0] + d);
+      to[0] = there ? __ldcg(in_cache(t.keys, d)) : make_uint4(0, 0, 0, 0);
+      to[STRIDE / 8] = there ? __ldcg(in_cache(t.values, d)) : make_uint4(0, 0, 0, 0);
+    }
   __syncthreads();
 
   // The second operand of the scores: head `quad`, dimensions 8 (sub + 4i) + 2w and + 1 in word w of i. Of heads of 256
@@ -260,10 +273,9 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS > ATTEND_WARPS ? 1
   copy_async_wait<0>();
 #pragma unroll
   for (int part = 0; part < PARTS; part++)
-    if (const int d = part * 256 + lane * 8; c.newest && c.chunk == 0 && warp == WARPS - 1 && d < head_dim) {
-      const int64_t at = cache_offset(table[length / PAGE], t.kv_heads, c.kv_head, length, head_dim) + d;
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.keys) + at) = *reinterpret_cast<const uint4*>(new_key + d);
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(t.values) + at) = *reinterpret_cast<const uint4*>(new_value + d);
+    if (const int d = part * 256 + lane * 8; appends && c.chunk == 0 && warp == WARPS - 1 && d < head_dim) {
+      *in_cache(t.keys, d) = *reinterpret_cast<const uint4*>(new_key + d);
+      *in_cache(t.values, d) = *reinterpret_cast<const uint4*>(new_value + d);
     }
 
   auto* parts = reinterpret_cast<float*>(memory);  // where the rings were

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
   const auto* k_row = static_cast<const uint16_t*>(t.k) + row * t.ld_kv;
   const auto* v_row = static_cast<const uint16_t*>(t.v) + row * t.ld_kv;
   make.take(
-      c.heads + (c.newest ? a.teams : 0), WARPS, head_dim,
+      c.heads + (c.newest && !all_stored(t) ? a.teams : 0), WARPS, head_dim,
       [&](int i) {
         return i < c.heads ? q_row + (c.head0 + i) * head_dim : k_row + (c.kv_head + i - c.heads) * head_dim;
       },
@@ -204,8 +204,13 @@ __global__ void __launch_bounds__(WARPS * 32, FEW&& WIDTH < 256 ? 4 : 2)
   float sum[WIDTH / 16][4] = {}, maximum[2] = {-INFINITY, -INFINITY}, total[2] = {};
   if (c.newest && warp % team_warps == 0) {
     constexpr int WORDS = WIDTH == 256 ? 2 : 1;
-    const auto token = quantize_token<BF16, WORDS>(key[team], v_row + kv_head * head_dim, head_dim, t.v_norm, t.eps);
-    if (c.chunk == 0) store_token(t, token, table[length / PAGE], kv_head, length);
+    Int8Token<WORDS> token;
+    if (all_stored(t)) {
+      token = load_token<WORDS>(t, table[length / PAGE], kv_head, length);
+    } else {
+      token = quantize_token<BF16, WORDS>(key[team], v_row + kv_head * head_dim, head_dim, t.v_norm, t.eps);
+      if (c.chunk == 0) store_token(t, token, table[length / PAGE], kv_head, length);
+    }
 #pragma unroll
     for (int i = 0; i < WORDS; i++)
       if (lane + 32 * i < WIDTH / 4)

@@ -137,14 +137,17 @@ inline int check_attention(const trirun_attention* t) {
   if (t == nullptr) return TRIRUN_BAD_POINTER;
   if (t->m < 0 || t->m > 65535 || t->heads <= 0 || t->kv_heads <= 0 || t->heads % t->kv_heads || t->head_dim <= 0 ||
       t->head_dim % 8 || t->head_dim > MAX_HEAD_DIM || t->rotary_half < 0 || 2 * t->rotary_half > t->head_dim ||
-      t->splits < 1 || t->splits > MAX_SPLITS || t->ld_q < t->heads * t->head_dim ||
-      t->ld_kv < t->kv_heads * t->head_dim || t->ld_y < t->heads * t->head_dim || t->ld_kv % 8 || t->ld_blocks <= 0 ||
-      t->window < 0)
+      t->splits < 1 || t->splits > MAX_SPLITS || t->ld_q < t->heads * t->head_dim || t->ld_y < t->heads * t->head_dim ||
+      t->ld_blocks <= 0 || t->window < 0)
     return TRIRUN_BAD_SHAPE;
   if (!half_dtype(t->dtype) || (t->scales != nullptr && t->head_dim > MAX_INT8_HEAD_DIM)) return TRIRUN_UNSUPPORTED;
-  for (const void* p : {t->q, t->k, t->v, static_cast<const void*>(t->keys), static_cast<const void*>(t->values)})
+  for (const void* p : {t->q, static_cast<const void*>(t->keys), static_cast<const void*>(t->values)})
     if (p == nullptr || !aligned_to(p, 16)) return TRIRUN_BAD_POINTER;
-  if (!aligned_to(t->scales, 4)) return TRIRUN_BAD_POINTER;
+  if ((t->k == nullptr) != (t->v == nullptr) || !aligned_to(t->k, 16) || !aligned_to(t->v, 16) ||
+      !aligned_to(t->scales, 4))
+    return TRIRUN_BAD_POINTER;
+  if (t->k != nullptr && (t->ld_kv < t->kv_heads * t->head_dim || t->ld_kv % 8)) return TRIRUN_BAD_SHAPE;
+  if (t->k == nullptr && (t->k_norm != nullptr || t->v_norm != nullptr)) return TRIRUN_BAD_POINTER;
   if ((t->y == nullptr && t->activations == nullptr) || !aligned_to(t->y, 2) || !aligned_to(t->activations, 256))
     return TRIRUN_BAD_POINTER;
   if (t->block_tables == nullptr || t->slots == nullptr || t->positions == nullptr ||

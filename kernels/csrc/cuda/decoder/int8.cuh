@@ -130,4 +130,22 @@ __device__ __forceinline__ void store_token(const trirun_attention& t, const Int
   if (lane == 0) static_cast<__half2*>(t.scales)[at] = token.scales;
 }
 
+// The same, read back past L1, which may have what lay there before; zeros beyond the head.
+template <int WORDS>
+__device__ __forceinline__ Int8Token<WORDS> load_token(const trirun_attention& t, int page, int kv_head, int position) {
+  const int lane = threadIdx.x % 32, bytes = int8_row_bytes(t.head_dim);
+  const int64_t at = cache_offset(page, t.kv_heads, kv_head, position, 1);
+  Int8Token<WORDS> token;
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) {
+    const int d = 4 * (lane + 32 * i);
+    token.key[i] = token.value[i] = 0;
+    if (d >= bytes) continue;
+    token.key[i] = __ldcg(reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(t.keys) + at * bytes + d));
+    token.value[i] = __ldcg(reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(t.values) + at * bytes + d));
+  }
+  token.scales = __ldcg(static_cast<const __half2*>(t.scales) + at);
+  return token;
+}
+
 }  // namespace trirun::decoder

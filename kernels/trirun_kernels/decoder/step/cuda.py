@@ -62,6 +62,8 @@ def refusal(model: CudaModel, arch: int, heads: Sequence[Heads]) -> str | None:
     shape, first = model.shape, model.shape.layers[0]
     if arch != 90:
         return f"it is for compute capability 9.0, this GPU has {arch / 10}"
+    if shape.inputs is not None:
+        return "layers with inputs of their own"
     if any(layer != first for layer in shape.layers):
         return "layers differ"
     if len(shape.layers) > MAX_LAYERS:

@@ -56,6 +56,8 @@ def test_every_tile_is_somebodys_and_no_cluster_has_much_more_than_others(qkv, h
         ({"spec": QuantSpec(64, 1.0)}, 16, "groups of 64"),
         ({"head_dim": 32, "heads": 8}, 16, "heads that are not of 64 or 128"),
         ({"layers": 97, "hidden": 128, "ffn": 128, "heads": 2, "kv_heads": 2}, 16, "more than 96 layers"),
+        ({"inputs": {"size": 128}}, 16, "layers with inputs of their own"),
+        ({"mixer": [{}, {"shared_with": 0}]}, 16, "layers differ"),
     ],
 )
 def test_what_no_kernel_takes_is_refused_before_the_run(options, act_bits, reason):
