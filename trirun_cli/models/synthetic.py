@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 from trirun_kernels.decoder.cuda_delta import DeltaHeads
 from trirun_kernels.decoder.cuda_experts import CudaMixture
-from trirun_kernels.decoder.cuda_weights import CudaLayer, CudaModel, Projection, delta_heads, head_projection
-from trirun_kernels.decoder.shape import DecoderShape, GatedDelta, LayerShape, Mixture
+from trirun_kernels.decoder.cuda_weights import (
+    CudaInputs,
+    CudaLayer,
+    CudaModel,
+    Projection,
+    delta_heads,
+    head_projection,
+)
+from trirun_kernels.decoder.shape import Attention, DecoderShape, GatedDelta, LayerShape, Mixture
 from trirun_kernels.decoder.weights import vector_lengths
 from trirun_kernels.weights.packing import PackedWeight, dequantize
 from trirun_kernels.weights.shapes import stored_shapes
@@ -45,11 +52,16 @@ def random_model(
         sizes, ffn = each.mixer.linear_sizes(shape.hidden), feed_forward.size
         o = sizes.pop("o")
         gate_up = (projection(ffn * (1 + feed_forward.gated), shape.hidden),) if ffn else ()
+        own = each.own_input
+        if isinstance(each.mixer, Attention) and "q_norm" in norms:
+            # Scores are near one.
+            norms["q_norm"] *= each.mixer.head_dim**-0.5 / each.mixer.scale
         return CudaLayer(
             (projection(sum(n for n, _ in sizes.values()), shape.hidden),), projection(*o), gate_up,
             projection(shape.hidden, ffn) if ffn else None, norms,
             random_delta(each.mixer, shape, generator, dtype) if isinstance(each.mixer, GatedDelta) else None,
             None if each.mixture is None else mixture(each.mixture),
+            *((projection(own, shape.hidden), projection(shape.hidden, own)) if own else ()),
         )  # fmt: skip
 
     def mixture(each: Mixture) -> CudaMixture:
@@ -71,9 +83,15 @@ def random_model(
     # A row of the head makes logits near one; a row of the embedding is near one itself.
     embedding.scales.mul_((0.75 * shape.hidden) ** 0.5)
     rotary = [(cosines.to(device), sines.to(device)) for cosines, sines in angles(shape, positions)]
+    inputs = None
+    if shape.inputs is not None:
+        width = len(shape.layers) * shape.inputs.size
+        table = random_ternary(shape.inputs.vocab, width, spec, generator)
+        norm = torch.ones(shape.inputs.size, device=device)
+        inputs = CudaInputs(table, projection(width, shape.hidden), norm)
     return CudaModel(
-        shape, layers, embedding, head_projection(head),
-        torch.ones(shape.hidden, device=device), rotary, dtype, act_bits,
+        shape, layers, embedding, head_projection(head), torch.ones(shape.hidden, device=device), rotary, dtype,
+        act_bits, inputs=inputs,
     )  # fmt: skip
 
 
