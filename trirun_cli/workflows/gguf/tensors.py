@@ -28,7 +28,7 @@ from ...checkpoint.reader import Checkpoint
 from ...errors import InputError
 from ...models.description import Description
 from ...models.rotary import llama3_frequencies
-from .metadata import attention_of, gguf_model, rotary_of
+from .model import attention_of, gguf_model, rotary_of
 from .places import Place, places
 
 # An expert's matrix: layer, expert, and which of its three.

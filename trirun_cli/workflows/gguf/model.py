@@ -1,0 +1,123 @@
+"""llama.cpp's model of a packed checkpoint, and whether it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trirun_kernels.decoder.shape import Attention
+
+from ...checkpoint.formats.gguf.targets import Target, target_of
+from ...checkpoint.reader import Checkpoint
+from ...errors import InputError
+from ...models.description import Description, UnsupportedModel, description
+
+_ACTIVATIONS = {"silu": "SiLU", "relu2": "ReLU²", "gelu_tanh": "GELU"}
+
+
+def gguf_model(checkpoint: Checkpoint) -> tuple[Target, Description]:
+    """llama.cpp's model of a checkpoint, and what the checkpoint's is made of.
+
+    Raises:
+        InputError: llama.cpp has none, or one that computes something else.
+    """
+    config = checkpoint.config
+    family, layers = config.get("model_type"), config.get("num_hidden_layers")
+    target = target_of(family, layers) if isinstance(family, str) and isinstance(layers, int) else None
+    if target is None:
+        raise InputError(f"{checkpoint.path}: llama.cpp's model for {family!r} is not written by trirun")
+    try:
+        found = description(config)
+    except UnsupportedModel as error:
+        raise InputError(f"{checkpoint.path}: {error}") from None
+    if difference := next(_differences(target, found, config), None):
+        raise InputError(f"{checkpoint.path}: llama.cpp's {target.architecture} {difference}")
+    return target, found
+
+
+def attention_of(found: Description) -> Attention:
+    """The first mixer that is attention, one that rotates before the others; their sizes are the same."""
+    attentions = found.shape.attentions
+    return next((each for each in attentions if each.rotary is not None), attentions[0])
+
+
+def rotary_of(found: Description) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotary settings of the layers that see everything and of those with a window; where only one kind rotates, its
+    own for both."""
+    turned = [each for each in found.shape.attentions if each.rotary is not None]
+    whole = [each.rotary for each in turned if each.window is None]
+    slid = [each.rotary for each in turned if each.window is not None]
+    first, second = (whole or slid or [0])[0], (slid or whole or [0])[0]
+    return found.rotary[first or 0], found.rotary[second or 0]
+
+
+def _differences(target: Target, found: Description, config: Mapping[str, Any]) -> Iterator[str]:
+    """What llama.cpp's model does that the checkpoint's does not, or the reverse."""
+    shape, layers = found.shape, found.shape.layers
+    if not shape.attentions:
+        yield "has layers of attention, the model none"
+        return
+    if any(each.key_dim != each.value_dim for each in shape.deltas):
+        yield "has keys and values of one size in its layers of linear attention"
+    mixer, feed_forward = attention_of(found), layers[0].feed_forward
+    if feed_forward.activation != target.activation:
+        theirs, ours = _ACTIVATIONS[target.activation], _ACTIVATIONS.get(feed_forward.activation)
+        yield f"computes {theirs} where the model has {ours or feed_forward.activation}"
+    if target.windows == "must" and not any(shape.windows):
+        yield "has layers with a window, the model none"
+    turned = [each.rotary is not None for each in shape.attentions]
+    every = {
+        "all": [True] * len(turned),
+        "window": [each.window is not None for each in shape.attentions],
+        "fourth": [(index + 1) % 4 != 0 for index in range(len(turned))],
+    }
+    if turned != every[target.turned]:
+        yield "turns queries and keys in other layers than the model"
+    yield from _rotary_differences(target, found)
+    wide = len(layers) == target.wide_layers
+    factor = (shape.hidden / mixer.heads if wide else mixer.head_dim) ** -0.5
+    if not target.scales and not _close(mixer.scale, factor):
+        yield f"multiplies scores by {factor:.4g}, the model by {mixer.scale:.4g}"
+    embedding = shape.hidden**0.5 if target.root_embedding else 1.0
+    if not target.scales and not (_close(shape.embedding_scale, embedding) and shape.residual_scale == 1):
+        yield "has no factors of embedding and residual stream"
+    if target.logit_scale is None and found.logit_scale != 1:
+        yield f"does not multiply logits, the model by {found.logit_scale:.4g}"
+    for part, softcap in {"attention": mixer.softcap, "logits": shape.logit_softcap}.items():
+        if softcap and part not in target.softcap:
+            yield f"has no softcap of {part}"
+    if config.get("clip_qkv") is not None:
+        yield "is not told to clamp queries, keys and values (clip_qkv)"
+    yield from _mixture_differences(target, found)
+
+
+def _rotary_differences(target: Target, found: Description) -> Iterator[str]:
+    whole, slid = rotary_of(found)
+    kinds = {each["rope_type"] for each in (whole, slid)}
+    if missing := sorted(kinds - set(target.rotary)):
+        yield f"has no rotary settings of type {missing[0]!r}"
+    if not target.windows and whole != slid:
+        yield "has one kind of rotary settings, the model two"
+    if target.windows and whole != slid and slid["rope_type"] != "default":
+        yield "does not scale the angles of layers with a window"
+    if whole["rope_type"] == "yarn" and not whole.get("truncate", True):
+        yield "rounds the bounds of yarn's ramp, the model does not"
+
+
+def _mixture_differences(target: Target, found: Description) -> Iterator[str]:
+    mixtures = [layer.mixture for layer in found.shape.layers]
+    if not any(mixtures):
+        if not target.dense:
+            yield "has experts, the model none"
+        return
+    first = next(mixture for mixture in mixtures if mixture is not None)
+    dense = mixtures.index(first)
+    if any(mixture != first for mixture in mixtures[dense:]) or (dense and target.experts != "said"):
+        yield "has the same experts in every layer"
+    if target.experts != "said" and first.routing.normalize != (target.experts == "normalized"):
+        scaled = "scales" if target.experts == "normalized" else "does not scale"
+        yield f"{scaled} the chosen experts' weights to a sum of 1"
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * abs(b)
