@@ -120,6 +120,11 @@ ON_A_GPU = [name for name in FAMILIES if name not in ("gemma4_text, E", "gemma4_
 
 # What llama.cpp computes for all models of a family, where the settings above are others.
 AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    # The last layers attend to what the two before them have stored; inputs of layers are those of the vocabulary.
+    "gemma4_text, E": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": 8192,
+    },
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},

@@ -15,7 +15,7 @@ from ...checkpoint.reader import Checkpoint
 from ...errors import InputError
 from ...models.description import Description, longest_context
 from ...models.rotary import attention_factor, stretch
-from .model import attention_of, gguf_model, rotary_of
+from .model import attentions_of, gguf_model, rotary_of
 
 # Of positions of images in Qwen3.5, whose files must have them; a text's are all the same.
 _SECTIONS = (11, 11, 10)
@@ -30,7 +30,7 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
     """
     config = checkpoint.config
     target, found = gguf_model(checkpoint)
-    shape, mixer = found.shape, attention_of(found)
+    shape = found.shape
     _check_vocabulary(checkpoint, shape.vocab)
     numbers: dict[str, Any] = {
         "vocab_size": shape.vocab,
@@ -39,12 +39,9 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
         "block_count": len(shape.layers),
         # A mixture has none of its own; config.json still has its size, or that of an expert.
         "feed_forward_length": shape.layers[0].feed_forward.size or int(config["intermediate_size"]),
-        "attention.head_count": mixer.heads,
-        "attention.head_count_kv": mixer.kv_heads,
-        "attention.key_length": mixer.head_dim,
-        "attention.value_length": mixer.head_dim,
         f"attention.layer_norm{'_rms' if shape.norm == 'rms' else ''}_epsilon": float(shape.norm_eps),
     }
+    numbers |= _attention_numbers(found) | (_own_numbers(found) if target.own_sizes else {})
     numbers |= _rotary_numbers(target, found)
     numbers |= _window_numbers(target, found) | _scale_numbers(target, found) | _mixture_numbers(target, found)
     numbers |= _delta_numbers(found)
@@ -75,10 +72,38 @@ def _context(target: Target, found: Description, config: dict[str, Any]) -> int:
     return min(longest_context(config), *(window or 2**40 for window in (None, *windows)))
 
 
+def _attention_numbers(found: Description) -> dict[str, Any]:
+    whole, _ = attentions_of(found)
+    return {
+        "attention.head_count": whole.heads,
+        "attention.head_count_kv": _number([each.kv_heads for each in found.shape.attentions]),
+        "attention.key_length": whole.head_dim,
+        "attention.value_length": whole.head_dim,
+    }
+
+
+def _own_numbers(found: Description) -> dict[str, Any]:
+    """Of layers with sizes of their own."""
+    shape, (_, slid) = found.shape, attentions_of(found)
+    return {
+        "feed_forward_length": _number([layer.feed_forward.size for layer in shape.layers]),
+        "attention.key_length_swa": slid.head_dim,
+        "attention.value_length_swa": slid.head_dim,
+        "rope.dimension_count_swa": 2 * slid.rotary_half,
+        "attention.shared_kv_layers": len(shape.layers) - len(shape.cached),
+        "embedding_length_per_layer_input": 0 if shape.inputs is None else shape.inputs.size,
+    }
+
+
+def _number(values: list[int]) -> int | list[int]:
+    """What every layer has: one number where it is the same."""
+    return values if len(set(values)) > 1 else values[0]
+
+
 def _rotary_numbers(target: Target, found: Description) -> dict[str, Any]:
     whole, slid = rotary_of(found)
     numbers: dict[str, Any] = {
-        "rope.dimension_count": 2 * attention_of(found).rotary_half,
+        "rope.dimension_count": 2 * attentions_of(found)[0].rotary_half,
         "rope.freq_base": float(whole["rope_theta"]),
     }
     if target.windows:
@@ -113,7 +138,7 @@ def _window_numbers(target: Target, found: Description) -> dict[str, Any]:
 
 def _scale_numbers(target: Target, found: Description) -> dict[str, Any]:
     """Factors and softcaps."""
-    shape, mixer = found.shape, attention_of(found)
+    shape, (mixer, _) = found.shape, attentions_of(found)
     numbers: dict[str, Any] = {}
     if target.scales:
         numbers |= {"attention.scale": mixer.scale, "embedding_scale": shape.embedding_scale}

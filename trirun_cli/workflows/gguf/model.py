@@ -7,7 +7,7 @@ from typing import Any
 
 from trirun_kernels.decoder.shape import Attention
 
-from ...checkpoint.formats.gguf.targets import Target, target_of
+from ...checkpoint.formats.gguf.targets import Target, shared_layer, target_of
 from ...checkpoint.reader import Checkpoint
 from ...errors import InputError
 from ...models.description import Description, UnsupportedModel, description
@@ -35,20 +35,19 @@ def gguf_model(checkpoint: Checkpoint) -> tuple[Target, Description]:
     return target, found
 
 
-def attention_of(found: Description) -> Attention:
-    """The first mixer that is attention, one that rotates before the others; their sizes are the same."""
-    attentions = found.shape.attentions
-    return next((each for each in attentions if each.rotary is not None), attentions[0])
+def attentions_of(found: Description) -> tuple[Attention, Attention]:
+    """The first mixer that sees everything and the first with a window, where of either kind some rotate; else one
+    mixer twice."""
+    every = found.shape.attentions
+    turned = [each for each in every if each.rotary is not None] or every
+    whole = next((each for each in turned if each.window is None), turned[0])
+    return whole, next((each for each in turned if each.window is not None), whole)
 
 
 def rotary_of(found: Description) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary settings of the layers that see everything and of those with a window; where only one kind rotates, its
-    own for both."""
-    turned = [each for each in found.shape.attentions if each.rotary is not None]
-    whole = [each.rotary for each in turned if each.window is None]
-    slid = [each.rotary for each in turned if each.window is not None]
-    first, second = (whole or slid or [0])[0], (slid or whole or [0])[0]
-    return found.rotary[first or 0], found.rotary[second or 0]
+    """The rotary settings of :func:`attentions_of`."""
+    whole, slid = attentions_of(found)
+    return found.rotary[whole.rotary or 0], found.rotary[slid.rotary or 0]
 
 
 def _differences(target: Target, found: Description, config: Mapping[str, Any]) -> Iterator[str]:
@@ -59,7 +58,7 @@ def _differences(target: Target, found: Description, config: Mapping[str, Any]) 
         return
     if any(each.key_dim != each.value_dim for each in shape.deltas):
         yield "has keys and values of one size in its layers of linear attention"
-    mixer, feed_forward = attention_of(found), layers[0].feed_forward
+    (mixer, _), feed_forward = attentions_of(found), layers[0].feed_forward
     if feed_forward.activation != target.activation:
         theirs, ours = _ACTIVATIONS[target.activation], _ACTIVATIONS.get(feed_forward.activation)
         yield f"computes {theirs} where the model has {ours or feed_forward.activation}"
@@ -75,7 +74,7 @@ def _differences(target: Target, found: Description, config: Mapping[str, Any]) 
         yield "turns queries and keys in other layers than the model"
     yield from _rotary_differences(target, found)
     wide = len(layers) == target.wide_layers
-    factor = (shape.hidden / mixer.heads if wide else mixer.head_dim) ** -0.5
+    factor = target.attention_scale or (shape.hidden / mixer.heads if wide else mixer.head_dim) ** -0.5
     if not target.scales and not _close(mixer.scale, factor):
         yield f"multiplies scores by {factor:.4g}, the model by {mixer.scale:.4g}"
     embedding = shape.hidden**0.5 if target.root_embedding else 1.0
@@ -88,17 +87,28 @@ def _differences(target: Target, found: Description, config: Mapping[str, Any]) 
             yield f"has no softcap of {part}"
     if config.get("clip_qkv") is not None:
         yield "is not told to clamp queries, keys and values (clip_qkv)"
+    yield from _shared_differences(found)
     yield from _mixture_differences(target, found)
+
+
+def _shared_differences(found: Description) -> Iterator[str]:
+    """Of keys and values that several layers attend to, and of inputs of every layer's own."""
+    shape, own = found.shape, len(found.shape.cached)
+    for index, mixer in enumerate(shape.attentions):
+        if mixer.shared_with is not None and mixer.shared_with != shared_layer(own, window=mixer.window is not None):
+            yield f"lets layer {index} attend to the keys and values of another layer than {mixer.shared_with}"
+            return
+    if shape.inputs is not None and shape.inputs.vocab != shape.vocab:
+        yield f"has inputs of layers for each of {shape.vocab} tokens, the model for {shape.inputs.vocab}"
 
 
 def _rotary_differences(target: Target, found: Description) -> Iterator[str]:
     whole, slid = rotary_of(found)
-    kinds = {each["rope_type"] for each in (whole, slid)}
-    if missing := sorted(kinds - set(target.rotary)):
-        yield f"has no rotary settings of type {missing[0]!r}"
+    if whole["rope_type"] not in target.rotary:
+        yield f"has no rotary settings of type {whole['rope_type']!r}"
     if not target.windows and whole != slid:
         yield "has one kind of rotary settings, the model two"
-    if target.windows and whole != slid and slid["rope_type"] != "default":
+    if target.windows and slid["rope_type"] != "default" and (whole != slid or slid["rope_type"] == "proportional"):
         yield "does not scale the angles of layers with a window"
     if whole["rope_type"] == "yarn" and not whole.get("truncate", True):
         yield "rounds the bounds of yarn's ramp, the model does not"

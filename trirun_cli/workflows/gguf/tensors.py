@@ -28,11 +28,13 @@ from ...checkpoint.reader import Checkpoint
 from ...errors import InputError
 from ...models.description import Description
 from ...models.rotary import llama3_frequencies
-from .model import attention_of, gguf_model, rotary_of
+from .model import attentions_of, gguf_model, rotary_of
 from .places import Place, places
 
 # An expert's matrix: layer, expert, and which of its three.
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(gate|up|down)\.weight")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:\w+\.)?experts\.(\d+)\.(gate|up|down)\.weight")
+
+_STILL = 1e30  # what llama.cpp's files divide the frequency of a pair by that does not turn
 
 
 def gguf_tensors(
@@ -190,12 +192,16 @@ def _plain(checkpoint: Checkpoint, name: str, place: Place) -> GgufTensor:
 
 
 def _rotary_factors(found: Description) -> dict[str, np.ndarray]:
-    """What the frequencies of a head are divided by (Llama 3.1, longrope), float32 [rotary_half]."""
+    """What the frequencies of a head are divided by (Llama 3.1, longrope, Gemma 4), float32 [rotary_half]."""
     rotary, _ = rotary_of(found)
-    half = attention_of(found).rotary_half
+    half = attentions_of(found)[0].rotary_half
     if rotary["rope_type"] == "longrope":
         named = {name: rotary.get(f"{name}_factor") or rotary["short_factor"] for name in ("long", "short")}
         return {f"rope_factors_{name}.weight": np.asarray(values, np.float32) for name, values in named.items()}
+    if rotary["rope_type"] == "proportional":
+        turning = np.arange(half) < int(rotary["partial_rotary_factor"] * half)
+        factors = np.where(turning, rotary.get("factor") or 1.0, _STILL)
+        return {"rope_freqs.weight": factors.astype(np.float32)}
     if rotary["rope_type"] != "llama3":
         return {}
     frequencies = rotary["rope_theta"] ** -(np.arange(half) / half)
