@@ -132,6 +132,15 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "qwen3_5_text, heads of 128": {"linear_key_head_dim": 128},
     "qwen3_5_moe_text": {"linear_value_head_dim": 16},
     "qwen3_next": {"linear_value_head_dim": 16},
+    "gpt_oss": {
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+        },
+    },
     "qwen2_moe": {"mlp_only_layers": []},
     "qwen3_moe": {"mlp_only_layers": []},
     "olmoe": {"num_key_value_heads": 4},

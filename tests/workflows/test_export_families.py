@@ -80,6 +80,13 @@ _FILES: dict[str, tuple[str, str, dict[str, object]]] = {
         {"expert_count": 8, "expert_used_count": 3, "expert_shared_count": 1, "leading_dense_block_count": 1,
          "expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_gating_func": 2, "expert_group_count": 4},
     ),
+    "gpt_oss": (
+        "gpt-oss",
+        "attn_norm attn_q attn_k attn_v attn_output attn_sinks post_attention_norm ffn_gate_inp ffn_gate_exps "
+        "ffn_up_exps ffn_down_exps",
+        {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 160, "rope.scaling.factor": 4.0,
+         "attention.sliding_window_pattern": [True, False, True, False]},
+    ),
     "granitemoe": (
         "granitemoe",
         _LAYER.replace(_MLP, "ffn_gate_inp ffn_gate_exps ffn_up_exps ffn_down_exps"),
@@ -99,6 +106,9 @@ _FILES: dict[str, tuple[str, str, dict[str, object]]] = {
          "attention.recurrent_layers": [True, True, True, False], "rope.dimension_sections": [11, 11, 10, 0]},
     ),
 }  # fmt: skip
+
+
+_UNROUNDED = AS_LLAMA_CPP["gpt_oss"]["rope_parameters"] | {"truncate": False}
 
 
 @pytest.fixture
@@ -132,7 +142,7 @@ def test_the_families_that_llama_cpp_has(exported, family):
     assert found == {name: pytest.approx(value) for name, value in said.items()}
     weights = {name for name in tensors if name.startswith("blk.1.") and name.endswith(".weight")}
     assert weights == {f"blk.1.{name}.weight" for name in layer.split()}
-    assert ("blk.1.attn_q.bias" in tensors) == (family in ("qwen2", "starcoder2", "glm4", "seed_oss"))
+    assert ("blk.1.attn_q.bias" in tensors) == (family in ("qwen2", "starcoder2", "glm4", "seed_oss", "gpt_oss"))
 
 
 def test_norms_are_written_as_what_they_multiply_by(exported):
@@ -161,6 +171,20 @@ def test_experts_of_gemma_4_have_norms_and_factors_of_their_own(exported):
     }  # fmt: skip
     for name, tensor in stored.items():
         assert torch.equal(values(tensors[f"blk.1.{name}"]), tensor.detach().float()), name
+
+
+def test_biases_of_the_experts_of_gpt_oss(exported):
+    """Gates and ups take turns in transformers."""
+    model, _, tensors = exported("gpt_oss")
+    layer = model.model.layers[1]
+    both = layer.mlp.experts.gate_up_proj_bias.detach()
+    stored = {
+        "ffn_gate_exps": both[:, ::2], "ffn_up_exps": both[:, 1::2], "ffn_gate_inp": layer.mlp.router.bias,
+        "ffn_down_exps": layer.mlp.experts.down_proj_bias, "attn_output": layer.self_attn.o_proj.bias,
+    }  # fmt: skip
+    for name, tensor in stored.items():
+        assert torch.equal(values(tensors[f"blk.1.{name}.bias"]), tensor.detach()), name
+    assert torch.equal(values(tensors["blk.1.attn_sinks.weight"]), layer.self_attn.sinks.detach())
 
 
 def test_inputs_of_layers_of_gemma_4(exported):
@@ -228,6 +252,9 @@ def test_what_holds_a_key_head_after_another_is_torn_apart(exported):
             {"layer_types": FAMILIES["gemma4_text, E"]["layer_types"]},
             "lets layer 3 attend to the keys and values of another layer than 2",
         ),
+        ("gpt_oss", {"swiglu_limit": 1.5}, "clips activations at 7, the model at 1.5"),
+        ("gpt_oss", {"attention_bias": False}, "has biases of attention, the model none"),
+        ("llama", {"rope_parameters": _UNROUNDED}, "rounds the bounds of yarn's ramp, the model does not"),
         ("helium", {}, "'helium' is not written by trirun"),
     ],
 )
@@ -235,3 +262,13 @@ def test_a_model_that_llama_cpp_computes_otherwise_is_refused(exported, tmp_path
     with pytest.raises(InputError, match=reason):
         exported(family, **change)
     assert not (tmp_path / "f.gguf").exists()
+
+
+def test_the_ramp_of_gpt_oss_is_written_and_said(tmp_path, demo_tokenizer):
+    """As every published model of the family has it, and llama.cpp's own converter writes it."""
+    change = {"vocab_size": 8192} | FAMILIES["gpt_oss"] | AS_LLAMA_CPP["gpt_oss"] | {"rope_parameters": _UNROUNDED}
+    _, _, packed = save_ternary("gpt_oss", change, tmp_path)
+    for file in demo_tokenizer:
+        shutil.copy(file, packed)
+    (note,) = export(packed, tmp_path / "f.gguf", to="gguf:F16", pre="gpt-2").notes
+    assert "rounds the bounds of yarn's ramp" in note

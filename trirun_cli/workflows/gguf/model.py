@@ -12,7 +12,7 @@ from ...checkpoint.reader import Checkpoint
 from ...errors import InputError
 from ...models.description import Description, UnsupportedModel, description
 
-_ACTIVATIONS = {"silu": "SiLU", "relu2": "ReLU²", "gelu_tanh": "GELU"}
+_ACTIVATIONS = {"silu": "SiLU", "relu2": "ReLU²", "gelu_tanh": "GELU", "clipped_swiglu": "clipped SwiGLU"}
 
 
 def gguf_model(checkpoint: Checkpoint) -> tuple[Target, Description]:
@@ -35,6 +35,14 @@ def gguf_model(checkpoint: Checkpoint) -> tuple[Target, Description]:
     return target, found
 
 
+def gguf_notes(checkpoint: Checkpoint) -> list[str]:
+    """What llama.cpp's model does differently, though it is written; with the errors of :func:`gguf_model`."""
+    _, found = gguf_model(checkpoint)
+    if not rounds_ramp(found):
+        return []
+    return ["llama.cpp rounds the bounds of yarn's ramp, the model does not: far positions turn by other angles"]
+
+
 def attentions_of(found: Description) -> tuple[Attention, Attention]:
     """The first mixer that sees everything and the first with a window, where of either kind some rotate; else one
     mixer twice."""
@@ -50,6 +58,12 @@ def rotary_of(found: Description) -> tuple[dict[str, Any], dict[str, Any]]:
     return found.rotary[whole.rotary or 0], found.rotary[slid.rotary or 0]
 
 
+def rounds_ramp(found: Description) -> bool:
+    """Whether llama.cpp rounds the bounds of yarn's ramp where the model does not."""
+    whole, _ = rotary_of(found)
+    return whole["rope_type"] == "yarn" and not whole.get("truncate", True)
+
+
 def _differences(target: Target, found: Description, config: Mapping[str, Any]) -> Iterator[str]:
     """What llama.cpp's model does that the checkpoint's does not, or the reverse."""
     shape, layers = found.shape, found.shape.layers
@@ -58,10 +72,10 @@ def _differences(target: Target, found: Description, config: Mapping[str, Any]) 
         return
     if any(each.key_dim != each.value_dim for each in shape.deltas):
         yield "has keys and values of one size in its layers of linear attention"
-    (mixer, _), feed_forward = attentions_of(found), layers[0].feed_forward
-    if feed_forward.activation != target.activation:
-        theirs, ours = _ACTIVATIONS[target.activation], _ACTIVATIONS.get(feed_forward.activation)
-        yield f"computes {theirs} where the model has {ours or feed_forward.activation}"
+    mixer, activation = attentions_of(found)[0], (layers[0].mixture or layers[0].feed_forward).activation
+    if activation != target.activation:
+        theirs, ours = _ACTIVATIONS[target.activation], _ACTIVATIONS.get(activation)
+        yield f"computes {theirs} where the model has {ours or activation}"
     if target.windows == "must" and not any(shape.windows):
         yield "has layers with a window, the model none"
     turned = [each.rotary is not None for each in shape.attentions]
@@ -85,6 +99,8 @@ def _differences(target: Target, found: Description, config: Mapping[str, Any]) 
     for part, softcap in {"attention": mixer.softcap, "logits": shape.logit_softcap}.items():
         if softcap and part not in target.softcap:
             yield f"has no softcap of {part}"
+    if target.biases and not config.get("attention_bias", True):
+        yield "has biases of attention, the model none"
     if config.get("clip_qkv") is not None:
         yield "is not told to clamp queries, keys and values (clip_qkv)"
     yield from _shared_differences(found)
@@ -110,7 +126,7 @@ def _rotary_differences(target: Target, found: Description) -> Iterator[str]:
         yield "has one kind of rotary settings, the model two"
     if target.windows and slid["rope_type"] != "default" and (whole != slid or slid["rope_type"] == "proportional"):
         yield "does not scale the angles of layers with a window"
-    if whole["rope_type"] == "yarn" and not whole.get("truncate", True):
+    if rounds_ramp(found) and not target.rounded_ramp:
         yield "rounds the bounds of yarn's ramp, the model does not"
 
 
@@ -124,6 +140,8 @@ def _mixture_differences(target: Target, found: Description) -> Iterator[str]:
     dense = mixtures.index(first)
     if any(mixture != first for mixture in mixtures[dense:]) or (dense and target.experts != "said"):
         yield "has the same experts in every layer"
+    if first.limit != target.limit:
+        yield f"clips activations at {target.limit:g}, the model at {first.limit:g}"
     if target.experts != "said" and first.routing.normalize != (target.experts == "normalized"):
         scaled = "scales" if target.experts == "normalized" else "does not scale"
         yield f"{scaled} the chosen experts' weights to a sum of 1"

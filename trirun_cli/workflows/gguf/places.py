@@ -83,6 +83,8 @@ def _layer_places(layer: LayerShape, names: TensorNames, target: Target) -> dict
         if names.mixture.shared_gate:
             gate = names.mixture.shared_gate + WEIGHT
             own[gate] = Place("ffn_gate_inp_shexp.weight", value=lambda x: x.float().flatten())
+        if names.mixture.bias:
+            own[names.mixture.bias] = Place(f"{ROUTER}.bias")
         if names.mixture.correction:
             own[names.mixture.correction] = Place("exp_probs_b.bias")
     if isinstance(mixer, GatedDelta):

@@ -38,7 +38,7 @@ NORMS = {
     "attention_sub_norm": "attn_sub_norm", "mlp_sub_norm": "ffn_sub_norm",
     "attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm",
     "shared_norm": "ffn_norm", "shared_post_norm": "post_ffw_norm_1", "experts_post_norm": "post_ffw_norm_2",
-    "input_norm": "post_norm", "output_scale": "layer_output_scale",
+    "input_norm": "post_norm", "output_scale": "layer_output_scale", "sinks": "attn_sinks",
 }  # fmt: skip
 _ROPE_FREQS = "rope_freqs.weight"
 

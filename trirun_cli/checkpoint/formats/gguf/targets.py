@@ -30,7 +30,10 @@ class Target:
             of its own size, or an earlier one's keys and values; see :func:`shared_layer`.
         rotary: types of rotary settings that it has in layers that see everything.
         experts: the weights of the chosen ones are "normalized" to a sum of 1, "plain", or as the file says ("said").
-        dense: it may have no experts.
+        dense: it may have no experts. limit: of an activation that has one.
+        biases: linears of attention must have some.
+        rounded_ramp: models whose yarn ramp has bounds that are not rounded are written all the same: llama.cpp's own
+            converter writes them so, and the published ones are all of this kind. Export says it.
         norms: its names of norms by fields, where they are not those of :data:`.architecture.NORMS`.
     """
 
@@ -50,6 +53,9 @@ class Target:
     rotary: tuple[str, ...] = ("default", "linear", "yarn")
     experts: str = "normalized"
     dense: bool = True
+    limit: float = 0.0
+    biases: bool = False
+    rounded_ramp: bool = False
     norms: Mapping[str, str] | None = None
 
 
@@ -99,6 +105,18 @@ TARGETS = {
     "granitemoe": replace(_GRANITE, architecture="granitemoe"),
     "glm": _GLM,
     "glm4": replace(_GLM, architecture="glm4"),
+    "gpt_oss": Target(
+        "gpt-oss",
+        activation="clipped_swiglu",
+        windows="must",
+        head="own",
+        rotary=("default", "yarn"),
+        dense=False,
+        limit=7.0,
+        biases=True,
+        rounded_ramp=True,
+        norms=_LATE_NORM,
+    ),
     "glm4_moe": Target("glm4moe", experts="said", norms=_LATE_NORM),
     "olmo": Target("olmo", neighbours=True),
     "olmo2": _OLMO2,
