@@ -50,6 +50,12 @@ _GEMMA4_TINY = _WINDOW | {"global_head_dim": 128, "num_global_key_value_heads": 
 _GEMMA4_31B = {"global_head_dim": 512, "num_global_key_value_heads": 4, "sliding_window": 1024}
 _GEMMA4_E = _GEMMA4 | {"hidden_size_per_layer_input": 256}
 _GEMMA4_MIXED = _GEMMA4_TIED | {"enable_moe_block": True}
+_OSS = {
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 150000.0,
+        "truncate": True,
+    },
+}  # fmt: skip
 
 # By model_type, or a name of its own: what the tiny model has beside _TINY; what the other one is, and its config.json.
 FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
@@ -141,6 +147,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "GLM-4.5's kind: 64 experts, 8 chosen, one shared",
         _sizes(2048, 6144, 4, 32, 4, 128, 151552, **_GLM4_MOE | {
             "n_routed_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024}),
+    ),
+    "gpt_oss": (
+        _OSS | _WINDOW | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        "GPT-OSS-20B's kind, 2 of 24 layers",
+        _sizes(2816, 2816, 2, 64, 8, 64, 32000, num_local_experts=32, num_experts_per_tok=4, **_OSS),
     ),
     "qwen2_moe": (
         _EXPERTS | _SHARED | {"norm_topk_prob": False},

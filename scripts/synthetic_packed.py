@@ -47,7 +47,8 @@ from trirun_cli.models.synthetic import random_ternary
 
 # Linears that have biases in some families, or where config.json says so.
 _QKV = ("q_proj", "k_proj", "v_proj")
-BIASES = {"qwen2": _QKV, "qwen2_moe": _QKV, "starcoder2": (*_QKV, "o_proj", "c_fc", "c_proj")}
+BIASES = {"qwen2": _QKV, "qwen2_moe": _QKV, "starcoder2": (*_QKV, "o_proj", "c_fc", "c_proj"),
+          "gpt_oss": (*_QKV, "o_proj", "gate", "up", "down")}  # fmt: skip
 
 
 class Writer:
@@ -185,8 +186,8 @@ def _layer(
                 tensors[name] = writer.norm(size, 0.0)
         if names.mixture.shared_gate:
             tensors[names.mixture.shared_gate + WEIGHT] = writer.normal(1, hidden) * hidden**-0.5
-        if names.mixture.correction:
-            tensors[names.mixture.correction] = 0.1 * writer.normal(layer.mixture.routing.experts)
+        for name in filter(None, (mixture.bias, mixture.correction)):
+            tensors[name] = 0.1 * writer.normal(experts)
     return tensors
 
 

@@ -52,7 +52,9 @@ def test_models_have_the_sizes_that_they_should(scripts):
         assert 0.8e9 < weights < 2e9, family
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_e", "gemma4_moe", "phi3", "starcoder2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "gemma4_e", "gemma4_moe", "gpt_oss", "phi3", "starcoder2", "qwen3_next"]
+)
 def test_a_synthetic_model_has_the_tensors_of_a_real_one(scripts, tmp_path, family):
     config = scripts.peer_families.configs(family)["tiny"] | {"vocab_size": 128}
     config.setdefault("tie_word_embeddings", False)
