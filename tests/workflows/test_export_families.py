@@ -5,11 +5,13 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.small_models import AS_LLAMA_CPP, FAMILIES, save_ternary
 from tests.workflows.test_export import read_gguf
 from trirun_cli.errors import InputError
 from trirun_cli.workflows.export import export
+from trirun_cli.workflows.pack import pack
 
 _LAYER = "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down"
 _MLP = "ffn_gate ffn_up ffn_down"
@@ -171,6 +173,27 @@ def test_experts_of_gemma_4_have_norms_and_factors_of_their_own(exported):
     }  # fmt: skip
     for name, tensor in stored.items():
         assert torch.equal(values(tensors[f"blk.1.{name}"]), tensor.detach().float()), name
+
+
+def test_keys_that_nothing_reads_are_left_out(tmp_path, demo_tokenizer):
+    """Published models have them in layers that attend to those of others."""
+    change = {"vocab_size": 8192} | FAMILIES["gemma4_text, E"] | AS_LLAMA_CPP["gemma4_text, E"]
+    _, model, packed = save_ternary("gemma4_text", change, tmp_path)
+    tensors, parts = load_file(model / "model.safetensors"), ("k_proj", "v_proj", "k_norm")
+    tensors |= {
+        f"model.layers.{layer}.self_attn.{part}.weight": tensors[f"model.layers.{layer - 3}.self_attn.{part}.weight"]
+        for layer in (3, 4, 5)
+        for part in parts
+    }
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, model / "model.safetensors")
+    pack(model, tmp_path / "again")
+    files = []
+    for directory in (packed, tmp_path / "again"):
+        for file in demo_tokenizer:
+            shutil.copy(file, directory)
+        files.append(tmp_path / f"{directory.name}.gguf")
+        export(directory, files[-1], to="gguf:F16", pre="gpt-2")
+    assert read_gguf(files[0])[1] == read_gguf(files[1])[1]
 
 
 def test_biases_of_the_experts_of_gpt_oss(exported):

@@ -51,7 +51,8 @@ def neighbours(heads: int, head_dim: int, half: int) -> Tensor:
 
 
 def places(found: Description, target: Target) -> dict[str, list[Place]]:
-    """Where every tensor goes, by the checkpoint's name, but for embedding, head and experts. One is torn in two."""
+    """Where every tensor goes, by the checkpoint's name, but for embedding, head and experts: mostly to one place. Some
+    are torn in two, some are not in the file."""
     final = Place("output_norm.weight", value=_plus(found.names.norm_offset))
     every = {FINAL_NORM: [final], _FINAL_BIAS: [Place("output_norm.bias")]}
     for part, name in found.names.inputs.items():
@@ -61,6 +62,10 @@ def places(found: Description, target: Target) -> dict[str, list[Place]]:
         own = {name: [place] for name, place in _layer_places(layer, names, target).items()}
         if isinstance(layer.mixer, GatedDelta) and layer.mixer.by_head:
             own["linear_attn.in_proj_qkvz.weight"] = _places_by_head(layer.mixer)
+        if layer.mixer.shared_with is not None:
+            # Published models have keys and values of these layers, too, which nothing reads.
+            unread = (found.names.vectors["k_norm"], *(found.names.linears[field] + WEIGHT for field in ("k", "v")))
+            every |= {f"{layer_prefix(index)}{name}": [] for name in unread}
         every |= {
             layer_prefix(index) + name: [replace(place, name=here + place.name) for place in parts]
             for name, parts in own.items()
