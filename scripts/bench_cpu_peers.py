@@ -13,7 +13,7 @@ Set up the peer once (its source comes with the llama-cpp-python package):
 then run one of
 
     python scripts/bench_cpu_peers.py PEER                                # one model of 1.4 B: prompts and memory too
-    python scripts/bench_cpu_peers.py PEER --families all --make          # files of every family: 50 minutes, 45 GB
+    python scripts/bench_cpu_peers.py PEER --families all --make          # files of every family: 50 minutes, 55 GB
     python scripts/bench_cpu_peers.py PEER --families all                 # their speeds: 15 minutes on an idle machine
 
 Every measurement is a process of its own, so that peak memory is told apart; prefill is one prompt into an empty

@@ -43,7 +43,21 @@ _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_he
 _DELTA_2B = {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
              "linear_value_head_dim": 128}  # fmt: skip
 
-# By model_type: what the tiny model has beside _TINY; what the other one is, and its config.json.
+_SLID, _FULL = "sliding_attention", "full_attention"
+_GEMMA4 = TIED | {"model_type": "gemma4_text", "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0}
+_GEMMA4_TIED = _GEMMA4 | {"attention_k_eq_v": True}
+_GEMMA4_TINY = _WINDOW | {"global_head_dim": 128, "num_global_key_value_heads": 1, "layer_types": [_SLID, _FULL] * 2}
+_GEMMA4_31B = {"global_head_dim": 512, "num_global_key_value_heads": 4, "sliding_window": 1024}
+_GEMMA4_E = _GEMMA4 | {"hidden_size_per_layer_input": 256}
+_GEMMA4_MIXED = _GEMMA4_TIED | {"enable_moe_block": True}
+_OSS = {
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "rope_theta": 150000.0,
+        "truncate": True,
+    },
+}  # fmt: skip
+
+# By model_type, or a name of its own: what the tiny model has beside _TINY; what the other one is, and its config.json.
 FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "llama": ({}, "Llama-3.2-1B", _sizes(2048, 8192, 16, 32, 8, 64, 128256, **TIED, **_LLAMA3)),
     "qwen2": ({}, "Qwen2.5-1.5B", _sizes(1536, 8960, 28, 12, 2, 128, 151936, **TIED)),
@@ -64,6 +78,23 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         TIED | _WINDOW | {"query_pre_attn_scalar": 64, "sliding_window_pattern": 4},
         "Gemma-3-4B, 12 of 34 layers",
         _sizes(2560, 10240, 12, 8, 4, 256, 262208, sliding_window=1024, query_pre_attn_scalar=256, **TIED),
+    ),
+    "gemma4_text": (
+        _GEMMA4_TIED | _GEMMA4_TINY,
+        "Gemma-4-31B, 3 of 60 layers",
+        _sizes(5376, 21504, 3, 32, 16, 256, 32000, layer_types=[_SLID, _SLID, _FULL], **_GEMMA4_TIED, **_GEMMA4_31B),
+    ),
+    "gemma4_e": (
+        _GEMMA4_E | _GEMMA4_TINY | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+                                    "vocab_size_per_layer_input": 8192},
+        "Gemma-4-E4B, 12 of 42 layers",
+        _sizes(2560, 10240, 12, 8, 2, 256, 262144, num_kv_shared_layers=6, **_GEMMA4_E),
+    ),
+    "gemma4_moe": (
+        _GEMMA4_MIXED | _GEMMA4_TINY | {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 256},
+        "Gemma-4-26B-A4B's kind, 2 of 30 layers",
+        _sizes(2816, 2048, 2, 16, 8, 256, 262144, num_experts=128, top_k_experts=8, moe_intermediate_size=768,
+               layer_types=[_SLID, _FULL], **_GEMMA4_MIXED, **_GEMMA4_31B | {"num_global_key_value_heads": 2}),
     ),
     "phi3": (
         {"num_key_value_heads": 4},
@@ -116,6 +147,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "GLM-4.5's kind: 64 experts, 8 chosen, one shared",
         _sizes(2048, 6144, 4, 32, 4, 128, 151552, **_GLM4_MOE | {
             "n_routed_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024}),
+    ),
+    "gpt_oss": (
+        _OSS | _WINDOW | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        "GPT-OSS-20B's kind, 2 of 24 layers",
+        _sizes(2816, 2816, 2, 64, 8, 64, 32000, num_local_experts=32, num_experts_per_tok=4, **_OSS),
     ),
     "qwen2_moe": (
         _EXPERTS | _SHARED | {"norm_topk_prob": False},

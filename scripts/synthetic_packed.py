@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from trirun_kernels import QuantSpec
-from trirun_kernels.decoder.shape import GatedDelta, LayerShape
+from trirun_kernels.decoder.shape import Attention, GatedDelta, LayerShape
 from trirun_kernels.decoder.weights import vector_lengths
 from trirun_kernels.weights.names import (
     BIAS,
@@ -47,7 +47,8 @@ from trirun_cli.models.synthetic import random_ternary
 
 # Linears that have biases in some families, or where config.json says so.
 _QKV = ("q_proj", "k_proj", "v_proj")
-BIASES = {"qwen2": _QKV, "qwen2_moe": _QKV, "starcoder2": (*_QKV, "o_proj", "c_fc", "c_proj")}
+BIASES = {"qwen2": _QKV, "qwen2_moe": _QKV, "starcoder2": (*_QKV, "o_proj", "c_fc", "c_proj"),
+          "gpt_oss": (*_QKV, "o_proj", "gate", "up", "down")}  # fmt: skip
 
 
 class Writer:
@@ -74,9 +75,9 @@ class Writer:
         """Of deviation 1."""
         return torch.randn(*size, generator=self._generator, device=self._device)
 
-    def norm(self, size: int, offset: float) -> Tensor:
-        """Weights of a norm that multiply by about 1, less what is added to them."""
-        return 1 - offset + 0.1 * self.normal(size)
+    def norm(self, size: int, offset: float, factor: float = 1.0) -> Tensor:
+        """Weights of a norm that multiply by about ``factor``, less what is added to them."""
+        return factor * (1 + 0.1 * self.normal(size)) - offset
 
     def ternary(self, module: str, n: int, k: int) -> dict[str, Tensor]:
         """A packed matrix whose outputs are about as large as its inputs."""
@@ -169,7 +170,11 @@ def _layer(
     for field, tensor in names.vectors.items():
         if tensor is not None and tensor not in tensors:
             bias, offset = field.endswith("_bias"), 0.0 if field in NO_NORMS else names.norm_offset
-            tensors[tensor] = 0.1 * writer.normal(hidden) if bias else writer.norm(lengths[field], offset)
+            # Scores are as large as a scale of one by the root of a head's size makes them.
+            mixer, factor = layer.mixer, 1.0
+            if isinstance(mixer, Attention) and field in ("q_norm", "k_norm"):
+                factor = (mixer.scale * mixer.head_dim**0.5) ** -0.5
+            tensors[tensor] = 0.1 * writer.normal(hidden) if bias else writer.norm(lengths[field], offset, factor)
     if isinstance(layer.mixer, GatedDelta):
         tensors |= writer.delta(layer.mixer, hidden, dict(names.gates))
     if layer.mixture is not None:
@@ -181,8 +186,8 @@ def _layer(
                 tensors[name] = writer.norm(size, 0.0)
         if names.mixture.shared_gate:
             tensors[names.mixture.shared_gate + WEIGHT] = writer.normal(1, hidden) * hidden**-0.5
-        if names.mixture.correction:
-            tensors[names.mixture.correction] = 0.1 * writer.normal(layer.mixture.routing.experts)
+        for name in filter(None, (mixture.bias, mixture.correction)):
+            tensors[name] = 0.1 * writer.normal(experts)
     return tensors
 
 

@@ -117,6 +117,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # What llama.cpp computes for all models of a family, where the settings above are others.
 AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    # The last layers attend to what the two before them have stored; inputs of layers are those of the vocabulary.
+    "gemma4_text, E": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": 8192,
+    },
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
@@ -124,6 +129,15 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "qwen3_5_text, heads of 128": {"linear_key_head_dim": 128},
     "qwen3_5_moe_text": {"linear_value_head_dim": 16},
     "qwen3_next": {"linear_value_head_dim": 16},
+    "gpt_oss": {
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+        },
+    },
     "qwen2_moe": {"mlp_only_layers": []},
     "qwen3_moe": {"mlp_only_layers": []},
     "olmoe": {"num_key_value_heads": 4},

@@ -24,6 +24,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.writer import CheckpointWriter, plain_config
 from ..errors import InputError, UsageError
 from .gguf.metadata import gguf_metadata
+from .gguf.model import gguf_notes
 from .gguf.tensors import gguf_tensors
 from .output import weight_bytes
 
@@ -134,9 +135,8 @@ def _check_mixture(source: Checkpoint, to: str) -> None:
     if to == "bitnet":
         fix = "--to gguf:TYPE, --to mlx, --to compressed-tensors and --to dense write mixtures"
         raise InputError(f"{source.path} is a mixture of experts, which trirun does not write as {to}", fix)
-    if to.startswith("gguf:"):
-        return  # its metadata say which families
-    if family not in NAMED:
+    # A GGUF file's metadata say which families.
+    if not to.startswith("gguf:") and family not in NAMED:
         known = ", ".join(NAMED)
         raise InputError(f"{source.path}: the experts of {family!r} have no names that trirun knows; {known} have")
 
@@ -292,9 +292,9 @@ def _kind(dtype: torch.dtype) -> str:
 
 def _notes(source: Checkpoint, to: str) -> list[str]:
     """What another program will do differently."""
-    bits = source.format.activation_bits
+    bits, notes = source.format.activation_bits, gguf_notes(source) if to.startswith("gguf:") else []
     if bits == 8 and to != "bitnet":
-        return ["the model was trained with int8 activations; the new format does not say so"]
+        notes.append("the model was trained with int8 activations; the new format does not say so")
     if bits == 16 and to == "bitnet":
-        return ["transformers runs this format with int8 activations; the checkpoint has 16-bit ones"]
-    return []
+        notes.append("transformers runs this format with int8 activations; the checkpoint has 16-bit ones")
+    return notes

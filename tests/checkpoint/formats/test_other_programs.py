@@ -101,8 +101,9 @@ def test_llama_cpp_computes_what_transformers_does(library, tmp_path, demo_token
     with torch.inference_mode():
         ours = model(torch.tensor([tokens])).logits[0].numpy()
     found = np.array(theirs.scores[: len(tokens)])
-    # float16 weights, keys and values there; a part that is computed otherwise differs by far more.
-    assert np.linalg.norm(found - ours) < 0.01 * np.linalg.norm(ours)
+    # float16 weights, keys and values there; a part that is computed otherwise differs by far more. The median: of a
+    # mixture some row has two experts that are nearly equal.
+    assert np.median(np.linalg.norm(found - ours, axis=1) / np.linalg.norm(ours, axis=1)) < 0.003
     theirs.close()
 
 

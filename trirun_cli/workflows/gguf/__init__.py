@@ -1,5 +1,5 @@
 """A packed checkpoint as one GGUF file.
 
-:mod:`.metadata` says what the file says, and refuses what llama.cpp computes otherwise; :mod:`.places` has the place of
-every tensor; :mod:`.tensors` makes their data.
+:mod:`.model` has llama.cpp's model, and refuses what that computes otherwise; :mod:`.metadata` says what the file says;
+:mod:`.places` has the place of every tensor; :mod:`.tensors` makes their data.
 """

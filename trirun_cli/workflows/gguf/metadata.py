@@ -1,46 +1,25 @@
-"""What a GGUF file says of a packed checkpoint, and whether llama.cpp's model of its family computes the same."""
+"""What a GGUF file says of a packed checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trirun_kernels.decoder.shape import Attention, GatedDelta
+from trirun_kernels.decoder.shape import GatedDelta
 from trirun_kernels.weights.names import WEIGHT, embedding_names
 
-from ...checkpoint.formats.gguf.targets import Target, target_of
+from ...checkpoint.formats.gguf.targets import Target
 from ...checkpoint.formats.gguf.tokenizer_metadata import tokenizer_metadata
 from ...checkpoint.formats.gguf.types import ALIGNMENT, GgufType
 from ...checkpoint.formats.gguf.writer import FILE_TYPES
 from ...checkpoint.reader import Checkpoint
 from ...errors import InputError
-from ...models.description import Description, UnsupportedModel, description, longest_context
+from ...models.description import Description, longest_context
 from ...models.rotary import attention_factor, stretch
+from .model import attentions_of, gguf_model, rotary_of
 
-_ACTIVATIONS = {"silu": "SiLU", "relu2": "ReLU²", "gelu_tanh": "GELU"}
 # Of positions of images in Qwen3.5, whose files must have them; a text's are all the same.
 _SECTIONS = (11, 11, 10)
 _SIGMOID = 2  # llama.cpp's number of a router's function
-
-
-def gguf_model(checkpoint: Checkpoint) -> tuple[Target, Description]:
-    """llama.cpp's model of a checkpoint, and what the checkpoint's is made of.
-
-    Raises:
-        InputError: llama.cpp has none, or one that computes something else.
-    """
-    config = checkpoint.config
-    family, layers = config.get("model_type"), config.get("num_hidden_layers")
-    target = target_of(family, layers) if isinstance(family, str) and isinstance(layers, int) else None
-    if target is None:
-        raise InputError(f"{checkpoint.path}: llama.cpp's model for {family!r} is not written by trirun")
-    try:
-        found = description(config)
-    except UnsupportedModel as error:
-        raise InputError(f"{checkpoint.path}: {error}") from None
-    if difference := next(_differences(target, found, config), None):
-        raise InputError(f"{checkpoint.path}: llama.cpp's {target.architecture} {difference}")
-    return target, found
 
 
 def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> dict[str, Any]:
@@ -51,7 +30,7 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
     """
     config = checkpoint.config
     target, found = gguf_model(checkpoint)
-    shape, mixer = found.shape, attention_of(found)
+    shape = found.shape
     _check_vocabulary(checkpoint, shape.vocab)
     numbers: dict[str, Any] = {
         "vocab_size": shape.vocab,
@@ -60,12 +39,9 @@ def gguf_metadata(checkpoint: Checkpoint, kind: GgufType, pre: str | None) -> di
         "block_count": len(shape.layers),
         # A mixture has none of its own; config.json still has its size, or that of an expert.
         "feed_forward_length": shape.layers[0].feed_forward.size or int(config["intermediate_size"]),
-        "attention.head_count": mixer.heads,
-        "attention.head_count_kv": mixer.kv_heads,
-        "attention.key_length": mixer.head_dim,
-        "attention.value_length": mixer.head_dim,
         f"attention.layer_norm{'_rms' if shape.norm == 'rms' else ''}_epsilon": float(shape.norm_eps),
     }
+    numbers |= _attention_numbers(found) | (_own_numbers(found) if target.own_sizes else {})
     numbers |= _rotary_numbers(target, found)
     numbers |= _window_numbers(target, found) | _scale_numbers(target, found) | _mixture_numbers(target, found)
     numbers |= _delta_numbers(found)
@@ -90,104 +66,44 @@ def _check_vocabulary(checkpoint: Checkpoint, vocab: int) -> None:
         raise InputError(f"{checkpoint.path}: {name} has shape {list(shape)}, config.json says {vocab} rows")
 
 
-def attention_of(found: Description) -> Attention:
-    """The first mixer that is attention, one that rotates before the others; their sizes are the same."""
-    attentions = found.shape.attentions
-    return next((each for each in attentions if each.rotary is not None), attentions[0])
-
-
-def rotary_of(found: Description) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary settings of the layers that see everything and of those with a window; where only one kind rotates, its
-    own for both."""
-    turned = [each for each in found.shape.attentions if each.rotary is not None]
-    whole = [each.rotary for each in turned if each.window is None]
-    slid = [each.rotary for each in turned if each.window is not None]
-    first, second = (whole or slid or [0])[0], (slid or whole or [0])[0]
-    return found.rotary[first or 0], found.rotary[second or 0]
-
-
-def _differences(target: Target, found: Description, config: Mapping[str, Any]) -> Iterator[str]:
-    """What llama.cpp's model does that the checkpoint's does not, or the reverse."""
-    shape, layers = found.shape, found.shape.layers
-    if not shape.attentions:
-        yield "has layers of attention, the model none"
-        return
-    if any(each.key_dim != each.value_dim for each in shape.deltas):
-        yield "has keys and values of one size in its layers of linear attention"
-    mixer, feed_forward = attention_of(found), layers[0].feed_forward
-    if feed_forward.activation != target.activation:
-        theirs, ours = _ACTIVATIONS[target.activation], _ACTIVATIONS.get(feed_forward.activation)
-        yield f"computes {theirs} where the model has {ours or feed_forward.activation}"
-    if target.windows == "must" and not any(shape.windows):
-        yield "has layers with a window, the model none"
-    turned = [each.rotary is not None for each in shape.attentions]
-    every = {
-        "all": [True] * len(turned),
-        "window": [each.window is not None for each in shape.attentions],
-        "fourth": [(index + 1) % 4 != 0 for index in range(len(turned))],
-    }
-    if turned != every[target.turned]:
-        yield "turns queries and keys in other layers than the model"
-    yield from _rotary_differences(target, found)
-    wide = len(layers) == target.wide_layers
-    factor = (shape.hidden / mixer.heads if wide else mixer.head_dim) ** -0.5
-    if not target.scales and not _close(mixer.scale, factor):
-        yield f"multiplies scores by {factor:.4g}, the model by {mixer.scale:.4g}"
-    embedding = shape.hidden**0.5 if target.root_embedding else 1.0
-    if not target.scales and not (_close(shape.embedding_scale, embedding) and shape.residual_scale == 1):
-        yield "has no factors of embedding and residual stream"
-    if target.logit_scale is None and found.logit_scale != 1:
-        yield f"does not multiply logits, the model by {found.logit_scale:.4g}"
-    for part, softcap in {"attention": mixer.softcap, "logits": shape.logit_softcap}.items():
-        if softcap and part not in target.softcap:
-            yield f"has no softcap of {part}"
-    if config.get("clip_qkv") is not None:
-        yield "is not told to clamp queries, keys and values (clip_qkv)"
-    yield from _mixture_differences(target, found)
-
-
-def _rotary_differences(target: Target, found: Description) -> Iterator[str]:
-    whole, slid = rotary_of(found)
-    kinds = {each["rope_type"] for each in (whole, slid)}
-    if missing := sorted(kinds - set(target.rotary)):
-        yield f"has no rotary settings of type {missing[0]!r}"
-    if not target.windows and whole != slid:
-        yield "has one kind of rotary settings, the model two"
-    if target.windows and whole != slid and slid["rope_type"] != "default":
-        yield "does not scale the angles of layers with a window"
-    if whole["rope_type"] == "yarn" and not whole.get("truncate", True):
-        yield "rounds the bounds of yarn's ramp, the model does not"
-
-
-def _mixture_differences(target: Target, found: Description) -> Iterator[str]:
-    mixtures = [layer.mixture for layer in found.shape.layers]
-    if not any(mixtures):
-        if not target.dense:
-            yield "has experts, the model none"
-        return
-    first = next(mixture for mixture in mixtures if mixture is not None)
-    dense = mixtures.index(first)
-    if any(mixture != first for mixture in mixtures[dense:]) or (dense and target.experts != "said"):
-        yield "has the same experts in every layer"
-    if target.experts != "said" and first.routing.normalize != (target.experts == "normalized"):
-        scaled = "scales" if target.experts == "normalized" else "does not scale"
-        yield f"{scaled} the chosen experts' weights to a sum of 1"
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-6 * abs(b)
-
-
 def _context(target: Target, found: Description, config: dict[str, Any]) -> int:
     """Positions that the file has. Within a window attention is plain, which llama.cpp's model may not have."""
     windows = () if target.windows else found.shape.windows
     return min(longest_context(config), *(window or 2**40 for window in (None, *windows)))
 
 
+def _attention_numbers(found: Description) -> dict[str, Any]:
+    whole, _ = attentions_of(found)
+    return {
+        "attention.head_count": whole.heads,
+        "attention.head_count_kv": _number([each.kv_heads for each in found.shape.attentions]),
+        "attention.key_length": whole.head_dim,
+        "attention.value_length": whole.head_dim,
+    }
+
+
+def _own_numbers(found: Description) -> dict[str, Any]:
+    """Of layers with sizes of their own."""
+    shape, (_, slid) = found.shape, attentions_of(found)
+    return {
+        "feed_forward_length": _number([layer.feed_forward.size for layer in shape.layers]),
+        "attention.key_length_swa": slid.head_dim,
+        "attention.value_length_swa": slid.head_dim,
+        "rope.dimension_count_swa": 2 * slid.rotary_half,
+        "attention.shared_kv_layers": len(shape.layers) - len(shape.cached),
+        "embedding_length_per_layer_input": 0 if shape.inputs is None else shape.inputs.size,
+    }
+
+
+def _number(values: list[int]) -> int | list[int]:
+    """What every layer has: one number where it is the same."""
+    return values if len(set(values)) > 1 else values[0]
+
+
 def _rotary_numbers(target: Target, found: Description) -> dict[str, Any]:
     whole, slid = rotary_of(found)
     numbers: dict[str, Any] = {
-        "rope.dimension_count": 2 * attention_of(found).rotary_half,
+        "rope.dimension_count": 2 * attentions_of(found)[0].rotary_half,
         "rope.freq_base": float(whole["rope_theta"]),
     }
     if target.windows:
@@ -222,7 +138,7 @@ def _window_numbers(target: Target, found: Description) -> dict[str, Any]:
 
 def _scale_numbers(target: Target, found: Description) -> dict[str, Any]:
     """Factors and softcaps."""
-    shape, mixer = found.shape, attention_of(found)
+    shape, (mixer, _) = found.shape, attentions_of(found)
     numbers: dict[str, Any] = {}
     if target.scales:
         numbers |= {"attention.scale": mixer.scale, "embedding_scale": shape.embedding_scale}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from trirun_kernels.decoder.shape import Attention, GatedDelta, LayerShape
-from trirun_kernels.weights.names import FINAL_NORM, WEIGHT, layer_prefix
+from trirun_kernels.weights.names import FINAL_NORM, PREFIX, WEIGHT, layer_prefix
 
 from ...checkpoint.formats.gguf.architecture import LINEARS, NORMS
-from ...checkpoint.formats.gguf.mixtures import ROUTER
+from ...checkpoint.formats.gguf.mixtures import EXPERT_LAYERS, ROUTER
 from ...checkpoint.formats.gguf.targets import Target
 from ...models.description import Description
 from ...models.parts import TensorNames
@@ -20,6 +20,10 @@ from ...models.parts import TensorNames
 _FUSED = {("q", "k", "v"): "attn_qkv", ("gate", "up"): "ffn_up", ("q", "q_gate"): "attn_q"}
 _DELTA = {"qkv": "attn_qkv", "z": "attn_gate", "o": "ssm_out"}
 _GATES = {"linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha"}
+_INPUTS = {
+    "table": "per_layer_token_embd.weight", "projection": "per_layer_model_proj.weight",
+    "norm": "per_layer_proj_norm.weight",
+}  # fmt: skip
 _FINAL_BIAS = FINAL_NORM.removesuffix(WEIGHT) + ".bias"
 
 
@@ -47,14 +51,21 @@ def neighbours(heads: int, head_dim: int, half: int) -> Tensor:
 
 
 def places(found: Description, target: Target) -> dict[str, list[Place]]:
-    """Where every tensor goes, by the checkpoint's name, but for embedding, head and experts. One is torn in two."""
+    """Where every tensor goes, by the checkpoint's name, but for embedding, head and experts: mostly to one place. Some
+    are torn in two, some are not in the file."""
     final = Place("output_norm.weight", value=_plus(found.names.norm_offset))
     every = {FINAL_NORM: [final], _FINAL_BIAS: [Place("output_norm.bias")]}
+    for part, name in found.names.inputs.items():
+        every[PREFIX + name.removesuffix(WEIGHT) + WEIGHT] = [Place(_INPUTS[part])]
     for index, layer in enumerate(found.shape.layers):
         names, here = found.names.of(layer), f"blk.{index}."
         own = {name: [place] for name, place in _layer_places(layer, names, target).items()}
         if isinstance(layer.mixer, GatedDelta) and layer.mixer.by_head:
             own["linear_attn.in_proj_qkvz.weight"] = _places_by_head(layer.mixer)
+        if layer.mixer.shared_with is not None:
+            # Published models have keys and values of these layers, too, which nothing reads.
+            unread = (found.names.vectors["k_norm"], *(found.names.linears[field] + WEIGHT for field in ("k", "v")))
+            every |= {f"{layer_prefix(index)}{name}": [] for name in unread}
         every |= {
             layer_prefix(index) + name: [replace(place, name=here + place.name) for place in parts]
             for name, parts in own.items()
@@ -66,18 +77,29 @@ def _layer_places(layer: LayerShape, names: TensorNames, target: Target) -> dict
     linears, norms = dict(LINEARS), NORMS | dict(target.norms or {})
     mixer, own = layer.mixer, dict[str, Place]()
     if layer.mixture is not None:
-        linears |= {part: f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+        if "shared_norm" in names.vectors:
+            norms["mlp_norm"] = "pre_ffw_norm_2"
+        else:
+            linears |= {part: f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
         own[names.mixture.router] = Place(f"{ROUTER}{WEIGHT}")
+        for scale, known in ((names.mixture.router_scale, ROUTER), (names.mixture.expert_scale, EXPERT_LAYERS["down"])):
+            if scale is not None:
+                own[scale] = Place(f"{known}.scale")
         if names.mixture.shared_gate:
             gate = names.mixture.shared_gate + WEIGHT
             own[gate] = Place("ffn_gate_inp_shexp.weight", value=lambda x: x.float().flatten())
+        if names.mixture.bias:
+            own[names.mixture.bias] = Place(f"{ROUTER}.bias")
         if names.mixture.correction:
             own[names.mixture.correction] = Place("exp_probs_b.bias")
     if isinstance(mixer, GatedDelta):
         linears |= _DELTA
         own |= _delta_places(mixer)
-    modules = {module: linears[field] for field, module in names.linears.items() if field in linears}
-    modules |= {module: _FUSED[fields] for module, fields in names.fused.items()}
+    modules = {module: _FUSED[fields] for module, fields in names.fused.items()}
+    for field, module in names.linears.items():
+        # What keys and values share is the keys'.
+        if field in linears:
+            modules.setdefault(module, linears[field])
     rows = _turned_rows(mixer, target) if isinstance(mixer, Attention) else {}
     for module, known in modules.items():
         for end in (WEIGHT, ".bias"):

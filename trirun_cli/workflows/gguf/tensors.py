@@ -28,11 +28,13 @@ from ...checkpoint.reader import Checkpoint
 from ...errors import InputError
 from ...models.description import Description
 from ...models.rotary import llama3_frequencies
-from .metadata import attention_of, gguf_model, rotary_of
+from .model import attentions_of, gguf_model, rotary_of
 from .places import Place, places
 
-# An expert's matrix: layer, expert, and which of its three.
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(gate|up|down)\.weight")
+# An expert's matrix or bias: layer, expert, which of its three, and ".weight" or ".bias".
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:\w+\.)?experts\.(\d+)\.(gate|up|down)(\.weight|\.bias)")
+
+_STILL = 1e30  # what llama.cpp's files divide the frequency of a pair by that does not turn
 
 
 def gguf_tensors(
@@ -51,13 +53,13 @@ def gguf_tensors(
     target, found = gguf_model(checkpoint)
     known, modules = places(found, target), set(checkpoint.modules)
     yield from _vocabulary(checkpoint, target, kind, starting, done)
-    experts: dict[tuple[int, str], dict[int, str]] = {}
+    experts: dict[tuple[int, str, str], dict[int, str]] = {}
     for name in checkpoint.names:
         module = name.removesuffix(WEIGHT)
         if name in (EMBEDDING, HEAD) or name.endswith((SCALE, ZERO, ".rotary_emb.inv_freq")):
             continue
         if matched := _EXPERT.fullmatch(name):
-            experts.setdefault((int(matched[1]), matched[3]), {})[int(matched[2])] = module
+            experts.setdefault((int(matched[1]), matched[3], matched[4]), {})[int(matched[2])] = name
             continue
         if name not in known:
             raise InputError(f"{checkpoint.path}: {name} has no name in llama.cpp")
@@ -68,14 +70,18 @@ def gguf_tensors(
                 yield _packed(checkpoint, module, place, kind, starting, done)
             else:
                 yield _plain(checkpoint, name, place)
-    for (layer, part), members in experts.items():
-        missing = next((number for number in range(len(members)) if members.get(number) not in modules), None)
+    for (layer, part, end), members in experts.items():
+        stored = [members.get(number, "") for number in range(len(members))]
+        missing = next((number for number, name in enumerate(stored) if name.removesuffix(end) not in modules), None)
         if missing is not None:
             raise InputError(f"{checkpoint.path}: expert {missing} of layer {layer} has no packed {part}")
-        matrices = [
-            _packed(checkpoint, members[number], Place(""), kind, starting, done) for number in range(len(members))
+        parts = [
+            _packed(checkpoint, name.removesuffix(WEIGHT), Place(""), kind, starting, done)
+            if end == WEIGHT
+            else _plain(checkpoint, name, Place(""))
+            for name in stored
         ]
-        yield _stacked(f"blk.{layer}.{EXPERT_LAYERS[part]}{WEIGHT}", matrices)
+        yield _stacked(f"blk.{layer}.{EXPERT_LAYERS[part]}{end}", parts)
     for name, factors in _rotary_factors(found).items():
         yield GgufTensor(name, (len(factors),), F32, partial(torch.from_numpy, factors))
 
@@ -168,7 +174,7 @@ def _reordered(weight: Quantized, columns: Tensor, name: str) -> Quantized:
 
 
 def _stacked(known: str, experts: list[GgufTensor]) -> GgufTensor:
-    """The same matrix [n, k] of all experts of a layer as one tensor [experts, n, k]."""
+    """The same matrix [n, k] or bias [n] of all experts of a layer as one tensor of one dimension more."""
     first = experts[0]
     return GgufTensor(
         known, (len(experts), *first.shape), first.kind, lambda: torch.stack([expert.data() for expert in experts])
@@ -190,12 +196,16 @@ def _plain(checkpoint: Checkpoint, name: str, place: Place) -> GgufTensor:
 
 
 def _rotary_factors(found: Description) -> dict[str, np.ndarray]:
-    """What the frequencies of a head are divided by (Llama 3.1, longrope), float32 [rotary_half]."""
+    """What the frequencies of a head are divided by (Llama 3.1, longrope, Gemma 4), float32 [rotary_half]."""
     rotary, _ = rotary_of(found)
-    half = attention_of(found).rotary_half
+    half = attentions_of(found)[0].rotary_half
     if rotary["rope_type"] == "longrope":
         named = {name: rotary.get(f"{name}_factor") or rotary["short_factor"] for name in ("long", "short")}
         return {f"rope_factors_{name}.weight": np.asarray(values, np.float32) for name, values in named.items()}
+    if rotary["rope_type"] == "proportional":
+        turning = np.arange(half) < int(rotary["partial_rotary_factor"] * half)
+        factors = np.where(turning, rotary.get("factor") or 1.0, _STILL)
+        return {"rope_freqs.weight": factors.astype(np.float32)}
     if rotary["rope_type"] != "llama3":
         return {}
     frequencies = rotary["rope_theta"] ** -(np.arange(half) / half)

@@ -28,15 +28,17 @@ from .file import GgufFile
 from .mixtures import MIXTRAL, OLMOE, QWEN3_MOE, ROUTER, Mixture, expert_tensors, mixture_config
 from .rotary import rotary_config
 
-# llama.cpp's names of a layer's tensors, by their fields.
+# llama.cpp's names of a layer's tensors, by their fields. Some are of models that are only written.
 LINEARS = {
     "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up",
-    "down": "ffn_down",
+    "down": "ffn_down", "input_gate": "inp_gate", "input_out": "proj",
 }  # fmt: skip
 NORMS = {
     "attention_norm": "attn_norm", "mlp_norm": "ffn_norm", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm",
     "attention_sub_norm": "attn_sub_norm", "mlp_sub_norm": "ffn_sub_norm",
     "attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm",
+    "shared_norm": "ffn_norm", "shared_post_norm": "post_ffw_norm_1", "experts_post_norm": "post_ffw_norm_2",
+    "input_norm": "post_norm", "output_scale": "layer_output_scale", "sinks": "attn_sinks",
 }  # fmt: skip
 _ROPE_FREQS = "rope_freqs.weight"
 

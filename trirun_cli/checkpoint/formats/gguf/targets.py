@@ -25,9 +25,15 @@ class Target:
         scales: the file has factors of attention, embedding and residual stream.
         root_embedding: the embedding is multiplied by the root of the hidden size.
         wide_layers: with that many layers, attention's factor is that of heads of hidden size / heads elements.
-        rotary: types of rotary settings that it has.
+        attention_scale: of scores; None: one by the root of a head's size.
+        own_sizes: layers with a window have heads of another size, and every layer keys, values and a feed-forward part
+            of its own size, or an earlier one's keys and values; see :func:`shared_layer`.
+        rotary: types of rotary settings that it has in layers that see everything.
         experts: the weights of the chosen ones are "normalized" to a sum of 1, "plain", or as the file says ("said").
-        dense: it may have no experts.
+        dense: it may have no experts. limit: of an activation that has one.
+        biases: linears of attention must have some.
+        rounded_ramp: models whose yarn ramp has bounds that are not rounded are written all the same: llama.cpp's own
+            converter writes them so, and the published ones are all of this kind. Export says it.
         norms: its names of norms by fields, where they are not those of :data:`.architecture.NORMS`.
     """
 
@@ -42,9 +48,14 @@ class Target:
     scales: bool = False
     root_embedding: bool = False
     wide_layers: int | None = None
+    attention_scale: float | None = None
+    own_sizes: bool = False
     rotary: tuple[str, ...] = ("default", "linear", "yarn")
     experts: str = "normalized"
     dense: bool = True
+    limit: float = 0.0
+    biases: bool = False
+    rounded_ramp: bool = False
     norms: Mapping[str, str] | None = None
 
 
@@ -79,11 +90,33 @@ TARGETS = {
     "gemma3_text": replace(
         _GEMMA, architecture="gemma3", windows="may", softcap=("logits",), wide_layers=62, head="any"
     ),
+    "gemma4_text": replace(
+        _GEMMA,
+        architecture="gemma4",
+        windows="must",
+        softcap=("logits",),
+        head="any",
+        attention_scale=1.0,
+        own_sizes=True,
+        rotary=("proportional",),
+    ),
     "phi3": Target("phi3", rotary=("default", "linear", "yarn", "longrope")),
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, architecture="granitemoe"),
     "glm": _GLM,
     "glm4": replace(_GLM, architecture="glm4"),
+    "gpt_oss": Target(
+        "gpt-oss",
+        activation="clipped_swiglu",
+        windows="must",
+        head="own",
+        rotary=("default", "yarn"),
+        dense=False,
+        limit=7.0,
+        biases=True,
+        rounded_ramp=True,
+        norms=_LATE_NORM,
+    ),
     "glm4_moe": Target("glm4moe", experts="said", norms=_LATE_NORM),
     "olmo": Target("olmo", neighbours=True),
     "olmo2": _OLMO2,
@@ -99,6 +132,11 @@ TARGETS = {
     "nemotron": Target("nemotron", activation="relu2", head="own"),
     "stablelm": Target("stablelm", head="own"),
 }
+
+
+def shared_layer(own: int, *, window: bool) -> int:
+    """The layer whose keys and values one attends to that is behind the ``own`` layers that have such of their own."""
+    return own - (2 if window else 1)
 
 
 def target_of(family: str, layers: int) -> Target | None:
