@@ -452,16 +452,18 @@ int trirun_cuda_f16acc_gemm(const void* a, int64_t lda, const void* b, int64_t l
  * touches what that one wrote, but reads weights, norms, block tables, slots, positions and the cached keys and values
  * of earlier positions ahead of that. trirun_cuda_sample and trirun_cuda_attention_append let nothing overlap them. */
 
-/* y = sum of a row's experts' outputs times their weights, in order of rank, and of the shared expert's. */
+/* y = norm(sum of a row's experts' outputs times their weights, in order of rank) + weight · norm(the shared one's). */
 typedef struct {
   const void* x; /* [sorted rows][ldx] of dtype, on 16 bytes as all rows here */
   const int32_t* places; /* [m][top_k], and weights, as trirun_cuda_route left them */
   const float* weights;
   const void* shared; /* [m][ld_shared] or NULL */
   const float* shared_weights; /* [m] or NULL: 1 */
+  const float *norm, *shared_norm; /* [n] of RMS norms, n at most 8192 then, or NULL: none */
   void* y; /* [m][ldy] */
   int64_t m, n, ldx, ld_shared, ldy; /* multiples of 8, but for m */
   int32_t top_k, dtype;
+  float eps; /* of the norms */
 } trirun_combine;
 
 /* Where a row comes from. */
@@ -494,7 +496,7 @@ typedef struct {
   int32_t centered; /* 1: a layer norm, which takes the mean away first; 0: an RMS norm */
   float output_scale; /* RESIDUAL and POST: of the residual stream behind the sum */
   const trirun_int2* packed; /* for TRIRUN_ROWS_EMBED: the packed embedding, in host memory; or NULL */
-  const trirun_combine* mixed; /* RESIDUAL, n to 4096: instead of x the y of this, unrounded, in host memory; or NULL */
+  const trirun_combine* mixed; /* RESIDUAL, n to 4096: instead of x the y of this without norms, unrounded; or NULL */
 } trirun_rows;
 
 int trirun_cuda_rows(const trirun_rows* rows, void* stream);

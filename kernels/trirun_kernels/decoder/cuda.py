@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -261,7 +261,7 @@ class CudaDecoder:
         source, scale, mixed = ops.RESIDUAL if post_norm is None else ops.POST, self.model.shape.residual_scale, None
         if isinstance(delta, Mixed):
             apart = delta.routes.ids.shape[0] >= MIXED_ROWS or delta.rows.shape[1] > MIXED_COLUMNS
-            if post_norm is None and not apart:
+            if post_norm is None and not apart and not delta.normed:
                 mixed, delta = delta.struct(), delta.rows
             else:
                 delta = delta.sum()
@@ -360,19 +360,17 @@ class CudaDecoder:
         return prompt_attention(rotated, k, v, heads, prompts)
 
     def _feed_forward(self, index: int, x: Activations, m: int, slots: Tensor, residual: Tensor) -> Tensor | Mixed:
-        layer, eps, shared = self.model.layers[index], self.model.shape.norm_eps, None
+        layer, shared = self.model.layers[index], None
         if layer.mixture is None:
             return self._mlp(index, x, m)
         if layer.gate_up:
             own = self._norm(index, "shared")
             read = x if own["norm"] is None else self._rows(ops.RESIDUAL, None, m, residual=residual, **own)
             shared = self._mlp(index, read, m)
-            if (norm := layer.norms.get("shared_post_norm")) is not None:
-                ops.rows(ops.PLAIN, shared, norm=norm, eps=eps, y=shared)
         limbs = x.data if x.limbs and layer.mixture.packed else None
         mixed = layer.mixture(x.values, slots, shared, limbs=limbs, rows=x.pending)
-        norm = layer.norms.get("experts_post_norm")
-        return mixed if norm is None else mixed.normed_sum(norm, eps)
+        norm, shared_norm = (layer.norms.get(f"{part}_post_norm") for part in ("experts", "shared"))
+        return replace(mixed, norm=norm, shared_norm=shared_norm, eps=self.model.shape.norm_eps)
 
     def _mlp(self, index: int, x: Activations, m: int) -> Tensor:
         layer, feed_forward = self.model.layers[index], self.model.shape.layers[index].feed_forward

@@ -20,7 +20,7 @@ from ..native import DTYPES, Int2Struct, check_cuda
 from ..native import cuda as library
 from ..weights.packing import PackedWeight
 from ..weights.stacked_experts import StackedExperts
-from .cuda_ops import GATE, PLAIN, POST, rows
+from .cuda_ops import GATE, rows
 from .cuda_structs import CombineStruct, ExpertsStruct, RouteStruct, RowsStruct
 from .reference import gated
 from .shape import ACTIVATIONS, CLIPPED_SWIGLU, SCORES, Mixture, Routing
@@ -165,11 +165,20 @@ class Mixed:
     Attributes:
         rows: sorted rows [m·top_k, n], float16 or bfloat16. routes: of the m rows.
         shared: the shared expert's output [m, n] of their type, or None.
+        norm, shared_norm: float32 [n] of RMS norms of the experts' sum and of the shared output, or None. eps: theirs.
     """
 
     rows: Tensor
     routes: Routes
     shared: Tensor | None = None
+    norm: Tensor | None = None
+    shared_norm: Tensor | None = None
+    eps: float = 0.0
+
+    @property
+    def normed(self) -> bool:
+        """Whether there is a norm."""
+        return self.norm is not None or self.shared_norm is not None
 
     def struct(self, y: Tensor | None = None) -> CombineStruct:
         """The weighted sum as the library takes it: every row's, in order of rank."""
@@ -177,8 +186,9 @@ class Mixed:
         m, top_k = routes.ids.shape
         return CombineStruct(
             x.data_ptr(), routes.places.data_ptr(), routes.weights.data_ptr(), _pointer(shared),
-            _pointer(routes.shared_weights), _pointer(y), m, x.shape[1], x.stride(0),
-            0 if shared is None else shared.stride(0), 0 if y is None else y.stride(0), top_k, DTYPES[str(x.dtype)[6:]],
+            _pointer(routes.shared_weights), _pointer(self.norm), _pointer(self.shared_norm), _pointer(y), m,
+            x.shape[1], x.stride(0), 0 if shared is None else shared.stride(0), 0 if y is None else y.stride(0), top_k,
+            DTYPES[str(x.dtype)[6:]], self.eps,
         )  # fmt: skip
 
     def sum(self) -> Tensor:
@@ -188,16 +198,6 @@ class Mixed:
         struct = self.struct(y)
         code = library().trirun_cuda_combine(ctypes.byref(struct), _stream())
         check_cuda(code, f"combine: {x.dtype} {list(x.shape)}")
-        return y
-
-    def normed_sum(self, norm: Tensor, eps: float) -> Tensor:
-        """:meth:`sum` of the experts' sum through an RMS norm, of the weight float32 [n], and of the shared output."""
-        y, shared, weights = dataclasses.replace(self, shared=None).sum(), self.shared, self.routes.shared_weights
-        if shared is None:
-            rows(PLAIN, y, norm=norm, eps=eps, y=y)
-            return y
-        beside = shared.float() if weights is None else shared * weights.unsqueeze(1)
-        rows(POST, y, residual=beside, post_norm=norm, eps=eps, y=y)
         return y
 
 

@@ -13,9 +13,10 @@ class CombineStruct(ctypes.Structure):
     """``trirun_combine`` of csrc/trirun.h."""
 
     _fields_ = (
-        *((name, _P) for name in ("x", "places", "weights", "shared", "shared_weights", "y")),
+        *((name, _P) for name in ("x", "places", "weights", "shared", "shared_weights", "norm", "shared_norm", "y")),
         *((name, _L) for name in ("m", "n", "ldx", "ld_shared", "ldy")),
         *((name, _I) for name in ("top_k", "dtype")),
+        ("eps", _F),
     )
 
 

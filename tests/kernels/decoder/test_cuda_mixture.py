@@ -160,9 +160,10 @@ def test_a_second_row_is_made_of_the_same_residual(m, act_bits, dtype):
 
 @gpu
 @BOTH
+@pytest.mark.parametrize("normed", [("norm",), ("shared_norm",), ("norm", "shared_norm")])
 @pytest.mark.parametrize("beside", ["nothing", "a shared expert", "one with a gate"])
-@pytest.mark.parametrize("m", [1, 5, 130])
-def test_the_sum_of_experts_has_a_norm_of_its_own(m, beside, dtype):
+@pytest.mark.parametrize("m, n", [(1, 528), (5, 4104), (130, 528)])
+def test_the_sum_of_experts_and_the_shared_one_have_norms_of_their_own(m, n, beside, normed, dtype):
     generator = torch.Generator("cuda").manual_seed(m)
 
     def draw(*size):
@@ -171,14 +172,18 @@ def test_the_sum_of_experts_has_a_norm_of_its_own(m, beside, dtype):
     places = torch.randperm(m * 3, device="cuda", generator=generator).int().view(m, 3)
     # A row of padding goes to no expert.
     places[m // 2 :: 7] = -1
-    weights, y, norm = draw(m, 3), draw(m * 3, 528).to(dtype), draw(528).sigmoid() + 0.5
-    shared = None if beside == "nothing" else draw(m, 528).to(dtype)
+    weights, y, norms = draw(m, 3), draw(m * 3, n).to(dtype), {name: draw(n).sigmoid() + 0.5 for name in normed}
+    shared = None if beside == "nothing" else draw(m, n).to(dtype)
     gate = draw(m).sigmoid() if beside == "one with a gate" else None
     routes = Routes(weights, places, places, places.flatten(), places, places, gate, 1)
-    found = Mixed(y, routes, shared).normed_sum(norm, 1e-5)
+    found = Mixed(y, routes, shared, **norms, eps=1e-5).sum()
+
+    def through(x, name):
+        return reference.rms_norm(x, norms[name], 1e-5) if name in norms else x
+
     there = weights * (places >= 0)
-    expected = reference.rms_norm((y[places.long()].float() * there.unsqueeze(-1)).sum(1), norm, 1e-5)
+    expected = through((y[places.long()].float() * there.unsqueeze(-1)).sum(1), "norm")
     if shared is not None:
-        expected += shared.float() * (1.0 if gate is None else gate.unsqueeze(1))
+        expected += through(shared.float(), "shared_norm") * (1.0 if gate is None else gate.unsqueeze(1))
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected, rtol=4 * ROUNDING[dtype], atol=4 * ROUNDING[dtype])

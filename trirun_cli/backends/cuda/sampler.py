@@ -22,7 +22,6 @@ RING = 4
 # Masks that are worth another thread.
 FEWEST_THREADED = 16
 
-
 # By slot, the place of its token, and what takes it.
 _Takers = dict[int, tuple[int, Callable[[int], None]]]
 
@@ -221,7 +220,8 @@ class CudaSampler:
             if self._takers is None or self._takers[0] != slots:
                 texts = [(slot, i, self._constraints.get(slot)) for i, slot in enumerate(slots)]
                 self._takers = slots, {slot: (i, text.advance) for slot, i, text in texts if text is not None}
-            self._unread.append((done, results[0], self._takers[1]))
+            if takers := self._takers[1]:
+                self._unread.append((done, results[0], takers))
         return Reading(done, alternatives, results, count, top, ids, counts, scores)
 
 

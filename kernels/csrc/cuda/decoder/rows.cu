@@ -414,7 +414,7 @@ int check_rows(const trirun_rows& r) {
     const trirun_combine& c = *r.mixed;
     if (r.source != TRIRUN_ROWS_RESIDUAL || c.m != r.m || c.n != r.n || c.ldx % 2 || c.ld_shared % 2 || c.top_k < 1)
       return TRIRUN_BAD_SHAPE;
-    if (!half_dtype(c.dtype)) return TRIRUN_UNSUPPORTED;
+    if (!half_dtype(c.dtype) || c.norm != nullptr || c.shared_norm != nullptr) return TRIRUN_UNSUPPORTED;
     if (c.x == nullptr || c.places == nullptr || c.weights == nullptr || !aligned_to(c.x, 4) ||
         !aligned_to(c.shared, 4))
       return TRIRUN_BAD_POINTER;
