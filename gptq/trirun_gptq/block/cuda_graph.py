@@ -100,8 +100,10 @@ class Recorded:
         if self._generator is not None:
             graph.register_generator_state(self._generator)
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 self._step(batch, *inputs)
+            # A capture begins with the generator's offset set there; so does every replay, which comes after.
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
