@@ -32,7 +32,7 @@ ROUTINGS = {
 def test_structures_have_the_sizes_of_trirun_h():
     assert ctypes.sizeof(cuda_structs.RouteStruct) == 15 * 8 + 4 * 8 + 8 * 4 + 4 + 4 + 8
     assert ctypes.sizeof(cuda_structs.ExpertsStruct) == ctypes.sizeof(Int2Struct) + 6 * 8 + 5 * 8 + 8 * 4
-    assert ctypes.sizeof(cuda_structs.CombineStruct) == 6 * 8 + 5 * 8 + 2 * 4
+    assert ctypes.sizeof(cuda_structs.CombineStruct) == 8 * 8 + 5 * 8 + 2 * 4 + 4 + 4
 
 
 def routed(routing, m, dtype=torch.bfloat16, *, hidden=512, seed=0, tile_rows=4, shared=False, extras=True, x=None):
