@@ -174,7 +174,7 @@ LONG = {
     "kernels/trirun_kernels/decoder/cpu.py": 313,
     "kernels/trirun_kernels/decoder/cuda.py": 422,
     "kernels/trirun_kernels/decoder/cuda_experts.py": 382,
-    "kernels/trirun_kernels/decoder/cuda_weights.py": 345,
+    "kernels/trirun_kernels/decoder/cuda_weights.py": 360,
     "kernels/trirun_kernels/decoder/shape.py": 369,
     "kernels/trirun_kernels/decoder/weights.py": 380,
     "tests/backends/test_cpu_model.py": 311,

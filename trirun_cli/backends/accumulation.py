@@ -84,18 +84,4 @@ def use_fp16_sums(model: Any) -> Any:
             if isinstance(module, Int2Linear):
                 module.acc = "fp16"
         return model
-    layers = [
-        replace(
-            layer,
-            **{name: tuple(replace(p, acc="fp16") for p in getattr(layer, name)) for name in ("qkv", "gate_up")},
-            **{
-                name: replace(projection, acc="fp16")
-                for name in ("o", "down", "input_gate", "input_out")
-                if (projection := getattr(layer, name)) is not None
-            },
-        )
-        for layer in model.layers
-    ]
-    if (inputs := model.inputs) is not None:
-        inputs = replace(inputs, projection=replace(inputs.projection, acc="fp16"))
-    return replace(model, layers=layers, inputs=inputs)
+    return model.with_projections(lambda projection: replace(projection, acc="fp16"))

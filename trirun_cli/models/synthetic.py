@@ -174,24 +174,14 @@ def dense_model(model: CudaModel) -> CudaModel:
         weight = dequantize(p.weight, model.dtype) if isinstance(p.weight, PackedWeight) else p.weight
         return Projection(weight, p.bias)
 
-    def optional(p: Projection | None) -> Projection | None:
-        return None if p is None else dense(p)
-
     if refusal := dense_refusal(model):
         raise ValueError(f"dense model: {refusal}")
+    whole = model.with_projections(dense)
     layers = [
-        dataclasses.replace(
-            layer, qkv=tuple(map(dense, layer.qkv)), gate_up=tuple(map(dense, layer.gate_up)),
-            o=dense(layer.o), down=optional(layer.down), input_gate=optional(layer.input_gate),
-            input_out=optional(layer.input_out),
-            mixture=None if layer.mixture is None else layer.mixture.dense(model.dtype),
-        )
-        for layer in model.layers
-    ]  # fmt: skip
-    inputs = model.inputs
-    if inputs is not None:
-        inputs = dataclasses.replace(inputs, projection=dense(inputs.projection))
-    return dataclasses.replace(model, layers=layers, inputs=inputs)
+        layer if layer.mixture is None else dataclasses.replace(layer, mixture=layer.mixture.dense(model.dtype))
+        for layer in whole.layers
+    ]
+    return dataclasses.replace(whole, layers=layers)
 
 
 def dense_refusal(model: CudaModel) -> str | None:

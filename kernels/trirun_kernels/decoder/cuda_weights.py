@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -194,6 +194,21 @@ class CudaModel:
             total += 0 if layer.delta is None else layer.delta.nbytes
             total += 0 if layer.mixture is None else layer.mixture.nbytes
         return total
+
+    def with_projections(self, change: Callable[[Projection], Projection]) -> CudaModel:
+        """The model with the projections of its layers and of their inputs changed; its head and experts stay."""
+
+        def changed(layer: CudaLayer) -> CudaLayer:
+            parts: dict[str, Any] = {name: tuple(map(change, getattr(layer, name))) for name in ("qkv", "gate_up")}
+            for name in ("o", "down", "input_gate", "input_out"):
+                if (projection := getattr(layer, name)) is not None:
+                    parts[name] = change(projection)
+            return replace(layer, **parts)
+
+        inputs = self.inputs
+        if inputs is not None:
+            inputs = replace(inputs, projection=change(inputs.projection))
+        return replace(self, layers=list(map(changed, self.layers)), inputs=inputs)
 
     @classmethod
     def of(
