@@ -261,7 +261,7 @@ class CudaDecoder:
         source, scale, mixed = ops.RESIDUAL if post_norm is None else ops.POST, self.model.shape.residual_scale, None
         if isinstance(delta, Mixed):
             apart = delta.routes.ids.shape[0] >= MIXED_ROWS or delta.rows.shape[1] > MIXED_COLUMNS
-            if post_norm is None and not apart and not delta.normed:
+            if post_norm is None and not apart:
                 mixed, delta = delta.struct(), delta.rows
             else:
                 delta = delta.sum()
@@ -370,7 +370,9 @@ class CudaDecoder:
         limbs = x.data if x.limbs and layer.mixture.packed else None
         mixed = layer.mixture(x.values, slots, shared, limbs=limbs, rows=x.pending)
         norm, shared_norm = (layer.norms.get(f"{part}_post_norm") for part in ("experts", "shared"))
-        return replace(mixed, norm=norm, shared_norm=shared_norm, eps=self.model.shape.norm_eps)
+        if norm is None and shared_norm is None:
+            return mixed
+        return replace(mixed, norm=norm, shared_norm=shared_norm, eps=self.model.shape.norm_eps).sum()
 
     def _mlp(self, index: int, x: Activations, m: int) -> Tensor:
         layer, feed_forward = self.model.layers[index], self.model.shape.layers[index].feed_forward

@@ -175,11 +175,6 @@ class Mixed:
     shared_norm: Tensor | None = None
     eps: float = 0.0
 
-    @property
-    def normed(self) -> bool:
-        """Whether there is a norm."""
-        return self.norm is not None or self.shared_norm is not None
-
     def struct(self, y: Tensor | None = None) -> CombineStruct:
         """The weighted sum as the library takes it: every row's, in order of rank."""
         x, routes, shared = self.rows, self.routes, self.shared

@@ -7,8 +7,8 @@
 // its registers. Everything older is in the cache before the step begins, so warps request it ahead of
 // griddepcontrol.wait, while the projection is still running. Where the layer attends to another one's keys and values,
 // the newest are in the cache too, but only since this step: they are read behind that wait, and not through L1, which
-// may have what lay there before. Up to eight CTAs that share a row's keys are a cluster
-// and put their parts together in the first one's shared memory; more of them meet in the workspace.
+// may have what lay there before. Up to eight CTAs that share a row's keys are a cluster and put their parts together
+// in the first one's shared memory; more of them meet in the workspace.
 //
 // A warp has its own pipeline, as in gemm_decode/stream.cu: it streams its tiles of keys and values through a private
 // cp.async ring, of which every lane reads back what it copied itself. A lane holds eight dimensions of a key, so LANES
