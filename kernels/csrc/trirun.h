@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 20
+#define TRIRUN_ABI_VERSION 21
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -638,18 +638,18 @@ typedef struct {
   const int32_t* positions; /* [m] */
   const int32_t* block_tables; /* [slots][ld_blocks] */
   const float *cosines, *sines; /* [positions][rotary_half] */
-  const int32_t* plan; /* [4][ctas / 2 + 1]: of qkv, o and down (which are divided alike), gate_up, each in order of
-                          the product, the first n tile (of gate_up: pair of n tiles) of every cluster, and the end */
+  const int32_t* plan; /* [4][ctas / cluster + 1]: of qkv, o, gate_up, down (as o), the first unit of 64 outputs (or
+                          pairs) of every cluster, and the end; none has more than an equal share, rounded up */
   void* messages; /* 256-byte aligned, of this structure's sizes alone, zero before the first step. The second 32-bit
                      word is not 0 once CTAs have waited for each other in vain. */
   size_t message_bytes; /* at least trirun_cuda_step_messages */
   int64_t m, layer_count, hidden, ffn, heads, kv_heads, ld_blocks;
   int32_t head_dim, rotary_half, interleaved, activation, dtype, act_bits;
   int32_t group_size, real_zeros; /* of all weights: real_zeros 1 where they have a zero point per group */
-  int32_t ctas; /* an even number, at most one for each multiprocessor */
+  int32_t ctas, cluster; /* at most one for each multiprocessor, in clusters of 1, 2 or 4 */
   int32_t splits; /* CTAs that share a row's keys */
   int32_t in_flight; /* chunks of 8 KiB that a CTA may have on their way */
-  int32_t max_tiles, int8_cache; /* n tiles of o that one cluster has, at most; not 0: keys and values are int8 */
+  int32_t int8_cache; /* not 0: keys and values are int8 */
   float eps, scale; /* of all norms; of q . k */
 } trirun_cuda_step;
 

@@ -24,7 +24,7 @@ from .cuda_experts import Mixed
 from .cuda_prompts import OfWindows, Prompts, Segment, prompt_attention, prompts_of
 from .cuda_weights import Activations, CudaInputs, CudaModel, rows_in_limbs
 from .shape import MOST_INT8_HEAD_DIM, Attention, mixer_runs
-from .step.cuda import ROWS, CudaStep, refusal
+from .step.cuda import ROWS, CudaStep, rows_taken
 
 # Fewest and most rows that may go from kernel to kernel as limbs, which the kernels in between make for nothing.
 LIMB_ROWS = (1, 32)
@@ -106,9 +106,9 @@ class CudaDecoder:
         scales = (layer.norms.get("output_scale") for layer in model.layers)
         self._output_scales = [1.0 if scale is None else scale.item() for scale in scales]
         self._windows = {heads.window for heads in self._heads.values()}
-        self.step_refusal: str | None = "it was not asked for"
-        if one_kernel:
-            self.step_refusal = refusal(model, self._device.arch, list(self._heads.values()))
+        self._step_rows, self.step_refusal = rows_taken(
+            ROWS if one_kernel else (), model, self._device, list(self._heads.values()), int8_cache=kind == torch.int8
+        )
         self._steps: dict[int, CudaStep] = {}
 
     def _heads_of(self, index: int) -> ops.Heads:
@@ -157,7 +157,7 @@ class CudaDecoder:
         delta: Tensor | Mixed
         m = inputs.tokens.shape[0]
         decode = segments[0].first if segments else m
-        if decode == m in ROWS and self.step_refusal is None and not splits:
+        if decode == m in self._step_rows and not splits:
             return self._one_kernel(inputs, wanted)
         prompts = prompts_of(segments, model.device, self._windows)
         residual = torch.empty(m, shape.hidden, device=model.device)

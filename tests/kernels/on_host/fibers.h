@@ -15,12 +15,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <deque>
+#include <map>
 #include <vector>
 
 namespace on_host {
 
-constexpr int MOST_THREADS = 256, MOST_CTAS = 8, SHARED = 256 << 10, STACK = 192 << 10;
+constexpr int MOST_THREADS = 640, MOST_CTAS = 8, SHARED = 256 << 10, STACK = 192 << 10;
 
 struct Barrier {
   int size = 0, count = 0;
@@ -32,8 +34,23 @@ struct Warp {
   uint32_t words[32][6];  // what each lane hands to the others
 };
 
+// An mbarrier: a phase ends when so many arrivals, and the bytes that they announced, have come.
+struct MemoryBarrier {
+  int arrivals = 0, left = 0;
+  int64_t bytes = 0;
+  unsigned phase = 0;
+
+  void count(int arrived, int64_t announced) {
+    left -= arrived, bytes += announced;
+    if (left < 0) puts("too many arrivals"), exit(2);
+    if (left == 0 && bytes == 0) left = arrivals, phase++;
+  }
+  bool ended(unsigned parity) const { return (phase & 1) != parity; }
+};
+
 struct Cta {
-  Barrier barrier;
+  Barrier barrier, named[4];
+  std::map<uint32_t, MemoryBarrier> barriers;  // by their addresses
   Warp warps[MOST_THREADS / 32];
   uint3 index;
   alignas(256) uint8_t memory[SHARED];
@@ -52,6 +69,11 @@ struct Fiber {
   bool done;
   Barrier* at;  // waits here for the end of `phase`
   unsigned phase, arrivals, cluster_waits;
+  const MemoryBarrier* waits_for;  // for the phase of `parity`
+  unsigned parity;
+  uint64_t polled;  // stores when this fiber last looked for one in vain, or NOT_POLLING
+  uint64_t looked_at;  // stores when it looked last, and how often there had been as many
+  int looks;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
 };
@@ -66,7 +88,10 @@ inline std::vector<Fiber> fibers(MOST_CTAS* MOST_THREADS);
 inline ucontext_t scheduler;
 inline Fiber* self;
 inline Order order;
-inline int running;  // fibers of the cluster
+inline int running;  // fibers of all CTAs
+inline int cluster = 1;  // CTAs of one
+constexpr uint64_t NOT_POLLING = ~uint64_t{};
+inline uint64_t stores;  // to global memory, that others poll
 inline dim3 grid;
 inline void (*body)();
 
@@ -113,11 +138,35 @@ inline void enter() {
   swapcontext(&self->context, &scheduler);
 }
 
-// Runs one cluster of so many CTAs along x, of so many threads.
-inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (*kernel)()) {
-  order = wanted, body = kernel, running = size * threads;
+inline void yield() { swapcontext(&self->context, &scheduler); }
+
+inline void wait_for(uint32_t barrier, unsigned parity) {
+  self->waits_for = &cta().barriers.at(barrier), self->parity = parity;
+  if (!self->waits_for->ended(parity)) yield();
+  self->waits_for = nullptr;
+}
+
+// Whoever looks again and again at memory that others store to waits until they do.
+inline void look() {
+  self->looks = self->looked_at == stores ? self->looks + 1 : 0, self->looked_at = stores;
+  if (self->looks < 32) return;
+  self->polled = stores;
+  yield();
+  self->polled = NOT_POLLING;
+}
+
+inline bool can_run(const Fiber& f) {
+  if (f.waits_for != nullptr) return f.waits_for->ended(f.parity);
+  return f.polled != stores;
+}
+
+// Runs CTAs along x at the same time, of so many threads, in clusters of so many; 0: all are one.
+inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (*kernel)(), int cluster_size = 0) {
+  order = wanted, body = kernel, running = size * threads, cluster = cluster_size ? cluster_size : size;
+  const time_t begun = time(nullptr);
   for (int i = 0; i < size; i++) {
-    ctas[i].barrier = Barrier{threads};
+    ctas[i].barrier = Barrier{threads}, ctas[i].barriers.clear();
+    for (Barrier& each : ctas[i].named) each = Barrier{};
     for (Warp& each : ctas[i].warps) each.barrier = Barrier{32};
     ctas[i].index = make_uint3(first.x + i, first.y, first.z);
     memset(ctas[i].memory, 0xff, SHARED);  // NaN in every type
@@ -125,6 +174,7 @@ inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (
   for (int i = 0; i < running; i++) {
     Fiber& f = fibers[i];
     f.cta = i / threads, f.thread = i % threads, f.done = false, f.at = nullptr, f.arrivals = f.cluster_waits = 0;
+    f.waits_for = nullptr, f.polled = f.looked_at = NOT_POLLING, f.looks = 0;
     f.open.clear(), f.groups.clear(), f.stack.resize(STACK);
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
@@ -139,10 +189,11 @@ inline void run_cluster(uint3 first, int size, int threads, Order wanted, void (
       left = true;
       if (f.at != nullptr && f.at->phase == f.phase) continue;
       if (f.cluster_waits > 0 && f.at == nullptr && !cluster_has_arrived(f.cluster_waits)) continue;
+      if (!can_run(f)) continue;
       f.at = nullptr, self = &f, moved = true;
       swapcontext(&scheduler, &f.context);
     }
-    if (left && !moved) {
+    if (left && (!moved || time(nullptr) > begun + 300)) {
       puts("deadlock");
       exit(2);
     }
@@ -176,6 +227,8 @@ T exchanged(T v, int from) {
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __syncthreads
+#undef __noinline__
+#define __noinline__
 #define threadIdx (uint3{unsigned(on_host::self->thread), 0, 0})
 #define blockIdx (on_host::cta().index)
 #define gridDim (on_host::grid)
@@ -232,6 +285,10 @@ inline float __uint_as_float(uint32_t bits) {
 }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.f / a; }
+inline int __float2int_rn(float a) { return static_cast<int>(std::nearbyint(a)); }
+inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(v); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __expf(float v) { return std::exp(v); }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
@@ -240,6 +297,9 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   for (int i = 0; i < 4; i++) r |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return r;
 }
+inline int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 4; i++) c += static_cast<int8_t>(a >> 8 * i) * static_cast<int8_t>(b >> 8 * i);
+  return c;
+}
 // Of what is compiled and never called.
-inline int __dp4a(int, int, int) { abort(); }
 inline uint32_t __vmaxu2(uint32_t, uint32_t) { abort(); }

@@ -1,4 +1,4 @@
-// Stands for cuda/common/ptx.cuh on the host: what attention takes of it.
+// Stands for cuda/common/ptx.cuh on the host: what attention and the step take of it.
 #pragma once
 
 #include <type_traits>
@@ -48,6 +48,54 @@ inline uint32_t transposed(uint32_t v) {
   return r;
 }
 
+// d = a . b + c: a 16 x 32 u8, b 32 x 8 s8.
+inline void mma_u8s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const int (&c)[4]) {
+  auto& words = on_host::warp().words;
+  const int lane = on_host::lane(), quad = lane / 4, sub = lane % 4;
+  for (int i = 0; i < 4; i++) words[lane][i] = a[i];
+  words[lane][4] = b0, words[lane][5] = b1;
+  on_host::meet_warp();
+  for (int i = 0; i < 4; i++) {
+    const int row = i / 2, column = 2 * sub + i % 2;
+    int sum = c[i];
+    for (int k = 0; k < 32; k++) {
+      const int upper = k / 16, of_lane = k % 16 / 4, shift = k % 4 * 8;
+      sum += static_cast<int>(words[quad * 4 + of_lane][row + 2 * upper] >> shift & 255) *
+             static_cast<int8_t>(words[column * 4 + of_lane][4 + upper] >> shift);
+    }
+    d[i] = sum;
+  }
+  on_host::meet_warp();
+}
+
+inline uint32_t kept_anew(uint32_t v) { return v; }
+inline int thread_anew() { return on_host::self->thread; }
+
+struct Relaxed16 {
+  uint64_t low, high;
+};
+inline Relaxed16 load_relaxed16(const void* from) {
+  on_host::look();
+  Relaxed16 v;
+  memcpy(&v, from, 16);
+  return v;
+}
+inline void store_relaxed16(void* to, Relaxed16 v) { memcpy(to, &v, 16), on_host::stores++; }
+inline uint64_t global_nanoseconds() { return 0; }
+
+template <int THREADS>
+void named_barrier(int id) {
+  on_host::Barrier& barrier = on_host::cta().named[id];
+  barrier.size = THREADS;
+  on_host::meet(barrier);
+}
+inline void barrier_init(uint32_t barrier, int arrivals) { on_host::cta().barriers[barrier] = {arrivals, arrivals}; }
+inline void barrier_arrive_counted(uint32_t barrier, uint32_t arrivals) {
+  on_host::cta().barriers.at(barrier).count(static_cast<int>(arrivals), 0);
+}
+inline void barrier_arrive(uint32_t barrier) { barrier_arrive_counted(barrier, 1); }
+inline void barrier_wait(uint32_t barrier, uint32_t parity) { on_host::wait_for(barrier, parity); }
+
 inline void dependency_wait() {}
 inline void dependency_launch() {}
 
@@ -59,6 +107,32 @@ inline uint4 load_shared4(uint32_t address) {
   memcpy(&v, on_host::memory() + address, 16);
   return v;
 }
+template <typename T>
+T load_shared_as(uint32_t address) {
+  T v;
+  memcpy(&v, on_host::memory() + address, sizeof v);
+  return v;
+}
+inline uint32_t load_shared(uint32_t address) { return load_shared_as<uint32_t>(address); }
+inline uint2 load_shared2(uint32_t address) { return load_shared_as<uint2>(address); }
+inline float load_shared_float(uint32_t address) { return load_shared_as<float>(address); }
+inline float2 load_shared_float2(uint32_t address) { return load_shared_as<float2>(address); }
+inline float4 load_shared_float4(uint32_t address) { return load_shared_as<float4>(address); }
+template <typename T>
+void store_shared(uint32_t address, T v) {
+  memcpy(on_host::memory() + address, &v, 4);
+}
+template <typename T>
+void store_shared2(uint32_t address, T x, T y) {
+  store_shared(address, x), store_shared(address + 4, y);
+}
+inline void* generic_pointer(uint32_t shared) { return on_host::memory() + shared; }
+inline uint32_t load_constant(const void* from) {
+  uint32_t v;
+  memcpy(&v, from, 4);
+  return v;
+}
+inline float2 load_constant2(const float* from) { return make_float2(from[0], from[1]); }
 inline void store_shared4(uint32_t address, uint4 v) { memcpy(on_host::memory() + address, &v, 16); }
 
 inline void copy_async16_or_zero(uint32_t shared, const void* global, bool wanted) {

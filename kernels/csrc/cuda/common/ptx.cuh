@@ -122,6 +122,17 @@ __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t 
 // Says that v may have changed: what is computed from it is then computed here, and not kept in registers from before.
 __device__ __forceinline__ void forget(int& v) { asm volatile("" : "+r"(v)); }
 
+// The same of one that is used where it is returned; and a thread's number, read here.
+__device__ __forceinline__ uint32_t kept_anew(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+__device__ __forceinline__ int thread_anew() {
+  int v;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
+  return v;
+}
+
 // A lane's own value out of a shuffle, which the compiler cannot repeat: else it may compute it anew at every use.
 __device__ __forceinline__ uint32_t kept(uint32_t v, int lane) { return __shfl_sync(~0u, v, lane); }
 
@@ -145,6 +156,10 @@ __device__ __forceinline__ void dependency_launch() {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void* generic_pointer(uint32_t shared) {
+  return reinterpret_cast<void*>(__cvta_shared_to_generic(shared));
 }
 
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
@@ -207,6 +222,12 @@ __device__ __forceinline__ uint32_t load_constant(const void* from) {
   return v;
 }
 
+__device__ __forceinline__ float2 load_constant2(const float* from) {
+  float2 v;
+  asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from));
+  return v;
+}
+
 // 16 bytes, asked for now; of what a kernel before this one wrote.
 __device__ __forceinline__ uint4 load_global4(const void* from) {
   uint4 v;
@@ -252,6 +273,30 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* from) {
 __device__ __forceinline__ void store_relaxed(uint64_t* to, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
+// 16 bytes at once.
+struct Relaxed16 {
+  uint64_t low, high;
+};
+__device__ __forceinline__ Relaxed16 load_relaxed16(const void* from) {
+  Relaxed16 v;
+  asm volatile("{\n\t.reg .b128 v;\n\tld.relaxed.gpu.global.b128 v, [%2];\n\tmov.b128 {%0, %1}, v;\n\t}"
+               : "=l"(v.low), "=l"(v.high)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_relaxed16(void* to, Relaxed16 v) {
+  asm volatile("{\n\t.reg .b128 v;\n\tmov.b128 v, {%1, %2};\n\tst.relaxed.gpu.global.b128 [%0], v;\n\t}" ::"l"(to),
+               "l"(v.low), "l"(v.high)
+               : "memory");
+}
+
+__device__ __forceinline__ uint64_t global_nanoseconds() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
 // Stores `next` where `seen` stands; returns what stood there.
 __device__ __forceinline__ uint64_t compare_and_swap(uint64_t* at, uint64_t seen, uint64_t next) {
   uint64_t found;

@@ -1,9 +1,14 @@
-// Attention of the step: keys and values come through the stream, a chunk of neighbouring positions of one key head at
-// a time; the parts of a row's keys ("splits") are put together by messages.
+// Attention of the step, on tensor cores: keys and values come through the stream, a chunk of neighbouring positions of
+// one key head at a time. A warp takes 16 positions and up to eight query heads: keys times queries, their weights,
+// transposed values times weights. Queries and weights are two numbers of 16 bits each, so that what is rounded is what
+// the cache holds; of up to four heads (PACKED) both are in the eight columns of one product. The parts of a row's keys
+// ("splits") are put together by messages.
 #pragma once
 
 #include "cta.cuh"
 #include "cuda/decoder/int8.cuh"
+
+#include <algorithm>
 
 namespace trirun::step {
 
@@ -14,363 +19,362 @@ enum Element { FP16 = 0, BF16 = 1, INT8 = 2 };
 template <int ELEMENT>
 constexpr int ELEMENT_BYTES = ELEMENT == INT8 ? 1 : 2;
 
-// Positions of a chunk: as many as fill it with keys and values.
+// Positions of a chunk: as many as fill it with keys and values, and are of one page.
 template <int HD, int ELEMENT>
-constexpr int CHUNK_POSITIONS = CHUNK_BYTES / (2 * HD * ELEMENT_BYTES<ELEMENT>);
+constexpr int CHUNK_POSITIONS = std::min(CHUNK_BYTES / (2 * HD * ELEMENT_BYTES<ELEMENT>), decoder::PAGE);
 
-// Eight numbers of 8 bits, exactly: a byte of v + 128 becomes the lowest one of the fp32 number 2^23.
-__device__ __forceinline__ void widen_codes(float (&to)[8], uint2 words) {
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const uint32_t shifted = (i < 4 ? words.x : words.y) ^ 0x80808080u;
-    to[i] = __uint_as_float(__byte_perm(shifted, 0x4b000000u, 0x7440 + i % 4)) - 8388736.f;
-  }
-}
-
-// What a CTA attends to, one row and key head after another, and with which part of their keys: made once.
+// What a CTA attends to, one row and key head after another, and with which part of their keys: made once. Few keys
+// have fewer splits than there could be: parts of 64 take less time than putting more of them together.
 template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
+  constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, OF_SPLIT = 64;
   const trirun_cuda_step& s = c.a.s;
-  const int cta = blockIdx.x, splits = s.splits, stride = static_cast<int>(gridDim.x) / splits;
-  const int kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads, split = cta % splits;
+  const int cta = blockIdx.x, most = s.splits, stride = static_cast<int>(gridDim.x) / most;
+  const int kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads, split = cta % most;
   Item* to = const_cast<Item*>(c.items());
+  const auto splits_of = [&](int row) {
+    const int length = s.slots[row] < 0 ? 0 : max(s.positions[row], 0);
+    return max(1, min(most, (length + OF_SPLIT - 1) / OF_SPLIT));
+  };
+  for (int row = 0; row < static_cast<int>(s.m); row++) const_cast<int*>(c.splits())[row] = splits_of(row);
   int count = 0;
   // CTAs beyond the last whole group have nothing to do.
-  for (int at = cta / splits; cta / splits < stride && at < all; at += stride) {
+  for (int at = cta / most; cta / most < stride && at < all; at += stride) {
     Item item;
     item.row = at / kv_heads, item.kv_head = at % kv_heads, item.slot = s.slots[item.row];
     item.position = max(s.positions[item.row], 0), item.length = item.slot < 0 ? 0 : item.position;
-    constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
     const int chunks = (item.length + POSITIONS - 1) / POSITIONS;
-    item.split = split;
-    item.first = chunks * split / splits, item.last = chunks * (split + 1) / splits;
+    item.split = split, item.splits = splits_of(item.row);
+    item.first = chunks * min(split, item.splits) / item.splits;
+    item.last = chunks * min(split + 1, item.splits) / item.splits;
     item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / decoder::PAGE];
     to[count++] = item;
   }
-  *reinterpret_cast<int*>(to + MAX_ITEMS) = count;
+  *const_cast<int*>(c.splits() + MAX_ROWS) = count;
 }
 
-template <int HD, int GP, int ELEMENT>
+template <int HD, int ELEMENT, bool PACKED>
 struct Attention {
   static constexpr bool CODES = ELEMENT == INT8;
-  static constexpr int LANES = HD / 8;  // that hold a key
-  static constexpr int KEYS = 32 / LANES;  // of one load of a warp
-  static constexpr int BYTES = ELEMENT_BYTES<ELEMENT>;
-  static constexpr int LOAD = KEYS * HD * BYTES;  // bytes of the keys of one load
-  static constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
-  static constexpr int PART = HD + 4;  // floats of a part: values, maximum (log2), sum of weights
+  using Half = std::conditional_t<ELEMENT == BF16, __nv_bfloat16, __half>;
+  static constexpr int BYTES = ELEMENT_BYTES<ELEMENT>, ROW = HD * BYTES;
+  static constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, TILE = 16;
+  static constexpr int TILES = POSITIONS / TILE;  // of a chunk
+  static constexpr int PART = HD + 4;  // floats of a part of a head: values, maximum (log2), sum of weights
+  static_assert(HD <= 128 && POSITIONS % TILE == 0);
 
-  // Of CODES, the scales (of key, of value) of a chunk's positions, one to a lane.
-  struct Scales {
-    uint32_t words[POSITIONS > 32 ? 2 : 1];
-
-    __device__ __forceinline__ float2 of(int position) const {
-      uint32_t word = __shfl_sync(~0u, words[0], position % 32);
-      if constexpr (POSITIONS > 32) {
-        const uint32_t second = __shfl_sync(~0u, words[1], position % 32);
-        if (position >= 32) word = second;
-      }
-      return __half22float2(*reinterpret_cast<const __half2*>(&word));
-    }
-  };
-
-  float highest[GP], weight[GP], value[GP][8];
+  // Of heads 2q and 2q + 1 of the warp's (q: lane % 4): maximum, and this lane's sum of weights; values of dimensions
+  // HD / 8 (lane / 4) + 2t and + 1. PACKED: q is lane % 2, and lanes 2 and 3 of four have values by weights' low parts.
+  float highest[2], weight[2], value[HD / 16][4];
 
   __device__ __forceinline__ void clear() {
+    highest[0] = highest[1] = NOTHING, weight[0] = weight[1] = 0.f;
 #pragma unroll
-    for (int g = 0; g < GP; g++) {
-      highest[g] = NOTHING, weight[g] = 0.f;
+    for (int t = 0; t < HD / 16; t++)
 #pragma unroll
-      for (int d = 0; d < 8; d++) value[g][d] = 0.f;
+      for (int i = 0; i < 4; i++) value[t][i] = 0.f;
+  }
+
+  // Two numbers as halves, and what that leaves of them.
+  __device__ __forceinline__ static void split_pair(uint32_t& high, uint32_t& low, float a, float b) {
+    constexpr bool WIDE = ELEMENT == BF16;
+    high = decoder::narrow_pair<WIDE>(a, b);
+    const float2 kept = decoder::widen_pair<WIDE>(high);
+    low = decoder::narrow_pair<WIDE>(a - kept.x, b - kept.y);
+  }
+
+  // Eight elements as pairs of halves; of 8 bits exactly: a byte of v + 128 is the lowest of the half 1024.
+  __device__ __forceinline__ static void load_eight(uint32_t (&to)[4], uint32_t from) {
+    if constexpr (CODES) {
+      const uint2 words = load_shared2(from);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint32_t raised = (i < 2 ? words.x : words.y) ^ 0x80808080u;
+        const uint32_t pair = __byte_perm(raised, 0x64646464u, i % 2 ? 0x4342 : 0x4140), offset = 0x64806480u;
+        const __half2 codes =
+            __hsub2(*reinterpret_cast<const __half2*>(&pair), *reinterpret_cast<const __half2*>(&offset));
+        to[i] = *reinterpret_cast<const uint32_t*>(&codes);
+      }
+    } else {
+      const uint4 words = load_shared4(from);
+      to[0] = words.x, to[1] = words.y, to[2] = words.z, to[3] = words.w;
     }
   }
 
-  __device__ __forceinline__ static float dot(const float* query, const float (&key)[8]) {
-    const float4 low = reinterpret_cast<const float4*>(query)[0], high = reinterpret_cast<const float4*>(query)[1];
-    float s = low.x * key[0];
-    s = fmaf(low.y, key[1], s), s = fmaf(low.z, key[2], s), s = fmaf(low.w, key[3], s);
-    s = fmaf(high.x, key[4], s), s = fmaf(high.y, key[5], s), s = fmaf(high.z, key[6], s);
-    return fmaf(high.w, key[7], s);
-  }
+  // Bytes from the high halves of a query to the low ones, and from those to the next query's.
+  static constexpr int QUERY_ROW = (HD + 8) * 2;
 
-  // Over the lanes that hold a key.
-  __device__ __forceinline__ static float key_sum(float v) {
+  // 16 positions. keys, values: shared addresses of the first; queries: of the warp's first head; heads: of the warp;
+  // left: positions that there are, at least one. first, second: of CODES the scales (of key, of value) of positions
+  // lane / 4 and 8 behind it. fresh: there were none before.
+  __device__ __forceinline__ void add(uint32_t keys, uint32_t values, uint32_t queries, int heads, int left,
+                                      float2 first, float2 second, bool fresh) {
+    const int lane = lane_anew(), g = lane / 4, q = lane % 4;
+    float c[4] = {0.f, 0.f, 0.f, 0.f};
+    // Positions that are not there are read as the last one that is, since memory may hold anything.
+    const uint32_t key0 = keys + min(g, left - 1) * ROW + q * (ROW / 4);
+    const uint32_t key1 = keys + min(g + 8, left - 1) * ROW + q * (ROW / 4);
+    const uint32_t query =
+        queries + q * (HD / 2) + (PACKED ? min(g % 4, heads - 1) * 2 + g / 4 : min(g, heads - 1) * 2) * QUERY_ROW;
 #pragma unroll
-    for (int offset = LANES / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
-    return v;
-  }
-
-  // Two keys of each group of lanes. keys, values: shared addresses of the first; query: this lane's dimensions of the
-  // warp's first head, in units of log2(e); left: positions from the first key of lane 0 to the end; scales: of the
-  // chunk, in which the first key of lane 0 is at `first`.
-  __device__ __forceinline__ void add(uint32_t keys, uint32_t values, const float* query, int left,
-                                      const Scales& scales, int first) {
-    const int group = threadIdx.x % 32 / LANES;
-    const bool there[2] = {group < left, KEYS + group < left};
-    float score[GP][2];
-    float2 scale[2];
+    for (int i = 0; i < HD / 32; i++) {
+      const int unit = HD == 128 ? i ^ (q & 2) : i;  // other banks for other lanes
+      uint32_t a[4], b[4];
+      load_eight(a, key0 + unit * 8 * BYTES);
+      load_eight(b, key1 + unit * 8 * BYTES);
+#pragma unroll
+      for (int low = 0; low < (PACKED ? 1 : 2); low++) {
+        const uint4 of_query = load_shared4(query + low * QUERY_ROW + unit * 16);
+        mma_16bit<Half>(c, {a[0], b[0], a[1], b[1]}, of_query.x, of_query.y);
+        mma_16bit<Half>(c, {a[2], b[2], a[3], b[3]}, of_query.z, of_query.w);
+      }
+    }
+    if constexpr (PACKED) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[i] += __shfl_xor_sync(~0u, c[i], 2);
+    }
+    const bool there0 = g < left, there1 = g + 8 < left;
+    float kept[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if constexpr (CODES) c[h] *= first.x, c[2 + h] *= second.x;
+      float most = fmaxf(highest[h], fmaxf(there0 ? c[h] : NOTHING, there1 ? c[2 + h] : NOTHING));
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+      kept[h] = exp2f(highest[h] - most), highest[h] = most;
+      c[h] = there0 ? exp2f(c[h] - most) : 0.f, c[2 + h] = there1 ? exp2f(c[2 + h] - most) : 0.f;
+      weight[h] = weight[h] * kept[h] + c[h] + c[2 + h];
+      if constexpr (CODES) c[h] *= first.y, c[2 + h] *= second.y;
+    }
+    // From [position][head] to [head][position].
+    uint32_t weights[2], rest[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      float key[8];
-      if constexpr (CODES) {
-        scale[i] = scales.of(first + i * KEYS + group);
-        widen_codes(key, load_shared2(keys + i * LOAD));
-      } else {
-        decoder::widen_eight<ELEMENT == BF16>(key, load_shared4(keys + i * LOAD));
-      }
-#pragma unroll
-      for (int g = 0; g < GP; g++) score[g][i] = dot(query + g * HD, key);
+      split_pair(weights[i], rest[i], c[2 * i], c[2 * i + 1]);
+      if (PACKED && q >= 2) weights[i] = rest[i];
+      weights[i] = transposed(weights[i]);
+      if constexpr (!PACKED) rest[i] = transposed(rest[i]);
     }
+    if (!fresh) {
 #pragma unroll
-    for (int g = 0; g < GP; g++) {
+      for (int t = 0; t < HD / 16; t++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        score[g][i] = key_sum(score[g][i]);
-        if constexpr (CODES) score[g][i] *= scale[i].x;
-        if (!there[i]) score[g][i] = NOTHING;
-      }
-      const float most = fmaxf(highest[g], fmaxf(score[g][0], score[g][1])), kept = exp2f(highest[g] - most);
-      highest[g] = most;
-#pragma unroll
-      for (int i = 0; i < 2; i++) score[g][i] = there[i] ? exp2f(score[g][i] - most) : 0.f;
-      weight[g] = weight[g] * kept + score[g][0] + score[g][1];
-      if constexpr (CODES) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) score[g][i] = there[i] ? score[g][i] * scale[i].y : 0.f;
-      }
-#pragma unroll
-      for (int d = 0; d < 8; d++) value[g][d] *= kept;
+        for (int i = 0; i < 4; i++) value[t][i] *= kept[i % 2];
     }
+    uint32_t at[4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float v[8];
-      if constexpr (CODES) {
-        widen_codes(v, load_shared2(values + i * LOAD));
-      } else {
-        uint4 words = load_shared4(values + i * LOAD);
-        // Memory behind a row's last position may hold what is no number.
-        if (!there[i]) words = make_uint4(0, 0, 0, 0);
-        decoder::widen_eight<ELEMENT == BF16>(v, words);
+    for (int i = 0; i < 4; i++) at[i] = values + min(2 * q + i % 2 + i / 2 * 8, left - 1) * ROW + g * (ROW / 8);
+#pragma unroll
+    for (int block = 0; block < HD / 64; block++) {
+      uint32_t v[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) load_eight(v[i], at[i] + block * 8 * BYTES);
+#pragma unroll
+      for (int t = 0; t < 4; t++) {
+        const uint32_t a[4] = {__byte_perm(v[0][t], v[1][t], 0x5410), __byte_perm(v[0][t], v[1][t], 0x7632),
+                               __byte_perm(v[2][t], v[3][t], 0x5410), __byte_perm(v[2][t], v[3][t], 0x7632)};
+        mma_16bit<Half>(value[block * 4 + t], a, weights[0], weights[1]);
+        if constexpr (!PACKED) mma_16bit<Half>(value[block * 4 + t], a, rest[0], rest[1]);
       }
-#pragma unroll
-      for (int g = 0; g < GP; g++)
-#pragma unroll
-        for (int d = 0; d < 8; d++) value[g][d] = fmaf(score[g][i], v[d], value[g][d]);
-    }
-  }
-
-  // The new token, to which the first group of lanes of one warp attends.
-  __device__ __forceinline__ void begin(const float* query, const float* key, const float* new_value) {
-    float k[8];
-#pragma unroll
-    for (int d = 0; d < 8; d++) k[d] = key[d];
-#pragma unroll
-    for (int g = 0; g < GP; g++) {
-      const float score = key_sum(dot(query + g * HD, k));
-      if (threadIdx.x % 32 >= LANES) continue;
-      highest[g] = score, weight[g] = 1.f;
-#pragma unroll
-      for (int d = 0; d < 8; d++) value[g][d] = new_value[d];
     }
   }
 
   // This warp's part of each of its heads to shared memory, [heads][PART].
-  __device__ __forceinline__ void leave(float* to) {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ void leave(float* to, int heads) {
+    const int lane = lane_anew(), g = lane / 4, q = lane % 4;
+    if constexpr (PACKED) {
 #pragma unroll
-    for (int g = 0; g < GP; g++) {
+      for (int t = 0; t < HD / 16; t++)
 #pragma unroll
-      for (int offset = 16; offset >= LANES; offset /= 2) {
-        const float other = __shfl_xor_sync(~0u, highest[g], offset), most = fmaxf(highest[g], other);
-        const float mine = exp2f(highest[g] - most), theirs = exp2f(other - most);
-        weight[g] = weight[g] * mine + __shfl_xor_sync(~0u, weight[g], offset) * theirs;
+        for (int i = 0; i < 4; i++) value[t][i] += __shfl_xor_sync(~0u, value[t][i], 2);
+    }
 #pragma unroll
-        for (int d = 0; d < 8; d++)
-          value[g][d] = value[g][d] * mine + __shfl_xor_sync(~0u, value[g][d], offset) * theirs;
-        highest[g] = most;
-      }
-      if (lane < LANES) {
-        float* part = to + g * PART + lane * 8;
-        reinterpret_cast<float4*>(part)[0] = make_float4(value[g][0], value[g][1], value[g][2], value[g][3]);
-        reinterpret_cast<float4*>(part)[1] = make_float4(value[g][4], value[g][5], value[g][6], value[g][7]);
-      }
-      if (lane == 0) to[g * PART + HD] = highest[g], to[g * PART + HD + 1] = weight[g];
+    for (int h = 0; h < 2; h++) {
+      float sum = weight[h];
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+      if (2 * q + h >= heads) continue;  // or a copy
+      float* part = to + (2 * q + h) * PART;
+#pragma unroll
+      for (int t = 0; t < HD / 16; t++)
+        *reinterpret_cast<float2*>(part + g * (HD / 8) + 2 * t) = make_float2(value[t][h], value[t][2 + h]);
+      if (g == 0) *reinterpret_cast<float2*>(part + HD) = make_float2(highest[h], sum);
     }
   }
 
-  // Slots of query heads in shared memory: those of the key head, and zeros.
-  __device__ __forceinline__ static int group_slots(int group) { return head_groups(group, HD) * GP; }
+  // Where the new key, the new value and, of CODES, their scales are, as the cache would have them.
+  __device__ __forceinline__ static uint32_t newest(const Cta& c) { return c.shared + c.a.at.newest; }
 
-  // Queries, and for the last split the new key and value, from messages to shared memory. Of CODES these two become
-  // what the cache keeps of them.
+  // Queries, and for the last split the new key and value, from messages to shared memory, as attention reads them.
   __device__ __forceinline__ static void take_heads(const Cta& c, const trirun_cuda_step_layer& layer, const Item& span,
-                                                    bool newest, int group, uint32_t tag) {
+                                                    bool last, uint32_t tag) {
     const trirun_cuda_step& s = c.a.s;
-    const int lane = c.lane(), slots = group_slots(group), row = span.row, kv_head = span.kv_head;
+    const int lane = c.lane(), row = span.row, kv_head = span.kv_head, group = c.a.group;
     const int64_t angles = static_cast<int64_t>(span.position) * s.rotary_half;
     const int words = static_cast<int>(s.heads + 2 * s.kv_heads) * (HD / 4);
 #pragma unroll 1
-    for (int i = c.warp(); i < slots + (newest ? 2 : 0); i += WARPS) {
-      const bool query = i < slots, turned = i <= slots;
-      float* to = c.floats(c.a.at.heads) + i * HD;
+    for (int i = c.warp(); i < group + (last ? 2 : 0); i += WARPS) {
+      const bool query = i < group, turned = i <= group;
+      float* to = c.floats(c.a.at.heads) + c.warp() * HD;
       const float* norm = query ? layer.q_norm : layer.k_norm;
       decoder::HeadConstants<HD / 32> constants;
       constants.load(s.cosines + angles, s.sines + angles, norm, s.rotary_half, HD, s.interleaved != 0);
       const int head = query ? kv_head * group + i
                              : static_cast<int>(s.heads) + (turned ? 0 : static_cast<int>(s.kv_heads)) + kv_head;
-      const float4* from = c.a.qkv + row * words + head * (HD / 4);
-      // Lanes beyond a head, and heads beyond the group, take what is there: nobody reads it.
-      const int w = lane % (HD / 4);
-      static_assert(HD <= 128);
-      if (!query || i < group) {
-        const float4 v = receive(from + w, tag, c.patience());
-        float* at = to + w / 4 * 16 + w % 4 * 2;
-        reinterpret_cast<float2*>(at)[0] = make_float2(v.x, v.y);
-        reinterpret_cast<float2*>(at)[4] = make_float2(v.z, v.w);
-      }
+      const int w = lane % (HD / 4);  // lanes beyond a head have what others have
+      const float4* const from[1] = {c.a.qkv + row * words + head * (HD / 4) + w};
+      Word word[1];
+      receive(word, from, 1, tag, c.patience());
+      const float4 v = word[0].values();
+      float* at = to + w / 4 * 16 + w % 4 * 2;
+      reinterpret_cast<float2*>(at)[0] = make_float2(v.x, v.y);
+      reinterpret_cast<float2*>(at)[4] = make_float2(v.z, v.w);
       __syncwarp();
       if (turned)
         decoder::turn_head(to, constants, HD, norm != nullptr, s.eps, s.rotary_half, s.interleaved != 0,
                            query ? s.scale * decoder::LOG2E : 1.f);
-      if constexpr (CODES) {
+      if constexpr (CODES)
         if (turned) decoder::mix_head<HD / 32>(to, HD);
-        if (!query) keep_codes(to, layer, s, span, i - slots);
+      if (!query) {
+        keep(c, to, layer, span, i - group);
+      } else if (lane < HD / 4) {
+        const float4 own = reinterpret_cast<const float4*>(to)[lane];
+        uint2 high, low;
+        split_pair(high.x, low.x, own.x, own.y), split_pair(high.y, low.y, own.z, own.w);
+        const uint32_t place = c.shared + c.a.at.queries + i * 2 * QUERY_ROW + lane * 8;
+        store_shared2(place, high.x, high.y), store_shared2(place + QUERY_ROW, low.x, low.y);
       }
     }
     meet();
   }
 
-  // A new key (part 0) or value (part 1) to the cache, and to shared memory as attention will read it: a warp.
-  __device__ __forceinline__ static void keep_codes(float* head, const trirun_cuda_step_layer& layer,
-                                                    const trirun_cuda_step& s, const Item& span, int part) {
-    const int lane = threadIdx.x % 32;
-    auto* own = reinterpret_cast<float4*>(head) + lane;
+  // A new key (part 0) or value (part 1) to the cache, and to shared memory: a warp.
+  __device__ __forceinline__ static void keep(const Cta& c, const float* head, const trirun_cuda_step_layer& layer,
+                                              const Item& span, int part) {
+    const int lane = c.lane();
     const bool there = lane < HD / 4;
-    const float4 v[1] = {there ? *own : make_float4(0.f, 0.f, 0.f, 0.f)};
-    uint32_t code[1];
-    const __half kept = decoder::quantize_head(code, v);
-    const float scale = __half2float(kept);
-    const auto value = [&](int b) { return static_cast<float>(static_cast<int8_t>(code[0] >> 8 * b)) * scale; };
-    if (there) *own = make_float4(value(0), value(1), value(2), value(3));
-    __syncwarp();
-    if (span.slot < 0) return;
-    const int64_t at = decoder::cache_offset(span.page, static_cast<int>(s.kv_heads), span.kv_head, span.position, 1);
-    if (there) static_cast<uint32_t*>(part == 0 ? layer.keys : layer.values)[at * (HD / 4) + lane] = code[0];
-    if (lane == 0) static_cast<__half*>(layer.scales)[2 * at + part] = kept;
-  }
-
-  // The new key and value to a cache of 16 bits: two warps.
-  __device__ __forceinline__ static void append(const Cta& c, const trirun_cuda_step_layer& layer, int kv_head,
-                                                int page, int position, int group) {
-    const int which = c.warp() - (WARPS - 2);
-    if (which < 0) return;
-    const trirun_cuda_step& s = c.a.s;
-    const float* from = c.floats(c.a.at.heads) + (group_slots(group) + which) * HD;
-    auto* cache = static_cast<uint16_t*>(which == 0 ? layer.keys : layer.values) +
-                  decoder::cache_offset(page, static_cast<int>(s.kv_heads), kv_head, position, HD);
-#pragma unroll
-    for (int d = c.lane(); d < HD; d += 32) cache[d] = decoder::narrow<ELEMENT == BF16>(from[d]);
+    const float4 v[1] = {there ? reinterpret_cast<const float4*>(head)[lane] : make_float4(0.f, 0.f, 0.f, 0.f)};
+    const int64_t at =
+        decoder::cache_offset(span.page, static_cast<int>(c.a.s.kv_heads), span.kv_head, span.position, 1);
+    void* cache = part == 0 ? layer.keys : layer.values;
+    const uint32_t own = newest(c) + part * ROW;
+    if constexpr (CODES) {
+      uint32_t code[1];
+      const __half scale = decoder::quantize_head(code, v);
+      if (there) store_shared(own + lane * 4, code[0]);
+      if (lane == 0) store_shared(newest(c) + 2 * ROW + part * 4, __half2float(scale));
+      if (span.slot < 0) return;
+      if (there) static_cast<uint32_t*>(cache)[at * (HD / 4) + lane] = code[0];
+      if (lane == 0) static_cast<__half*>(layer.scales)[2 * at + part] = scale;
+    } else {
+      const uint2 pair = make_uint2(decoder::narrow_pair<ELEMENT == BF16>(v[0].x, v[0].y),
+                                    decoder::narrow_pair<ELEMENT == BF16>(v[0].z, v[0].w));
+      if (there) store_shared2(own + lane * 8, pair.x, pair.y);
+      if (there && span.slot >= 0) static_cast<uint2*>(cache)[at * (HD / 4) + lane] = pair;
+    }
   }
 
   __device__ __forceinline__ static void run(Cta& c, int index, uint32_t tag) {
     const trirun_cuda_step& s = c.a.s;
     const trirun_cuda_step_layer& layer = c.layer(index);
-    const int group = c.a.group;
-    const int groups = group_slots(group) / GP, groups_log = groups >> 1;  // of 1, 2 and 4: 0, 1 and 2
-    const int split = c.items()->split;
-    const bool newest = split == s.splits - 1;
-    const int lane = c.lane(), warp = c.warp(), items = c.item_count();
+    c.begin_phase();
+    // Neighbouring warps take other query heads.
+    const int lane = c.lane(), group = c.a.group, groups_log = groups_log_of(group);
+    const int workers = 1 << (c.a.attending_log - groups_log), worker = c.warp() >> groups_log;
+    const int first_head = (c.warp() & ((1 << groups_log) - 1)) * HEADS, heads = min(group - first_head, HEADS);
+    const uint32_t queries = c.shared + c.a.at.queries + first_head * 2 * QUERY_ROW;
+    bool finished = false;
 #pragma unroll 1
-    for (int at_item = 0; at_item < items; at_item++) {
-      const Item span = c.items()[at_item];
-      const int row = span.row, kv_head = span.kv_head;
-      // A chunk is shared by warps with other query heads, and, where chunks are few, with other positions.
-      const int chunks = span.last - span.first;
-      const int sharing = chunks <= 4 ? 2 : max(chunks <= 8 ? 1 : 0, groups_log), places_log = sharing - groups_log;
-      const int mine = POSITIONS >> places_log, part = warp & ((1 << sharing) - 1);
-      const int place = part >> groups_log, of = part & (groups - 1);
-      const float* query = c.floats(c.a.at.heads) + of * GP * HD + lane % LANES * 8;
-      // The scales of this warp's share of a chunk, on their way while its keys and values are.
-      const auto scales_of = [&](int chunk) -> Scales {
-        Scales scales{};
-        if constexpr (CODES) {
-#pragma unroll
-          for (int i = 0; i * 32 < POSITIONS; i++) {
-            const int within = i * 32 + lane, position = chunk * POSITIONS + place * mine + within;
-            if (within >= mine || chunk >= span.last) continue;
-            const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
-            const int64_t from = decoder::cache_offset(page, static_cast<int>(s.kv_heads), kv_head, position, 1);
-            scales.words[i] = __ldg(static_cast<const uint32_t*>(layer.scales) + from);
-          }
-        }
-        return scales;
+    for (int at_item = 0; at_item < c.item_count(); at_item++) {
+      const Item& span = c.items()[at_item];
+      const bool last = span.split == span.splits - 1;
+      if (span.split >= span.splits) continue;
+      const int chunks = span.last - span.first, tiles = chunks * TILES;
+      // Of CODES: of a position's key and value, on their way while they are.
+      const auto scale_of = [&](int tile, int within) {
+        if constexpr (!CODES) return make_float2(1.f, 1.f);
+        const int position = min(span.first * POSITIONS + tile * TILE + within, span.length - 1);
+        if (tile >= tiles || position < 0) return make_float2(0.f, 0.f);
+        const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
+        const int64_t from = decoder::cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
+        return __half22float2(__ldg(static_cast<const __half2*>(layer.scales) + from));
       };
-      const int first = span.first + (warp >> sharing);
-      Scales scales = scales_of(first);
-      take_heads(c, layer, span, newest, group, tag);
+      float2 first = scale_of(worker, lane / 4), second = scale_of(worker, lane / 4 + 8);
+      take_heads(c, layer, span, last, tag);
       Attention attention;
       attention.clear();
-      if (newest && warp < groups) {
-        const float* key = c.floats(c.a.at.heads) + group_slots(group) * HD + lane % LANES * 8;
-        attention.begin(query, key, key + HD);
-      }
-      Ring at = c.ring;
-      c.move(at, warp >> sharing);
+      if (worker < workers) {
+        Ring at = c.ring;
+        c.move(at, worker / TILES);
 #pragma unroll 1
-      for (int chunk = first; chunk < span.last; chunk += WARPS >> sharing) {
-        const Scales these = scales;
-        scales = scales_of(chunk + (WARPS >> sharing));
-        barrier_wait(c.full(at.stage), at.phase);
-        uint32_t keys = c.shared + at.stage * CHUNK_BYTES + (place * mine * HD + lane * 8) * BYTES;
-        int left = span.length - (chunk * POSITIONS + place * mine);
-#pragma unroll 1
-        for (int i = 0; i < mine; i += 2 * KEYS) {
-          attention.add(keys, keys + CHUNK_BYTES / 2, query, left, these, i);
-          keys += 2 * LOAD, left -= 2 * KEYS;
-        }
-        // The arrival must not overtake the loads: it depends on what was made of the last ones.
-        uint32_t loaded = 0;
+        for (int tile = worker; tile < tiles + last; tile += workers) {
+          uint32_t keys = newest(c), values = keys + ROW;
+          int left = 1;
+          const float2 these = first, those = second;
+          if (tile < tiles) {
+            first = scale_of(tile + workers, lane / 4), second = scale_of(tile + workers, lane / 4 + 8);
+            keys = c.shared + at.stage * CHUNK_BYTES + tile % TILES * TILE * ROW, values = keys + POSITIONS * ROW;
+            left = min(span.length - span.first * POSITIONS - tile * TILE, TILE);
+            barrier_wait(c.full(at.stage), at.phase);
+          }
+          const float2 own = CODES && tile == tiles ? load_shared_float2(newest(c) + 2 * ROW) : these;
+          if (left > 0 && heads > 0)
+            attention.add(keys, values, queries, heads, left, own, tile == tiles ? own : those, tile == worker);
+          if (tile == tiles) break;
+          // The arrival must not overtake the loads: it depends on what was made of the last ones.
+          uint32_t loaded = 0;
 #pragma unroll
-        for (int d = 0; d < 8; d++) loaded |= __float_as_uint(attention.value[0][d]);
-        __syncwarp();
-        if (lane == 0) barrier_arrive_counted(c.empty(at.stage) + (loaded & c.a.nought), 4 >> sharing);
-        c.move(at, WARPS >> sharing);
+          for (int i = 0; i < 4; i++) loaded |= __float_as_uint(attention.value[HD / 16 - 1][i]);
+          __syncwarp();
+          if (lane == 0)
+            barrier_arrive_counted(c.empty(at.stage) + (loaded & c.a.nought), EMPTY_ARRIVALS / TILES >> groups_log);
+          c.move(at, (workers + tile % TILES) / TILES);
+        }
       }
       c.move(c.ring, chunks);
-      attention.leave(c.floats(c.a.at.slots) + warp * GP * PART);
+      if (!finished) meet_finished(), finished = true;
+      // Workers without a tile have no part.
+      const int parts = min(workers, tiles + last);
+      if (worker < parts) attention.leave(c.floats(c.a.at.attention) + c.warp() * min(group, HEADS) * PART, heads);
       meet();
-      put_together(c, index, layer, row, kv_head, split, group, groups_log, tag);
-      if constexpr (!CODES)
-        if (newest && span.slot >= 0) append(c, layer, kv_head, span.page, span.position, group);
-      if (at_item + 1 < items) meet();
+      put_together(c, layer, span, parts, groups_log, tag);
+      meet();
     }
+    if (!finished) meet_finished();
   }
 
-  // The parts of all warps, and then of all splits.
-  __device__ __forceinline__ static void put_together(const Cta& c, int index, const trirun_cuda_step_layer& layer,
-                                                      int row, int kv_head, int split, int group, int groups_log,
-                                                      uint32_t tag) {
-    const trirun_cuda_step& s = c.a.s;
-    const int kv_heads = static_cast<int>(s.kv_heads), splits = s.splits, words = group * (HD / 4);
-    const int lane = c.lane(), warp = c.warp();
-    float* parts = c.floats(c.a.at.slots);
-    float* shares = parts + WARPS * GP * PART;  // [heads][WARPS]: what a warp's part counts, of its heads
-    const int part_words = words + group;
-    float4* partial = c.a.partial + (row * kv_heads + kv_head) * splits * part_words;
-    float4* own = partial + split * part_words;
-    // A warp a head: how far each part's maximum lies below the highest.
-    if (warp < group) {
-      const float* part = parts + ((lane % WARPS) * GP + warp % GP) * PART + HD;
-      const bool there = lane < WARPS && (lane & ((1 << groups_log) - 1)) == warp / GP;
-      const float highest = there ? part[0] : NOTHING;
-      const float most = decoder::warp_max(highest);
-      const float factor = there ? exp2f(highest - most) : 0.f;
-      const float sum = decoder::warp_sum(there ? part[1] * factor : 0.f);
-      if (lane < WARPS) shares[warp * WARPS + lane] = splits == 1 ? factor / sum : factor;
-      if (lane == 0 && splits > 1) send(own + words + warp, make_float4(most, sum, 0.f, 0.f), tag);
+  __device__ __forceinline__ static bool sends_headers(const Cta& c, const trirun_cuda_step_layer& layer) {
+    return c.a.s.act_bits == TRIRUN_ACT8 || layer.attention_sub_norm != nullptr;
+  }
+  __device__ __forceinline__ static float4* header_of(const Cta& c, const Item& span) {
+    return c.a.attended_headers + span.row * c.a.s.kv_heads * c.a.s.splits + span.kv_head * span.splits + span.split;
+  }
+
+  // Of parts in 2^lanes_log neighbouring lanes: values and the sum of weights by their common maximum.
+  __device__ __forceinline__ static void over_lanes(float4& v, float& most, float& sum, int lanes_log) {
+    const float own = most;
+#pragma unroll 1
+    for (int offset = 1; offset < 1 << lanes_log; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+    const float factor = exp2f(own - most);
+    v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor), sum *= factor;
+#pragma unroll 1
+    for (int offset = 1; offset < 1 << lanes_log; offset *= 2) {
+      v.x += __shfl_xor_sync(~0u, v.x, offset), v.y += __shfl_xor_sync(~0u, v.y, offset);
+      v.z += __shfl_xor_sync(~0u, v.z, offset), v.w += __shfl_xor_sync(~0u, v.w, offset);
+      sum += __shfl_xor_sync(~0u, sum, offset);
     }
-    meet();
-    float4* out = c.a.attended + (row * kv_heads + kv_head) * words;
+  }
+  __device__ __forceinline__ static int lanes_log_of(int parts) { return 32 - __clz(parts - 1); }
+
+  // The parts of all warps, and then of all splits: lanes side by side take those of one word.
+  __device__ __forceinline__ static void put_together(const Cta& c, const trirun_cuda_step_layer& layer,
+                                                      const Item& span, int parts, int groups_log, uint32_t tag) {
+    const trirun_cuda_step& s = c.a.s;
+    const int kv_heads = static_cast<int>(s.kv_heads), splits = span.splits, group = c.a.group;
+    const int words = group * (HD / 4), part_words = words + group, lane = c.lane(), warp = c.warp();
+    float4* partial = c.a.partial + (span.row * kv_heads + span.kv_head) * static_cast<int>(s.splits) * part_words;
+    float4* own = partial + span.split * part_words;
+    float4* out = c.a.attended + (span.row * kv_heads + span.kv_head) * words;
     float squares = 0.f;
     uint32_t largest = 0;
     const auto give = [&](int word, float4 v) {
@@ -378,7 +382,7 @@ struct Attention {
       if (layer.attention_sub_norm != nullptr) {
         const int w = word % (HD / 4);
         const float* norm =
-            layer.attention_sub_norm + kv_head * group * HD + word / (HD / 4) * HD + w / 4 * 16 + w % 4 * 2;
+            layer.attention_sub_norm + span.kv_head * group * HD + word / (HD / 4) * HD + w / 4 * 16 + w % 4 * 2;
         const float2 a = __ldg(reinterpret_cast<const float2*>(norm)),
                      b = __ldg(reinterpret_cast<const float2*>(norm + 8));
         sent = make_float4(v.x * a.x, v.y * a.y, v.z * b.x, v.w * b.y);
@@ -387,59 +391,54 @@ struct Attention {
       squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
       largest = max(largest, magnitude_bits(sent));
     };
+    const int stride = (min(group, HEADS) * PART) << groups_log;  // floats from one worker's part to the next
+    {
+      const int lanes_log = lanes_log_of(max(parts, 1)), part = lane & ((1 << lanes_log) - 1);
 #pragma unroll 1
-    for (int word = threadIdx.x; word < words; word += WARPS * 32) {
-      const int head = word / (HD / 4), w = word % (HD / 4);
-      const float* from = parts + head % GP * PART + w / 4 * 16 + w % 4 * 2;
-      const float* share = shares + head * WARPS;
-      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-      for (int i = head / GP; i < WARPS; i += 1 << groups_log) {
-        const float f = share[i];
-        const float2 a = *reinterpret_cast<const float2*>(from + i * GP * PART);
-        const float2 b = *reinterpret_cast<const float2*>(from + i * GP * PART + 8);
-        v = make_float4(v.x + a.x * f, v.y + a.y * f, v.z + b.x * f, v.w + b.y * f);
+      for (int base = 0; base < words; base += WARPS * 32 >> lanes_log) {
+        const int word = base + (c.thread >> lanes_log), head = word / (HD / 4), w = word % (HD / 4);
+        float most = NOTHING, sum = 0.f;
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (part < parts && word < words) {
+          const float* from =
+              c.floats(c.a.at.attention) + part * stride + ((head / HEADS) * min(group, HEADS) + head % HEADS) * PART;
+          const float2 mine = *reinterpret_cast<const float2*>(from + HD);
+          const float2 a = *reinterpret_cast<const float2*>(from + w / 4 * 16 + w % 4 * 2);
+          const float2 b = *reinterpret_cast<const float2*>(from + w / 4 * 16 + w % 4 * 2 + 8);
+          most = mine.x, sum = mine.y, v = make_float4(a.x, a.y, b.x, b.y);
+        }
+        over_lanes(v, most, sum, lanes_log);
+        if (part != 0 || word >= words) continue;
+        if (splits == 1) {
+          const float f = __fdividef(1.f, sum);
+          give(word, make_float4(v.x * f, v.y * f, v.z * f, v.w * f));
+        } else {
+          send(own + word, v, tag);
+          if (w == 0) send(own + words + head, make_float4(most, sum, 0.f, 0.f), tag);
+        }
       }
-      if (splits == 1)
-        give(word, v);
-      else
-        send(own + word, v, tag);
     }
     if (splits > 1) {
-      // This CTA finishes its share of the words: lanes side by side take the splits of one.
-      const int part = lane & ((1 << c.a.lanes_log) - 1), first = c.a.share * split;
-      const int last = min(first + c.a.share, words);
-      const bool there = part < splits;
+      // This CTA finishes its share of the words.
+      const int lanes_log = lanes_log_of(splits), part = lane & ((1 << lanes_log) - 1);
+      const int share = (words + splits - 1) / splits, begin = share * span.split, end = min(begin + share, words);
 #pragma unroll 1
-      for (int base = first; base < last; base += WARPS * 32 >> c.a.lanes_log) {
-        const int word = base + (static_cast<int>(threadIdx.x) >> c.a.lanes_log);
-        const bool mine = there && word < last;
+      for (int base = begin; base < end; base += WARPS * 32 >> lanes_log) {
+        const int word = base + (c.thread >> lanes_log);
+        const bool mine = part < splits && word < end;
+        const float4* from = partial + part * part_words;
+        const float4* const at[2] = {from + word, from + words + word / (HD / 4)};
+        Word both[2];
+        receive(both, at, mine ? 3 : 0, tag, c.patience());
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f), header = make_float4(NOTHING, 0.f, 0.f, 0.f);
-        if (mine) {
-          const float4* from = partial + part * part_words;
-          const Word a = load_word(from + word), b = load_word(from + words + word / (HD / 4));
-          v = awaited(a, from + word, tag, c.patience());
-          header = awaited(b, from + words + word / (HD / 4), tag, c.patience());
-        }
-        float most = header.x;
-#pragma unroll 1
-        for (int offset = 1; offset < 1 << c.a.lanes_log; offset *= 2)
-          most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-        const float factor = exp2f(header.x - most);
-        v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor);
-        float sum = header.y * factor;
-#pragma unroll 1
-        for (int offset = 1; offset < 1 << c.a.lanes_log; offset *= 2) {
-          v.x += __shfl_xor_sync(~0u, v.x, offset), v.y += __shfl_xor_sync(~0u, v.y, offset);
-          v.z += __shfl_xor_sync(~0u, v.z, offset), v.w += __shfl_xor_sync(~0u, v.w, offset);
-          sum += __shfl_xor_sync(~0u, sum, offset);
-        }
-        const float inverse = __fdividef(1.f, sum);
-        if (mine && part == 0) give(word, make_float4(v.x * inverse, v.y * inverse, v.z * inverse, v.w * inverse));
+        if (mine) v = both[0].values(), header = both[1].values();
+        over_lanes(v, header.x, header.y, lanes_log);
+        const float f = __fdividef(1.f, header.y);
+        if (mine && part == 0) give(word, make_float4(v.x * f, v.y * f, v.z * f, v.w * f));
       }
     }
-    if (s.act_bits != TRIRUN_ACT8 && layer.attention_sub_norm == nullptr) return;
-    float* of_warps = c.floats(c.a.at.factors) + 2 * MAX_ROWS;
+    if (!sends_headers(c, layer)) return;
+    float* of_warps = c.floats(c.a.at.factors) + 4 * MAX_ROWS;
     squares = decoder::warp_sum(squares);
     largest = __reduce_max_sync(~0u, largest);
     if (lane == 0) of_warps[warp] = squares, of_warps[WARPS + warp] = __uint_as_float(largest);
@@ -447,9 +446,7 @@ struct Attention {
     if (warp != 0) return;
     squares = decoder::warp_sum(lane < WARPS ? of_warps[lane] : 0.f);
     largest = __reduce_max_sync(~0u, lane < WARPS ? __float_as_uint(of_warps[WARPS + lane]) : 0);
-    if (lane == 0)
-      send(c.a.attended_headers + (row * kv_heads + kv_head) * splits + split,
-           make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
+    if (lane == 0) send(header_of(c, span), make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
   }
 };
 

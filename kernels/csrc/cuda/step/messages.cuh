@@ -16,12 +16,6 @@ constexpr uint32_t TAG = 3;
 // Of the n-th use, never 0, which is what memory holds at first. Another one than that of the two uses before.
 __device__ __forceinline__ uint32_t tag_of(uint32_t n) { return n % TAG + 1; }
 
-__device__ __forceinline__ uint64_t global_nanoseconds() {
-  uint64_t t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  return t;
-}
-
 struct Word {
   uint32_t x, y, z, w;
 
@@ -33,25 +27,17 @@ struct Word {
     const auto bare = [](uint32_t v) { return __uint_as_float(v & ~TAG); };
     return make_float4(bare(x), bare(y), bare(z), bare(w));
   }
+  __device__ __forceinline__ static Word load(const float4* from) {
+    const Relaxed16 word = load_relaxed16(from);
+    return {static_cast<uint32_t>(word.low), static_cast<uint32_t>(word.low >> 32), static_cast<uint32_t>(word.high),
+            static_cast<uint32_t>(word.high >> 32)};
+  }
 };
-
-__device__ __forceinline__ Word load_word(const float4* from) {
-  uint64_t low, high;
-  asm volatile("{\n\t.reg .b128 v;\n\tld.relaxed.gpu.global.b128 v, [%2];\n\tmov.b128 {%0, %1}, v;\n\t}"
-               : "=l"(low), "=l"(high)
-               : "l"(from)
-               : "memory");
-  return {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
-          static_cast<uint32_t>(high >> 32)};
-}
 
 __device__ __forceinline__ void send(float4* to, float4 v, uint32_t tag) {
   const auto tagged = [&](float f) { return (__float_as_uint(f) & ~TAG) | tag; };
-  const uint64_t low = tagged(v.x) | static_cast<uint64_t>(tagged(v.y)) << 32;
-  const uint64_t high = tagged(v.z) | static_cast<uint64_t>(tagged(v.w)) << 32;
-  asm volatile("{\n\t.reg .b128 v;\n\tmov.b128 v, {%1, %2};\n\tst.relaxed.gpu.global.b128 [%0], v;\n\t}" ::"l"(to),
-               "l"(low), "l"(high)
-               : "memory");
+  store_relaxed16(to, {tagged(v.x) | static_cast<uint64_t>(tagged(v.y)) << 32,
+                       tagged(v.z) | static_cast<uint64_t>(tagged(v.w)) << 32});
 }
 
 // Whether to go on waiting. Once a CTA has waited for so long, something else holds multiprocessors that this kernel
@@ -73,28 +59,28 @@ __device__ __noinline__ bool patience_over(uint32_t* status, uint32_t deadline) 
   return true;
 }
 
-// Waits for a word of which `v` was the first look.
-__device__ __forceinline__ float4 awaited(Word v, const float4* from, uint32_t tag, const Patience& patience) {
+// Waits for the words of a warp's lanes, of lane l those of from[i] of which bit i of wanted is set: all at once, and
+// those that were not there again. Nothing else may be asked for: what hundreds of warps ask for again and again keeps
+// from arriving what they wait for.
+template <int COUNT>
+__device__ __forceinline__ void receive(Word (&words)[COUNT], const float4* const (&from)[COUNT], uint32_t wanted,
+                                        uint32_t tag, const Patience& patience) {
+  int spins = SPINS;
+  const auto gives_up = [&] {
+    if (--spins > 0) return false;
+    spins = SPINS;
+    return patience_over(patience.status, patience.deadline);
+  };
 #pragma unroll 1
-  for (int spins = SPINS; !v.carries(tag); v = load_word(from))
-    if (--spins == 0) {
-      if (patience_over(patience.status, patience.deadline)) break;
-      spins = SPINS;
-    }
-  return v.values();
-}
-
-__device__ __forceinline__ float4 receive(const float4* from, uint32_t tag, const Patience& patience) {
-  return awaited(load_word(from), from, tag, patience);
-}
-
-// The 32 values of a warp's lanes as eight words: word w holds values 16 (w / 4) + 2 (w % 4) + {0, 1, 8, 9}, the order
-// in which activations.cuh quantizes. All lanes call it.
-__device__ __forceinline__ void send_lanes(float4* to, float v, uint32_t tag) {
-  const int lane = threadIdx.x % 32, first = (lane & 4) * 4 + (lane & 3) * 2;
-  const float a = __shfl_sync(~0u, v, first), b = __shfl_sync(~0u, v, first + 1);
-  const float c = __shfl_sync(~0u, v, first + 8), d = __shfl_sync(~0u, v, first + 9);
-  if (lane < 8) send(to + lane, make_float4(a, b, c, d), tag);
+  do {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+      if (wanted >> i & 1) words[i] = Word::load(from[i]);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+      if (words[i].carries(tag)) wanted &= ~(1u << i);
+  } while (wanted != 0 && !gives_up());
+  __syncwarp();
 }
 
 }  // namespace trirun::step

@@ -4,6 +4,7 @@
 // messages, and the stream goes on through all of them: while CTAs wait for each other, the weights, keys and values of
 // what follows arrive. Few bytes may be on their way at a time (`in_flight` chunks), or messages queue behind them.
 #include "attend.cuh"
+#include "finish.cuh"
 #include "product.cuh"
 
 #include <algorithm>
@@ -29,12 +30,12 @@ __device__ __forceinline__ void stream(const Cta& c) {
   };
   const auto product = [&](int which, const trirun_int2& weight) {
     const Geometry& g = c.geometry(which);
-    const int tile_k = static_cast<int>(weight.k) / K_TILE, parts = which == GATE_UP ? 2 : 1;
+    const int tiles_log = which == GATE_UP;
 #pragma unroll 1
-    for (int tile = 0; tile < g.units * parts; tile++) {
-      const int n_tile = g.first + (parts == 2 ? tile / 2 + (tile & 1) * (g.n_tiles / 2) : tile);
+    for (int tile = 0; tile < g.tiles; tile++) {
+      const int within = tile & tiles_log, n_tile = g.first + (tile >> tiles_log) + within * (g.n_tiles / 2);
       const auto* from = reinterpret_cast<const uint8_t*>(weight.words) +
-                         (static_cast<int64_t>(n_tile) * tile_k + g.half) * WORD_TILE_BYTES;
+                         (static_cast<int64_t>(n_tile) * g.all_k_tiles + g.k_first) * WORD_TILE_BYTES;
 #pragma unroll 1
       for (int k_tile = 0; k_tile < g.k_tiles; k_tile += CHUNK_K_TILES) {
         const uint32_t bytes = min(CHUNK_K_TILES, g.k_tiles - k_tile) * WORD_TILE_BYTES;
@@ -46,20 +47,23 @@ __device__ __forceinline__ void stream(const Cta& c) {
     }
   };
   const auto cache = [&](const trirun_cuda_step_layer& layer) {
-    constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
+    constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, BYTES = POSITIONS * HD * ELEMENT_BYTES<ELEMENT>;
 #pragma unroll 1
     for (int i = 0; i < c.item_count(); i++) {
       const Item& item = c.items()[i];
       const int32_t* table = s.block_tables + item.slot * s.ld_blocks;
+      const int of_page = decoder::PAGE / POSITIONS, last_page = max(item.last - 1, 0) / of_page;
+      // The next chunk's page, asked for before this one is waited for.
+      int next = item.first < item.last ? __ldg(table + item.first / of_page) : 0;
 #pragma unroll 1
       for (int chunk = item.first; chunk < item.last; chunk++) {
-        const int position = chunk * POSITIONS;
-        const int64_t at = decoder::cache_offset(__ldg(table + position / decoder::PAGE), static_cast<int>(s.kv_heads),
-                                                 item.kv_head, position, HD * ELEMENT_BYTES<ELEMENT>);
-        next_stage(CHUNK_BYTES);
+        const int64_t at = decoder::cache_offset(next, static_cast<int>(s.kv_heads), item.kv_head, chunk * POSITIONS,
+                                                 HD * ELEMENT_BYTES<ELEMENT>);
+        next = __ldg(table + min((chunk + 1) / of_page, last_page));
+        next_stage(2 * BYTES);
         const uint32_t to = c.shared + filled.stage * CHUNK_BYTES, barrier = c.full(filled.stage);
-        bulk_load(to, static_cast<const uint8_t*>(layer.keys) + at, CHUNK_BYTES / 2, barrier, once);
-        bulk_load(to + CHUNK_BYTES / 2, static_cast<const uint8_t*>(layer.values) + at, CHUNK_BYTES / 2, barrier, once);
+        bulk_load(to, static_cast<const uint8_t*>(layer.keys) + at, BYTES, barrier, once);
+        bulk_load(to + BYTES, static_cast<const uint8_t*>(layer.values) + at, BYTES, barrier, once);
         filled.advance(stages);
       }
     }
@@ -74,108 +78,91 @@ __device__ __forceinline__ void stream(const Cta& c) {
   }
 }
 
-__device__ __forceinline__ void plan_product(const Cta& c, int product, int cluster, int clusters) {
-  const trirun_cuda_step& s = c.a.s;
-  const int32_t* starts = s.plan + product * (clusters + 1) + cluster;
-  const int q_size = static_cast<int>(s.heads) * s.head_dim, kv_size = static_cast<int>(s.kv_heads) * s.head_dim;
-  const int hidden = static_cast<int>(s.hidden), ffn = static_cast<int>(s.ffn), rows = static_cast<int>(s.m);
-  const int k = product == O ? q_size : product == DOWN ? ffn : hidden;
-  const int n = product == QKV ? q_size + 2 * kv_size : product == GATE_UP ? 2 * ffn : hidden;
-  const int k_tiles = k / K_TILE, low = (k_tiles + 1) / 2, pairs = product == GATE_UP ? 2 : 1;
-  Geometry g;
-  g.first = starts[0], g.units = starts[1] - starts[0], g.n_tiles = n / N_TILE;
-  // A half of k: rank 0 has the larger one.
-  g.half = c.rank() == 0 ? 0 : low, g.k_tiles = c.rank() == 0 ? low : k_tiles - low;
-  // Of the larger half, so that both CTAs of a cluster have the same rounds.
-  const int most_chunks = (low + CHUNK_K_TILES - 1) / CHUNK_K_TILES;
-  g.tile_chunks = (g.k_tiles + CHUNK_K_TILES - 1) / CHUNK_K_TILES;
-  // As many units at once as there are slots and tasks for.
-  g.round = max(1, min(min(SLOTS / rows / (most_chunks * pairs), WARPS / 2 / rows), max(g.units, 1)));
-  const int chunks = g.round * pairs * g.tile_chunks;
-  int most = 0;
-  while (most < 2 && (chunks << (most + 1)) * rows <= SLOTS) most++;
-  g.sharing = sharing_log(chunks, most);
-  reinterpret_cast<Geometry*>(c.memory + c.a.at.plan)[product] = g;
+// Of a product, in n tiles and k tiles.
+__host__ __device__ inline int n_tiles_of(const trirun_cuda_step& s, int product) {
+  const int64_t kv = s.kv_heads * s.head_dim;
+  return static_cast<int>((product == QKV       ? s.heads * s.head_dim + 2 * kv
+                           : product == GATE_UP ? 2 * s.ffn
+                                                : s.hidden) /
+                          N_TILE);
+}
+__host__ __device__ inline int k_tiles_of(const trirun_cuda_step& s, int product) {
+  return static_cast<int>((product == O ? s.heads * s.head_dim : product == DOWN ? s.ffn : s.hidden) / K_TILE);
 }
 
-template <int LIMBS, int SCALE, int HD, int GP, int ELEMENT>
+__device__ __forceinline__ void plan_product(const Cta& c, int product) {
+  const trirun_cuda_step& s = c.a.s;
+  const int cluster_log = c.a.cluster_log, cluster = static_cast<int>(blockIdx.x) >> cluster_log;
+  const int clusters = static_cast<int>(gridDim.x) >> cluster_log, rank = c.rank();
+  const int32_t* starts = s.plan + product * (clusters + 1) + cluster;
+  Geometry g;
+  g.first = starts[0], g.units = starts[1] - starts[0];
+  g.local = (g.units - rank + c.cluster() - 1) >> cluster_log;
+  g.all_k_tiles = k_tiles_of(s, product);
+  g.k_first = g.all_k_tiles * rank >> cluster_log;
+  g.k_tiles = (g.all_k_tiles * (rank + 1) >> cluster_log) - g.k_first;
+  g.tiles = g.units * tiles_of_unit(product);
+  g.tile_chunks = (g.k_tiles + CHUNK_K_TILES - 1) / CHUNK_K_TILES;
+  g.parts_log = c.a.parts_log[product], g.n_tiles = n_tiles_of(s, product);
+  c.at<Geometry>(c.a.at.plan)[product] = g;
+}
+
+template <int LIMBS, int SCALE, int HD, int ELEMENT, bool PACKED>
 __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ StepArgs a) {
-  extern __shared__ __align__(1024) uint8_t memory[];
-  using M = Multiplier<LIMBS, SCALE>;
   const trirun_cuda_step& s = a.s;
-  Cta c(a, memory);
-  const int lane = c.lane(), warp = c.warp(), rank = c.rank(), rows = 1 << a.tokens_log;
-  const int clusters = gridDim.x / 2, cluster = blockIdx.x / 2;
+  Cta c(a);
+  const int warp = c.warp();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < a.at.stages; i++) barrier_init(c.full(i), 1), barrier_init(c.empty(i), WARPS / 4);
-    barrier_init(c.exchange_barrier(), 1);
+    for (int i = 0; i < a.at.stages; i++) barrier_init(c.full(i), 1), barrier_init(c.empty(i), EMPTY_ARRIVALS);
+    for (int buffer = 0; buffer < 2; buffer++) {
+      barrier_init(c.factor_barrier(buffer), min(c.rows(), FINISHERS));
+      for (int i = 0; i < MAX_LOCAL; i++) barrier_init(c.sums_barrier(buffer, i), 1);
+    }
     const uint64_t end = global_nanoseconds() + PATIENCE;
     store_shared2(c.patience().deadline, static_cast<uint32_t>(end), static_cast<uint32_t>(end >> 32));
     barrier_init_fence();
     fence_async_shared();
   }
-  if (threadIdx.x < PRODUCTS) plan_product(c, threadIdx.x, cluster, clusters);
+  if (threadIdx.x < PRODUCTS) plan_product(c, threadIdx.x);
   if (threadIdx.x == 32) plan_items<HD, ELEMENT>(c);
   const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
   for (int i = threadIdx.x; i < words; i += THREADS)
-    reinterpret_cast<uint64_t*>(memory + a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
+    c.at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
   const uint32_t base = *reinterpret_cast<volatile uint32_t*>(a.counter);
   __syncthreads();
   cluster_arrive();
   cluster_wait();
 
-  if (warp >= WARPS) {
-    decrease_registers<STREAM_REGISTERS>();
-    if (threadIdx.x == WARPS * 32) stream<HD, ELEMENT>(c);
-    __syncwarp();
-  } else {
-    increase_registers<REGISTERS>();
-    // The residual stream of this CTA's rows, and the first layer's input.
-    const int tile0 = c.geometry(O).first, tiles = c.geometry(O).units;
-    for (int i = warp; i < tiles * rows; i += WARPS) {
-      const int tile = i / rows, row = i % rows, n = (tile0 + tile) * 64 + rank * 32 + lane;
-      const float v = s.residual[row * s.hidden + n];
-      c.floats(a.at.residual)[i * 32 + lane] = v;
-      const float sent = v * __ldg(c.layer(0).attention_norm + n);
-      send_lanes(a.x_attention + (row * s.hidden + n - lane) / 4, sent, tag_of(base));
-      c.send_header(a.x_attention_headers + (row * s.hidden + n) / 32, v, sent, tag_of(base));
-    }
-    const int hidden = static_cast<int>(s.hidden), q_size = static_cast<int>(s.heads * HD);
-    for (int i = 0; i < s.layer_count; i++) {
-      const trirun_cuda_step_layer& layer = c.layer(i);
+  const int layers = static_cast<int>(s.layer_count);
+  if (warp < WARPS) {
+    Multiplier<LIMBS, SCALE> multiplier;
+#pragma unroll 1
+    for (int i = 0; i < layers; i++)
 #pragma unroll 1
       for (int product = QKV; product < PRODUCTS; product++) {
-        Input in{a.x_attention, a.x_attention_headers, hidden, hidden / 32, true};
-        if (product == O)
-          in = {a.attended, a.attended_headers, q_size, static_cast<int>(s.kv_heads) * s.splits,
-                layer.attention_sub_norm != nullptr};
-        if (product == GATE_UP) in.words = a.x_mlp, in.headers = a.x_mlp_headers;
-        if (product == DOWN)
-          in = {a.gated, a.gated_headers, static_cast<int>(s.ffn), static_cast<int>(s.ffn / 32),
-                layer.mlp_sub_norm != nullptr};
-        M::run(c, i, product, in, tag_of(base + i), tag_of(base + i + 1));
-        if (product == QKV) Attention<HD, GP, ELEMENT>::run(c, i, tag_of(base + i));
+        multiplier.run(c, c.layer(i), product, tag_of(base + i));
+        if (product == QKV) Attention<HD, ELEMENT, PACKED>::run(c, i, tag_of(base + i));
       }
+  } else {
+    if (warp < WARPS + FINISHERS) {
+      Finisher<LIMBS, SCALE == gemm_decode::PER_K_TILE_PLAIN> finisher(c);
+      finisher.begin(tag_of(base));
+#pragma unroll 1
+      for (int i = 0; i < layers; i++)
+#pragma unroll 1
+        for (int product = QKV; product < PRODUCTS; product++) {
+          if (c.geometry(product).units > 0) finisher.run(i, product, tag_of(base + i), tag_of(base + i + 1));
+          if (product == QKV) meet_finished();
+        }
+      finisher.end(tag_of(base + layers));
+    } else if (c.lane() == 0) {
+      stream<HD, ELEMENT>(c);
     }
-    // The final norm, of this CTA's rows.
-    meet();
-    const uint32_t last = tag_of(base + static_cast<uint32_t>(s.layer_count));
-    float* factors = c.floats(a.at.factors);
-    if (warp < rows) {
-      const Cta::Row r = c.headers(a.x_attention_headers + warp * (hidden / 32), hidden / 32, last);
-      if (lane == 0) factors[warp] = rsqrtf(r.squares / hidden + s.eps);
-    }
-    meet();
-    const bool failed = *reinterpret_cast<volatile uint32_t*>(a.status) != 0;
-    for (int i = warp; i < tiles * rows; i += WARPS) {
-      const int tile = i / rows, row = i % rows, n = (tile0 + tile) * 64 + rank * 32 + lane;
-      const float y = c.floats(a.at.residual)[i * 32 + lane] * factors[row] * __ldg(s.final_norm + n);
-      store_element(s.y, row * s.hidden + n, failed ? NAN : y, s.dtype);
-    }
-    if (blockIdx.x == 0 && threadIdx.x == 0) *a.counter = base + static_cast<uint32_t>(s.layer_count) + 1;
+    __syncwarp();
   }
-  // A CTA's shared memory is there until the other one has written to it.
+  // A CTA's shared memory is there until the others have written to it.
   __syncthreads();
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.counter = base + static_cast<uint32_t>(layers) + 1;
   cluster_arrive();
   cluster_wait();
 }
@@ -184,10 +171,12 @@ using Kernel = void (*)(StepArgs);
 
 template <int LIMBS, int SCALE, int ELEMENT>
 Kernel of_heads(const trirun_cuda_step& s) {
-  const bool alone = s.heads == s.kv_heads;
+  const bool packed = s.heads / s.kv_heads <= PACKED_HEADS;
   switch (s.head_dim) {
-    case 64: return alone ? decode_step<LIMBS, SCALE, 64, 1, ELEMENT> : decode_step<LIMBS, SCALE, 64, 4, ELEMENT>;
-    case 128: return alone ? decode_step<LIMBS, SCALE, 128, 1, ELEMENT> : decode_step<LIMBS, SCALE, 128, 4, ELEMENT>;
+    case 64:
+      return packed ? decode_step<LIMBS, SCALE, 64, ELEMENT, true> : decode_step<LIMBS, SCALE, 64, ELEMENT, false>;
+    case 128:
+      return packed ? decode_step<LIMBS, SCALE, 128, ELEMENT, true> : decode_step<LIMBS, SCALE, 128, ELEMENT, false>;
     default: return nullptr;
   }
 }
@@ -209,15 +198,26 @@ Kernel kernel_of(const trirun_cuda_step& s) {
 
 int rounded(int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); }
 
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Units of a product that one cluster has, at most, and k tiles that a CTA has.
+int units_of(const trirun_cuda_step& s, int product) {
+  return ceil_div(n_tiles_of(s, product) / tiles_of_unit(product), s.ctas / s.cluster);
+}
+int local_of(const trirun_cuda_step& s, int product) { return ceil_div(units_of(s, product), s.cluster); }
+int depth_of(const trirun_cuda_step& s, int product) { return ceil_div(k_tiles_of(s, product), s.cluster); }
+
 // What the kernel has no check for.
 int check_sizes(const trirun_cuda_step& s) {
   if (s.m < 1 || s.m > MAX_ROWS || (s.m & (s.m - 1)) || s.layer_count < 1 || s.layer_count > MAX_LAYERS ||
       s.hidden <= 0 || s.hidden % 128 || s.ffn <= 0 || s.ffn % 128 || s.heads <= 0 || s.kv_heads <= 0 ||
       s.heads % s.kv_heads || s.heads / s.kv_heads > MAX_GROUP || s.head_dim <= 0 || s.head_dim % 64 ||
-      s.heads * s.head_dim % 128 || s.kv_heads * s.head_dim % 64 || s.ctas < 2 || s.ctas % 2 || s.splits < 1 ||
-      s.splits > MAX_SPLITS || s.splits > s.ctas || s.m * s.kv_heads > s.ctas / s.splits * MAX_ITEMS ||
-      s.in_flight < 1 || s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim || s.max_tiles < 1 ||
-      s.hidden > (1 << 20) || s.ffn > (1 << 20))
+      s.heads * s.head_dim % 128 || s.kv_heads * s.head_dim % 64 ||
+      (s.cluster != 1 && s.cluster != 2 && s.cluster != 4) || s.ctas < s.cluster || s.ctas % s.cluster ||
+      s.splits < 1 || s.splits > MAX_SPLITS || s.splits > s.ctas || s.m * s.kv_heads > s.ctas / s.splits * MAX_ITEMS ||
+      s.in_flight < 1 || s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim || s.hidden > (1 << 20) ||
+      s.ffn > (1 << 20) || local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL ||
+      local_of(s, GATE_UP) > MAX_LOCAL)
     return TRIRUN_BAD_SHAPE;
   if (!decoder::half_dtype(s.dtype) || (s.act_bits != TRIRUN_ACT8 && s.act_bits != TRIRUN_ACT16))
     return TRIRUN_UNSUPPORTED;
@@ -233,11 +233,39 @@ int check_pointers(const trirun_cuda_step& s) {
   return s.rotary_half > 0 && (s.cosines == nullptr || s.sines == nullptr) ? TRIRUN_BAD_POINTER : TRIRUN_OK;
 }
 
-Memory memory_of(const trirun_cuda_step& s) {
-  const int rows = static_cast<int>(s.m), limbs = s.act_bits / 8, group = static_cast<int>(s.heads / s.kv_heads);
-  const int64_t widest = std::max({s.hidden, s.ffn, s.heads * s.head_dim});
-  const int k_tiles = static_cast<int>(widest / K_TILE + 1) / 2;
-  const int heads = heads_of_warp(group, s.head_dim);
+// Bytes of the slots of one product, of all that a CTA finishes.
+int slot_bytes(const trirun_cuda_step& s, int product, int parts_log) {
+  return local_of(s, product) * tiles_of_unit(product) * (static_cast<int>(s.cluster) << parts_log) *
+         static_cast<int>(s.m) * 256;
+}
+
+// How many warps share an n tile, as a logarithm, and what that costs in sixteenths of a k tile's time: a warp has the
+// longest one's k tiles, as much as half a k tile for beginning and ending each n tile, and sums have to be added.
+// None where there is no room for the sums, or where a warp's next n tile could be a ring of `chunks` ahead.
+struct Parts {
+  int log = -1, cost = 1 << 24;
+};
+Parts parts_of(const trirun_cuda_step& s, int product, int slots, int chunks) {
+  const int tiles = units_of(s, product) * tiles_of_unit(product), depth = depth_of(s, product);
+  Parts best;
+  for (int log = 0; 1 << log <= WARPS; log++) {
+    if (slot_bytes(s, product, log) > slots || (WARPS >> log) * ceil_div(depth, CHUNK_K_TILES) > chunks) continue;
+    const int rounds = ceil_div(tiles << log, WARPS);
+    const int cost = rounds * (16 * ceil_div(depth, 1 << log) + 8) + (s.cluster << log) / 4;
+    if (cost < best.cost) best = {log, cost};
+  }
+  return best;
+}
+
+// Bytes of one attending warp's part.
+int part_bytes(const trirun_cuda_step& s) {
+  return std::min(static_cast<int>(s.heads / s.kv_heads), HEADS) * (s.head_dim + 4) * 4;
+}
+
+// Where everything lies, with so many bytes for the sums of a product, and so many warps that attend.
+Memory lay_out(const trirun_cuda_step& s, int slots, int attending) {
+  const int rows = static_cast<int>(s.m), limbs = s.act_bits / 8, hidden = depth_of(s, QKV);
+  const int second = std::max(depth_of(s, O), depth_of(s, DOWN));
   Memory at{};
   int end = 0;
   const auto take = [&](int64_t bytes) {
@@ -245,24 +273,52 @@ Memory memory_of(const trirun_cuda_step& s) {
     end += rounded(bytes);
     return start;
   };
-  at.slots = take(std::max(SLOTS * 64 * 4, (WARPS * heads * (s.head_dim + 4) + MAX_GROUP * WARPS) * 4));
-  at.limbs = take(static_cast<int64_t>(k_tiles) * K_TILE * rows * limbs);
-  at.scales = take(static_cast<int64_t>(k_tiles) * rows * 8);
-  at.exchange = take(2 * WARPS * 32 * 4);
-  at.residual = take(s.max_tiles * rows * 32 * 4);
-  at.factors = take((2 * MAX_ROWS + 2 * WARPS) * 4 + 8);
-  at.heads = take((head_groups(group, s.head_dim) * heads + 2) * static_cast<int64_t>(s.head_dim) * 4);
-  at.plan = take(PRODUCTS * sizeof(Geometry) + MAX_ITEMS * sizeof(Item) + 4);
+  at.slot_buffer = std::max(rounded(slots), rounded(attending * part_bytes(s)));
+  at.slots = at.attention = take(at.slot_buffer + rounded(slots));
+  at.limb_buffer = hidden * K_TILE * rows * limbs, at.limbs = take(at.limb_buffer);
+  at.heads = take(std::max(second * K_TILE * rows * limbs, WARPS * s.head_dim * 4));
+  at.scale_buffer = hidden * rows * 8, at.scales = take((hidden + second) * rows * 8);
+  at.factors = take((4 * MAX_ROWS + 2 * WARPS) * 4 + 8);
+  at.residual = take(local_of(s, O) * rows * 256);
+  at.queries = take(s.heads / s.kv_heads * 2 * (s.head_dim + 8) * 2);
+  at.newest = take(2 * s.head_dim * 2 + 8);
+  at.plan = take(PRODUCTS * sizeof(Geometry) + MAX_ITEMS * sizeof(Item) + (MAX_ROWS + 1) * 4);
   at.layers = take(s.layer_count * static_cast<int64_t>(sizeof(trirun_cuda_step_layer)));
   constexpr int BARRIERS = 1024;
   at.barriers = take(BARRIERS);
-  at.stages = std::min((MAX_SHARED - end) / CHUNK_BYTES, (BARRIERS / 8 - 1) / 2);
+  at.stages = std::min(std::max(MAX_SHARED - end, 0) / CHUNK_BYTES, (BARRIERS / 8 - 2 - 2 * MAX_LOCAL) / 2);
   const int ring = at.stages * CHUNK_BYTES;
-  for (int* offset : {&at.slots, &at.limbs, &at.scales, &at.exchange, &at.residual, &at.factors, &at.heads, &at.plan,
-                      &at.layers, &at.barriers})
+  for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads,
+                      &at.queries, &at.newest, &at.plan, &at.layers, &at.barriers})
     *offset += ring;
   at.total = end + ring;
   return at;
+}
+
+// The same, room for sums, for parts of attention and for the ring weighed against each other; of no stages where it
+// does not fit.
+Memory memory_of(const trirun_cuda_step& s, int (&parts_log)[PRODUCTS], int& attending_log) {
+  const int row_bytes = s.head_dim * (s.int8_cache ? 1 : 2),
+            heads_log = groups_log_of(static_cast<int>(s.heads / s.kv_heads));
+  const int tiles = std::min(CHUNK_BYTES / (2 * row_bytes), decoder::PAGE) / 16;  // of a chunk of keys
+  Memory best{};
+  int least = 1 << 24;
+  for (int attending = 4; attending >= 1 + heads_log; attending--)
+    for (int slots = 2048; slots <= 49152; slots += 2048) {
+      const Memory at = lay_out(s, slots, 1 << attending);
+      const int chunks = at.stages - s.in_flight;
+      // No warp's next keys may be a ring ahead.
+      if (chunks < std::max(ceil_div(1 << (attending - heads_log), tiles), 4)) continue;
+      int cost = 64 >> (attending - heads_log), logs[PRODUCTS];  // of 64 positions
+      for (int product = QKV; product < PRODUCTS; product++) {
+        const Parts parts = parts_of(s, product, slots, chunks);
+        cost += parts.cost, logs[product] = parts.log;
+      }
+      if (cost >= least) continue;
+      best = at, least = cost, attending_log = attending;
+      std::copy(logs, logs + PRODUCTS, parts_log);
+    }
+  return best;
 }
 
 // Where the messages of each kind begin, in words of 16 bytes behind the counters; the last entry is the end.
@@ -278,12 +334,12 @@ struct Messages {
       return start;
     };
     const int64_t group = s.heads / s.kv_heads, q_words = s.heads * s.head_dim / 4;
-    x_attention = take(s.hidden / 4), x_attention_headers = take(s.hidden / 32);
-    x_mlp = take(s.hidden / 4), x_mlp_headers = take(s.hidden / 32);
+    x_attention = take(s.hidden / 4), x_attention_headers = take(s.hidden / N_TILE);
+    x_mlp = take(s.hidden / 4), x_mlp_headers = take(s.hidden / N_TILE);
     qkv = take((s.heads + 2 * s.kv_heads) * s.head_dim / 4);
     partial = take(s.kv_heads * s.splits * group * (s.head_dim / 4 + 1));
     attended = take(q_words), attended_headers = take(s.kv_heads * s.splits);
-    gated = take(s.ffn / 4), gated_headers = take(s.ffn / 32);
+    gated = take(s.ffn / 4), gated_headers = take(s.ffn / N_TILE);
     end = at;
   }
 };
@@ -293,7 +349,9 @@ struct Messages {
 
 extern "C" size_t trirun_cuda_step_messages(const trirun_cuda_step* s) {
   using namespace trirun::step;
-  return s == nullptr || check_sizes(*s) ? 0 : static_cast<size_t>(Messages(*s).end) * 16;
+  if (s == nullptr || check_sizes(*s)) return 0;
+  int parts_log[PRODUCTS], attending_log;
+  return memory_of(*s, parts_log, attending_log).stages == 0 ? 0 : static_cast<size_t>(Messages(*s).end) * 16;
 }
 
 extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream) {
@@ -310,9 +368,9 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   if (facts.arch != 90) return TRIRUN_UNSUPPORTED;
   if (s->ctas > facts.sms) return TRIRUN_BAD_SHAPE;
   StepArgs args{};
-  args.s = *s, args.at = memory_of(*s);
-  if (args.at.stages < 8) return TRIRUN_BAD_SHAPE;
-  args.s.in_flight = std::min(s->in_flight, args.at.stages);
+  args.s = *s, args.at = memory_of(*s, args.parts_log, args.attending_log);
+  if (args.at.stages == 0) return TRIRUN_BAD_SHAPE;
+
   args.counter = static_cast<uint32_t*>(s->messages), args.status = args.counter + 1;
   auto* words = static_cast<float4*>(s->messages);
   args.x_attention = words + messages.x_attention, args.x_attention_headers = words + messages.x_attention_headers;
@@ -321,10 +379,10 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   args.attended = words + messages.attended, args.attended_headers = words + messages.attended_headers;
   args.gated = words + messages.gated, args.gated_headers = words + messages.gated_headers;
   while (1 << args.tokens_log < s->m) args.tokens_log++;
+  while (1 << args.cluster_log < s->cluster) args.cluster_log++;
   args.group = static_cast<int>(s->heads / s->kv_heads);
-  while (1 << args.lanes_log < s->splits) args.lanes_log++;
-  args.share = static_cast<int>(s->heads / s->kv_heads * s->head_dim / 4 + s->splits - 1) / s->splits;
-  Launch how{dim3(static_cast<unsigned>(s->ctas)), THREADS, args.at.total, static_cast<cudaStream_t>(stream), false, 2};
+  Launch how{dim3(static_cast<unsigned>(s->ctas)), THREADS, args.at.total,
+             static_cast<cudaStream_t>(stream),    false,   s->cluster};
   how.cooperative = true;
   return launch_kernel(kernel_of(*s), how, args);
 }

@@ -15,15 +15,17 @@ from torch import Tensor
 from ...gemm.cpu import DTYPES
 from ...native import Int2Struct, check_cuda
 from ...native import cuda as library
+from ...plan.problem import Device
 from ...weights.packing import PackedWeight
 from ..cuda_ops import Cache, Heads
 from ..cuda_weights import CudaLayer, CudaModel
 from ..shape import ACTIVATIONS, Attention, LayerShape
 from .division import divide
 
-# Of a step. With four and more the chain of kernels is faster (kernels/LOG.md), though the kernel takes up to eight.
+# Of a step. With four and more the chain of kernels was faster (kernels/LOG.md), though the kernel takes up to eight.
 ROWS = (1, 2)
 CHUNKS_IN_FLIGHT = 2  # of 8 KiB a CTA: more of them make messages wait
+CLUSTER, UNIT = 2, 64  # CTAs; outputs of a unit, of gate_up pairs of them
 MAX_SPLITS, MAX_LAYERS = 32, 96  # of csrc/cuda/step/step.cuh
 VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "q_norm", "k_norm")
 
@@ -50,7 +52,7 @@ class StepStruct(ctypes.Structure):
         ("message_bytes", ctypes.c_size_t),
         *((name, _L) for name in ("m", "layer_count", "hidden", "ffn", "heads", "kv_heads", "ld_blocks")),
         *((name, _I) for name in ("head_dim", "rotary_half", "interleaved", "activation", "dtype", "act_bits")),
-        *((name, _I) for name in ("group_size", "real_zeros", "ctas", "splits", "in_flight", "max_tiles")),
+        *((name, _I) for name in ("group_size", "real_zeros", "ctas", "cluster", "splits", "in_flight")),
         ("int8_cache", _I),
         ("eps", _F),
         ("scale", _F),
@@ -116,53 +118,69 @@ def _heads_refusal(heads: Sequence[Heads]) -> str | None:
     return "several tables of angles" if len(tables) > 1 else None
 
 
+def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool) -> StepStruct:
+    """All but the pointers, of a model that :func:`refusal` has nothing against."""
+    shape, ctas, weight = model.shape, sms // CLUSTER * CLUSTER, model.layers[0].projections[0].weight
+    assert isinstance(weight, PackedWeight)
+    return StepStruct(
+        m=rows, layer_count=len(model.layers), hidden=shape.hidden, ffn=shape.layers[0].feed_forward.size,
+        heads=h.heads, kv_heads=h.kv_heads, head_dim=h.head_dim,
+        rotary_half=0 if h.cosines is None else h.cosines.shape[1], interleaved=h.interleaved,
+        activation=ACTIVATIONS[shape.layers[0].feed_forward.activation], dtype=DTYPES[model.dtype],
+        act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None, ctas=ctas,
+        cluster=CLUSTER, splits=max(1, min(MAX_SPLITS, ctas // (rows * h.kv_heads))), in_flight=CHUNKS_IN_FLIGHT,
+        int8_cache=int8_cache, eps=h.eps, scale=h.scale,
+    )  # fmt: skip
+
+
+def _message_bytes(struct: StepStruct) -> int:
+    return library().trirun_cuda_step_messages(ctypes.byref(struct))
+
+
+def rows_taken(
+    rows: Sequence[int], model: CudaModel, device: Device, heads: Sequence[Heads], *, int8_cache: bool
+) -> tuple[tuple[int, ...], str | None]:
+    """Those of the numbers of rows whose step the kernel takes, and without any the reason. Of deep down projections
+    not all have room in a multiprocessor's shared memory, of the deepest none."""
+    reason = refusal(model, device.arch, heads) if rows else "it was not asked for"
+    if reason is not None:
+        return (), reason
+    taken = tuple(m for m in rows if _message_bytes(_sizes(model, heads[0], m, device.sms, int8_cache=int8_cache)))
+    return taken, None if taken else "a down projection too deep for shared memory"
+
+
 class CudaStep:
     """The step of so many rows of a model over its caches.
 
     Args:
         model: one that :func:`refusal` has nothing against. heads, caches: of every layer.
-        rows: 1, 2 or 4; of 8-bit activations also 8.
+        rows: of :func:`rows_taken`.
         sms: multiprocessors of the device.
     """
 
-    def __init__(
-        self, model: CudaModel, heads: Sequence[Heads], caches: Sequence[Cache], rows: int, sms: int,
-        in_flight: int = CHUNKS_IN_FLIGHT,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: CudaModel, heads: Sequence[Heads], caches: Sequence[Cache], rows: int, sms: int) -> None:
         device, h, shape = model.device, heads[0], model.shape
-        ctas = sms // 2 * 2
-        ffn = shape.layers[0].feed_forward.size
+        self._struct = _sizes(model, h, rows, sms, int8_cache=caches[0].scales is not None)
+        ctas, ffn = self._struct.ctas, self._struct.ffn
         k_tiles = {"qkv": shape.hidden, "gate_up": shape.hidden, "o": h.heads * h.head_dim, "down": ffn}
-        division = divide(
-            (h.heads + 2 * h.kv_heads) * h.head_dim // 64, shape.hidden // 64, ffn // 64,
-            {name: k // 128 for name, k in k_tiles.items()}, ctas // 2,
+        starts = divide(
+            (h.heads + 2 * h.kv_heads) * h.head_dim // UNIT, shape.hidden // UNIT, ffn // UNIT,
+            {name: k // 128 for name, k in k_tiles.items()}, ctas // CLUSTER,
         )  # fmt: skip
         structs = [_layer(layer, cache) for layer, cache in zip(model.layers, caches, strict=True)]
         table = bytearray(b"".join(bytes(struct) for struct in structs))
         self._layers = torch.frombuffer(table, dtype=torch.uint8).to(device)
-        self._plan = torch.tensor(division.starts, dtype=torch.int32, device=device)
+        self._plan = torch.tensor(starts, dtype=torch.int32, device=device)
         self._device, self._dtype, self._hidden = device, model.dtype, shape.hidden
-        groups = rows * h.kv_heads
-        weight = model.layers[0].projections[0].weight
-        assert isinstance(weight, PackedWeight)
-        self._struct = StepStruct(
-            layers=self._layers.data_ptr(), final_norm=model.final_norm.data_ptr(),
-            block_tables=caches[0].block_tables.data_ptr(),
-            cosines=None if h.cosines is None else h.cosines.data_ptr(),
-            sines=None if h.sines is None else h.sines.data_ptr(), plan=self._plan.data_ptr(),
-            m=rows, layer_count=len(structs), hidden=shape.hidden, ffn=ffn, heads=h.heads, kv_heads=h.kv_heads,
-            ld_blocks=caches[0].block_tables.stride(0), head_dim=h.head_dim,
-            rotary_half=0 if h.cosines is None else h.cosines.shape[1], interleaved=h.interleaved,
-            activation=ACTIVATIONS[shape.layers[0].feed_forward.activation], dtype=DTYPES[model.dtype],
-            act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None,
-            ctas=ctas, splits=max(1, min(MAX_SPLITS, ctas // groups)), in_flight=in_flight,
-            max_tiles=division.max_tiles, int8_cache=caches[0].scales is not None, eps=h.eps, scale=h.scale,
-        )  # fmt: skip
-        size = library().trirun_cuda_step_messages(ctypes.byref(self._struct))
-        if not size:
-            raise ValueError(f"step: no kernel for {rows} rows of {shape.layers[0]}")
-        self._messages = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._struct.messages, self._struct.message_bytes = self._messages.data_ptr(), size
+        self._messages = torch.zeros(_message_bytes(self._struct), dtype=torch.uint8, device=device)
+        pointers = {
+            "layers": self._layers, "final_norm": model.final_norm, "block_tables": caches[0].block_tables,
+            "cosines": h.cosines, "sines": h.sines, "plan": self._plan, "messages": self._messages,
+        }  # fmt: skip
+        for name, tensor in pointers.items():
+            setattr(self._struct, name, None if tensor is None else tensor.data_ptr())
+        self._struct.message_bytes = self._messages.numel()
+        self._struct.ld_blocks = caches[0].block_tables.stride(0)
 
     def __call__(self, residual: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """From the residual stream behind the embedding to the input of the head, appending to the caches.

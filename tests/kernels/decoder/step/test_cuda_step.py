@@ -35,14 +35,12 @@ MODELS = {
 @pytest.mark.parametrize(("qkv", "hidden", "pairs"), [(192, 64, 172), (60, 40, 108), (40, 32, 88), (3, 2, 1)])
 def test_every_tile_is_somebodys_and_no_cluster_has_much_more_than_others(qkv, hidden, pairs):
     depth = {"qkv": 32, "gate_up": 32, "o": 32, "down": 86}
-    division = divide(qkv, hidden, pairs, depth, 66)
-    of_qkv, of_hidden, of_pairs, again = division.starts
+    of_qkv, of_hidden, of_pairs, again = divide(qkv, hidden, pairs, depth, 66)
     assert again == of_hidden
     for starts, count in ((of_qkv, qkv), (of_hidden, hidden), (of_pairs, pairs)):
         shares = [b - a for a, b in pairwise(starts)]
         assert (starts[0], starts[-1], len(shares)) == (0, count, 66)
         assert min(shares) >= 0 and max(shares) == -(-count // 66)
-    assert division.max_tiles == -(-hidden // 66)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""The step kernel without a GPU: its CUDA source compiled for the host, where threads are fibers (on_host/fibers.h),
+run through the same Python as on a GPU, against the decoder's reference."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trirun_kernels import QuantSpec
+from trirun_kernels.decoder import reference
+from trirun_kernels.decoder.cuda_ops import PAGE, Cache, Heads
+from trirun_kernels.decoder.cuda_reference import append, int8_round_trip
+from trirun_kernels.decoder.cuda_weights import CudaModel
+from trirun_kernels.decoder.step.cuda import CudaStep, refusal
+from trirun_toolchain import find_nvcc
+
+from tests.kernels.decoder.models import VOCAB, random_model
+from tests.kernels.test_attention_on_host import HERE, SOURCES, for_host
+
+CTAS, PAGES_OF_SLOT = 6, 5
+PLAIN = {"hidden": 256, "ffn": 384, "heads": 4, "kv_heads": 4, "head_dim": 64, "spec": QuantSpec(-1, 1.0), "layers": 2}
+
+WIDE = {"head_dim": 128, "sub_norm": True, "layers": 1}
+
+needs_tools = pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The kernel's library, as ``trirun_kernels.native.cuda`` would have it."""
+    folder = tmp_path_factory.mktemp("step")
+    shutil.copytree(SOURCES / "cuda", folder / "cuda")
+    for file in (*folder.glob("cuda/step/*"), *folder.glob("cuda/decoder/*"), *folder.glob("cuda/gemm_decode/*")):
+        text = for_host(file.read_text())
+        file.write_text(text.replace("namespace trirun { struct DeviceFacts; }", '#include "cuda/common/launch.cuh"'))
+    for file in ("ptx.cuh", "hopper.cuh", "launch.cuh"):
+        shutil.copy(HERE / file, folder / "cuda" / "common")
+    source = folder / "cuda" / "step" / "step_sm90.cu"
+    # PyTorch aligns memory of a CPU to 64 bytes.
+    source.write_text(source.read_text().replace("aligned_to(s->messages, 256)", "aligned_to(s->messages, 64)"))
+    source = source.rename(source.with_suffix(".cpp"))
+    command = [str(find_nvcc()), "-std=c++20", "-O1", "-shared", "-Xcompiler", "-w,-fPIC"]
+    includes = [f"-I{place}" for place in (folder, HERE, SOURCES)]
+    subprocess.run([*command, *includes, str(source), "-o", str(folder / "step.so")], check=True, capture_output=True)
+    made = ctypes.CDLL(str(folder / "step.so"))
+    made.trirun_cuda_step_messages.restype = ctypes.c_size_t
+    made.trirun_cuda_step_messages.argtypes = [ctypes.c_void_p]
+    made.trirun_cuda_decoder_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return made
+
+
+def heads_of(model):
+    (mixer,) = {layer.mixer for layer in model.shape.layers}
+    cosines, sines = (None, None) if mixer.rotary is None else model.rotary[mixer.rotary]
+    return [
+        Heads(mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, model.shape.norm_eps, cosines, sines,
+              layer.norms.get("q_norm"), layer.norms.get("k_norm"), interleaved=mixer.interleaved)
+        for layer in model.layers
+    ]  # fmt: skip
+
+
+def filled(model, texts, act_bits, weights, int8):
+    """Logits of every text's tokens, and caches of all layers that hold the texts but for their last two tokens."""
+    mixer, slots = model.shape.layers[0].mixer, len(texts)
+    sizes = (slots * PAGES_OF_SLOT, mixer.kv_heads, PAGE, mixer.head_dim)
+    kind = torch.int8 if int8 else model.dtype
+    tables = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(1)).view(slots, -1).to(torch.int32)
+    # What is behind a text is no number.
+    nothing = torch.full(sizes, 127 if int8 else torch.nan).to(kind)
+    scales = torch.full((*sizes[:3], 2), torch.nan, dtype=torch.float16) if int8 else None
+    caches = [Cache(nothing.clone(), nothing.clone(), tables, scales) for _ in model.layers]
+    logits = []
+    for slot, text in enumerate(texts):
+        kept = []
+
+        def stored(k, v, kept=kept):
+            kept.append((k, v))
+            return int8_round_trip(k, v) if int8 else (k.to(model.dtype).float(), v.to(model.dtype).float())
+
+        logits.append(reference.forward(weights, text, act_bits=act_bits, stored=stored))
+        count = len(text) - 2
+        for index, (k, v) in enumerate(kept):
+            at = (torch.full((count,), slot), torch.arange(count))
+            caches[index] = append(k[:count], v[:count], caches[index], *at)
+    return logits, caches
+
+
+@needs_tools
+@pytest.mark.parametrize(
+    ("options", "act_bits", "dtype", "int8", "lengths"),
+    [
+        ({}, 16, torch.float16, False, [0]),
+        ({}, 16, torch.bfloat16, False, [70]),
+        ({"kv_heads": 2}, 16, torch.float16, False, [17, 150]),
+        ({"kv_heads": 2}, 16, torch.float16, True, [64, 129]),
+        ({"kv_heads": 1, "bias": True, "layers": 1}, 8, torch.float16, False, [3, 130, 180, 64]),
+        ({"heads": 6, "kv_heads": 1}, 16, torch.float16, True, [140]),
+        ({"heads": 16, "kv_heads": 1}, 16, torch.bfloat16, False, [135]),
+        ({"heads": 12, "kv_heads": 1, "half": 16, "layers": 1}, 8, torch.float16, True, [100]),
+        ({"head_dim": 128, "spec": QuantSpec(128, 1.0), "qk_norm": True}, 16, torch.float16, False, [90]),
+        ({**WIDE, "heads": 2, "kv_heads": 1, "activation": "relu2"}, 8, torch.float16, False, [77]),
+        ({**WIDE, "kv_heads": 2}, 16, torch.float16, True, [33, 140]),
+        ({"spec": QuantSpec(-1, 1.5), "activation": "gelu_tanh", "ffn": 640}, 16, torch.float16, False, [5] * 4),
+        ({"kv_heads": 2, "ffn": 128, "hidden": 128, "layers": 1}, 8, torch.bfloat16, False, [9] * 8),
+        ({"heads": 6, "kv_heads": 1, "head_dim": 128}, 16, torch.bfloat16, True, [150]),
+    ],
+)  # fmt: skip
+def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dtype, int8, lengths):
+    monkeypatch.setattr("trirun_kernels.decoder.step.cuda.library", lambda: library)
+    codes = []
+    monkeypatch.setattr("trirun_kernels.decoder.step.cuda.check_cuda", lambda code, _: codes.append(code))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=None))
+    weights = random_model(**PLAIN | options)
+    model = CudaModel.of(weights, "cpu", dtype, act_bits=act_bits)
+    assert refusal(model, 90, []) is None
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(0, VOCAB, (length + 2,), generator=generator) for length in lengths]
+    logits, caches = filled(model, texts, act_bits, weights, int8)
+    rows = len(texts)
+    step = CudaStep(model, heads_of(model), caches, rows, CTAS)
+    embedding, head = (reference.dense_matrix(x) for x in (weights.embedding, weights.head))
+    errors = []
+    # The second one attends to what the first has appended.
+    for back in (2, 1):
+        tokens = torch.stack([text[-back] for text in texts])
+        positions = torch.tensor([len(text) - back for text in texts], dtype=torch.int32)
+        y = step(embedding[tokens] * weights.shape.embedding_scale, torch.arange(rows, dtype=torch.int32), positions)
+        assert not any(codes)
+        expected = torch.stack([each[-back] for each in logits])
+        errors += ((y.float() @ head.T - expected).norm(dim=1) / expected.norm(dim=1)).tolist()
+    # Of most rows: of 8 bits a code next to a tie makes some differ by more.
+    limit = (2e-2 if act_bits == 8 or int8 else 4e-3) if dtype == torch.float16 else 2e-2
+    assert torch.tensor(errors).median() < limit and max(errors) < 10 * limit, errors
