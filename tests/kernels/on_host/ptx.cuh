@@ -7,6 +7,15 @@
 
 namespace trirun {
 
+// The registers of all lanes, a's in words 0 to 3, b's behind them.
+inline auto& shared_fragments(const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  auto& words = on_host::warp().words;
+  std::copy(a, a + 4, words[on_host::lane()]);
+  words[on_host::lane()][4] = b0, words[on_host::lane()][5] = b1;
+  on_host::meet_warp();
+  return words;
+}
+
 // One of the two elements of a register, as mma.m16n8k16 has them.
 template <typename T>
 float element(uint32_t word, int half) {
@@ -16,11 +25,8 @@ float element(uint32_t word, int half) {
 
 template <typename T>
 void mma_16bit(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  auto& words = on_host::warp().words;
-  const int lane = on_host::lane(), quad = lane / 4, sub = lane % 4;
-  for (int i = 0; i < 4; i++) words[lane][i] = a[i];
-  words[lane][4] = b0, words[lane][5] = b1;
-  on_host::meet_warp();
+  const auto& words = shared_fragments(a, b0, b1);
+  const int quad = on_host::lane() / 4, sub = on_host::lane() % 4;
   for (int i = 0; i < 4; i++) {
     const int row = i / 2, column = 2 * sub + i % 2;
     double sum = d[i];
@@ -50,11 +56,8 @@ inline uint32_t transposed(uint32_t v) {
 
 // d = a . b + c: a 16 x 32 u8, b 32 x 8 s8.
 inline void mma_u8s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const int (&c)[4]) {
-  auto& words = on_host::warp().words;
-  const int lane = on_host::lane(), quad = lane / 4, sub = lane % 4;
-  for (int i = 0; i < 4; i++) words[lane][i] = a[i];
-  words[lane][4] = b0, words[lane][5] = b1;
-  on_host::meet_warp();
+  const auto& words = shared_fragments(a, b0, b1);
+  const int quad = on_host::lane() / 4, sub = on_host::lane() % 4;
   for (int i = 0; i < 4; i++) {
     const int row = i / 2, column = 2 * sub + i % 2;
     int sum = c[i];

@@ -190,7 +190,7 @@ __device__ __forceinline__ void store_peer4(uint32_t address, float4 v) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                : "memory");
 }
-// 16 or 4 bytes, which the peer's barrier counts as they arrive. Of floats as floats: by way of integers the compiler
+// 16 bytes, which the peer's barrier counts as they arrive. Of floats as floats: by way of integers the compiler
 // moves every one of them.
 __device__ __forceinline__ void store_peer_counted(uint32_t address, uint4 v, uint32_t barrier) {
   asm volatile(
@@ -203,11 +203,6 @@ __device__ __forceinline__ void store_peer_counted(uint32_t address, float4 v, u
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
-}
-__device__ __forceinline__ void store_peer_counted(uint32_t address, float v, uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(v),
-               "r"(barrier)
-               : "memory");
 }
 // An arrival at a peer's barrier, behind what this thread stored there.
 __device__ __forceinline__ void barrier_arrive_peer(uint32_t barrier) {

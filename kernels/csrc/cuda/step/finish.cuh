@@ -30,7 +30,7 @@ __device__ __forceinline__ float4 from_other_half(float4 v) {
 template <int LIMBS, bool GROUPS>
 struct Finisher {
   Cta& c;
-  // Parities of the next ones, in bits: the sums of the units of either buffer.
+  // Parity of the next sums of every unit of either buffer, in bits.
   uint32_t sums = 0;
 
   __device__ __forceinline__ explicit Finisher(Cta& c) : c(c) {}

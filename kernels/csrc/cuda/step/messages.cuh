@@ -59,9 +59,8 @@ __device__ __noinline__ bool patience_over(uint32_t* status, uint32_t deadline) 
   return true;
 }
 
-// Waits for the words of a warp's lanes, of lane l those of from[i] of which bit i of wanted is set: all at once, and
-// those that were not there again. Nothing else may be asked for: what hundreds of warps ask for again and again keeps
-// from arriving what they wait for.
+// Waits for the words of a warp's lanes, of lane l those of from[i] of which bit i of wanted is set: asks for all at
+// once, and again for those that were not there.
 template <int COUNT>
 __device__ __forceinline__ void receive(Word (&words)[COUNT], const float4* const (&from)[COUNT], uint32_t wanted,
                                         uint32_t tag, const Patience& patience) {
