@@ -356,7 +356,7 @@ struct Attention {
 #pragma unroll 1
     for (int offset = 1; offset < 1 << lanes_log; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
     const float factor = exp2f(own - most);
-    v = make_float4(v.x * factor, v.y * factor, v.z * factor, v.w * factor), sum *= factor;
+    v = scaled(v, factor), sum *= factor;
 #pragma unroll 1
     for (int offset = 1; offset < 1 << lanes_log; offset *= 2) {
       v.x += __shfl_xor_sync(~0u, v.x, offset), v.y += __shfl_xor_sync(~0u, v.y, offset);
@@ -377,7 +377,8 @@ struct Attention {
     float4* out = c.a.attended + (span.row * kv_heads + span.kv_head) * words;
     float squares = 0.f;
     uint32_t largest = 0;
-    const auto give = [&](int word, float4 v) {
+    const auto give = [&](int word, float4 weighted, float weights) {
+      const float4 v = scaled(weighted, __fdividef(1.f, weights));
       float4 sent = v;
       if (layer.attention_sub_norm != nullptr) {
         const int w = word % (HD / 4);
@@ -410,8 +411,7 @@ struct Attention {
         over_lanes(v, most, sum, lanes_log);
         if (part != 0 || word >= words) continue;
         if (splits == 1) {
-          const float f = __fdividef(1.f, sum);
-          give(word, make_float4(v.x * f, v.y * f, v.z * f, v.w * f));
+          give(word, v, sum);
         } else {
           send(own + word, v, tag);
           if (w == 0) send(own + words + head, make_float4(most, sum, 0.f, 0.f), tag);
@@ -433,8 +433,7 @@ struct Attention {
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f), header = make_float4(NOTHING, 0.f, 0.f, 0.f);
         if (mine) v = both[0].values(), header = both[1].values();
         over_lanes(v, header.x, header.y, lanes_log);
-        const float f = __fdividef(1.f, header.y);
-        if (mine && part == 0) give(word, make_float4(v.x * f, v.y * f, v.z * f, v.w * f));
+        if (mine && part == 0) give(word, v, header.y);
       }
     }
     if (!sends_headers(c, layer)) return;

@@ -13,6 +13,8 @@ __device__ __forceinline__ void meet() { named_barrier<WARPS * 32>(1); }  // of 
 // And of those that finish: attention writes where the sums of q, k and v were.
 __device__ __forceinline__ void meet_finished() { named_barrier<(WARPS + FINISHERS) * 32>(2); }
 
+__device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4(a.x * f, a.y * f, a.z * f, a.w * f); }
+
 __device__ __forceinline__ int lane_anew() { return thread_anew() % 32; }
 
 struct Cta {
@@ -24,7 +26,7 @@ struct Cta {
   __device__ __forceinline__ explicit Cta(const StepArgs& a) : a(a) { begin_phase(); }
 
   // What follows from these is computed anew in every phase. Else the compiler does so once for all layers, and keeps
-  // in local memory what it has no registers for, which took a quarter of a step's time.
+  // in local memory what it has no registers for, which takes time in every phase (kernels/LOG.md).
   __device__ __forceinline__ void begin_phase() {
     extern __shared__ __align__(1024) uint8_t memory[];
     shared = kept_anew(shared_address(memory)), thread = thread_anew();

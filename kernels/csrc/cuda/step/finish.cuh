@@ -21,7 +21,6 @@ __device__ __forceinline__ float4 operator*(float4 a, float4 b) {
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
-__device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4(a.x * f, a.y * f, a.z * f, a.w * f); }
 __device__ __forceinline__ float4 from_other_half(float4 v) {
   const auto other = [](float f) { return __shfl_xor_sync(~0u, f, 16); };
   return make_float4(other(v.x), other(v.y), other(v.z), other(v.w));

@@ -57,8 +57,7 @@ constexpr int EMPTY_ARRIVALS = 2 * CHUNK_K_TILES;
 // Offsets in dynamic shared memory, bytes; the ring is at 0.
 struct Memory {
   int stages;
-  int slots,
-      slot_buffer;  // float [2][local units][n tiles of a unit][parts][rows][64], and bytes from one to the other
+  int slots, slot_buffer;  // float [2][local units][n tiles of a unit][parts][rows][64], and bytes of the first
   int attention;  // float [warps that attend][heads, HEADS at most][head_dim + 4]: in the place of the first slots
   int limbs, limb_buffer;  // of this CTA's k of an input, two of them: [k tile][half 2][column][t 4][16 bytes]
   int scales, scale_buffer;  // float2 [2][k tiles][rows]

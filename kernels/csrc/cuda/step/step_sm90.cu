@@ -370,7 +370,6 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   StepArgs args{};
   args.s = *s, args.at = memory_of(*s, args.parts_log, args.attending_log);
   if (args.at.stages == 0) return TRIRUN_BAD_SHAPE;
-
   args.counter = static_cast<uint32_t*>(s->messages), args.status = args.counter + 1;
   auto* words = static_cast<float4*>(s->messages);
   args.x_attention = words + messages.x_attention, args.x_attention_headers = words + messages.x_attention_headers;
