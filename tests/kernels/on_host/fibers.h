@@ -107,12 +107,16 @@ T& shared() {
   return all[self->cta];
 }
 
+// Whether that was the last one.
+inline bool arrive(Barrier& barrier) {
+  if (++barrier.count < barrier.size) return false;
+  barrier.count = 0, barrier.phase++;
+  return true;
+}
+
 inline void meet(Barrier& barrier) {
   const unsigned phase = barrier.phase;
-  if (++barrier.count == barrier.size) {
-    barrier.count = 0, barrier.phase++;
-    return;
-  }
+  if (arrive(barrier)) return;
   self->at = &barrier, self->phase = phase;
   swapcontext(&self->context, &scheduler);
 }

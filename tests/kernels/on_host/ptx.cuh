@@ -71,6 +71,7 @@ inline void mma_u8s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t 
   on_host::meet_warp();
 }
 
+inline float exp2_approximate(float v) { return exp2f(v); }
 inline uint32_t kept_anew(uint32_t v) { return v; }
 inline int thread_anew() { return on_host::self->thread; }
 
@@ -91,6 +92,12 @@ void named_barrier(int id) {
   on_host::Barrier& barrier = on_host::cta().named[id];
   barrier.size = THREADS;
   on_host::meet(barrier);
+}
+template <int THREADS>
+void named_barrier_arrive(int id) {
+  on_host::Barrier& barrier = on_host::cta().named[id];
+  barrier.size = THREADS;
+  on_host::arrive(barrier);
 }
 inline void barrier_init(uint32_t barrier, int arrivals) { on_host::cta().barriers[barrier] = {arrivals, arrivals}; }
 inline void barrier_arrive_counted(uint32_t barrier, uint32_t arrivals) {

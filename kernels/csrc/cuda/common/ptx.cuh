@@ -136,6 +136,13 @@ __device__ __forceinline__ int thread_anew() {
 // A lane's own value out of a shuffle, which the compiler cannot repeat: else it may compute it anew at every use.
 __device__ __forceinline__ uint32_t kept(uint32_t v, int lane) { return __shfl_sync(~0u, v, lane); }
 
+// 2^v, to about two units of the last place; 0 where that is below the smallest normal number.
+__device__ __forceinline__ float exp2_approximate(float v) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v));
+  return power;
+}
+
 // ---- programmatic dependent launch (sm_90 and newer; nothing elsewhere) ------------------------------------------
 
 // Blocks until the stream's previous kernel has ended and its writes are visible.
@@ -350,6 +357,12 @@ __device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.w
 template <int THREADS>
 __device__ __forceinline__ void named_barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+// Counts there, and does not wait.
+template <int THREADS>
+__device__ __forceinline__ void named_barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
 // An mbarrier: a phase ends when so many arrivals, and the bytes they announced (hopper.cuh), have come.

@@ -85,7 +85,7 @@ __device__ __forceinline__ float activate(float gate, int activation) {
   }
   // The tanh form of GELU is a logistic function too: x/2 (1 + tanh(u)) = x / (1 + e^(-2u)).
   const float u = activation == TRIRUN_GELU_TANH ? 1.59576912f * gate * fmaf(0.044715f * gate, gate, 1.f) : gate;
-  return (SIGMOID && activation == TRIRUN_SIGMOID ? 1.f : gate) / (1.f + __expf(-u));
+  return __fdividef(SIGMOID && activation == TRIRUN_SIGMOID ? 1.f : gate, 1.f + __expf(-u));
 }
 
 }  // namespace trirun::decoder

@@ -1,18 +1,16 @@
 // Attention of the step, on tensor cores: keys and values come through the stream, a chunk of neighbouring positions of
 // one key head at a time. A warp takes 16 positions and up to eight query heads: keys times queries, their weights,
 // transposed values times weights. Queries and weights are two numbers of 16 bits each, so that what is rounded is what
-// the cache holds; of up to four heads (PACKED) both are in the eight columns of one product. The parts of a row's keys
-// ("splits") are put together by messages.
+// the cache holds; of up to four heads (PACKED) both are in the eight columns of one product. Warps that finish take
+// what comes of it (finish.cuh).
 #pragma once
 
-#include "cta.cuh"
+#include "parts.cuh"
 #include "cuda/decoder/int8.cuh"
 
 #include <algorithm>
 
 namespace trirun::step {
-
-constexpr float NOTHING = -1e30f;  // a score below all others, of which differences are numbers
 
 // What the cache has of an element.
 enum Element { FP16 = 0, BF16 = 1, INT8 = 2 };
@@ -23,20 +21,31 @@ constexpr int ELEMENT_BYTES = ELEMENT == INT8 ? 1 : 2;
 template <int HD, int ELEMENT>
 constexpr int CHUNK_POSITIONS = std::min(CHUNK_BYTES / (2 * HD * ELEMENT_BYTES<ELEMENT>), decoder::PAGE);
 
+constexpr int TILE_POSITIONS = 16;  // of a warp at a time
+
+// Warps side by side that attend with a key head's other query heads, and those that attend to other keys, as
+// logarithms.
+__device__ __forceinline__ int workers_of(const StepArgs& a) { return 1 << (a.attending_log - groups_log_of(a.group)); }
+
 // What a CTA attends to, one row and key head after another, and with which part of their keys: made once. Few keys
-// have fewer splits than there could be: parts of 64 take less time than putting more of them together.
+// have fewer splits than there could be, so many that every warp has a tile.
 template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
-  constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, OF_SPLIT = 64;
+  constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
   const trirun_cuda_step& s = c.a.s;
+  const int workers = workers_of(c.a), of_split = workers * TILE_POSITIONS * 128 / HD;
   const int cta = blockIdx.x, most = s.splits, stride = static_cast<int>(gridDim.x) / most;
   const int kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads, split = cta % most;
   Item* to = const_cast<Item*>(c.items());
   const auto splits_of = [&](int row) {
     const int length = s.slots[row] < 0 ? 0 : max(s.positions[row], 0);
-    return max(1, min(most, (length + OF_SPLIT - 1) / OF_SPLIT));
+    return max(1, min(most, (length + of_split - 1) / of_split));
   };
-  for (int row = 0; row < static_cast<int>(s.m); row++) const_cast<int*>(c.splits())[row] = splits_of(row);
+  const int words = c.a.group * HD / 4;
+  for (int row = 0; row < static_cast<int>(s.m); row++) {
+    const int splits = splits_of(row), share = ceil_div(words, splits);
+    const_cast<RowSplits*>(c.row_splits())[row] = {splits, min(FINISHERS, ceil_div(share, 32))};
+  }
   int count = 0;
   // CTAs beyond the last whole group have nothing to do.
   for (int at = cta / most; cta / most < stride && at < all; at += stride) {
@@ -48,9 +57,13 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     item.first = chunks * min(split, item.splits) / item.splits;
     item.last = chunks * min(split + 1, item.splits) / item.splits;
     item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / decoder::PAGE];
+    const int tiles = (item.last - item.first) * (POSITIONS / TILE_POSITIONS);
+    item.parts = min(workers, tiles + (item.split == item.splits - 1));
+    const int share = ceil_div(words, item.splits);
+    item.first_word = share * item.split, item.last_word = min(item.first_word + share, words);
     to[count++] = item;
   }
-  *const_cast<int*>(c.splits() + MAX_ROWS) = count;
+  *reinterpret_cast<int*>(const_cast<RowSplits*>(c.row_splits() + MAX_ROWS)) = count;
 }
 
 template <int HD, int ELEMENT, bool PACKED>
@@ -58,13 +71,22 @@ struct Attention {
   static constexpr bool CODES = ELEMENT == INT8;
   using Half = std::conditional_t<ELEMENT == BF16, __nv_bfloat16, __half>;
   static constexpr int BYTES = ELEMENT_BYTES<ELEMENT>, ROW = HD * BYTES;
-  static constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, TILE = 16;
+  static constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, TILE = TILE_POSITIONS;
   static constexpr int TILES = POSITIONS / TILE;  // of a chunk
-  static constexpr int PART = HD + 4;  // floats of a part of a head: values, maximum (log2), sum of weights
   static_assert(HD <= 128 && POSITIONS % TILE == 0);
 
+  // Of a tile of a chunk, a lane q takes positions 4 tile to 4 tile + 3 of each quarter q of the chunk: k = 2q, 2q + 1,
+  // 2q + 8 and 2q + 9 of the products.
+  __device__ __forceinline__ static int position_of(int tile, int k) {
+    return k % 8 / 2 * (POSITIONS / 4) + tile * (TILE / 4) + k / 8 * 2 + k % 2;
+  }
+  // Values are in blocks with some bytes between them, so that lanes find quarters of a chunk in other banks.
+  __device__ __forceinline__ static uint32_t value_offset(int position) {
+    return position * ROW + position / (POSITIONS / VALUE_BLOCKS) * BLOCK_PADDING;
+  }
+
   // Of heads 2q and 2q + 1 of the warp's (q: lane % 4): maximum, and this lane's sum of weights; values of dimensions
-  // HD / 8 (lane / 4) + 2t and + 1. PACKED: q is lane % 2, and lanes 2 and 3 of four have values by weights' low parts.
+  // 64 (t / 4) + 8 (lane / 4) + 2 (t % 4) and + 1. PACKED: q is lane % 2, and lanes 2 and 3 of four have values by weights' low parts.
   float highest[2], weight[2], value[HD / 16][4];
 
   __device__ __forceinline__ void clear() {
@@ -104,16 +126,17 @@ struct Attention {
   // Bytes from the high halves of a query to the low ones, and from those to the next query's.
   static constexpr int QUERY_ROW = (HD + 8) * 2;
 
-  // 16 positions. keys, values: shared addresses of the first; queries: of the warp's first head; heads: of the warp;
-  // left: positions that there are, at least one. first, second: of CODES the scales (of key, of value) of positions
-  // lane / 4 and 8 behind it. fresh: there were none before.
-  __device__ __forceinline__ void add(uint32_t keys, uint32_t values, uint32_t queries, int heads, int left,
+  // 16 positions. keys, values: shared addresses of a chunk's; queries: of the warp's first head; heads: of the warp;
+  // count: positions that the chunk has. first, second: of CODES the scales (of key, of value) of this lane's two keys.
+  // fresh: there were none before.
+  __device__ __forceinline__ void add(uint32_t keys, uint32_t values, int tile, uint32_t queries, int heads, int count,
                                       float2 first, float2 second, bool fresh) {
     const int lane = lane_anew(), g = lane / 4, q = lane % 4;
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
+    float c[4] = {0.f, 0.f, 0.f, 0.f}, other[4] = {0.f, 0.f, 0.f, 0.f};
     // Positions that are not there are read as the last one that is, since memory may hold anything.
-    const uint32_t key0 = keys + min(g, left - 1) * ROW + q * (ROW / 4);
-    const uint32_t key1 = keys + min(g + 8, left - 1) * ROW + q * (ROW / 4);
+    const int position0 = position_of(tile, g), position1 = position_of(tile, g + 8);
+    const uint32_t key0 = keys + min(position0, count - 1) * ROW + q * (ROW / 4);
+    const uint32_t key1 = keys + min(position1, count - 1) * ROW + q * (ROW / 4);
     const uint32_t query =
         queries + q * (HD / 2) + (PACKED ? min(g % 4, heads - 1) * 2 + g / 4 : min(g, heads - 1) * 2) * QUERY_ROW;
 #pragma unroll
@@ -126,14 +149,15 @@ struct Attention {
       for (int low = 0; low < (PACKED ? 1 : 2); low++) {
         const uint4 of_query = load_shared4(query + low * QUERY_ROW + unit * 16);
         mma_16bit<Half>(c, {a[0], b[0], a[1], b[1]}, of_query.x, of_query.y);
-        mma_16bit<Half>(c, {a[2], b[2], a[3], b[3]}, of_query.z, of_query.w);
+        mma_16bit<Half>(other, {a[2], b[2], a[3], b[3]}, of_query.z, of_query.w);
       }
     }
-    if constexpr (PACKED) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) c[i] += __shfl_xor_sync(~0u, c[i], 2);
+    for (int i = 0; i < 4; i++) {
+      c[i] += other[i];
+      if constexpr (PACKED) c[i] += __shfl_xor_sync(~0u, c[i], 2);
     }
-    const bool there0 = g < left, there1 = g + 8 < left;
+    const bool there0 = position0 < count, there1 = position1 < count;
     float kept[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -141,8 +165,8 @@ struct Attention {
       float most = fmaxf(highest[h], fmaxf(there0 ? c[h] : NOTHING, there1 ? c[2 + h] : NOTHING));
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-      kept[h] = exp2f(highest[h] - most), highest[h] = most;
-      c[h] = there0 ? exp2f(c[h] - most) : 0.f, c[2 + h] = there1 ? exp2f(c[2 + h] - most) : 0.f;
+      kept[h] = exp2_approximate(highest[h] - most), highest[h] = most;
+      c[h] = there0 ? exp2_approximate(c[h] - most) : 0.f, c[2 + h] = there1 ? exp2_approximate(c[2 + h] - most) : 0.f;
       weight[h] = weight[h] * kept[h] + c[h] + c[2 + h];
       if constexpr (CODES) c[h] *= first.y, c[2 + h] *= second.y;
     }
@@ -163,12 +187,13 @@ struct Attention {
     }
     uint32_t at[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) at[i] = values + min(2 * q + i % 2 + i / 2 * 8, left - 1) * ROW + g * (ROW / 8);
+    for (int i = 0; i < 4; i++)
+      at[i] = values + value_offset(min(position_of(tile, 2 * q + i % 2 + i / 2 * 8), count - 1)) + g * 8 * BYTES;
 #pragma unroll
     for (int block = 0; block < HD / 64; block++) {
       uint32_t v[4][4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) load_eight(v[i], at[i] + block * 8 * BYTES);
+      for (int i = 0; i < 4; i++) load_eight(v[i], at[i] + block * 64 * BYTES);
 #pragma unroll
       for (int t = 0; t < 4; t++) {
         const uint32_t a[4] = {__byte_perm(v[0][t], v[1][t], 0x5410), __byte_perm(v[0][t], v[1][t], 0x7632),
@@ -179,8 +204,9 @@ struct Attention {
     }
   }
 
-  // This warp's part of each of its heads to shared memory, [heads][PART].
-  __device__ __forceinline__ void leave(float* to, int heads) {
+  // This warp's part of each of its heads to shared memory: words, as messages have them, the largest score, and the
+  // sum of weights.
+  __device__ __forceinline__ void leave(uint32_t to, int heads) {
     const int lane = lane_anew(), g = lane / 4, q = lane % 4;
     if constexpr (PACKED) {
 #pragma unroll
@@ -194,11 +220,13 @@ struct Attention {
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
       if (2 * q + h >= heads) continue;  // or a copy
-      float* part = to + (2 * q + h) * PART;
+      const uint32_t part = to + (2 * q + h) * part_floats(HD) * 4;
 #pragma unroll
-      for (int t = 0; t < HD / 16; t++)
-        *reinterpret_cast<float2*>(part + g * (HD / 8) + 2 * t) = make_float2(value[t][h], value[t][2 + h]);
-      if (g == 0) *reinterpret_cast<float2*>(part + HD) = make_float2(highest[h], sum);
+      for (int t = 0; t < HD / 16; t++) {
+        const int word = t / 4 * 16 + g / 2 * 4 + t % 4;
+        store_shared2(part + word * 16 + g % 2 * 8, value[t][h], value[t][2 + h]);
+      }
+      if (g == 0) store_shared2(part + HD * 4, highest[h], sum);
     }
   }
 
@@ -222,10 +250,7 @@ struct Attention {
       const int head = query ? kv_head * group + i
                              : static_cast<int>(s.heads) + (turned ? 0 : static_cast<int>(s.kv_heads)) + kv_head;
       const int w = lane % (HD / 4);  // lanes beyond a head have what others have
-      const float4* const from[1] = {c.a.qkv + row * words + head * (HD / 4) + w};
-      Word word[1];
-      receive(word, from, 1, tag, c.patience());
-      const float4 v = word[0].values();
+      const float4 v = received(c.a.qkv + row * words + head * (HD / 4) + w, tag, c.patience());
       float* at = to + w / 4 * 16 + w % 4 * 2;
       reinterpret_cast<float2*>(at)[0] = make_float2(v.x, v.y);
       reinterpret_cast<float2*>(at)[4] = make_float2(v.z, v.w);
@@ -280,10 +305,9 @@ struct Attention {
     c.begin_phase();
     // Neighbouring warps take other query heads.
     const int lane = c.lane(), group = c.a.group, groups_log = groups_log_of(group);
-    const int workers = 1 << (c.a.attending_log - groups_log), worker = c.warp() >> groups_log;
+    const int workers = workers_of(c.a), worker = c.warp() >> groups_log;
     const int first_head = (c.warp() & ((1 << groups_log) - 1)) * HEADS, heads = min(group - first_head, HEADS);
     const uint32_t queries = c.shared + c.a.at.queries + first_head * 2 * QUERY_ROW;
-    bool finished = false;
 #pragma unroll 1
     for (int at_item = 0; at_item < c.item_count(); at_item++) {
       const Item& span = c.items()[at_item];
@@ -291,9 +315,10 @@ struct Attention {
       if (span.split >= span.splits) continue;
       const int chunks = span.last - span.first, tiles = chunks * TILES;
       // Of CODES: of a position's key and value, on their way while they are.
-      const auto scale_of = [&](int tile, int within) {
+      const auto scale_of = [&](int tile, int k) {
         if constexpr (!CODES) return make_float2(1.f, 1.f);
-        const int position = min(span.first * POSITIONS + tile * TILE + within, span.length - 1);
+        const int within = tile / TILES * POSITIONS + position_of(tile % TILES, k);
+        const int position = min(span.first * POSITIONS + within, span.length - 1);
         if (tile >= tiles || position < 0) return make_float2(0.f, 0.f);
         const int page = __ldg(s.block_tables + span.slot * s.ld_blocks + position / decoder::PAGE);
         const int64_t from = decoder::cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
@@ -309,17 +334,18 @@ struct Attention {
 #pragma unroll 1
         for (int tile = worker; tile < tiles + last; tile += workers) {
           uint32_t keys = newest(c), values = keys + ROW;
-          int left = 1;
+          int count = 1;
           const float2 these = first, those = second;
           if (tile < tiles) {
             first = scale_of(tile + workers, lane / 4), second = scale_of(tile + workers, lane / 4 + 8);
-            keys = c.shared + at.stage * CHUNK_BYTES + tile % TILES * TILE * ROW, values = keys + POSITIONS * ROW;
-            left = min(span.length - span.first * POSITIONS - tile * TILE, TILE);
+            keys = c.shared + at.stage * STAGE_BYTES, values = keys + POSITIONS * ROW;
+            count = min(span.length - (span.first + tile / TILES) * POSITIONS, POSITIONS);
             barrier_wait(c.full(at.stage), at.phase);
           }
           const float2 own = CODES && tile == tiles ? load_shared_float2(newest(c) + 2 * ROW) : these;
-          if (left > 0 && heads > 0)
-            attention.add(keys, values, queries, heads, left, own, tile == tiles ? own : those, tile == worker);
+          if (heads > 0)
+            attention.add(keys, values, tile == tiles ? 0 : tile % TILES, queries, heads, count, own,
+                          tile == tiles ? own : those, tile == worker);
           if (tile == tiles) break;
           // The arrival must not overtake the loads: it depends on what was made of the last ones.
           uint32_t loaded = 0;
@@ -332,120 +358,14 @@ struct Attention {
         }
       }
       c.move(c.ring, chunks);
-      if (!finished) meet_finished(), finished = true;
-      // Workers without a tile have no part.
-      const int parts = min(workers, tiles + last);
-      if (worker < parts) attention.leave(c.floats(c.a.at.attention) + c.warp() * min(group, HEADS) * PART, heads);
-      meet();
-      put_together(c, layer, span, parts, groups_log, tag);
-      meet();
-    }
-    if (!finished) meet_finished();
-  }
-
-  __device__ __forceinline__ static bool sends_headers(const Cta& c, const trirun_cuda_step_layer& layer) {
-    return c.a.s.act_bits == TRIRUN_ACT8 || layer.attention_sub_norm != nullptr;
-  }
-  __device__ __forceinline__ static float4* header_of(const Cta& c, const Item& span) {
-    return c.a.attended_headers + span.row * c.a.s.kv_heads * c.a.s.splits + span.kv_head * span.splits + span.split;
-  }
-
-  // Of parts in 2^lanes_log neighbouring lanes: values and the sum of weights by their common maximum.
-  __device__ __forceinline__ static void over_lanes(float4& v, float& most, float& sum, int lanes_log) {
-    const float own = most;
-#pragma unroll 1
-    for (int offset = 1; offset < 1 << lanes_log; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-    const float factor = exp2f(own - most);
-    v = scaled(v, factor), sum *= factor;
-#pragma unroll 1
-    for (int offset = 1; offset < 1 << lanes_log; offset *= 2) {
-      v.x += __shfl_xor_sync(~0u, v.x, offset), v.y += __shfl_xor_sync(~0u, v.y, offset);
-      v.z += __shfl_xor_sync(~0u, v.z, offset), v.w += __shfl_xor_sync(~0u, v.w, offset);
-      sum += __shfl_xor_sync(~0u, sum, offset);
-    }
-  }
-  __device__ __forceinline__ static int lanes_log_of(int parts) { return 32 - __clz(parts - 1); }
-
-  // The parts of all warps, and then of all splits: lanes side by side take those of one word.
-  __device__ __forceinline__ static void put_together(const Cta& c, const trirun_cuda_step_layer& layer,
-                                                      const Item& span, int parts, int groups_log, uint32_t tag) {
-    const trirun_cuda_step& s = c.a.s;
-    const int kv_heads = static_cast<int>(s.kv_heads), splits = span.splits, group = c.a.group;
-    const int words = group * (HD / 4), part_words = words + group, lane = c.lane(), warp = c.warp();
-    float4* partial = c.a.partial + (span.row * kv_heads + span.kv_head) * static_cast<int>(s.splits) * part_words;
-    float4* own = partial + span.split * part_words;
-    float4* out = c.a.attended + (span.row * kv_heads + span.kv_head) * words;
-    float squares = 0.f;
-    uint32_t largest = 0;
-    const auto give = [&](int word, float4 weighted, float weights) {
-      const float4 v = scaled(weighted, __fdividef(1.f, weights));
-      float4 sent = v;
-      if (layer.attention_sub_norm != nullptr) {
-        const int w = word % (HD / 4);
-        const float* norm =
-            layer.attention_sub_norm + span.kv_head * group * HD + word / (HD / 4) * HD + w / 4 * 16 + w % 4 * 2;
-        const float2 a = __ldg(reinterpret_cast<const float2*>(norm)),
-                     b = __ldg(reinterpret_cast<const float2*>(norm + 8));
-        sent = make_float4(v.x * a.x, v.y * a.y, v.z * b.x, v.w * b.y);
+      meet_after_reading();
+      if (worker < span.parts) {
+        const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
+        attention.leave(c.shared + c.a.at.attention + c.warp() * of_warp, heads);
+        __syncwarp();
       }
-      send(out + word, sent, tag);
-      squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-      largest = max(largest, magnitude_bits(sent));
-    };
-    const int stride = (min(group, HEADS) * PART) << groups_log;  // floats from one worker's part to the next
-    {
-      const int lanes_log = lanes_log_of(max(parts, 1)), part = lane & ((1 << lanes_log) - 1);
-#pragma unroll 1
-      for (int base = 0; base < words; base += WARPS * 32 >> lanes_log) {
-        const int word = base + (c.thread >> lanes_log), head = word / (HD / 4), w = word % (HD / 4);
-        float most = NOTHING, sum = 0.f;
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (part < parts && word < words) {
-          const float* from =
-              c.floats(c.a.at.attention) + part * stride + ((head / HEADS) * min(group, HEADS) + head % HEADS) * PART;
-          const float2 mine = *reinterpret_cast<const float2*>(from + HD);
-          const float2 a = *reinterpret_cast<const float2*>(from + w / 4 * 16 + w % 4 * 2);
-          const float2 b = *reinterpret_cast<const float2*>(from + w / 4 * 16 + w % 4 * 2 + 8);
-          most = mine.x, sum = mine.y, v = make_float4(a.x, a.y, b.x, b.y);
-        }
-        over_lanes(v, most, sum, lanes_log);
-        if (part != 0 || word >= words) continue;
-        if (splits == 1) {
-          give(word, v, sum);
-        } else {
-          send(own + word, v, tag);
-          if (w == 0) send(own + words + head, make_float4(most, sum, 0.f, 0.f), tag);
-        }
-      }
+      if (lane == 0) barrier_arrive(c.parts_barrier());
     }
-    if (splits > 1) {
-      // This CTA finishes its share of the words.
-      const int lanes_log = lanes_log_of(splits), part = lane & ((1 << lanes_log) - 1);
-      const int share = (words + splits - 1) / splits, begin = share * span.split, end = min(begin + share, words);
-#pragma unroll 1
-      for (int base = begin; base < end; base += WARPS * 32 >> lanes_log) {
-        const int word = base + (c.thread >> lanes_log);
-        const bool mine = part < splits && word < end;
-        const float4* from = partial + part * part_words;
-        const float4* const at[2] = {from + word, from + words + word / (HD / 4)};
-        Word both[2];
-        receive(both, at, mine ? 3 : 0, tag, c.patience());
-        float4 v = make_float4(0.f, 0.f, 0.f, 0.f), header = make_float4(NOTHING, 0.f, 0.f, 0.f);
-        if (mine) v = both[0].values(), header = both[1].values();
-        over_lanes(v, header.x, header.y, lanes_log);
-        if (mine && part == 0) give(word, v, header.y);
-      }
-    }
-    if (!sends_headers(c, layer)) return;
-    float* of_warps = c.floats(c.a.at.factors) + 4 * MAX_ROWS;
-    squares = decoder::warp_sum(squares);
-    largest = __reduce_max_sync(~0u, largest);
-    if (lane == 0) of_warps[warp] = squares, of_warps[WARPS + warp] = __uint_as_float(largest);
-    meet();
-    if (warp != 0) return;
-    squares = decoder::warp_sum(lane < WARPS ? of_warps[lane] : 0.f);
-    largest = __reduce_max_sync(~0u, lane < WARPS ? __float_as_uint(of_warps[WARPS + lane]) : 0);
-    if (lane == 0) send(header_of(c, span), make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
   }
 };
 

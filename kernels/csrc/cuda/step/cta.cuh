@@ -10,8 +10,10 @@
 namespace trirun::step {
 
 __device__ __forceinline__ void meet() { named_barrier<WARPS * 32>(1); }  // of all warps that multiply
-// And of those that finish: attention writes where the sums of q, k and v were.
-__device__ __forceinline__ void meet_finished() { named_barrier<(WARPS + FINISHERS) * 32>(2); }
+// Of them, once those that finish have read what is to be written over: attention's parts are where the sums of q, k
+// and v were.
+__device__ __forceinline__ void meet_after_reading() { named_barrier<(WARPS + FINISHERS) * 32>(2); }
+__device__ __forceinline__ void have_read() { named_barrier_arrive<(WARPS + FINISHERS) * 32>(2); }
 
 __device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4(a.x * f, a.y * f, a.z * f, a.w * f); }
 
@@ -47,9 +49,9 @@ struct Cta {
   __device__ __forceinline__ uint32_t sums_barrier(int buffer, int local) const {
     return full(2 * a.at.stages + 2 + buffer * MAX_LOCAL + local);
   }
-  __device__ __forceinline__ Patience patience() const {
-    return {a.status, shared + a.at.factors + (4 * MAX_ROWS + 2 * WARPS) * 4};
-  }
+  // What this CTA's warps have of attention is there.
+  __device__ __forceinline__ uint32_t parts_barrier() const { return full(2 * a.at.stages + 2 + 2 * MAX_LOCAL); }
+  __device__ __forceinline__ Patience patience() const { return {a.status, shared + a.at.factors + 4 * MAX_ROWS * 4}; }
   template <typename T>
   __device__ __forceinline__ T* at(int offset) const {
     return static_cast<T*>(generic_pointer(shared + offset));
@@ -65,8 +67,10 @@ struct Cta {
   __device__ __forceinline__ const Item* items() const {
     return at<const Item>(a.at.plan + PRODUCTS * static_cast<int>(sizeof(Geometry)));
   }
-  __device__ __forceinline__ const int* splits() const { return reinterpret_cast<const int*>(items() + MAX_ITEMS); }
-  __device__ __forceinline__ int item_count() const { return splits()[MAX_ROWS]; }
+  __device__ __forceinline__ const RowSplits* row_splits() const {
+    return reinterpret_cast<const RowSplits*>(items() + MAX_ITEMS);
+  }
+  __device__ __forceinline__ int item_count() const { return *reinterpret_cast<const int*>(row_splits() + MAX_ROWS); }
 
   __device__ __forceinline__ void move(Ring& at, int chunks) const {
     at.stage += chunks;
@@ -86,7 +90,7 @@ __device__ __forceinline__ Input input_of(const StepArgs& a, const trirun_cuda_s
   switch (product) {
     case QKV: return {a.x_attention, a.x_attention_headers, units, true};
     case O:
-      return {a.attended, a.attended_headers, static_cast<int>(a.s.kv_heads) * a.s.splits,
+      return {a.attended, a.attended_headers, static_cast<int>(a.s.kv_heads) * a.s.splits * FINISHERS,
               layer.attention_sub_norm != nullptr};
     case GATE_UP: return {a.x_mlp, a.x_mlp_headers, units, true};
     default: return {a.gated, a.gated_headers, static_cast<int>(a.s.ffn) / N_TILE, layer.mlp_sub_norm != nullptr};

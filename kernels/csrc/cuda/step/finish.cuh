@@ -6,7 +6,7 @@
 // the same sums, or, of pairs of n tiles, the second.
 #pragma once
 
-#include "cta.cuh"
+#include "parts.cuh"
 
 namespace trirun::step {
 
@@ -21,16 +21,19 @@ __device__ __forceinline__ float4 operator*(float4 a, float4 b) {
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
+__device__ __forceinline__ float2 from_other_half(float2 v) {
+  return make_float2(__shfl_xor_sync(~0u, v.x, 16), __shfl_xor_sync(~0u, v.y, 16));
+}
 __device__ __forceinline__ float4 from_other_half(float4 v) {
-  const auto other = [](float f) { return __shfl_xor_sync(~0u, f, 16); };
-  return make_float4(other(v.x), other(v.y), other(v.z), other(v.w));
+  const float2 a = from_other_half(make_float2(v.x, v.y)), b = from_other_half(make_float2(v.z, v.w));
+  return make_float4(a.x, a.y, b.x, b.y);
 }
 
 template <int LIMBS, bool GROUPS>
 struct Finisher {
   Cta& c;
-  // Parity of the next sums of every unit of either buffer, in bits.
-  uint32_t sums = 0;
+  // Parity of the next sums of every unit of either buffer, in bits; of attention's next parts.
+  uint32_t sums = 0, parts = 0;
 
   __device__ __forceinline__ explicit Finisher(Cta& c) : c(c) {}
 
@@ -54,7 +57,7 @@ struct Finisher {
     float squares, largest;
   };
   __device__ __forceinline__ Row headers(const float4* from, int count, uint32_t tag) const {
-    constexpr int AT_ONCE = 4;
+    constexpr int AT_ONCE = 2;
     const int lane = c.lane();
     Row row{0.f, 0.f};
     uint32_t largest = 0;
@@ -90,8 +93,7 @@ struct Finisher {
                                            uint32_t tag) const {
     const int k = g.all_k_tiles * K_TILE, lane = c.lane();
     const auto of_row = [&](int row) {
-      // Attention has a header for every split that a row has.
-      const int count = product == O ? static_cast<int>(c.a.s.kv_heads) * c.splits()[row] : in.header_stride;
+      const int count = product == O ? static_cast<int>(c.a.s.kv_heads) * attended_headers(row) : in.header_stride;
       return headers(in.headers + row * in.header_stride, count, tag);
     };
     float own = 1.f;
@@ -213,9 +215,15 @@ struct Finisher {
         if (!pairs) v = v + from_other_half(v);
         float4 raw = weighted(scaled(exchanged(v), factor), weights) + biases;
         if (pairs) {
-          const auto active = [&](float f) { return decoder::activate<false>(f, s.activation); };
-          const float4 up = from_other_half(raw);
-          raw = make_float4(active(raw.x), active(raw.y), active(raw.z), active(raw.w)) * up;
+          // The lower lanes have gates, the upper ones what they multiply: either takes two of the four.
+          const auto product_of = [&](float own, float other) {
+            return decoder::activate<false>(half == 0 ? own : other, s.activation) * (half == 0 ? other : own);
+          };
+          const float2 own = half == 0 ? make_float2(raw.x, raw.y) : make_float2(raw.z, raw.w);
+          const float2 other = from_other_half(half == 0 ? make_float2(raw.z, raw.w) : make_float2(raw.x, raw.y));
+          const float2 made = make_float2(product_of(own.x, other.x), product_of(own.y, other.y));
+          const float2 rest = from_other_half(made);
+          raw = half == 0 ? make_float4(made.x, made.y, rest.x, rest.y) : make_float4(rest.x, rest.y, made.x, made.y);
         }
         const int at = row * units + unit;
         if (product == QKV) {
@@ -232,6 +240,96 @@ struct Finisher {
     }
     if (LIMBS == 1 && !known) factors(g, product, input_of(c.a, layer, product), buffer, in_tag);
     sums ^= ((1 << g.local) - 1) << buffer * MAX_LOCAL;
+  }
+
+  // Headers of a key head's output: of each split, one from every warp that gives words.
+  __device__ __forceinline__ int attended_headers(int row) const {
+    return c.row_splits()[row].splits * c.row_splits()[row].giving_warps;
+  }
+
+  // What this CTA's warps have of its part of the keys, joined: a word a lane.
+  __device__ __forceinline__ Part joined(int word, int parts) const {
+    const int part_bytes = part_floats(c.a.s.head_dim) * 4, head = word >> c.a.head_words_log;
+    const int within = word & ((1 << c.a.head_words_log) - 1), in_warp = min(c.a.group, HEADS);
+    const uint32_t of_head = c.shared + c.a.at.attention + ((head / HEADS) * in_warp + head % HEADS) * part_bytes;
+    const uint32_t from = of_head + within * 16, headers = of_head + (16 << c.a.head_words_log);
+    const int stride = (in_warp * part_bytes) << groups_log_of(c.a.group);
+    Part part;
+    float most = NOTHING;
+#pragma unroll 4
+    for (int i = 0; i < parts; i++) most = fmaxf(most, load_shared_float(headers + i * stride));
+    part.most = most;
+#pragma unroll 4
+    for (int i = 0; i < parts; i++)
+      part.add(load_shared_float4(from + i * stride), load_shared_float2(headers + i * stride));
+    return part;
+  }
+
+  // Attention of this CTA's items, from what its warps have of it to what the output projection reads.
+  __device__ __forceinline__ void attend(const trirun_cuda_step_layer& layer, uint32_t tag) {
+    c.begin_phase();
+    const bool headers = sends_attended_headers(c, layer);
+#pragma unroll 1
+    for (int at_item = 0; at_item < c.item_count(); at_item++) {
+      const Item& span = c.items()[at_item];
+      const int splits = span.splits, lane = c.lane();
+      if (span.split >= splits) continue;
+      have_read();
+      const Parts of_row{c, span.row, span.kv_head};
+      const int words = of_row.words();
+      const bool by_readers = joined_by_readers(c, layer, span.row);
+      float squares = 0.f;
+      uint32_t largest = 0;
+      const auto give = [&](int word, const Part& part) {
+        const float4 v = part.attended();
+        float4 sent = v;
+        const int at = span.kv_head * words + word;
+        if (layer.attention_sub_norm != nullptr)
+          sent = v * load_rows(layer.attention_sub_norm + at / 4 * 16 + at % 4 * 2);
+        send(c.a.attended + static_cast<int>(c.a.s.kv_heads) * words * span.row + at, sent, tag);
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+        largest = max(largest, magnitude_bits(sent));
+      };
+      // As run does: once for nothing but the instructions.
+#pragma unroll 1
+      for (int real = 0; real < 2; real++) {
+        if (real) barrier_wait(c.parts_barrier(), parts);
+#pragma unroll 1
+        for (int word = first_task() * 32 + lane; word < words; word += FINISHERS * 32) {
+          const Part part = joined(word, span.parts);
+          if (!real) continue;
+          if (splits == 1) {
+            give(word, part);
+          } else {
+            float4* to = of_row.of_split(span.split);
+            send(to + word, part.values, tag);
+            const int head = word >> c.a.head_words_log;
+            if (word == head << c.a.head_words_log)
+              send(to + words + head, make_float4(part.most, part.weights, 0.f, 0.f), tag);
+          }
+        }
+      }
+      parts ^= 1;
+      if (splits > 1 && !by_readers) {
+#pragma unroll 1
+        for (int base = span.first_word + first_task() * 32; base < span.last_word; base += FINISHERS * 32) {
+          const bool mine = base + lane < span.last_word;
+          const int word = mine ? base + lane : base;
+          Part part;
+#pragma unroll 1
+          for (int split = 0; split < splits; split += Parts::AT_ONCE)
+            of_row.join(part, word, split, splits, mine, tag);
+          if (mine) give(word, part);
+        }
+      }
+      const int giving_warps = c.row_splits()[span.row].giving_warps;
+      if (!headers || first_task() >= giving_warps) continue;
+      squares = decoder::warp_sum(squares);
+      largest = __reduce_max_sync(~0u, largest);
+      float4* to = c.a.attended_headers + span.row * input_of(c.a, layer, O).header_stride +
+                   (span.kv_head * splits + span.split) * giving_warps + first_task();
+      if (lane == 0) send(to, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
+    }
   }
 
   // The residual stream of this CTA's units, and the first layer's input.

@@ -82,4 +82,19 @@ __device__ __forceinline__ void receive(Word (&words)[COUNT], const float4* cons
   __syncwarp();
 }
 
+__device__ __forceinline__ float4 received(const float4* from, uint32_t tag, const Patience& patience) {
+  int spins = SPINS;
+  Word word = Word::load(from);
+#pragma unroll 1
+  while (!word.carries(tag)) {
+    if (--spins == 0) {
+      if (patience_over(patience.status, patience.deadline)) break;
+      spins = SPINS;
+    }
+    word = Word::load(from);
+  }
+  __syncwarp();
+  return word.values();
+}
+
 }  // namespace trirun::step

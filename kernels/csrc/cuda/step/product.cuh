@@ -6,7 +6,7 @@
 // meets anybody on the way.
 #pragma once
 
-#include "cta.cuh"
+#include "parts.cuh"
 #include "cuda/gemm_decode/stream_tile.cuh"
 
 namespace trirun::step {
@@ -104,49 +104,50 @@ struct Multiplier {
 
   uint32_t factors = 0;  // parities of the next ones of either buffer, in bits
 
+  // A word of attention's output, of the parts of all splits.
+  __device__ __forceinline__ static float4 joined(const Cta& c, int row, int word, uint32_t tag) {
+    const int head = word >> c.a.head_words_log;
+    const Parts parts{c, row, static_cast<int>((static_cast<float>(head) + 0.5f) * c.a.key_heads_of_head)};
+    Part part;
+    const int splits = c.row_splits()[row].splits;
+#pragma unroll 1
+    for (int first = 0; first < splits; first += Parts::AT_ONCE)
+      parts.join(part, word - parts.kv_head * parts.words(), first, splits, true, tag);
+    return part.attended();
+  }
+
   // Quantizes this CTA's k of an input into shared memory. The registers of two neighbouring blocks of 32 k are side by
-  // side, so that a lane finds its B registers of both in one load.
-  __device__ __forceinline__ void take_input(const Cta& c, const Geometry& g, const Input& in, int buffer,
-                                             uint32_t tag) {
-    constexpr int AT_ONCE = 3;
-    const int lane = c.lane(), rows_log = c.a.tokens_log, rows = c.rows(), columns = rows * LIMBS;
+  // side, so that a lane finds its B registers of both in one load. One word after another: several at once would be
+  // more instructions, which is worse where there is one (kernels/LOG.md).
+  __device__ __forceinline__ void take_input(const Cta& c, const Geometry& g, const trirun_cuda_step_layer& layer,
+                                             int product, uint32_t tag) {
+    const int lane = c.lane(), rows_log = c.a.tokens_log, rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     const int pairs = g.k_tiles << rows_log;
+    const float4* words = input_of(c.a, layer, product).words;
     const float* of_rows = c.factors(buffer);
     const uint32_t limbs = c.shared + c.a.at.limbs + buffer * c.a.at.limb_buffer + lane / 16 * columns * 64 +
                            lane % 4 * 16 + lane / 4 % 4 * 4;
     const uint32_t scales = c.shared + c.a.at.scales + buffer * c.a.at.scale_buffer;
     bool waits = LIMBS == 1;
 #pragma unroll 1
-    for (int base = c.warp(); base < pairs; base += WARPS * AT_ONCE) {
-      Word words[AT_ONCE];
-      const float4* from[AT_ONCE];
-      uint32_t wanted = 0;
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int pair = base + i * WARPS;
-        from[i] = in.words + ((pair & (rows - 1)) * g.all_k_tiles + g.k_first + (pair >> rows_log)) * 32 + lane;
-        wanted |= (pair < pairs) << i;
-      }
-      receive(words, from, wanted, tag, c.patience());
+    for (int pair = c.warp(); pair < pairs; pair += WARPS) {
+      const int row = pair & (rows - 1), k_tile = pair >> rows_log, word = (g.k_first + k_tile) * 32 + lane;
+      float4 v;
+      if (LIMBS == 2 && product == O && joined_by_readers(c, layer, row))
+        v = joined(c, row, word, tag);
+      else
+        v = received(words + row * g.all_k_tiles * 32 + word, tag, c.patience());
       if (waits) barrier_wait(c.factor_barrier(buffer), factors >> buffer & 1), waits = false;
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int pair = base + i * WARPS, row = pair & (rows - 1);
-        if (pair >= pairs) break;
-        const float4 v = words[i].values();
-        QuantizedKTile q;
-        if constexpr (LIMBS == 1) {
-          const float f = of_rows[row];
-          q = quantize_k_tile8(make_float4(v.x * f, v.y * f, v.z * f, v.w * f), of_rows[MAX_ROWS + row]);
-        } else {
-          q = quantize_k_tile16(v);
-        }
-        const uint32_t at = limbs + (pair >> rows_log) * K_TILE * columns + row * LIMBS * 64;
-        store_shared(at, q.limb[0]);
-        if constexpr (LIMBS == 2) store_shared(at + 64, q.limb[1]);
-        const float sum = q.sum128();
-        if (lane == 0) store_shared2(scales + pair * 8, q.scale, sum);
-      }
+      QuantizedKTile q;
+      if constexpr (LIMBS == 1)
+        q = quantize_k_tile8(scaled(v, of_rows[row]), of_rows[MAX_ROWS + row]);
+      else
+        q = quantize_k_tile16(v);
+      const uint32_t at = limbs + k_tile * K_TILE * columns + row * LIMBS * 64;
+      store_shared(at, q.limb[0]);
+      if constexpr (LIMBS == 2) store_shared(at + 64, q.limb[1]);
+      const float sum = q.sum128();
+      if (lane == 0) store_shared2(scales + pair * 8, q.scale, sum);
     }
     if (waits) barrier_wait(c.factor_barrier(buffer), factors >> buffer & 1);
     if constexpr (LIMBS == 1) factors ^= 1 << buffer;
@@ -176,7 +177,7 @@ struct Multiplier {
     c.move(first, tile * g.tile_chunks + k_first / CHUNK_K_TILES);
     // Before weights are waited for: what was needed before this product has gone through the ring, so that none of its
     // first chunks is more than once round ahead.
-    take_input(c, g, input_of(c.a, layer, product), buffer, tag);
+    take_input(c, g, layer, product, tag);
 #pragma unroll 1
     for (; tile < g.tiles; tile += tile_step) {
       const int unit = tile >> tiles_log, within = tile & ((1 << tiles_log) - 1);
@@ -194,7 +195,7 @@ struct Multiplier {
 #pragma unroll 1
       for (int k = k_first; k < k_last;) {
         const int begin = k, end = min((k / CHUNK_K_TILES + 1) * CHUNK_K_TILES, k_last);
-        uint32_t words = c.shared + at.stage * CHUNK_BYTES + k % CHUNK_K_TILES * WORD_TILE_BYTES + lane * 16;
+        uint32_t words = c.shared + at.stage * STAGE_BYTES + k % CHUNK_K_TILES * WORD_TILE_BYTES + lane * 16;
         barrier_wait(c.full(at.stage), at.phase);
 #pragma unroll 1
         for (; k < end; k++) {

@@ -12,11 +12,15 @@
 
 namespace trirun::step {
 
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 constexpr int WARPS = 16;  // that multiply and attend
-constexpr int FINISHERS = 3;  // warps
-constexpr int THREADS = (WARPS + FINISHERS + 1) * 32;
+constexpr int FINISHERS = 2, STREAMS = 2;  // warps
+constexpr int THREADS = (WARPS + FINISHERS + STREAMS) * 32;
 constexpr int CHUNK_K_TILES = 4;  // of one n tile: what the stream brings at once
 constexpr int CHUNK_BYTES = CHUNK_K_TILES * WORD_TILE_BYTES;
+constexpr int VALUE_BLOCKS = 4, BLOCK_PADDING = 32;  // of a chunk of keys and values: attend.cuh
+constexpr int STAGE_BYTES = CHUNK_BYTES + 4 * BLOCK_PADDING;
 constexpr int MAX_ROWS = 8;
 constexpr int MAX_LAYERS = 96;
 constexpr int MAX_SPLITS = 32;
@@ -40,14 +44,23 @@ struct Item {
   int row, kv_head, slot, position;
   int split, splits, first, last, length;  // chunks from first to last; length: of the cache
   int page;  // that of the position
+  int parts;  // warps that have a part of the keys
+  int first_word, last_word;  // of the key head's output, which this CTA makes of all splits' parts
 };
 constexpr int MAX_ITEMS = 8;
+
+// Parts of a row's keys, and of each the warps that give what all parts come to where headers of it are wanted.
+struct RowSplits {
+  int splits, giving_warps;
+};
 
 // n tiles of a unit: of GATE_UP one of gate and one of up.
 __host__ __device__ constexpr int tiles_of_unit(int product) { return product == GATE_UP ? 2 : 1; }
 
 constexpr int HEADS = 8;  // query heads of one key head that a warp attends with
 constexpr int PACKED_HEADS = 4;  // at most, where both parts of a number have a column each (attend.cuh)
+// Floats of a part of a head in shared memory: values, largest score, sum of weights.
+__host__ __device__ constexpr int part_floats(int head_dim) { return head_dim + 4; }
 // Warps side by side that attend with others of a key head's query heads, as a logarithm.
 __host__ __device__ constexpr int groups_log_of(int group) { return group > HEADS; }
 
@@ -61,14 +74,13 @@ struct Memory {
   int attention;  // float [warps that attend][heads, HEADS at most][head_dim + 4]: in the place of the first slots
   int limbs, limb_buffer;  // of this CTA's k of an input, two of them: [k tile][half 2][column][t 4][16 bytes]
   int scales, scale_buffer;  // float2 [2][k tiles][rows]
-  int factors;  // float [2][2][MAX_ROWS] of 8-bit inputs: 1 / rms of a row, its scale; [2][WARPS] of attention's
-  // headers; then uint64: when to give up
+  int factors;  // float [2][2][MAX_ROWS] of 8-bit inputs: 1 / rms of a row, its scale; then uint64: when to give up
   int residual;  // float4 [local units of the hidden size][rows][16]
   int heads;  // float [WARPS][head_dim]: in the place of the second input's limbs
   int queries;  // halves [query heads of a key head][high, low][head_dim + 8]
   int newest;  // the new key, the new value, and float [2]: their scales of 8 bits
-  int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL]
-  int plan;  // Geometry [PRODUCTS]; Item [MAX_ITEMS]; int [MAX_ROWS]: splits of a row; int: items
+  int barriers;  // full[stages], empty[stages], factor[2], sums[2][MAX_LOCAL], parts
+  int plan;  // Geometry [PRODUCTS]; Item [MAX_ITEMS]; RowSplits [MAX_ROWS]; int: items
   int layers;  // trirun_cuda_step_layer [layers]
   int total;
 };
@@ -85,6 +97,8 @@ struct StepArgs {
   int cluster_log;
   int parts_log[PRODUCTS];
   int group;  // query heads of a key head
+  int head_words_log;  // of four floats
+  float key_heads_of_head;  // 1 / group
   int attending_log;  // of the warps that attend
   uint32_t nought;  // 0, which the compiler does not know
 };

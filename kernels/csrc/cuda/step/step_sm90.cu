@@ -12,71 +12,92 @@
 namespace trirun::step {
 namespace {
 
-// One thread: everything that this CTA reads of weights and caches, in the order in which it is needed.
+// Everything that this CTA reads of weights and caches, in the order in which it is needed: a warp brings every
+// STREAMS-th chunk, since asking for one takes as long as a chunk takes to come.
 template <int HD, int ELEMENT>
-__device__ __forceinline__ void stream(const Cta& c) {
-  const trirun_cuda_step& s = c.a.s;
-  const int stages = c.a.at.stages;
+struct Stream {
+  const Cta& c;
   const uint64_t once = evict_first_policy();
-  Ring filled{}, landed{};
-  int on_way = 0;
-  const auto next_stage = [&](uint32_t bytes) {
+  Ring filled, landed;  // where this warp's next chunk goes, and its oldest one that is on its way
+  int on_way = 0, next;  // chunks; how many there are before this warp's next one
+
+  __device__ __forceinline__ Stream(const Cta& c, uint32_t which)
+      : c(c), filled{which, 0}, landed{which, 0}, next(static_cast<int>(which)) {}
+
+  // Makes room, and announces a chunk.
+  __device__ __forceinline__ void announce(uint32_t bytes) {
     barrier_wait(c.empty(filled.stage), filled.phase ^ 1);
-    if (on_way == s.in_flight)
-      barrier_wait(c.full(landed.stage), landed.phase), landed.advance(stages);
+    if (on_way * STREAMS == c.a.s.in_flight)
+      barrier_wait(c.full(landed.stage), landed.phase), landed.advance(c.a.at.stages, STREAMS);
     else
       on_way++;
-    barrier_expect(c.full(filled.stage), bytes);
-  };
-  const auto product = [&](int which, const trirun_int2& weight) {
+    if (c.lane() == 0) barrier_expect(c.full(filled.stage), bytes);
+  }
+  __device__ __forceinline__ void copy(int to, const void* from, uint32_t bytes) const {
+    bulk_load(c.shared + filled.stage * STAGE_BYTES + to, from, bytes, c.full(filled.stage), once);
+  }
+
+  __device__ __forceinline__ void product(const trirun_cuda_step_layer& layer, int which) {
     const Geometry& g = c.geometry(which);
-    const int tiles_log = which == GATE_UP;
+    const int tiles_log = which == GATE_UP, tiles = g.tiles, tile_chunks = g.tile_chunks, k_tiles = g.k_tiles;
+    const auto* words = reinterpret_cast<const uint8_t*>((&layer.qkv)[which].words);
+    int tile = 0, chunk = next;
 #pragma unroll 1
-    for (int tile = 0; tile < g.tiles; tile++) {
-      const int within = tile & tiles_log, n_tile = g.first + (tile >> tiles_log) + within * (g.n_tiles / 2);
-      const auto* from = reinterpret_cast<const uint8_t*>(weight.words) +
-                         (static_cast<int64_t>(n_tile) * g.all_k_tiles + g.k_first) * WORD_TILE_BYTES;
-#pragma unroll 1
-      for (int k_tile = 0; k_tile < g.k_tiles; k_tile += CHUNK_K_TILES) {
-        const uint32_t bytes = min(CHUNK_K_TILES, g.k_tiles - k_tile) * WORD_TILE_BYTES;
-        next_stage(bytes);
-        bulk_load(c.shared + filled.stage * CHUNK_BYTES, from + k_tile * WORD_TILE_BYTES, bytes, c.full(filled.stage),
-                  once);
-        filled.advance(stages);
-      }
+    for (;; chunk += STREAMS) {
+      while (chunk >= tile_chunks && tile < tiles) chunk -= tile_chunks, tile++;
+      if (tile >= tiles) break;
+      const int n_tile = g.first + (tile >> tiles_log) + (tile & tiles_log) * (g.n_tiles / 2),
+                k_tile = chunk * CHUNK_K_TILES;
+      const int64_t at = static_cast<int64_t>(n_tile) * g.all_k_tiles + g.k_first + k_tile;
+      const uint32_t bytes = min(CHUNK_K_TILES, k_tiles - k_tile) * WORD_TILE_BYTES;
+      announce(bytes);
+      if (c.lane() == 0) copy(0, words + at * WORD_TILE_BYTES, bytes);
+      filled.advance(c.a.at.stages, STREAMS);
     }
-  };
-  const auto cache = [&](const trirun_cuda_step_layer& layer) {
-    constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, BYTES = POSITIONS * HD * ELEMENT_BYTES<ELEMENT>;
+    next = chunk;
+  }
+
+  __device__ __forceinline__ void cache(const trirun_cuda_step_layer& layer) {
+    constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>, BYTES = CHUNK_BYTES / 2, BLOCK = BYTES / VALUE_BLOCKS;
+    static_assert(POSITIONS * HD * ELEMENT_BYTES<ELEMENT> == BYTES);
+    const trirun_cuda_step& s = c.a.s;
 #pragma unroll 1
     for (int i = 0; i < c.item_count(); i++) {
       const Item& item = c.items()[i];
       const int32_t* table = s.block_tables + item.slot * s.ld_blocks;
       const int of_page = decoder::PAGE / POSITIONS, last_page = max(item.last - 1, 0) / of_page;
+      int chunk = item.first + next;
       // The next chunk's page, asked for before this one is waited for.
-      int next = item.first < item.last ? __ldg(table + item.first / of_page) : 0;
+      int page = chunk < item.last ? __ldg(table + chunk / of_page) : 0;
 #pragma unroll 1
-      for (int chunk = item.first; chunk < item.last; chunk++) {
-        const int64_t at = decoder::cache_offset(next, static_cast<int>(s.kv_heads), item.kv_head, chunk * POSITIONS,
+      for (; chunk < item.last; chunk += STREAMS) {
+        const int64_t at = decoder::cache_offset(page, static_cast<int>(s.kv_heads), item.kv_head, chunk * POSITIONS,
                                                  HD * ELEMENT_BYTES<ELEMENT>);
-        next = __ldg(table + min((chunk + 1) / of_page, last_page));
-        next_stage(2 * BYTES);
-        const uint32_t to = c.shared + filled.stage * CHUNK_BYTES, barrier = c.full(filled.stage);
-        bulk_load(to, static_cast<const uint8_t*>(layer.keys) + at, BYTES, barrier, once);
-        bulk_load(to + BYTES, static_cast<const uint8_t*>(layer.values) + at, BYTES, barrier, once);
-        filled.advance(stages);
+        page = __ldg(table + min((chunk + STREAMS) / of_page, last_page));
+        announce(CHUNK_BYTES);
+        __syncwarp();
+        const int block = c.lane() - 1;
+        if (block < 0)
+          copy(0, static_cast<const uint8_t*>(layer.keys) + at, BYTES);
+        else if (block < VALUE_BLOCKS)
+          copy(BYTES + block * (BLOCK + BLOCK_PADDING), static_cast<const uint8_t*>(layer.values) + at + block * BLOCK,
+               BLOCK);
+        filled.advance(c.a.at.stages, STREAMS);
       }
+      next = chunk - item.last;
     }
-  };
-  for (int i = 0; i < s.layer_count; i++) {
-    const trirun_cuda_step_layer& layer = c.layer(i);
-    product(QKV, layer.qkv);
-    cache(layer);
-    product(O, layer.o);
-    product(GATE_UP, layer.gate_up);
-    product(DOWN, layer.down);
   }
-}
+
+  __device__ __forceinline__ void run() {
+#pragma unroll 1
+    for (int i = 0; i < c.a.s.layer_count; i++)
+#pragma unroll 1
+      for (int which = QKV; which < PRODUCTS; which++) {
+        product(c.layer(i), which);
+        if (which == QKV) cache(c.layer(i));
+      }
+  }
+};
 
 // Of a product, in n tiles and k tiles.
 __host__ __device__ inline int n_tiles_of(const trirun_cuda_step& s, int product) {
@@ -118,6 +139,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
       barrier_init(c.factor_barrier(buffer), min(c.rows(), FINISHERS));
       for (int i = 0; i < MAX_LOCAL; i++) barrier_init(c.sums_barrier(buffer, i), 1);
     }
+    barrier_init(c.parts_barrier(), WARPS);
     const uint64_t end = global_nanoseconds() + PATIENCE;
     store_shared2(c.patience().deadline, static_cast<uint32_t>(end), static_cast<uint32_t>(end >> 32));
     barrier_init_fence();
@@ -152,11 +174,11 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
 #pragma unroll 1
         for (int product = QKV; product < PRODUCTS; product++) {
           if (c.geometry(product).units > 0) finisher.run(i, product, tag_of(base + i), tag_of(base + i + 1));
-          if (product == QKV) meet_finished();
+          if (product == QKV) finisher.attend(c.layer(i), tag_of(base + i));
         }
       finisher.end(tag_of(base + layers));
-    } else if (c.lane() == 0) {
-      stream<HD, ELEMENT>(c);
+    } else {
+      Stream<HD, ELEMENT>(c, warp - WARPS - FINISHERS).run();
     }
     __syncwarp();
   }
@@ -198,8 +220,6 @@ Kernel kernel_of(const trirun_cuda_step& s) {
 
 int rounded(int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); }
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 // Units of a product that one cluster has, at most, and k tiles that a CTA has.
 int units_of(const trirun_cuda_step& s, int product) {
   return ceil_div(n_tiles_of(s, product) / tiles_of_unit(product), s.ctas / s.cluster);
@@ -215,8 +235,8 @@ int check_sizes(const trirun_cuda_step& s) {
       s.heads * s.head_dim % 128 || s.kv_heads * s.head_dim % 64 ||
       (s.cluster != 1 && s.cluster != 2 && s.cluster != 4) || s.ctas < s.cluster || s.ctas % s.cluster ||
       s.splits < 1 || s.splits > MAX_SPLITS || s.splits > s.ctas || s.m * s.kv_heads > s.ctas / s.splits * MAX_ITEMS ||
-      s.in_flight < 1 || s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim || s.hidden > (1 << 20) ||
-      s.ffn > (1 << 20) || local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL ||
+      s.in_flight < STREAMS || s.in_flight % STREAMS || s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim ||
+      s.hidden > (1 << 20) || s.ffn > (1 << 20) || local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL ||
       local_of(s, GATE_UP) > MAX_LOCAL)
     return TRIRUN_BAD_SHAPE;
   if (!decoder::half_dtype(s.dtype) || (s.act_bits != TRIRUN_ACT8 && s.act_bits != TRIRUN_ACT16))
@@ -259,7 +279,7 @@ Parts parts_of(const trirun_cuda_step& s, int product, int slots, int chunks) {
 
 // Bytes of one attending warp's part.
 int part_bytes(const trirun_cuda_step& s) {
-  return std::min(static_cast<int>(s.heads / s.kv_heads), HEADS) * (s.head_dim + 4) * 4;
+  return std::min(static_cast<int>(s.heads / s.kv_heads), HEADS) * part_floats(s.head_dim) * 4;
 }
 
 // Where everything lies, with so many bytes for the sums of a product, and so many warps that attend.
@@ -278,16 +298,16 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int attending) {
   at.limb_buffer = hidden * K_TILE * rows * limbs, at.limbs = take(at.limb_buffer);
   at.heads = take(std::max(second * K_TILE * rows * limbs, WARPS * s.head_dim * 4));
   at.scale_buffer = hidden * rows * 8, at.scales = take((hidden + second) * rows * 8);
-  at.factors = take((4 * MAX_ROWS + 2 * WARPS) * 4 + 8);
+  at.factors = take(4 * MAX_ROWS * 4 + 8);
   at.residual = take(local_of(s, O) * rows * 256);
   at.queries = take(s.heads / s.kv_heads * 2 * (s.head_dim + 8) * 2);
   at.newest = take(2 * s.head_dim * 2 + 8);
-  at.plan = take(PRODUCTS * sizeof(Geometry) + MAX_ITEMS * sizeof(Item) + (MAX_ROWS + 1) * 4);
+  at.plan = take(PRODUCTS * sizeof(Geometry) + MAX_ITEMS * sizeof(Item) + MAX_ROWS * sizeof(RowSplits) + 4);
   at.layers = take(s.layer_count * static_cast<int64_t>(sizeof(trirun_cuda_step_layer)));
   constexpr int BARRIERS = 1024;
   at.barriers = take(BARRIERS);
-  at.stages = std::min(std::max(MAX_SHARED - end, 0) / CHUNK_BYTES, (BARRIERS / 8 - 2 - 2 * MAX_LOCAL) / 2);
-  const int ring = at.stages * CHUNK_BYTES;
+  at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 3 - 2 * MAX_LOCAL) / 2);
+  const int ring = at.stages * STAGE_BYTES;
   for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads,
                       &at.queries, &at.newest, &at.plan, &at.layers, &at.barriers})
     *offset += ring;
@@ -303,7 +323,7 @@ Memory memory_of(const trirun_cuda_step& s, int (&parts_log)[PRODUCTS], int& att
   const int tiles = std::min(CHUNK_BYTES / (2 * row_bytes), decoder::PAGE) / 16;  // of a chunk of keys
   Memory best{};
   int least = 1 << 24;
-  for (int attending = 4; attending >= 1 + heads_log; attending--)
+  for (int attending = 3; attending >= 1 + heads_log; attending--)
     for (int slots = 2048; slots <= 49152; slots += 2048) {
       const Memory at = lay_out(s, slots, 1 << attending);
       const int chunks = at.stages - s.in_flight;
@@ -338,7 +358,7 @@ struct Messages {
     x_mlp = take(s.hidden / 4), x_mlp_headers = take(s.hidden / N_TILE);
     qkv = take((s.heads + 2 * s.kv_heads) * s.head_dim / 4);
     partial = take(s.kv_heads * s.splits * group * (s.head_dim / 4 + 1));
-    attended = take(q_words), attended_headers = take(s.kv_heads * s.splits);
+    attended = take(q_words), attended_headers = take(s.kv_heads * s.splits * FINISHERS);
     gated = take(s.ffn / 4), gated_headers = take(s.ffn / N_TILE);
     end = at;
   }
@@ -379,7 +399,8 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   args.gated = words + messages.gated, args.gated_headers = words + messages.gated_headers;
   while (1 << args.tokens_log < s->m) args.tokens_log++;
   while (1 << args.cluster_log < s->cluster) args.cluster_log++;
-  args.group = static_cast<int>(s->heads / s->kv_heads);
+  args.group = static_cast<int>(s->heads / s->kv_heads), args.key_heads_of_head = 1.f / static_cast<float>(args.group);
+  while (4 << args.head_words_log < s->head_dim) args.head_words_log++;
   Launch how{dim3(static_cast<unsigned>(s->ctas)), THREADS, args.at.total,
              static_cast<cudaStream_t>(stream),    false,   s->cluster};
   how.cooperative = true;

@@ -1,0 +1,83 @@
+// Attention's parts, each over some of the keys, and how they are put together: a finishing warp joins those of its
+// CTA's warps, whoever reads the result those of the splits where they are few, and else a CTA of each split its share.
+#pragma once
+
+#include "cta.cuh"
+
+namespace trirun::step {
+
+constexpr float NOTHING = -1e30f;  // a score below all others, of which differences are numbers
+
+// Values times weights, which are 2^(score - most): that part of the keys' largest score.
+struct Part {
+  float4 values = {0.f, 0.f, 0.f, 0.f};
+  float most = NOTHING, weights = 0.f;
+
+  __device__ __forceinline__ void rescale(float to) {
+    const float factor = exp2_approximate(most - to);
+    values = scaled(values, factor), weights *= factor, most = to;
+  }
+  __device__ __forceinline__ void add(float4 v, float2 header) {
+    const float factor = exp2_approximate(header.x - most);
+    values = make_float4(fmaf(v.x, factor, values.x), fmaf(v.y, factor, values.y), fmaf(v.z, factor, values.z),
+                         fmaf(v.w, factor, values.w));
+    weights = fmaf(header.y, factor, weights);
+  }
+  __device__ __forceinline__ float4 attended() const { return scaled(values, __fdividef(1.f, weights)); }
+};
+
+// Parts as messages: [row][key head][split][words of the group's heads, then a header of each head].
+struct Parts {
+  const Cta& c;
+  int row, kv_head;
+
+  __device__ __forceinline__ int words() const { return c.a.group << c.a.head_words_log; }
+  __device__ __forceinline__ float4* of_split(int split) const {
+    const trirun_cuda_step& s = c.a.s;
+    const int kv_heads = static_cast<int>(s.kv_heads);
+    return c.a.partial + ((row * kv_heads + kv_head) * s.splits + split) * (words() + c.a.group);
+  }
+
+  // Adds up to AT_ONCE splits' parts of a word, those from `first` on.
+  static constexpr int AT_ONCE = 4;
+  __device__ __forceinline__ void join(Part& part, int word, int first, int splits, bool wanted, uint32_t tag) const {
+    const float4* own = of_split(first) + word;
+    const int stride = words() + c.a.group, to_header = words() + (word >> c.a.head_words_log) - word;
+    Word in[2 * AT_ONCE];
+    const float4* from[2 * AT_ONCE];
+    uint32_t mask = 0;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      from[i] = own + i * stride, from[AT_ONCE + i] = from[i] + to_header;
+      in[i] = in[AT_ONCE + i] = {0, 0, 0, 0};
+      if (wanted && first + i < splits) mask |= (1 | 1 << AT_ONCE) << i;
+    }
+    receive(in, from, mask, tag, c.patience());
+    float most = part.most;
+    float2 headers[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const float4 header = in[AT_ONCE + i].values();
+      headers[i] = make_float2(mask >> i & 1 ? header.x : NOTHING, header.y);
+      most = fmaxf(most, headers[i].x);
+    }
+    part.rescale(most);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) part.add(in[i].values(), headers[i]);
+  }
+};
+
+// Whether a header of each row is wanted of attention's output: then its values have to be known before they are read.
+__device__ __forceinline__ bool sends_attended_headers(const Cta& c, const trirun_cuda_step_layer& layer) {
+  return c.a.s.act_bits == TRIRUN_ACT8 || layer.attention_sub_norm != nullptr;
+}
+
+constexpr int MOST_JOINED = 8;
+
+// Whether the splits' parts of a row are joined where they are read.
+__device__ __forceinline__ bool joined_by_readers(const Cta& c, const trirun_cuda_step_layer& layer, int row) {
+  const int splits = c.row_splits()[row].splits;
+  return splits > 1 && splits <= MOST_JOINED && !sends_attended_headers(c, layer);
+}
+
+}  // namespace trirun::step
