@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 /* Raised whenever what is declared below changes or grows; the loader refuses a library of another version. */
-#define TRIRUN_ABI_VERSION 21
+#define TRIRUN_ABI_VERSION 22
 
 /* Return codes. 0 is success; positive values of the CUDA library are cudaError_t. */
 enum {
@@ -646,17 +646,17 @@ typedef struct {
   int64_t m, layer_count, hidden, ffn, heads, kv_heads, ld_blocks;
   int32_t head_dim, rotary_half, interleaved, activation, dtype, act_bits;
   int32_t group_size, real_zeros; /* of all weights: real_zeros 1 where they have a zero point per group */
-  int32_t ctas, cluster; /* at most one for each multiprocessor, in clusters of 1, 2 or 4 */
-  int32_t splits; /* CTAs that share a row's keys */
-  int32_t in_flight; /* chunks of 8 KiB that a CTA may have on their way */
+  int32_t ctas, cluster; /* at most one for each multiprocessor, in clusters of 1, 2, 4 or 8, no more than k tiles */
+  int32_t splits, in_flight; /* CTAs that share a row's keys; chunks of 8 KiB that a CTA may have on their way */
   int32_t int8_cache; /* not 0: keys and values are int8 */
   float eps, scale; /* of all norms; of q . k */
 } trirun_cuda_step;
 
 /* Bytes of messages; 0 for sizes that the kernel does not take. Needs no device. */
 size_t trirun_cuda_step_messages(const trirun_cuda_step* step);
-
-/* All CTAs have to be resident at once: the launch fails where they cannot be. */
+/* How many CTAs the current device holds at once, in clusters of step->cluster; 0 as above, or where it has no room. */
+int trirun_cuda_step_ctas(const trirun_cuda_step* step);
+/* Fails where not all of its CTAs can be resident at once. */
 int trirun_cuda_decoder_step(const trirun_cuda_step* step, void* stream);
 
 /* How a slot's tokens are chosen. */

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .weights.packing import PackedWeight
 
-ABI_VERSION = 21  # TRIRUN_ABI_VERSION of csrc/trirun.h
+ABI_VERSION = 22  # TRIRUN_ABI_VERSION of csrc/trirun.h
 LIBRARY_DIR = Path(__file__).resolve().parent / "_lib"
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # TRIRUN_F32, _F16, _BF16
 
@@ -124,6 +124,7 @@ _CUDA: dict[str, tuple[Any, list[Any]]] = {
     "delta_decode": (_INT, [_POINTER, _POINTER]),
     "delta_prompt": (_INT, [_POINTER, _POINTER]),
     "step_messages": (_SIZE, [_POINTER]),
+    "step_ctas": (_INT, [_POINTER]),
     "decoder_step": (_INT, [_POINTER, _POINTER]),
     "sample": (_INT, [_POINTER, _POINTER]),
     "expert_tiles": (_LONG, [_LONG] * 4),

@@ -25,6 +25,12 @@ struct Launch {
 };
 
 template <typename Args>
+int resident_clusters(void (*)(Args), const Launch& how, int& clusters) {
+  clusters = on_host::MOST_CTAS / how.cluster;
+  return TRIRUN_OK;
+}
+
+template <typename Args>
 int launch_kernel(void (*kernel)(Args), const Launch& how, const Args& args) {
   static Args given;
   static void (*called)(Args);

@@ -40,33 +40,50 @@ struct Launch {
   bool cooperative = false;  // all CTAs are resident at once, or the launch fails
 };
 
+// A launch as the runtime takes it.
+struct LaunchConfig {
+  cudaLaunchAttribute attributes[3]{};
+  cudaLaunchConfig_t config{};
+
+  explicit LaunchConfig(const Launch& how) {
+    unsigned used = 0;
+    if (how.dependent) {
+      attributes[used].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[used++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (how.cluster > 1) {
+      attributes[used].id = cudaLaunchAttributeClusterDimension;
+      attributes[used++].val.clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
+    }
+    if (how.cooperative) {
+      attributes[used].id = cudaLaunchAttributeCooperative;
+      attributes[used++].val.cooperative = 1;
+    }
+    config.gridDim = how.grid;
+    config.blockDim = dim3(how.threads);
+    config.dynamicSmemBytes = how.shared;
+    config.stream = how.stream;
+    config.attrs = attributes;
+    config.numAttrs = used;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+};
+
 // Returns TRIRUN_OK or a cudaError_t.
 template <typename... Parameters, typename... Arguments>
 int launch_kernel(void (*kernel)(Parameters...), const Launch& how, Arguments&&... arguments) {
   if (how.shared > 0 || how.dependent)
     if (const int code = allow_shared(reinterpret_cast<const void*>(kernel), how.shared)) return code;
-  cudaLaunchAttribute attributes[3]{};
-  unsigned used = 0;
-  if (how.dependent) {
-    attributes[used].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[used++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (how.cluster > 1) {
-    attributes[used].id = cudaLaunchAttributeClusterDimension;
-    attributes[used++].val.clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
-  }
-  if (how.cooperative) {
-    attributes[used].id = cudaLaunchAttributeCooperative;
-    attributes[used++].val.cooperative = 1;
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = how.grid;
-  config.blockDim = dim3(how.threads);
-  config.dynamicSmemBytes = how.shared;
-  config.stream = how.stream;
-  config.attrs = attributes;
-  config.numAttrs = used;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+  const LaunchConfig launch(how);
+  return cudaLaunchKernelEx(&launch.config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+// How many clusters of such a launch the current device holds at once.
+template <typename... Parameters>
+int resident_clusters(void (*kernel)(Parameters...), const Launch& how, int& clusters) {
+  if (const int code = allow_shared(reinterpret_cast<const void*>(kernel), how.shared)) return code;
+  const LaunchConfig launch(how);
+  return cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);
 }
 
 }  // namespace trirun

@@ -33,7 +33,7 @@ template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
   const trirun_cuda_step& s = c.a.s;
-  const int workers = workers_of(c.a), of_split = workers * TILE_POSITIONS * 128 / HD;
+  const int workers = workers_of(c.a), of_split = workers * TILE_POSITIONS;
   const int cta = blockIdx.x, most = s.splits, stride = static_cast<int>(gridDim.x) / most;
   const int kv_heads = static_cast<int>(s.kv_heads), all = static_cast<int>(s.m) * kv_heads, split = cta % most;
   Item* to = const_cast<Item*>(c.items());
@@ -42,9 +42,12 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     return max(1, min(most, (length + of_split - 1) / of_split));
   };
   const int words = c.a.group * HD / 4;
+  const auto share_of = [&](int splits) {
+    return ceil_div(words, splits * Parts::AT_ONCE) * Parts::AT_ONCE;  // as they are joined
+  };
   for (int row = 0; row < static_cast<int>(s.m); row++) {
-    const int splits = splits_of(row), share = ceil_div(words, splits);
-    const_cast<RowSplits*>(c.row_splits())[row] = {splits, min(FINISHERS, ceil_div(share, 32))};
+    const int splits = splits_of(row);
+    const_cast<RowSplits*>(c.row_splits())[row] = {splits, min(FINISHERS, ceil_div(share_of(splits), 32))};
   }
   int count = 0;
   // CTAs beyond the last whole group have nothing to do.
@@ -59,8 +62,8 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     item.page = item.slot < 0 ? 0 : s.block_tables[item.slot * s.ld_blocks + item.position / decoder::PAGE];
     const int tiles = (item.last - item.first) * (POSITIONS / TILE_POSITIONS);
     item.parts = min(workers, tiles + (item.split == item.splits - 1));
-    const int share = ceil_div(words, item.splits);
-    item.first_word = share * item.split, item.last_word = min(item.first_word + share, words);
+    item.first_word = share_of(item.splits) * item.split;
+    item.last_word = min(item.first_word + share_of(item.splits), words);
     to[count++] = item;
   }
   *reinterpret_cast<int*>(const_cast<RowSplits*>(c.row_splits() + MAX_ROWS)) = count;
@@ -81,7 +84,7 @@ struct Attention {
     return k % 8 / 2 * (POSITIONS / 4) + tile * (TILE / 4) + k / 8 * 2 + k % 2;
   }
   // Values are in blocks with some bytes between them, so that lanes find quarters of a chunk in other banks.
-  __device__ __forceinline__ static uint32_t value_offset(int position) {
+  __device__ __forceinline__ static uint32_t value_offset(uint32_t position) {
     return position * ROW + position / (POSITIONS / VALUE_BLOCKS) * BLOCK_PADDING;
   }
 
@@ -326,27 +329,28 @@ struct Attention {
       };
       float2 first = scale_of(worker, lane / 4), second = scale_of(worker, lane / 4 + 8);
       take_heads(c, layer, span, last, tag);
-      Attention attention;
-      attention.clear();
-      if (worker < workers) {
+      if (worker < span.parts) {
+        Attention attention;
+        attention.clear();
         Ring at = c.ring;
         c.move(at, worker / TILES);
+        int tile = worker;
 #pragma unroll 1
-        for (int tile = worker; tile < tiles + last; tile += workers) {
+        do {
           uint32_t keys = newest(c), values = keys + ROW;
           int count = 1;
+          const bool fresh = tile == worker, stored = tile < tiles;
           const float2 these = first, those = second;
-          if (tile < tiles) {
+          if (stored) {
             first = scale_of(tile + workers, lane / 4), second = scale_of(tile + workers, lane / 4 + 8);
             keys = c.shared + at.stage * STAGE_BYTES, values = keys + POSITIONS * ROW;
             count = min(span.length - (span.first + tile / TILES) * POSITIONS, POSITIONS);
             barrier_wait(c.full(at.stage), at.phase);
           }
-          const float2 own = CODES && tile == tiles ? load_shared_float2(newest(c) + 2 * ROW) : these;
-          if (heads > 0)
-            attention.add(keys, values, tile == tiles ? 0 : tile % TILES, queries, heads, count, own,
-                          tile == tiles ? own : those, tile == worker);
-          if (tile == tiles) break;
+          const float2 own = CODES && !stored ? load_shared_float2(newest(c) + 2 * ROW) : these;
+          attention.add(keys, values, stored ? tile % TILES : 0, queries, heads, count, own, stored ? those : own,
+                        fresh);
+          if (!stored) break;
           // The arrival must not overtake the loads: it depends on what was made of the last ones.
           uint32_t loaded = 0;
 #pragma unroll
@@ -355,15 +359,16 @@ struct Attention {
           if (lane == 0)
             barrier_arrive_counted(c.empty(at.stage) + (loaded & c.a.nought), EMPTY_ARRIVALS / TILES >> groups_log);
           c.move(at, (workers + tile % TILES) / TILES);
-        }
-      }
-      c.move(c.ring, chunks);
-      meet_after_reading();
-      if (worker < span.parts) {
+          tile += workers;
+        } while (tile < tiles + last);
+        meet_after_reading();
         const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
         attention.leave(c.shared + c.a.at.attention + c.warp() * of_warp, heads);
         __syncwarp();
+      } else {
+        meet_after_reading();
       }
+      c.move(c.ring, chunks);
       if (lane == 0) barrier_arrive(c.parts_barrier());
     }
   }

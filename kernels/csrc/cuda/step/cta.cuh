@@ -17,12 +17,12 @@ __device__ __forceinline__ void have_read() { named_barrier_arrive<(WARPS + FINI
 
 __device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4(a.x * f, a.y * f, a.z * f, a.w * f); }
 
-__device__ __forceinline__ int lane_anew() { return thread_anew() % 32; }
+__device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
 
 struct Cta {
   const StepArgs& a;
   uint32_t shared;  // address of all its memory
-  int thread;
+  uint32_t thread;
   Ring ring{};  // where the stream's next chunk will be: of warps that multiply
 
   __device__ __forceinline__ explicit Cta(const StepArgs& a) : a(a) { begin_phase(); }
@@ -34,8 +34,8 @@ struct Cta {
     shared = kept_anew(shared_address(memory)), thread = thread_anew();
   }
 
-  __device__ __forceinline__ int lane() const { return thread % 32; }
-  __device__ __forceinline__ int warp() const { return thread / 32; }
+  __device__ __forceinline__ int lane() const { return static_cast<int>(thread % 32); }
+  __device__ __forceinline__ int warp() const { return static_cast<int>(thread / 32); }
   __device__ __forceinline__ int cluster() const { return 1 << a.cluster_log; }
   __device__ __forceinline__ int rank() const { return static_cast<int>(blockIdx.x) & (cluster() - 1); }
   __device__ __forceinline__ int rows() const { return 1 << a.tokens_log; }

@@ -177,7 +177,7 @@ struct Finisher {
     const trirun_cuda_step_layer& layer = c.layer(index);
     const int lane = c.lane(), half = this->half(), rows_log = c.a.tokens_log, rows = c.rows(), buffer = product & 1;
     const bool pairs = product == GATE_UP;
-    const int parts = c.cluster() << g.parts_log, units = pairs ? g.n_tiles / 2 : g.n_tiles;
+    const int parts = c.cluster() * g.parts, units = pairs ? g.n_tiles / 2 : g.n_tiles;
     const trirun_int2& weight = (&layer.qkv)[product];
     const void* bias = (&layer.qkv_bias)[product];
     const float* norm = nullptr;
@@ -211,7 +211,7 @@ struct Finisher {
 #pragma unroll 1
       for (int real = 0; real < 2; real++) {
         if (real) barrier_wait(barrier, sums >> (buffer * MAX_LOCAL + local) & 1);
-        float4 v = pairs ? added(from, parts, step) : added(from + half * step, (parts + 1 - half) / 2, 2 * step);
+        float4 v = pairs ? added(from, parts, step) : added(from + half * step, (parts + 1 - half) >> 1, 2 * step);
         if (!pairs) v = v + from_other_half(v);
         float4 raw = weighted(scaled(exchanged(v), factor), weights) + biases;
         if (pairs) {

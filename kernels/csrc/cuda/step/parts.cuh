@@ -38,32 +38,43 @@ struct Parts {
     return c.a.partial + ((row * kv_heads + kv_head) * s.splits + split) * (words() + c.a.group);
   }
 
-  // Adds up to AT_ONCE splits' parts of a word, those from `first` on.
+  // Adds up to AT_ONCE splits' parts of a word, those from `first` on. A warp whose lanes side by side, AT_ONCE of them,
+  // want words of one head: each waits for another split's header, which is sent last; all words at once would be more
+  // to ask for, again and again, than L2 can bring.
   static constexpr int AT_ONCE = 4;
   __device__ __forceinline__ void join(Part& part, int word, int first, int splits, bool wanted, uint32_t tag) const {
-    const float4* own = of_split(first) + word;
-    const int stride = words() + c.a.group, to_header = words() + (word >> c.a.head_words_log) - word;
-    Word in[2 * AT_ONCE];
-    const float4* from[2 * AT_ONCE];
+    const int lane = lane_anew(), mine = lane % AT_ONCE, stride = words() + c.a.group;
+    const float4* own = of_split(first);
+    const bool there = first + mine < splits;
+    const float4 header =
+        received(own + (there ? mine : 0) * stride + words() + (word >> c.a.head_words_log), tag, c.patience());
+    Word in[AT_ONCE];
+    const float4* from[AT_ONCE];
     uint32_t mask = 0;
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      from[i] = own + i * stride, from[AT_ONCE + i] = from[i] + to_header;
-      in[i] = in[AT_ONCE + i] = {0, 0, 0, 0};
-      if (wanted && first + i < splits) mask |= (1 | 1 << AT_ONCE) << i;
+      from[i] = own + i * stride + word;
+      in[i] = {0, 0, 0, 0};
+      if (wanted && first + i < splits) mask |= 1 << i;
     }
     receive(in, from, mask, tag, c.patience());
-    float most = part.most;
-    float2 headers[AT_ONCE];
+    float most = there ? header.x : NOTHING;
+#pragma unroll
+    for (int offset = 1; offset < AT_ONCE; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+    most = fmaxf(most, part.most);
+    const float factor = there ? exp2_approximate(header.x - most) : 0.f;
+    float weights = factor * header.y;
+#pragma unroll
+    for (int offset = 1; offset < AT_ONCE; offset *= 2) weights += __shfl_xor_sync(~0u, weights, offset);
+    part.rescale(most);
+    part.weights += weights;
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const float4 header = in[AT_ONCE + i].values();
-      headers[i] = make_float2(mask >> i & 1 ? header.x : NOTHING, header.y);
-      most = fmaxf(most, headers[i].x);
+      const float of_split = __shfl_sync(~0u, factor, (lane & ~(AT_ONCE - 1)) + i);
+      const float4 v = in[i].values();
+      part.values = make_float4(fmaf(v.x, of_split, part.values.x), fmaf(v.y, of_split, part.values.y),
+                                fmaf(v.z, of_split, part.values.z), fmaf(v.w, of_split, part.values.w));
     }
-    part.rescale(most);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) part.add(in[i].values(), headers[i]);
   }
 };
 

@@ -161,18 +161,19 @@ struct Multiplier {
     const trirun_int2& weight = (&layer.qkv)[product];
     const int lane = c.lane(), rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     const int tiles_log = product == GATE_UP;  // of a unit
-    const int part = c.warp() & ((1 << g.parts_log) - 1), parts = c.cluster() << g.parts_log;
-    const int k_first = g.k_tiles * part >> g.parts_log, k_last = g.k_tiles * (part + 1) >> g.parts_log;
+    const auto over_parts = [&](int v) { return v * g.of_parts >> 16; };
+    const int group = over_parts(c.warp()), part = c.warp() - group * g.parts, parts = c.cluster() * g.parts;
+    const int k_first = over_parts(g.k_tiles * part), k_last = over_parts(g.k_tiles * (part + 1));
     const uint32_t limbs0 = c.shared + c.a.at.limbs + buffer * c.a.at.limb_buffer + (lane / 4 & (columns - 1)) * 64 +
                             lane % 4 * 16 + k_first * K_TILE * columns;
     const uint32_t scales0 = c.shared + c.a.at.scales + buffer * c.a.at.scale_buffer + k_first * rows * 8;
-    const uint32_t slots0 = c.shared + c.a.at.slots + buffer * c.a.at.slot_buffer +
-                            (((c.rank() << g.parts_log) + part) << c.a.tokens_log) * 256;
+    const uint32_t slots0 =
+        c.shared + c.a.at.slots + buffer * c.a.at.slot_buffer + ((c.rank() * g.parts + part) << c.a.tokens_log) * 256;
     const float zero = weight.zero;
-    const int tile_step = WARPS >> g.parts_log;
+    const int tile_step = over_parts(WARPS);
     // Two arrivals for each k tile of a chunk; the last chunk of an n tile may have fewer.
     const int missing = k_last == g.k_tiles ? g.tile_chunks * CHUNK_K_TILES - g.k_tiles : 0;
-    int tile = c.warp() >> g.parts_log;
+    int tile = group < tile_step ? group : g.tiles;  // some warps have none, where parts do not divide them
     Ring first = c.ring;
     c.move(first, tile * g.tile_chunks + k_first / CHUNK_K_TILES);
     // Before weights are waited for: what was needed before this product has gone through the ring, so that none of its

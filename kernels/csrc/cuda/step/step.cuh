@@ -35,7 +35,7 @@ struct Geometry {
   int first, units, local;  // this cluster's first unit and how many; those that this CTA finishes
   int k_first, k_tiles, all_k_tiles;  // this CTA's first k tile, and how many; the product's
   int tiles, tile_chunks;  // n tiles of this cluster; chunks of one
-  int parts_log;  // warps that share an n tile, as a logarithm
+  int parts, of_parts;  // warps that share an n tile; 2^16 / parts, rounded up
   int n_tiles;  // of the product
 };
 
@@ -95,7 +95,7 @@ struct StepArgs {
       *gated, *gated_headers;
   int tokens_log;  // of rows, a power of two
   int cluster_log;
-  int parts_log[PRODUCTS];
+  int parts[PRODUCTS];
   int group;  // query heads of a key head
   int head_words_log;  // of four floats
   float key_heads_of_head;  // 1 / group

@@ -124,7 +124,7 @@ __device__ __forceinline__ void plan_product(const Cta& c, int product) {
   g.k_tiles = (g.all_k_tiles * (rank + 1) >> cluster_log) - g.k_first;
   g.tiles = g.units * tiles_of_unit(product);
   g.tile_chunks = (g.k_tiles + CHUNK_K_TILES - 1) / CHUNK_K_TILES;
-  g.parts_log = c.a.parts_log[product], g.n_tiles = n_tiles_of(s, product);
+  g.parts = c.a.parts[product], g.of_parts = ceil_div(1 << 16, g.parts), g.n_tiles = n_tiles_of(s, product);
   c.at<Geometry>(c.a.at.plan)[product] = g;
 }
 
@@ -233,11 +233,12 @@ int check_sizes(const trirun_cuda_step& s) {
       s.hidden <= 0 || s.hidden % 128 || s.ffn <= 0 || s.ffn % 128 || s.heads <= 0 || s.kv_heads <= 0 ||
       s.heads % s.kv_heads || s.heads / s.kv_heads > MAX_GROUP || s.head_dim <= 0 || s.head_dim % 64 ||
       s.heads * s.head_dim % 128 || s.kv_heads * s.head_dim % 64 ||
-      (s.cluster != 1 && s.cluster != 2 && s.cluster != 4) || s.ctas < s.cluster || s.ctas % s.cluster ||
-      s.splits < 1 || s.splits > MAX_SPLITS || s.splits > s.ctas || s.m * s.kv_heads > s.ctas / s.splits * MAX_ITEMS ||
-      s.in_flight < STREAMS || s.in_flight % STREAMS || s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim ||
-      s.hidden > (1 << 20) || s.ffn > (1 << 20) || local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL ||
-      local_of(s, GATE_UP) > MAX_LOCAL)
+      (s.cluster != 1 && s.cluster != 2 && s.cluster != 4 && s.cluster != 8) || s.ctas < s.cluster ||
+      s.ctas % s.cluster || s.splits < 1 || s.splits > MAX_SPLITS || s.splits > s.ctas ||
+      s.m * s.kv_heads > s.ctas / s.splits * MAX_ITEMS || s.in_flight < STREAMS || s.in_flight % STREAMS ||
+      s.rotary_half < 0 || 2 * s.rotary_half > s.head_dim || s.hidden > (1 << 20) || s.ffn > (1 << 20) ||
+      local_of(s, QKV) > MAX_LOCAL || local_of(s, O) > MAX_LOCAL || local_of(s, GATE_UP) > MAX_LOCAL ||
+      s.cluster > std::min({k_tiles_of(s, QKV), k_tiles_of(s, O), k_tiles_of(s, DOWN)}))
     return TRIRUN_BAD_SHAPE;
   if (!decoder::half_dtype(s.dtype) || (s.act_bits != TRIRUN_ACT8 && s.act_bits != TRIRUN_ACT16))
     return TRIRUN_UNSUPPORTED;
@@ -254,25 +255,30 @@ int check_pointers(const trirun_cuda_step& s) {
 }
 
 // Bytes of the slots of one product, of all that a CTA finishes.
-int slot_bytes(const trirun_cuda_step& s, int product, int parts_log) {
-  return local_of(s, product) * tiles_of_unit(product) * (static_cast<int>(s.cluster) << parts_log) *
-         static_cast<int>(s.m) * 256;
+int slot_bytes(const trirun_cuda_step& s, int product, int parts) {
+  return local_of(s, product) * tiles_of_unit(product) * s.cluster * parts * static_cast<int>(s.m) * 256;
 }
 
-// How many warps share an n tile, as a logarithm, and what that costs in sixteenths of a k tile's time: a warp has the
-// longest one's k tiles, as much as half a k tile for beginning and ending each n tile, and sums have to be added.
-// None where there is no room for the sums, or where a warp's next n tile could be a ring of `chunks` ahead.
-struct Parts {
-  int log = -1, cost = 1 << 24;
+// How many warps share an n tile, and what that costs in cycles: a k tile takes its instructions' time where four warps
+// share a scheduler, and what they wait for each other where one has it; every n tile has a beginning and an end, and
+// sums have to be added (kernels/LOG.md). None where there is no room for the sums, or where a warp's next n tile could
+// be a ring of `chunks` ahead.
+struct ProductParts {
+  int parts = 0, cost = 1 << 24;
 };
-Parts parts_of(const trirun_cuda_step& s, int product, int slots, int chunks) {
+ProductParts parts_of(const trirun_cuda_step& s, int product, int slots, int chunks) {
+  constexpr int ISSUED = 233, WAITED = 600, ENDS = 500, ADDED = 20, SCHEDULERS = 4;
   const int tiles = units_of(s, product) * tiles_of_unit(product), depth = depth_of(s, product);
-  Parts best;
-  for (int log = 0; 1 << log <= WARPS; log++) {
-    if (slot_bytes(s, product, log) > slots || (WARPS >> log) * ceil_div(depth, CHUNK_K_TILES) > chunks) continue;
-    const int rounds = ceil_div(tiles << log, WARPS);
-    const int cost = rounds * (16 * ceil_div(depth, 1 << log) + 8) + (s.cluster << log) / 4;
-    if (cost < best.cost) best = {log, cost};
+  ProductParts best;
+  for (int parts = 1; parts <= WARPS; parts++) {
+    const int at_once = WARPS / parts;
+    if (slot_bytes(s, product, parts) > slots || at_once * ceil_div(depth, CHUNK_K_TILES) > chunks) continue;
+    int cost = s.cluster * parts * ADDED;
+    for (int left = tiles; left > 0; left -= at_once) {
+      const int warps = std::min(left, at_once) * parts;
+      cost += ceil_div(depth, parts) * std::max(WAITED, ISSUED * ceil_div(warps, SCHEDULERS)) + ENDS;
+    }
+    if (cost < best.cost) best = {parts, cost};
   }
   return best;
 }
@@ -317,26 +323,26 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int attending) {
 
 // The same, room for sums, for parts of attention and for the ring weighed against each other; of no stages where it
 // does not fit.
-Memory memory_of(const trirun_cuda_step& s, int (&parts_log)[PRODUCTS], int& attending_log) {
+Memory memory_of(const trirun_cuda_step& s, int (&parts)[PRODUCTS], int& attending_log) {
   const int row_bytes = s.head_dim * (s.int8_cache ? 1 : 2),
             heads_log = groups_log_of(static_cast<int>(s.heads / s.kv_heads));
   const int tiles = std::min(CHUNK_BYTES / (2 * row_bytes), decoder::PAGE) / 16;  // of a chunk of keys
   Memory best{};
   int least = 1 << 24;
-  for (int attending = 3; attending >= 1 + heads_log; attending--)
+  for (int attending = 3 + heads_log; attending >= 1 + heads_log; attending--)
     for (int slots = 2048; slots <= 49152; slots += 2048) {
       const Memory at = lay_out(s, slots, 1 << attending);
       const int chunks = at.stages - s.in_flight;
       // No warp's next keys may be a ring ahead.
       if (chunks < std::max(ceil_div(1 << (attending - heads_log), tiles), 4)) continue;
-      int cost = 64 >> (attending - heads_log), logs[PRODUCTS];  // of 64 positions
+      int cost = 16384 >> (attending - heads_log), all[PRODUCTS];  // of 128 positions: 2,000 cycles a tile
       for (int product = QKV; product < PRODUCTS; product++) {
-        const Parts parts = parts_of(s, product, slots, chunks);
-        cost += parts.cost, logs[product] = parts.log;
+        const ProductParts of_product = parts_of(s, product, slots, chunks);
+        cost += of_product.cost, all[product] = of_product.parts;
       }
       if (cost >= least) continue;
       best = at, least = cost, attending_log = attending;
-      std::copy(logs, logs + PRODUCTS, parts_log);
+      std::copy(all, all + PRODUCTS, parts);
     }
   return best;
 }
@@ -370,8 +376,17 @@ struct Messages {
 extern "C" size_t trirun_cuda_step_messages(const trirun_cuda_step* s) {
   using namespace trirun::step;
   if (s == nullptr || check_sizes(*s)) return 0;
-  int parts_log[PRODUCTS], attending_log;
-  return memory_of(*s, parts_log, attending_log).stages == 0 ? 0 : static_cast<size_t>(Messages(*s).end) * 16;
+  int parts[PRODUCTS], attending_log;
+  return memory_of(*s, parts, attending_log).stages == 0 ? 0 : static_cast<size_t>(Messages(*s).end) * 16;
+}
+
+extern "C" int trirun_cuda_step_ctas(const trirun_cuda_step* s) {
+  using namespace trirun;
+  using namespace trirun::step;
+  if (s == nullptr || check_sizes(*s)) return 0;
+  Launch how{dim3(static_cast<unsigned>(s->cluster)), THREADS, MAX_SHARED, nullptr, false, s->cluster};
+  int clusters = 0;
+  return resident_clusters(kernel_of(*s), how, clusters) == TRIRUN_OK ? clusters * s->cluster : 0;
 }
 
 extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream) {
@@ -388,7 +403,7 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   if (facts.arch != 90) return TRIRUN_UNSUPPORTED;
   if (s->ctas > facts.sms) return TRIRUN_BAD_SHAPE;
   StepArgs args{};
-  args.s = *s, args.at = memory_of(*s, args.parts_log, args.attending_log);
+  args.s = *s, args.at = memory_of(*s, args.parts, args.attending_log);
   if (args.at.stages == 0) return TRIRUN_BAD_SHAPE;
   args.counter = static_cast<uint32_t*>(s->messages), args.status = args.counter + 1;
   auto* words = static_cast<float4*>(s->messages);

@@ -24,8 +24,8 @@ from .division import divide
 
 # Of a step. With four and more the chain of kernels was faster (kernels/LOG.md), though the kernel takes up to eight.
 ROWS = (1, 2)
-CHUNKS_IN_FLIGHT = 2  # of 8 KiB a CTA: more of them make messages wait
-CLUSTER, UNIT = 2, 64  # CTAs; outputs of a unit, of gate_up pairs of them
+CHUNKS_IN_FLIGHT = 4  # of 8 KiB a CTA: more of them make messages wait
+MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
 MAX_SPLITS, MAX_LAYERS = 32, 96  # of csrc/cuda/step/step.cuh
 VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "q_norm", "k_norm")
 
@@ -120,17 +120,24 @@ def _heads_refusal(heads: Sequence[Heads]) -> str | None:
 
 def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool) -> StepStruct:
     """All but the pointers, of a model that :func:`refusal` has nothing against."""
-    shape, ctas, weight = model.shape, sms // CLUSTER * CLUSTER, model.layers[0].projections[0].weight
+    shape, weight = model.shape, model.layers[0].projections[0].weight
     assert isinstance(weight, PackedWeight)
-    return StepStruct(
+    # Every CTA of a cluster has inputs of every product: one that waited for none could be a phase ahead.
+    depth = min(shape.hidden, h.heads * h.head_dim, shape.layers[0].feed_forward.size) // K_TILE
+    cluster = min(MAX_CLUSTER, 1 << depth.bit_length() - 1)
+    struct = StepStruct(
         m=rows, layer_count=len(model.layers), hidden=shape.hidden, ffn=shape.layers[0].feed_forward.size,
         heads=h.heads, kv_heads=h.kv_heads, head_dim=h.head_dim,
         rotary_half=0 if h.cosines is None else h.cosines.shape[1], interleaved=h.interleaved,
         activation=ACTIVATIONS[shape.layers[0].feed_forward.activation], dtype=DTYPES[model.dtype],
-        act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None, ctas=ctas,
-        cluster=CLUSTER, splits=max(1, min(MAX_SPLITS, ctas // (rows * h.kv_heads))), in_flight=CHUNKS_IN_FLIGHT,
-        int8_cache=int8_cache, eps=h.eps, scale=h.scale,
+        act_bits=model.act_bits, group_size=weight.spec.group_size, real_zeros=weight.zeros is not None,
+        ctas=sms // cluster * cluster, cluster=cluster, splits=1, in_flight=CHUNKS_IN_FLIGHT, int8_cache=int8_cache,
+        eps=h.eps, scale=h.scale,
     )  # fmt: skip
+    # Clusters lie within parts of a GPU that have different numbers of multiprocessors: not all need fit.
+    struct.ctas = library().trirun_cuda_step_ctas(ctypes.byref(struct)) or struct.ctas
+    struct.splits = max(1, min(MAX_SPLITS, struct.ctas // (rows * h.kv_heads)))
+    return struct
 
 
 def _message_bytes(struct: StepStruct) -> int:
@@ -161,11 +168,11 @@ class CudaStep:
     def __init__(self, model: CudaModel, heads: Sequence[Heads], caches: Sequence[Cache], rows: int, sms: int) -> None:
         device, h, shape = model.device, heads[0], model.shape
         self._struct = _sizes(model, h, rows, sms, int8_cache=caches[0].scales is not None)
-        ctas, ffn = self._struct.ctas, self._struct.ffn
+        clusters, ffn = self._struct.ctas // self._struct.cluster, self._struct.ffn
         k_tiles = {"qkv": shape.hidden, "gate_up": shape.hidden, "o": h.heads * h.head_dim, "down": ffn}
         starts = divide(
             (h.heads + 2 * h.kv_heads) * h.head_dim // UNIT, shape.hidden // UNIT, ffn // UNIT,
-            {name: k // 128 for name, k in k_tiles.items()}, ctas // CLUSTER,
+            {name: k // K_TILE for name, k in k_tiles.items()}, clusters,
         )  # fmt: skip
         structs = [_layer(layer, cache) for layer, cache in zip(model.layers, caches, strict=True)]
         table = bytearray(b"".join(bytes(struct) for struct in structs))

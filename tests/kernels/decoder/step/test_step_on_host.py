@@ -21,9 +21,13 @@ from trirun_toolchain import find_nvcc
 from tests.kernels.decoder.models import VOCAB, random_model
 from tests.kernels.test_attention_on_host import HERE, SOURCES, for_host
 
-CTAS, PAGES_OF_SLOT, ROOM = 6, 5, 128 << 10
+PAGES_OF_SLOT, ROOM = 5, 160 << 10
+CTAS = 8  # MOST_CTAS of on_host/fibers.h
 PLAIN = {"hidden": 256, "ffn": 384, "heads": 4, "kv_heads": 4, "head_dim": 64, "spec": QuantSpec(-1, 1.0), "layers": 2}
 
+# Of so many CTAs to a cluster.
+FOUR = {"hidden": 512, "ffn": 512, "heads": 8, "layers": 1}
+EIGHT = {"hidden": 1024, "ffn": 1024, "heads": 16, "layers": 1}
 WIDE = {"head_dim": 128, "sub_norm": True, "layers": 1}
 
 needs_tools = pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
@@ -99,7 +103,7 @@ def filled(model, texts, act_bits, weights, int8):
         ({}, 16, torch.float16, False, [0]),
         ({}, 16, torch.bfloat16, False, [70]),
         ({"kv_heads": 2}, 16, torch.float16, False, [17, 150]),
-        ({"kv_heads": 2}, 16, torch.float16, True, [64, 129]),
+        ({**FOUR, "kv_heads": 2}, 16, torch.float16, True, [64, 129]),
         ({"kv_heads": 1, "bias": True, "layers": 1}, 8, torch.float16, False, [3, 130, 180, 64]),
         ({"heads": 6, "kv_heads": 1}, 16, torch.float16, True, [140]),
         ({"heads": 16, "kv_heads": 1}, 16, torch.bfloat16, False, [135]),
@@ -110,6 +114,8 @@ def filled(model, texts, act_bits, weights, int8):
         ({"spec": QuantSpec(-1, 1.5), "activation": "gelu_tanh", "ffn": 640}, 16, torch.float16, False, [5] * 4),
         ({"kv_heads": 2, "ffn": 128, "hidden": 128, "layers": 1}, 8, torch.bfloat16, False, [9] * 8),
         ({"heads": 6, "kv_heads": 1, "head_dim": 128}, 16, torch.bfloat16, True, [150]),
+        ({**EIGHT, "kv_heads": 2}, 16, torch.float16, False, [180]),
+        ({**FOUR, "kv_heads": 1, "sub_norm": True}, 8, torch.float16, False, [170]),
     ],
 )  # fmt: skip
 def test_steps_against_the_reference(library, monkeypatch, options, act_bits, dtype, int8, lengths):
