@@ -328,6 +328,7 @@ struct Attention {
         return __half22float2(__ldg(static_cast<const __half2*>(layer.scales) + from));
       };
       float2 first = scale_of(worker, lane / 4), second = scale_of(worker, lane / 4 + 8);
+      if (at_item > 0) meet();  // the last item's queries have been read
       take_heads(c, layer, span, last, tag);
       if (worker < span.parts) {
         Attention attention;
@@ -366,7 +367,7 @@ struct Attention {
         attention.leave(c.shared + c.a.at.attention + c.warp() * of_warp, heads);
         __syncwarp();
       } else {
-        meet_after_reading();
+        have_read();
       }
       c.move(c.ring, chunks);
       if (lane == 0) barrier_arrive(c.parts_barrier());

@@ -45,6 +45,8 @@ struct Finisher {
 
   // Tasks are pairs of a unit and a row, the same warp's in all products.
   __device__ __forceinline__ int first_task() const { return c.warp() - WARPS; }
+  // And in the other order: what is done beside them, by warps without a task where tasks are few.
+  __device__ __forceinline__ int last_tasks() const { return FINISHERS - 1 - first_task(); }
   __device__ __forceinline__ int unit_of(const Geometry& g, int local) const {
     return g.first + (local << c.a.cluster_log) + c.rank();
   }
@@ -64,14 +66,10 @@ struct Finisher {
 #pragma unroll 1
     for (int base = lane; base < count + lane; base += AT_ONCE * 32) {
       Word words[AT_ONCE];
-      const float4* at[AT_ONCE];
       uint32_t wanted = 0;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        at[i] = from + base + i * 32, wanted |= (base + i * 32 < count) << i;
-        words[i] = {0, 0, 0, 0};
-      }
-      receive(words, at, wanted, tag, c.patience());
+      for (int i = 0; i < AT_ONCE; i++) wanted |= (base + i * 32 < count) << i, words[i] = {0, 0, 0, 0};
+      receive(words, from + base, 32, wanted, tag, c.patience());
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
         const float4 v = words[i].values();
@@ -106,14 +104,14 @@ struct Finisher {
       }
     } else {
 #pragma unroll 1
-      for (int row = first_task(); row < c.rows(); row += FINISHERS) {
+      for (int row = last_tasks(); row < c.rows(); row += FINISHERS) {
         const Row r = of_row(row);
         const float factor = in.normed ? factor_of(r.squares, k) : 1.f;
         float* to = c.factors(buffer) + row;
         if (lane == 0) to[0] = factor, to[MAX_ROWS] = act8_scale(__float_as_uint(r.largest * factor));
       }
       __syncwarp();
-      if (lane == 0 && first_task() < c.rows()) barrier_arrive(c.factor_barrier(buffer));
+      if (lane == 0 && last_tasks() < c.rows()) barrier_arrive(c.factor_barrier(buffer));
     }
     return own;
   }
@@ -193,8 +191,10 @@ struct Finisher {
     }
     const uint32_t step = 256 << rows_log, tile_bytes = parts * step;
     const uint32_t slots = c.shared + c.a.at.slots + buffer * c.a.at.slot_buffer + lane % 16 * 16;
-    bool known = false;
+    // Of one limb others wait for these; of two they are wanted with the sums.
+    bool known = LIMBS == 1;
     float of_rows = 1.f;
+    if (known) factors(g, product, input_of(c.a, layer, product), buffer, in_tag);
 #pragma unroll 1
     for (int task = first_task(); task < g.local << rows_log; task += FINISHERS) {
       const int local = task >> rows_log, row = task & (rows - 1), unit = unit_of(g, local);
@@ -238,7 +238,6 @@ struct Finisher {
         send_unit(words + at * 16, to_headers + at, raw, raw * norms, tag, real);
       }
     }
-    if (LIMBS == 1 && !known) factors(g, product, input_of(c.a, layer, product), buffer, in_tag);
     sums ^= ((1 << g.local) - 1) << buffer * MAX_LOCAL;
   }
 

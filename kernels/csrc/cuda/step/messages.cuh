@@ -59,10 +59,10 @@ __device__ __noinline__ bool patience_over(uint32_t* status, uint32_t deadline) 
   return true;
 }
 
-// Waits for the words of a warp's lanes, of lane l those of from[i] of which bit i of wanted is set: asks for all at
+// Waits for the words of a warp's lanes that are `stride` words apart, of which bit i of wanted is set: asks for all at
 // once, and again for those that were not there.
 template <int COUNT>
-__device__ __forceinline__ void receive(Word (&words)[COUNT], const float4* const (&from)[COUNT], uint32_t wanted,
+__device__ __forceinline__ void receive(Word (&words)[COUNT], const float4* from, int stride, uint32_t wanted,
                                         uint32_t tag, const Patience& patience) {
   int spins = SPINS;
   const auto gives_up = [&] {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void receive(Word (&words)[COUNT], const float4* cons
   do {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
-      if (wanted >> i & 1) words[i] = Word::load(from[i]);
+      if (wanted >> i & 1) words[i] = Word::load(from + i * stride);
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
       if (words[i].carries(tag)) wanted &= ~(1u << i);

@@ -41,7 +41,7 @@ struct Parts {
   // Adds up to AT_ONCE splits' parts of a word, those from `first` on. A warp whose lanes side by side, AT_ONCE of them,
   // want words of one head: each waits for another split's header, which is sent last; all words at once would be more
   // to ask for, again and again, than L2 can bring.
-  static constexpr int AT_ONCE = 4;
+  static constexpr int AT_ONCE = 8;
   __device__ __forceinline__ void join(Part& part, int word, int first, int splits, bool wanted, uint32_t tag) const {
     const int lane = lane_anew(), mine = lane % AT_ONCE, stride = words() + c.a.group;
     const float4* own = of_split(first);
@@ -49,15 +49,10 @@ struct Parts {
     const float4 header =
         received(own + (there ? mine : 0) * stride + words() + (word >> c.a.head_words_log), tag, c.patience());
     Word in[AT_ONCE];
-    const float4* from[AT_ONCE];
-    uint32_t mask = 0;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      from[i] = own + i * stride + word;
-      in[i] = {0, 0, 0, 0};
-      if (wanted && first + i < splits) mask |= 1 << i;
-    }
-    receive(in, from, mask, tag, c.patience());
+    for (int i = 0; i < AT_ONCE; i++) in[i] = {0, 0, 0, 0};
+    const uint32_t mask = wanted ? (1 << min(splits - first, AT_ONCE)) - 1 : 0;
+    receive(in, own + word, stride, mask, tag, c.patience());
     float most = there ? header.x : NOTHING;
 #pragma unroll
     for (int offset = 1; offset < AT_ONCE; offset *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
@@ -83,12 +78,10 @@ __device__ __forceinline__ bool sends_attended_headers(const Cta& c, const triru
   return c.a.s.act_bits == TRIRUN_ACT8 || layer.attention_sub_norm != nullptr;
 }
 
-constexpr int MOST_JOINED = 8;
-
 // Whether the splits' parts of a row are joined where they are read.
 __device__ __forceinline__ bool joined_by_readers(const Cta& c, const trirun_cuda_step_layer& layer, int row) {
   const int splits = c.row_splits()[row].splits;
-  return splits > 1 && splits <= MOST_JOINED && !sends_attended_headers(c, layer);
+  return splits > 1 && splits <= Parts::AT_ONCE && !sends_attended_headers(c, layer);
 }
 
 }  // namespace trirun::step

@@ -109,10 +109,7 @@ struct Multiplier {
     const int head = word >> c.a.head_words_log;
     const Parts parts{c, row, static_cast<int>((static_cast<float>(head) + 0.5f) * c.a.key_heads_of_head)};
     Part part;
-    const int splits = c.row_splits()[row].splits;
-#pragma unroll 1
-    for (int first = 0; first < splits; first += Parts::AT_ONCE)
-      parts.join(part, word - parts.kv_head * parts.words(), first, splits, true, tag);
+    parts.join(part, word - parts.kv_head * parts.words(), 0, c.row_splits()[row].splits, true, tag);
     return part.attended();
   }
 

@@ -20,13 +20,13 @@ from ...weights.packing import PackedWeight
 from ..cuda_ops import Cache, Heads
 from ..cuda_weights import CudaLayer, CudaModel
 from ..shape import ACTIVATIONS, Attention, LayerShape
-from .division import divide
+from .division import divide, splits_of
 
 # Of a step. With four and more the chain of kernels was faster (kernels/LOG.md), though the kernel takes up to eight.
 ROWS = (1, 2)
 CHUNKS_IN_FLIGHT = 4  # of 8 KiB a CTA: more of them make messages wait
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
-MAX_SPLITS, MAX_LAYERS = 32, 96  # of csrc/cuda/step/step.cuh
+MAX_SPLITS, MAX_ITEMS, MAX_LAYERS = 32, 8, 96  # of csrc/cuda/step/step.cuh
 VECTORS = ("attention_norm", "mlp_norm", "attention_sub_norm", "mlp_sub_norm", "q_norm", "k_norm")
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -136,7 +136,7 @@ def _sizes(model: CudaModel, h: Heads, rows: int, sms: int, *, int8_cache: bool)
     )  # fmt: skip
     # Clusters lie within parts of a GPU that have different numbers of multiprocessors: not all need fit.
     struct.ctas = library().trirun_cuda_step_ctas(ctypes.byref(struct)) or struct.ctas
-    struct.splits = max(1, min(MAX_SPLITS, struct.ctas // (rows * h.kv_heads)))
+    struct.splits = splits_of(rows * h.kv_heads, struct.ctas, MAX_SPLITS, MAX_ITEMS)
     return struct
 
 
