@@ -23,12 +23,11 @@ constexpr int CHUNK_POSITIONS = std::min(CHUNK_BYTES / (2 * HD * ELEMENT_BYTES<E
 
 constexpr int TILE_POSITIONS = 16;  // of a warp at a time
 
-// Warps side by side that attend with a key head's other query heads, and those that attend to other keys, as
-// logarithms.
+// Warps that attend to other keys than each other.
 __device__ __forceinline__ int workers_of(const StepArgs& a) { return 1 << (a.attending_log - groups_log_of(a.group)); }
 
 // What a CTA attends to, one row and key head after another, and with which part of their keys: made once. Few keys
-// have fewer splits than there could be, so many that every warp has a tile.
+// have fewer splits than there could be: so many that every warp has one tile.
 template <int HD, int ELEMENT>
 __device__ __forceinline__ void plan_items(const Cta& c) {
   constexpr int POSITIONS = CHUNK_POSITIONS<HD, ELEMENT>;
@@ -89,7 +88,8 @@ struct Attention {
   }
 
   // Of heads 2q and 2q + 1 of the warp's (q: lane % 4): maximum, and this lane's sum of weights; values of dimensions
-  // 64 (t / 4) + 8 (lane / 4) + 2 (t % 4) and + 1. PACKED: q is lane % 2, and lanes 2 and 3 of four have values by weights' low parts.
+  // 64 (t / 4) + 8 (lane / 4) + 2 (t % 4) and + 1. PACKED: q is lane % 2, and lanes 2 and 3 of four have values by
+  // weights' low parts.
   float highest[2], weight[2], value[HD / 16][4];
 
   __device__ __forceinline__ void clear() {

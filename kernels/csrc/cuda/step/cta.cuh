@@ -78,22 +78,22 @@ struct Cta {
   }
 };
 
-// An input of a product: its values, those of a norm without its factor.
+// An input of a product: its values, those of a norm times its weights, but without its factor.
 struct Input {
   const float4 *words, *headers;
   int header_stride;  // from row to row
-  bool normed;
+  const float* norm;  // its weights, or nullptr
 };
 
 __device__ __forceinline__ Input input_of(const StepArgs& a, const trirun_cuda_step_layer& layer, int product) {
   const int units = static_cast<int>(a.s.hidden) / N_TILE;
   switch (product) {
-    case QKV: return {a.x_attention, a.x_attention_headers, units, true};
+    case QKV: return {a.x_attention, a.x_attention_headers, units, layer.attention_norm};
     case O:
       return {a.attended, a.attended_headers, static_cast<int>(a.s.kv_heads) * a.s.splits * FINISHERS,
-              layer.attention_sub_norm != nullptr};
-    case GATE_UP: return {a.x_mlp, a.x_mlp_headers, units, true};
-    default: return {a.gated, a.gated_headers, static_cast<int>(a.s.ffn) / N_TILE, layer.mlp_sub_norm != nullptr};
+              layer.attention_sub_norm};
+    case GATE_UP: return {a.x_mlp, a.x_mlp_headers, units, layer.mlp_norm};
+    default: return {a.gated, a.gated_headers, static_cast<int>(a.s.ffn) / N_TILE, layer.mlp_sub_norm};
   }
 }
 

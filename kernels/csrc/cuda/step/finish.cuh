@@ -45,8 +45,6 @@ struct Finisher {
 
   // Tasks are pairs of a unit and a row, the same warp's in all products.
   __device__ __forceinline__ int first_task() const { return c.warp() - WARPS; }
-  // And in the other order: what is done beside them, by warps without a task where tasks are few.
-  __device__ __forceinline__ int last_tasks() const { return FINISHERS - 1 - first_task(); }
   __device__ __forceinline__ int unit_of(const Geometry& g, int local) const {
     return g.first + (local << c.a.cluster_log) + c.rank();
   }
@@ -96,7 +94,7 @@ struct Finisher {
     };
     float own = 1.f;
     if constexpr (LIMBS == 2) {
-      if (!in.normed || first_task() >= g.local << c.a.tokens_log) return own;
+      if (in.norm == nullptr || first_task() >= g.local << c.a.tokens_log) return own;
 #pragma unroll 1
       for (int row = 0; row < c.rows(); row++) {
         const float factor = factor_of(of_row(row).squares, k);
@@ -104,14 +102,14 @@ struct Finisher {
       }
     } else {
 #pragma unroll 1
-      for (int row = last_tasks(); row < c.rows(); row += FINISHERS) {
+      for (int row = first_task(); row < c.rows(); row += FINISHERS) {
         const Row r = of_row(row);
-        const float factor = in.normed ? factor_of(r.squares, k) : 1.f;
+        const float factor = in.norm != nullptr ? factor_of(r.squares, k) : 1.f;
         float* to = c.factors(buffer) + row;
         if (lane == 0) to[0] = factor, to[MAX_ROWS] = act8_scale(__float_as_uint(r.largest * factor));
       }
       __syncwarp();
-      if (lane == 0 && last_tasks() < c.rows()) barrier_arrive(c.factor_barrier(buffer));
+      if (lane == 0 && first_task() < c.rows()) barrier_arrive(c.factor_barrier(buffer));
     }
     return own;
   }

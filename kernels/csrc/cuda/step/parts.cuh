@@ -38,9 +38,9 @@ struct Parts {
     return c.a.partial + ((row * kv_heads + kv_head) * s.splits + split) * (words() + c.a.group);
   }
 
-  // Adds up to AT_ONCE splits' parts of a word, those from `first` on. A warp whose lanes side by side, AT_ONCE of them,
-  // want words of one head: each waits for another split's header, which is sent last; all words at once would be more
-  // to ask for, again and again, than L2 can bring.
+  // Adds up to AT_ONCE splits' parts of a word, those from `first` on. AT_ONCE neighbouring lanes want words of one
+  // head: each waits for another split's header, which is sent last. All words at once would be more to ask for, again
+  // and again, than L2 can bring.
   static constexpr int AT_ONCE = 8;
   __device__ __forceinline__ void join(Part& part, int word, int first, int splits, bool wanted, uint32_t tag) const {
     const int lane = lane_anew(), mine = lane % AT_ONCE, stride = words() + c.a.group;

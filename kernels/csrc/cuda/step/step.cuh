@@ -1,10 +1,14 @@
 // A whole decode step in one kernel: what the host tells it, and where everything lies.
 //
-// CTAs are clusters of two, one CTA to a multiprocessor, all of them resident at once. A cluster owns units (n tiles,
-// of gate and up pairs of them) of every weight, and each of its CTAs a part of their k; its CTAs finish the units in
-// turn. Warps have roles, each with a loop of its own: sixteen take a product's input, multiply and attend, three
-// finish units, and one thread streams weights, keys and values, in the order in which they are needed, through a ring
-// in shared memory, past every wait. What one phase hands to the next goes through messages.cuh.
+// CTAs are clusters of up to eight, one CTA to a multiprocessor, all of them resident at once. A cluster owns units (n
+// tiles, of gate and up pairs of them) of every weight, and each of its CTAs a part of their k; its CTAs finish the
+// units in turn. Warps have roles, each with a loop of its own: sixteen take a product's input, multiply and attend,
+// two finish units and what attention's warps have, and two stream weights, keys and values, in the order in which they
+// are needed, through a ring in shared memory, past every wait. What one phase hands to the next goes through
+// messages.cuh.
+//
+// Time goes to instructions and to waits, not to bytes: code that runs once a layer is not in the nearest caches, and
+// registers that are spilled are read from L2, since shared memory leaves L1 no room (kernels/LOG.md).
 #pragma once
 
 #include "cuda/common/activations.cuh"
@@ -20,7 +24,7 @@ constexpr int THREADS = (WARPS + FINISHERS + STREAMS) * 32;
 constexpr int CHUNK_K_TILES = 4;  // of one n tile: what the stream brings at once
 constexpr int CHUNK_BYTES = CHUNK_K_TILES * WORD_TILE_BYTES;
 constexpr int VALUE_BLOCKS = 4, BLOCK_PADDING = 32;  // of a chunk of keys and values: attend.cuh
-constexpr int STAGE_BYTES = CHUNK_BYTES + 4 * BLOCK_PADDING;
+constexpr int STAGE_BYTES = CHUNK_BYTES + VALUE_BLOCKS * BLOCK_PADDING;
 constexpr int MAX_ROWS = 8;
 constexpr int MAX_LAYERS = 96;
 constexpr int MAX_SPLITS = 32;

@@ -3,6 +3,8 @@
 // A layer is five phases: q | k | v, attention, its output projection, gate | up, down. Each takes its input from
 // messages, and the stream goes on through all of them: while CTAs wait for each other, the weights, keys and values of
 // what follows arrive. Few bytes may be on their way at a time (`in_flight` chunks), or messages queue behind them.
+// A CTA is at most a phase ahead of another, which slots and barriers of two buffers rely on: each has k tiles of every
+// product, and so waits for its input.
 #include "attend.cuh"
 #include "finish.cuh"
 #include "product.cuh"
@@ -37,10 +39,25 @@ struct Stream {
     bulk_load(c.shared + filled.stage * STAGE_BYTES + to, from, bytes, c.full(filled.stage), once);
   }
 
+  // What warps that finish read of a product: from memory it would come too late.
+  __device__ __forceinline__ void prefetch(const trirun_cuda_step_layer& layer, int which) const {
+    constexpr int OF_LINE = 32;  // floats
+    const Geometry& g = c.geometry(which);
+    const float* norm = input_of(c.a, layer, which).norm;
+    if (norm != nullptr)
+      for (int line = c.lane(); line < g.k_tiles * K_TILE / OF_LINE; line += 32)
+        prefetch_l2(norm + g.k_first * K_TILE + line * OF_LINE);
+    const int tiles_log = which == GATE_UP;
+    if (c.a.s.group_size == -1 && c.lane() < g.tiles)
+      prefetch_l2((&layer.qkv)[which].scales +
+                  (g.first + (c.lane() >> tiles_log) + (c.lane() & tiles_log) * (g.n_tiles / 2)) * N_TILE);
+  }
+
   __device__ __forceinline__ void product(const trirun_cuda_step_layer& layer, int which) {
     const Geometry& g = c.geometry(which);
     const int tiles_log = which == GATE_UP, tiles = g.tiles, tile_chunks = g.tile_chunks, k_tiles = g.k_tiles;
     const auto* words = reinterpret_cast<const uint8_t*>((&layer.qkv)[which].words);
+    if (c.warp() == WARPS + FINISHERS) prefetch(layer, which);
     int tile = 0, chunk = next;
 #pragma unroll 1
     for (;; chunk += STREAMS) {

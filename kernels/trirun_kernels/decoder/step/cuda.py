@@ -22,8 +22,8 @@ from ..cuda_weights import CudaLayer, CudaModel
 from ..shape import ACTIVATIONS, Attention, LayerShape
 from .division import divide, splits_of
 
-# Of a step. With four and more the chain of kernels was faster (kernels/LOG.md), though the kernel takes up to eight.
-ROWS = (1, 2)
+# Of a step: as many as were faster than the chain of kernels (kernels/LOG.md), though the kernel takes up to eight.
+ROWS = (1, 2, 4)
 CHUNKS_IN_FLIGHT = 4  # of 8 KiB a CTA: more of them make messages wait
 MAX_CLUSTER, UNIT, K_TILE = 8, 64, 128  # CTAs; outputs of a unit, of gate_up pairs of them; inputs of a k tile
 MAX_SPLITS, MAX_ITEMS, MAX_LAYERS = 32, 8, 96  # of csrc/cuda/step/step.cuh
