@@ -222,6 +222,14 @@ EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* launch, const v
   if (state().pause > 0) std::this_thread::sleep_for(std::chrono::microseconds(state().pause));
   return check(*launch, function);
 }
+// Of kernels of one CTA to a multiprocessor, on a device whose multiprocessors are all of one part.
+EXPORT cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t* launch) {
+  int cluster = 1;
+  for (unsigned i = 0; i < launch->numAttrs; i++)
+    if (launch->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = launch->attrs[i].val.clusterDim.x;
+  *clusters = state().device.sms / cluster;
+  return cudaSuccess;
+}
 EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** entry, unsigned, unsigned long long,
                                                     cudaDriverEntryPointQueryResult* found) {
   *entry = reinterpret_cast<void*>(check_map);
