@@ -6,6 +6,8 @@
 
 namespace trirun {
 
+inline int log2_of(int v) { return 31 - __builtin_clz(v); }
+
 struct DeviceFacts {
   int device, arch, ptx, sms;
 };

@@ -38,7 +38,7 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
   Item* to = const_cast<Item*>(c.items());
   const auto splits_of = [&](int row) {
     const int length = s.slots[row] < 0 ? 0 : max(s.positions[row], 0);
-    return max(1, min(most, (length + of_split - 1) / of_split));
+    return max(1, min(most, ceil_div(length, of_split)));
   };
   const int words = c.a.group * HD / 4;
   const auto share_of = [&](int splits) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void plan_items(const Cta& c) {
     Item item;
     item.row = at / kv_heads, item.kv_head = at % kv_heads, item.slot = s.slots[item.row];
     item.position = max(s.positions[item.row], 0), item.length = item.slot < 0 ? 0 : item.position;
-    const int chunks = (item.length + POSITIONS - 1) / POSITIONS;
+    const int chunks = ceil_div(item.length, POSITIONS);
     item.split = split, item.splits = splits_of(item.row);
     item.first = chunks * min(split, item.splits) / item.splits;
     item.last = chunks * min(split + 1, item.splits) / item.splits;

@@ -17,10 +17,13 @@ struct Part {
     const float factor = exp2_approximate(most - to);
     values = scaled(values, factor), weights *= factor, most = to;
   }
-  __device__ __forceinline__ void add(float4 v, float2 header) {
-    const float factor = exp2_approximate(header.x - most);
+  __device__ __forceinline__ void add_values(float4 v, float factor) {
     values = make_float4(fmaf(v.x, factor, values.x), fmaf(v.y, factor, values.y), fmaf(v.z, factor, values.z),
                          fmaf(v.w, factor, values.w));
+  }
+  __device__ __forceinline__ void add(float4 v, float2 header) {
+    const float factor = exp2_approximate(header.x - most);
+    add_values(v, factor);
     weights = fmaf(header.y, factor, weights);
   }
   __device__ __forceinline__ float4 attended() const { return scaled(values, __fdividef(1.f, weights)); }
@@ -64,12 +67,8 @@ struct Parts {
     part.rescale(most);
     part.weights += weights;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const float of_split = __shfl_sync(~0u, factor, (lane & ~(AT_ONCE - 1)) + i);
-      const float4 v = in[i].values();
-      part.values = make_float4(fmaf(v.x, of_split, part.values.x), fmaf(v.y, of_split, part.values.y),
-                                fmaf(v.z, of_split, part.values.z), fmaf(v.w, of_split, part.values.w));
-    }
+    for (int i = 0; i < AT_ONCE; i++)
+      part.add_values(in[i].values(), __shfl_sync(~0u, factor, (lane & ~(AT_ONCE - 1)) + i));
   }
 };
 

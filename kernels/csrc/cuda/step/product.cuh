@@ -185,8 +185,8 @@ struct Multiplier {
       const uint16_t* row_words = nullptr;
       typename S::RowScales row_scales{};
       if constexpr (S::GROUPS) {
-        const int n_tile = g.first + unit + within * (g.n_tiles / 2);
-        row_words = weight.scales + static_cast<int64_t>(g.k_first + k_first) * weight.n + n_tile * 64 + lane / 4 * 8;
+        row_words = weight.scales + static_cast<int64_t>(g.k_first + k_first) * weight.n +
+                    n_tile_of(g, product, tile) * N_TILE + lane / 4 * 8;
         if (k_first < k_last) row_scales.scales = __ldg(reinterpret_cast<const uint4*>(row_words));
       }
       Ring at = first;

@@ -61,6 +61,12 @@ struct RowSplits {
 // n tiles of a unit: of GATE_UP one of gate and one of up.
 __host__ __device__ constexpr int tiles_of_unit(int product) { return product == GATE_UP ? 2 : 1; }
 
+// The tile-th n tile of a cluster: units one after another, of GATE_UP each one's gate and up.
+__host__ __device__ inline int n_tile_of(const Geometry& g, int product, int tile) {
+  const int tiles_log = product == GATE_UP;
+  return g.first + (tile >> tiles_log) + (tile & tiles_log) * (g.n_tiles / 2);
+}
+
 constexpr int HEADS = 8;  // query heads of one key head that a warp attends with
 constexpr int PACKED_HEADS = 4;  // at most, where both parts of a number have a column each (attend.cuh)
 // Floats of a part of a head in shared memory: values, largest score, sum of weights.

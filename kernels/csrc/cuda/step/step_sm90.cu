@@ -47,15 +47,13 @@ struct Stream {
     if (norm != nullptr)
       for (int line = c.lane(); line < g.k_tiles * K_TILE / OF_LINE; line += 32)
         prefetch_l2(norm + g.k_first * K_TILE + line * OF_LINE);
-    const int tiles_log = which == GATE_UP;
     if (c.a.s.group_size == -1 && c.lane() < g.tiles)
-      prefetch_l2((&layer.qkv)[which].scales +
-                  (g.first + (c.lane() >> tiles_log) + (c.lane() & tiles_log) * (g.n_tiles / 2)) * N_TILE);
+      prefetch_l2((&layer.qkv)[which].scales + n_tile_of(g, which, c.lane()) * N_TILE);
   }
 
   __device__ __forceinline__ void product(const trirun_cuda_step_layer& layer, int which) {
     const Geometry& g = c.geometry(which);
-    const int tiles_log = which == GATE_UP, tiles = g.tiles, tile_chunks = g.tile_chunks, k_tiles = g.k_tiles;
+    const int tiles = g.tiles, tile_chunks = g.tile_chunks, k_tiles = g.k_tiles;
     const auto* words = reinterpret_cast<const uint8_t*>((&layer.qkv)[which].words);
     if (c.warp() == WARPS + FINISHERS) prefetch(layer, which);
     int tile = 0, chunk = next;
@@ -63,9 +61,8 @@ struct Stream {
     for (;; chunk += STREAMS) {
       while (chunk >= tile_chunks && tile < tiles) chunk -= tile_chunks, tile++;
       if (tile >= tiles) break;
-      const int n_tile = g.first + (tile >> tiles_log) + (tile & tiles_log) * (g.n_tiles / 2),
-                k_tile = chunk * CHUNK_K_TILES;
-      const int64_t at = static_cast<int64_t>(n_tile) * g.all_k_tiles + g.k_first + k_tile;
+      const int k_tile = chunk * CHUNK_K_TILES;
+      const int64_t at = static_cast<int64_t>(n_tile_of(g, which, tile)) * g.all_k_tiles + g.k_first + k_tile;
       const uint32_t bytes = min(CHUNK_K_TILES, k_tiles - k_tile) * WORD_TILE_BYTES;
       announce(bytes);
       if (c.lane() == 0) copy(0, words + at * WORD_TILE_BYTES, bytes);
@@ -140,7 +137,7 @@ __device__ __forceinline__ void plan_product(const Cta& c, int product) {
   g.k_first = g.all_k_tiles * rank >> cluster_log;
   g.k_tiles = (g.all_k_tiles * (rank + 1) >> cluster_log) - g.k_first;
   g.tiles = g.units * tiles_of_unit(product);
-  g.tile_chunks = (g.k_tiles + CHUNK_K_TILES - 1) / CHUNK_K_TILES;
+  g.tile_chunks = ceil_div(g.k_tiles, CHUNK_K_TILES);
   g.parts = c.a.parts[product], g.of_parts = ceil_div(1 << 16, g.parts), g.n_tiles = n_tiles_of(s, product);
   c.at<Geometry>(c.a.at.plan)[product] = g;
 }
@@ -429,10 +426,9 @@ extern "C" int trirun_cuda_decoder_step(const trirun_cuda_step* s, void* stream)
   args.qkv = words + messages.qkv, args.partial = words + messages.partial;
   args.attended = words + messages.attended, args.attended_headers = words + messages.attended_headers;
   args.gated = words + messages.gated, args.gated_headers = words + messages.gated_headers;
-  while (1 << args.tokens_log < s->m) args.tokens_log++;
-  while (1 << args.cluster_log < s->cluster) args.cluster_log++;
+  args.tokens_log = log2_of(static_cast<int>(s->m)), args.cluster_log = log2_of(s->cluster);
   args.group = static_cast<int>(s->heads / s->kv_heads), args.key_heads_of_head = 1.f / static_cast<float>(args.group);
-  while (4 << args.head_words_log < s->head_dim) args.head_words_log++;
+  args.head_words_log = log2_of(s->head_dim / 4);
   Launch how{dim3(static_cast<unsigned>(s->ctas)), THREADS, args.at.total,
              static_cast<cudaStream_t>(stream),    false,   s->cluster};
   how.cooperative = true;
