@@ -302,15 +302,17 @@ struct Attention {
     }
   }
 
-  __device__ __forceinline__ static void run(Cta& c, int index, uint32_t tag) {
-    const trirun_cuda_step& s = c.a.s;
-    const trirun_cuda_step_layer& layer = c.layer(index);
+  __device__ __forceinline__ static void run(Cta& c) {
     c.begin_phase();
-    // Neighbouring warps take other query heads.
-    const int lane = c.lane(), group = c.a.group, groups_log = groups_log_of(group);
-    const int workers = workers_of(c.a), worker = c.warp() >> groups_log;
-    const int first_head = (c.warp() & ((1 << groups_log) - 1)) * HEADS, heads = min(group - first_head, HEADS);
-    const uint32_t queries = c.shared + c.a.at.queries + first_head * 2 * QUERY_ROW;
+    const trirun_cuda_step& s = c.a.s;
+    const int index = c.parked().phase / PRODUCTS;
+    const trirun_cuda_step_layer& layer = c.layer(index);
+    const uint32_t tag = c.tag(index);
+    // Neighbouring warps take other query heads. These are computed where they are wanted: there are few registers.
+    const int group = c.a.group, groups_log = groups_log_of(group), workers = workers_of(c.a);
+    const auto worker = [&] { return c.warp() >> groups_log; };
+    const auto first_head = [&] { return (c.warp() & ((1 << groups_log) - 1)) * HEADS; };
+    const auto heads = [&] { return min(group - first_head(), HEADS); };
 #pragma unroll 1
     for (int at_item = 0; at_item < c.item_count(); at_item++) {
       const Item& span = c.items()[at_item];
@@ -327,29 +329,31 @@ struct Attention {
         const int64_t from = decoder::cache_offset(page, static_cast<int>(s.kv_heads), span.kv_head, position, 1);
         return __half22float2(__ldg(static_cast<const __half2*>(layer.scales) + from));
       };
-      float2 first = scale_of(worker, lane / 4), second = scale_of(worker, lane / 4 + 8);
+      float2 first = scale_of(worker(), c.lane() / 4), second = scale_of(worker(), c.lane() / 4 + 8);
       if (at_item > 0) meet();  // the last item's queries have been read
       take_heads(c, layer, span, last, tag);
-      if (worker < span.parts) {
+      if (worker() < span.parts) {
         Attention attention;
         attention.clear();
-        Ring at = c.ring;
-        c.move(at, worker / TILES);
-        int tile = worker;
+        Ring at = c.parked().ring;
+        c.move(at, worker() / TILES);
+        int tile = worker();
 #pragma unroll 1
         do {
+          c.begin_phase();
           uint32_t keys = newest(c), values = keys + ROW;
           int count = 1;
-          const bool fresh = tile == worker, stored = tile < tiles;
+          const bool fresh = tile == worker(), stored = tile < tiles;
           const float2 these = first, those = second;
           if (stored) {
-            first = scale_of(tile + workers, lane / 4), second = scale_of(tile + workers, lane / 4 + 8);
+            first = scale_of(tile + workers, c.lane() / 4), second = scale_of(tile + workers, c.lane() / 4 + 8);
             keys = c.shared + at.stage * STAGE_BYTES, values = keys + POSITIONS * ROW;
             count = min(span.length - (span.first + tile / TILES) * POSITIONS, POSITIONS);
             barrier_wait(c.full(at.stage), at.phase);
           }
           const float2 own = CODES && !stored ? load_shared_float2(newest(c) + 2 * ROW) : these;
-          attention.add(keys, values, stored ? tile % TILES : 0, queries, heads, count, own, stored ? those : own,
+          attention.add(keys, values, stored ? tile % TILES : 0,
+                        c.shared + c.a.at.queries + first_head() * 2 * QUERY_ROW, heads(), count, own, stored ? those : own,
                         fresh);
           if (!stored) break;
           // The arrival must not overtake the loads: it depends on what was made of the last ones.
@@ -357,20 +361,24 @@ struct Attention {
 #pragma unroll
           for (int i = 0; i < 4; i++) loaded |= __float_as_uint(attention.value[HD / 16 - 1][i]);
           __syncwarp();
-          if (lane == 0)
+          if (c.lane() == 0)
             barrier_arrive_counted(c.empty(at.stage) + (loaded & c.a.nought), EMPTY_ARRIVALS / TILES >> groups_log);
           c.move(at, (workers + tile % TILES) / TILES);
           tile += workers;
         } while (tile < tiles + last);
         meet_after_reading();
+        c.begin_phase();
         const int of_warp = min(group, HEADS) * part_floats(HD) * 4;
-        attention.leave(c.shared + c.a.at.attention + c.warp() * of_warp, heads);
+        attention.leave(c.shared + c.a.at.attention + c.warp() * of_warp, heads());
         __syncwarp();
       } else {
         have_read();
       }
-      c.move(c.ring, chunks);
-      if (lane == 0) barrier_arrive(c.parts_barrier());
+      if (c.lane() == 0) {
+        c.move(c.parked().ring, span.last - span.first);
+        barrier_arrive(c.parts_barrier());
+      }
+      __syncwarp();
     }
   }
 };

@@ -19,6 +19,12 @@ __device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4
 
 __device__ __forceinline__ int lane_anew() { return thread_anew() & 31; }
 
+// What a warp that attends leaves in shared memory meanwhile, since it wants all registers.
+struct Parked {
+  int phase;
+  Ring ring;
+};
+
 struct Cta {
   const StepArgs& a;
   uint32_t shared;  // address of all its memory
@@ -60,6 +66,23 @@ struct Cta {
   __device__ __forceinline__ float* factors(int buffer) const { return floats(a.at.factors) + buffer * 2 * MAX_ROWS; }
   __device__ __forceinline__ const trirun_cuda_step_layer& layer(int i) const {
     return at<const trirun_cuda_step_layer>(a.at.layers)[i];
+  }
+  __device__ __forceinline__ Parked& parked() const { return at<Parked>(a.at.parked)[warp()]; }
+  __device__ __forceinline__ void park(int phase) const {
+    if (lane() == 0) parked() = {phase, ring};
+    __syncwarp();
+  }
+  __device__ __forceinline__ int unpark() {
+    begin_phase();
+    asm volatile("" ::: "memory");
+    ring = parked().ring;
+    return parked().phase;
+  }
+  // What the inputs of a layer are tagged with.
+  __device__ __forceinline__ uint32_t& first_tag() const { return at<uint32_t>(a.at.factors)[4 * MAX_ROWS + 2]; }
+  __device__ __forceinline__ uint32_t tag(int layer) const { return tag_of(first_tag() + layer); }
+  __device__ __forceinline__ const trirun_int2& weight(int phase) const {
+    return (&layer(phase / PRODUCTS).qkv)[phase % PRODUCTS];
   }
   __device__ __forceinline__ const Geometry& geometry(int product) const {
     return at<const Geometry>(a.at.plan)[product];

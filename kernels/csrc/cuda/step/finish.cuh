@@ -166,11 +166,13 @@ struct Finisher {
     if (c.lane() == 0 && real) send(header, make_float4(squares, __uint_as_float(largest), 0.f, 0.f), tag);
   }
 
-  __device__ __forceinline__ void run(int index, int product, uint32_t tag, uint32_t next) {
+  __device__ __forceinline__ void run(int phase) {
     c.begin_phase();
+    const int product = phase % PRODUCTS, index = phase / PRODUCTS;
     const Geometry& g = c.geometry(product);
     const trirun_cuda_step& s = c.a.s;
     const trirun_cuda_step_layer& layer = c.layer(index);
+    uint32_t tag = c.tag(index);
     const int lane = c.lane(), half = this->half(), rows_log = c.a.tokens_log, rows = c.rows(), buffer = product & 1;
     const bool pairs = product == GATE_UP;
     const int parts = c.cluster() * g.parts, units = pairs ? g.n_tiles / 2 : g.n_tiles;
@@ -185,7 +187,7 @@ struct Finisher {
       norm = layer.mlp_norm, words = c.a.x_mlp, to_headers = c.a.x_mlp_headers;
     } else if (product == DOWN) {
       norm = index + 1 < s.layer_count ? c.layer(index + 1).attention_norm : s.final_norm;
-      words = c.a.x_attention, to_headers = c.a.x_attention_headers, tag = next;
+      words = c.a.x_attention, to_headers = c.a.x_attention_headers, tag = c.tag(index + 1);
     }
     const uint32_t step = 256 << rows_log, tile_bytes = parts * step;
     const uint32_t slots = c.shared + c.a.at.slots + buffer * c.a.at.slot_buffer + lane % 16 * 16;
@@ -263,8 +265,10 @@ struct Finisher {
   }
 
   // Attention of this CTA's items, from what its warps have of it to what the output projection reads.
-  __device__ __forceinline__ void attend(const trirun_cuda_step_layer& layer, uint32_t tag) {
+  __device__ __forceinline__ void attend(int index) {
     c.begin_phase();
+    const trirun_cuda_step_layer& layer = c.layer(index);
+    const uint32_t tag = c.tag(index);
     const bool headers = sends_attended_headers(c, layer);
 #pragma unroll 1
     for (int at_item = 0; at_item < c.item_count(); at_item++) {
@@ -330,7 +334,8 @@ struct Finisher {
   }
 
   // The residual stream of this CTA's units, and the first layer's input.
-  __device__ __forceinline__ void begin(uint32_t tag) const {
+  __device__ __forceinline__ void begin() const {
+    const uint32_t tag = c.tag(0);
     const trirun_cuda_step& s = c.a.s;
     const Geometry& g = c.geometry(O);
     const int rows_log = c.a.tokens_log;
@@ -346,8 +351,9 @@ struct Finisher {
   }
 
   // The final norm of this CTA's units.
-  __device__ __forceinline__ void end(uint32_t tag) const {
+  __device__ __forceinline__ void end() const {
     const trirun_cuda_step& s = c.a.s;
+    const uint32_t tag = c.tag(static_cast<int>(s.layer_count));
     const Geometry& g = c.geometry(O);
     const int rows_log = c.a.tokens_log, hidden = static_cast<int>(s.hidden);
 #pragma unroll 1

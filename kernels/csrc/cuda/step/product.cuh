@@ -19,7 +19,18 @@ struct Sums {
   static constexpr int TOKENS = Base::TOKENS;
   static constexpr bool EXACT = Base::EXACT, GROUPS = Base::OF_K_TILES;
 
-  typename Base::Sum sum[4][2][TOKENS];  // row block j (4^j times too large), rows r and r + 8, token
+  // Codes of row blocks 0 to j as an A register: a mask less than one for each block, and their products' differences
+  // are those of a block.
+  __device__ __forceinline__ static void up_to(uint32_t (&a)[4], uint4 w, int j) {
+    const uint32_t mask = (4u << 2 * j) - 1, masks = mask * 0x01010101u;
+    a[0] = w.x & masks, a[1] = w.y & masks, a[2] = w.z & masks, a[3] = w.w & masks;
+  }
+  // As an integer what 1.5 * 2^23 is as a float: added to one below 2^22, the sum is that number as a float, too. Products
+  // of 128 k are: 255 * 128 * 128.
+  static constexpr int FLOAT_ZERO = 0x4b400000;
+
+  // Row block j (4^j times too large; of EXACT with those before it), rows r and r + 8, token.
+  typename Base::Sum sum[4][2][TOKENS];
   float x_sum[TOKENS];  // of x, which the zero point multiplies: not of GROUPS
 
   __device__ __forceinline__ void clear() {
@@ -45,12 +56,12 @@ struct Sums {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         uint32_t a[4];
-        Base::masked(a, w, j);
+        up_to(a, w, j);
         if constexpr (EXACT) {
           int (&d)[4] = reinterpret_cast<int (&)[4]>(sum[j]);
           mma_u8s8(d, a, b0, b1, d);
         } else if (block == 0) {
-          mma_u8s8(c[j], a, b0, b1, {0, 0, 0, 0});
+          mma_u8s8(c[j], a, b0, b1, {FLOAT_ZERO, FLOAT_ZERO, FLOAT_ZERO, FLOAT_ZERO});
         } else {
           mma_u8s8(c[j], a, b0, b1, c[j]);
         }
@@ -60,17 +71,27 @@ struct Sums {
     for (int e = 0; e < TOKENS; e++) {
       const float2 s = load_shared_float2(scales + Base::token(0, e, tokens) * 8);
       if constexpr (!GROUPS) x_sum[e] += s.y;
-      if constexpr (EXACT) continue;
+      if constexpr (!EXACT) scale(c, e, s, rows, zero);
+    }
+  }
+
+  // A k tile's products of token e, times its scale.
+  __device__ __forceinline__ void scale(const int (&c)[4][4], int e, float2 s, const RowScales& rows, float zero) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
       float zero_sum = GROUPS ? zero * s.y : 0.f;
+      const auto of = [&](int j, int i) { return __uint_as_float(static_cast<uint32_t>(j < 0 ? FLOAT_ZERO : c[j][i])); };
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const float v = static_cast<float>(Base::combine(c[j], h, e));
-          if constexpr (GROUPS)
-            sum[j][h][e] += Base::half_of(rows.scales, j, h) * (s.x * v - zero_sum);
-          else
-            sum[j][h][e] += s.x * v;
+        const auto own = [&](int i) { return of(j, i) - of(j - 1, i); };
+        auto& to = sum[j][h][e];
+        if constexpr (GROUPS) {
+          const float v = LIMBS == 2 ? fmaf(own(2 * h), 256.f, own(2 * h + 1)) : own(2 * h + e);
+          to += Base::half_of(rows.scales, j, h) * (s.x * v - zero_sum);
+        } else if constexpr (LIMBS == 2) {
+          to = fmaf(256.f * s.x, own(2 * h), fmaf(s.x, own(2 * h + 1), to));
+        } else {
+          to = fmaf(s.x, own(2 * h + e), to);
         }
         zero_sum *= 4.f;
       }
@@ -89,7 +110,8 @@ struct Sums {
       const float x_scale = EXACT ? x_scales[token] : 1.f;
       const float zero_sum = GROUPS ? 0.f : zero * x_sum[e];
       const auto value = [&](int j, int h) {
-        return static_cast<float>(sum[j][h][e]) * (gemm_decode::quarter_power(j) * x_scale) - zero_sum;
+        const auto own = EXACT && j > 0 ? sum[j][h][e] - sum[j - 1][h][e] : sum[j][h][e];
+        return static_cast<float>(own) * (gemm_decode::quarter_power(j) * x_scale) - zero_sum;
       };
       const uint32_t to = slots + token * 256 + lane / 4 * 16;
       store_peer_counted(to, make_float4(value(0, 0), value(0, 1), value(1, 0), value(1, 1)), barrier);
@@ -101,8 +123,6 @@ struct Sums {
 template <int LIMBS, int SCALE>
 struct Multiplier {
   using S = Sums<LIMBS, SCALE>;
-
-  uint32_t factors = 0;  // parities of the next ones of either buffer, in bits
 
   // A word of attention's output, of the parts of all splits.
   __device__ __forceinline__ static float4 joined(const Cta& c, int row, int word, uint32_t tag) {
@@ -116,8 +136,10 @@ struct Multiplier {
   // Quantizes this CTA's k of an input into shared memory. The registers of two neighbouring blocks of 32 k are side by
   // side, so that a lane finds its B registers of both in one load. One word after another: several at once would be
   // more instructions, which is worse where there is one (kernels/LOG.md).
-  __device__ __forceinline__ void take_input(const Cta& c, const Geometry& g, const trirun_cuda_step_layer& layer,
-                                             int product, uint32_t tag) {
+  __device__ __forceinline__ static void take_input(const Cta& c, const Geometry& g, int phase) {
+    const int product = phase % PRODUCTS;
+    const trirun_cuda_step_layer& layer = c.layer(phase / PRODUCTS);
+    const uint32_t tag = c.tag(phase / PRODUCTS);
     const int lane = c.lane(), rows_log = c.a.tokens_log, rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     const int pairs = g.k_tiles << rows_log;
     const float4* words = input_of(c.a, layer, product).words;
@@ -134,7 +156,7 @@ struct Multiplier {
         v = joined(c, row, word, tag);
       else
         v = received(words + row * g.all_k_tiles * 32 + word, tag, c.patience());
-      if (waits) barrier_wait(c.factor_barrier(buffer), factors >> buffer & 1), waits = false;
+      if (waits) barrier_wait(c.factor_barrier(buffer), product >> 1), waits = false;
       QuantizedKTile q;
       if constexpr (LIMBS == 1)
         q = quantize_k_tile8(scaled(v, of_rows[row]), of_rows[MAX_ROWS + row]);
@@ -146,16 +168,16 @@ struct Multiplier {
       const float sum = q.sum128();
       if (lane == 0) store_shared2(scales + pair * 8, q.scale, sum);
     }
-    if (waits) barrier_wait(c.factor_barrier(buffer), factors >> buffer & 1);
-    if constexpr (LIMBS == 1) factors ^= 1 << buffer;
+    if (waits) barrier_wait(c.factor_barrier(buffer), product >> 1);
     meet();
   }
 
-  __device__ __forceinline__ void run(Cta& c, const trirun_cuda_step_layer& layer, int product, uint32_t tag) {
+  __device__ __forceinline__ static void run(Cta& c, int phase) {
     c.begin_phase();
+    const int product = phase % PRODUCTS;
     const Geometry& g = c.geometry(product);
     if (g.units == 0) return;
-    const trirun_int2& weight = (&layer.qkv)[product];
+    const trirun_int2& weight = c.weight(phase);
     const int lane = c.lane(), rows = c.rows(), columns = rows * LIMBS, buffer = product & 1;
     const int tiles_log = product == GATE_UP;  // of a unit
     const auto over_parts = [&](int v) { return v * g.of_parts >> 16; };
@@ -175,7 +197,7 @@ struct Multiplier {
     c.move(first, tile * g.tile_chunks + k_first / CHUNK_K_TILES);
     // Before weights are waited for: what was needed before this product has gone through the ring, so that none of its
     // first chunks is more than once round ahead.
-    take_input(c, g, layer, product, tag);
+    take_input(c, g, phase);
 #pragma unroll 1
     for (; tile < g.tiles; tile += tile_step) {
       const int unit = tile >> tiles_log, within = tile & ((1 << tiles_log) - 1);

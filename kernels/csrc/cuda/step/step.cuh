@@ -86,6 +86,7 @@ struct Memory {
   int scales, scale_buffer;  // float2 [2][k tiles][rows]
   int factors;  // float [2][2][MAX_ROWS] of 8-bit inputs: 1 / rms of a row, its scale; then uint64: when to give up
   int residual;  // float4 [local units of the hidden size][rows][16]
+  int parked;  // Parked [WARPS]
   int heads;  // float [WARPS][head_dim]: in the place of the second input's limbs
   int queries;  // halves [query heads of a key head][high, low][head_dim + 8]
   int newest;  // the new key, the new value, and float [2]: their scales of 8 bits

@@ -164,33 +164,31 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   const int words = static_cast<int>(s.layer_count * sizeof(trirun_cuda_step_layer) / 8);
   for (int i = threadIdx.x; i < words; i += THREADS)
     c.at<uint64_t>(a.at.layers)[i] = reinterpret_cast<const uint64_t*>(s.layers)[i];
-  const uint32_t base = *reinterpret_cast<volatile uint32_t*>(a.counter);
+  if (threadIdx.x == 64) c.first_tag() = tag_of(*reinterpret_cast<volatile uint32_t*>(a.counter)) - 1;
   __syncthreads();
   cluster_arrive();
   cluster_wait();
 
-  const int layers = static_cast<int>(s.layer_count);
+  const int phases = static_cast<int>(s.layer_count) * PRODUCTS;
   if (warp < WARPS) {
-    Multiplier<LIMBS, SCALE> multiplier;
 #pragma unroll 1
-    for (int i = 0; i < layers; i++)
-#pragma unroll 1
-      for (int product = QKV; product < PRODUCTS; product++) {
-        multiplier.run(c, c.layer(i), product, tag_of(base + i));
-        if (product == QKV) Attention<HD, ELEMENT, PACKED>::run(c, i, tag_of(base + i));
-      }
+    for (int phase = 0; phase < phases; phase++) {
+      Multiplier<LIMBS, SCALE>::run(c, phase);
+      if (phase % PRODUCTS != QKV) continue;
+      c.park(phase);
+      Attention<HD, ELEMENT, PACKED>::run(c);
+      phase = c.unpark();
+    }
   } else {
     if (warp < WARPS + FINISHERS) {
       Finisher<LIMBS, SCALE == gemm_decode::PER_K_TILE_PLAIN> finisher(c);
-      finisher.begin(tag_of(base));
+      finisher.begin();
 #pragma unroll 1
-      for (int i = 0; i < layers; i++)
-#pragma unroll 1
-        for (int product = QKV; product < PRODUCTS; product++) {
-          if (c.geometry(product).units > 0) finisher.run(i, product, tag_of(base + i), tag_of(base + i + 1));
-          if (product == QKV) finisher.attend(c.layer(i), tag_of(base + i));
-        }
-      finisher.end(tag_of(base + layers));
+      for (int phase = 0; phase < phases; phase++) {
+        finisher.run(phase);
+        if (phase % PRODUCTS == QKV) finisher.attend(phase / PRODUCTS);
+      }
+      finisher.end();
     } else {
       Stream<HD, ELEMENT>(c, warp - WARPS - FINISHERS).run();
     }
@@ -198,7 +196,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant_
   }
   // A CTA's shared memory is there until the others have written to it.
   __syncthreads();
-  if (blockIdx.x == 0 && threadIdx.x == 0) *a.counter = base + static_cast<uint32_t>(layers) + 1;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.counter = c.first_tag() + static_cast<uint32_t>(s.layer_count) + 1;
   cluster_arrive();
   cluster_wait();
 }
@@ -318,8 +316,9 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int attending) {
   at.limb_buffer = hidden * K_TILE * rows * limbs, at.limbs = take(at.limb_buffer);
   at.heads = take(std::max(second * K_TILE * rows * limbs, WARPS * s.head_dim * 4));
   at.scale_buffer = hidden * rows * 8, at.scales = take((hidden + second) * rows * 8);
-  at.factors = take(4 * MAX_ROWS * 4 + 8);
+  at.factors = take(4 * MAX_ROWS * 4 + 12);
   at.residual = take(local_of(s, O) * rows * 256);
+  at.parked = take(WARPS * sizeof(Parked));
   at.queries = take(s.heads / s.kv_heads * 2 * (s.head_dim + 8) * 2);
   at.newest = take(2 * s.head_dim * 2 + 8);
   at.plan = take(PRODUCTS * sizeof(Geometry) + MAX_ITEMS * sizeof(Item) + MAX_ROWS * sizeof(RowSplits) + 4);
@@ -329,7 +328,7 @@ Memory lay_out(const trirun_cuda_step& s, int slots, int attending) {
   at.stages = std::min(std::max(MAX_SHARED - end, 0) / STAGE_BYTES, (BARRIERS / 8 - 3 - 2 * MAX_LOCAL) / 2);
   const int ring = at.stages * STAGE_BYTES;
   for (int* offset : {&at.slots, &at.attention, &at.limbs, &at.scales, &at.factors, &at.residual, &at.heads,
-                      &at.queries, &at.newest, &at.plan, &at.layers, &at.barriers})
+                      &at.parked, &at.queries, &at.newest, &at.plan, &at.layers, &at.barriers})
     *offset += ring;
   at.total = end + ring;
   return at;
